@@ -1,0 +1,66 @@
+"""What the driver shows a person: a progress bar while samples are generated and one line per rollout."""
+
+import sys
+from typing import Any
+
+from tqdm import tqdm
+
+
+class GenerationBar:
+    """Draws progress snapshots of the rollout manager: a bar on a terminal, nothing elsewhere (logs keep lines)."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm | None = None
+
+    def show(self, snapshot: tuple[str, int, int] | None) -> None:
+        """Redraw for (description, done, total); None leaves the bar as it is."""
+        if snapshot is None or not sys.stderr.isatty():
+            return
+        description, done, total = snapshot
+        if self._bar is None or self._bar.desc.rstrip(": ") != description:
+            self.close()
+            self._bar = tqdm(total=total, desc=description, unit="sample", leave=False, dynamic_ncols=True)
+        self._bar.total = total
+        self._bar.n = done
+        self._bar.refresh()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+# (metric, label, format), in the order of the line; metrics that a run does not have are left out.
+_COLUMNS = (
+    ("rollout/raw_reward", "reward", "{:.3f}"),
+    ("rollout/response_len/mean", "length", "{:.1f}"),
+    ("train/loss", "loss", "{:.4f}"),
+    ("train/kl_loss", "kl", "{:.4f}"),
+    ("train/grad_norm", "grad_norm", "{:.3f}"),
+    ("train/train_rollout_logprob_abs_diff", "logprob_diff", "{:.1e}"),
+)
+_PHASES = (
+    ("perf/rollout_time", "generate"),
+    ("perf/train_time", "train"),
+    ("perf/update_weights_time", "sync"),
+    ("perf/save_model_time", "save"),
+    ("perf/step_time", "step"),
+)
+
+
+def rollout_line(rollout_id: int, num_rollout: int, metrics: dict[str, Any]) -> str:
+    """The console line of a finished rollout step, from all of its metrics."""
+    parts = [f"{label} {fmt.format(metrics[name])}" for name, label, fmt in _COLUMNS if name in metrics]
+    phases = [f"{label} {metrics[name]:.1f}" for name, label in _PHASES if name in metrics]
+    return f"rollout {rollout_id + 1}/{num_rollout} | {' | '.join(parts)} | seconds: {', '.join(phases)}"
+
+
+def evaluation_line(rollout_id: int, metrics: dict[str, Any]) -> str:
+    """The console line of an evaluation: the mean reward of every data set."""
+    means = {name: value for name, value in metrics.items() if name.count("/") == 1 and not _is_detail(name)}
+    shown = ", ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in means.items())
+    return f"evaluation at rollout {rollout_id}: {shown}"
+
+
+def _is_detail(name: str) -> bool:
+    return name == "eval/step" or "-truncated_ratio" in name or "-pass@" in name

@@ -1,0 +1,184 @@
+"""Metrics of finished samples, for training rollouts and evaluations. Pure functions from samples to plain numbers.
+
+Samples of one execution share a `rollout_id`; a sample without one is an execution of its own. Prompt groups are told by
+`group_index`.
+"""
+
+import math
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from slime.utils.types import Sample
+
+_REPETITION_CHARACTERS = 10000
+_REPETITION_RATIO = 10
+# Rewards that differ by less carry no signal; 0.1 averaged eight times is off by 1e-17.
+_ZERO_STD_THRESHOLD = 1e-6
+
+
+def compute_statistics(values: Iterable[float]) -> dict[str, float]:
+    """mean, median, max and min; empty without values."""
+    array = np.asarray(list(values), dtype=np.float64)
+    if array.size == 0:
+        return {}
+    return {
+        "mean": float(array.mean()),
+        "median": float(np.median(array)),
+        "max": float(array.max()),
+        "min": float(array.min()),
+    }
+
+
+def compute_rollout_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
+    """`rollout/` metrics of the samples of one step, and `passrate/` with `--log-passrate`.
+
+    Rewards are `get_reward_value(args)`.
+    """
+    metrics = {f"rollout/{name}": value for name, value in _sample_metrics(args, samples).items()}
+    rewards = [sample.get_reward_value(args) for sample in samples]
+    if args.advantage_estimator != "ppo":
+        counts = zero_std_counts(samples, rewards)
+        metrics |= {f"rollout/zero_std/count_{reward}": float(count) for reward, count in counts.items()}
+    if args.log_correct_samples:
+        correct = [s.effective_response_length for s, r in zip(samples, rewards, strict=True) if r == 1]
+        metrics |= _prefixed("rollout/correct_len/", compute_statistics(correct))
+    if args.log_passrate:
+        metrics |= _prefixed("passrate/", pass_rates(samples, rewards))
+    return metrics
+
+
+def compute_eval_metrics(args: Any, data: Mapping[str, Mapping[str, Sequence[Any]]]) -> dict[str, float]:
+    """`eval/` metrics. `data`: set → {"rewards", "truncated", "samples"}; pass@k uses the number of samples of each prompt."""
+    metrics: dict[str, float] = {}
+    for name, results in data.items():
+        samples, rewards = results.get("samples") or [], results["rewards"]
+        metrics[f"eval/{name}"] = float(np.mean(np.asarray(rewards, dtype=np.float64)))
+        if samples:
+            metrics |= _prefixed(f"eval/{name}/", _sample_metrics(args, samples))
+        if len(results.get("truncated") or []):
+            metrics[f"eval/{name}-truncated_ratio"] = float(np.mean(results["truncated"]))
+        if args.log_passrate and samples:
+            metrics |= _prefixed(f"eval/{name}-", pass_rates(samples, rewards))
+    return metrics
+
+
+def compute_rollout_perf_metrics(args: Any, samples: Sequence[Sample], rollout_time: float) -> dict[str, float]:
+    """`perf/` metrics of generation. `rollout_time` in seconds; tokens are response tokens, effective ones are trained."""
+    metrics = {"perf/rollout_time": rollout_time}
+    if rollout_time <= 0 or not samples:
+        return metrics
+    for prefix, lengths in (
+        ("", [sample.response_length for sample in samples]),
+        ("effective_", [sample.effective_response_length for sample in samples]),
+    ):
+        if args.rollout_num_gpus:
+            metrics[f"perf/{prefix}tokens_per_gpu_per_sec"] = sum(lengths) / rollout_time / args.rollout_num_gpus
+        metrics[f"perf/longest_{prefix}sample_tokens_per_sec"] = max(lengths) / rollout_time
+    outside = [sample.non_generation_time for sample in samples]
+    if any(outside):
+        metrics |= _prefixed("perf/non_generation_time/", compute_statistics(outside))
+    return metrics
+
+
+def merge_extra_metrics(metrics: dict[str, Any], extra: Mapping[str, Any] | None, prefix: str) -> dict[str, Any]:
+    """`metrics` with those a rollout function returned; names that lack `prefix` get it."""
+    named = {name if name.startswith(prefix) else prefix + name: value for name, value in (extra or {}).items()}
+    return {**metrics, **named}
+
+
+def zero_std_counts(samples: Sequence[Sample], rewards: Sequence[float]) -> dict[float, int]:
+    """Reward, rounded to one digit → number of prompt groups of two or more in which all rewards are that one."""
+    counts: Counter[float] = Counter()
+    for positions in _by_group(samples).values():
+        values = np.asarray([rewards[position] for position in positions], dtype=np.float64)
+        if values.size > 1 and values.std() <= _ZERO_STD_THRESHOLD:
+            counts[round(float(values[0]), 1)] += 1
+    return dict(sorted(counts.items()))
+
+
+def pass_rates(samples: Sequence[Sample], rewards: Sequence[float]) -> dict[str, float]:
+    """`pass@k` for k = 1, 2, 4, …: the mean over the groups that have at least k executions.
+
+    An execution is correct if the rewards of its samples average 1.
+    """
+    outcomes = [_executions_correct(samples, rewards, positions) for positions in _by_group(samples).values()]
+    largest = max((len(outcome) for outcome in outcomes), default=0)
+    rates = {}
+    k = 1
+    while k <= largest:
+        values = [pass_at_k(len(outcome), sum(outcome), k) for outcome in outcomes if len(outcome) >= k]
+        rates[f"pass@{k}"] = float(np.mean(values))
+        k *= 2
+    return rates
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased probability that k of n tries, c of them correct, hold a correct one (arXiv 2107.03374, equation 1)."""
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def has_repetition(text: str) -> bool:
+    """Whether a long text ends in repetitions: its last 10000 characters shrink to less than a tenth by zlib."""
+    if len(text) <= _REPETITION_CHARACTERS:
+        return False
+    tail = text[-_REPETITION_CHARACTERS:].encode("utf-8", "replace")
+    return len(tail) > _REPETITION_RATIO * len(zlib.compress(tail, 9))
+
+
+def _sample_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
+    if not samples:
+        return {}
+    metrics = _prefixed("response_len/", compute_statistics(s.effective_response_length for s in samples))
+    metrics["truncated_ratio"] = float(np.mean([sample.truncated for sample in samples]))
+    metrics["repetition_frac"] = float(np.mean([has_repetition(sample.response) for sample in samples]))
+    metrics |= _prefix_cache_metrics(samples) | _speculative_metrics(samples)
+    category = args.log_reward_category
+    if category:
+        values = Counter(s.reward[category] for s in samples if isinstance(s.reward, dict) and category in s.reward)
+        metrics |= {f"error_cat/{value}": count / len(samples) for value, count in values.items()}
+    return metrics
+
+
+def _prefix_cache_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    cached = sum(sample.prefix_cache_info.cached_tokens for sample in samples)
+    prompts = sum(sample.prefix_cache_info.total_prompt_tokens for sample in samples)
+    if prompts == 0:
+        return {}
+    return {"prefix_cache_hit_rate": cached / prompts, "avg_cached_tokens_per_sample": cached / len(samples)}
+
+
+def _speculative_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    infos = [sample.spec_info for sample in samples]
+    drafted, verified = sum(i.spec_draft_token_num for i in infos), sum(i.spec_verify_ct for i in infos)
+    metrics = {}
+    if drafted:
+        metrics["spec_accept_rate"] = sum(i.spec_accept_token_num for i in infos) / drafted
+    if verified:
+        metrics["spec_accept_length"] = sum(i.completion_token_num for i in infos) / verified
+    return metrics
+
+
+def _executions_correct(samples: Sequence[Sample], rewards: Sequence[float], positions: Sequence[int]) -> list[bool]:
+    executions: dict[Any, list[float]] = {}
+    for position in positions:
+        rollout_id = samples[position].rollout_id
+        key = ("own", position) if rollout_id is None else ("shared", rollout_id)
+        executions.setdefault(key, []).append(rewards[position])
+    return [math.isclose(sum(values) / len(values), 1.0, abs_tol=1e-6) for values in executions.values()]
+
+
+def _by_group(samples: Sequence[Sample]) -> dict[Any, list[int]]:
+    """Prompt group → positions of its samples; a sample without a group is one of its own."""
+    groups: dict[Any, list[int]] = {}
+    for position, sample in enumerate(samples):
+        key = ("own", position) if sample.group_index is None else ("group", sample.group_index)
+        groups.setdefault(key, []).append(position)
+    return groups
+
+
+def _prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    return {prefix + name: value for name, value in metrics.items()}

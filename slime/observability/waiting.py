@@ -1,0 +1,88 @@
+"""The driver's waits: each has a name and a deadline, and says after 30 s what it waits for.
+
+A wait on several results ends with the first error among them: when one training rank fails, the others hang in a
+collective, so waiting for all of them first would hide the cause.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from slime.utils.errors import RunError, UserError
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.25
+_REPORT_AFTER_SECONDS = 30.0
+
+
+def wait_for_all(
+    refs: Sequence[ray.ObjectRef],
+    name: str,
+    timeout_s: float,
+    *,
+    pending: Callable[[list[int]], str] | None = None,
+    on_poll: Callable[[], None] | None = None,
+) -> list[Any]:
+    """The results of `refs`, in order.
+
+    Args:
+        name: what is awaited, for messages: "training step 3".
+        timeout_s: deadline, in seconds.
+        pending: describes the positions in `refs` that are still missing.
+        on_poll: called several times a second, to draw progress.
+
+    Raises:
+        UserError, RunError: raised by the awaited process, without the remote traceback.
+        RunError: the deadline passed, or a process died.
+    """
+    started = time.monotonic()
+    report_at = _REPORT_AFTER_SECONDS
+    remaining = {ref: position for position, ref in enumerate(refs)}
+    results: list[Any] = [None] * len(refs)
+    while remaining:
+        ready, _ = ray.wait(list(remaining), num_returns=1, timeout=_POLL_SECONDS)
+        for ref in ready:
+            results[remaining.pop(ref)] = _get(ref, name)
+        if on_poll is not None:
+            on_poll()
+        waited = time.monotonic() - started
+        if remaining and waited > timeout_s:
+            raise RunError(f"{name}: no answer within {timeout_s:.0f} s from {_describe(remaining, pending)}")
+        if remaining and waited > report_at:
+            logger.info("%s: waiting for %.0f s for %s", name, waited, _describe(remaining, pending))
+            report_at *= 2
+    return results
+
+
+def wait_for(ref: ray.ObjectRef, name: str, timeout_s: float, **options: Any) -> Any:
+    """`wait_for_all` of one reference."""
+    return wait_for_all([ref], name, timeout_s, **options)[0]
+
+
+def _describe(remaining: dict[ray.ObjectRef, int], pending: Callable[[list[int]], str] | None) -> str:
+    positions = sorted(remaining.values())
+    return pending(positions) if pending is not None else f"{len(positions)} process(es)"
+
+
+def _get(ref: ray.ObjectRef, name: str) -> Any:
+    try:
+        return ray.get(ref, timeout=60)
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, UserError | RunError):
+            raise cause from None
+        raise
+    except RayActorError as error:
+        raise RunError(f"{name}: a process of the run died. {_death_cause(error)}") from None
+    except GetTimeoutError:
+        raise RunError(f"{name}: the result is ready but could not be fetched within 60 s") from None
+
+
+def _death_cause(error: RayActorError) -> str:
+    hint = "If memory ran out, the kernel's log (dmesg) names the process; lower --max-tokens-per-gpu or the engines' cache."
+    return f"{str(error).strip()}\n{hint}"

@@ -1,0 +1,343 @@
+"""Where prompts come from: a data set that is read epoch after epoch, and a buffer in front of it.
+
+A data source hands out groups: `n_samples_per_prompt` independent copies of one prompt with running `index` and a
+common `group_index`. Its state is a cursor (`epoch_id`, `sample_offset`), the two running numbers, the user's metadata
+and the buffer. The order of an epoch is a function of seed and epoch, so the cursor is enough to go on exactly where
+the state was taken: no prompt is skipped or repeated, and no global random generator is touched.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from slime.rollout.data_source_state import (
+    dataset_fingerprint,
+    describe_difference,
+    groups_from_plain,
+    groups_to_plain,
+    read_state,
+    state_directory,
+    write_state,
+)
+from slime.utils.data import Dataset, epoch_permutation
+from slime.utils.errors import UserError
+from slime.utils.misc import load_function
+from slime.utils.processing_utils import load_tokenizer
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+_FORMAT_VERSION = 1
+
+Group = list[Any]  # entries are samples, or lists of samples where one execution gave several
+
+
+class DataSource(abc.ABC):
+    """What a class given by `--data-source-path` has to offer."""
+
+    @abc.abstractmethod
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """The next `num_samples` groups."""
+
+    @abc.abstractmethod
+    def add_samples(self, groups: list[Group]) -> None:
+        """Take groups back; they are handed out before new prompts."""
+
+    @abc.abstractmethod
+    def save(self, rollout_id: int) -> None:
+        """Store the state after the prompts of `rollout_id` were drawn."""
+
+    @abc.abstractmethod
+    def load(self, rollout_id: int) -> None:
+        """Restore the state that `save(rollout_id)` stored; a negative id is a fresh start."""
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Prompts per epoch."""
+
+
+def create_data_source(args: Any) -> DataSource:
+    """The source that `--data-source-path` names; its signature says whether it takes `(dataset, args)` or `(args)`."""
+    source_class = load_function(args.data_source_path, flag="--data-source-path")
+    if next(iter(inspect.signature(source_class).parameters), None) == "dataset":
+        source = source_class(build_dataset(args), args)
+    else:
+        source = source_class(args)
+    if not callable(getattr(source, "get_samples", None)):
+        raise UserError(
+            f"--data-source-path {args.data_source_path}: {type(source).__name__} has no get_samples method"
+        )
+    return source
+
+
+def build_dataset(args: Any) -> Dataset | None:
+    """The data set of `--prompt-data`, or None with `--disable-rollout-global-dataset`.
+
+    Raises:
+        UserError: no or bad data (see `Dataset`).
+    """
+    if not args.rollout_global_dataset:
+        return None
+    if not args.prompt_data:
+        raise UserError("--prompt-data is missing; give one, or --disable-rollout-global-dataset with your own source")
+    # Supervised conversations are cut at the context limit, not left out by the length of their prompt.
+    max_length = None if getattr(args, "loss_type", None) == "sft_loss" else args.rollout_max_prompt_len
+    tokenizer = None
+    if args.apply_chat_template or max_length is not None:
+        tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+    return Dataset(
+        args.prompt_data,
+        tokenizer,
+        None,
+        max_length,
+        prompt_key=args.input_key,
+        label_key=args.label_key,
+        tool_key=args.tool_key,
+        metadata_key=args.metadata_key,
+        seed=args.rollout_seed,
+        apply_chat_template=args.apply_chat_template,
+        apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+        allow_bad_rows=args.allow_bad_rows,
+    )
+
+
+class RolloutDataSource(DataSource):
+    """Groups of prompts from a data set, epoch after epoch. Takes nothing back.
+
+    Constructed with `(args)`, or with `(dataset, args)` where `dataset` is a sequence of samples or prompts. Without a
+    data set (`--disable-rollout-global-dataset`) it hands out empty samples that are only numbered.
+    """
+
+    def __init__(self, dataset_or_args: Any, args: Any = None):
+        if args is None:
+            dataset, args = build_dataset(dataset_or_args), dataset_or_args
+        else:
+            dataset = dataset_or_args
+        if dataset is not None and len(dataset) == 0:
+            raise UserError("the data source was given an empty data set")
+        self.args = args
+        self.dataset: Sequence[Any] | None = dataset
+        self.epoch_id = 0
+        self.sample_offset = 0
+        self.sample_group_index = 0
+        self.sample_index = 0
+        self.metadata: dict[str, Any] = {}
+        self._shuffle = {"enabled": bool(args.rollout_shuffle), "seed": args.rollout_seed}
+        self._order: tuple[int, Sequence[int]] | None = None  # (epoch, positions)
+        # Read now: the file may be changed while the run goes on, and then the state must still name what was used.
+        self._fingerprint = dataset_fingerprint(dataset)
+
+    def __len__(self) -> int:
+        return 0 if self.dataset is None else len(self.dataset)
+
+    def get_samples(self, num_samples: int, rollout_id: int | None = None) -> list[Group]:
+        """Exactly `num_samples` new groups, going through as many epochs as that takes."""
+        return [self._make_group(self._next_prompt()) for _ in range(num_samples)]
+
+    def add_samples(self, groups: list[Group]) -> None:
+        """Raise: this source has no buffer."""
+        raise UserError(
+            f"--data-source-path: {type(self).__name__} cannot take samples back; "
+            "use slime.rollout.data_source.RolloutDataSourceWithBuffer"
+        )
+
+    def get_metadata(self) -> dict[str, Any]:
+        """The user's own values, saved with the state."""
+        return self.metadata
+
+    def update_metadata(self, metadata: dict[str, Any]) -> None:
+        """Add to the user's own values."""
+        self.metadata.update(metadata)
+
+    def state_dict(self) -> dict[str, Any]:
+        """A snapshot in plain values that later calls do not change."""
+        return {
+            "format_version": _FORMAT_VERSION,
+            "sample_offset": self.sample_offset,
+            "epoch_id": self.epoch_id,
+            "sample_group_index": self.sample_group_index,
+            "sample_index": self.sample_index,
+            "metadata": copy.deepcopy(self.metadata),
+            "buffer": [],
+            "generators": {"shuffle": dict(self._shuffle)},
+            "fingerprint": copy.deepcopy(self._fingerprint),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a snapshot.
+
+        Raises:
+            UserError: the snapshot belongs to other data, or is of another format.
+        """
+        if state.get("format_version") != _FORMAT_VERSION:
+            raise UserError(
+                f"the data-source state has format {state.get('format_version')!r}, expected {_FORMAT_VERSION}"
+            )
+        difference = describe_difference(state["fingerprint"], self._fingerprint)
+        if difference:
+            raise UserError(difference)
+        saved_shuffle = state["generators"]["shuffle"]
+        if saved_shuffle != self._shuffle:
+            logger.warning(
+                "the data order of the checkpoint is kept (%s): that of this start's --rollout-shuffle and "
+                "--rollout-seed (%s) would skip and repeat prompts",
+                saved_shuffle,
+                self._shuffle,
+            )
+        self._shuffle = dict(saved_shuffle)
+        self._order = None
+        self.sample_offset = state["sample_offset"]
+        self.epoch_id = state["epoch_id"]
+        self.sample_group_index = state["sample_group_index"]
+        self.sample_index = state["sample_index"]
+        self.metadata = copy.deepcopy(state["metadata"])
+
+    def save(self, rollout_id: int, state: dict[str, Any] | None = None) -> None:
+        """Publish `state` (default: the state now) as the one after rollout `rollout_id`, below `args.save`."""
+        if not self.args.save:
+            raise UserError("--save is missing: there is no directory for the data-source state")
+        write_state(state_directory(self.args.save, rollout_id), self.state_dict() if state is None else state)
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Restore the state after rollout `rollout_id` from below `args.load`; nothing to do for None or a negative id.
+
+        Raises:
+            UserError: the state is missing or belongs to other data, unless `args.fresh_data_state` is set.
+        """
+        if rollout_id is None or rollout_id < 0:
+            return
+        directory = state_directory(self.args.load, rollout_id) if self.args.load else None
+        if directory is None or not directory.is_dir():
+            if self.args.fresh_data_state:
+                logger.warning("no data-source state of rollout %d: the data starts from zero", rollout_id)
+                return
+            raise UserError(
+                f"--load {self.args.load}: there is no data-source state of rollout {rollout_id} ({directory}); "
+                "resuming without it would repeat prompts. Give --fresh-data-state to start the data from zero"
+            )
+        state = read_state(directory)
+        difference = describe_difference(state["fingerprint"], self._fingerprint)
+        if difference and self.args.fresh_data_state:
+            logger.warning("%s: %s\nThe data starts from zero.", directory, difference)
+            return
+        try:
+            self.load_state_dict(state)
+        except UserError as error:
+            raise UserError(f"{directory}: {error}") from error
+
+    def _next_prompt(self) -> Sample:
+        if self.dataset is None:
+            return Sample()
+        if self.sample_offset >= len(self.dataset):
+            self.epoch_id += 1
+            self.sample_offset = 0
+        position = self._epoch_order()[self.sample_offset]
+        self.sample_offset += 1
+        return _as_sample(self.dataset[int(position)])
+
+    def _epoch_order(self) -> Sequence[int]:
+        if self._order is None or self._order[0] != self.epoch_id:
+            length = len(self.dataset)
+            positions = range(length)
+            if self._shuffle["enabled"]:
+                positions = epoch_permutation(length, self._shuffle["seed"], self.epoch_id)
+            self._order = (self.epoch_id, positions)
+        return self._order[1]
+
+    def _make_group(self, prompt: Sample) -> Group:
+        group = []
+        for _ in range(self.args.n_samples_per_prompt):
+            sample = copy.deepcopy(prompt)
+            sample.group_index = self.sample_group_index
+            sample.index = self.sample_index
+            self.sample_index += 1
+            group.append(sample)
+        self.sample_group_index += 1
+        return group
+
+
+def pop_first(args: Any, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
+    """The default buffer filter: take the oldest groups."""
+    taken = buffer[:num_samples]
+    del buffer[:num_samples]
+    return taken
+
+
+class RolloutDataSourceWithBuffer(RolloutDataSource):
+    """A `RolloutDataSource` that takes groups back and hands them out, through the buffer filter, before new prompts.
+
+    The filter is `--buffer-filter-path`, else the method `buffer_filter(args, buffer, n)` of a subclass, else
+    `pop_first`.
+    """
+
+    def __init__(self, dataset_or_args: Any, args: Any = None):
+        super().__init__(dataset_or_args, args)
+        self.buffer: list[Group] = []
+        path = getattr(self.args, "buffer_filter_path", None)
+        self._filter_name = f"--buffer-filter-path {path}"
+        if path:
+            self._filter = load_function(path, flag="--buffer-filter-path")
+        elif callable(getattr(self, "buffer_filter", None)):
+            self._filter_name = f"{type(self).__name__}.buffer_filter"
+            self._filter = lambda args, rollout_id, buffer, num: self.buffer_filter(args, buffer, num)
+        else:
+            self._filter = pop_first
+
+    def get_samples(self, num_samples: int, rollout_id: int | None = None) -> list[Group]:
+        """Exactly `num_samples` groups: those of the buffer first, then new ones."""
+        groups = self._take_from_buffer(num_samples, rollout_id) if self.buffer and num_samples else []
+        return groups + super().get_samples(num_samples - len(groups), rollout_id)
+
+    def add_samples(self, groups: list[Group]) -> None:
+        """Put groups of `n_samples_per_prompt` entries behind those in the buffer.
+
+        Raises:
+            UserError: a group of another size or kind; nothing is added then.
+        """
+        expected = self.args.n_samples_per_prompt
+        for group in groups:
+            if not isinstance(group, list) or len(group) != expected:
+                found = f"{len(group)} entries" if isinstance(group, list) else type(group).__name__
+                raise UserError(f"add_samples takes lists of {expected} samples (--n-samples-per-prompt), not {found}")
+        self.buffer.extend(groups)
+
+    def get_buffer_length(self) -> int:
+        """Number of groups in the buffer."""
+        return len(self.buffer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "buffer": groups_to_plain(self.buffer)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        buffer = groups_from_plain(state["buffer"])
+        sizes = {len(group) for group in buffer}
+        if sizes - {self.args.n_samples_per_prompt}:
+            raise UserError(
+                f"--n-samples-per-prompt {self.args.n_samples_per_prompt}: the saved buffer holds groups of "
+                f"{', '.join(map(str, sorted(sizes)))}; resume with the value of the first start"
+            )
+        super().load_state_dict(state)
+        self.buffer = buffer
+
+    def _take_from_buffer(self, num_samples: int, rollout_id: int | None) -> list[Group]:
+        groups = self._filter(self.args, rollout_id, self.buffer, num_samples)
+        if not isinstance(groups, list) or len(groups) > num_samples:
+            found = f"{len(groups)} groups" if isinstance(groups, list) else type(groups).__name__
+            raise UserError(f"{self._filter_name} returned {found}; expected a list of at most {num_samples} groups")
+        remaining = {id(group) for group in self.buffer}
+        if any(id(group) in remaining for group in groups):
+            raise UserError(f"{self._filter_name} returned groups that it did not remove from the buffer")
+        return groups
+
+
+def _as_sample(item: Any) -> Sample:
+    if isinstance(item, Sample):
+        return item
+    if isinstance(item, str | list):
+        return Sample(prompt=item)
+    raise UserError(f"the data set given to the data source holds {type(item).__name__}; expected Sample or prompt")

@@ -1,0 +1,138 @@
+"""A data source's state in plain values, and the directory that holds it.
+
+The directory has `state.json`, and `arrays.safetensors` where there are arrays. No pickle: what is read back can only be
+plain values and numpy arrays. Tuples, dicts with keys that are no strings, and arrays are written as one-entry objects
+whose key starts with `__`. The directory appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slime.utils.atomic_io import publishing_directory
+from slime.utils.data import Dataset
+from slime.utils.errors import UserError
+from slime.utils.types import Sample
+
+_JSON_FILE = "state.json"
+_ARRAY_FILE = "arrays.safetensors"
+_SCALARS = (bool, int, float, str, type(None))
+
+
+def state_directory(root: str | Path, rollout_id: int) -> Path:
+    """Where the state after rollout `rollout_id` lies below a checkpoint directory."""
+    return Path(root) / "rollout" / f"global_dataset_state_dict_{rollout_id}"
+
+
+def write_state(directory: str | Path, state: dict[str, Any]) -> None:
+    """Publish `state` as `directory`, replacing one of that name.
+
+    Raises:
+        UserError: `state` holds something that is neither a plain value nor a numpy array; the message says where.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    text = json.dumps(_encode(state, arrays, "state"))
+    with publishing_directory(directory) as temporary:
+        (temporary / _JSON_FILE).write_text(text)
+        if arrays:
+            from safetensors.numpy import save_file
+
+            save_file(arrays, str(temporary / _ARRAY_FILE))
+
+
+def read_state(directory: str | Path) -> dict[str, Any]:
+    """What `write_state` wrote.
+
+    Raises:
+        UserError: the directory is incomplete or its content is broken.
+    """
+    directory = Path(directory)
+    try:
+        value = json.loads((directory / _JSON_FILE).read_text())
+        arrays: dict[str, np.ndarray] = {}
+        if (directory / _ARRAY_FILE).exists():
+            from safetensors.numpy import load_file
+
+            arrays = load_file(str(directory / _ARRAY_FILE))
+        return _decode(value, arrays)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{directory}: no readable data-source state ({type(error).__name__}: {error})") from error
+
+
+def groups_to_plain(entry: Any) -> Any:
+    """Nested lists of samples as nested lists of dicts that share no container with the samples."""
+    return [groups_to_plain(inner) for inner in entry] if isinstance(entry, list) else entry.to_dict()
+
+
+def groups_from_plain(entry: Any) -> Any:
+    """The inverse of `groups_to_plain`."""
+    return [groups_from_plain(inner) for inner in entry] if isinstance(entry, list) else Sample.from_dict(entry)
+
+
+def dataset_fingerprint(dataset: Any) -> dict[str, Any]:
+    """What the prompts are read from: `num_samples`, and `files` (path, slice, size, sha256) of a `Dataset`."""
+    files = dataset.fingerprint() if isinstance(dataset, Dataset) else []
+    return {"num_samples": 0 if dataset is None else len(dataset), "files": files}
+
+
+def describe_difference(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
+    """A message with both fingerprints, or None if they are the same content. Where the files lie does not matter."""
+
+    def content(fingerprint: dict[str, Any]) -> tuple:
+        files = [(file["slice"], file["size"], file["sha256"]) for file in fingerprint["files"]]
+        return fingerprint["num_samples"], files
+
+    if content(saved) == content(current):
+        return None
+    return (
+        f"--prompt-data is not what the checkpoint was trained on.\n  checkpoint: {saved}\n  now:        {current}\n"
+        "Resume with the same files and prompt filter, or give --fresh-data-state to start the data from zero"
+    )
+
+
+def _encode(value: Any, arrays: dict[str, np.ndarray], where: str) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    # Exact types: an enum or another subclass would come back as something else.
+    if type(value) in _SCALARS:
+        return value
+    if type(value) is list:
+        if set(map(type, value)).issubset(_SCALARS):
+            return value
+        return [_encode(entry, arrays, f"{where}[{index}]") for index, entry in enumerate(value)]
+    if type(value) is tuple:
+        return {"__tuple__": _encode(list(value), arrays, where)}
+    if type(value) is dict:
+        return _encode_dict(value, arrays, where)
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        name = f"array_{len(arrays)}"
+        arrays[name] = np.ascontiguousarray(value)
+        return {"__array__": name}
+    raise UserError(f"the data source cannot be saved: {where} is a {type(value).__name__}; keep plain values there")
+
+
+def _encode_dict(value: dict, arrays: dict[str, np.ndarray], where: str) -> dict[str, Any]:
+    if all(type(key) is str and not key.startswith("__") for key in value):
+        return {key: _encode(entry, arrays, f"{where}[{key!r}]") for key, entry in value.items()}
+    items = [[key, entry] for key, entry in value.items()]
+    return {"__items__": _encode(items, arrays, where)}
+
+
+def _decode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
+    if isinstance(value, list):
+        if set(map(type, value)).issubset(_SCALARS):
+            return value
+        return [_decode(entry, arrays) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if "__tuple__" in value:
+        return tuple(_decode(value["__tuple__"], arrays))
+    if "__array__" in value:
+        return arrays[value["__array__"]]
+    if "__items__" in value:
+        return {key: _decode(entry, arrays) for key, entry in _decode(value["__items__"], arrays)}
+    return {key: _decode(entry, arrays) for key, entry in value.items()}

@@ -1,0 +1,91 @@
+"""Rollout function of supervised fine-tuning: chats from the data source become samples, without any engine.
+
+The response of a sample is everything from the first trained token to the end, with `loss_mask` 0 on what the assistant
+did not say. A chat without trained tokens keeps its place in the batch with one masked token.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from typing import Any
+
+from slime.rollout.base_types import RolloutFnTrainOutput, leaves
+from slime.utils.errors import UserError
+from slime.utils.mask_utils import MultiTurnLossMaskGenerator
+from slime.utils.processing_utils import load_tokenizer
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+
+def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
+    """`rollout_batch_size` groups of tokenised chats, in the order of the data source.
+
+    Metrics: `sft_cut_samples` (longer than `rollout_max_context_len`), `sft_untrained_samples` (no trained token).
+
+    Raises:
+        UserError: evaluation is asked for; a prompt is no list of messages, or the template cannot render it.
+    """
+    if evaluation:
+        raise UserError(
+            "--eval-function-path: supervised fine-tuning has no evaluation of its own; give "
+            "slime.rollout.sglang_rollout.generate_rollout (it needs engines), or no --eval-interval"
+        )
+    groups = data_source.get_samples(args.rollout_batch_size)
+    samples = leaves(groups)
+    generator = _mask_generator(
+        args.hf_checkpoint,
+        args.trust_remote_code,
+        args.loss_mask_type,
+        json.dumps(args.apply_chat_template_kwargs or {}, sort_keys=True),
+    )
+    masked = generator.get_loss_masks([_conversation(sample) for sample in samples])
+    counts = {"sft_cut_samples": 0, "sft_untrained_samples": 0}
+    for sample, (token_ids, loss_mask) in zip(samples, masked, strict=True):
+        _fill_sample(sample, token_ids, loss_mask, args.rollout_max_context_len, counts)
+    responses = [sample.tokens[len(sample.tokens) - sample.response_length :] for sample in samples]
+    for sample, response in zip(samples, generator.tokenizer.batch_decode(responses), strict=True):
+        sample.response = response
+    if any(counts.values()):
+        logger.info("rollout %d: of %d chats, %s", rollout_id, len(samples), counts)
+    return RolloutFnTrainOutput(groups, metrics=dict(counts))
+
+
+@functools.lru_cache(maxsize=4)
+def _mask_generator(
+    checkpoint: str, trust_remote_code: bool, loss_mask_type: str, template_kwargs: str
+) -> MultiTurnLossMaskGenerator:
+    tokenizer = load_tokenizer(checkpoint, trust_remote_code=trust_remote_code)
+    return MultiTurnLossMaskGenerator(tokenizer, loss_mask_type, json.loads(template_kwargs))
+
+
+def _conversation(sample: Sample) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    if not isinstance(sample.prompt, list) or not sample.prompt:
+        raise UserError(
+            f"supervised fine-tuning: the prompt of sample {sample.index} is {type(sample.prompt).__name__}, expected a "
+            "list of messages; name that field with --input-key and leave out --apply-chat-template"
+        )
+    return sample.prompt, sample.metadata.get("tools")
+
+
+def _fill_sample(
+    sample: Sample, token_ids: list[int], loss_mask: list[int], max_length: int | None, counts: dict[str, int]
+) -> None:
+    sample.status = Sample.Status.COMPLETED
+    if max_length is not None and len(token_ids) > max_length:
+        token_ids, loss_mask = token_ids[:max_length], loss_mask[:max_length]
+        sample.status = Sample.Status.TRUNCATED
+        counts["sft_cut_samples"] += 1
+    if 1 in loss_mask:
+        loss_mask = loss_mask[loss_mask.index(1) :]
+    else:
+        # One masked token, not zero: every sample of a train batch has a response.
+        loss_mask = [0]
+        counts["sft_untrained_samples"] += 1
+    sample.tokens = token_ids
+    sample.loss_mask = loss_mask
+    sample.response_length = len(loss_mask)
+    sample.reward = 0.0
+    sample.validate_lengths()

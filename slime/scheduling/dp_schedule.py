@@ -1,0 +1,235 @@
+"""From the samples of a rollout to optimizer steps, micro-batches and data-parallel ranks.
+
+Micro-batches are formed over all samples of a step, without regard to ranks, and only then dealt to them.
+
+Invariants
+- Each sample of a full step is in exactly one micro-batch of one rank; samples of one execution stay within one step.
+- In every step all ranks have the same number of micro-batches, a multiple of what the virtual pipeline asks for.
+- `micro_batch_indices` of a rank, flattened, is 0 … n−1: positions in that rank's partition.
+- Dynamic micro-batches hold at most the token budget, except for a single sample that is longer.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime.scheduling.flops import FlopsModel, flops_model_from_args
+from slime.scheduling.packing import (
+    balance_by_swaps,
+    best_fit_pack,
+    expand_bins_by_splitting,
+    first_fit_pack,
+    karmarkar_karp,
+    split_bins_over_capacity,
+)
+from slime.utils.errors import UserError
+
+Bins = list[list[int]]
+
+
+@dataclass(frozen=True)
+class DPSchedule:
+    """Positions are those of the given samples; `dropped` counts executions of the incomplete last step.
+
+    partitions[rank]: the rank's samples in the order in which it trains them.
+    micro_batch_indices[rank]: its micro-batches over all steps, as positions in its partition.
+    num_microbatches[step]: micro-batches per rank. global_batch_sizes[step]: executions over all ranks.
+    """
+
+    partitions: Bins
+    micro_batch_indices: list[Bins]
+    num_microbatches: list[int]
+    global_batch_sizes: list[int]
+    dropped: int
+
+
+@dataclass(frozen=True)
+class BatchingRule:
+    """How the samples of a step become micro-batches.
+
+    packing: `static` (runs of `micro_batch_size` neighbours), or under `token_budget` tokens: `first-fit`, `best-fit`,
+    or `flops` (parts of nearly equal FLOPs, those over the budget split).
+    flops_model: needed by `flops`. If given, ranks are dealt nearly equal FLOPs (Karmarkar–Karp, then swaps while a rank is
+    more than 1 % above the mean); else micro-batch number k goes to rank k mod dp.
+    """
+
+    packing: str
+    token_budget: int | None = None
+    micro_batch_size: int | None = None
+    flops_model: FlopsModel | None = None
+
+
+def build_schedule(
+    total_lengths: Sequence[int],
+    rollout_indices: Sequence[int],
+    rule: BatchingRule,
+    *,
+    global_batch_size: int,
+    dp_size: int,
+    microbatch_group_size: int = 1,
+) -> DPSchedule:
+    """Schedule samples of `total_lengths` tokens (prompt and response) that belong to executions `rollout_indices`.
+
+    Executions are taken in the order in which they first occur, `global_batch_size` to a step; an incomplete last step is
+    dropped. Each rank gets a multiple of `microbatch_group_size` micro-batches per step.
+    Raises UserError if not even one step is full, or if a step's micro-batches cannot be made a multiple of dp × group size.
+    """
+    lengths = [int(length) for length in total_lengths]
+    steps, dropped = _cut_steps(lengths, rollout_indices, global_batch_size)
+    partitions: Bins = [[] for _ in range(dp_size)]
+    micro_batch_indices: list[Bins] = [[] for _ in range(dp_size)]
+    num_microbatches = []
+    for samples in steps:
+        step_lengths = [lengths[sample] for sample in samples]
+        micro_batches = _form_micro_batches(step_lengths, rule)
+        micro_batches = _even_the_count(micro_batches, step_lengths, rule, dp_size * microbatch_group_size)
+        num_microbatches.append(len(micro_batches) // dp_size)
+        for rank, numbers in enumerate(_deal(micro_batches, step_lengths, rule, dp_size)):
+            for number in numbers:
+                start = len(partitions[rank])
+                partitions[rank] += [samples[item] for item in micro_batches[number]]
+                micro_batch_indices[rank].append(list(range(start, len(partitions[rank]))))
+    return DPSchedule(partitions, micro_batch_indices, num_microbatches, [global_batch_size] * len(steps), dropped)
+
+
+def build_dp_schedule(
+    args: Any,
+    train_parallel_config: dict[str, int],
+    total_lengths: Sequence[int],
+    *,
+    global_batch_size: int,
+    rollout_indices: Sequence[int],
+) -> tuple[Bins, list[Bins], list[int], list[int]]:
+    """(partitions, micro_batch_indices, num_microbatches, global_batch_sizes) of `schedule_from_args`."""
+    schedule = schedule_from_args(
+        args,
+        train_parallel_config,
+        total_lengths,
+        global_batch_size=global_batch_size,
+        rollout_indices=rollout_indices,
+    )
+    return (
+        schedule.partitions,
+        schedule.micro_batch_indices,
+        schedule.num_microbatches,
+        schedule.global_batch_sizes,
+    )
+
+
+def schedule_from_args(
+    args: Any,
+    train_parallel_config: dict[str, int],
+    total_lengths: Sequence[int],
+    *,
+    global_batch_size: int,
+    rollout_indices: Sequence[int],
+) -> DPSchedule:
+    """`build_schedule` with the rule that the flags describe.
+
+    Read from `args`: `use_dynamic_batch_size`, `max_tokens_per_gpu`, `micro_batch_size`, `packing` (absent: first-fit),
+    `balance_data`, `balance_by_flops`, and the model shape if FLOPs are balanced.
+    `train_parallel_config`: `dp_size`, `cp_size`, `vpp_size`, `microbatch_group_size_per_vp_stage`.
+    """
+    has_virtual_pipeline = (train_parallel_config.get("vpp_size") or 1) > 1
+    return build_schedule(
+        total_lengths,
+        rollout_indices,
+        _batching_rule(args, train_parallel_config.get("cp_size") or 1),
+        global_batch_size=global_batch_size,
+        dp_size=train_parallel_config["dp_size"],
+        microbatch_group_size=(
+            train_parallel_config["microbatch_group_size_per_vp_stage"] if has_virtual_pipeline else 1
+        ),
+    )
+
+
+def _batching_rule(args: Any, cp_size: int) -> BatchingRule:
+    by_flops = getattr(args, "balance_by_flops", False)
+    balanced = by_flops or getattr(args, "balance_data", False)
+    flops_model = flops_model_from_args(args) if balanced else None
+    if not args.use_dynamic_batch_size:
+        if by_flops:
+            raise UserError("--balance-by-flops needs --use-dynamic-batch-size and --max-tokens-per-gpu")
+        return BatchingRule("static", micro_batch_size=args.micro_batch_size, flops_model=flops_model)
+    if not args.max_tokens_per_gpu:
+        raise UserError("--use-dynamic-batch-size needs a token budget: give --max-tokens-per-gpu")
+    packing = "flops" if by_flops else getattr(args, "packing", "first-fit")
+    return BatchingRule(packing, token_budget=args.max_tokens_per_gpu * cp_size, flops_model=flops_model)
+
+
+def _cut_steps(
+    lengths: list[int], rollout_indices: Sequence[int], global_batch_size: int
+) -> tuple[list[list[int]], int]:
+    """Samples of each full step, in order of position, and the number of executions left over."""
+    if len(lengths) != len(rollout_indices):
+        raise ValueError(f"one rollout index per sample: got {len(rollout_indices)} for {len(lengths)} samples")
+    if global_batch_size < 1:
+        raise UserError(f"--global-batch-size must be at least 1, got {global_batch_size}")
+    step_of_rollout = {
+        rollout: number // global_batch_size for number, rollout in enumerate(dict.fromkeys(rollout_indices))
+    }
+    num_rollouts = len(step_of_rollout)
+    num_steps, dropped = divmod(num_rollouts, global_batch_size)
+    if num_steps == 0:
+        raise UserError(
+            f"num_rollouts = {num_rollouts} is less than one optimizer step of --global-batch-size {global_batch_size}: "
+            "lower --global-batch-size, or generate more (--rollout-batch-size, --n-samples-per-prompt)"
+        )
+    steps: list[list[int]] = [[] for _ in range(num_steps + 1)]
+    for sample, rollout in enumerate(rollout_indices):
+        steps[step_of_rollout[rollout]].append(sample)
+    return steps[:num_steps], dropped
+
+
+def _form_micro_batches(lengths: list[int], rule: BatchingRule) -> Bins:
+    if rule.packing == "static":
+        starts = range(0, len(lengths), rule.micro_batch_size)
+        return [list(range(start, min(start + rule.micro_batch_size, len(lengths)))) for start in starts]
+    if rule.packing == "first-fit":
+        return first_fit_pack(lengths, rule.token_budget)
+    if rule.packing == "best-fit":
+        return best_fit_pack(lengths, rule.token_budget)
+    if rule.packing == "flops":
+        flops = [rule.flops_model.forward_flops(length) for length in lengths]
+        part_count = min(math.ceil(sum(lengths) / rule.token_budget), len(lengths))
+        parts = [part for part in karmarkar_karp(flops, max(part_count, 1)) if part]
+        return split_bins_over_capacity(parts, lengths, rule.token_budget)
+    raise UserError(f"--packing {rule.packing}: unknown; choose best-fit or first-fit")
+
+
+def _even_the_count(micro_batches: Bins, lengths: list[int], rule: BatchingRule, multiple: int) -> Bins:
+    if len(micro_batches) % multiple == 0:
+        return micro_batches
+    if rule.packing == "static":
+        raise UserError(_static_sizes_message(len(lengths), len(micro_batches), rule.micro_batch_size, multiple))
+    target = math.ceil(len(micro_batches) / multiple) * multiple
+    if target > len(lengths):
+        raise UserError(
+            f"a step of {len(lengths)} samples cannot be cut into {target} micro-batches, the next multiple of {multiple} "
+            "(data-parallel ranks × micro-batches that the virtual pipeline takes at a time): "
+            "raise --global-batch-size or use fewer data-parallel ranks"
+        )
+    return expand_bins_by_splitting(micro_batches, lengths, target)
+
+
+def _static_sizes_message(sample_count: int, micro_batch_count: int, micro_batch_size: int, multiple: int) -> str:
+    fitting = [size for size in range(1, sample_count + 1) if math.ceil(sample_count / size) % multiple == 0]
+    advice = (
+        f"sizes that fit: {', '.join(map(str, fitting))}"
+        if fitting
+        else "no size fits: raise --global-batch-size or use fewer data-parallel ranks"
+    )
+    return (
+        f"--micro-batch-size {micro_batch_size} makes {micro_batch_count} micro-batches of {sample_count} samples, "
+        f"which is not a multiple of {multiple} "
+        f"(data-parallel ranks × micro-batches that the virtual pipeline takes at a time); {advice}"
+    )
+
+
+def _deal(micro_batches: Bins, lengths: list[int], rule: BatchingRule, dp_size: int) -> Bins:
+    """Numbers of the micro-batches of each rank, ascending."""
+    if rule.flops_model is None:
+        return [list(range(rank, len(micro_batches), dp_size)) for rank in range(dp_size)]
+    flops = [sum(rule.flops_model.forward_flops(lengths[item]) for item in members) for members in micro_batches]
+    return balance_by_swaps(karmarkar_karp(flops, dp_size, equal_size=True), flops)

@@ -1,0 +1,5 @@
+"""Public import path of the device backends; their home is `slime.utils.device`."""
+
+from slime.utils.device import get_accelerator, register_accelerator
+
+__all__ = ["get_accelerator", "register_accelerator"]

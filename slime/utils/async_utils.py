@@ -1,0 +1,58 @@
+"""One background event loop per process, for coroutines started from synchronous code.
+
+The rollout functions are called synchronously and run for minutes with thousands of requests in flight; they all share
+this loop, so that one HTTP session and one semaphore serve every call.
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_thread: threading.Thread | None = None
+
+
+def get_async_loop() -> asyncio.AbstractEventLoop:
+    """The running background loop; started in a daemon thread on the first call."""
+    global _loop, _thread
+    with _lock:
+        if _loop is None or _loop.is_closed() or not _thread.is_alive():
+            _loop = asyncio.new_event_loop()
+            _thread = threading.Thread(target=_loop.run_forever, name="slime-async-loop", daemon=True)
+            _thread.start()
+        return _loop
+
+
+def run(coro: Coroutine[Any, Any, Any]) -> Any:
+    """Run `coro` on the background loop and return its result; its exceptions are raised here.
+
+    When the waiting thread is interrupted (Ctrl-C) the coroutine is cancelled.
+
+    Raises:
+        RuntimeError: when called from the background loop itself, where waiting would never end.
+    """
+    loop = get_async_loop()
+    if threading.current_thread() is _thread:
+        coro.close()
+        raise RuntimeError("run() was called from the background event loop; await the coroutine instead")
+    future = asyncio.run_coroutine_threadsafe(coro, loop)
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def stop_async_loop(timeout: float = 5.0) -> None:
+    """End the background loop and its thread; the next `run` starts a new one."""
+    global _loop, _thread
+    with _lock:
+        if _loop is None:
+            return
+        _loop.call_soon_threadsafe(_loop.stop)
+        _thread.join(timeout)
+        if not _thread.is_alive():
+            _loop.close()
+        _loop = _thread = None

@@ -1,0 +1,183 @@
+"""Child processes that follow their parent and are ended without touching anybody else's.
+
+Invariants:
+- A child runs in a process group of its own. `terminate` signals that group only, so helpers that the child started go
+  with it and nothing else does.
+- A child's standard input is a pipe whose other end only the parent holds. When the parent ends, in whatever way
+  (`kill -9` included), the pipe closes and a child that called `exit_when_parent_dies` ends its whole group. The
+  kernel's parent-death signal is not used: it fires when the *thread* that started the child ends.
+- What a child writes goes to one log file, so a failure can be shown with its last lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import stat
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_EXIT_POLL_SECONDS = 0.02
+_TAIL_BYTES = 64 * 1024
+
+
+class ChildProcess:
+    """One process that this process starts, watches and ends.
+
+    `argv` is the command line, `log_path` takes standard output and error, `env` is the child's whole environment
+    (None: ours). `name` is used in messages.
+    """
+
+    def __init__(self, name: str, argv: Sequence[str], log_path: str | Path, env: Mapping[str, str] | None = None):
+        self.name = name
+        self.argv = list(argv)
+        self.log_path = Path(log_path)
+        self._env = None if env is None else dict(env)
+        self._process: subprocess.Popen | None = None
+        self._lifeline: int | None = None
+
+    def start(self) -> None:
+        """Start the process; returns as soon as it exists. May be called once.
+
+        Raises:
+            OSError: the program cannot be started or the log file cannot be opened.
+        """
+        if self._process is not None:
+            raise RuntimeError(f"{self.name} was already started")
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        read_end, write_end = os.pipe()
+        try:
+            with open(self.log_path, "ab") as log:
+                self._process = subprocess.Popen(
+                    self.argv, stdin=read_end, stdout=log, stderr=log, env=self._env, start_new_session=True
+                )
+        except BaseException:
+            os.close(write_end)
+            raise
+        finally:
+            os.close(read_end)
+        self._lifeline = write_end
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, which is also the id of the child's process group; None before `start`."""
+        return None if self._process is None else self._process.pid
+
+    def poll(self) -> int | None:
+        """Exit status if the process ended (negative: ended by that signal), else None.
+
+        When it has ended, what is left of its process group is ended too.
+        """
+        if self._process is None or self._process.returncode is not None:
+            return None if self._process is None else self._process.returncode
+        if os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return None
+        self._reap()
+        return self._process.returncode
+
+    def wait(self, timeout: float) -> int | None:
+        """Wait up to `timeout` seconds for the end; the exit status, or None when it still runs."""
+        deadline = time.monotonic() + timeout
+        while (status := self.poll()) is None and self._process is not None and time.monotonic() < deadline:
+            time.sleep(_EXIT_POLL_SECONDS)
+        return status
+
+    def terminate(self, timeout: float = 10.0) -> int | None:
+        """End the process and its group: SIGTERM, after `timeout` seconds SIGKILL. Harmless when it already ended.
+
+        Returns:
+            The exit status; None if the process was never started.
+        """
+        if self._process is None:
+            return None
+        if self.poll() is None:
+            if timeout > 0:
+                self._signal_group(signal.SIGTERM)
+                self.wait(timeout)
+            if self.poll() is None:
+                self._signal_group(signal.SIGKILL)
+                os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+                self._reap()
+        return self._process.returncode
+
+    def log_tail(self, lines: int = 30) -> str:
+        """The last `lines` lines of the log, for error messages."""
+        return read_log_tail(self.log_path, lines)
+
+    def describe_end(self, lines: int = 30) -> str:
+        """One text for an error message: exit status in words, path of the log and its last lines."""
+        return f"{describe_exit_status(self.poll())}; log {self.log_path} ends with:\n{self.log_tail(lines)}"
+
+    def _signal_group(self, signal_number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal_number)
+
+    def _reap(self) -> None:
+        # The ended leader is still a zombie here, so its id cannot belong to anybody else's group yet.
+        self._signal_group(signal.SIGKILL)
+        self._process.wait()
+        os.close(self._lifeline)
+        self._lifeline = None
+
+
+def environment_for_python() -> dict[str, str]:
+    """Our environment, for a Python child that imports this package, also where the package is not installed."""
+    root = str(Path(__file__).resolve().parents[2])
+    import_path = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{import_path}" if import_path else root}
+
+
+def describe_exit_status(status: int | None) -> str:
+    """An exit status of `ChildProcess.poll` in words, with a hint where the kernel's out-of-memory killer is likely."""
+    if status is None:
+        return "still running"
+    if status >= 0:
+        return f"exit code {status}"
+    hint = (
+        " (by itself or somebody else; by the kernel when memory ran out: see `dmesg`)"
+        if -status == signal.SIGKILL
+        else ""
+    )
+    try:
+        return f"ended by {signal.Signals(-status).name}{hint}"
+    except ValueError:
+        return f"ended by signal {-status}"
+
+
+def read_log_tail(path: str | Path, lines: int = 30) -> str:
+    """The last `lines` lines of a text file, undecodable bytes replaced; a note when it is missing or empty."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return "(no log file)"
+    return "\n".join(text.splitlines()[-lines:]) or "(the log is empty)"
+
+
+def exit_when_parent_dies() -> None:
+    """Called first thing in a program started by `ChildProcess`: our whole process group ends when the parent ends.
+
+    The kernel itself sends SIGKILL to the group when the pipe on standard input closes, so this works also while
+    foreign code holds the interpreter lock for ever (the router does). Processes forked later belong to the group.
+    Standard input becomes /dev/null. Without effect when standard input is no pipe (a person started the program) or
+    when we do not lead our process group (ending it would end others).
+    """
+    if not stat.S_ISFIFO(os.fstat(0).st_mode) or os.getpgrp() != os.getpid():
+        return
+    lifeline = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    # The parent may have ended before the kernel was asked to watch: then the pipe is readable (end of file) already.
+    if select.select([lifeline], [], [], 0)[0]:
+        os.killpg(os.getpgrp(), signal.SIGKILL)

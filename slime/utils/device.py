@@ -1,0 +1,106 @@
+"""The one door to the device: which accelerator a process uses and what differs because of it.
+
+Everything else in the package asks `get_accelerator()` and never `torch.cuda.is_available()`. A new device is a subclass
+of `Accelerator` given to `register_accelerator`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from slime.utils import env
+from slime.utils.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Accelerator:
+    """What the trainer and the weight transports need to know about a device. This base class is the CPU."""
+
+    name = "cpu"
+    process_group_backend = "gloo"
+    default_params_dtype_name = "float32"
+
+    def device(self, index: int = 0) -> torch.device:
+        """The device that the process with local index `index` computes on."""
+        import torch
+
+        return torch.device("cpu")
+
+    def set_device(self, index: int) -> None:
+        """Make `index` this process's default device."""
+
+    def synchronize(self) -> None:
+        """Wait until all work queued on the device is done."""
+
+    def memory_allocated(self) -> int:
+        """Bytes in use by this process: resident memory on CPU."""
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class CudaAccelerator(Accelerator):
+    """NVIDIA (and ROCm) GPUs through torch.cuda."""
+
+    name = "cuda"
+    process_group_backend = "nccl"
+    default_params_dtype_name = "bfloat16"
+
+    def device(self, index: int = 0) -> torch.device:
+        import torch
+
+        return torch.device("cuda", index)
+
+    def set_device(self, index: int) -> None:
+        import torch
+
+        torch.cuda.set_device(index)
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+
+    def memory_allocated(self) -> int:
+        import torch
+
+        return torch.cuda.memory_allocated()
+
+
+_FACTORIES: dict[str, Callable[[], Accelerator]] = {"cpu": Accelerator, "cuda": CudaAccelerator}
+
+
+def register_accelerator(name: str, factory: Callable[[], Accelerator]) -> None:
+    """Make the device backend `name` selectable through `SLIME_ACCELERATOR`."""
+    _FACTORIES[name] = factory
+    get_accelerator.cache_clear()
+
+
+@functools.cache
+def get_accelerator() -> Accelerator:
+    """The accelerator of this process: `SLIME_ACCELERATOR` if set, CUDA where it is available, else the CPU.
+
+    Raises:
+        UserError: `SLIME_ACCELERATOR` names no registered backend.
+    """
+    name = env.forced_accelerator()
+    if name is None:
+        import torch
+
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in _FACTORIES:
+        raise UserError(f"SLIME_ACCELERATOR={name} is not known; registered: {', '.join(sorted(_FACTORIES))}")
+    return _FACTORIES[name]()
+
+
+def gpus_on_this_machine() -> int:
+    """Number of GPUs, without importing torch (the driver starts quickly); 0 on a machine without any."""
+    if env.forced_accelerator() == "cpu":
+        return 0
+    from ray._private.accelerators import NvidiaGPUAcceleratorManager
+
+    return NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()

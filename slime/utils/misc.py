@@ -1,0 +1,173 @@
+"""Small helpers without a better home. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import base64
+import socket
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from slime.utils import env
+from slime.utils.errors import UserError
+from slime.utils.plugin_loader import load_function
+
+__all__ = [
+    "Box",
+    "SingletonMeta",
+    "chunk_named_params_by_size",
+    "decode_int32_meta_array",
+    "get_current_node_ip",
+    "get_free_port",
+    "group_by",
+    "load_function",
+    "should_run_periodic_action",
+]
+
+
+class SingletonMeta(type):
+    """Metaclass of classes with one instance per process; tests reset them with `clear_instances`."""
+
+    _instances: dict[type, Any] = {}
+    _lock = threading.RLock()
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        with SingletonMeta._lock:
+            if cls not in SingletonMeta._instances:
+                SingletonMeta._instances[cls] = super().__call__(*args, **kwargs)
+            return SingletonMeta._instances[cls]
+
+    @classmethod
+    def clear_instances(mcs) -> None:
+        """Forget every instance, so that the next call of a class makes a new one."""
+        with SingletonMeta._lock:
+            SingletonMeta._instances.clear()
+
+
+class Box:
+    """Hides a Ray object reference from Ray, which resolves references that are passed bare."""
+
+    def __init__(self, inner: Any):
+        self._inner = inner
+
+    @property
+    def inner(self) -> Any:
+        """What the box holds."""
+        return self._inner
+
+
+def should_run_periodic_action(
+    rollout_id: int,
+    interval: int | None,
+    num_rollout_per_epoch: int | None = None,
+    num_rollout: int | None = None,
+) -> bool:
+    """Whether an action with this interval is due after rollout `rollout_id` (counted from 0).
+
+    Never without an interval; always at the last of `num_rollout`; else after every `interval` rollouts and at the end
+    of every epoch.
+    """
+    if interval is None:
+        return False
+    if num_rollout is not None and rollout_id == num_rollout - 1:
+        return True
+    done = rollout_id + 1
+    return done % interval == 0 or bool(num_rollout_per_epoch and done % num_rollout_per_epoch == 0)
+
+
+def group_by(items: Iterable[Any], key: Callable[[Any], Hashable] | None = None) -> dict[Hashable, list[Any]]:
+    """Items by key (the item itself without `key`), both in their first order; equal keys need not be neighbours."""
+    groups: dict[Hashable, list[Any]] = {}
+    for item in items:
+        groups.setdefault(item if key is None else key(item), []).append(item)
+    return groups
+
+
+def get_free_port(start_port: int | None = None, consecutive: int = 1) -> int:
+    """The first of `consecutive` ports that are free now on all interfaces.
+
+    Without `start_port` and for one port the system chooses. The port is not held: where another process could take it
+    before the server binds, use `slime.utils.ports.reserve_port`.
+
+    Raises:
+        UserError: no such run of ports from `start_port` upwards.
+    """
+    if start_port is None:
+        if consecutive == 1:
+            return _bind_and_release(0)
+        start_port = 10000
+    for port in range(start_port, 65536 - consecutive + 1):
+        if all(_bind_and_release(candidate) for candidate in range(port, port + consecutive)):
+            return port
+    raise UserError(f"no {consecutive} consecutive free ports from {start_port} upwards")
+
+
+def _bind_and_release(port: int) -> int:
+    """The bound port number, or 0 when `port` is taken."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as candidate:
+        try:
+            candidate.bind(("", port))
+        except OSError:
+            return 0
+        return candidate.getsockname()[1]
+
+
+def get_current_node_ip() -> str:
+    """The address under which other nodes reach this one, without the brackets of IPv6.
+
+    `SLIME_HOST_IP` wins; then the address that Ray uses for this node; then that of the default route; else loopback.
+    """
+    override = env.host_ip_override()
+    if override:
+        return override.strip("[]")
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        return ray.util.get_node_ip_address().strip("[]")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Connecting a datagram socket sends nothing: it only makes the kernel choose a route.
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "127.0.0.1"
+        return probe.getsockname()[0]
+
+
+def decode_int32_meta_array(meta: dict[str, Any], keys: str | Sequence[str]) -> np.ndarray | None:
+    """The int32 array under the first of `keys` that `meta` has: base64 of little-endian int32, or a sequence.
+
+    Returns None when no key is present (or its value is None).
+
+    Raises:
+        ValueError: the value cannot be decoded; the message names the key.
+    """
+    names = (keys,) if isinstance(keys, str) else keys
+    name = next((name for name in names if meta.get(name) is not None), None)
+    if name is None:
+        return None
+    value = meta[name]
+    try:
+        if isinstance(value, str | bytes):
+            return np.frombuffer(base64.b64decode(value, validate=True), dtype="<i4").astype(np.int32)
+        return np.asarray(value, dtype=np.int32)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ValueError(f"meta_info[{name!r}] is no int32 array: {error}") from error
+
+
+def chunk_named_params_by_size(
+    named_params: Iterable[tuple[str, Any]], chunk_size: int
+) -> Iterator[list[tuple[str, Any]]]:
+    """Lists of consecutive (name, tensor) of at most `chunk_size` bytes; a larger tensor makes a list of its own."""
+    chunk: list[tuple[str, Any]] = []
+    chunk_bytes = 0
+    for name, param in named_params:
+        param_bytes = param.numel() * param.element_size()
+        if chunk and chunk_bytes + param_bytes > chunk_size:
+            yield chunk
+            chunk, chunk_bytes = [], 0
+        chunk.append((name, param))
+        chunk_bytes += param_bytes
+    if chunk:
+        yield chunk

@@ -1,0 +1,172 @@
+"""Finds the object that a plug-in path names.
+
+Forms: `pkg.mod.attr` (the last dot separates), `pkg.mod:attr.attr`, `dir/file.py:attr.attr` and `dir/file.py`, where
+the flag's conventional names decide. The same path gives the same object for the life of the process. Everything that
+can be wrong is a `UserError` that names the flag, the path and, for a failing import, the original traceback and search
+path.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from slime.utils.errors import UserError
+
+_REWARD_NAMES = ("reward_func", "custom_rm", "compute_reward")
+_CONVENTIONAL_NAMES = {
+    "custom_rm": _REWARD_NAMES,
+    "custom_generate_function": ("custom_generate", "generate"),
+    "rollout_function": ("generate_rollout",),
+    "eval_function": ("generate_rollout",),
+    "dynamic_sampling_filter": ("dynamic_filter", "filter_fn"),
+}
+
+
+def load_function(path: str, flag: str | None = None, *, batched: bool = False) -> Any:
+    """The function or class that `path` names.
+
+    `flag` (as in `--custom-rm-path`) is named in messages and chooses the conventional names for a bare `file.py`;
+    `batched` says that a reward function for lists is looked for first there (`batched_custom_rm`).
+
+    Raises:
+        UserError: malformed path, failing import, missing or ambiguous name, or something that is not callable.
+    """
+    if not isinstance(path, str) or not path.strip():
+        raise UserError(f"{_subject(flag, path)}: a plug-in path is a string like pkg.mod.function or file.py:function")
+    path = path.strip()
+    file, attribute = _split_file_path(path)
+    # Relative files are keyed by their absolute path: the same text may mean another file after a change of directory.
+    key = path if file is None else os.path.realpath(file) + (f":{attribute}" if attribute else "")
+    return _load_cached(key, path, flag, batched)
+
+
+@functools.cache
+def _load_cached(key: str, path: str, flag: str | None, batched: bool) -> Any:
+    subject = _subject(flag, path)
+    file, attribute = _split_file_path(path)
+    if file is not None:
+        module = _load_file(file, subject)
+        found = (
+            _resolve(module, attribute, subject)
+            if attribute
+            else _resolve_by_convention(module, flag, batched, subject)
+        )
+    else:
+        module_name, separator, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+        if not separator or not module_name or not attribute:
+            raise UserError(f"{subject}: expected module.attribute, module:attribute, file.py:attribute or file.py")
+        found = _resolve(_import_module(module_name, subject), attribute, subject)
+    if not callable(found):
+        raise UserError(f"{subject}: is a {type(found).__name__}, expected a function or class")
+    return found
+
+
+def _subject(flag: str | None, path: Any) -> str:
+    return f"{flag} {path!s}" if flag else f"plug-in path {path!s}"
+
+
+def _split_file_path(path: str) -> tuple[str | None, str]:
+    match = re.fullmatch(r"(.+\.py)(?::([\w.]+))?", path)
+    return (match[1], match[2] or "") if match else (None, "")
+
+
+def _import_module(name: str, subject: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise UserError(_import_failure(subject)) from error
+
+
+def _load_file(file: str, subject: str) -> ModuleType:
+    """The module of `file`, registered under a private name that depends on the file's real path only."""
+    real_path = os.path.realpath(file)
+    if not os.path.isfile(real_path):
+        raise UserError(f"{subject}: there is no file {real_path}")
+    name = "_slime_plugin_" + hashlib.sha256(real_path.encode()).hexdigest()[:16]
+    if name in sys.modules:
+        return sys.modules[name]
+    module_spec = importlib.util.spec_from_file_location(name, real_path)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module
+    try:
+        with _importable(os.path.dirname(real_path)):
+            module_spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise UserError(_import_failure(subject)) from error
+    return module
+
+
+@contextmanager
+def _importable(directory: str) -> Iterator[None]:
+    sys.path.insert(0, directory)
+    try:
+        yield
+    finally:
+        if directory in sys.path:
+            sys.path.remove(directory)
+
+
+def _import_failure(subject: str) -> str:
+    search_path = "\n  ".join(sys.path)
+    return f"{subject}: the import failed\n{traceback.format_exc()}module search path:\n  {search_path}"
+
+
+def _resolve(module: ModuleType, attribute: str, subject: str) -> Any:
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            names = [name for name in vars(found) if not name.startswith("_")] if hasattr(found, "__dict__") else []
+            near = difflib.get_close_matches(part, names, n=1)
+            hint = (
+                f"; did you mean {near[0]!r}?" if near else f"; it has: {', '.join(sorted(names)) or 'nothing public'}"
+            )
+            raise UserError(f"{subject}: {_name_of(found)} has no attribute {part!r}{hint}")
+        found = getattr(found, part)
+    return found
+
+
+def _name_of(found: Any) -> str:
+    return getattr(found, "__file__", None) or getattr(found, "__qualname__", None) or repr(found)
+
+
+def _resolve_by_convention(module: ModuleType, flag: str | None, batched: bool, subject: str) -> Any:
+    kind = flag.removeprefix("--").replace("-", "_").removesuffix("_path") if flag else ""
+    names = _CONVENTIONAL_NAMES.get(kind, (kind.removeprefix("custom_"),))
+    if kind == "custom_rm":
+        names = ("batched_custom_rm", *names) if batched else names
+    for name in names:
+        if name and hasattr(module, name):
+            return getattr(module, name)
+    own = {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (inspect.isfunction(value) or inspect.isclass(value))
+        and value.__module__ == module.__name__
+    }
+    if kind == "custom_rm":
+        reward_classes = [value for value in own.values() if hasattr(value, "compute_reward")]
+        if len(reward_classes) == 1:
+            return reward_classes[0]
+    if len(own) == 1:
+        return next(iter(own.values()))
+    tried = ", ".join(filter(None, names)) or "none"
+    candidates = ", ".join(sorted(own)) or "no public function or class"
+    raise UserError(
+        f"{subject}: the file defines {candidates}; name one after a colon (file.py:name), "
+        f"or use a conventional name ({tried})"
+    )

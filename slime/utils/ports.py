@@ -1,0 +1,86 @@
+"""Ports that are reserved by binding, and the address that our servers listen on.
+
+A reservation is a bound socket that does not listen. Binding is exclusive, so two reservations (of any run on the
+machine) never get the same port; afterwards the socket is marked as reusable, which lets a *listening* server bind the
+port while the reservation is still held. So there is no moment at which the port belongs to nobody: take the
+reservation, start the server, release when the server answers.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+
+from slime.utils import env
+from slime.utils.errors import RunError
+
+LOOPBACK = "127.0.0.1"
+
+
+class PortReservation:
+    """A reserved `port` of `host`, held until `release` or the end of the `with` block."""
+
+    def __init__(self, host: str, port: int, holder: socket.socket):
+        self.host = host
+        self.port = port
+        self._holder = holder
+
+    def release(self) -> None:
+        """Give the port up. A server that listens on it is not disturbed. Harmless when already released."""
+        self._holder.close()
+
+    def __enter__(self) -> PortReservation:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+def reserve_port(host: str, start: int, attempts: int = 2000) -> PortReservation:
+    """Reserve the first free port of `start, start + 1, …` on the local address `host`.
+
+    Raises:
+        RunError: none of the `attempts` ports could be bound.
+        OSError: `host` is no address of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in range(start, min(start + attempts, 65536)):
+        holder = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            holder.bind((host, port))
+        except OSError as error:
+            holder.close()
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+            continue
+        # Only after the bind: set before, it would let two reservations share the port.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return PortReservation(host, port, holder)
+    raise RunError(f"no free port on {host} from {start} to {min(start + attempts, 65536) - 1}")
+
+
+def random_port_start(base: int, spread: int = 1000) -> int:
+    """`base` plus a random offset below `spread`, so that runs side by side seldom probe the same ports."""
+    return base + random.SystemRandom().randrange(spread)
+
+
+def service_host() -> str:
+    """The address that a server of this node binds and announces.
+
+    `SLIME_HOST_IP` if set; the node's Ray address when the Ray cluster has several nodes; loopback otherwise. Never all
+    interfaces.
+    """
+    override = env.host_ip_override()
+    if override:
+        return override
+    import ray
+
+    if ray.is_initialized() and sum(node["Alive"] for node in ray.nodes()) > 1:
+        return ray.util.get_node_ip_address()
+    return LOOPBACK
+
+
+def host_for_url(host: str) -> str:
+    """`host` as it stands in a URL: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host

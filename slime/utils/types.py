@@ -1,0 +1,337 @@
+"""`Sample`, the one object that travels from the data set through generation and reward to the train batch.
+
+Invariants, checked by `Sample.validate_lengths` after every mutation helper:
+
+* `tokens` = prompt ids + response ids; the response region is the last `response_length` of them.
+* `loss_mask`, `rollout_log_probs` and `teacher_log_probs`, where present, have exactly `response_length` entries.
+* top-p offsets have `response_length + 1` entries, routed experts `len(tokens) - 1` rows.
+
+Public fields stay plain Python lists; `slime.utils.packed_sample` makes the arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from slime.utils import sample_meta_info
+from slime.utils.errors import UserError
+
+# One list (or tensor) entry per sample under each key.
+RolloutBatch = dict[str, Any]
+
+# Set by `slime.utils.packed_sample`; derived from the fields, so neither dumped, nor pickled, nor copied.
+CACHE_ATTRIBUTES = ("packed", "packed_sources")
+
+# What generation writes into `metadata`; a retry must not see the values of the attempt before.
+_GENERATED_METADATA_KEYS = ("raw_reward", "round_number", "start_rollout_id", "fail_reason")
+
+
+@dataclass
+class SpecInfo:
+    """Speculative-decoding counters summed over the calls of one sample."""
+
+    spec_accept_token_num: int = 0
+    spec_draft_token_num: int = 0
+    spec_verify_ct: int = 0
+    completion_token_num: int = 0
+
+    @property
+    def spec_accept_rate(self) -> float:
+        """Accepted / drafted tokens; 0 when nothing was drafted."""
+        return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
+
+    @property
+    def spec_accept_length(self) -> float:
+        """Completion tokens per verification; 0 when nothing was verified."""
+        return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
+
+
+@dataclass
+class PrefixCacheInfo:
+    """Prefix-cache counters summed over the calls of one sample."""
+
+    cached_tokens: int = 0
+    total_prompt_tokens: int = 0
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Cached / prompt tokens; 0 without prompt tokens."""
+        return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
+
+
+@dataclass
+class Sample:
+    """One prompt with its answer. See the module docstring for the invariants."""
+
+    class Status(enum.Enum):
+        """How far a sample has come."""
+
+        PENDING = "pending"  # not generated, or only in part
+        COMPLETED = "completed"  # ended by itself
+        TRUNCATED = "truncated"  # ended by a length limit
+        ABORTED = "aborted"  # interrupted; can be continued
+        FAILED = "failed"  # recoverable error in a tool or parser; may hold partial output
+
+    SpecInfo: ClassVar[type] = SpecInfo
+    PrefixCacheInfo: ClassVar[type] = PrefixCacheInfo
+
+    # identity
+    group_index: int | None = None
+    index: int | None = None
+    rollout_id: int | None = None  # siblings of one execution share it; None = an execution of its own
+    # prompt
+    prompt: str | list[dict[str, Any]] = ""
+    tokens: list[int] = field(default_factory=list)
+    multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
+    multimodal_train_input_id: str | None = None
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    # response
+    response: str = ""
+    response_length: int = 0
+    label: Any = None
+    reward: float | dict[str, Any] | None = None
+    loss_mask: list[int] | None = None  # 1 = trained; None = all ones
+    weight_versions: list[str] = field(default_factory=list)  # one per engine call
+    weight_version_spans: list[tuple[str, int, int]] = field(default_factory=list)  # (version, start, end) in response
+    rollout_log_probs: list[float] | None = None  # 0.0 on untrained tokens
+    rollout_top_p_token_ids: Any = None  # int32 array; nucleus of response token i is ids[offsets[i]:offsets[i + 1]]
+    rollout_top_p_token_offsets: Any = None  # int32 array
+    rollout_routed_experts: Any = None  # int32 array [len(tokens) - 1, num_layers, topk]
+    remove_sample: bool = False  # train with an all-zero mask
+    teacher_log_probs: list[float] | None = None
+    status: Status = Status.PENDING
+    # the user's own
+    metadata: dict[str, Any] = field(default_factory=dict)
+    generate_function_path: str | None = None
+    custom_rm_path: str | None = None
+    train_metadata: dict[str, Any] | None = None  # handed to the trainer as batch key `metadata`
+    # bookkeeping
+    session_id: str | None = None
+    non_generation_time: float = 0.0  # seconds in tools and environments
+    spec_info: SpecInfo = field(default_factory=SpecInfo)
+    prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dict of all fields and of attributes added by users; containers are copies, `status` is its value."""
+        values = {name: _copy_containers(value) for name, value in self._state().items()}
+        values["status"] = self.status.value
+        values["spec_info"] = dataclasses.asdict(self.spec_info)
+        values["prefix_cache_info"] = dataclasses.asdict(self.prefix_cache_info)
+        return values
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Sample:
+        """The inverse of `to_dict`: missing keys take their defaults, unknown keys become attributes."""
+        values = {name: _copy_containers(value) for name, value in values.items()}
+        sample = cls()
+        for name, value in values.items():
+            setattr(sample, name, value)
+        sample.status = cls.Status(values.get("status", cls.Status.PENDING))
+        sample.spec_info = _as_dataclass(SpecInfo, values.get("spec_info"))
+        sample.prefix_cache_info = _as_dataclass(PrefixCacheInfo, values.get("prefix_cache_info"))
+        sample.weight_version_spans = [tuple(span) for span in sample.weight_version_spans]
+        return sample
+
+    def get_reward_value(self, args: Any) -> float | dict[str, Any] | None:
+        """`reward`, or its entry `args.reward_key`; None while there is no reward."""
+        key = getattr(args, "reward_key", None)
+        if not key or self.reward is None:
+            return self.reward
+        if not isinstance(self.reward, dict) or key not in self.reward:
+            raise UserError(
+                f"--reward-key {key}: the reward of sample {self.index} is {self.reward!r}, without that key"
+            )
+        return self.reward[key]
+
+    @property
+    def effective_response_length(self) -> int:
+        """Number of trained response tokens."""
+        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether `status` is TRUNCATED. Setting False completes a PENDING or TRUNCATED sample and no other."""
+        return self.status is Sample.Status.TRUNCATED
+
+    @truncated.setter
+    def truncated(self, value: bool) -> None:
+        if value:
+            self.status = Sample.Status.TRUNCATED
+        elif self.status in (Sample.Status.PENDING, Sample.Status.TRUNCATED):
+            self.status = Sample.Status.COMPLETED
+
+    def append_response_tokens(
+        self,
+        args: Any = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        log_probs: Sequence[float] | None = None,
+        trainable: bool = True,
+        meta_info: dict[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Append generated (`trainable`) or tool tokens to the response, and apply the engine's `meta_info`.
+
+        The sample is unchanged when an error is raised. Untrained tokens get log-prob 0.0 and mask 0; a response that
+        had no mask so far counts as trained. Without `meta_info["finish_reason"]`, or with
+        `update_terminal_info=False` (a chunk of a stream), versions, counters and status stay as they are.
+
+        Raises:
+            ValueError: log-probs missing, superfluous, of another length than `tokens`, or following response tokens
+                that have none; or the lengths of the sample do not fit together.
+        """
+        new_tokens = [] if tokens is None else list(tokens)
+        new_log_probs = None if log_probs is None else list(log_probs)
+        self.validate_lengths()
+        self._check_append(new_tokens, new_log_probs, trainable)
+        terminal = bool(meta_info) and bool(meta_info.get("finish_reason")) and update_terminal_info
+        if meta_info:
+            sample_meta_info.refuse_replay(meta_info)
+            if terminal:
+                sample_meta_info.check_version_spans(meta_info, self.response_length + len(new_tokens))
+        if new_tokens:
+            self._extend_response(new_tokens, new_log_probs, trainable)
+        if text:
+            self.response += text
+        if terminal:
+            sample_meta_info.apply_terminal_info(self, meta_info, args)
+        self.validate_lengths()
+
+    def reset_for_retry(self) -> None:
+        """Back to the bare prompt: everything that generation or grading wrote is cleared, the user's data stays."""
+        kept = {
+            "group_index",
+            "index",
+            "prompt",
+            "multimodal_inputs",
+            "apply_chat_template_kwargs",
+            "label",
+            "metadata",
+            "generate_function_path",
+            "custom_rm_path",
+        }
+        fresh = Sample()
+        for spec in dataclasses.fields(self):
+            if spec.name not in kept:
+                setattr(self, spec.name, getattr(fresh, spec.name))
+        self.metadata = {key: value for key, value in self.metadata.items() if key not in _GENERATED_METADATA_KEYS}
+        for name in CACHE_ATTRIBUTES:
+            self.__dict__.pop(name, None)
+        self.validate_lengths()
+
+    def validate_lengths(self) -> None:
+        """Raise ValueError, naming the field and both numbers, when the per-token fields do not fit together."""
+        if not 0 <= self.response_length <= len(self.tokens):
+            raise ValueError(
+                f"sample {self.index}: response_length {self.response_length} does not fit {len(self.tokens)} tokens"
+            )
+        expected = {
+            "loss_mask": self.response_length,
+            "rollout_log_probs": self.response_length,
+            "teacher_log_probs": self.response_length,
+            "rollout_top_p_token_offsets": self.response_length + 1,
+            "rollout_routed_experts": len(self.tokens) - 1,
+        }
+        for name, length in expected.items():
+            value = getattr(self, name)
+            if value is not None and len(value) != length:
+                raise ValueError(f"sample {self.index}: {name} has {len(value)} entries, expected {length}")
+
+    def _check_append(self, tokens: list[int], log_probs: list[float] | None, trainable: bool) -> None:
+        if log_probs is not None and len(log_probs) != len(tokens):
+            raise ValueError(f"sample {self.index}: {len(log_probs)} log_probs for {len(tokens)} tokens")
+        if not tokens:
+            return
+        if trainable and log_probs is None:
+            raise ValueError(f"sample {self.index}: trainable response tokens require rollout log probabilities")
+        if not trainable and log_probs is not None:
+            raise ValueError(f"sample {self.index}: untrained response tokens must not carry log_probs")
+        if trainable and self.response_length and self.rollout_log_probs is None:
+            raise ValueError(
+                f"sample {self.index}: log_probs cannot follow {self.response_length} response tokens without log_probs"
+            )
+        for name in ("teacher_log_probs", "rollout_top_p_token_offsets", "rollout_routed_experts"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"sample {self.index}: cannot append response tokens after {name} was set")
+
+    def _extend_response(self, tokens: list[int], log_probs: list[float] | None, trainable: bool) -> None:
+        if self.response_length == 0:
+            # The ids of a prompt may be shared by the samples of its group.
+            self.tokens = list(self.tokens)
+            self.loss_mask = []
+            self.rollout_log_probs = []
+        elif self.loss_mask is None:
+            self.loss_mask = [1] * self.response_length
+        self.tokens.extend(tokens)
+        self.loss_mask.extend([int(trainable)] * len(tokens))
+        if self.rollout_log_probs is not None:
+            self.rollout_log_probs.extend([0.0] * len(tokens) if log_probs is None else log_probs)
+        self.response_length += len(tokens)
+
+    def _state(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in CACHE_ATTRIBUTES}
+
+    # Pickling and copying take this state, so the packed arrays stay behind.
+    __getstate__ = _state
+
+
+def _copy_containers(value: Any) -> Any:
+    """Copy dicts, lists and tuples; leave everything else by reference."""
+    if isinstance(value, dict):
+        return {key: _copy_containers(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        # Per-token lists are long and flat: their first entry decides, so that they are copied at memcpy speed.
+        if not value or isinstance(value[0], int | float):
+            return list(value)
+        return [_copy_containers(entry) for entry in value]
+    if isinstance(value, tuple):
+        return tuple(_copy_containers(entry) for entry in value)
+    return value
+
+
+def _as_dataclass(kind: type, value: Any) -> Any:
+    return value if isinstance(value, kind) else kind(**(value or {}))
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """What bucket planning needs to know about a parameter; `size` in bytes."""
+
+    name: str
+    dtype: Any
+    shape: tuple[int, ...]
+    attrs: dict[str, Any]
+    size: int
+    src_rank: int
+
+
+@dataclass(frozen=True)
+class MultimodalType:
+    """A kind of media and the text that stands for it in a prompt."""
+
+    name: str
+    placeholder: str
+
+
+class MultimodalTypes:
+    """The known kinds of media."""
+
+    IMAGE = MultimodalType("image", "<image>")
+    VIDEO = MultimodalType("video", "<video>")
+    AUDIO = MultimodalType("audio", "<audio>")
+
+    @classmethod
+    def all(cls) -> list[MultimodalType]:
+        """All kinds, in a fixed order."""
+        return [cls.IMAGE, cls.VIDEO, cls.AUDIO]
+
+    @classmethod
+    def get(cls, name: str) -> MultimodalType | None:
+        """The kind called `name`, or None."""
+        return next((kind for kind in cls.all() if kind.name == name), None)

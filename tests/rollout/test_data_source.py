@@ -1,0 +1,374 @@
+import json
+import logging
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from slime.rollout.data_source import (
+    RolloutDataSource,
+    RolloutDataSourceWithBuffer,
+    build_dataset,
+    create_data_source,
+    pop_first,
+)
+from slime.utils.errors import UserError
+from slime.utils.types import Sample
+from tests.support.tokenizer import save_tokenizer
+
+
+@pytest.fixture
+def make_args(tmp_path):
+    def make(num_prompts: int = 4, **changes) -> SimpleNamespace:
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join(json.dumps({"prompt": f"p{n}", "label": n}) + "\n" for n in range(num_prompts)))
+        values = dict(
+            prompt_data=str(path),
+            input_key=None,
+            label_key=None,
+            metadata_key="metadata",
+            tool_key="tools",
+            apply_chat_template=False,
+            apply_chat_template_kwargs={},
+            rollout_max_prompt_len=None,
+            rollout_shuffle=False,
+            rollout_seed=42,
+            rollout_global_dataset=True,
+            n_samples_per_prompt=2,
+            hf_checkpoint=None,
+            trust_remote_code=False,
+            allow_bad_rows=False,
+            fresh_data_state=False,
+            buffer_filter_path=None,
+            data_source_path="slime.rollout.data_source.RolloutDataSourceWithBuffer",
+            save=str(tmp_path / "checkpoint"),
+            load=str(tmp_path / "checkpoint"),
+            start_rollout_id=None,
+        )
+        return SimpleNamespace(**{**values, **changes})
+
+    return make
+
+
+def prompts(groups: list) -> list[str]:
+    return [group[0].prompt for group in groups]
+
+
+class TestDrawing:
+    def test_groups_are_numbered_independent_copies(self, make_args):
+        source = RolloutDataSource(make_args())
+        first, second = source.get_samples(2)
+        assert [sample.index for sample in first + second] == [0, 1, 2, 3]
+        assert [sample.group_index for sample in first + second] == [0, 0, 1, 1]
+        assert first[0].prompt == first[1].prompt == "p0" and first[0].label == 0
+        first[0].metadata["mine"] = 1
+        first[0].tokens.append(1)
+        assert first[1].metadata == {} and first[1].tokens == []
+        assert source.get_samples(4)[2][0].metadata == {}  # the second epoch's p0
+
+    @pytest.mark.parametrize("shuffle", [False, True])
+    def test_d5_a_request_wraps_as_many_epochs_as_it_takes(self, make_args, shuffle):
+        source = RolloutDataSource(make_args(rollout_shuffle=shuffle))
+        drawn = prompts(source.get_samples(10))
+        assert len(drawn) == 10 and len(source) == 4
+        for epoch in (drawn[:4], drawn[4:8]):
+            assert sorted(epoch) == ["p0", "p1", "p2", "p3"]
+        assert (source.epoch_id, source.sample_offset) == (2, 2)
+        in_pieces = RolloutDataSource(make_args(rollout_shuffle=shuffle))
+        assert drawn == prompts([group for size in (3, 1, 0, 5, 1) for group in in_pieces.get_samples(size)])
+
+    def test_epochs_are_shuffled_differently_and_by_seed(self, make_args):
+        def orders(seed):
+            source = RolloutDataSource(make_args(16, rollout_shuffle=True, rollout_seed=seed))
+            return prompts(source.get_samples(16)), prompts(source.get_samples(16))
+
+        assert orders(1) == orders(1) != orders(2)
+        assert orders(1)[0] != orders(1)[1]
+
+    def test_d4_drawing_leaves_the_global_generators_alone(self, make_args):
+        python_state, numpy_state = random.getstate(), np.random.get_state()[1].tolist()
+        RolloutDataSource(make_args(rollout_shuffle=True)).get_samples(9)
+        assert random.getstate() == python_state and np.random.get_state()[1].tolist() == numpy_state
+
+    def test_without_a_global_dataset_samples_are_empty_and_numbered(self, make_args):
+        source = RolloutDataSource(make_args(rollout_global_dataset=False, prompt_data=None))
+        assert [sample.index for group in source.get_samples(2) for sample in group] == [0, 1, 2, 3]
+        assert len(source) == 0 and source.get_samples(1)[0][0].prompt == ""
+
+    def test_a_given_dataset_of_samples_or_prompts(self, make_args):
+        chat = [{"role": "user", "content": "x"}]
+        source = RolloutDataSource([Sample(prompt="a", label=1), "b", chat], make_args())
+        assert prompts(source.get_samples(4)) == ["a", "b", chat, "a"]
+        with pytest.raises(UserError, match="holds int"):
+            RolloutDataSource([1], make_args()).get_samples(1)
+        with pytest.raises(UserError, match="empty data set"):
+            RolloutDataSource([], make_args())
+
+    def test_missing_prompt_data_names_the_flag(self, make_args):
+        with pytest.raises(UserError, match="--prompt-data is missing"):
+            RolloutDataSource(make_args(prompt_data=None))
+
+    def test_the_plain_source_takes_nothing_back(self, make_args):
+        source = RolloutDataSource(make_args())
+        with pytest.raises(UserError, match="RolloutDataSourceWithBuffer"):
+            source.add_samples(source.get_samples(1))
+
+
+class TestBuildDataset:
+    def test_tokenizer_is_used_for_template_and_length(self, make_args, tmp_path):
+        checkpoint = save_tokenizer(tmp_path / "model")
+        dataset = build_dataset(make_args(hf_checkpoint=checkpoint, apply_chat_template=True))
+        assert dataset[0].prompt == "<|im_start|>user\np0<|im_end|>\n<|im_start|>assistant\n"
+        with pytest.raises(UserError, match="none of the 4 prompts has at most 1 tokens"):
+            build_dataset(make_args(hf_checkpoint=checkpoint, rollout_max_prompt_len=1))
+        assert len(build_dataset(make_args(loss_type="sft_loss", rollout_max_prompt_len=1))) == 4
+
+    def test_missing_checkpoint(self, make_args):
+        with pytest.raises(UserError, match="--hf-checkpoint /none"):
+            build_dataset(make_args(hf_checkpoint="/none", rollout_max_prompt_len=1))
+
+
+class TestBuffer:
+    def test_buffer_first_then_the_data_set(self, make_args):
+        source = RolloutDataSourceWithBuffer(make_args())
+        groups = source.get_samples(3)
+        source.add_samples([groups[2], groups[0]])
+        assert source.get_buffer_length() == 2
+        again = source.get_samples(3)
+        assert again[0] is groups[2] and again[1] is groups[0] and again[2][0].prompt == "p3"
+        assert source.get_buffer_length() == 0
+
+    def test_groups_of_another_size_are_refused_as_a_whole(self, make_args):
+        source = RolloutDataSourceWithBuffer(make_args())
+        good = source.get_samples(1)[0]
+        for bad in ([Sample()], Sample(), (Sample(), Sample())):
+            with pytest.raises(UserError, match="lists of 2 samples \\(--n-samples-per-prompt\\)"):
+                source.add_samples([good, bad])
+        assert source.get_buffer_length() == 0
+
+    def test_pop_first(self):
+        buffer = [[1], [2], [3]]
+        assert pop_first(None, 0, buffer, 2) == [[1], [2]] and buffer == [[3]]
+
+    def test_filter_by_path_gets_the_real_rollout_id(self, make_args, tmp_path):
+        plugin = tmp_path / "filters.py"
+        plugin.write_text(
+            "calls = []\n"
+            "def newest(args, rollout_id, buffer, num_samples):\n"
+            "    calls.append((args.rollout_seed, rollout_id, num_samples))\n"
+            "    return [buffer.pop() for _ in range(min(num_samples, len(buffer)))]\n"
+        )
+        source = RolloutDataSourceWithBuffer(make_args(buffer_filter_path=f"{plugin}:newest"))
+        groups = source.get_samples(2)
+        source.add_samples(groups)
+        assert source.get_samples(1, rollout_id=7)[0] is groups[1]
+        assert source._filter.__globals__["calls"] == [(42, 7, 1)]
+
+    @pytest.mark.parametrize(
+        "body, message",
+        [("return buffer[:1]", "did not remove"), ("return None", "NoneType"), ("return buffer * 3", "3 groups")],
+    )
+    def test_wrong_filters_are_named(self, make_args, tmp_path, body, message):
+        plugin = tmp_path / "filters.py"
+        plugin.write_text(f"def wrong_{len(body)}(args, rollout_id, buffer, num_samples):\n    {body}\n")
+        source = RolloutDataSourceWithBuffer(make_args(buffer_filter_path=str(plugin) + f":wrong_{len(body)}"))
+        source.add_samples(source.get_samples(1))
+        with pytest.raises(UserError, match=f"--buffer-filter-path .*filters.py.*{message}"):
+            source.get_samples(2)
+
+    def test_method_form(self, make_args):
+        class Newest(RolloutDataSourceWithBuffer):
+            def buffer_filter(self, args, buffer, n):
+                return [buffer.pop() for _ in range(min(n, len(buffer)))]
+
+        source = Newest(make_args())
+        groups = source.get_samples(2)
+        source.add_samples(groups)
+        assert source.get_samples(1)[0] is groups[1]
+
+
+class TestState:
+    def test_d7_three_and_three_equal_six(self, make_args):
+        def steps(source, count):
+            """Each step draws three groups and gives one back, half generated."""
+            seen = []
+            for _ in range(count):
+                groups = source.get_samples(3)
+                seen.append([(sample.prompt, sample.index, tuple(sample.tokens)) for g in groups for sample in g])
+                partial = groups[1][0]
+                partial.tokens = partial.tokens or [1]
+                partial.append_response_tokens(
+                    tokens=[partial.index],
+                    log_probs=[-0.25],
+                    meta_info={"finish_reason": {"type": "abort"}, "weight_version": "5"},
+                )
+                source.add_samples([groups[1]])
+            return seen
+
+        args = make_args(5, rollout_shuffle=True)
+        whole = steps(RolloutDataSourceWithBuffer(args), 6)
+        first = RolloutDataSourceWithBuffer(args)
+        first.update_metadata({"round": 3})
+        start = steps(first, 3)
+        first.save(2)
+        resumed = RolloutDataSourceWithBuffer(args)
+        resumed.load(2)
+        assert resumed.buffer == first.buffer and resumed.buffer[0][0].weight_version_spans == [("5", 0, 1)]
+        assert resumed.get_metadata() == {"round": 3}
+        assert start + steps(resumed, 3) == whole
+
+    def test_d8_a_snapshot_of_an_earlier_rollout_can_be_saved(self, make_args):
+        args = make_args(9)
+        source = RolloutDataSourceWithBuffer(args)
+        group = source.get_samples(2)[0]
+        source.add_samples([group])
+        snapshot = source.state_dict()
+        group[0].metadata["later"] = 1
+        source.get_samples(4)
+        source.save(0, snapshot)
+        resumed = RolloutDataSourceWithBuffer(args)
+        resumed.load(0)
+        assert resumed.buffer[0][0].metadata == {}
+        assert prompts(resumed.get_samples(2)) == ["p0", "p2"] and source.buffer == []
+
+    def test_the_directory_is_json_and_safetensors_without_pickle(self, make_args, tmp_path):
+        source = RolloutDataSourceWithBuffer(make_args())
+        (group,) = source.get_samples(1)
+        group[0].rollout_routed_experts = np.arange(6, dtype=np.int32).reshape(1, 3, 2)[:0]
+        group[0].note = {1: (np.float32(0.5), float("inf"))}
+        group[1] = [group[1], Sample(tokens=[1, 2], response_length=1)]
+        source.add_samples([group])
+        source.save(3)
+        directory = tmp_path / "checkpoint" / "rollout" / "global_dataset_state_dict_3"
+        assert sorted(path.name for path in directory.iterdir()) == ["arrays.safetensors", "state.json"]
+        assert [path.name for path in directory.parent.iterdir()] == [directory.name]
+        state = json.loads((directory / "state.json").read_text())
+        expected = {"sample_offset", "epoch_id", "sample_group_index", "sample_index", "metadata", "buffer"}
+        assert expected | {"generators", "fingerprint", "format_version"} == set(state)
+        assert state["fingerprint"]["files"][0]["path"].endswith("prompts.jsonl")
+        resumed = RolloutDataSourceWithBuffer(make_args())
+        resumed.load(3)
+        first, fan_out = resumed.buffer[0]
+        assert first.note == {1: (0.5, float("inf"))}
+        assert first.rollout_routed_experts.shape == (0, 3, 2) and first.rollout_routed_experts.dtype == np.int32
+        assert [sample.tokens for sample in fan_out] == [[], [1, 2]]
+
+    def test_a_failed_save_leaves_the_old_state_whole(self, make_args, tmp_path):
+        source = RolloutDataSourceWithBuffer(make_args())
+        source.get_samples(1)
+        source.save(0)
+        source.update_metadata({"lock": object()})
+        with pytest.raises(UserError, match=r"state\['metadata'\]\['lock'\] is a object"):
+            source.save(0)
+        resumed = RolloutDataSourceWithBuffer(make_args())
+        resumed.load(0)
+        assert resumed.sample_offset == 1
+        assert len(list((tmp_path / "checkpoint" / "rollout").iterdir())) == 1
+
+    def test_saving_again_replaces(self, make_args):
+        source = RolloutDataSourceWithBuffer(make_args())
+        for _ in range(2):
+            source.get_samples(1)
+            source.save(0)
+        resumed = RolloutDataSource(make_args())
+        resumed.load(0)
+        assert resumed.sample_offset == 2
+
+    @pytest.mark.parametrize("rollout_id", [None, -1])
+    def test_a_fresh_start_loads_nothing(self, make_args, rollout_id):
+        source = RolloutDataSource(make_args())
+        source.load(rollout_id)
+        assert source.sample_offset == 0
+
+    def test_d6_a_missing_state_is_an_error_unless_fresh(self, make_args, caplog):
+        with pytest.raises(UserError, match="--load .* no data-source state of rollout 4 .*--fresh-data-state"):
+            RolloutDataSource(make_args()).load(4)
+        with pytest.raises(UserError, match="--fresh-data-state"):
+            RolloutDataSource(make_args(load=None)).load(0)
+        source = RolloutDataSource(make_args(fresh_data_state=True))
+        source.load(4)
+        assert source.sample_offset == 0 and "starts from zero" in caplog.text
+
+    def test_a_changed_file_is_an_error_with_both_fingerprints(self, make_args):
+        source = RolloutDataSource(make_args(4))
+        source.get_samples(1)
+        source.save(0)
+        old, new = source.state_dict()["fingerprint"], RolloutDataSource(make_args(5)).state_dict()["fingerprint"]
+        with pytest.raises(UserError) as caught:
+            RolloutDataSource(make_args(5)).load(0)
+        for fingerprint in (old, new):
+            assert fingerprint["files"][0]["sha256"] in str(caught.value)
+        fresh = RolloutDataSource(make_args(5, fresh_data_state=True))
+        fresh.load(0)
+        assert fresh.sample_offset == 0
+        with pytest.raises(UserError, match="--prompt-data is not what"):
+            path = make_args(4).prompt_data
+            RolloutDataSource(make_args(4, prompt_data=path + "@[:3]")).load(0)
+
+    def test_a_moved_file_is_the_same_data(self, make_args, tmp_path):
+        source = RolloutDataSource(make_args())
+        source.get_samples(1)
+        source.save(0)
+        moved = tmp_path / "moved.jsonl"
+        moved.write_text((tmp_path / "prompts.jsonl").read_text())
+        resumed = RolloutDataSource(make_args(prompt_data=str(moved)))
+        resumed.load(0)
+        assert prompts(resumed.get_samples(1)) == ["p1"]
+
+    def test_the_order_of_the_first_start_is_kept(self, make_args, caplog):
+        caplog.set_level(logging.WARNING)
+        args = make_args(16, rollout_shuffle=True)
+        source = RolloutDataSource(args)
+        source.get_samples(5)
+        source.save(0)
+        resumed = RolloutDataSource(make_args(16, rollout_shuffle=True, rollout_seed=7))
+        resumed.load(0)
+        assert prompts(resumed.get_samples(20)) == prompts(source.get_samples(20))
+        assert "data order of the checkpoint is kept" in caplog.text
+
+    def test_another_group_size_cannot_take_the_saved_buffer(self, make_args):
+        source = RolloutDataSourceWithBuffer(make_args())
+        source.add_samples(source.get_samples(1))
+        source.save(0)
+        with pytest.raises(UserError, match="--n-samples-per-prompt 3: the saved buffer holds groups of 2"):
+            RolloutDataSourceWithBuffer(make_args(n_samples_per_prompt=3)).load(0)
+
+    @pytest.mark.parametrize(
+        "content", ["{", "", '{"format_version": 99, "fingerprint": {"num_samples": 4, "files": []}}']
+    )
+    def test_a_broken_state_names_its_directory(self, make_args, tmp_path, content):
+        directory = tmp_path / "checkpoint" / "rollout" / "global_dataset_state_dict_0"
+        directory.mkdir(parents=True)
+        (directory / "state.json").write_text(content)
+        with pytest.raises(UserError, match="global_dataset_state_dict_0"):
+            RolloutDataSource(make_args()).load(0)
+
+    def test_saving_needs_a_directory(self, make_args):
+        with pytest.raises(UserError, match="--save"):
+            RolloutDataSource(make_args(save=None)).save(0)
+
+
+class TestCreate:
+    def test_default(self, make_args):
+        assert type(create_data_source(make_args())) is RolloutDataSourceWithBuffer
+
+    def test_constructor_forms_are_recognised_by_signature(self, make_args, tmp_path):
+        plugin = tmp_path / "sources.py"
+        plugin.write_text(
+            "from slime.data import RolloutDataSource\n"
+            "class WithDataset(RolloutDataSource):\n"
+            "    def __init__(self, dataset, args):\n"
+            "        super().__init__(dataset, args)\n"
+            "class Own:\n"
+            "    def __init__(self, args): self.args = args\n"
+            "    def get_samples(self, num_samples): return []\n"
+            "class Wrong:\n"
+            "    def __init__(self, args): ...\n"
+        )
+        source = create_data_source(make_args(data_source_path=f"{plugin}:WithDataset"))
+        assert prompts(source.get_samples(1)) == ["p0"] and source.state_dict()["fingerprint"]["files"]
+        args = make_args(data_source_path=f"{plugin}:Own")
+        assert create_data_source(args).args is args
+        with pytest.raises(UserError, match="--data-source-path .*:Wrong: Wrong has no get_samples method"):
+            create_data_source(make_args(data_source_path=f"{plugin}:Wrong"))

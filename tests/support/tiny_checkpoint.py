@@ -1,0 +1,73 @@
+"""A tiny Qwen3 checkpoint with random weights and a byte-level tokenizer, built locally in about a second."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tiny_tokenizer(path: str | Path) -> dict[str, int]:
+    """Save a tokenizer of the 256 bytes and four special tokens (ids 256 to 259) to `path`; returns its vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *SPECIAL_TOKENS]
+    vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>")
+    fast.chat_template = _CHAT_TEMPLATE
+    fast.save_pretrained(str(path))
+    return vocabulary
+
+
+def make_tiny_checkpoint(
+    path: str | Path, seed: int = 0, vocab_size: int = 320, tie: bool = True, **config_overrides
+) -> Path:
+    """Write a Qwen3 checkpoint in float32 to `path`.
+
+    `vocab_size` is at least 260 (the tokenizer's size); `tie` shares the embedding with the head; `config_overrides`
+    replace fields of the Qwen3 configuration. The weights depend on `seed` only and are scaled up, so that the next-token
+    distribution is far from flat. The global random state is left as it was.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    vocabulary = make_tiny_tokenizer(path)
+    config = {
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "bos_token_id": None,
+        "eos_token_id": vocabulary["<|im_end|>"],
+        "pad_token_id": vocabulary["<|pad|>"],
+        "tie_word_embeddings": tie,
+        **config_overrides,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(Qwen3Config(**config)).float()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                # Norm weights are all ones at first: change them too, so that a lost one shows.
+                if parameter.dim() >= 2:
+                    parameter.mul_(4.0)
+                else:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(str(path))
+    return path

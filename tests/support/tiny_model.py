@@ -1,0 +1,102 @@
+"""Tiny Qwen models with random weights: an HF directory and the `args` that fit it.
+
+`write_tiny_model` needs transformers and belongs in the test's process; `tiny_args` reads config.json only.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+
+def write_tiny_model(
+    directory: Path,
+    *,
+    model_type: str = "qwen3",
+    tied: bool = False,
+    vocab_size: int = 131,
+    layers: int = 2,
+    hidden: int = 32,
+    heads: int = 4,
+    groups: int = 2,
+    head_dim: int = 16,
+    seed: int = 0,
+):
+    """Save a random float32 model of the family to `directory` (config.json, model.safetensors) and return it."""
+    import torch
+    import transformers
+
+    config_class = {"qwen3": transformers.Qwen3Config, "qwen2": transformers.Qwen2Config}[model_type]
+    config = config_class(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=head_dim,
+        tie_word_embeddings=tied,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        attn_implementation="sdpa",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                # Norms away from 1, biases away from 0, and logits that differ: otherwise mistakes would not show.
+                if parameter.ndim == 1:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+                elif "norm" not in name:
+                    parameter.mul_(3.0)
+    model.save_pretrained(directory)
+    return model.eval()
+
+
+def tiny_args(hf_dir: str | Path, **overrides: Any) -> SimpleNamespace:
+    """The training arguments that fit the model in `hf_dir`, as the command-line parser would give them."""
+    config = json.loads((Path(hf_dir) / "config.json").read_text())
+    tensor_parallel = overrides.get("tensor_model_parallel_size", 1)
+    divisor = 8 * tensor_parallel
+    values: dict[str, Any] = {
+        "hf_checkpoint": str(hf_dir),
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_attention_heads": config["num_attention_heads"],
+        "num_query_groups": config["num_key_value_heads"],
+        "group_query_attention": True,
+        "kv_channels": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        "norm_epsilon": config["rms_norm_eps"],
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "disable_bias_linear": True,
+        "qk_layernorm": config["model_type"] == "qwen3",
+        "add_qkv_bias": config["model_type"] == "qwen2",
+        "rotary_base": config["rope_parameters"]["rope_theta"],
+        "max_position_embeddings": config["max_position_embeddings"],
+        "seq_length": config["max_position_embeddings"],
+        "vocab_size": config["vocab_size"],
+        "padded_vocab_size": -(-config["vocab_size"] // divisor) * divisor,
+        "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "sequence_parallel": False,
+        "bf16": False,
+        "fp16": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "recompute_granularity": None,
+        "recompute_method": None,
+        "recompute_num_layers": None,
+        "calculate_per_token_loss": False,
+        "use_distributed_optimizer": True,
+        "accumulate_allreduce_grads_in_fp32": True,
+        "distributed_timeout_minutes": 1,
+        "seed": 1234,
+    }
+    return SimpleNamespace(**{**values, **overrides})

@@ -1,0 +1,139 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slime.utils.child_process import ChildProcess, describe_exit_status, environment_for_python, read_log_tail
+
+# A child that follows its parent and has a child of its own, as a server has. It holds the interpreter lock, as the
+# router does, so that no Python thread could watch the parent.
+FOLLOWER = """
+import os, sys
+from slime.utils.child_process import exit_when_parent_dies
+exit_when_parent_dies()
+helper = os.fork()
+if helper:
+    open(sys.argv[1], "w").write(f"{os.getpid()} {helper}\\n")
+import ctypes
+ctypes.PyDLL(None).sleep(60)
+"""
+
+PARENT = """
+import sys, time
+from slime.utils.child_process import ChildProcess, environment_for_python
+child = ChildProcess("child", [sys.executable, "-c", sys.argv[1], sys.argv[2]], sys.argv[2] + ".log", environment_for_python())
+child.start()
+time.sleep(60)
+"""
+
+
+def wait_until(condition, timeout=20.0):
+    deadline = time.monotonic() + timeout
+    while not (result := condition()):
+        assert time.monotonic() < deadline, "condition not met in time"
+        time.sleep(0.02)
+    return result
+
+
+def runs(pid: int) -> bool:
+    """Whether `pid` is a process that is no zombie (who collects orphans is the machine's business)."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def pids_in(path: Path) -> list[int]:
+    return [int(word) for word in path.read_text().split()] if path.exists() and path.read_text().endswith("\n") else []
+
+
+@pytest.fixture
+def started():
+    children = []
+
+    def start(code: str, log: Path, *arguments: str) -> ChildProcess:
+        child = ChildProcess("child", [sys.executable, "-c", code, *arguments], log, environment_for_python())
+        children.append(child)
+        child.start()
+        return child
+
+    yield start
+    for child in children:
+        child.terminate(timeout=0)
+
+
+def test_a_child_and_its_helper_follow_a_parent_that_is_killed(tmp_path):
+    marker = tmp_path / "pids"
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, FOLLOWER, str(marker)], env=environment_for_python())
+    try:
+        pids = wait_until(lambda: pids_in(marker))
+        time.sleep(0.2)
+        assert [runs(pid) for pid in pids] == [True, True]
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_until(lambda: not any(runs(pid) for pid in pids), timeout=5)
+
+
+def test_the_helper_of_a_killed_child_is_ended_when_the_parent_looks(tmp_path, started):
+    marker = tmp_path / "pids"
+    child = started(FOLLOWER, tmp_path / "log", str(marker))
+    pids = wait_until(lambda: pids_in(marker))
+    os.kill(pids[0], signal.SIGKILL)
+    assert wait_until(child.poll) == -signal.SIGKILL
+    wait_until(lambda: not runs(pids[1]), timeout=5)
+
+
+def test_f5_terminate_ends_the_whole_group_and_nothing_else(tmp_path, started):
+    bystander = started("import time; time.sleep(60)", tmp_path / "bystander.log")
+    marker = tmp_path / "pids"
+    child = started(FOLLOWER, tmp_path / "log", str(marker))
+    pids = wait_until(lambda: pids_in(marker))
+    assert child.terminate(timeout=10) == -signal.SIGTERM
+    wait_until(lambda: not any(runs(pid) for pid in pids), timeout=5)
+    assert bystander.poll() is None
+    assert runs(os.getpid())
+
+
+def test_a_child_that_ignores_sigterm_is_killed_after_the_timeout(tmp_path, started):
+    code = (
+        "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
+    )
+    child = started(code, tmp_path / "log")
+    wait_until(lambda: "ready" in child.log_tail())
+    assert child.terminate(timeout=0.3) == -signal.SIGKILL
+    assert child.terminate(timeout=0.3) == -signal.SIGKILL
+
+
+def test_exit_status_and_last_log_lines(tmp_path, started):
+    code = "import sys\nfor i in range(100): print(i, flush=True)\nsys.exit('boom')"
+    child = started(code, tmp_path / "log")
+    assert wait_until(child.poll) == 1
+    assert child.log_tail(3).splitlines() == ["98", "99", "boom"]
+    text = child.describe_end(200)
+    assert "exit code 1" in text and str(tmp_path / "log") in text and "boom" in text
+
+
+def test_a_child_that_was_never_started():
+    child = ChildProcess("child", ["true"], "/nonexistent/log")
+    assert child.pid is None and child.poll() is None and child.terminate() is None
+    assert read_log_tail("/nonexistent/log") == "(no log file)"
+
+
+def test_a_program_that_does_not_exist_leaves_nothing_open(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileNotFoundError):
+        ChildProcess("child", ["/nonexistent/program"], tmp_path / "log").start()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_exit_status_in_words():
+    assert describe_exit_status(None) == "still running"
+    assert describe_exit_status(3) == "exit code 3"
+    assert describe_exit_status(-15) == "ended by SIGTERM"
+    assert "memory" in describe_exit_status(-9)

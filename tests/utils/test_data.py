@@ -1,0 +1,271 @@
+import builtins
+import json
+import logging
+import random
+
+import numpy as np
+import pytest
+
+from slime.utils.data import Dataset, epoch_permutation, filter_long_prompt, read_file
+from slime.utils.data_files import fingerprint
+from slime.utils.errors import UserError
+from slime.utils.types import Sample
+from tests.support.tokenizer import build_tokenizer
+
+
+@pytest.fixture
+def write_rows(tmp_path):
+    def write(rows: list, name: str = "data.jsonl") -> str:
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+        return str(tmp_path / name)
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+def numbered(count: int) -> list[dict]:
+    return [{"prompt": str(number)} for number in range(count)]
+
+
+class TestReadFile:
+    @pytest.mark.parametrize("slice_text", ["[-3:]", "[:-1]", "[2:5]", "[:]", "[7:]", "[-100:2]", "[5:100]", "[-4:-2]"])
+    def test_d2_slices_have_python_semantics(self, write_rows, slice_text):
+        path = write_rows(numbered(9))
+        start, stop = (int(bound) if bound else None for bound in slice_text[1:-1].split(":"))
+        got = [row["prompt"] for row in read_file(f"{path}@{slice_text}")]
+        assert got == [str(number) for number in range(9)][start:stop]
+
+    def test_blank_lines_are_no_rows_and_a_byte_order_mark_is_skipped(self, tmp_path):
+        path = tmp_path / "data.jsonl"
+        path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\n  \n{"prompt": "\xc3\xa9\xe2\x80\xa8"}')
+        assert [row["prompt"] for row in read_file(str(path))] == ["a", "é\u2028"]
+        assert [row["prompt"] for row in read_file(f"{path}@[-1:]")] == ["é\u2028"]
+
+    @pytest.mark.parametrize(
+        "broken, cause",
+        [
+            ("{broken", "no valid JSON"),
+            ("[1]", "expected a JSON object, found list"),
+            ('{"a": "\\ud8', "no valid JSON"),
+        ],
+    )
+    def test_d1_broken_json_line_names_file_and_line(self, write_rows, broken, cause):
+        path = write_rows([{"prompt": "a"}, "", broken, {"prompt": "b"}])
+        with pytest.raises(UserError, match=f"data.jsonl:3: {cause}.*--allow-bad-rows"):
+            list(read_file(path))
+        # Not part of the slice, so not in the way.
+        assert [row["prompt"] for row in read_file(f"{path}@[-1:]")] == ["b"]
+
+    def test_invalid_utf8_names_the_line(self, tmp_path):
+        (tmp_path / "data.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
+        with pytest.raises(UserError, match="data.jsonl:2: .*utf-8"):
+            list(read_file(str(tmp_path / "data.jsonl")))
+
+    @pytest.mark.parametrize(
+        "path, cause",
+        [
+            ("missing.jsonl", "there is no file missing.jsonl"),
+            ("data.csv", "unknown kind of data file"),
+            ("data.jsonl@[1]", "malformed slice"),
+            ("data.jsonl@[1:2:3]", "malformed slice"),
+            ("data.jsonl@[a:b]", "malformed slice"),
+        ],
+    )
+    def test_bad_paths_name_the_flag(self, path, cause):
+        with pytest.raises(UserError, match=f"^--eval-prompt-data .*{cause}"):
+            list(read_file(path, flag="--eval-prompt-data"))
+
+    def test_parquet_without_pyarrow_names_the_extra(self, tmp_path, monkeypatch):
+        (tmp_path / "data.parquet").write_bytes(b"")
+        real_import = builtins.__import__
+
+        def no_pyarrow(name, *args, **kwargs):
+            if name.startswith("pyarrow"):
+                raise ImportError(name)
+            return real_import(name, *args, **kwargs)
+
+        monkeypatch.setattr(builtins, "__import__", no_pyarrow)
+        with pytest.raises(UserError, match=r"slime\[parquet\]"):
+            list(read_file(str(tmp_path / "data.parquet")))
+
+    def test_parquet(self, tmp_path):
+        import pyarrow
+        from pyarrow import parquet
+
+        path = str(tmp_path / "data.parquet")
+        rows = [{"prompt": [{"role": "user", "content": str(n)}], "metadata": {"n": n}} for n in range(5)]
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        assert list(read_file(path)) == rows
+        assert list(read_file(f"{path}@[-2:]")) == rows[-2:]
+        (tmp_path / "broken.parquet").write_bytes(b"nothing")
+        with pytest.raises(UserError, match="broken.parquet: no readable parquet file"):
+            list(read_file(str(tmp_path / "broken.parquet")))
+
+
+def test_fingerprint_is_of_the_content(write_rows):
+    first = fingerprint(write_rows(numbered(2), "a.jsonl") + "@[0:1]")
+    second = fingerprint(write_rows(numbered(2), "b.jsonl"))
+    other = fingerprint(write_rows(numbered(3), "c.jsonl"))
+    assert (first["slice"], second["slice"]) == ("[0:1]", "") and first["size"] == second["size"] == 32
+    assert first["sha256"] == second["sha256"] != other["sha256"]
+
+
+class TestDataset:
+    @pytest.mark.parametrize(
+        "row, keys, prompt, label",
+        [
+            ({"prompt": "p", "input": "i", "label": 1}, {}, "p", 1),
+            ({"input": "i"}, {}, "i", None),
+            ({"prompt": "p", "q": "q", "a": [1]}, {"prompt_key": "q", "label_key": "a"}, "q", [1]),
+        ],
+    )
+    def test_keys(self, write_rows, row, keys, prompt, label):
+        (sample,) = Dataset(write_rows([row]), None, None, None, **keys)
+        assert (sample.prompt, sample.label) == (prompt, label)
+
+    @pytest.mark.parametrize(
+        "rows, keys, cause",
+        [
+            (
+                [{"question": "x", "n": 1}],
+                {},
+                "jsonl:1: the row has neither .* only question, n; name one with --input-key",
+            ),
+            (
+                [{"prompt": "x"}],
+                {"prompt_key": "q"},
+                "jsonl:1: there is no field 'q' \\(--input-key\\); the row has prompt",
+            ),
+            ([{"prompt": "x"}], {"label_key": "a"}, "jsonl:1: there is no field 'a' \\(--label-key\\)"),
+            ([{"prompt": "x"}, {"input": "x"}], {}, "jsonl:2: there is no field 'prompt'"),
+            ([{"prompt": "x", "a": 1}, {"prompt": "x"}], {"label_key": "a"}, "jsonl:2: there is no field 'a'"),
+            ([{"prompt": 5}], {}, "jsonl:1: 'prompt' is int, expected a string or a list"),
+            ([{"prompt": []}], {}, "jsonl:1: 'prompt' is an empty list"),
+            ([{"prompt": [{"content": "x"}]}], {}, "jsonl:1: message 0 of 'prompt' is no object with a `role`"),
+            ([{"prompt": "x", "metadata": "{}"}], {}, "jsonl:1: 'metadata' is str, expected an object"),
+            ([{"prompt": "x", "tools": "{"}], {}, "jsonl:1: 'tools' is no valid JSON"),
+            ([{"prompt": "x", "tools": {"a": 1}}], {}, "jsonl:1: 'tools' is dict, expected a list"),
+        ],
+    )
+    def test_bad_rows_name_file_line_and_cause(self, write_rows, rows, keys, cause):
+        with pytest.raises(UserError, match=cause):
+            Dataset(write_rows(rows), None, None, None, **keys)
+
+    def test_d1_bad_rows_can_be_skipped_and_are_counted(self, write_rows, caplog):
+        path = write_rows([{"prompt": "a"}, "{broken", {"prompt": 5}, {"prompt": "b", "metadata": 1}, {"prompt": "c"}])
+        dataset = Dataset(path, None, None, None, allow_bad_rows=True)
+        assert [sample.prompt for sample in dataset] == ["a", "c"] and dataset.num_bad_rows == 3
+        assert "skipped 3 bad rows" in caplog.text
+
+    @pytest.mark.parametrize("rows", [[], ["", " "]])
+    def test_empty_files_are_an_error(self, write_rows, rows):
+        with pytest.raises(UserError, match="--prompt-data .*empty.jsonl: holds no"):
+            Dataset([write_rows(numbered(1)), write_rows(rows, "empty.jsonl")], None, None, None)
+        with pytest.raises(UserError, match="holds no"):
+            Dataset(write_rows(numbered(3)) + "@[3:]", None, None, None)
+
+    def test_files_in_the_given_order_each_with_its_slice(self, write_rows):
+        first = write_rows(numbered(4), "z.jsonl")
+        second = write_rows([{"input": "x"}], "a.jsonl")
+        dataset = Dataset([f"{first}@[2:]", second, f"{first}@[:1]"], None, None, None)
+        assert [sample.prompt for sample in dataset] == ["2", "3", "x", "0"]
+        assert [file["slice"] for file in dataset.fingerprint()] == ["[2:]", "", "[:1]"]
+
+    def test_prompts_in_the_chat_template(self, write_rows, tokenizer):
+        chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+        tools = [{"name": "calc"}]
+        path = write_rows(
+            [{"prompt": "hi"}, {"prompt": chat}, {"prompt": "hi", "tools": json.dumps(tools), "metadata": {"a": 1}}]
+        )
+        dataset = Dataset(path, tokenizer, None, None, apply_chat_template=True)
+        assert dataset[0].prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        assert dataset[1].prompt == (
+            "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
+        )
+        assert dataset[2].prompt.startswith('<|im_start|>system\n# Tools\n{"name": "calc"}\n<|im_end|>\n')
+        assert dataset[2].metadata == {"a": 1, "tools": tools}
+
+    def test_without_the_template_prompts_stay_as_they_are(self, write_rows):
+        chat = [{"role": "user", "content": "U"}]
+        dataset = Dataset(
+            write_rows([{"prompt": chat}, {"prompt": "s"}]), None, None, None, apply_chat_template_kwargs={"x": 1}
+        )
+        assert [sample.prompt for sample in dataset] == [chat, "s"]
+        assert dataset[0].apply_chat_template_kwargs == {"x": 1}
+
+    def test_template_arguments_and_template_errors(self, write_rows):
+        path = write_rows([{"prompt": "a"}, {"prompt": [{"role": "tool", "content": "t"}]}])
+        template = "{{ mode }}{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+        tokenizer = build_tokenizer(template)
+        dataset = Dataset(
+            path + "@[:1]", tokenizer, None, None, apply_chat_template=True, apply_chat_template_kwargs={"mode": "m"}
+        )
+        assert dataset[0].prompt == "m"
+        with pytest.raises(UserError, match="data.jsonl:2: the chat template refused 'prompt' .*no tools"):
+            Dataset(path, tokenizer, None, None, apply_chat_template=True)
+
+    def test_a_tokenizer_without_template_is_an_error(self, write_rows):
+        with pytest.raises(
+            UserError, match="--apply-chat-template is given, but the tokenizer .* has no chat template"
+        ):
+            Dataset(write_rows(numbered(1)), build_tokenizer(None), None, None, apply_chat_template=True)
+
+    def test_long_prompts_are_left_out_and_none_left_is_an_error(self, write_rows, tokenizer):
+        path = write_rows([{"prompt": "x" * length} for length in (5, 1, 7, 3)])
+        dataset = Dataset(path, tokenizer, None, 5)
+        assert [len(sample.prompt) for sample in dataset] == [5, 1, 3]
+        with pytest.raises(UserError, match="none of the 4 prompts has at most 0 tokens"):
+            Dataset(path, tokenizer, None, 0)
+
+    def test_multimodal_sets_are_refused(self, write_rows):
+        with pytest.raises(UserError, match="--multimodal-keys"):
+            Dataset(write_rows(numbered(1)), None, None, None, multimodal_keys={"image": "file"})
+
+    def test_shuffle_depends_on_seed_and_epoch_only(self, write_rows):
+        path = write_rows(numbered(20))
+
+        def order(seed: int, *epochs: int) -> list[str]:
+            dataset = Dataset(path, None, None, None, seed=seed)
+            for epoch in epochs:
+                dataset.shuffle(epoch)
+            return [sample.prompt for sample in dataset]
+
+        assert order(1, 3) == order(1, 0, 3) != order(1, 2)
+        assert order(1, 3) != order(2, 3)
+        assert sorted(order(1, 3), key=int) == [str(number) for number in range(20)]
+
+
+def test_d4_shuffling_leaves_the_global_generators_alone():
+    python_state, numpy_state = random.getstate(), np.random.get_state()[1].tolist()
+    epoch_permutation(100, 1, 0)
+    assert random.getstate() == python_state and np.random.get_state()[1].tolist() == numpy_state
+
+
+def test_the_order_of_an_epoch_never_changes_between_versions():
+    assert epoch_permutation(8, 42, 0).tolist() == [4, 1, 3, 6, 0, 7, 2, 5]
+    assert sorted(epoch_permutation(1000, -5, 7)) == list(range(1000))
+
+
+class TestFilterLongPrompt:
+    def test_order_is_kept_over_texts_and_chats(self, tokenizer, caplog):
+        caplog.set_level(logging.INFO)
+        chat = [{"role": "user", "content": "abc"}]
+        chat_tokens = len(tokenizer("<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n")["input_ids"])
+        prompts = ["x" * 40, chat, "y", "z" * chat_tokens, "w" * (chat_tokens + 1)]
+        kept = filter_long_prompt([Sample(prompt=prompt) for prompt in prompts], tokenizer, None, chat_tokens)
+        assert [sample.prompt for sample in kept] == [chat, "y", "z" * chat_tokens]
+        assert f"left out 2 of 5 prompts: more than {chat_tokens} tokens" in caplog.text
+        assert [sample.prompt for sample in filter_long_prompt(kept, tokenizer, None, chat_tokens - 1)] == ["y"]
+
+    def test_chats_without_a_template_are_kept(self):
+        samples = [Sample(prompt=[{"role": "user", "content": "abc"}]), Sample(prompt="abc")]
+        assert filter_long_prompt(samples, build_tokenizer(None), None, 1) == samples[:1]
+
+    def test_no_limit(self):
+        samples = [Sample(prompt="abc")]
+        assert filter_long_prompt(samples, None, None, None) is samples

@@ -1,0 +1,84 @@
+"""Where the values of an evaluation set come from."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from slime.utils.errors import UserError
+from slime.utils.eval_config import build_eval_dataset_configs
+from slime.utils.types import Sample
+
+ARGS = SimpleNamespace(
+    eval_temperature=0.5,
+    rollout_temperature=1.0,
+    eval_top_p=None,
+    rollout_top_p=0.9,
+    eval_max_response_len=None,
+    rollout_max_response_len=64,
+    n_samples_per_eval_prompt=3,
+    eval_input_key=None,
+    input_key="question",
+    metadata_key="metadata",
+    apply_chat_template=True,
+    rollout_stop=["END"],
+)
+
+
+def test_entry_beats_defaults_beats_eval_flags_beats_rollout_flags():
+    entries = [{"name": "a", "path": "a.jsonl", "temperature": 0.1}, {"name": "b", "path": "b.jsonl"}]
+    a, b = build_eval_dataset_configs(ARGS, entries, {"temperature": 0.2})
+    (c,) = build_eval_dataset_configs(ARGS, [{"name": "c", "path": "c.jsonl"}], {})
+    assert (a.temperature, b.temperature, c.temperature) == (0.1, 0.2, 0.5)
+    assert (c.top_p, c.max_response_len, c.n_samples_per_eval_prompt, c.input_key) == (0.9, 64, 3, "question")
+    assert c.apply_chat_template is True
+    assert c.stop == ["END"]
+
+
+def test_temperature_zero_is_a_value():
+    (config,) = build_eval_dataset_configs(ARGS, [{"name": "a", "path": "p", "temperature": 0.0}], {})
+    assert config.sampling_params()["temperature"] == 0.0
+
+
+def test_a_mapping_of_sets_and_every_default_key_applies():
+    defaults = {"rm_type": "math", "stop": ["X"]}
+    (config,) = build_eval_dataset_configs(ARGS, {"aime": {"path": "p"}}, defaults)
+    assert (config.name, config.rm_type, config.stop) == ("aime", "math", ["X"])
+
+
+def test_unknown_keys_are_named():
+    with pytest.raises(ValueError, match="eval.defaults: unknown key temprature"):
+        build_eval_dataset_configs(ARGS, [], {"temprature": 1})
+    with pytest.raises(TypeError, match="temprature"):
+        build_eval_dataset_configs(ARGS, [{"name": "a", "path": "p", "temprature": 1}], {})
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([{"name": "a"}], "path missing"),
+        ([{"name": "a", "path": "p"}, {"name": "a", "path": "q"}], "repeated: a"),
+        ([{"name": "a", "path": "p", "n_samples_per_eval_prompt": 0}], "n_samples_per_eval_prompt is 0"),
+    ],
+)
+def test_bad_entries(entries, message):
+    with pytest.raises(UserError, match=message):
+        build_eval_dataset_configs(ARGS, entries, {})
+
+
+def test_apply_to_writes_overrides_into_its_own_copy_of_the_metadata():
+    entry = {"name": "a", "path": "p", "rm_type": "f1", "metadata_overrides": {"k": 2}, "custom_rm_path": "m.f"}
+    (config,) = build_eval_dataset_configs(ARGS, [entry], {})
+    shared = {"k": 1, "other": 0}
+    sample = Sample(metadata=shared)
+    config.apply_to(sample)
+    assert sample.metadata == {"k": 2, "other": 0, "rm_type": "f1"}
+    assert shared == {"k": 1, "other": 0}
+    assert sample.custom_rm_path == "m.f"
+
+
+def test_sets_that_load_the_same_share_a_cache_key():
+    def key(**entry):
+        return build_eval_dataset_configs(ARGS, [{"name": "n", "path": "p", **entry}], {})[0].cache_key
+
+    assert key() == key(temperature=0.3)
+    assert key() != key(input_key="other")

@@ -1,0 +1,279 @@
+"""The HTTP client against a real local server."""
+
+import asyncio
+import logging
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from slime.utils import http_utils
+from slime.utils.http_utils import HttpError, close_http_client, get, init_http_client, post, post_control
+
+
+def make_args(**overrides):
+    values = {
+        "sglang_server_concurrency": 4,
+        "rollout_num_engines": 2,
+        "http_request_timeout": 10.0,
+        "http_control_timeout": 10.0,
+        "http_max_retries": 3,
+        "router_api_key": None,
+        "sglang_router_ip": None,
+        "sglang_router_port": None,
+    }
+    return SimpleNamespace(**{**values, **overrides})
+
+
+@pytest.fixture(autouse=True)
+def short_delay(monkeypatch):
+    monkeypatch.setattr(http_utils, "RETRY_DELAY_S", 0.01)
+    monkeypatch.setattr(http_utils, "_settings", http_utils.HttpSettings())
+    monkeypatch.setattr(http_utils, "_engine_origins", set())
+
+
+@asynccontextmanager
+async def serving(handler):
+    app = web.Application()
+    app.router.add_route("*", "/{tail:.*}", handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.2)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+    finally:
+        await close_http_client()
+        await runner.cleanup()
+
+
+def answering(statuses, seen=None):
+    """A handler that answers with these statuses in turn, then 200."""
+    remaining = list(statuses)
+
+    async def handler(request):
+        if seen is not None:
+            seen.append(request)
+        status = remaining.pop(0) if remaining else 200
+        return web.json_response({"status": status}, status=status)
+
+    return handler
+
+
+def test_post_sends_json_and_parses_the_answer():
+    async def main():
+        async def echo(request):
+            return web.json_response(await request.json())
+
+        async with serving(echo) as url:
+            payload = {"ids": [1, 2], "x": 0.5, "array": np.arange(3), 7: None}
+            assert await post(f"{url}/a", payload) == {"ids": [1, 2], "x": 0.5, "array": [0, 1, 2], "7": None}
+            assert await post(f"{url}/a", json=[1]) == [1]
+            assert await post(f"{url}/a", {"big": 2**70}) == {"big": 2**70}
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_is_no_json_is_returned_as_text():
+    async def main():
+        async def text(request):
+            return web.Response(text={"/nan": "[NaN]", "/t": "fine", "/e": ""}[request.path])
+
+        async with serving(text) as url:
+            assert await get(f"{url}/t") == "fine"
+            assert await get(f"{url}/e") == ""
+            assert np.isnan((await get(f"{url}/nan"))[0])
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("statuses", [[500, 503], [429, 429], [502]])
+def test_5xx_and_429_are_tried_again(statuses):
+    async def main():
+        seen = []
+        async with serving(answering(statuses, seen)) as url:
+            init_http_client(make_args())
+            assert await post(url, {}) == {"status": 200}
+        assert len(seen) == len(statuses) + 1
+
+    asyncio.run(main())
+
+
+def test_the_number_of_attempts_is_limited_and_the_message_names_it():
+    async def main():
+        seen = []
+        async with serving(answering([500] * 9, seen)) as url:
+            init_http_client(make_args(http_max_retries=3))
+            with pytest.raises(HttpError, match=r"answered 500.*3 attempts"):
+                await post(url, {})
+            assert len(seen) == 3
+            with pytest.raises(HttpError):
+                await post(url, {}, max_retries=1)
+            assert len(seen) == 4
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422])
+def test_r15_other_4xx_fail_at_once_with_the_body(status):
+    async def main():
+        seen = []
+        async with serving(answering([status] * 5, seen)) as url:
+            with pytest.raises(HttpError, match=f'answered {status}: {{"status": {status}}}') as info:
+                await post(url, {})
+        assert info.value.status == status
+        assert len(seen) == 1
+
+    asyncio.run(main())
+
+
+def test_connection_errors_are_tried_again():
+    async def main():
+        closed = []
+
+        async def handler(request):
+            if len(closed) < 2:
+                closed.append(1)
+                request.transport.close()
+            return web.json_response(1)
+
+        async with serving(handler) as url:
+            assert await post(url, {}, max_retries=5) == 1
+        assert len(closed) == 2
+
+    asyncio.run(main())
+
+
+def test_a_server_that_is_not_there_is_named():
+    async def main():
+        port = http_utils.find_available_port(20000)
+        with pytest.raises(HttpError, match=rf"127.0.0.1:{port}.*2 attempts"):
+            await get(f"http://127.0.0.1:{port}/health", max_retries=2)
+        await close_http_client()
+
+    asyncio.run(main())
+
+
+def test_time_limits_of_generation_and_control_are_separate_and_not_retried():
+    async def main():
+        seen = []
+
+        async def slow(request):
+            seen.append(request)
+            await asyncio.sleep(0.6)
+            return web.json_response(1)
+
+        async with serving(slow) as url:
+            init_http_client(make_args(http_request_timeout=5.0, http_control_timeout=0.2))
+            assert await post(url, {}) == 1
+            for call in (get(url), post_control(url, {})):
+                with pytest.raises(HttpError, match=r"within 0.2 s \(--http-request-timeout"):
+                    await call
+        assert len(seen) == 3
+
+    asyncio.run(main())
+
+
+def test_r16_in_flight_limit_is_exactly_concurrency_times_engines():
+    async def main():
+        running, peak = 0, 0
+        full = asyncio.Event()
+
+        async def handler(request):
+            nonlocal running, peak
+            running += 1
+            peak = max(peak, running)
+            if running == 150:
+                full.set()
+            await asyncio.wait_for(full.wait(), 10)
+            await asyncio.sleep(0.01)
+            running -= 1
+            return web.json_response(1)
+
+        async with serving(handler) as url:
+            # More than the 100 connections that aiohttp would allow by itself.
+            init_http_client(make_args(sglang_server_concurrency=75, rollout_num_engines=2))
+            await asyncio.gather(*[post(url, {}) for _ in range(400)])
+        assert peak == 150
+
+    asyncio.run(main())
+
+
+def test_control_requests_pass_while_every_generation_connection_is_busy():
+    async def main():
+        release = asyncio.Event()
+
+        async def handler(request):
+            if request.path == "/generate":
+                await asyncio.wait_for(release.wait(), 10)
+            return web.json_response(request.path)
+
+        async with serving(handler) as url:
+            init_http_client(make_args(sglang_server_concurrency=1, rollout_num_engines=1))
+            busy = asyncio.create_task(post(f"{url}/generate", {}))
+            await asyncio.sleep(0.05)
+            assert await asyncio.wait_for(post_control(f"{url}/abort_request", {}), 5) == "/abort_request"
+            release.set()
+            assert await busy == "/generate"
+
+    asyncio.run(main())
+
+
+def test_r17_proxies_of_the_environment_are_ignored(monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+    async def main():
+        async with serving(answering([])) as url:
+            assert await post(url, {}, max_retries=1) == {"status": 200}
+            assert await get(url, max_retries=1) == {"status": 200}
+
+    asyncio.run(main())
+
+
+def test_the_token_goes_to_router_and_engines_only_and_into_no_log(caplog):
+    caplog.set_level(logging.DEBUG)
+
+    async def main():
+        seen = []
+        async with serving(answering([500], seen)) as router, serving(answering([], seen)) as other:
+            port = int(router.rpartition(":")[2])
+            args = make_args(router_api_key="sesame-key", sglang_router_ip="127.0.0.1", sglang_router_port=port)
+            init_http_client(args)
+            await post(f"{router}/generate", {}, headers={"X-A": "1"})
+            await post(f"{other}/generate", {})
+            http_utils.trust_engine_urls([other])
+            await post(f"{other}/generate", {})
+        tokens = [request.headers.get("Authorization") for request in seen]
+        assert tokens == ["Bearer sesame-key", "Bearer sesame-key", None, "Bearer sesame-key"]
+        assert seen[0].headers["X-A"] == "1"
+
+    asyncio.run(main())
+    assert "sesame-key" not in caplog.text
+    assert "sesame-key" not in repr(http_utils._settings)
+
+
+def test_number_of_engines_follows_the_manager_then_the_flags():
+    assert http_utils.get_rollout_num_engines(make_args(rollout_num_engines=3)) == 3
+    flags = SimpleNamespace(rollout_num_gpus=8, rollout_num_gpus_per_engine=2)
+    assert http_utils.get_rollout_num_engines(flags) == 4
+    assert http_utils.get_rollout_num_engines(SimpleNamespace(rollout_num_gpus=0, rollout_num_gpus_per_engine=1)) == 1
+
+
+def test_ports_and_hosts():
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert not http_utils.is_port_available(port)
+        assert http_utils.find_available_port(port) > port
+    assert http_utils.format_host("::1") == "[::1]"
+    assert http_utils.format_host("10.0.0.1") == "10.0.0.1"
+    name, address = http_utils.get_host_info()
+    assert name and address

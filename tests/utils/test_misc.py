@@ -1,0 +1,96 @@
+import base64
+import socket
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from slime.utils.misc import (
+    Box,
+    SingletonMeta,
+    chunk_named_params_by_size,
+    decode_int32_meta_array,
+    get_current_node_ip,
+    get_free_port,
+    group_by,
+    should_run_periodic_action,
+)
+
+
+@pytest.mark.parametrize(
+    "rollout_id, interval, per_epoch, num_rollout, due",
+    [
+        (0, None, 1, 1, False),
+        (9, 7, None, 10, True),  # the last one
+        (8, 7, None, 10, False),
+        (6, 7, None, 10, True),
+        (0, 1, None, None, True),
+        (4, 100, 5, None, True),  # end of an epoch
+        (3, 100, 5, None, False),
+        (9, 100, 5, 20, True),
+    ],
+)
+def test_should_run_periodic_action(rollout_id, interval, per_epoch, num_rollout, due):
+    assert should_run_periodic_action(rollout_id, interval, per_epoch, num_rollout) is due
+
+
+def test_singletons_until_cleared():
+    class Single(metaclass=SingletonMeta):
+        def __init__(self, value):
+            self.value = value
+
+    first = Single(1)
+    assert Single(2) is first and first.value == 1
+    SingletonMeta.clear_instances()
+    assert Single(2).value == 2
+    Single.clear_instances()
+    assert Single(3).value == 3
+
+
+def test_box_and_group_by():
+    assert Box([1]).inner == [1]
+    assert group_by([3, 1, 4, 1, 5], lambda value: value % 2) == {1: [3, 1, 1, 5], 0: [4]}
+    assert list(group_by("abca")) == ["a", "b", "c"]
+
+
+def test_free_ports_skip_taken_ones():
+    assert 0 < get_free_port() < 65536
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert get_free_port(port) > port
+        assert get_free_port(port - 1, consecutive=2) > port
+
+
+def test_node_address_can_be_overridden(monkeypatch):
+    monkeypatch.setenv("SLIME_HOST_IP", "[fe80::1]")
+    assert get_current_node_ip() == "fe80::1"
+    monkeypatch.delenv("SLIME_HOST_IP")
+    socket.inet_aton(get_current_node_ip())
+
+
+class TestDecodeInt32:
+    def test_base64_and_sequences_under_the_first_key_present(self):
+        values = np.array([1, -2, 2**31 - 1], dtype=np.int32)
+        encoded = base64.b64encode(values.tobytes()).decode()
+        for meta in ({"b": encoded}, {"a": None, "b": values.tolist()}, {"a": encoded, "b": [0]}):
+            decoded = decode_int32_meta_array(meta, ("a", "b"))
+            assert decoded.dtype == np.int32 and decoded.tolist() == values.tolist()
+        assert decode_int32_meta_array({"a": encoded}, "a").tolist() == values.tolist()
+        assert decode_int32_meta_array({}, ("a", "b")) is None
+
+    @pytest.mark.parametrize("value", ["!!!!", "AAA=", [2**40], [1.5, "x"]])
+    def test_garbage_names_the_key(self, value):
+        with pytest.raises(ValueError, match="meta_info\\['a'\\]"):
+            decode_int32_meta_array({"a": value}, "a")
+
+
+def test_chunks_by_size():
+    def param(count):
+        return SimpleNamespace(numel=lambda: count, element_size=lambda: 4)
+
+    named = [("a", param(1)), ("b", param(2)), ("c", param(9)), ("d", param(1)), ("e", param(2))]
+    chunks = list(chunk_named_params_by_size(iter(named), 12))
+    assert [[name for name, _ in chunk] for chunk in chunks] == [["a", "b"], ["c"], ["d", "e"]]
+    assert list(chunk_named_params_by_size([], 12)) == []

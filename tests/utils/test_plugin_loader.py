@@ -1,0 +1,106 @@
+import os
+import sys
+
+import pytest
+
+from slime.utils.errors import UserError
+from slime.utils.misc import load_function
+
+
+@pytest.fixture
+def write_plugin(tmp_path):
+    def write(text: str, name: str = "plugin.py") -> str:
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_dotted_and_colon_paths():
+    assert load_function("os.path.join") is os.path.join
+    assert load_function("collections:OrderedDict.fromkeys").__name__ == "fromkeys"
+
+
+def test_file_with_attribute_is_loaded_once_and_may_import_its_neighbours(write_plugin, monkeypatch):
+    write_plugin("VALUE = 7", "neighbour_of_plugin.py")
+    path = write_plugin("import neighbour_of_plugin\nclass A:\n    def f(): return neighbour_of_plugin.VALUE\n")
+    search_path = list(sys.path)
+    function = load_function(f"{path}:A.f")
+    assert function() == 7 and sys.path == search_path
+    monkeypatch.chdir(os.path.dirname(path))
+    assert load_function("plugin.py:A.f") is function
+    assert sys.modules[function.__module__].A.f is function
+
+
+def test_the_same_relative_path_in_another_directory_is_another_file(tmp_path, monkeypatch):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "same.py").write_text(f"def f(): return {name!r}")
+        monkeypatch.chdir(tmp_path / name)
+        assert load_function("same.py:f")() == name
+
+
+@pytest.mark.parametrize(
+    "flag, text, expected",
+    [
+        ("--custom-rm-path", "def custom_rm(): ...\ndef reward_func(): ...", "reward_func"),
+        ("--custom-rm-path", "def helper(): ...\nclass Grader:\n    def compute_reward(self): ...", "Grader"),
+        ("custom_generate_function_path", "def generate(): ...\ndef helper(): ...", "generate"),
+        ("--rollout-function-path", "def helper(): ...\ndef generate_rollout(): ...", "generate_rollout"),
+        ("--eval-function-path", "def helper(): ...\ndef generate_rollout(): ...", "generate_rollout"),
+        ("--dynamic-sampling-filter-path", "def filter_fn(): ...\ndef helper(): ...", "filter_fn"),
+        ("--custom-loss-function-path", "def loss_function(): ...\ndef helper(): ...", "loss_function"),
+        ("--buffer-filter-path", "def buffer_filter(): ...\ndef helper(): ...", "buffer_filter"),
+        ("--custom-rm-path", "from os.path import join\ndef _private(): ...\ndef only(): ...", "only"),
+        (None, "def only(): ...", "only"),
+    ],
+)
+def test_conventional_names(write_plugin, flag, text, expected):
+    assert load_function(write_plugin(text), flag=flag).__name__ == expected
+
+
+def test_batched_reward_comes_first_only_for_batches(write_plugin):
+    path = write_plugin("def batched_custom_rm(): ...\ndef custom_rm(): ...")
+    assert load_function(path, flag="--custom-rm-path", batched=True).__name__ == "batched_custom_rm"
+    assert load_function(path, flag="--custom-rm-path").__name__ == "custom_rm"
+
+
+def test_ambiguous_file_lists_candidates(write_plugin):
+    with pytest.raises(UserError, match=r"--custom-rm-path .*plugin.py: the file defines a, b; name one after a colon"):
+        load_function(write_plugin("def a(): ...\ndef b(): ..."), flag="--custom-rm-path")
+
+
+def test_failing_import_shows_flag_traceback_and_search_path(write_plugin):
+    path = write_plugin("def f(): ...\nraise KeyError('inside the plug-in')")
+    with pytest.raises(UserError) as caught:
+        load_function(f"{path}:f", flag="--custom-rm-path")
+    message = str(caught.value)
+    assert message.startswith(f"--custom-rm-path {path}:f: the import failed")
+    assert 'plugin.py", line 2' in message and "KeyError: 'inside the plug-in'" in message
+    assert "module search path:" in message and sys.path[-1] in message
+
+
+def test_a_file_can_be_mended_and_loaded_again(write_plugin):
+    path = write_plugin("syntax error")
+    with pytest.raises(UserError, match="SyntaxError"):
+        load_function(f"{path}:f")
+    write_plugin("def f(): return 1  # longer")
+    assert load_function(f"{path}:f")() == 1
+
+
+@pytest.mark.parametrize(
+    "path, message",
+    [
+        ("no_such_package.mod.fn", "No module named 'no_such_package'"),
+        ("os.path.jion", "did you mean 'join'"),
+        ("/no/such/file.py:f", "there is no file /no/such/file.py"),
+        ("word", "expected module.attribute"),
+        ("", "a plug-in path is a string"),
+        (None, "a plug-in path is a string"),
+        ("os.sep", "is a str, expected a function or class"),
+    ],
+)
+def test_wrong_paths_are_user_errors_that_name_the_flag(path, message):
+    with pytest.raises(UserError, match=message) as caught:
+        load_function(path, flag="--data-source-path")
+    assert "--data-source-path" in str(caught.value)

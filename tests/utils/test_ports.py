@@ -1,0 +1,59 @@
+import socket
+
+import pytest
+
+from slime.utils.errors import RunError
+from slime.utils.ports import host_for_url, reserve_port
+
+LOOPBACK = "127.0.0.1"
+
+
+def listen(port: int) -> socket.socket:
+    server = socket.socket()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server.bind((LOOPBACK, port))
+    server.listen()
+    return server
+
+
+def test_f7_two_reservations_never_share_a_port():
+    with reserve_port(LOOPBACK, 21000) as first, reserve_port(LOOPBACK, first.port) as second:
+        assert second.port > first.port
+
+
+def test_f7_a_port_that_a_server_listens_on_is_skipped():
+    with reserve_port(LOOPBACK, 21000) as reservation:
+        server = listen(reservation.port)
+    with server, reserve_port(LOOPBACK, reservation.port) as next_reservation:
+        assert next_reservation.port > reservation.port
+
+
+def test_a_server_can_listen_while_the_reservation_is_held():
+    with reserve_port(LOOPBACK, 21000) as reservation, listen(reservation.port):
+        with socket.create_connection((LOOPBACK, reservation.port), timeout=5):
+            pass
+
+
+def test_a_released_port_can_be_reserved_again():
+    first = reserve_port(LOOPBACK, 21500)
+    first.release()
+    first.release()
+    with reserve_port(LOOPBACK, first.port) as second:
+        assert second.port == first.port
+
+
+def test_no_free_port_is_an_error_with_the_range():
+    with reserve_port(LOOPBACK, 21000) as taken:
+        with pytest.raises(RunError, match=f"{taken.port} to {taken.port}"):
+            reserve_port(LOOPBACK, taken.port, attempts=1)
+
+
+def test_an_address_of_another_machine_is_an_error():
+    with pytest.raises(OSError):
+        reserve_port("192.0.2.1", 21000)
+
+
+def test_ipv6_addresses_are_bracketed_in_urls():
+    assert host_for_url("::1") == "[::1]"
+    assert host_for_url("[::1]") == "[::1]"
+    assert host_for_url("10.0.0.1") == "10.0.0.1"

@@ -1,0 +1,121 @@
+"""CPU time per request of our HTTP client beside a bare aiohttp session, in one run.
+
+    python tools/bench/bench_http_client.py [--requests 4096] [--repeats 5] [--in-flight 64 256 1024] [--response-tokens 128]
+
+A server in another process answers every `/generate` at once; the client's own CPU time is measured. Both clients send and
+parse the same bodies, take turns, and the medians are compared. The bar is a ratio of at most 1.15.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import random
+import statistics
+import time
+from types import SimpleNamespace
+
+import aiohttp
+from aiohttp import web
+
+from slime.utils.http_utils import close_http_client, init_http_client, post
+
+
+def serve(connection, response_tokens: int) -> None:
+    """Run the server until the parent closes the pipe."""
+    rng = random.Random(0)
+    pairs = [[-rng.random(), rng.randrange(150000), None] for _ in range(response_tokens)]
+    meta_info = {"output_token_logprobs": pairs, "finish_reason": {"type": "stop"}}
+    body = json.dumps({"text": "x" * 4 * response_tokens, "meta_info": meta_info}).encode()
+
+    async def generate(request: web.Request) -> web.Response:
+        await request.read()
+        return web.Response(body=body, content_type="application/json")
+
+    async def main() -> None:
+        app = web.Application()
+        app.router.add_post("/generate", generate)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)
+        await site.start()
+        connection.send(site._server.sockets[0].getsockname()[1])
+        await asyncio.get_running_loop().run_in_executor(None, connection.poll, 600)
+        await runner.cleanup()
+
+    asyncio.run(main())
+
+
+async def run_requests(send, payload: dict, requests: int, in_flight: int) -> float:
+    """CPU milliseconds of this process per request."""
+    remaining = iter(range(requests))
+
+    async def worker() -> None:
+        for _ in remaining:
+            await send(payload)
+
+    started = time.process_time()
+    await asyncio.gather(*[worker() for _ in range(in_flight)])
+    return (time.process_time() - started) / requests * 1000
+
+
+async def compare(url: str, options: argparse.Namespace, in_flight: int) -> tuple[float, float]:
+    payload = {
+        "input_ids": list(range(1000, 1000 + options.prompt_tokens)),
+        "sampling_params": {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": options.response_tokens},
+        "return_logprob": True,
+    }
+    init_http_client(
+        SimpleNamespace(
+            sglang_server_concurrency=in_flight,
+            rollout_num_engines=1,
+            http_request_timeout=600,
+            http_control_timeout=60,
+            http_max_retries=1,
+        )
+    )
+    bare_times, our_times = [], []
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=in_flight)) as session:
+
+        async def bare(body: dict) -> dict:
+            async with session.post(url, json=body) as response:
+                return await response.json()
+
+        async def ours(body: dict) -> dict:
+            return await post(url, body)
+
+        # The first round opens the connections and is not counted.
+        for round_number in range(options.repeats + 1):
+            for send, times in ((bare, bare_times), (ours, our_times)):
+                cost = await run_requests(send, payload, options.requests, in_flight)
+                if round_number:
+                    times.append(cost)
+    await close_http_client()
+    return statistics.median(bare_times), statistics.median(our_times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=4096)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--response-tokens", type=int, default=128)
+    options = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    connection, child_connection = context.Pipe()
+    server = context.Process(target=serve, args=(child_connection, options.response_tokens), daemon=True)
+    server.start()
+    try:
+        url = f"http://127.0.0.1:{connection.recv()}/generate"
+        print(f"{'in flight':>9}  {'bare ms':>8}  {'ours ms':>8}  {'ratio':>6}")
+        for in_flight in options.in_flight:
+            bare, ours = asyncio.run(compare(url, options, in_flight))
+            print(f"{in_flight:9d}  {bare:8.3f}  {ours:8.3f}  {ours / bare:6.3f}")
+    finally:
+        connection.send(None)
+        server.join(10)
+
+
+if __name__ == "__main__":
+    main()
