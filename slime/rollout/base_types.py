@@ -54,3 +54,15 @@ def leaves(entry: Any) -> list[Sample]:
     if not isinstance(entry, list | tuple):
         return [entry]
     return [sample for inner in entry for sample in leaves(inner)]
+
+
+def sample_line(sample: Sample) -> str:
+    """Prompt, response, label and reward of a sample on one line, long texts cut in the middle."""
+    prompt = sample.prompt if isinstance(sample.prompt, str) else str(sample.prompt)
+    return f"{_shorten(prompt)} -> {_shorten(sample.response)} | label {sample.label} | reward {sample.reward}"
+
+
+def _shorten(text: str, limit: int = 240) -> str:
+    if len(text) > limit:
+        text = f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
+    return repr(text)

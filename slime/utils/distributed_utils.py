@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -10,10 +11,23 @@ if TYPE_CHECKING:
 
 
 def create_store(host: str, timeout: timedelta) -> dist.TCPStore:
-    """The rendezvous of a group whose rank 0 we are: listens on a free port (`.port`) of `host`."""
+    """The rendezvous of a group whose rank 0 we are: listens on a free port (`.port`) of `host`, and of `host` only."""
     from torch.distributed import TCPStore
 
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    # Left to itself, the store listens on all interfaces.
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.bind((host, 0))
+    listener.listen()
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        # The store owns the descriptor from here on.
+        master_listen_fd=listener.detach(),
+    )
 
 
 def init_process_group(

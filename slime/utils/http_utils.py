@@ -35,7 +35,7 @@ _ORJSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 class HttpError(RunError):
     """A request failed for good. `status` is None when no answer came, `body` is the text of the answer."""
 
-    def __init__(self, message: str, *, url: str, status: int | None = None, body: str = "") -> None:
+    def __init__(self, message: str, *, url: str = "", status: int | None = None, body: str = "") -> None:
         super().__init__(message)
         self.url = url
         self.status = status

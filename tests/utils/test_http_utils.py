@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import pickle
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -127,6 +128,11 @@ def test_r15_other_4xx_fail_at_once_with_the_body(status):
         assert len(seen) == 1
 
     asyncio.run(main())
+
+
+def test_errors_survive_the_way_between_processes():
+    error = pickle.loads(pickle.dumps(HttpError("message", url="http://x", status=400, body="text")))
+    assert (str(error), error.url, error.status, error.body) == ("message", "http://x", 400, "text")
 
 
 def test_connection_errors_are_tried_again():

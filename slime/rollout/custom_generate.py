@@ -1,0 +1,168 @@
+"""`--custom-generate-function-path`: which function produces a sample, how it is called, and what it must return.
+
+Two forms, told apart by signature: `fn(args, sample, sampling_params[, evaluation])` for one sample, and
+`fn(args, samples, evaluation)` for a whole group. What comes back is brought into the shape that training needs, or
+refused with an error that names flag, path and sample.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from slime.rollout.base_types import leaves
+from slime.rollout.failures import SampleFailed, neutral_reward
+from slime.rollout.generate_state import GenerateState
+from slime.rollout.user_functions import (
+    CallTimedOut,
+    accepted_keywords,
+    call_user_function,
+    describe_samples,
+    is_batch_form,
+    user_function_error,
+    wrong_result_error,
+)
+from slime.utils.errors import UserError
+from slime.utils.misc import load_function
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+FLAG = "--custom-generate-function-path"
+
+
+@dataclass(frozen=True)
+class GenerateFunction:
+    """A user's generate function with the path it was found by."""
+
+    path: str
+    function: Callable[..., Any]
+
+    @property
+    def takes_group(self) -> bool:
+        return is_batch_form(self.function)
+
+    async def call_single(
+        self, args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+    ) -> Sample | list[Any]:
+        """The entry for one sample; the function gets a private copy of the sampling parameters."""
+        if self.takes_group:
+            return (await self.call_group(args, [sample], sampling_params, evaluation))[0]
+        keywords = accepted_keywords(self.function, {"evaluation": evaluation})
+        result = await self._call(args, [sample], sample, dict(sampling_params), keywords=keywords)
+        return self._checked_entry(args, sample, result)
+
+    async def call_group(
+        self, args: Any, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool
+    ) -> list[Any]:
+        """The entries for a group, in its order."""
+        keywords = accepted_keywords(
+            self.function, {"evaluation": evaluation, "sampling_params": dict(sampling_params)}
+        )
+        result = await self._call(args, group, list(group), keywords=keywords)
+        if not isinstance(result, list) or len(result) != len(group):
+            expected = f"a list of {len(group)} entries, one per sample, in order"
+            raise wrong_result_error(FLAG, self.path, describe_samples(group), result, expected)
+        return [self._checked_entry(args, sample, entry) for sample, entry in zip(group, result, strict=True)]
+
+    async def _call(self, args: Any, samples: list[Sample], *arguments: Any, keywords: dict[str, Any]) -> Any:
+        limit = args.http_request_timeout
+        try:
+            return await call_user_function(self.function, args, *arguments, timeout=limit, keywords=keywords)
+        except CallTimedOut as error:
+            reason = f"{FLAG} {self.path} did not return within --http-request-timeout {limit:g} s"
+            raise SampleFailed(reason, retryable=False) from error
+        except SampleFailed:
+            raise
+        except Exception as error:
+            raise user_function_error(FLAG, self.path, describe_samples(samples), error) from error
+
+    def _checked_entry(self, args: Any, sample: Sample, entry: Any) -> Sample | list[Any]:
+        subject = f"sample {sample.index}"
+        found = leaves(entry) if isinstance(entry, Sample | list) else []
+        if not found or not all(isinstance(leaf, Sample) for leaf in found):
+            raise wrong_result_error(FLAG, self.path, subject, entry, "Sample or a non-empty list of Samples")
+        for leaf in found:
+            complete_sample(args, leaf, f"{FLAG} {self.path}")
+        if isinstance(entry, list):
+            share_rollout_id(sample, found, f"{FLAG} {self.path}")
+        return entry
+
+
+def resolve_generate_function(args: Any, sample: Sample) -> GenerateFunction | None:
+    """The user's function for `sample`: its own path (set by the user or an eval set) before the flag; None = default."""
+    path = sample.generate_function_path or args.custom_generate_function_path
+    return GenerateFunction(path, load_function(path, flag=FLAG)) if path else None
+
+
+def share_rollout_id(origin: Sample, siblings: list[Sample], source: str) -> None:
+    """Give the leaves of one execution a common `rollout_id`, that of the sample they came from, if they have none.
+
+    Raises:
+        UserError: the ids differ, or only some leaves have one.
+    """
+    ids = {sample.rollout_id for sample in siblings}
+    if ids == {None}:
+        own = origin.rollout_id if origin.rollout_id is not None else origin.index
+        for sample in siblings:
+            sample.rollout_id = own
+    elif len(ids) > 1:
+        raise UserError(
+            f"{source} returned a list with different rollout_id for sample {origin.index}: "
+            f"{sorted(ids, key=str)}; a returned list is one execution and shares one rollout_id"
+        )
+
+
+def complete_sample(args: Any, sample: Sample, source: str) -> None:
+    """Bring what a custom function returned into the shape of `Sample`.
+
+    Text without tokens is tokenised; a mask over all tokens is cut to the response; an empty mask of a non-empty
+    response means all ones; a PENDING sample with a response is COMPLETED.
+
+    Raises:
+        UserError: the lengths do not fit together.
+    """
+    if sample.response and not sample.tokens:
+        _tokenise_response(args, sample, source)
+    if sample.loss_mask is not None and sample.response_length:
+        _fit_loss_mask(sample, source)
+    if sample.status is Sample.Status.PENDING and sample.response_length:
+        sample.status = Sample.Status.COMPLETED
+    if sample.status is Sample.Status.PENDING:
+        raise UserError(
+            f"{source} returned sample {sample.index} without response and with status PENDING; "
+            "set tokens, response, response_length and status (append_response_tokens does)"
+        )
+    if sample.status is Sample.Status.FAILED and sample.response_length == 0:
+        sample.remove_sample = True
+        sample.reward = neutral_reward(args) if sample.reward is None else sample.reward
+    try:
+        sample.validate_lengths()
+    except ValueError as error:
+        raise UserError(f"{source} returned a sample whose fields do not fit together: {error}") from error
+
+
+def _tokenise_response(args: Any, sample: Sample, source: str) -> None:
+    """Make tokens from text. They may differ from those the engine generated, so corrections by its log-probs are off."""
+    flags = [flag for flag in ("use_tis", "use_rollout_logprobs") if getattr(args, flag, False)]
+    if flags:
+        names = ", ".join("--" + flag.replace("_", "-") for flag in flags)
+        raise UserError(
+            f"{source} returned text without tokens for sample {sample.index}: re-tokenised text has no engine "
+            f"log-probs, which {names} needs; return tokens and rollout_log_probs (append_response_tokens)"
+        )
+    state = GenerateState(args)
+    state.warn_once(f"{source} returns text without tokens; it is tokenised again, which makes it slightly off-policy")
+    response_ids = state.tokenizer.encode(sample.response, add_special_tokens=False)
+    sample.tokens = state.prompt_ids(sample) + response_ids
+    sample.response_length = len(response_ids)
+    sample.loss_mask = [1] * len(response_ids)
+    sample.rollout_log_probs = None
+
+
+def _fit_loss_mask(sample: Sample, source: str) -> None:
+    if len(sample.loss_mask) == 0:
+        sample.loss_mask = None
+    elif len(sample.loss_mask) == len(sample.tokens) != sample.response_length:
+        logger.warning("%s: loss_mask covers all tokens; cut to the response (sample %s)", source, sample.index)
+        sample.loss_mask = sample.loss_mask[-sample.response_length :]

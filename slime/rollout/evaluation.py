@@ -1,0 +1,133 @@
+"""Evaluation: every set at the same time, through the same path as training rollouts."""
+
+import asyncio
+import copy
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from slime.observability.progress import start_progress
+from slime.rollout.base_types import RolloutFnEvalOutput, leaves, sample_line
+from slime.rollout.generate_state import GenerateState
+from slime.rollout.generation import generate_and_rm_group, is_aborted
+from slime.rollout.user_functions import run_in_daemon_thread
+from slime.utils.data import Dataset
+from slime.utils.errors import RunError, UserError
+from slime.utils.eval_config import EvalDatasetConfig
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+MAX_INTERRUPTIONS = 5
+
+_datasets: dict[tuple[Any, ...], list[Sample]] = {}
+
+
+def clear_dataset_cache() -> None:
+    """Forget the loaded evaluation sets."""
+    _datasets.clear()
+
+
+async def eval_rollout(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
+    """Generate and grade all of `args.eval_datasets`.
+
+    Returns:
+        data[set] = rewards (`--eval-reward-key` applied), truncated flags and samples, ordered by sample index;
+        executions that fanned out are flattened.
+    """
+    configs = args.eval_datasets or []
+    if not configs:
+        raise UserError("evaluation was asked for without an evaluation set; give --eval-prompt-data NAME PATH")
+    state = GenerateState(args)
+    state.rollout_id = rollout_id
+    prompts = [await run_in_daemon_thread(load_prompts, args, state, config) for config in configs]
+    total = sum(len(p) * config.n_samples_per_eval_prompt for p, config in zip(prompts, configs, strict=True))
+    with start_progress(f"evaluation {rollout_id}", total) as progress:
+        tasks = [
+            asyncio.create_task(_evaluate_set(args, config, samples, progress.advance), name=f"eval {config.name}")
+            for config, samples in zip(configs, prompts, strict=True)
+        ]
+        try:
+            results = await asyncio.gather(*tasks)
+        finally:
+            await _end(tasks)
+    return RolloutFnEvalOutput(data={config.name: result for config, result in zip(configs, results, strict=True)})
+
+
+def load_prompts(args: Any, state: GenerateState, config: EvalDatasetConfig) -> list[Sample]:
+    """The samples of a set; sets with equal loading parameters are read once per process."""
+    key = (args.hf_checkpoint, args.eval_max_prompt_len, *config.cache_key)
+    if key not in _datasets:
+        _datasets[key] = Dataset(
+            config.path,
+            state.tokenizer,
+            state.processor,
+            args.eval_max_prompt_len,
+            prompt_key=config.input_key,
+            multimodal_keys=config.multimodal_keys,
+            label_key=config.label_key,
+            tool_key=config.tool_key,
+            metadata_key=config.metadata_key,
+            seed=args.rollout_seed,
+            apply_chat_template=bool(config.apply_chat_template),
+            apply_chat_template_kwargs=config.apply_chat_template_kwargs or {},
+            flag="--eval-prompt-data",
+        ).samples
+    return _datasets[key]
+
+
+async def _evaluate_set(
+    args: Any, config: EvalDatasetConfig, prompts: list[Sample], advance: Callable[[int], None]
+) -> dict[str, list[Any]]:
+    async def evaluate_group(group: list[Sample]) -> list[Any]:
+        entries = await _finished_entries(args, config, group)
+        advance(len(group))
+        return entries
+
+    groups = [_copies(config, prompt, number) for number, prompt in enumerate(prompts)]
+    tasks = [asyncio.create_task(evaluate_group(group), name=f"{config.name} {i}") for i, group in enumerate(groups)]
+    try:
+        finished = await asyncio.gather(*tasks)
+    finally:
+        await _end(tasks)
+    samples = leaves(finished)
+    logger.info("evaluation set %s, first sample: %s", config.name, sample_line(samples[0]))
+    reward_of = functools.partial(_reward_value, args)
+    return {
+        "rewards": [reward_of(sample) for sample in samples],
+        "truncated": [sample.truncated for sample in samples],
+        "samples": samples,
+    }
+
+
+async def _finished_entries(args: Any, config: EvalDatasetConfig, group: list[Sample]) -> list[Any]:
+    """The entries of a group; what an engine interrupted is continued, a few times at most."""
+    for _ in range(MAX_INTERRUPTIONS):
+        group = await generate_and_rm_group(args, group, config.sampling_params(), evaluation=True)
+        if not is_aborted(group):
+            return group
+    name = leaves(group)[0].group_index
+    raise RunError(f"evaluation set {config.name}: prompt {name} was aborted {MAX_INTERRUPTIONS} times")
+
+
+async def _end(tasks: list["asyncio.Task[Any]"]) -> None:
+    """Cancel what still runs after a failure and see every exception."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _copies(config: EvalDatasetConfig, prompt: Sample, number: int) -> list[Sample]:
+    n = config.n_samples_per_eval_prompt
+    copies = [copy.deepcopy(prompt) for _ in range(n)]
+    for position, sample in enumerate(copies):
+        sample.group_index = number
+        sample.index = number * n + position
+        config.apply_to(sample)
+    return copies
+
+
+def _reward_value(args: Any, sample: Sample) -> Any:
+    key = args.eval_reward_key or args.reward_key
+    return sample.reward[key] if key and isinstance(sample.reward, dict) else sample.reward

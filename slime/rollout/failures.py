@@ -1,0 +1,53 @@
+"""Samples that could not be produced or graded: they stay in their group, masked and counted, with a reason."""
+
+import logging
+from typing import Any
+
+from slime.rollout.base_types import leaves
+from slime.utils.errors import RunError
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+
+class SampleFailed(Exception):
+    """Ends the production of one sample. `retryable`: a second attempt from the bare prompt may succeed."""
+
+    def __init__(self, reason: str, *, retryable: bool = True) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.retryable = retryable
+
+
+def mark_failed(args: Any, sample: Sample, reason: str) -> Sample:
+    """Make `sample` a FAILED one that trains nothing: masked, reward 0 so that its siblings can be normalised."""
+    logger.warning("sample %s failed: %s", sample.index, reason)
+    sample.status = Sample.Status.FAILED
+    sample.remove_sample = True
+    sample.metadata["fail_reason"] = reason
+    if sample.reward is None:
+        sample.reward = neutral_reward(args)
+    return sample
+
+
+def neutral_reward(args: Any) -> float | dict[str, float]:
+    """Zero, in the shape that `--reward-key` and `--eval-reward-key` ask for."""
+    keys = [key for key in (getattr(args, "reward_key", None), getattr(args, "eval_reward_key", None)) if key]
+    return dict.fromkeys(keys, 0.0) if keys else 0.0
+
+
+def failed_samples(groups: list[Any]) -> list[Sample]:
+    """Samples of `groups` that the framework or a user function marked FAILED."""
+    return [sample for sample in leaves(groups) if sample.status is Sample.Status.FAILED]
+
+
+def stop_when_most_failed(groups: list[Any]) -> None:
+    """Raise RunError with the first cause when more than half of the samples that we marked FAILED ourselves failed."""
+    failed = [sample for sample in failed_samples(groups) if sample.remove_sample and "fail_reason" in sample.metadata]
+    total = len(leaves(groups))
+    if 2 * len(failed) > total:
+        first = failed[0]
+        raise RunError(
+            f"{len(failed)} of {total} samples of this step failed, more than half; "
+            f"the first was sample {first.index}: {first.metadata['fail_reason']}"
+        )

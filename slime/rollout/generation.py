@@ -1,0 +1,233 @@
+"""From a prompt to a scored sample, and the same for a group of siblings.
+
+Invariants: a request starts only inside the semaphore and never after the abort flag is set; rewards are computed
+outside the semaphore; tokens and log-probs are the engine's own and are never made again from text.
+"""
+
+import asyncio
+from typing import Any
+
+from slime.rollout.base_types import leaves
+from slime.rollout.custom_generate import GenerateFunction, resolve_generate_function
+from slime.rollout.engine_request import build_payload, check_prompt_length, routing_headers, token_budget
+from slime.rollout.engine_urls import get_model_url
+from slime.rollout.failures import SampleFailed, mark_failed
+from slime.rollout.generate_state import GenerateState, prepare_group
+from slime.rollout.partial_rollout import mask_finished_earlier, mask_tokens_before_resumption
+from slime.rollout.rm_hub import async_rm, batched_async_rm
+from slime.rollout.sample_hooks import apply_rollout_sample_hooks
+from slime.utils.http_utils import post
+from slime.utils.types import Sample
+
+Status = Sample.Status
+FINISHED = (Status.COMPLETED, Status.TRUNCATED)
+
+
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Continue `sample` by one request to the default model; a sample without tokens starts from its prompt.
+
+    Without any budget left the sample is TRUNCATED and no request is made.
+
+    Raises:
+        SampleFailed: the prompt does not fit the context length.
+        UserError: an id outside the vocabulary, or settings that no engine survives.
+        HttpError: the engine refused the request, or did not answer.
+    """
+    state = GenerateState(args)
+    if not sample.tokens:
+        sample.tokens = state.prompt_ids(sample)
+    if sample.response_length == 0:
+        check_prompt_length(state, sample)
+    budget = token_budget(state, sample, sampling_params)
+    if budget <= 0:
+        sample.status = Status.TRUNCATED
+        return sample
+    payload = build_payload(state, sample, sampling_params, budget)
+    output = await post(get_model_url(args, "default"), payload, headers=routing_headers(args, sample))
+    append_engine_output(args, sample, output)
+    return sample
+
+
+def append_engine_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
+    """Add what the engine generated. An answer without token log-probs brings no new tokens, only its status."""
+    meta_info = output["meta_info"]
+    pairs = meta_info.get("output_token_logprobs") or []
+    sample.append_response_tokens(
+        args,
+        tokens=[pair[1] for pair in pairs],
+        log_probs=[pair[0] for pair in pairs],
+        meta_info=meta_info,
+        text=output.get("text") if pairs else None,
+    )
+
+
+async def generate_and_rm(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample | list[Any]:
+    """Generate and grade one sample; a custom function may return a list, which is one execution.
+
+    A sample that fails for a reason of ours is tried once more from its prompt, then marked FAILED.
+    """
+    for last_attempt in (False, True):
+        try:
+            return await _generate_and_rm_once(args, sample, sampling_params, evaluation)
+        except SampleFailed as failure:
+            if last_attempt or not failure.retryable:
+                return mark_failed(args, sample, failure.reason)
+            sample.reset_for_retry()
+    raise AssertionError("unreachable: the last attempt returns")
+
+
+async def _generate_and_rm_once(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+) -> Sample | list[Any]:
+    entry: Sample | list[Any] = sample
+    if sample.status in FINISHED:
+        mask_finished_earlier(args, sample)
+    else:
+        entry = await _generate_entry(args, sample, sampling_params, evaluation)
+        if is_aborted(entry):
+            return entry
+        entry = await apply_rollout_sample_hooks(
+            args, entry, rollout_id=GenerateState(args).rollout_id, evaluation=evaluation
+        )
+    if evaluation or not args.group_rm:
+        await grade(args, entry, evaluation)
+    return entry
+
+
+async def _generate_entry(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+) -> Sample | list[Any]:
+    state = GenerateState(args)
+    function = resolve_generate_function(args, sample)
+    async with state.semaphore:
+        if state.aborted:
+            sample.status = Status.ABORTED
+            return sample
+        tokens_before = list(sample.tokens) if sample.response_length else None
+        if function is None:
+            entry: Sample | list[Any] = await generate(args, sample, dict(sampling_params))
+        else:
+            entry = await function.call_single(args, sample, sampling_params, evaluation)
+    if tokens_before is not None:
+        mask_tokens_before_resumption(args, entry, tokens_before)
+    return entry
+
+
+async def grade(args: Any, entry: Sample | list[Any], evaluation: bool) -> None:
+    """Set the reward of every leaf that has none. An execution with an aborted leaf is left ungraded."""
+    if is_aborted(entry):
+        return
+    ungraded = [sample for sample in leaves(entry) if sample.reward is None]
+    if not ungraded:
+        return
+    if isinstance(entry, Sample):
+        entry.reward = await async_rm(args, entry, evaluation=evaluation)
+        return
+    rewards = await batched_async_rm(args, ungraded, evaluation=evaluation)
+    for sample, reward in zip(ungraded, rewards, strict=True):
+        sample.reward = reward
+
+
+def is_aborted(entry: Any) -> bool:
+    """Whether any leaf was interrupted, or never started."""
+    return any(sample.status in (Status.ABORTED, Status.PENDING) for sample in leaves(entry))
+
+
+async def generate_and_rm_group(
+    args: Any, group: list[Any], sampling_params: dict[str, Any], evaluation: bool = False
+) -> list[Any]:
+    """Generate and grade all entries of a group side by side; with `--group-rm` grading follows for all at once.
+
+    Returns:
+        One entry per entry of `group`, in its order: a Sample, or the list of an execution that fanned out.
+    """
+    state = GenerateState(args)
+    if state.aborted:
+        for sample in leaves(group):
+            sample.status = sample.status if sample.status in FINISHED else Status.ABORTED
+        return group
+    additions = prepare_group(args, group)
+    function = resolve_generate_function(args, group[0]) if isinstance(group[0], Sample) else None
+    if function is not None and function.takes_group and _all_need_generation(args, group, function):
+        finished = await _generate_batch(args, group, function, {**sampling_params, **additions[0]}, evaluation)
+    else:
+        finished = await _run_side_by_side(
+            [
+                generate_and_rm(args, entry, {**sampling_params, **addition}, evaluation=evaluation)
+                if isinstance(entry, Sample)
+                else _already_finished(args, entry)
+                for entry, addition in zip(group, additions, strict=True)
+            ]
+        )
+    if args.group_rm and not evaluation:
+        await _grade_group(args, finished)
+    return finished
+
+
+async def _already_finished(args: Any, entry: list[Any]) -> list[Any]:
+    """An execution that fanned out in an earlier step and was finished then."""
+    for sample in leaves(entry):
+        mask_finished_earlier(args, sample)
+    return entry
+
+
+def _all_need_generation(args: Any, group: list[Any], function: GenerateFunction) -> bool:
+    return all(
+        isinstance(entry, Sample)
+        and entry.status not in FINISHED
+        and resolve_generate_function(args, entry) == function
+        for entry in group
+    )
+
+
+async def _generate_batch(
+    args: Any, group: list[Sample], function: GenerateFunction, sampling_params: dict[str, Any], evaluation: bool
+) -> list[Any]:
+    """One call of a batch-form function for the whole group, then hooks and rewards entry by entry."""
+    state = GenerateState(args)
+    async with state.semaphore:
+        if state.aborted:
+            for sample in group:
+                sample.status = Status.ABORTED
+            return group
+        try:
+            entries = await function.call_group(args, group, sampling_params, evaluation)
+        except SampleFailed as failure:
+            return [mark_failed(args, sample, failure.reason) for sample in group]
+    return await _run_side_by_side([_hook_and_grade(args, entry, evaluation) for entry in entries])
+
+
+async def _hook_and_grade(args: Any, entry: Sample | list[Any], evaluation: bool) -> Sample | list[Any]:
+    if is_aborted(entry):
+        return entry
+    rollout_id = GenerateState(args).rollout_id
+    entry = await apply_rollout_sample_hooks(args, entry, rollout_id=rollout_id, evaluation=evaluation)
+    if evaluation or not args.group_rm:
+        try:
+            await grade(args, entry, evaluation)
+        except SampleFailed as failure:
+            for sample in leaves(entry):
+                mark_failed(args, sample, failure.reason)
+    return entry
+
+
+async def _grade_group(args: Any, group: list[Any]) -> None:
+    try:
+        await grade(args, group, evaluation=False)
+    except SampleFailed as failure:
+        for sample in leaves(group):
+            mark_failed(args, sample, failure.reason)
+
+
+async def _run_side_by_side(coroutines: list[Any]) -> list[Any]:
+    """All results in order; when one raises, the others are cancelled and their end is awaited before it is raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

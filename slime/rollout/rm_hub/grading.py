@@ -1,0 +1,97 @@
+"""Rewards of samples: which function grades a sample, under which limits, and what it may return.
+
+Precedence: `sample.custom_rm_path`, `--custom-rm-path`, `metadata["rm_type"]`, `--rm-type`. At most `--rm-concurrency`
+calls run, each for at most `--rm-timeout` seconds; grading never runs on the event loop.
+"""
+
+import asyncio
+import weakref
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from slime.rollout.failures import SampleFailed
+from slime.rollout.rm_hub.builtin_rewards import compute_builtin_reward
+from slime.rollout.rm_hub.custom_reward import CustomReward
+from slime.rollout.rm_hub.reward_values import checked_reward
+from slime.rollout.user_functions import CallTimedOut, call_user_function, describe_samples
+from slime.utils.types import Sample
+
+_limiters: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Semaphore]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+async def async_rm(args: Any, sample: Sample, *, evaluation: bool = False, **kwargs: Any) -> float | dict[str, Any]:
+    """The reward of one sample; it is not stored. `kwargs` reach a custom function as far as it accepts them.
+
+    Raises:
+        SampleFailed: no reward within `--rm-timeout`.
+        UserError: unknown type, raising function, or a result that is no reward.
+    """
+    custom = _custom_reward(args, sample)
+    if custom is None:
+        reward = await _limited(args, [sample], lambda limit: call_user_function(
+            compute_builtin_reward, args, sample, timeout=limit
+        ))  # fmt: skip
+        return checked_reward(args, sample, reward, "--rm-type", evaluation)
+    keywords = {"evaluation": evaluation, **kwargs}
+    reward = await _limited(args, [sample], lambda limit: custom.grade_one(sample, limit, keywords))
+    return checked_reward(args, sample, reward, custom.source, evaluation)
+
+
+async def batched_async_rm(
+    args: Any, samples: list[Sample], *, evaluation: bool = False, **kwargs: Any
+) -> list[float | dict[str, Any]]:
+    """The rewards of `samples`, in order. Samples of one batch-form function are graded by one call."""
+    rewards: list[Any] = [None] * len(samples)
+    batches: dict[str, list[int]] = {}
+    for position, sample in enumerate(samples):
+        custom = _custom_reward(args, sample)
+        # Without a batch form every sample is a call of its own.
+        key = custom.path if custom is not None and custom.takes_batch else f"\0{position}"
+        batches.setdefault(key, []).append(position)
+
+    async def grade(positions: list[int]) -> None:
+        graded = await _grade_batch(args, [samples[position] for position in positions], evaluation, kwargs)
+        for position, reward in zip(positions, graded, strict=True):
+            rewards[position] = reward
+
+    tasks = [asyncio.ensure_future(grade(positions)) for positions in batches.values()]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return rewards
+
+
+async def _grade_batch(args: Any, samples: list[Sample], evaluation: bool, kwargs: dict[str, Any]) -> list[Any]:
+    custom = _custom_reward(args, samples[0])
+    if custom is None or not custom.takes_batch:
+        return [await async_rm(args, sample, evaluation=evaluation, **kwargs) for sample in samples]
+    keywords = {"evaluation": evaluation, **kwargs}
+    raw = await _limited(args, samples, lambda limit: custom.grade_batch(samples, limit, keywords))
+    return [
+        checked_reward(args, sample, reward, custom.source, evaluation)
+        for sample, reward in zip(samples, raw, strict=True)
+    ]
+
+
+def _custom_reward(args: Any, sample: Sample) -> CustomReward | None:
+    path = sample.custom_rm_path or args.custom_rm_path
+    return CustomReward(path, args) if path else None
+
+
+async def _limited(args: Any, samples: list[Sample], call: Callable[[float | None], Awaitable[Any]]) -> Any:
+    async with _limiter(args.rm_concurrency):
+        try:
+            return await call(args.rm_timeout)
+        except CallTimedOut as error:
+            subject = describe_samples(samples)
+            raise SampleFailed(f"no reward for {subject} within --rm-timeout {args.rm_timeout:g} s") from error
+
+
+def _limiter(concurrency: int) -> asyncio.Semaphore:
+    per_loop = _limiters.setdefault(asyncio.get_running_loop(), {})
+    return per_loop.setdefault(concurrency, asyncio.Semaphore(concurrency))

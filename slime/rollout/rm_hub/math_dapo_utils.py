@@ -1,0 +1,49 @@
+"""The DAPO reward (arXiv 2503.14476): the line `Answer: …` near the end of a response against the label."""
+
+import re
+from typing import Any
+
+from slime.rollout.rm_hub.answer_normalization import normalize_answer
+from slime.rollout.rm_hub.math_utils import last_boxed_only_string
+
+_TAIL_CHARACTERS = 300
+_ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+
+
+def remove_boxed(text: str) -> str:
+    r"""The content of `\boxed{…}`.
+
+    Raises:
+        AssertionError: `text` has another form; the message contains "box error".
+    """
+    if not (text.startswith("\\boxed{") and text.endswith("}")):
+        raise AssertionError(f"box error: {text}")
+    return text[len("\\boxed{") : -1]
+
+
+def normalize_final_answer(answer: str) -> str:
+    """Normal form of a final answer: what follows the last equals sign, without box, markup, units and commas."""
+    boxed = last_boxed_only_string(answer)
+    if boxed is not None and boxed.startswith("\\boxed{"):
+        answer = remove_boxed(boxed)
+    answer = re.sub(r"\*\*|`", "", answer.rpartition("=")[2] or answer)
+    normalized = normalize_answer(re.sub(r"^(?:the|an?)\s+", "", answer.strip(), flags=re.IGNORECASE))
+    without_commas = normalized.replace(",", "")
+    return without_commas if re.fullmatch(r"-?\d+(?:\.\d+)?", without_commas) else normalized
+
+
+def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+    """`score` ±1, `acc`, and `pred`, the normalised answer ("[INVALID]" without an answer line).
+
+    Integers are compared by value, other labels by their normalised text.
+    """
+    matches = _ANSWER_LINE.findall(solution_str[-_TAIL_CHARACTERS:])
+    predicted = normalize_final_answer(matches[-1]) if matches else "[INVALID]"
+    truth = normalize_final_answer(str(ground_truth))
+    correct = bool(matches) and (predicted == truth or _same_integer(predicted, truth))
+    return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": predicted}
+
+
+def _same_integer(left: str, right: str) -> bool:
+    values = [re.fullmatch(r"([+-]?\d{1,300})(?:\.0*)?", text) for text in (left, right)]
+    return all(values) and int(values[0][1]) == int(values[1][1])

@@ -1,0 +1,285 @@
+"""One training step of the default loop: from prompts to the chosen groups, with nothing lost on the way.
+
+Every group taken from the data source ends in exactly one place: kept, dropped by the dynamic filter, or back in the
+data source (as prompts, as a partial group, or finished with `--keep-surplus-groups`).
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from typing import Any
+
+from slime.observability.progress import start_progress
+from slime.rollout.abort import abort, cancel_tasks
+from slime.rollout.base_types import RolloutFnTrainOutput, leaves, sample_line
+from slime.rollout.failures import failed_samples, stop_when_most_failed
+from slime.rollout.filter_hub.base_types import (
+    MetricGatherer,
+    call_dynamic_filter,
+    should_drop_dynamic_filter_output,
+)
+from slime.rollout.generate_state import GenerateState
+from slime.rollout.generation import generate_and_rm_group, is_aborted
+from slime.rollout.partial_rollout import as_partial_group, as_prompts
+from slime.rollout.user_functions import (
+    accepted_keywords,
+    call_user_function,
+    describe_samples,
+    run_in_daemon_thread,
+    user_function_error,
+)
+from slime.utils.errors import RunError, UserError
+from slime.utils.misc import load_function
+from slime.utils.packed_sample import pack_sample
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+REPORT_AFTER_S = 30.0
+MAX_INTERRUPTIONS_OF_A_GROUP = 5
+FILTER_FLAG = "--dynamic-sampling-filter-path"
+ALL_SAMPLES_FLAG = "--rollout-all-samples-process-path"
+
+
+class RolloutStep:
+    """State of one step; `run` is called once."""
+
+    def __init__(self, args: Any, rollout_id: int, data_source: Any) -> None:
+        self.args = args
+        self.rollout_id = rollout_id
+        self.data_source = data_source
+        self.state = GenerateState(args)
+        self.target = args.rollout_batch_size
+        path = args.dynamic_sampling_filter_path
+        self.filter = load_function(path, flag=FILTER_FLAG) if path else None
+        self.gatherer = MetricGatherer()
+        self.counts: Counter[str] = Counter()
+        self.kept: list[list[Any]] = []
+        self.all_finished: list[list[Any]] = []
+        self.origins: dict[asyncio.Task[Any], list[Any]] = {}
+        self.started_at: dict[asyncio.Task[Any], float] = {}
+        self.done: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
+        self.interruptions: Counter[Any] = Counter()
+        self.packing: list[asyncio.Future[Any]] = []
+
+    async def run(self) -> RolloutFnTrainOutput:
+        """Collect the groups of the step, wind the rest down, and hand out what was chosen."""
+        self.state.reset()
+        self.state.rollout_id = self.rollout_id
+        description = f"rollout {self.rollout_id}"
+        try:
+            with start_progress(description, self.target * self.args.n_samples_per_prompt) as self.progress:
+                while len(self.kept) < self.target:
+                    await self._fetch_prompts()
+                    await self._judge(await self._next_done())
+            await self._wind_down()
+            await asyncio.gather(*self.packing)
+            return await self._output()
+        except BaseException as error:
+            await self._give_up(error)
+            raise
+        finally:
+            self.state.reset()
+
+    async def _fetch_prompts(self) -> None:
+        while self.state.remaining_batch_size < self.target:
+            groups = await run_in_daemon_thread(self._get_samples)
+            if not groups:
+                raise UserError(
+                    f"the data source ran dry in rollout {self.rollout_id}: {self.target} groups are needed "
+                    f"(--rollout-batch-size), only {self.state.remaining_batch_size} can still be had "
+                    f"({len(self.kept)} kept, {self.counts['dropped']} dropped by the filter)"
+                )
+            for group in groups:
+                self._start(group)
+
+    def _get_samples(self) -> list[list[Any]]:
+        get_samples = self.data_source.get_samples
+        return get_samples(
+            self.args.over_sampling_batch_size, **accepted_keywords(get_samples, {"rollout_id": self.rollout_id})
+        )
+
+    def _start(self, group: list[Any]) -> None:
+        n = self.args.n_samples_per_prompt
+        if not isinstance(group, list) or len(group) != n:
+            size = f"{len(group)} entries" if isinstance(group, list) else type(group).__name__
+            raise UserError(
+                f"--data-source-path: get_samples returned a group of {size}; expected a list of {n} Samples"
+            )
+        coroutine = generate_and_rm_group(self.args, group, self.state.sampling_params)
+        task = asyncio.create_task(coroutine, name=f"group {leaves(group)[0].group_index}")
+        self.origins[task] = group
+        self.started_at[task] = time.monotonic()
+        self.state.pendings.add(task)
+        self.state.remaining_batch_size += 1
+        self.counts["started"] += 1
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[Any]) -> None:
+        self.state.pendings.discard(task)
+        self.done.put_nowait(task)
+
+    async def _next_done(self) -> asyncio.Task[Any]:
+        while True:
+            try:
+                return await asyncio.wait_for(self.done.get(), REPORT_AFTER_S)
+            except TimeoutError:
+                self._report_waiting()
+
+    def _report_waiting(self) -> None:
+        oldest = sorted(self.state.pendings, key=self.started_at.__getitem__)
+        names = ", ".join(task.get_name() for task in oldest[:8])
+        age = time.monotonic() - self.started_at[oldest[0]] if oldest else 0.0
+        logger.info(
+            "rollout %d: %d of %d groups; waiting for %d more (oldest since %.0f s): %s",
+            self.rollout_id, len(self.kept), self.target, len(oldest), age, names,
+        )  # fmt: skip
+
+    async def _judge(self, task: asyncio.Task[Any]) -> None:
+        """Keep, drop or give back the group of a finished task; its exception is raised."""
+        group = task.result()
+        n = self.args.n_samples_per_prompt
+        if len(group) != n:
+            raise RunError(f"{task.get_name()} came back with {len(group)} entries, expected {n}")
+        if is_aborted(group):
+            self._give_back_interrupted(task, group)
+            return
+        self.counts["finished"] += 1
+        self.all_finished.append(group)
+        if self.filter is not None and await self._filter_drops(group):
+            self.state.remaining_batch_size -= 1
+            self.counts["dropped"] += 1
+            del self.origins[task]
+            return
+        self.kept.append(group)
+        self.packing.append(asyncio.ensure_future(asyncio.to_thread(_pack_group, group)))
+        self.progress.advance(n)
+
+    async def _filter_drops(self, group: list[Any]) -> bool:
+        samples = leaves(group)
+        missing = [sample for sample in samples if sample.reward is None]
+        if missing:
+            raise UserError(f"{FILTER_FLAG}: {describe_samples(missing)} reached the filter without a reward")
+        path = self.args.dynamic_sampling_filter_path
+        try:
+            verdict = await run_in_daemon_thread(call_dynamic_filter, self.filter, self.args, samples)
+        except Exception as error:
+            raise user_function_error(FILTER_FLAG, path, describe_samples(samples), error) from error
+        drop = should_drop_dynamic_filter_output(
+            verdict, remaining_batch_size=self.state.remaining_batch_size, target_data_size=self.target
+        )
+        if drop:
+            self.gatherer.on_dynamic_filter_drop(verdict.reason)
+        return drop
+
+    def _give_back_interrupted(self, task: asyncio.Task[Any], group: list[Any]) -> None:
+        """An engine or a custom function interrupted the group although the step goes on: it takes its turn again."""
+        origin = self.origins[task]
+        name = leaves(origin)[0].group_index
+        self.interruptions[name] += 1
+        if self.interruptions[name] > MAX_INTERRUPTIONS_OF_A_GROUP:
+            raise RunError(
+                f"group {name} was aborted {self.interruptions[name]} times in rollout {self.rollout_id} while the step "
+                "was running; does something abort the engines, or does a custom function always return ABORTED?"
+            )
+        self.state.remaining_batch_size -= 1
+        del self.origins[task]
+        self._return_to_source([self._unfinished(origin, group)])
+
+    def _unfinished(self, origin: list[Any], group: list[Any]) -> list[Any]:
+        aborted = [sample for sample in leaves(group) if sample.status is Sample.Status.ABORTED]
+        self.counts["aborted_samples"] += len(aborted)
+        if self.args.partial_rollout:
+            return as_partial_group(origin, group, self.rollout_id)
+        return as_prompts(origin)
+
+    async def _wind_down(self) -> None:
+        """Abort what still runs; unfinished groups and finished surplus groups return, ordered, to the data source."""
+        if self.state.pendings:
+            await abort(self.args, self.rollout_id)
+        kept = {id(group) for group in self.kept}
+        returning = []
+        for task, origin in self.origins.items():
+            if not task.done() or task.cancelled() or task.exception() is not None:
+                returning.append(self._after_failed_task(task, origin))
+            elif is_aborted(task.result()):
+                returning.append(self._unfinished(origin, task.result()))
+            elif id(task.result()) not in kept:
+                returning.append(self._surplus(origin, task.result()))
+        self.origins.clear()
+        self._return_to_source(returning)
+
+    def _surplus(self, origin: list[Any], group: list[Any]) -> list[Any]:
+        """A finished group beyond the target: itself with `--keep-surplus-groups`, else its prompts."""
+        self.counts["finished"] += 1
+        self.counts["surplus_groups"] += 1
+        self.all_finished.append(group)
+        return group if self.args.keep_surplus_groups else as_prompts(origin)
+
+    def _after_failed_task(self, task: asyncio.Task[Any], origin: list[Any]) -> list[Any]:
+        """The prompts of a group whose task failed or was cancelled while the step was being wound down."""
+        self.counts["aborted_samples"] += len(origin)
+        if task.done() and not task.cancelled():
+            logger.error("%s failed during the abort; its prompts return", task.get_name(), exc_info=task.exception())
+        return as_prompts(origin)
+
+    def _return_to_source(self, groups: list[list[Any]]) -> None:
+        if groups:
+            self.data_source.add_samples(sorted(groups, key=_first_index))
+
+    async def _give_up(self, error: BaseException) -> None:
+        """The step fails: end its tasks and let no prompt be lost, so that whoever goes on finds all of them."""
+        self.state.aborted = True
+        await cancel_tasks(set(self.state.pendings), f"rollout {self.rollout_id} failed")
+        for task in self.origins:
+            other = task.exception() if task.done() and not task.cancelled() else None
+            if other is not None and other is not error:
+                logger.error("%s failed as well: %s", task.get_name(), other)
+        try:
+            self._return_to_source([as_prompts(origin) for origin in self.origins.values()])
+        except Exception:
+            # The error that ends the step is raised, not this one.
+            logger.exception("the prompts of rollout %d could not be given back to the data source", self.rollout_id)
+
+    async def _output(self) -> RolloutFnTrainOutput:
+        self.kept.sort(key=_first_index)
+        stop_when_most_failed(self.kept)
+        await self._process_all_samples()
+        for name, sample in (("first", leaves(self.kept[0])[0]), ("last", leaves(self.kept[-1])[-1])):
+            logger.info("rollout %d, %s sample: %s", self.rollout_id, name, sample_line(sample))
+        reported = ("started", "finished", "dropped", "surplus_groups", "aborted_samples")
+        counts = ", ".join(f"{name} {self.counts[name]}" for name in reported)
+        unusual = any(self.counts[name] for name in reported[2:])
+        logger.log(logging.INFO if unusual else logging.DEBUG, "rollout %d, groups: %s", self.rollout_id, counts)
+        metrics = {
+            **self.gatherer.collect(),
+            "rollout/surplus_groups": self.counts["surplus_groups"],
+            "rollout/aborted_samples": self.counts["aborted_samples"],
+            "rollout/failed_samples": len(failed_samples(self.kept)),
+        }
+        return RolloutFnTrainOutput(samples=self.kept, metrics=metrics)
+
+    async def _process_all_samples(self) -> None:
+        path = self.args.rollout_all_samples_process_path
+        if not path:
+            return
+        self.all_finished.sort(key=_first_index)
+        try:
+            await call_user_function(
+                load_function(path, flag=ALL_SAMPLES_FLAG),
+                self.args, self.all_finished, self.data_source,
+                timeout=self.args.http_request_timeout,
+            )  # fmt: skip
+        except Exception as error:
+            raise user_function_error(ALL_SAMPLES_FLAG, path, f"rollout {self.rollout_id}", error) from error
+
+
+def _first_index(group: list[Any]) -> int:
+    index = leaves(group)[0].index
+    return -1 if index is None else index
+
+
+def _pack_group(group: list[Any]) -> None:
+    for sample in leaves(group):
+        pack_sample(sample)

@@ -1,0 +1,47 @@
+"""Runs `--rollout-sample-hook-path` on every generated sample, before it is graded."""
+
+from typing import Any
+
+from slime.rollout.user_functions import accepted_keywords, call_user_function, user_function_error
+from slime.utils.misc import load_function
+from slime.utils.types import Sample
+
+FLAG = "--rollout-sample-hook-path"
+
+
+async def apply_rollout_sample_hooks(
+    args: Any, sample: Sample | list[Any], *, rollout_id: int | None = None, evaluation: bool = False
+) -> Sample | list[Any]:
+    """`sample` (or every leaf of a nested list) after all hooks, in the order of the flags.
+
+    Raises:
+        TypeError: a hook returned neither a Sample nor None.
+        UserError: a hook raised; its traceback is part of the message.
+    """
+    paths = getattr(args, "rollout_sample_hook_path", None)
+    if not paths:
+        return sample
+    if isinstance(sample, list):
+        return [
+            await apply_rollout_sample_hooks(args, entry, rollout_id=rollout_id, evaluation=evaluation)
+            for entry in sample
+        ]
+    for path in paths:
+        sample = await _apply_hook(args, path, sample, rollout_id, evaluation)
+    return sample
+
+
+async def _apply_hook(args: Any, path: str, sample: Sample, rollout_id: int | None, evaluation: bool) -> Sample:
+    hook = load_function(path, flag=FLAG)
+    keywords = accepted_keywords(hook, {"rollout_id": rollout_id, "evaluation": evaluation})
+    try:
+        result = await call_user_function(hook, args, sample, timeout=args.http_request_timeout, keywords=keywords)
+    except Exception as error:
+        raise user_function_error(FLAG, path, f"sample {sample.index}", error) from error
+    if result is None:
+        return sample
+    if not isinstance(result, Sample):
+        raise TypeError(
+            f"{FLAG} {path} returned {type(result).__name__} for sample {sample.index}; expected Sample or None"
+        )
+    return result

@@ -1,0 +1,122 @@
+"""The rewards behind `--rm-type`."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from slime.rollout.rm_hub.builtin_rewards import compute_builtin_reward
+from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
+from slime.rollout.rm_hub.f1 import f1_score
+from slime.rollout.rm_hub.math_dapo_utils import compute_score, normalize_final_answer, remove_boxed
+from slime.utils.errors import UserError
+from slime.utils.types import Sample
+
+
+def grade(rm_type, response, label, metadata=None):
+    args = SimpleNamespace(rm_type=rm_type, rollout_seed=1)
+    return compute_builtin_reward(args, Sample(index=3, response=response, label=label, metadata=metadata or {}))
+
+
+def test_f1_vector():
+    assert f1_score("the cat sat", "cat sat down") == (pytest.approx(0.8), 1.0, pytest.approx(2 / 3))
+
+
+@pytest.mark.parametrize(
+    ("prediction", "truth", "score"),
+    [("Yes!", "yes", 1.0), ("yes it is", "yes", 2 * (1 / 3) / (1 / 3 + 1)), ("no", "yes", 0.0), ("no", "no idea", 0.0),
+     ("A dog", "the DOG.", 1.0), ("noanswer", "noanswer", 1.0), ("", "x", 0.0), (None, "x", 0.0)],
+)  # fmt: skip
+def test_f1_exact_words_and_normalisation(prediction, truth, score):
+    expected = 0.0 if truth == "yes" and prediction == "yes it is" else score
+    assert f1_score(prediction, truth)[0] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "score"),
+    [
+        ("Answer: $42$", "no idea", -1.0),
+        ("Answer: $42$", "42", 1.0),
+        ("answer: 042", 42, 1.0),
+        ("Answer: 1\nAnswer: 2", "2", 1.0),
+        ("Answer: 2\nAnswer: 1", "2", -1.0),
+        ("Answer: 42 " + "x" * 300, "42", -1.0),
+        ("ANSWER: \\boxed{1,234}", "1234", 1.0),
+        ("The result is 42", "42", -1.0),
+    ],
+)
+def test_dapo_scores(response, label, score):
+    result = compute_score(response, label)
+    assert result["score"] == score
+    assert result["acc"] is (score == 1.0)
+
+
+def test_dapo_vector_with_a_text_label():
+    assert compute_score("Answer: $42$", "42")["score"] == 1.0
+    assert compute_score("no idea", "42")["score"] == -1.0
+    assert compute_score("no idea", "42")["pred"] == "[INVALID]"
+
+
+def test_w8_labels_that_are_no_integers_are_compared_as_text():
+    assert compute_score("Answer: 1/2", "1/2")["score"] == 1.0
+    assert compute_score("Answer: 1/3", "1/2")["score"] == -1.0
+    assert normalize_final_answer(r"x = \frac12") == normalize_final_answer("1/2")
+
+
+def test_dapo_remove_boxed():
+    assert remove_boxed(r"\boxed{5}") == "5"
+    with pytest.raises(AssertionError, match="box error"):
+        remove_boxed("5")
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        (r"<think>\boxed{4}</think> \boxed{5}", 1),
+        (r"<think>\boxed{5}</think> \boxed{4}", 0),
+        (r"a</think>\boxed{4}b</think>\boxed{5}", 1),
+        (r"###Response \boxed{5}", 1),
+        (r"\boxed{5}", 0),
+    ],
+)
+def test_deepscaler_grades_what_follows_the_reasoning(response, reward):
+    assert get_deepscaler_rule_based_reward(response, "5") == reward
+    assert grade("deepscaler", response, "5") == reward
+
+
+def test_deepscaler_without_a_solution_says_why():
+    sample = Sample(index=0, response=r"\boxed{5}", label="5")
+    assert compute_builtin_reward(SimpleNamespace(rm_type="deepscaler"), sample) == 0
+    assert "no </think>" in sample.metadata["fail_reason"]
+
+
+def test_math_accepts_labels_of_other_types():
+    assert grade("math", r"\boxed{5}", 5) == 1
+    assert grade("math", r"\boxed{5}", 5.0) == 1
+    assert grade("math", "5", 5) == 0
+
+
+def test_the_boxed_prefix_and_the_metadata_override():
+    assert grade("boxed_f1", r"long text \boxed{the cat}", "cat") == 1.0
+    assert grade("f1", r"long text \boxed{the cat}", "cat") < 1.0
+    assert grade("boxed_f1", "cat", "cat") == 0.0
+    assert grade("boxed_math", r"\boxed{5}", "5") == 1
+    assert grade("f1", r"\boxed{5}", "5", {"rm_type": "math"}) == 1
+
+
+def test_the_coin_is_fair_and_falls_the_same_way_again():
+    args = SimpleNamespace(rm_type="random", rollout_seed=7)
+    coins = [compute_builtin_reward(args, Sample(index=i)) for i in range(400)]
+    assert coins == [compute_builtin_reward(args, Sample(index=i)) for i in range(400)]
+    assert set(coins) == {0, 1}
+    assert 140 < sum(coins) < 260
+
+
+@pytest.mark.parametrize(("rm_type", "metadata"), [(None, {}), ("maths", {}), ("math", {"rm_type": "gpqa2"})])
+def test_unknown_types_list_the_known_ones(rm_type, metadata):
+    with pytest.raises(UserError, match=r"sample 3: .*known types: dapo, deepscaler, f1, math, random"):
+        grade(rm_type, "x", "y", metadata)
+
+
+def test_a_missing_label_is_named():
+    with pytest.raises(UserError, match=r"sample 3 has no label, which --rm-type math needs; see --label-key"):
+        grade("math", r"\boxed{5}", None)

@@ -1,0 +1,208 @@
+"""Which function grades, in which form, within which limits, and what it may return."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from slime.rollout.failures import SampleFailed
+from slime.rollout.rm_hub import async_rm, batched_async_rm
+from slime.rollout.rm_hub.custom_reward import clear_reward_instances
+from slime.utils.errors import UserError
+from slime.utils.types import Sample
+from tests.support.rollout_args import make_args
+
+
+@pytest.fixture
+def rewards(tmp_path):
+    clear_reward_instances()
+    file = tmp_path / "rewards.py"
+    file.write_text(
+        """
+import asyncio, functools
+calls = []
+running = peak = 0
+
+async def single(args, sample, **kwargs):
+    calls.append(("single", sample.index, sorted(kwargs)))
+    return float(sample.index)
+
+def plain(args, sample):
+    return sample.index * 2
+
+async def batch(args, samples):
+    calls.append(("batch", [s.index for s in samples]))
+    return [s.index + 0.5 for s in samples]
+
+def group(args, whole_group, **kwargs):
+    return [len(whole_group)] * len(whole_group)
+
+def short(args, samples):
+    return [1.0]
+
+class Model:
+    made = 0
+    def __init__(self, model_path):
+        Model.made += 1
+        self.model_path = model_path
+    def compute_reward(self, prompts, responses, labels):
+        calls.append((self.model_path, prompts, responses, labels))
+        return [len(r) for r in responses]
+
+class Bare:
+    async def compute_reward(self, prompts, responses):
+        return [7 for _ in prompts]
+
+def value(args, sample):
+    return args.value
+
+async def counting(args, sample):
+    global running, peak
+    running += 1
+    peak = max(peak, running)
+    await asyncio.sleep(0.01)
+    running -= 1
+    return peak
+
+async def own_timeout(args, sample):
+    raise TimeoutError("the judge is slow")
+
+async def forever(args, sample):
+    await asyncio.Event().wait()
+
+partial = functools.partial(single)
+"""
+    )
+    return lambda name: f"{file}:{name}"
+
+
+def samples(*indices):
+    return [Sample(index=i, prompt=f"p{i}", response="r" * i, label=str(i)) for i in indices]
+
+
+def grade_one(args, sample, **kwargs):
+    return asyncio.run(async_rm(args, sample, **kwargs))
+
+
+def grade_all(args, batch, **kwargs):
+    return asyncio.run(batched_async_rm(args, batch, **kwargs))
+
+
+def module_of(rewards):
+    from slime.utils.misc import load_function
+
+    return load_function(rewards("single")).__globals__
+
+
+def test_precedence_sample_path_flag_metadata_type(rewards):
+    args = make_args("", custom_rm_path=rewards("plain"), rm_type="math")
+    (sample,) = samples(3)
+    sample.custom_rm_path = rewards("single")
+    assert grade_one(args, sample) == 3.0
+    sample.custom_rm_path = None
+    assert grade_one(args, sample) == 6.0
+    args.custom_rm_path = None
+    sample.metadata["rm_type"] = "f1"
+    sample.response = "3"
+    assert grade_one(args, sample) == 1.0
+    sample.metadata.clear()
+    assert grade_one(args, sample) == 0.0, "math finds no box"
+
+
+def test_r10_one_function_has_one_form_on_both_ways(rewards):
+    single = make_args("", custom_rm_path=rewards("single"))
+    assert grade_one(single, samples(4)[0]) == 4.0
+    assert grade_all(single, samples(1, 2)) == [1.0, 2.0]
+    batch = make_args("", custom_rm_path=rewards("batch"))
+    assert grade_one(batch, samples(4)[0]) == 4.5
+    assert grade_all(batch, samples(1, 2)) == [1.5, 2.5]
+    forms = [call[:2] for call in module_of(rewards)["calls"]]
+    assert forms == [("single", 4), ("single", 1), ("single", 2), ("batch", [4]), ("batch", [1, 2])]
+
+
+def test_r10_group_rm_decides_only_where_the_name_does_not(rewards):
+    args = make_args("", custom_rm_path=rewards("group"), group_rm=True)
+    assert grade_all(args, samples(1, 2, 3)) == [3.0, 3.0, 3.0]
+    args = make_args("", custom_rm_path=rewards("single"), group_rm=True)
+    assert grade_all(args, samples(1, 2)) == [1.0, 2.0]
+
+
+def test_paths_of_samples_are_honoured_in_batches(rewards):
+    args = make_args("", custom_rm_path=rewards("batch"))
+    group = samples(1, 2, 3)
+    group[1].custom_rm_path = rewards("plain")
+    assert grade_all(args, group) == [1.5, 4.0, 3.5]
+    assert ("batch", [1, 3]) in module_of(rewards)["calls"]
+
+
+def test_classes_are_constructed_once_with_what_they_accept(rewards):
+    args = make_args("/model", custom_rm_path=rewards("Model"))
+    assert grade_all(args, samples(1, 2)) == [1.0, 2.0]
+    assert grade_one(args, samples(5)[0]) == 5.0
+    module = module_of(rewards)
+    assert module["Model"].made == 1
+    assert module["calls"][0] == ("/model", ["p1", "p2"], ["r", "rr"], ["1", "2"])
+    clear_reward_instances()
+    args = make_args("/model", custom_rm_path=rewards("Bare"), rm_model_path="/other")
+    assert grade_all(args, samples(1, 2)) == [7.0, 7.0]
+
+
+def test_plain_functions_that_hand_out_awaitables_and_keywords(rewards):
+    args = make_args("", custom_rm_path=rewards("partial"))
+    assert grade_one(args, samples(4)[0], extra=1) == 4.0
+    assert module_of(rewards)["calls"][-1] == ("single", 4, ["evaluation", "extra"])
+
+
+@pytest.mark.parametrize("value", [1, 0, 0.5, True, np.float32(0.5), np.int64(3), np.bool_(True), np.array(2.0), -1e30])
+def test_w4_numbers_of_every_kind_are_rewards(rewards, value):
+    args = make_args("", custom_rm_path=rewards("value"))
+    args.value = value
+    reward = grade_one(args, samples(1)[0])
+    assert type(reward) is float
+    assert reward == float(value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), np.float32("nan"), None, "1", [1.0], 1j])
+def test_w5_other_results_name_sample_and_type(rewards, value):
+    args = make_args("", custom_rm_path=rewards("value"))
+    args.value = value
+    with pytest.raises(UserError, match=r"rewards.py:value: the reward of sample 9 is .*expected a finite number"):
+        grade_one(args, samples(9)[0])
+
+
+def test_w5_dicts_need_the_reward_key(rewards):
+    args = make_args("", custom_rm_path=rewards("value"), reward_key="acc", eval_reward_key="strict")
+    args.value = {"acc": np.float64(0.5), "strict": 1, "note": "x"}
+    assert grade_one(args, samples(1)[0]) == {"acc": 0.5, "strict": 1, "note": "x"}
+    assert grade_one(args, samples(1)[0], evaluation=True)["strict"] == 1.0
+    args.value = {"strict": 1.0}
+    with pytest.raises(UserError, match=r"sample 1 has no entry 'acc'; it has strict"):
+        grade_one(args, samples(1)[0])
+    args.value = {"acc": float("nan")}
+    with pytest.raises(UserError, match="sample 1 is nan"):
+        grade_one(args, samples(1)[0])
+    args.reward_key = None
+    with pytest.raises(UserError, match="--reward-key must say"):
+        grade_one(args, samples(1)[0])
+    args.custom_reward_post_process_path = "my.function"
+    assert np.isnan(grade_one(args, samples(1)[0])["acc"])
+
+
+def test_a_list_of_another_length_is_an_error(rewards):
+    args = make_args("", custom_rm_path=rewards("short"))
+    with pytest.raises(UserError, match=r"short returned \[1.0\].*samples 1, 2; expected a list of 2 rewards"):
+        grade_all(args, samples(1, 2))
+
+
+def test_calls_are_limited(rewards):
+    args = make_args("", custom_rm_path=rewards("counting"), rm_concurrency=3)
+    assert max(grade_all(args, samples(*range(20)))) == 3.0
+
+
+def test_our_time_limit_fails_the_sample_and_the_functions_own_stops_the_run(rewards):
+    args = make_args("", custom_rm_path=rewards("forever"), rm_timeout=0.05)
+    with pytest.raises(SampleFailed, match="no reward for sample 1 within --rm-timeout 0.05 s"):
+        grade_one(args, samples(1)[0])
+    args = make_args("", custom_rm_path=rewards("own_timeout"))
+    with pytest.raises(UserError, match=r"(?s)raised TimeoutError for sample 1: the judge is slow.*Traceback"):
+        grade_one(args, samples(1)[0])

@@ -1,0 +1,175 @@
+"""Custom generate functions: forms, precedence, and what is made of their results."""
+
+import asyncio
+import logging
+
+import pytest
+
+from slime.rollout.custom_generate import complete_sample, share_rollout_id
+from slime.rollout.generate_state import GenerateState
+from slime.rollout.generation import generate_and_rm, generate_and_rm_group
+from slime.utils.errors import UserError
+from slime.utils.misc import SingletonMeta
+from slime.utils.types import Sample
+from tests.support.rollout_args import make_args, make_checkpoint
+
+Status = Sample.Status
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    SingletonMeta.clear_instances()
+    yield
+    SingletonMeta.clear_instances()
+
+
+@pytest.fixture
+def make_plugin(tmp_path):
+    def make(source, name="fn"):
+        file = tmp_path / f"plugin_{name}.py"
+        file.write_text("import asyncio\nfrom slime.utils.types import Sample\n" + source)
+        return f"{file}:{name}"
+
+    return make
+
+
+SINGLE = """
+async def fn(args, sample, sampling_params, evaluation):
+    sample.metadata['seen'] = dict(sampling_params), evaluation
+    sampling_params['temperature'] = 99
+    sample.append_response_tokens(args, tokens=[5, 6], log_probs=[-1.0, -2.0])
+    sample.status = Sample.Status.COMPLETED
+    return sample
+"""
+
+
+def test_single_form_gets_private_sampling_params_and_evaluation(checkpoint, make_plugin):
+    args = make_args(checkpoint, custom_generate_function_path=make_plugin(SINGLE))
+    shared = {"temperature": 1.0}
+    sample = asyncio.run(generate_and_rm(args, Sample(index=0, tokens=[1]), shared, evaluation=True))
+    assert sample.metadata["seen"] == ({"temperature": 1.0}, True)
+    assert shared == {"temperature": 1.0}
+
+
+def test_the_samples_own_path_beats_the_flag(checkpoint, make_plugin):
+    other = make_plugin("def other(args, sample, sampling_params):\n    raise RuntimeError\n", name="other")
+    args = make_args(checkpoint, custom_generate_function_path=other)
+    sample = Sample(index=0, tokens=[1], generate_function_path=make_plugin(SINGLE))
+    assert asyncio.run(generate_and_rm(args, sample, {})).response_length == 2
+
+
+@pytest.mark.parametrize("prefix", ["def", "async def"])
+def test_batch_form_gets_the_whole_group(checkpoint, make_plugin, prefix):
+    path = make_plugin(
+        f"{prefix} fn(args, samples, evaluation):\n"
+        "    for number, sample in enumerate(samples):\n"
+        "        sample.append_response_tokens(args, tokens=[number], log_probs=[-1.0])\n"
+        "        sample.status = Sample.Status.COMPLETED\n"
+        "        sample.metadata['size'] = len(samples)\n"
+        "    return samples\n"
+    )
+    args = make_args(checkpoint, custom_generate_function_path=path)
+    group = [Sample(index=i, tokens=[9]) for i in range(3)]
+    result = asyncio.run(generate_and_rm_group(args, group, {}))
+    assert [(s.tokens, s.metadata["size"]) for s in result] == [([9, 0], 3), ([9, 1], 3), ([9, 2], 3)]
+    assert all(s.reward is not None for s in result)
+
+
+def test_batch_form_must_return_as_many(checkpoint, make_plugin):
+    path = make_plugin("def fn(args, samples, evaluation):\n    return samples[:1]\n")
+    args = make_args(checkpoint, custom_generate_function_path=path)
+    with pytest.raises(UserError, match=r"--custom-generate-function-path .* expected a list of 2 entries"):
+        asyncio.run(generate_and_rm_group(args, [Sample(index=0), Sample(index=1)], {}))
+
+
+@pytest.mark.parametrize("result", ["None", "'text'", "[]", "[1]"])
+def test_other_results_are_named(checkpoint, make_plugin, result):
+    path = make_plugin(f"def fn(args, sample, sampling_params):\n    return {result}\n")
+    args = make_args(checkpoint, custom_generate_function_path=path)
+    with pytest.raises(
+        UserError, match=r"plugin_fn.py:fn returned .* for sample 6; expected Sample or a non-empty list"
+    ):
+        asyncio.run(generate_and_rm(args, Sample(index=6), {}))
+
+
+def test_an_existing_reward_is_kept(checkpoint, make_plugin):
+    path = make_plugin(
+        "def fn(args, sample, sampling_params):\n"
+        "    return Sample(tokens=[1, 2], response_length=1, status=Sample.Status.COMPLETED, reward=0.125)\n"
+    )
+    args = make_args(checkpoint, custom_generate_function_path=path, custom_rm_path="no.such_function")
+    assert asyncio.run(generate_and_rm(args, Sample(index=6), {})).reward == 0.125
+
+
+def test_failed_by_the_user_is_left_as_returned_and_masked_only_without_response(checkpoint, make_plugin):
+    path = make_plugin(
+        "def fn(args, sample, sampling_params):\n"
+        "    sample.tokens, sample.response_length = [1, 2], sample.metadata['length']\n"
+        "    sample.status, sample.reward = Sample.Status.FAILED, sample.metadata['reward']\n"
+        "    return sample\n"
+    )
+    args = make_args(checkpoint, custom_generate_function_path=path)
+    partial = Sample(index=1, metadata={"length": 1, "reward": 0.5})
+    partial = asyncio.run(generate_and_rm(args, partial, {}))
+    assert (partial.status, partial.remove_sample, partial.reward) == (Status.FAILED, False, 0.5)
+    empty = asyncio.run(generate_and_rm(args, Sample(index=1, metadata={"length": 0, "reward": None}), {}))
+    assert (empty.status, empty.remove_sample, empty.reward) == (Status.FAILED, True, 0.0)
+
+
+def test_executions_share_one_rollout_id():
+    siblings = [Sample(), Sample()]
+    share_rollout_id(Sample(index=12), siblings, "f")
+    assert [s.rollout_id for s in siblings] == [12, 12]
+    share_rollout_id(Sample(index=13), siblings, "f")
+    assert [s.rollout_id for s in siblings] == [12, 12]
+    for ids in ([1, 2], [1, None]):
+        with pytest.raises(UserError, match=r"different rollout_id for sample 12"):
+            share_rollout_id(Sample(index=12), [Sample(rollout_id=i) for i in ids], "f")
+
+
+def test_text_without_tokens_is_tokenised_with_one_warning(checkpoint, caplog):
+    args = make_args(checkpoint)
+    caplog.set_level(logging.WARNING)
+    for _ in range(2):
+        sample = Sample(prompt="hello", response="thia")
+        complete_sample(args, sample, "f")
+        tokenizer = GenerateState(args).tokenizer
+        assert sample.tokens == tokenizer.encode("hello") + tokenizer.encode("thia", add_special_tokens=False)
+        assert sample.loss_mask == [1] * sample.response_length
+        assert sample.rollout_log_probs is None
+        assert sample.status is Status.COMPLETED
+    assert len([r for r in caplog.records if "tokenised again" in r.message]) == 1
+
+
+@pytest.mark.parametrize("flag", ["use_tis", "use_rollout_logprobs"])
+def test_text_without_tokens_is_refused_where_engine_log_probs_are_needed(checkpoint, flag):
+    args = make_args(checkpoint, **{flag: True})
+    with pytest.raises(UserError, match="--" + flag.replace("_", "-")):
+        complete_sample(args, Sample(prompt="hello", response="thi"), "f")
+
+
+def test_loss_masks_are_fitted(checkpoint):
+    args = make_args(checkpoint)
+    whole = Sample(tokens=[1, 2, 3, 4], response_length=2, loss_mask=[0, 0, 1, 0], status=Status.COMPLETED)
+    complete_sample(args, whole, "f")
+    assert whole.loss_mask == [1, 0]
+    empty = Sample(tokens=[1, 2], response_length=1, loss_mask=[], status=Status.COMPLETED)
+    complete_sample(args, empty, "f")
+    assert empty.loss_mask is None
+    wrong = Sample(index=5, tokens=[1, 2, 3, 4], response_length=2, loss_mask=[1] * 3, status=Status.COMPLETED)
+    with pytest.raises(UserError, match=r"sample 5: loss_mask has 3 entries, expected 2"):
+        complete_sample(args, wrong, "f")
+
+
+def test_pending_with_a_response_is_completed_without_one_is_an_error(checkpoint):
+    args = make_args(checkpoint)
+    sample = Sample(tokens=[1, 2], response_length=1)
+    complete_sample(args, sample, "f")
+    assert sample.status is Status.COMPLETED
+    with pytest.raises(UserError, match="status PENDING"):
+        complete_sample(args, Sample(index=3), "f")

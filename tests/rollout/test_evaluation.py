@@ -1,0 +1,152 @@
+"""Evaluation of several sets against a server that speaks `/generate`."""
+
+import asyncio
+import json
+
+import pytest
+
+from slime.rollout import evaluation
+from slime.rollout.sglang_rollout import eval_rollout
+from slime.utils.errors import RunError, UserError
+from slime.utils.eval_config import build_eval_dataset_configs
+from slime.utils.http_utils import close_http_client
+from slime.utils.misc import SingletonMeta
+from tests.support.fake_generate_server import FakeGenerateServer
+from tests.support.rollout_args import make_args, make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def server():
+    SingletonMeta.clear_instances()
+    evaluation.clear_dataset_cache()
+    with FakeGenerateServer() as running:
+        yield running
+    SingletonMeta.clear_instances()
+    evaluation.clear_dataset_cache()
+
+
+def write_set(path, n):
+    rows = [{"prompt": f"{path.stem} {i}", "label": str(i), "metadata": {"row": i}} for i in range(n)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def run(args):
+    async def main():
+        try:
+            return await eval_rollout(args, 4)
+        finally:
+            await close_http_client()
+
+    return asyncio.run(main())
+
+
+def make_eval_args(checkpoint, server, tmp_path, **overrides):
+    args = make_args(checkpoint, server.port, **overrides)
+    entries = [
+        {"name": "easy", "path": write_set(tmp_path / "easy.jsonl", 3), "n_samples_per_eval_prompt": 2},
+        {"name": "hard", "path": write_set(tmp_path / "hard.jsonl", 2), "temperature": 0.0, "rm_type": "f1"},
+    ]
+    args.eval_datasets = build_eval_dataset_configs(args, entries, {"min_new_tokens": 1, "max_response_len": 3})
+    return args
+
+
+def test_all_sets_are_generated_and_graded_in_order(server, checkpoint, tmp_path):
+    args = make_eval_args(checkpoint, server, tmp_path, group_rm=True)
+    data = run(args).data
+    assert list(data) == ["easy", "hard"]
+    easy = data["easy"]["samples"]
+    assert [(s.group_index, s.index, s.metadata["row"]) for s in easy] == [
+        (0, 0, 0), (0, 1, 0), (1, 2, 1), (1, 3, 1), (2, 4, 2), (2, 5, 2),
+    ]  # fmt: skip
+    assert data["easy"]["rewards"] == [s.reward for s in easy]
+    assert data["easy"]["truncated"] == [True] * 6, "three tokens are the limit of the set"
+    assert [s.metadata["rm_type"] for s in data["hard"]["samples"]] == ["f1", "f1"]
+    by_temperature = [r["sampling_params"] for r in server.requests if r["sampling_params"]["temperature"] == 0.0]
+    assert len(by_temperature) == 2
+    assert all((p["min_new_tokens"], p["max_new_tokens"]) == (1, 3) for p in by_temperature)
+
+
+def test_sets_are_read_once(server, checkpoint, tmp_path):
+    args = make_eval_args(checkpoint, server, tmp_path)
+    first = run(args).data
+    (tmp_path / "easy.jsonl").unlink()
+    second = run(args).data
+    assert [s.prompt for s in second["easy"]["samples"]] == [s.prompt for s in first["easy"]["samples"]]
+
+
+def test_custom_functions_of_a_set_and_the_eval_reward_key(server, checkpoint, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def generate(args, sample, sampling_params, evaluation):\n"
+        "    assert evaluation\n"
+        "    sample.append_response_tokens(args, tokens=[5], log_probs=[-1.0])\n"
+        "    sample.status = type(sample).Status.COMPLETED\n"
+        "    return sample\n"
+        "def grade(args, sample):\n    return {'acc': 0.5, 'other': 'x'}\n"
+    )
+    args = make_args(checkpoint, server.port, eval_reward_key="acc")
+    entry = {
+        "name": "own",
+        "path": write_set(tmp_path / "own.jsonl", 2),
+        "custom_generate_function_path": f"{tmp_path}/mine.py:generate",
+        "custom_rm_path": f"{tmp_path}/mine.py:grade",
+        "metadata_overrides": {"row": "over"},
+    }
+    args.eval_datasets = build_eval_dataset_configs(args, [entry], {})
+    data = run(args).data["own"]
+    assert data["rewards"] == [0.5, 0.5]
+    assert [s.metadata["row"] for s in data["samples"]] == ["over", "over"]
+    assert server.requests == []
+
+
+def test_what_an_engine_interrupts_is_continued(server, checkpoint, tmp_path):
+    args = make_eval_args(checkpoint, server, tmp_path)
+    server.text_of = lambda ids: "x" * len(ids)
+    held = []
+
+    def hold(payload):
+        first = not held
+        held.append(payload)
+        return first
+
+    async def main():
+        server.hold = hold
+        task = asyncio.create_task(eval_rollout(args, 0))
+        while not held:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        from slime.utils.http_utils import post_control
+
+        await post_control(f"{server.url}/abort_request", {"abort_all": True})
+        try:
+            return await task
+        finally:
+            await close_http_client()
+
+    data = asyncio.run(main()).data
+    assert all(r is not None for result in data.values() for r in result["rewards"])
+    assert len(server.requests) == 9, "eight samples, one of them in two parts"
+
+
+def test_a_prompt_that_is_always_aborted_is_an_error(server, checkpoint, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def generate(args, sample, sampling_params):\n"
+        "    sample.status = type(sample).Status.ABORTED\n    return sample\n"
+    )
+    args = make_eval_args(checkpoint, server, tmp_path, custom_generate_function_path=f"{tmp_path}/mine.py:generate")
+    with pytest.raises(RunError, match="was aborted 5 times"):
+        run(args)
+
+
+def test_missing_sets_and_files_are_named(server, checkpoint, tmp_path):
+    with pytest.raises(UserError, match="--eval-prompt-data NAME PATH"):
+        run(make_args(checkpoint, server.port))
+    args = make_args(checkpoint, server.port)
+    args.eval_datasets = build_eval_dataset_configs(args, [{"name": "a", "path": "/no/such.jsonl"}], {})
+    with pytest.raises(UserError, match=r"--eval-prompt-data.*/no/such.jsonl"):
+        run(args)

@@ -1,0 +1,289 @@
+"""One sample and one group, against a server that speaks `/generate`."""
+
+import asyncio
+
+import pytest
+
+from slime.rollout.generate_state import GenerateState
+from slime.rollout.generation import generate, generate_and_rm, generate_and_rm_group
+from slime.utils.errors import UserError
+from slime.utils.http_utils import HttpError, close_http_client
+from slime.utils.misc import SingletonMeta
+from slime.utils.types import Sample
+from tests.support.fake_generate_server import FakeGenerateServer
+from tests.support.rollout_args import CONTEXT_LENGTH, VOCAB_SIZE, make_args, make_checkpoint
+
+Status = Sample.Status
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def server():
+    SingletonMeta.clear_instances()
+    with FakeGenerateServer() as running:
+        yield running
+    SingletonMeta.clear_instances()
+
+
+def run(coroutine):
+    async def main():
+        try:
+            return await coroutine
+        finally:
+            await close_http_client()
+
+    return asyncio.run(main())
+
+
+def params(args):
+    return dict(GenerateState(args).sampling_params)
+
+
+def plugin(tmp_path, source):
+    file = tmp_path / "plugin.py"
+    file.write_text("import asyncio\nfrom slime.utils.types import Sample\n" + source)
+    return f"{file}:fn"
+
+
+def test_default_generation_takes_tokens_and_log_probs_from_the_engine(server, checkpoint):
+    args = make_args(checkpoint, server.port)
+    sample = run(generate(args, Sample(index=0, prompt="hello"), params(args)))
+    prompt_ids = GenerateState(args).tokenizer.encode("hello", add_special_tokens=True)
+    assert sample.tokens == [*prompt_ids, 70, 71, 72]
+    assert (sample.response, sample.response_length) == ("FGH", 3)
+    assert sample.rollout_log_probs == [-0.5] * 3
+    assert sample.loss_mask == [1, 1, 1]
+    assert sample.status is Status.COMPLETED
+    assert sample.weight_versions == ["1"]
+    assert server.requests == [
+        {
+            "input_ids": prompt_ids,
+            "sampling_params": {
+                "temperature": 1.0,
+                "top_p": 1.0,
+                "top_k": -1,
+                "max_new_tokens": 8,
+                "skip_special_tokens": False,
+                "no_stop_trim": True,
+                "spaces_between_special_tokens": False,
+            },
+            "return_logprob": True,
+        }
+    ]
+
+
+def test_message_lists_are_rendered_with_the_template(server, checkpoint):
+    args = make_args(checkpoint, server.port)
+    messages = [{"role": "user", "content": "hi"}]
+    run(generate(args, Sample(prompt=messages), params(args)))
+    tokenizer = GenerateState(args).tokenizer
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert server.requests[0]["input_ids"] == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_r1_a_continuation_gets_what_is_left_of_its_budget(server, checkpoint):
+    args = make_args(checkpoint, server.port, rollout_max_response_len=8)
+    sample = Sample(index=0, tokens=[1, 2, 3, 4, 5], response="ab", response_length=2)
+    sample.rollout_log_probs, sample.loss_mask, sample.status = [-1.0, -2.0], [1, 1], Status.ABORTED
+    server.answer = lambda payload: list(range(80, 100))
+    run(generate(args, sample, params(args)))
+    assert server.requests[0]["input_ids"] == [1, 2, 3, 4, 5]
+    assert server.requests[0]["sampling_params"]["max_new_tokens"] == 6
+    assert sample.response_length == 8
+    assert sample.rollout_log_probs == [-1.0, -2.0] + [-0.5] * 6
+    assert sample.status is Status.TRUNCATED
+    # Nothing is left now: no request is made.
+    sample.status = Status.ABORTED
+    run(generate(args, sample, params(args)))
+    assert len(server.requests) == 1
+    assert sample.status is Status.TRUNCATED
+
+
+def test_r1_the_budget_is_limited_by_the_context_length(server, checkpoint):
+    args = make_args(checkpoint, server.port, rollout_max_response_len=None)
+    run(generate(args, Sample(tokens=[1] * 200), params(args)))
+    assert server.requests[0]["sampling_params"]["max_new_tokens"] == CONTEXT_LENGTH - 200
+    SingletonMeta.clear_instances()
+    args = make_args(checkpoint, server.port, rollout_max_context_len=100)
+    run(generate(args, Sample(tokens=[1] * 95), params(args)))
+    assert server.requests[1]["sampling_params"]["max_new_tokens"] == 5
+
+
+def test_r23_ids_outside_the_vocabulary_never_reach_the_engine(server, checkpoint):
+    args = make_args(checkpoint, server.port)
+    for bad in (VOCAB_SIZE, -1):
+        with pytest.raises(UserError, match=rf"sample 7: token id {bad} at position 2 .* vocabulary of {VOCAB_SIZE}"):
+            run(generate(args, Sample(index=7, tokens=[1, 2, bad]), params(args)))
+    assert server.requests == []
+
+
+def test_r23_min_p_with_deterministic_inference_never_reaches_the_engine(server, checkpoint):
+    args = make_args(checkpoint, server.port, sglang_enable_deterministic_inference=True)
+    with pytest.raises(UserError, match="min_p 0.1 cannot be used with --sglang-enable-deterministic-inference"):
+        run(generate(args, Sample(tokens=[1]), {**params(args), "min_p": 0.1}))
+    assert server.requests == []
+
+
+def test_a_prompt_beyond_the_context_fails_with_a_reason_and_trains_nothing(server, checkpoint):
+    args = make_args(checkpoint, server.port, reward_key="acc")
+    sample = run(generate_and_rm(args, Sample(index=3, prompt="x" * CONTEXT_LENGTH), params(args)))
+    assert sample.status is Status.FAILED
+    assert sample.remove_sample
+    assert (
+        f"the prompt has {CONTEXT_LENGTH} tokens, the context length is {CONTEXT_LENGTH}"
+        in (sample.metadata["fail_reason"])
+    )
+    assert sample.get_reward_value(args) == 0.0
+    assert server.requests == []
+
+
+def test_a_400_of_the_engine_stops_with_its_body(server, checkpoint):
+    args = make_args(checkpoint, server.port)
+    server.refuse = lambda payload: "the temperature is bad"
+    with pytest.raises(HttpError, match="answered 400: the temperature is bad"):
+        run(generate(args, Sample(tokens=[1]), params(args)))
+    assert len(server.requests) == 1
+
+
+def test_group_gives_sessions_rewards_and_seeds_by_position(server, checkpoint):
+    args = make_args(checkpoint, server.port, sglang_enable_deterministic_inference=True, rollout_seed=100)
+    group = [Sample(index=i, prompt="p") for i in range(3)]
+    result = run(generate_and_rm_group(args, group, params(args)))
+    assert all(sample.reward in (0.0, 1.0) for sample in result)
+    assert len({sample.session_id for sample in result}) == 3
+    seeds = sorted(request["sampling_params"]["sampling_seed"] for request in server.requests)
+    assert seeds == [100, 101, 102]
+
+
+def test_consistent_hashing_sends_the_session(server, checkpoint):
+    args = make_args(checkpoint, server.port, router_policy="consistent_hashing")
+    sample = Sample(tokens=[1], session_id="abc")
+    run(generate(args, sample, params(args)))
+    assert server.headers[0]["X-SMG-Routing-Key"] == "abc"
+
+
+def test_finished_samples_are_not_generated_again(server, checkpoint):
+    args = make_args(checkpoint, server.port)
+    done = Sample(index=1, tokens=[1, 2], response_length=1, status=Status.COMPLETED, reward=0.25)
+    assert run(generate_and_rm(args, done, params(args))).reward == 0.25
+    assert server.requests == []
+
+
+def test_no_request_starts_after_the_abort_flag(server, checkpoint):
+    args = make_args(checkpoint, server.port)
+    GenerateState(args).aborted = True
+    sample = run(generate_and_rm(args, Sample(prompt="p"), params(args)))
+    assert (sample.status, sample.tokens, sample.reward) == (Status.ABORTED, [], None)
+    group = run(generate_and_rm_group(args, [Sample(prompt="p"), Sample(prompt="p")], params(args)))
+    assert [s.status for s in group] == [Status.ABORTED] * 2
+    assert server.requests == []
+
+
+def test_the_semaphore_limits_requests_and_rewards_run_outside_it(server, checkpoint, tmp_path):
+    server.delay_s = 0.02
+    path = plugin(
+        tmp_path,
+        "from slime.rollout.generate_state import GenerateState\nfree = []\n"
+        "async def fn(args, sample, **kwargs):\n"
+        "    free.append(not GenerateState(args).semaphore.locked())\n    return 1.0\n",
+    )
+    args = make_args(checkpoint, server.port, sglang_server_concurrency=3, custom_rm_path=path)
+    group = [Sample(index=i, prompt="p") for i in range(12)]
+    run(generate_and_rm_group(args, group, params(args)))
+    assert server.max_in_flight == 3
+    assert [sample.reward for sample in group] == [1.0] * 12
+
+
+def test_hooks_run_on_every_leaf_before_the_reward(server, checkpoint, tmp_path):
+    (tmp_path / "hooks.py").write_text(
+        "import asyncio\n"
+        "def first(args, sample, *, rollout_id=None):\n    sample.metadata['seen'] = [sample.reward, rollout_id]\n"
+        "async def second(args, sample, evaluation=False):\n"
+        "    sample.metadata['seen'].append(evaluation)\n    return sample\n"
+        "def wrong(args, sample):\n    return 3\n"
+    )
+    hooks = [f"{tmp_path}/hooks.py:first", f"{tmp_path}/hooks.py:second"]
+    args = make_args(checkpoint, server.port, rollout_sample_hook_path=hooks)
+    GenerateState(args).rollout_id = 5
+    sample = run(generate_and_rm(args, Sample(index=0, prompt="p"), params(args), evaluation=True))
+    assert sample.metadata["seen"] == [None, 5, True]
+    args.rollout_sample_hook_path = [f"{tmp_path}/hooks.py:wrong"]
+    with pytest.raises(TypeError, match="expected Sample or None"):
+        run(generate_and_rm(args, Sample(index=0, prompt="p"), params(args)))
+
+
+def test_r14_a_reward_that_never_returns_fails_the_sample_after_a_second_attempt(server, checkpoint, tmp_path):
+    path = plugin(tmp_path, "async def fn(args, sample, **kwargs):\n    await asyncio.Event().wait()\n")
+    args = make_args(checkpoint, server.port, custom_rm_path=path, rm_timeout=0.05)
+    sample = run(generate_and_rm(args, Sample(index=4, prompt="p"), params(args)))
+    assert sample.status is Status.FAILED
+    assert "no reward for sample 4 within --rm-timeout 0.05 s" in sample.metadata["fail_reason"]
+    assert len(server.requests) == 2, "one retry from the prompt"
+    assert sample.remove_sample
+
+
+def test_r14_a_plain_reward_that_never_returns_does_not_block_the_loop(server, checkpoint, tmp_path):
+    path = plugin(tmp_path, "import threading\ndef fn(args, sample):\n    threading.Event().wait(20)\n")
+    args = make_args(checkpoint, server.port, custom_rm_path=path, rm_timeout=0.05)
+    sample = run(generate_and_rm(args, Sample(index=4, prompt="p"), params(args)))
+    assert sample.status is Status.FAILED
+
+
+def test_r14_a_generate_function_that_never_returns_fails_the_sample(server, checkpoint, tmp_path):
+    path = plugin(tmp_path, "async def fn(args, sample, sampling_params):\n    await asyncio.Event().wait()\n")
+    args = make_args(checkpoint, server.port, custom_generate_function_path=path, http_request_timeout=0.1)
+    sample = run(generate_and_rm(args, Sample(index=4, prompt="p"), params(args)))
+    assert sample.status is Status.FAILED
+    assert "did not return within --http-request-timeout 0.1 s" in sample.metadata["fail_reason"]
+
+
+def test_r9_group_grading_reaches_the_leaves_of_fan_outs(server, checkpoint, tmp_path):
+    (tmp_path / "both.py").write_text(
+        "import copy\nfrom slime.utils.types import Sample\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    parts = [copy.deepcopy(sample) for _ in range(2)]\n"
+        "    for part in parts:\n"
+        "        part.append_response_tokens(args, tokens=[5], log_probs=[-1.0])\n"
+        "        part.status = Sample.Status.COMPLETED\n"
+        "    return parts\n"
+        "calls = []\n"
+        "def reward(args, samples):\n    calls.append(len(samples))\n    return [float(i) for i in range(len(samples))]\n"
+    )
+    args = make_args(
+        checkpoint,
+        server.port,
+        group_rm=True,
+        custom_generate_function_path=f"{tmp_path}/both.py:generate",
+        custom_rm_path=f"{tmp_path}/both.py:reward",
+    )
+    group = [Sample(index=i, prompt="p", tokens=[1]) for i in (10, 11)]
+    result = run(generate_and_rm_group(args, group, params(args)))
+    assert [[s.reward for s in entry] for entry in result] == [[0.0, 1.0], [2.0, 3.0]]
+    assert [[s.rollout_id for s in entry] for entry in result] == [[10, 10], [11, 11]]
+
+
+def test_an_aborted_sibling_leaves_the_whole_execution_ungraded(server, checkpoint, tmp_path):
+    path = plugin(
+        tmp_path,
+        "def fn(args, sample, sampling_params):\n"
+        "    done = Sample(tokens=[1, 2], response_length=1, status=Sample.Status.COMPLETED)\n"
+        "    return [done, Sample(tokens=[1], status=Sample.Status.ABORTED)]\n",
+    )
+    args = make_args(checkpoint, server.port, custom_generate_function_path=path)
+    entry = run(generate_and_rm(args, Sample(index=0, prompt="p"), params(args)))
+    assert [sample.reward for sample in entry] == [None, None]
+
+
+@pytest.mark.parametrize("kind", ["custom_generate_function_path", "custom_rm_path"])
+def test_a_raising_user_function_stops_with_flag_path_sample_and_traceback(server, checkpoint, tmp_path, kind):
+    path = plugin(tmp_path, "async def fn(args, sample, *rest, **kwargs):\n    raise KeyError('lost key')\n")
+    args = make_args(checkpoint, server.port, **{kind: path})
+    with pytest.raises(UserError) as info:
+        run(generate_and_rm_group(args, [Sample(index=i, prompt="p") for i in (8, 9)], params(args)))
+    message = str(info.value)
+    assert f"--{kind.replace('_', '-')} {path} raised KeyError for sample" in message
+    assert "line 4, in fn" in message and "lost key" in message

@@ -1,0 +1,91 @@
+"""What returns to the data source, and the masks after a resumption."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from slime.rollout.partial_rollout import (
+    as_partial_group,
+    as_prompts,
+    mask_finished_earlier,
+    mask_tokens_before_resumption,
+)
+from slime.utils.types import Sample
+
+Status = Sample.Status
+MASKING = SimpleNamespace(partial_rollout=True, mask_offpolicy_in_partial_rollout=True)
+
+
+def partial_sample(prompt_length, response_length, **fields):
+    tokens = list(range(prompt_length + response_length))
+    return Sample(tokens=tokens, response_length=response_length, status=Status.ABORTED, **fields)
+
+
+def test_prompts_are_copies_and_the_originals_stay_as_they_are():
+    sample = partial_sample(3, 2, index=4, prompt="p", metadata={"mine": 1, "fail_reason": "x"}, reward=1.0)
+    (prompt,) = as_prompts([sample])
+    assert (prompt.index, prompt.prompt, prompt.metadata) == (4, "p", {"mine": 1})
+    assert (prompt.tokens, prompt.reward, prompt.status) == ([], None, Status.PENDING)
+    assert (sample.response_length, sample.reward, sample.status) == (2, 1.0, Status.ABORTED)
+    prompt.metadata["new"] = 1
+    assert "new" not in sample.metadata
+
+
+def test_partial_groups_keep_the_first_rollout_and_restart_unfinished_fan_outs():
+    origin = [Sample(index=i, prompt="p") for i in range(4)]
+    finished = Sample(index=1, tokens=[1, 2], response_length=1, status=Status.COMPLETED)
+    finished_pair = [Sample(index=2, status=Status.COMPLETED), Sample(index=2, status=Status.TRUNCATED)]
+    broken_pair = [Sample(index=3, status=Status.COMPLETED), Sample(index=3, status=Status.ABORTED)]
+    group = [partial_sample(2, 3, index=0, metadata={"start_rollout_id": 1}), finished, finished_pair, broken_pair]
+    returned = as_partial_group(origin, group, rollout_id=6)
+    assert returned[0] is group[0] and returned[0].metadata["start_rollout_id"] == 1
+    assert returned[1] is finished and finished.metadata["start_rollout_id"] == 6
+    assert returned[2] == finished_pair
+    assert (returned[3].index, returned[3].status, returned[3].tokens) == (3, Status.PENDING, [])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_r2_the_mask_always_has_response_length_entries(seed):
+    rng = random.Random(seed)
+    prompt_length, old, new = rng.randint(1, 6), rng.randint(1, 6), rng.randint(0, 6)
+    sample = partial_sample(prompt_length, old)
+    before = list(sample.tokens)
+    if rng.random() < 0.5:
+        sample.loss_mask = [rng.randint(0, 1) for _ in range(old)]
+    if new:
+        sample.append_response_tokens(tokens=[200 + i for i in range(new)], trainable=False)
+        sample.loss_mask[old:] = [1] * new
+    sample.rollout_log_probs = None
+    mask_tokens_before_resumption(MASKING, sample, before)
+    assert sample.loss_mask == [0] * old + [1] * new
+    assert len(sample.loss_mask) == sample.response_length
+
+
+def test_r2_fan_outs_are_masked_leaf_by_leaf():
+    before = [1, 2, 3, 10, 11]  # prompt of three, two generated earlier
+    continued = Sample(tokens=[1, 2, 3, 10, 11, 12], response_length=3)
+    rewritten = Sample(tokens=[1, 2, 3, 10, 99, 98], response_length=3, loss_mask=[1, 0, 1])
+    other_context = Sample(tokens=[7, 8, 9], response_length=2)
+    mask_tokens_before_resumption(MASKING, [continued, [rewritten], other_context], before)
+    assert continued.loss_mask == [0, 0, 1]
+    assert rewritten.loss_mask == [0, 0, 1]
+    assert other_context.loss_mask == [1, 1]
+
+
+def test_finished_siblings_of_a_returned_group_train_nothing():
+    returned = Sample(tokens=[1, 2, 3], response_length=2, metadata={"start_rollout_id": 0})
+    mask_finished_earlier(MASKING, returned)
+    assert returned.loss_mask == [0, 0]
+    surplus = Sample(tokens=[1, 2, 3], response_length=2)
+    mask_finished_earlier(MASKING, surplus)
+    assert surplus.loss_mask is None
+
+
+@pytest.mark.parametrize("flags", [(True, False), (False, True), (False, False)])
+def test_nothing_is_masked_without_both_flags(flags):
+    args = SimpleNamespace(partial_rollout=flags[0], mask_offpolicy_in_partial_rollout=flags[1])
+    sample = partial_sample(2, 2, metadata={"start_rollout_id": 0})
+    mask_tokens_before_resumption(args, sample, list(sample.tokens))
+    mask_finished_earlier(args, sample)
+    assert sample.loss_mask is None

@@ -1,0 +1,353 @@
+"""Whole steps of the default loop: what is kept, what returns to the data source, how it ends when something fails."""
+
+import asyncio
+import time
+
+import pytest
+
+from slime.rollout import rollout_step
+from slime.rollout.base_types import leaves
+from slime.rollout.sglang_rollout import GenerateState, generate_rollout, generate_rollout_async
+from slime.utils import async_utils
+from slime.utils.errors import RunError, UserError
+from slime.utils.http_utils import close_http_client
+from slime.utils.misc import SingletonMeta
+from slime.utils.types import Sample
+from tests.support.fake_generate_server import FakeGenerateServer
+from tests.support.rollout_args import CountingDataSource, make_args, make_checkpoint
+
+Status = Sample.Status
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def server():
+    SingletonMeta.clear_instances()
+    with FakeGenerateServer() as running:
+        yield running
+    SingletonMeta.clear_instances()
+
+
+def run_step(args, source, rollout_id=0):
+    async def main():
+        try:
+            return await generate_rollout_async(args, rollout_id, source)
+        finally:
+            await close_http_client()
+
+    return asyncio.run(main())
+
+
+def prompt_number(server_payload, args):
+    text = GenerateState(args).tokenizer.decode(server_payload["input_ids"])
+    return int(text.removeprefix("question ").split("\n")[0].rstrip("F"))
+
+
+def group_numbers(groups):
+    return [leaves(group)[0].group_index for group in groups]
+
+
+def plugin(tmp_path, source, name="fn"):
+    file = tmp_path / f"{name}.py"
+    file.write_text("import asyncio\nfrom slime.utils.types import Sample\n" + source)
+    return f"{file}:{name}"
+
+
+def test_the_synchronous_function_gives_sorted_packed_groups(server, checkpoint):
+    server.delay_s = 0.01
+    args = make_args(checkpoint, server.port, rollout_batch_size=4, over_sampling_batch_size=4)
+    source = CountingDataSource(2)
+    try:
+        output = generate_rollout(args, 3, source)
+    finally:
+        async_utils.run(close_http_client())
+        async_utils.stop_async_loop()
+    assert group_numbers(output.samples) == [0, 1, 2, 3]
+    samples = leaves(output.samples)
+    assert [sample.index for sample in samples] == list(range(8))
+    assert all(sample.packed.tokens.tolist() == sample.tokens for sample in samples)
+    assert output.metrics == {"rollout/surplus_groups": 0, "rollout/aborted_samples": 0, "rollout/failed_samples": 0}
+    assert source.returned == []
+    assert server.aborts == 0
+
+
+def test_r3_no_prompt_of_surplus_and_unfinished_groups_is_lost(server, checkpoint):
+    args = make_args(checkpoint, server.port, rollout_batch_size=2, over_sampling_batch_size=6)
+    source = CountingDataSource(2)
+    # Groups 0 and 1 never finish; of the others, two are chosen and two are surplus or were interrupted.
+    server.hold = lambda payload: prompt_number(payload, args) in (0, 1)
+    output = run_step(args, source)
+    assert len(output.samples) == 2
+    chosen, returned = group_numbers(output.samples), group_numbers(source.returned)
+    assert sorted(chosen + returned) == source.handed_out == [0, 1, 2, 3, 4, 5]
+    assert returned == sorted(returned)
+    for sample in leaves(source.returned):
+        assert (sample.status, sample.tokens, sample.reward, sample.response) == (Status.PENDING, [], None, "")
+        assert sample.prompt == f"question {sample.group_index}"
+        assert sample.metadata == {}
+    assert server.aborts >= 1
+    assert output.metrics["rollout/aborted_samples"] >= 4
+    # The next step takes them first.
+    server.hold = lambda payload: False
+    second = run_step(args, source, rollout_id=1)
+    assert set(group_numbers(second.samples)) | set(group_numbers(source.returned)) == set(returned) | set(
+        source.handed_out[6:]
+    )
+    assert source.handed_out == list(range(8))
+
+
+def test_r3_finished_surplus_groups_are_kept_on_request(server, checkpoint, tmp_path):
+    # All six groups are finished when the first is judged: four are surplus for certain.
+    filter_path = plugin(tmp_path, "import time\ndef fn(args, samples):\n    time.sleep(0.3)\n    return True\n")
+    options = {"rollout_batch_size": 2, "over_sampling_batch_size": 6, "dynamic_sampling_filter_path": filter_path}
+    args = make_args(checkpoint, server.port, keep_surplus_groups=True, **options)
+    source = CountingDataSource(2)
+    output = run_step(args, source)
+    assert output.metrics["rollout/surplus_groups"] == 4
+    assert all(sample.status is Status.COMPLETED for sample in leaves(source.returned))
+    assert all(sample.weight_versions == ["1"] for sample in leaves(source.returned))
+    requests = len(server.requests)
+    second = run_step(args, source, rollout_id=1)
+    assert len(second.samples) == 2
+    assert requests == 12
+    assert len(server.requests) <= requests + 4, "the kept groups are not generated again"
+
+
+def test_r5_groups_interrupted_in_the_middle_of_a_step_take_their_turn_again(server, checkpoint, tmp_path):
+    path = plugin(
+        tmp_path,
+        "seen = set()\n"
+        "async def fn(args, sample, sampling_params):\n"
+        "    one = Sample(index=sample.index, group_index=sample.group_index, tokens=[1, 2], response_length=1)\n"
+        "    one.status = Sample.Status.COMPLETED\n"
+        "    other = Sample(index=sample.index, group_index=sample.group_index, tokens=[1])\n"
+        "    other.status = Sample.Status.ABORTED if sample.index not in seen else Sample.Status.FAILED\n"
+        "    seen.add(sample.index)\n"
+        "    return [one, other]\n",
+    )
+    args = make_args(checkpoint, server.port, custom_generate_function_path=path)
+    source = CountingDataSource(2)
+    output = run_step(args, source)
+    assert all(sample.status is not Status.ABORTED for sample in leaves(output.samples))
+    assert sorted(group_numbers(output.samples) + group_numbers(source.returned)) == source.handed_out
+
+
+def test_a_group_that_is_always_aborted_ends_the_step_instead_of_looping(server, checkpoint, tmp_path):
+    path = plugin(
+        tmp_path,
+        "def fn(args, sample, sampling_params):\n    sample.status = Sample.Status.ABORTED\n    return sample\n",
+    )
+    args = make_args(checkpoint, server.port, custom_generate_function_path=path, rollout_batch_size=1)
+    with pytest.raises(RunError, match=r"group \d+ was aborted 6 times"):
+        run_step(args, CountingDataSource(2, limit=3))
+
+
+def test_r5_a_raising_task_stops_the_step_and_its_prompts_return(server, checkpoint, tmp_path):
+    path = plugin(
+        tmp_path,
+        "async def fn(args, sample, sampling_params):\n"
+        "    if sample.group_index == 1:\n        raise ValueError('broken tool')\n"
+        "    await asyncio.sleep(30)\n",
+    )
+    args = make_args(checkpoint, server.port, custom_generate_function_path=path, over_sampling_batch_size=3)
+    source = CountingDataSource(2)
+    started = time.monotonic()
+    with pytest.raises(UserError, match=r"(?s)fn.py:fn raised ValueError for sample 2.*broken tool"):
+        run_step(args, source)
+    assert time.monotonic() - started < 10
+    assert sorted(group_numbers(source.returned)) == [0, 1, 2]
+    assert all(sample.status is Status.PENDING for sample in leaves(source.returned))
+
+
+def test_r21_a_data_source_that_runs_dry_is_an_error_with_both_numbers(server, checkpoint):
+    args = make_args(checkpoint, server.port, rollout_batch_size=5, over_sampling_batch_size=5)
+    source = CountingDataSource(2, limit=3)
+    with pytest.raises(UserError, match=r"5 groups are needed \(--rollout-batch-size\), only 3 can still be had"):
+        run_step(args, source)
+    assert sorted(group_numbers(source.returned)) == [0, 1, 2], "nothing is lost"
+
+
+def test_a_group_of_the_wrong_size_is_refused(server, checkpoint):
+    args = make_args(checkpoint, server.port, n_samples_per_prompt=3)
+    with pytest.raises(UserError, match=r"a group of 2 entries; expected a list of 3"):
+        run_step(args, CountingDataSource(2))
+
+
+def test_the_dynamic_filter_drops_counts_and_refills(server, checkpoint, tmp_path):
+    path = plugin(
+        tmp_path,
+        "from slime.rollout.filter_hub.base_types import DynamicFilterOutput\n"
+        "def fn(args, samples, **kwargs):\n"
+        "    keep = samples[0].group_index % 3 == 0\n"
+        "    return DynamicFilterOutput(keep, None if keep else 'odd')\n",
+    )
+    args = make_args(checkpoint, server.port, dynamic_sampling_filter_path=path)
+    source = CountingDataSource(2)
+    output = run_step(args, source)
+    assert [number % 3 for number in group_numbers(output.samples)] == [0, 0]
+    dropped = output.metrics["rollout/dynamic_filter/drop_odd"]
+    assert len(source.handed_out) == 2 + dropped + len(source.returned)
+
+
+def test_keep_when_insufficient_saves_groups_of_a_short_source(server, checkpoint, tmp_path):
+    path = plugin(
+        tmp_path,
+        "from slime.rollout.filter_hub.base_types import DynamicFilterOutput\n"
+        "def fn(args, samples):\n    return DynamicFilterOutput(False, 'all', keep_when_insufficient=True)\n",
+    )
+    args = make_args(checkpoint, server.port, dynamic_sampling_filter_path=path, over_sampling_batch_size=4)
+    output = run_step(args, CountingDataSource(2, limit=4))
+    assert len(output.samples) == 2
+    assert output.metrics["rollout/dynamic_filter/drop_all"] == 2
+
+
+def test_all_samples_hook_sees_finished_groups_and_the_data_source(server, checkpoint, tmp_path):
+    (tmp_path / "both.py").write_text(
+        "seen = []\n"
+        "def keep(args, samples):\n    return samples[0].group_index > 0\n"
+        "def collect(args, groups, data_source):\n"
+        "    data_source.seen = [group[0].group_index for group in groups]\n"
+    )
+    args = make_args(
+        checkpoint,
+        server.port,
+        dynamic_sampling_filter_path=f"{tmp_path}/both.py:keep",
+        rollout_all_samples_process_path=f"{tmp_path}/both.py:collect",
+    )
+    source = CountingDataSource(2)
+    run_step(args, source)
+    assert {0, 1, 2} <= set(source.seen)
+    assert source.seen == sorted(source.seen)
+
+
+def test_partial_rollout_continues_where_it_stopped_and_finished_siblings_stay(server, checkpoint):
+    args = make_args(checkpoint, server.port, partial_rollout=True, over_sampling_batch_size=3)
+    source = CountingDataSource(2)
+    first_of_group = []
+
+    def hold(payload):
+        if prompt_number(payload, args) != 0:
+            return False
+        first_of_group.append(payload)
+        return len(first_of_group) == 2  # one sibling finishes, the other is held
+
+    server.hold = hold
+    run_step(args, source, rollout_id=7)
+    assert group_numbers(source.returned)[0] == 0
+    group = source.returned[0]
+    assert {sample.status for sample in group} == {Status.COMPLETED, Status.ABORTED}
+    assert all(sample.metadata["start_rollout_id"] == 7 for sample in group)
+    interrupted = next(sample for sample in group if sample.status is Status.ABORTED)
+    finished = next(sample for sample in group if sample.status is Status.COMPLETED)
+    assert interrupted.response_length == 1
+    before, finished_tokens = list(interrupted.tokens), list(finished.tokens)
+    server.hold = lambda payload: False
+    server.requests.clear()
+    output = run_step(args, source, rollout_id=8)
+    result = next(g for g in output.samples if g[0].group_index == 0)
+    continued = next(sample for sample in result if sample.index == interrupted.index)
+    assert continued.tokens[: len(before)] == before
+    assert (continued.response_length, continued.response, len(continued.rollout_log_probs)) == (4, "FFGH", 4)
+    request = next(r for r in server.requests if r["input_ids"] == before)
+    assert request["sampling_params"]["max_new_tokens"] == 7
+    assert next(s for s in result if s.index == finished.index).tokens == finished_tokens
+    assert continued.metadata["start_rollout_id"] == 7
+
+
+def test_r2_off_policy_tokens_are_masked_after_the_resumption(server, checkpoint):
+    args = make_args(
+        checkpoint,
+        server.port,
+        partial_rollout=True,
+        mask_offpolicy_in_partial_rollout=True,
+        over_sampling_batch_size=3,
+    )
+    source = CountingDataSource(2)
+    server.hold = lambda payload: prompt_number(payload, args) == 0
+    run_step(args, source)
+    server.hold = lambda payload: False
+    output = run_step(args, source, rollout_id=1)
+    group = next(g for g in output.samples if g[0].group_index == 0)
+    for sample in group:
+        assert sample.loss_mask == [0, 1, 1, 1]
+        assert len(sample.loss_mask) == sample.response_length
+
+
+def test_r6_an_engine_that_stays_busy_does_not_hold_the_step(server, checkpoint, caplog):
+    args = make_args(checkpoint, server.port, over_sampling_batch_size=3, abort_timeout=0.5)
+    server.hold = lambda payload: prompt_number(payload, args) == 0
+    server.always_busy = True
+    started = time.monotonic()
+    output = run_step(args, CountingDataSource(2))
+    assert len(output.samples) == 2
+    assert time.monotonic() - started < 5
+    assert "still busy at the end of --abort-timeout" in caplog.text
+
+
+def test_r6_engines_of_every_model_are_aborted(server, checkpoint):
+    with FakeGenerateServer() as other:
+        routers = {"actor": ("127.0.0.1", server.port), "reward": ("127.0.0.1", other.port)}
+        args = make_args(checkpoint, server.port, over_sampling_batch_size=3, sglang_model_routers=routers)
+        server.hold = lambda payload: prompt_number(payload, args) == 0
+        run_step(args, CountingDataSource(2))
+        assert server.aborts >= 1 and other.aborts >= 1
+
+
+def test_r14_a_custom_function_that_ignores_the_abort_is_cancelled_and_its_prompts_return(
+    server, checkpoint, tmp_path, caplog
+):
+    path = plugin(
+        tmp_path,
+        "async def fn(args, sample, sampling_params):\n"
+        "    if sample.group_index == 0:\n        await asyncio.Event().wait()\n"
+        "    sample.append_response_tokens(args, tokens=[5], log_probs=[-1.0])\n"
+        "    sample.status = Sample.Status.COMPLETED\n    return sample\n",
+    )
+    args = make_args(
+        checkpoint, server.port, custom_generate_function_path=path, over_sampling_batch_size=3, abort_timeout=0.3
+    )
+    source = CountingDataSource(2)
+    output = run_step(args, source)
+    assert group_numbers(output.samples) == [1, 2]
+    assert group_numbers(source.returned) == [0]
+    assert "cancelling group 0" in caplog.text
+    assert output.metrics["rollout/aborted_samples"] == 2
+
+
+def test_failed_samples_are_counted_and_too_many_stop_the_run(server, checkpoint, tmp_path):
+    path = plugin(
+        tmp_path,
+        "async def fn(args, sample):\n"
+        "    if sample.index in args.slow:\n        await asyncio.Event().wait()\n    return 1.0\n",
+    )
+    args = make_args(checkpoint, server.port, custom_rm_path=path, rm_timeout=0.05)
+    args.slow = [1, 2]
+    output = run_step(args, CountingDataSource(2))
+    assert output.metrics["rollout/failed_samples"] == 2
+    assert [sample.remove_sample for sample in leaves(output.samples)] == [False, True, True, False]
+    args.slow = [0, 1, 2]
+    with pytest.raises(RunError, match=r"3 of 4 samples of this step failed.*sample 0: no reward"):
+        run_step(args, CountingDataSource(2))
+
+
+def test_the_step_reports_what_it_waits_for(server, checkpoint, monkeypatch, caplog):
+    monkeypatch.setattr(rollout_step, "REPORT_AFTER_S", 0.05)
+    caplog.set_level("INFO")
+    server.delay_s = 0.3
+    run_step(make_args(checkpoint, server.port), CountingDataSource(2))
+    assert "0 of 2 groups; waiting for 2 more" in caplog.text
+    assert "group 0, group 1" in caplog.text
+
+
+def test_the_state_is_reset_after_success_and_failure(server, checkpoint):
+    args = make_args(checkpoint, server.port)
+    run_step(args, CountingDataSource(2))
+    state = GenerateState(args)
+    assert (state.remaining_batch_size, state.aborted, state.pendings) == (0, False, set())
+    with pytest.raises(UserError):
+        run_step(args, CountingDataSource(2, limit=1))
+    assert (state.remaining_batch_size, state.aborted, state.pendings) == (0, False, set())
