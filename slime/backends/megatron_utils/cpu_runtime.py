@@ -1,0 +1,172 @@
+"""Lets the unmodified megatron-core wheel run on a machine without CUDA.
+
+megatron-core 0.16.1 takes a CUDA device for granted. `install()` lifts that assumption from the outside, as each module
+of `megatron.core` is imported, and leaves `torch` as everybody else sees it alone:
+
+* `CONSTANT_LIFTS`: text constants inside megatron.core's code objects ("cuda" as a device, CUDA tensor type names);
+* `TORCH_CUDA_LIFTS`: what `torch.cuda` offers to megatron.core modules, whose global name `torch` is a view of torch;
+* `MODULE_LIFTS`: functions of single modules that are replaced as a whole;
+* `TENSOR_METHOD_LIFTS`: the exception, methods of `torch.Tensor` itself, and only methods that can do nothing but raise
+  where there is no CUDA.
+
+Every lift names the assumption it removes. A test takes each one away and sees the wheel fail without it, so a lift
+that a newer wheel no longer needs shows itself. Where the accelerator is not the CPU, `install()` does nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from slime.utils.device import get_accelerator
+
+_PACKAGE = "megatron.core"
+
+# Assumption: a tensor that is created or moved inside megatron.core belongs on a CUDA device, and the type of a
+# parameter is one of the CUDA tensor types (optimizer/optimizer.py, optimizer/distrib_optimizer.py,
+# optimizer/clip_grads.py).
+CONSTANT_LIFTS: dict[str, str] = {
+    "cuda": "cpu",
+    "torch.cuda.FloatTensor": "torch.FloatTensor",
+    "torch.cuda.HalfTensor": "torch.HalfTensor",
+    "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
+}
+
+
+def _torch_cuda_lifts() -> dict[str, Any]:
+    import torch
+
+    return {
+        # Assumption: the default device of a process is a CUDA device (used as `device=` nearly everywhere).
+        "current_device": lambda: torch.device("cpu"),
+        # Assumption: work is queued on the device and has to be waited for (process groups, checkpoint writers).
+        "synchronize": lambda device=None: None,
+        # Assumption: the generator that initialises weights and drops activations is the CUDA one
+        # (tensor_parallel/random.py). On CPU it is torch's default generator.
+        "manual_seed": torch.default_generator.manual_seed,
+        "get_rng_state": lambda device="cpu": torch.get_rng_state(),
+    }
+
+
+TORCH_CUDA_LIFTS: tuple[str, ...] = ("current_device", "synchronize", "manual_seed", "get_rng_state")
+
+
+def _disable_jit_fuser(jit: types.ModuleType) -> None:
+    """Assumption: elementwise functions are worth a torch.compile. On CPU that costs every rank a second of imports and,
+    for a function that is called, a run of the C++ compiler."""
+    jit.disable_jit_fuser()
+
+
+def _use_cpu_generator(random: types.ModuleType) -> None:
+    """Assumption: generator states are read and set through torch.cuda's internals, once CUDA is initialised."""
+    import torch
+
+    random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+MODULE_LIFTS: dict[str, Callable[[types.ModuleType], None]] = {
+    "megatron.core.jit": _disable_jit_fuser,
+    "megatron.core.tensor_parallel.random": _use_cpu_generator,
+}
+
+
+# Assumption: host tensors are moved to the device by `.cuda()` (checkpoint exchange between ranks, optimizer state).
+TENSOR_METHOD_LIFTS: dict[str, Callable[..., Any]] = {
+    "cuda": lambda self, *args, **kwargs: self,
+}
+
+
+class _View(types.ModuleType):
+    """A module seen through: its own attributes first, everything else from the module behind it."""
+
+    def __init__(self, behind: types.ModuleType, **own: Any) -> None:
+        super().__init__(behind.__name__)
+        self.__dict__.update(own, _behind=behind)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_behind"], name)
+
+
+def _lift_constant(constant: Any, constants: dict[str, str]) -> Any:
+    if isinstance(constant, str):
+        return constants.get(constant, constant)
+    if isinstance(constant, types.CodeType):
+        return constant.replace(co_consts=tuple(_lift_constant(inner, constants) for inner in constant.co_consts))
+    if isinstance(constant, tuple):
+        return tuple(_lift_constant(inner, constants) for inner in constant)
+    if isinstance(constant, frozenset):
+        return frozenset(_lift_constant(inner, constants) for inner in constant)
+    return constant
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Loads one megatron.core module with the lifts applied."""
+
+    def __init__(self, name: str, path: str, runtime: _Finder) -> None:
+        super().__init__(name, path)
+        self._runtime = runtime
+
+    def get_code(self, fullname: str) -> types.CodeType | None:
+        return _lift_constant(super().get_code(fullname), self._runtime.constants)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        super().exec_module(module)
+        # Only functions called later see the view: no megatron.core module touches the device while it is imported.
+        if "torch" in vars(module):
+            module.torch = self._runtime.torch_view
+        if module.__name__ in self._runtime.modules:
+            self._runtime.modules[module.__name__](module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds megatron.core modules the usual way and gives them the lifting loader."""
+
+    def __init__(self, without: frozenset[str]) -> None:
+        import torch
+
+        cuda = {name: lift for name, lift in _torch_cuda_lifts().items() if f"torch.cuda.{name}" not in without}
+        self.torch_view = _View(torch, cuda=_View(torch.cuda, **cuda))
+        self.constants = {old: new for old, new in CONSTANT_LIFTS.items() if old not in without}
+        self.modules = {name: lift for name, lift in MODULE_LIFTS.items() if name not in without}
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _PACKAGE and not fullname.startswith(_PACKAGE + "."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path, self)
+        return spec
+
+
+def lift_names() -> list[str]:
+    """The names of all lifts, as `install(without=...)` takes them."""
+    methods = [f"torch.Tensor.{name}" for name in TENSOR_METHOD_LIFTS]
+    return [*CONSTANT_LIFTS, *(f"torch.cuda.{name}" for name in TORCH_CUDA_LIFTS), *MODULE_LIFTS, *methods]
+
+
+def install(without: frozenset[str] = frozenset()) -> None:
+    """Make later imports of `megatron.core` work without CUDA; call it before the first one. Idempotent.
+
+    Args:
+        without: names of lifts (of `lift_names()`) to leave out; for the tests that prove that each lift is needed.
+
+    Raises:
+        RuntimeError: megatron.core was imported before; its modules can no longer be adapted.
+    """
+    import torch
+
+    if get_accelerator().name != "cpu" or any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if _PACKAGE in sys.modules:
+        raise RuntimeError(
+            "slime.backends.megatron_utils.cpu_runtime.install() must run before megatron.core is imported"
+        )
+    for name, method in TENSOR_METHOD_LIFTS.items():
+        if f"torch.Tensor.{name}" not in without:
+            setattr(torch.Tensor, name, method)
+    sys.meta_path.insert(0, _Finder(without))

@@ -1,0 +1,83 @@
+"""Process groups and random seeds of one training rank.
+
+The caller sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment (as torch.distributed expects) and, on
+a GPU, has chosen the device. `init` must run before anything else of megatron.core is imported in the process.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import warnings
+from typing import Any
+
+from slime.backends.megatron_utils import cpu_runtime
+from slime.utils.device import get_accelerator
+from slime.utils.errors import UserError
+
+
+def init(args: Any) -> None:
+    """Join torch.distributed, lay out Megatron's parallel groups and seed the tensor-parallel generators. Collective.
+
+    Reads `distributed_timeout_minutes`, `tensor_model_parallel_size`, `pipeline_model_parallel_size`,
+    `context_parallel_size`, `expert_model_parallel_size`, `expert_tensor_parallel_size` and `seed` of `args`.
+
+    Raises:
+        UserError: the world size is no multiple of the model-parallel size.
+    """
+    cpu_runtime.install()
+    # Said six times on every rank without them, and no news there.
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    # Megatron's sequence parallelism relies on kernels being launched in the order in which they are issued.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
+    _init_process_group(timeout)
+    _init_model_parallel(args)
+    _seed(args.seed)
+
+
+def destroy() -> None:
+    """Leave all process groups; the process may call `init` again."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _init_process_group(timeout: datetime.timedelta) -> None:
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group(backend=get_accelerator().process_group_backend, timeout=timeout)
+
+
+def _init_model_parallel(args: Any) -> None:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    tensor = args.tensor_model_parallel_size
+    pipeline = getattr(args, "pipeline_model_parallel_size", 1)
+    context = getattr(args, "context_parallel_size", 1)
+    model_parallel_size = tensor * pipeline * context
+    if dist.get_world_size() % model_parallel_size:
+        raise UserError(
+            f"{dist.get_world_size()} training ranks cannot be divided into model-parallel groups of "
+            f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} x "
+            f"--context-parallel-size {context} = {model_parallel_size} ranks"
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        context_parallel_size=context,
+        expert_model_parallel_size=getattr(args, "expert_model_parallel_size", 1),
+        expert_tensor_parallel_size=getattr(args, "expert_tensor_parallel_size", None),
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+    )
+
+
+def _seed(seed: int) -> None:
+    from megatron.core import tensor_parallel
+
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)

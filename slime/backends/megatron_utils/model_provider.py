@@ -1,0 +1,168 @@
+"""From `args` to the model of one training rank.
+
+`build_transformer_config` turns flags into Megatron's configuration, `get_model_provider_func` builds the bare model,
+`setup_model` wraps it for mixed precision and data parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from slime.backends.megatron_utils.config_fields import fields_from_args, params_dtype
+from slime.backends.megatron_utils.layer_spec import get_decoder_spec, transformer_engine_available
+from slime.utils.device import get_accelerator
+from slime.utils.errors import UserError
+
+ModelProvider = Callable[..., GPTModel]
+
+# Switched off with the local layer spec: each needs a kernel of Transformer Engine or Apex.
+_FUSIONS = (
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "masked_softmax_fusion",
+    "gradient_accumulation_fusion",
+    "apply_rope_fusion",
+    "persist_layer_norm",
+)
+
+
+def build_transformer_config(args: Any) -> TransformerConfig:
+    """Megatron's model configuration for `args`.
+
+    Every field of `TransformerConfig` that `args` holds under the same name is taken over; the rest are the historical
+    flag names below. Dropout is 0 where `args` says nothing: log-probs must not depend on chance.
+
+    Raises:
+        UserError: FP8 is asked for and Transformer Engine is missing (the local layer spec would ignore it silently).
+    """
+    fields = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **fields_from_args(TransformerConfig, args)}
+    fields.update(_historical_fields(args))
+    fields.update(_layer_implementation_fields(args))
+    dtype = params_dtype(args)
+    fields.update(
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        # Weights then start the same for every tensor-parallel size; on a GPU that would cost host memory for nothing.
+        use_cpu_initialization=get_accelerator().name == "cpu" or bool(getattr(args, "use_cpu_initialization", False)),
+        # Packed streams differ in length from micro-batch to micro-batch; Megatron allows that with this dispatcher
+        # only, for dense models as well.
+        variable_seq_lengths=True,
+        # The loss is normalised by the step's own denominator in both reductions; Megatron's must not come on top.
+        calculate_per_token_loss=False,
+        moe_token_dispatcher_type="alltoall",
+    )
+    return TransformerConfig(**fields)
+
+
+def _historical_fields(args: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "layernorm_epsilon": args.norm_epsilon,
+        "add_bias_linear": not args.disable_bias_linear,
+        "num_query_groups": args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        "layernorm_zero_centered_gamma": bool(getattr(args, "apply_layernorm_1p", False)),
+    }
+    if args.swiglu:
+        fields.update(gated_linear_unit=True, activation_func=F.silu)
+    return fields
+
+
+def _layer_implementation_fields(args: Any) -> dict[str, Any]:
+    wanted = getattr(args, "transformer_impl", None) or "transformer_engine"
+    if wanted == "transformer_engine" and transformer_engine_available() and get_accelerator().name != "cpu":
+        return {"transformer_impl": "transformer_engine"}
+    fp8 = getattr(args, "fp8", None) or getattr(args, "fp8_format", None)
+    if fp8:
+        raise UserError(f"--fp8-format {fp8} needs Transformer Engine; install it or leave the flag out")
+    return {"transformer_impl": "local", **dict.fromkeys(_FUSIONS, False)}
+
+
+def get_model_provider_func(args: Any) -> ModelProvider:
+    """A function `provider(pre_process=True, post_process=True, vp_stage=None)` that builds this rank's `GPTModel`."""
+
+    def provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
+        config = build_transformer_config(args)
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=get_decoder_spec(config),
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            parallel_output=True,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=getattr(args, "position_embedding_type", None) or "rope",
+            rotary_percent=getattr(args, "rotary_percent", 1.0),
+            rotary_base=args.rotary_base,
+            vp_stage=vp_stage,
+        )
+        if post_process and args.padded_vocab_size > args.vocab_size:
+            _mask_vocabulary_padding(model.output_layer, args)
+        return model
+
+    return provider
+
+
+def _mask_vocabulary_padding(output_layer: torch.nn.Module, args: Any) -> None:
+    """Keep the padding rows of the vocabulary out of every softmax over the logits.
+
+    The engine knows no padding; a zero logit per padding row would shift each log-prob of the trainer against its own.
+    """
+    partition = args.padded_vocab_size // parallel_state.get_tensor_model_parallel_world_size()
+    start = partition * parallel_state.get_tensor_model_parallel_rank()
+    valid = min(max(args.vocab_size - start, 0), partition)
+    if valid == partition:
+        return
+
+    def mask(module: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, Any]) -> None:
+        logits = output[0]
+        # Written past autograd: the softmax gives these columns probability 0 and so gradient 0; recorded, the fill
+        # would copy the gradient of all logits once more. Finite, so that 0 * logit stays 0 in an entropy.
+        logits.detach()[..., valid:].fill_(max(-1e9, torch.finfo(logits.dtype).min / 2))
+
+    output_layer.register_forward_hook(mask)
+
+
+def build_ddp_config(args: Any) -> DistributedDataParallelConfig:
+    """Megatron's data-parallel configuration for `args` (same-named fields, plus the historical names below)."""
+    fields = fields_from_args(DistributedDataParallelConfig, args)
+    fields["use_distributed_optimizer"] = bool(getattr(args, "use_distributed_optimizer", True))
+    fields["grad_reduce_in_fp32"] = bool(getattr(args, "accumulate_allreduce_grads_in_fp32", False))
+    if getattr(args, "ddp_bucket_size", None) is not None:
+        fields["bucket_size"] = args.ddp_bucket_size
+    return DistributedDataParallelConfig(**fields)
+
+
+def setup_model(args: Any) -> list[DistributedDataParallel]:
+    """Build this rank's model chunks (one without virtual pipeline stages), wrapped and on the device.
+
+    The weights are random, drawn from `args.seed` alone: equal on all data-parallel ranks, and on CPU for every layout.
+    """
+    accelerator = get_accelerator()
+    provider = get_model_provider_func(args)
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(args.seed)
+        model = provider(
+            pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage()
+        )
+    config = model.config
+    if accelerator.name != "cpu":
+        model = model.to(torch.cuda.current_device())
+    if config.fp16 or config.bf16:
+        model = Float16Module(config, model)
+    return [DistributedDataParallel(config=config, ddp_config=build_ddp_config(args), module=model)]
+
+
+def unwrap_model(chunk: torch.nn.Module) -> GPTModel:
+    """The bare model inside data-parallel and mixed-precision wrappers."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk

@@ -1,0 +1,46 @@
+"""Metrics of a rollout's data as the trainer sees it, equal for every parallel layout."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.algorithms.reduction import masked_sum, sum_of_sample_mean
+from slime.training.metric_reduction import all_reduce_sum
+
+_PER_TOKEN = ("log_probs", "ref_log_probs", "rollout_log_probs", "entropy", "advantages", "returns", "kl")
+_PER_SAMPLE = ("rewards", "truncated", "response_lengths", "total_lengths")
+
+
+def rollout_data_metrics(
+    args: argparse.Namespace, rollout_data: dict[str, Any], data_group: dist.ProcessGroup
+) -> dict[str, float]:
+    """Means over the data of all ranks: per-token columns reduced like the loss, others averaged over samples.
+
+    Collective over `data_group`; every rank must hold the same columns.
+    """
+    masks = rollout_data["loss_masks"]
+    tokens_seen = [name for name in _PER_TOKEN if name in rollout_data]
+    samples_seen = [name for name in _PER_SAMPLE if name in rollout_data]
+    sums = [_reduce(args, rollout_data, name) for name in tokens_seen]
+    sums += [torch.tensor(float(sum(rollout_data[name]))) for name in samples_seen]
+    counts = [float(sum(int(mask.sum()) for mask in masks)), float(len(masks))]
+    total = all_reduce_sum(torch.tensor([float(value) for value in sums] + counts, dtype=torch.float64), data_group)
+    *totals, token_count, sample_count = total.tolist()
+    rollouts = float(sum(rollout_data["global_batch_sizes"]))
+    per_token = max(token_count if args.calculate_per_token_loss else rollouts, 1.0)
+    metrics = {name: value / per_token for name, value in zip(tokens_seen, totals, strict=False)}
+    for name, value in zip(samples_seen, totals[len(tokens_seen) :], strict=True):
+        metrics[name] = value / max(sample_count, 1.0)
+    raw = rollout_data["raw_reward"]
+    metrics["raw_reward"] = sum(raw) / max(len(raw), 1)
+    return metrics
+
+
+def _reduce(args: argparse.Namespace, rollout_data: dict[str, Any], name: str) -> torch.Tensor:
+    if args.calculate_per_token_loss:
+        return masked_sum(rollout_data[name], rollout_data["loss_masks"])
+    return sum_of_sample_mean(rollout_data[name], rollout_data["loss_masks"], rollout_data["rollout_mask_sums"])

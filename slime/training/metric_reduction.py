@@ -1,0 +1,43 @@
+"""From sums per micro-batch and rank to the one number that is reported, the same for every parallel layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+def step_denominator(
+    loss_masks: Sequence[torch.Tensor], global_batch_size: int, per_token: bool, data_group: dist.ProcessGroup
+) -> float:
+    """What the sums of an optimizer step are divided by: its rollouts, or its trained tokens over all ranks (at least 1).
+
+    Args:
+        loss_masks: masks of this rank's samples of the step.
+    """
+    if not per_token:
+        return float(global_batch_size)
+    tokens = torch.tensor([sum(int(mask.sum()) for mask in loss_masks)], dtype=torch.float64)
+    return max(float(all_reduce_sum(tokens, data_group)[0]), 1.0)
+
+
+def reduce_metrics(
+    sums: Sequence[dict[str, torch.Tensor]], denominator: float, data_group: dist.ProcessGroup
+) -> dict[str, float]:
+    """Sum `sums` (one dict per micro-batch, equal keys on all ranks) over micro-batches and ranks, and divide.
+
+    Collective over `data_group`.
+    """
+    names = list(sums[0])
+    local = torch.stack([torch.stack([metrics[name].double().cpu() for metrics in sums]).sum() for name in names])
+    total = all_reduce_sum(local, data_group) / denominator
+    return dict(zip(names, total.tolist(), strict=True))
+
+
+def all_reduce_sum(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """`values` summed over the ranks of `group`, on the device that the group's backend needs."""
+    if dist.get_backend(group) == "nccl":
+        values = values.cuda()
+    dist.all_reduce(values, group=group)
+    return values.cpu()

@@ -1,0 +1,188 @@
+"""The train batch: from packed samples to flat columns, to one shard per data-parallel rank, to tensors per sample.
+
+Columns are flat numpy arrays (`RaggedArray` for per-token fields), built from arrays that the samples already hold; no
+list of Python integers appears on the way. Invariants: row i of every per-sample column belongs to sample i;
+`rollout_mask_sums` is computed here, before anything is split, so the loss cannot depend on the split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slime.algorithms.reduction import rollout_mask_sums
+from slime.scheduling.dp_schedule import DPSchedule
+from slime.utils.errors import UserError
+from slime.utils.packed_sample import PackedSample, pack_sample
+from slime.utils.ragged import RaggedArray
+from slime.utils.types import Sample
+
+if TYPE_CHECKING:
+    import torch
+
+TrainBatch = dict[str, Any]
+
+# Columns that every rank gets whole: lengths for scheduling and rewards for metrics over all samples.
+GLOBAL_COLUMNS = ("total_lengths", "raw_reward")
+_TOKEN_DTYPES = {"tokens": np.int64, "loss_masks": np.int32, "rollout_log_probs": np.float32}
+_REQUIRED = ("tokens", "response_lengths", "rewards", "raw_reward", "truncated", "sample_indices", "loss_masks")
+
+
+def build_train_batch(samples: Sequence[Sample], raw_rewards: Sequence[float], rewards: Sequence[float]) -> TrainBatch:
+    """Columns of `samples`; keys and dtypes as users' plug-ins see them.
+
+    Args:
+        raw_rewards: reward per sample before post-processing.
+        rewards: reward per sample after it.
+
+    Raises:
+        UserError: some samples have engine log-probs and others have none.
+    """
+    packed = [_pack(sample) for sample in samples]
+    _require_prompts(samples, packed)
+    masks = [
+        np.zeros_like(p.loss_mask) if s.remove_sample else p.loss_mask for s, p in zip(samples, packed, strict=True)
+    ]
+    batch: TrainBatch = {
+        "tokens": RaggedArray.from_rows([p.tokens for p in packed], np.int64),
+        "loss_masks": RaggedArray.from_rows(masks, np.int32),
+        "response_lengths": np.array([p.response_length for p in packed], dtype=np.int64),
+        "rewards": np.asarray(rewards, dtype=np.float32),
+        "raw_reward": np.asarray(raw_rewards, dtype=np.float64),
+        "truncated": np.array([s.status == Sample.Status.TRUNCATED for s in samples], dtype=np.int64),
+        "sample_indices": np.array([-1 if s.index is None else s.index for s in samples], dtype=np.int64),
+        "rollout_ids": execution_ids([s.rollout_id for s in samples]),
+    }
+    log_probs = _optional_rows(samples, [p.rollout_log_probs for p in packed], "rollout_log_probs")
+    if log_probs is not None:
+        batch["rollout_log_probs"] = RaggedArray.from_rows(log_probs, np.float32)
+    if any(s.train_metadata is not None for s in samples):
+        batch["metadata"] = [s.train_metadata or {} for s in samples]
+    return _complete(batch)
+
+
+def train_batch_from_columns(columns: dict[str, Any]) -> TrainBatch:
+    """A batch from a plug-in's dict of per-sample lists.
+
+    Raises:
+        UserError: a required column is missing or has another number of rows.
+    """
+    missing = [name for name in _REQUIRED if name not in columns]
+    if missing:
+        raise UserError(
+            f"--custom-convert-samples-to-train-data-path: the returned dict lacks {', '.join(missing)}; "
+            f"required are {', '.join(_REQUIRED)}"
+        )
+    rows = len(columns["tokens"])
+    wrong = {name: len(column) for name, column in columns.items() if len(column) != rows}
+    if wrong:
+        raise UserError(
+            f"--custom-convert-samples-to-train-data-path: `tokens` has {rows} rows, but "
+            + ", ".join(f"`{name}` has {count}" for name, count in wrong.items())
+        )
+    batch = dict(columns)
+    for name, dtype in _TOKEN_DTYPES.items():
+        if name in batch:
+            batch[name] = RaggedArray.from_rows([np.asarray(row, dtype) for row in batch[name]], dtype)
+    for name, dtype in (("response_lengths", np.int64), ("rewards", np.float32), ("raw_reward", np.float64)):
+        batch[name] = np.asarray(batch[name], dtype)
+    batch["rollout_ids"] = execution_ids(list(batch.get("rollout_ids", [None] * rows)))
+    return _complete(batch)
+
+
+def execution_ids(rollout_ids: Sequence[int | None]) -> np.ndarray:
+    """Own id of each sample's execution, or a fresh unique one where it has none; int64."""
+    fresh = max((int(i) for i in rollout_ids if i is not None), default=-1) + 1
+    filled = []
+    for rollout_id in rollout_ids:
+        filled.append(fresh if rollout_id is None else int(rollout_id))
+        fresh += rollout_id is None
+    return np.array(filled, dtype=np.int64)
+
+
+def split_for_data_parallel(batch: TrainBatch, schedule: DPSchedule) -> list[TrainBatch]:
+    """One shard per data-parallel rank: its rows of every column, plus its part of the schedule."""
+    return [_shard(batch, schedule, rank) for rank in range(len(schedule.partitions))]
+
+
+def to_tensors(shard: TrainBatch, device: torch.device) -> dict[str, Any]:
+    """A shard as the trainer and its plug-ins see it: per-token columns as lists with one tensor per sample.
+
+    `total_lengths` is cut to the shard's samples; `raw_reward` stays whole and `local_raw_reward` is added.
+    """
+    import torch
+
+    partition = shard["partition"]
+    data: dict[str, Any] = {}
+    for name, column in shard.items():
+        if isinstance(column, RaggedArray):
+            flat = torch.from_numpy(column.values.copy()).to(device)
+            data[name] = list(flat.split(column.lengths.tolist()))
+        elif isinstance(column, np.ndarray):
+            data[name] = column.tolist()
+        else:
+            data[name] = column
+    data["total_lengths"] = [data["total_lengths"][i] for i in partition]
+    data["local_raw_reward"] = [data["raw_reward"][i] for i in partition]
+    return data
+
+
+def _complete(batch: TrainBatch) -> TrainBatch:
+    batch["total_lengths"] = batch["tokens"].lengths
+    if "rollout_mask_sums" not in batch:
+        mask_sums = batch["loss_masks"].row_sums()
+        batch["rollout_mask_sums"] = rollout_mask_sums(mask_sums.tolist(), batch["rollout_ids"].tolist())
+    return batch
+
+
+def _pack(sample: Sample) -> PackedSample:
+    """The sample's arrays; one that failed before it had any token gets two tokens without loss, to keep its place."""
+    if sample.remove_sample and not sample.tokens:
+        nothing = np.zeros(1, np.int32)
+        return PackedSample(np.zeros(2, np.int64), nothing, np.zeros(1, np.float32), None)
+    return pack_sample(sample)
+
+
+def _require_prompts(samples: Sequence[Sample], packed: Sequence[PackedSample]) -> None:
+    for sample, arrays in zip(samples, packed, strict=True):
+        if arrays.response_length >= arrays.total_length:
+            raise UserError(
+                f"sample {sample.index} has {arrays.total_length} tokens, all of them in the response; its first token "
+                "cannot be predicted, so a sample needs at least one prompt token"
+            )
+
+
+def _optional_rows(samples: Sequence[Sample], rows: list[Any], field: str) -> list[np.ndarray] | None:
+    """`rows` when every sample has one, None when none has."""
+    # A sample without response tokens has nothing to be missing.
+    missing = [s.index for s, row in zip(samples, rows, strict=True) if row is None and s.response_length > 0]
+    if len(missing) == sum(s.response_length > 0 for s in samples):
+        return None
+    if missing:
+        raise UserError(
+            f"{len(missing)} of {len(samples)} samples have no `{field}` (sample indices {missing[:5]}); "
+            "a custom generate function must set it for all samples of a step or for none"
+        )
+    return [np.empty(0, np.float32) if row is None else row for row in rows]
+
+
+def _shard(batch: TrainBatch, schedule: DPSchedule, rank: int) -> TrainBatch:
+    partition = schedule.partitions[rank]
+    shard: TrainBatch = {
+        name: column if name in GLOBAL_COLUMNS else _take(column, partition) for name, column in batch.items()
+    }
+    shard["partition"] = partition
+    shard["micro_batch_indices"] = schedule.micro_batch_indices[rank]
+    shard["num_microbatches"] = schedule.num_microbatches
+    shard["global_batch_sizes"] = schedule.global_batch_sizes
+    return shard
+
+
+def _take(column: Any, rows: list[int]) -> Any:
+    if isinstance(column, RaggedArray):
+        return column.take(rows)
+    if isinstance(column, np.ndarray):
+        return column[rows]
+    return [column[row] for row in rows]

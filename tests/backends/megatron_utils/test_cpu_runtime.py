@@ -1,0 +1,200 @@
+"""Each lift is needed: without it, and only it, the wheel fails on CPU. If one of these tests fails, the installed
+megatron-core no longer makes that assumption and the lift can go."""
+
+import os
+import tempfile
+
+import pytest
+
+from slime.backends.megatron_utils import cpu_runtime
+from tests.support.distributed import run_distributed
+from tests.support.tiny_model import tiny_args, write_tiny_model
+
+TRAINING = {
+    "num_rollout": 1,
+    "rollout_batch_size": 1,
+    "n_samples_per_prompt": 1,
+    "global_batch_size": 1,
+    "optimizer": "adam",
+    "lr": 1e-3,
+    "lr_decay_style": "constant",
+    "weight_decay": 0.0,
+    "clip_grad": 1.0,
+    "log_num_zeros_in_grad": True,
+}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _check_imports():
+    import sys
+
+    import megatron.core.models.gpt
+    import megatron.core.optimizer  # noqa: F401
+
+    if "torch._dynamo" in sys.modules:
+        raise RuntimeError("importing megatron.core imported the compiler as well")
+
+
+def _check_seeds(args):
+    import torch
+
+    from tests.support import megatron_worker as megatron
+
+    drawn = set()
+    for args.seed in (1, 2):
+        megatron.start(args)
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        with get_cuda_rng_tracker().fork():
+            drawn.add(torch.rand(()).item())
+    if len(drawn) == 1:
+        raise RuntimeError("the seed has no effect")
+
+
+def _train(args):
+    """One packed training step with dropout and recomputation through Megatron's schedule."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from tests.support import megatron_worker as megatron
+
+    chunks = megatron.load_model(args)
+    from slime.backends.megatron_utils.optimizer import build_optimizer_and_scheduler
+
+    optimizer, _ = build_optimizer_and_scheduler(args, chunks)
+    config = chunks[0].config
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    sequences = [[1, 2, 3, 4], [5, 6]]
+
+    def forward_step(_, chunk):
+        logits = megatron.packed_forward(chunk, sequences)
+        return logits, lambda output: (megatron.next_token_loss(output, sequences), {})
+
+    chunks[0].train()
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=None,
+        model=chunks,
+        num_microbatches=1,
+        seq_length=6,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    optimizer.step()
+    return chunks, optimizer
+
+
+def _save_and_load(chunks, optimizer):
+    import torch
+    from megatron.core import dist_checkpointing
+
+    from tests.support import megatron_worker as megatron
+
+    with tempfile.TemporaryDirectory() as directory, torch.no_grad():
+        dist_checkpointing.save(megatron.sharded_state(chunks, optimizer, is_loading=False), directory)
+        loaded = dist_checkpointing.load(megatron.sharded_state(chunks, optimizer, is_loading=True), directory)
+        optimizer.load_state_dict(loaded["optimizer"])
+
+
+def _scenario(hf_dir, left_out):
+    """Everything that training needs of the wheel, without the lifts `left_out`."""
+    import torch.distributed as dist
+
+    cpu_runtime.install(without=frozenset(left_out))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    _check_imports()
+    options = {**TRAINING, **RECOMPUTE, "hidden_dropout": 0.1}
+    _check_seeds(tiny_args(hf_dir, **options))
+    _save_and_load(*_train(tiny_args(hf_dir, **options)))
+    for precision in ({"bf16": True}, {"fp16": True, "initial_loss_scale": 1.0}):
+        _train(tiny_args(hf_dir, **options, **precision))
+
+
+def _error_in_fork(function, *args):
+    """The last line of what `function` raised in a forked process, or None."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            function(*args)
+        except BaseException as error:
+            os.write(write, (f"{type(error).__name__}: {error}".splitlines()[0] or "error").encode()[:4000])
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        outcome = pipe.read().decode()
+    os.waitpid(child, 0)
+    return outcome or None
+
+
+def _run_each(hf_dir):
+    """{lift left out: its error or None}, for this rank's part of the lifts and for "", none left out. Forked after torch
+    and before megatron.core is imported: quick and clean."""
+    import torch  # noqa: F401
+
+    mine = ["", *cpu_runtime.lift_names()][int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
+    return {lift: _error_in_fork(_scenario, hf_dir, [lift]) for lift in mine}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("hf")
+    write_tiny_model(directory, vocab_size=40, layers=1)
+    first, second = run_distributed(_run_each, 2, (str(directory),), timeout=300)
+    return {**first, **second}
+
+
+def test_with_all_lifts_the_wheel_trains_saves_and_loads(outcomes):
+    assert outcomes[""] is None
+
+
+@pytest.mark.parametrize("lift", cpu_runtime.lift_names())
+def test_the_wheel_fails_without_the_lift(outcomes, lift):
+    assert outcomes[lift] is not None
+
+
+def _look_at_torch():
+    import sys
+
+    import torch
+
+    original = (torch.zeros, torch.compile, torch.Tensor.type, torch.cuda.current_device, torch.cuda.synchronize)
+    cpu_runtime.install()
+    finders = list(sys.meta_path)
+    cpu_runtime.install()
+    idempotent = sys.meta_path == finders
+    import megatron.core.tensor_parallel as tensor_parallel
+
+    seen = (torch.zeros, torch.compile, torch.Tensor.type, torch.cuda.current_device, torch.cuda.synchronize)
+    return seen == original, idempotent, tensor_parallel.random.torch.cuda.current_device().type
+
+
+def test_only_megatron_sees_the_lifts():
+    ((torch_unchanged, idempotent, device),) = run_distributed(_look_at_torch, 1)
+    assert torch_unchanged
+    assert idempotent
+    assert device == "cpu"
+
+
+def _install_with_cuda():
+    import sys
+
+    before = list(sys.meta_path)
+    cpu_runtime.install()
+    return sys.meta_path == before
+
+
+def test_does_nothing_where_the_accelerator_is_cuda():
+    assert run_distributed(_install_with_cuda, 1, env={"SLIME_ACCELERATOR": "cuda"}) == [True]
+
+
+def _install_too_late():
+    import megatron.core  # noqa: F401
+
+    with pytest.raises(RuntimeError, match="before megatron.core is imported"):
+        cpu_runtime.install()
+
+
+def test_refuses_to_come_after_megatron():
+    run_distributed(_install_too_late, 1)

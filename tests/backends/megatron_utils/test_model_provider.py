@@ -1,0 +1,189 @@
+"""The model against transformers: the same weights give the same logits and gradients in every layout."""
+
+import torch
+import torch.nn.functional as F
+
+from slime.utils.errors import UserError
+from tests.support.distributed import run_distributed
+from tests.support.tiny_model import tiny_args, write_tiny_model
+
+VOCABULARY = 131
+LENGTHS = (7, 16, 33, 2, 6)
+MODELS = {
+    "qwen3-untied": {"model_type": "qwen3", "tied": False},
+    "qwen3-tied": {"model_type": "qwen3", "tied": True},
+    "qwen2-tied": {"model_type": "qwen2", "tied": True, "head_dim": 8},
+}
+
+
+def _sequences():
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def _reference(model, sequences):
+    """Logits [tokens, vocabulary] and gradients of the summed next-token loss, by transformers."""
+    logits = [model(torch.tensor([sequence])).logits[0] for sequence in sequences]
+    losses = [
+        F.cross_entropy(rows[:-1], torch.tensor(sequence[1:]), reduction="sum")
+        for rows, sequence in zip(logits, sequences, strict=True)
+    ]
+    sum(losses).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return torch.cat(logits).detach(), gradients
+
+
+def _logits_and_gradients(directories, sequences, overrides):
+    from tests.support import megatron_worker as megatron
+
+    results = {}
+    for name, directory in directories.items():
+        args = tiny_args(directory, **overrides)
+        chunks = megatron.load_model(args)
+        chunks[0].train()
+        logits = megatron.packed_forward(chunks[0], sequences)
+        whole = megatron.gather_vocabulary(logits)
+        # Megatron's cross entropy writes over its logits.
+        megatron.next_token_loss(logits, sequences).backward()
+        from megatron.core.distributed import finalize_model_grads
+
+        finalize_model_grads(chunks)
+        results[name] = (whole, megatron.hf_gradients(args, chunks))
+    return results
+
+
+def _run_layouts(directories, sequences, layouts):
+    return [_logits_and_gradients(directories, sequences, layout) for layout in layouts]
+
+
+def _write_models(tmp_path):
+    models = {name: write_tiny_model(tmp_path / name, vocab_size=VOCABULARY, **how) for name, how in MODELS.items()}
+    return models, {name: str(tmp_path / name) for name in models}
+
+
+def _compare(results, references):
+    for name, (logits, gradients) in results.items():
+        expected_logits, expected_gradients = references[name]
+        torch.testing.assert_close(logits[:, :VOCABULARY], expected_logits, rtol=0, atol=5e-6)
+        assert (logits[:, VOCABULARY:] < -1e8).all(), "padding rows of the vocabulary must not enter a softmax"
+        # A tied head has no tensor of its own: its gradient is part of the embedding's.
+        assert set(gradients) == set(expected_gradients)
+        for hf_name, gradient in gradients.items():
+            expected = expected_gradients[hf_name]
+            scale = expected.abs().max().item()
+            assert (gradient - expected).abs().max().item() <= 2e-5 * max(scale, 1e-3), (name, hf_name)
+
+
+def test_logits_and_gradients_equal_transformers_in_every_layout(tmp_path):
+    models, directories = _write_models(tmp_path)
+    sequences = _sequences()
+    references = {name: _reference(model, sequences) for name, model in models.items()}
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    (single,) = run_distributed(_run_layouts, 1, (directories, sequences, [{}, recompute]))
+    for results in single:
+        _compare(results, references)
+    parallel = [
+        {"tensor_model_parallel_size": 2},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    ]
+    for results_of_rank in run_distributed(_run_layouts, 2, (directories, sequences, parallel)):
+        for results in results_of_rank:
+            _compare(results, references)
+
+
+def _isolation(directory, sequences):
+    from tests.support import megatron_worker as megatron
+
+    args = tiny_args(directory)
+    chunks = megatron.load_model(args)
+    with torch.no_grad():
+        packed = megatron.packed_forward(chunks[0], sequences)
+        alone = torch.cat([megatron.packed_forward(chunks[0], [sequence]) for sequence in sequences])
+        others = [sequences[0], [token ^ 1 for token in sequences[1]], *sequences[2:]]
+        changed = megatron.packed_forward(chunks[0], others)
+    return packed, alone, changed
+
+
+def test_l20_packed_samples_do_not_see_each_other(tmp_path):
+    write_tiny_model(tmp_path, vocab_size=VOCABULARY)
+    sequences = _sequences()
+    ((packed, alone, changed),) = run_distributed(_isolation, 1, (str(tmp_path), sequences))
+    torch.testing.assert_close(packed, alone, rtol=0, atol=2e-6)
+    # With another second sequence every other sequence keeps its logits to the last bit.
+    start, end = LENGTHS[0], LENGTHS[0] + LENGTHS[1]
+    assert torch.equal(packed[:start], changed[:start])
+    assert torch.equal(packed[end:], changed[end:])
+    assert not torch.equal(packed[start:end], changed[start:end])
+
+
+def _random_start(directory, layouts):
+    from tests.support import megatron_worker as megatron
+
+    weights = []
+    for layout in layouts:
+        args = tiny_args(directory, padded_vocab_size=144, **layout)
+        megatron.start(args)
+        from slime.backends.megatron_utils.hf_conversion import iter_hf_named_tensors
+        from slime.backends.megatron_utils.model_provider import setup_model
+
+        before = torch.get_rng_state()
+        chunks = setup_model(args)
+        undisturbed = torch.equal(before, torch.get_rng_state())
+        weights.append({name: tensor.clone() for name, tensor in iter_hf_named_tensors(args, chunks)})
+    return weights, undisturbed
+
+
+def test_random_weights_depend_on_the_seed_only(tmp_path):
+    write_tiny_model(tmp_path, vocab_size=VOCABULARY)
+    layouts = [{}, {"tensor_model_parallel_size": 2}, {"seed": 5}]
+    for (single, parallel, other_seed), undisturbed in run_distributed(_random_start, 2, (str(tmp_path), layouts)):
+        assert undisturbed
+        assert all(torch.equal(single[name], parallel[name]) for name in single)
+        name = "model.layers.0.mlp.down_proj.weight"
+        assert not torch.equal(single[name], other_seed[name])
+
+
+def _configuration(directory):
+    from slime.backends.megatron_utils import cpu_runtime
+
+    cpu_runtime.install()
+    from slime.backends.megatron_utils.model_provider import build_transformer_config
+
+    args = tiny_args(
+        directory, bf16=True, num_query_groups=1, rotary_interleaved=False, recompute_granularity="selective"
+    )
+    config = build_transformer_config(args)
+    args.group_query_attention = False
+    without_groups = build_transformer_config(args).num_query_groups
+    del args.hidden_dropout
+    args.fp8_format = "hybrid"
+    try:
+        build_transformer_config(args)
+        refusal = None
+    except UserError as error:
+        refusal = str(error)
+    shown = {
+        name: getattr(config, name)
+        for name in ("hidden_dropout", "layernorm_epsilon", "num_query_groups", "gated_linear_unit", "add_bias_linear",
+                     "params_dtype", "recompute_granularity", "transformer_impl", "kv_channels")
+    }  # fmt: skip
+    return shown, config.activation_func is F.silu, without_groups, refusal
+
+
+def test_configuration_follows_the_flags(tmp_path):
+    write_tiny_model(tmp_path)
+    ((config, silu, groups_without_gqa, refusal),) = run_distributed(_configuration, 1, (str(tmp_path),))
+    assert config == {
+        "hidden_dropout": 0.0,
+        "layernorm_epsilon": 1e-6,
+        "num_query_groups": 1,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "params_dtype": torch.bfloat16,
+        "recompute_granularity": "selective",
+        "transformer_impl": "local",
+        "kv_channels": 16,
+    }
+    assert silu
+    assert groups_without_gqa == 4
+    assert "--fp8-format hybrid" in refusal

@@ -1,0 +1,230 @@
+"""Optimizer and schedule: sharded over ranks they do what torch.optim.AdamW does on one, and they resume."""
+
+import copy
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.distributed import run_distributed
+from tests.support.tiny_model import tiny_args, write_tiny_model
+
+VOCABULARY = 131
+GLOBAL_BATCH_SIZE = 4
+STEPS = 4
+SCHEDULE = {
+    "num_rollout": 10,
+    "rollout_batch_size": 2,
+    "n_samples_per_prompt": 2,
+    "global_batch_size": GLOBAL_BATCH_SIZE,
+    "optimizer": "adam",
+    "lr": 3e-3,
+    "min_lr": 1e-4,
+    "lr_decay_style": "cosine",
+    "lr_warmup_iters": 2,
+    "lr_warmup_fraction": None,
+    "lr_decay_iters": None,
+    "weight_decay": 0.1,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.98,
+    "adam_eps": 1e-8,
+    "clip_grad": 1.0,
+}
+
+
+def _sequences():
+    generator = torch.Generator().manual_seed(3)
+    lengths = (16, 40, 8, 24)
+    return [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+def _learning_rate(step):
+    """Linear warmup over 2 steps, then cosine from 3e-3 to 1e-4 up to step 10."""
+    if step <= 2:
+        return 3e-3 * step / 2
+    return 1e-4 + (3e-3 - 1e-4) * 0.5 * (1 + math.cos(math.pi * (step - 2) / 8))
+
+
+def _reference(model):
+    """Gradient norms per step and the weights after all steps, by transformers and torch.optim.AdamW."""
+    decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    plain = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), eps=1e-8)
+    sequences = _sequences()
+    tokens = sum(len(sequence) - 1 for sequence in sequences)
+    norms = []
+    for step in range(STEPS):
+        losses = [
+            F.cross_entropy(model(torch.tensor([s])).logits[0, :-1], torch.tensor(s[1:]), reduction="sum")
+            for s in sequences
+        ]
+        optimizer.zero_grad()
+        (sum(losses) / tokens).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        for group in optimizer.param_groups:
+            group["lr"] = _learning_rate(step)
+        optimizer.step()
+    return norms, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def _start_training(args):
+    from tests.support import megatron_worker as megatron
+
+    chunks = megatron.load_model(args)
+    from slime.backends.megatron_utils.optimizer import build_optimizer_and_scheduler
+
+    return chunks, *build_optimizer_and_scheduler(args, chunks)
+
+
+def _train(chunks, optimizer, scheduler, steps):
+    """(gradient norm, learning rate used) per step; each data-parallel rank takes its share of the sequences."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import finalize_model_grads
+
+    from tests.support import megatron_worker as megatron
+
+    rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    sequences = _sequences()
+    tokens = sum(len(sequence) - 1 for sequence in sequences)
+    history = []
+    for _ in range(steps):
+        chunks[0].zero_grad_buffer()
+        optimizer.zero_grad()
+        mine = sequences[rank::size]
+        loss = megatron.next_token_loss(megatron.packed_forward(chunks[0], mine), mine)
+        (loss / tokens * size).backward()
+        finalize_model_grads(chunks)
+        learning_rate = optimizer.param_groups[0]["lr"]
+        _, norm, _ = optimizer.step()
+        scheduler.step(increment=GLOBAL_BATCH_SIZE)
+        history.append((float(norm), learning_rate))
+    return history
+
+
+def _export(args, chunks):
+    from slime.backends.megatron_utils.hf_conversion import iter_hf_named_tensors
+
+    return {name: tensor.clone() for name, tensor in iter_hf_named_tensors(args, chunks)}
+
+
+def _save_then_load_into_fresh_ones(args, directory, training):
+    """Save after half of the steps and train on from the saved state with new objects."""
+    from pathlib import Path
+
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing
+
+    from slime.backends.megatron_utils.model_provider import unwrap_model
+    from tests.support import megatron_worker as megatron
+
+    chunks, optimizer, scheduler = training
+    if dist.get_rank() == 0:
+        Path(directory).mkdir()
+    dist.barrier()
+    dist_checkpointing.save(megatron.sharded_state(chunks, optimizer, is_loading=False), directory)
+    schedule = copy.deepcopy(scheduler.state_dict())
+
+    args.num_rollout = 20  # a longer run: Megatron would refuse the other length of the schedule
+    args.lr_decay_iters = 10
+    chunks, optimizer, scheduler = _start_training(args)
+    with torch.no_grad():
+        state = dist_checkpointing.load(megatron.sharded_state(chunks, optimizer, is_loading=True), directory)
+        unwrap_model(chunks[0]).load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    scheduler.load_state_dict(schedule)
+    return chunks, optimizer, scheduler
+
+
+def _worker(hf_dir, layouts, checkpoint):
+    results = []
+    for layout in layouts:
+        args = tiny_args(hf_dir, **SCHEDULE, **layout)
+        training = _start_training(args)
+        history = _train(*training, STEPS)
+        results.append((history, _export(args, training[0])))
+
+    args = tiny_args(hf_dir, **SCHEDULE, **layouts[-1])
+    training = _start_training(args)
+    history = _train(*training, STEPS // 2)
+    training = _save_then_load_into_fresh_ones(args, checkpoint, training)
+    history += _train(*training, STEPS - STEPS // 2)
+    resumed = (history, _export(args, training[0]))
+    return results, resumed
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layouts"),
+    [
+        (1, [{}]),
+        (2, [{"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"use_distributed_optimizer": False}, {}]),
+    ],
+    ids=["one rank", "two ranks"],
+)
+def test_training_equals_adamw_and_resumes_bitwise(tmp_path, world_size, layouts):
+    norms, weights = _reference(write_tiny_model(tmp_path / "hf", vocab_size=VOCABULARY))
+    arguments = (str(tmp_path / "hf"), layouts, str(tmp_path / "checkpoint"))
+    for results, resumed in run_distributed(_worker, world_size, arguments):
+        for history, trained in results:
+            for step, (norm, learning_rate) in enumerate(history):
+                assert norm == pytest.approx(norms[step], rel=1e-5)
+                assert learning_rate == pytest.approx(_learning_rate(step), abs=1e-12)
+            for name, expected in weights.items():
+                torch.testing.assert_close(trained[name], expected, rtol=0, atol=2e-5, msg=name)
+        history, trained = results[-1]
+        assert resumed[0] == history
+        assert all(torch.equal(resumed[1][name], trained[name]) for name in trained)
+
+
+def _bfloat16_worker(hf_dir):
+    args = tiny_args(hf_dir, bf16=True, **SCHEDULE)
+    training = _start_training(args)
+    history = _train(*training, STEPS)
+    return history, _export(args, training[0])
+
+
+def test_bfloat16_stays_near_float32(tmp_path):
+    norms, weights = _reference(write_tiny_model(tmp_path / "hf", vocab_size=VOCABULARY))
+    ((history, trained),) = run_distributed(_bfloat16_worker, 1, (str(tmp_path / "hf"),))
+    assert [norm for norm, _ in history] == pytest.approx(norms, rel=0.05)
+    for name, expected in weights.items():
+        assert trained[name].dtype == torch.bfloat16
+        torch.testing.assert_close(trained[name].float(), expected, rtol=0.02, atol=0.02, msg=name)
+
+
+def _schedule_worker():
+    from slime.backends.megatron_utils import cpu_runtime
+
+    cpu_runtime.install()
+    from slime.backends.megatron_utils.optimizer import _build_scheduler, build_optimizer_config, train_iterations
+
+    def scheduler(**changes):
+        args = SimpleNamespace(**{**SCHEDULE, "bf16": False, "fp16": False, **changes})
+        return _build_scheduler(args, SimpleNamespace(param_groups=[{"wd_mult": 0.5}, {}]))
+
+    found = {
+        "iterations": train_iterations(SimpleNamespace(**{**SCHEDULE, "global_batch_size": 3})),
+        "fraction": scheduler(lr_warmup_fraction=0.3).lr_warmup_steps,
+        "decay_iterations": scheduler(lr_decay_iters=7).lr_decay_steps,
+        "weight_decay": [group["weight_decay"] for group in scheduler().optimizer.param_groups],
+        "no_minimum": build_optimizer_config(SimpleNamespace(lr=1.0, min_lr=None)).min_lr,
+    }
+    for name, changes in (("empty", {"num_rollout": 0}), ("warmup", {"lr_warmup_iters": 10})):
+        try:
+            scheduler(**changes)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_schedule_counts_rollouts():
+    (found,) = run_distributed(_schedule_worker, 1)
+    assert found["iterations"] == 10 * 2 * 2 // 3
+    assert found["fraction"] == 12  # .3 of 10 iterations of 4 rollouts
+    assert found["decay_iterations"] == 28
+    assert found["weight_decay"] == [0.05, 0.1]
+    assert found["no_minimum"] == 0.0
+    assert "--num-rollout 0" in found["empty"]
+    assert "--lr-warmup-iters" in found["warmup"]

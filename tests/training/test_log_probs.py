@@ -1,0 +1,227 @@
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from slime.training.log_probs import calculate_log_probs_and_entropy
+
+VOCAB_SIZE = 37
+
+
+def random_case(token_count=23, vocab_size=VOCAB_SIZE, scale=3.0, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(token_count, vocab_size, generator=generator) * scale).to(dtype)
+    tokens = torch.randint(vocab_size, (token_count,), generator=generator)
+    weights = torch.randn(2, token_count, generator=generator)
+    return logits, tokens, weights
+
+
+def reference(logits, tokens, weights, temperature=1.0, entropy_grad=True):
+    """Log-probs, entropy and gradient of their weighted sum in float64 by torch's own operators."""
+    logits = logits.double().requires_grad_()
+    all_log_probs = torch.log_softmax(logits / temperature, dim=-1)
+    log_probs = all_log_probs.gather(1, tokens[:, None])[:, 0]
+    probabilities = all_log_probs.exp()
+    entropy = -torch.where(probabilities > 0, probabilities * all_log_probs, 0.0).sum(-1)
+    total = (log_probs * weights[0]).sum()
+    if entropy_grad:
+        total = total + (entropy * weights[1]).sum()
+    total.backward()
+    return log_probs.detach(), entropy.detach(), logits.grad
+
+
+def fused(logits, tokens, weights, **kwargs):
+    logits = logits.clone().requires_grad_()
+    log_probs, entropy = calculate_log_probs_and_entropy(logits, tokens, None, with_entropy=True, **kwargs)
+    total = (log_probs * weights[0]).sum()
+    if entropy.requires_grad:
+        total = total + (entropy * weights[1]).sum()
+    total.backward()
+    return log_probs.detach(), entropy.detach(), logits.grad
+
+
+@pytest.mark.parametrize(
+    ("temperature", "expected", "expected_entropy"),
+    [
+        (1.0, [-0.440189699, -1.440189699, -2.440189699, -3.440189699], 0.947536964),
+        (0.5, [-0.145077939, -2.145077939, -4.145077939, -6.145077939], 0.455428623),
+        (2.0, [-0.787338672, -1.287338672, -1.787338672, -2.287338672], 1.245050427),
+    ],
+)
+def test_four_logits(temperature, expected, expected_entropy):
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]] * 4)
+    log_probs, entropy = calculate_log_probs_and_entropy(
+        logits, torch.arange(4), None, with_entropy=True, temperature=temperature
+    )
+    assert log_probs.tolist() == pytest.approx(expected, abs=1e-6)
+    assert entropy.tolist() == pytest.approx([expected_entropy] * 4, abs=1e-6)
+    assert log_probs.dtype == entropy.dtype == torch.float32
+
+
+@pytest.mark.parametrize("chunk_size", [-1, 0, 1, 5, 23, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_values_and_gradients_equal_the_unfused_reference(chunk_size, temperature, entropy_grad):
+    case = random_case()
+    expected = reference(*case, temperature=temperature, entropy_grad=entropy_grad)
+    actual = fused(*case, temperature=temperature, with_entropy_grad=entropy_grad, chunk_size=chunk_size)
+    for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
+        torch.testing.assert_close(actual_tensor.double(), expected_tensor, atol=2e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_half_precision_logits_lose_nothing_but_the_rounding_of_the_gradient(dtype, temperature):
+    logits, tokens, weights = random_case(dtype=dtype)
+    log_probs, entropy, gradient = fused(logits, tokens, weights, temperature=temperature, chunk_size=4)
+    expected_log_probs, expected_entropy, expected_gradient = reference(logits, tokens, weights, temperature)
+    torch.testing.assert_close(log_probs.double(), expected_log_probs, atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(entropy.double(), expected_entropy, atol=2e-6, rtol=1e-6)
+    assert gradient.dtype == dtype
+    torch.testing.assert_close(gradient.double(), expected_gradient, atol=1e-5, rtol=torch.finfo(dtype).eps)
+
+
+def test_entropy_is_a_constant_without_its_gradient_and_absent_unless_asked_for():
+    logits, tokens, _ = random_case()
+    logits.requires_grad_()
+    _, entropy = calculate_log_probs_and_entropy(logits, tokens, None, with_entropy=True, with_entropy_grad=False)
+    assert not entropy.requires_grad
+    log_probs, entropy = calculate_log_probs_and_entropy(logits, tokens, None)
+    assert entropy is None
+    assert log_probs.requires_grad
+
+
+def test_either_output_alone_may_carry_the_gradient():
+    logits, tokens, weights = random_case()
+    for position in range(2):
+        only = torch.zeros_like(weights)
+        only[position] = weights[position]
+        leaf = logits.clone().requires_grad_()
+        outputs = calculate_log_probs_and_entropy(leaf, tokens, None, with_entropy=True)
+        (outputs[position] * weights[position]).sum().backward()
+        torch.testing.assert_close(leaf.grad.double(), reference(logits, tokens, only)[2], atol=2e-6, rtol=1e-6)
+
+
+def test_the_logits_are_not_changed():
+    logits, tokens, weights = random_case()
+    leaf = logits.clone().requires_grad_()
+    log_probs, entropy = calculate_log_probs_and_entropy(leaf, tokens, None, with_entropy=True, temperature=0.5)
+    (log_probs.sum() + entropy.sum()).backward()
+    assert torch.equal(leaf.detach(), logits)
+
+
+def test_nothing_of_full_size_but_the_logits_is_kept_for_backward():
+    logits, tokens, _ = random_case(dtype=torch.bfloat16)
+    logits.requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        calculate_log_probs_and_entropy(logits, tokens, None, with_entropy=True, temperature=0.5)
+    full_size = [tensor for tensor in kept if tensor.numel() >= logits.numel()]
+    assert [tensor.data_ptr() for tensor in full_size] == [logits.data_ptr()]
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_no_tokens_give_empty_results_with_a_gradient_path(with_entropy):
+    logits = torch.zeros(0, VOCAB_SIZE, requires_grad=True)
+    log_probs, entropy = calculate_log_probs_and_entropy(
+        logits, torch.zeros(0, dtype=torch.int64), None, with_entropy=with_entropy
+    )
+    assert log_probs.shape == (0,)
+    total = log_probs.sum() + (entropy.sum() if with_entropy else 0.0)
+    total.backward()
+    assert logits.grad.shape == (0, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_impossible_tokens_have_no_probability_and_no_gradient(temperature):
+    logits, tokens, weights = random_case()
+    padded = torch.cat([logits, torch.full((len(tokens), 5), -math.inf)], dim=1)
+    expected = fused(logits, tokens, weights, temperature=temperature)
+    actual = fused(padded, tokens, weights, temperature=temperature)
+    torch.testing.assert_close(actual[0], expected[0], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(actual[1], expected[1], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(actual[2][:, :VOCAB_SIZE], expected[2], atol=1e-6, rtol=1e-6)
+    assert (actual[2][:, VOCAB_SIZE:] == 0).all()
+
+
+def test_large_logits_do_not_overflow():
+    logits = torch.tensor([[30000.0, 29999.0, -30000.0]])
+    log_probs, entropy = calculate_log_probs_and_entropy(logits, torch.tensor([1]), None, with_entropy=True)
+    probability = 1 / (1 + math.e)
+    assert log_probs.item() == pytest.approx(math.log(probability), abs=1e-6)
+    expected_entropy = -probability * math.log(probability) - (1 - probability) * math.log(1 - probability)
+    assert entropy.item() == pytest.approx(expected_entropy, abs=1e-6)
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB_SIZE])
+def test_a_token_outside_the_vocabulary_gets_log_prob_minus_infinity(token):
+    logits, tokens, _ = random_case()
+    tokens[3] = token
+    log_probs, _ = calculate_log_probs_and_entropy(logits, tokens, None)
+    assert log_probs[3] == -math.inf
+    assert torch.isfinite(log_probs[:3]).all()
+
+
+def test_a_column_slice_of_wider_logits_is_accepted():
+    logits, tokens, weights = random_case(vocab_size=64)
+    tokens %= 50
+    leaf = logits.clone().requires_grad_()
+    log_probs, _ = calculate_log_probs_and_entropy(leaf[:, :50], tokens, None)
+    (log_probs * weights[0]).sum().backward()
+    expected, _, gradient = reference(logits[:, :50], tokens, weights, entropy_grad=False)
+    torch.testing.assert_close(log_probs.detach().double(), expected, atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(leaf.grad[:, :50].double(), gradient, atol=2e-6, rtol=1e-6)
+    assert (leaf.grad[:, 50:] == 0).all()
+
+
+def test_wrong_shapes_and_temperatures_are_errors():
+    logits, tokens, _ = random_case()
+    with pytest.raises(ValueError, match=r"\(23, 37\) and \(22,\)"):
+        calculate_log_probs_and_entropy(logits, tokens[1:], None)
+    with pytest.raises(ValueError, match="temperature must be positive, got 0"):
+        calculate_log_probs_and_entropy(logits, tokens, None, temperature=0.0)
+
+
+def compute_on_rank(rank: int, world_size: int, directory: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size)
+    for name, options in PARALLEL_CASES.items():
+        logits, tokens, weights = random_case(vocab_size=1000, scale=1.0)
+        local_logits = logits.chunk(world_size, dim=1)[rank].clone().requires_grad_()
+        log_probs, entropy = calculate_log_probs_and_entropy(
+            local_logits, tokens, dist.group.WORLD, with_entropy=True, **options
+        )
+        (log_probs * weights[0] + (entropy * weights[1] if entropy.requires_grad else 0.0)).sum().backward()
+        torch.save([log_probs.detach(), entropy.detach(), local_logits.grad], f"{directory}/{name}-{rank}.pt")
+    empty, _ = calculate_log_probs_and_entropy(
+        torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), dist.group.WORLD, with_entropy=True
+    )
+    outside, _ = calculate_log_probs_and_entropy(torch.zeros(1, 4), torch.tensor([8]), dist.group.WORLD)
+    torch.save([empty, outside], f"{directory}/edges-{rank}.pt")
+    dist.destroy_process_group()
+
+
+PARALLEL_CASES = {
+    "plain": {},
+    "chunked": {"chunk_size": 5, "temperature": 0.7},
+    "constant_entropy": {"with_entropy_grad": False},
+}
+
+
+def test_a_vocabulary_in_two_processes_gives_what_one_gives(tmp_path: Path):
+    mp.start_processes(compute_on_rank, args=(2, str(tmp_path)), nprocs=2, start_method="spawn")
+    for name, options in PARALLEL_CASES.items():
+        expected = fused(*random_case(vocab_size=1000, scale=1.0), **options)
+        ranks = [torch.load(tmp_path / f"{name}-{rank}.pt", weights_only=True) for rank in range(2)]
+        for position in range(2):
+            assert torch.equal(ranks[0][position], ranks[1][position])
+            torch.testing.assert_close(ranks[0][position], expected[position], atol=1e-6, rtol=0)
+        gradient = torch.cat([rank[2] for rank in ranks], dim=1)
+        torch.testing.assert_close(gradient, expected[2], atol=1e-6, rtol=0)
+    for rank in range(2):
+        empty, outside = torch.load(tmp_path / f"edges-{rank}.pt", weights_only=True)
+        assert empty.shape == (0,)
+        assert outside.item() == -math.inf

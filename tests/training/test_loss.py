@@ -1,0 +1,102 @@
+"""Terms of the loss that the numeric test of the whole step does not reach."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slime.training.loss import loss_function
+from slime.training.packed_stream import pack_stream
+from slime.utils.errors import UserError
+from tests.support.grpo_batch import objective_args
+
+VOCABULARY = 7
+
+
+def micro_batch(**columns):
+    tokens = [torch.tensor([1, 2, 3, 4]), torch.tensor([5, 6, 0])]
+    batch = {
+        "tokens": tokens, "total_lengths": [4, 3], "response_lengths": [2, 1], "rollout_mask_sums": [2.0, 1.0],
+        "loss_masks": [torch.tensor([1, 1]), torch.tensor([1])],
+        "advantages": [torch.tensor([1.0, 1.0]), torch.tensor([-1.0])],
+        "ref_log_probs": [torch.zeros(2), torch.zeros(1)], "stream": pack_stream(tokens, [2, 1], 4), **columns,
+    }  # fmt: skip
+    return batch
+
+
+def logits(seed=0):
+    return torch.randn(8, VOCABULARY, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def expected_log_probs(values, temperature):
+    log_probs = torch.log_softmax(values / temperature, -1)
+    return torch.stack([log_probs[1, 3], log_probs[2, 4], log_probs[5, 0]])
+
+
+def test_without_old_log_probs_the_ratio_is_one():
+    args = objective_args(entropy_coef=0.0, use_kl_loss=False)
+    loss, metrics = loss_function(args, micro_batch(), logits(), None)
+    assert float(loss) == pytest.approx(-1.0 + 1.0)
+    assert float(metrics["ppo_kl"]) == 0 and float(metrics["pg_clipfrac"]) == 0
+
+
+def test_engine_log_probs_are_the_old_ones_on_demand():
+    args = objective_args(use_rollout_logprobs=True, entropy_coef=0.0, use_kl_loss=False)
+    values = logits()
+    rollout = [torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])]
+    _, metrics = loss_function(args, micro_batch(rollout_log_probs=rollout), values, None)
+    difference = expected_log_probs(values, 0.7) - torch.cat(rollout)
+    assert float(metrics["ppo_kl"]) == pytest.approx(float(-(difference[:2].mean() + difference[2])), abs=1e-5)
+    total = difference.abs()
+    assert float(metrics["train_rollout_logprob_abs_diff"]) == pytest.approx(
+        float(total[:2].mean() + total[2]), abs=1e-5
+    )
+
+
+def test_sft_is_the_negative_log_likelihood_per_token():
+    args = objective_args(loss_type="sft_loss", calculate_per_token_loss=True, rollout_temperature=1.0)
+    values = logits()
+    loss, _ = loss_function(args, micro_batch(), values, None)
+    assert float(loss) == pytest.approx(float(-expected_log_probs(values, 1.0).sum()), abs=1e-5)
+
+
+def test_unbiased_kl_weights_by_the_ratio():
+    old = [torch.tensor([-1.2, -1.2]), torch.tensor([-1.2])]
+    values = logits()
+    _, metrics = loss_function(objective_args(use_unbiased_kl=True), micro_batch(log_probs=old), values, None)
+    log_probs = expected_log_probs(values, 0.7)
+    kl = torch.exp(log_probs + 1.2) * (torch.exp(-log_probs) - 1 + log_probs)
+    assert float(metrics["kl_loss"]) == pytest.approx(float(kl[:2].mean() + kl[2]), rel=1e-4)
+
+
+def constant_length_reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    return lambda values: values.sum() / 100
+
+
+def test_custom_reducer_acts_on_the_policy_gradient_only():
+    args = objective_args(custom_pg_loss_reducer_function_path=f"{__file__}:constant_length_reducer")
+    default = loss_function(objective_args(), micro_batch(), logits(), None)[1]
+    custom = loss_function(args, micro_batch(), logits(), None)[1]
+    assert float(custom["pg_loss"]) == pytest.approx(-0.01)
+    assert float(custom["kl_loss"]) == float(default["kl_loss"])
+
+
+def squared_logits(args, batch, values, sum_of_sample_mean):
+    rows = batch["stream"].responses((values**2).mean(-1))
+    return sum_of_sample_mean(rows), {"mine": rows.sum()}
+
+
+def no_tuple(args, batch, values, sum_of_sample_mean):
+    return values.sum()
+
+
+def test_custom_loss():
+    args = objective_args(loss_type="custom_loss", custom_loss_function_path=f"{__file__}:squared_logits")
+    values = logits()
+    loss, metrics = loss_function(args, micro_batch(), values, None)
+    rows = (values**2).mean(-1)
+    assert float(loss) == pytest.approx(float((rows[1] + rows[2]) / 2 + rows[5]), rel=1e-5)
+    assert set(metrics) == {"loss", "mine"}
+    args = SimpleNamespace(**{**vars(args), "custom_loss_function_path": f"{__file__}:no_tuple"})
+    with pytest.raises(UserError, match="--custom-loss-function-path .* returned Tensor"):
+        loss_function(args, micro_batch(), logits(), None)

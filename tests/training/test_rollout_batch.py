@@ -1,0 +1,101 @@
+import numpy as np
+import pytest
+import torch
+
+from slime.scheduling.dp_schedule import DPSchedule
+from slime.training.rollout_batch import (
+    build_train_batch,
+    execution_ids,
+    split_for_data_parallel,
+    to_tensors,
+    train_batch_from_columns,
+)
+from slime.utils.errors import UserError
+from slime.utils.types import Sample
+
+
+def sample(index, prompt=2, response=3, **fields):
+    made = Sample(index=index, group_index=0, tokens=list(range(prompt + response)), response_length=response)
+    made.status = Sample.Status.COMPLETED
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+def build(samples):
+    return build_train_batch(samples, [1.0] * len(samples), [0.5] * len(samples))
+
+
+def test_columns_have_the_documented_types():
+    batch = build([sample(0, rollout_log_probs=[-1.0, -2.0, -3.0]), sample(1, response=1, rollout_log_probs=[-4.0])])
+    assert batch["tokens"].values.dtype == np.int64 and batch["tokens"].lengths.tolist() == [5, 3]
+    assert batch["loss_masks"].values.dtype == np.int32
+    assert batch["rollout_log_probs"].values.tolist() == [-1, -2, -3, -4]
+    assert batch["rollout_log_probs"].values.dtype == batch["rewards"].dtype == np.float32
+    assert batch["total_lengths"].tolist() == [5, 3] and batch["response_lengths"].tolist() == [3, 1]
+
+
+def test_removed_sample_gets_a_zero_mask():
+    batch = build([sample(0, remove_sample=True), sample(1)])
+    assert batch["loss_masks"][0].tolist() == [0, 0, 0] and batch["loss_masks"][1].tolist() == [1, 1, 1]
+    assert batch["rollout_mask_sums"].tolist() == [0, 3]
+
+
+def test_failed_sample_without_tokens_keeps_its_place_without_loss():
+    failed = Sample(index=0, group_index=0, remove_sample=True, status=Sample.Status.FAILED)
+    batch = build([failed, sample(1, rollout_log_probs=[-1.0] * 3)])
+    assert batch["tokens"].lengths.tolist() == [2, 5] and batch["loss_masks"][0].tolist() == [0]
+    assert batch["rollout_log_probs"].lengths.tolist() == [1, 3]
+
+
+def test_mask_sums_are_those_of_the_whole_execution():
+    batch = build([sample(0, rollout_id=7), sample(1, rollout_id=7, loss_mask=[1, 0, 0]), sample(2)])
+    assert batch["rollout_mask_sums"].tolist() == [4, 4, 3]
+
+
+def test_r18_log_probs_missing_in_some_samples_is_an_error():
+    with pytest.raises(UserError, match=r"1 of 2 samples have no `rollout_log_probs` \(sample indices \[5\]\)"):
+        build([sample(4, rollout_log_probs=[-1.0] * 3), sample(5)])
+
+
+def test_r18_optional_field_is_not_judged_by_the_first_sample():
+    batch = build([sample(0, response=0), sample(1, rollout_log_probs=[-1.0] * 3)])
+    assert batch["rollout_log_probs"].lengths.tolist() == [0, 3]
+
+
+def test_sample_without_prompt_is_refused():
+    with pytest.raises(UserError, match="sample 3 has 3 tokens, all of them in the response"):
+        build([sample(3, prompt=0)])
+
+
+def test_r22_train_metadata_becomes_a_column():
+    batch = build([sample(0), sample(1, train_metadata={"difficulty": 2})])
+    assert batch["metadata"] == [{}, {"difficulty": 2}]
+
+
+def test_execution_ids_are_fresh_where_missing():
+    assert execution_ids([None, 4, None, 4]).tolist() == [5, 4, 6, 4]
+
+
+def test_shards_hold_their_rows_and_the_global_lengths():
+    batch = build([sample(i, response=i + 1) for i in range(4)])
+    schedule = DPSchedule([[0, 3], [2, 1]], [[[0], [1]], [[0], [1]]], [2], [4], 0)
+    first, second = (to_tensors(shard, torch.device("cpu")) for shard in split_for_data_parallel(batch, schedule))
+    assert [len(tokens) for tokens in second["tokens"]] == [5, 4] == second["total_lengths"]
+    assert first["sample_indices"] == [0, 3] and second["sample_indices"] == [2, 1]
+    assert first["raw_reward"] == [1.0] * 4 and first["local_raw_reward"] == [1.0] * 2
+    assert second["tokens"][0].tolist() == list(range(5)) and second["micro_batch_indices"] == [[0], [1]]
+
+
+def test_plug_in_columns_are_completed():
+    columns = {
+        "tokens": [[1, 2, 3], [4, 5]], "response_lengths": [2, 1], "rewards": [1, 0], "raw_reward": [1, 0],
+        "truncated": [0, 0], "sample_indices": [0, 1], "loss_masks": [[1, 0], [1]],
+    }  # fmt: skip
+    batch = train_batch_from_columns(columns)
+    assert batch["rollout_ids"].tolist() == [0, 1] and batch["rollout_mask_sums"].tolist() == [1, 1]
+    assert batch["total_lengths"].tolist() == [3, 2]
+    with pytest.raises(UserError, match="lacks loss_masks"):
+        train_batch_from_columns({name: column for name, column in columns.items() if name != "loss_masks"})
+    with pytest.raises(UserError, match="`tokens` has 2 rows, but `rewards` has 1"):
+        train_batch_from_columns({**columns, "rewards": [1]})
