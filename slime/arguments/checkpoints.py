@@ -1,0 +1,138 @@
+"""Where the initial weights come from, decided from flags and directories before anything starts.
+
+A Megatron checkpoint is a directory with `latest_checkpointed_iteration.txt`, written last. `--load` with that file is a
+resume; everything else starts at rollout 0 from the first of: `--load` as Hugging Face directory, `--ref-load`,
+`--hf-checkpoint`, or random weights with `--random-init`. A path that exists but is no checkpoint is an error, never a
+silent start from scratch.
+"""
+
+import argparse
+import logging
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from slime.arguments.hf_config import is_hf_checkpoint
+from slime.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+POINTER = "latest_checkpointed_iteration.txt"
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """A place to load weights from: `kind`, `path`, and the iteration to take (None: the latest)."""
+
+    kind: Literal["megatron", "hf", "random"]
+    path: str | None = None
+    step: int | None = None
+    resume: bool = False
+
+    def __str__(self) -> str:
+        return "random weights" if self.kind == "random" else f"{self.path} ({self.kind})"
+
+
+def is_megatron_checkpoint(path: str | os.PathLike[str]) -> bool:
+    return (Path(path) / POINTER).is_file()
+
+
+def latest_iteration(path: str | os.PathLike[str]) -> int:
+    """The iteration that the pointer file of a Megatron checkpoint names.
+
+    Raises:
+        UserError: the pointer holds no number.
+    """
+    text = (Path(path) / POINTER).read_text().strip()
+    if not text.isdigit():
+        raise UserError(f"{Path(path) / POINTER} holds {text!r}, not an iteration number")
+    return int(text)
+
+
+def iteration_directory(path: str | os.PathLike[str], iteration: int) -> Path:
+    return Path(path) / f"iter_{iteration:07d}"
+
+
+def resolve_initial_weights(args: argparse.Namespace) -> WeightSource:
+    """The source of the actor's weights.
+
+    Raises:
+        UserError: `--load` is something else than a checkpoint, an empty directory equal to `--save`, or missing.
+    """
+    if args.random_init and args.load is None and args.ref_load is None:
+        return WeightSource("random")
+    if args.load is not None:
+        source = _source_of_load(args)
+        if source is not None:
+            return source
+    if args.ref_load is not None:
+        return source_of_reference(args)
+    if args.random_init:
+        return WeightSource("random")
+    if args.hf_checkpoint is None:
+        raise UserError("no initial weights: give --load, --ref-load, --hf-checkpoint, or --random-init")
+    logger.info("initial weights: --hf-checkpoint %s", args.hf_checkpoint)
+    return WeightSource("hf", args.hf_checkpoint)
+
+
+def source_of_reference(args: argparse.Namespace) -> WeightSource:
+    """`--ref-load` as a source.
+
+    Raises:
+        UserError: it does not exist or is no checkpoint.
+    """
+    path = Path(args.ref_load)
+    if not path.is_dir():
+        raise UserError(f"--ref-load {path}: no such directory; give a Megatron or Hugging Face checkpoint")
+    if is_megatron_checkpoint(path):
+        _require_iteration(path, args.ref_ckpt_step, "--ref-ckpt-step")
+        return WeightSource("megatron", str(path), args.ref_ckpt_step)
+    if is_hf_checkpoint(path):
+        return WeightSource("hf", str(path))
+    raise UserError(
+        f"--ref-load {path} is no checkpoint: it has neither {POINTER} nor the config.json of a known model"
+    )
+
+
+def _source_of_load(args: argparse.Namespace) -> WeightSource | None:
+    """`--load` as a source; None when it is the still empty `--save` directory of a first launch."""
+    path = Path(args.load)
+    if is_megatron_checkpoint(path):
+        _require_iteration(path, args.ckpt_step, "--ckpt-step")
+        return WeightSource("megatron", str(path), args.ckpt_step, resume=not args.finetune)
+    if path.is_dir() and is_hf_checkpoint(path):
+        return WeightSource("hf", str(path))
+    _refuse_headless_checkpoint(path)
+    contents = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    # A killed save leaves hidden temporary directories, and every run writes its arguments before its first checkpoint.
+    visible = [name for name in contents if not name.startswith(".") and name not in ("rollout", "args.json")]
+    same_as_save = args.save is not None and path.absolute() == Path(args.save).absolute()
+    if same_as_save and not visible:
+        logger.info("--load %s holds no checkpoint yet: this is the first launch", path)
+        return None
+    state = f"holds {', '.join(visible[:5])} but no checkpoint" if visible else "is missing or empty"
+    raise UserError(
+        f"--load {path} {state}; give a Megatron directory (with {POINTER}) or a Hugging Face directory. "
+        "A directory that does not exist yet is allowed only when --save names it too"
+    )
+
+
+def _refuse_headless_checkpoint(path: Path) -> None:
+    iterations = sorted(path.glob("iter_*")) if path.is_dir() else []
+    complete = [directory for directory in iterations if (directory / "metadata.json").is_file()]
+    if iterations:
+        newest = complete[-1].name if complete else None
+        number = int(re.sub(r"\D", "", newest)) if newest else None
+        way_out = (
+            f"the newest complete one is {newest}: write {number} into {path / POINTER}"
+            if newest
+            else "none is complete"
+        )
+        raise UserError(f"--load {path} holds iter_* directories but no {POINTER}; {way_out}")
+
+
+def _require_iteration(path: Path, step: int | None, flag: str) -> None:
+    if step is not None and not iteration_directory(path, step).is_dir():
+        raise UserError(f"{flag} {step}: {iteration_directory(path, step)} does not exist")

@@ -1,0 +1,127 @@
+"""Values that follow from other flags. Each function fills what was left unset; none overrides what was typed."""
+
+import argparse
+import math
+from typing import Any
+
+from slime.utils.device import gpus_on_this_machine
+from slime.utils.errors import UserError
+from slime.utils.eval_config import build_eval_dataset_configs
+
+
+def derive(args: argparse.Namespace) -> list[str]:
+    """Derive all values in dependency order; returns violations that make a value impossible to derive."""
+    violations: list[str] = []
+    _modes(args)
+    _parallel_sizes(args, violations)
+    _precision(args)
+    _batch_sizes(args, violations)
+    _rollout_limits(args)
+    _algorithm(args)
+    _evaluation(args, violations)
+    _dumps(args)
+    return violations
+
+
+def _modes(args: argparse.Namespace) -> None:
+    if args.load_debug_rollout_data is not None:
+        args.debug_train_only = True
+    if args.debug_train_only:
+        args.rollout_num_gpus = 0
+    args.has_trainer = not args.debug_rollout_only
+    args.has_engines = not args.debug_train_only
+
+
+def _parallel_sizes(args: argparse.Namespace, violations: list[str]) -> None:
+    # Pipeline, context and expert parallelism have no flags yet; the code below the arguments reads the sizes.
+    args.pipeline_model_parallel_size = 1
+    args.context_parallel_size = 1
+    args.expert_model_parallel_size = 1
+    args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if args.world_size % args.tensor_model_parallel_size:
+        violations.append(
+            f"--tensor-model-parallel-size {args.tensor_model_parallel_size} must divide the number of training ranks, "
+            f"--actor-num-nodes x --actor-num-gpus-per-node = {args.world_size}"
+        )
+    args.data_parallel_size = max(1, args.world_size // args.tensor_model_parallel_size)
+    args.rollout_num_engines = (args.rollout_num_gpus or 0) // args.rollout_num_gpus_per_engine
+
+
+def _precision(args: argparse.Namespace) -> None:
+    if not args.bf16 and not args.fp16 and gpus_on_this_machine() > 0:
+        args.bf16 = True
+    args.params_dtype_name = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
+
+
+def _batch_sizes(args: argparse.Namespace, violations: list[str]) -> None:
+    """rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout."""
+    per_rollout = args.rollout_batch_size * args.n_samples_per_prompt
+    product = (
+        f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt} "
+        f"= {per_rollout} rollouts per step"
+    )
+    steps, batch = args.num_steps_per_rollout, args.global_batch_size
+    if steps is None and batch is None:
+        steps = 1
+    if steps is not None and per_rollout % steps:
+        violations.append(
+            f"{product} cannot be split into --num-steps-per-rollout {steps}; {_divisors(per_rollout)} would do"
+        )
+    elif steps is not None and batch is not None and batch * steps != per_rollout:
+        violations.append(
+            f"{product}, but --global-batch-size {batch} x --num-steps-per-rollout {steps} = {batch * steps}; "
+            f"drop one of them, or give --global-batch-size {per_rollout // steps}"
+        )
+    elif steps is None and per_rollout % batch:
+        violations.append(f"{product} is no multiple of --global-batch-size {batch}; {_divisors(per_rollout)} would do")
+    args.num_steps_per_rollout = steps or max(1, per_rollout // batch)
+    args.global_batch_size = batch or max(1, per_rollout // args.num_steps_per_rollout)
+    args.over_sampling_batch_size = args.over_sampling_batch_size or args.rollout_batch_size
+
+
+def _divisors(number: int) -> str:
+    found = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return ", ".join(str(n) for n in sorted({*found, *(number // n for n in found)}))
+
+
+def _rollout_limits(args: argparse.Namespace) -> None:
+    if args.rollout_max_context_len is not None and args.rollout_max_prompt_len is None:
+        args.rollout_max_prompt_len = args.rollout_max_context_len - 1
+    if args.eval_max_context_len is None:
+        args.eval_max_context_len = args.rollout_max_context_len
+
+
+def _algorithm(args: argparse.Namespace) -> None:
+    if args.eps_clip_high is None:
+        args.eps_clip_high = args.eps_clip
+    if args.balance_by_flops:
+        args.balance_data = True
+    if args.n_samples_per_prompt == 1:
+        args.grpo_std_normalization = False
+    args.eval_reward_key = args.eval_reward_key or args.reward_key
+    args.eval_function_path = args.eval_function_path or args.rollout_function_path
+    args.rm_model_path = args.rm_model_path or args.hf_checkpoint
+
+
+def _evaluation(args: argparse.Namespace, violations: list[str]) -> None:
+    args.eval_datasets = []
+    words = args.eval_prompt_data
+    if not words:
+        return
+    if len(words) == 1:
+        words = ["aime", *words]
+    if len(words) % 2:
+        violations.append(f"--eval-prompt-data needs pairs `name path`, but has {len(words)} words: {' '.join(words)}")
+        return
+    args.eval_prompt_data = words
+    entries: list[dict[str, Any]] = [{"name": words[i], "path": words[i + 1]} for i in range(0, len(words), 2)]
+    try:
+        args.eval_datasets = build_eval_dataset_configs(args, entries, {})
+    except UserError as error:
+        violations.append(str(error))
+
+
+def _dumps(args: argparse.Namespace) -> None:
+    if args.dump_details is not None:
+        args.save_debug_rollout_data = f"{args.dump_details}/rollout_data/{{rollout_id}}.pt"
+        args.save_debug_train_data = f"{args.dump_details}/train_data/{{rollout_id}}.pt"

@@ -1,0 +1,125 @@
+"""The Ray cluster of a run: joined where one is given, else started on this machine with what the plan needs.
+
+Devices are Ray `GPU` resources; on a machine without GPUs they are logical. A cluster that is too small is an error at
+once, with both numbers, never a silent wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import ray
+
+from slime.utils import env
+from slime.utils.device import gpus_on_this_machine
+from slime.utils.errors import RunError, UserError
+
+logger = logging.getLogger(__name__)
+
+# Engines get little of the object store: what travels through it are train batches.
+_OBJECT_STORE_BYTES = 512 * 2**20
+
+# What every actor of the run is started with: Ray must not hide devices, since ranks and engines choose by index.
+ACTOR_ENVIRONMENT = {
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES": "1",
+    "RAY_USE_UVLOOP": "0",
+}
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """Devices that a run needs: training ranks first, then engines."""
+
+    actor_gpus: int
+    rollout_gpus: int
+
+    @property
+    def gpus(self) -> int:
+        return self.actor_gpus + self.rollout_gpus
+
+    @property
+    def cpus(self) -> int:
+        """One per device bundle, and one for the rollout manager."""
+        return self.gpus + 1
+
+
+def plan_cluster(args: argparse.Namespace) -> ClusterPlan:
+    """The devices of the run's layout."""
+    return ClusterPlan(
+        actor_gpus=args.world_size if args.has_trainer else 0,
+        rollout_gpus=args.rollout_num_gpus if args.has_engines else 0,
+    )
+
+
+@contextlib.contextmanager
+def ray_cluster(args: argparse.Namespace) -> Iterator[None]:
+    """Connect to `RAY_ADDRESS`, or start Ray on this machine for the length of the block.
+
+    Raises:
+        UserError: the cluster has fewer devices than the plan needs; or this machine has.
+        RunError: Ray did not start, or the address does not answer.
+    """
+    plan = plan_cluster(args)
+    address = env.ray_address()
+    # Ray reads these when it starts. Its messages about itself would bury ours.
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address is None:
+        _start_local(plan, args.log_level)
+    else:
+        _join(address, plan, args.log_level)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _start_local(plan: ClusterPlan, log_level: str) -> None:
+    real = gpus_on_this_machine()
+    if 0 < real < plan.gpus:
+        raise UserError(
+            f"the run needs {plan.actor_gpus} GPUs for training and {plan.rollout_gpus} for engines = {plan.gpus}, but this "
+            f"machine has {real}; lower --actor-num-gpus-per-node or --rollout-num-gpus, or join a cluster by RAY_ADDRESS"
+        )
+    cores = os.cpu_count() or 1
+    logger.info("starting Ray on this machine: %d %sGPUs", plan.gpus, "" if real else "logical ")
+    try:
+        ray.init(
+            address="local",
+            num_gpus=plan.gpus,
+            num_cpus=max(cores, plan.cpus),
+            include_dashboard=False,
+            logging_level=logging.getLevelName(logging.ERROR),
+            object_store_memory=_OBJECT_STORE_BYTES,
+            runtime_env={"env_vars": ACTOR_ENVIRONMENT},
+        )
+    except (ConnectionError, RuntimeError, TimeoutError) as error:
+        raise RunError(f"Ray did not start on this machine: {error}") from error
+
+
+def _join(address: str, plan: ClusterPlan, log_level: str) -> None:
+    try:
+        ray.init(
+            address=address,
+            logging_level=logging.getLevelName(logging.ERROR),
+            runtime_env={"env_vars": ACTOR_ENVIRONMENT},
+        )
+    except (ConnectionError, RuntimeError, TimeoutError) as error:
+        raise RunError(f"RAY_ADDRESS={address}: no Ray cluster answers there: {error}") from error
+    have = ray.cluster_resources()
+    gpus, cpus = int(have.get("GPU", 0)), int(have.get("CPU", 0))
+    logger.info("joined the Ray cluster at %s: %d GPUs, %d CPUs", address, gpus, cpus)
+    if gpus < plan.gpus or cpus < plan.cpus:
+        ray.shutdown()
+        raise UserError(
+            f"the run needs {plan.gpus} GPUs ({plan.actor_gpus} training, {plan.rollout_gpus} engines) and {plan.cpus} CPUs, "
+            f"but the cluster at {address} has {gpus} GPUs and {cpus} CPUs; add nodes, or start the node with "
+            f"`ray start --head --num-gpus {plan.gpus} --num-cpus {plan.cpus}`"
+        )

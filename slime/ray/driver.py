@@ -1,0 +1,72 @@
+"""What the driver's loop decides and reports: when to save and evaluate, and what a step printed and logged."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from slime.observability.console import evaluation_line, rollout_line
+from slime.observability.logging_utils import LoggedMetrics, write_to_trackers
+from slime.utils.misc import should_run_periodic_action
+
+logger = logging.getLogger(__name__)
+
+
+def saves(args: argparse.Namespace, rollout_id: int) -> bool:
+    """Whether a checkpoint is due after this rollout."""
+    return should_run_periodic_action(rollout_id, args.save_interval, args.rollouts_per_epoch, args.num_rollout)
+
+
+def evaluates(args: argparse.Namespace, rollout_id: int | None = None) -> bool:
+    """Whether an evaluation is due after this rollout; without one: whether the run evaluates at all."""
+    if not args.has_engines or args.eval_interval is None:
+        return False
+    if rollout_id is None:
+        return True
+    return should_run_periodic_action(rollout_id, args.eval_interval, args.rollouts_per_epoch, args.num_rollout)
+
+
+class StepReport:
+    """Collects the metrics of a step, hands them to the trackers and prints the step's line."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._rollout_id = 0
+        self._merged: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def step(self, rollout_id: int) -> Iterator[None]:
+        """A rollout step; its line is printed when the block ends without an error."""
+        self._rollout_id, self._merged = rollout_id, {}
+        started = time.perf_counter()
+        yield
+        self.add_metrics({"perf/step_time": time.perf_counter() - started})
+        logger.info("%s", rollout_line(rollout_id, self._args.num_rollout, self._merged))
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A phase of the step, logged as `perf/{name}_time`."""
+        started = time.perf_counter()
+        yield
+        self.add_metrics({f"perf/{name}_time": time.perf_counter() - started})
+
+    def add(self, logged: list[LoggedMetrics]) -> None:
+        """Metrics that came back from an actor."""
+        write_to_trackers(logged)
+        for metrics, _ in logged:
+            self._merged.update(metrics)
+
+    def add_metrics(self, metrics: dict[str, Any]) -> None:
+        """Metrics of this step that the driver measured."""
+        self.add([({**metrics, "rollout/step": self._rollout_id}, "rollout/step")])
+
+    def evaluation(self, rollout_id: int, logged: list[LoggedMetrics]) -> None:
+        """Metrics of an evaluation; prints its line."""
+        write_to_trackers(logged)
+        for metrics, step_key in logged:
+            if step_key == "eval/step":
+                logger.info("%s", evaluation_line(rollout_id, metrics))

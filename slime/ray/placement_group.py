@@ -1,0 +1,124 @@
+"""Placement: one Ray placement group for all devices of a run, cut into a training and an engine part.
+
+Bundles are one device each. They are ordered by node address and then by device id, both as numbers, so that
+neighbouring ranks share a node and device 10 comes after device 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from slime.observability.startup import StartupClock
+from slime.observability.waiting import wait_for, wait_for_all
+from slime.ray.cluster import plan_cluster
+from slime.ray.rollout_client import RolloutClient
+from slime.ray.train_group import TrainGroup
+
+_PLACEMENT_DEADLINE_SECONDS = 1800.0
+
+
+@dataclass(frozen=True)
+class Bundles:
+    """A run of devices: the placement group, and (bundle index, device id) of each in order."""
+
+    group: PlacementGroup | None
+    places: tuple[tuple[int, int], ...]
+
+
+def create_placement_groups(args: argparse.Namespace) -> dict[str, Bundles]:
+    """Reserve the run's devices. Returns the parts `actor` and `rollout`; a part without devices has no group."""
+    plan = plan_cluster(args)
+    if plan.gpus == 0:
+        return {"actor": Bundles(None, ()), "rollout": Bundles(None, ())}
+    group = placement_group([{"GPU": 1, "CPU": 1}] * plan.gpus, strategy="PACK")
+    wait_for(
+        group.ready(),
+        "placement of the run's devices",
+        _PLACEMENT_DEADLINE_SECONDS,
+        pending=lambda _: f"{plan.gpus} GPUs; free in the cluster: {ray.available_resources().get('GPU', 0):g}",
+    )
+    devices = wait_for_all([_locate(group, index) for index in range(plan.gpus)], "location of the devices", 300)
+    StartupClock().mark("placement")
+    order = sort_bundles(devices)
+    places = tuple((index, devices[index][1]) for index in order)
+    actor, rollout = places[: plan.actor_gpus], places[plan.actor_gpus :]
+    return {
+        "actor": Bundles(group if actor else None, actor),
+        "rollout": Bundles(group if rollout else None, rollout),
+    }
+
+
+def create_rollout_manager(args: argparse.Namespace, bundles: Bundles) -> RolloutClient:
+    """Start the rollout manager; it starts router and engines. Returns at once: `wait_ready()` joins."""
+    return RolloutClient(args, bundles.group, bundles.places)
+
+
+def create_training_models(
+    args: argparse.Namespace,
+    bundles: dict[str, Bundles],
+    rollout_manager: RolloutClient,
+    actor_cls: type | None = None,
+) -> TrainGroup | None:
+    """Start the training ranks beside the engines and wait for both; None when the run trains nothing.
+
+    Args:
+        actor_cls: own train actor class in place of the Megatron one.
+
+    Sets `args.num_rollout` and `args.start_rollout_id` where they were left open.
+    """
+    group = None
+    if args.has_trainer:
+        # Without --num-rollout the schedule's length follows from the size of the data set.
+        if args.num_rollout is None:
+            rollout_manager.wait_ready()
+        group = TrainGroup(args, bundles["actor"].group, bundles["actor"].places, actor_cls)
+        group.start()
+    rollout_manager.wait_ready()
+    if group is not None:
+        first = group.wait_ready()
+        if args.start_rollout_id is None:
+            args.start_rollout_id = first
+    if args.start_rollout_id is None:
+        args.start_rollout_id = 0
+    rollout_manager.load(args.start_rollout_id - 1)
+    StartupClock().mark("engines and ranks")
+    return group
+
+
+def sort_bundles(devices: list[tuple[str, int]]) -> list[int]:
+    """Bundle indices ordered by node address (numeric) and device id (numeric).
+
+    Args:
+        devices: (node address or host name, device id) of each bundle.
+    """
+    return sorted(range(len(devices)), key=lambda index: (_address_key(devices[index][0]), devices[index][1]))
+
+
+def _address_key(address: str) -> tuple[int, Any]:
+    """Numeric order of addresses; host names are resolved, unresolvable ones follow in the order of their letters."""
+    try:
+        resolved = ipaddress.ip_address(address)
+    except ValueError:
+        try:
+            resolved = ipaddress.ip_address(socket.gethostbyname(address))
+        except OSError:
+            return (2, address)
+    return (0 if resolved.version == 4 else 1, int(resolved))
+
+
+def _locate(group: PlacementGroup, index: int) -> ray.ObjectRef:
+    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
+    return _node_and_device.options(num_cpus=0, num_gpus=1, scheduling_strategy=strategy).remote()
+
+
+@ray.remote
+def _node_and_device() -> tuple[str, int]:
+    return ray.util.get_node_ip_address(), int(ray.get_gpu_ids()[0])

@@ -1,0 +1,103 @@
+"""The driver's side of the rollout manager: calls with names and deadlines, and the progress bar."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from slime.observability.console import GenerationBar
+from slime.observability.logging_utils import LoggedMetrics
+from slime.observability.startup import StartupClock
+from slime.observability.waiting import wait_for
+from slime.ray.cluster import ACTOR_ENVIRONMENT
+from slime.ray.rollout_manager import RolloutManager, RolloutResult, ServingInfo
+
+logger = logging.getLogger(__name__)
+
+_START_DEADLINE_SECONDS = 1800.0
+_CONTROL_DEADLINE_SECONDS = 600.0
+_SHUTDOWN_DEADLINE_SECONDS = 60.0
+
+
+class RolloutClient:
+    """Owns the manager's actor. The manager starts when this object is made."""
+
+    def __init__(
+        self, args: argparse.Namespace, group: PlacementGroup | None, places: Sequence[tuple[int, int]]
+    ) -> None:
+        self._args = args
+        self._bar = GenerationBar()
+        # A generation call may take as long as one request may, several turns of it.
+        self._generate_deadline = 4 * args.http_request_timeout
+        remote_class = ray.remote(concurrency_groups={"generate": 2, "control": 8})(RolloutManager)
+        options = {"num_cpus": 1, "num_gpus": 0, "runtime_env": {"env_vars": ACTOR_ENVIRONMENT}}
+        self._manager = remote_class.options(**options).remote(args)
+        self._starting = self._manager.start.remote(group, list(places))
+        self.serving: ServingInfo | None = None
+
+    def wait_ready(self) -> None:
+        """Wait until data source, engines and router are there. Fills in `args.num_rollout`."""
+        if self.serving is None:
+            self.serving = wait_for(self._starting, "start of engines, router and data", _START_DEADLINE_SECONDS)
+            self._args.rollouts_per_epoch = self.serving.rollouts_per_epoch
+            if self._args.num_rollout is None:
+                self._args.num_rollout = self._args.num_epoch * self.serving.rollouts_per_epoch
+
+    def load(self, rollout_id: int) -> None:
+        """Restore the data state saved after rollout `rollout_id`; nothing for −1."""
+        self._control("load", rollout_id)
+
+    def generate(self, rollout_id: int) -> RolloutResult:
+        """One rollout step: a shard per data-parallel rank, and metrics."""
+        name = f"generation of rollout {rollout_id}"
+        ref = self._manager.generate.remote(rollout_id)
+        result = wait_for(ref, name, self._generate_deadline, on_poll=self._progress_poller())
+        _report_start()
+        return result
+
+    def evaluate(self, rollout_id: int) -> list[LoggedMetrics]:
+        """Evaluate all data sets; returns metrics."""
+        ref = self._manager.evaluate.remote(rollout_id)
+        name = f"evaluation at rollout {rollout_id}"
+        return wait_for(ref, name, self._generate_deadline, on_poll=self._progress_poller())
+
+    def save(self, rollout_id: int) -> None:
+        """Write the data state as it was after the prompts of `rollout_id` were drawn."""
+        self._control("save", rollout_id)
+
+    def shutdown(self) -> None:
+        """Stop engines and router, then the manager."""
+        self._bar.close()
+        ray.wait([self._manager.shutdown.remote()], timeout=_SHUTDOWN_DEADLINE_SECONDS)
+        ray.kill(self._manager, no_restart=True)
+
+    def _control(self, method: str, *arguments: Any) -> Any:
+        ref = getattr(self._manager, method).remote(*arguments)
+        return wait_for(ref, f"{method} of the data state", _CONTROL_DEADLINE_SECONDS)
+
+    def _progress_poller(self) -> Callable[[], None]:
+        pending: list[ray.ObjectRef] = []
+
+        def poll() -> None:
+            if not pending:
+                pending.append(self._manager.progress.remote())
+            ready, _ = ray.wait(pending, timeout=0)
+            if ready:
+                pending.clear()
+                snapshot = ray.get(ready[0], timeout=5)
+                self._bar.show(snapshot)
+                if snapshot is not None and snapshot[1] > 0:
+                    _report_start()
+
+        return poll
+
+
+def _report_start() -> None:
+    line = StartupClock().close("first sample")
+    if line is not None:
+        logger.info("%s", line)

@@ -1,0 +1,277 @@
+"""The rollout manager: one Ray actor that turns prompts into train batches.
+
+It owns the data source and calls the rollout function; serving (router, engines) is `slime.serving`'s. Methods are
+asynchronous and run in concurrency groups, so saving and progress are served while generation runs; what blocks runs in
+threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import inspect
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from slime.observability.logging_utils import LoggedMetrics, configure_logger, drain_outbox, log
+from slime.observability.progress import progress_snapshot
+from slime.utils.misc import Box
+
+logger = logging.getLogger(__name__)
+
+# Data states of so many rollouts are kept for a save that comes later than the draw.
+_KEPT_STATES = 8
+
+
+@dataclass(frozen=True)
+class ServingInfo:
+    """What the driver needs to know after the start: engine actors, their GPUs, and the length of an epoch."""
+
+    engines: list[Any]
+    gpu_counts: list[int]
+    gpu_offsets: list[int]
+    rollouts_per_epoch: int | None
+
+
+@dataclass(frozen=True)
+class RolloutResult:
+    """A generated rollout: one boxed shard per data-parallel rank (empty without a trainer), and what was logged."""
+
+    shards: list[Box]
+    logged: list[LoggedMetrics]
+
+
+class RolloutManager:
+    """Prompts in, train batches out."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        configure_logger(args.log_level)
+        self.args = args
+        self.data_source: Any = None
+        self._states: dict[int, Any] = {}
+        self._router: Any = None
+        self._engine_group: Any = None
+
+    def __repr__(self) -> str:
+        return "manager"
+
+    @ray.method(concurrency_group="control")
+    async def start(self, group: PlacementGroup | None, places: Sequence[tuple[int, int]]) -> ServingInfo:
+        """Start router and engines, and load the data meanwhile."""
+        return await asyncio.to_thread(self._start, group, places)
+
+    @ray.method(concurrency_group="control")
+    async def load(self, rollout_id: int) -> None:
+        """Restore the data state saved after rollout `rollout_id`; nothing for −1."""
+        if rollout_id >= 0 and self.data_source is not None:
+            await asyncio.to_thread(self.data_source.load, rollout_id)
+
+    @ray.method(concurrency_group="control")
+    async def save(self, rollout_id: int) -> None:
+        """Write the data state as it was after rollout `rollout_id` had drawn its prompts."""
+        if self.data_source is None:
+            return
+        await asyncio.to_thread(self._save, rollout_id)
+
+    @ray.method(concurrency_group="control")
+    async def progress(self) -> tuple[str, int, int] | None:
+        """(description, done, total) of what is being generated."""
+        return progress_snapshot()
+
+    @ray.method(concurrency_group="generate")
+    async def generate(self, rollout_id: int) -> RolloutResult:
+        """Run the rollout function for one step and build the shards of its train batch."""
+        return await asyncio.to_thread(self._generate, rollout_id)
+
+    @ray.method(concurrency_group="generate")
+    async def evaluate(self, rollout_id: int) -> list[LoggedMetrics]:
+        """Evaluate all data sets and return what was logged."""
+        return await asyncio.to_thread(self._evaluate, rollout_id)
+
+    @ray.method(concurrency_group="control")
+    async def shutdown(self) -> None:
+        """Stop the engines and the router that this run started."""
+        await asyncio.to_thread(self._shutdown)
+
+    # What follows runs in threads and may block.
+
+    def _start(self, group: PlacementGroup | None, places: Sequence[tuple[int, int]]) -> ServingInfo:
+        args = self.args
+        try:
+            if args.has_engines:
+                self._start_serving(group, places)
+            if args.load_debug_rollout_data is None:
+                self._load_data_source()
+            if args.has_engines:
+                self._wait_for_serving()
+        except BaseException:
+            self._shutdown()
+            raise
+        engines = self._engine_group
+        return ServingInfo(
+            engines=engines.engines if engines else [],
+            gpu_counts=engines.gpu_counts if engines else [],
+            gpu_offsets=engines.gpu_offsets if engines else [],
+            rollouts_per_epoch=self._rollouts_per_epoch(),
+        )
+
+    def _start_serving(self, group: PlacementGroup | None, places: Sequence[tuple[int, int]]) -> None:
+        from slime.serving.engine_group import EngineGroup
+        from slime.serving.router import start_router
+
+        # One key per run keeps other users of the machine out. A router that already runs has its own rules.
+        if self.args.router_api_key is None and self.args.sglang_router_ip is None:
+            self.args.router_api_key = secrets.token_urlsafe(32)
+        self._router = start_router(self.args, self.args.log_dir)
+        self.args.sglang_router_ip, self.args.sglang_router_port = self._router.ip, self._router.port
+        self._engine_group = EngineGroup(self.args, group, places, self.args.log_dir)
+        self._engine_group.start()
+
+    def _wait_for_serving(self) -> None:
+        if self._router.process is not None:
+            self._router.wait_ready()
+        self._engine_group.wait_ready()
+        self._engine_group.register(self._router)
+        logger.info("%d engines are ready behind the router %s", len(self._engine_group.urls), self._router.url)
+
+    def _load_data_source(self) -> None:
+        from slime.rollout.data_source import create_data_source
+
+        self.data_source = create_data_source(self.args)
+
+    def _rollouts_per_epoch(self) -> int | None:
+        if self.data_source is None or not self.args.rollout_global_dataset:
+            return None
+        return max(1, len(self.data_source) // self.args.rollout_batch_size)
+
+    def _generate(self, rollout_id: int) -> RolloutResult:
+        from slime.observability.rollout_metrics import (
+            compute_rollout_metrics,
+            compute_rollout_perf_metrics,
+            merge_extra_metrics,
+        )
+
+        started = time.perf_counter()
+        samples, extra_metrics = self._samples_of(rollout_id)
+        seconds = time.perf_counter() - started
+        self._remember_state(rollout_id)
+        if self.args.save_debug_rollout_data is not None:
+            from slime.rollout.rollout_dump import save_rollout
+
+            save_rollout(self.args.save_debug_rollout_data, rollout_id, samples)
+        shards, dropped = self._build_shards(samples) if self.args.has_trainer else ([], 0)
+        metrics = merge_extra_metrics({"rollout/dropped_rollouts": dropped}, extra_metrics, "rollout/")
+        if not self._logged_by_user(rollout_id, samples, metrics, seconds):
+            metrics.update(compute_rollout_metrics(self.args, samples))
+            if not self.args.has_trainer:
+                metrics["rollout/raw_reward"] = _mean_reward(self.args, samples)
+            metrics.update(compute_rollout_perf_metrics(self.args, samples, seconds))
+            log(self.args, {**metrics, "rollout/step": rollout_id}, "rollout/step")
+        return RolloutResult(shards, drain_outbox())
+
+    def _samples_of(self, rollout_id: int) -> tuple[list[Any], dict[str, Any] | None]:
+        """The step's samples, flat, from the rollout function or from a dump."""
+        from slime.ray.rollout_validation import flatten_rollout_output
+        from slime.rollout.base_types import call_rollout_fn
+        from slime.utils.misc import load_function
+
+        args = self.args
+        if args.load_debug_rollout_data is not None:
+            from slime.rollout.rollout_dump import load_rollout
+
+            fraction = args.load_debug_rollout_data_subsample
+            return load_rollout(args.load_debug_rollout_data, rollout_id, fraction), None
+        function = load_function(args.rollout_function_path, flag="--rollout-function-path")
+        output = call_rollout_fn(function, args, rollout_id, self.data_source, evaluation=False)
+        if args.rollout_sample_filter_path is not None:
+            path = args.rollout_sample_filter_path
+            load_function(path, flag="--rollout-sample-filter-path")(args, output.samples)
+        return flatten_rollout_output(output.samples), output.metrics
+
+    def _remember_state(self, rollout_id: int) -> None:
+        if _saves_snapshots(self.data_source):
+            self._states[rollout_id] = self.data_source.state_dict()
+            for old in sorted(self._states)[:-_KEPT_STATES]:
+                del self._states[old]
+
+    def _save(self, rollout_id: int) -> None:
+        if rollout_id in self._states:
+            self.data_source.save(rollout_id, self._states[rollout_id])
+        else:
+            self.data_source.save(rollout_id)
+
+    def _build_shards(self, samples: list[Any]) -> tuple[list[Box], int]:
+        """One boxed object per data-parallel rank, and the number of rollouts that fit no whole step."""
+        from slime.rollout.train_data import convert_samples_to_train_batch
+        from slime.scheduling.dp_schedule import schedule_from_args
+        from slime.training.rollout_batch import split_for_data_parallel
+
+        batch = convert_samples_to_train_batch(self.args, samples)
+        schedule = schedule_from_args(
+            self.args,
+            {"dp_size": self.args.data_parallel_size, "cp_size": self.args.context_parallel_size},
+            batch["total_lengths"].tolist(),
+            global_batch_size=self.args.global_batch_size,
+            rollout_indices=batch["rollout_ids"].tolist(),
+        )
+        shards = split_for_data_parallel(batch, schedule)
+        return [Box(ray.put(shard)) for shard in shards], schedule.dropped
+
+    def _logged_by_user(self, rollout_id: int, samples: list[Any], metrics: dict[str, Any], seconds: float) -> bool:
+        path = self.args.custom_rollout_log_function_path
+        return path is not None and _call_log_function(path, rollout_id, self.args, samples, metrics, seconds)
+
+    def _evaluate(self, rollout_id: int) -> list[LoggedMetrics]:
+        from slime.observability.rollout_metrics import compute_eval_metrics, merge_extra_metrics
+        from slime.rollout.base_types import call_rollout_fn
+        from slime.utils.misc import load_function
+
+        args = self.args
+        function = load_function(args.eval_function_path, flag="--eval-function-path")
+        output = call_rollout_fn(function, args, rollout_id, self.data_source, evaluation=True)
+        if args.save_debug_rollout_data is not None:
+            from slime.rollout.rollout_dump import save_rollout
+
+            samples = [sample for result in output.data.values() for sample in result["samples"]]
+            save_rollout(args.save_debug_rollout_data, f"eval_{rollout_id}", samples)
+        path = args.custom_eval_rollout_log_function_path
+        if path is None or not _call_log_function(path, rollout_id, args, output.data, output.metrics):
+            metrics = merge_extra_metrics(compute_eval_metrics(args, output.data), output.metrics, "eval/")
+            log(args, {**metrics, "eval/step": rollout_id}, "eval/step")
+        return drain_outbox()
+
+    def _shutdown(self) -> None:
+        if self._engine_group is not None:
+            self._engine_group.shutdown()
+        if self._router is not None:
+            self._router.shutdown()
+
+
+def _saves_snapshots(data_source: Any) -> bool:
+    """Whether the source gives a state of its own and `save` takes one: custom sources may only know `save(rollout_id)`."""
+    if not callable(getattr(data_source, "state_dict", None)):
+        return False
+    return "state" in inspect.signature(data_source.save).parameters
+
+
+def _call_log_function(path: str, *arguments: Any) -> bool:
+    """Call a user's log function; its failure is reported and never ends the run."""
+    from slime.utils.misc import load_function
+
+    try:
+        return bool(load_function(path)(*arguments))
+    except Exception:
+        logger.exception("the log function %s failed; default logging is used", path)
+        return False
+
+
+def _mean_reward(args: argparse.Namespace, samples: Sequence[Any]) -> float:
+    rewards = [float(sample.get_reward_value(args)) for sample in samples if sample.reward is not None]
+    return sum(rewards) / len(rewards) if rewards else 0.0

@@ -1,0 +1,130 @@
+"""Start and end of a run in the driver: arguments, Ray, trackers, signals, and the exit status.
+
+Whatever happens, the way out is the same: trackers flushed, ranks, engines and router ended, Ray left. Exit status: 0
+done, 2 the user can mend it, 1 a part of the run failed, 130 Ctrl-C, 143 SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from slime.arguments import parse_args
+from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, tracking_directory
+from slime.observability.run_record import write_run_record
+from slime.observability.startup import StartupClock
+from slime.utils import env
+from slime.utils.errors import RunError, UserError
+
+logger = logging.getLogger(__name__)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, handled like Ctrl-C."""
+
+
+def main(train: Callable[[argparse.Namespace], None], argv: list[str] | None = None) -> int:
+    """Parse the command line, run `train(args)` in a session, and return the exit status."""
+    configure_logger()
+    try:
+        args = parse_args(argv)
+        StartupClock().mark("arguments")
+        configure_logger(args.log_level)
+        with _session(args):
+            train(args)
+    except (UserError, RunError) as error:
+        if env.debug_enabled():
+            raise
+        logger.error("%s", error)
+        return error.exit_status
+    except Terminated:
+        logger.error("stopped by SIGTERM")
+        return 143
+    except KeyboardInterrupt:
+        logger.error("stopped by Ctrl-C")
+        return 130
+    except Exception:
+        logger.exception("the run failed")
+        return 1
+    return 0
+
+
+@contextlib.contextmanager
+def ending(*parts: Any) -> Iterator[None]:
+    """Call the end of every part when the block ends: `kill` after an error, else `dispose`; or `shutdown`.
+
+    The first Ctrl-C starts the end; further ones are ignored while it lasts, so that nothing is left running.
+    """
+    try:
+        yield
+    except BaseException:
+        with _uninterrupted():
+            _end(parts, "kill")
+        raise
+    else:
+        with _uninterrupted():
+            _end(parts, "dispose")
+
+
+def _end(parts: tuple[Any, ...], method: str) -> None:
+    for part in parts:
+        if part is None:
+            continue
+        end = getattr(part, method, None) or part.shutdown
+        try:
+            end()
+        except Exception as error:
+            logger.error("ending %s: %s", type(part).__name__, error)
+
+
+@contextlib.contextmanager
+def _session(args: argparse.Namespace) -> Iterator[None]:
+    from slime.ray.cluster import ray_cluster
+
+    directory = tracking_directory(args).absolute()
+    args.log_dir = str(directory / "logs")
+    Path(args.log_dir).mkdir(parents=True, exist_ok=True)
+    with _sigterm_as_exception():
+        init_tracking(args, directory)
+        try:
+            write_run_record(args, args.save or directory)
+            with ray_cluster(args):
+                StartupClock().mark("Ray")
+                yield
+        finally:
+            finish_tracking()
+
+
+@contextlib.contextmanager
+def _sigterm_as_exception() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(signum: int, frame: Any) -> None:
+        raise Terminated
+
+    previous = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,159 @@
+"""The training ranks as one object: created, used, disposed of, and created again."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from slime.observability.logging_utils import LoggedMetrics
+from slime.observability.waiting import wait_for, wait_for_all
+from slime.ray.cluster import ACTOR_ENVIRONMENT
+from slime.utils.errors import RunError
+from slime.utils.misc import Box, load_function
+
+_MEGATRON_RANK = "slime.backends.megatron_utils.actor.MegatronTrainActor"
+_START_DEADLINE_SECONDS = 1800.0
+_CALL_DEADLINE_SECONDS = 24 * 3600.0
+_DISPOSE_DEADLINE_SECONDS = 60.0
+
+
+class RankProcess:
+    """The Ray actor around a rank. The class is imported in the actor's own process, so the driver stays light."""
+
+    def __init__(self, actor_cls: type | str, args: argparse.Namespace, rank: int, *arguments: Any) -> None:
+        self._name = f"rank {rank}"
+        rank_class = load_function(actor_cls) if isinstance(actor_cls, str) else actor_cls
+        self._rank = rank_class(args, rank, *arguments)
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call `method` of the rank."""
+        return getattr(self._rank, method)(*arguments)
+
+
+class TrainGroup:
+    """All ranks of one model, rank r on the r-th device.
+
+    Args:
+        places: (bundle index, device id) per rank.
+        actor_cls: class of a rank, or the path of one; None takes the Megatron rank.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        group: PlacementGroup,
+        places: Sequence[tuple[int, int]],
+        actor_cls: type | str | None = None,
+    ) -> None:
+        self._args = args
+        self._group = group
+        self._places = places
+        self._actor_cls = actor_cls or _MEGATRON_RANK
+        self._actors: list[Any] = []
+        self._starting: list[ray.ObjectRef] = []
+
+    def create(self) -> int:
+        """`start` and `wait_ready` in one call."""
+        self.start()
+        return self.wait_ready()
+
+    def start(self) -> None:
+        """Start all ranks without waiting for them."""
+        world_size = len(self._places)
+        threads = max(1, (os.cpu_count() or 1) // min(world_size, self._args.actor_num_gpus_per_node))
+        remote_class = ray.remote(RankProcess)
+        for rank, (bundle, device) in enumerate(self._places):
+            options = {
+                "num_cpus": 0.4,
+                "num_gpus": 0.4,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, bundle),
+                "runtime_env": {"env_vars": self._environment(threads)},
+            }
+            self._actors.append(
+                remote_class.options(**options).remote(self._actor_cls, self._args, rank, world_size, device, threads)
+            )
+        # Ray hands the address to every rank as soon as rank 0 knows it; nobody waits here.
+        address = self._actors[0].call.remote("rendezvous_address")
+        self._starting = [actor.call.remote("init", address) for actor in self._actors]
+
+    def wait_ready(self) -> int:
+        """Wait until every rank holds its model. Returns the first rollout id to train.
+
+        Raises:
+            RunError: the ranks disagree about it.
+        """
+        first_ids = wait_for_all(
+            self._starting, "start of the training ranks", _START_DEADLINE_SECONDS, pending=_name_ranks
+        )
+        if len(set(first_ids)) != 1:
+            raise RunError(f"the training ranks loaded different iterations: {first_ids}")
+        return first_ids[0]
+
+    def train(self, rollout_id: int, shards: list[Box]) -> list[LoggedMetrics]:
+        """Train on a rollout; returns rank 0's metrics (all ranks report the same)."""
+        return self._call_all("train", rollout_id, shards)[0]
+
+    def save(self, rollout_id: int) -> None:
+        """Write the checkpoint of `rollout_id`; `publish` makes it the newest."""
+        self._call_all("save", rollout_id)
+
+    def publish(self, rollout_id: int) -> None:
+        """Make the checkpoint of `rollout_id` the one that a resume takes."""
+        wait_for(self._actors[0].call.remote("publish", rollout_id), "publication of the checkpoint", 300)
+
+    def connect_rollout_engines(self, engines: list[Any], gpu_counts: list[int], gpu_offsets: list[int]) -> None:
+        """Join the engines' weight-update group."""
+        self._call_all("connect_rollout_engines", engines, gpu_counts, gpu_offsets)
+
+    def update_weights(self) -> dict[str, float]:
+        """Push the weights to the engines; returns transfer metrics."""
+        return self._call_all("update_weights")[0]
+
+    def export_hf(self, directory: str) -> None:
+        """Write the weights as a Hugging Face checkpoint."""
+        self._call_all("export_hf", directory)
+
+    def probe_log_probs(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Log-probs of tokens 1 … n−1 of every sequence, at temperature 1."""
+        return self._call_all("probe_log_probs", sequences)[0]
+
+    def dispose(self) -> None:
+        """End all ranks; they leave no process and no group behind. The group may be created again."""
+        actors, self._actors, self._starting = self._actors, [], []
+        if not actors:
+            return
+        leaving = [actor.call.remote("dispose") for actor in actors]
+        ray.wait(leaving, num_returns=len(leaving), timeout=_DISPOSE_DEADLINE_SECONDS)
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+
+    def kill(self) -> None:
+        """End all ranks at once, without leaving their groups: the way out after an error."""
+        actors, self._actors, self._starting = self._actors, [], []
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+
+    def _call_all(self, method: str, *arguments: Any) -> list[Any]:
+        refs = [actor.call.remote(method, *arguments) for actor in self._actors]
+        return wait_for_all(refs, f"{method} on the training ranks", _CALL_DEADLINE_SECONDS, pending=_name_ranks)
+
+    def _environment(self, threads: int) -> dict[str, str]:
+        return {
+            **ACTOR_ENVIRONMENT,
+            "OMP_NUM_THREADS": str(threads),
+            "NCCL_CUMEM_ENABLE": "0",
+            **{name: str(value) for name, value in self._args.train_env_vars.items()},
+        }
+
+
+def _name_ranks(ranks: list[int]) -> str:
+    return "training rank " + ", ".join(map(str, ranks))

@@ -1,0 +1,103 @@
+import pytest
+
+from slime.arguments.checkpoints import POINTER
+from slime.utils.errors import UserError
+from tests.support.args import parse, write_config
+
+
+def megatron_checkpoint(directory, iteration=3):
+    (directory / f"iter_{iteration:07d}").mkdir(parents=True)
+    (directory / f"iter_{iteration:07d}" / "metadata.json").write_text("{}")
+    (directory / POINTER).write_text(str(iteration))
+    return directory
+
+
+def test_hf_checkpoint_is_the_default_source(tmp_path):
+    args = parse(tmp_path)
+    assert (args.initial_weights.kind, args.initial_weights.path) == ("hf", str(tmp_path / "model"))
+    assert args.start_rollout_id == 0 and args.no_load_optim
+
+
+def test_random_start_needs_the_flag(tmp_path):
+    assert parse(tmp_path, "--random-init").initial_weights.kind == "random"
+
+
+def test_first_launch_of_a_resumable_script(tmp_path):
+    run = str(tmp_path / "run")
+    args = parse(tmp_path, "--load", run, "--save", run)
+    assert args.initial_weights.kind == "hf"
+
+
+def test_reference_gives_the_initial_weights(tmp_path):
+    reference = megatron_checkpoint(tmp_path / "sft")
+    run = str(tmp_path / "run")
+    args = parse(tmp_path, "--load", run, "--save", run, "--ref-load", str(reference), "--ref-ckpt-step", "3")
+    assert args.initial_weights.path == str(reference)
+    assert args.initial_weights.step == 3 and not args.initial_weights.resume
+
+
+def test_load_with_pointer_is_a_resume(tmp_path):
+    run = megatron_checkpoint(tmp_path / "run")
+    args = parse(tmp_path, "--load", str(run))
+    assert args.initial_weights.resume and args.start_rollout_id is None
+
+
+def test_a7_explicit_start_id_is_kept(tmp_path):
+    run = megatron_checkpoint(tmp_path / "run")
+    assert parse(tmp_path, "--load", str(run), "--start-rollout-id", "5").start_rollout_id == 5
+
+
+def test_load_of_an_hf_directory(tmp_path):
+    other = write_config(tmp_path / "other")
+    args = parse(tmp_path, "--load", str(other))
+    assert (args.initial_weights.kind, args.initial_weights.path) == ("hf", str(other))
+
+
+@pytest.mark.parametrize(
+    "prepare, message",
+    [
+        (lambda path: None, "is missing or empty"),
+        (lambda path: (path / "stuff").mkdir(parents=True), "holds stuff but no checkpoint"),
+        (
+            lambda path: (path / "iter_0000007").mkdir(parents=True),
+            f"iter_\\* directories but no {POINTER}; none is complete",
+        ),
+    ],
+)
+def test_load_that_is_no_checkpoint(tmp_path, prepare, message):
+    path = tmp_path / "typo"
+    prepare(path)
+    with pytest.raises(UserError, match=message):
+        parse(tmp_path, "--load", str(path))
+
+
+def test_complete_iteration_without_pointer_names_the_way_out(tmp_path):
+    run = megatron_checkpoint(tmp_path / "run", 12)
+    (run / POINTER).unlink()
+    with pytest.raises(UserError, match="newest complete one is iter_0000012: write 12 into"):
+        parse(tmp_path, "--load", str(run), "--save", str(run))
+
+
+def test_first_launch_may_hold_only_its_own_leftovers(tmp_path):
+    run = tmp_path / "run"
+    (run / "rollout").mkdir(parents=True)
+    (run / "args.json").write_text("{}")
+    (run / ".iter_0000002.writing").mkdir()
+    assert parse(tmp_path, "--load", str(run), "--save", str(run)).initial_weights.kind == "hf"
+
+
+def test_missing_step_is_an_error(tmp_path):
+    run = megatron_checkpoint(tmp_path / "run")
+    with pytest.raises(UserError, match="--ckpt-step 9: .*iter_0000009 does not exist"):
+        parse(tmp_path, "--load", str(run), "--ckpt-step", "9")
+
+
+def test_reference_that_is_no_checkpoint(tmp_path):
+    (tmp_path / "ref").mkdir()
+    with pytest.raises(UserError, match="--ref-load .* is no checkpoint"):
+        parse(tmp_path, "--use-kl-loss", "--ref-load", str(tmp_path / "ref"))
+
+
+def test_a9_missing_reference_directory(tmp_path):
+    with pytest.raises(UserError, match="--ref-load .*: no such directory"):
+        parse(tmp_path, "--use-kl-loss", "--ref-load", str(tmp_path / "nowhere"))

@@ -1,0 +1,145 @@
+"""Rollout and evaluation metrics against numbers worked out by hand."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from slime.observability.rollout_metrics import (
+    compute_eval_metrics,
+    compute_rollout_metrics,
+    compute_rollout_perf_metrics,
+    compute_statistics,
+    has_repetition,
+    merge_extra_metrics,
+    pass_at_k,
+    pass_rates,
+    zero_std_counts,
+)
+from slime.utils.types import Sample
+
+ARGS = SimpleNamespace(
+    reward_key=None,
+    advantage_estimator="grpo",
+    log_correct_samples=False,
+    log_passrate=False,
+    log_reward_category=None,
+    rollout_num_gpus=2,
+)
+
+
+def with_args(**overrides):
+    return SimpleNamespace(**{**vars(ARGS), **overrides})
+
+
+def groups(*rewards_of_groups):
+    return [Sample(group_index=g, reward=r) for g, rewards in enumerate(rewards_of_groups) for r in rewards]
+
+
+def rates(samples):
+    return pass_rates(samples, [sample.reward for sample in samples])
+
+
+def test_statistics():
+    assert compute_statistics([1, 2, 6, 3]) == {"mean": 3.0, "median": 2.5, "max": 6.0, "min": 1.0}
+    assert compute_statistics([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "expected"),
+    [(8, 3, [0.375, 0.642857143, 0.928571429, 1.0]), (4, 1, [0.25, 0.5, 1.0]), (4, 0, [0, 0, 0]), (2, 2, [1, 1])],
+)
+def test_pass_at_k_vectors(n, c, expected):
+    assert [pass_at_k(n, c, 2**i) for i in range(len(expected))] == pytest.approx(expected)
+    samples = groups([1.0] * c + [0.0] * (n - c))
+    assert list(rates(samples).values()) == pytest.approx(expected)
+
+
+def test_m2_each_group_counts_with_its_own_n():
+    samples = groups([1] + [0] * 15, [1, 0])
+    result = rates(samples)
+    assert list(result) == ["pass@1", "pass@2", "pass@4", "pass@8", "pass@16"]
+    assert result["pass@1"] == pytest.approx((1 / 16 + 1 / 2) / 2)
+    assert result["pass@2"] == pytest.approx((2 / 16 + 1) / 2)
+    assert result["pass@4"] == pytest.approx(4 / 16), "only the group of sixteen has four"
+    assert result["pass@16"] == 1.0
+
+
+def test_m2_a_fan_out_is_one_execution_that_is_correct_if_its_samples_average_one():
+    samples = [
+        Sample(group_index=0, rollout_id=5, reward=1.0),
+        Sample(group_index=0, rollout_id=5, reward=1.0),
+        Sample(group_index=0, rollout_id=6, reward=1.0),
+        Sample(group_index=0, rollout_id=6, reward=0.0),
+    ]
+    assert rates(samples) == pytest.approx({"pass@1": 0.5, "pass@2": 1.0})
+
+
+def test_m2_evaluation_uses_the_number_of_samples_of_each_set():
+    def result(samples):
+        return {"rewards": [s.reward for s in samples], "truncated": [s.truncated for s in samples], "samples": samples}
+
+    data = {"many": result(groups([1, 0, 0, 0], [1, 1, 0, 0])), "few": result(groups([0], [1]))}
+    metrics = compute_eval_metrics(with_args(log_passrate=True), data)
+    assert metrics["eval/many"] == pytest.approx(3 / 8)
+    assert [k for k in metrics if "pass@" in k] == [
+        "eval/many-pass@1", "eval/many-pass@2", "eval/many-pass@4", "eval/few-pass@1",
+    ]  # fmt: skip
+    assert metrics["eval/many-pass@2"] == pytest.approx((0.5 + (1 - 1 / 6)) / 2)
+    assert metrics["eval/few-pass@1"] == 0.5
+    assert metrics["eval/few-truncated_ratio"] == 0.0
+    assert metrics["eval/few/response_len/max"] == 0.0
+
+
+def test_zero_std_groups_are_counted_by_reward_and_groups_of_one_are_not():
+    samples = groups([0.1] * 8, [0, 0], [0.0, 1e-9], [1, 0], [1, 1], [1])
+    assert zero_std_counts(samples, [s.reward for s in samples]) == {0.0: 2, 0.1: 1, 1.0: 1}
+    metrics = compute_rollout_metrics(ARGS, samples)
+    assert metrics["rollout/zero_std/count_0.0"] == 2
+    assert not any("zero_std" in k for k in compute_rollout_metrics(with_args(advantage_estimator="ppo"), samples))
+
+
+def test_rollout_metrics_use_trained_tokens_and_reward_keys():
+    args = with_args(reward_key="acc", log_correct_samples=True, log_passrate=True, log_reward_category="error")
+    samples = [
+        Sample(group_index=0, response_length=4, loss_mask=[1, 1, 0, 0], reward={"acc": 1, "error": "none"}),
+        Sample(group_index=0, response_length=6, reward={"acc": 0, "error": "format"}, status=Sample.Status.TRUNCATED),
+    ]
+    samples[0].prefix_cache_info.cached_tokens, samples[0].prefix_cache_info.total_prompt_tokens = 3, 4
+    metrics = compute_rollout_metrics(args, samples)
+    assert metrics["rollout/response_len/mean"] == 4.0
+    assert metrics["rollout/response_len/min"] == 2.0
+    assert metrics["rollout/truncated_ratio"] == 0.5
+    assert metrics["rollout/correct_len/mean"] == 2.0
+    assert metrics["rollout/error_cat/format"] == 0.5
+    assert metrics["rollout/prefix_cache_hit_rate"] == 0.75
+    assert metrics["rollout/avg_cached_tokens_per_sample"] == 1.5
+    assert metrics["passrate/pass@1"] == 0.5
+    assert metrics["passrate/pass@2"] == 1.0
+
+
+def test_repetition_needs_length_and_repetition():
+    assert has_repetition("start " + "again and " * 1200)
+    assert not has_repetition("a" * 10000)
+    rng = random.Random(0)
+    assert not has_repetition("".join(rng.choice("abcdefghijklmnop") for _ in range(12000)))
+    assert has_repetition("".join(rng.choice("abcdefghijklmnop") for _ in range(5000)) + "no " * 5000)
+
+
+def test_perf_metrics():
+    samples = [
+        Sample(response_length=30, loss_mask=[1] * 10 + [0] * 20, non_generation_time=1.0),
+        Sample(response_length=10),
+    ]
+    metrics = compute_rollout_perf_metrics(ARGS, samples, rollout_time=2.0)
+    assert metrics["perf/rollout_time"] == 2.0
+    assert metrics["perf/tokens_per_gpu_per_sec"] == 10.0
+    assert metrics["perf/effective_tokens_per_gpu_per_sec"] == 5.0
+    assert metrics["perf/longest_sample_tokens_per_sec"] == 15.0
+    assert metrics["perf/non_generation_time/mean"] == 0.5
+
+
+def test_extra_metrics_get_their_prefix_once():
+    merged = merge_extra_metrics({"rollout/a": 1}, {"b": 2, "rollout/c": 3}, "rollout/")
+    assert merged == {"rollout/a": 1, "rollout/b": 2, "rollout/c": 3}
+    assert merge_extra_metrics({"x": 1}, None, "rollout/") == {"x": 1}

@@ -1,0 +1,26 @@
+from types import SimpleNamespace
+
+from slime.ray.cluster import plan_cluster
+from slime.ray.placement_group import sort_bundles
+
+
+def test_s8_devices_are_ordered_as_numbers():
+    devices = [("10.0.0.2", gpu) for gpu in (10, 2, 1)] + [("10.0.0.10", 0), ("10.0.0.9", 15)]
+    ordered = [devices[index] for index in sort_bundles(devices)]
+    assert ordered == [("10.0.0.2", 1), ("10.0.0.2", 2), ("10.0.0.2", 10), ("10.0.0.9", 15), ("10.0.0.10", 0)]
+
+
+def test_host_names_are_resolved_and_unknown_ones_come_last():
+    devices = [("no-such-host.invalid", 0), ("localhost", 1), ("126.0.0.1", 0)]
+    assert sort_bundles(devices) == [2, 1, 0]
+
+
+def plan(**values):
+    defaults = {"world_size": 4, "rollout_num_gpus": 2, "has_trainer": True, "has_engines": True}
+    return plan_cluster(SimpleNamespace(**{**defaults, **values}))
+
+
+def test_plan_of_every_mode():
+    assert (plan().gpus, plan().cpus) == (6, 7)
+    assert plan(has_engines=False).gpus == 4
+    assert plan(has_trainer=False).gpus == 2

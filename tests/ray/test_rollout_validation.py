@@ -1,0 +1,45 @@
+"""The leaf rule and flattening."""
+
+import pytest
+
+from slime.ray.rollout_validation import flatten_rollout_output
+from slime.utils.types import Sample
+
+
+def sample(index, rollout_id=None):
+    return Sample(index=index, rollout_id=rollout_id)
+
+
+def indices(groups):
+    return [s.index for s in flatten_rollout_output(groups)]
+
+
+def test_groups_of_samples_and_fan_outs_are_flattened_in_order():
+    assert indices([[sample(0), sample(1)], [sample(2)]]) == [0, 1, 2]
+    assert indices([[[sample(0, 7), sample(1, 7)], [sample(2)]], [sample(3), [sample(4)]]]) == [0, 1, 2, 3, 4]
+    assert indices([[[[sample(0, 1)], [sample(1, 1)]]]]) == [0, 1]
+
+
+def test_a_group_of_several_samples_needs_no_rollout_id():
+    assert indices([[sample(0), sample(1)]]) == [0, 1]
+    assert indices([sample(0), sample(1)]) == [0, 1]
+
+
+@pytest.mark.parametrize("ids", [(None, None), (1, 2), (1, None)])
+def test_executions_must_share_an_id(ids):
+    with pytest.raises(ValueError, match=r"samples\[1\]\[0\] holds 2 samples of one execution with rollout_id"):
+        flatten_rollout_output([[sample(0)], [[sample(1, ids[0]), sample(2, ids[1])]]])
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (None, "returned NoneType as samples"),
+        ([[sample(0)], [3]], r"samples\[1\]\[0\] is int"),
+        ([], "returned no samples"),
+        ([[], []], "returned no samples"),
+    ],
+)
+def test_other_shapes_are_named(output, message):
+    with pytest.raises(ValueError, match=message):
+        flatten_rollout_output(output)
