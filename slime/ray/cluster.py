@@ -69,6 +69,7 @@ def ray_cluster(args: argparse.Namespace) -> Iterator[None]:
     address = env.ray_address()
     # Ray reads these when it starts. Its messages about itself would bury ours.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is None:

@@ -1,8 +1,9 @@
-"""The train batch: from packed samples to flat columns, to one shard per data-parallel rank, to tensors per sample.
+"""The train batch: from packed samples to columns, to one shard per data-parallel rank, to tensors per sample.
 
-Columns are flat numpy arrays (`RaggedArray` for per-token fields), built from arrays that the samples already hold; no
-list of Python integers appears on the way. Invariants: row i of every per-sample column belongs to sample i;
-`rollout_mask_sums` is computed here, before anything is split, so the loss cannot depend on the split.
+Per-token columns are the arrays that the samples already hold, one per row; they are concatenated once, into the flat
+`RaggedArray`s of a shard. No list of Python integers appears on the way. Invariants: row i of every per-sample column
+belongs to sample i; `rollout_mask_sums` is computed here, before anything is split, so the loss cannot depend on the
+split.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def build_train_batch(samples: Sequence[Sample], raw_rewards: Sequence[float], r
         np.zeros_like(p.loss_mask) if s.remove_sample else p.loss_mask for s, p in zip(samples, packed, strict=True)
     ]
     batch: TrainBatch = {
-        "tokens": RaggedArray.from_rows([p.tokens for p in packed], np.int64),
-        "loss_masks": RaggedArray.from_rows(masks, np.int32),
+        "tokens": [p.tokens for p in packed],
+        "loss_masks": masks,
         "response_lengths": np.array([p.response_length for p in packed], dtype=np.int64),
         "rewards": np.asarray(rewards, dtype=np.float32),
         "raw_reward": np.asarray(raw_rewards, dtype=np.float64),
@@ -57,7 +58,7 @@ def build_train_batch(samples: Sequence[Sample], raw_rewards: Sequence[float], r
     }
     log_probs = _optional_rows(samples, [p.rollout_log_probs for p in packed], "rollout_log_probs")
     if log_probs is not None:
-        batch["rollout_log_probs"] = RaggedArray.from_rows(log_probs, np.float32)
+        batch["rollout_log_probs"] = log_probs
     if any(s.train_metadata is not None for s in samples):
         batch["metadata"] = [s.train_metadata or {} for s in samples]
     return _complete(batch)
@@ -85,7 +86,7 @@ def train_batch_from_columns(columns: dict[str, Any]) -> TrainBatch:
     batch = dict(columns)
     for name, dtype in _TOKEN_DTYPES.items():
         if name in batch:
-            batch[name] = RaggedArray.from_rows([np.asarray(row, dtype) for row in batch[name]], dtype)
+            batch[name] = [np.asarray(row, dtype) for row in batch[name]]
     for name, dtype in (("response_lengths", np.int64), ("rewards", np.float32), ("raw_reward", np.float64)):
         batch[name] = np.asarray(batch[name], dtype)
     batch["rollout_ids"] = execution_ids(list(batch.get("rollout_ids", [None] * rows)))
@@ -130,10 +131,10 @@ def to_tensors(shard: TrainBatch, device: torch.device) -> dict[str, Any]:
 
 
 def _complete(batch: TrainBatch) -> TrainBatch:
-    batch["total_lengths"] = batch["tokens"].lengths
+    batch["total_lengths"] = np.array([len(row) for row in batch["tokens"]], dtype=np.int64)
     if "rollout_mask_sums" not in batch:
-        mask_sums = batch["loss_masks"].row_sums()
-        batch["rollout_mask_sums"] = rollout_mask_sums(mask_sums.tolist(), batch["rollout_ids"].tolist())
+        mask_sums = [int(row.sum()) for row in batch["loss_masks"]]
+        batch["rollout_mask_sums"] = rollout_mask_sums(mask_sums, batch["rollout_ids"].tolist())
     return batch
 
 
@@ -171,7 +172,7 @@ def _optional_rows(samples: Sequence[Sample], rows: list[Any], field: str) -> li
 def _shard(batch: TrainBatch, schedule: DPSchedule, rank: int) -> TrainBatch:
     partition = schedule.partitions[rank]
     shard: TrainBatch = {
-        name: column if name in GLOBAL_COLUMNS else _take(column, partition) for name, column in batch.items()
+        name: column if name in GLOBAL_COLUMNS else _take(name, column, partition) for name, column in batch.items()
     }
     shard["partition"] = partition
     shard["micro_batch_indices"] = schedule.micro_batch_indices[rank]
@@ -180,9 +181,7 @@ def _shard(batch: TrainBatch, schedule: DPSchedule, rank: int) -> TrainBatch:
     return shard
 
 
-def _take(column: Any, rows: list[int]) -> Any:
-    if isinstance(column, RaggedArray):
-        return column.take(rows)
-    if isinstance(column, np.ndarray):
-        return column[rows]
-    return [column[row] for row in rows]
+def _take(name: str, column: Any, rows: list[int]) -> Any:
+    if name in _TOKEN_DTYPES:
+        return RaggedArray.from_rows([column[row] for row in rows], _TOKEN_DTYPES[name])
+    return column[rows] if isinstance(column, np.ndarray) else [column[row] for row in rows]

@@ -33,13 +33,3 @@ class RaggedArray:
     def lengths(self) -> np.ndarray:
         """Length of every row, int64."""
         return np.diff(self.offsets)
-
-    def take(self, rows: Sequence[int]) -> RaggedArray:
-        """The given rows, in the given order, copied."""
-        return RaggedArray.from_rows([self[row] for row in rows], self.values.dtype)
-
-    def row_sums(self) -> np.ndarray:
-        """Sum of every row, int64 or float64; 0 for an empty row."""
-        wide = np.int64 if np.issubdtype(self.values.dtype, np.integer) else np.float64
-        running = np.concatenate([[0], np.cumsum(self.values, dtype=wide)])
-        return running[self.offsets[1:]] - running[self.offsets[:-1]]

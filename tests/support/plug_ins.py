@@ -1,17 +1,29 @@
-"""Plug-ins of the end-to-end runs: they wrap the defaults, and some of them fail on purpose."""
+"""Plug-ins of the end-to-end runs: they wrap the defaults, and some of them stop or fail on purpose.
+
+A test steers them by the environment of the run: `E2E_HOLD_ROLLOUT`, the rollout that never finishes, and
+`E2E_KEY_FILE`, where the run's API key is to be written.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+from pathlib import Path
 from typing import Any
 
 from slime.rollout.rm_hub import grade_answer_verl
-from slime.rollout.sglang_rollout import generate
+from slime.rollout.sglang_rollout import GenerateState, generate
 from slime.utils.types import Sample
 
 
-async def marked_generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def marked_generate(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Sample:
     """The default generation; leaves its mark in the metadata."""
+    if "E2E_KEY_FILE" in os.environ:
+        Path(os.environ["E2E_KEY_FILE"]).write_text(args.router_api_key)
+    rollout_id = GenerateState(args).rollout_id
+    if not evaluation and str(rollout_id) == os.environ.get("E2E_HOLD_ROLLOUT"):
+        print(f"holding rollout {rollout_id}", flush=True)
+        await asyncio.Event().wait()
     sample = await generate(args, sample, sampling_params)
     sample.metadata["generated_by"] = "marked_generate"
     return sample
@@ -29,10 +41,3 @@ def failing_reward(args: Any, sample: Sample) -> float:
     if sample.index == 5:
         raise KeyError(f"no entry for {sample.label}")
     return 0.0
-
-
-async def endless_generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Generates, then never returns."""
-    await generate(args, sample, sampling_params)
-    await asyncio.Event().wait()
-    return sample

@@ -28,11 +28,13 @@ def build(samples):
 
 def test_columns_have_the_documented_types():
     batch = build([sample(0, rollout_log_probs=[-1.0, -2.0, -3.0]), sample(1, response=1, rollout_log_probs=[-4.0])])
-    assert batch["tokens"].values.dtype == np.int64 and batch["tokens"].lengths.tolist() == [5, 3]
-    assert batch["loss_masks"].values.dtype == np.int32
-    assert batch["rollout_log_probs"].values.tolist() == [-1, -2, -3, -4]
-    assert batch["rollout_log_probs"].values.dtype == batch["rewards"].dtype == np.float32
     assert batch["total_lengths"].tolist() == [5, 3] and batch["response_lengths"].tolist() == [3, 1]
+    assert batch["rewards"].dtype == np.float32
+    shard = split_for_data_parallel(batch, DPSchedule([[0, 1]], [[[0, 1]]], [1], [2], 0))[0]
+    assert shard["tokens"].values.dtype == np.int64 and shard["tokens"].lengths.tolist() == [5, 3]
+    assert shard["loss_masks"].values.dtype == np.int32
+    assert shard["rollout_log_probs"].values.tolist() == [-1, -2, -3, -4]
+    assert shard["rollout_log_probs"].values.dtype == np.float32
 
 
 def test_removed_sample_gets_a_zero_mask():
@@ -44,8 +46,8 @@ def test_removed_sample_gets_a_zero_mask():
 def test_failed_sample_without_tokens_keeps_its_place_without_loss():
     failed = Sample(index=0, group_index=0, remove_sample=True, status=Sample.Status.FAILED)
     batch = build([failed, sample(1, rollout_log_probs=[-1.0] * 3)])
-    assert batch["tokens"].lengths.tolist() == [2, 5] and batch["loss_masks"][0].tolist() == [0]
-    assert batch["rollout_log_probs"].lengths.tolist() == [1, 3]
+    assert batch["total_lengths"].tolist() == [2, 5] and batch["loss_masks"][0].tolist() == [0]
+    assert [len(row) for row in batch["rollout_log_probs"]] == [1, 3]
 
 
 def test_mask_sums_are_those_of_the_whole_execution():
@@ -60,7 +62,7 @@ def test_r18_log_probs_missing_in_some_samples_is_an_error():
 
 def test_r18_optional_field_is_not_judged_by_the_first_sample():
     batch = build([sample(0, response=0), sample(1, rollout_log_probs=[-1.0] * 3)])
-    assert batch["rollout_log_probs"].lengths.tolist() == [0, 3]
+    assert [len(row) for row in batch["rollout_log_probs"]] == [0, 3]
 
 
 def test_sample_without_prompt_is_refused():

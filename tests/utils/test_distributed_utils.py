@@ -1,4 +1,5 @@
-import threading
+import subprocess
+import sys
 from datetime import timedelta
 
 import psutil
@@ -6,28 +7,38 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from slime.utils.child_process import environment_for_python
 from slime.utils.distributed_utils import create_store, init_process_group
 
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=30)
+
+MEMBER = """
+import sys
+import torch
+from datetime import timedelta
+from torch.distributed import TCPStore
+from slime.utils.distributed_utils import init_process_group
+
+timeout = timedelta(seconds=30)
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=timeout)
+group = init_process_group("gloo", store, 2, 1, "test-group", timeout)
+tensor = torch.zeros(3)
+group.broadcast(tensor, 0).wait()
+print(tensor.tolist(), torch.distributed.is_initialized())
+"""
 
 
 def test_two_members_of_a_group_without_a_default_group():
     store = create_store("127.0.0.1", TIMEOUT)
-    received = {}
-
-    def member():
-        client = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=TIMEOUT)
-        group = init_process_group("gloo", client, 2, 1, "test-group", TIMEOUT)
-        tensor = torch.zeros(3)
-        group.broadcast(tensor, 0).wait()
-        received["tensor"] = tensor
-
-    thread = threading.Thread(target=member)
-    thread.start()
-    group = init_process_group("gloo", store, 2, 0, "test-group", TIMEOUT)
-    group.broadcast(torch.arange(3.0), 0).wait()
-    thread.join(20)
-    assert received["tensor"].tolist() == [0, 1, 2]
+    command = [sys.executable, "-c", MEMBER, str(store.port)]
+    with subprocess.Popen(command, env=environment_for_python(), stdout=subprocess.PIPE, text=True) as member:
+        try:
+            group = init_process_group("gloo", store, 2, 0, "test-group", TIMEOUT)
+            group.broadcast(torch.arange(3.0), 0).wait()
+            assert member.communicate(timeout=30)[0].strip() == "[0.0, 1.0, 2.0] False"
+        finally:
+            member.kill()
+    dist.destroy_process_group(group)
     assert not dist.is_initialized()
 
 

@@ -1,0 +1,229 @@
+"""What makes the unmodified SGLang wheel serve on a machine without a GPU. Inert where CUDA is present.
+
+`install()` runs once per server process, before sglang is imported; schedulers and detokenizers are forked from that
+process and inherit it. Written for sglang 0.5.21 (torch 2.13.0, transformers 5.12.1). Every function below states the
+assumption of those versions that it lifts.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Sequence
+
+_INERT_PACKAGES = ("torchvision", "sgl_kernel", "triton")
+
+
+def install() -> None:
+    """Lift the CUDA assumptions of sglang 0.5.21. Must run before the first import of sglang; no effect with CUDA."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    if any(name == "sglang" or name.startswith("sglang.") for name in sys.modules):
+        raise RuntimeError("the CPU adapter must be installed before sglang is imported")
+    _define_seeded_sampling_hash()
+    _settle_feature_detection()
+    missing = tuple(name for name in _INERT_PACKAGES if importlib.util.find_spec(name) is None)
+    sys.meta_path.append(_InertPackageFinder(missing))
+    sys.meta_path.insert(0, _PatchAfterImport(_PATCHES))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Packages that sglang imports at module level and never calls on the paths that a CPU server takes.
+#
+# torchvision (sglang 0.5.21, image processors): the index wheel needs libtorch_cuda and, if installed beside a CPU
+#   torch, breaks transformers.
+# sgl_kernel (sglang 0.5.21, `import sgl_kernel` in many layers): has no CPU wheel. Its submodules go on raising
+#   ImportError, on which sglang falls back to torch.
+# triton (sglang 0.5.21, `@triton.jit` kernels): not installed with a CPU torch.
+
+
+class _InertModule(types.ModuleType):
+    """A module that has every attribute: classes for type-like names, no-op decorators, functions that refuse."""
+
+    def __getattr__(self, name: str):
+        if name == "__version__":
+            return "3.0.0"
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = _inert_attribute(self.__name__, name)
+        setattr(self, name, value)
+        return value
+
+
+def _inert_attribute(module_name: str, name: str):
+    if name[:1].isupper() or module_name.startswith("triton.language"):
+        return type(name, (), {"__module__": module_name, "__init__": lambda self, *args, **kwargs: None})
+    if module_name == "triton" and name in ("jit", "autotune", "heuristics"):
+        return _leave_function_alone
+
+    def refuse(*args, **kwargs):
+        raise NotImplementedError(f"{module_name}.{name} is not available without a GPU")
+
+    refuse.__name__ = name
+    return refuse
+
+
+def _leave_function_alone(*args, **kwargs):
+    """Stands in for `@triton.jit` and for `@triton.autotune(...)`."""
+    if len(args) == 1 and callable(args[0]) and not kwargs:
+        return args[0]
+    return lambda function: function
+
+
+class _InertPackageFinder:
+    """Last resort of the import system: serves inert modules for the packages that are not installed."""
+
+    def __init__(self, packages: Sequence[str]):
+        self._packages = packages
+
+    def find_spec(self, fullname: str, path=None, target=None):
+        root, _, submodule = fullname.partition(".")
+        if root not in self._packages or (root == "sgl_kernel" and submodule):
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=root != "sgl_kernel")
+
+    def create_module(self, spec):
+        return _InertModule(spec.name)
+
+    def exec_module(self, module) -> None:
+        """Nothing to run."""
+
+
+def _settle_feature_detection() -> None:
+    """torch 2.13.0 and transformers 5.12.1 look for triton and torchvision by import; let them find out, and cache,
+    that both are absent before the inert modules become visible."""
+    import torch._inductor.runtime.triton_compat
+    import torch.utils._triton
+    from transformers.utils import import_utils
+
+    torch.utils._triton.has_triton_package()
+    import_utils.is_torchvision_available()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names inside sglang that are replaced right after their module was imported.
+
+
+def _no_image_processors(module: types.ModuleType) -> None:
+    """sglang 0.5.21 registers image processors at import; transformers 5.12.1 refuses that without torchvision."""
+    module.register_image_processor = lambda *args, **kwargs: None
+
+
+def _plain_host_memory(module: types.ModuleType) -> None:
+    """sglang 0.5.21, `--enable-return-routed-experts`: host buffers are registered with CUDA; plain memory will do."""
+    import torch
+
+    def allocate(dims, dtype, device, *args, **kwargs):
+        return torch.empty(dims, dtype=dtype, device=device)
+
+    module.ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
+def _allow_seeded_sampling(module: types.ModuleType) -> None:
+    """sglang 0.5.21, `--enable-deterministic-inference`: the allowed attention backends are CUDA ones only."""
+    module.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
+
+
+def _no_batch_invariant_kernels(module: types.ModuleType) -> None:
+    """sglang 0.5.21, `--enable-deterministic-inference`: swaps matmuls for Triton kernels."""
+    module.enable_batch_invariant_mode = lambda *args, **kwargs: None
+
+
+def _weight_checker_without_cuda(module: types.ModuleType) -> None:
+    """sglang 0.5.21, `/weights_checker` action `checksum`: calls `torch.cuda.synchronize()` around the hashing.
+
+    The module gets a view of torch whose `cuda.synchronize` does nothing; torch itself stays as it is.
+    """
+    import torch
+
+    cuda = types.SimpleNamespace(synchronize=lambda *args, **kwargs: None)
+    module.torch = _ModuleView(torch, cuda=cuda)
+
+
+class _ModuleView:
+    """A module with some names replaced, for one importer only."""
+
+    def __init__(self, module: types.ModuleType, **replaced):
+        self.__dict__.update(replaced)
+        self._module = module
+
+    def __getattr__(self, name: str):
+        return getattr(self._module, name)
+
+
+_PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
+    "sglang.srt.configs.utils": _no_image_processors,
+    "sglang.srt.mem_cache.pool_host.common": _plain_host_memory,
+    "sglang.srt.arg_groups.choices": _allow_seeded_sampling,
+    "sglang.srt.batch_invariant_ops.batch_invariant_ops": _no_batch_invariant_kernels,
+    "sglang.srt.utils.weight_checker": _weight_checker_without_cuda,
+}
+
+
+class _PatchAfterImport:
+    """Import hook that runs a patch directly after the module it belongs to was executed."""
+
+    def __init__(self, patches: dict[str, Callable[[types.ModuleType], None]]):
+        self._patches = patches
+
+    def find_spec(self, fullname: str, path=None, target=None):
+        patch = self._patches.get(fullname)
+        if patch is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        execute = spec.loader.exec_module
+
+        def execute_and_patch(module: types.ModuleType) -> None:
+            execute(module)
+            patch(module)
+
+        spec.loader.exec_module = execute_and_patch
+        return spec
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _define_seeded_sampling_hash() -> None:
+    """sglang 0.5.21, per-request `sampling_seed`: `torch.ops.sgl_kernel.murmur_hash32_cpu` lives in sgl_kernel.
+
+    MurmurHash3 x86_32 (Appleby, public domain) of the three 32-bit words (seed low, seed high, position) and the column
+    as the fourth, 16 bytes in all; same bits as the kernel.
+    """
+    import torch
+
+    mask = 0xFFFFFFFF
+
+    def rotate_left(x, bits):
+        return ((x << bits) | (x >> (32 - bits))) & mask
+
+    def multiply(x, factor):
+        # Low 32 bits of a 32 x 32 bit product without leaving the range of int64.
+        return ((x & 0xFFFF) * factor + ((((x >> 16) * factor) & 0xFFFF) << 16)) & mask
+
+    def mix(state, word):
+        word = multiply(rotate_left(multiply(word, 0xCC9E2D51), 15), 0x1B873593)
+        return (multiply(rotate_left(state ^ word, 13), 5) + 0xE6546B64) & mask
+
+    def murmur_hash(seed, positions, columns):
+        seed = seed.view(torch.int64)
+        state = mix(torch.zeros_like(seed), seed & mask)
+        state = mix(state, (seed >> 32) & mask)
+        state = mix(state, positions.to(torch.int64) & mask)
+        state = mix(state[:, None], columns.to(torch.int64)[None, :] & mask) ^ 16
+        state = multiply(state ^ (state >> 16), 0x85EBCA6B)
+        state = multiply(state ^ (state >> 13), 0xC2B2AE35)
+        return (state ^ (state >> 16)).to(torch.uint32)
+
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor cols) -> Tensor")
+    library.impl("murmur_hash32_cpu", murmur_hash, "CPU")
+    _LIBRARIES.append(library)
+
+
+# An operator exists as long as the library object that defined it.
+_LIBRARIES: list = []

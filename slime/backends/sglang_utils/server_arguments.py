@@ -1,0 +1,187 @@
+"""The arguments of one SGLang server, computed from ours. Pure: no sglang, no torch, no processes.
+
+Order of precedence: values that follow from the run (addresses, sizes, paths) cannot be set by the user; then every
+`--sglang-*` flag that was given; then our defaults, which depend on the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+from slime.utils.child_process import environment_for_python
+from slime.utils.errors import UserError
+
+# Attributes `args.sglang_<name>` that configure the router or our client, not the server.
+_NOT_SERVER_FIELDS = frozenset(
+    {
+        "router_ip",
+        "router_port",
+        "router_request_timeout_secs",
+        "server_concurrency",
+        "config",
+        "model_routers",
+    }
+)
+
+# Fields that follow from the run. A user's value for one of them is never read.
+DERIVED_FIELDS = frozenset(
+    {
+        "model_path",
+        "trust_remote_code",
+        "random_seed",
+        "enable_memory_saver",
+        "host",
+        "port",
+        "nnodes",
+        "node_rank",
+        "dist_init_addr",
+        "gpu_id_step",
+        "base_gpu_id",
+        "nccl_port",
+        "skip_server_warmup",
+        "enable_return_routed_experts",
+        "tp_size",
+        "api_key",
+    }
+)
+
+# SGLang spells some fields in two ways on the command line.
+_SHORT_SPELLINGS = {"dp": "dp_size", "ep": "ep_size", "pp": "pp_size", "tp": "tp_size"}
+
+# Without a GPU: the attention and sampling code that torch has, full precision (the log-probs of trainer and engine are
+# compared in float32), no graphs or overlap (both are CUDA features), a small KV cache (else 16 GB are taken), a
+# scheduler that sleeps when idle (else it burns a core).
+_CPU_DEFAULTS: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "dtype": "float32",
+    "disable_overlap_schedule": True,
+    "cuda_graph_backend_decode": "disabled",
+    "cuda_graph_backend_prefill": "disabled",
+    "max_total_tokens": 32768,
+    "max_running_requests": 64,
+    "sleep_on_idle": True,
+}
+
+_ENVIRONMENT = {
+    "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false",
+    "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "true",
+    "SGLANG_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true",
+    "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true",
+    "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT": "true",
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "false",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerArguments:
+    """`values`: field → value for sglang's `ServerArgs`; `typed`: the fields among them that the user set.
+
+    A field that the installed sglang does not know is an error if the user typed it and is left out otherwise.
+    """
+
+    values: dict[str, Any]
+    typed: frozenset[str]
+
+
+def compute_server_arguments(
+    args: Any,
+    rank: int,
+    *,
+    host: str,
+    port: int,
+    nccl_port: int,
+    base_gpu_id: int = 0,
+    on_cpu: bool,
+) -> ServerArguments:
+    """Arguments of engine `rank`, which lives on one node.
+
+    Raises:
+        UserError: `--sglang-tp-size` contradicts `--rollout-num-gpus-per-engine`, or the sizes do not divide.
+    """
+    typed = _typed_fields(args)
+    values: dict[str, Any] = {
+        "log_level": "warning",
+        "enable_metrics": not on_cpu,
+        "enable_draft_weights_cpu_backup": True,
+    }
+    if on_cpu:
+        values.update(_CPU_DEFAULTS)
+    elif getattr(args, "fp16", False):
+        values["dtype"] = "float16"
+    values.update(typed)
+    values.update(
+        model_path=args.hf_checkpoint,
+        trust_remote_code=bool(getattr(args, "trust_remote_code", False)),
+        random_seed=args.seed + rank * args.num_gpus_per_node,
+        host=host,
+        port=port,
+        nccl_port=nccl_port,
+        nnodes=1,
+        node_rank=0,
+        # Without a GPU the server takes this for the number of a NUMA node.
+        base_gpu_id=0 if on_cpu else base_gpu_id,
+        gpu_id_step=1,
+        tp_size=_tensor_parallel_size(args, typed),
+        skip_server_warmup=True,
+        api_key=getattr(args, "router_api_key", None),
+    )
+    return ServerArguments(values, frozenset(typed))
+
+
+def compute_server_environment(arguments: ServerArguments, on_cpu: bool) -> dict[str, str]:
+    """The whole environment of the server process: ours, SGLang's settings where the user did not set them himself.
+
+    The trainer's allocator settings are removed; internal traffic ignores proxies; on CPU every server process computes
+    with one thread (more oversubscribe the cores and cost a factor of 20) and tensor-parallel ranks get a core each.
+    """
+    environment = {**_ENVIRONMENT, **environment_for_python()}
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        environment.pop(name, None)
+    environment["NO_PROXY"] = environment["no_proxy"] = "*"
+    if on_cpu:
+        environment["OMP_NUM_THREADS"] = "1"
+        environment["SGLANG_USE_CPU_ENGINE"] = "1"
+        # torch.compile needs a C++ compiler on CPU and half a minute at the first seeded request.
+        environment.setdefault("TORCHDYNAMO_DISABLE", "1")
+        # Seeded sampling is compiled at its first use: a minute of a C++ compiler, which may not even be there.
+        environment.setdefault("TORCHDYNAMO_DISABLE", "1")
+        ranks = arguments.values["tp_size"]
+        if ranks > 1:
+            cores = sorted(os.sched_getaffinity(0))
+            binding = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+            environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
+    return environment
+
+
+def _typed_fields(args: Any) -> dict[str, Any]:
+    typed = {}
+    for attribute, value in vars(args).items():
+        name = attribute.removeprefix("sglang_")
+        if name == attribute or value is None or name in _NOT_SERVER_FIELDS:
+            continue
+        name = _SHORT_SPELLINGS.get(name, name)
+        if name not in DERIVED_FIELDS or name == "tp_size":
+            typed[name] = value
+    return typed
+
+
+def _tensor_parallel_size(args: Any, typed: dict[str, Any]) -> int:
+    gpus, pipeline = args.rollout_num_gpus_per_engine, typed.get("pp_size", 1)
+    if gpus % pipeline:
+        raise UserError(
+            f"--rollout-num-gpus-per-engine {gpus} is not divisible by --sglang-pp-size {pipeline}; choose a multiple"
+        )
+    derived = gpus // pipeline
+    if typed.get("tp_size", derived) != derived:
+        raise UserError(
+            f"--sglang-tp-size {typed['tp_size']} contradicts the tensor-parallel size {derived} of "
+            f"--rollout-num-gpus-per-engine {gpus}; leave it out, or change --rollout-num-gpus-per-engine"
+        )
+    return derived

@@ -1,0 +1,121 @@
+"""Entry point of a server process: `python -m slime.backends.sglang_utils.server_process --arguments-file FILE`.
+
+Runs the unmodified SGLang HTTP server. Around it: the process ends with its parent; the CPU adapter is installed where
+there is no GPU; there, scheduler and detokenizer are forked after sglang was imported, so that its imports are paid
+once instead of three times; the API key never reaches the log. The arguments file holds that key, so it is readable by
+its owner only and is deleted as soon as it was read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime.utils.child_process import exit_when_parent_dies
+from slime.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from slime.backends.sglang_utils.server_arguments import ServerArguments
+
+
+def write_arguments_file(path: str | Path, arguments: ServerArguments) -> None:
+    """Write `arguments` for `main` to read, readable by the owner only."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump({"values": arguments.values, "typed": sorted(arguments.typed)}, file)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Serve until the process is told to end."""
+    exit_when_parent_dies()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--arguments-file", type=Path, required=True)
+    arguments_file = parser.parse_args(argv).arguments_file
+    arguments = json.loads(arguments_file.read_text())
+    arguments_file.unlink()
+    hide_from_logs(arguments["values"].get("api_key"))
+
+    from slime.backends.sglang_utils import cpu_runtime
+
+    cpu_runtime.install()
+    _serve(arguments["values"], arguments["typed"])
+
+
+def hide_from_logs(secret: str | None) -> None:
+    """Replace `secret` in all log records of this process and of those forked from it (sglang logs its arguments)."""
+    if not secret:
+        return
+    make_record = logging.getLogRecordFactory()
+
+    def make_redacted_record(*args, **kwargs) -> logging.LogRecord:
+        record = make_record(*args, **kwargs)
+        message = record.getMessage()
+        if secret in message:
+            record.msg, record.args = message.replace(secret, "***"), ()
+        return record
+
+    logging.setLogRecordFactory(make_redacted_record)
+
+
+def _serve(values: dict[str, Any], typed: list[str]) -> None:
+    import torch
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils import kill_process_tree
+
+    server_args = ServerArgs(**_known_fields(values, typed, ServerArgs))
+    _leave_gc_freeze_to_engine()
+    if not torch.cuda.is_available():
+        _fork_workers()
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _known_fields(values: dict[str, Any], typed: list[str], server_args_class: type) -> dict[str, Any]:
+    import sglang
+
+    known = set(server_args_class.__struct_fields__)
+    unknown = [name for name in typed if name not in known]
+    if unknown:
+        flags = ", ".join("--sglang-" + name.replace("_", "-") for name in unknown)
+        raise UserError(f"{flags}: not known to the installed sglang {sglang.__version__}; remove it")
+    return {name: value for name, value in values.items() if name in known}
+
+
+def _leave_gc_freeze_to_engine() -> None:
+    """sglang 0.5.21 posts /freeze_gc to itself; with the warm-up skipped that happens before it listens and leaves a
+    traceback in the log. `SGLangEngine` posts it as soon as the server is healthy."""
+    from sglang.srt.entrypoints import http_server
+
+    http_server._freeze_gc_after_server_warmup = lambda server_args: None
+
+
+def _fork_workers() -> None:
+    """sglang 0.5.21 selects the start method "spawn" for its subprocesses in its set-up; select "fork" after that."""
+    import multiprocessing
+
+    import sglang.srt.managers.scheduler  # noqa: F401  imported before the fork, so that the children have it
+    from sglang.srt.entrypoints import engine
+
+    set_up = engine._set_envs_and_config
+
+    def set_up_and_fork(server_args: Any) -> None:
+        set_up(server_args)
+        multiprocessing.set_start_method("fork", force=True)
+
+    engine._set_envs_and_config = set_up_and_fork
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

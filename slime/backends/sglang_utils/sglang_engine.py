@@ -1,0 +1,287 @@
+"""One SGLang engine: starts a server process and controls it over HTTP.
+
+The class is plain; the serving layer makes it a Ray actor. Invariants:
+- Every wait has a deadline. While it waits for its server, the engine also watches the server's process.
+- A call that fails because the server is dead says so, with exit status and last log lines.
+- The server binds the node's service address only and, when the run has an API key, answers nobody without it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from slime.backends.sglang_utils.server_arguments import compute_server_arguments, compute_server_environment
+from slime.backends.sglang_utils.server_process import write_arguments_file
+from slime.utils.child_process import ChildProcess
+from slime.utils.device import gpus_on_this_machine
+from slime.utils.errors import RunError
+from slime.utils.ports import PortReservation, host_for_url, random_port_start, reserve_port, service_host
+
+_FIRST_PORT = 15000
+_READY_POLL_SECONDS = 0.1
+_FLUSH_ATTEMPTS = 60
+_FLUSH_PAUSE_SECONDS = 1.0
+_CONNECT_TIMEOUT_SECONDS = 10.0
+_CONTROL_TIMEOUT_SECONDS = 300.0
+
+
+class SGLangEngine:
+    """Engine `rank` of a run. Its server's log is `{log_dir}/engine_{rank}.log`."""
+
+    def __init__(self, args: Any, rank: int, log_dir: str | Path):
+        self._args = args
+        self.rank = rank
+        self._log_dir = Path(log_dir)
+        self._api_key = getattr(args, "router_api_key", None)
+        self._process: ChildProcess | None = None
+        self._scratch_dir: Path | None = None
+        self._url: str | None = None
+        self._session = requests.Session()
+        # Internal traffic: neither proxies nor .netrc.
+        self._session.trust_env = False
+        if self._api_key:
+            self._session.headers["Authorization"] = f"Bearer {self._api_key}"
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    def init(self, base_gpu_id: int = 0, timeout: float = 600.0) -> str:
+        """Start the server on this node, first GPU `base_gpu_id`, and wait until it is healthy.
+
+        Returns:
+            The server's URL.
+
+        Raises:
+            RunError: the server ended or was not healthy after `timeout` seconds; holds the log's path and last lines.
+        """
+        host = service_host()
+        with reserve_port(host, random_port_start(_FIRST_PORT)) as port, reserve_port(host, port.port + 1) as nccl_port:
+            self._launch(port, nccl_port, base_gpu_id)
+            self._url = f"http://{host_for_url(host)}:{port.port}"
+            try:
+                self._wait_until_healthy(timeout)
+            except BaseException:
+                self.shutdown()
+                raise
+        self._call("POST", "/freeze_gc")
+        return self._url
+
+    def url(self) -> str:
+        """Base URL of the server, without a trailing slash."""
+        if self._url is None:
+            raise RunError(f"engine {self.rank} was not started")
+        return self._url
+
+    def server_pid(self) -> int | None:
+        """Process id of the server, None before `init`."""
+        return None if self._process is None else self._process.pid
+
+    def log_tail(self, lines: int = 30) -> str:
+        """The last lines of the server's log."""
+        return "" if self._process is None else self._process.log_tail(lines)
+
+    def shutdown(self) -> None:
+        """End the server and everything it started. Harmless when it already ended."""
+        if self._process is not None:
+            # At once: a server holds nothing worth saving and takes up to 7 s to end politely.
+            self._process.terminate(timeout=0)
+        if self._scratch_dir is not None:
+            shutil.rmtree(self._scratch_dir, ignore_errors=True)
+
+    # -- questions --------------------------------------------------------------------------------------------------
+
+    def health(self, timeout: float = 30.0) -> None:
+        """Return when the server answers its health endpoint.
+
+        Raises:
+            RunError: it does not answer, or is dead.
+        """
+        self._call("GET", "/health", timeout=timeout)
+
+    def generate(self, payload: dict[str, Any], timeout: float = _CONTROL_TIMEOUT_SECONDS) -> Any:
+        """POST `payload` to `/generate` of this engine, past the router; the parsed answer."""
+        return self._call("POST", "/generate", payload, timeout=timeout)
+
+    def get_weight_version(self) -> str:
+        """The version that the server reports for its weights."""
+        return str(self._call("GET", "/model_info")["weight_version"])
+
+    def weights_checksum(self) -> dict[str, str]:
+        """Checksum of every tensor that the engine holds, keyed `{engine-internal rank}/{tensor name}`."""
+        ranks = self._call("POST", "/weights_checker", {"action": "checksum"})["ranks"]
+        return {
+            f"{index}/{name}": value for index, rank in enumerate(ranks) for name, value in rank["checksums"].items()
+        }
+
+    # -- generation -------------------------------------------------------------------------------------------------
+
+    def pause_generation(self, mode: str = "abort") -> None:
+        """Stop generating; returns when the server has stopped. `mode`: `abort`, `retract` or `in_place`."""
+        self._call("POST", "/pause_generation", {"mode": mode})
+
+    def continue_generation(self) -> None:
+        """Undo `pause_generation`."""
+        self._call("POST", "/continue_generation", {})
+
+    def flush_cache(self) -> None:
+        """Drop the prefix cache, trying once a second for a minute: the server refuses while requests run.
+
+        Raises:
+            RunError: requests still run after that.
+        """
+        for attempt in range(1, _FLUSH_ATTEMPTS + 1):
+            response = self._request("POST", "/flush_cache", {})
+            if response.ok:
+                return
+            if attempt < _FLUSH_ATTEMPTS:
+                time.sleep(_FLUSH_PAUSE_SECONDS)
+        raise RunError(f"engine {self.rank} refused to flush its cache {_FLUSH_ATTEMPTS} times: {response.text[:500]}")
+
+    # -- weights ----------------------------------------------------------------------------------------------------
+
+    def begin_weight_update(self) -> None:
+        """Open a weight update; tensors and broadcasts are refused outside one."""
+        self._call("POST", "/begin_weight_update", {})
+
+    def end_weight_update(self) -> None:
+        """Close a weight update."""
+        self._call("POST", "/end_weight_update", {})
+
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+        timeout: float = _CONTROL_TIMEOUT_SECONDS,
+    ) -> None:
+        """Join the process group `group_name` as ranks `rank_offset, rank_offset + 1, …`, one per GPU of the engine."""
+        payload = {
+            "master_address": master_address,
+            "master_port": master_port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        self._call("POST", "/init_weights_update_group", payload, timeout=timeout)
+
+    def destroy_weights_update_group(self, group_name: str) -> None:
+        """Leave `group_name`."""
+        self._call("POST", "/destroy_weights_update_group", {"group_name": group_name})
+
+    def update_weights_from_distributed(
+        self,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        group_name: str,
+        weight_version: str | None = None,
+        load_format: str | None = None,
+        timeout: float = _CONTROL_TIMEOUT_SECONDS,
+    ) -> None:
+        """Receive and load the tensors that rank 0 of `group_name` broadcasts. `dtypes` are names without `torch.`."""
+        payload: dict[str, Any] = {
+            "names": names,
+            "dtypes": dtypes,
+            "shapes": shapes,
+            "group_name": group_name,
+            "flush_cache": False,
+        }
+        if weight_version is not None:
+            payload["weight_version"] = weight_version
+        if load_format is not None:
+            payload["load_format"] = load_format
+        self._call("POST", "/update_weights_from_distributed", payload, timeout=timeout)
+
+    def update_weights_from_disk(self, path: str, weight_version: str | None = None) -> None:
+        """Load the HF checkpoint at `path`. When that fails the server keeps the weights it had."""
+        payload: dict[str, Any] = {"model_path": str(path), "flush_cache": True}
+        if weight_version is not None:
+            payload["weight_version"] = weight_version
+        self._call("POST", "/update_weights_from_disk", payload)
+
+    def set_weight_version(self, version: str) -> None:
+        """Tell the server the version of the weights it now holds."""
+        self._call("POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+    def reset_weights(self) -> None:
+        """Overwrite every tensor with random numbers (self-test: what is not pushed again stays wrong)."""
+        self._call("POST", "/weights_checker", {"action": "reset_tensors"})
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _launch(self, port: PortReservation, nccl_port: PortReservation, base_gpu_id: int) -> None:
+        on_cpu = gpus_on_this_machine() == 0
+        arguments = compute_server_arguments(
+            self._args,
+            self.rank,
+            host=port.host,
+            port=port.port,
+            nccl_port=nccl_port.port,
+            base_gpu_id=base_gpu_id,
+            on_cpu=on_cpu,
+        )
+        # Holds the arguments (with the API key) and the server's own temporary files; the path must stay short, because
+        # the server's Unix sockets live there.
+        self._scratch_dir = Path(tempfile.mkdtemp(prefix="slime-engine-"))
+        arguments_file = self._scratch_dir / "arguments.json"
+        write_arguments_file(arguments_file, arguments)
+        module = "slime.backends.sglang_utils.server_process"
+        self._process = ChildProcess(
+            f"engine {self.rank}",
+            [sys.executable, "-m", module, "--arguments-file", str(arguments_file)],
+            self._log_dir / f"engine_{self.rank}.log",
+            {
+                **compute_server_environment(arguments, on_cpu),
+                "TMPDIR": str(self._scratch_dir),
+                # The server's ranks meet through a file: the store that they would use else listens on all interfaces.
+                "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{self._scratch_dir}/rendezvous",
+            },
+        )
+        self._process.start()
+
+    def _wait_until_healthy(self, timeout: float) -> None:
+        started = time.monotonic()
+        while time.monotonic() - started < timeout:
+            if self._process.poll() is not None:
+                raise RunError(f"engine {self.rank} failed to start: {self._process.describe_end()}")
+            try:
+                if self._session.get(f"{self._url}/health", timeout=5).ok:
+                    return
+            except requests.RequestException:
+                pass  # not listening yet
+            time.sleep(_READY_POLL_SECONDS)
+        raise RunError(f"engine {self.rank} was not healthy after {timeout:g} s: {self._process.describe_end()}")
+
+    def _request(
+        self, method: str, path: str, payload: dict[str, Any] | None = None, timeout: float = _CONTROL_TIMEOUT_SECONDS
+    ) -> requests.Response:
+        try:
+            return self._session.request(
+                method, self.url() + path, json=payload, timeout=(_CONNECT_TIMEOUT_SECONDS, timeout)
+            )
+        except requests.RequestException as error:
+            # A dying server closes its connections a moment before its process has ended.
+            if self._process is not None and self._process.wait(2.0) is not None:
+                raise RunError(f"engine {self.rank} is dead ({path}): {self._process.describe_end()}") from None
+            raise RunError(f"engine {self.rank} did not answer {path} within {timeout:g} s: {error}") from None
+
+    def _call(
+        self, method: str, path: str, payload: dict[str, Any] | None = None, timeout: float = _CONTROL_TIMEOUT_SECONDS
+    ) -> Any:
+        response = self._request(method, path, payload, timeout)
+        if not response.ok:
+            raise RunError(f"engine {self.rank} answered {response.status_code} to {path}: {response.text[:1000]}")
+        try:
+            return response.json()
+        except ValueError:
+            return response.text

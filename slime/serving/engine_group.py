@@ -1,0 +1,120 @@
+"""The engines of one served model: Ray actors in placement-group bundles, started side by side.
+
+Everything that can run at the same time does: `start` returns at once, so that router, engines and training ranks come
+up together; `wait_ready` joins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+from slime.serving.router import RouterHandle
+
+_ACTOR_ENVIRONMENT = {
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES": "1",
+    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
+    "RAY_USE_UVLOOP": "0",
+}
+_SHUTDOWN_SECONDS = 30.0
+
+
+class EngineGroup:
+    """`rollout_num_gpus / rollout_num_gpus_per_engine` engines.
+
+    `bundle_indices_and_gpu_ids` lists, in order, the bundle index and the GPU id of every GPU of this group; engine `i`
+    takes the `i`-th run of `rollout_num_gpus_per_engine` of them. `gpu_counts[i]` and `gpu_offsets[i]` say how many
+    GPUs engine `i` has and where they start in that list.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        placement_group: Any,
+        bundle_indices_and_gpu_ids: Sequence[tuple[int, int]],
+        log_dir: str | Path,
+    ):
+        per_engine = args.rollout_num_gpus_per_engine
+        self._args = args
+        self._placement_group = placement_group
+        self._log_dir = Path(log_dir)
+        self._places = [tuple(place) for place in bundle_indices_and_gpu_ids][::per_engine]
+        self.gpu_counts = [per_engine] * len(self._places)
+        self.gpu_offsets = [index * per_engine for index in range(len(self._places))]
+        self.engines: list[Any] = []
+        self.urls: list[str] = []
+        self._started: list[Any] = []
+
+    def start(self, timeout: float = 600.0) -> None:
+        """Create the engine actors and tell them to start their servers; does not wait."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        actor_class = ray.remote(SGLangEngine)
+        for rank, (bundle_index, _) in enumerate(self._places):
+            strategy = PlacementGroupSchedulingStrategy(
+                placement_group=self._placement_group,
+                placement_group_capture_child_tasks=True,
+                placement_group_bundle_index=bundle_index,
+            )
+            options = {
+                "num_cpus": 0.2,
+                "num_gpus": 0.2,
+                "scheduling_strategy": strategy,
+                "runtime_env": {"env_vars": _ACTOR_ENVIRONMENT},
+                # A reader of the log can be served while another call is waiting for the server.
+                "max_concurrency": 4,
+            }
+            self.engines.append(actor_class.options(**options).remote(self._args, rank, str(self._log_dir)))
+        self._started = [
+            engine.init.remote(base_gpu_id=gpu_id, timeout=timeout)
+            for engine, (_, gpu_id) in zip(self.engines, self._places, strict=True)
+        ]
+
+    def wait_ready(self, timeout: float = 660.0) -> None:
+        """Return when every server is healthy.
+
+        Raises:
+            RunError: a server failed to start; holds the last lines of its log. All engines are ended.
+        """
+        from slime.observability.waiting import wait_for_all
+
+        try:
+            self.urls = wait_for_all(self._started, "start of the engines", timeout, pending=_name_engines)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def register(self, router: RouterHandle, timeout: float = 60.0) -> None:
+        """Make the router send requests to these engines; returns when it calls all of them healthy."""
+        router.add_workers(self.urls, timeout)
+
+    def call_all(self, method: str, *arguments: Any, timeout: float = 300.0) -> list[Any]:
+        """Call `method` of every engine at the same time; the results in engine order.
+
+        Raises:
+            RunError: engines failed, died, or did not answer within `timeout` seconds.
+        """
+        from slime.observability.waiting import wait_for_all
+
+        references = [getattr(engine, method).remote(*arguments) for engine in self.engines]
+        return wait_for_all(references, f"{method} of the engines", timeout, pending=_name_engines)
+
+    def shutdown(self) -> None:
+        """End all servers and actors. Engines that cannot end politely are killed; their servers follow them."""
+        import ray
+
+        if not self.engines:
+            return
+        ended = [engine.shutdown.remote() for engine in self.engines]
+        ray.wait(ended, num_returns=len(ended), timeout=_SHUTDOWN_SECONDS)
+        for engine in self.engines:
+            ray.kill(engine, no_restart=True)
+        self.engines, self._started = [], []
+
+
+def _name_engines(ranks: list[int]) -> str:
+    return "engine " + ", ".join(map(str, ranks))

@@ -1,0 +1,225 @@
+"""The router in front of the engines: started as our child, or one that already runs.
+
+The router is the `sglang_router` package. It is ready when its health endpoint answers; a worker is ready when the
+router lists it as healthy. Both are polled with a deadline, and the process is watched meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from slime.utils.child_process import ChildProcess, environment_for_python
+from slime.utils.errors import RunError, UserError
+from slime.utils.ports import PortReservation, host_for_url, random_port_start, reserve_port, service_host
+
+_FIRST_PORT = 3000
+_POLL_SECONDS = 0.05
+_REQUEST_TIMEOUT_SECONDS = 10.0
+_SHUTDOWN_SECONDS = 3.0
+_GENERATION_TIMEOUT_SECONDS = 14400
+
+
+@dataclasses.dataclass
+class RouterHandle:
+    """A router at `ip:port`. `process` is None when the router was started by somebody else."""
+
+    ip: str
+    port: int
+    api_key: str | None
+    process: ChildProcess | None
+    _reservations: tuple[PortReservation, ...] = ()
+
+    @property
+    def url(self) -> str:
+        """Base URL, without a trailing slash."""
+        return f"http://{host_for_url(self.ip)}:{self.port}"
+
+    def wait_ready(self, timeout: float = 60.0) -> None:
+        """Return when the router answers.
+
+        Raises:
+            RunError: our router ended or did not answer in time; holds the last lines of its log.
+        """
+        deadline = time.monotonic() + timeout
+        try:
+            while not self._answers():
+                state = "" if self.process is None else f": {self.process.describe_end()}"
+                if self.process is not None and self.process.poll() is not None:
+                    raise RunError(f"the router failed to start{state}")
+                if time.monotonic() > deadline:
+                    raise RunError(f"the router {self.url} did not answer within {timeout:g} s{state}")
+                time.sleep(_POLL_SECONDS)
+        finally:
+            for reservation in self._reservations:
+                reservation.release()
+
+    def workers(self) -> list[dict[str, Any]]:
+        """The registered workers, each with `id`, `url` and `is_healthy`."""
+        return self._call("GET", "/workers").json()["workers"]
+
+    def add_workers(self, urls: list[str], timeout: float = 60.0) -> None:
+        """Register engines and wait until the router calls every one of them healthy.
+
+        Raises:
+            RunError: a worker was refused or did not become healthy in time.
+        """
+        for url in urls:
+            worker = {"url": url, "worker_type": "regular"}
+            if self.api_key:
+                worker["api_key"] = self.api_key
+            self._call("POST", "/workers", worker)
+        self._wait_until_none(
+            lambda: set(urls) - {worker["url"] for worker in self.workers() if worker["is_healthy"]},
+            "workers not healthy",
+            timeout,
+        )
+
+    def remove_workers(self, urls: list[str], timeout: float = 60.0) -> None:
+        """Take engines out of the router and wait until it has forgotten them; unknown ones are ignored.
+
+        Raises:
+            RunError: the router still lists one after `timeout` seconds.
+        """
+        for worker in self.workers():
+            if worker["url"] in urls:
+                self._call("DELETE", f"/workers/{worker['id']}")
+        self._wait_until_none(
+            lambda: set(urls) & {worker["url"] for worker in self.workers()}, "workers not removed", timeout
+        )
+
+    def shutdown(self) -> None:
+        """End the router if it is ours."""
+        if self.process is not None:
+            self.process.terminate(_SHUTDOWN_SECONDS)
+
+    def _answers(self) -> bool:
+        try:
+            return _session(self.api_key).get(f"{self.url}/health", timeout=_REQUEST_TIMEOUT_SECONDS).ok
+        except requests.RequestException:
+            return False
+
+    def _wait_until_none(self, remaining: Callable[[], set[str]], what: str, timeout: float) -> None:
+        # The router answers registration and removal at once and carries them out later.
+        deadline = time.monotonic() + timeout
+        while left := remaining():
+            if time.monotonic() > deadline:
+                raise RunError(f"router {self.url}: {what} after {timeout:g} s: {', '.join(sorted(left))}")
+            time.sleep(_POLL_SECONDS)
+
+    def _call(self, method: str, path: str, payload: dict[str, Any] | None = None) -> requests.Response:
+        try:
+            response = _session(self.api_key).request(
+                method, self.url + path, json=payload, timeout=_REQUEST_TIMEOUT_SECONDS
+            )
+        except requests.RequestException as error:
+            if self.process is not None and self.process.wait(1.0) is not None:
+                raise RunError(f"the router is dead ({path}): {self.process.describe_end()}") from None
+            raise RunError(f"the router {self.url} did not answer {path}: {error}") from None
+        if not response.ok:
+            raise RunError(f"the router answered {response.status_code} to {method} {path}: {response.text[:500]}")
+        return response
+
+
+def start_router(args: Any, log_dir: str | Path) -> RouterHandle:
+    """Start the router, or check the one that `--sglang-router-ip/port` names. Call `wait_ready` on the result.
+
+    The router starts beside whatever the caller does next (engines, usually). Its log is `{log_dir}/router.log`.
+
+    Raises:
+        UserError: the given address does not answer as a router.
+    """
+    api_key = getattr(args, "router_api_key", None)
+    if getattr(args, "sglang_router_ip", None):
+        return _given_router(args.sglang_router_ip, args.sglang_router_port, api_key)
+    host = service_host()
+    port = reserve_port(host, random_port_start(_FIRST_PORT))
+    prometheus_port = reserve_port(host, port.port + 1)
+    fields = compute_router_fields(args, host, port.port, prometheus_port.port)
+    descriptor, arguments_file = tempfile.mkstemp(prefix="slime-router-", suffix=".json")
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(fields, file)
+    process = ChildProcess(
+        "router",
+        [sys.executable, "-m", "slime.serving.router_process", "--arguments-file", arguments_file],
+        Path(log_dir) / "router.log",
+        {**environment_for_python(), "NO_PROXY": "*", "no_proxy": "*"},
+    )
+    process.start()
+    return RouterHandle(host, port.port, api_key, process, (port, prometheus_port))
+
+
+def compute_router_fields(args: Any, host: str, port: int, prometheus_port: int) -> dict[str, Any]:
+    """Fields of the `RouterArgs` dataclass: our defaults, then every `args.router_<field>` that is not None.
+
+    Circuit breaker and health checks are off: a slow engine must not be taken for a dead one, and dead ones are removed
+    by their owner.
+
+    Raises:
+        UserError: an `args.router_<field>` is unknown to the installed router.
+    """
+    from sglang_router.router_args import RouterArgs
+
+    known = {field.name for field in dataclasses.fields(RouterArgs)}
+    typed = {
+        name.removeprefix("router_"): value
+        for name, value in vars(args).items()
+        if name.startswith("router_") and value is not None
+    }
+    unknown = sorted(typed.keys() - known)
+    if unknown:
+        raise UserError(
+            f"--router-{unknown[0].replace('_', '-')} is not known to the installed sglang_router; remove it"
+        )
+    defaults = {
+        "log_level": "warn",
+        "balance_abs_threshold": 10,
+        "balance_rel_threshold": 1.2,
+        "disable_circuit_breaker": True,
+        "disable_health_check": True,
+        "worker_startup_check_interval": 1,
+        "shutdown_grace_period_secs": 1,
+        "request_timeout_secs": getattr(args, "sglang_router_request_timeout_secs", None)
+        or _GENERATION_TIMEOUT_SECONDS,
+    }
+    addresses = {"host": host, "port": port, "prometheus_host": host, "prometheus_port": prometheus_port}
+    return {**defaults, **addresses, **typed, "host": host, "port": port}
+
+
+def _given_router(ip: str, port: int | None, api_key: str | None) -> RouterHandle:
+    address = f"--sglang-router-ip {ip} --sglang-router-port {port}"
+    if port is None:
+        raise UserError(f"--sglang-router-ip {ip} needs --sglang-router-port")
+    handle = RouterHandle(ip.strip("[]"), port, api_key, process=None)
+    try:
+        response = _session(api_key).get(f"{handle.url}/workers", timeout=_REQUEST_TIMEOUT_SECONDS)
+        if response.status_code in (401, 403):
+            raise UserError(f"{address}: the router refuses our key; give its key by --router-api-key")
+        if response.ok and isinstance(response.json().get("workers"), list):
+            return handle
+        found = f"answered {response.status_code} to GET /workers"
+    except (requests.RequestException, ValueError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        found = f"{type(error).__name__}: {error}"
+    raise UserError(
+        f"{address}: no SGLang router there ({found}). Start one at that address, or leave both flags out and one is "
+        "started for the run"
+    )
+
+
+def _session(api_key: str | None) -> requests.Session:
+    session = requests.Session()
+    session.trust_env = False
+    if api_key:
+        session.headers["Authorization"] = f"Bearer {api_key}"
+    return session

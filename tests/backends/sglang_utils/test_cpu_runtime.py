@@ -1,0 +1,140 @@
+"""The CPU adapter. Tests named `still_needed` fail when the installed wheels have outgrown a line of it: remove the line.
+
+That a server really runs with the adapter is shown by `tests/serving/test_engines.py`.
+"""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slime.backends.sglang_utils import cpu_runtime
+from slime.utils.child_process import environment_for_python
+
+torch = pytest.importorskip("torch")
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the adapter is inert with CUDA")
+
+
+def source_of(module: str) -> str:
+    """Source of a module of the installed sglang, without importing it."""
+    root = Path(next(iter(importlib.util.find_spec("sglang").submodule_search_locations)))
+    return root.joinpath(*module.split(".")[1:]).with_suffix(".py").read_text()
+
+
+def run_python(code: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment_for_python(), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout.strip()
+
+
+def test_inert_with_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = list(sys.meta_path)
+    cpu_runtime.install()
+    assert sys.meta_path == before
+
+
+@on_cpu
+@pytest.mark.parametrize("package", cpu_runtime._INERT_PACKAGES)
+def test_still_needed_inert_packages(package):
+    assert importlib.util.find_spec(package) is None
+
+
+@pytest.mark.parametrize(
+    ("module", "assumption"),
+    [
+        ("sglang.srt.configs.utils", "def register_image_processor("),
+        ("sglang.srt.mem_cache.pool_host.common", "ALLOC_MEMORY_FUNCS"),
+        ("sglang.srt.arg_groups.choices", "DETERMINISTIC_ATTENTION_BACKEND_CHOICES = ["),
+        ("sglang.srt.batch_invariant_ops.batch_invariant_ops", "def enable_batch_invariant_mode("),
+        ("sglang.srt.utils.weight_checker", "torch.cuda.synchronize()"),
+    ],
+)
+def test_still_needed_patches(module, assumption):
+    assert module in cpu_runtime._PATCHES
+    assert assumption in source_of(module)
+
+
+def test_every_patch_is_checked():
+    assert len(cpu_runtime._PATCHES) == 5
+
+
+def test_still_needed_start_method_and_gc_freeze():
+    assert 'mp.set_start_method("spawn", force=True)' in source_of("sglang.srt.entrypoints.engine")
+    assert "_freeze_gc_after_server_warmup(server_args)" in source_of("sglang.srt.entrypoints.http_server")
+
+
+def murmur3_32(data: bytes) -> int:
+    """MurmurHash3 x86_32 with seed 0 for lengths divisible by 4, from its published description."""
+    mask, state = 0xFFFFFFFF, 0
+    for start in range(0, len(data), 4):
+        word = int.from_bytes(data[start : start + 4], "little") * 0xCC9E2D51 & mask
+        word = (word << 15 | word >> 17) & mask
+        state ^= word * 0x1B873593 & mask
+        state = (state << 13 | state >> 19) & mask
+        state = (state * 5 + 0xE6546B64) & mask
+    state ^= len(data)
+    state = (state ^ state >> 16) * 0x85EBCA6B & mask
+    state = (state ^ state >> 13) * 0xC2B2AE35 & mask
+    return state ^ state >> 16
+
+
+def test_seeded_sampling_hash_equals_murmur3():
+    assert murmur3_32(bytes.fromhex("00000000")) == 0x2362F9DE  # published vector
+    seeds, positions, columns = [1, 2**33 + 5, 2**63 - 1], [0, 7, 123456], [0, 1, 319]
+    printed = run_python(
+        "import torch\n"
+        "from slime.backends.sglang_utils import cpu_runtime\n"
+        "cpu_runtime._define_seeded_sampling_hash()\n"
+        f"seed, position, column = torch.tensor({seeds}), torch.tensor({positions}), torch.tensor({columns})\n"
+        "print(torch.ops.sgl_kernel.murmur_hash32_cpu(seed, position, column).to(torch.int64).tolist())"
+    )
+    expected = [
+        [
+            murmur3_32(seed.to_bytes(8, "little") + position.to_bytes(4, "little") + column.to_bytes(4, "little"))
+            for column in columns
+        ]
+        for seed, position in zip(seeds, positions, strict=True)
+    ]
+    assert printed == str(expected)
+
+
+@on_cpu
+def test_install_serves_inert_modules_and_keeps_torch_unchanged():
+    printed = run_python(
+        "import torch\n"
+        "from slime.backends.sglang_utils import cpu_runtime\n"
+        "synchronize = torch.cuda.synchronize\n"
+        "cpu_runtime.install()\n"
+        "import triton, triton.language as tl, torchvision, sgl_kernel\n"
+        "@triton.jit\n"
+        "def kernel(x: tl.constexpr): return x\n"
+        "print(kernel(3), torch.cuda.synchronize is synchronize)\n"
+        "try:\n    sgl_kernel.silu_and_mul(1)\n"
+        "except NotImplementedError as error:\n    print(error)\n"
+        "try:\n    import sgl_kernel.elementwise\n"
+        "except ImportError:\n    print('submodule refused')\n"
+        "from transformers.utils.import_utils import is_torchvision_available\n"
+        "print(is_torchvision_available())"
+    )
+    assert printed.splitlines() == [
+        "3 True",
+        "sgl_kernel.silu_and_mul is not available without a GPU",
+        "submodule refused",
+        "False",
+    ]
+
+
+def test_install_after_sglang_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "sglang", object())
+    with pytest.raises(RuntimeError, match="before sglang is imported"):
+        cpu_runtime.install()

@@ -1,0 +1,66 @@
+from types import SimpleNamespace
+
+import pytest
+
+from slime.serving.router import RouterHandle, compute_router_fields, start_router
+from slime.utils.errors import RunError, UserError
+
+
+def compute(**flags):
+    return compute_router_fields(SimpleNamespace(**flags), "127.0.0.1", 3000, 3001)
+
+
+def test_defaults():
+    fields = compute(router_policy=None)
+    assert fields["disable_circuit_breaker"] and fields["disable_health_check"]
+    assert fields["request_timeout_secs"] == 14400
+    assert (fields["balance_abs_threshold"], fields["balance_rel_threshold"]) == (10, 1.2)
+    assert fields["log_level"] == "warn"
+    assert (fields["host"], fields["port"]) == ("127.0.0.1", 3000)
+    assert (fields["prometheus_host"], fields["prometheus_port"]) == ("127.0.0.1", 3001)
+    assert "policy" not in fields
+
+
+def test_given_flags_win_but_not_over_the_address():
+    fields = compute(
+        router_policy="consistent_hashing",
+        router_log_level="info",
+        router_api_key="key",
+        router_host="0.0.0.0",
+        sglang_router_request_timeout_secs=60,
+        router_prometheus_port=9000,
+    )
+    assert (fields["policy"], fields["log_level"], fields["api_key"]) == ("consistent_hashing", "info", "key")
+    assert (fields["host"], fields["port"], fields["prometheus_port"]) == ("127.0.0.1", 3000, 9000)
+    assert fields["request_timeout_secs"] == 60
+
+
+def test_an_unknown_router_flag_is_named():
+    with pytest.raises(UserError, match="--router-no-such-thing"):
+        compute(router_no_such_thing=1)
+
+
+def test_ipv6_address_in_the_url():
+    assert RouterHandle("::1", 80, None, None).url == "http://[::1]:80"
+
+
+def test_f6_a_router_that_cannot_start_shows_its_last_log_lines(tmp_path):
+    args = SimpleNamespace(router_policy="no_such_policy")
+    router = start_router(args, tmp_path)
+    with pytest.raises(
+        RunError, match="the router failed to start: exit code 1; log .*router.log(.|\n)*no_such_policy"
+    ):
+        router.wait_ready(30)
+    router.shutdown()
+
+
+def test_f4_a_router_is_awaited_by_polling_and_ends_with_shutdown(tmp_path):
+    router = start_router(SimpleNamespace(), tmp_path)
+    try:
+        router.wait_ready(30)
+        assert router.workers() == []
+    finally:
+        router.shutdown()
+    assert router.process.poll() is not None
+    with pytest.raises(RunError, match="the router is dead"):
+        router.workers()

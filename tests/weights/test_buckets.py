@@ -1,0 +1,100 @@
+import pytest
+import torch
+
+from slime.utils.errors import RunError
+from slime.weights.buckets import BucketFlattener, PushedNames, split_into_buckets
+
+
+def tensors(*sizes):
+    return [(f"t{index}", torch.zeros(size, dtype=torch.uint8)) for index, size in enumerate(sizes)]
+
+
+def names_of(buckets):
+    return [[name for name, _ in bucket] for bucket in buckets]
+
+
+def test_buckets_stay_below_the_limit_and_keep_the_order():
+    buckets = list(split_into_buckets(tensors(40, 60, 1, 50, 49), 100))
+    assert names_of(buckets) == [["t0", "t1"], ["t2", "t3", "t4"]]
+
+
+def test_s10_a_tensor_larger_than_the_buffer_travels_alone():
+    assert names_of(split_into_buckets(tensors(10, 500, 10), 100)) == [["t0"], ["t1"], ["t2"]]
+
+
+def test_no_tensors_no_buckets():
+    assert list(split_into_buckets([], 100)) == []
+
+
+def test_buckets_are_made_lazily():
+    seen = []
+
+    def source():
+        for item in tensors(60, 60, 60):
+            seen.append(item[0])
+            yield item
+
+    iterator = split_into_buckets(source(), 100)
+    next(iterator)
+    assert seen == ["t0", "t1"]
+
+
+def test_flat_bucket_can_be_viewed_in_place_whatever_dtypes_meet():
+    bucket = [
+        ("half", torch.randn(3).to(torch.bfloat16)),
+        ("byte", torch.arange(5, dtype=torch.uint8)),
+        ("full", torch.randn(2, 3)),
+        ("scalar", torch.tensor(7.0, dtype=torch.float64)),
+        ("transposed", torch.randn(2, 3).t()),
+    ]
+    flat = BucketFlattener().flatten(bucket)
+    assert flat.nbytes == 3 * 2 + 5 + 6 * 4 + 8 + 6 * 4
+    originals, start = dict(bucket), 0
+    for name, dtype, shape in zip(flat.names, flat.dtypes, flat.shapes, strict=True):
+        original = originals.pop(name)
+        # As the receiver does it: a view of the bytes, without a copy.
+        received = flat.buffer[start : start + original.nbytes].view(getattr(torch, dtype)).reshape(shape)
+        assert torch.equal(received, original)
+        start += original.nbytes
+    assert not originals
+
+
+def test_two_buffers_in_turn_and_no_growth():
+    flattener = BucketFlattener(count=2)
+    first = flattener.flatten([("a", torch.full((8,), 1.0))])
+    second = flattener.flatten([("a", torch.full((8,), 2.0))])
+    assert first.buffer.view(torch.float32).tolist() == [1.0] * 8
+    third = flattener.flatten([("a", torch.full((4,), 3.0))])
+    assert third.buffer.data_ptr() == first.buffer.data_ptr()
+    assert third.nbytes == 16
+    assert second.buffer.view(torch.float32).tolist() == [2.0] * 8
+
+
+def test_s11_a_name_that_the_engine_does_not_know_is_refused():
+    names = PushedNames({"a", "b"})
+    names.check_bucket(["a"])
+    with pytest.raises(RunError, match="does not have: c"):
+        names.check_bucket(["c"])
+
+
+def test_s11_a_name_that_was_not_sent_is_reported():
+    names = PushedNames({"a", "b"})
+    names.check_bucket(["a"])
+    with pytest.raises(RunError, match="1 tensors .* were not sent: b"):
+        names.check_complete()
+
+
+def test_a_name_sent_twice_is_refused():
+    names = PushedNames(None)
+    names.check_bucket(["a"])
+    with pytest.raises(RunError, match="twice: a"):
+        names.check_bucket(["a"])
+    with pytest.raises(RunError, match="twice: b"):
+        PushedNames(None).check_bucket(["b", "b"])
+
+
+def test_a_complete_push_passes():
+    names = PushedNames({"a", "b"})
+    names.check_bucket(["b"])
+    names.check_bucket(["a"])
+    names.check_complete()
