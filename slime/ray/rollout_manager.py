@@ -20,6 +20,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
+from slime.arguments.plug_ins import MANAGER_PLUG_INS, load_plug_ins
 from slime.observability.logging_utils import LoggedMetrics, configure_logger, drain_outbox, log
 from slime.observability.progress import progress_snapshot
 from slime.utils.misc import Box
@@ -107,6 +108,7 @@ class RolloutManager:
         try:
             if args.has_engines:
                 self._start_serving(group, places)
+            load_plug_ins(args, MANAGER_PLUG_INS)
             if args.load_debug_rollout_data is None:
                 self._load_data_source()
             if args.has_engines:

@@ -1,0 +1,203 @@
+#!/usr/bin/env bash
+# From nothing to a model that learned: installs, makes a toy task, trains, reports. No GPU needed.
+#
+#   bash scripts/quickstart.sh
+#   bash scripts/quickstart.sh --help
+set -euo pipefail
+CALLER_DIR="$PWD"
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+unset PYTHONDONTWRITEBYTECODE # without .pyc files every process of a run starts three times slower
+
+SEED=0
+BASE_DIR=outputs/quickstart
+NUM_ROLLOUT=30
+
+usage() {
+  cat <<HELP
+usage: bash scripts/quickstart.sh [--seed N] [--dir DIR] [--num-rollout N]
+
+Does everything, one step after the other, on a Linux x86-64 machine with Python 3.11 and no GPU:
+
+  1  install    .venv with the pinned packages (scripts/install.sh)
+  2  toy task   a tiny model with random weights and arithmetic problems (tools/make_toy_task.py)
+  3  teach      supervised fine-tuning through train.py, from demonstrations that forget most carries
+  4  reinforce  GRPO through train.py: two SGLang engines behind the router, one Megatron rank, a math reward
+  5  report     held-out accuracy before and after, the reward curve, where everything lies, what to try next
+
+A second run reuses 1 to 3 and trains into a new run directory.
+
+  --seed N         seed of the task, of training and of sampling (default $SEED)
+  --dir DIR        where everything goes (default $BASE_DIR in the repository)
+  --num-rollout N  GRPO steps (default $NUM_ROLLOUT)
+HELP
+}
+
+refuse() {
+  printf 'quickstart: %s\n' "$@" >&2
+  exit 2
+}
+
+while (($#)); do
+  case "$1" in
+    -h | --help)
+      usage
+      exit 0
+      ;;
+    --seed | --dir | --num-rollout)
+      (($# >= 2)) || refuse "$1 needs a value"
+      case "$1" in
+        --seed) SEED="$2" ;;
+        --dir) [[ "$2" == /* ]] && BASE_DIR="${2%/}" || BASE_DIR="$CALLER_DIR/${2%/}" ;;
+        --num-rollout) NUM_ROLLOUT="$2" ;;
+      esac
+      shift 2
+      ;;
+    *) refuse "unknown argument '$1'; see bash scripts/quickstart.sh --help" ;;
+  esac
+done
+[[ "$SEED" =~ ^[0-9]+$ ]] || refuse "--seed '$SEED': must be a whole number, 0 or more"
+[[ "$NUM_ROLLOUT" =~ ^[1-9][0-9]*$ ]] || refuse "--num-rollout '$NUM_ROLLOUT': must be a whole number above 0"
+
+PYTHON_BIN=.venv/bin/python
+SEED_DIR="$BASE_DIR/seed-$SEED"
+TASK_DIR="$SEED_DIR/task"
+SFT_DIR="$SEED_DIR/sft"
+RUN_DIR="$SEED_DIR/runs/$(date +%Y%m%d-%H%M%S)"
+
+step() { printf '\n== %s\n' "$*"; }
+
+# The training rank works while the engines sleep, so it may use every core; more than four do not pay for so small a model.
+CORES="$(nproc)"
+THREADS=$((CORES < 4 ? CORES : 4))
+
+MODEL_ARGS=(
+  --hf-checkpoint "$TASK_DIR/model"
+  --model-args-from-hf
+)
+
+PERF_ARGS=(
+  --actor-num-nodes 1
+  --actor-num-gpus-per-node 1
+  --use-dynamic-batch-size
+  --max-tokens-per-gpu 4096
+  --train-env-vars "{\"OMP_NUM_THREADS\": \"$THREADS\"}"
+)
+
+OPTIMIZER_ARGS=(
+  --weight-decay 0.0
+  --adam-beta1 0.9
+  --adam-beta2 0.98
+)
+
+SFT_ARGS=(
+  --load "$SFT_DIR"
+  --save "$SFT_DIR"
+  --save-interval 30
+  --loss-type sft_loss
+  --debug-train-only
+  --disable-compute-advantages-and-returns
+  --calculate-per-token-loss
+  --rollout-function-path slime.rollout.sft_rollout.generate_rollout
+  --prompt-data "$TASK_DIR/sft.jsonl"
+  --input-key messages
+  --rollout-shuffle
+  --num-rollout 30
+  --rollout-batch-size 512
+  --num-steps-per-rollout 8
+  --lr 1e-3
+  --lr-decay-style constant
+)
+
+CKPT_ARGS=(
+  --ref-load "$SFT_DIR"
+  --load "$RUN_DIR/checkpoints"
+  --save "$RUN_DIR/checkpoints"
+  --save-interval 10
+  --keep-last 2
+)
+
+ROLLOUT_ARGS=(
+  --prompt-data "$TASK_DIR/train.jsonl"
+  --input-key prompt
+  --label-key label
+  --apply-chat-template
+  --rollout-shuffle
+  --rm-type math
+  --num-rollout "$NUM_ROLLOUT"
+  --rollout-batch-size 32
+  --n-samples-per-prompt 8
+  --num-steps-per-rollout 1
+  --rollout-max-response-len 32
+  --rollout-temperature 1.0
+)
+
+EVAL_ARGS=(
+  --eval-interval "$NUM_ROLLOUT"
+  --eval-prompt-data held_out "$TASK_DIR/eval.jsonl"
+  --n-samples-per-eval-prompt 1
+)
+
+GRPO_ARGS=(
+  --advantage-estimator grpo
+  --eps-clip 0.2
+  --eps-clip-high 0.28
+  --use-kl-loss
+  --kl-loss-coef 0.01
+  --kl-loss-type low_var_kl
+  --lr 3e-4
+  --lr-decay-style linear
+  --min-lr 3e-5
+  # Fixed, so that a resumed run with more rollouts keeps the schedule.
+  --lr-decay-iters 30
+)
+
+SGLANG_ARGS=(
+  --rollout-num-gpus 2
+  --rollout-num-gpus-per-engine 1
+)
+
+MISC_ARGS=(
+  --seed "$((1234 + SEED))"
+  --rollout-seed "$((42 + SEED))"
+  --check-weight-update-equal
+)
+
+# The same command with paths that hold everywhere, so that the run can be resumed or varied with more arguments.
+write_train_script() {
+  {
+    printf '#!/usr/bin/env bash\n# Resumes this run; arguments are added, and win: bash %s --num-rollout 50\n' "$RUN_DIR/train.sh"
+    printf 'set -euo pipefail\ncd %q\nunset PYTHONDONTWRITEBYTECODE\nexport TENSORBOARD_DIR=%q\n' "$PWD" "$RUN_DIR/tensorboard"
+    printf 'exec'
+    printf ' %q' "$PYTHON_BIN" train.py "$@"
+    printf ' "$@"\n'
+  } >"$RUN_DIR/train.sh"
+}
+
+step "1/5 install"
+bash scripts/install.sh
+
+step "2/5 toy task: $TASK_DIR"
+if [[ -f "$TASK_DIR/task.json" ]]; then
+  echo "reused"
+else
+  "$PYTHON_BIN" tools/make_toy_task.py "$TASK_DIR" --seed "$SEED"
+fi
+
+step "3/5 teach by demonstrations: $SFT_DIR"
+if [[ -f "$SFT_DIR/latest_checkpointed_iteration.txt" ]]; then
+  echo "reused"
+else
+  TENSORBOARD_DIR="$SFT_DIR/tensorboard" "$PYTHON_BIN" train.py \
+    "${MODEL_ARGS[@]}" "${PERF_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SFT_ARGS[@]}" \
+    --seed "$((1234 + SEED))" --rollout-seed "$((42 + SEED))"
+fi
+
+step "4/5 reinforce with GRPO: $RUN_DIR"
+mkdir -p "$RUN_DIR"
+write_train_script "${MODEL_ARGS[@]}" "${PERF_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" \
+  "${EVAL_ARGS[@]}" "${GRPO_ARGS[@]}" "${SGLANG_ARGS[@]}" "${MISC_ARGS[@]}"
+bash "$RUN_DIR/train.sh"
+
+step "5/5 report"
+"$PYTHON_BIN" tools/report.py "$RUN_DIR"
+echo "  bash scripts/quickstart.sh --seed $((SEED + 1))    # the same with another seed"

@@ -1,0 +1,130 @@
+"""The shell scripts: they parse, explain themselves, keep to one style, and refuse what they cannot serve."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted([*ROOT.glob("scripts/**/*.sh"), ROOT / ".ci" / "run"])
+ENTRY_POINTS = ("scripts/install.sh", "scripts/quickstart.sh", "scripts/test.sh")
+
+
+def bash(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["bash", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, env={**os.environ, **environment}
+    )
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
+def test_script_parses(script: Path) -> None:
+    result = bash("-n", str(script))
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
+def test_script_keeps_the_style(script: Path) -> None:
+    text = script.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    assert lines[0] == "#!/usr/bin/env bash"
+    assert os.access(script, os.X_OK)
+    # A file that is sourced (a list of model flags) must not change the shell of the one who sources it.
+    if script.parent.name != "models":
+        assert "set -euo pipefail" in lines
+    assert not re.search(r"\b(pkill|killall)\b|ray stop", text), "scripts end only what they started"
+    assert not re.search(r"[ \t]+$", text, re.MULTILINE)
+    assert "\t" not in text
+    assert text.endswith("\n")
+
+
+@pytest.mark.parametrize("script", ENTRY_POINTS)
+def test_help_explains_and_does_nothing(script: str) -> None:
+    result = bash(script, "--help")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"usage: bash {script}")
+    assert result.stderr == ""
+
+
+def test_ci_runs_exactly_the_test_script() -> None:
+    commands = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line and not line.startswith("#")]
+    assert commands == ["set -euo pipefail", 'cd "$(dirname "${BASH_SOURCE[0]}")/.."', "bash scripts/test.sh"]
+
+
+@pytest.fixture
+def other_python(tmp_path: Path) -> str:
+    """An interpreter that says it is Python 3.9."""
+    stub = tmp_path / "python3"
+    stub.write_text("#!/bin/sh\necho 3.9\n")
+    stub.chmod(0o755)
+    return str(stub)
+
+
+def test_install_refuses_another_python_and_says_how_to_go_on(other_python: str) -> None:
+    result = bash("scripts/install.sh", PYTHON=other_python)
+    assert result.returncode == 2
+    assert "Python 3.11 is supported" in result.stderr
+    assert f"{other_python}: 3.9" in result.stderr
+    assert "PYTHON=/path/to/python3.11 bash scripts/install.sh" in result.stderr
+
+
+def test_install_refuses_an_interpreter_that_does_not_exist(tmp_path: Path) -> None:
+    result = bash("scripts/install.sh", PYTHON=str(tmp_path / "absent"))
+    assert result.returncode == 2
+    assert "absent: none" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "prints", "expected"),
+    [("uname", "Darwin arm64", "supports Linux x86_64"), ("getconf", "glibc 2.31", "needs glibc 2.34 or newer")],
+)
+def test_install_refuses_another_platform(tmp_path: Path, program: str, prints: str, expected: str) -> None:
+    """In a copy of the repository without an environment, so that the checks are reached."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "requirements").mkdir()
+    for file in ("scripts/install.sh", "requirements/cpu.txt", "pyproject.toml"):
+        (tmp_path / file).write_text((ROOT / file).read_text())
+    stub = tmp_path / "bin" / program
+    stub.parent.mkdir()
+    stub.write_text(f"#!/bin/sh\necho {prints}\n")
+    stub.chmod(0o755)
+    result = bash(str(tmp_path / "scripts" / "install.sh"), PATH=f"{stub.parent}:{os.environ['PATH']}", PYTHON="")
+    assert result.returncode == 2
+    assert expected in result.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [(("--seed", "x"), "--seed 'x'"), (("--seed",), "--seed"), (("--num-rollout", "0"), "--num-rollout '0'"),
+     (("--sede", "1"), "'--sede'")],
+)  # fmt: skip
+def test_quickstart_refuses_bad_arguments(arguments: tuple[str, ...], named: str) -> None:
+    result = bash("scripts/quickstart.sh", *arguments)
+    assert result.returncode == 2
+    assert named in result.stderr
+    assert result.stdout == ""
+
+
+def test_pins_are_exact_and_unique() -> None:
+    for file in ("requirements/cpu.txt", "requirements/gpu.txt"):
+        lines = [line for line in (ROOT / file).read_text().splitlines() if line and not line.startswith("#")]
+        assert all(re.fullmatch(r"[A-Za-z0-9._\-\[\]]+==[A-Za-z0-9.+]+", line) for line in lines)
+        names = [re.split(r"[\[=]", line)[0].lower().replace("_", "-").replace(".", "-") for line in lines]
+        assert len(names) == len(set(names))
+
+
+def test_gpu_pins_agree_with_the_proven_ones() -> None:
+    def pins(file: str) -> dict[str, str]:
+        lines = (ROOT / file).read_text().splitlines()
+        found = (re.fullmatch(r"([A-Za-z0-9._\-]+)(?:\[.*\])?==(.*)", line) for line in lines)
+        return {match[1].lower(): match[2] for match in found if match}
+
+    cpu, gpu = pins("requirements/cpu.txt"), pins("requirements/gpu.txt")
+    assert len(gpu) > 10
+    assert {name: version for name, version in gpu.items() if cpu.get(name) != version} == {}

@@ -1,0 +1,64 @@
+"""The report reads event files of either kind, takes the value written last, and says what is missing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.report import main, read_run
+
+TOOL = Path(__file__).parents[2] / "tools" / "report.py"
+
+
+def write_events(directory: Path, scalars: list[tuple[str, float, int]]) -> None:
+    from tensorboard.summary import Writer
+
+    writer = Writer(str(directory))
+    for tag, value, step in scalars:
+        writer.add_scalar(tag, value, step)
+    writer.close()
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> Path:
+    directory = tmp_path / "run"
+    evaluations = [("eval/held_out", 0.41, 0), ("eval/held_out/response_len/mean", 19.0, 0), ("eval/held_out", 0.93, 2)]
+    rewards = [("rollout/raw_reward", value, step) for step, value in enumerate((0.5, 0.75, 0.9))]
+    write_events(directory / "tensorboard", [*evaluations, ("eval/held_out-truncated_ratio", 0.25, 2), *rewards])
+    checkpoint = directory / "checkpoints"
+    checkpoint.mkdir()
+    (checkpoint / "latest_checkpointed_iteration.txt").write_text("2")
+    return directory
+
+
+def test_report_shows_before_and_after_and_where_everything_lies(run_directory: Path, capsys) -> None:
+    (run_directory / "train.sh").write_text("#!/usr/bin/env bash\n")
+    assert main([str(run_directory)]) == 0
+    text = capsys.readouterr().out
+    assert "accuracy on held_out, before → after: 0.410 → 0.930 (rollouts 0 to 2)" in text
+    assert "reward per rollout, first → last: 0.500 → 0.900 (rollouts 0 to 2)" in text
+    assert f"event files: {run_directory / 'tensorboard'}" in text
+    assert f"checkpoint: {run_directory / 'checkpoints'} (rollout 2)" in text
+    assert "train.sh --num-rollout 13" in text
+    assert "response_len" not in text and "truncated" not in text
+
+
+def test_picture_is_a_png(run_directory: Path, tmp_path: Path) -> None:
+    assert main([str(run_directory), "--png", str(tmp_path / "curve.png")]) == 0
+    content = (tmp_path / "curve.png").read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n") and len(content) > 5000
+
+
+def test_resumed_run_overrides_what_it_repeats(run_directory: Path) -> None:
+    write_events(run_directory / "tensorboard2", [("rollout/raw_reward", 0.25, 2), ("rollout/raw_reward", 0.125, 3)])
+    curve = read_run(run_directory).curves["rollout/raw_reward"]
+    assert curve == {0: 0.5, 1: 0.75, 2: 0.25, 3: 0.125}
+
+
+def test_directory_without_events_is_refused_by_name(tmp_path: Path) -> None:
+    for directory, expected in ((tmp_path, "no TensorBoard event files"), (tmp_path / "absent", "no such directory")):
+        result = subprocess.run([sys.executable, TOOL, directory], capture_output=True, text=True, timeout=60)
+        assert result.returncode == 2
+        assert str(directory) in result.stderr and expected in result.stderr
+        assert "Traceback" not in result.stderr

@@ -1,0 +1,158 @@
+#!/usr/bin/env python3
+"""Summarise a run from its TensorBoard event files: accuracy before and after, reward per rollout as a picture.
+
+    python tools/report.py outputs/quickstart/seed-0/runs/20260101-120000
+
+Everything is read from what the run left in its directory: event files anywhere below it, checkpoint directories (those
+with a pointer to their latest iteration), and `train.sh`, if the run was started by the quick start. Of several values
+at one step (a resumed run repeats what its predecessor lost) the one written last counts.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+REWARD_TAG = "rollout/raw_reward"
+CHECKPOINT_POINTER = "latest_checkpointed_iteration.txt"
+Curve = dict[int, float]
+
+
+@dataclass
+class RunRecord:
+    """What the files of a run say: `curves[tag][step]`, and where the files lie."""
+
+    directory: Path
+    curves: dict[str, Curve] = field(default_factory=dict)
+    event_directories: list[Path] = field(default_factory=list)
+    checkpoints: dict[Path, int] = field(default_factory=dict)
+
+    @property
+    def evaluations(self) -> dict[str, Curve]:
+        """Mean reward of every evaluation set by rollout; details such as `eval/x/response_len` are left out."""
+        means = {tag.removeprefix("eval/"): curve for tag, curve in self.curves.items() if tag.startswith("eval/")}
+        return {name: curve for name, curve in means.items() if not _is_detail(name)}
+
+
+def _is_detail(name: str) -> bool:
+    return name == "step" or "/" in name or "-truncated_ratio" in name or "-pass@" in name
+
+
+def read_event_directory(directory: Path) -> dict[str, Curve]:
+    """All scalars of the event files directly in `directory`, as tag → step → value."""
+    from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
+    from tensorboard.util import tensor_util
+
+    # The newer writers store a scalar as a tensor of one element; 0 keeps every event.
+    accumulator = EventAccumulator(str(directory), size_guidance={TENSORS: 0, "scalars": 0})
+    accumulator.Reload()
+    curves: dict[str, Curve] = {}
+    for tag in accumulator.Tags()["scalars"]:
+        curves[tag] = {event.step: event.value for event in accumulator.Scalars(tag)}
+    for tag in accumulator.Tags()["tensors"]:
+        values = ((event.step, tensor_util.make_ndarray(event.tensor_proto)) for event in accumulator.Tensors(tag))
+        curves.setdefault(tag, {}).update({step: float(value) for step, value in values if value.ndim == 0})
+    return curves
+
+
+def read_run(directory: Path) -> RunRecord:
+    """Read what `directory` holds.
+
+    Raises:
+        ValueError: no such directory, or no event file in it.
+    """
+    if not directory.is_dir():
+        raise ValueError(f"RUN_DIR {directory}: no such directory")
+    event_files = sorted(directory.rglob("events.out.tfevents.*"))
+    if not event_files:
+        raise ValueError(
+            f"RUN_DIR {directory}: no TensorBoard event files in it; did the run get to its first rollout?"
+        )
+    record = RunRecord(directory)
+    record.event_directories = list(dict.fromkeys(path.parent for path in event_files))
+    for event_directory in record.event_directories:
+        for tag, curve in read_event_directory(event_directory).items():
+            record.curves.setdefault(tag, {}).update(curve)
+    for pointer in sorted(directory.rglob(CHECKPOINT_POINTER)):
+        record.checkpoints[pointer.parent] = int(pointer.read_text())
+    return record
+
+
+def draw(record: RunRecord, path: Path) -> None:
+    """Draw the reward per rollout, and the evaluations beside it, into the PNG file `path`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    reward = sorted(record.curves.get(REWARD_TAG, {}).items())
+    if reward:
+        axes.plot(*zip(*reward, strict=True), marker=".", label="reward per rollout (training prompts)")
+    for name, curve in sorted(record.evaluations.items()):
+        points = sorted(curve.items())
+        axes.plot(*zip(*points, strict=True), marker="o", linestyle="--", label=f"evaluation: {name}")
+    axes.set(xlabel="rollout", ylabel="mean reward", title=record.directory.name)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def first_and_last(curve: Curve) -> str:
+    """`0.41 → 0.93 (rollouts 0 to 29)`, or the one value that there is."""
+    first, last = min(curve), max(curve)
+    if first == last:
+        return f"{curve[first]:.3f} (rollout {first})"
+    return f"{curve[first]:.3f} → {curve[last]:.3f} (rollouts {first} to {last})"
+
+
+def summary(record: RunRecord, picture: Path) -> str:
+    """The report as text."""
+    lines = [f"Report of {record.directory}", ""]
+    for name, curve in sorted(record.evaluations.items()):
+        lines.append(f"  accuracy on {name}, before → after: {first_and_last(curve)}")
+    if REWARD_TAG in record.curves:
+        lines.append(f"  reward per rollout, first → last: {first_and_last(record.curves[REWARD_TAG])}")
+    lines.append(f"  picture: {picture}")
+    lines += [f"  TensorBoard event files: {directory}" for directory in record.event_directories]
+    lines += [f"  checkpoint: {path} (rollout {iteration})" for path, iteration in record.checkpoints.items()]
+    lines += ["", "Next:", *(f"  {command}" for command in next_commands(record))]
+    return "\n".join(lines)
+
+
+def next_commands(record: RunRecord) -> list[str]:
+    """Commands that are worth a try now."""
+    commands = [f"{Path(sys.executable).parent / 'tensorboard'} --logdir {record.directory}    # all metrics as curves"]
+    script = record.directory / "train.sh"
+    if script.is_file():
+        rollouts = max(record.curves.get(REWARD_TAG, {0: 0.0})) + 1
+        commands += [
+            f"bash {script} --num-rollout {rollouts + 10}    # 10 more rollouts from the checkpoint",
+            f"bash {script} --num-rollout {rollouts + 10} --dump-details {record.directory}/details"
+            "    # the same, keeping every sample",
+        ]
+    return commands
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Summarise a run from its TensorBoard event files and draw its reward curve.", allow_abbrev=False
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="directory that the run wrote")
+    parser.add_argument("--png", type=Path, default=None, help="picture to write (default: RUN_DIR/reward.png)")
+    arguments = parser.parse_args(argv)
+    picture = arguments.png or arguments.run_dir / "reward.png"
+    try:
+        record = read_run(arguments.run_dir)
+    except ValueError as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 2
+    draw(record, picture)
+    print(summary(record, picture))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
