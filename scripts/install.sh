@@ -123,22 +123,19 @@ pip_install() {
   fi
 }
 
-# A CPU build is asked for first. An index may also hold one under the plain name. What is left is a CUDA build, which
-# does not start without the CUDA packages that this set leaves out: then they are fetched too, so that a machine with
-# nothing but such an index still gets a working environment.
-install_torch() {
-  local pin
-  pin="$(grep -E '^torch==' "$REQUIREMENTS")"
-  if torch_starts; then return; fi
-  say "torch"
-  if quiet_pip_install "$pin+cpu" && torch_starts; then return; fi
-  pip_install 1 "$pin"
-  # What torch itself needs to start; everything else of the set follows.
-  quiet_pip_install $(grep -E '^(typing_extensions|sympy|mpmath|networkx|Jinja2|MarkupSafe|fsspec|filelock|numpy)==' "$REQUIREMENTS")
+torch_pin() { grep -E '^torch==' "$REQUIREMENTS"; }
+
+# A CPU build is asked for by its full name first; an index that has none may still have one under the plain name, which
+# the whole set then asks for.
+prefer_cpu_torch() { quiet_pip_install "$(torch_pin)+cpu" || true; }
+
+# An index without CPU builds gives a CUDA build, which does not start without the CUDA packages that this set leaves out.
+# They are fetched then, so that a machine with nothing but such an index still gets a working environment.
+complete_torch() {
   if torch_starts; then return; fi
   say "the index gave a CUDA build of torch: fetching its CUDA packages, several GB"
   say "  (PIP_EXTRA_INDEX_URL with an index that has CPU builds of torch avoids that: remove .venv and run this again)"
-  if ! "$VENV/bin/python" -m pip --disable-pip-version-check install "$pin" >>"$LOG" 2>&1; then
+  if ! "$VENV/bin/python" -m pip --disable-pip-version-check install "$(torch_pin)" >>"$LOG" 2>&1; then
     tail -n 5 "$LOG" >&2
     printf 'install: failed; the whole output is in %s. Run this again when the cause is gone.\n' "$LOG" >&2
     exit 1
@@ -186,8 +183,9 @@ main() {
   local total
   total="$(grep -c '^[^#]*==' "$REQUIREMENTS")"
   say "installing $total packages (about 400 MB to fetch, 2.5 GB on disk; some minutes)"
-  install_torch
+  prefer_cpu_torch
   pip_install "$total" -r "$REQUIREMENTS"
+  complete_torch
   say "installing slime itself"
   pip_install 1 -e .
   check_result
