@@ -5,16 +5,20 @@ A message names the flags, the values, and a value that would work.
 
 import argparse
 import logging
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from slime.arguments.checkpoints import source_of_reference
+from slime.arguments.plug_ins import flag_of, missing_files
+from slime.utils.data import check_first_row
 from slime.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 Rule = Callable[[argparse.Namespace], Iterator[str]]
+
+# Where the data sources and evaluation functions live whose way of reading files is known.
+_OWN = "slime.rollout."
 
 
 def violations_of(args: argparse.Namespace) -> list[str]:
@@ -37,7 +41,7 @@ def positive_sizes(args: argparse.Namespace) -> Iterator[str]:
     for name in (*names, *optional):
         value = getattr(args, name)
         if value is not None and value < 1:
-            yield f"{_flag(name)} {value}: it must be at least 1"
+            yield f"{flag_of(name)} {value}: it must be at least 1"
 
 
 def modes(args: argparse.Namespace) -> Iterator[str]:
@@ -123,14 +127,16 @@ def model_shape(args: argparse.Namespace) -> Iterator[str]:
     if not args.has_trainer:
         return
     needed = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
-    missing = [_flag(name) for name in needed if getattr(args, name) is None]
+    missing = [flag_of(name) for name in needed if getattr(args, name) is None]
+    if missing and args.model_args_from_hf and args.hf_checkpoint is not None:
+        return  # the config could not be read, and that was said
     if missing:
         yield f"the model's shape is not known: give {', '.join(missing)}, or --model-args-from-hf with --hf-checkpoint"
         return
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         value = getattr(args, name)
         if value is not None and value % args.tensor_model_parallel_size:
-            yield f"--tensor-model-parallel-size {args.tensor_model_parallel_size} does not divide {_flag(name)} {value}"
+            yield f"--tensor-model-parallel-size {args.tensor_model_parallel_size} does not divide {flag_of(name)} {value}"
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         yield "--sequence-parallel needs --tensor-model-parallel-size above 1"
     if not (args.swiglu and args.disable_bias_linear):
@@ -142,7 +148,7 @@ def model_shape(args: argparse.Namespace) -> Iterator[str]:
 def checkpoints(args: argparse.Namespace) -> Iterator[str]:
     for name in ("save_interval", "keep_last", "save_hf"):
         if getattr(args, name) is not None and args.save is None:
-            yield f"{_flag(name)} needs --save"
+            yield f"{flag_of(name)} needs --save"
     if args.save_hf is not None and args.hf_checkpoint is not None:
         if Path(args.save_hf).absolute() == Path(args.hf_checkpoint).absolute():
             yield f"--save-hf {args.save_hf} would overwrite --hf-checkpoint; give another directory"
@@ -171,14 +177,22 @@ def objective(args: argparse.Namespace) -> Iterator[str]:
 def data_files(args: argparse.Namespace) -> Iterator[str]:
     if args.rollout_global_dataset and not args.prompt_data and args.load_debug_rollout_data is None:
         yield "--prompt-data is needed (or --disable-rollout-global-dataset with an own data source)"
-    eval_paths = [dataset.path for dataset in args.eval_datasets]
-    for flag, paths in (("--prompt-data", args.prompt_data or []), ("--eval-prompt-data", eval_paths)):
-        for path in [paths] if isinstance(paths, str) else paths:
-            file = Path(re.sub(r"@\[[^\]]*\]$", "", path))
-            if not file.is_file():
-                yield f"{flag} {file}: no such file"
+    # Own data sources and evaluation functions may read their files in their own way.
+    if args.prompt_data and args.data_source_path.startswith(_OWN):
+        for path in [args.prompt_data] if isinstance(args.prompt_data, str) else args.prompt_data:
+            yield from _row_problem(path, args.input_key, args.label_key, "--prompt-data")
+    if args.eval_function_path.startswith(_OWN):
+        for dataset in args.eval_datasets:
+            yield from _row_problem(dataset.path, dataset.input_key, dataset.label_key, "--eval-prompt-data")
     if args.eval_interval is not None and not args.eval_datasets:
         yield "--eval-interval needs --eval-prompt-data"
+
+
+def _row_problem(path: str, prompt_key: str | None, label_key: str | None, flag: str) -> Iterator[str]:
+    try:
+        check_first_row(path, prompt_key=prompt_key, label_key=label_key, flag=flag)
+    except UserError as error:
+        yield str(error)
 
 
 def rewards(args: argparse.Namespace) -> Iterator[str]:
@@ -194,9 +208,5 @@ def rewards(args: argparse.Namespace) -> Iterator[str]:
 
 RULES: tuple[Rule, ...] = (
     positive_sizes, modes, engine_sizes, rollout_count, sampling, lengths, static_batches, model_shape, checkpoints,
-    objective, data_files, rewards,
+    objective, data_files, rewards, missing_files,
 )  # fmt: skip
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -10,9 +10,11 @@ import argparse
 import contextlib
 import logging
 import os
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import psutil
 import ray
 
 from slime.utils import env
@@ -77,7 +79,8 @@ def ray_cluster(args: argparse.Namespace) -> Iterator[None]:
     else:
         _join(address, plan, args.log_level)
     try:
-        yield
+        with _agents_follow_driver() if address is None else contextlib.nullcontext():
+            yield
     finally:
         ray.shutdown()
 
@@ -103,6 +106,32 @@ def _start_local(plan: ClusterPlan, log_level: str) -> None:
         )
     except (ConnectionError, RuntimeError, TimeoutError) as error:
         raise RunError(f"Ray did not start on this machine: {error}") from error
+
+
+@contextlib.contextmanager
+def _agents_follow_driver() -> Iterator[None]:
+    """End the agents of our Ray node with the driver, should it be killed; everything else of Ray follows by itself.
+
+    An agent that finds its node dead tries for a minute to report that to the dead cluster. So a shell waits on a pipe
+    that only the driver holds: end of file means that the driver died, a line that all is well.
+    """
+    raylets = ray._private.worker._global_node.all_processes["raylet"]
+    children = [child for raylet in raylets for child in psutil.Process(raylet.process.pid).children()]
+    # Not the workers: they come and go, and their numbers may be given to others meanwhile.
+    agents = [str(child.pid) for child in children if "agent" in " ".join(child.cmdline()).lower()]
+    watch = 'read line || kill -9 "$@" 2>/dev/null'
+    with subprocess.Popen(
+        ["sh", "-c", watch, "ray-agents", *agents],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as watcher:
+        try:
+            yield
+        finally:
+            watcher.stdin.write(b"done\n")
+            watcher.stdin.flush()
 
 
 def _join(address: str, plan: ClusterPlan, log_level: str) -> None:

@@ -45,6 +45,9 @@ class StepReport:
         started = time.perf_counter()
         yield
         self.add_metrics({"perf/step_time": time.perf_counter() - started})
+        if self._args.loss_type == "sft_loss":
+            # Nothing is graded: a reward of zero in the line would look like a failure.
+            self._merged.pop("rollout/raw_reward", None)
         logger.info("%s", rollout_line(rollout_id, self._args.num_rollout, self._merged))
 
     @contextlib.contextmanager

@@ -57,7 +57,7 @@ class RolloutClient:
         name = f"generation of rollout {rollout_id}"
         ref = self._manager.generate.remote(rollout_id)
         result = wait_for(ref, name, self._generate_deadline, on_poll=self._progress_poller())
-        _report_start()
+        _report_start(self._args.has_engines)
         return result
 
     def evaluate(self, rollout_id: int) -> list[LoggedMetrics]:
@@ -92,12 +92,13 @@ class RolloutClient:
                 snapshot = ray.get(ready[0], timeout=5)
                 self._bar.show(snapshot)
                 if snapshot is not None and snapshot[1] > 0:
-                    _report_start()
+                    _report_start(self._args.has_engines)
 
         return poll
 
 
-def _report_start() -> None:
+def _report_start(has_engines: bool) -> None:
     line = StartupClock().close("first sample")
-    if line is not None:
+    # Without engines nothing is generated, and the line would speak of something else.
+    if line is not None and has_engines:
         logger.info("%s", line)

@@ -11,9 +11,13 @@ import threading
 import traceback
 import weakref
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from slime.utils.errors import RunError, UserError
+
+_PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
 
 # Plain functions that run at the same time; more threads only compete for the interpreter.
 MAX_THREADS = 128
@@ -127,8 +131,16 @@ def user_function_error(flag: str, path: str, subject: str, error: Exception) ->
     """
     if isinstance(error, UserError | RunError):
         return error
-    text = "".join(traceback.format_exception(error)).rstrip()
+    text = "".join(traceback.format_exception(type(error), error, _users_part(error.__traceback__))).rstrip()
     return UserError(f"{flag} {path} raised {type(error).__name__} for {subject}: {error}\n{text}")
+
+
+def _users_part(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the first frame that is not ours; the whole one when all are (a function of this package)."""
+    part = trace
+    while part is not None and part.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        part = part.tb_next
+    return part or trace
 
 
 def wrong_result_error(flag: str, path: str, subject: str, result: Any, expected: str) -> UserError:

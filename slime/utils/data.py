@@ -22,7 +22,7 @@ from slime.utils.errors import UserError
 from slime.utils.processing_utils import render_chat, require_chat_template
 from slime.utils.types import Sample
 
-__all__ = ["Dataset", "epoch_permutation", "filter_long_prompt", "read_file"]
+__all__ = ["Dataset", "check_first_row", "epoch_permutation", "filter_long_prompt", "read_file"]
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +130,22 @@ class Dataset:
             raise_bad_row(place, cause)
         self.num_bad_rows += 1
         logger.debug("skipped %s: %s", place, cause)
+
+
+def check_first_row(
+    path: str, *, prompt_key: str | None = None, label_key: str | None = None, flag: str = "--prompt-data"
+) -> None:
+    """Read one row, so that a wrong file is found before anything starts. Unreadable rows are left to `Dataset`.
+
+    Raises:
+        UserError: missing or empty file; the row lacks the prompt or label field.
+    """
+    unreadable: list[str] = []
+    for place, row in iterate_rows(path, flag, lambda place, cause: unreadable.append(place)):
+        _Keys(prompt_key, label_key, None, None).resolve(row, place)
+        return
+    if not unreadable:
+        raise UserError(f"{flag} {path}: holds no rows")
 
 
 @contextmanager

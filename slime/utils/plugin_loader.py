@@ -74,6 +74,11 @@ def _load_cached(key: str, path: str, flag: str | None, batched: bool) -> Any:
     return found
 
 
+def file_of_path(path: str) -> str | None:
+    """The Python file that a plug-in path names, or None when it names a module."""
+    return _split_file_path(path.strip())[0]
+
+
 def _subject(flag: str | None, path: Any) -> str:
     return f"{flag} {path!s}" if flag else f"plug-in path {path!s}"
 

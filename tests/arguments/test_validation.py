@@ -22,7 +22,10 @@ from tests.support.args import parse
         (["--save-interval", "2"], "--save-interval needs --save"),
         (["--eval-interval", "2"], "--eval-interval needs --eval-prompt-data"),
         (["--eval-prompt-data", "a", "b", "c"], "needs pairs `name path`, but has 3 words"),
-        (["--prompt-data", "/nowhere/data.jsonl@[0:5]"], "--prompt-data /nowhere/data.jsonl: no such file"),
+        (["--prompt-data", "/nowhere/data.jsonl@[0:5]"], "there is no file /nowhere/data.jsonl"),
+        (["--input-key", "question"], "there is no field 'question' .--input-key.; the row has prompt, label"),
+        (["--custom-rm-path", "/nowhere/reward.py:grade"], "--custom-rm-path .*: there is no file /nowhere/reward.py"),
+        (["--rollout-sample-hook-path", "/nowhere/hook.py"], "--rollout-sample-hook-path .*: there is no file"),
         (["--debug-rollout-only", "--debug-train-only"], "exclude each other"),
         (["--rollout-num-gpus", "0"], "--rollout-num-gpus 0: give the number of GPUs for the engines"),
         (["--rollout-num-gpus", "3", "--rollout-num-gpus-per-engine", "2"], "no multiple of"),
@@ -97,3 +100,25 @@ def test_single_sample_groups_are_only_centred(tmp_path, caplog):
 
 def test_context_limit_limits_the_prompt(tmp_path):
     assert parse(tmp_path, "--rollout-max-context-len", "100").rollout_max_prompt_len == 99
+
+
+def test_files_are_opened_before_anything_starts(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="--prompt-data .*empty.jsonl: holds no rows"):
+        parse(tmp_path, "--prompt-data", str(tmp_path / "empty.jsonl"))
+    (tmp_path / "other.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
+    with pytest.raises(
+        UserError, match="other.jsonl:1: the row has neither `prompt` nor `input`, only question, answer"
+    ):
+        parse(tmp_path, "--eval-interval", "1", "--eval-prompt-data", "set", str(tmp_path / "other.jsonl"))
+
+
+def test_an_own_data_source_reads_its_files_in_its_own_way(tmp_path):
+    (tmp_path / "other.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
+    parse(tmp_path, "--data-source-path", "my.Source", "--prompt-data", str(tmp_path / "other.jsonl"))
+
+
+def test_an_unreadable_config_is_reported_alone(tmp_path):
+    with pytest.raises(UserError) as error:
+        parse(tmp_path, "--hf-checkpoint", "/nowhere/model")
+    assert str(error.value).count("\n") == 0

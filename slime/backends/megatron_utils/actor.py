@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import argparse
 import copy
+import datetime
 import logging
 import os
-import socket
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from slime.arguments.checkpoints import WeightSource, source_of_reference
+from slime.arguments.plug_ins import RANK_PLUG_INS, load_plug_ins
 from slime.backends.megatron_utils.initialize import init as init_megatron
 from slime.observability.logging_utils import LoggedMetrics, configure_logger, drain_outbox, log
 from slime.observability.timer import Timer, timer
@@ -27,6 +28,7 @@ from slime.training.rollout_batch import to_tensors
 from slime.training.train_dump import save_train_data
 from slime.utils.device import get_accelerator
 from slime.utils.misc import Box, load_function
+from slime.utils.ports import service_host
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +53,12 @@ class MegatronTrainActor:
         torch.set_num_threads(threads)
 
     def rendezvous_address(self) -> tuple[str, int]:
-        """Address of this node and a port that is free on it, for rank 0 to listen on."""
-        from slime.utils.http_utils import get_host_info
+        """Rank 0 only: open the store at which all ranks meet, and return its address and port."""
+        from slime.utils.distributed_utils import create_store
 
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return get_host_info()[1], probe.getsockname()[1]
+        host = service_host()
+        self._store = create_store(host, datetime.timedelta(minutes=self.args.distributed_timeout_minutes))
+        return host, self._store.port
 
     def init(self, rendezvous: tuple[str, int]) -> int:
         """Join the group, build the model, load the weights. Returns the first rollout id to train.
@@ -65,6 +67,7 @@ class MegatronTrainActor:
             rendezvous: what rank 0's `rendezvous_address` returned.
         """
         args = self.args
+        load_plug_ins(args, RANK_PLUG_INS)
         master_address, master_port = rendezvous
         os.environ.update(
             MASTER_ADDR=master_address,
@@ -72,6 +75,8 @@ class MegatronTrainActor:
             RANK=str(self.rank),
             WORLD_SIZE=str(self.world_size),
             LOCAL_RANK=str(self.local_rank),
+            # The store is there already: torch must not have rank 0 open a second one, which would listen everywhere.
+            TORCHELASTIC_USE_AGENT_STORE="True",
         )
         self.device = get_accelerator().device(self.local_rank)
         get_accelerator().set_device(self.local_rank)
@@ -111,10 +116,9 @@ class MegatronTrainActor:
         from slime.backends.megatron_utils.checkpoint import save_checkpoint
 
         self.states.require_active(ACTOR)
-        with timer("save_model"):
-            save_checkpoint(self.args, rollout_id, self.model, self.optimizer, self.scheduler)
-            if self.args.save_hf is not None:
-                self.export_hf(self.args.save_hf.format(rollout_id=rollout_id))
+        save_checkpoint(self.args, rollout_id, self.model, self.optimizer, self.scheduler)
+        if self.args.save_hf is not None:
+            self.export_hf(self.args.save_hf.format(rollout_id=rollout_id))
 
     def publish(self, rollout_id: int) -> None:
         """Make the checkpoint of `rollout_id` the newest. Called on rank 0 only, after the data state is on disk."""

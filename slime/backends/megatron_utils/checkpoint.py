@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.arguments.checkpoints import POINTER, WeightSource, iteration_directory, latest_iteration
 from slime.backends.megatron_utils.model_provider import unwrap_model
@@ -49,7 +50,10 @@ def save_checkpoint(
         error = _run_on_rank_zero(lambda: _complete(temporary, final))
     if error is not None:
         _run_on_rank_zero(lambda: shutil.rmtree(temporary, ignore_errors=True))
-        raise RunError(f"checkpoint {final} could not be written: {error}. Older checkpoints are untouched")
+        free = shutil.disk_usage(final.parent).free / 1e6
+        raise RunError(
+            f"checkpoint {final} could not be written: {error}. {free:.0f} MB are free there. Older checkpoints are untouched"
+        )
     return final
 
 
@@ -110,9 +114,11 @@ def _write(
         state.update(_common_state(args, iteration, scheduler))
         dist_checkpointing.save(state, str(directory), TorchDistSaveShardedStrategy("torch_dist", 1))
         save_file(_generator_states(), directory / f"rng_{dist.get_rank():05d}.safetensors")
-    except (OSError, RuntimeError) as cause:
-        # Whatever the writer threads met: above all a full disk, which torch reports as RuntimeError.
-        error = f"{type(cause).__name__}: {cause}"
+    except (Exception, CheckpointException) as cause:
+        # Above all a full disk, which torch and safetensors report as errors of their own. Whatever it is, the other ranks
+        # wait to hear of it.
+        logger.debug("writing %s failed", directory, exc_info=True)
+        error = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
     return _first_error(error)
 
 

@@ -1,0 +1,57 @@
+"""The flags that name functions and classes of the user, and which process calls them.
+
+Paths to files are checked before anything starts. The functions themselves are loaded when the process that calls them
+starts, not when they are first needed: a misspelt reward function ends a run in seconds, not after its first rollout.
+Nothing is imported in the driver, because plug-ins may import heavy packages.
+"""
+
+import argparse
+import os
+from collections.abc import Iterator
+
+from slime.utils.misc import load_function
+from slime.utils.plugin_loader import file_of_path
+
+# Attributes of `args`; each holds a path, a list of paths, or None.
+MANAGER_PLUG_INS = (
+    "rollout_function_path", "eval_function_path", "data_source_path", "custom_generate_function_path", "custom_rm_path",
+    "dynamic_sampling_filter_path", "buffer_filter_path", "rollout_sample_filter_path", "rollout_sample_hook_path",
+    "rollout_all_samples_process_path", "custom_rollout_log_function_path", "custom_eval_rollout_log_function_path",
+    "custom_reward_post_process_path", "custom_convert_samples_to_train_data_path",
+)  # fmt: skip
+RANK_PLUG_INS = (
+    "rollout_data_postprocess_path", "custom_loss_function_path", "custom_advantage_function_path",
+    "custom_pg_loss_reducer_function_path",
+)  # fmt: skip
+
+
+def load_plug_ins(args: argparse.Namespace, names: tuple[str, ...]) -> None:
+    """Import what the flags `names` point to, as far as it was typed: our own defaults need no proof.
+
+    Raises:
+        UserError: a path that does not import, or names nothing that can be called.
+    """
+    for name, path in _paths(args, names):
+        if name in args.typed_flags:
+            load_function(path, flag=flag_of(name), batched=name == "custom_rm_path" and args.group_rm)
+
+
+def missing_files(args: argparse.Namespace) -> Iterator[str]:
+    """A message for every plug-in path that names a Python file which does not exist."""
+    for name, path in _paths(args, MANAGER_PLUG_INS + RANK_PLUG_INS):
+        file = file_of_path(path)
+        if file is not None and not os.path.isfile(file):
+            yield f"{flag_of(name)} {path}: there is no file {os.path.realpath(file)}"
+
+
+def flag_of(name: str) -> str:
+    """The spelling on the command line of the attribute `name`."""
+    return "--" + name.replace("_", "-")
+
+
+def _paths(args: argparse.Namespace, names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    for name in names:
+        value = getattr(args, name)
+        for path in value if isinstance(value, list) else [value]:
+            if path is not None:
+                yield name, path
