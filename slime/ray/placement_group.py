@@ -23,6 +23,7 @@ from slime.ray.rollout_client import RolloutClient
 from slime.ray.train_group import TrainGroup
 
 _PLACEMENT_DEADLINE_SECONDS = 1800.0
+_START_DEADLINE_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def create_training_models(
             rollout_manager.wait_ready()
         group = TrainGroup(args, bundles["actor"].group, bundles["actor"].places, actor_cls)
         group.start()
+    _wait_for_start(rollout_manager, group)
     rollout_manager.wait_ready()
     if group is not None:
         first = group.wait_ready()
@@ -91,6 +93,16 @@ def create_training_models(
     rollout_manager.load(args.start_rollout_id - 1)
     StartupClock().mark("engines and ranks")
     return group
+
+
+def _wait_for_start(rollout_manager: RolloutClient, group: TrainGroup | None) -> None:
+    """Wait for engines and ranks together: whichever fails first ends the run at once."""
+    ranks = group.starting if group is not None else []
+
+    def name(positions: list[int]) -> str:
+        return ", ".join("engines, router and data" if p == 0 else f"training rank {p - 1}" for p in positions)
+
+    wait_for_all([rollout_manager.starting, *ranks], "start of the run", _START_DEADLINE_SECONDS, pending=name)
 
 
 def sort_bundles(devices: list[tuple[str, int]]) -> list[int]:

@@ -25,7 +25,7 @@ _SHUTDOWN_DEADLINE_SECONDS = 60.0
 
 
 class RolloutClient:
-    """Owns the manager's actor. The manager starts when this object is made."""
+    """Owns the manager's actor, which starts when this object is made; `starting` is ready when it is."""
 
     def __init__(
         self, args: argparse.Namespace, group: PlacementGroup | None, places: Sequence[tuple[int, int]]
@@ -37,13 +37,13 @@ class RolloutClient:
         remote_class = ray.remote(concurrency_groups={"generate": 2, "control": 8})(RolloutManager)
         options = {"num_cpus": 1, "num_gpus": 0, "runtime_env": {"env_vars": ACTOR_ENVIRONMENT}}
         self._manager = remote_class.options(**options).remote(args)
-        self._starting = self._manager.start.remote(group, list(places))
+        self.starting = self._manager.start.remote(group, list(places))
         self.serving: ServingInfo | None = None
 
     def wait_ready(self) -> None:
         """Wait until data source, engines and router are there. Fills in `args.num_rollout`."""
         if self.serving is None:
-            self.serving = wait_for(self._starting, "start of engines, router and data", _START_DEADLINE_SECONDS)
+            self.serving = wait_for(self.starting, "start of engines, router and data", _START_DEADLINE_SECONDS)
             self._args.rollouts_per_epoch = self.serving.rollouts_per_epoch
             if self._args.num_rollout is None:
                 self._args.num_rollout = self._args.num_epoch * self.serving.rollouts_per_epoch

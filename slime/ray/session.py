@@ -94,7 +94,8 @@ def _session(args: argparse.Namespace) -> Iterator[None]:
         init_tracking(args, directory)
         try:
             write_run_record(args, args.save or directory)
-            with ray_cluster(args):
+            # Ray puts a SIGTERM handler of its own in place of ours when it starts.
+            with ray_cluster(args), _sigterm_as_exception():
                 StartupClock().mark("Ray")
                 yield
         finally:

@@ -45,6 +45,8 @@ class TrainGroup:
     Args:
         places: (bundle index, device id) per rank.
         actor_cls: class of a rank, or the path of one; None takes the Megatron rank.
+
+    `starting` holds a reference per rank that is ready when the rank is.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class TrainGroup:
         self._places = places
         self._actor_cls = actor_cls or _MEGATRON_RANK
         self._actors: list[Any] = []
-        self._starting: list[ray.ObjectRef] = []
+        self.starting: list[ray.ObjectRef] = []
 
     def create(self) -> int:
         """`start` and `wait_ready` in one call."""
@@ -83,7 +85,7 @@ class TrainGroup:
             )
         # Ray hands the address to every rank as soon as rank 0 knows it; nobody waits here.
         address = self._actors[0].call.remote("rendezvous_address")
-        self._starting = [actor.call.remote("init", address) for actor in self._actors]
+        self.starting = [actor.call.remote("init", address) for actor in self._actors]
 
     def wait_ready(self) -> int:
         """Wait until every rank holds its model. Returns the first rollout id to train.
@@ -92,7 +94,7 @@ class TrainGroup:
             RunError: the ranks disagree about it.
         """
         first_ids = wait_for_all(
-            self._starting, "start of the training ranks", _START_DEADLINE_SECONDS, pending=_name_ranks
+            self.starting, "start of the training ranks", _START_DEADLINE_SECONDS, pending=_name_ranks
         )
         if len(set(first_ids)) != 1:
             raise RunError(f"the training ranks loaded different iterations: {first_ids}")
@@ -128,7 +130,7 @@ class TrainGroup:
 
     def dispose(self) -> None:
         """End all ranks; they leave no process and no group behind. The group may be created again."""
-        actors, self._actors, self._starting = self._actors, [], []
+        actors, self._actors, self.starting = self._actors, [], []
         if not actors:
             return
         leaving = [actor.call.remote("dispose") for actor in actors]
@@ -138,7 +140,7 @@ class TrainGroup:
 
     def kill(self) -> None:
         """End all ranks at once, without leaving their groups: the way out after an error."""
-        actors, self._actors, self._starting = self._actors, [], []
+        actors, self._actors, self.starting = self._actors, [], []
         for actor in actors:
             ray.kill(actor, no_restart=True)
 

@@ -19,12 +19,12 @@ from slime.rollout.user_functions import (
     call_user_function,
     describe_samples,
     is_batch_form,
-    user_function_error,
     wrong_result_error,
 )
 from slime.utils.errors import UserError
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
+from slime.utils.user_code import user_function_error
 
 logger = logging.getLogger(__name__)
 

@@ -27,12 +27,12 @@ from slime.rollout.user_functions import (
     call_user_function,
     describe_samples,
     run_in_daemon_thread,
-    user_function_error,
 )
 from slime.utils.errors import RunError, UserError
 from slime.utils.misc import load_function
 from slime.utils.packed_sample import pack_sample
 from slime.utils.types import Sample
+from slime.utils.user_code import user_function_error
 
 logger = logging.getLogger(__name__)
 

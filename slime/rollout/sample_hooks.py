@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from slime.rollout.user_functions import accepted_keywords, call_user_function, user_function_error
+from slime.rollout.user_functions import accepted_keywords, call_user_function
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
+from slime.utils.user_code import user_function_error
 
 FLAG = "--rollout-sample-hook-path"
 

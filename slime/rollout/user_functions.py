@@ -8,16 +8,11 @@ import asyncio
 import contextvars
 import inspect
 import threading
-import traceback
 import weakref
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from slime.utils.errors import RunError, UserError
-
-_PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
+from slime.utils.errors import UserError
 
 # Plain functions that run at the same time; more threads only compete for the interpreter.
 MAX_THREADS = 128
@@ -122,25 +117,6 @@ def _as_exception(error: BaseException) -> BaseException:
         wrapped.__cause__ = error
         return wrapped
     return error
-
-
-def user_function_error(flag: str, path: str, subject: str, error: Exception) -> Exception:
-    """What a raising plug-in becomes: an error that names flag, path and sample and holds the original traceback.
-
-    Errors that already carry a message for the user pass unchanged.
-    """
-    if isinstance(error, UserError | RunError):
-        return error
-    text = "".join(traceback.format_exception(type(error), error, _users_part(error.__traceback__))).rstrip()
-    return UserError(f"{flag} {path} raised {type(error).__name__} for {subject}: {error}\n{text}")
-
-
-def _users_part(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the first frame that is not ours; the whole one when all are (a function of this package)."""
-    part = trace
-    while part is not None and part.tb_frame.f_code.co_filename.startswith(_PACKAGE):
-        part = part.tb_next
-    return part or trace
 
 
 def wrong_result_error(flag: str, path: str, subject: str, result: Any, expected: str) -> UserError:

@@ -26,6 +26,8 @@ class ModelStates:
     def __init__(self, live_tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
         self._live_tensors = live_tensors
         self._copies: dict[str, dict[str, torch.Tensor]] = {}
+        # What a block has to put back, by state; kept, because pinned memory is slow to allocate.
+        self._put_back: dict[str, dict[str, torch.Tensor]] = {}
         self.active = ACTOR
 
     def __contains__(self, name: str) -> bool:
@@ -43,7 +45,8 @@ class ModelStates:
             return
         if name not in self._copies:
             raise RunError(f"no model state {name!r}; known: {', '.join([self.active, *self._copies])}")
-        before, previous = self._snapshot(None), self.active
+        previous = self.active
+        before = self._put_back[previous] = self._snapshot(self._put_back.get(previous))
         try:
             self._restore(self._copies[name])
             self.active = name

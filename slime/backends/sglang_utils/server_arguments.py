@@ -150,8 +150,6 @@ def compute_server_environment(arguments: ServerArguments, on_cpu: bool) -> dict
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
         # torch.compile needs a C++ compiler on CPU and half a minute at the first seeded request.
         environment.setdefault("TORCHDYNAMO_DISABLE", "1")
-        # Seeded sampling is compiled at its first use: a minute of a C++ compiler, which may not even be there.
-        environment.setdefault("TORCHDYNAMO_DISABLE", "1")
         ranks = arguments.values["tp_size"]
         if ranks > 1:
             cores = sorted(os.sched_getaffinity(0))

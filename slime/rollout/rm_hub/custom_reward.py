@@ -18,11 +18,11 @@ from slime.rollout.user_functions import (
     describe_samples,
     is_batch_form,
     parameter_names,
-    user_function_error,
     wrong_result_error,
 )
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
+from slime.utils.user_code import user_function_error
 
 FLAG = "--custom-rm-path"
 
