@@ -7,7 +7,7 @@ bash scripts/quickstart.sh
 import argparse
 import sys
 
-from slime.ray.driver import StepReport, evaluates, saves
+from slime.ray.driver import StepReport, evaluates, evaluates_before_training, saves
 from slime.ray.placement_group import create_placement_groups, create_rollout_manager, create_training_models
 from slime.ray.session import ending, main
 from slime.ray.weight_sync import WeightSync
@@ -28,8 +28,8 @@ def run(args: argparse.Namespace, rollout_manager, actor) -> None:
     sync = WeightSync(args, actor, rollout_manager.serving) if args.has_trainer and args.has_engines else None
     if sync:
         sync.push()
-    if evaluates(args) and args.start_rollout_id == 0 and not args.skip_eval_before_train:
-        report.evaluation(0, rollout_manager.evaluate(0))
+    if evaluates_before_training(args):
+        report.evaluation(args.start_rollout_id, rollout_manager.evaluate(args.start_rollout_id))
 
     for rollout_id in range(args.start_rollout_id, args.num_rollout):
         with report.step(rollout_id):

@@ -7,6 +7,7 @@ set -euo pipefail
 CALLER_DIR="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONDONTWRITEBYTECODE # without .pyc files every process of a run starts three times slower
+export SLIME_ACCELERATOR=cpu   # also where a GPU is present: the pinned set has CPU builds
 
 SEED=0
 BASE_DIR=outputs/quickstart
@@ -166,7 +167,7 @@ MISC_ARGS=(
 write_train_script() {
   {
     printf '#!/usr/bin/env bash\n# Resumes this run; arguments are added, and win: bash %s --num-rollout 50\n' "$RUN_DIR/train.sh"
-    printf 'set -euo pipefail\ncd %q\nunset PYTHONDONTWRITEBYTECODE\nexport TENSORBOARD_DIR=%q\n' "$PWD" "$RUN_DIR/tensorboard"
+    printf 'set -euo pipefail\ncd %q\nunset PYTHONDONTWRITEBYTECODE\nexport SLIME_ACCELERATOR=cpu TENSORBOARD_DIR=%q\n' "$PWD" "$RUN_DIR/tensorboard"
     printf 'exec'
     printf ' %q' "$PYTHON_BIN" train.py "$@"
     printf ' "$@"\n'

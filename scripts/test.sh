@@ -34,5 +34,6 @@ done
 
 bash scripts/install.sh
 # One thread per process: the tests start many processes, and threads of several on the same cores only hinder each other.
+export SLIME_ACCELERATOR=cpu # also where a GPU is present: the pinned set has CPU builds
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 exec .venv/bin/python -m pytest -m "$marks" ${pytest_arguments[@]+"${pytest_arguments[@]}"}

@@ -12,21 +12,23 @@ from slime.arguments.checkpoints import latest_iteration, resolve_initial_weight
 from slime.arguments.derivation import derive
 from slime.arguments.hf_config import apply_hf_config, read_hf_config
 from slime.arguments.parser import ArgumentParser, build_parser, parse_known
-from slime.arguments.validation import violations_of
+from slime.arguments.paths import make_paths_absolute
+from slime.arguments.validation import positive_sizes, violations_of
 from slime.utils.errors import UserError
 
 __all__ = ["build_parser", "parse_args", "validate_args"]
 
 
 def parse_args(
-    argv: list[str] | None = None,
     add_custom_arguments: Callable[[ArgumentParser], ArgumentParser] | None = None,
+    *,
+    argv: list[str] | None = None,
 ) -> argparse.Namespace:
     """The checked arguments of a run.
 
     Args:
-        argv: words of the command line; None takes those of the process.
         add_custom_arguments: receives the parser, adds own flags, returns it.
+        argv: words of the command line; None takes those of the process.
 
     Raises:
         UserError: unknown flags, or one message with all broken rules.
@@ -43,9 +45,13 @@ def validate_args(args: argparse.Namespace) -> None:
     Raises:
         UserError: one message with all broken rules.
     """
+    make_paths_absolute(args)
     if args.prompt_data is not None and len(args.prompt_data) == 1:
         args.prompt_data = args.prompt_data[0]
-    violations = []
+    violations = list(positive_sizes(args))
+    if violations:
+        # Nothing can be derived from them.
+        raise UserError("\n".join(violations))
     if args.hf_checkpoint is not None:
         violations += _apply_shape(args)
     # The longest sequence that the model's position table (RoPE has none, but Megatron asks) must cover.

@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 POINTER = "latest_checkpointed_iteration.txt"
 
+# What a run that was ended before its first checkpoint leaves in its own directory, beside hidden temporary directories.
+_OWN_LEFTOVERS = ("rollout", "args.json", "tensorboard", "logs")
+
 
 @dataclass(frozen=True)
 class WeightSource:
@@ -106,8 +109,7 @@ def _source_of_load(args: argparse.Namespace) -> WeightSource | None:
         return WeightSource("hf", str(path))
     _refuse_headless_checkpoint(path)
     contents = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
-    # A killed save leaves hidden temporary directories, and every run writes its arguments before its first checkpoint.
-    visible = [name for name in contents if not name.startswith(".") and name not in ("rollout", "args.json")]
+    visible = [name for name in contents if not name.startswith(".") and name not in _OWN_LEFTOVERS]
     same_as_save = args.save is not None and path.absolute() == Path(args.save).absolute()
     if same_as_save and not visible:
         logger.info("--load %s holds no checkpoint yet: this is the first launch", path)

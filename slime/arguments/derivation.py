@@ -14,7 +14,7 @@ def derive(args: argparse.Namespace) -> list[str]:
     violations: list[str] = []
     _modes(args)
     _parallel_sizes(args, violations)
-    _precision(args)
+    settle_precision(args, on_gpus=gpus_on_this_machine() > 0)
     _batch_sizes(args, violations)
     _rollout_limits(args)
     _algorithm(args)
@@ -47,9 +47,10 @@ def _parallel_sizes(args: argparse.Namespace, violations: list[str]) -> None:
     args.rollout_num_engines = (args.rollout_num_gpus or 0) // args.rollout_num_gpus_per_engine
 
 
-def _precision(args: argparse.Namespace) -> None:
-    if not args.bf16 and not args.fp16 and gpus_on_this_machine() > 0:
-        args.bf16 = True
+def settle_precision(args: argparse.Namespace, *, on_gpus: bool) -> None:
+    """Parameters are bfloat16 on GPUs and float32 on CPU, unless a dtype was typed."""
+    if not {"bf16", "fp16"} & args.typed_flags:
+        args.bf16 = on_gpus
     args.params_dtype_name = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
 
 

@@ -13,6 +13,10 @@ from slime.utils.errors import UserError
 # Families whose layers this trainer builds, by the config's `model_type`.
 SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3")
 
+_NEEDED = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps", "vocab_size",
+)  # fmt: skip
+
 
 def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
     """The `config.json` of a Hugging Face directory, `text_config` taken out when there is one.
@@ -52,6 +56,7 @@ def model_args_from_hf(config: dict[str, Any]) -> dict[str, Any]:
             f"model_type {model_type!r} of --hf-checkpoint cannot be trained; supported: "
             + ", ".join(SUPPORTED_MODEL_TYPES)
         )
+    _require_known_architecture(config)
     heads = config["num_attention_heads"]
     return {
         "num_layers": config["num_hidden_layers"],
@@ -71,6 +76,26 @@ def model_args_from_hf(config: dict[str, Any]) -> dict[str, Any]:
         "qk_layernorm": model_type == "qwen3",
         "add_qkv_bias": model_type == "qwen2",
     }
+
+
+def _require_known_architecture(config: dict[str, Any]) -> None:
+    """Refuse what would be built differently from what the engine serves."""
+    missing = [name for name in _NEEDED if name not in config]
+    if missing:
+        raise UserError(f"config.json of --hf-checkpoint lacks {', '.join(missing)}")
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = parameters.get("rope_type", parameters.get("type", "default"))
+    found = {
+        "hidden_act": (config.get("hidden_act", "silu"), "silu"),
+        "rope_type": (rope, "default"),
+        "use_sliding_window": (bool(config.get("use_sliding_window", False)), False),
+        "attention_bias": (bool(config.get("attention_bias", False)), False),
+    }
+    for name, (value, supported) in found.items():
+        if value != supported:
+            raise UserError(
+                f"config.json of --hf-checkpoint: {name} {value!r} cannot be trained; only {supported!r} is built"
+            )
 
 
 def apply_hf_config(args: argparse.Namespace, config: dict[str, Any]) -> list[str]:

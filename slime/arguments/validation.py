@@ -36,7 +36,7 @@ def positive_sizes(args: argparse.Namespace) -> Iterator[str]:
     optional = (
         "global_batch_size", "num_steps_per_rollout", "max_tokens_per_gpu", "rollout_max_response_len",
         "rollout_max_prompt_len", "rollout_max_context_len", "save_interval", "eval_interval", "num_epoch", "keep_last",
-        "ref_update_interval", "over_sampling_batch_size",
+        "over_sampling_batch_size",
     )  # fmt: skip
     for name in (*names, *optional):
         value = getattr(args, name)
@@ -70,6 +70,8 @@ def rollout_count(args: argparse.Namespace) -> Iterator[str]:
         yield "give --num-rollout (rollout steps) or --num-epoch (passes over the data)"
     if args.num_rollout is not None and args.num_rollout < 0:
         yield f"--num-rollout {args.num_rollout}: it must not be negative"
+    if args.num_rollout is None and args.load_debug_rollout_data is not None:
+        yield "--load-debug-rollout-data needs --num-rollout: a dump does not tell how many there are"
     if args.num_rollout is None and args.num_epoch is not None and not args.rollout_global_dataset:
         yield "--num-epoch needs the built-in data set; give --num-rollout with --disable-rollout-global-dataset"
     if args.over_sampling_batch_size < args.rollout_batch_size:
@@ -85,11 +87,13 @@ def sampling(args: argparse.Namespace) -> Iterator[str]:
             f"--rollout-temperature {args.rollout_temperature}: training needs a value above 0 (1.0 is usual); "
             "--eval-temperature may be 0"
         )
-    if args.rollout_top_p != 1.0 and args.has_trainer and args.has_engines and args.loss_type == "policy_loss":
-        yield (
-            f"--rollout-top-p {args.rollout_top_p}: the trainer's log-probs are those of the full distribution; give 1.0 "
-            "(--eval-top-p is free)"
-        )
+    cut = {"--rollout-top-p": (args.rollout_top_p, 1.0), "--rollout-top-k": (args.rollout_top_k, -1)}
+    for flag, (value, off) in cut.items():
+        if value != off and args.has_trainer and args.has_engines and args.loss_type == "policy_loss":
+            yield (
+                f"{flag} {value}: the trainer's log-probs are those of the full distribution; give {off} "
+                f"({flag.replace('rollout', 'eval')} is free)"
+            )
     if args.eval_temperature is not None and args.eval_temperature < 0:
         yield f"--eval-temperature {args.eval_temperature}: it must not be negative"
 
@@ -154,13 +158,31 @@ def checkpoints(args: argparse.Namespace) -> Iterator[str]:
             yield f"--save-hf {args.save_hf} would overwrite --hf-checkpoint; give another directory"
 
 
+def templates(args: argparse.Namespace) -> Iterator[str]:
+    known = {
+        "save_hf": "{rollout_id}",
+        "save_debug_rollout_data": "{rollout_id}",
+        "save_debug_train_data": "{rollout_id} {rank}",
+    }
+    for name, placeholders in known.items():
+        template = getattr(args, name)
+        if template is None:
+            continue
+        try:
+            template.format(**{word.strip("{}"): 0 for word in placeholders.split()})
+        except (KeyError, IndexError, ValueError) as error:
+            yield f"{flag_of(name)} {template}: {error!r}; only {placeholders} is filled in"
+    if args.save_debug_rollout_data is not None and args.save_debug_rollout_data == args.save_debug_train_data:
+        yield "--save-debug-rollout-data and --save-debug-train-data name the same file"
+    if args.save_hf is not None and args.hf_checkpoint is None:
+        yield "--save-hf needs --hf-checkpoint: config and tokenizer are copied from it"
+
+
 def objective(args: argparse.Namespace) -> Iterator[str]:
     if args.loss_type == "custom_loss" and args.custom_loss_function_path is None:
         yield "--loss-type custom_loss needs --custom-loss-function-path"
     if args.eps_clip_c is not None and args.eps_clip_c <= 1:
         yield f"--eps-clip-c {args.eps_clip_c}: it must be above 1 (3.0 is usual)"
-    if args.ref_update_interval is not None and not args.use_kl_loss:
-        yield "--ref-update-interval needs --use-kl-loss"
     if args.use_kl_loss and args.ref_load is None:
         yield "--use-kl-loss needs --ref-load, the reference checkpoint"
     elif args.ref_load is not None:
@@ -207,6 +229,6 @@ def rewards(args: argparse.Namespace) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    positive_sizes, modes, engine_sizes, rollout_count, sampling, lengths, static_batches, model_shape, checkpoints,
-    objective, data_files, rewards, missing_files,
+    modes, engine_sizes, rollout_count, sampling, lengths, static_batches, model_shape, checkpoints,
+    templates, objective, data_files, rewards, missing_files,
 )  # fmt: skip

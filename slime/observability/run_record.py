@@ -11,12 +11,21 @@ from slime.utils.atomic_io import write_json_atomically
 
 REDACTED = "<redacted>"
 _SECRET_NAME = re.compile(r"(api_key|token|secret|password|wandb_key)$", re.IGNORECASE)
+# Variables of the environment are not ours to name, and numbers of tokens are not among them.
+_SECRET_VARIABLE = re.compile(
+    r"secret|credential|passw|token(?!izer)|api_?key|access_?key|private_?key|wandb_key", re.IGNORECASE
+)
+_VARIABLES = "train_env_vars"
 _PACKAGES = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers")
 
 
 def redacted(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` with every entry replaced whose name says that it is a secret, also inside nested dictionaries."""
-    return {name: _redact(str(name), value) for name, value in values.items()}
+    """`values` with every entry replaced whose name says that it is a secret, also inside nested dictionaries.
+
+    Names inside `train_env_vars` are secret where they contain such a word, others where they end with one: a run has
+    many numbers of tokens.
+    """
+    return _redact_entries(values, _SECRET_NAME)
 
 
 def write_run_record(args: argparse.Namespace, directory: str | Path) -> None:
@@ -29,10 +38,14 @@ def write_run_record(args: argparse.Namespace, directory: str | Path) -> None:
     write_json_atomically(Path(directory) / "args.json", record)
 
 
-def _redact(name: str, value: Any) -> Any:
+def _redact_entries(values: dict[str, Any], secret_name: re.Pattern[str]) -> dict[str, Any]:
+    return {name: _redact(str(name), value, secret_name) for name, value in values.items()}
+
+
+def _redact(name: str, value: Any, secret_name: re.Pattern[str]) -> Any:
     if isinstance(value, dict):
-        return redacted(value)
-    return REDACTED if value is not None and _SECRET_NAME.search(name) else value
+        return _redact_entries(value, _SECRET_VARIABLE if name == _VARIABLES else secret_name)
+    return REDACTED if value is not None and secret_name.search(name) else value
 
 
 def _plain(value: Any) -> Any:

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.25
 _REPORT_AFTER_SECONDS = 30.0
+_DEATH_SECONDS = 5.0
 
 
 def wait_for_all(
@@ -47,7 +48,7 @@ def wait_for_all(
     while remaining:
         ready, _ = ray.wait(list(remaining), num_returns=1, timeout=_POLL_SECONDS)
         for ref in ready:
-            results[remaining.pop(ref)] = _get(ref, name)
+            results[remaining.pop(ref)] = _get(ref, name, others=list(remaining))
         if on_poll is not None:
             on_poll()
         waited = time.monotonic() - started
@@ -69,18 +70,33 @@ def _describe(remaining: dict[ray.ObjectRef, int], pending: Callable[[list[int]]
     return pending(positions) if pending is not None else f"{len(positions)} process(es)"
 
 
-def _get(ref: ray.ObjectRef, name: str) -> Any:
+def _get(ref: ray.ObjectRef, name: str, others: Sequence[ray.ObjectRef]) -> Any:
     try:
         return ray.get(ref, timeout=60)
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, UserError | RunError):
             raise cause from None
+        if isinstance(cause, OSError):
+            raise RunError(f"{name}: {cause}") from None
+        _raise_if_one_died(others, name)
         raise
     except RayActorError as error:
         raise RunError(f"{name}: a process of the run died. {_death_cause(error)}") from None
     except GetTimeoutError:
         raise RunError(f"{name}: the result is ready but could not be fetched within 60 s") from None
+
+
+def _raise_if_one_died(others: Sequence[ray.ObjectRef], name: str) -> None:
+    """When a process dies, its peers' lost connections are often heard of first: look for the death behind an error."""
+    ready, _ = ray.wait(list(others), num_returns=len(others), timeout=_DEATH_SECONDS) if others else ([], [])
+    for ref in ready:
+        try:
+            ray.get(ref, timeout=60)
+        except RayActorError as error:
+            raise RunError(f"{name}: a process of the run died. {_death_cause(error)}") from None
+        except RayTaskError:
+            continue
 
 
 def _death_cause(error: RayActorError) -> str:

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import logging
 import os
+import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import psutil
 import ray
 
+from slime.arguments.derivation import settle_precision
 from slime.utils import env
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import RunError, UserError
@@ -25,13 +27,7 @@ logger = logging.getLogger(__name__)
 
 # Engines get little of the object store: what travels through it are train batches.
 _OBJECT_STORE_BYTES = 512 * 2**20
-
-# What every actor of the run is started with: Ray must not hide devices, since ranks and engines choose by index.
-ACTOR_ENVIRONMENT = {
-    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-    "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES": "1",
-    "RAY_USE_UVLOOP": "0",
-}
+_CONNECT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -75,9 +71,11 @@ def ray_cluster(args: argparse.Namespace) -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is None:
-        _start_local(plan, args.log_level)
+        _start_local(plan)
     else:
-        _join(address, plan, args.log_level)
+        _join(address, plan)
+        # What the driver's own machine has says nothing about the nodes that will train.
+        settle_precision(args, on_gpus=_nodes_have_gpus())
     try:
         with _agents_follow_driver() if address is None else contextlib.nullcontext():
             yield
@@ -85,8 +83,17 @@ def ray_cluster(args: argparse.Namespace) -> Iterator[None]:
         ray.shutdown()
 
 
-def _start_local(plan: ClusterPlan, log_level: str) -> None:
+def _nodes_have_gpus() -> bool:
+    """Whether the cluster's `GPU` resources are devices: Ray names their type where it found them itself."""
+    return any(name.startswith("accelerator_type:") for name in ray.cluster_resources())
+
+
+def _start_local(plan: ClusterPlan) -> None:
     real = gpus_on_this_machine()
+    if real == 0:
+        # Ray compares the number of logical devices with this variable, which hides nothing here.
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        os.environ["SLIME_ACCELERATOR"] = "cpu"
     if 0 < real < plan.gpus:
         raise UserError(
             f"the run needs {plan.actor_gpus} GPUs for training and {plan.rollout_gpus} for engines = {plan.gpus}, but this "
@@ -102,9 +109,8 @@ def _start_local(plan: ClusterPlan, log_level: str) -> None:
             include_dashboard=False,
             logging_level=logging.getLevelName(logging.ERROR),
             object_store_memory=_OBJECT_STORE_BYTES,
-            runtime_env={"env_vars": ACTOR_ENVIRONMENT},
         )
-    except (ConnectionError, RuntimeError, TimeoutError) as error:
+    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
         raise RunError(f"Ray did not start on this machine: {error}") from error
 
 
@@ -130,18 +136,23 @@ def _agents_follow_driver() -> Iterator[None]:
         try:
             yield
         finally:
-            watcher.stdin.write(b"done\n")
-            watcher.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):
+                watcher.stdin.write(b"done\n")
+                watcher.stdin.flush()
 
 
-def _join(address: str, plan: ClusterPlan, log_level: str) -> None:
+def _require_listener(address: str) -> None:
+    """Raise OSError where nobody listens: Ray itself would go on trying for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+
+
+def _join(address: str, plan: ClusterPlan) -> None:
     try:
-        ray.init(
-            address=address,
-            logging_level=logging.getLevelName(logging.ERROR),
-            runtime_env={"env_vars": ACTOR_ENVIRONMENT},
-        )
-    except (ConnectionError, RuntimeError, TimeoutError) as error:
+        _require_listener(address)
+        ray.init(address=address, logging_level=logging.getLevelName(logging.ERROR))
+    except (OSError, RuntimeError, ValueError) as error:
         raise RunError(f"RAY_ADDRESS={address}: no Ray cluster answers there: {error}") from error
     have = ray.cluster_resources()
     gpus, cpus = int(have.get("GPU", 0)), int(have.get("CPU", 0))

@@ -21,12 +21,19 @@ def saves(args: argparse.Namespace, rollout_id: int) -> bool:
     return should_run_periodic_action(rollout_id, args.save_interval, args.rollouts_per_epoch, args.num_rollout)
 
 
-def evaluates(args: argparse.Namespace, rollout_id: int | None = None) -> bool:
-    """Whether an evaluation is due after this rollout; without one: whether the run evaluates at all."""
+def evaluates_before_training(args: argparse.Namespace) -> bool:
+    """Whether to evaluate before the first rollout: of a new run, or as all that a run with `--num-rollout 0` does."""
+    if args.start_rollout_id >= args.num_rollout > 0:
+        logger.info("nothing left to do: %d of %d rollouts are done", args.start_rollout_id, args.num_rollout)
     if not args.has_engines or args.eval_interval is None:
         return False
-    if rollout_id is None:
-        return True
+    return args.num_rollout == 0 or (args.start_rollout_id == 0 and not args.skip_eval_before_train)
+
+
+def evaluates(args: argparse.Namespace, rollout_id: int) -> bool:
+    """Whether an evaluation is due after this rollout."""
+    if not args.has_engines:
+        return False
     return should_run_periodic_action(rollout_id, args.eval_interval, args.rollouts_per_epoch, args.num_rollout)
 
 

@@ -21,6 +21,8 @@ from slime.observability.waiting import wait_for, wait_for_all
 from slime.ray.cluster import plan_cluster
 from slime.ray.rollout_client import RolloutClient
 from slime.ray.train_group import TrainGroup
+from slime.utils import env
+from slime.utils.errors import UserError
 
 _PLACEMENT_DEADLINE_SECONDS = 1800.0
 _START_DEADLINE_SECONDS = 1800.0
@@ -49,6 +51,7 @@ def create_placement_groups(args: argparse.Namespace) -> dict[str, Bundles]:
     devices = wait_for_all([_locate(group, index) for index in range(plan.gpus)], "location of the devices", 300)
     StartupClock().mark("placement")
     order = sort_bundles(devices)
+    check_engines_fit([devices[index] for index in order[plan.actor_gpus :]], args.rollout_num_gpus_per_engine)
     places = tuple((index, devices[index][1]) for index in order)
     actor, rollout = places[: plan.actor_gpus], places[plan.actor_gpus :]
     return {
@@ -114,6 +117,22 @@ def sort_bundles(devices: list[tuple[str, int]]) -> list[int]:
     return sorted(range(len(devices)), key=lambda index: (_address_key(devices[index][0]), devices[index][1]))
 
 
+def check_engines_fit(devices: list[tuple[str, int]], per_engine: int) -> None:
+    """Raise UserError unless every run of `per_engine` devices lies on one node with consecutive ids.
+
+    An engine is told its first device and counts upwards from there.
+    """
+    for start in range(0, len(devices), per_engine):
+        run = devices[start : start + per_engine]
+        node, first = run[0]
+        if run != [(node, first + offset) for offset in range(len(run))]:
+            places = ", ".join(f"{address} GPU {device}" for address, device in run)
+            raise UserError(
+                f"engine {start // per_engine} would get the devices {places}, but an engine needs consecutive devices of one "
+                "node; free the devices between them, or change --rollout-num-gpus-per-engine or the number of training ranks"
+            )
+
+
 def _address_key(address: str) -> tuple[int, Any]:
     """Numeric order of addresses; host names are resolved, unresolvable ones follow in the order of their letters."""
     try:
@@ -133,4 +152,6 @@ def _locate(group: PlacementGroup, index: int) -> ray.ObjectRef:
 
 @ray.remote
 def _node_and_device() -> tuple[str, int]:
-    return ray.util.get_node_ip_address(), int(ray.get_gpu_ids()[0])
+    device, visible = str(ray.get_gpu_ids()[0]), env.visible_devices()
+    # Processes count the devices that they see, whatever names those have.
+    return ray.util.get_node_ip_address(), visible.index(device) if visible and device in visible else int(device)

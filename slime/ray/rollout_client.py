@@ -14,8 +14,8 @@ from slime.observability.console import GenerationBar
 from slime.observability.logging_utils import LoggedMetrics
 from slime.observability.startup import StartupClock
 from slime.observability.waiting import wait_for
-from slime.ray.cluster import ACTOR_ENVIRONMENT
 from slime.ray.rollout_manager import RolloutManager, RolloutResult, ServingInfo
+from slime.utils import env
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class RolloutClient:
         # A generation call may take as long as one request may, several turns of it.
         self._generate_deadline = 4 * args.http_request_timeout
         remote_class = ray.remote(concurrency_groups={"generate": 2, "control": 8})(RolloutManager)
-        options = {"num_cpus": 1, "num_gpus": 0, "runtime_env": {"env_vars": ACTOR_ENVIRONMENT}}
+        options = {"num_cpus": 1, "num_gpus": 0, "runtime_env": {"env_vars": env.actor_environment()}}
         self._manager = remote_class.options(**options).remote(args)
         self.starting = self._manager.start.remote(group, list(places))
         self.serving: ServingInfo | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import inspect
+import contextlib
 import logging
 import secrets
 import time
@@ -23,12 +23,13 @@ from ray.util.placement_group import PlacementGroup
 from slime.arguments.plug_ins import MANAGER_PLUG_INS, load_plug_ins
 from slime.observability.logging_utils import LoggedMetrics, configure_logger, drain_outbox, log
 from slime.observability.progress import progress_snapshot
+from slime.utils.errors import RunError
 from slime.utils.misc import Box
+from slime.utils.user_code import calling_user_code
 
 logger = logging.getLogger(__name__)
 
-# Data states of so many rollouts are kept for a save that comes later than the draw.
-_KEPT_STATES = 8
+_ROUTER_FAREWELL_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class RolloutManager:
         configure_logger(args.log_level)
         self.args = args
         self.data_source: Any = None
-        self._states: dict[int, Any] = {}
+        self._states: Any = None
         self._router: Any = None
         self._engine_group: Any = None
 
@@ -71,15 +72,14 @@ class RolloutManager:
     @ray.method(concurrency_group="control")
     async def load(self, rollout_id: int) -> None:
         """Restore the data state saved after rollout `rollout_id`; nothing for −1."""
-        if rollout_id >= 0 and self.data_source is not None:
-            await asyncio.to_thread(self.data_source.load, rollout_id)
+        if self._states is not None:
+            await asyncio.to_thread(self._states.load, rollout_id)
 
     @ray.method(concurrency_group="control")
     async def save(self, rollout_id: int) -> None:
         """Write the data state as it was after rollout `rollout_id` had drawn its prompts."""
-        if self.data_source is None:
-            return
-        await asyncio.to_thread(self._save, rollout_id)
+        if self._states is not None:
+            await asyncio.to_thread(self._states.save, rollout_id)
 
     @ray.method(concurrency_group="control")
     async def progress(self) -> tuple[str, int, int] | None:
@@ -128,10 +128,13 @@ class RolloutManager:
         from slime.serving.engine_group import EngineGroup
         from slime.serving.router import start_router
 
-        # One key per run keeps other users of the machine out. A router that already runs has its own rules.
-        if self.args.router_api_key is None and self.args.sglang_router_ip is None:
-            self.args.router_api_key = secrets.token_urlsafe(32)
+        # One key per run keeps other users of the machine out. A router that runs already is tried with the key that was
+        # given for it, if any: one that has a key refuses others, one without ignores ours.
+        key = self.args.router_api_key or secrets.token_urlsafe(32)
+        if self.args.sglang_router_ip is None:
+            self.args.router_api_key = key
         self._router = start_router(self.args, self.args.log_dir)
+        self.args.router_api_key = key
         self.args.sglang_router_ip, self.args.sglang_router_port = self._router.ip, self._router.port
         self._engine_group = EngineGroup(self.args, group, places, self.args.log_dir)
         self._engine_group.start()
@@ -145,13 +148,18 @@ class RolloutManager:
 
     def _load_data_source(self) -> None:
         from slime.rollout.data_source import create_data_source
+        from slime.rollout.data_source_states import DataSourceStates
 
         self.data_source = create_data_source(self.args)
+        self._states = DataSourceStates(self.args, self.data_source)
 
     def _rollouts_per_epoch(self) -> int | None:
+        from slime.rollout.data_source_calls import prompts_per_epoch
+
         if self.data_source is None or not self.args.rollout_global_dataset:
             return None
-        return max(1, len(self.data_source) // self.args.rollout_batch_size)
+        prompts = prompts_per_epoch(self.args, self.data_source)
+        return None if prompts is None else max(1, prompts // self.args.rollout_batch_size)
 
     def _generate(self, rollout_id: int) -> RolloutResult:
         from slime.observability.rollout_metrics import (
@@ -163,7 +171,8 @@ class RolloutManager:
         started = time.perf_counter()
         samples, extra_metrics = self._samples_of(rollout_id)
         seconds = time.perf_counter() - started
-        self._remember_state(rollout_id)
+        if self._states is not None:
+            self._states.remember(rollout_id)
         if self.args.save_debug_rollout_data is not None:
             from slime.rollout.rollout_dump import save_rollout
 
@@ -190,24 +199,16 @@ class RolloutManager:
 
             fraction = args.load_debug_rollout_data_subsample
             return load_rollout(args.load_debug_rollout_data, rollout_id, fraction), None
-        function = load_function(args.rollout_function_path, flag="--rollout-function-path")
-        output = call_rollout_fn(function, args, rollout_id, self.data_source, evaluation=False)
+        flag, path = "--rollout-function-path", args.rollout_function_path
+        function = load_function(path, flag=flag)
+        with _calling(flag, path, rollout_id):
+            output = call_rollout_fn(function, args, rollout_id, self.data_source, evaluation=False)
         if args.rollout_sample_filter_path is not None:
-            path = args.rollout_sample_filter_path
-            load_function(path, flag="--rollout-sample-filter-path")(args, output.samples)
+            flag, path = "--rollout-sample-filter-path", args.rollout_sample_filter_path
+            sample_filter = load_function(path, flag=flag)
+            with _calling(flag, path, rollout_id):
+                sample_filter(args, output.samples)
         return flatten_rollout_output(output.samples), output.metrics
-
-    def _remember_state(self, rollout_id: int) -> None:
-        if _saves_snapshots(self.data_source):
-            self._states[rollout_id] = self.data_source.state_dict()
-            for old in sorted(self._states)[:-_KEPT_STATES]:
-                del self._states[old]
-
-    def _save(self, rollout_id: int) -> None:
-        if rollout_id in self._states:
-            self.data_source.save(rollout_id, self._states[rollout_id])
-        else:
-            self.data_source.save(rollout_id)
 
     def _build_shards(self, samples: list[Any]) -> tuple[list[Box], int]:
         """One boxed object per data-parallel rank, and the number of rollouts that fit no whole step."""
@@ -228,7 +229,10 @@ class RolloutManager:
 
     def _logged_by_user(self, rollout_id: int, samples: list[Any], metrics: dict[str, Any], seconds: float) -> bool:
         path = self.args.custom_rollout_log_function_path
-        return path is not None and _call_log_function(path, rollout_id, self.args, samples, metrics, seconds)
+        if path is None:
+            return False
+        flag = "--custom-rollout-log-function-path"
+        return _call_log_function(flag, path, rollout_id, self.args, samples, metrics, seconds)
 
     def _evaluate(self, rollout_id: int) -> list[LoggedMetrics]:
         from slime.observability.rollout_metrics import compute_eval_metrics, merge_extra_metrics
@@ -236,41 +240,53 @@ class RolloutManager:
         from slime.utils.misc import load_function
 
         args = self.args
-        function = load_function(args.eval_function_path, flag="--eval-function-path")
-        output = call_rollout_fn(function, args, rollout_id, self.data_source, evaluation=True)
+        flag, path = "--eval-function-path", args.eval_function_path
+        function = load_function(path, flag=flag)
+        with _calling(flag, path, rollout_id):
+            output = call_rollout_fn(function, args, rollout_id, self.data_source, evaluation=True)
         if args.save_debug_rollout_data is not None:
             from slime.rollout.rollout_dump import save_rollout
 
             samples = [sample for result in output.data.values() for sample in result["samples"]]
             save_rollout(args.save_debug_rollout_data, f"eval_{rollout_id}", samples)
-        path = args.custom_eval_rollout_log_function_path
-        if path is None or not _call_log_function(path, rollout_id, args, output.data, output.metrics):
+        flag, path = "--custom-eval-rollout-log-function-path", args.custom_eval_rollout_log_function_path
+        if path is None or not _call_log_function(flag, path, rollout_id, args, output.data, output.metrics):
             metrics = merge_extra_metrics(compute_eval_metrics(args, output.data), output.metrics, "eval/")
             log(args, {**metrics, "eval/step": rollout_id}, "eval/step")
         return drain_outbox()
 
     def _shutdown(self) -> None:
+        if self._router is not None and self._router.process is None:
+            self._leave_given_router()
         if self._engine_group is not None:
             self._engine_group.shutdown()
         if self._router is not None:
             self._router.shutdown()
 
+    def _leave_given_router(self) -> None:
+        """Take our engines out of a router that goes on without us; before they end, or it would send them requests."""
+        urls = [] if self._engine_group is None else self._engine_group.urls
+        try:
+            self._router.remove_workers(urls, _ROUTER_FAREWELL_SECONDS)
+        except RunError as error:
+            logger.warning("our engines may still be registered: %s", error)
 
-def _saves_snapshots(data_source: Any) -> bool:
-    """Whether the source gives a state of its own and `save` takes one: custom sources may only know `save(rollout_id)`."""
-    if not callable(getattr(data_source, "state_dict", None)):
-        return False
-    return "state" in inspect.signature(data_source.save).parameters
+
+def _calling(flag: str, path: str, rollout_id: int) -> contextlib.AbstractContextManager[None]:
+    """`calling_user_code` for a plug-in; nothing for our own functions, whose errors speak for themselves."""
+    if path.startswith("slime."):
+        return contextlib.nullcontext()
+    return calling_user_code(flag, path, f"rollout {rollout_id}")
 
 
-def _call_log_function(path: str, *arguments: Any) -> bool:
+def _call_log_function(flag: str, path: str, *arguments: Any) -> bool:
     """Call a user's log function; its failure is reported and never ends the run."""
     from slime.utils.misc import load_function
 
     try:
-        return bool(load_function(path)(*arguments))
+        return bool(load_function(path, flag=flag)(*arguments))
     except Exception:
-        logger.exception("the log function %s failed; default logging is used", path)
+        logger.exception("%s %s failed; default logging is used", flag, path)
         return False
 
 

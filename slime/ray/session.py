@@ -25,15 +25,16 @@ from slime.utils.errors import RunError, UserError
 logger = logging.getLogger(__name__)
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, handled like Ctrl-C."""
+# Set by SIGTERM, which otherwise acts like Ctrl-C: Ray turns whatever a signal handler raises into KeyboardInterrupt.
+_terminated = threading.Event()
 
 
 def main(train: Callable[[argparse.Namespace], None], argv: list[str] | None = None) -> int:
     """Parse the command line, run `train(args)` in a session, and return the exit status."""
     configure_logger()
+    _terminated.clear()
     try:
-        args = parse_args(argv)
+        args = parse_args(argv=argv)
         StartupClock().mark("arguments")
         configure_logger(args.log_level)
         with _session(args):
@@ -43,12 +44,9 @@ def main(train: Callable[[argparse.Namespace], None], argv: list[str] | None = N
             raise
         logger.error("%s", error)
         return error.exit_status
-    except Terminated:
-        logger.error("stopped by SIGTERM")
-        return 143
     except KeyboardInterrupt:
-        logger.error("stopped by Ctrl-C")
-        return 130
+        logger.error("stopped by %s", "SIGTERM" if _terminated.is_set() else "Ctrl-C")
+        return 143 if _terminated.is_set() else 130
     except Exception:
         logger.exception("the run failed")
         return 1
@@ -90,12 +88,12 @@ def _session(args: argparse.Namespace) -> Iterator[None]:
     directory = tracking_directory(args).absolute()
     args.log_dir = str(directory / "logs")
     Path(args.log_dir).mkdir(parents=True, exist_ok=True)
-    with _sigterm_as_exception():
+    with _sigterm_as_interrupt():
         init_tracking(args, directory)
         try:
             write_run_record(args, args.save or directory)
             # Ray puts a SIGTERM handler of its own in place of ours when it starts.
-            with ray_cluster(args), _sigterm_as_exception():
+            with ray_cluster(args), _sigterm_as_interrupt():
                 StartupClock().mark("Ray")
                 yield
         finally:
@@ -103,13 +101,14 @@ def _session(args: argparse.Namespace) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sigterm_as_exception() -> Iterator[None]:
+def _sigterm_as_interrupt() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def terminate(signum: int, frame: Any) -> None:
-        raise Terminated
+        _terminated.set()
+        raise KeyboardInterrupt
 
     previous = signal.signal(signal.SIGTERM, terminate)
     try:

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.observability.logging_utils import LoggedMetrics
 from slime.observability.waiting import wait_for, wait_for_all
-from slime.ray.cluster import ACTOR_ENVIRONMENT
+from slime.utils import env
 from slime.utils.errors import RunError
 from slime.utils.misc import Box, load_function
 
@@ -71,17 +71,16 @@ class TrainGroup:
     def start(self) -> None:
         """Start all ranks without waiting for them."""
         world_size = len(self._places)
-        threads = max(1, (os.cpu_count() or 1) // min(world_size, self._args.actor_num_gpus_per_node))
         remote_class = ray.remote(RankProcess)
         for rank, (bundle, device) in enumerate(self._places):
             options = {
                 "num_cpus": 0.4,
                 "num_gpus": 0.4,
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, bundle),
-                "runtime_env": {"env_vars": self._environment(threads)},
+                "runtime_env": {"env_vars": self._environment()},
             }
             self._actors.append(
-                remote_class.options(**options).remote(self._actor_cls, self._args, rank, world_size, device, threads)
+                remote_class.options(**options).remote(self._actor_cls, self._args, rank, world_size, device)
             )
         # Ray hands the address to every rank as soon as rank 0 knows it; nobody waits here.
         address = self._actors[0].call.remote("rendezvous_address")
@@ -148,11 +147,15 @@ class TrainGroup:
         refs = [actor.call.remote(method, *arguments) for actor in self._actors]
         return wait_for_all(refs, f"{method} on the training ranks", _CALL_DEADLINE_SECONDS, pending=_name_ranks)
 
-    def _environment(self, threads: int) -> dict[str, str]:
+    def _environment(self) -> dict[str, str]:
+        ranks = min(len(self._places), self._args.actor_num_gpus_per_node)
+        threads = max(1, len(os.sched_getaffinity(0)) // ranks)
         return {
-            **ACTOR_ENVIRONMENT,
+            **env.actor_environment(),
             "OMP_NUM_THREADS": str(threads),
             "NCCL_CUMEM_ENABLE": "0",
+            # Kernels are launched in program order, which sequence parallelism relies on; read when CUDA starts.
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             **{name: str(value) for name, value in self._args.train_env_vars.items()},
         }
 

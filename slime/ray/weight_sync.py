@@ -78,11 +78,16 @@ class WeightSync:
         for rank, answers in enumerate(self._call_engines("generate", _probe_request(sequences))):
             difference = mean_difference(trainer, [_input_log_probs(answer) for answer in answers])
             # Written so that a NaN fails too.
-            if not difference <= tolerance:
-                raise RunError(
-                    f"weight check: the log-probs of engine {rank} differ from the trainer's by {difference:.2e} on average "
-                    f"(allowed: {tolerance:.0e}); it does not serve the weights that were pushed, or computes differently"
-                )
+            if difference <= tolerance:
+                continue
+            message = (
+                f"weight check: the log-probs of engine {rank} differ from the trainer's by {difference:.2e} on average "
+                f"(allowed: {tolerance:.0e}); it does not serve the weights that were pushed, or computes differently"
+            )
+            # In 16 bits two right implementations differ by more on some models: then only who asked for proof is stopped.
+            if self._args.params_dtype_name == "float32" or self._args.check_weight_update_equal:
+                raise RunError(message)
+            logger.warning("%s", message)
 
     @contextmanager
     def _scratch_directory(self) -> Iterator[Path]:
@@ -90,6 +95,8 @@ class WeightSync:
         parent = Path(self._args.save) if self._args.save else None
         if parent is not None:
             parent.mkdir(parents=True, exist_ok=True)
+            for left_by_a_killed_run in parent.glob(".weight-check-*"):
+                shutil.rmtree(left_by_a_killed_run, ignore_errors=True)
         root = Path(tempfile.mkdtemp(prefix=".weight-check-", dir=parent))
         try:
             yield root / "hf"

@@ -14,6 +14,7 @@ from slime.utils.http_utils import HttpError, get, post_control
 
 logger = logging.getLogger(__name__)
 
+LIST_ATTEMPTS = 3
 REPEAT_S = 3.0
 POLL_S = 0.1
 CANCEL_TIMEOUT_S = 10.0
@@ -26,9 +27,10 @@ async def abort(args: Any, rollout_id: int | None = None) -> None:
     tasks = set(state.pendings)
     deadline = asyncio.get_running_loop().time() + args.abort_timeout
     try:
-        urls = await list_engine_urls(args)
-    except RunError as error:
-        logger.warning("rollout %s: no abort was sent: %s", rollout_id, error)
+        async with asyncio.timeout_at(deadline):
+            urls = await list_engine_urls(args, max_retries=LIST_ATTEMPTS)
+    except (RunError, TimeoutError) as error:
+        logger.warning("rollout %s: no abort was sent: %s", rollout_id, str(error) or "the router did not answer")
         urls = []
     await asyncio.gather(*[_abort_engine(url, tasks, deadline) for url in urls], _wait_for(tasks, deadline))
     await cancel_tasks({task for task in tasks if not task.done()}, f"--abort-timeout {args.abort_timeout:g} s is over")

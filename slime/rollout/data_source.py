@@ -15,9 +15,11 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from slime.rollout.data_source_calls import FLAG, calling_source, check_methods
 from slime.rollout.data_source_state import (
     dataset_fingerprint,
     describe_difference,
+    find_state,
     groups_from_plain,
     groups_to_plain,
     read_state,
@@ -29,6 +31,7 @@ from slime.utils.errors import UserError
 from slime.utils.misc import load_function
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
+from slime.utils.user_code import calling_user_code
 
 logger = logging.getLogger(__name__)
 
@@ -38,23 +41,19 @@ Group = list[Any]  # entries are samples, or lists of samples where one executio
 
 
 class DataSource(abc.ABC):
-    """What a class given by `--data-source-path` has to offer."""
+    """What a class given by `--data-source-path` has to offer; it need not inherit from this one.
+
+    A run that saves needs `state_dict()` and `load_state_dict(state)` as well, of plain values and numpy arrays, or
+    `save(rollout_id)` and `load(rollout_id)`, which find a place of their own.
+    """
 
     @abc.abstractmethod
     def get_samples(self, num_samples: int) -> list[Group]:
-        """The next `num_samples` groups."""
+        """The next `num_samples` groups; or as many prompts, of which the framework makes groups."""
 
     @abc.abstractmethod
     def add_samples(self, groups: list[Group]) -> None:
         """Take groups back; they are handed out before new prompts."""
-
-    @abc.abstractmethod
-    def save(self, rollout_id: int) -> None:
-        """Store the state after the prompts of `rollout_id` were drawn."""
-
-    @abc.abstractmethod
-    def load(self, rollout_id: int) -> None:
-        """Restore the state that `save(rollout_id)` stored; a negative id is a fresh start."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -62,16 +61,18 @@ class DataSource(abc.ABC):
 
 
 def create_data_source(args: Any) -> DataSource:
-    """The source that `--data-source-path` names; its signature says whether it takes `(dataset, args)` or `(args)`."""
-    source_class = load_function(args.data_source_path, flag="--data-source-path")
+    """The source that `--data-source-path` names; its signature says whether it takes `(dataset, args)` or `(args)`.
+
+    Raises:
+        UserError: the constructor raised, or the source lacks a method that the run needs.
+    """
+    source_class = load_function(args.data_source_path, flag=FLAG)
+    arguments = [args]
     if next(iter(inspect.signature(source_class).parameters), None) == "dataset":
-        source = source_class(build_dataset(args), args)
-    else:
-        source = source_class(args)
-    if not callable(getattr(source, "get_samples", None)):
-        raise UserError(
-            f"--data-source-path {args.data_source_path}: {type(source).__name__} has no get_samples method"
-        )
+        arguments = [build_dataset(args), args]
+    with calling_source(args, source_class, "__init__", "start of the run"):
+        source = source_class(*arguments)
+    check_methods(args, source)
     return source
 
 
@@ -211,15 +212,9 @@ class RolloutDataSource(DataSource):
         """
         if rollout_id is None or rollout_id < 0:
             return
-        directory = state_directory(self.args.load, rollout_id) if self.args.load else None
-        if directory is None or not directory.is_dir():
-            if self.args.fresh_data_state:
-                logger.warning("no data-source state of rollout %d: the data starts from zero", rollout_id)
-                return
-            raise UserError(
-                f"--load {self.args.load}: there is no data-source state of rollout {rollout_id} ({directory}); "
-                "resuming without it would repeat prompts. Give --fresh-data-state to start the data from zero"
-            )
+        directory = find_state(self.args, rollout_id)
+        if directory is None:
+            return
         state = read_state(directory)
         difference = describe_difference(state["fingerprint"], self._fingerprint)
         if difference and self.args.fresh_data_state:
@@ -279,11 +274,11 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         super().__init__(dataset_or_args, args)
         self.buffer: list[Group] = []
         path = getattr(self.args, "buffer_filter_path", None)
-        self._filter_name = f"--buffer-filter-path {path}"
+        self._filter_flag, self._filter_name = "--buffer-filter-path", str(path)
         if path:
             self._filter = load_function(path, flag="--buffer-filter-path")
         elif callable(getattr(self, "buffer_filter", None)):
-            self._filter_name = f"{type(self).__name__}.buffer_filter"
+            self._filter_flag, self._filter_name = FLAG, f"{type(self).__name__}.buffer_filter"
             self._filter = lambda args, rollout_id, buffer, num: self.buffer_filter(args, buffer, num)
         else:
             self._filter = pop_first
@@ -325,13 +320,18 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         self.buffer = buffer
 
     def _take_from_buffer(self, num_samples: int, rollout_id: int | None) -> list[Group]:
-        groups = self._filter(self.args, rollout_id, self.buffer, num_samples)
+        with calling_user_code(self._filter_flag, self._filter_name, f"rollout {rollout_id}"):
+            groups = self._filter(self.args, rollout_id, self.buffer, num_samples)
         if not isinstance(groups, list) or len(groups) > num_samples:
             found = f"{len(groups)} groups" if isinstance(groups, list) else type(groups).__name__
-            raise UserError(f"{self._filter_name} returned {found}; expected a list of at most {num_samples} groups")
+            raise UserError(
+                f"{self._filter_flag} {self._filter_name} returned {found}; expected a list of at most {num_samples} groups"
+            )
         remaining = {id(group) for group in self.buffer}
         if any(id(group) in remaining for group in groups):
-            raise UserError(f"{self._filter_name} returned groups that it did not remove from the buffer")
+            raise UserError(
+                f"{self._filter_flag} {self._filter_name} returned groups that it did not remove from the buffer"
+            )
         return groups
 
 

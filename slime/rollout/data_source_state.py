@@ -8,6 +8,7 @@ whose key starts with `__`. The directory appears whole or not at all.
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from slime.utils.data import Dataset
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
 
+logger = logging.getLogger(__name__)
+
 _JSON_FILE = "state.json"
 _ARRAY_FILE = "arrays.safetensors"
 _SCALARS = (bool, int, float, str, type(None))
@@ -26,6 +29,24 @@ _SCALARS = (bool, int, float, str, type(None))
 def state_directory(root: str | Path, rollout_id: int) -> Path:
     """Where the state after rollout `rollout_id` lies below a checkpoint directory."""
     return Path(root) / "rollout" / f"global_dataset_state_dict_{rollout_id}"
+
+
+def find_state(args: Any, rollout_id: int) -> Path | None:
+    """The directory of the state after rollout `rollout_id` below `args.load`; None: start from zero, as asked for.
+
+    Raises:
+        UserError: there is none, and `args.fresh_data_state` is not set.
+    """
+    directory = state_directory(args.load, rollout_id) if args.load else None
+    if directory is not None and directory.is_dir():
+        return directory
+    if args.fresh_data_state:
+        logger.warning("no data-source state of rollout %d: the data starts from zero", rollout_id)
+        return None
+    raise UserError(
+        f"--load {args.load}: there is no data-source state of rollout {rollout_id} ({directory}); "
+        "resuming without it would repeat prompts. Give --fresh-data-state to start the data from zero"
+    )
 
 
 def write_state(directory: str | Path, state: dict[str, Any]) -> None:

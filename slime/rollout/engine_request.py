@@ -8,7 +8,7 @@ from slime.utils.errors import UserError
 from slime.utils.types import Sample
 
 
-def token_budget(state: GenerateState, sample: Sample, sampling_params: dict[str, Any]) -> int:
+def token_budget(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> int:
     """Tokens that `sample` may still get: the response limit minus what it has, within the context length.
 
     Raises:
@@ -17,8 +17,9 @@ def token_budget(state: GenerateState, sample: Sample, sampling_params: dict[str
     limits = []
     if sampling_params.get("max_new_tokens") is not None:
         limits.append(sampling_params["max_new_tokens"] - sample.response_length)
-    if state.context_length is not None:
-        limits.append(state.context_length - len(sample.tokens))
+    context_length = GenerateState(args).context_length(args)
+    if context_length is not None:
+        limits.append(context_length - len(sample.tokens))
     if not limits:
         raise UserError(
             "neither --rollout-max-response-len nor --rollout-max-context-len is given, and config.json of "
@@ -56,15 +57,15 @@ def check_token_ids(state: GenerateState, sample: Sample) -> None:
     )
 
 
-def check_prompt_length(state: GenerateState, sample: Sample) -> None:
+def check_prompt_length(args: Any, sample: Sample) -> None:
     """Raise SampleFailed when the prompt is empty or leaves no room for a single token."""
-    length, limit = len(sample.tokens), state.context_length
+    length, limit = len(sample.tokens), GenerateState(args).context_length(args)
     if length == 0:
         raise SampleFailed("the prompt has no tokens", retryable=False)
     if limit is not None and length >= limit:
         raise SampleFailed(
             f"the prompt has {length} tokens, the context length is {limit} "
-            "(--rollout-max-context-len, --sglang-context-length or the model's own)",
+            "(--rollout-max-context-len or, in evaluation, --eval-max-context-len; --sglang-context-length; the model's own)",
             retryable=False,
         )
 

@@ -36,6 +36,7 @@ async def eval_rollout(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
         data[set] = rewards (`--eval-reward-key` applied), truncated flags and samples, ordered by sample index;
         executions that fanned out are flattened.
     """
+    args = evaluation_args(args)
     configs = args.eval_datasets or []
     if not configs:
         raise UserError("evaluation was asked for without an evaluation set; give --eval-prompt-data NAME PATH")
@@ -53,6 +54,15 @@ async def eval_rollout(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
         finally:
             await _end(tasks)
     return RolloutFnEvalOutput(data={config.name: result for config, result in zip(configs, results, strict=True)})
+
+
+def evaluation_args(args: Any) -> Any:
+    """`args` with `--eval-max-context-len` in the place of `--rollout-max-context-len`, for all that generates."""
+    if args.eval_max_context_len == args.rollout_max_context_len:
+        return args
+    args = copy.copy(args)
+    args.rollout_max_context_len = args.eval_max_context_len
+    return args
 
 
 def load_prompts(args: Any, state: GenerateState, config: EvalDatasetConfig) -> list[Sample]:
@@ -73,6 +83,7 @@ def load_prompts(args: Any, state: GenerateState, config: EvalDatasetConfig) -> 
             apply_chat_template=bool(config.apply_chat_template),
             apply_chat_template_kwargs=config.apply_chat_template_kwargs or {},
             flag="--eval-prompt-data",
+            allow_bad_rows=args.allow_bad_rows,
         ).samples
     return _datasets[key]
 

@@ -69,14 +69,13 @@ class GenerateState(metaclass=SingletonMeta):
         except KeyError:
             raise UserError(f"--hf-checkpoint {self.args.hf_checkpoint}: config.json has no vocab_size") from None
 
-    @cached_property
-    def context_length(self) -> int | None:
-        """Tokens that prompt and response may have together: the smallest of our limit and the engines'; None = open."""
-        engine_limit = getattr(self.args, "sglang_context_length", None) or self._hf_config.get(
-            "max_position_embeddings"
-        )
-        limits = [limit for limit in (self.args.rollout_max_context_len, engine_limit) if limit]
-        return min(limits, default=None)
+    def context_length(self, args: Any) -> int | None:
+        """Tokens that prompt and response may have together: the smallest of our limit and the engines'; None = open.
+
+        Ours is `args.rollout_max_context_len`: evaluation passes arguments of its own (`evaluation_args`).
+        """
+        engine_limit = getattr(args, "sglang_context_length", None) or self._hf_config.get("max_position_embeddings")
+        return min([limit for limit in (args.rollout_max_context_len, engine_limit) if limit], default=None)
 
     def prompt_ids(self, sample: Sample) -> list[int]:
         """Token ids of the prompt. A chat template writes the special tokens itself, other text gets the tokenizer's."""

@@ -37,8 +37,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     if not sample.tokens:
         sample.tokens = state.prompt_ids(sample)
     if sample.response_length == 0:
-        check_prompt_length(state, sample)
-    budget = token_budget(state, sample, sampling_params)
+        check_prompt_length(args, sample)
+    budget = token_budget(args, sample, sampling_params)
     if budget <= 0:
         sample.status = Status.TRUNCATED
         return sample

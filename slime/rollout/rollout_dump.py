@@ -18,16 +18,25 @@ from slime.utils.types import Sample
 
 _INTEGER_FIELDS = ("tokens", "loss_mask")
 _FLOAT_FIELDS = ("rollout_log_probs", "teacher_log_probs")
+_SCALARS = frozenset({bool, int, float, str, type(None)})
 
 
 def save_rollout(template: str, rollout_id: int | str, samples: Sequence[Sample]) -> Path:
-    """Write `samples` (flat; `group_index` keeps their groups) to `template` with `{rollout_id}` filled in."""
+    """Write `samples` (flat; `group_index` keeps their groups) to `template` with `{rollout_id}` filled in.
+
+    Raises:
+        UserError: a sample holds something that is neither plain nor an array; the message says which and where.
+        OSError: the file cannot be written.
+    """
     import torch
 
+    plain_samples = [_to_plain(sample) for sample in samples]
     path = Path(template.format(rollout_id=rollout_id))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.writing")
-    torch.save({"rollout_id": rollout_id, "samples": [_to_plain(sample) for sample in samples]}, temporary)
+    # An open file, because torch reports a full disk as RuntimeError where it opens the file itself.
+    with open(temporary, "wb") as file:
+        torch.save({"rollout_id": rollout_id, "samples": plain_samples}, file)
     os.replace(temporary, path)
     return path
 
@@ -36,14 +45,21 @@ def load_rollout(template: str, rollout_id: int | str, subsample: float | None =
     """The samples of a dump. With `subsample` f of n samples: the first and last halves of int(n·f) of them.
 
     Raises:
-        UserError: no such file, or it is no dump.
+        UserError: no such file, or it is no readable dump.
     """
     import torch
 
     path = Path(template.format(rollout_id=rollout_id))
     if not path.is_file():
         raise UserError(f"--load-debug-rollout-data: {path} does not exist")
-    dump = torch.load(path, weights_only=True)
+    try:
+        dump = torch.load(path, weights_only=True)
+    except Exception as error:
+        # torch's message goes on for a page about loading without `weights_only`, which runs code from the file.
+        reason = str(error).splitlines()[0] if str(error) else ""
+        raise UserError(
+            f"--load-debug-rollout-data: {path} is no readable rollout dump ({type(error).__name__}: {reason})"
+        ) from error
     if not isinstance(dump, dict) or "samples" not in dump:
         raise UserError(f"--load-debug-rollout-data: {path} is no rollout dump (it has no `samples`)")
     samples = [_from_plain(entry) for entry in dump["samples"]]
@@ -63,21 +79,29 @@ def _to_plain(sample: Sample) -> dict[str, Any]:
             array = getattr(packed, name)
             if plain.get(name) is not None and array is not None:
                 plain[name] = torch.from_numpy(array)
-    return {name: _plain(value) for name, value in plain.items()}
+    return {name: _plain(value, f"sample {sample.index}: {name}") for name, value in plain.items()}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, where: str) -> Any:
     import torch
 
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(value)
     if isinstance(value, np.generic):
-        return value.item()
+        value = value.item()
+    # Exact types: an enum or another subclass would not load again.
+    if type(value) in _SCALARS or torch.is_tensor(value):
+        return value
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return torch.from_numpy(value)
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {_plain(key, f"{where}, key {key!r}"): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
+        if set(map(type, value)).issubset(_SCALARS):
+            return list(value)
+        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    raise UserError(
+        f"--save-debug-rollout-data: {where} is a {type(value).__name__}; keep plain values and arrays there, or leave "
+        "the flag out"
+    )
 
 
 def _from_plain(entry: dict[str, Any]) -> Sample:

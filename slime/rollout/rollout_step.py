@@ -13,6 +13,7 @@ from typing import Any
 from slime.observability.progress import start_progress
 from slime.rollout.abort import abort, cancel_tasks
 from slime.rollout.base_types import RolloutFnTrainOutput, leaves, sample_line
+from slime.rollout.data_source_calls import draw_groups, give_back
 from slime.rollout.failures import failed_samples, stop_when_most_failed
 from slime.rollout.filter_hub.base_types import (
     MetricGatherer,
@@ -22,12 +23,7 @@ from slime.rollout.filter_hub.base_types import (
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate_and_rm_group, is_aborted
 from slime.rollout.partial_rollout import as_partial_group, as_prompts
-from slime.rollout.user_functions import (
-    accepted_keywords,
-    call_user_function,
-    describe_samples,
-    run_in_daemon_thread,
-)
+from slime.rollout.user_functions import call_user_function, describe_samples, run_in_daemon_thread
 from slime.utils.errors import RunError, UserError
 from slime.utils.misc import load_function
 from slime.utils.packed_sample import pack_sample
@@ -62,6 +58,7 @@ class RolloutStep:
         self.done: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
         self.interruptions: Counter[Any] = Counter()
         self.packing: list[asyncio.Future[Any]] = []
+        self.next_report = time.monotonic() + REPORT_AFTER_S
 
     async def run(self) -> RolloutFnTrainOutput:
         """Collect the groups of the step, wind the rest down, and hand out what was chosen."""
@@ -95,10 +92,8 @@ class RolloutStep:
                 self._start(group)
 
     def _get_samples(self) -> list[list[Any]]:
-        get_samples = self.data_source.get_samples
-        return get_samples(
-            self.args.over_sampling_batch_size, **accepted_keywords(get_samples, {"rollout_id": self.rollout_id})
-        )
+        size, drawn = self.args.over_sampling_batch_size, self.counts["started"]
+        return draw_groups(self.args, self.data_source, size, self.rollout_id, drawn)
 
     def _start(self, group: list[Any]) -> None:
         n = self.args.n_samples_per_prompt
@@ -121,19 +116,22 @@ class RolloutStep:
         self.done.put_nowait(task)
 
     async def _next_done(self) -> asyncio.Task[Any]:
+        """The next finished task. Reports every `REPORT_AFTER_S`, whether groups finish meanwhile or not."""
         while True:
             try:
-                return await asyncio.wait_for(self.done.get(), REPORT_AFTER_S)
+                return await asyncio.wait_for(self.done.get(), max(0.0, self.next_report - time.monotonic()))
             except TimeoutError:
-                self._report_waiting()
+                self._report_progress()
+                self.next_report = time.monotonic() + REPORT_AFTER_S
 
-    def _report_waiting(self) -> None:
+    def _report_progress(self) -> None:
         oldest = sorted(self.state.pendings, key=self.started_at.__getitem__)
         names = ", ".join(task.get_name() for task in oldest[:8])
         age = time.monotonic() - self.started_at[oldest[0]] if oldest else 0.0
+        dropped = f"; the filter dropped {self.counts['dropped']} ({self.gatherer})" if self.counts["dropped"] else ""
         logger.info(
-            "rollout %d: %d of %d groups; waiting for %d more (oldest since %.0f s): %s",
-            self.rollout_id, len(self.kept), self.target, len(oldest), age, names,
+            "rollout %d: %d of %d groups; waiting for %d more (oldest since %.0f s): %s%s",
+            self.rollout_id, len(self.kept), self.target, len(oldest), age, names, dropped,
         )  # fmt: skip
 
     async def _judge(self, task: asyncio.Task[Any]) -> None:
@@ -151,6 +149,9 @@ class RolloutStep:
             self.state.remaining_batch_size -= 1
             self.counts["dropped"] += 1
             del self.origins[task]
+            # Those that failed look alike to a filter: without this, a dead reward service would be asked for ever.
+            if len(self.all_finished) >= self.target:
+                stop_when_most_failed(self.all_finished)
             return
         self.kept.append(group)
         self.packing.append(asyncio.ensure_future(asyncio.to_thread(_pack_group, group)))
@@ -226,7 +227,7 @@ class RolloutStep:
 
     def _return_to_source(self, groups: list[list[Any]]) -> None:
         if groups:
-            self.data_source.add_samples(sorted(groups, key=_first_index))
+            give_back(self.args, self.data_source, sorted(groups, key=_first_index), self.rollout_id)
 
     async def _give_up(self, error: BaseException) -> None:
         """The step fails: end its tasks and let no prompt be lost, so that whoever goes on finds all of them."""
@@ -244,7 +245,7 @@ class RolloutStep:
 
     async def _output(self) -> RolloutFnTrainOutput:
         self.kept.sort(key=_first_index)
-        stop_when_most_failed(self.kept)
+        stop_when_most_failed(self.all_finished)
         await self._process_all_samples()
         for name, sample in (("first", leaves(self.kept[0])[0]), ("last", leaves(self.kept[-1])[-1])):
             logger.info("rollout %d, %s sample: %s", self.rollout_id, name, sample_line(sample))

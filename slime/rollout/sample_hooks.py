@@ -3,6 +3,7 @@
 from typing import Any
 
 from slime.rollout.user_functions import accepted_keywords, call_user_function
+from slime.utils.errors import UserError
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 from slime.utils.user_code import user_function_error
@@ -17,7 +18,7 @@ async def apply_rollout_sample_hooks(
 
     Raises:
         TypeError: a hook returned neither a Sample nor None.
-        UserError: a hook raised; its traceback is part of the message.
+        UserError: a hook raised (its traceback is part of the message), or left lengths that do not fit together.
     """
     paths = getattr(args, "rollout_sample_hook_path", None)
     if not paths:
@@ -39,10 +40,13 @@ async def _apply_hook(args: Any, path: str, sample: Sample, rollout_id: int | No
         result = await call_user_function(hook, args, sample, timeout=args.http_request_timeout, keywords=keywords)
     except Exception as error:
         raise user_function_error(FLAG, path, f"sample {sample.index}", error) from error
-    if result is None:
-        return sample
+    result = sample if result is None else result
     if not isinstance(result, Sample):
         raise TypeError(
             f"{FLAG} {path} returned {type(result).__name__} for sample {sample.index}; expected Sample or None"
         )
+    try:
+        result.validate_lengths()
+    except ValueError as error:
+        raise UserError(f"{FLAG} {path} left a sample whose fields do not fit together: {error}") from error
     return result

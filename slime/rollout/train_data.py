@@ -12,6 +12,7 @@ from slime.training.rollout_batch import TrainBatch, build_train_batch, train_ba
 from slime.utils.errors import UserError
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
+from slime.utils.user_code import calling_user_code
 
 
 def convert_samples_to_train_batch(args: argparse.Namespace, samples: Sequence[Sample]) -> TrainBatch:
@@ -22,7 +23,10 @@ def convert_samples_to_train_batch(args: argparse.Namespace, samples: Sequence[S
     """
     path = args.custom_convert_samples_to_train_data_path
     if path is not None:
-        columns = load_function(path, flag="--custom-convert-samples-to-train-data-path")(args, samples)
+        flag = "--custom-convert-samples-to-train-data-path"
+        convert = load_function(path, flag=flag)
+        with calling_user_code(flag, path, f"{len(samples)} samples"):
+            columns = convert(args, samples)
         return train_batch_from_columns(columns)
     raw_rewards, rewards = post_process_rewards(args, samples)
     return build_train_batch(samples, raw_rewards, rewards)
@@ -35,7 +39,10 @@ def post_process_rewards(
     path = args.custom_reward_post_process_path
     if path is not None:
         flag = "--custom-reward-post-process-path"
-        return _checked(load_function(path, flag=flag)(args, samples), len(samples), f"{flag} {path}")
+        post_process = load_function(path, flag=flag)
+        with calling_user_code(flag, path, f"{len(samples)} samples"):
+            result = post_process(args, samples)
+        return _checked(result, len(samples), f"{flag} {path}")
     values = [_reward_of(args, sample) for sample in samples]
     raw = [sample.metadata.get("raw_reward", value) for sample, value in zip(samples, values, strict=True)]
     if not args.rewards_normalization or args.loss_type == "sft_loss":

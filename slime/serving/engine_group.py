@@ -12,13 +12,8 @@ from typing import Any
 
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.serving.router import RouterHandle
+from slime.utils.env import actor_environment
 
-_ACTOR_ENVIRONMENT = {
-    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-    "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES": "1",
-    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
-    "RAY_USE_UVLOOP": "0",
-}
 _SHUTDOWN_SECONDS = 30.0
 
 
@@ -64,7 +59,7 @@ class EngineGroup:
                 "num_cpus": 0.2,
                 "num_gpus": 0.2,
                 "scheduling_strategy": strategy,
-                "runtime_env": {"env_vars": _ACTOR_ENVIRONMENT},
+                "runtime_env": {"env_vars": actor_environment()},
                 # A reader of the log can be served while another call is waiting for the server.
                 "max_concurrency": 4,
             }
@@ -89,8 +84,14 @@ class EngineGroup:
             raise
 
     def register(self, router: RouterHandle, timeout: float = 60.0) -> None:
-        """Make the router send requests to these engines; returns when it calls all of them healthy."""
-        router.add_workers(self.urls, timeout)
+        """Make the router send requests to these engines, and no others; returns when it calls all of them healthy.
+
+        Raises:
+            UserError: the router serves engines of others.
+            RunError: an engine was refused or did not become healthy in time.
+        """
+        router.refuse_other_workers(self.urls)
+        router.add_workers(self.urls, timeout, getattr(self._args, "router_api_key", None))
 
     def call_all(self, method: str, *arguments: Any, timeout: float = 300.0) -> list[Any]:
         """Call `method` of every engine at the same time; the results in engine order.

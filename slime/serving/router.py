@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class RouterHandle:
     api_key: str | None
     process: ChildProcess | None
     _reservations: tuple[PortReservation, ...] = ()
+    _arguments_file: Path | None = None
 
     @property
     def url(self) -> str:
@@ -60,29 +61,42 @@ class RouterHandle:
                     raise RunError(f"the router {self.url} did not answer within {timeout:g} s{state}")
                 time.sleep(_POLL_SECONDS)
         finally:
-            for reservation in self._reservations:
-                reservation.release()
+            self._release()
 
     def workers(self) -> list[dict[str, Any]]:
         """The registered workers, each with `id`, `url` and `is_healthy`."""
         return self._call("GET", "/workers").json()["workers"]
 
-    def add_workers(self, urls: list[str], timeout: float = 60.0) -> None:
+    def add_workers(self, urls: list[str], timeout: float = 60.0, worker_api_key: str | None = None) -> None:
         """Register engines and wait until the router calls every one of them healthy.
+
+        `worker_api_key` is the key that the router shows to the engines; None: its own.
 
         Raises:
             RunError: a worker was refused or did not become healthy in time.
         """
+        worker_api_key = worker_api_key or self.api_key
         for url in urls:
             worker = {"url": url, "worker_type": "regular"}
-            if self.api_key:
-                worker["api_key"] = self.api_key
+            if worker_api_key:
+                worker["api_key"] = worker_api_key
             self._call("POST", "/workers", worker)
         self._wait_until_none(
             lambda: set(urls) - {worker["url"] for worker in self.workers() if worker["is_healthy"]},
             "workers not healthy",
             timeout,
         )
+
+    def refuse_other_workers(self, ours: Sequence[str] = ()) -> None:
+        """Raise UserError when the router sends requests to engines that are not `ours`: they have other weights."""
+        others = {worker["url"]: worker["id"] for worker in self.workers() if worker["url"] not in ours}
+        if others:
+            raise UserError(
+                f"--sglang-router-ip {self.ip} --sglang-router-port {self.port}: the router already serves engines that "
+                f"are not of this run and have other weights: {', '.join(sorted(others))}. Take them out "
+                f"(DELETE {self.url}/workers/{next(iter(others.values()))}), or leave both flags out and a router is "
+                "started for the run"
+            )
 
     def remove_workers(self, urls: list[str], timeout: float = 60.0) -> None:
         """Take engines out of the router and wait until it has forgotten them; unknown ones are ignored.
@@ -101,6 +115,15 @@ class RouterHandle:
         """End the router if it is ours."""
         if self.process is not None:
             self.process.terminate(_SHUTDOWN_SECONDS)
+        self._release()
+
+    def _release(self) -> None:
+        """Give up what only the start of the router needs. It deletes its arguments (they hold the key) itself, if it
+        comes to read them."""
+        for reservation in self._reservations:
+            reservation.release()
+        if self._arguments_file is not None:
+            self._arguments_file.unlink(missing_ok=True)
 
     def _answers(self) -> bool:
         try:
@@ -155,7 +178,7 @@ def start_router(args: Any, log_dir: str | Path) -> RouterHandle:
         {**environment_for_python(), "NO_PROXY": "*", "no_proxy": "*"},
     )
     process.start()
-    return RouterHandle(host, port.port, api_key, process, (port, prometheus_port))
+    return RouterHandle(host, port.port, api_key, process, (port, prometheus_port), Path(arguments_file))
 
 
 def compute_router_fields(args: Any, host: str, port: int, prometheus_port: int) -> dict[str, Any]:
@@ -205,6 +228,7 @@ def _given_router(ip: str, port: int | None, api_key: str | None) -> RouterHandl
         if response.status_code in (401, 403):
             raise UserError(f"{address}: the router refuses our key; give its key by --router-api-key")
         if response.ok and isinstance(response.json().get("workers"), list):
+            handle.refuse_other_workers()
             return handle
         found = f"answered {response.status_code} to GET /workers"
     except (requests.RequestException, ValueError, AttributeError) as error:

@@ -10,6 +10,7 @@ import torch
 from slime.algorithms.advantages import grpo_advantages
 from slime.utils.errors import UserError
 from slime.utils.misc import load_function
+from slime.utils.user_code import calling_user_code
 
 
 def compute_advantages_and_returns(args: argparse.Namespace, rollout_data: dict[str, Any]) -> None:
@@ -23,8 +24,9 @@ def compute_advantages_and_returns(args: argparse.Namespace, rollout_data: dict[
     # The KL penalty inside the reward is an option of estimators with returns; GRPO has none.
     rollout_data["kl"] = [torch.zeros(length, device=device) for length in lengths]
     if args.custom_advantage_function_path is not None:
-        path = args.custom_advantage_function_path
-        load_function(path, flag="--custom-advantage-function-path")(args, rollout_data)
+        path, flag = args.custom_advantage_function_path, "--custom-advantage-function-path"
+        with calling_user_code(flag, path, f"{len(lengths)} samples"):
+            load_function(path, flag=flag)(args, rollout_data)
         _check_lengths(rollout_data, lengths, path)
         return
     advantages = grpo_advantages(rollout_data["rewards"], lengths, device=device)

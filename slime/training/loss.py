@@ -11,6 +11,7 @@ A micro-batch is a dict with one entry per sample under every key (`tokens`, `lo
 from __future__ import annotations
 
 import argparse
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from slime.training.log_probs import calculate_log_probs_and_entropy
 from slime.training.packed_stream import PackedStream
 from slime.utils.errors import UserError
 from slime.utils.misc import load_function
+from slime.utils.user_code import calling_user_code
 
 MicroBatch = dict[str, Any]
 Reducer = Callable[[torch.Tensor], torch.Tensor]
@@ -136,8 +138,9 @@ def sft_loss_function(
 def _custom_loss(
     args: argparse.Namespace, batch: MicroBatch, logits: torch.Tensor, reduce: Reducer
 ) -> tuple[torch.Tensor, Metrics]:
-    path = args.custom_loss_function_path
-    result = load_function(path, flag="--custom-loss-function-path")(args, batch, logits, reduce)
+    path, flag = args.custom_loss_function_path, "--custom-loss-function-path"
+    with calling_user_code(flag, path, f"samples {batch.get('sample_indices')}"):
+        result = load_function(path, flag=flag)(args, batch, logits, reduce)
     if not (isinstance(result, tuple) and len(result) == 2 and torch.is_tensor(result[0])):
         raise UserError(
             f"--custom-loss-function-path {path} returned {type(result).__name__}; "
@@ -160,5 +163,13 @@ def _policy_gradient_reducer(args: argparse.Namespace, batch: MicroBatch, defaul
     path = args.custom_pg_loss_reducer_function_path
     if path is None:
         return default
-    make = load_function(path, flag="--custom-pg-loss-reducer-function-path")
-    return make(batch["total_lengths"], batch["response_lengths"], batch["loss_masks"], args.calculate_per_token_loss)
+    flag = "--custom-pg-loss-reducer-function-path"
+    make = load_function(path, flag=flag)
+    arguments = [batch["total_lengths"], batch["response_lengths"], batch["loss_masks"], args.calculate_per_token_loss]
+    if "rollout_mask_sums" in inspect.signature(make).parameters:
+        arguments.append(batch["rollout_mask_sums"])
+    with calling_user_code(flag, path, f"samples {batch.get('sample_indices')}"):
+        reduce = make(*arguments)
+    if not callable(reduce):
+        raise UserError(f"{flag} {path} returned {type(reduce).__name__}; expected a function of a flat tensor")
+    return reduce

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,20 @@ def step_denominator(
         return float(global_batch_size)
     tokens = torch.tensor([sum(int(mask.sum()) for mask in loss_masks)], dtype=torch.float64)
     return max(float(all_reduce_sum(tokens, data_group)[0]), 1.0)
+
+
+def refresh_mask_sums(rollout_data: dict[str, Any], data_group: dist.ProcessGroup) -> None:
+    """Compute `rollout_mask_sums` again, after masks were edited: trained tokens per execution, over all ranks.
+
+    Collective over `data_group`.
+    """
+    local = list(zip(rollout_data["rollout_ids"], (int(m.sum()) for m in rollout_data["loss_masks"]), strict=True))
+    gathered: list[Any] = [None] * dist.get_world_size(data_group)
+    dist.all_gather_object(gathered, local, group=data_group)
+    totals: dict[int, int] = {}
+    for rollout_id, mask_sum in (pair for part in gathered for pair in part):
+        totals[rollout_id] = totals.get(rollout_id, 0) + mask_sum
+    rollout_data["rollout_mask_sums"] = [float(totals[rollout_id]) for rollout_id, _ in local]
 
 
 def reduce_metrics(

@@ -27,6 +27,9 @@ TrainBatch = dict[str, Any]
 
 # Columns that every rank gets whole: lengths for scheduling and rewards for metrics over all samples.
 GLOBAL_COLUMNS = ("total_lengths", "raw_reward")
+SCHEDULE = ("partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes")
+# Everything else in a rank's data has one entry per sample, columns of plug-ins included.
+NOT_PER_SAMPLE = (*SCHEDULE, "raw_reward")
 _TOKEN_DTYPES = {"tokens": np.int64, "loss_masks": np.int32, "rollout_log_probs": np.float32}
 _REQUIRED = ("tokens", "response_lengths", "rewards", "raw_reward", "truncated", "sample_indices", "loss_masks")
 

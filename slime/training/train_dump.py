@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.training.rollout_batch import NOT_PER_SAMPLE, SCHEDULE
+
 FORMAT_VERSION = 2
-_SCHEDULE = ("partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes")
-_NOT_PER_SAMPLE = (*_SCHEDULE, "raw_reward", "local_raw_reward")
 
 
 def save_train_data(
@@ -32,7 +32,7 @@ def save_train_data(
         "rank": dist.get_rank(),
         "data_parallel_rank": data_rank,
         "sample_indices": rollout_data["sample_indices"],
-        **{name: rollout_data[name] for name in _SCHEDULE},
+        **{name: rollout_data[name] for name in SCHEDULE},
     }
     payload = {"shard": shard, "samples": _samples(rollout_data)}
     gathered: list[Any] = [None] * dist.get_world_size(data_group)
@@ -57,7 +57,7 @@ def save_train_data(
 
 def _samples(rollout_data: dict[str, Any]) -> list[dict[str, Any]]:
     count = len(rollout_data["tokens"])
-    columns = {name: column for name, column in rollout_data.items() if name not in _NOT_PER_SAMPLE}
+    columns = {name: column for name, column in rollout_data.items() if name not in NOT_PER_SAMPLE}
     for name, column in columns.items():
         if len(column) != count:
             raise ValueError(

@@ -7,6 +7,7 @@ of `Accelerator` given to `register_accelerator`.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -98,9 +99,18 @@ def get_accelerator() -> Accelerator:
 
 
 def gpus_on_this_machine() -> int:
-    """Number of GPUs, without importing torch (the driver starts quickly); 0 on a machine without any."""
-    if env.forced_accelerator() == "cpu":
+    """GPUs that a process of this machine can use, without importing torch (the driver starts quickly).
+
+    0 with `SLIME_ACCELERATOR=cpu`, with a CPU build of torch, and when `CUDA_VISIBLE_DEVICES` hides them.
+    """
+    if env.forced_accelerator() == "cpu" or _torch_is_a_cpu_build():
         return 0
     from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
-    return NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
+    present = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
+    visible = env.visible_devices()
+    return present if visible is None else min(present, len(visible))
+
+
+def _torch_is_a_cpu_build() -> bool:
+    return importlib.metadata.version("torch").endswith("+cpu")

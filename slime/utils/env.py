@@ -23,6 +23,27 @@ def tensorboard_dir() -> str | None:
     return os.environ.get("TENSORBOARD_DIR") or None
 
 
+def visible_devices() -> list[str] | None:
+    """`CUDA_VISIBLE_DEVICES` as a list of device ids; None when it is not set, empty when it hides every device."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if value is None else [part.strip() for part in value.split(",") if part.strip() not in ("", "-1")]
+
+
+def actor_environment() -> dict[str, str]:
+    """What every Ray actor of a run is started with: Ray must not hide devices, since ranks and engines choose by index.
+
+    A joined cluster does not inherit the driver's environment, so our own variables are handed on.
+    """
+    variables = {
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES": "1",
+        "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
+        "RAY_USE_UVLOOP": "0",
+    }
+    handed_on = ("SLIME_ACCELERATOR", "SLIME_DEBUG")
+    return {**variables, **{name: os.environ[name] for name in handed_on if name in os.environ}}
+
+
 def ray_address() -> str | None:
     """`RAY_ADDRESS`: the cluster to join (set by `ray job submit` and by users); None starts a local one."""
     return os.environ.get("RAY_ADDRESS") or None

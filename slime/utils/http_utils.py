@@ -23,6 +23,7 @@ import orjson
 
 from slime.utils.errors import RunError
 from slime.utils.misc import get_current_node_ip
+from slime.utils.ports import host_for_url
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ def init_http_client(args: Any) -> None:
         control_timeout=args.http_control_timeout,
         max_retries=args.http_max_retries,
         api_key=getattr(args, "router_api_key", None),
-        trusted_origins=frozenset(f"http://{format_host(ip)}:{port}" for ip, port in routers),
+        trusted_origins=frozenset(f"http://{host_for_url(ip)}:{port}" for ip, port in routers),
     )
     if settings != _settings:
         _settings = settings
@@ -245,11 +246,6 @@ def _with_token(url: str, headers: dict[str, str] | None) -> dict[str, str] | No
 def _origin(url: str) -> str:
     """Scheme, host and port: what stands before the third slash."""
     return "/".join(url.split("/", 3)[:3])
-
-
-def format_host(host: str) -> str:
-    """`host` as it stands in a URL: IPv6 addresses in brackets."""
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def is_port_available(port: int) -> bool:

@@ -204,11 +204,16 @@ class Sample:
         self.validate_lengths()
 
     def reset_for_retry(self) -> None:
-        """Back to the bare prompt: everything that generation or grading wrote is cleared, the user's data stays."""
+        """Back to the bare prompt: everything that generation or grading wrote is cleared, the user's data stays.
+
+        The ids of the prompt stay too: a user may have given them instead of a text.
+        """
+        prompt_ids = list(self.tokens[: max(0, len(self.tokens) - self.response_length)])
         kept = {
             "group_index",
             "index",
             "prompt",
+            "train_metadata",
             "multimodal_inputs",
             "apply_chat_template_kwargs",
             "label",
@@ -220,6 +225,8 @@ class Sample:
         for spec in dataclasses.fields(self):
             if spec.name not in kept:
                 setattr(self, spec.name, getattr(fresh, spec.name))
+        self.tokens = prompt_ids
+        self.train_metadata = None if self.train_metadata is None else dict(self.train_metadata)
         self.metadata = {key: value for key, value in self.metadata.items() if key not in _GENERATED_METADATA_KEYS}
         for name in CACHE_ATTRIBUTES:
             self.__dict__.pop(name, None)

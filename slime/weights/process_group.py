@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 _GROUP_NAME = "slime-pp_0"
 _CONTROL_TIMEOUT_SECONDS = 300.0
 _AFTER_FAILURE_SECONDS = 10.0
-_POLL_SECONDS = 0.002
 
 
 class ProcessGroupWeightUpdater:
@@ -61,7 +60,6 @@ class ProcessGroupWeightUpdater:
         self._expected_names = expected_names
         self._timeout = 60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10)
         self._engines: Sequence[Any] = ()
-        self._lock: Any = None
         self._group: Any = None
         self._in_flight: tuple[list[Any], _Background] | None = None
         self._flattener = BucketFlattener()
@@ -80,11 +78,11 @@ class ProcessGroupWeightUpdater:
     ) -> None:
         """Build the group: this rank is 0, engine `i` takes the next `engine_gpu_counts[i]` ranks.
 
-        `engines` are Ray handles of `SGLangEngine`; `lock` is a Ray handle with `acquire() -> bool` and `release()`, or
-        None. Ranks other than the source rank only remember that they are connected.
+        `engines` are Ray handles of `SGLangEngine`. `lock` is not used: with one group nobody else broadcasts to the
+        engines at the same time. Ranks other than the source rank only remember that they are connected.
         """
         self.disconnect_rollout_engines()
-        self._engines, self._lock = list(engines), lock
+        self._engines = list(engines)
         if not self._is_source_rank:
             return
         from slime.utils.distributed_utils import create_store, init_process_group
@@ -192,7 +190,6 @@ class ProcessGroupWeightUpdater:
         return parts, sent_bytes
 
     def _start_bucket(self, bucket: FlatBucket) -> None:
-        self._acquire_lock()
         answers = [
             engine.update_weights_from_distributed.remote(
                 bucket.names, bucket.dtypes, bucket.shapes, _GROUP_NAME, None, "flattened_bucket", self._timeout
@@ -211,9 +208,6 @@ class ProcessGroupWeightUpdater:
         except BaseException:
             self._abandon_group(in_flight[1])
             raise
-        finally:
-            if self._lock is not None:
-                self._lock.release.remote()
 
     def _abandon_group(self, broadcast: _Background) -> None:
         """Close our side after a failure, so that engines that still receive get an error instead of waiting on.
@@ -235,17 +229,6 @@ class ProcessGroupWeightUpdater:
         accelerator.set_device(buffer.device.index or 0)
         dist.broadcast(buffer, src=0, group=self._group)
         accelerator.synchronize()
-
-    def _acquire_lock(self) -> None:
-        if self._lock is None:
-            return
-        import ray
-
-        deadline = time.monotonic() + self._timeout
-        while not ray.get(self._lock.acquire.remote(), timeout=self._timeout):
-            if time.monotonic() > deadline:
-                raise RunError(f"weight push: the lock for broadcasts was not free within {self._timeout:g} s")
-            time.sleep(_POLL_SECONDS)
 
     # -- engines ----------------------------------------------------------------------------------------------------
 

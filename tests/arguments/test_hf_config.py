@@ -36,7 +36,7 @@ def test_explicit_shape_without_derivation_must_be_complete(tmp_path):
     from slime.arguments import parse_args
 
     with pytest.raises(UserError, match="hf_validate_args failed"):
-        parse_args(words)
+        parse_args(argv=words)
 
 
 def test_text_config_is_taken_out(tmp_path):
@@ -62,3 +62,24 @@ def test_unusable_checkpoint_directory(tmp_path, prepare, message):
 def test_unknown_family_lists_the_supported_ones():
     with pytest.raises(UserError, match="'gpt2' .* supported: qwen2, qwen3"):
         model_args_from_hf({"model_type": "gpt2"})
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' cannot be trained"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "rope_type 'llama3'"),
+        ({"use_sliding_window": True}, "use_sliding_window True"),
+        ({"attention_bias": True}, "attention_bias True"),
+    ],
+)
+def test_architecture_that_would_be_built_differently_is_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        model_args_from_hf({**TINY_QWEN3_CONFIG, **changes})
+
+
+def test_incomplete_config_names_what_is_missing():
+    config = {name: value for name, value in TINY_QWEN3_CONFIG.items() if name != "hidden_size"}
+    with pytest.raises(UserError, match="lacks hidden_size"):
+        model_args_from_hf(config)

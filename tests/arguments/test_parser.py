@@ -61,7 +61,7 @@ def test_own_flags_can_be_added(tmp_path):
         parser.add_argument("--my-flag", type=int, default=3)
         return parser
 
-    assert parse_args([*command_line(tmp_path), "--my-flag", "5"], add).my_flag == 5
+    assert parse_args(add, argv=[*command_line(tmp_path), "--my-flag", "5"]).my_flag == 5
 
 
 def test_every_flag_has_a_help_text():

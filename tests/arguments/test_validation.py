@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from slime.utils.errors import UserError
@@ -40,7 +42,11 @@ from tests.support.args import parse
         (["--rollout-max-context-len", "1000"], "above the model's --max-position-embeddings 512"),
         (["--sglang-router-ip", "127.0.0.1"], "belong together"),
         (["--n-samples-per-prompt", "0"], "--n-samples-per-prompt 0: it must be at least 1"),
-        (["--ref-update-interval", "2"], "--ref-update-interval needs --use-kl-loss"),
+        (["--rollout-top-k", "5"], "--rollout-top-k 5"),
+        (["--global-batch-size", "0"], "--global-batch-size 0: it must be at least 1"),
+        (["--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size 0: it must be at least 1"),
+        (["--save-debug-rollout-data", "{step}.pt"], "only {rollout_id} is filled in"),
+        (["--save-debug-rollout-data", "a.pt", "--save-debug-train-data", "a.pt"], "name the same file"),
         (["--rm-url", "host:80"], "must start with http"),
         (["--load-debug-rollout-data", "x.pt", "--load-debug-rollout-data-subsample", "2"], "at most 1"),
     ],
@@ -88,8 +94,8 @@ def test_batch_sizes_are_derived(tmp_path):
 
 def test_dump_details_sets_both_templates(tmp_path):
     args = parse(tmp_path, "--dump-details", "D")
-    assert args.save_debug_rollout_data == "D/rollout_data/{rollout_id}.pt"
-    assert args.save_debug_train_data == "D/train_data/{rollout_id}.pt"
+    assert args.save_debug_rollout_data == os.path.abspath("D/rollout_data/{rollout_id}.pt")
+    assert args.save_debug_train_data == os.path.abspath("D/train_data/{rollout_id}.pt")
 
 
 def test_single_sample_groups_are_only_centred(tmp_path, caplog):

@@ -1,7 +1,10 @@
 from types import SimpleNamespace
 
+import pytest
+
 from slime.ray.cluster import plan_cluster
-from slime.ray.placement_group import sort_bundles
+from slime.ray.placement_group import check_engines_fit, sort_bundles
+from slime.utils.errors import UserError
 
 
 def test_s8_devices_are_ordered_as_numbers():
@@ -24,3 +27,10 @@ def test_plan_of_every_mode():
     assert (plan().gpus, plan().cpus) == (6, 7)
     assert plan(has_engines=False).gpus == 4
     assert plan(has_trainer=False).gpus == 2
+
+
+@pytest.mark.parametrize("devices", [[("a", 0), ("a", 2)], [("a", 7), ("b", 0)], [("a", 1), ("a", 0)]])
+def test_engine_needs_consecutive_devices_of_one_node(devices):
+    check_engines_fit([("a", 0), ("a", 1), ("b", 4), ("b", 5)], 2)
+    with pytest.raises(UserError, match="engine 1 would get the devices"):
+        check_engines_fit([("a", 4), ("a", 5), *devices], 2)

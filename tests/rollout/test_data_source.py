@@ -45,6 +45,11 @@ def make_args(tmp_path):
             save=str(tmp_path / "checkpoint"),
             load=str(tmp_path / "checkpoint"),
             start_rollout_id=None,
+            num_rollout=2,
+            rollout_function_path="slime.rollout.sglang_rollout.generate_rollout",
+            rollout_batch_size=2,
+            over_sampling_batch_size=2,
+            dynamic_sampling_filter_path=None,
         )
         return SimpleNamespace(**{**values, **changes})
 
@@ -363,6 +368,8 @@ class TestCreate:
             "class Own:\n"
             "    def __init__(self, args): self.args = args\n"
             "    def get_samples(self, num_samples): return []\n"
+            "    def save(self, rollout_id): ...\n"
+            "    def load(self, rollout_id): ...\n"
             "class Wrong:\n"
             "    def __init__(self, args): ...\n"
         )
@@ -370,5 +377,5 @@ class TestCreate:
         assert prompts(source.get_samples(1)) == ["p0"] and source.state_dict()["fingerprint"]["files"]
         args = make_args(data_source_path=f"{plugin}:Own")
         assert create_data_source(args).args is args
-        with pytest.raises(UserError, match="--data-source-path .*:Wrong: Wrong has no get_samples method"):
+        with pytest.raises(UserError, match=r"--data-source-path .*:Wrong: Wrong has no get_samples\("):
             create_data_source(make_args(data_source_path=f"{plugin}:Wrong"))

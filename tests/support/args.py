@@ -50,4 +50,4 @@ def command_line(directory: Path) -> list[str]:
 
 def parse(directory: Path, *words: str) -> argparse.Namespace:
     """The checked arguments of `command_line(directory)` plus `words`."""
-    return parse_args([*command_line(directory), *words])
+    return parse_args(argv=[*command_line(directory), *words])

@@ -101,8 +101,5 @@ def _add_kl_and_entropy(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--kl-loss-coef", type=float, default=0.0, help="its weight")
     group.add_argument("--kl-loss-type", choices=["k1", "k2", "k3", "low_var_kl"], default="k1", help="KL estimator")
     group.add_argument("--use-unbiased-kl", action="store_true", help="weight the estimator by the importance ratio")
-    group.add_argument(
-        "--ref-update-interval", type=int, default=None, help="copy the actor into the reference every N rollouts"
-    )
     group.add_argument("--entropy-coef", type=float, default=0.0, help="entropy bonus")
     group.add_argument("--use-rollout-entropy", action="store_true", help="store per-token entropy with the log-probs")

@@ -4,19 +4,6 @@ import argparse
 
 TITLE = "Megatron"
 
-# Destinations that describe the model; `--model-args-from-hf` fills them and the HF cross-check compares them.
-MODEL_SHAPE = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "norm_epsilon",
-    "rotary_base",
-    "vocab_size",
-)
-
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
     _add_parallelism(group)

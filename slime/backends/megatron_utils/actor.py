@@ -23,12 +23,14 @@ from slime.observability.logging_utils import LoggedMetrics, configure_logger, d
 from slime.observability.timer import Timer, timer
 from slime.training.advantages import compute_advantages_and_returns
 from slime.training.data_metrics import rollout_data_metrics
+from slime.training.metric_reduction import refresh_mask_sums
 from slime.training.model_states import ACTOR, ModelStates
 from slime.training.rollout_batch import to_tensors
 from slime.training.train_dump import save_train_data
 from slime.utils.device import get_accelerator
 from slime.utils.misc import Box, load_function
 from slime.utils.ports import service_host
+from slime.utils.user_code import calling_user_code
 
 logger = logging.getLogger(__name__)
 
@@ -41,16 +43,14 @@ class MegatronTrainActor:
     Args:
         rank: position in the world of training ranks.
         local_rank: index of its device on the node.
-        threads: CPU threads for torch operators.
     """
 
-    def __init__(self, args: argparse.Namespace, rank: int, world_size: int, local_rank: int, threads: int) -> None:
+    def __init__(self, args: argparse.Namespace, rank: int, world_size: int, local_rank: int) -> None:
         configure_logger(args.log_level)
         self.args = args
         self.rank = rank
         self.world_size = world_size
         self.local_rank = local_rank
-        torch.set_num_threads(threads)
 
     def rendezvous_address(self) -> tuple[str, int]:
         """Rank 0 only: open the store at which all ranks meet, and return its address and port."""
@@ -107,7 +107,6 @@ class MegatronTrainActor:
             self._dump(rollout_id, data)
             with timer("actor_train"):
                 self._train_steps(rollout_id, data)
-        self._update_reference(rollout_id)
         self._log_rollout(rollout_id, data)
         return drain_outbox()
 
@@ -156,6 +155,9 @@ class MegatronTrainActor:
     def update_weights(self) -> dict[str, float]:
         """Push the actor's weights to all engines. Returns transfer metrics (rank 0)."""
         self.states.require_active(ACTOR)
+        if self.data_rank > 0:
+            # A replica of what the first data-parallel ranks send; the gathers are among those.
+            return {}
         self.weight_updater.update_weights()
         return self.weight_updater.pop_metrics()
 
@@ -245,8 +247,10 @@ class MegatronTrainActor:
         if args.compute_advantages_and_returns:
             compute_advantages_and_returns(args, data)
         if args.rollout_data_postprocess_path is not None:
-            path = args.rollout_data_postprocess_path
-            load_function(path, flag="--rollout-data-postprocess-path")(args, rollout_id, data)
+            path, flag = args.rollout_data_postprocess_path, "--rollout-data-postprocess-path"
+            with calling_user_code(flag, path, f"rollout {rollout_id}"):
+                load_function(path, flag=flag)(args, rollout_id, data)
+            refresh_mask_sums(data, self.data_group)
 
     def _dump(self, rollout_id: int, data: dict[str, Any]) -> None:
         from megatron.core import parallel_state
@@ -266,11 +270,6 @@ class MegatronTrainActor:
             logged["train/step"] = rollout_id * self.args.num_steps_per_rollout + step
             log(self.args, logged, "train/step")
 
-    def _update_reference(self, rollout_id: int) -> None:
-        interval = self.args.ref_update_interval
-        if interval is not None and (rollout_id + 1) % interval == 0:
-            self.states.capture(REFERENCE)
-
     def _log_rollout(self, rollout_id: int, data: dict[str, Any]) -> None:
         metrics = rollout_data_metrics(self.args, data, self.data_group)
         logged = {f"rollout/{name}": value for name, value in metrics.items()}
@@ -283,10 +282,13 @@ def needs_log_prob_pass(args: argparse.Namespace) -> bool:
     """Whether old log-probs must be computed before training.
 
     With one optimizer step per rollout the policy that trains still is the policy that is asked for, so the training
-    forward gives them. Several steps, stored entropies, or plug-ins that may read `log_probs` need the pass.
+    forward gives them. Several steps, engine log-probs as the old ones (the trainer's are then reported beside them),
+    stored entropies, or plug-ins that may read `log_probs` need the pass. Supervised fine-tuning has no old policy.
     """
-    if args.loss_type != "policy_loss":
+    if args.loss_type == "sft_loss":
         return False
-    reads_log_probs = args.custom_advantage_function_path or args.rollout_data_postprocess_path
-    moved = args.num_steps_per_rollout > 1 and not args.use_rollout_logprobs
-    return bool(moved or args.use_rollout_entropy or reads_log_probs)
+    plug_in = (
+        args.loss_type == "custom_loss" or args.custom_advantage_function_path or args.rollout_data_postprocess_path
+    )
+    several = args.num_steps_per_rollout > 1
+    return bool(several or plug_in or args.use_rollout_logprobs or args.use_rollout_entropy)

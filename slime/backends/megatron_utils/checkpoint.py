@@ -1,8 +1,9 @@
 """Checkpoints of the training ranks: torch_dist directories that exist whole or not at all.
 
-`{save}/iter_{rollout_id:07d}/` is written under a temporary name, synced and renamed; the pointer file that makes it
-the newest checkpoint is replaced last. A crash, a full disk or a kill at any byte leaves the previous checkpoint
-loadable. The common part holds plain values only. Generator states go to safetensors of their own, one file per rank.
+A checkpoint is written whole and synced under a hidden name. Publishing it, when the data state is on disk too, renames it
+to `{save}/iter_{rollout_id:07d}/` and replaces the pointer file that names the newest one. A crash, a full disk or a kill
+at any byte leaves the previous checkpoint loadable. The common part holds plain values only. Generator states go to
+safetensors of their own, one file per rank.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
@@ -34,20 +36,20 @@ _LAYOUT = ("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_
 def save_checkpoint(
     args: argparse.Namespace, iteration: int, model: list[torch.nn.Module], optimizer: Any, scheduler: Any
 ) -> Path:
-    """Write the checkpoint of rollout `iteration` and return its directory. Collective over all ranks.
+    """Write the checkpoint of rollout `iteration`; returns the directory that it will have. Collective over all ranks.
 
-    The pointer is not moved: `publish_checkpoint` does that when the data state is on disk as well.
+    It is there for nobody yet: `publish_checkpoint` shows it when the data state is on disk as well.
 
     Raises:
         RunError: writing failed on some rank; the message names the path and the cause, and nothing was published.
     """
     final = iteration_directory(args.save, iteration)
-    temporary = final.with_name(f".{final.name}.writing")
+    temporary = _unpublished(final)
     error = _run_on_rank_zero(lambda: _fresh_directory(temporary))
     if error is None:
         error = _write(args, iteration, temporary, model, optimizer, scheduler)
     if error is None:
-        error = _run_on_rank_zero(lambda: _complete(temporary, final))
+        error = _run_on_rank_zero(lambda: fsync_tree(temporary))
     if error is not None:
         _run_on_rank_zero(lambda: shutil.rmtree(temporary, ignore_errors=True))
         free = shutil.disk_usage(final.parent).free / 1e6
@@ -58,11 +60,22 @@ def save_checkpoint(
 
 
 def publish_checkpoint(args: argparse.Namespace, iteration: int) -> None:
-    """Make the checkpoint of rollout `iteration` the newest one and delete those that `--keep-last` lets go."""
-    write_text_atomically(Path(args.save) / POINTER, str(iteration))
-    if args.keep_last is not None:
-        for directory in _older_checkpoints(Path(args.save), iteration)[: -args.keep_last or None]:
-            _forget(Path(args.save), directory)
+    """Make the checkpoint of rollout `iteration` the newest one and delete those that `--keep-last` lets go.
+
+    Raises:
+        RunError: the disk refuses; the message names the path.
+    """
+    final = iteration_directory(args.save, iteration)
+    try:
+        replace_directory(_unpublished(final), final)
+        write_text_atomically(Path(args.save) / POINTER, str(iteration))
+        if args.keep_last is not None:
+            for directory in _older_checkpoints(Path(args.save), iteration)[: -args.keep_last or None]:
+                _forget(args, directory)
+    except OSError as error:
+        raise RunError(
+            f"checkpoint {final} could not be published: {error}. Older checkpoints are untouched"
+        ) from error
 
 
 def load_checkpoint(
@@ -87,16 +100,28 @@ def load_checkpoint(
         optimizer = scheduler = None
     if optimizer is not None and scheduler is None:
         raise ValueError("optimizer state is loaded together with the scheduler's")
-    state = _sharded_state(model, optimizer, is_loading=True)
-    with torch.no_grad():
-        loaded = dist_checkpointing.load(state, str(directory))
-        unwrap_model(model[0]).load_state_dict(loaded["model"])
-        if optimizer is not None:
-            optimizer.load_state_dict(loaded["optimizer"])
-            scheduler.load_state_dict(common["scheduler"])
+    _load_state(directory, common, model, optimizer, scheduler)
     if optimizer is not None and not args.no_load_rng:
         _load_generators(directory, common, args)
     return iteration
+
+
+def _load_state(
+    directory: Path, common: dict[str, Any], model: list[torch.nn.Module], optimizer: Any | None, scheduler: Any | None
+) -> None:
+    state = _sharded_state(model, optimizer, is_loading=True)
+    try:
+        with torch.no_grad():
+            loaded = dist_checkpointing.load(state, str(directory))
+            unwrap_model(model[0]).load_state_dict(loaded["model"])
+            if optimizer is not None:
+                optimizer.load_state_dict(loaded["optimizer"])
+                scheduler.load_state_dict(common["scheduler"])
+    except (CheckpointingException, CheckpointException, RuntimeError, KeyError, OSError) as error:
+        raise UserError(
+            f"{directory} cannot be loaded into the model that the flags describe; it is damaged or of another shape "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:500]})"
+        ) from error
 
 
 def _write(
@@ -175,9 +200,8 @@ def _fresh_directory(directory: Path) -> None:
     directory.mkdir(parents=True)
 
 
-def _complete(temporary: Path, final: Path) -> None:
-    fsync_tree(temporary)
-    replace_directory(temporary, final)
+def _unpublished(final: Path) -> Path:
+    return final.with_name(f".{final.name}.writing")
 
 
 def _run_on_rank_zero(action: Any) -> str | None:
@@ -202,8 +226,11 @@ def _older_checkpoints(save: Path, newest: int) -> list[Path]:
     return sorted(path for path in found if int(path.name.removeprefix("iter_")) <= newest)
 
 
-def _forget(save: Path, directory: Path) -> None:
+def _forget(args: argparse.Namespace, directory: Path) -> None:
+    """Delete a checkpoint with its data state and, where every save has an export of its own, its export."""
     iteration = int(directory.name.removeprefix("iter_"))
     shutil.rmtree(directory)
-    shutil.rmtree(save / "rollout" / f"global_dataset_state_dict_{iteration}", ignore_errors=True)
+    shutil.rmtree(Path(args.save) / "rollout" / f"global_dataset_state_dict_{iteration}", ignore_errors=True)
+    if args.save_hf is not None and "{rollout_id" in args.save_hf:
+        shutil.rmtree(args.save_hf.format(rollout_id=iteration), ignore_errors=True)
     logger.info("deleted %s (--keep-last)", directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,13 +18,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from slime.training.loss import MicroBatch, loss_function, response_log_probs
 from slime.training.metric_reduction import reduce_metrics, step_denominator
 from slime.training.packed_stream import PackedStream, pack_stream
+from slime.training.rollout_batch import NOT_PER_SAMPLE
 from slime.utils.errors import RunError
-
-# Per-sample columns that a micro-batch hands to the loss.
-_LOSS_COLUMNS = (
-    "tokens", "total_lengths", "response_lengths", "loss_masks", "rollout_mask_sums", "advantages", "returns", "kl",
-    "log_probs", "ref_log_probs", "rollout_log_probs", "rewards", "sample_indices", "metadata",
-)  # fmt: skip
 
 
 def micro_batches_of_step(rollout_data: dict[str, Any], step: int) -> list[list[int]]:
@@ -36,7 +32,7 @@ def micro_batches_of_step(rollout_data: dict[str, Any], step: int) -> list[list[
 def forward_log_probs(
     args: argparse.Namespace, model: list[DistributedDataParallel], rollout_data: dict[str, Any], *, with_entropy: bool
 ) -> dict[str, list[torch.Tensor]]:
-    """Log-probs of every response token under the live weights, without gradient.
+    """Log-probs of every response token under the live weights, without gradient and without dropout.
 
     Returns:
         `log_probs` (and `entropy`): one float32 tensor [response length] per sample, in the order of the data.
@@ -55,7 +51,7 @@ def forward_log_probs(
 
         return _forward(chunk, stream), collect
 
-    with torch.no_grad():
+    with torch.no_grad(), _evaluating(model):
         outputs = _run_schedule(
             args, model, forward_step, _iterate(args, rollout_data, indices), len(indices),
             forward_only=True, collect_non_loss_data=True,
@@ -88,15 +84,17 @@ def train_one_step(
     optimizer.zero_grad()
     sums = _forward_backward(args, model, optimizer, rollout_data, indices, denominator, (rollout_id, step))
     metrics = reduce_metrics(sums, denominator, data_group)
-    learning_rate = optimizer.param_groups[0]["lr"]
-    _, grad_norm, _ = optimizer.step()
+    learning_rates = {f"lr-pg_{i}": group["lr"] for i, group in enumerate(optimizer.param_groups)}
+    success, grad_norm, _ = optimizer.step()
+    if not success:
+        # Float16 only: the loss scale was too high; the optimizer lowered it and took no step.
+        return {**metrics, **learning_rates, "skipped_steps": 1, "global_batch_size": global_batch_size}
     if not torch.isfinite(torch.as_tensor(grad_norm)):
         raise RunError(
             f"rollout {rollout_id}, step {step}: the gradient norm is {grad_norm}; the weights are not saved"
         )
     scheduler.step(increment=global_batch_size)
-    metrics.update({"grad_norm": float(grad_norm), "lr-pg_0": learning_rate, "global_batch_size": global_batch_size})
-    return metrics
+    return {**metrics, **learning_rates, "grad_norm": float(grad_norm), "global_batch_size": global_batch_size}
 
 
 def _forward_backward(
@@ -130,6 +128,17 @@ def _forward_backward(
     return _run_schedule(args, model, forward_step, batches, len(indices), forward_only=False)
 
 
+@contextlib.contextmanager
+def _evaluating(model: list[DistributedDataParallel]) -> Iterator[None]:
+    for chunk in model:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk in model:
+            chunk.train()
+
+
 def _run_schedule(
     args: argparse.Namespace,
     model: list[DistributedDataParallel],
@@ -160,11 +169,14 @@ def _forward(chunk: torch.nn.Module, stream: PackedStream) -> torch.Tensor:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
+    # In 16 bits Megatron's wrapper would copy all logits to float32; the loss does that chunk by chunk.
+    options = {"fp32_output": False} if chunk.config.bf16 or chunk.config.fp16 else {}
     return chunk(
         input_ids=stream.tokens[None],
         position_ids=stream.position_ids[None],
         attention_mask=None,
         packed_seq_params=packed,
+        **options,
     )
 
 
@@ -174,7 +186,7 @@ def _iterate(
     multiple = args.data_pad_size_multiplier * args.tensor_model_parallel_size
     for positions in indices:
         batch: MicroBatch = {
-            name: [rollout_data[name][i] for i in positions] for name in _LOSS_COLUMNS if name in rollout_data
+            name: [column[i] for i in positions] for name, column in rollout_data.items() if name not in NOT_PER_SAMPLE
         }
         batch["stream"] = pack_stream(batch["tokens"], batch["response_lengths"], multiple)
         yield batch

@@ -13,14 +13,17 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 
+from slime.utils.device import gpus_on_this_machine
+
 _INERT_PACKAGES = ("torchvision", "sgl_kernel", "triton")
 
 
 def install() -> None:
-    """Lift the CUDA assumptions of sglang 0.5.21. Must run before the first import of sglang; no effect with CUDA."""
-    import torch
+    """Lift the CUDA assumptions of sglang 0.5.21. Must run before the first import of sglang.
 
-    if torch.cuda.is_available():
+    No effect where there are GPUs to use: the same answer that decides about the arguments of the server.
+    """
+    if gpus_on_this_machine() > 0:
         return
     if any(name == "sglang" or name.startswith("sglang.") for name in sys.modules):
         raise RuntimeError("the CPU adapter must be installed before sglang is imported")

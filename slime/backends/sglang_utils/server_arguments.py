@@ -146,6 +146,8 @@ def compute_server_environment(arguments: ServerArguments, on_cpu: bool) -> dict
         environment.pop(name, None)
     environment["NO_PROXY"] = environment["no_proxy"] = "*"
     if on_cpu:
+        # Also where there are GPUs that the user chose not to use: torch must see what we decided.
+        environment["CUDA_VISIBLE_DEVICES"] = ""
         environment["OMP_NUM_THREADS"] = "1"
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
         # torch.compile needs a C++ compiler on CPU and half a minute at the first seeded request.

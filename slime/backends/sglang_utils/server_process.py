@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.utils.child_process import exit_when_parent_dies
+from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,30 +48,40 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def hide_from_logs(secret: str | None) -> None:
-    """Replace `secret` in all log records of this process and of those forked from it (sglang logs its arguments)."""
+    """Replace `secret` in all log records of this process and of those forked from it (sglang logs its arguments).
+
+    Records that cannot be formatted (`logger.warning("text", Category)`) pass: the handler deals with them.
+    """
     if not secret:
         return
     make_record = logging.getLogRecordFactory()
+    formatter = logging.Formatter()
 
     def make_redacted_record(*args, **kwargs) -> logging.LogRecord:
         record = make_record(*args, **kwargs)
-        message = record.getMessage()
+        try:
+            message = record.getMessage()
+        except Exception:
+            return record
         if secret in message:
             record.msg, record.args = message.replace(secret, "***"), ()
+        trace = formatter.formatException(record.exc_info) if record.exc_info else ""
+        if secret in trace:
+            # Formatters make this text from the exception only where it is not set.
+            record.exc_text = trace.replace(secret, "***")
         return record
 
     logging.setLogRecordFactory(make_redacted_record)
 
 
 def _serve(values: dict[str, Any], typed: list[str]) -> None:
-    import torch
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
 
     server_args = ServerArgs(**_known_fields(values, typed, ServerArgs))
     _leave_gc_freeze_to_engine()
-    if not torch.cuda.is_available():
+    if gpus_on_this_machine() == 0:
         _fork_workers()
     try:
         run_server(server_args)

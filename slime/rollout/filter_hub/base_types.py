@@ -60,6 +60,9 @@ class MetricGatherer:
     def on_dynamic_filter_drop(self, reason: str | None) -> None:
         self._drops[reason or "unspecified"] += 1
 
+    def __str__(self) -> str:
+        return ", ".join(f"{reason}: {count}" for reason, count in self._drops.most_common())
+
     def collect(self) -> dict[str, int]:
         """`rollout/dynamic_filter/drop_{reason}` → number of groups."""
         return {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in sorted(self._drops.items())}

@@ -20,24 +20,38 @@ from slime.rollout.rm_hub.restricted_math import (
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?![\d,])")
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 _MAX_ELEMENTS = 20
+_BARE_BOX = re.compile(r"\\(?:boxed|fbox) ([^\s$]+)")
+_OPENED_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACE = re.compile(r"[{}]")
+# Every one that is never closed costs a look at the rest of the text.
+_MAX_BOXES = 50
 
 
 def last_boxed_only_string(text: str) -> str | None:
     r"""The last `\boxed{…}` or `\fbox{…}` of `text` with balanced braces (also `\boxed 5`); None without one."""
-    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
-    if start < 0:
-        return None
-    bare = re.compile(r"\\(?:boxed|fbox) ([^\s$]+)").match(text, start)
+    end = len(text)
+    for _ in range(_MAX_BOXES):
+        start = max(text.rfind("\\boxed", 0, end), text.rfind("\\fbox", 0, end))
+        if start < 0:
+            return None
+        box = _box_at(text, start)
+        if box is not None:
+            return box
+        end = start
+    return None
+
+
+def _box_at(text: str, start: int) -> str | None:
+    bare = _BARE_BOX.match(text, start)
     if bare and not bare[1].startswith("{"):
         return bare[0]
+    if not _OPENED_BOX.match(text, start):
+        return None
     depth = 0
-    for position in range(start, len(text)):
-        if text[position] == "{":
-            depth += 1
-        elif text[position] == "}":
-            depth -= 1
-            if depth <= 0:
-                return text[start : position + 1] if depth == 0 else None
+    for brace in _BRACE.finditer(text, start):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return text[start : brace.end()]
     return None
 
 

@@ -1,13 +1,17 @@
 """The worker process that compares two trees with sympy. Run as a file, by `symbolic_pool`; it sees no text of a model.
 
 One JSON line in, `[left, right]`; one JSON line out, true or false. It ends when its input ends, so it does not outlive
-its parent. Memory is limited here, time by the parent, who ends the process.
+its parent. Memory is limited here. Time is limited by the parent, who ends the process; an alarm does it for a parent
+that was killed meanwhile.
 """
 
 import json
 import resource
+import signal
 import sys
 
+# Longer than the parent waits. The alarm's default action ends the process, whatever it computes.
+TIME_LIMIT_S = 30
 MEMORY_LIMIT_BYTES = 4 << 30
 
 
@@ -51,13 +55,14 @@ def are_equal(sympy, left, right):
     return bool(sympy.simplify(difference) == 0)
 
 
-def main():
+def main(time_limit_s=TIME_LIMIT_S):
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     import sympy
 
     print("ready", flush=True)
     for line in sys.stdin:
         left, right = json.loads(line)
+        signal.alarm(time_limit_s)
         try:
             verdict = are_equal(sympy, left, right)
         except (
@@ -70,6 +75,7 @@ def main():
             MemoryError,
         ):
             verdict = False
+        signal.alarm(0)
         print(json.dumps(verdict), flush=True)
 
 

@@ -1,0 +1,41 @@
+from types import SimpleNamespace
+
+import pytest
+
+from slime.ray.driver import evaluates, evaluates_before_training, saves
+
+
+def make(**values):
+    defaults = {
+        "has_engines": True, "eval_interval": 5, "num_rollout": 12, "start_rollout_id": 0, "rollouts_per_epoch": None,
+        "skip_eval_before_train": False, "save_interval": 5,
+    }  # fmt: skip
+    return SimpleNamespace(**{**defaults, **values})
+
+
+def test_evaluation_is_periodic_and_at_the_end():
+    assert [r for r in range(12) if evaluates(make(), r)] == [4, 9, 11]
+    assert [r for r in range(12) if saves(make(), r)] == [4, 9, 11]
+    assert [r for r in range(12) if saves(make(rollouts_per_epoch=3, save_interval=100), r)] == [2, 5, 8, 11]
+
+
+@pytest.mark.parametrize(
+    "values, expected",
+    [
+        ({}, True),
+        ({"skip_eval_before_train": True}, False),
+        ({"start_rollout_id": 5}, False),
+        ({"eval_interval": None}, False),
+        ({"has_engines": False}, False),
+        # An evaluation of a checkpoint, wherever its training stood.
+        ({"num_rollout": 0, "start_rollout_id": 30, "skip_eval_before_train": True}, True),
+    ],
+)
+def test_evaluation_before_training(values, expected):
+    assert evaluates_before_training(make(**values)) is expected
+
+
+def test_a_finished_run_says_so(caplog):
+    with caplog.at_level("INFO"):
+        evaluates_before_training(make(start_rollout_id=12))
+    assert "nothing left to do: 12 of 12 rollouts are done" in caplog.text
