@@ -143,8 +143,16 @@ def _write(
         # Above all a full disk, which torch and safetensors report as errors of their own. Whatever it is, the other ranks
         # wait to hear of it.
         logger.debug("writing %s failed", directory, exc_info=True)
-        error = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
+        error = _describe(cause)
     return _first_error(error)
+
+
+def _describe(cause: BaseException) -> str:
+    """An error of the writer in one line; of what torch gathered from several ranks the first, without its traceback."""
+    if isinstance(cause, CheckpointException) and cause.failures:
+        rank, (first, _) = next(iter(cause.failures.items()))
+        return f"rank {rank}: {_describe(first)}"
+    return f"{type(cause).__name__}: {' '.join(str(cause).split())}"
 
 
 def _sharded_state(model: list[torch.nn.Module], optimizer: Any | None, *, is_loading: bool) -> dict[str, Any]:

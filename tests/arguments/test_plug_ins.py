@@ -1,0 +1,36 @@
+from types import SimpleNamespace
+
+import pytest
+
+from slime.arguments import build_parser
+from slime.arguments.plug_ins import MANAGER_PLUG_INS, RANK_PLUG_INS, load_plug_ins
+from slime.utils.errors import UserError
+
+
+def test_every_plug_in_flag_is_loaded_by_one_process():
+    flags = {action.dest for action in build_parser()._actions if action.dest.endswith("_path")}
+    assert {*MANAGER_PLUG_INS, *RANK_PLUG_INS} == flags - {"rm_model_path"}
+    assert not set(MANAGER_PLUG_INS) & set(RANK_PLUG_INS)
+
+
+def args_with(**values) -> SimpleNamespace:
+    names = dict.fromkeys((*MANAGER_PLUG_INS, *RANK_PLUG_INS))
+    return SimpleNamespace(**{**names, "rollout_sample_hook_path": [], "group_rm": False, **values})
+
+
+def test_typed_paths_are_imported(tmp_path):
+    (tmp_path / "reward.py").write_text("import no_such_package\n")
+    path = f"{tmp_path}/reward.py:grade"
+    with pytest.raises(UserError, match=rf"--custom-rm-path {path}: the import failed"):
+        load_plug_ins(args_with(custom_rm_path=path, typed_flags={"custom_rm_path"}), MANAGER_PLUG_INS)
+    with pytest.raises(UserError, match="--rollout-sample-hook-path math.pi: is a float"):
+        hooks = ["math.sqrt", "math.pi"]
+        load_plug_ins(
+            args_with(rollout_sample_hook_path=hooks, typed_flags={"rollout_sample_hook_path"}), MANAGER_PLUG_INS
+        )
+
+
+def test_defaults_and_the_plug_ins_of_other_processes_are_left_alone():
+    args = args_with(rollout_function_path="no.such.default", custom_loss_function_path="no.such.loss")
+    args.typed_flags = {"custom_loss_function_path"}
+    load_plug_ins(args, MANAGER_PLUG_INS)

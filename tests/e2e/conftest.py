@@ -1,0 +1,61 @@
+"""What the end-to-end tests share: the task, and one finished run of the whole loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny_task import PLUG_INS, TinyTask, make_tiny_task
+from tests.support.train_process import TrainProcess
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopRun:
+    """A run of six rollouts: where it keeps what, and the process."""
+
+    process: TrainProcess
+    checkpoints: Path
+    dumps: Path
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopCommand:
+    """The command of that run, the same but for the directories."""
+
+    task: TinyTask
+
+    def run(self, directory: Path, env: dict[str, str] | None = None) -> LoopRun:
+        checkpoints, dumps = directory / "checkpoints", directory / "dumps"
+        flags = [
+            *self.task.loop_flags,
+            "--num-rollout", "6",
+            "--custom-generate-function-path", f"{PLUG_INS}:marked_generate",
+            "--check-weight-update-equal",
+            "--save", checkpoints, "--load", checkpoints, "--save-interval", "3",
+            "--eval-interval", "6", "--eval-prompt-data", "held_out", self.task.evaluation,
+            "--save-debug-rollout-data", dumps / "{rollout_id}.pt",
+        ]  # fmt: skip
+        return LoopRun(TrainProcess(flags, directory, env), checkpoints, dumps)
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory) -> TinyTask:
+    return make_tiny_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="session")
+def loop_command(task) -> LoopCommand:
+    return LoopCommand(task)
+
+
+@pytest.fixture(scope="session")
+def finished_run(loop_command, tmp_path_factory) -> LoopRun:
+    """Six rollouts on one training rank and two engines, with everything checked that can be."""
+    directory = tmp_path_factory.mktemp("whole")
+    run = loop_command.run(directory, {"E2E_KEY_FILE": str(directory / "key")})
+    with run.process as process:
+        process.wait_for_success(400)
+        process.assert_no_process_left()
+    return run

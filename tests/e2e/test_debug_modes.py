@@ -1,0 +1,84 @@
+"""Rollouts alone, and training alone on their dump: the same numbers in every parallel layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.tiny_task import ROLLOUT_BATCH_SIZE, SAMPLES_PER_PROMPT
+from tests.support.train_process import TrainProcess
+
+ROLLOUTS = range(2)
+LAYOUTS = {
+    "one rank": ["--actor-num-gpus-per-node", "1"],
+    "two data-parallel ranks": ["--actor-num-gpus-per-node", "2"],
+    "two tensor-parallel ranks": ["--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2"],
+}
+
+
+@pytest.fixture(scope="module")
+def rollouts(task, tmp_path_factory):
+    """`--debug-rollout-only` with one engine; the dumps of its rollouts."""
+    directory = tmp_path_factory.mktemp("rollout_only")
+    flags = [
+        *task.rollout_flags, "--debug-rollout-only", "--rollout-num-gpus", "1", "--num-rollout", len(ROLLOUTS),
+        "--save-debug-rollout-data", directory / "{rollout_id}.pt",
+    ]  # fmt: skip
+    with TrainProcess(flags, directory / "run") as process:
+        process.wait_for_success(200)
+        process.assert_no_process_left()
+    return process, directory
+
+
+@pytest.fixture(scope="module")
+def trained(task, rollouts, tmp_path_factory):
+    """A training run on that dump for every layout, with one dump of the train data each."""
+    runs = {}
+    for name, layout in LAYOUTS.items():
+        directory = tmp_path_factory.mktemp(name.replace(" ", "_"))
+        flags = [
+            "--hf-checkpoint", task.model, *task.train_flags, *layout, "--num-rollout", len(ROLLOUTS),
+            "--rollout-batch-size", ROLLOUT_BATCH_SIZE, "--n-samples-per-prompt", SAMPLES_PER_PROMPT,
+            "--load-debug-rollout-data", rollouts[1] / "{rollout_id}.pt",
+            "--save-debug-train-data", directory / "train_{rollout_id}.pt",
+        ]  # fmt: skip
+        with TrainProcess(flags, directory) as process:
+            process.wait_for_success(200)
+            process.assert_no_process_left()
+        runs[name] = process
+    return runs
+
+
+def test_rollouts_alone_start_no_training_rank(rollouts):
+    process, _ = rollouts
+    assert sorted(process.scalars("rollout/raw_reward")) == list(ROLLOUTS)
+    assert not any(tag.startswith("train/") for tag in process.scalar_tags())
+    assert "weights version" not in process.output()
+    assert "rollout 2/2 | reward" in process.output()
+
+
+def test_training_alone_starts_no_engine(trained):
+    for process in trained.values():
+        assert "engines are ready" not in process.output()
+        assert not list(process.event_directory.rglob("engine_*.log"))
+        assert sorted(process.scalars("train/loss")) == list(ROLLOUTS)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one rank"])
+@pytest.mark.parametrize("tag", ["train/loss", "train/kl_loss", "train/entropy_loss", "train/grad_norm"])
+def test_every_layout_learns_the_same(trained, layout, tag):
+    one, other = trained["one rank"].scalars(tag), trained[layout].scalars(tag)
+    # The first KL is zero in all of them.
+    assert other == pytest.approx(one, rel=1e-5, abs=1e-7)
+    assert one[1] != 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_train_dump_loads_without_pickled_code(trained, rollouts, layout):
+    dump = torch.load(trained[layout].directory / "train_1.pt", weights_only=True)
+    generated = torch.load(rollouts[1] / "1.pt", weights_only=True)["samples"]
+    assert [sample["sample_indices"] for sample in dump["samples"]] == [sample["index"] for sample in generated]
+    for sample, origin in zip(dump["samples"], generated, strict=True):
+        assert torch.equal(sample["tokens"].cpu(), origin["tokens"])
+        assert len(sample["ref_log_probs"]) == len(sample["advantages"]) == origin["response_length"]
+    assert len(dump["dp_shards"]) == (2 if layout == "two data-parallel ranks" else 1)

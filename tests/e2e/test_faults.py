@@ -1,0 +1,193 @@
+"""What a user gets to see when something is wrong: one message that says what, and no process left behind."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from tests.support.tiny_task import PLUG_INS
+from tests.support.train_process import TrainProcess
+
+CLOCK = r"\d\d:\d\d:\d\d "
+
+
+@pytest.fixture
+def flags(task) -> list[str]:
+    return [*task.loop_flags, "--num-rollout", "2"]
+
+
+def run_to_error(flags, directory, expected_status: int, timeout: float = 200, env=None) -> str:
+    """The one error message of a run that ends with `expected_status`, whole."""
+    with TrainProcess(flags, directory, env) as process:
+        status = process.wait(timeout)
+        output = process.output()
+        assert status == expected_status, output
+        process.assert_no_process_left()
+    messages = re.split(f"^{CLOCK}ERROR: ", output, flags=re.MULTILINE)[1:]
+    assert len(messages) == 1, output
+    return messages[0]
+
+
+def assert_ended_at_once(directory) -> None:
+    """Neither Ray nor event files were started."""
+    assert not (directory / "tensorboard").exists()
+
+
+# -- bad input, found by the driver before anything starts ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--hf-checkpoint", "/nowhere/model"], "--hf-checkpoint /nowhere/model: no such directory"),
+        (["--ref-load", "/nowhere/model"], "--ref-load /nowhere/model: no such directory"),
+        (["--load", "/nowhere/model"], "--load /nowhere/model is missing or empty"),
+        (["--prompt-data", "/nowhere/p.jsonl"], "--prompt-data /nowhere/p.jsonl: there is no file"),
+        (["--prompt-data", "{empty}"], "--prompt-data {empty}: holds no rows"),
+        (["--prompt-data", "{no_prompt}"], "{no_prompt}:1: the row has neither `prompt` nor `input`, only question, label"),
+        (["--custom-rm-path", "/nowhere/r.py:f"], "--custom-rm-path /nowhere/r.py:f: there is no file /nowhere/r.py"),
+        (["--rolout-batch-size", "4"], "unknown flag --rolout-batch-size: did you mean --rollout-batch-size"),
+        (
+            ["--global-batch-size", "5"],
+            "--rollout-batch-size 4 x --n-samples-per-prompt 4 = 16 rollouts per step is no multiple of "
+            "--global-batch-size 5; 1, 2, 4, 8, 16 would do",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_input_ends_before_anything_starts(flags, tmp_path, words, message):
+    files = {"empty": tmp_path / "empty.jsonl", "no_prompt": tmp_path / "no_prompt.jsonl"}
+    files["empty"].touch()
+    files["no_prompt"].write_text('{"question": "1+1", "label": "2"}\n')
+    words = [word.format(**files) for word in words]
+    shown = run_to_error([*flags, *words], tmp_path / "run", 2, timeout=60)
+    assert shown.startswith(message.format(**files))
+    assert len(shown.splitlines()) == 1
+    assert_ended_at_once(tmp_path / "run")
+
+
+# -- bad input that only the processes of the run can find ------------------------------------------------------------
+
+
+def test_a_broken_row_is_named_by_file_and_line(flags, task, tmp_path):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("".join(task.prompts.read_text().splitlines(keepends=True)[:3]) + '{"prompt": \n')
+    message = run_to_error([*flags, "--prompt-data", broken], tmp_path / "run", 2)
+    assert message.startswith(f"{broken}:4: no valid JSON")
+    assert "Traceback" not in message
+
+
+def test_a_plug_in_that_does_not_import_ends_the_run_before_it_generates(flags, tmp_path):
+    plug_in = tmp_path / "reward.py"
+    plug_in.write_text("import no_such_package\n")
+    message = run_to_error([*flags, "--custom-rm-path", plug_in], tmp_path / "run", 2)
+    assert message.startswith(f"--custom-rm-path {plug_in}: the import failed")
+    assert "No module named 'no_such_package'" in message and f'File "{plug_in}", line 1' in message
+
+
+def test_a_failing_rank_ends_the_run_while_engines_start(flags, tmp_path):
+    message = run_to_error([*flags, "--custom-advantage-function-path", "no_such.module"], tmp_path / "run", 2)
+    assert message.startswith("--custom-advantage-function-path no_such.module: the import failed")
+    assert "engines are ready" not in (tmp_path / "run/output.txt").read_text()
+
+
+def test_a_raising_reward_is_named_with_its_sample(flags, tmp_path):
+    path = f"{PLUG_INS}:failing_reward"
+    message = run_to_error([*flags, "--debug-rollout-only", "--custom-rm-path", path], tmp_path / "run", 2)
+    first, *rest = message.splitlines()
+    label = "'no entry for "
+    assert first.startswith(f"--custom-rm-path {path} raised KeyError for sample 5: ") and label in first
+    # The user's own traceback and nothing of ours.
+    assert re.findall(r'File "(.*?)"', message) == [str(PLUG_INS)] and message.count("Traceback") == 1
+    assert any("raise KeyError" in line for line in rest)
+
+
+def test_a_given_router_address_that_is_none(flags, tmp_path):
+    class WebPage(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>a web page</html>")
+
+    with http.server.HTTPServer(("127.0.0.1", 0), WebPage) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = ["--sglang-router-ip", "127.0.0.1", "--sglang-router-port", server.server_port]
+        message = run_to_error([*flags, *address], tmp_path / "run", 2)
+        server.shutdown()
+    assert message.startswith(f"{' '.join(map(str, address))}: no SGLang router there")
+    assert len(message.splitlines()) == 1
+
+
+SMALL_CLUSTER = """
+import ray, sys
+ray.init(address="local", num_gpus=1, num_cpus=4, include_dashboard=False, log_to_driver=False)
+print(ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def small_cluster(tmp_path):
+    """The environment by which a run joins a Ray cluster with one GPU and four CPUs."""
+    access = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    with subprocess.Popen(
+        [sys.executable, "-c", SMALL_CLUSTER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **access},
+        cwd=tmp_path,
+        text=True,
+    ) as cluster:
+        yield {**access, "RAY_ADDRESS": cluster.stdout.readline().strip()}
+
+
+def test_a_cluster_that_is_too_small_is_refused_with_both_numbers(flags, tmp_path, small_cluster):
+    message = run_to_error(flags, tmp_path / "run", 2, env=small_cluster)
+    assert message.startswith("the run needs 3 GPUs (1 training, 2 engines) and 4 CPUs, but the cluster at")
+    assert "has 1 GPUs and 4 CPUs" in message and len(message.splitlines()) == 1
+
+
+def test_an_address_where_no_cluster_answers(flags, tmp_path):
+    message = run_to_error(flags, tmp_path, 1, env={"RAY_ADDRESS": "127.0.0.1:9"})
+    assert message.startswith("RAY_ADDRESS=127.0.0.1:9: no Ray cluster answers there")
+
+
+# -- parts that fail ---------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_does_not_start_shows_the_end_of_its_log(flags, tmp_path):
+    message = run_to_error([*flags, "--sglang-attention-backend", "no_such_backend"], tmp_path / "run", 1)
+    first, *log = message.splitlines()
+    assert re.match(r"engine [01] failed to start: exit code \d+; log \S+/engine_[01].log ends with:", first)
+    assert any("no_such_backend" in line for line in log)
+
+
+# -- the end by signal -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "number, status, word",
+    [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")],
+    ids=["ctrl-c", "sigterm"],
+)
+def test_a_signal_while_samples_are_generated_ends_everything(flags, tmp_path, number, status, word):
+    words = ["--custom-generate-function-path", f"{PLUG_INS}:marked_generate"]
+    with TrainProcess([*flags, *words], tmp_path, {"E2E_HOLD_ROLLOUT": "0"}) as process:
+        process.wait_for_line("holding rollout 0", 200)
+        running = " ".join(process.processes().values())
+        assert all(part in running for part in ("RankProcess", "SGLangEngine", "router_process", "server_process"))
+        # Ctrl-C reaches all processes of the terminal's foreground group, a plain SIGTERM only the driver.
+        send = process.send_signal_to_group if number == signal.SIGINT else process.send_signal_to_driver
+        send(number)
+        assert process.wait(60) == status, process.output()
+        process.assert_no_process_left()
+    assert f"stopped by {word}" in process.output()
+    assert "Traceback" not in process.output()

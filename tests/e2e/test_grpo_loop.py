@@ -1,0 +1,150 @@
+"""The whole loop on real parts: six GRPO rollouts, one training rank, two engines behind the router, float32."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+import torch
+
+from tests.support.tiny_task import ROLLOUT_BATCH_SIZE, SAMPLES_PER_PROMPT
+
+ROLLOUTS = range(6)
+LOG_PROB_GATE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def output(finished_run) -> str:
+    return finished_run.process.output()
+
+
+def load_dump(run, name) -> list[dict]:
+    return torch.load(run.dumps / f"{name}.pt", weights_only=True)["samples"]
+
+
+def test_trainer_and_engines_agree_on_log_probs_after_every_weight_update(finished_run):
+    differences = finished_run.process.scalars("train/train_rollout_logprob_abs_diff")
+    assert sorted(differences) == list(ROLLOUTS)
+    assert all(0 < difference <= LOG_PROB_GATE for difference in differences.values()), differences
+    # The weights have moved meanwhile, by far more than that.
+    kl = finished_run.process.scalars("train/kl_loss")
+    assert kl[0] == 0 and kl[5] > 100 * LOG_PROB_GATE
+
+
+def test_the_engines_proved_that_they_hold_the_weights(output):
+    assert re.search(r"weight check: \d+ tensors equal on 2 engines", output)
+
+
+@pytest.mark.parametrize("rollout_id", ROLLOUTS)
+def test_samples_name_the_weights_that_generated_them(finished_run, rollout_id):
+    # One push before the first generation and one after each training step.
+    version = str(rollout_id + 1)
+    samples = load_dump(finished_run, rollout_id)
+    assert len(samples) == ROLLOUT_BATCH_SIZE * SAMPLES_PER_PROMPT
+    for sample in samples:
+        assert sample["weight_versions"] == [version]
+        assert [list(span) for span in sample["weight_version_spans"]] == [[version, 0, sample["response_length"]]]
+
+
+def test_plug_ins_by_path_were_used(finished_run):
+    samples = [sample for rollout_id in ROLLOUTS for sample in load_dump(finished_run, rollout_id)]
+    assert all(sample["metadata"]["generated_by"] == "marked_generate" for sample in samples)
+    for sample in samples:
+        response = sample["tokens"][-sample["response_length"] :]
+        # The random model never answers correctly, so the reward is the part that the plug-in added.
+        assert sample["reward"] == pytest.approx((response % 2).float().mean().item())
+    assert len({sample["reward"] for sample in samples}) > 2
+
+
+def test_groups_are_independent_answers_to_one_prompt(finished_run):
+    samples = load_dump(finished_run, 0)
+    for group in range(ROLLOUT_BATCH_SIZE):
+        siblings = [sample for sample in samples if sample["group_index"] == group]
+        assert len(siblings) == SAMPLES_PER_PROMPT
+        assert len({sample["prompt"] for sample in siblings}) == 1
+        assert len({tuple(sample["tokens"].tolist()) for sample in siblings}) > 1
+
+
+def test_prompts_follow_the_shuffled_epochs(finished_run):
+    numbers = [
+        sample["metadata"]["number"]
+        for rollout_id in ROLLOUTS
+        for sample in load_dump(finished_run, rollout_id)[::SAMPLES_PER_PROMPT]
+    ]
+    first_epoch, second_epoch = numbers[:14], numbers[14:]
+    assert sorted(first_epoch) == list(range(14)) and first_epoch != sorted(first_epoch)
+    assert len(set(second_epoch)) == len(second_epoch) == 10
+
+
+def test_evaluation_before_the_first_and_after_the_last_rollout(finished_run, output):
+    rewards = finished_run.process.scalars("eval/held_out")
+    # Three rollouts are an epoch here, and the end of an epoch is evaluated too.
+    assert sorted(rewards) == [0, 2, 5]
+    for rollout_id, reward in rewards.items():
+        dumped = [sample["reward"] for sample in load_dump(finished_run, f"eval_{rollout_id}")]
+        assert len(dumped) == 3 and reward == pytest.approx(sum(dumped) / 3)
+        assert f"evaluation at rollout {rollout_id}: held_out {reward:.4f}" in output
+
+
+def test_one_console_line_per_rollout(finished_run, output):
+    loss = finished_run.process.scalars("train/loss")
+    for rollout_id in ROLLOUTS:
+        lines = re.findall(rf"^\S+ rollout {rollout_id + 1}/6 \|.*$", output, re.MULTILINE)
+        assert len(lines) == 1
+        assert f"loss {loss[rollout_id]:.4f}" in lines[0]
+        for label in ("reward", "length", "kl", "grad_norm", "seconds: generate", "train", "sync", "step"):
+            assert f"{label} " in lines[0]
+        assert (" save " in lines[0]) == (rollout_id in (2, 5))
+
+
+def test_tensorboard_has_the_metrics_of_every_rollout(finished_run):
+    for tag in (
+        "rollout/raw_reward", "rollout/response_len/mean", "train/loss", "train/pg_loss", "train/kl_loss",
+        "train/entropy_loss", "train/grad_norm", "train/lr-pg_0", "perf/rollout_time", "perf/train_time",
+        "perf/update_weights_time", "perf/step_time",
+    ):  # fmt: skip
+        scalars = finished_run.process.scalars(tag)
+        assert sorted(scalars) == list(ROLLOUTS), tag
+        assert all(math.isfinite(value) for value in scalars.values()), tag
+    assert sorted(finished_run.process.scalars("perf/save_model_time")) == [2, 5]
+    assert list(finished_run.process.scalars("train/lr-pg_0").values()) == pytest.approx([1e-3] * 6)
+
+
+def test_checkpoints_lie_where_they_should(finished_run):
+    save = finished_run.checkpoints
+    assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == "5"
+    assert sorted(path.name for path in save.iterdir()) == [
+        "args.json", "iter_0000002", "iter_0000005", "latest_checkpointed_iteration.txt", "rollout",
+    ]  # fmt: skip
+    for rollout_id in (2, 5):
+        names = {path.name for path in (save / f"iter_{rollout_id:07d}").iterdir()}
+        assert {"common.pt", "metadata.json", "rng_00000.safetensors"} <= names
+        state = json.loads((save / f"rollout/global_dataset_state_dict_{rollout_id}/state.json").read_text())
+        drawn = ROLLOUT_BATCH_SIZE * (rollout_id + 1)
+        assert (state["sample_group_index"], state["sample_offset"]) == (drawn, drawn - 14 * state["epoch_id"])
+
+
+def test_the_run_record_repeats_the_command(finished_run, task):
+    record = json.loads((finished_run.checkpoints / "args.json").read_text())
+    assert record["arguments"]["hf_checkpoint"] == str(task.model)
+    assert record["arguments"]["check_weight_update_equal"] is True
+    assert record["versions"]["torch"] == torch.__version__
+
+
+def test_the_api_key_is_written_nowhere(finished_run):
+    key = (finished_run.process.directory / "key").read_bytes()
+    assert len(key) > 20
+    holders = [
+        path
+        for path in finished_run.process.directory.rglob("*")
+        if path.is_file() and path.name != "key" and key in path.read_bytes()
+    ]
+    assert holders == []
+
+
+def test_the_output_is_for_people(output):
+    assert "Traceback" not in output
+    # Ray's own messages about itself, and those of libraries.
+    assert not re.search(r"INFO worker\.py|FutureWarning|UserWarning", output)
