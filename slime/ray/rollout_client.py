@@ -70,7 +70,7 @@ class RolloutClient:
         """Write the data state as it was after the prompts of `rollout_id` were drawn."""
         self._control("save", rollout_id)
 
-    def shutdown(self) -> None:
+    def dispose(self) -> None:
         """Stop engines and router, then the manager."""
         self._bar.close()
         ray.wait([self._manager.shutdown.remote()], timeout=_SHUTDOWN_DEADLINE_SECONDS)

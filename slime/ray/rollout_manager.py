@@ -265,9 +265,10 @@ class RolloutManager:
 
     def _leave_given_router(self) -> None:
         """Take our engines out of a router that goes on without us; before they end, or it would send them requests."""
-        urls = [] if self._engine_group is None else self._engine_group.urls
+        if self._engine_group is None or not self._engine_group.urls:
+            return
         try:
-            self._router.remove_workers(urls, _ROUTER_FAREWELL_SECONDS)
+            self._router.remove_workers(self._engine_group.urls, _ROUTER_FAREWELL_SECONDS)
         except RunError as error:
             logger.warning("our engines may still be registered: %s", error)
 

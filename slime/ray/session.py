@@ -47,6 +47,11 @@ def main(train: Callable[[argparse.Namespace], None], argv: list[str] | None = N
     except KeyboardInterrupt:
         logger.error("stopped by %s", "SIGTERM" if _terminated.is_set() else "Ctrl-C")
         return 143 if _terminated.is_set() else 130
+    except OSError as error:
+        if env.debug_enabled():
+            raise
+        logger.error("%s", error)
+        return 1
     except Exception:
         logger.exception("the run failed")
         return 1
@@ -54,30 +59,27 @@ def main(train: Callable[[argparse.Namespace], None], argv: list[str] | None = N
 
 
 @contextlib.contextmanager
-def ending(*parts: Any) -> Iterator[None]:
-    """Call the end of every part when the block ends: `kill` after an error, else `dispose`; or `shutdown`.
+def ending(part: Any) -> Iterator[None]:
+    """End `part` (None: nothing to end) with the block: `part.kill()` after an error where it has that, else `part.dispose()`.
 
     The first Ctrl-C starts the end; further ones are ignored while it lasts, so that nothing is left running.
     """
     try:
         yield
     except BaseException:
-        with _uninterrupted():
-            _end(parts, "kill")
+        _end(getattr(part, "kill", None) or getattr(part, "dispose", None), part)
         raise
-    else:
-        with _uninterrupted():
-            _end(parts, "dispose")
+    _end(getattr(part, "dispose", None), part)
 
 
-def _end(parts: tuple[Any, ...], method: str) -> None:
-    for part in parts:
-        if part is None:
-            continue
-        end = getattr(part, method, None) or part.shutdown
+def _end(end: Callable[[], None] | None, part: Any) -> None:
+    if end is None:
+        return
+    with _uninterrupted():
         try:
             end()
         except Exception as error:
+            # The run's own result or error matters more than how its parts went.
             logger.error("ending %s: %s", type(part).__name__, error)
 
 

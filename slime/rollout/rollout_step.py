@@ -5,6 +5,7 @@ data source (as prompts, as a partial group, or finished with `--keep-surplus-gr
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -118,11 +119,13 @@ class RolloutStep:
     async def _next_done(self) -> asyncio.Task[Any]:
         """The next finished task. Reports every `REPORT_AFTER_S`, whether groups finish meanwhile or not."""
         while True:
-            try:
-                return await asyncio.wait_for(self.done.get(), max(0.0, self.next_report - time.monotonic()))
-            except TimeoutError:
+            if time.monotonic() >= self.next_report:
                 self._report_progress()
                 self.next_report = time.monotonic() + REPORT_AFTER_S
+            # Not zero: a wait of no length never looks into the queue.
+            wait = max(0.01, self.next_report - time.monotonic())
+            with contextlib.suppress(TimeoutError):
+                return await asyncio.wait_for(self.done.get(), wait)
 
     def _report_progress(self) -> None:
         oldest = sorted(self.state.pendings, key=self.started_at.__getitem__)

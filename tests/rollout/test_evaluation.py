@@ -150,3 +150,28 @@ def test_missing_sets_and_files_are_named(server, checkpoint, tmp_path):
     args.eval_datasets = build_eval_dataset_configs(args, [{"name": "a", "path": "/no/such.jsonl"}], {})
     with pytest.raises(UserError, match=r"--eval-prompt-data.*/no/such.jsonl"):
         run(args)
+
+
+def test_the_context_limit_of_evaluation_is_its_own(server, checkpoint, tmp_path):
+    args = make_args(checkpoint, server.port, rollout_max_context_len=9, eval_max_context_len=20)
+    text = "a b c d e f g h"
+    (tmp_path / "own.jsonl").write_text(json.dumps({"prompt": text, "label": "1"}))
+    args.eval_datasets = build_eval_dataset_configs(args, [{"name": "own", "path": str(tmp_path / "own.jsonl")}], {})
+    server.answer = lambda payload: [70] * 100
+    args.eval_datasets[0].max_response_len = 100
+    (sample,) = run(args).data["own"]["samples"]
+    assert 9 <= len(sample.tokens) - sample.response_length < 20 == len(sample.tokens)
+    assert args.rollout_max_context_len == 9
+    args.eval_max_context_len = 10
+    (sample,) = run(args).data["own"]["samples"]
+    assert "the context length is 10" in sample.metadata["fail_reason"]
+
+
+def test_bad_rows_are_left_out_on_request(server, checkpoint, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "p", "label": "1"}\n{"prompt": \n')
+    args = make_args(checkpoint, server.port)
+    args.eval_datasets = build_eval_dataset_configs(args, [{"name": "bad", "path": str(tmp_path / "bad.jsonl")}], {})
+    with pytest.raises(UserError, match="bad.jsonl"):
+        run(args)
+    args.allow_bad_rows = True
+    assert len(run(args).data["bad"]["samples"]) == 1

@@ -24,12 +24,23 @@ def partial_sample(prompt_length, response_length, **fields):
 
 def test_prompts_are_copies_and_the_originals_stay_as_they_are():
     sample = partial_sample(3, 2, index=4, prompt="p", metadata={"mine": 1, "fail_reason": "x"}, reward=1.0)
+    sample.train_metadata = {"task": "t"}
     (prompt,) = as_prompts([sample])
     assert (prompt.index, prompt.prompt, prompt.metadata) == (4, "p", {"mine": 1})
-    assert (prompt.tokens, prompt.reward, prompt.status) == ([], None, Status.PENDING)
+    assert (prompt.reward, prompt.status, prompt.response_length) == (None, Status.PENDING, 0)
+    assert (prompt.tokens, prompt.train_metadata) == ([0, 1, 2], {"task": "t"})
     assert (sample.response_length, sample.reward, sample.status) == (2, 1.0, Status.ABORTED)
-    prompt.metadata["new"] = 1
-    assert "new" not in sample.metadata
+    prompt.metadata["new"] = prompt.train_metadata["new"] = 1
+    prompt.tokens.append(9)
+    assert "new" not in sample.metadata and "new" not in sample.train_metadata
+    assert sample.tokens == [0, 1, 2, 3, 4]
+
+
+def test_prompts_of_ids_without_text_survive():
+    origin = [Sample(index=0, tokens=[5, 6, 7]), [Sample(index=1, tokens=[8, 9], response_length=1)]]
+    assert [(prompt.tokens, prompt.response_length) for prompt in as_prompts(origin)] == [([5, 6, 7], 0), ([8], 0)]
+    failed = Sample(index=0, tokens=[5, 6, 7, 1], response_length=1, status=Status.FAILED)
+    assert as_partial_group(origin[:1], [failed], 0)[0].tokens == [5, 6, 7]
 
 
 def test_partial_groups_keep_the_first_rollout_and_restart_unfinished_fan_outs():

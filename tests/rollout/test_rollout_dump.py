@@ -1,3 +1,7 @@
+import datetime
+import decimal
+
+import numpy as np
 import pytest
 import torch
 
@@ -38,3 +42,28 @@ def test_missing_and_foreign_files(tmp_path):
     torch.save([1], tmp_path / "1.pt")
     with pytest.raises(UserError, match="is no rollout dump"):
         load_rollout(str(tmp_path / "{rollout_id}.pt"), 1)
+    (tmp_path / "2.pt").write_bytes(b"not a dump")
+    torch.save({"samples": [{"metadata": datetime.date(2024, 1, 2)}]}, tmp_path / "3.pt")
+    for rollout_id in (2, 3):
+        with pytest.raises(UserError, match=f"^--load-debug-rollout-data: .*{rollout_id}.pt is no readable") as caught:
+            load_rollout(str(tmp_path / "{rollout_id}.pt"), rollout_id)
+        assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("value", [datetime.datetime(2024, 1, 2), decimal.Decimal("1.5"), {1, 2}, object()])
+def test_values_that_would_not_load_again_are_refused_when_saving(tmp_path, value):
+    (sample,) = samples(1)
+    sample.metadata["when"] = [1, {"deep": value}]
+    match = rf"--save-debug-rollout-data: sample 0: metadata\['when'\]\[1\]\['deep'\] is a {type(value).__name__};"
+    with pytest.raises(UserError, match=match):
+        save_rollout(str(tmp_path / "{rollout_id}.pt"), 0, [sample])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plain_values_and_arrays_of_users_are_kept(tmp_path):
+    (sample,) = samples(1)
+    sample.metadata = {"a": [1, "x", None, np.float64(0.5)], 2: (True, [1.5])}
+    sample.note = np.arange(3)
+    save_rollout(str(tmp_path / "{rollout_id}.pt"), 0, [sample])
+    (loaded,) = load_rollout(str(tmp_path / "{rollout_id}.pt"), 0)
+    assert loaded.metadata == {"a": [1, "x", None, 0.5], 2: [True, [1.5]]} and loaded.note == [0, 1, 2]

@@ -86,7 +86,9 @@ def test_r3_no_prompt_of_surplus_and_unfinished_groups_is_lost(server, checkpoin
     assert sorted(chosen + returned) == source.handed_out == [0, 1, 2, 3, 4, 5]
     assert returned == sorted(returned)
     for sample in leaves(source.returned):
-        assert (sample.status, sample.tokens, sample.reward, sample.response) == (Status.PENDING, [], None, "")
+        assert (sample.status, sample.reward, sample.response) == (Status.PENDING, None, "")
+        assert (sample.response_length, sample.rollout_log_probs) == (0, None)
+        assert sample.tokens in ([], GenerateState(args).tokenizer.encode(sample.prompt))
         assert sample.prompt == f"question {sample.group_index}"
         assert sample.metadata == {}
     assert server.aborts >= 1
@@ -341,6 +343,48 @@ def test_the_step_reports_what_it_waits_for(server, checkpoint, monkeypatch, cap
     run_step(make_args(checkpoint, server.port), CountingDataSource(2))
     assert "0 of 2 groups; waiting for 2 more" in caplog.text
     assert "group 0, group 1" in caplog.text
+
+
+def test_a_filter_that_drops_everything_is_reported_while_groups_finish(
+    server, checkpoint, monkeypatch, caplog, tmp_path
+):
+    monkeypatch.setattr(rollout_step, "REPORT_AFTER_S", 0.0)
+    caplog.set_level("INFO")
+    path = plugin(
+        tmp_path,
+        "from slime.rollout.filter_hub.base_types import DynamicFilterOutput\n"
+        "def fn(args, samples):\n    return DynamicFilterOutput(False, 'zero_std_0.0')\n",
+    )
+    args = make_args(checkpoint, server.port, dynamic_sampling_filter_path=path)
+    with pytest.raises(UserError, match="only 1 can still be had .0 kept, 5 dropped by the filter"):
+        run_step(args, CountingDataSource(2, limit=6))
+    assert "rollout 0: 0 of 2 groups; waiting for" in caplog.text
+    assert "; the filter dropped 3 (zero_std_0.0: 3)" in caplog.text
+
+
+def test_samples_that_failed_and_were_dropped_by_the_filter_stop_the_run(server, checkpoint, tmp_path):
+    filter_path = plugin(tmp_path, "def never(args, samples):\n    return False\n", name="never")
+    reward = "async def fn(args, sample):\n    await asyncio.Event().wait()\n"
+    args = make_args(
+        checkpoint,
+        server.port,
+        dynamic_sampling_filter_path=filter_path,
+        custom_rm_path=plugin(tmp_path, reward),
+        rm_timeout=0.05,
+    )
+    with pytest.raises(RunError, match=r"4 of 4 samples of this step failed.*sample \d: no reward"):
+        run_step(args, CountingDataSource(2))
+
+
+def test_an_abort_does_not_wait_for_a_router_that_is_gone(server, checkpoint, caplog):
+    args = make_args(checkpoint, server.port, over_sampling_batch_size=3, abort_timeout=0.3, http_max_retries=60)
+    args.sglang_model_routers = {"default": ("127.0.0.1", server.port), "reward": ("127.0.0.1", 1)}
+    server.hold = lambda payload: prompt_number(payload, args) == 0
+    started = time.monotonic()
+    output = run_step(args, CountingDataSource(2))
+    assert len(output.samples) == 2
+    assert time.monotonic() - started < 10
+    assert "no abort was sent: the router did not answer" in caplog.text
 
 
 def test_the_state_is_reset_after_success_and_failure(server, checkpoint):

@@ -131,6 +131,26 @@ def test_log_probs_through_the_router_equal_transformers(serving, old_model):
         assert log_probs == pytest.approx(old_model.log_probs(PROMPT, tokens), abs=1e-4)
 
 
+def test_engines_with_a_key_behind_a_given_router_without_one(serving, tmp_path):
+    from slime.serving.router import start_router
+
+    running = start_router(SimpleNamespace(router_policy="round_robin"), tmp_path)
+    try:
+        running.wait_ready()
+        address = {"sglang_router_ip": running.ip, "sglang_router_port": running.port}
+        given = start_router(SimpleNamespace(**address, router_api_key=None), tmp_path)
+        serving.group.register(given)
+        assert post(f"{given.url}/generate", generation_request(PROMPT), key=None).ok
+        with pytest.raises(UserError, match="serves engines that are not of this run"):
+            start_router(SimpleNamespace(**address, router_api_key=None), tmp_path)
+        given.remove_workers(serving.group.urls)
+        assert given.workers() == []
+        given.shutdown()
+        assert running.process.poll() is None, "somebody else's router goes on"
+    finally:
+        running.shutdown()
+
+
 def test_a_sampling_seed_decides_the_tokens_on_every_engine(serving):
     def tokens_of(seed, engine_url):
         request = generation_request(PROMPT)

@@ -4,6 +4,7 @@ import pytest
 
 from slime.serving.router import RouterHandle, compute_router_fields, start_router
 from slime.utils.errors import RunError, UserError
+from tests.support.fake_generate_server import FakeGenerateServer
 
 
 def compute(**flags):
@@ -52,6 +53,7 @@ def test_f6_a_router_that_cannot_start_shows_its_last_log_lines(tmp_path):
     ):
         router.wait_ready(30)
     router.shutdown()
+    assert router._arguments_file.name.startswith("slime-router-") and not router._arguments_file.exists()
 
 
 def test_f4_a_router_is_awaited_by_polling_and_ends_with_shutdown(tmp_path):
@@ -64,3 +66,33 @@ def test_f4_a_router_is_awaited_by_polling_and_ends_with_shutdown(tmp_path):
     assert router.process.poll() is not None
     with pytest.raises(RunError, match="the router is dead"):
         router.workers()
+
+
+def test_shutdown_removes_arguments_that_were_never_read(tmp_path):
+    arguments = tmp_path / "arguments.json"
+    arguments.write_text("{}")
+    RouterHandle("127.0.0.1", 1, None, None, _arguments_file=arguments).shutdown()
+    assert not arguments.exists()
+
+
+def test_a_given_router_that_serves_engines_of_others_is_refused():
+    with FakeGenerateServer() as server:
+        args = SimpleNamespace(sglang_router_ip="127.0.0.1", sglang_router_port=server.port, router_api_key=None)
+        with pytest.raises(UserError, match=f"--sglang-router-port {server.port}: .*have other weights: {server.url}"):
+            start_router(args, "unused")
+        router = RouterHandle("127.0.0.1", server.port, None, None)
+        router.refuse_other_workers([server.url])
+        with pytest.raises(UserError, match=f"DELETE {router.url}/workers/1"):
+            router.refuse_other_workers(["http://127.0.0.1:1"])
+
+
+@pytest.mark.parametrize(
+    ("own", "worker", "shown"), [(None, "w", "w"), ("r", "w", "w"), ("r", None, "r"), (None, None, None)]
+)
+def test_the_router_is_told_the_key_of_the_engines(monkeypatch, own, worker, shown):
+    sent = []
+    monkeypatch.setattr(RouterHandle, "_call", lambda self, *request: sent.append(request))
+    monkeypatch.setattr(RouterHandle, "workers", lambda self: [{"url": "http://a", "is_healthy": True}])
+    RouterHandle("127.0.0.1", 1, own, None).add_workers(["http://a"], worker_api_key=worker)
+    ((method, path, payload),) = sent
+    assert (method, path, payload.get("api_key")) == ("POST", "/workers", shown)

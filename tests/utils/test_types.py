@@ -209,11 +209,13 @@ class TestMetaInfo:
 
 def test_reset_for_retry_gives_the_bare_prompt():
     def bare() -> Sample:
-        return Sample(index=1, group_index=0, prompt="p", label="l", metadata={"mine": 1}, custom_rm_path="m.f")
+        return Sample(
+            index=1, group_index=0, prompt="p", tokens=[1], label="l", metadata={"mine": 1}, custom_rm_path="m.f",
+            train_metadata={"task": "t"},
+        )  # fmt: skip
 
     sample = bare()
     sample.metadata.update(start_rollout_id=3, fail_reason="x", raw_reward=1.0, round_number=2)
-    sample.tokens = [1]
     sample.append_response_tokens(tokens=[2], log_probs=[0.0], meta_info={"finish_reason": {"type": "stop"}}, text="t")
     sample.reward, sample.session_id, sample.rollout_id, sample.remove_sample = 1.0, "s", 4, True
     pack_sample(sample)

@@ -36,7 +36,7 @@ def run_python(code: str) -> str:
 
 
 def test_inert_with_cuda(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cpu_runtime, "gpus_on_this_machine", lambda: 1)
     before = list(sys.meta_path)
     cpu_runtime.install()
     assert sys.meta_path == before
@@ -134,7 +134,15 @@ def test_install_serves_inert_modules_and_keeps_torch_unchanged():
 
 
 def test_install_after_sglang_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(cpu_runtime, "gpus_on_this_machine", lambda: 0)
+    monkeypatch.setitem(sys.modules, "sglang", object())
+    with pytest.raises(RuntimeError, match="before sglang is imported"):
+        cpu_runtime.install()
+
+
+def test_the_adapter_asks_what_the_engine_asks(monkeypatch):
+    monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "sglang", object())
     with pytest.raises(RuntimeError, match="before sglang is imported"):
         cpu_runtime.install()

@@ -118,3 +118,23 @@ def test_the_api_key_is_hidden_in_log_records(caplog):
     finally:
         logging.setLogRecordFactory(factory)
     assert caplog.messages == ["arguments {'api_key': '***'} and 5%", "plain text"]
+
+
+def test_records_that_cannot_be_formatted_and_tracebacks(caplog):
+    factory = logging.getLogRecordFactory()
+    try:
+        hide_from_logs("s3cret")
+        record = logging.getLogRecordFactory()("server", logging.INFO, "f", 1, "careful", (FutureWarning,), None)
+        assert (record.msg, record.args) == ("careful", (FutureWarning,)), "left alone"
+        try:
+            raise ValueError("key s3cret is wrong")
+        except ValueError:
+            logging.getLogger("server").exception("failed")
+    finally:
+        logging.setLogRecordFactory(factory)
+    assert "ValueError: key *** is wrong" in caplog.text and "s3cret" not in caplog.text
+
+
+def test_torch_sees_no_gpu_where_the_engines_are_to_use_none():
+    environment = compute_server_environment(compute(make_args()), on_cpu=True)
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""

@@ -1,6 +1,10 @@
 """Grading of mathematical answers: equality by text, by value, by symbols; and hostile input."""
 
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +35,9 @@ def end_workers():
         (r"\boxed 5 $", r"\boxed 5", "5"),
         (r"\boxed{a{b}c} tail }", r"\boxed{a{b}c}", "a{b}c"),
         (r"\boxed{5", None, None),
+        (r"\boxed{5} and then \boxed{", r"\boxed{5}", "5"),
+        (r"\boxed{5} and \fbox{6", r"\boxed{5}", "5"),
+        (r"\boxed{\boxed{5}", r"\boxed{5}", "5"),
         ("no box", None, None),
         ("", None, None),
     ],
@@ -195,3 +202,24 @@ def test_w3_workers_that_die_are_replaced():
         assert pool.are_equal(x, x)
     finally:
         pool.close()
+
+
+def test_w3_a_worker_whose_parent_is_gone_ends_while_it_computes():
+    directory = str(Path(symbolic_pool.__file__).parent)
+    # Nobody ends this worker, and its input stays open; only the alarm can.
+    code = (
+        f"import sys, time; sys.path.insert(0, {directory!r}); import symbolic_worker\n"
+        "symbolic_worker.are_equal = lambda *question: time.sleep(300) if question[1] else True\n"
+        "symbolic_worker.main(time_limit_s=1)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        try:
+            assert worker.stdout.readline() == b"ready\n"
+            worker.stdin.write(b"[0, 0]\n")
+            worker.stdin.flush()
+            assert worker.stdout.readline() == b"true\n"
+            worker.stdin.write(b"[1, 1]\n")
+            worker.stdin.flush()
+            assert worker.wait(60) == -signal.SIGALRM
+        finally:
+            worker.kill()
