@@ -48,7 +48,9 @@ def accuracies(seed_directory: Path) -> tuple[float, float]:
     newest = sorted((seed_directory / "runs").iterdir())[-1]
     events = EventAccumulator(str(newest / "tensorboard"))
     events.Reload()
-    values = [event.tensor_proto.float_val[0] for event in sorted(events.Tensors("eval/held_out"), key=lambda e: e.step)]
+    values = [
+        event.tensor_proto.float_val[0] for event in sorted(events.Tensors("eval/held_out"), key=lambda e: e.step)
+    ]
     return values[0], values[-1]
 
 
