@@ -148,10 +148,10 @@ class RolloutManager:
 
     def _load_data_source(self) -> None:
         from slime.rollout.data_source import create_data_source
-        from slime.rollout.data_source_states import DataSourceStates
+        from slime.rollout.data_source_snapshots import DataSourceSnapshots
 
         self.data_source = create_data_source(self.args)
-        self._states = DataSourceStates(self.args, self.data_source)
+        self._states = DataSourceSnapshots(self.args, self.data_source)
 
     def _rollouts_per_epoch(self) -> int | None:
         from slime.rollout.data_source_calls import prompts_per_epoch

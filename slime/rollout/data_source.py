@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.rollout.data_source_calls import FLAG, calling_source, check_methods
-from slime.rollout.data_source_state import (
+from slime.rollout.data_source_files import (
     dataset_fingerprint,
     describe_difference,
     find_state,

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slime.rollout.data_source_states import DataSourceStates
+from slime.rollout.data_source_snapshots import DataSourceSnapshots
 from slime.utils.errors import UserError
 
 
@@ -43,7 +43,7 @@ def args(tmp_path):
 
 def test_a_state_alone_is_written_and_read_for_the_source(args):
     source = Cursor()
-    states = DataSourceStates(args, source)
+    states = DataSourceSnapshots(args, source)
     for rollout_id in range(3):
         source.state["position"][0] = 10 * rollout_id
         states.remember(rollout_id)
@@ -51,26 +51,26 @@ def test_a_state_alone_is_written_and_read_for_the_source(args):
     states.save(1)
     states.save(7)
     restored = Cursor()
-    DataSourceStates(args, restored).load(1)
+    DataSourceSnapshots(args, restored).load(1)
     assert restored.state["position"] == [10], "as it was after rollout 1, though the source went on changing it"
     assert restored.state["weights"].dtype == np.float32
-    DataSourceStates(args, restored).load(7)
+    DataSourceSnapshots(args, restored).load(7)
     assert restored.state["position"] == [99]
     with pytest.raises(UserError, match="no data-source state of rollout 5 .*--fresh-data-state"):
-        DataSourceStates(args, restored).load(5)
-    DataSourceStates(args, restored).load(-1)
+        DataSourceSnapshots(args, restored).load(5)
+    DataSourceSnapshots(args, restored).load(-1)
 
 
 def test_a_state_that_is_not_plain_says_where(args):
     source = Cursor()
     source.state["handle"] = object()
     with pytest.raises(UserError, match=r"state\['handle'\] is a object"):
-        DataSourceStates(args, source).save(0)
+        DataSourceSnapshots(args, source).save(0)
 
 
 def test_save_and_load_alone_are_called_with_the_rollout(args):
     source = OwnPlace()
-    states = DataSourceStates(args, source)
+    states = DataSourceSnapshots(args, source)
     states.remember(2)
     states.save(2)
     states.load(2)
@@ -84,7 +84,7 @@ def test_both_kinds_prefer_the_state(args):
             OwnPlace.__init__(self)
 
     source = Both()
-    states = DataSourceStates(args, source)
+    states = DataSourceSnapshots(args, source)
     states.save(0)
     states.load(0)
     assert source.calls == [] and source.state["position"] == [0]
@@ -92,6 +92,6 @@ def test_both_kinds_prefer_the_state(args):
 
 def test_a_source_that_cannot_be_restored_is_named(args):
     with pytest.raises(UserError, match=r"--data-source-path my.Source: object has no load\(rollout_id\)"):
-        DataSourceStates(args, object()).load(4)
+        DataSourceSnapshots(args, object()).load(4)
     args.fresh_data_state = True
-    DataSourceStates(args, object()).load(4)
+    DataSourceSnapshots(args, object()).load(4)

@@ -4,7 +4,7 @@ A checkpoint may be written when later prompts are drawn already, so the state a
 while. Which of its methods a source is asked by:
 
 * `state_dict()` and `save(rollout_id, state)`, as our own sources have them;
-* `state_dict()` and `load_state_dict(state)` alone: the state is written and read here, as `data_source_state` does;
+* `state_dict()` and `load_state_dict(state)` alone: the state is written and read here, as `data_source_files` does;
 * `save(rollout_id)` and `load(rollout_id)` alone: the state is the one of the moment of saving.
 """
 
@@ -16,7 +16,7 @@ import logging
 from typing import Any
 
 from slime.rollout.data_source_calls import FLAG, calling_source, has_method
-from slime.rollout.data_source_state import find_state, read_state, state_directory, write_state
+from slime.rollout.data_source_files import find_state, read_state, state_directory, write_state
 from slime.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _KEPT_STATES = 8
 
 
-class DataSourceStates:
+class DataSourceSnapshots:
     """Remembers, saves and loads the states of `source`."""
 
     def __init__(self, args: Any, source: Any) -> None:
