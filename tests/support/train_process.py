@@ -60,6 +60,8 @@ class TrainProcess:
                 env=self._env,
                 cwd=self.directory,
                 start_new_session=True,
+                # A shell starts its background jobs with SIGINT ignored, and that is inherited.
+                preexec_fn=_restore_interrupt,
             )
         return self
 
@@ -162,3 +164,7 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:
         return b""
+
+
+def _restore_interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
