@@ -153,7 +153,10 @@ def _join(address: str, plan: ClusterPlan) -> None:
         _require_listener(address)
         ray.init(address=address, logging_level=logging.getLevelName(logging.ERROR))
     except (OSError, RuntimeError, ValueError) as error:
-        raise RunError(f"RAY_ADDRESS={address}: no Ray cluster answers there: {error}") from error
+        raise RunError(
+            f"RAY_ADDRESS={address}: no Ray cluster answers there: {error}. If the cluster asks for a token (`ray start` says "
+            "so), set RAY_AUTH_MODE=token"
+        ) from error
     have = ray.cluster_resources()
     gpus, cpus = int(have.get("GPU", 0)), int(have.get("CPU", 0))
     logger.info("joined the Ray cluster at %s: %d GPUs, %d CPUs", address, gpus, cpus)

@@ -54,17 +54,11 @@ class RolloutClient:
 
     def generate(self, rollout_id: int) -> RolloutResult:
         """One rollout step: a shard per data-parallel rank, and metrics."""
-        name = f"generation of rollout {rollout_id}"
-        ref = self._manager.generate.remote(rollout_id)
-        result = wait_for(ref, name, self._generate_deadline, on_poll=self._progress_poller())
-        _report_start(self._args.has_engines)
-        return result
+        return self._watch(self._manager.generate.remote(rollout_id), f"generation of rollout {rollout_id}")
 
     def evaluate(self, rollout_id: int) -> list[LoggedMetrics]:
         """Evaluate all data sets; returns metrics."""
-        ref = self._manager.evaluate.remote(rollout_id)
-        name = f"evaluation at rollout {rollout_id}"
-        return wait_for(ref, name, self._generate_deadline, on_poll=self._progress_poller())
+        return self._watch(self._manager.evaluate.remote(rollout_id), f"evaluation at rollout {rollout_id}")
 
     def save(self, rollout_id: int) -> None:
         """Write the data state as it was after the prompts of `rollout_id` were drawn."""
@@ -80,6 +74,15 @@ class RolloutClient:
         ref = getattr(self._manager, method).remote(*arguments)
         return wait_for(ref, f"{method} of the data state", _CONTROL_DEADLINE_SECONDS)
 
+    def _watch(self, ref: ray.ObjectRef, name: str) -> Any:
+        """Wait for a call that generates samples, with its progress drawn meanwhile."""
+        try:
+            result = wait_for(ref, name, self._generate_deadline, on_poll=self._progress_poller())
+        finally:
+            self._bar.close()
+        self._report_start()
+        return result
+
     def _progress_poller(self) -> Callable[[], None]:
         pending: list[ray.ObjectRef] = []
 
@@ -92,13 +95,13 @@ class RolloutClient:
                 snapshot = ray.get(ready[0], timeout=5)
                 self._bar.show(snapshot)
                 if snapshot is not None and snapshot[1] > 0:
-                    _report_start(self._args.has_engines)
+                    self._report_start()
 
         return poll
 
-
-def _report_start(has_engines: bool) -> None:
-    line = StartupClock().close("first sample")
-    # Without engines nothing is generated, and the line would speak of something else.
-    if line is not None and has_engines:
-        logger.info("%s", line)
+    def _report_start(self) -> None:
+        line = StartupClock().close("first sample")
+        # Without engines nothing is generated, and the line would speak of something else.
+        if line is not None and self._args.has_engines:
+            self._bar.close()
+            logger.info("%s", line)
