@@ -31,6 +31,8 @@ def save_rollout(template: str, rollout_id: int | str, samples: Sequence[Sample]
     import torch
 
     plain_samples = [_to_plain(sample) for sample in samples]
+    for name in (*_INTEGER_FIELDS, *_FLOAT_FIELDS):
+        _share_storage(plain_samples, name)
     path = Path(template.format(rollout_id=rollout_id))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.writing")
@@ -80,6 +82,17 @@ def _to_plain(sample: Sample) -> dict[str, Any]:
             if plain.get(name) is not None and array is not None:
                 plain[name] = torch.from_numpy(array)
     return {name: _plain(value, f"sample {sample.index}: {name}") for name, value in plain.items()}
+
+
+def _share_storage(samples: list[dict[str, Any]], name: str) -> None:
+    """Make the field's tensors views of one: torch writes a storage once, and thousands of small ones slowly."""
+    import torch
+
+    holders = [sample for sample in samples if torch.is_tensor(sample.get(name))]
+    if holders:
+        flat = torch.cat([sample[name] for sample in holders])
+        for sample, view in zip(holders, flat.split([len(sample[name]) for sample in holders]), strict=True):
+            sample[name] = view
 
 
 def _plain(value: Any, where: str) -> Any:
