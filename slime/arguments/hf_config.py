@@ -18,7 +18,7 @@ _NEEDED = (
 )  # fmt: skip
 
 
-def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
+def read_hf_config(checkpoint: str | Path, flag: str = "--hf-checkpoint") -> dict[str, Any]:
     """The `config.json` of a Hugging Face directory, `text_config` taken out when there is one.
 
     Raises:
@@ -26,11 +26,9 @@ def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
     """
     path = Path(checkpoint) / "config.json"
     if not Path(checkpoint).is_dir():
-        raise UserError(f"--hf-checkpoint {checkpoint}: no such directory; give a Hugging Face checkpoint directory")
+        raise UserError(f"{flag} {checkpoint}: no such directory; give a Hugging Face checkpoint directory")
     if not path.is_file():
-        raise UserError(
-            f"--hf-checkpoint {checkpoint}: it holds no config.json; give a Hugging Face checkpoint directory"
-        )
+        raise UserError(f"{flag} {checkpoint}: it holds no config.json; give a Hugging Face checkpoint directory")
     try:
         config = json.loads(path.read_text())
     except json.JSONDecodeError as error:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from slime.arguments.hf_config import read_hf_config
 from slime.backends.megatron_utils.hf_conversion.family import Family, Rule, strip_wrappers
 from slime.backends.megatron_utils.hf_conversion.layouts import ModelShape
-from slime.backends.megatron_utils.hf_conversion.registry import family_of_directory, read_hf_config
+from slime.backends.megatron_utils.hf_conversion.registry import family_of_directory
 from slime.backends.megatron_utils.hf_conversion.safetensors_directory import SafetensorsDirectory
 from slime.utils.errors import UserError
 
@@ -93,5 +94,5 @@ def _check_names(plan: list, source: SafetensorsDirectory, family: Family, hf_di
 
 def _may_be_ignored(name: str, family: Family, hf_dir: str | Path) -> bool:
     if name == "lm_head.weight":
-        return bool(read_hf_config(hf_dir).get("tie_word_embeddings", False))
+        return bool(read_hf_config(hf_dir, flag="checkpoint").get("tie_word_embeddings", False))
     return family.ignored.search(name) is not None

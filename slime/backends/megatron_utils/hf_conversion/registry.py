@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
+from slime.arguments.hf_config import read_hf_config
 from slime.backends.megatron_utils.hf_conversion.family import Family
 from slime.backends.megatron_utils.hf_conversion.qwen_dense import QWEN_DENSE
 from slime.utils.errors import UserError
@@ -25,7 +25,7 @@ def family_of_directory(hf_dir: str | Path) -> Family:
     Raises:
         UserError: no readable config.json, or an unsupported type.
     """
-    model_type = read_hf_config(hf_dir).get("model_type")
+    model_type = read_hf_config(hf_dir, flag="checkpoint").get("model_type")
     for family in FAMILIES:
         if model_type in family.model_types:
             return family
@@ -50,16 +50,3 @@ def family_of_args(args: Any) -> Family:
     if getattr(args, "model_name", None):
         return family_of_name(args.model_name)
     return family_of_directory(args.hf_checkpoint)
-
-
-def read_hf_config(hf_dir: str | Path) -> dict[str, Any]:
-    """config.json of an HF model directory.
-
-    Raises:
-        UserError: it is missing or no JSON.
-    """
-    path = Path(hf_dir) / "config.json"
-    try:
-        return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise UserError(f"{path} cannot be read as an HF model config: {error}") from error
