@@ -147,7 +147,8 @@ def _address_key(address: str) -> tuple[int, Any]:
 
 def _locate(group: PlacementGroup, index: int) -> ray.ObjectRef:
     strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
-    return _node_and_device.options(num_cpus=0, num_gpus=1, scheduling_strategy=strategy).remote()
+    options = {"num_cpus": 0, "num_gpus": 1, "runtime_env": {"env_vars": env.actor_environment()}}
+    return _node_and_device.options(scheduling_strategy=strategy, **options).remote()
 
 
 @ray.remote

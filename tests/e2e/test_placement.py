@@ -1,0 +1,27 @@
+"""Where devices are found to be: in a real Ray cluster with logical GPUs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+LOCATE = """
+from types import SimpleNamespace
+from slime.ray.cluster import ray_cluster
+from slime.ray.placement_group import create_placement_groups
+
+args = SimpleNamespace(
+    has_trainer=True, has_engines=True, world_size=1, rollout_num_gpus=2, rollout_num_gpus_per_engine=2, log_level="INFO"
+)
+with ray_cluster(args):
+    bundles = create_placement_groups(args)
+    print("devices", [device for _, device in bundles["actor"].places + bundles["rollout"].places])
+"""
+
+
+def test_every_device_has_its_own_number():
+    done = subprocess.run(
+        [sys.executable, "-c", LOCATE], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
+    )
+    assert "devices [0, 1, 2]" in done.stdout, done.stdout
