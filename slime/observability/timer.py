@@ -1,11 +1,9 @@
 """Seconds per phase of a process, collected under the phase's name and read once per rollout."""
 
 import contextlib
-import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from slime.utils.misc import SingletonMeta
 
@@ -36,17 +34,3 @@ def timer(name: str) -> Iterator[None]:
         yield
     finally:
         Timer().add(name, time.perf_counter() - start)
-
-
-def timed(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator form of `timer`."""
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with timer(name):
-                return function(*args, **kwargs)
-
-        return wrapper
-
-    return decorate

@@ -24,7 +24,6 @@ class Accelerator:
 
     name = "cpu"
     process_group_backend = "gloo"
-    default_params_dtype_name = "float32"
 
     def device(self, index: int = 0) -> torch.device:
         """The device that the process with local index `index` computes on."""
@@ -49,7 +48,6 @@ class CudaAccelerator(Accelerator):
 
     name = "cuda"
     process_group_backend = "nccl"
-    default_params_dtype_name = "bfloat16"
 
     def device(self, index: int = 0) -> torch.device:
         import torch

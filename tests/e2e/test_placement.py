@@ -22,6 +22,11 @@ with ray_cluster(args):
 
 def test_every_device_has_its_own_number():
     done = subprocess.run(
-        [sys.executable, "-c", LOCATE], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
+        [sys.executable, "-c", LOCATE],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
     )
     assert "devices [0, 1, 2]" in done.stdout, done.stdout

@@ -1,0 +1,79 @@
+"""Waits of the driver, on a real Ray."""
+
+import os
+
+import pytest
+
+from slime.utils.errors import RunError, UserError
+
+
+@pytest.fixture(scope="module")
+def ray():
+    import ray
+
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def worker(ray):
+    @ray.remote(num_cpus=0)
+    class Worker:
+        def answer(self, value):
+            return value
+
+        def raise_error(self, error):
+            raise error
+
+        def hang(self):
+            import threading
+
+            threading.Event().wait(600)
+
+        def die(self):
+            os._exit(7)
+
+    return Worker
+
+
+def test_results_come_in_order(worker):
+    from slime.observability.waiting import wait_for, wait_for_all
+
+    actor, polls = worker.remote(), []
+    assert wait_for_all([actor.answer.remote(i) for i in range(3)], "three answers", 60) == [0, 1, 2]
+    assert wait_for(actor.answer.remote("x"), "an answer", 60, on_poll=lambda: polls.append(1)) == "x"
+    assert polls
+
+
+def test_the_first_error_ends_the_wait_although_others_hang(worker):
+    from slime.observability.waiting import wait_for_all
+
+    hanging, failing = worker.remote(), worker.remote()
+    with pytest.raises(UserError, match="^--flag 3: wrong$"):
+        wait_for_all([hanging.hang.remote(), failing.raise_error.remote(UserError("--flag 3: wrong"))], "a step", 60)
+
+
+def test_a_full_disk_is_one_message(worker):
+    from slime.observability.waiting import wait_for
+
+    error = OSError(28, "No space left on device", "/data/x")
+    with pytest.raises(RunError, match=r"^save: \[Errno 28\] No space left on device: '/data/x'$"):
+        wait_for(worker.remote().raise_error.remote(error), "save", 60)
+
+
+def test_the_deadline_names_what_is_missing(worker):
+    from slime.observability.waiting import wait_for_all
+
+    actor = worker.remote()
+    with pytest.raises(RunError, match="^a step: no answer within 1 s from rank 0$"):
+        wait_for_all([actor.hang.remote()], "a step", 1, pending=lambda ranks: f"rank {ranks[0]}")
+
+
+def test_the_death_behind_a_lost_connection_is_named(worker):
+    from slime.observability.waiting import wait_for_all
+
+    peer, victim = worker.remote(), worker.remote()
+    refs = [peer.raise_error.remote(RuntimeError("Connection closed by peer")), victim.die.remote()]
+    with pytest.raises(RunError, match="a process of the run died"):
+        wait_for_all(refs, "a step", 60)
