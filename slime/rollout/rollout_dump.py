@@ -5,6 +5,7 @@ A `.pt` file holds plain types and tensors only, so it loads with `weights_only=
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,13 +75,18 @@ def load_rollout(template: str, rollout_id: int | str, subsample: float | None =
 def _to_plain(sample: Sample) -> dict[str, Any]:
     import torch
 
-    plain = sample.to_dict()
-    if plain.get("tokens"):
+    arrays = {}
+    if sample.tokens:
         packed = pack_sample(sample)
         for name in (*_INTEGER_FIELDS, *_FLOAT_FIELDS):
             array = getattr(packed, name)
-            if plain.get(name) is not None and array is not None:
-                plain[name] = torch.from_numpy(array)
+            if getattr(sample, name) is not None and array is not None:
+                arrays[name] = torch.from_numpy(array)
+    # Without its long lists, which `to_dict` would copy for nothing.
+    bare = copy.copy(sample)
+    for name in arrays:
+        setattr(bare, name, None)
+    plain = {**bare.to_dict(), **arrays}
     return {name: _plain(value, f"sample {sample.index}: {name}") for name, value in plain.items()}
 
 
