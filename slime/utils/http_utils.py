@@ -2,7 +2,7 @@
 
 Invariants:
 - At most `max_connections` requests of `post` are in flight; there is no smaller hidden pool. Control requests
-  (`get`, `post_control`) have their own connections: an abort must pass while every generation connection is busy.
+  (`get`, `post_control`) are not counted: an abort must pass while every generation slot is busy.
 - Proxies of the environment are ignored.
 - Connection errors, 429 and 5xx are tried again after one second, up to the limit. Every other status from 400 on fails
   at once with the body of the answer. A request that exceeds its total time fails at once.
@@ -10,6 +10,7 @@ Invariants:
 """
 
 import asyncio
+import contextlib
 import json as standard_json
 import logging
 import socket
@@ -63,10 +64,13 @@ class _LoopClient:
     """
 
     settings: HttpSettings
-    generation: aiohttp.ClientSession
-    control: aiohttp.ClientSession
+    session: aiohttp.ClientSession
+    # Bounds generation alone: a control request, above all an abort, must not queue behind what it is to end.
+    generation_slots: contextlib.AbstractAsyncContextManager[Any]
     retired: list[aiohttp.ClientSession] = field(default_factory=list)
 
+
+_UNLIMITED = contextlib.nullcontext()
 
 _settings = HttpSettings()
 _engine_origins: set[str] = set()
@@ -108,7 +112,7 @@ async def close_http_client() -> None:
     """Close the sessions of the running event loop."""
     client = _clients.pop(asyncio.get_running_loop(), None)
     if client is not None:
-        for session in (client.generation, client.control, *client.retired):
+        for session in (client.session, *client.retired):
             await session.close()
 
 
@@ -133,32 +137,37 @@ async def post(
     """
     client = _client()
     body = _encode(payload if json is None else json)
-    return await _send(client.generation, "POST", url, body, headers, max_retries)
+    timeout = _timeout(client.settings.request_timeout)
+    return await _send(client.generation_slots, timeout, "POST", url, body, headers, max_retries)
 
 
 async def post_control(url: str, payload: Any = None, max_retries: int | None = None) -> Any:
-    """As `post`, for control requests: own connections and `--http-control-timeout`."""
-    return await _send(_client().control, "POST", url, _encode(payload), None, max_retries)
+    """As `post`, for control requests: past the limit of generation, and within `--http-control-timeout`."""
+    return await _send(
+        _UNLIMITED, _timeout(_settings.control_timeout), "POST", url, _encode(payload), None, max_retries
+    )
 
 
 async def get(url: str, max_retries: int | None = None) -> Any:
     """GET within `--http-control-timeout`; returns and raises as `post`."""
-    return await _send(_client().control, "GET", url, None, None, max_retries)
+    return await _send(_UNLIMITED, _timeout(_settings.control_timeout), "GET", url, None, None, max_retries)
 
 
 async def _send(
-    session: aiohttp.ClientSession,
+    slots: contextlib.AbstractAsyncContextManager[Any],
+    timeout: aiohttp.ClientTimeout,
     method: str,
     url: str,
     body: bytes | None,
     headers: dict[str, str] | None,
     max_retries: int | None,
 ) -> Any:
+    session = _client().session
     headers = _with_token(url, headers)
     attempts = max(1, _settings.max_retries if max_retries is None else max_retries)
     for attempt in range(1, attempts + 1):
         try:
-            async with session.request(method, url, data=body, headers=headers) as response:
+            async with slots, session.request(method, url, data=body, headers=headers, timeout=timeout) as response:
                 content = await response.read()
                 if response.status < 400:
                     return _decode(content)
@@ -169,7 +178,7 @@ async def _send(
             failure = HttpError(f"{method} {url} failed: {type(error).__name__}: {error}", url=url)
         except TimeoutError as error:
             raise HttpError(
-                f"{method} {url} did not answer within {session.timeout.total:g} s "
+                f"{method} {url} did not answer within {timeout.total:g} s "
                 "(--http-request-timeout for generation, --http-control-timeout for control requests)",
                 url=url,
             ) from error
@@ -212,22 +221,26 @@ def _decode_leniently(text: str) -> Any:
 def _client() -> _LoopClient:
     loop = asyncio.get_running_loop()
     client = _clients.get(loop)
-    if client is None or client.settings is not _settings or client.generation.closed:
-        retired = [] if client is None else [*client.retired, client.generation, client.control]
+    if client is None or client.settings is not _settings or client.session.closed:
+        retired = [] if client is None else [*client.retired, client.session]
+        limit = _settings.max_connections
         client = _LoopClient(
             settings=_settings,
-            generation=_session(_settings.max_connections, _settings.request_timeout),
-            control=_session(0, _settings.control_timeout),
+            session=_session(),
+            generation_slots=asyncio.Semaphore(limit) if limit else _UNLIMITED,
             retired=retired,
         )
         _clients[loop] = client
     return client
 
 
-def _session(max_connections: int, timeout: float) -> aiohttp.ClientSession:
+def _timeout(total: float) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=total, sock_connect=CONNECT_TIMEOUT_S)
+
+
+def _session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=max_connections, limit_per_host=0),
-        timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_TIMEOUT_S),
+        connector=aiohttp.TCPConnector(limit=0, limit_per_host=0),
         headers={"Content-Type": "application/json"},
         cookie_jar=aiohttp.DummyCookieJar(),
         trust_env=False,

@@ -10,23 +10,9 @@ from slime.utils.errors import UserError
 from slime.utils.http_utils import HttpError, close_http_client
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
-from tests.support.fake_generate_server import FakeGenerateServer
-from tests.support.rollout_args import CONTEXT_LENGTH, VOCAB_SIZE, make_args, make_checkpoint
+from tests.support.rollout_args import CONTEXT_LENGTH, VOCAB_SIZE, make_args
 
 Status = Sample.Status
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture
-def server():
-    SingletonMeta.clear_instances()
-    with FakeGenerateServer() as running:
-        yield running
-    SingletonMeta.clear_instances()
 
 
 def run(coroutine):

@@ -11,25 +11,11 @@ from slime.rollout.sglang_rollout import GenerateState, generate_rollout, genera
 from slime.utils import async_utils
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import close_http_client
-from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
 from tests.support.fake_generate_server import FakeGenerateServer
-from tests.support.rollout_args import CountingDataSource, make_args, make_checkpoint
+from tests.support.rollout_args import CountingDataSource, make_args
 
 Status = Sample.Status
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture
-def server():
-    SingletonMeta.clear_instances()
-    with FakeGenerateServer() as running:
-        yield running
-    SingletonMeta.clear_instances()
 
 
 def run_step(args, source, rollout_id=0):

@@ -72,7 +72,7 @@ def test_a_child_and_its_helper_follow_a_parent_that_is_killed(tmp_path):
     parent = subprocess.Popen([sys.executable, "-c", PARENT, FOLLOWER, str(marker)], env=environment_for_python())
     try:
         pids = wait_until(lambda: pids_in(marker))
-        time.sleep(0.2)
+        time.sleep(0.2)  # a child that ends although its parent lives would be gone by now
         assert [runs(pid) for pid in pids] == [True, True]
     finally:
         parent.kill()
