@@ -11,6 +11,8 @@ from collections.abc import Callable
 from slime.arguments.checkpoints import latest_iteration, resolve_initial_weights
 from slime.arguments.derivation import derive
 from slime.arguments.hf_config import apply_hf_config, read_hf_config
+from slime.arguments.not_yet import not_yet_violations
+from slime.arguments.origins import Origin, recording
 from slime.arguments.parser import ArgumentParser, build_parser, parse_known
 from slime.arguments.paths import make_paths_absolute
 from slime.arguments.validation import positive_sizes, violations_of
@@ -45,31 +47,39 @@ def validate_args(args: argparse.Namespace) -> None:
     Raises:
         UserError: one message with all broken rules.
     """
+    with recording(args, Origin.DERIVED):
+        violations = _derive_and_check(args)
+    if violations:
+        raise UserError("\n".join(violations))
+
+
+def _derive_and_check(args: argparse.Namespace) -> list[str]:
     make_paths_absolute(args)
     if args.prompt_data is not None and len(args.prompt_data) == 1:
         args.prompt_data = args.prompt_data[0]
     violations = list(positive_sizes(args))
     if violations:
-        # Nothing can be derived from them.
-        raise UserError("\n".join(violations))
+        return violations  # nothing can be derived from them
     if args.hf_checkpoint is not None:
         violations += _apply_shape(args)
     # The longest sequence that the model's position table (RoPE has none, but Megatron asks) must cover.
     args.seq_length = args.max_position_embeddings
     violations += derive(args)
     violations += violations_of(args)
+    violations += not_yet_violations(args)
     if not violations and args.has_trainer:
         violations += _resolve_weights(args)
-    if violations:
-        raise UserError("\n".join(violations))
-    _finish_shape(args)
+    if not violations:
+        _finish_shape(args)
+    return violations
 
 
 def _apply_shape(args: argparse.Namespace) -> list[str]:
     try:
         config = read_hf_config(args.hf_checkpoint)
         # Without training ranks nothing is built from the shape flags, so nothing is compared.
-        return [] if args.debug_rollout_only else apply_hf_config(args, config)
+        with recording(args, Origin.HF_CONFIG):
+            return [] if args.debug_rollout_only else apply_hf_config(args, config)
     except UserError as error:
         return [str(error)]
 

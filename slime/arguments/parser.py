@@ -17,6 +17,7 @@ from slime.arguments.groups import (
     rollout,
     sglang,
 )
+from slime.arguments.origins import start_origins
 from slime.utils.errors import UserError
 
 # In the order in which `--help` shows them.
@@ -50,7 +51,7 @@ def build_parser(add_custom_arguments: Callable[[ArgumentParser], ArgumentParser
 
 
 def parse_known(parser: ArgumentParser, argv: list[str]) -> argparse.Namespace:
-    """Parse `argv` and note in `args.typed_flags` which destinations were typed.
+    """Parse `argv`; `args.typed_flags` and `args.origins` tell afterwards what was typed.
 
     Raises:
         UserError: an unknown flag (with the nearest known names), a value of the wrong type, a stray word.
@@ -58,7 +59,7 @@ def parse_known(parser: ArgumentParser, argv: list[str]) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         raise UserError("\n".join(_describe_unknown(word, parser.known_flags()) for word in _unknown_flags(unknown)))
-    args.typed_flags = _typed_destinations(parser, argv)
+    start_origins(args, _typed_destinations(parser, argv))
     return args
 
 
