@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slime.scheduling.model_shape import LinearAttentionShape, ModelShape
+from slime.scheduling.shape_of_args import model_shape_from_args
+
 
 @dataclass(frozen=True)
 class FlopsModel:
@@ -50,63 +53,60 @@ def mla_attention_flops(
     return FlopsModel(per_token=query + key_value + output, per_token_pair=query_width + value_width)
 
 
-def mlp_flops_per_token(hidden_size: int, ffn_width: int) -> int:
-    """A gated MLP (three projections). Of mixture-of-experts layers: `ffn_width` = expert width · top-k + shared width."""
-    return 6 * hidden_size * ffn_width
+def linear_attention_flops(hidden_size: int, linear: LinearAttentionShape) -> FlopsModel:
+    """One layer of gated delta net (arXiv 2412.06464): projections, convolution, and the recurrence over its state.
+
+    The state of a head is a matrix of key width by value width; each token reads it twice and writes it once.
+    """
+    inputs = 2 * hidden_size * (2 * linear.key_width + 2 * linear.value_width + 2 * linear.num_value_heads)
+    convolution = 2 * linear.conv_kernel * (2 * linear.key_width + linear.value_width)
+    recurrence = 6 * linear.key_head_dim * linear.value_width
+    output = 2 * linear.value_width * hidden_size
+    return FlopsModel(per_token=inputs + convolution + recurrence + output, per_token_pair=0)
 
 
-def model_flops(
-    attention: FlopsModel, *, hidden_size: int, vocab_size: int, ffn_widths: Sequence[tuple[int, int]]
-) -> FlopsModel:
-    """The whole model; `ffn_widths` = (number of layers, MLP width of these layers) for each kind of layer."""
-    num_layers = sum(count for count, _ in ffn_widths)
-    mlps = sum(count * mlp_flops_per_token(hidden_size, width) for count, width in ffn_widths)
-    head = 2 * hidden_size * vocab_size
-    return FlopsModel(
-        per_token=num_layers * attention.per_token + mlps + head,
-        per_token_pair=num_layers * attention.per_token_pair,
+def mlp_flops_per_token(hidden_size: int, ffn_width: int, *, gated: bool = True) -> int:
+    """An MLP of three projections, two without a gate. Of experts: `ffn_width` = expert width · top-k + shared width."""
+    return (6 if gated else 4) * hidden_size * ffn_width
+
+
+def model_flops(shape: ModelShape) -> FlopsModel:
+    """The whole model without multi-token prediction. Sparse attention counts as if it were dense."""
+    softmax = _softmax_attention_flops(shape)
+    per_token, per_token_pair = 2 * shape.hidden_size * shape.vocab_size, 0
+    for layer in range(shape.num_layers):
+        attention = softmax
+        if shape.has_linear_attention(layer):
+            attention = linear_attention_flops(shape.hidden_size, shape.linear_attention)
+        width = shape.ffn_hidden_size
+        if shape.has_experts(layer):
+            width = shape.moe.ffn_hidden_size * shape.moe.topk + shape.moe.shared_ffn_hidden_size
+        per_token += attention.per_token + mlp_flops_per_token(shape.hidden_size, width, gated=shape.gated_mlp)
+        per_token_pair += attention.per_token_pair
+    return FlopsModel(per_token=per_token, per_token_pair=per_token_pair)
+
+
+def _softmax_attention_flops(shape: ModelShape) -> FlopsModel:
+    if shape.mla is not None:
+        return mla_attention_flops(
+            shape.hidden_size,
+            shape.num_attention_heads,
+            shape.mla.q_lora_rank,
+            shape.mla.kv_lora_rank,
+            shape.mla.qk_head_dim,
+            shape.mla.qk_pos_emb_head_dim,
+            shape.mla.v_head_dim,
+        )
+    attention = gqa_attention_flops(
+        shape.hidden_size, shape.num_attention_heads, shape.num_query_groups, shape.head_dim
     )
+    gate = 2 * shape.hidden_size * shape.query_width if shape.attention_output_gate else 0
+    return FlopsModel(attention.per_token + gate, attention.per_token_pair)
 
 
 def flops_model_from_args(args: Any) -> FlopsModel:
     """The model shape named as in Megatron's arguments (`hidden_size`, `num_query_groups`, `kv_channels`, …)."""
-    num_heads = args.num_attention_heads
-    if getattr(args, "multi_latent_attention", False):
-        attention = mla_attention_flops(
-            args.hidden_size,
-            num_heads,
-            args.q_lora_rank,
-            args.kv_lora_rank,
-            args.qk_head_dim,
-            args.qk_pos_emb_head_dim,
-            args.v_head_dim,
-        )
-    else:
-        attention = gqa_attention_flops(
-            args.hidden_size,
-            num_heads,
-            getattr(args, "num_query_groups", None) or num_heads,
-            getattr(args, "kv_channels", None) or args.hidden_size // num_heads,
-        )
-    return model_flops(
-        attention, hidden_size=args.hidden_size, vocab_size=args.vocab_size, ffn_widths=_ffn_widths_from_args(args)
-    )
-
-
-def _ffn_widths_from_args(args: Any) -> list[tuple[int, int]]:
-    num_layers = args.num_layers
-    dense_width = getattr(args, "ffn_hidden_size", None) or 4 * args.hidden_size
-    if not getattr(args, "num_experts", None):
-        return [(num_layers, dense_width)]
-    frequency = getattr(args, "moe_layer_freq", 1)
-    if isinstance(frequency, int):
-        num_moe_layers = sum(layer % frequency == 0 for layer in range(num_layers))
-    else:
-        num_moe_layers = sum(bool(is_moe) for is_moe in frequency)
-    expert_width = getattr(args, "moe_ffn_hidden_size", None) or dense_width
-    shared_width = getattr(args, "moe_shared_expert_intermediate_size", None) or 0
-    moe_width = expert_width * args.moe_router_topk + shared_width
-    return [(num_layers - num_moe_layers, dense_width), (num_moe_layers, moe_width)]
+    return model_flops(model_shape_from_args(args))
 
 
 def calculate_fwd_flops(seqlens: Sequence[int], args: Any) -> int:

@@ -84,3 +84,23 @@ def test_latent_attention_is_chosen_by_its_flag():
     model = flops_model_from_args(args)
     assert model.per_token_pair == 2 * attention.per_token_pair
     assert model.per_token == 2 * attention.per_token + 2 * 6 * 16 * 64 + 2 * 16 * 32
+
+
+def test_linear_attention_has_no_pairs_and_a_gate_doubles_the_queries():
+    linear = dict(
+        linear_attention_freq=2, linear_num_key_heads=2, linear_key_head_dim=3, linear_num_value_heads=4,
+        linear_value_head_dim=5, linear_conv_kernel_dim=6,
+    )  # fmt: skip
+    plain = flops_model_from_args(SimpleNamespace(**TINY))
+    mixed = flops_model_from_args(SimpleNamespace(**TINY, **linear, attention_output_gate=True))
+    # q, k 6 wide, v, z 20 wide, beta and decay 4 each: 16x60; convolution 6x32; state 3x20 three times; output 20x16.
+    delta_net = 2 * (16 * 60 + 6 * 32 + 3 * 3 * 20 + 20 * 16)
+    softmax, gate = 2 * 4 * 16 * 16, 2 * 16 * 16
+    assert mixed.per_token_pair == plain.per_token_pair // 2
+    assert mixed.per_token - plain.per_token == delta_net - softmax + gate
+
+
+def test_an_mlp_without_gate_has_two_projections():
+    plain = flops_model_from_args(SimpleNamespace(**TINY))
+    without_gate = flops_model_from_args(SimpleNamespace(**TINY, swiglu=False))
+    assert plain.per_token - without_gate.per_token == 2 * 2 * 16 * 64

@@ -18,14 +18,21 @@ from collections.abc import Callable
 import numpy as np
 
 from slime.scheduling.dp_schedule import BatchingRule, DPSchedule, build_schedule
-from slime.scheduling.flops import gqa_attention_flops, model_flops
+from slime.scheduling.flops import model_flops
+from slime.scheduling.model_shape import ModelShape
 from slime.scheduling.packing import best_fit_pack, first_fit_pack
 
 QWEN3_4B = model_flops(
-    gqa_attention_flops(hidden_size=2560, num_heads=32, num_query_groups=8, head_dim=128),
-    hidden_size=2560,
-    vocab_size=151936,
-    ffn_widths=[(36, 9728)],
+    ModelShape(
+        num_layers=36,
+        hidden_size=2560,
+        ffn_hidden_size=9728,
+        num_attention_heads=32,
+        num_query_groups=8,
+        head_dim=128,
+        vocab_size=151936,
+        padded_vocab_size=151936,
+    )
 )
 
 

@@ -1,0 +1,58 @@
+import pytest
+
+from slime.scheduling.parallel_layout import ParallelLayout
+from slime.scheduling.pipeline_split import chunks_in_flight, split_into_stages
+from slime.utils.errors import UserError
+
+
+def counts(*arguments, **options):
+    return [len(stage.layers) for stage in split_into_stages(*arguments, **options)]
+
+
+@pytest.mark.parametrize(
+    "layers, stages, last, expected",
+    [
+        (94, 4, 22, [24, 24, 24, 22]),
+        (61, 4, 13, [16, 16, 16, 13]),
+        (78, 8, 8, [10] * 7 + [8]),
+        (61, 8, 5, [8] * 7 + [5]),
+    ],
+)
+def test_published_splits(layers, stages, last, expected):
+    assert counts(layers, stages, last=last) == expected
+
+
+def test_first_and_last():
+    assert counts(20, 4, first=3, last=5) == [3, 6, 6, 5]
+    assert counts(20, 2, first=8, last=12) == [8, 12]
+    assert counts(30, 4, embedding_counts=True, loss_counts=True) == [7, 8, 8, 7]
+    assert counts(4, 1) == [4] and counts(4, 1, last=4) == [4]
+
+
+def test_chunks_of_virtual_stages_go_round():
+    stages = split_into_stages(8, 2, virtual_pipeline=2)
+    assert stages[0].chunks == ((0, 1), (4, 5)) and stages[1].chunks == ((2, 3), (6, 7))
+    assert stages[0].is_first and stages[1].is_last and stages[1].layers == (2, 3, 6, 7)
+
+
+def test_uneven_layers_name_a_last_stage_that_would_do():
+    with pytest.raises(UserError, match="--decoder-last-pipeline-num-layers 13 would do"):
+        split_into_stages(61, 4)
+    assert counts(61, 4, last=13) == [16, 16, 16, 13]
+    with pytest.raises(UserError, match="cannot be cut into 3 virtual stages"):
+        split_into_stages(16, 2, virtual_pipeline=3)
+    with pytest.raises(UserError, match="need --pipeline-model-parallel-size above 1"):
+        split_into_stages(16, 1, last=8)
+    with pytest.raises(UserError, match="with 20 layers fixed"):
+        split_into_stages(16, 2, first=10, last=10)
+
+
+def test_micro_batches_in_flight():
+    layout = ParallelLayout(4, pipeline=4)
+    assert [chunks_in_flight(layout, stage, 8) for stage in range(4)] == [4, 3, 2, 1]
+    assert [chunks_in_flight(layout, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
+    interleaved = ParallelLayout(4, pipeline=4, virtual_pipeline=2)
+    # Stage 0 runs 2·3 + 4 chunks ahead, and one is on its way: 11 chunks of half a stage. Korthikanti et al. 2022 (arXiv
+    # 2205.05198, section 4.2.3) have 1 + (p − 1)/(p·m) times all layers = 4 stages · 1.375 = 11 halves.
+    assert chunks_in_flight(interleaved, 0, 64) == 4 * (1 + 3 / (4 * 2)) == 5.5
+    assert chunks_in_flight(ParallelLayout(1), 0, 8) == 1
