@@ -189,6 +189,8 @@ main() {
   say "installing slime itself"
   pip_install 1 -e .
   check_result
+  # Reads the flags of the installed packages into the user's cache, so that the first --help is quick too.
+  "$VENV/bin/python" train.py --help >>"$LOG" 2>&1 || true
   rm -rf "$VENV/pip-cache"
   echo "$expected" >"$STAMP"
   say "done: $VENV"

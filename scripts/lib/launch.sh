@@ -1,0 +1,171 @@
+#!/usr/bin/env bash
+# Launches the run that the calling script's arrays describe. A script sources this file first, then a model script, sets
+#
+#   CKPT_ARGS ROLLOUT_ARGS EVAL_ARGS PERF_ARGS GRPO_ARGS OPTIMIZER_ARGS WANDB_ARGS SGLANG_ARGS MISC_ARGS
+#
+# and ends with `launch "$@"`: the arguments of the user come last, and win. What is submitted runs on the Ray cluster that
+# is there; where there is none, a head is started for the run on this machine and ended with it, and nothing else is.
+
+RUN_NAME="$(basename "${BASH_SOURCE[-1]}" .sh)"
+RUN_NAME="${RUN_NAME#run-}"
+SCRIPTS_DIR="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+SAY_AS="run-$RUN_NAME"
+source "$SCRIPTS_DIR/lib/ray_node.sh"
+source "$SCRIPTS_DIR/lib/settings.sh"
+
+PYTHON="${PYTHON:-$(find_program python3)}"
+TRAIN_SCRIPT="${TRAIN_SCRIPT:-$REPOSITORY/train.py}"
+NUM_NODES=1 # that the run needs; scripts of larger runs say so
+
+MODEL_ARGS=() CKPT_ARGS=() ROLLOUT_ARGS=() EVAL_ARGS=() PERF_ARGS=() GRPO_ARGS=() OPTIMIZER_ARGS=() SGLANG_ARGS=() MISC_ARGS=()
+
+# Environment of every process of the run; scripts add to it.
+declare -A RUNTIME_ENV=([CUDA_DEVICE_MAX_CONNECTIONS]=1 [PYTHONPATH]="$REPOSITORY${PYTHONPATH:+:$PYTHONPATH}")
+
+launch_usage() {
+  cat <<HELP
+usage: bash scripts/$SAY_AS.sh [--dry-run] [FLAGS OF train.py...]
+
+Further flags come after those of the script, and win. All flags: python train.py --help
+
+  --dry-run         print what the run would do (placement, memory, batch arithmetic), without Ray and without GPUs
+  DRY_RUN=1         the same
+  PRINT_COMMAND=1   print the command of the run, one word per line as the shell would read it, and end
+
+Environment variables, with the values that hold now:
+  HF_CHECKPOINT     ${HF_CHECKPOINT:-}
+  REF_LOAD          ${REF_LOAD:-}
+  LOAD, SAVE        ${LOAD:-}, ${SAVE:-}
+  PROMPT_DATA       $PROMPT_DATA
+  EVAL_DATA         $EVAL_DATA
+  SFT_DATA          $SFT_DATA
+  BASE_DIR          $BASE_DIR (models/, data/ and checkpoints/ are below it)
+  ACTOR_NUM_NODES   nodes that train, in scripts that leave it open (this run: $NUM_NODES nodes in all)
+  RAY_ADDRESS       ${RAY_ADDRESS:-not set: the cluster that runs on this machine, else a new one for this run}
+  WANDB_API_KEY     $([[ -n "${WANDB_API_KEY:-}" ]] && echo set || echo "not set: no Weights & Biases")
+HELP
+}
+
+# Sets COMMAND, the run's words in the order of the arrays.
+build_command() {
+  COMMAND=("$PYTHON" "$TRAIN_SCRIPT")
+  local name
+  for name in MODEL CKPT ROLLOUT EVAL PERF GRPO OPTIMIZER WANDB SGLANG MISC; do
+    local -n words="${name}_ARGS"
+    COMMAND+=(${words[@]+"${words[@]}"})
+  done
+  COMMAND+=("$@")
+}
+
+# 1 where GPUs are joined by NVLink, whose switches NCCL may then use.
+nvlink_present() {
+  if command -v nvidia-smi >/dev/null && nvidia-smi topo -m 2>/dev/null | grep -q '\bNV[0-9]'; then echo 1; else echo 0; fi
+}
+
+json_string() {
+  local text="${1//\\/\\\\}"
+  text="${text//\"/\\\"}"
+  printf '"%s"' "${text//$'\n'/\\n}"
+}
+
+# Prints RUNTIME_ENV as the JSON that Ray reads. Secrets do not belong there: it is shown by ps and by the dashboard.
+runtime_env_json() {
+  local name separator=""
+  printf '{"env_vars": {'
+  for name in $(printf '%s\n' "${!RUNTIME_ENV[@]}" | sort); do
+    printf '%s%s: %s' "$separator" "$(json_string "$name")" "$(json_string "${RUNTIME_ENV[$name]}")"
+    separator=", "
+  done
+  printf '}}'
+}
+
+# Prints the address that the latest `ray start` on this machine wrote down, if somebody still answers there.
+started_by_hand() {
+  local address
+  address="$(cat "${RAY_TMPDIR:-/tmp}/ray/ray_current_cluster" 2>/dev/null)" || return 0
+  if listens "${address%:*}" "${address##*:}"; then printf '%s' "$address"; fi
+}
+
+# Sets CLUSTER_ADDRESS to the running cluster's: RAY_ADDRESS, or that of a node started on this machine. Empty: none runs.
+find_cluster() {
+  CLUSTER_ADDRESS="${RAY_ADDRESS:-}"
+  if [[ -z "$CLUSTER_ADDRESS" ]] && node_is_alive; then
+    CLUSTER_ADDRESS="$(node_value dashboard)"
+    CLUSTER_ADDRESS="${CLUSTER_ADDRESS:-$(node_value address)}"
+    export RAY_AUTH_MODE="${RAY_AUTH_MODE:-$(node_value auth)}"
+  fi
+  if [[ -z "$CLUSTER_ADDRESS" ]]; then CLUSTER_ADDRESS="$(started_by_hand)"; fi
+  use_token_if_there
+}
+
+# Starts a head for this run alone, in directories and at ports of its own. `end_run` ends it.
+start_own_head() {
+  if ((NUM_NODES > 1)); then
+    refuse "this run needs $NUM_NODES nodes, and no Ray cluster runs here." \
+      "Start one: bash scripts/cluster.sh head, then what it prints on the other nodes; or set RAY_ADDRESS to a running one."
+  fi
+  OWN_DIR="$(mktemp -d "${TMPDIR:-/tmp}/slime-run-XXXXXX")"
+  export CLUSTER_DIR="$OWN_DIR" RAY_TEMP_DIR="$OWN_DIR/ray"
+  NODE_FILE="$CLUSTER_DIR/node"
+  RAY_PORT="$(free_port "${RAY_PORT:-6379}")" DASHBOARD_PORT="$(free_port "${DASHBOARD_PORT:-8265}")" \
+    bash "$SCRIPTS_DIR/cluster.sh" head >"$OWN_DIR/head.log" || { cat "$OWN_DIR/head.log" >&2 && exit 2; }
+  CLUSTER_ADDRESS="$(node_value dashboard)"
+  RAY_AUTH_MODE="$(node_value auth)"
+  export RAY_AUTH_MODE
+  say "started Ray for this run: $(node_value address), dashboard $CLUSTER_ADDRESS, logs in $OWN_DIR"
+}
+
+# However the script ends: the job, if it was interrupted before its end, and the head, if it was started here.
+end_run() {
+  local status=$?
+  trap '' INT TERM
+  if [[ -n "${SUBMISSION_ID:-}" ]]; then
+    say "stopping job $SUBMISSION_ID"
+    timeout 60 "$RAY" job stop --address "$CLUSTER_ADDRESS" "$SUBMISSION_ID" >/dev/null 2>&1 || true
+    kill "$SUBMIT_PID" 2>/dev/null || true
+  fi
+  if [[ -n "${OWN_DIR:-}" ]]; then bash "$SCRIPTS_DIR/cluster.sh" stop; fi
+  exit "$status"
+}
+
+submit() {
+  RUNTIME_ENV[NCCL_NVLS_ENABLE]="${NCCL_NVLS_ENABLE:-$(nvlink_present)}"
+  SUBMISSION_ID="$RUN_NAME-$(date +%Y%m%d-%H%M%S)-$$"
+  say "submitting job $SUBMISSION_ID to $CLUSTER_ADDRESS"
+  # `env -C`: paths relative to the directory of the call stay what the caller meant.
+  "$RAY" job submit --address "$CLUSTER_ADDRESS" --submission-id "$SUBMISSION_ID" \
+    --runtime-env-json "$(runtime_env_json)" -- env -C "$PWD" "${COMMAND[@]}" &
+  SUBMIT_PID=$!
+  local status=0
+  wait "$SUBMIT_PID" || status=$?
+  SUBMISSION_ID="" # it ended by itself
+  return "$status"
+}
+
+# Plans, prints or submits the run. Arguments: those of the user.
+launch() {
+  local argument dry_run="${DRY_RUN:-0}"
+  for argument in "$@"; do
+    case "$argument" in
+      -h | --help)
+        launch_usage
+        exit 0
+        ;;
+      --dry-run | --dry-run-json | --dry-run-json=*) dry_run=1 ;;
+    esac
+  done
+  build_command "$@"
+  if [[ "${PRINT_COMMAND:-0}" == 1 ]]; then
+    printf '%q\n' "${COMMAND[@]}"
+  elif [[ "$dry_run" == 1 ]]; then
+    exec "${COMMAND[@]}" --dry-run
+  else
+    require_ray
+    trap end_run EXIT
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
+    find_cluster
+    if [[ -z "$CLUSTER_ADDRESS" ]]; then start_own_head; fi
+    submit
+  fi
+}

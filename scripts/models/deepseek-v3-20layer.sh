@@ -1,0 +1,3 @@
+#!/usr/bin/env bash
+# DeepSeek-V3 cut to its first 20 layers, for trials.
+MODEL_ARGS_NUM_LAYERS="${MODEL_ARGS_NUM_LAYERS:-20}" source "$(dirname "${BASH_SOURCE[0]}")/deepseek-v3.sh"

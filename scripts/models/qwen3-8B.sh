@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Qwen/Qwen3-8B (dense).
+source "$(dirname "${BASH_SOURCE[0]}")/lib/dense.sh"
+
+MODEL_ARGS=(
+  "${QWEN3_ARGS[@]}"
+  --num-layers "$(num_layers 36)"
+  --hidden-size 4096
+  --ffn-hidden-size 12288
+  --num-attention-heads 32
+  --num-query-groups 8
+  --kv-channels 128
+  --norm-epsilon 1e-6
+  --rotary-base "$(rotary_base 1000000)"
+  --vocab-size 151936
+  --untie-embeddings-and-output-weights
+)

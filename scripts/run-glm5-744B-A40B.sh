@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# GRPO on long answers: GLM-5 (744B-A40B) on 32 nodes. One engine only reads prompts, the others write answers.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/lib/launch.sh"
+
+NUM_NODES=32
+checkpoint_paths GLM-5
+source "$SCRIPTS_DIR/models/glm5-744B-A40B.sh"
+
+CKPT_ARGS+=("${SAVE_ARGS[@]}")
+
+ROLLOUT_ARGS=(
+  "${MATH_DATA_ARGS[@]}"
+  --rm-type deepscaler
+  --rollout-batch-size 8
+  --n-samples-per-prompt 8
+  --global-batch-size 64
+  --rollout-max-response-len 32768
+  --rollout-temperature 1
+)
+
+EVAL_ARGS=("${MATH_EVAL_ARGS[@]}")
+
+PERF_ARGS=(
+  --actor-num-nodes "$NUM_NODES"
+  --actor-num-gpus-per-node 8
+  --colocate
+  --tensor-model-parallel-size 4
+  --sequence-parallel
+  --pipeline-model-parallel-size 4
+  --decoder-last-pipeline-num-layers 18
+  --context-parallel-size 2
+  --expert-model-parallel-size 32
+  --expert-tensor-parallel-size 1
+  "${RECOMPUTE_ARGS[@]}"
+  --use-dynamic-batch-size
+  --max-tokens-per-gpu 16384
+)
+
+GRPO_ARGS=("${CLIPPED_GRPO_ARGS[@]}")
+
+OPTIMIZER_ARGS=("${ADAM_ARGS[@]}" "${CPU_OPTIMIZER_ARGS[@]}")
+
+SGLANG_ARGS=(
+  --rollout-num-gpus-per-engine 64
+  --sglang-mem-fraction-static 0.7
+  --prefill-num-servers 1
+  --sglang-enable-dp-attention
+  --sglang-dp-size 8
+  --sglang-enable-dp-lm-head
+  --sglang-ep-size 64
+  "${EAGLE_ARGS[@]}"
+)
+
+MISC_ARGS=("${PRECISION_ARGS[@]}")
+
+launch "$@"

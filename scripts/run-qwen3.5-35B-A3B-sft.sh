@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Supervised fine-tuning of Qwen3.5-35B-A3B on conversations, one node of 8 GPUs.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/lib/launch.sh"
+
+checkpoint_paths Qwen3.5-35B-A3B
+source "$SCRIPTS_DIR/models/qwen3.5-35B-A3B.sh"
+
+CKPT_ARGS+=("${SAVE_ARGS[@]}")
+
+ROLLOUT_ARGS=(
+  "${SFT_DATA_ARGS[@]}"
+  --loss-mask-type qwen3_5
+)
+
+PERF_ARGS=(
+  --actor-num-nodes 1
+  --actor-num-gpus-per-node 8
+  --tensor-model-parallel-size 2
+  --sequence-parallel
+  --pipeline-model-parallel-size 1
+  --context-parallel-size 1
+  --expert-model-parallel-size 8
+  --expert-tensor-parallel-size 1
+  "${RECOMPUTE_ARGS[@]}"
+  --use-dynamic-batch-size
+  --max-tokens-per-gpu 8192
+)
+
+GRPO_ARGS=("${SFT_LOSS_ARGS[@]}")
+
+OPTIMIZER_ARGS=("${SFT_OPTIMIZER_ARGS[@]}" "${CPU_OPTIMIZER_ARGS[@]}")
+
+MISC_ARGS=("${PRECISION_ARGS[@]}")
+
+launch "$@"

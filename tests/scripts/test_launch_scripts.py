@@ -1,0 +1,183 @@
+"""The launch scripts: their settings against a hand-written table, and each as a plan by the real argument code."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from slime.arguments import parse_args
+from slime.arguments.plan import make_plan, render
+from tests.support.launch_table import Launch, launches
+from tests.support.model_tables import expected_flags
+from tests.support.published_models import PUBLISHED_MODELS
+from tests.support.shell_arrays import ROOT, bash, script_environment
+
+SCRIPTS_DIR = ROOT / "scripts"
+SCRIPTS = {
+    str(path.relative_to(SCRIPTS_DIR).with_suffix("")): path
+    for path in sorted([*SCRIPTS_DIR.glob("run-*.sh"), *SCRIPTS_DIR.glob("low_precision/run-*.sh")])
+}
+TABLE = launches()
+MODELS = expected_flags()
+# The engines' weights are planned in BF16 here, because the configs of the tests name no quantisation; and MiniMax-M2 says
+# in its script what larger GPUs it wants. Everything else is meant to run on GPUs of 80 GB.
+TOO_LARGE_FOR_80_GIB = {
+    "run-kimi-k2-Instruct": ["weight sync", "generation"],
+    "run-kimi-k2-Thinking": ["weight sync", "generation"],
+    "low_precision/run-kimi-k2-Thinking-int4": ["weight sync", "generation"],
+    "run-minimax-m2": ["training"],
+}
+SHELLCHECK = f"{sysconfig.get_path('scripts')}/shellcheck"
+EVERY_SCRIPT = pytest.mark.parametrize("name", SCRIPTS)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def commands(home: Path) -> dict[str, list[str]]:
+    """The words after `python train.py` of every script, with one more flag from the user."""
+    runs = "\n".join(f"echo '<<{name}>>'; bash {path} --seed 7" for name, path in SCRIPTS.items())
+    result = bash(f"set -e\n{runs}", HOME=str(home), PRINT_COMMAND="1")
+    assert result.returncode == 0 and result.stderr == "", result.stderr
+    parts = re.split(r"<<(.*)>>\n", result.stdout)[1:]
+    words = {name: shlex.split(text) for name, text in zip(parts[::2], parts[1::2], strict=True)}
+    assert all(command[1] == str(ROOT / "train.py") for command in words.values())
+    return {name: command[2:] for name, command in words.items()}
+
+
+def value_of(words: list[str], flag: str) -> str | None:
+    """The value of the last occurrence of `flag` ("" for a switch); None when it is absent."""
+    places = [place for place, word in enumerate(words) if word == flag]
+    if not places:
+        return None
+    following = words[places[-1] + 1 : places[-1] + 2]
+    return following[0] if following and not following[0].startswith("--") else ""
+
+
+def test_there_is_a_script_for_every_row() -> None:
+    assert sorted(SCRIPTS) == sorted(TABLE)
+
+
+@EVERY_SCRIPT
+def test_settings_are_those_of_the_table(name: str, commands) -> None:
+    expected = TABLE[name].flags
+    assert {flag: value_of(commands[name], flag) for flag in expected} == expected
+
+
+@EVERY_SCRIPT
+def test_model_flags_are_those_of_the_model_script(name: str, commands) -> None:
+    for flag, values in MODELS[TABLE[name].model].items():
+        place = commands[name].index(flag)
+        assert tuple(commands[name][place + 1 : place + 1 + len(values)]) == values, flag
+
+
+@EVERY_SCRIPT
+def test_arguments_of_the_user_come_last(name: str, commands) -> None:
+    assert commands[name][-2:] == ["--seed", "7"]
+
+
+@EVERY_SCRIPT
+def test_parallel_sizes_divide_the_world_and_stages_hold_all_layers(name: str) -> None:
+    row = TABLE[name]
+    world = row.size("--actor-num-nodes") * row.size("--actor-num-gpus-per-node")
+    tensor, stages = row.size("--tensor-model-parallel-size"), row.size("--pipeline-model-parallel-size")
+    assert world % (tensor * stages * row.size("--context-parallel-size")) == 0
+    assert world % (row.size("--expert-model-parallel-size") * stages) == 0
+    layers = int(MODELS[row.model]["--num-layers"][0])
+    last = row.flags["--decoder-last-pipeline-num-layers"]
+    if last is None:
+        assert layers % stages == 0
+    else:
+        assert (layers - int(last)) % (stages - 1) == 0
+
+
+@EVERY_SCRIPT
+def test_dry_run_makes_a_plan(name: str, commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process; `test_dry_run_as_a_process` goes the whole way."""
+    monkeypatch.delenv("SLIME_ACCELERATOR", raising=False)
+    words = commands[name]
+    write_configs(words, TABLE[name])
+    plan = make_plan(parse_args(argv=[*words, "--dry-run", "--dry-run-gpu-memory-gib", "80"]))
+    assert render(plan).strip()
+    assert [phase.name for phase in plan.memory.phases if not phase.fits] == TOO_LARGE_FOR_80_GIB.get(name, [])
+
+
+def write_configs(words: list[str], row: Launch) -> None:
+    """The published config in the directories that the command names; there is nothing else in them."""
+    for flag in ("--hf-checkpoint", "--ref-load"):
+        directory = Path(value_of(words, flag))
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.json").write_text(json.dumps(PUBLISHED_MODELS[row.model]))
+
+
+@pytest.mark.parametrize("arguments, variables", [(["--dry-run"], {}), ([], {"DRY_RUN": "1"})])
+def test_dry_run_as_a_process(arguments: list[str], variables: dict[str, str], home: Path, commands, tmp_path) -> None:
+    """From another directory, without Ray: what stands for its program would fail."""
+    write_configs(commands["run-qwen3-4B"], TABLE["run-qwen3-4B"])
+    # The flags of the large packages, described once per user, are kept where they are.
+    cache = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
+    environment = script_environment(HOME=str(home), XDG_CACHE_HOME=cache, RAY="/bin/false", **variables)
+    result = subprocess.run(
+        ["bash", str(SCRIPTS["run-qwen3-4B"]), *arguments, "--dry-run-json", "plan.json"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert json.loads((tmp_path / "plan.json").read_text())
+
+
+def test_serving_file_covers_all_gpus_of_the_run() -> None:
+    text = (SCRIPTS_DIR / "run-glm5.2-744B-A40B.serving.yaml").read_text()
+    assert sum(int(number) for number in re.findall(r" num_gpus: (\d+)", text)) == 32 * 8
+
+
+def test_nodes_and_context_parallelism_come_from_the_environment() -> None:
+    script = SCRIPTS["run-qwen3-next-80B-A3B"]
+    result = bash(f"bash {script}", PRINT_COMMAND="1", ACTOR_NUM_NODES="8", CONTEXT_PARALLEL_SIZE="4")
+    words = shlex.split(result.stdout)
+    assert (value_of(words, "--actor-num-nodes"), value_of(words, "--context-parallel-size")) == ("8", "4")
+
+
+def test_paths_come_from_the_environment() -> None:
+    paths = {
+        "HF_CHECKPOINT": "/m/hf",
+        "REF_LOAD": "/m/ref",
+        "LOAD": "/c/l",
+        "SAVE": "/c/s",
+        "PROMPT_DATA": "/d/p.jsonl",
+    }
+    words = shlex.split(bash(f"bash {SCRIPTS['run-qwen3-4B']}", PRINT_COMMAND="1", **paths).stdout)
+    assert {name: value_of(words, "--" + name.lower().replace("_", "-")) for name in paths} == paths
+
+
+def test_no_path_is_written_into_a_script() -> None:
+    for path in [*SCRIPTS.values(), *(SCRIPTS_DIR / "lib").glob("*.sh")]:
+        assert not re.search(r"[ =\"'](/root|/mnt|/data|/home|/workspace)\b", path.read_text()), path
+
+
+def test_wandb_key_never_becomes_an_argument() -> None:
+    without = bash(f"bash {SCRIPTS['run-qwen3-4B']}", PRINT_COMMAND="1").stdout
+    result = bash(f"bash {SCRIPTS['run-qwen3-4B']}", PRINT_COMMAND="1", WANDB_API_KEY="s3cret-key")
+    assert "--use-wandb" not in without
+    assert "--use-wandb" in result.stdout
+    assert "s3cret-key" not in result.stdout + result.stderr
+
+
+def test_help_names_the_variables_and_starts_nothing() -> None:
+    result = bash(f"bash {SCRIPTS['run-qwen3-4B']} --help", HF_CHECKPOINT="/my/model", RAY="/bin/false")
+    assert result.returncode == 0
+    assert result.stdout.startswith("usage: bash scripts/run-qwen3-4B.sh")
+    assert "/my/model" in result.stdout
+
+
+def test_shellcheck_finds_nothing() -> None:
+    scripts = sorted(str(path) for path in SCRIPTS_DIR.glob("**/*.sh"))
+    result = subprocess.run([SHELLCHECK, *scripts], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout

@@ -1,0 +1,57 @@
+"""A program that stands for `ray` where only what the scripts ask of it matters; it writes down its arguments.
+
+Variables: STUB_LOG (file of calls), STUB_START (ok, mismatch, token or hang), STUB_JOB_STATUS (exit status of the job),
+STUB_JOB_SECONDS (how long it runs).
+"""
+
+from pathlib import Path
+
+_PROGRAM = """#!/usr/bin/env bash
+printf '%s\\n' "$*" >>"$STUB_LOG"
+case "$1" in
+  --version) echo "ray, version 0.0" ;;
+  start)
+    case "${STUB_START:-ok}" in
+      mismatch) echo "RuntimeError: Version mismatch: The cluster was started with: Ray: 1.0" && exit 1 ;;
+      token) echo "ray.exceptions.AuthenticationError: token is invalid" && exit 1 ;;
+      hang) exec sleep 100 ;;
+    esac
+    echo "$RAY_AUTH_MODE" >"$STUB_LOG.auth"
+    while (($#)); do if [[ "$1" == --port ]]; then port="$2"; fi; shift; done
+    echo "  ray start --address='127.0.0.1:${port:-0}'"
+    echo "Ray runtime started."
+    exec sleep 100
+    ;;
+  status) printf ' 0.0/8.0 CPU\\n 0.0/4.0 GPU\\n' ;;
+  job)
+    if [[ "$2" == submit ]]; then
+      sleep "${STUB_JOB_SECONDS:-0}" >/dev/null 2>&1 &
+      trap 'kill $!' TERM
+      wait $!
+      exit "${STUB_JOB_STATUS:-0}"
+    fi
+    ;;
+  get-auth-token) mkdir -p "$HOME/.ray" && echo stub-token >"$HOME/.ray/auth_token" ;;
+esac
+"""
+
+
+def make_stub_ray(directory: Path) -> dict[str, str]:
+    """Write the program and return the variables that make the scripts use it, with a home and directories of its own."""
+    program = directory / "ray"
+    program.write_text(_PROGRAM)
+    program.chmod(0o755)
+    return {
+        "RAY": str(program),
+        "STUB_LOG": str(directory / "calls"),
+        "HOME": str(directory),
+        "TMPDIR": str(directory),
+        "RAY_TMPDIR": str(directory),
+        "CLUSTER_DIR": str(directory / "cluster"),
+    }
+
+
+def calls(variables: dict[str, str]) -> list[str]:
+    """The calls so far, one line each."""
+    log = Path(variables["STUB_LOG"])
+    return log.read_text().splitlines() if log.exists() else []
