@@ -63,4 +63,4 @@ def evaluation_line(rollout_id: int, metrics: dict[str, Any]) -> str:
 
 
 def _is_detail(name: str) -> bool:
-    return name == "eval/step" or "-truncated_ratio" in name or "-pass@" in name
+    return name == "eval/step" or any(mark in name for mark in ("-truncated_ratio", "-pass@", "-unfinished"))

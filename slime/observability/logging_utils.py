@@ -1,9 +1,9 @@
 """Log lines and metrics of a run.
 
 Lines: every process writes one line per event to its standard output; Ray prefixes those of actors with the actor's
-name. Metrics: only the driver owns trackers (TensorBoard event files). `log` may be called in any process: outside the
-driver the metrics wait in an outbox that travels back with the next answer to the driver, so that one writer orders
-them and no event file is written by two processes.
+name. Metrics: only the driver owns trackers (TensorBoard event files, a W&B run). `log` may be called in any process:
+outside the driver the metrics wait in an outbox that travels back with the next answer to the driver, so that one writer
+orders them and no event file is written by two processes.
 """
 
 import argparse
@@ -14,26 +14,37 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from slime.observability.run_record import plain_arguments
 from slime.observability.tensorboard_utils import TensorBoardTracker
+from slime.observability.wandb_utils import WandbTracker, new_run_id
 from slime.utils import env
 
 # Libraries that tell their users too much; errors still pass.
 _CHATTY = (
     "absl", "asyncio", "filelock", "httpx", "matplotlib", "megatron", "ray", "sglang", "torch", "transformers", "urllib3",
+    "wandb",
 )  # fmt: skip
 
 LoggedMetrics = tuple[dict[str, Any], str]
 
-_tracker: TensorBoardTracker | None = None
+# Axes that count rollouts; `--wandb-always-use-train-step` turns their steps into optimizer steps.
+_ROLLOUT_AXES = ("rollout/step", "eval/step")
+
+_trackers: list[TensorBoardTracker | WandbTracker] = []
+_optimizer_steps_per_rollout: float | None = None
 _outbox: list[LoggedMetrics] = []
 
 
-def configure_logger(level: str = "INFO") -> None:
-    """One line per event on standard output at `level`; libraries only from ERROR on (all of it with SLIME_DEBUG=1)."""
+def configure_logger(level: str = "INFO", stream: TextIO | None = None) -> None:
+    """One line per event at `level`; libraries only from ERROR on (all of it with SLIME_DEBUG=1).
+
+    Args:
+        stream: where the lines go; None: standard output.
+    """
     debug = env.debug_enabled()
-    handler = logging.StreamHandler(sys.stdout)
+    handler = logging.StreamHandler(sys.stdout if stream is None else stream)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname_if_bad)s%(message)s", "%H:%M:%S"))
     handler.addFilter(_mark_level)
     logging.basicConfig(level=logging.DEBUG if debug else level, handlers=[handler], force=True)
@@ -49,8 +60,8 @@ def _mark_level(record: logging.LogRecord) -> bool:
 
 
 def tracking_directory(args: argparse.Namespace) -> Path:
-    """Directory of the event files: `TENSORBOARD_DIR`, else `outputs/{project}/{experiment or time stamp}`."""
-    override = env.tensorboard_dir()
+    """Directory of the event files: `TENSORBOARD_DIR`, `--tensorboard-dir`, `outputs/{project}/{experiment or time}`."""
+    override = env.tensorboard_dir() or getattr(args, "tensorboard_dir", None)
     if override is not None:
         return Path(override)
     experiment = args.tb_experiment_name or datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -58,20 +69,31 @@ def tracking_directory(args: argparse.Namespace) -> Path:
 
 
 def init_tracking(args: argparse.Namespace, directory: Path | None = None) -> None:
-    """Open the trackers. Called once, by the driver."""
-    global _tracker
+    """Open the trackers. Called once, by the driver. Fills in `args.wandb_run_id`, which all processes then know.
+
+    Raises:
+        UserError: a tracker's package is missing, or W&B refuses its settings.
+    """
+    global _optimizer_steps_per_rollout
+    logger = logging.getLogger(__name__)
+    directory = directory or tracking_directory(args)
+    _optimizer_steps_per_rollout = None
+    if args.wandb_always_use_train_step:
+        _optimizer_steps_per_rollout = args.rollout_batch_size * args.n_samples_per_prompt / args.global_batch_size
     if args.use_tensorboard:
-        directory = directory or tracking_directory(args)
-        _tracker = TensorBoardTracker(directory)
-        logging.getLogger(__name__).info("TensorBoard event files: %s", os.fspath(directory))
+        _trackers.append(TensorBoardTracker(directory))
+        logger.info("TensorBoard event files: %s", os.fspath(directory))
+    if args.use_wandb:
+        args.wandb_run_id = args.wandb_run_id or new_run_id()
+        tracker = WandbTracker(args, directory, plain_arguments(args))
+        _trackers.append(tracker)
+        logger.info("W&B run %s: files in %s", args.wandb_run_id, os.fspath(tracker.directory / "wandb"))
 
 
-def finish_tracking() -> None:
-    """Flush and close the trackers."""
-    global _tracker
-    if _tracker is not None:
-        _tracker.close()
-        _tracker = None
+def finish_tracking(*, failed: bool = False) -> None:
+    """Flush and close the trackers; `failed` says how the run went."""
+    while _trackers:
+        _trackers.pop().close(failed=failed)
 
 
 def log(args: argparse.Namespace, metrics: dict[str, Any], step_key: str) -> None:
@@ -91,11 +113,15 @@ def drain_outbox() -> list[LoggedMetrics]:
 
 def write_to_trackers(logged: list[LoggedMetrics]) -> None:
     """Driver only: hand metrics that came back from actors to the trackers."""
-    if _tracker is None:
+    if not _trackers:
         return
     for metrics, step_key in logged:
         numbers = {name: float(value) for name, value in metrics.items() if _is_number(value) and name != step_key}
-        _tracker.add_scalars(numbers, int(metrics[step_key]))
+        step = metrics[step_key]
+        if _optimizer_steps_per_rollout is not None and step_key in _ROLLOUT_AXES:
+            step *= _optimizer_steps_per_rollout
+        for tracker in _trackers:
+            tracker.add_scalars(numbers, step_key, int(step))
 
 
 def _is_number(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """What a run leaves beside its checkpoints so that it can be repeated: arguments, versions, revision. Secrets are left out."""
 
 import argparse
+import dataclasses
 import importlib.metadata
 import re
 import subprocess
@@ -10,42 +11,69 @@ from typing import Any
 from slime.utils.atomic_io import write_json_atomically
 
 REDACTED = "<redacted>"
-_SECRET_NAME = re.compile(r"(api_key|token|secret|password|wandb_key)$", re.IGNORECASE)
+# Addresses of data bases hold a password.
+_SECRET_NAME = re.compile(r"(api_keys?|token|secret|password|wandb_key|postgres_db_url|redis_url)$", re.IGNORECASE)
 # Variables of the environment are not ours to name, and numbers of tokens are not among them.
 _SECRET_VARIABLE = re.compile(
     r"secret|credential|passw|token(?!izer)|api_?key|access_?key|private_?key|wandb_key", re.IGNORECASE
 )
 _VARIABLES = "train_env_vars"
+# Books about the arguments, not arguments.
+BOOKS = frozenset({"origins", "typed_flags"})
 _PACKAGES = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers")
 
 
+def is_secret(name: str) -> bool:
+    """Whether the value of the argument or flag `name` must never be printed, dumped or sent to a tracker."""
+    return _SECRET_NAME.search(name.replace("-", "_")) is not None
+
+
+def mentions_secret(text: str) -> bool:
+    """Whether a text that could not be read, broken JSON say, seems to hold a secret and must not be repeated."""
+    return _SECRET_VARIABLE.search(text) is not None
+
+
 def redacted(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` with every entry replaced whose name says that it is a secret, also inside nested dictionaries.
+    """`values` with every entry replaced whose name says that it is a secret, also inside dictionaries, lists, dataclasses.
 
     Names inside `train_env_vars` are secret where they contain such a word, others where they end with one: a run has
     many numbers of tokens.
     """
-    return _redact_entries(values, _SECRET_NAME)
+    return {name: _redact(str(name), value, _SECRET_NAME) for name, value in values.items()}
+
+
+def plain_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """All arguments by name, redacted, as values that JSON knows."""
+    values = {name: value for name, value in vars(args).items() if name not in BOOKS}
+    return {name: _plain(value) for name, value in sorted(redacted(values).items())}
 
 
 def write_run_record(args: argparse.Namespace, directory: str | Path) -> None:
-    """Write `args.json` into `directory`: arguments, package versions and the revision of the code."""
+    """Write `args.json` into `directory`: arguments with their origins, package versions, the revision of the code.
+
+    `arguments[name]` is `{"value": …, "origin": "command line" | "YAML" | "HF config" | "derived" | "default"}`; the
+    origin of what the run itself found out is null.
+    """
+    origins = getattr(args, "origins", {})
     record = {
-        "arguments": {name: _plain(value) for name, value in sorted(redacted(vars(args)).items())},
+        "arguments": {
+            name: {"value": value, "origin": origins.get(name)} for name, value in plain_arguments(args).items()
+        },
         "versions": {name: _version(name) for name in _PACKAGES},
         "revision": _revision(),
     }
     write_json_atomically(Path(directory) / "args.json", record)
 
 
-def _redact_entries(values: dict[str, Any], secret_name: re.Pattern[str]) -> dict[str, Any]:
-    return {name: _redact(str(name), value, secret_name) for name, value in values.items()}
-
-
 def _redact(name: str, value: Any, secret_name: re.Pattern[str]) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {spec.name: getattr(value, spec.name) for spec in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return _redact_entries(value, _SECRET_VARIABLE if name == _VARIABLES else secret_name)
-    return REDACTED if value is not None and secret_name.search(name) else value
+        inner = _SECRET_VARIABLE if name == _VARIABLES else secret_name
+        return {key: _redact(str(key), item, inner) for key, item in value.items()}
+    if value is not None and secret_name.search(name):
+        return REDACTED
+    return [_redact("", item, secret_name) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _plain(value: Any) -> Any:

@@ -13,11 +13,12 @@ class TensorBoardTracker:
         self.directory = directory
         self._writer = Writer(str(directory))
 
-    def add_scalars(self, values: dict[str, float], step: int) -> None:
+    def add_scalars(self, values: dict[str, float], step_key: str, step: int) -> None:
         """Write all `values` at `step` and flush: a killed run loses nothing that was logged."""
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, step)
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
+        """End the event file, which does not tell how the run went."""
         self._writer.close()

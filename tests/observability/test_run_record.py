@@ -1,21 +1,46 @@
 import argparse
+import dataclasses
 import json
 
-from slime.observability.run_record import REDACTED, redacted, write_run_record
+from slime.arguments.origins import Origin
+from slime.observability.run_record import REDACTED, is_secret, redacted, write_run_record
+
+
+@dataclasses.dataclass
+class EvaluationSet:
+    name: str
+    remote_environment: dict
+
+
+def record_of(directory, **values):
+    write_run_record(argparse.Namespace(**values), directory)
+    text = (directory / "args.json").read_text()
+    return text, json.loads(text)
 
 
 def test_m1_secrets_are_left_out(tmp_path):
-    args = argparse.Namespace(
-        router_api_key="very-secret", wandb_key="very-secret", lr=1e-3, train_env_vars={"HF_TOKEN": "very-secret", "A": "1"},
-        max_tokens_per_gpu=5, typed_flags={"b", "a"},
+    text, record = record_of(
+        tmp_path, router_api_key="very-secret", wandb_key="very-secret", lr=1e-3, max_tokens_per_gpu=5,
+        train_env_vars={"HF_TOKEN": "very-secret", "A": "1"}, custom_config={"judge": {"api_key": "very-secret"}},
+        eval_datasets=[EvaluationSet("aime", {"password": "very-secret", "url": "u"})],
     )  # fmt: skip
-    write_run_record(args, tmp_path)
-    text = (tmp_path / "args.json").read_text()
     assert "very-secret" not in text
-    record = json.loads(text)
-    assert record["arguments"]["train_env_vars"] == {"HF_TOKEN": REDACTED, "A": "1"}
-    assert record["arguments"]["max_tokens_per_gpu"] == 5 and record["arguments"]["typed_flags"] == ["a", "b"]
+    values = {name: entry["value"] for name, entry in record["arguments"].items()}
+    assert values["train_env_vars"] == {"HF_TOKEN": REDACTED, "A": "1"}
+    assert values["eval_datasets"] == [{"name": "aime", "remote_environment": {"password": REDACTED, "url": "u"}}]
+    assert values["max_tokens_per_gpu"] == 5
     assert record["versions"]["torch"]
+
+
+def test_every_value_has_its_origin(tmp_path):
+    origins = {"lr": Origin.COMMAND_LINE, "seed": Origin.DEFAULT, "tis_mode": Origin.YAML}
+    _, record = record_of(tmp_path, lr=1e-3, seed=1, tis_mode="clip", log_dir="d", origins=origins, typed_flags={"lr"})
+    assert record["arguments"] == {
+        "log_dir": {"value": "d", "origin": None},
+        "lr": {"value": 1e-3, "origin": "command line"},
+        "seed": {"value": 1, "origin": "default"},
+        "tis_mode": {"value": "clip", "origin": "YAML"},
+    }
 
 
 def test_unset_secrets_stay_visible_as_unset():
@@ -30,3 +55,9 @@ def test_m1_names_of_environment_variables_are_secret_wherever_they_hold_such_a_
     assert [name for name, value in variables.items() if value == REDACTED] == secret
     plain = {"max_tokens_per_gpu": 5, "rollout_stop_token_ids": [1], "tokenizer_path": "t", "log_probs_max_tokens": 2}
     assert redacted(plain) == plain
+
+
+def test_flags_and_attributes_are_secret_by_their_name():
+    secret = ("wandb_key", "--wandb-key", "router_api_key", "--sglang-api-key", "hf_token", "my_secret", "db_password")
+    assert all(map(is_secret, secret))
+    assert not any(map(is_secret, ("max_tokens_per_gpu", "--input-key", "label_key", "tokenizer_type", "secretary")))
