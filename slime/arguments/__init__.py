@@ -1,43 +1,59 @@
 """The command line: flags in groups, values derived from them, and the rules that they must satisfy.
 
-`parse_args` is the whole way: parse → shape from the Hugging Face config → derive → validate → initial weights. All
-violations are reported in one message.
+`parse_args` is the whole way: words of the command line → YAML files → other names of one setting → shape from the Hugging
+Face config → derived values → rules → initial weights. What is wrong with the words ends it at once, because nothing can
+be concluded from them; all other violations are reported in one message.
 """
 
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
-from slime.arguments.checkpoints import latest_iteration, resolve_initial_weights
+from slime.arguments.aliases import resolve_aliases
+from slime.arguments.custom_config import apply_custom_config
 from slime.arguments.derivation import derive
 from slime.arguments.hf_config import apply_hf_config, read_hf_config
-from slime.arguments.not_yet import not_yet_violations
 from slime.arguments.origins import Origin, recording
 from slime.arguments.parser import ArgumentParser, build_parser, parse_known
 from slime.arguments.paths import make_paths_absolute
-from slime.arguments.validation import positive_sizes, violations_of
+from slime.arguments.role_config import apply_role_config
+from slime.arguments.rules.sizes import too_small
+from slime.arguments.validation import violations_of
 from slime.utils.errors import UserError
 
 __all__ = ["build_parser", "parse_args", "validate_args"]
+
+_NO_FLAGS = (
+    "no flags were given. A run needs at least --hf-checkpoint, --prompt-data, --rollout-batch-size, --num-rollout, "
+    "--actor-num-gpus-per-node and --rollout-num-gpus. `python train.py --help` lists all flags, --help-grep WORD those "
+    "about a word; scripts/quickstart.sh is a complete example"
+)
 
 
 def parse_args(
     add_custom_arguments: Callable[[ArgumentParser], ArgumentParser] | None = None,
     *,
     argv: list[str] | None = None,
+    asynchronous: bool = False,
 ) -> argparse.Namespace:
     """The checked arguments of a run.
 
     Args:
         add_custom_arguments: receives the parser, adds own flags, returns it.
         argv: words of the command line; None takes those of the process.
+        asynchronous: the loop of `train_async.py` asks.
 
     Raises:
-        UserError: unknown flags, or one message with all broken rules.
+        UserError: one message with everything that is wrong with the words, or with all broken rules.
     """
+    words = sys.argv[1:] if argv is None else argv
+    if not words:
+        raise UserError(_NO_FLAGS)
     parser = build_parser(add_custom_arguments)
-    args = parse_known(parser, sys.argv[1:] if argv is None else argv)
-    validate_args(args)
+    parser.set_defaults(asynchronous=asynchronous)
+    args = parse_known(parser, words)
+    _settle(args, _merge_files(args, parser))
     return args
 
 
@@ -47,34 +63,47 @@ def validate_args(args: argparse.Namespace) -> None:
     Raises:
         UserError: one message with all broken rules.
     """
+    _settle(args, [])
+
+
+def _merge_files(args: argparse.Namespace, parser: ArgumentParser) -> list[str]:
+    with recording(args, Origin.YAML):
+        return apply_custom_config(args, parser) + apply_role_config(args, parser)
+
+
+def _settle(args: argparse.Namespace, violations: list[str]) -> None:
     with recording(args, Origin.DERIVED):
-        violations = _derive_and_check(args)
+        violations += _derive_and_check(args)
     if violations:
         raise UserError("\n".join(violations))
 
 
 def _derive_and_check(args: argparse.Namespace) -> list[str]:
+    # What a dry run tells beside its plan; a run has violations in their place.
+    args.plan_notes = []
     make_paths_absolute(args)
     if args.prompt_data is not None and len(args.prompt_data) == 1:
         args.prompt_data = args.prompt_data[0]
-    violations = list(positive_sizes(args))
+    violations = [*resolve_aliases(args), *too_small(args)]
     if violations:
         return violations  # nothing can be derived from them
     if args.hf_checkpoint is not None:
         violations += _apply_shape(args)
-    # The longest sequence that the model's position table (RoPE has none, but Megatron asks) must cover.
-    args.seq_length = args.max_position_embeddings
     violations += derive(args)
-    violations += violations_of(args)
-    violations += not_yet_violations(args)
-    if not violations and args.has_trainer:
-        violations += _resolve_weights(args)
+    # A missing file may stand in the way of several rules, which then say the same.
+    violations = list(dict.fromkeys([*violations, *violations_of(args)]))
+    args.plan_notes = list(dict.fromkeys(args.plan_notes))
     if not violations:
         _finish_shape(args)
+        # A shorthand only: nobody may read it in place of what it stands for.
+        del args.offload
+        args.origins.pop("offload", None)
     return violations
 
 
 def _apply_shape(args: argparse.Namespace) -> list[str]:
+    if args.dry_run and not args.model_args_from_hf and not Path(args.hf_checkpoint).is_dir():
+        return []  # the typed flags say all that a plan needs; that the directory is missing is noted
     try:
         config = read_hf_config(args.hf_checkpoint)
         # Without training ranks nothing is built from the shape flags, so nothing is compared.
@@ -82,20 +111,6 @@ def _apply_shape(args: argparse.Namespace) -> list[str]:
             return [] if args.debug_rollout_only else apply_hf_config(args, config)
     except UserError as error:
         return [str(error)]
-
-
-def _resolve_weights(args: argparse.Namespace) -> list[str]:
-    try:
-        args.initial_weights = resolve_initial_weights(args)
-        if args.initial_weights.resume and args.initial_weights.step is None:
-            latest_iteration(args.initial_weights.path)
-    except UserError as error:
-        return [str(error)]
-    if not args.initial_weights.resume:
-        args.no_load_optim = args.no_load_rng = args.finetune = True
-        if args.start_rollout_id is None:
-            args.start_rollout_id = 0
-    return []
 
 
 def _finish_shape(args: argparse.Namespace) -> None:

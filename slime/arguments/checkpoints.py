@@ -1,9 +1,9 @@
 """Where the initial weights come from, decided from flags and directories before anything starts.
 
 A Megatron checkpoint is a directory with `latest_checkpointed_iteration.txt`, written last. `--load` with that file is a
-resume; everything else starts at rollout 0 from the first of: `--load` as Hugging Face directory, `--ref-load`,
-`--hf-checkpoint`, or random weights with `--random-init`. A path that exists but is no checkpoint is an error, never a
-silent start from scratch.
+resume; everything else starts at rollout 0 from the first of: `--load` as Hugging Face directory,
+`--initial-megatron-checkpoint`, `--ref-load`, random weights with `--random-init`, or `--hf-checkpoint`. A path that
+exists but is no checkpoint is an error, never a silent start from scratch.
 """
 
 import argparse
@@ -62,14 +62,15 @@ def resolve_initial_weights(args: argparse.Namespace) -> WeightSource:
     """The source of the actor's weights.
 
     Raises:
-        UserError: `--load` is something else than a checkpoint, an empty directory equal to `--save`, or missing.
+        UserError: `--load` is something else than a checkpoint, an empty directory equal to `--save`, or missing; another
+            source does not exist or is no checkpoint; there is no source at all.
     """
-    if args.random_init and args.load is None and args.ref_load is None:
-        return WeightSource("random")
     if args.load is not None:
         source = _source_of_load(args)
         if source is not None:
             return source
+    if args.initial_megatron_checkpoint is not None:
+        return checkpoint_source(args.initial_megatron_checkpoint, None, "--initial-megatron-checkpoint")
     if args.ref_load is not None:
         return source_of_reference(args)
     if args.random_init:
@@ -86,16 +87,26 @@ def source_of_reference(args: argparse.Namespace) -> WeightSource:
     Raises:
         UserError: it does not exist or is no checkpoint.
     """
-    path = Path(args.ref_load)
+    return checkpoint_source(args.ref_load, args.ref_ckpt_step, "--ref-load", "--ref-ckpt-step")
+
+
+def checkpoint_source(directory: str, step: int | None, flag: str, step_flag: str | None = None) -> WeightSource:
+    """The checkpoint that `flag` names, Megatron or Hugging Face, as a source; `step` is the iteration to take.
+
+    Raises:
+        UserError: it does not exist, is no checkpoint, or lacks that iteration.
+    """
+    path = Path(directory)
     if not path.is_dir():
-        raise UserError(f"--ref-load {path}: no such directory; give a Megatron or Hugging Face checkpoint")
+        raise UserError(f"{flag} {path}: no such directory; give a Megatron or Hugging Face checkpoint")
     if is_megatron_checkpoint(path):
-        _require_iteration(path, args.ref_ckpt_step, "--ref-ckpt-step")
-        return WeightSource("megatron", str(path), args.ref_ckpt_step)
+        _require_iteration(path, step, step_flag or flag)
+        return WeightSource("megatron", str(path), step)
     if is_hf_checkpoint(path):
         return WeightSource("hf", str(path))
     raise UserError(
-        f"--ref-load {path} is no checkpoint: it has neither {POINTER} nor the config.json of a known model"
+        f"{flag} {path} is no checkpoint: it has neither {POINTER} nor the config.json of a known model; "
+        "give a Megatron or Hugging Face checkpoint"
     )
 
 

@@ -1,49 +1,60 @@
 """Values that follow from other flags. Each function fills what was left unset; none overrides what was typed."""
 
 import argparse
+import logging
 import math
+from collections.abc import Iterator
 from typing import Any
 
+from slime.arguments.eval_file import load_eval_config
+from slime.arguments.megatron_values import derive_megatron_values
+from slime.arguments.placement import derive_placement
+from slime.arguments.planned_device import plans_for_gpus
+from slime.arguments.rules.serving import bracket_router_address
+from slime.arguments.tracking import settle_trackers
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import UserError
 from slime.utils.eval_config import build_eval_dataset_configs
+
+logger = logging.getLogger(__name__)
+
+# Where the rollout functions live that return exactly the rollouts that were asked for.
+_OWN_ROLLOUTS = "slime.rollout."
 
 
 def derive(args: argparse.Namespace) -> list[str]:
     """Derive all values in dependency order; returns violations that make a value impossible to derive."""
     violations: list[str] = []
-    _modes(args)
+    derive_placement(args)
     _parallel_sizes(args, violations)
-    settle_precision(args, on_gpus=gpus_on_this_machine() > 0)
+    settle_precision(args, on_gpus=gpus_on_this_machine() > 0 or (args.dry_run and plans_for_gpus(args)))
+    derive_megatron_values(args)
     _batch_sizes(args, violations)
     _rollout_limits(args)
     _algorithm(args)
     _evaluation(args, violations)
     _dumps(args)
+    _on_policy_proof(args)
+    settle_trackers(args)
+    bracket_router_address(args)
     return violations
 
 
-def _modes(args: argparse.Namespace) -> None:
-    if args.load_debug_rollout_data is not None:
-        args.debug_train_only = True
-    if args.debug_train_only:
-        args.rollout_num_gpus = 0
-    args.has_trainer = not args.debug_rollout_only
-    args.has_engines = not args.debug_train_only
-
-
 def _parallel_sizes(args: argparse.Namespace, violations: list[str]) -> None:
-    # Pipeline, context and expert parallelism have no flags yet; the code below the arguments reads the sizes.
-    args.pipeline_model_parallel_size = 1
-    args.context_parallel_size = 1
-    args.expert_model_parallel_size = 1
     args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
-    if args.world_size % args.tensor_model_parallel_size:
+    sizes = {
+        "--tensor-model-parallel-size": args.tensor_model_parallel_size,
+        "--pipeline-model-parallel-size": args.pipeline_model_parallel_size,
+        "--context-parallel-size": args.context_parallel_size,
+    }
+    model_parallel = math.prod(sizes.values())
+    if args.has_trainer and args.world_size % model_parallel:
+        typed = " x ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
         violations.append(
-            f"--tensor-model-parallel-size {args.tensor_model_parallel_size} must divide the number of training ranks, "
+            f"{typed} = {model_parallel} must divide the number of training ranks, "
             f"--actor-num-nodes x --actor-num-gpus-per-node = {args.world_size}"
         )
-    args.data_parallel_size = max(1, args.world_size // args.tensor_model_parallel_size)
+    args.data_parallel_size = max(1, args.world_size // model_parallel)
     args.rollout_num_engines = (args.rollout_num_gpus or 0) // args.rollout_num_gpus_per_engine
 
 
@@ -64,20 +75,24 @@ def _batch_sizes(args: argparse.Namespace, violations: list[str]) -> None:
     steps, batch = args.num_steps_per_rollout, args.global_batch_size
     if steps is None and batch is None:
         steps = 1
+    # An own rollout function may return another number of rollouts; the schedule counts what came.
+    if args.rollout_function_path.startswith(_OWN_ROLLOUTS):
+        violations += _identity_violations(product, per_rollout, steps, batch)
+    args.num_steps_per_rollout = steps or max(1, per_rollout // batch)
+    args.global_batch_size = batch or max(1, per_rollout // args.num_steps_per_rollout)
+    args.over_sampling_batch_size = args.over_sampling_batch_size or args.rollout_batch_size
+
+
+def _identity_violations(product: str, per_rollout: int, steps: int | None, batch: int | None) -> Iterator[str]:
     if steps is not None and per_rollout % steps:
-        violations.append(
-            f"{product} cannot be split into --num-steps-per-rollout {steps}; {_divisors(per_rollout)} would do"
-        )
+        yield f"{product} cannot be split into --num-steps-per-rollout {steps}; {_divisors(per_rollout)} would do"
     elif steps is not None and batch is not None and batch * steps != per_rollout:
-        violations.append(
+        yield (
             f"{product}, but --global-batch-size {batch} x --num-steps-per-rollout {steps} = {batch * steps}; "
             f"drop one of them, or give --global-batch-size {per_rollout // steps}"
         )
     elif steps is None and per_rollout % batch:
-        violations.append(f"{product} is no multiple of --global-batch-size {batch}; {_divisors(per_rollout)} would do")
-    args.num_steps_per_rollout = steps or max(1, per_rollout // batch)
-    args.global_batch_size = batch or max(1, per_rollout // args.num_steps_per_rollout)
-    args.over_sampling_batch_size = args.over_sampling_batch_size or args.rollout_batch_size
+        yield f"{product} is no multiple of --global-batch-size {batch}; {_divisors(per_rollout)} would do"
 
 
 def _divisors(number: int) -> str:
@@ -97,6 +112,8 @@ def _algorithm(args: argparse.Namespace) -> None:
         args.eps_clip_high = args.eps_clip
     if args.balance_by_flops:
         args.balance_data = True
+    if args.use_rollout_routing_replay:
+        args.use_routing_replay = True
     if args.n_samples_per_prompt == 1:
         args.grpo_std_normalization = False
     args.eval_reward_key = args.eval_reward_key or args.reward_key
@@ -107,6 +124,15 @@ def _algorithm(args: argparse.Namespace) -> None:
 def _evaluation(args: argparse.Namespace, violations: list[str]) -> None:
     args.eval_datasets = []
     words = args.eval_prompt_data
+    if args.eval_config is not None:
+        if words:
+            logger.warning("--eval-config %s replaces --eval-prompt-data %s", args.eval_config, " ".join(words))
+        args.eval_datasets, found = load_eval_config(args, args.eval_config)
+        violations += found
+        args.eval_prompt_data = [
+            word for dataset in args.eval_datasets for word in (dataset.name, dataset.path)
+        ] or None
+        return
     if not words:
         return
     if len(words) == 1:
@@ -123,6 +149,16 @@ def _evaluation(args: argparse.Namespace, violations: list[str]) -> None:
 
 
 def _dumps(args: argparse.Namespace) -> None:
-    if args.dump_details is not None:
-        args.save_debug_rollout_data = f"{args.dump_details}/rollout_data/{{rollout_id}}.pt"
-        args.save_debug_train_data = f"{args.dump_details}/train_data/{{rollout_id}}.pt"
+    if args.dump_details is None:
+        return
+    for name in ("rollout", "train"):
+        if f"save_debug_{name}_data" not in args.typed_flags:
+            setattr(args, f"save_debug_{name}_data", f"{args.dump_details}/{name}_data/{{rollout_id}}.pt")
+
+
+def _on_policy_proof(args: argparse.Namespace) -> None:
+    if not args.true_on_policy_mode:
+        return
+    args.deterministic_mode = args.sglang_enable_deterministic_inference = True
+    if "ci_train_rollout_logprob_abs_diff_threshold" not in args.typed_flags:
+        args.ci_train_rollout_logprob_abs_diff_threshold = 0.0

@@ -1,81 +1,195 @@
-"""The command-line parser: no abbreviations, and an unknown flag is an error that names the nearest known ones."""
+"""The command-line parser of all families of flags: no abbreviations, and all slips of a command line in one message.
+
+An unknown flag is an error that names the nearest known ones; a retired one names its replacement. Runs that only train
+take the flags of engines and router too, known or not where those packages are not installed, so that one script serves
+both kinds of run.
+"""
 
 import argparse
 import difflib
-from collections.abc import Callable
-from typing import NoReturn
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
-from slime.arguments.groups import (
-    algorithm,
-    cluster,
-    data,
-    evaluation,
-    logging,
-    megatron,
-    network,
-    reward,
-    rollout,
-    sglang,
-)
+from slime.arguments.groups import megatron, sglang
+from slime.arguments.groups.own import OWN_GROUPS
+from slime.arguments.help_text import HelpFormatter, HelpGrepAction, print_page
 from slime.arguments.origins import start_origins
+from slime.arguments.retired import advice_on_foreign, replacement_of
+from slime.arguments.surface import PACKAGES, load_surface, warm_surfaces
 from slime.utils.errors import UserError
 
 # In the order in which `--help` shows them.
-GROUPS = (cluster, rollout, data, evaluation, algorithm, reward, logging, network, megatron, sglang)
+GROUPS = (*OWN_GROUPS, megatron, sglang)
+
+# Flags of these packages begin with a prefix of their own, so they are recognised where the package is not installed.
+_PREFIXES = {"--sglang-": "sglang", "--router-": "router"}
+_TRAIN_ONLY = {"--debug-train-only", "--load-debug-rollout-data"}
+
+_FLAG = re.compile(r"--?[A-Za-z][\w.-]*")
+# argparse's own pattern lacks the exponent: `--adam-eps -1e-8` would lose its value.
+_NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$|-inf$", re.IGNORECASE)
 
 
 class ArgumentParser(argparse.ArgumentParser):
     """argparse with errors raised as `UserError`, so that the caller decides how the process ends."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._negative_number_matcher = _NEGATIVE_NUMBER
+        # Messages about values, while `parse` runs; outside of it the first one is raised.
+        self._problems: list[str] | None = None
+        self._without_value: argparse.Action | None = None
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
 
     def known_flags(self) -> list[str]:
         """Every `--flag` spelling that this parser accepts."""
-        return [option for action in self._actions for option in action.option_strings if option.startswith("--")]
+        return [option for option in self._option_string_actions if option.startswith("--")]
+
+    def print_help(self, file: Any = None) -> None:
+        print_page(self.format_help(), file)
+
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """Like `parse_args`, but everything that is wrong with the words is reported together.
+
+        Raises:
+            UserError: unknown and retired flags, wrong values, stray words, missing flags.
+        """
+        known_words, unknown = _split(words, self._option_string_actions)
+        self._problems = [_describe_unknown(flag, self.known_flags()) for flag in unknown]
+        try:
+            args, stray = self.parse_known_args(known_words)
+            self._problems += [f"unexpected word {word!r}: no flag before it takes another value" for word in stray[:1]]
+        except UserError as error:
+            self._problems.append(str(error))
+        problems, self._problems = self._problems, None
+        if problems:
+            raise UserError("\n".join(problems))
+        return args
+
+    def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
+        try:
+            return super()._match_argument(action, arg_strings_pattern)
+        except argparse.ArgumentError as error:
+            self._note(action, error)
+            self._without_value = action
+            return 0
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # argparse leaves an action out whose value is SUPPRESS.
+        if self._without_value is action:
+            self._without_value = None
+            return argparse.SUPPRESS
+        try:
+            return super()._get_values(action, arg_strings)
+        except argparse.ArgumentError as error:
+            self._note(action, error)
+            return argparse.SUPPRESS
+
+    def _note(self, action: argparse.Action, error: argparse.ArgumentError) -> None:
+        if self._problems is None:
+            raise error
+        self._problems.append(f"{'/'.join(action.option_strings)}: {error.message}")
 
 
 def build_parser(add_custom_arguments: Callable[[ArgumentParser], ArgumentParser] | None = None) -> ArgumentParser:
-    """The parser of all flags. `add_custom_arguments` gets the parser, adds flags and returns it."""
+    """The parser of all flags. `add_custom_arguments` gets the parser, adds flags and returns it.
+
+    Raises:
+        UserError: an installed package cannot tell its flags.
+    """
     parser = ArgumentParser(
         prog="train.py",
+        usage="python train.py [FLAGS ...]",
         description="Reinforcement-learning post-training of language models.",
+        epilog="--help-grep WORD shows only the flags whose name or text contains the word.",
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
+    parser._optionals.title = "help"
+    parser.add_argument(
+        "--help-grep", action=HelpGrepAction, help="show only the flags whose name or text contains this word and exit"
+    )
+    warm_surfaces()
     for group in GROUPS:
-        group.add_arguments(parser.add_argument_group(group.TITLE))
+        if hasattr(group, "add_groups"):
+            group.add_groups(parser)
+        else:
+            group.add_arguments(parser.add_argument_group(group.TITLE))
     if add_custom_arguments is not None:
-        parser = add_custom_arguments(parser)
+        try:
+            parser = add_custom_arguments(parser)
+        except argparse.ArgumentError as error:
+            raise UserError(f"add_custom_arguments defines a flag that exists: {error}; give it another name") from None
     return parser
 
 
-def parse_known(parser: ArgumentParser, argv: list[str]) -> argparse.Namespace:
+def parse_known(parser: ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse `argv`; `args.typed_flags` and `args.origins` tell afterwards what was typed.
 
     Raises:
-        UserError: an unknown flag (with the nearest known names), a value of the wrong type, a stray word.
+        UserError: one message with everything that is wrong with the words.
     """
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        raise UserError("\n".join(_describe_unknown(word, parser.known_flags()) for word in _unknown_flags(unknown)))
+    args = parser.parse(_without_ignored(parser, argv))
     start_origins(args, _typed_destinations(parser, argv))
     return args
 
 
-def _unknown_flags(words: list[str]) -> list[str]:
-    flags = [word.split("=", 1)[0] for word in words if word.startswith("--")]
-    return flags or [words[0]]
+def _without_ignored(parser: ArgumentParser, argv: Sequence[str]) -> list[str]:
+    """`argv` of a run that only trains, without the flags of packages that are not installed; else `argv` as it is."""
+    absent = tuple(prefix for prefix, package in _PREFIXES.items() if load_surface(package) is None)
+    if not absent or _TRAIN_ONLY.isdisjoint(_name(word) for word in argv):
+        return list(argv)
+    return _split(argv, parser._option_string_actions, ignored=absent)[0]
 
 
-def _describe_unknown(word: str, known: list[str]) -> str:
-    if not word.startswith("--"):
-        return f"unexpected word {word!r} on the command line: no flag before it takes another value"
-    nearest = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
+def _split(
+    words: Sequence[str], known: dict[str, argparse.Action], ignored: tuple[str, ...] | None = None
+) -> tuple[list[str], list[str]]:
+    """The words without unknown flags and their values, and the names of those flags.
+
+    With `ignored`, only unknown flags that begin with one of these prefixes are taken out.
+    """
+    kept: list[str] = []
+    unknown: dict[str, None] = {}
+    taking_out = False
+    for word in words:
+        if _looks_like_flag(word, known):
+            name = _name(word)
+            taking_out = name not in known and (ignored is None or name.startswith(ignored))
+            if taking_out:
+                unknown[name] = None
+        if not taking_out:
+            kept.append(word)
+    return kept, list(unknown)
+
+
+def _looks_like_flag(word: str, known: dict[str, argparse.Action]) -> bool:
+    name = _name(word)
+    return name in known or (_FLAG.fullmatch(name) is not None and not _NEGATIVE_NUMBER.match(word))
+
+
+def _name(word: str) -> str:
+    return word.split("=", 1)[0]
+
+
+def _describe_unknown(flag: str, known: list[str]) -> str:
+    replacement = replacement_of(flag)
+    if replacement is not None:
+        return f"{flag} does not exist any more: {replacement}"
+    advice = advice_on_foreign(flag)
+    if advice is not None:
+        return f"{flag} of Megatron-LM has no meaning here: {advice}"
+    nearest = difflib.get_close_matches(flag, known, n=3, cutoff=0.6)
     hint = f"did you mean {' or '.join(nearest)}?" if nearest else "see `python train.py --help` for all flags"
-    return f"unknown flag {word}: {hint}"
+    package = next((package for prefix, package in _PREFIXES.items() if flag.startswith(prefix)), None)
+    if package is not None and load_surface(package) is None:
+        hint = f"it may be a flag of {PACKAGES[package].distribution}, which is not installed"
+    return f"unknown flag {flag}: {hint}"
 
 
-def _typed_destinations(parser: ArgumentParser, argv: list[str]) -> set[str]:
-    words = {word.split("=", 1)[0] for word in argv}
-    return {action.dest for action in parser._actions if words.intersection(action.option_strings)}
+def _typed_destinations(parser: ArgumentParser, argv: Sequence[str]) -> set[str]:
+    actions = parser._option_string_actions
+    return {actions[name].dest for name in map(_name, argv) if name in actions}

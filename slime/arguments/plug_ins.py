@@ -21,7 +21,9 @@ MANAGER_PLUG_INS = (
 )  # fmt: skip
 RANK_PLUG_INS = (
     "rollout_data_postprocess_path", "custom_loss_function_path", "custom_advantage_function_path",
-    "custom_pg_loss_reducer_function_path",
+    "custom_pg_loss_reducer_function_path", "custom_tis_function_path", "custom_model_provider_path",
+    "custom_megatron_init_path", "custom_megatron_before_log_prob_hook_path",
+    "custom_megatron_before_train_step_hook_path", "custom_update_weight_post_write_path",
 )  # fmt: skip
 
 

@@ -1,16 +1,97 @@
 """argparse value types shared by the flag groups."""
 
 import argparse
+import ast
 import json
+import re
+from fractions import Fraction
 from typing import Any
+
+from slime.observability.run_record import REDACTED, mentions_secret
+
+# Longer than the layer list of any model; keeps `[0]*10**12` from filling the memory.
+_LONGEST_PATTERN = 10_000
+
+_SUFFIXES = {
+    "": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
+}  # fmt: skip
 
 
 def json_object(text: str) -> dict[str, Any]:
     """A JSON object such as `{"enable_thinking": false}`."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    value = json_value(text)
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object such as {{"key": "value"}}')
+        raise argparse.ArgumentTypeError(f'{_shown(text)} is not a JSON object such as {{"key": "value"}}')
     return value
+
+
+def json_value(text: str) -> Any:
+    """Any JSON: `[{"name": "a"}]`, `{"key": 1}`, `3`."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{_shown(text)} is not JSON: {error}") from None
+
+
+def human_int(text: str) -> int:
+    """An integer, with a decimal (k, M, G, T) or binary (Ki, Mi, Gi, Ti) suffix if you like: `32768`, `32Ki`, `25.6k`."""
+    match = re.fullmatch(r"([-+]?\d+(?:\.\d+)?)([A-Za-z]*)", text.strip())
+    number, suffix = match.groups() if match else ("0", "?")
+    value = Fraction(number) * _SUFFIXES.get(suffix, 1)
+    if suffix not in _SUFFIXES or value.denominator != 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number such as 32768, 32Ki or 25.6k")
+    return int(value)
+
+
+def layer_pattern(text: str) -> int | list[int]:
+    """A number, or a list with one number per layer: `4`, `[1,1,0]`, `[0]*3+[1]*58`, `([1]*3+[0])*12`.
+
+    Only integers, lists of integers, `+`, `*` and parentheses are understood; nothing else is evaluated.
+    """
+    try:
+        return _pattern_value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, SyntaxError) else error
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no layer pattern ({reason}); write a number such as 4 or a list such as [0]*3+[1]*58"
+        ) from None
+
+
+def integers(text: str) -> list[int]:
+    """Numbers with commas between them: `128,0`; brackets around them do no harm."""
+    try:
+        return [int(word) for word in text.strip().strip("()[]").split(",") if word.strip()]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of integers such as 128,0") from None
+
+
+def _pattern_value(node: ast.expr) -> int | list[int]:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        items = [_pattern_value(item) for item in node.elts]
+        if not all(isinstance(item, int) for item in items):
+            raise ValueError("a list holds integers only")
+        return items
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+        return _combine(node.op, _pattern_value(node.left), _pattern_value(node.right))
+    raise ValueError("only integers, lists of them, + and * are allowed")
+
+
+def _combine(operator: ast.operator, left: int | list[int], right: int | list[int]) -> int | list[int]:
+    if isinstance(operator, ast.Add):
+        if type(left) is not type(right):
+            raise ValueError("a list and a number cannot be added")
+        return left + right
+    if isinstance(left, list) and isinstance(right, list):
+        raise ValueError("two lists cannot be multiplied")
+    if isinstance(left, int) and isinstance(right, int):
+        return left * right
+    items, times = (left, right) if isinstance(left, list) else (right, left)
+    if len(items) * times > _LONGEST_PATTERN:
+        raise ValueError(f"it has more than {_LONGEST_PATTERN} entries")
+    return items * times
+
+
+def _shown(text: str) -> str:
+    return REDACTED if mentions_secret(text) else repr(text)

@@ -19,6 +19,7 @@ import psutil
 import ray
 
 from slime.arguments.derivation import settle_precision
+from slime.arguments.layout import Layout, layout_of
 from slime.utils import env
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import RunError, UserError
@@ -32,14 +33,13 @@ _CONNECT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """Devices that a run needs: training ranks first, then engines."""
+    """Devices that a run needs, and the CPUs beside them."""
 
-    actor_gpus: int
-    rollout_gpus: int
+    layout: Layout
 
     @property
     def gpus(self) -> int:
-        return self.actor_gpus + self.rollout_gpus
+        return self.layout.gpus
 
     @property
     def cpus(self) -> int:
@@ -49,10 +49,7 @@ class ClusterPlan:
 
 def plan_cluster(args: argparse.Namespace) -> ClusterPlan:
     """The devices of the run's layout."""
-    return ClusterPlan(
-        actor_gpus=args.world_size if args.has_trainer else 0,
-        rollout_gpus=args.rollout_num_gpus if args.has_engines else 0,
-    )
+    return ClusterPlan(layout_of(args))
 
 
 @contextlib.contextmanager
@@ -89,15 +86,15 @@ def _nodes_have_gpus() -> bool:
 
 
 def _start_local(plan: ClusterPlan) -> None:
-    real = gpus_on_this_machine()
+    real, layout = gpus_on_this_machine(), plan.layout
     if real == 0:
         # Ray compares the number of logical devices with this variable, which hides nothing here.
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         os.environ["SLIME_ACCELERATOR"] = "cpu"
     if 0 < real < plan.gpus:
         raise UserError(
-            f"the run needs {plan.actor_gpus} GPUs for training and {plan.rollout_gpus} for engines = {plan.gpus}, but this "
-            f"machine has {real}; lower --actor-num-gpus-per-node or --rollout-num-gpus, or join a cluster by RAY_ADDRESS"
+            f"the run needs {layout.actor_gpus} GPUs for training and {layout.rollout_gpus} for engines = {plan.gpus}, but "
+            f"this machine has {real}; lower --actor-num-gpus-per-node or --rollout-num-gpus, or join a cluster by RAY_ADDRESS"
         )
     cores = os.cpu_count() or 1
     logger.info("starting Ray on this machine: %d %sGPUs", plan.gpus, "" if real else "logical ")
@@ -157,13 +154,13 @@ def _join(address: str, plan: ClusterPlan) -> None:
             f"RAY_ADDRESS={address}: no Ray cluster answers there: {error}. If the cluster asks for a token (`ray start` says "
             "so), set RAY_AUTH_MODE=token"
         ) from error
-    have = ray.cluster_resources()
+    have, layout = ray.cluster_resources(), plan.layout
     gpus, cpus = int(have.get("GPU", 0)), int(have.get("CPU", 0))
     logger.info("joined the Ray cluster at %s: %d GPUs, %d CPUs", address, gpus, cpus)
     if gpus < plan.gpus or cpus < plan.cpus:
         ray.shutdown()
         raise UserError(
-            f"the run needs {plan.gpus} GPUs ({plan.actor_gpus} training, {plan.rollout_gpus} engines) and {plan.cpus} CPUs, "
-            f"but the cluster at {address} has {gpus} GPUs and {cpus} CPUs; add nodes, or start the node with "
+            f"the run needs {plan.gpus} GPUs ({layout.actor_gpus} training, {layout.rollout_gpus} engines) and {plan.cpus} "
+            f"CPUs, but the cluster at {address} has {gpus} GPUs and {cpus} CPUs; add nodes, or start the node with "
             f"`ray start --head --num-gpus {plan.gpus} --num-cpus {plan.cpus}`"
         )

@@ -51,9 +51,11 @@ def create_placement_groups(args: argparse.Namespace) -> dict[str, Bundles]:
     devices = wait_for_all([_locate(group, index) for index in range(plan.gpus)], "location of the devices", 300)
     StartupClock().mark("placement")
     order = sort_bundles(devices)
-    check_engines_fit([devices[index] for index in order[plan.actor_gpus :]], args.rollout_num_gpus_per_engine)
+    layout = plan.layout
+    engines = slice(layout.first_rollout_gpu, layout.first_rollout_gpu + layout.rollout_gpus)
+    check_engines_fit([devices[index] for index in order[engines]], args.rollout_num_gpus_per_engine)
     places = tuple((index, devices[index][1]) for index in order)
-    actor, rollout = places[: plan.actor_gpus], places[plan.actor_gpus :]
+    actor, rollout = places[: layout.actor_gpus], places[engines]
     return {
         "actor": Bundles(group if actor else None, actor),
         "rollout": Bundles(group if rollout else None, rollout),

@@ -25,6 +25,7 @@ from slime.observability.logging_utils import LoggedMetrics, configure_logger, d
 from slime.observability.progress import progress_snapshot
 from slime.utils.errors import RunError
 from slime.utils.misc import Box
+from slime.utils.ports import host_for_url
 from slime.utils.user_code import calling_user_code
 
 logger = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ class RolloutManager:
             self.args.router_api_key = key
         self._router = start_router(self.args, self.args.log_dir)
         self.args.router_api_key = key
-        self.args.sglang_router_ip, self.args.sglang_router_port = self._router.ip, self._router.port
+        self.args.sglang_router_ip, self.args.sglang_router_port = host_for_url(self._router.ip), self._router.port
         self._engine_group = EngineGroup(self.args, group, places, self.args.log_dir)
         self._engine_group.start()
 

@@ -10,12 +10,15 @@ import argparse
 import contextlib
 import logging
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from slime.arguments import parse_args
+from slime.arguments.plan import show_plan
+from slime.observability.effective_config import effective_configuration
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, tracking_directory
 from slime.observability.run_record import write_run_record
 from slime.observability.startup import StartupClock
@@ -29,14 +32,27 @@ logger = logging.getLogger(__name__)
 _terminated = threading.Event()
 
 
-def main(train: Callable[[argparse.Namespace], None], argv: list[str] | None = None) -> int:
-    """Parse the command line, run `train(args)` in a session, and return the exit status."""
-    configure_logger()
+def main(
+    train: Callable[[argparse.Namespace], None], argv: list[str] | None = None, *, asynchronous: bool = False
+) -> int:
+    """Parse the command line, run `train(args)` in a session, and return the exit status.
+
+    `asynchronous`: the loop generates while it trains, which some flags do not go with.
+    """
+    # A plan has the standard output for itself: it may be JSON that a program reads.
+    words = sys.argv[1:] if argv is None else argv
+    plans = any(word == "--dry-run" or word.startswith("--dry-run-json") for word in words)
+    stream = sys.stderr if plans else sys.stdout
+    configure_logger(stream=stream)
     _terminated.clear()
     try:
-        args = parse_args(argv=argv)
+        args = parse_args(argv=argv, asynchronous=asynchronous)
         StartupClock().mark("arguments")
-        configure_logger(args.log_level)
+        configure_logger(args.log_level, stream)
+        if args.dry_run:
+            # Before Ray, trackers or directories are touched.
+            show_plan(args)
+            return 0
         with _session(args):
             train(args)
     except (UserError, RunError) as error:
@@ -90,16 +106,19 @@ def _session(args: argparse.Namespace) -> Iterator[None]:
     directory = tracking_directory(args).absolute()
     args.log_dir = str(directory / "logs")
     Path(args.log_dir).mkdir(parents=True, exist_ok=True)
+    failed = True
     with _sigterm_as_interrupt():
-        init_tracking(args, directory)
         try:
+            init_tracking(args, directory)
+            logger.info("%s", effective_configuration(args))
             write_run_record(args, args.save or directory)
             # Ray puts a SIGTERM handler of its own in place of ours when it starts.
             with ray_cluster(args), _sigterm_as_interrupt():
                 StartupClock().mark("Ray")
                 yield
+            failed = False
         finally:
-            finish_tracking()
+            finish_tracking(failed=failed)
 
 
 @contextlib.contextmanager

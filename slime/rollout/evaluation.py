@@ -9,6 +9,7 @@ from typing import Any
 
 from slime.observability.progress import start_progress
 from slime.rollout.base_types import RolloutFnEvalOutput, leaves, sample_line
+from slime.rollout.eval_stop import finished_prompts, is_limited
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate_and_rm_group, is_aborted
 from slime.rollout.user_functions import run_in_daemon_thread
@@ -53,7 +54,13 @@ async def eval_rollout(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
             results = await asyncio.gather(*tasks)
         finally:
             await _end(tasks)
-    return RolloutFnEvalOutput(data={config.name: result for config, result in zip(configs, results, strict=True)})
+    data = {config.name: result for config, (result, _) in zip(configs, results, strict=True)}
+    left = {
+        f"eval/{config.name}-unfinished_prompts": unfinished
+        for config, (_, unfinished) in zip(configs, results, strict=True)
+        if is_limited(config)
+    }
+    return RolloutFnEvalOutput(data=data, metrics=left or None)
 
 
 def evaluation_args(args: Any) -> Any:
@@ -90,7 +97,9 @@ def load_prompts(args: Any, state: GenerateState, config: EvalDatasetConfig) -> 
 
 async def _evaluate_set(
     args: Any, config: EvalDatasetConfig, prompts: list[Sample], advance: Callable[[int], None]
-) -> dict[str, list[Any]]:
+) -> tuple[dict[str, list[Any]], int]:
+    """What the set gave, and the number of prompts that it ended without."""
+
     async def evaluate_group(group: list[Sample]) -> list[Any]:
         entries = await _finished_entries(args, config, group)
         advance(len(group))
@@ -99,17 +108,18 @@ async def _evaluate_set(
     groups = [_copies(config, prompt, number) for number, prompt in enumerate(prompts)]
     tasks = [asyncio.create_task(evaluate_group(group), name=f"{config.name} {i}") for i, group in enumerate(groups)]
     try:
-        finished = await asyncio.gather(*tasks)
+        finished = await finished_prompts(tasks, config)
     finally:
         await _end(tasks)
     samples = leaves(finished)
     logger.info("evaluation set %s, first sample: %s", config.name, sample_line(samples[0]))
     reward_of = functools.partial(_reward_value, args)
-    return {
+    result = {
         "rewards": [reward_of(sample) for sample in samples],
         "truncated": [sample.truncated for sample in samples],
         "samples": samples,
     }
+    return result, len(tasks) - len(finished)
 
 
 async def _finished_entries(args: Any, config: EvalDatasetConfig, group: list[Sample]) -> list[Any]:

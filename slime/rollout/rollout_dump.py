@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from slime.utils.errors import UserError
+from slime.utils.file_templates import existing_files
 from slime.utils.packed_sample import pack_sample
 from slime.utils.types import Sample
 
@@ -54,7 +55,13 @@ def load_rollout(template: str, rollout_id: int | str, subsample: float | None =
 
     path = Path(template.format(rollout_id=rollout_id))
     if not path.is_file():
-        raise UserError(f"--load-debug-rollout-data: {path} does not exist")
+        known = [os.path.basename(name) for name in existing_files(template)]
+        there = (
+            f"there is {known[0]} … {known[-1]}; --num-rollout and --start-rollout-id say which are read"
+            if known
+            else ""
+        )
+        raise UserError(f"--load-debug-rollout-data: {path} does not exist{'; ' if there else ''}{there}")
     try:
         dump = torch.load(path, weights_only=True)
     except Exception as error:

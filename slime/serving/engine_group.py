@@ -11,10 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+from slime.observability.logging_utils import configure_logger
 from slime.serving.router import RouterHandle
 from slime.utils.env import actor_environment
 
 _SHUTDOWN_SECONDS = 30.0
+
+
+class EngineActor(SGLangEngine):
+    """An engine in a process of its own, whose log lines have the level of the run."""
+
+    def __init__(self, args: Any, rank: int, log_dir: str | Path):
+        configure_logger(args.log_level)
+        super().__init__(args, rank, log_dir)
 
 
 class EngineGroup:
@@ -48,7 +57,7 @@ class EngineGroup:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        actor_class = ray.remote(SGLangEngine)
+        actor_class = ray.remote(EngineActor)
         for rank, (bundle_index, _) in enumerate(self._places):
             strategy = PlacementGroupSchedulingStrategy(
                 placement_group=self._placement_group,

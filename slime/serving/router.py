@@ -18,6 +18,7 @@ from typing import Any
 
 import requests
 
+from slime.serving.router_flags import OUR_DEFAULTS, REQUEST_TIMEOUT_SECONDS
 from slime.utils.child_process import ChildProcess, environment_for_python
 from slime.utils.errors import RunError, UserError
 from slime.utils.ports import PortReservation, host_for_url, random_port_start, reserve_port, service_host
@@ -26,7 +27,6 @@ _FIRST_PORT = 3000
 _POLL_SECONDS = 0.05
 _REQUEST_TIMEOUT_SECONDS = 10.0
 _SHUTDOWN_SECONDS = 3.0
-_GENERATION_TIMEOUT_SECONDS = 14400
 
 
 @dataclasses.dataclass
@@ -184,9 +184,6 @@ def start_router(args: Any, log_dir: str | Path) -> RouterHandle:
 def compute_router_fields(args: Any, host: str, port: int, prometheus_port: int) -> dict[str, Any]:
     """Fields of the `RouterArgs` dataclass: our defaults, then every `args.router_<field>` that is not None.
 
-    Circuit breaker and health checks are off: a slow engine must not be taken for a dead one, and dead ones are removed
-    by their owner.
-
     Raises:
         UserError: an `args.router_<field>` is unknown to the installed router.
     """
@@ -204,15 +201,8 @@ def compute_router_fields(args: Any, host: str, port: int, prometheus_port: int)
             f"--router-{unknown[0].replace('_', '-')} is not known to the installed sglang_router; remove it"
         )
     defaults = {
-        "log_level": "warn",
-        "balance_abs_threshold": 10,
-        "balance_rel_threshold": 1.2,
-        "disable_circuit_breaker": True,
-        "disable_health_check": True,
-        "worker_startup_check_interval": 1,
-        "shutdown_grace_period_secs": 1,
-        "request_timeout_secs": getattr(args, "sglang_router_request_timeout_secs", None)
-        or _GENERATION_TIMEOUT_SECONDS,
+        **OUR_DEFAULTS,
+        "request_timeout_secs": getattr(args, "sglang_router_request_timeout_secs", None) or REQUEST_TIMEOUT_SECONDS,
     }
     addresses = {"host": host, "port": port, "prometheus_host": host, "prometheus_port": prometheus_port}
     return {**defaults, **addresses, **typed, "host": host, "port": port}

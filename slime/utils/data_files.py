@@ -38,6 +38,11 @@ class DataFile:
         return f"[{'' if self.start is None else self.start}:{'' if self.stop is None else self.stop}]"
 
 
+def path_without_slice(text: str) -> str:
+    """`text` up to a slice `@[...]` at its end, well formed or not."""
+    return text[: text.rindex("@[")] if text.endswith("]") and "@[" in text else text
+
+
 def parse_data_path(text: str, flag: str = "--prompt-data") -> DataFile:
     """Split `path@[a:b]`.
 
@@ -45,7 +50,7 @@ def parse_data_path(text: str, flag: str = "--prompt-data") -> DataFile:
         UserError: malformed slice, unknown ending, or no such file; the message names `flag`.
     """
     path, start, stop = text, None, None
-    if text.endswith("]") and "@[" in text:
+    if path_without_slice(text) != text:
         match = re.fullmatch(r"(.+)@\[(-?\d+)?:(-?\d+)?\]", text)
         if match is None:
             raise UserError(f"{flag} {text}: malformed slice; write path@[start:stop], each bound may be left out")

@@ -1,6 +1,7 @@
 """Every environment variable that changes this program's behaviour is read here and nowhere else."""
 
 import os
+from pathlib import Path
 
 
 def debug_enabled() -> bool:
@@ -16,6 +17,14 @@ def forced_accelerator() -> str | None:
 def host_ip_override() -> str | None:
     """`SLIME_HOST_IP`: the address that this node announces to the others."""
     return os.environ.get("SLIME_HOST_IP") or None
+
+
+def cache_home() -> Path | None:
+    """`XDG_CACHE_HOME`, else `~/.cache`; None when the user has no home directory."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification asks to ignore relative paths.
+    path = Path(named) if os.path.isabs(named) else Path(os.path.expanduser("~/.cache"))
+    return path if path.is_absolute() else None
 
 
 def tensorboard_dir() -> str | None:

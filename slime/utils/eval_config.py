@@ -5,9 +5,11 @@ A value comes from the first place that has it: the set's own entry, the default
 """
 
 import dataclasses
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
@@ -41,6 +43,17 @@ class EvalDatasetConfig:
     no_stop_trim: bool | None = None
     custom_generate_function_path: str | None = None
     metadata_overrides: dict[str, Any] = field(default_factory=dict)
+    # Limits of the default evaluation: seconds for the whole set; samples without which it is worth nothing; and an end
+    # as soon as at most so many prompts remain and none has finished for so many seconds.
+    eval_task_timeout: float | None = None
+    min_eval_samples: int | None = None
+    eval_early_stop_remaining: int | None = None
+    eval_early_stop_idle_timeout: float | None = None
+    # For functions of the user; nothing here reads them.
+    app_service: Any = None
+    message_processor: Any = None
+    reward_model: Any = None
+    remote_environment: Any = None
 
     @property
     def cache_key(self) -> tuple[str, ...]:
@@ -99,6 +112,57 @@ _FLAGS: dict[str, tuple[str, ...]] = {
 _FALLBACKS = {"metadata_key": "metadata", "tool_key": "tools", "n_samples_per_eval_prompt": 1}
 
 
+# Keys whose numbers start above 0, and those that start at 0.
+_POSITIVE = (
+    "n_samples_per_eval_prompt", "max_response_len", "eval_task_timeout", "min_eval_samples", "eval_early_stop_remaining",
+    "eval_early_stop_idle_timeout",
+)  # fmt: skip
+_NOT_NEGATIVE = ("temperature", "min_new_tokens", "repetition_penalty")
+
+_KINDS = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "a mapping",
+}
+
+
+def eval_dataset_keys() -> tuple[str, ...]:
+    """Every key that an entry may have."""
+    return tuple(spec.name for spec in dataclasses.fields(EvalDatasetConfig))
+
+
+def value_problem(key: str, value: Any) -> str | None:
+    """What is wrong with the value of a known key of an entry; None (unset) is always right."""
+    annotation = inspect.get_annotations(EvalDatasetConfig)[key]
+    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    if value is None:
+        return None
+    if not any(_fits(value, kind) for kind in kinds):
+        items = [_KINDS.get(item, "anything") for item in get_args(kinds[0])[-1:]]
+        wanted = " of ".join([_KINDS[get_origin(kinds[0]) or kinds[0]], *items])
+        return f"{key} is {value!r}, must be {wanted}"
+    if key in _POSITIVE and value <= 0:
+        return f"{key} is {value}, must be above 0"
+    if key in _NOT_NEGATIVE and value < 0:
+        return f"{key} is {value}, must not be negative"
+    return None
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if kind is Any or kind is type(None):
+        return kind is Any or value is None
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_fits(item, get_args(kind)[0]) for item in value)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(_fits(item, get_args(kind)[1]) for item in value.values())
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int | float if kind is float else kind)
+
+
 def build_eval_dataset_configs(
     args: Any, raw_config: Iterable[Mapping[str, Any]] | Mapping[str, Mapping[str, Any]], defaults: Mapping[str, Any]
 ) -> list[EvalDatasetConfig]:
@@ -137,8 +201,7 @@ def _build(args: Any, entry: dict[str, Any], defaults: Mapping[str, Any]) -> Eva
     for name, value in _FALLBACKS.items():
         values[name] = value if values.get(name) is None else values[name]
     config = EvalDatasetConfig(**values)
-    if config.n_samples_per_eval_prompt < 1:
-        raise UserError(
-            f"evaluation set {config.name}: n_samples_per_eval_prompt is {config.n_samples_per_eval_prompt}, must be ≥ 1"
-        )
+    problems = [problem for key in values if (problem := value_problem(key, values[key])) is not None]
+    if problems:
+        raise UserError(f"evaluation set {config.name}: {'; '.join(problems)}")
     return config

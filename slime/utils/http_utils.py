@@ -22,6 +22,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from slime.utils import env
 from slime.utils.errors import RunError
 from slime.utils.misc import get_current_node_ip
 from slime.utils.ports import host_for_url
@@ -189,7 +190,9 @@ async def _send(
 
 
 def _status_error(method: str, url: str, status: int, content: bytes) -> HttpError:
-    body = content.decode("utf-8", "replace")[:_BODY_CHARACTERS_IN_MESSAGES]
+    body = content.decode("utf-8", "replace")
+    if not env.debug_enabled():
+        body = body[:_BODY_CHARACTERS_IN_MESSAGES]
     return HttpError(f"{method} {url} answered {status}: {body}", url=url, status=status, body=body)
 
 

@@ -36,6 +36,25 @@ def test_reference_gives_the_initial_weights(tmp_path):
     assert args.initial_weights.step == 3 and not args.initial_weights.resume
 
 
+def test_the_iteration_of_the_reference_is_the_one_that_is_loaded(tmp_path):
+    reference = megatron_checkpoint(tmp_path / "sft")
+    assert parse(tmp_path, "--ref-load", str(reference), "--ref-ckpt-step", "3").ckpt_step == 3
+
+
+def test_an_initial_checkpoint_comes_before_the_reference_and_after_load(tmp_path):
+    first, reference = megatron_checkpoint(tmp_path / "first"), megatron_checkpoint(tmp_path / "sft")
+    words = ["--initial-megatron-checkpoint", str(first), "--ref-load", str(reference)]
+    args = parse(tmp_path, *words)
+    assert args.initial_weights.path == str(first) and not args.initial_weights.resume
+    run = megatron_checkpoint(tmp_path / "run")
+    assert parse(tmp_path, *words, "--load", str(run)).initial_weights.path == str(run)
+
+
+def test_a_plan_is_not_stopped_by_missing_weights(tmp_path):
+    args = parse(tmp_path, "--load", "/nowhere/run", "--dry-run")
+    assert args.initial_weights is None and args.plan_notes[0].startswith("--load /nowhere/run is missing or empty")
+
+
 def test_load_with_pointer_is_a_resume(tmp_path):
     run = megatron_checkpoint(tmp_path / "run")
     args = parse(tmp_path, "--load", str(run))

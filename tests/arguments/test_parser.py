@@ -1,8 +1,17 @@
+import argparse
 import re
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from slime.arguments import parse_args
+from slime.arguments import parser as parser_module
+from slime.arguments.groups import data, sglang
+from slime.arguments.groups.own import OWN_GROUPS
+from slime.arguments.help_text import groups_of
+from slime.arguments.not_yet import own
 from slime.arguments.parser import build_parser, parse_known
 from slime.utils.errors import UserError
 from tests.support.args import command_line, parse
@@ -28,6 +37,7 @@ def test_a2_abbreviations_are_refused(tmp_path):
 
 def test_a2_load_is_not_taken_for_a_longer_flag(tmp_path):
     dump = tmp_path / "{rollout_id}.pt"
+    (tmp_path / "0.pt").touch()
     words = ["--load", str(tmp_path / "run"), "--save", str(tmp_path / "run"), "--load-debug-rollout-data", str(dump)]
     for order in (words, words[4:] + words[:4]):
         args = parse(tmp_path, *order)
@@ -55,8 +65,6 @@ def test_typed_flags_are_remembered(tmp_path):
 
 
 def test_own_flags_can_be_added(tmp_path):
-    from slime.arguments import parse_args
-
     def add(parser):
         parser.add_argument("--my-flag", type=int, default=3)
         return parser
@@ -64,22 +72,164 @@ def test_own_flags_can_be_added(tmp_path):
     assert parse_args(add, argv=[*command_line(tmp_path), "--my-flag", "5"]).my_flag == 5
 
 
+def test_own_flags_must_not_repeat_known_ones():
+    def add(parser):
+        parser.add_argument("--lr", type=float, help="mine")
+        return parser
+
+    with pytest.raises(UserError, match="add_custom_arguments.*--lr"):
+        build_parser(add)
+
+
+def test_wrong_values_unknown_and_retired_flags_are_reported_together(tmp_path):
+    words = ["--num-epoch", "many", "--loss-type", "l2", "--tis-clp", "1", "--use-http2", "--seed", "--lr", "1e-5x"]
+    with pytest.raises(UserError) as error:
+        parse(tmp_path, *words)
+    lines = str(error.value).splitlines()
+    assert len(lines) == 6
+    for part in (
+        "unknown flag --tis-clp", "--use-http2 does not exist any more", "--num-epoch: invalid int value: 'many'",
+        "--loss-type: invalid choice: 'l2'", "--seed: expected one argument", "--lr: invalid float value: '1e-5x'",
+    ):  # fmt: skip
+        assert any(part in line for line in lines), part
+
+
+def test_a_value_given_to_a_switch_is_reported_with_the_rest(tmp_path):
+    with pytest.raises(UserError) as error:
+        parse(tmp_path, "--num-epoch", "many", "--balance-data=yes")
+    assert "--num-epoch" in str(error.value) and "--balance-data" in str(error.value)
+
+
+def test_after_an_error_the_parser_is_as_before(tmp_path):
+    parser = build_parser()
+    for _ in range(2):
+        with pytest.raises(UserError) as error:
+            parser.parse(["--seed", "x"])
+        assert str(error.value) == "--seed: invalid int value: 'x'"
+    assert parser.parse(["--seed", "7"]).seed == 7
+    with pytest.raises(UserError, match="--seed"):
+        parser.parse_args(["--seed", "x"])
+
+
+@pytest.mark.parametrize(
+    "words", [["--adam-eps", "-1e-8"], ["--adam-eps=-1e-8"], ["--adam-eps", "1", "--adam-eps", "-1e-8"]]
+)
+def test_negative_numbers_repetitions_and_equal_signs(words):
+    assert build_parser().parse(words).adam_eps == -1e-8
+
+
+def test_values_that_look_like_flags_are_values():
+    args = build_parser().parse(
+        ["--rollout-top-k", "-1", "--rollout-stop", "- a", "-.5", '--train-env-vars={"A": "b c"}']
+    )
+    assert (args.rollout_top_k, args.rollout_stop, args.train_env_vars) == (-1, ["- a", "-.5"], {"A": "b c"})
+
+
+def test_a_slip_of_one_dash_is_an_unknown_flag():
+    with pytest.raises(UserError, match="unknown flag -seed: did you mean --seed"):
+        build_parser().parse(["-seed", "3"])
+
+
+def test_the_batch_size_may_come_from_yaml_and_must_come(tmp_path):
+    words = command_line(tmp_path)
+    at = words.index("--rollout-batch-size")
+    without = words[:at] + words[at + 2 :]
+    with pytest.raises(UserError, match="--rollout-batch-size is needed"):
+        parse_args(argv=without)
+    (tmp_path / "run.yaml").write_text("rollout_batch_size: 4\n")
+    assert parse_args(argv=[*without, "--custom-config-path", str(tmp_path / "run.yaml")]).rollout_batch_size == 4
+
+
+def test_the_loop_tells_whether_it_is_asynchronous(tmp_path):
+    assert parse(tmp_path).asynchronous is False
+    with pytest.raises(UserError, match="asynchronous"):
+        parse_args(argv=[*command_line(tmp_path), "--colocate"], asynchronous=True)
+
+
+@pytest.fixture
+def without_engines(monkeypatch):
+    """SGLang and router look as if they were not installed."""
+    for module in (parser_module, sglang):
+        installed = module.load_surface
+        monkeypatch.setattr(
+            module, "load_surface", lambda name, ask=installed: ask(name) if name == "megatron" else None
+        )
+
+
+def test_without_sglang_a_run_that_only_trains_takes_its_flags(without_engines):
+    words = ["--sglang-cuda-graph-bs", "1", "2", "--lr", "1e-3", "--router-any=3", "--sglang-x", "--debug-train-only"]
+    args = parse_known(build_parser(), words)
+    assert args.lr == 1e-3 and not hasattr(args, "sglang_cuda_graph_bs")
+    with pytest.raises(UserError, match="unknown flag --my-flag"):
+        parse_known(build_parser(), [*words, "--my-flag", "3"])
+
+
+def test_without_sglang_other_runs_say_what_is_missing(without_engines):
+    with pytest.raises(
+        UserError, match="--sglang-mem-fraction-static: it may be a flag of sglang, which is not installed"
+    ):
+        parse_known(build_parser(), ["--sglang-mem-fraction-static", "0.5"])
+
+
+def test_with_sglang_a_run_that_only_trains_refuses_misspelt_flags():
+    with pytest.raises(UserError, match="unknown flag --sglang-mem-fraction-statik: did you mean"):
+        parse_known(build_parser(), ["--debug-train-only", "--sglang-mem-fraction-statik", "0.5"])
+
+
+def test_two_groups_cannot_define_one_flag(monkeypatch):
+    monkeypatch.setattr(parser_module, "GROUPS", (data, data))
+    with pytest.raises(argparse.ArgumentError, match="conflicting option string"):
+        build_parser()
+
+
+def test_one_attribute_has_one_default():
+    defaults = defaultdict(list)
+    for action in build_parser()._actions:
+        if action.default is not argparse.SUPPRESS:
+            defaults[action.dest].append(action.default)
+    assert {dest: values for dest, values in defaults.items() if any(value != values[0] for value in values)} == {}
+
+
 def test_every_flag_has_a_help_text():
     assert [a.option_strings for a in build_parser()._actions if not a.help] == []
 
 
-# Read by field name when Megatron's configuration dataclasses are filled, or as `sglang_<server argument>`.
-READ_BY_FIELD_NAME = {
-    "adam_beta1", "adam_beta2", "adam_eps", "add_qkv_bias", "attention_dropout", "attention_softmax_in_fp32", "clip_grad",
-    "deterministic_mode", "hidden_dropout", "normalization", "optimizer", "qk_layernorm", "recompute_granularity",
-    "recompute_method", "recompute_num_layers",
-}  # fmt: skip
+# Where nothing of ours names the attribute.
+EFFECT_ELSEWHERE = {
+    "clip_grad": "copied into Megatron's optimizer configuration by the name of the field",
+    "max_turns": "own generate functions read it",
+    "rm_url": "own reward functions read it",
+}
 
 
 def test_a6_every_flag_has_a_reader():
-    text = "\n".join(path.read_text() for path in [*SOURCE.rglob("*.py"), SOURCE.parent / "train.py"])
-    read = set(re.findall(r"args\.([a-z_0-9]+)", text)) | set(re.findall(r"\"([a-z_0-9]+)\"", text))
-    flags = {action.dest for action in build_parser()._actions} - {"help"}
-    unread = {name for name in flags - read - READ_BY_FIELD_NAME if not name.startswith("sglang_")}
-    # Sampling flags of evaluation are read as eval_<name>.
-    assert {name for name in unread if not name.startswith("eval_")} == set()
+    read = words_read_by(path for path in sources() if not path.is_relative_to(SOURCE / "arguments") or settles(path))
+    silent = own_flags() - read - {row.name for row in own.ROWS}
+    assert silent == set(EFFECT_ELSEWHERE)
+
+
+def test_rows_of_features_that_are_built_are_gone():
+    assert {row.name for row in own.ROWS} - own_flags() == set()
+    beyond_arguments = [path for path in sources() if not path.is_relative_to(SOURCE / "arguments")]
+    read = set(re.findall(r"\bargs\.([a-z_0-9]+)", "\n".join(path.read_text() for path in beyond_arguments)))
+    stale = {row.name for row in own.ROWS if not row.works} & read
+    assert stale == set(), "a feature reads them: delete their rows, or say which values work"
+
+
+def own_flags() -> set[str]:
+    titles = {group.TITLE for group in OWN_GROUPS}
+    return {action.dest for title, actions in groups_of(build_parser()) if title in titles for action in actions}
+
+
+def sources() -> list[Path]:
+    return [*SOURCE.rglob("*.py"), *SOURCE.parent.glob("train*.py")]
+
+
+def settles(path: Path) -> bool:
+    """Whether a module of the arguments does more with a flag than define or refuse it."""
+    return not {"groups", "rules", "not_yet"} & set(path.relative_to(SOURCE / "arguments").parts)
+
+
+def words_read_by(paths: Iterable[Path]) -> set[str]:
+    text = "\n".join(path.read_text() for path in paths)
+    return set(re.findall(r"args\.([a-z_0-9]+)", text)) | set(re.findall(r"\"([a-z_0-9]+)\"", text))

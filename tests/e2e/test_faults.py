@@ -183,7 +183,7 @@ def test_a_signal_while_samples_are_generated_ends_everything(flags, tmp_path, n
     with TrainProcess([*flags, *words], tmp_path, {"E2E_HOLD_ROLLOUT": "0"}) as process:
         process.wait_for_line("holding rollout 0", 200)
         running = " ".join(process.processes().values())
-        assert all(part in running for part in ("RankProcess", "SGLangEngine", "router_process", "server_process"))
+        assert all(part in running for part in ("RankProcess", "EngineActor", "router_process", "server_process"))
         # Ctrl-C reaches all processes of the terminal's foreground group, a plain SIGTERM only the driver.
         send = process.send_signal_to_group if number == signal.SIGINT else process.send_signal_to_driver
         send(number)

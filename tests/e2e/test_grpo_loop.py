@@ -128,8 +128,8 @@ def test_checkpoints_lie_where_they_should(finished_run):
 
 def test_the_run_record_repeats_the_command(finished_run, task):
     record = json.loads((finished_run.checkpoints / "args.json").read_text())
-    assert record["arguments"]["hf_checkpoint"] == str(task.model)
-    assert record["arguments"]["check_weight_update_equal"] is True
+    assert record["arguments"]["hf_checkpoint"] == {"value": str(task.model), "origin": "command line"}
+    assert record["arguments"]["check_weight_update_equal"]["value"] is True
     assert record["versions"]["torch"] == torch.__version__
 
 

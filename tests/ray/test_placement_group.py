@@ -19,7 +19,10 @@ def test_host_names_are_resolved_and_unknown_ones_come_last():
 
 
 def plan(**values):
-    defaults = {"world_size": 4, "rollout_num_gpus": 2, "has_trainer": True, "has_engines": True}
+    defaults = {
+        "world_size": 4, "rollout_num_gpus": 2, "has_trainer": True, "has_engines": True, "rollout_external": False,
+        "colocate": False,
+    }  # fmt: skip
     return plan_cluster(SimpleNamespace(**{**defaults, **values}))
 
 

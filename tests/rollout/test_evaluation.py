@@ -175,3 +175,24 @@ def test_bad_rows_are_left_out_on_request(server, checkpoint, tmp_path):
         run(args)
     args.allow_bad_rows = True
     assert len(run(args).data["bad"]["samples"]) == 1
+
+
+def test_a_set_may_end_without_its_stragglers(server, checkpoint, tmp_path):
+    args = make_eval_args(checkpoint, server, tmp_path)
+    args.eval_datasets[0].eval_task_timeout = 2.0
+    held = []
+
+    def hold(payload):
+        # Both samples of one prompt of the first set.
+        first = held or [payload["input_ids"]]
+        stays = payload["input_ids"] == first[0] and payload["sampling_params"]["temperature"] != 0.0
+        if stays:
+            held.append(payload["input_ids"])
+        return stays
+
+    server.hold = hold
+    output = run(args)
+    server.release()
+    assert output.metrics == {"eval/easy-unfinished_prompts": 1}
+    assert len(output.data["easy"]["samples"]) == 4 and len(output.data["hard"]["samples"]) == 2
+    assert set(output.data["easy"]) == {"rewards", "truncated", "samples"}

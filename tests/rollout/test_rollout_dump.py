@@ -37,8 +37,11 @@ def test_subsample_takes_first_and_last_halves(tmp_path):
 
 
 def test_missing_and_foreign_files(tmp_path):
-    with pytest.raises(UserError, match="0.pt does not exist"):
+    with pytest.raises(UserError, match="0.pt does not exist$"):
         load_rollout(str(tmp_path / "{rollout_id}.pt"), 0)
+    save_rollout(str(tmp_path / "there/{rollout_id}.pt"), 2, samples(1))
+    with pytest.raises(UserError, match=r"0.pt does not exist; there is 2.pt … 2.pt; --num-rollout and"):
+        load_rollout(str(tmp_path / "there/{rollout_id}.pt"), 0)
     torch.save([1], tmp_path / "1.pt")
     with pytest.raises(UserError, match="is no rollout dump"):
         load_rollout(str(tmp_path / "{rollout_id}.pt"), 1)

@@ -8,22 +8,38 @@ import shutil
 import signal
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import requests
 
+from slime.arguments import build_parser
 from slime.utils.errors import RunError, UserError
 from tests.support.log_probs import ReferenceModel, generation_request, response_of
 from tests.support.tiny_checkpoint import make_tiny_checkpoint
 
 API_KEY = "key-of-this-test-run"
+# An integer with a suffix, a list of integers, JSON, a text that only sglang can read, a switch turned off.
+TYPED_FLAGS = (
+    "--sglang-max-total-tokens", "16Ki", "--sglang-gc-threshold", "701", "11", "12",
+    "--sglang-default-chat-template-kwargs", '{"enable_thinking": false}',
+    "--sglang-cuda-graph-config", '{"decode": {"backend": "disabled"}}', "--no-sglang-dllm-fdfo",
+    "--sglang-served-model-name", "tiny",
+)  # fmt: skip
 PROMPT = [5, 9, 77, 200, 31, 8, 90, 3]
+
+
+def typed_server_flags() -> dict[str, Any]:
+    """What the parser makes of `TYPED_FLAGS`."""
+    args = build_parser().parse_args(["--rollout-batch-size", "1", *TYPED_FLAGS])
+    return {name: value for name, value in vars(args).items() if value is not None and name.startswith("sglang_")}
 
 
 def make_args(checkpoint, **overrides) -> SimpleNamespace:
     values = {
         "hf_checkpoint": str(checkpoint),
+        "log_level": "INFO",
         "seed": 1,
         "num_gpus_per_node": 2,
         "rollout_num_gpus_per_engine": 1,
@@ -58,7 +74,7 @@ def serving(old_checkpoint, tmp_path_factory):
     from slime.serving.router import start_router
 
     log_dir = tmp_path_factory.mktemp("logs")
-    args = make_args(old_checkpoint)
+    args = make_args(old_checkpoint, **typed_server_flags())
     started = time.monotonic()
     ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
     placement_group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * 2)
@@ -118,6 +134,20 @@ def make_updater(serving, tensors, expected=None, bucket_bytes=100_000):
     group = serving.group
     updater.connect_rollout_engines(group.engines, None, group.gpu_counts, group.gpu_offsets, None)
     return updater
+
+
+# -- arguments -----------------------------------------------------------------------------------------------------------
+
+
+def test_typed_flags_reach_the_server(serving):
+    headers = {"Authorization": f"Bearer {API_KEY}"}
+    info = requests.get(f"{serving.group.urls[0]}/server_info", headers=headers, timeout=60).json()
+    assert info["max_total_tokens"] == 16384
+    assert info["gc_threshold"] == [701, 11, 12]
+    assert info["default_chat_template_kwargs"] == {"enable_thinking": False}
+    assert info["cuda_graph_config"]["decode"]["backend"] == "disabled"
+    assert info["dllm_fdfo"] is False
+    assert info["random_seed"] == 1 and info["tp_size"] == 1, "derived values stay"
 
 
 # -- generation ----------------------------------------------------------------------------------------------------------

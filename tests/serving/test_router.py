@@ -57,12 +57,15 @@ def test_f6_a_router_that_cannot_start_shows_its_last_log_lines(tmp_path):
 
 
 def test_f4_a_router_is_awaited_by_polling_and_ends_with_shutdown(tmp_path):
-    router = start_router(SimpleNamespace(), tmp_path)
+    args = SimpleNamespace(router_api_key="s3cret", router_log_level="debug")
+    router = start_router(args, tmp_path)
     try:
         router.wait_ready(30)
         assert router.workers() == []
     finally:
         router.shutdown()
+    log = (tmp_path / "router.log").read_text()
+    assert "Starting router" in log and "s3cret" not in log
     assert router.process.poll() is not None
     with pytest.raises(RunError, match="the router is dead"):
         router.workers()

@@ -57,7 +57,19 @@ def test_unknown_keys_are_named():
     [
         ([{"name": "a"}], "path missing"),
         ([{"name": "a", "path": "p"}, {"name": "a", "path": "q"}], "repeated: a"),
-        ([{"name": "a", "path": "p", "n_samples_per_eval_prompt": 0}], "n_samples_per_eval_prompt is 0"),
+        (
+            [{"name": "a", "path": "p", "n_samples_per_eval_prompt": 0}],
+            "n_samples_per_eval_prompt is 0, must be above 0",
+        ),
+        ([{"name": "a", "path": "p", "min_eval_samples": 0}], "min_eval_samples is 0, must be above 0"),
+        ([{"name": "a", "path": "p", "temperature": "hot"}], "temperature is 'hot', must be a number"),
+        ([{"name": "a", "path": "p", "temperature": -1}], "temperature is -1, must not be negative"),
+        ([{"name": "a", "path": "p", "max_response_len": 1.5}], "max_response_len is 1.5, must be a whole number"),
+        ([{"name": "a", "path": "p", "max_response_len": True}], "must be a whole number"),
+        ([{"name": "a", "path": "p", "apply_chat_template": 1}], "must be true or false"),
+        ([{"name": "a", "path": "p", "stop": "END"}], "stop is 'END', must be a list of text"),
+        ([{"name": "a", "path": "p", "stop_token_ids": ["a"]}], "must be a list of a whole number"),
+        ([{"name": "a", "path": "p", "multimodal_keys": {"image": 1}}], "must be a mapping of text"),
     ],
 )
 def test_bad_entries(entries, message):
@@ -82,3 +94,10 @@ def test_sets_that_load_the_same_share_a_cache_key():
 
     assert key() == key(temperature=0.3)
     assert key() != key(input_key="other")
+
+
+def test_keys_for_functions_of_ones_own_pass_through():
+    entry = {"name": "a", "path": "p", "app_service": {"url": "u"}, "reward_model": "m", "message_processor": "f"}
+    (config,) = build_eval_dataset_configs(ARGS, [entry], {"remote_environment": [1], "eval_task_timeout": 60})
+    assert (config.app_service, config.reward_model, config.message_processor) == ({"url": "u"}, "m", "f")
+    assert (config.remote_environment, config.eval_task_timeout) == ([1], 60)

@@ -1,59 +1,107 @@
-"""Flags of placement, weights and the training process."""
+"""Flags of placement: which nodes and GPUs train, which serve, and who moves out of whose way."""
 
 import argparse
 
-from slime.arguments.types import json_object
-
-TITLE = "cluster, placement and weights"
+TITLE = "cluster and placement"
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
-    _add_placement(group)
-    _add_weights(group)
+    _add_sizes(group)
+    _add_offload(group)
+    _add_plan(group)
 
 
-def _add_placement(group: argparse._ArgumentGroup) -> None:
+def _add_sizes(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--actor-num-nodes", type=int, default=1, help="nodes that run training ranks")
-    group.add_argument("--actor-num-gpus-per-node", type=int, default=8, help="training ranks on each of those nodes")
     group.add_argument(
-        "--rollout-num-gpus", type=int, default=None, help="GPUs given to inference; not needed with --debug-train-only"
+        "--actor-num-gpus-per-node",
+        type=int,
+        default=8,
+        help="training ranks on each of those nodes, one GPU each; the world size is this times --actor-num-nodes",
     )
-    group.add_argument("--rollout-num-gpus-per-engine", type=int, default=1, help="GPUs of one engine")
-    group.add_argument("--num-gpus-per-node", type=int, default=8, help="node size for engine placement")
+    group.add_argument(
+        "--rollout-num-gpus",
+        type=int,
+        default=None,
+        help="GPUs given to inference, a multiple of --rollout-num-gpus-per-engine; unset: all actor GPUs with "
+        "--colocate, none with --debug-train-only, else it must be given; 0 starts routers without engines",
+    )
+    group.add_argument(
+        "--rollout-num-gpus-per-engine",
+        type=int,
+        default=1,
+        help="GPUs of one engine; its tensor-parallel size is this divided by its pipeline size",
+    )
+    group.add_argument(
+        "--num-gpus-per-node",
+        type=int,
+        default=8,
+        help="GPUs of one node, for the placement of engines; untyped with --colocate: --actor-num-gpus-per-node",
+    )
+    group.add_argument(
+        "--distributed-backend",
+        choices=["nccl", "gloo"],
+        default="nccl",
+        help="process-group backend of the training ranks; without GPUs it is always Gloo",
+    )
     group.add_argument(
         "--distributed-timeout-minutes", type=int, default=10, help="time limit of one collective, in minutes"
     )
+    group.add_argument(
+        "--train-backend",
+        choices=["megatron", "fsdp"],
+        default="megatron",
+        help="training engine: Megatron-Core, or PyTorch FSDP2 over the Hugging Face model",
+    )
+    group.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        help="how often training restarts from the last checkpoint (--save) after a training rank failed",
+    )
 
 
-def _add_weights(group: argparse._ArgumentGroup) -> None:
+def _add_offload(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--random-init",
+        "--colocate",
         action="store_true",
-        help="start from random weights instead of those of --hf-checkpoint",
+        help="training and engines share the same GPUs and take turns; implies --offload-train and --offload-rollout "
+        "unless those are typed",
+    )
+    group.add_argument("--offload", action="store_true", help="shorthand for --offload-train --offload-rollout")
+    group.add_argument(
+        "--offload-train",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="move the trainer's memory to the host while engines work; unset: on with --colocate",
     )
     group.add_argument(
-        "--train-env-vars", type=json_object, default={}, help="extra environment of the train actors, as JSON object"
+        "--offload-rollout",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="free engine memory while the trainer works; unset: on with --colocate",
     )
+
+
+def _add_plan(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--update-weight-buffer-size",
-        type=int,
-        default=536870912,
-        help="upper size of one weight transfer bucket, in bytes",
-    )
-    group.add_argument(
-        "--log-probs-chunk-size",
-        type=int,
-        default=-1,
-        help="rows per float32 chunk when computing log-probs; 0 or less: chosen so that a chunk stays under 256 MiB",
-    )
-    group.add_argument(
-        "--padded-vocab-size", type=int, default=None, help="force the padded vocabulary size; else computed"
-    )
-    group.add_argument(
-        "--trust-remote-code", action="store_true", help="allow code shipped inside checkpoints (tokenizer, engine)"
-    )
-    group.add_argument(
-        "--model-args-from-hf",
+        "--dry-run",
         action="store_true",
-        help="derive all model-shape flags from the config of --hf-checkpoint; typed flags must agree with it",
+        help="print the plan (placement, batch arithmetic, memory, weight sync, effective values), then exit; needs "
+        "neither GPUs nor weights",
+    )
+    group.add_argument(
+        "--dry-run-json", metavar="FILE", default=None, help="write the plan to this JSON file; implies --dry-run"
+    )
+    group.add_argument(
+        "--dry-run-gpu-memory-gib",
+        type=float,
+        default=None,
+        help="memory of one GPU in the plan, in GiB; unset: that of this machine's GPU, else 80",
+    )
+    group.add_argument(
+        "--dry-run-link-gbps",
+        type=float,
+        default=400.0,
+        help="link speed that the plan uses for the cost of a weight sync, in Gbit/s",
     )

@@ -32,6 +32,17 @@ def _add_prompts(group: argparse._ArgumentGroup) -> None:
         help="no built-in data set: the data source or the rollout function brings prompts",
     )
     group.add_argument(
+        "--streaming-data",
+        action="store_true",
+        help="read rows on demand through an index of offsets instead of loading the files; same order",
+    )
+    group.add_argument(
+        "--num-data-workers",
+        type=int,
+        default=0,
+        help="processes that render templates and tokenise prompts; 0: none beside the rollout manager",
+    )
+    group.add_argument(
         "--allow-bad-rows", action="store_true", help="skip and count unreadable rows instead of stopping at file:line"
     )
     group.add_argument(
@@ -44,6 +55,12 @@ def _add_prompts(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--input-key", default=None, help="prompt field; unset: `prompt`, else `input`")
     group.add_argument("--label-key", default=None, help="label field; unset: `label` if the rows have it")
+    group.add_argument(
+        "--multimodal-keys",
+        type=json_object,
+        default=None,
+        help='fields with media, as JSON object from media type to field: {"image": "image_file"}',
+    )
     group.add_argument("--metadata-key", default="metadata", help="field with the metadata object")
     group.add_argument("--tool-key", default="tools", help="field with tool schemas for the chat template")
     group.add_argument(
@@ -65,9 +82,15 @@ def _add_batches(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--start-rollout-id", type=int, default=None, help="first rollout id; unset: from the checkpoint, else 0"
     )
-    group.add_argument("--rollout-batch-size", type=int, required=True, help="prompts per rollout step")
+    group.add_argument("--rollout-batch-size", type=int, default=None, help="prompts per rollout step; must be given")
     group.add_argument("--n-samples-per-prompt", type=int, default=1, help="rollouts per prompt")
-    group.add_argument("--global-batch-size", type=int, default=None, help="rollouts per optimizer step")
+    group.add_argument(
+        "--global-batch-size",
+        type=int,
+        default=None,
+        help="rollouts (not samples) per optimizer step; --rollout-batch-size x --n-samples-per-prompt must be a "
+        "multiple; unset: from --num-steps-per-rollout",
+    )
     group.add_argument(
         "--num-steps-per-rollout",
         type=int,
@@ -83,7 +106,12 @@ def _add_micro_batches(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--use-dynamic-batch-size", action="store_true", help="pack samples into micro-batches up to a token budget"
     )
-    group.add_argument("--max-tokens-per-gpu", type=int, default=None, help="that budget, in tokens per GPU")
+    group.add_argument(
+        "--max-tokens-per-gpu",
+        type=int,
+        default=None,
+        help="that budget, in tokens per GPU; a micro-batch holds this times --context-parallel-size",
+    )
     group.add_argument(
         "--packing",
         choices=["best-fit", "first-fit"],

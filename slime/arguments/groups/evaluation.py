@@ -11,7 +11,7 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         "--eval-interval",
         type=int,
         default=None,
-        help="evaluate every N rollouts, at epoch ends and after the last; needs data sets",
+        help="evaluate every N rollouts, at epoch ends and after the last; needs --eval-prompt-data or --eval-config",
     )
     group.add_argument(
         "--eval-prompt-data",
@@ -19,6 +19,11 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         action="extend",
         default=None,
         help="pairs `name path`; repeated flags add up; one lone path is named `aime`",
+    )
+    group.add_argument(
+        "--eval-config",
+        default=None,
+        help="YAML or JSON file of evaluation sets, each with own sampling and reward; replaces --eval-prompt-data",
     )
     group.add_argument("--skip-eval-before-train", action="store_true", help="no evaluation before the first rollout")
     for key in ("input", "label", "tool"):

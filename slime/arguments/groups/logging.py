@@ -1,8 +1,8 @@
-"""Flags of logging, tracking and debugging."""
+"""Flags of log lines, metrics and trackers."""
 
 import argparse
 
-TITLE = "logging, tracking and debugging"
+TITLE = "logging and tracking"
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
@@ -10,41 +10,70 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         "--log-level",
         choices=["DEBUG", "INFO", "WARNING", "ERROR"],
         default="INFO",
-        help="Python log level in every process of the run",
+        help="Python log level in every process of the run; SLIME_DEBUG=1 means DEBUG with tracebacks",
     )
-    group.add_argument(
-        "--use-tensorboard", action=argparse.BooleanOptionalAction, default=True, help="write event files"
-    )
-    group.add_argument("--tb-project-name", default=None, help="first directory below outputs/; unset: slime")
-    group.add_argument("--tb-experiment-name", default=None, help="second directory; unset: a time stamp")
+    _add_metrics(group)
+    _add_tensorboard(group)
+    _add_wandb(group)
+
+
+def _add_metrics(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--log-passrate", action="store_true", help="log pass@{1,2,4,...}")
+    group.add_argument(
+        "--log-multi-turn",
+        action="store_true",
+        help="log the number of turns and response lengths without the text of tools",
+    )
     group.add_argument(
         "--log-reward-category", default=None, help="entry of reward dictionaries whose values are counted"
     )
     group.add_argument(
-        "--log-correct-samples", action="store_true", help="log the response lengths of correct samples apart"
-    )
-    group.add_argument("--debug-rollout-only", action="store_true", help="engines only, no training ranks")
-    group.add_argument("--debug-train-only", action="store_true", help="training ranks only, no engines")
-    group.add_argument("--save-debug-rollout-data", default=None, help="dump rollouts; `{rollout_id}` is filled in")
-    group.add_argument(
-        "--load-debug-rollout-data", default=None, help="train on dumped rollouts; implies --debug-train-only"
-    )
-    group.add_argument(
-        "--load-debug-rollout-data-subsample",
-        type=float,
-        default=None,
-        help="take this share of a dump: its first and last halves",
-    )
-    group.add_argument(
-        "--save-debug-train-data",
-        default=None,
-        help="dump train batches; `{rollout_id}` and `{rank}` are filled in",
-    )
-    group.add_argument("--dump-details", default=None, help="directory for both dumps")
-    group.add_argument(
-        "--check-weight-update-equal",
+        "--log-correct-samples",
         action="store_true",
-        help="prove that engine weights equal trainer weights: by checksums at start, by a log-prob probe after "
-        "every sync",
+        help="log the response lengths (and entropy, where it is computed) of correct samples apart",
+    )
+
+
+def _add_tensorboard(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--use-tensorboard",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="write event files; unset: yes, unless another tracker is chosen or the package is missing",
+    )
+    group.add_argument(
+        "--tb-project-name", default=None, help="first directory below outputs/; unset: slime. TENSORBOARD_DIR wins"
+    )
+    group.add_argument("--tb-experiment-name", default=None, help="second directory; unset: a time stamp")
+
+
+def _add_wandb(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--use-wandb", action="store_true", help="report to Weights & Biases")
+    group.add_argument(
+        "--wandb-mode",
+        choices=["online", "offline", "disabled"],
+        default=None,
+        help="takes precedence over WANDB_MODE; offline writes to --wandb-dir only",
+    )
+    group.add_argument(
+        "--wandb-dir", default=None, help="directory of its local files; unset: the run's output directory"
+    )
+    group.add_argument("--wandb-key", default=None, help="API key; better in WANDB_API_KEY. Never logged")
+    group.add_argument("--wandb-host", default=None, help="address of an own server")
+    group.add_argument("--wandb-team", default=None, help="team (entity) that owns the run")
+    group.add_argument("--wandb-group", default=None, help="group of runs, and first part of the run's name")
+    group.add_argument("--wandb-project", default=None, help="project")
+    group.add_argument(
+        "--wandb-run-id", default=None, help="id of the run, to continue one; unset: made by the driver and shared"
+    )
+    group.add_argument(
+        "--disable-wandb-random-suffix",
+        dest="wandb_random_suffix",
+        action="store_false",
+        help="leave the 6 random characters out of the run's name",
+    )
+    group.add_argument(
+        "--wandb-always-use-train-step",
+        action="store_true",
+        help="plot everything over optimizer steps instead of rollouts",
     )

@@ -1,89 +1,164 @@
-"""Flags of Megatron-Core: parallel layout, model shape, precision and optimizer."""
+"""Megatron's flags: fields of the installed Megatron-Core's dataclasses and the historical names, by topic.
+
+Flags of our own with the same spelling win: their groups come first, and what is taken is left out here. All spellings of
+one value set one attribute of `args`; the first of them carries the default.
+"""
 
 import argparse
+import dataclasses
+import re
+from collections.abc import Container, Iterator, Sequence
+from typing import Any
 
-TITLE = "Megatron"
+from slime.arguments.megatron_names import (
+    CHOICES,
+    DEFAULTS,
+    FIELD_DESTS,
+    HISTORICAL,
+    OUR_DEFAULTS,
+    SHAPE,
+    TYPES,
+)
+from slime.arguments.surface import VALUE_TYPES, FlagSpec, add_flag, load_surface, taken
+from slime.utils.errors import UserError
+
+# Title -> attributes it holds; the first match in this order counts.
+_TOPICS: tuple[tuple[str, str], ...] = (
+    ("experts", r"^moe_|^num_experts$|overlap_moe|ep_overlap"),
+    ("latent and linear attention", r"multi_latent|lora_rank|qk_head_dim|qk_pos_emb|v_head_dim|mscale|^beta_|rope_type"
+     r"|rotary_scaling_factor|original_max|mla_latents|^dsa_|^linear_|experimental_attention"),
+    ("checkpoints", r"ckpt|^load$|^save|no_save|no_load|finetune|^async_s|on_missing_checkpoint|from_checkpoint"),
+    ("recomputation and offload", r"recompute|offload|activation_checkpoints|saved_activations|empty_unused"),
+    ("optimizer and schedule", r"^lr|^min_lr|decoupled|weight_decay|optimizer|train_iters|opt_param|adam|muon|sgd"
+     r"|clip_grad|apply_wd|main_\w+_dtype|exp_avg|param_remainders|pin_cpu"),
+    ("precision and fusion", r"fp8|fp4|bf16|fp16|fp32|dtype|kitchen|fusion|fused|deterministic|batch_invariant|amax|quant"
+     r"|autocast|loss_scale|hysteresis|num_layers_at_|precision|persist_layer|layer_norm$|jit_fuser|te_activation"),
+    ("logging and profiling", r"^log_|logging|tensorboard|timing|profil|^memory|record_memory|config_logger|barrier"),
+    ("parallelism", r"parallel|pipeline|tp_comm|ddp_|overlap|nccl|sharp|gloo|p2p|fsdp|grad_reduce|distributed|cp_comm"
+     r"|communicator|stream_groups|collective|align_|check_for|all_gather|gather|vp_stage|sharding|replica|symmetric"
+     r"|wgrad|div_fusion|communication_unit|double_buffer|tp_pp_dp|decoder_\w+_pipeline|virtual"),
+    ("other", r"cuda_graph|inference|mamba|flash_decode|eterogen|hybrid|test_mode|^seed$|manual_gc|train_sync|prefill"
+     r"|rng_tracker|experimental|meta_device|cpu_init|perform_init|batch_size|_interval$"),
+)  # fmt: skip
+_SHAPE_TOPIC = "model shape"
+_ORDER = (
+    "parallelism", _SHAPE_TOPIC, "experts", "latent and linear attention", "precision and fusion",
+    "optimizer and schedule", "recomputation and offload", "checkpoints", "logging and profiling", "other",
+)  # fmt: skip
 
 
-def add_arguments(group: argparse._ArgumentGroup) -> None:
-    _add_parallelism(group)
-    _add_model_shape(group)
-    _add_precision(group)
-    _add_optimizer(group)
+def add_groups(parser: argparse.ArgumentParser) -> None:
+    """Add one argument group per topic.
+
+    Raises:
+        UserError: Megatron-Core is not installed.
+    """
+    reflected = load_surface("megatron")
+    if reflected is None:
+        raise UserError("megatron-core is not installed, and its flags come from it: pip install megatron-core")
+    specs = merge(reflected)
+    topics: dict[str, list[FlagSpec]] = {title: [] for title in _ORDER}
+    for spec in specs:
+        topics[topic_of(spec)].append(spec)
+    dests = set(taken(parser).dests)
+    for title, members in topics.items():
+        group = parser.add_argument_group(f"Megatron: {title}")
+        for spec in members:
+            _add_what_is_free(group, spec, parser._option_string_actions, dests)
 
 
-def _add_parallelism(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--tensor-model-parallel-size", type=int, default=1, help="ranks that share each layer")
-    group.add_argument("--sequence-parallel", action="store_true", help="split norms over tensor-parallel ranks")
-    group.add_argument("--recompute-granularity", choices=["full", "selective"], default=None, help="what to recompute")
-    group.add_argument("--recompute-method", choices=["uniform", "block"], default=None, help="which layers")
-    group.add_argument("--recompute-num-layers", type=int, default=None, help="layers per recomputed unit")
+def merge(reflected: Sequence[FlagSpec]) -> list[FlagSpec]:
+    """The reflected flags under Megatron-LM's names and with its defaults, then the historical flags without a field."""
+    renamed = [_with_table_values(spec) for spec in reflected]
+    by_dest: dict[str, FlagSpec] = {}
+    for spec in renamed:
+        if spec.metadata.get("other_spelling"):
+            continue
+        if spec.dest in by_dest:
+            # Two dataclasses call one thing differently.
+            flags = tuple(dict.fromkeys((*by_dest[spec.dest].flags, *spec.flags)))
+            by_dest[spec.dest] = dataclasses.replace(by_dest[spec.dest], flags=flags)
+        else:
+            by_dest[spec.dest] = spec
+    extra: list[FlagSpec] = []
+    for spec in HISTORICAL:
+        field = by_dest.get(spec.dest)
+        if field is None:
+            extra.append(spec)
+        elif spec.action == "store_false" or field.action == "bool":
+            extra.append(dataclasses.replace(spec, metadata={"other_spelling": True}))
+        else:
+            by_dest[spec.dest] = _with_historical(field, spec)
+    fields = [by_dest[spec.dest] if not spec.metadata.get("other_spelling") else spec for spec in renamed]
+    return [*fields, *extra]
 
 
-def _add_model_shape(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--num-layers", type=int, default=None, help="transformer layers")
-    group.add_argument("--hidden-size", type=int, default=None, help="width of the residual stream")
-    group.add_argument("--ffn-hidden-size", type=int, default=None, help="width of the MLP")
-    group.add_argument("--num-attention-heads", type=int, default=None, help="query heads")
-    group.add_argument("--group-query-attention", action="store_true", help="fewer key/value heads than query heads")
-    group.add_argument("--num-query-groups", type=int, default=None, help="key/value heads")
-    group.add_argument("--kv-channels", type=int, default=None, help="width of one head; unset: hidden / heads")
-    group.add_argument("--normalization", choices=["RMSNorm"], default="RMSNorm", help="norm of the layers")
-    group.add_argument("--norm-epsilon", type=float, default=1e-5, help="its epsilon")
-    group.add_argument("--rotary-base", type=int, default=10000, help="RoPE base")
+def topic_of(spec: FlagSpec) -> str:
+    """The topic under which the flag is listed."""
+    if spec.dest in SHAPE:
+        return _SHAPE_TOPIC
+    for title, pattern in _TOPICS:
+        if re.search(pattern, spec.dest):
+            return title
+    return _SHAPE_TOPIC if "TransformerConfig" in spec.metadata.get("configs", ()) else "other"
+
+
+def _with_table_values(spec: FlagSpec) -> FlagSpec:
+    dest = FIELD_DESTS.get(spec.dest, spec.dest)
+    renamed = () if dest == spec.dest or spec.metadata.get("other_spelling") else ("--" + dest.replace("_", "-"),)
+    changes: dict[str, Any] = {"dest": dest, "flags": tuple(dict.fromkeys((*renamed, *spec.flags)))}
+    if dest in OUR_DEFAULTS:
+        changes["default"] = OUR_DEFAULTS[dest][0]
+    elif dest in DEFAULTS:
+        changes["default"] = DEFAULTS[dest]
+    if dest in CHOICES:
+        changes["choices"] = CHOICES[dest]
+    if dest in TYPES:
+        changes["type"] = TYPES[dest]
+    if spec.action == "store_true" and changes.get("default"):
+        changes["action"] = "bool"
+    return dataclasses.replace(spec, **changes)
+
+
+def _with_historical(field: FlagSpec, historical: FlagSpec) -> FlagSpec:
+    """One flag with the spellings of both; text, type and choices are the historical ones."""
+    default = field.default if field.dest in OUR_DEFAULTS else historical.default
+    flags = tuple(dict.fromkeys((*historical.flags, *field.flags)))
+    return dataclasses.replace(historical, flags=flags, default=default, metadata=field.metadata)
+
+
+def _add_what_is_free(group: argparse._ArgumentGroup, spec: FlagSpec, flags: Container[str], dests: set[str]) -> None:
+    """Add the spellings of `spec` that are not among the `flags` of the parser; `dests` are its attributes so far."""
+    free = tuple(flag for flag in spec.flags if flag not in flags)
+    if not free:
+        return
+    known = spec.dest in dests
+    dests.add(spec.dest)
+    if known or spec.metadata.get("other_spelling"):
+        spec = dataclasses.replace(spec, default=argparse.SUPPRESS)
+    if spec.action == "bool" and any("--no-" + flag.removeprefix("--") in flags for flag in free):
+        spec = dataclasses.replace(spec, action="store_true")
+    spec = dataclasses.replace(spec, flags=free)
+    if spec.metadata.get("one_or_more"):
+        _add_one_or_more(group, spec)
+    else:
+        add_flag(group, spec)
+
+
+class _OneOrMore(argparse.Action):
+    """A single word is the value itself, several are a list: fields that take either keep Megatron's two meanings."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
+
+
+def _add_one_or_more(group: argparse._ArgumentGroup, spec: FlagSpec) -> None:
     group.add_argument(
-        "--use-rotary-position-embeddings",
-        dest="position_embedding_type",
-        action="store_const",
-        const="rope",
-        default="rope",
-        help="rotary position embeddings (always used)",
-    )
-    group.add_argument("--vocab-size", type=int, default=None, help="vocabulary of the model, without padding")
-    group.add_argument("--make-vocab-size-divisible-by", type=int, default=128, help="padding of the vocabulary")
-    group.add_argument("--max-position-embeddings", type=int, default=None, help="longest sequence of the model")
-    group.add_argument("--swiglu", action="store_true", help="gated SiLU in the MLP")
-    group.add_argument("--disable-bias-linear", action="store_true", help="linear layers without bias")
-    group.add_argument("--add-qkv-bias", action="store_true", help="bias in the QKV projection")
-    group.add_argument("--qk-layernorm", action="store_true", help="norm of queries and keys")
-    group.add_argument(
-        "--untie-embeddings-and-output-weights", action="store_true", help="output layer has its own weights"
-    )
-    group.add_argument("--attention-dropout", type=float, default=0.0, help="dropout in attention")
-    group.add_argument("--hidden-dropout", type=float, default=0.0, help="dropout after attention and MLP")
+        *spec.flags, dest=spec.dest, action=_OneOrMore, nargs="+", type=VALUE_TYPES[spec.type],
+        choices=list(spec.choices) if spec.choices else None, default=spec.default, help=spec.help.replace("%", "%%"),
+    )  # fmt: skip
 
 
-def _add_precision(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--bf16", action="store_true", help="bfloat16 parameters (default on GPUs)")
-    group.add_argument("--fp16", action="store_true", help="float16 parameters")
-    group.add_argument(
-        "--accumulate-allreduce-grads-in-fp32", action="store_true", help="accumulate and reduce gradients in float32"
-    )
-    group.add_argument("--attention-softmax-in-fp32", action="store_true", help="attention softmax in float32")
-    group.add_argument("--deterministic-mode", action="store_true", help="only deterministic kernels")
-
-
-def _add_optimizer(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--optimizer", choices=["adam"], default="adam", help="optimizer")
-    group.add_argument("--lr", type=float, default=1e-6, help="learning rate")
-    group.add_argument("--min-lr", type=float, default=0.0, help="lowest learning rate of a decaying schedule")
-    group.add_argument(
-        "--lr-decay-style",
-        choices=["constant", "linear", "cosine", "inverse-square-root"],
-        default="constant",
-        help="shape of the learning rate schedule",
-    )
-    group.add_argument("--lr-decay-iters", type=int, default=None, help="length of the decay; unset: the whole run")
-    group.add_argument("--lr-warmup-iters", type=int, default=0, help="optimizer steps of linear warm-up")
-    group.add_argument("--lr-warmup-fraction", type=float, default=None, help="warm-up as share of the decay length")
-    group.add_argument("--weight-decay", type=float, default=0.01, help="decoupled weight decay")
-    group.add_argument("--adam-beta1", type=float, default=0.9, help="decay of the first moment")
-    group.add_argument("--adam-beta2", type=float, default=0.999, help="decay of the second moment")
-    group.add_argument("--adam-eps", type=float, default=1e-8, help="epsilon of Adam")
-    group.add_argument("--clip-grad", type=float, default=1.0, help="gradient norm limit; 0: no clipping")
-    group.add_argument(
-        "--use-distributed-optimizer",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="shard the optimizer state over data-parallel ranks",
-    )
+def titles() -> Iterator[str]:
+    """The titles of the groups, in their order."""
+    return (f"Megatron: {title}" for title in _ORDER)

@@ -6,28 +6,59 @@ TITLE = "rollout"
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--hf-checkpoint",
-        help="Hugging Face directory: tokenizer, config, initial engine weights; also the initial training weights "
-        "when --load and --ref-load give none",
-    )
-    group.add_argument(
-        "--rollout-function-path",
-        default="slime.rollout.sglang_rollout.generate_rollout",
-        help="function that produces one rollout step",
-    )
+    _add_model(group)
     _add_sampling(group)
     _add_scheduling(group)
+    _add_staleness(group)
     _add_plug_ins(group)
 
 
-def _add_sampling(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--rollout-temperature", type=float, default=1.0, help="sampling temperature; above 0")
-    group.add_argument("--rollout-top-p", type=float, default=1.0, help="nucleus mass")
-    group.add_argument("--rollout-top-k", type=int, default=-1, help="top-k cut; -1: off")
-    group.add_argument("--rollout-max-context-len", type=int, default=None, help="limit of prompt plus response tokens")
+def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--rollout-max-prompt-len", type=int, default=None, help="longer prompts are dropped when the data set loads"
+        "--hf-checkpoint",
+        default=None,
+        help="Hugging Face directory: tokenizer, config, initial engine weights; also the initial training weights "
+        "when --load and --ref-load give none. Engines get the trainer's weights before they are first used",
+    )
+    group.add_argument(
+        "--model-name",
+        default=None,
+        help="name of the model family for the conversion of weights; unset: from the config of --hf-checkpoint",
+    )
+    group.add_argument(
+        "--rollout-external-engine-addrs",
+        nargs="+",
+        metavar="HOST:PORT",
+        default=None,
+        help="engines that this run did not start and will not stop; not with --prefill-num-servers or --sglang-config",
+    )
+
+
+def _add_sampling(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--rollout-temperature",
+        type=float,
+        default=1.0,
+        help="sampling temperature, above 0; the trainer divides its logits by it too",
+    )
+    group.add_argument(
+        "--rollout-top-p",
+        type=float,
+        default=1.0,
+        help="nucleus mass; below 1 the trainer's log-probs cover the same kept set of tokens as the engine's",
+    )
+    group.add_argument("--rollout-top-k", type=int, default=-1, help="sample among this many tokens only; -1: off")
+    group.add_argument(
+        "--rollout-max-context-len",
+        type=int,
+        default=None,
+        help="limit of prompt plus response, in tokens; keep it within the model's position limit; unset: that limit",
+    )
+    group.add_argument(
+        "--rollout-max-prompt-len",
+        type=int,
+        default=None,
+        help="longer prompts are dropped when the data set loads; unset: --rollout-max-context-len minus 1, if given",
     )
     group.add_argument(
         "--rollout-max-response-len",
@@ -51,12 +82,13 @@ def _add_scheduling(group: argparse._ArgumentGroup) -> None:
         "--over-sampling-batch-size",
         type=int,
         default=None,
-        help="prompts fetched whenever fewer than needed remain; unset: --rollout-batch-size",
+        help="prompts fetched whenever fewer than needed remain, at least --rollout-batch-size; unset: that",
     )
     group.add_argument(
         "--keep-surplus-groups",
         action="store_true",
-        help="use finished groups beyond the target in the next step instead of returning their prompts",
+        help="use finished groups beyond the target in the next step, one weight version older, instead of returning "
+        "their prompts",
     )
     group.add_argument(
         "--partial-rollout", action="store_true", help="aborted responses go back to the buffer and continue later"
@@ -64,12 +96,45 @@ def _add_scheduling(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--mask-offpolicy-in-partial-rollout",
         action="store_true",
-        help="with --partial-rollout, train only tokens written after the resumption",
+        help="with --partial-rollout, train only the tokens written after the resumption",
     )
-    group.add_argument("--max-turns", type=int, default=None, help="for custom generate functions, as args.max_turns")
+    group.add_argument(
+        "--max-turns", type=int, default=None, help="turns of a dialogue; custom generate functions read args.max_turns"
+    )
+    group.add_argument(
+        "--rollout-data-transport",
+        choices=["object-store", "nixl"],
+        default="object-store",
+        help="how batches travel from the rollout manager to the training ranks",
+    )
+
+
+def _add_staleness(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--keep-old-actor",
+        action="store_true",
+        help="keep a lagging copy of the actor that supplies the old log-probs",
+    )
+    group.add_argument(
+        "--async-buffer-size",
+        type=int,
+        default=1,
+        help="rollouts that train_async.py may generate or queue beyond the one being trained, at least 1",
+    )
+    group.add_argument(
+        "--max-weight-staleness",
+        type=int,
+        default=None,
+        help="largest allowed age of a trained sample, in weight versions; older ones are generated again; unset: any",
+    )
 
 
 def _add_plug_ins(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--rollout-function-path",
+        default="slime.rollout.sglang_rollout.generate_rollout",
+        help="plug-in path: function that produces one rollout step",
+    )
     plug_ins = {
         "--dynamic-sampling-filter-path": "decides per group whether it is kept",
         "--custom-generate-function-path": "replaces the generation of one sample inside the default loop",
@@ -86,5 +151,5 @@ def _add_plug_ins(group: argparse._ArgumentGroup) -> None:
         "--rollout-sample-hook-path",
         action="append",
         default=[],
-        help="plug-in path, repeatable: hook on every generated sample before its reward",
+        help="plug-in path, repeatable and applied in order: hook on every generated sample before its reward",
     )

@@ -5,16 +5,22 @@ builds a feature deletes its rows.
 """
 
 import argparse
+import fnmatch
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from slime.arguments.origins import Origin
 from slime.arguments.plug_ins import flag_of
+from slime.observability.run_record import redacted
 
 
 @dataclass(frozen=True)
 class NotYet:
-    """`args.{name}` has no effect yet. `works`: values that are fine (None and False always are)."""
+    """`args.{name}` has no effect yet; `name` may be a pattern such as `sglang_lora_*`.
+
+    `works`: values that are fine (None and False always are).
+    """
 
     name: str
     feature: str
@@ -22,13 +28,31 @@ class NotYet:
 
 
 def not_yet_violations(args: argparse.Namespace) -> Iterator[str]:
-    """One message for every flag that asks for a feature which is not built."""
+    """One message for every flag that asks for a feature which is not built.
+
+    A run that only trains ignores the flags of engines and router, so that one script serves both kinds of run.
+    """
+    from slime.arguments.not_yet import sglang
+
     for row in rows():
-        value = getattr(args, row.name, None)
-        if value is None or value is False or value in row.works:
+        if row in sglang.ROWS and args.debug_train_only:
             continue
-        shown = "" if value is True else f" {value}"
-        yield f"{flag_of(row.name)}{shown}: {row.feature} is not built yet; drop the flag (--dry-run plans with it)"
+        for name in names_of(row, args):
+            value = getattr(args, name)
+            if value is None or value is False or value in row.works or _is_not_asked_for(args, name):
+                continue
+            shown = "" if value is True else f" {redacted({name: value})[name]}"
+            yield f"{flag_of(name)}{shown}: {row.feature} is not built yet; drop the flag (--dry-run plans with it)"
+
+
+def _is_not_asked_for(args: argparse.Namespace, name: str) -> bool:
+    # What follows from another flag is that flag's affair: it has a row of its own.
+    return args.origins.get(name) in (Origin.DEFAULT, Origin.DERIVED)
+
+
+def names_of(row: NotYet, args: argparse.Namespace) -> list[str]:
+    """The attributes of `args` that `row` is about."""
+    return fnmatch.filter(vars(args), row.name) if "*" in row.name else [row.name] if hasattr(args, row.name) else []
 
 
 def rows() -> tuple[NotYet, ...]:

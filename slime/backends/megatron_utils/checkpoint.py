@@ -19,6 +19,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
@@ -100,19 +105,25 @@ def load_checkpoint(
         optimizer = scheduler = None
     if optimizer is not None and scheduler is None:
         raise ValueError("optimizer state is loaded together with the scheduler's")
-    _load_state(directory, common, model, optimizer, scheduler)
+    _load_state(args, directory, common, model, optimizer, scheduler)
     if optimizer is not None and not args.no_load_rng:
         _load_generators(directory, common, args)
     return iteration
 
 
 def _load_state(
-    directory: Path, common: dict[str, Any], model: list[torch.nn.Module], optimizer: Any | None, scheduler: Any | None
+    args: argparse.Namespace,
+    directory: Path,
+    common: dict[str, Any],
+    model: list[torch.nn.Module],
+    optimizer: Any | None,
+    scheduler: Any | None,
 ) -> None:
-    state = _sharded_state(model, optimizer, is_loading=True)
+    state = _sharded_state(args, model, optimizer, is_loading=True)
+    strict = getattr(args, "dist_ckpt_strictness", "assume_ok_unexpected")
     try:
         with torch.no_grad():
-            loaded = dist_checkpointing.load(state, str(directory))
+            loaded = dist_checkpointing.load(state, str(directory), _load_strategy(args, directory), strict=strict)
             unwrap_model(model[0]).load_state_dict(loaded["model"])
             if optimizer is not None:
                 optimizer.load_state_dict(loaded["optimizer"])
@@ -135,10 +146,11 @@ def _write(
     """Write all parts; the first error of any rank, or None."""
     error = None
     try:
-        state = _sharded_state(model, None if args.no_save_optim else optimizer, is_loading=False)
+        state = _sharded_state(args, model, None if args.no_save_optim else optimizer, is_loading=False)
         state.update(_common_state(args, iteration, scheduler))
-        dist_checkpointing.save(state, str(directory), TorchDistSaveShardedStrategy("torch_dist", 1))
-        save_file(_generator_states(), directory / f"rng_{dist.get_rank():05d}.safetensors")
+        dist_checkpointing.save(state, str(directory), _save_strategy(args))
+        if not getattr(args, "no_save_rng", False):
+            save_file(_generator_states(), directory / _generator_file())
     except (Exception, CheckpointException) as cause:
         # Above all a full disk, which torch and safetensors report as errors of their own. Whatever it is, the other ranks
         # wait to hear of it.
@@ -155,12 +167,35 @@ def _describe(cause: BaseException) -> str:
     return f"{type(cause).__name__}: {' '.join(str(cause).split())}"
 
 
-def _sharded_state(model: list[torch.nn.Module], optimizer: Any | None, *, is_loading: bool) -> dict[str, Any]:
+def _save_strategy(args: argparse.Namespace) -> Any:
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
+    if getattr(args, "ckpt_fully_parallel_save", True):
+        # What data-parallel ranks hold alike is written by all of them, a share each.
+        return FullyParallelSaveStrategyWrapper(strategy, _replicas())
+    return strategy
+
+
+def _load_strategy(args: argparse.Namespace, directory: Path) -> Any:
+    strategy = get_default_load_sharded_strategy(str(directory))
+    if getattr(args, "ckpt_fully_parallel_load", True):
+        algorithm = getattr(args, "ckpt_fully_parallel_load_exchange_algo", "broadcast")
+        return FullyParallelLoadStrategyWrapper(strategy, _replicas(), exchange_algo=algorithm)
+    return strategy
+
+
+def _replicas() -> dist.ProcessGroup:
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def _sharded_state(
+    args: argparse.Namespace, model: list[torch.nn.Module], optimizer: Any | None, *, is_loading: bool
+) -> dict[str, Any]:
+    memory_efficient = getattr(args, "distrib_optim_fully_reshardable_mem_efficient", False)
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "distrib_optim_fully_reshardable_mem_efficient": memory_efficient,
         "chained_optim_avoid_prefix": True,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "dp_cp_group": _replicas(),
     }
     model_state = unwrap_model(model[0]).sharded_state_dict(metadata=metadata)
     state: dict[str, Any] = {"model": model_state}
@@ -193,13 +228,20 @@ def _load_generators(directory: Path, common: dict[str, Any], args: argparse.Nam
     if common.get("layout") != layout:
         logger.warning("the parallel layout changed since %s was saved: random generators start from --seed", directory)
         return
-    states = load_file(directory / f"rng_{dist.get_rank():05d}.safetensors")
+    if not (directory / _generator_file()).is_file():
+        logger.warning("%s was saved without random generators: they start from --seed", directory)
+        return
+    states = load_file(directory / _generator_file())
     torch.set_rng_state(states["torch"])
     prefix = "tracker."
     tracker = {name.removeprefix(prefix): state for name, state in states.items() if name.startswith(prefix)}
     tensor_parallel.get_cuda_rng_tracker().set_states(tracker)
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def _generator_file() -> str:
+    return f"rng_{dist.get_rank():05d}.safetensors"
 
 
 def _fresh_directory(directory: Path) -> None:

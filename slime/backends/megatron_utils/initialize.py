@@ -19,8 +19,8 @@ from slime.utils.errors import UserError
 def init(args: Any) -> None:
     """Join torch.distributed, lay out Megatron's parallel groups and seed the tensor-parallel generators. Collective.
 
-    Reads `distributed_timeout_minutes`, `tensor_model_parallel_size`, `pipeline_model_parallel_size`,
-    `context_parallel_size`, `expert_model_parallel_size`, `expert_tensor_parallel_size` and `seed` of `args`.
+    `args` needs `distributed_timeout_minutes`, `tensor_model_parallel_size` and `seed`; the other parallel sizes, the
+    settings of communicators and the process-wide modes have defaults.
 
     Raises:
         UserError: the world size is no multiple of the model-parallel size.
@@ -31,7 +31,8 @@ def init(args: Any) -> None:
     # Megatron's sequence parallelism relies on kernels being launched in the order in which they are issued.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
-    _init_process_group(timeout)
+    _init_process_group(process_group_backend(args), timeout)
+    _set_process_wide_modes(args)
     _init_model_parallel(args)
     _seed(args.seed)
 
@@ -46,11 +47,30 @@ def destroy() -> None:
         dist.destroy_process_group()
 
 
-def _init_process_group(timeout: datetime.timedelta) -> None:
+def process_group_backend(args: Any) -> str:
+    """`--distributed-backend` on a GPU that has NCCL; elsewhere what the device works with."""
+    of_device = get_accelerator().process_group_backend
+    return getattr(args, "distributed_backend", of_device) if of_device == "nccl" else of_device
+
+
+def _init_process_group(backend: str, timeout: datetime.timedelta) -> None:
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        dist.init_process_group(backend=get_accelerator().process_group_backend, timeout=timeout)
+        dist.init_process_group(backend=backend, timeout=timeout)
+
+
+def _set_process_wide_modes(args: Any) -> None:
+    """Switches of torch and Megatron that hold for the whole process; each is only ever switched on."""
+    if getattr(args, "enable_experimental", False):
+        from megatron.core.config import set_experimental_flag
+
+        set_experimental_flag(True)
+    if getattr(args, "deterministic_mode", False):
+        import torch
+
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
 
 
 def _init_model_parallel(args: Any) -> None:
@@ -74,6 +94,10 @@ def _init_model_parallel(args: Any) -> None:
         expert_model_parallel_size=getattr(args, "expert_model_parallel_size", 1),
         expert_tensor_parallel_size=getattr(args, "expert_tensor_parallel_size", None),
         distributed_timeout_minutes=args.distributed_timeout_minutes,
+        nccl_communicator_config_path=getattr(args, "nccl_communicator_config_path", None),
+        high_priority_stream_groups=getattr(args, "high_priority_stream_groups", None) or None,
+        use_sharp=getattr(args, "use_sharp", False),
+        sharp_enabled_group=getattr(args, "sharp_enabled_group", None),
     )
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from slime.backends.megatron_utils.config_fields import fields_from_args, params_dtype
@@ -24,7 +24,7 @@ from slime.utils.errors import UserError
 
 ModelProvider = Callable[..., GPTModel]
 
-# Switched off with the local layer spec: each needs a kernel of Transformer Engine or Apex.
+# Each needs a kernel of Transformer Engine or Apex: on by default where those are, off with the local layer spec.
 _FUSIONS = (
     "bias_activation_fusion",
     "bias_dropout_fusion",
@@ -38,14 +38,14 @@ _FUSIONS = (
 def build_transformer_config(args: Any) -> TransformerConfig:
     """Megatron's model configuration for `args`.
 
-    Every field of `TransformerConfig` that `args` holds under the same name is taken over; the rest are the historical
-    flag names below. Dropout is 0 where `args` says nothing: log-probs must not depend on chance.
+    Every field that `args` has a value for is taken over, dropout apart from that 0: log-probs must not depend on chance.
 
     Raises:
-        UserError: FP8 is asked for and Transformer Engine is missing (the local layer spec would ignore it silently).
+        UserError: a kernel of Transformer Engine is asked for and not installed (the local layer spec would ignore it).
     """
-    fields = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **fields_from_args(TransformerConfig, args)}
-    fields.update(_historical_fields(args))
+    config_class = MLATransformerConfig if getattr(args, "multi_latent_attention", False) else TransformerConfig
+    fields = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **fields_from_args(config_class, args)}
+    fields.update(_model_fields(args))
     fields.update(_layer_implementation_fields(args))
     dtype = params_dtype(args)
     fields.update(
@@ -56,19 +56,26 @@ def build_transformer_config(args: Any) -> TransformerConfig:
         # Packed streams differ in length from micro-batch to micro-batch; Megatron allows that with this dispatcher
         # only, for dense models as well.
         variable_seq_lengths=True,
+        moe_token_dispatcher_type=_dispatcher(args),
         # The loss is normalised by the step's own denominator in both reductions; Megatron's must not come on top.
         calculate_per_token_loss=False,
-        moe_token_dispatcher_type="alltoall",
     )
-    return TransformerConfig(**fields)
+    return config_class(**fields)
 
 
-def _historical_fields(args: Any) -> dict[str, Any]:
+def _dispatcher(args: Any) -> str:
+    wanted = getattr(args, "moe_token_dispatcher_type", None)
+    return "alltoall" if wanted in (None, "allgather") else wanted
+
+
+def _model_fields(args: Any) -> dict[str, Any]:
+    """Fields that several flags make up."""
     fields: dict[str, Any] = {
-        "layernorm_epsilon": args.norm_epsilon,
-        "add_bias_linear": not args.disable_bias_linear,
         "num_query_groups": args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        "layernorm_zero_centered_gamma": bool(getattr(args, "apply_layernorm_1p", False)),
+        "bias_activation_fusion": bool(
+            getattr(args, "bias_activation_fusion", False)
+            and getattr(args, "bias_swiglu_fusion" if args.swiglu else "bias_gelu_fusion", True)
+        ),
     }
     if args.swiglu:
         fields.update(gated_linear_unit=True, activation_func=F.silu)
@@ -79,9 +86,16 @@ def _layer_implementation_fields(args: Any) -> dict[str, Any]:
     wanted = getattr(args, "transformer_impl", None) or "transformer_engine"
     if wanted == "transformer_engine" and transformer_engine_available() and get_accelerator().name != "cpu":
         return {"transformer_impl": "transformer_engine"}
-    fp8 = getattr(args, "fp8", None) or getattr(args, "fp8_format", None)
+    fp8 = getattr(args, "fp8", None)
     if fp8:
         raise UserError(f"--fp8-format {fp8} needs Transformer Engine; install it or leave the flag out")
+    typed = getattr(args, "typed_flags", ())
+    for name in _FUSIONS:
+        if name in typed and getattr(args, name):
+            raise UserError(
+                f"--{name.replace('_', '-')} needs Transformer Engine and --transformer-impl transformer_engine; install "
+                "it or leave the flag out"
+            )
     return {"transformer_impl": "local", **dict.fromkeys(_FUSIONS, False)}
 
 
@@ -102,6 +116,9 @@ def get_model_provider_func(args: Any) -> ModelProvider:
             position_embedding_type=getattr(args, "position_embedding_type", None) or "rope",
             rotary_percent=getattr(args, "rotary_percent", 1.0),
             rotary_base=args.rotary_base,
+            rope_scaling=getattr(args, "use_rope_scaling", False),
+            rope_scaling_factor=getattr(args, "rope_scaling_factor", 8.0),
+            seq_len_interpolation_factor=getattr(args, "rotary_seq_len_interpolation_factor", None),
             vp_stage=vp_stage,
         )
         if post_process and args.padded_vocab_size > args.vocab_size:
@@ -132,12 +149,11 @@ def _mask_vocabulary_padding(output_layer: torch.nn.Module, args: Any) -> None:
 
 
 def build_ddp_config(args: Any) -> DistributedDataParallelConfig:
-    """Megatron's data-parallel configuration for `args` (same-named fields, plus the historical names below)."""
+    """Megatron's data-parallel configuration for `args`."""
     fields = fields_from_args(DistributedDataParallelConfig, args)
     fields["use_distributed_optimizer"] = bool(getattr(args, "use_distributed_optimizer", True))
-    fields["grad_reduce_in_fp32"] = bool(getattr(args, "accumulate_allreduce_grads_in_fp32", False))
-    if getattr(args, "ddp_bucket_size", None) is not None:
-        fields["bucket_size"] = args.ddp_bucket_size
+    # `train_one_step` looks at the loss and at the gradient norm, and can say which samples are to blame.
+    fields["check_for_nan_in_grad"] = False
     return DistributedDataParallelConfig(**fields)
 
 

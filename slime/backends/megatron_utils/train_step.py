@@ -85,15 +85,17 @@ def train_one_step(
     sums = _forward_backward(args, model, optimizer, rollout_data, indices, denominator, (rollout_id, step))
     metrics = reduce_metrics(sums, denominator, data_group)
     learning_rates = {f"lr-pg_{i}": group["lr"] for i, group in enumerate(optimizer.param_groups)}
-    success, grad_norm, _ = optimizer.step()
+    success, grad_norm, zeros_in_grad = optimizer.step()
     if not success:
         # Float16 only: the loss scale was too high; the optimizer lowered it and took no step.
         return {**metrics, **learning_rates, "skipped_steps": 1, "global_batch_size": global_batch_size}
-    if not torch.isfinite(torch.as_tensor(grad_norm)):
+    if getattr(args, "check_for_nan_in_loss_and_grad", True) and not torch.isfinite(torch.as_tensor(grad_norm)):
         raise RunError(
             f"rollout {rollout_id}, step {step}: the gradient norm is {grad_norm}; the weights are not saved"
         )
     scheduler.step(increment=global_batch_size)
+    if zeros_in_grad is not None:
+        metrics["num_zeros_in_grad"] = float(zeros_in_grad)
     return {**metrics, **learning_rates, "grad_norm": float(grad_norm), "global_batch_size": global_batch_size}
 
 
@@ -116,7 +118,8 @@ def _forward_backward(
 
         def loss(logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             value, metrics = loss_function(args, batch, logits[0], tensor_group)
-            _require_finite(value, batch, place)
+            if getattr(args, "check_for_nan_in_loss_and_grad", True):
+                _require_finite(value, batch, place)
             return value * scale, metrics
 
         return _forward(chunk, batch["stream"]), loss
@@ -124,6 +127,9 @@ def _forward_backward(
     config = model[0].config
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
+    if model[0].ddp_config.overlap_grad_reduce:
+        # Only the backward pass of the last micro-batch starts reductions.
+        config.no_sync_func = model[0].no_sync
     batches = _iterate(args, rollout_data, indices)
     return _run_schedule(args, model, forward_step, batches, len(indices), forward_only=False)
 

@@ -1,7 +1,7 @@
 """The arguments of one SGLang server, computed from ours. Pure: no sglang, no torch, no processes.
 
 Order of precedence: values that follow from the run (addresses, sizes, paths) cannot be set by the user; then every
-`--sglang-*` flag that was given; then our defaults, which depend on the device.
+`args.sglang_<field>` that is not None, which means that its flag was given; then our defaults, which depend on the device.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import dataclasses
 import os
 from typing import Any
 
+from slime.arguments.rules.serving import engine_sizes, tensor_parallel_size
+from slime.backends.sglang_utils.flag_surface import CPU_DEFAULTS, NOT_EXPOSED, RUN_DEFAULTS
 from slime.utils.child_process import environment_for_python
 from slime.utils.errors import UserError
 
@@ -25,46 +27,8 @@ _NOT_SERVER_FIELDS = frozenset(
     }
 )
 
-# Fields that follow from the run. A user's value for one of them is never read.
-DERIVED_FIELDS = frozenset(
-    {
-        "model_path",
-        "trust_remote_code",
-        "random_seed",
-        "enable_memory_saver",
-        "host",
-        "port",
-        "nnodes",
-        "node_rank",
-        "dist_init_addr",
-        "gpu_id_step",
-        "base_gpu_id",
-        "nccl_port",
-        "skip_server_warmup",
-        "enable_return_routed_experts",
-        "tp_size",
-        "api_key",
-    }
-)
-
-# SGLang spells some fields in two ways on the command line.
-_SHORT_SPELLINGS = {"dp": "dp_size", "ep": "ep_size", "pp": "pp_size", "tp": "tp_size"}
-
-# Without a GPU: the attention and sampling code that torch has, full precision (the log-probs of trainer and engine are
-# compared in float32), no graphs or overlap (both are CUDA features), a small KV cache (else 16 GB are taken), a
-# scheduler that sleeps when idle (else it burns a core).
-_CPU_DEFAULTS: dict[str, Any] = {
-    "device": "cpu",
-    "attention_backend": "torch_native",
-    "sampling_backend": "pytorch",
-    "dtype": "float32",
-    "disable_overlap_schedule": True,
-    "cuda_graph_backend_decode": "disabled",
-    "cuda_graph_backend_prefill": "disabled",
-    "max_total_tokens": 32768,
-    "max_running_requests": 64,
-    "sleep_on_idle": True,
-}
+# Fields that follow from the run. A user's value for one of them is refused or was never accepted, and is not read.
+DERIVED_FIELDS = NOT_EXPOSED | {"host", "api_key", "tp_size"}
 
 _ENVIRONMENT = {
     "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false",
@@ -105,15 +69,11 @@ def compute_server_arguments(
     Raises:
         UserError: `--sglang-tp-size` contradicts `--rollout-num-gpus-per-engine`, or the sizes do not divide.
     """
+    for problem in engine_sizes(args):
+        raise UserError(problem)
     typed = _typed_fields(args)
-    values: dict[str, Any] = {
-        "log_level": "warning",
-        "enable_metrics": not on_cpu,
-        "enable_draft_weights_cpu_backup": True,
-    }
-    if on_cpu:
-        values.update(_CPU_DEFAULTS)
-    elif getattr(args, "fp16", False):
+    values: dict[str, Any] = {**RUN_DEFAULTS, **(CPU_DEFAULTS if on_cpu else {})}
+    if not on_cpu and getattr(args, "fp16", False):
         values["dtype"] = "float16"
     values.update(typed)
     values.update(
@@ -128,7 +88,7 @@ def compute_server_arguments(
         # Without a GPU the server takes this for the number of a NUMA node.
         base_gpu_id=0 if on_cpu else base_gpu_id,
         gpu_id_step=1,
-        tp_size=_tensor_parallel_size(args, typed),
+        tp_size=tensor_parallel_size(args),
         skip_server_warmup=True,
         api_key=getattr(args, "router_api_key", None),
     )
@@ -161,27 +121,9 @@ def compute_server_environment(arguments: ServerArguments, on_cpu: bool) -> dict
 
 
 def _typed_fields(args: Any) -> dict[str, Any]:
-    typed = {}
-    for attribute, value in vars(args).items():
-        name = attribute.removeprefix("sglang_")
-        if name == attribute or value is None or name in _NOT_SERVER_FIELDS:
-            continue
-        name = _SHORT_SPELLINGS.get(name, name)
-        if name not in DERIVED_FIELDS or name == "tp_size":
-            typed[name] = value
-    return typed
-
-
-def _tensor_parallel_size(args: Any, typed: dict[str, Any]) -> int:
-    gpus, pipeline = args.rollout_num_gpus_per_engine, typed.get("pp_size", 1)
-    if gpus % pipeline:
-        raise UserError(
-            f"--rollout-num-gpus-per-engine {gpus} is not divisible by --sglang-pp-size {pipeline}; choose a multiple"
-        )
-    derived = gpus // pipeline
-    if typed.get("tp_size", derived) != derived:
-        raise UserError(
-            f"--sglang-tp-size {typed['tp_size']} contradicts the tensor-parallel size {derived} of "
-            f"--rollout-num-gpus-per-engine {gpus}; leave it out, or change --rollout-num-gpus-per-engine"
-        )
-    return derived
+    fields = {
+        attribute.removeprefix("sglang_"): value
+        for attribute, value in vars(args).items()
+        if attribute.startswith("sglang_") and value is not None
+    }
+    return {name: value for name, value in fields.items() if name not in _NOT_SERVER_FIELDS | DERIVED_FIELDS}

@@ -79,7 +79,8 @@ def _serve(values: dict[str, Any], typed: list[str]) -> None:
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
 
-    server_args = ServerArgs(**_known_fields(values, typed, ServerArgs))
+    fields = _known_fields(values, typed, ServerArgs)
+    server_args = ServerArgs(**{**fields, **convert_texts({name: fields[name] for name in typed}, ServerArgs)})
     _leave_gc_freeze_to_engine()
     if gpus_on_this_machine() == 0:
         _fork_workers()
@@ -98,6 +99,43 @@ def _known_fields(values: dict[str, Any], typed: list[str], server_args_class: t
         flags = ", ".join("--sglang-" + name.replace("_", "-") for name in unknown)
         raise UserError(f"{flags}: not known to the installed sglang {sglang.__version__}; remove it")
     return {name: value for name, value in values.items() if name in known}
+
+
+def convert_texts(typed: dict[str, Any], server_args_class: type) -> dict[str, Any]:
+    """`typed` with every text read as sglang's own command line reads it; values of other types stay.
+
+    For the flags whose type only sglang knows; those of plain types were converted when they were parsed.
+
+    Raises:
+        UserError: a text that sglang refuses.
+    """
+    texts = {name: value for name, value in typed.items() if _is_text(value)}
+    if not texts:
+        return typed
+    parser = argparse.ArgumentParser()
+    server_args_class.add_cli_args(parser)
+    actions = {action.dest: action for action in parser._actions}
+    converted = {}
+    for name, value in texts.items():
+        try:
+            converted[name] = _convert(actions[name], parser, value) if name in actions else value
+        except (argparse.ArgumentTypeError, ValueError, AssertionError) as error:
+            raise UserError(f"--sglang-{name.replace('_', '-')} {value}: {error}") from None
+    return {**typed, **converted}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+
+
+def _convert(action: argparse.Action, parser: argparse.ArgumentParser, value: str | list[str]) -> Any:
+    if not isinstance(action, argparse._StoreAction):
+        namespace = argparse.Namespace()
+        action(parser, namespace, value)
+        return getattr(namespace, action.dest)
+    if action.type is None:
+        return value
+    return [action.type(item) for item in value] if isinstance(value, list) else action.type(value)
 
 
 def _leave_gc_freeze_to_engine() -> None:

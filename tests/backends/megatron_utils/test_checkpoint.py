@@ -302,3 +302,38 @@ def test_a_disk_that_is_full_on_one_node_fails_the_save_on_all(hf_dir, tmp_path,
         assert names == ["iter_0000000", "latest_checkpointed_iteration.txt"]
         # The ranks are still in step with each other.
         assert iteration == 2
+
+
+def flags_worker(args) -> dict:
+    """Saves and loads on two ranks that hold the same weights, with the flags about how that is done."""
+    results = {}
+    ways = {
+        "default": {},
+        "alone": {"ckpt_fully_parallel_save": False, "ckpt_fully_parallel_load": False},
+        "other": {
+            "no_save_rng": True, "distrib_optim_fully_reshardable_mem_efficient": True,
+            "ckpt_fully_parallel_load_exchange_algo": "gather_object", "dist_ckpt_strictness": "raise_all",
+        },
+    }  # fmt: skip
+    for name, flags in ways.items():
+        case = SimpleNamespace(**{**vars(args), "save": f"{args.save}_{name}", **flags})
+        results[name] = (*train_and_save(case), resume(case, WeightSource("megatron", case.save, resume=True)))
+    return results
+
+
+def test_flags_of_writing_and_reading(hf_dir, tmp_path):
+    ranks = run_distributed(flags_worker, 2, (make_args(hf_dir, tmp_path / "save", **LAYOUTS["dp2"]),))
+    for results in ranks:
+        for name, (at_checkpoint, after, (iteration, loaded, stepped)) in results.items():
+            assert iteration == 3
+            assert_same(loaded, at_checkpoint, 0)
+            assert_same(stepped, after, 1e-6)
+            assert (loaded["random"] == at_checkpoint["random"]) == (name != "other"), name
+    written = {
+        name: [path.stat().st_size for path in sorted((tmp_path / f"save_{name}/iter_0000003").glob("*.distcp"))]
+        for name in ("default", "alone")
+    }
+    # Both ranks write a share of what they hold alike; left alone, the first one writes all of it.
+    assert max(written["default"]) < 0.7 * sum(written["default"])
+    assert max(written["alone"]) > max(written["default"])
+    assert not list((tmp_path / "save_other/iter_0000003").glob("rng_*"))

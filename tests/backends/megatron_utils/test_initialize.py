@@ -2,6 +2,10 @@
 
 from types import SimpleNamespace
 
+import pytest
+
+from slime.backends.megatron_utils import initialize
+from slime.utils.device import Accelerator, CudaAccelerator
 from tests.support.distributed import run_distributed
 
 
@@ -20,8 +24,6 @@ def _arguments(**changes):
 def _worker():
     import torch
     import torch.distributed as dist
-
-    from slime.backends.megatron_utils import initialize
 
     try:
         initialize.init(_arguments(tensor_model_parallel_size=3))
@@ -50,3 +52,33 @@ def test_groups_seeds_and_the_way_out():
     assert first[3] != second[3]
     assert first[4] == second[4]
     assert not joined_0 and not joined_1
+
+
+def _modes():
+    import torch
+
+    from slime.backends.megatron_utils import initialize
+
+    before = torch.are_deterministic_algorithms_enabled()
+    initialize.init(_arguments(tensor_model_parallel_size=1, deterministic_mode=True, enable_experimental=True))
+    from megatron.core import config
+
+    return before, torch.are_deterministic_algorithms_enabled(), config.ENABLE_EXPERIMENTAL
+
+
+def test_process_wide_modes():
+    ((before, deterministic, experimental),) = run_distributed(_modes, 1)
+    assert (before, deterministic, experimental) == (False, True, True)
+
+
+@pytest.mark.parametrize(
+    "device, flag, expected",
+    [
+        (CudaAccelerator(), "nccl", "nccl"),
+        (CudaAccelerator(), "gloo", "gloo"),
+        (Accelerator(), "nccl", "gloo"),
+    ],
+)
+def test_the_backend_is_the_typed_one_where_the_device_has_it(monkeypatch, device, flag, expected):
+    monkeypatch.setattr(initialize, "get_accelerator", lambda: device)
+    assert initialize.process_group_backend(SimpleNamespace(distributed_backend=flag)) == expected

@@ -1,5 +1,7 @@
 """The model against transformers: the same weights give the same logits and gradients in every layout."""
 
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
 
@@ -156,23 +158,33 @@ def _configuration(directory):
     args.group_query_attention = False
     without_groups = build_transformer_config(args).num_query_groups
     del args.hidden_dropout
-    args.fp8_format = "hybrid"
-    try:
-        build_transformer_config(args)
-        refusal = None
-    except UserError as error:
-        refusal = str(error)
+    args.typed_flags, args.apply_rope_fusion = {"apply_rope_fusion"}, False
+    refusals = [_refusal(args, apply_rope_fusion=True), _refusal(args, fp8="hybrid")]
+    unasked = SimpleNamespace(**{**vars(args), "masked_softmax_fusion": True})
+    refusals.append(build_transformer_config(unasked).masked_softmax_fusion)
+    latent = SimpleNamespace(**{**vars(args), "multi_latent_attention": True, "kv_lora_rank": 48, "rotary_base": 5})
+    refusals.append(build_transformer_config(latent).kv_lora_rank)
     shown = {
         name: getattr(config, name)
         for name in ("hidden_dropout", "layernorm_epsilon", "num_query_groups", "gated_linear_unit", "add_bias_linear",
                      "params_dtype", "recompute_granularity", "transformer_impl", "kv_channels")
     }  # fmt: skip
-    return shown, config.activation_func is F.silu, without_groups, refusal
+    return shown, config.activation_func is F.silu, without_groups, refusals
+
+
+def _refusal(args, **changes):
+    from slime.backends.megatron_utils.model_provider import build_transformer_config
+
+    try:
+        build_transformer_config(SimpleNamespace(**{**vars(args), **changes}))
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def test_configuration_follows_the_flags(tmp_path):
     write_tiny_model(tmp_path)
-    ((config, silu, groups_without_gqa, refusal),) = run_distributed(_configuration, 1, (str(tmp_path),))
+    ((config, silu, groups_without_gqa, refusals),) = run_distributed(_configuration, 1, (str(tmp_path),))
     assert config == {
         "hidden_dropout": 0.0,
         "layernorm_epsilon": 1e-6,
@@ -186,4 +198,42 @@ def test_configuration_follows_the_flags(tmp_path):
     }
     assert silu
     assert groups_without_gqa == 4
-    assert "--fp8-format hybrid" in refusal
+    fusion, fp8, unasked, latent = refusals
+    assert "--apply-rope-fusion needs Transformer Engine" in fusion
+    assert "--fp8-format hybrid needs Transformer Engine" in fp8
+    assert unasked is False, "fusions that were not typed are left out where their kernels are missing"
+    assert latent == 48
+
+
+def _rope_frequencies(directory, changes):
+    from tests.support import megatron_worker as megatron
+
+    found = []
+    for change in changes:
+        args = tiny_args(directory, **change)
+        megatron.start(args)
+        from slime.backends.megatron_utils.model_provider import get_model_provider_func
+
+        rope = get_model_provider_func(args)().rotary_pos_emb
+        found.append((rope.inv_freq.tolist(), rope.seq_len_interpolation_factor))
+    return found
+
+
+def test_rope_follows_its_flags(tmp_path):
+    """Frequencies as transformers computes them for Llama 3.1, and of a head that is rotated in part."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    write_tiny_model(tmp_path)
+    scaled = {"use_rope_scaling": True, "rope_scaling_factor": 32.0, "rotary_base": 500000}
+    changes = [scaled, {"rotary_percent": 0.5}, {"rotary_seq_len_interpolation_factor": 4}]
+    ((llama, half, interpolated),) = run_distributed(_rope_frequencies, 1, (str(tmp_path), changes))
+    parameters = {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    config = LlamaConfig(head_dim=16, max_position_embeddings=131072, rope_parameters=parameters)
+    torch.testing.assert_close(torch.tensor(llama[0]), LlamaRotaryEmbedding(config).inv_freq)
+    # 16 channels per head, the first half rotated: 4 frequencies.
+    torch.testing.assert_close(torch.tensor(half[0]), 10000.0 ** -(torch.arange(0, 8, 2) / 8))
+    assert interpolated[1] == 4

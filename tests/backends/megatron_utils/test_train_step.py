@@ -1,6 +1,7 @@
 """One optimizer step of GRPO: against loops over transformers in float64, and the same for every parallel layout."""
 
 import copy
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -83,6 +84,7 @@ def one_rank(hf_dir):
         "token": make_args(hf_dir, use_distributed_optimizer=False, calculate_per_token_loss=True),
         "distributed": make_args(hf_dir),
         "one_batch": make_args(hf_dir, use_distributed_optimizer=False, max_tokens_per_gpu=1000),
+        "zeros": make_args(hf_dir, log_num_zeros_in_grad=True),
     }
     return run_distributed(train_worker, 1, (cases,))[0]
 
@@ -96,6 +98,9 @@ def two_ranks(hf_dir):
             hf_dir, use_distributed_optimizer=False, calculate_per_token_loss=True, **layout
         )
     cases["dp2/distributed"] = make_args(hf_dir, data_parallel_size=2)
+    overlap = {"data_parallel_size": 2, "overlap_grad_reduce": True, "ddp_bucket_size": 2000}
+    cases["dp2/overlap"] = make_args(hf_dir, use_distributed_optimizer=False, **overlap)
+    cases["dp2/overlap-distributed"] = make_args(hf_dir, **overlap)
     return run_distributed(train_worker, 2, (cases,), timeout=240)
 
 
@@ -142,6 +147,25 @@ def test_distributed_optimizer_reports_the_same_numbers(one_rank, two_ranks):
         assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
+def test_reductions_behind_the_backward_pass_change_nothing(one_rank, two_ranks):
+    """Buckets of 2,000 parameters, several micro-batches: only the last one's backward pass may start reductions."""
+    import torch
+
+    expected_metrics, expected_gradients, _, _ = one_rank["rollout"]
+    for rank in two_ranks:
+        metrics, gradients, _, _ = rank["dp2/overlap"]
+        assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-7)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-4, atol=1e-6, msg=name)
+        assert rank["dp2/overlap-distributed"][0] == pytest.approx(expected_metrics, rel=1e-5, abs=1e-7)
+
+
+def test_zeros_in_the_gradient_are_counted_when_asked_for(one_rank):
+    metrics = one_rank["zeros"][0]
+    assert metrics.pop("num_zeros_in_grad") >= 0
+    assert metrics == pytest.approx(one_rank["distributed"][0], rel=1e-6)
+
+
 def test_forward_pass_scatters_to_samples(hf_dir, one_rank, two_ranks):
     import torch
     from transformers import AutoModelForCausalLM
@@ -174,11 +198,16 @@ def nan_worker(args):
     data["log_probs"][2] = torch.full_like(data["log_probs"][2], float("nan"))
     try:
         train_one_step(args, chunks, optimizer, scheduler, data, 5, 0)
+        message = None
     except RunError as error:
-        return data["sample_indices"][2], str(error)
-    return None
+        message = str(error)
+    args.check_for_nan_in_loss_and_grad = False
+    unchecked = train_one_step(args, chunks, optimizer, scheduler, data, 5, 0)
+    return data["sample_indices"][2], message, unchecked["loss"]
 
 
 def test_nan_loss_stops_and_names_step_and_samples(hf_dir):
-    index, message = run_distributed(nan_worker, 1, (copy.copy(make_args(hf_dir)),))[0]
+    index, message, unchecked = run_distributed(nan_worker, 1, (copy.copy(make_args(hf_dir)),))[0]
     assert "rollout 5, step 0, rank 0: the loss is nan" in message and str(index) in message
+    # --no-check-for-nan-in-loss-and-grad
+    assert math.isnan(unchecked)

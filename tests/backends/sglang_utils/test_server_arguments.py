@@ -62,10 +62,6 @@ def test_derived_fields_and_router_settings_are_not_taken_from_flags():
     assert arguments.typed == frozenset()
 
 
-def test_short_spelling_is_the_long_field():
-    assert compute(make_args(sglang_ep=2)).values["ep_size"] == 2
-
-
 def test_tensor_parallel_size_is_gpus_over_pipeline_size():
     args = make_args(rollout_num_gpus_per_engine=4, sglang_pp_size=2)
     assert compute(args).values["tp_size"] == 2

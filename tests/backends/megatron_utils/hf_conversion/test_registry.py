@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime.arguments.hf_config import SUPPORTED_MODEL_TYPES
+from slime.arguments.hf_config import TRAINED_MODEL_TYPES
 from slime.backends.megatron_utils.hf_conversion.qwen_dense import QWEN_DENSE
 from slime.backends.megatron_utils.hf_conversion.registry import (
     family_of_directory,
@@ -31,4 +31,4 @@ def test_by_directory(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     with pytest.raises(UserError, match="'mamba'"):
         family_of_directory(tmp_path)
-    assert supported_model_types() == ["qwen2", "qwen3"] == sorted(SUPPORTED_MODEL_TYPES)
+    assert supported_model_types() == ["qwen2", "qwen3"] == sorted(TRAINED_MODEL_TYPES)

@@ -1,0 +1,152 @@
+"""`--custom-config-path`: a YAML file merged into the arguments as if its lines were flags.
+
+A key that names a flag is converted by that flag and wins over the command line. What names no flag is a value for the
+user's own functions: below `custom:`, or beside the flags when the run sets a plug-in path. Everything else is a slip.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from slime.arguments.origins import Origin
+from slime.arguments.plug_ins import MANAGER_PLUG_INS, RANK_PLUG_INS
+from slime.arguments.yaml_file import YamlMapping, load_yaml, plain
+from slime.arguments.yaml_flags import FlagNames, attribute_name
+from slime.observability.run_record import redacted
+from slime.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+FLAG = "--custom-config-path"
+CUSTOM = "custom"
+# Attributes of the arguments that are books about them.
+RESERVED = frozenset({"origins", "typed_flags", "asynchronous", "custom_config", "role_overrides", CUSTOM})
+
+
+def apply_custom_config(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
+    """Merge the file of `--custom-config-path` into `args`; nothing without one.
+
+    `args.custom_config` holds afterwards the accepted values that belong to no flag.
+
+    Returns:
+        One message per wrong line.
+    """
+    args.custom_config = {}
+    path = getattr(args, "custom_config_path", None)
+    if path is None:
+        return []
+    try:
+        mapping = load_yaml(path, FLAG)
+    except UserError as error:
+        return [str(error)]
+    names = FlagNames(parser)
+    values, custom, violations = read_flag_values(mapping, names, plug_ins_set=sets_plug_in(args, mapping, names))
+    if "custom_config_path" in values:
+        violations.append(f"{mapping.where(_key_of(mapping, names))}: a file cannot name another {FLAG}")
+        del values["custom_config_path"]
+    for dest, (key, value) in values.items():
+        set_from_file(args, dest, value, mapping.where(key))
+    for name, value in custom.items():
+        setattr(args, name, value)
+    args.custom_config = custom
+    return violations
+
+
+def overruled_values(args: argparse.Namespace) -> Iterator[str]:
+    """A message for every value of the user's own whose name the run uses itself; to be asked after derivation."""
+    for name, value in args.custom_config.items():
+        if getattr(args, name, value) != value:
+            yield f"{args.custom_config_path}: {name} is set by the run itself; take another name for the value {value!r}"
+
+
+def set_from_file(args: argparse.Namespace, dest: str, value: Any, where: str) -> None:
+    """Give the flag `dest` the value of a file; a warning shows both values when the command line had another."""
+    typed = args.origins.get(dest) is Origin.COMMAND_LINE
+    if typed and getattr(args, dest) != value:
+        shown = (redacted({dest: each})[dest] for each in (value, getattr(args, dest)))
+        logger.warning("%s: %s %s replaces %s of the command line", where, dest, *shown)
+    setattr(args, dest, value)
+    # Written here too, because a value that equals the default is no change and still is the user's.
+    args.origins[dest] = Origin.YAML
+    args.typed_flags.add(dest)
+
+
+def read_flag_values(
+    mapping: YamlMapping, names: FlagNames, *, plug_ins_set: bool
+) -> tuple[dict[str, tuple[str, Any]], dict[str, Any], list[str]]:
+    """Sort the entries of `mapping` into flags and values of the user's own.
+
+    Returns:
+        Attribute → (key in the file, converted value); own names → values; one message per wrong line.
+    """
+    values: dict[str, tuple[str, Any]] = {}
+    custom: dict[str, Any] = {}
+    violations: list[str] = []
+    for key in mapping:
+        flag = names.find(key)
+        try:
+            if attribute_name(key) == CUSTOM and flag is None:
+                _read_custom(mapping, key, names, custom, violations)
+            elif flag is None:
+                _accept_unknown(mapping, key, names, plug_ins_set)
+                custom[attribute_name(key)] = plain(mapping[key])
+            elif flag.dest in values:
+                first = values[flag.dest][0]
+                raise UserError(f"{mapping.where(key)}: {key} and {first} ({mapping.where(first)}) set the same value")
+            else:
+                values[flag.dest] = (key, names.convert(flag, mapping, key))
+        except UserError as error:
+            violations.append(str(error))
+    return values, custom, violations
+
+
+def sets_plug_in(args: argparse.Namespace, mapping: YamlMapping, names: FlagNames) -> bool:
+    """Whether the command line or the file names a function of the user, who may then want values of his own."""
+    plug_ins = {*MANAGER_PLUG_INS, *RANK_PLUG_INS}
+    in_file = {flag.dest for key in mapping if mapping[key] and (flag := names.find(key)) is not None}
+    return bool(plug_ins & (in_file | args.typed_flags))
+
+
+def _accept_unknown(mapping: YamlMapping, key: str, names: FlagNames, plug_ins_set: bool) -> None:
+    near = names.near(key)
+    if near is not None:
+        raise UserError(
+            f"{mapping.where(key)}: unknown key {key}: did you mean {near}? (a value of your own: {CUSTOM}:)"
+        )
+    _check_name(mapping, key)
+    if not plug_ins_set:
+        similar = names.similar(key)
+        hint = f"did you mean {' or '.join(similar)}? " if similar else ""
+        raise UserError(
+            f"{mapping.where(key)}: unknown key {key}: {hint}A value for functions of your own goes below `{CUSTOM}:`"
+        )
+
+
+def _read_custom(
+    mapping: YamlMapping, key: str, names: FlagNames, custom: dict[str, Any], violations: list[str]
+) -> None:
+    own = mapping[key]
+    if not isinstance(own, YamlMapping):
+        raise UserError(f"{mapping.where(key)}: {CUSTOM}: expected `name: value` lines below it, not {own!r}")
+    for name in own:
+        flag = names.find(name)
+        try:
+            if flag is not None:
+                raise UserError(f"{own.where(name)}: {name} is the flag {flag.option}: move it out of `{CUSTOM}:`")
+            _check_name(own, name)
+            custom[attribute_name(name)] = plain(own[name])
+        except UserError as error:
+            violations.append(str(error))
+
+
+def _check_name(mapping: YamlMapping, key: str) -> None:
+    name = attribute_name(key)
+    if name in RESERVED or name.startswith("_") or not name.isidentifier():
+        raise UserError(f"{mapping.where(key)}: {key!r} cannot be the name of a value of your own; take another")
+
+
+def _key_of(mapping: YamlMapping, names: FlagNames) -> str:
+    return next(key for key in mapping if (flag := names.find(key)) is not None and flag.dest == "custom_config_path")

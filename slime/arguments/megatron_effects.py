@@ -1,0 +1,220 @@
+"""What every flag of the Megatron family does here, where it does not simply reach Megatron's configuration.
+
+Three answers stand here, a fourth (a feature that is not built) in `not_yet/megatron.py`:
+
+* `FIXED`: this trainer sets the value itself; typing another one is an error.
+* `ACTS_WITH`: the flag qualifies another one and means nothing without it; typing it alone is an error.
+* `NO_EFFECT`: what the flag asks for is the case anyway; it may be typed and changes nothing.
+
+A test sees to it that no flag is left out: none is accepted and ignored.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+# Attribute -> (the value here, why).
+FIXED: dict[str, tuple[Any, str]] = {
+    "variable_seq_lengths": (True, "packed streams differ in length from micro-batch to micro-batch"),
+    "attention_softmax_in_fp32": (True, "the attention kernels compute it in float32 in any case"),
+    "use_gloo_process_groups": (True, "checkpoints of the distributed optimizer go through them"),
+    "cross_entropy_loss_fusion": (False, "the loss is this trainer's own, not Megatron's"),
+    "cross_entropy_fusion_impl": ("native", "the loss is this trainer's own, not Megatron's"),
+    "async_tensor_model_parallel_allreduce": (True, "Megatron-Core ignores it"),
+    "moe_extended_tp": (False, "Megatron-Core ignores it; --expert-tensor-parallel-size took its place"),
+    "moe_token_dropping": (False, "Megatron-Core ignores it; --moe-expert-capacity-factor drops tokens"),
+    "fp8_interval": (1, "Transformer Engine ignores it"),
+    "apply_residual_connection_post_layernorm": (False, "Megatron-Core has no such layer any more"),
+    "deallocate_pipeline_outputs": (False, "the schedule decides it"),
+    "test_mode": (False, "it is for Megatron's own tests"),
+    "flash_decode": (False, "the engines generate, not Megatron"),
+    "inference_rng_tracker": (False, "the engines generate, not Megatron"),
+    "inference_sampling_seed": (42, "the engines generate, not Megatron"),
+    "inference_fuse_tp_communication": (False, "the engines generate, not Megatron"),
+    "use_inference_optimized_layers": (False, "the engines generate, not Megatron"),
+    "symmetric_ar_type": (None, "the engines generate, not Megatron"),
+    "mlp_chunks_for_prefill": (1, "the engines generate, not Megatron"),
+    "cache_mla_latents": (False, "the engines generate, not Megatron"),
+}
+
+# Attribute -> why nothing changes.
+NO_EFFECT: dict[str, str] = {
+    "add_position_embedding": "no table of positions is ever added: positions come from --position-embedding-type",
+    "override_opt_param_scheduler": "on resume the schedule of the command line holds unless the checkpoint's is asked for",
+    "dist_ckpt_optim_fully_reshardable": "checkpoints can be loaded into any layout as it is",
+    "ckpt_assume_constant_structure": "it allows a shortcut that is not taken: the layout is planned at every save",
+    "bias_gelu_fusion": "no model with GELU is built",
+    "log_loss_scale_to_tensorboard": "the loss scale is not logged",
+    "auto_detect_ckpt_format": "the format of --load is always found out",
+    "tokenizer_type": "the tokenizer is always that of --hf-checkpoint; the only choice says so",
+}
+
+# These values ask for nothing, so they may be typed anywhere.
+_NOTHING = (0, 1, "none")
+# On by default; typing that does no harm.
+_ON_BY_DEFAULT = frozenset((
+    "use_persistent_ckpt_worker", "align_grad_reduce", "align_param_gather",
+    "batch_p2p_comm", "batch_p2p_sync", "tp_comm_bulk_wgrad", "tp_comm_bulk_dgrad",
+    "tp_comm_overlap_ag", "tp_comm_overlap_rs", "tp_comm_split_ag", "tp_comm_split_rs", "pin_cpu_grads", "pin_cpu_params",
+    "store_param_remainders", "muon_split_qkv", "preserve_fp32_weights", "gradient_reduce_div_fusion", "fp8_wgrad",
+    "cpu_offloading_activations", "barrier_with_L1_time", "use_mamba_mem_eff_path",
+))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ActsWith:
+    """The attributes `names` mean something only where `condition` holds, which the flags `needs` bring about."""
+
+    needs: str
+    condition: Callable[[argparse.Namespace], bool]
+    names: tuple[str, ...]
+
+    def idle(self, args: argparse.Namespace) -> list[str]:
+        """The typed attributes that have nothing to act on."""
+        if self.condition(args):
+            return []
+        return [name for name in self.names if name in args.typed_flags and _asks(name, getattr(args, name))]
+
+
+def _asks(name: str, value: Any) -> bool:
+    if value is True:
+        return name not in _ON_BY_DEFAULT
+    return value is not None and value is not False and value not in _NOTHING
+
+
+def _given(name: str) -> Callable[[argparse.Namespace], bool]:
+    return lambda args: bool(getattr(args, name))
+
+
+def _is(name: str, *values: Any) -> Callable[[argparse.Namespace], bool]:
+    return lambda args: getattr(args, name) in values
+
+
+def _above_one(name: str) -> Callable[[argparse.Namespace], bool]:
+    return lambda args: (getattr(args, name) or 1) > 1
+
+
+_LINEAR_ATTENTION = "--experimental-attention-variant gated_delta_net or a --spec with such layers"
+
+ACTS_WITH: tuple[ActsWith, ...] = (
+    ActsWith("--pipeline-model-parallel-size above 1", _above_one("pipeline_model_parallel_size"), (
+        "pipeline_model_parallel_comm_backend", "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout",
+        "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "overlap_p2p_comm",
+        "batch_p2p_comm", "batch_p2p_sync", "use_ring_exchange_p2p", "defer_embedding_wgrad_compute",
+        "wgrad_deferral_limit", "overlap_p2p_comm_warmup_flush", "microbatch_group_size_per_vp_stage",
+        "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "align_param_gather",
+        "align_grad_reduce", "num_microbatches_with_partial_activation_checkpoints",
+    )),
+    ActsWith("--context-parallel-size above 1", _above_one("context_parallel_size"), (
+        "hierarchical_context_parallel_sizes", "cp_comm_type", "hybrid_context_parallel", "max_seqlen_per_dp_cp_rank",
+    )),
+    ActsWith("--tp-comm-overlap", _given("tp_comm_overlap"), (
+        "tp_comm_bulk_wgrad", "tp_comm_bulk_dgrad", "tp_comm_overlap_ag", "tp_comm_overlap_rs", "tp_comm_overlap_rs_dgrad",
+        "tp_comm_split_ag", "tp_comm_atomic_ag", "tp_comm_split_rs", "tp_comm_atomic_rs", "tp_comm_overlap_disable_qkv",
+        "tp_comm_overlap_disable_fc1", "tp_comm_bootstrap_backend", "tp_comm_overlap_cfg",
+    )),
+    ActsWith("--num-experts", _given("num_experts"), (
+        "expert_model_parallel_size", "expert_tensor_parallel_size", "overlap_moe_expert_parallel_comm",
+        "ep_overlap_early_attn_memory_release", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
+        "moe_shared_expert_overlap", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_load_balancing_type",
+        "moe_router_topk", "moe_enable_routing_replay", "moe_router_topk_limited_devices",
+        "moe_router_padding_for_quantization", "moe_router_padding_for_fp8", "moe_router_num_groups",
+        "moe_router_group_topk", "moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_score_function",
+        "moe_router_dtype", "moe_router_enable_expert_bias", "moe_router_bias_update_rate",
+        "moe_router_force_load_balancing", "moe_grouped_gemm", "moe_use_legacy_grouped_gemm", "moe_aux_loss_coeff",
+        "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_token_dispatcher_type", "moe_enable_deepep",
+        "moe_flex_dispatcher_backend", "moe_per_layer_logging", "moe_expert_capacity_factor",
+        "moe_pad_expert_input_to_capacity", "moe_token_drop_policy", "moe_layer_recompute", "moe_permute_fusion",
+        "moe_router_fusion", "moe_apply_probs_on_input", "moe_latent_size", "moe_deepep_num_sms", "moe_hybridep_num_sms",
+        "use_fused_weighted_squared_relu",
+    )),
+    ActsWith("--multi-latent-attention", _given("multi_latent_attention"), (
+        "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "mscale",
+        "mscale_all_dim", "beta_fast", "beta_slow", "original_max_position_embeddings",
+    )),
+    ActsWith("--multi-latent-attention or --use-rope-scaling",
+             lambda args: args.multi_latent_attention or args.use_rope_scaling, ("rotary_scaling_factor",)),
+    ActsWith("--use-rope-scaling", _given("use_rope_scaling"), ("rope_scaling_factor",)),
+    ActsWith("--experimental-attention-variant dsa or a --spec with such layers",
+             lambda args: args.experimental_attention_variant == "dsa" or bool(args.spec), (
+        "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "dsa_indexer_loss_coeff",
+        "dsa_indexer_use_sparse_loss",
+    )),
+    ActsWith(_LINEAR_ATTENTION, lambda args: bool(args.experimental_attention_variant or args.spec), (
+        "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
+        "linear_num_key_heads", "linear_num_value_heads",
+    )),
+    ActsWith("--group-query-attention", _given("group_query_attention"), ("num_query_groups",)),
+    ActsWith("--window-size", _given("window_size"), ("window_attn_skip_freq",)),
+    ActsWith("--qk-clip", _given("qk_clip"), ("qk_clip_alpha", "qk_clip_threshold")),
+    ActsWith("--fp8-format", _given("fp8"), (
+        "fp8_recipe", "fp8_param_gather", "fp8_quantizer_factory", "fp8_margin", "fp8_amax_history_len",
+        "fp8_amax_compute_algo", "fp8_wgrad", "fp8_dot_product_attention", "fp8_multi_head_attention", "tp_only_amax_red",
+        "reuse_grad_buf_for_mxfp8_param_ag", "keep_fp8_transpose_cache", "activation_func_fp8_input_store",
+        "disable_parameter_transpose_cache",
+    )),
+    ActsWith("--fp4-format", _given("fp4"), ("fp4_recipe", "fp4_param_gather", "fp4_quantizer_factory")),
+    ActsWith("--fp8-format or --fp4-format", lambda args: bool(args.fp8 or args.fp4), (
+        "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
+    )),
+    ActsWith("--use-kitchen", _given("use_kitchen"), ("use_kitchen_attention", "kitchen_attention_backend")),
+    ActsWith("--fp16", _given("fp16"), (
+        "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis",
+    )),
+    ActsWith("--bf16", _given("bf16"), ("disable_bf16_reduced_precision_matmul", "grad_reduce_in_bf16")),
+    ActsWith("--enable-autocast", _given("enable_autocast"), ("autocast_dtype",)),
+    ActsWith("--overlap-grad-reduce", _given("overlap_grad_reduce"), ("ddp_bucket_size", "ddp_num_buckets")),
+    ActsWith("--use-megatron-fsdp", _given("use_megatron_fsdp"), (
+        "data_parallel_sharding_strategy", "outer_dp_sharding_strategy", "suggested_communication_unit_size",
+        "preserve_fp32_weights", "fsdp_double_buffer", "fsdp_manual_registration", "init_model_with_meta_device",
+        "gradient_reduce_div_fusion",
+    )),
+    ActsWith("--use-nccl-ub", _given("nccl_ub"), ("disable_symmetric_registration",)),
+    ActsWith("--use-sharp", _given("use_sharp"), ("sharp_enabled_group",)),
+    ActsWith("--optimizer sgd", _is("optimizer", "sgd"), ("sgd_momentum",)),
+    ActsWith("--optimizer muon", _is("optimizer", "muon", "dist_muon"), (
+        "muon_momentum", "muon_split_qkv", "muon_use_nesterov", "muon_scale_mode", "muon_fp32_matmul_prec",
+        "muon_num_ns_steps", "muon_tp_mode", "muon_extra_scale_factor",
+    )),
+    ActsWith("--decoupled-lr", _given("decoupled_lr"), ("decoupled_min_lr",)),
+    ActsWith("--lr-decay-style WSD", _is("lr_decay_style", "WSD"), ("lr_wsd_decay_style", "lr_wsd_decay_iters")),
+    ActsWith("--start-weight-decay and --end-weight-decay", lambda args: args.start_weight_decay is not None
+             and args.end_weight_decay is not None, (
+        "weight_decay_incr_style", "start_weight_decay", "end_weight_decay",
+    )),
+    ActsWith("--use-precision-aware-optimizer", _given("use_precision_aware_optimizer"), (
+        "store_param_remainders", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
+    )),
+    ActsWith("--optimizer-cpu-offload", _given("optimizer_cpu_offload"), (
+        "optimizer_offload_fraction", "use_torch_optimizer_for_cpu_offload", "overlap_cpu_optimizer_d2h_h2d",
+        "pin_cpu_grads", "pin_cpu_params",
+    )),
+    ActsWith("--recompute-granularity selective", _is("recompute_granularity", "selective"), ("recompute_modules",)),
+    ActsWith("--recompute-granularity full", _is("recompute_granularity", "full"), ("distribute_saved_activations",)),
+    ActsWith("--cpu-offloading", _given("cpu_offloading"), (
+        "cpu_offloading_num_layers", "cpu_offloading_activations", "cpu_offloading_weights",
+        "cpu_offloading_double_buffering",
+    )),
+    ActsWith("--fine-grained-activation-offloading", _given("fine_grained_activation_offloading"), (
+        "offload_modules", "min_offloaded_tensor_size",
+    )),
+    ActsWith("--cuda-graph-impl", lambda args: args.cuda_graph_impl != "none", (
+        "cuda_graph_scope", "cuda_graph_warmup_steps", "cuda_graph_use_single_mempool", "cuda_graph_retain_backward_graph",
+    )),
+    ActsWith("--async-save", _given("async_save"), ("use_persistent_ckpt_worker", "async_strategy")),
+    ActsWith("--ckpt-fully-parallel-load", _given("ckpt_fully_parallel_load"), ("ckpt_fully_parallel_load_exchange_algo",)),
+    ActsWith("--use-pytorch-profiler", _given("use_pytorch_profiler"), (
+        "profile_step_start", "profile_step_end", "profile_ranks", "pytorch_profiler_collect_shapes",
+        "pytorch_profiler_collect_callstack",
+    )),
+    ActsWith("--timing-log-level", _given("timing_log_level"), (
+        "timing_log_option", "barrier_with_L1_time", "log_timers_to_tensorboard",
+    )),
+    ActsWith("--manual-gc", _given("manual_gc"), ("manual_gc_interval",)),
+    ActsWith("--is-hybrid-model", _given("is_hybrid_model"), (
+        "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "use_mamba_mem_eff_path",
+    )),
+    ActsWith("--position-embedding-type mrope", _is("position_embedding_type", "mrope"), ("mrope_section",)),
+    ActsWith("--heterogeneous-block-specs", _given("heterogeneous_block_specs"), ("hetereogenous_dist_checkpoint",)),
+)  # fmt: skip

@@ -1,0 +1,339 @@
+"""The names that Megatron-LM's users write, beside the fields of Megatron-Core's configuration dataclasses.
+
+The dataclasses describe most flags themselves (`slime.backends.megatron_utils.flag_surface`). Four things they cannot say
+stand here: which field Megatron-LM's parser keeps under another name (`FIELD_DESTS`), what that parser or this trainer
+changes in a field's flag (`DEFAULTS`, `CHOICES`, `TYPES`), the flags that have no field (`HISTORICAL`), and which names of
+that parser mean nothing here (`NOT_FOR_THIS`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.arguments.surface import FlagSpec
+
+# Field of a configuration dataclass -> attribute of `args`, where Megatron-LM's parser has another name for it.
+FIELD_DESTS: dict[str, str] = {
+    "num_moe_experts": "num_experts",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
+    "check_for_nan_in_grad": "check_for_nan_in_loss_and_grad",
+    "use_te_rng_tracker": "te_rng_tracker",
+    "bucket_size": "ddp_bucket_size",
+    "pad_buckets_for_high_nccl_busbw": "ddp_pad_buckets_for_high_nccl_busbw",
+    "reduce_scatter_with_fp32_accumulation": "ddp_reduce_scatter_with_fp32_accumulation",
+    "average_in_collective": "ddp_average_in_collective",
+    "fp8_param": "fp8_param_gather",
+    "fp4_param": "fp4_param_gather",
+}  # fmt: skip
+
+# Attribute -> default, where it is not the dataclass's: Megatron-LM's parser has this one.
+DEFAULTS: dict[str, Any] = {
+    "gradient_accumulation_fusion": True, "masked_softmax_fusion": True, "bias_dropout_fusion": True,
+    "apply_rope_fusion": True, "persist_layer_norm": True, "bias_activation_fusion": True, "align_param_gather": True,
+    "check_for_nan_in_loss_and_grad": True,
+    "q_lora_rank": None, "kv_lora_rank": 32, "rope_type": None, "rotary_scaling_factor": 1.0, "min_lr": 0.0,
+    "optimizer_offload_fraction": 1.0, "cuda_graph_scope": [],
+}  # fmt: skip
+
+# Attribute -> default that this trainer sets, with the reason.
+OUR_DEFAULTS: dict[str, tuple[Any, str]] = {
+    "use_distributed_optimizer": (True, "optimizer state is sharded unless that is switched off"),
+    "hidden_dropout": (0.0, "log-probs must not depend on chance"),
+    "attention_dropout": (0.0, "log-probs must not depend on chance"),
+    "num_query_groups": (None, "unset: as many as query heads"),
+    "lr": (1e-6, "a learning rate for reinforcement learning"),
+    "mtp_loss_scaling_factor": (0.2, "the weight that this trainer uses"),
+    "variable_seq_lengths": (True, "packed streams differ in length"),
+}
+
+# Attribute -> the values that a field typed `str` understands.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "optimizer": ("adam", "sgd", "muon", "dist_muon"),
+    "rope_type": ("rope", "yarn"),
+    "data_parallel_sharding_strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
+    "outer_dp_sharding_strategy": ("no_shard", "optim"),
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
+    "muon_scale_mode": ("spectral", "unit_rms_norm", "shape_scaling"),
+    "muon_fp32_matmul_prec": ("low", "medium", "high"),
+    "muon_tp_mode": ("blockwise", "duplicated", "distributed"),
+    "main_grads_dtype": ("fp32", "bf16"),
+    "main_params_dtype": ("fp32", "fp16"),
+}
+
+# Attribute -> type, where Megatron-LM's parser is stricter than the field.
+TYPES: dict[str, str] = {"rotary_base": "int"}
+
+
+def _value(
+    flag: str, kind: str, default: Any, text: str, choices: tuple[Any, ...] | None = None, **more: Any
+) -> FlagSpec:
+    flags = tuple(flag.split())
+    dest = more.pop("dest", None) or flags[0].removeprefix("--").replace("-", "_")
+    return FlagSpec(flags=flags, dest=dest, type=kind, default=default, help=text, choices=choices, **more)
+
+
+def _on(flag: str, text: str, **more: Any) -> FlagSpec:
+    return _value(flag, "str", False, text, action="store_true", **more)
+
+
+def _off(flag: str, dest: str, text: str) -> FlagSpec:
+    """A switch that sets `dest` to False."""
+    return _value(flag, "str", True, text, action="store_false", dest=dest)
+
+
+def _either(flag: str, default: bool | None, text: str) -> FlagSpec:
+    return _value(flag, "str", default, text, action="bool")
+
+
+_PARALLELISM = (
+    _value("--decoder-first-pipeline-num-layers", "int", None, "layers of the first pipeline stage; unset: an even split"),
+    _value("--decoder-last-pipeline-num-layers", "int", None, "layers of the last pipeline stage; unset: an even split"),
+    _value("--num-layers-per-virtual-pipeline-stage", "int", None, "layers of one virtual stage (interleaved schedule)"),
+    _value("--num-virtual-stages-per-pipeline-rank", "int", None, "virtual stages on each pipeline rank; see the previous"),
+    _off("--no-overlap-p2p-communication", "overlap_p2p_comm", "do not overlap pipeline messages with computation"),
+    _on("--accumulate-allreduce-grads-in-fp32", "accumulate and reduce gradients in float32"),
+    _on("--grad-reduce-in-bf16", "reduce gradients in bfloat16, whatever the parameters are"),
+    _off("--no-check-for-nan-in-loss-and-grad", "check_for_nan_in_loss_and_grad", "do not look for NaN in gradients before "
+         "they are reduced"),
+    _off("--no-gradient-reduce-div-fusion", "gradient_reduce_div_fusion", "divide gradients apart from their reduction"),
+    _off("--no-align-grad-reduce --disable-align-grad-reduce", "align_grad_reduce", "pipeline stages reduce gradients on "
+         "their own, not together"),
+    _off("--no-align-param-gather", "align_param_gather", "pipeline stages gather parameters on their own, not together"),
+    _value("--ddp-num-buckets", "int", None, "number of gradient buckets; not together with --ddp-bucket-size"),
+    _value("--ddp-bucket-size", "int", None, "parameters in one gradient bucket"),
+    _on("--use-nccl-ub", "register the parameter and gradient buffers with NCCL", dest="nccl_ub"),
+    _either("--use-gloo-process-groups", True, "make Gloo groups beside the NCCL ones"),
+    _off("--disable-gloo-process-groups", "use_gloo_process_groups", "same as --no-use-gloo-process-groups"),
+    _on("--use-tp-pp-dp-mapping", "order of the ranks: tensor, pipeline, data (usual: tensor, context, expert, data, "
+        "pipeline)"),
+    _value("--nccl-communicator-config-path", "str", None, "YAML file with settings of the NCCL communicators"),
+    _on("--use-sharp", "SHARP for the data-parallel collectives"),
+    _value("--sharp-enabled-group", "str", None, "which groups use SHARP", ("dp", "dp_replica")),
+    _value("--high-priority-stream-groups", "str", [], "communicators whose stream gets high priority", nargs="+"),
+    _value("--distributed-timeout-seconds-after-init", "int", None, "shorter collective timeout after the first step, s"),
+    _on("--create-all-gather-group", "a group of its own for parameter gathers"),
+    _value("--tp-comm-overlap-cfg", "str", None, "YAML file that tunes --tp-comm-overlap"),
+    _value("--microbatch-group-size-per-virtual-pipeline-stage", "int", None, "consecutive micro-batches of one virtual "
+           "stage", dest="microbatch_group_size_per_vp_stage"),
+)  # fmt: skip
+
+_SHAPE = (
+    _value("--spec", "str", None, "module and function that return the layer spec: `module function`", nargs="*"),
+    _on("--group-query-attention", "fewer key/value heads than query heads; needs --num-query-groups"),
+    _value("--seq-length", "int", 4096, "sequence length that fixed-size buffers are made for; packed streams need none"),
+    _value("--max-position-embeddings", "int", None, "longest sequence of the model; unset: --seq-length"),
+    _value("--position-embedding-type", "str", "rope", "how positions enter the model", ("learned_absolute", "rope",
+           "mrope", "relative", "none")),
+    _on("--use-rotary-position-embeddings", "same as --position-embedding-type rope"),
+    _off("--no-position-embedding", "add_position_embedding", "add no learned position embedding (rotary ones stay)"),
+    _value("--rotary-base", "int", 10000, "RoPE base"),
+    _value("--rotary-percent", "float", 1.0, "share of each head that is rotated"),
+    _value("--rotary-seq-len-interpolation-factor", "int", None, "divide positions by this before rotating"),
+    _on("--use-rope-scaling", "scale RoPE frequencies as Llama 3.1 does"),
+    _value("--rope-scaling-factor", "float", 8.0, "factor of --use-rope-scaling"),
+    _value("--vocab-size", "int", None, "vocabulary of the model, without padding"),
+    _value("--make-vocab-size-divisible-by", "int", 128, "the vocabulary is padded to a multiple of this x the "
+           "tensor-parallel size"),
+    _value("--padded-vocab-size", "int", None, "force the padded vocabulary size; unset: computed"),
+    _on("--untie-embeddings-and-output-weights", "the output layer has its own weights"),
+    _on("--swiglu", "gated SiLU in the MLP"),
+    _on("--squared-relu", "squared ReLU in the MLP"),
+    _on("--quick-geglu", "gated quick GELU in the MLP"),
+    _value("--num-experts", "int", None, "routed experts per layer; unset: a dense model"),
+    _off("--no-initialization", "perform_initialization", "leave weights as they are allocated (a checkpoint fills them)"),
+    _on("--enable-experimental", "allow Megatron's experimental parts"),
+    _value("--transformer-impl", "str", "transformer_engine", "layer implementation; without Transformer Engine always "
+           "local", ("local", "transformer_engine", "inference_optimized")),
+)  # fmt: skip
+
+_PRECISION_AND_FUSION = (
+    _off("--no-gradient-accumulation-fusion", "gradient_accumulation_fusion", "no fused accumulation of weight gradients"),
+    _off("--no-masked-softmax-fusion", "masked_softmax_fusion", "no fused softmax"),
+    _off("--no-bias-dropout-fusion", "bias_dropout_fusion", "no fused bias and dropout"),
+    _off("--no-rope-fusion", "apply_rope_fusion", "no fused RoPE kernel"),
+    _off("--no-bias-gelu-fusion", "bias_gelu_fusion", "no fused bias and GELU"),
+    _off("--no-bias-swiglu-fusion", "bias_swiglu_fusion", "no fused bias and SwiGLU"),
+    _value("--te-precision-config-file", "str", None, "YAML file with the precision of single layers"),
+    _on("--data-parallel-random-init", "every data-parallel rank starts from other random weights"),
+)  # fmt: skip
+
+_OPTIMIZER = (
+    _value("--lr-decay-style", "str", "linear", "shape of the learning-rate schedule", ("constant", "linear", "cosine",
+           "inverse-square-root", "WSD")),
+    _value("--lr-wsd-decay-style", "str", "exponential", "decay of the WSD schedule", ("exponential", "linear", "cosine",
+           "minus_sqrt")),
+    _value("--lr-decay-iters", "int", None, "optimizer steps of the decay; unset: the whole run"),
+    _value("--lr-wsd-decay-iters", "int", None, "optimizer steps of the last phase of WSD"),
+    _value("--lr-warmup-iters", "int", 0, "optimizer steps of linear warm-up"),
+    _value("--lr-warmup-fraction", "float", None, "warm-up as share of the decay length; not with --lr-warmup-iters"),
+    _value("--lr-warmup-init", "float", 0.0, "learning rate at which the warm-up starts"),
+    _value("--min-lr", "float", 0.0, "lowest learning rate of the schedule"),
+    _value("--start-weight-decay", "float", None, "weight decay at the start; with --end-weight-decay"),
+    _value("--end-weight-decay", "float", None, "weight decay at the end; with --start-weight-decay"),
+    _value("--weight-decay-incr-style", "str", "constant", "how weight decay moves between the two", ("constant", "linear",
+           "cosine")),
+    _value("--train-iters", "int", None, "optimizer steps that the schedules are made for; unset: those of --num-rollout"),
+    _on("--override-opt-param-scheduler --override-opt_param-scheduler", "on resume the schedule of this command line "
+        "holds (always, unless the next flag is given)"),
+    _on("--use-checkpoint-opt-param-scheduler --use-checkpoint-opt_param-scheduler", "on resume the schedule of the "
+        "checkpoint holds"),
+    _off("--muon-no-split-qkv", "muon_split_qkv", "Muon treats QKV as one matrix"),
+    _off("--no-pin-cpu-grads", "pin_cpu_grads", "gradients on the host are not pinned"),
+    _off("--no-pin-cpu-params", "pin_cpu_params", "parameters on the host are not pinned"),
+    _on("--recompute-activations", "same as --recompute-granularity selective"),
+    _value("--empty-unused-memory-level", "int", 0, "empty the allocator's cache: 1 after, 2 also before each step",
+           (0, 1, 2)),
+    _on("--manual-gc", "collect Python garbage at fixed steps only"),
+    _value("--manual-gc-interval", "int", 0, "optimizer steps between two collections; 0: never"),
+    _value("--train-sync-interval", "int", None, "synchronise host and device every N steps"),
+    _value("--check-weight-hash-across-dp-replicas-interval", "int", None, "compare weights of the data-parallel ranks "
+           "every N steps"),
+)  # fmt: skip
+
+_CHECKPOINT = (
+    _value("--load", "str", None, "checkpoint to start from"),
+    _value("--save", "str", None, "checkpoint directory"),
+    _value("--save-interval --persistent-save-interval", "int", None, "save every N rollouts"),
+    _value("--ckpt-step", "int", None, "iteration to take from --load"),
+    _value("--ckpt-format", "str", "torch_dist", "format of checkpoints", ("torch", "torch_dist", "torch_dcp",
+           "fsdp_dtensor")),
+    _on("--auto-detect-ckpt-format", "find out the format of --load"),
+    _on("--no-save-optim", "leave the optimizer state out"),
+    _on("--no-save-rng", "leave the random generators out"),
+    _on("--no-load-optim", "do not load the optimizer state"),
+    _on("--no-load-rng", "do not load the random generators"),
+    _on("--finetune", "load weights only and start at rollout 0"),
+    _on("--async-save", "write checkpoints in the background"),
+    _on("--exit-on-missing-checkpoint", "stop when --load holds no checkpoint"),
+    _either("--use-persistent-ckpt-worker", True, "one process writes all checkpoints of --async-save"),
+    _either("--ckpt-fully-parallel-load", True, "data-parallel ranks read a share each and exchange it"),
+    _either("--ckpt-fully-parallel-save", True, "data-parallel ranks write a share each"),
+    _either("--ckpt-assume-constant-structure", True, "plan the layout of a checkpoint once, not at every save"),
+    _value("--ckpt-fully-parallel-load-exchange-algo", "str", "broadcast", "how the shares are exchanged", ("broadcast",
+           "gather_rounds", "gather_object")),
+    _value("--dist-ckpt-strictness", "str", "assume_ok_unexpected", "what to do when keys of checkpoint and model differ",
+           ("assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all", "return_unexpected",
+            "return_all", "ignore_all")),
+    _value("--dist-ckpt-workers", "int", 1, "writer processes of one rank"),
+    _on("--dist-ckpt-save-pre-mcore-014", "write the optimizer as Megatron-Core did before 0.14"),
+    _on("--dist-ckpt-optim-fully-reshardable", "write the optimizer so that any layout can load it (always)"),
+    _on("--distrib-optim-fully-reshardable-mem-efficient", "the same with less memory, through Gloo"),
+    _on("--load-main-params-from-ckpt", "take the optimizer's float32 weights from the checkpoint's parameters"),
+    _value("--async-strategy", "str", "nvrx", "library of --async-save", ("nvrx", "mcore")),
+)  # fmt: skip
+
+_LOGGING = (
+    _value("--log-interval", "int", 100, "optimizer steps between two log lines"),
+    _on("--log-throughput", "log model FLOP per second"),
+    _on("--log-params-norm", "log the norm of all parameters"),
+    _on("--log-progress", "write a progress file beside the checkpoints"),
+    _on("--log-timers-to-tensorboard", "send timers to TensorBoard"),
+    _on("--log-memory-to-tensorboard", "send memory figures to TensorBoard"),
+    _on("--log-world-size-to-tensorboard", "send the world size to TensorBoard"),
+    _on("--log-validation-ppl-to-tensorboard", "send the validation perplexity to TensorBoard"),
+    _off("--no-log-loss-scale-to-tensorboard --disable-log-loss-scale-to-tensorboard", "log_loss_scale_to_tensorboard",
+         "do not send the loss scale to TensorBoard"),
+    _value("--log-memory-interval", "int", None, "log memory every N steps"),
+    _value("--timing-log-level", "int", 0, "detail of Megatron's own timers", (0, 1, 2)),
+    _value("--timing-log-option", "str", "minmax", "which ranks' timers are shown", ("max", "minmax", "all")),
+    _value("--tensorboard-dir", "str", None, "directory of the event files; unset: below outputs/"),
+    _value("--tensorboard-log-interval", "int", 1, "steps between two TensorBoard points"),
+    _value("--tensorboard-queue-size", "int", 1000, "events kept before they are written"),
+    _value("--logging-level", "int", None, "Python log level as a number; --log-level is the usual one"),
+    _on("--profile", "profile some steps"),
+    _on("--use-pytorch-profiler", "profile with the PyTorch profiler"),
+    _on("--pytorch-profiler-collect-shapes", "the profile holds tensor shapes"),
+    _on("--pytorch-profiler-collect-callstack", "the profile holds call stacks"),
+    _value("--profile-step-start", "int", 10, "first profiled step"),
+    _value("--profile-step-end", "int", 12, "step at which profiling ends"),
+    _value("--profile-ranks", "int", [], "ranks that are profiled; unset: 0", nargs="+"),
+    _on("--record-memory-history", "record every allocation"),
+    _value("--memory-snapshot-path", "str", "snapshot.pickle", "file of the memory snapshot"),
+    _value("--distributed-backend", "str", "nccl", "backend of the process groups", ("nccl", "gloo")),
+    _value("--distributed-timeout-minutes", "int", 10, "time limit of one collective, minutes"),
+    _value("--tokenizer-type", "str", None, "the tokenizer is that of --hf-checkpoint", ("HuggingFaceTokenizer",)),
+    _value("--seed", "int", 1234, "training seed"),
+    _value("--micro-batch-size", "int", None, "samples per micro-batch when batching is static"),
+    _value("--global-batch-size", "int", None, "rollouts per optimizer step"),
+    _value("--eval-interval", "int", None, "evaluate every N rollouts"),
+)  # fmt: skip
+
+HISTORICAL: tuple[FlagSpec, ...] = (
+    *_PARALLELISM, *_SHAPE, *_PRECISION_AND_FUSION, *_OPTIMIZER, *_CHECKPOINT, *_LOGGING,
+)  # fmt: skip
+
+# Attributes that describe the model, wherever else their names might put them.
+SHAPE: frozenset[str] = frozenset(spec.dest for spec in _SHAPE) - {"num_experts", "enable_experimental"}
+
+# Megatron-LM's flags that a script may bring along although they mean nothing here -> what to do instead. A final `*`
+# stands for any ending.
+NOT_FOR_THIS: dict[str, str] = {
+    "--data-path": "prompts come from --prompt-data; drop it",
+    "--train-data-path": "prompts come from --prompt-data; drop it",
+    "--valid-data-path": "evaluation sets are given with --eval-prompt-data; drop it",
+    "--test-data-path": "evaluation sets are given with --eval-prompt-data; drop it",
+    "--data-args-path": "prompts come from --prompt-data; drop it",
+    "--data-cache-path": "prompts come from --prompt-data and need no index; drop it",
+    "--split": "training and evaluation sets are files of their own: --prompt-data, --eval-prompt-data",
+    "--mock-data": "--disable-rollout-global-dataset with a rollout function of your own makes up data",
+    "--dataloader-type": "the data source is --data-source-path; drop it",
+    "--num-workers": "give --num-data-workers",
+    "--reset-position-ids": "packed samples always have positions of their own; drop it",
+    "--reset-attention-mask": "packed samples never see each other; drop it",
+    "--eod-mask-loss": "the loss mask comes from the rollout; drop it",
+    "--no-create-attention-mask-in-dataloader": "no attention mask is ever built; drop it",
+    "--train-samples": "give --num-rollout x --rollout-batch-size x --n-samples-per-prompt",
+    "--lr-decay-samples": "give --lr-decay-iters",
+    "--lr-warmup-samples": "give --lr-warmup-iters",
+    "--lr-wsd-decay-samples": "give --lr-wsd-decay-iters",
+    "--rampup-batch-size": "the batch is --rollout-batch-size x --n-samples-per-prompt in every step; drop it",
+    "--decrease-batch-size-if-needed": "batch sizes never change by themselves; drop it",
+    "--eval-iters": "every evaluation runs over its whole sets (--eval-prompt-data); drop it",
+    "--full-validation": "every evaluation runs over its whole sets (--eval-prompt-data); drop it",
+    "--skip-train": "give --debug-rollout-only, or --num-rollout 0 with evaluation",
+    "--exit-interval": "give --num-rollout",
+    "--exit-duration-in-mins": "end the job from outside; --save-interval bounds what is lost",
+    "--exit-signal-handler": "the run ends cleanly on a signal; drop it",
+    "--tokenizer-model": "the tokenizer is that of --hf-checkpoint; drop it",
+    "--vocab-file": "the tokenizer is that of --hf-checkpoint; drop it",
+    "--merge-file": "the tokenizer is that of --hf-checkpoint; drop it",
+    "--vocab-extra-ids": "the vocabulary is --vocab-size; drop it",
+    "--tiktoken-*": "the tokenizer is that of --hf-checkpoint; drop it",
+    "--use-mcore-models": "there are no others; drop it",
+    "--use-legacy-models": "models are built with Megatron-Core; drop it",
+    "--use-flash-attn": "give --attention-backend flash, or drop it: attention never builds its score matrix",
+    "--attention-dropout-prob": "give --attention-dropout",
+    "--checkpoint-activations": "give --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "--use-checkpoint-args": "give --model-args-from-hf",
+    "--use-mp-args-from-checkpoint-args": "a checkpoint loads into any layout; give the sizes that this run has",
+    "--pretrained-checkpoint": "give --ref-load, the initial weights when --load holds no checkpoint",
+    "--ckpt-convert-format": "checkpoints are torch_dist; drop it",
+    "--ckpt-convert-save": "checkpoints are torch_dist; drop it",
+    "--use-dist-ckpt": "checkpoints are always torch_dist; drop it",
+    "--dist-ckpt-format": "give --ckpt-format",
+    "--save-retain-interval": "give --keep-last",
+    "--non-persistent-*": "checkpoints are written to --save every --save-interval rollouts; drop it",
+    "--replication*": "checkpoints are written to --save every --save-interval rollouts; drop it",
+    "--model-parallel-size": "give --tensor-model-parallel-size",
+    "--batch-size": "give --micro-batch-size",
+    "--warmup": "give --lr-warmup-fraction",
+    "--local-rank": "ranks are started by the run itself; drop it",
+    "--lazy-mpu-init": "ranks are started by the run itself; drop it",
+    "--use-torch-fsdp2": "give --train-backend fsdp",
+    "--wandb-exp-name": "give --wandb-group",
+    "--wandb-save-dir": "give --wandb-dir",
+    "--wandb-entity": "give --wandb-team",
+    "--yaml-cfg": "give --custom-config-path",
+    "--rerun-mode": "no step is run twice; drop it",
+    "--no-one-logger": "drop it; trackers are --use-tensorboard and --use-wandb",
+    "--one-logger-*": "trackers are --use-tensorboard and --use-wandb; drop it",
+    "--log-straggler": "phase times of all ranks are logged anyway; drop it",
+    "--rl-*": "rollouts are described by --rollout-*; drop it",
+    "--grpo-*": "give --advantage-estimator grpo and its flags: --eps-clip, --kl-loss-coef, --n-samples-per-prompt",
+    "--perform-rl-step": "this is what the run does; drop it",
+    "--sft": "give --loss-type sft_loss",
+    "--inference-dynamic-*": "the engines generate; set them up with --sglang-*",
+    "--inference-max-*": "the engines generate; set them up with --sglang-*",
+}

@@ -1,0 +1,52 @@
+"""Values of Megatron's flags that follow from other flags, and what one spelling means for another.
+
+Nothing that the user typed is overruled; where two typed flags contradict each other, a rule says so.
+"""
+
+import argparse
+
+
+def derive_megatron_values(args: argparse.Namespace) -> None:
+    """Fill what was left open, in place. The precision is settled before."""
+    _synonyms(args)
+    _positions(args)
+    if args.moe_token_dispatcher_type == "allgather":
+        # It cannot handle micro-batches of different length.
+        args.moe_token_dispatcher_type = "alltoall"
+    if args.bf16 and not args.grad_reduce_in_bf16:
+        args.accumulate_allreduce_grads_in_fp32 = True
+    if args.rope_type is None:
+        args.rope_type = "yarn" if args.multi_latent_attention else "rope"
+    _virtual_stages(args)
+
+
+def _synonyms(args: argparse.Namespace) -> None:
+    if args.recompute_activations and args.recompute_granularity is None:
+        args.recompute_granularity = "selective"
+    if args.use_custom_fsdp:
+        args.use_megatron_fsdp = True
+    if args.enable_cuda_graph and args.cuda_graph_impl == "none":
+        args.cuda_graph_impl = "local"
+    if args.external_cuda_graph and args.cuda_graph_impl == "none":
+        args.cuda_graph_impl = "transformer_engine"
+    if args.use_rope_scaling and not args.multi_latent_attention and "rotary_scaling_factor" in args.typed_flags:
+        # Scripts of Llama models give the factor under this name.
+        args.rope_scaling_factor = args.rotary_scaling_factor
+
+
+def _positions(args: argparse.Namespace) -> None:
+    if args.use_rotary_position_embeddings and "position_embedding_type" not in args.typed_flags:
+        args.position_embedding_type = "rope"
+    if args.max_position_embeddings is None:
+        args.max_position_embeddings = args.seq_length
+
+
+def _virtual_stages(args: argparse.Namespace) -> None:
+    stages = args.pipeline_model_parallel_size
+    if args.virtual_pipeline_model_parallel_size is not None or stages == 1 or not args.num_layers:
+        return
+    if args.num_virtual_stages_per_pipeline_rank is not None:
+        args.virtual_pipeline_model_parallel_size = args.num_virtual_stages_per_pipeline_rank
+    elif args.num_layers_per_virtual_pipeline_stage:
+        per_rank = args.num_layers // stages
+        args.virtual_pipeline_model_parallel_size = per_rank // args.num_layers_per_virtual_pipeline_stage

@@ -1,0 +1,135 @@
+"""`--dry-run`: what a run would do, from its flags alone. Nothing is started, loaded or written.
+
+`make_plan` gives values, `render` the text, `show_plan` does what the driver does: print, and write the JSON if asked for.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slime.arguments.hf_config import read_hf_config
+from slime.arguments.layout import layout_of
+from slime.arguments.parser import build_parser
+from slime.arguments.plan.batch import plan_batch
+from slime.arguments.plan.engines import engine_parts, starts_engines
+from slime.arguments.plan.memory_part import plan_memory
+from slime.arguments.plan.parameters import plan_parameters
+from slime.arguments.plan.placement import plan_placement
+from slime.arguments.plan.setup import missing_shape_flags, parallel_layout, shape_of, stages_of, training_precision
+from slime.arguments.plan.structure import LayoutPlan, Plan
+from slime.arguments.plan.sync import plan_sync
+from slime.arguments.plan.text import render
+from slime.arguments.plan.values import custom_values, plan_values
+from slime.arguments.planned_device import plans_for_gpus
+from slime.scheduling.model_shape import ModelShape
+from slime.scheduling.parallel_layout import ParallelLayout
+from slime.utils.atomic_io import write_json_atomically
+from slime.utils.device import gpus_on_this_machine
+from slime.utils.errors import UserError
+
+__all__ = ["Plan", "make_plan", "plan_as_json", "render", "show_plan"]
+
+
+def make_plan(args: argparse.Namespace, parser: argparse.ArgumentParser | None = None) -> Plan:
+    """The plan of a checked run.
+
+    Args:
+        parser: the one that parsed `args`, for the defaults; None: the product's own.
+
+    Raises:
+        UserError: parallel sizes, layers or engines that do not divide.
+    """
+    shape, hf_config = shape_of(args), _hf_config(args)
+    layout = parallel_layout(args) if args.has_trainer else None
+    batch = plan_batch(args, layout)
+    warnings: list[str] = []
+    notes: list[str] = list(getattr(args, "plan_notes", []))
+    memory = None
+    if shape is not None:
+        memory = plan_memory(args, shape, layout, batch.micro_batches, hf_config, warnings, notes)
+        notes += _notes(args, hf_config)
+    return Plan(
+        model=_model_name(args, hf_config),
+        device="GPU" if plans_for_gpus(args) else "CPU",
+        precision=training_precision(args),
+        placement=plan_placement(args, layout, engine_parts(args, layout_of(args).first_rollout_gpu)),
+        layout=_layout(args, layout, shape),
+        batch=batch,
+        parameters=plan_parameters(args, shape, layout) if shape is not None else None,
+        memory=memory,
+        sync=plan_sync(args, shape, hf_config) if shape is not None else None,
+        values=plan_values(args, parser or build_parser()),
+        custom_values=custom_values(args),
+        missing=missing_shape_flags(args),
+        warnings=tuple(warnings),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def plan_as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON knows it: objects, lists, numbers, strings."""
+    return json.loads(json.dumps(dataclasses.asdict(plan)))
+
+
+def show_plan(args: argparse.Namespace) -> None:
+    """Print the plan; with `--dry-run-json FILE` write it there too. FILE `-` prints the JSON instead of the text."""
+    plan = make_plan(args)
+    file = getattr(args, "dry_run_json", None)
+    if file == "-":
+        print(json.dumps(plan_as_json(plan), indent=2))
+        return
+    print(render(plan))
+    if file is not None:
+        write_json_atomically(file, plan_as_json(plan))
+
+
+def _hf_config(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The config of --hf-checkpoint; None when it cannot be read, which validation has noted."""
+    if getattr(args, "hf_checkpoint", None) is None:
+        return None
+    try:
+        return read_hf_config(args.hf_checkpoint)
+    except UserError:
+        return None
+
+
+def _model_name(args: argparse.Namespace, hf_config: dict[str, Any] | None) -> str:
+    architecture = ((hf_config or {}).get("architectures") or [None])[0]
+    directory = Path(args.hf_checkpoint).name if getattr(args, "hf_checkpoint", None) else None
+    if directory and architecture:
+        return f"{directory} ({architecture})"
+    return directory or getattr(args, "model_name", None) or "the model of the flags"
+
+
+def _layout(args: argparse.Namespace, layout: ParallelLayout | None, shape: ModelShape | None) -> LayoutPlan | None:
+    if layout is None:
+        return None
+    layers = None
+    if shape is not None and not getattr(args, "pipeline_model_parallel_layout", None):
+        layers = tuple(len(stage.layers) for stage in stages_of(args, layout))
+    return LayoutPlan(
+        tensor=layout.tensor,
+        context=layout.context,
+        expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
+        data=layout.data,
+        pipeline=layout.pipeline,
+        virtual_pipeline=layout.virtual_pipeline,
+        sequence_parallel=layout.sequence_parallel,
+        layers=layers,
+    )
+
+
+def _notes(args: argparse.Namespace, hf_config: dict[str, Any] | None) -> Iterator[str]:
+    """What the plan assumed."""
+    if starts_engines(args) and hf_config is None:
+        yield (
+            "the config.json of --hf-checkpoint was not read: engine weights and the weight sync are planned as if the "
+            "checkpoint were not quantised"
+        )
+    typed = {"bf16", "fp16"} & getattr(args, "typed_flags", set())
+    if plans_for_gpus(args) and not typed and gpus_on_this_machine() == 0:
+        yield "no dtype was typed: planned for bfloat16, as on GPUs; on this machine, without one, a run would use float32"

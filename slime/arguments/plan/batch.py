@@ -1,0 +1,52 @@
+"""The batch arithmetic of a rollout step: prompts → rollouts → optimizer steps → micro-batches."""
+
+import argparse
+
+from slime.arguments.plan.setup import longest_sample, prompt_is_limited, read
+from slime.arguments.plan.structure import BatchPlan
+from slime.scheduling.parallel_layout import ParallelLayout
+
+
+def plan_batch(args: argparse.Namespace, layout: ParallelLayout | None) -> BatchPlan:
+    """The arithmetic; micro-batches are counted for samples of the longest allowed length."""
+    rollouts = args.rollout_batch_size * args.n_samples_per_prompt
+    global_batch = read(args, "global_batch_size", rollouts)
+    steps = max(1, rollouts // global_batch)
+    data = layout.data if layout is not None else 1
+    budget = None
+    if layout is not None and read(args, "use_dynamic_batch_size", False) and read(args, "max_tokens_per_gpu", None):
+        budget = args.max_tokens_per_gpu * layout.context
+    longest = longest_sample(args)
+    num_rollout = read(args, "num_rollout", None)
+    return BatchPlan(
+        prompts=args.rollout_batch_size,
+        samples_per_prompt=args.n_samples_per_prompt,
+        rollouts=rollouts,
+        global_batch_size=global_batch,
+        optimizer_steps=steps,
+        rollouts_per_rank_and_step=global_batch / data,
+        token_budget=budget,
+        longest_sample=longest,
+        prompt_is_limited=prompt_is_limited(args),
+        micro_batches=_micro_batches(args, layout, global_batch, budget, longest),
+        num_rollout=num_rollout,
+        total_optimizer_steps=None if num_rollout is None else num_rollout * steps,
+    )
+
+
+def _micro_batches(
+    args: argparse.Namespace, layout: ParallelLayout | None, global_batch: int, budget: int | None, longest: int | None
+) -> int | None:
+    """Of one data-parallel rank and step; the count is the same on all ranks."""
+    if layout is None:
+        return None
+    if budget is None:
+        together = read(args, "micro_batch_size", 1)
+    elif longest is None:
+        return None
+    else:
+        together = max(1, budget // longest)
+    count = -(-global_batch // together)
+    group = read(args, "microbatch_group_size_per_vp_stage", layout.pipeline) if layout.virtual_pipeline > 1 else 1
+    multiple = layout.data * group
+    return -(-count // multiple) * group

@@ -1,0 +1,240 @@
+"""The plan as text: aligned columns, at most 120 wide, plain ASCII, no colour."""
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+
+from slime.arguments.plan.picture import placement_lines
+from slime.arguments.plan.structure import (
+    BatchPlan,
+    LayoutPlan,
+    MemoryPlan,
+    ParameterPlan,
+    PartPlan,
+    PhasePlan,
+    Plan,
+    ServingMemoryPlan,
+    SyncPlan,
+)
+
+WIDTH = 120
+GIB = 2**30
+
+_PART_NAMES = {
+    "kv_cache": "KV cache",
+    "reserve": "left free (activations, graphs)",
+    "data": "rollout data",
+    "overhead": "context and libraries",
+    "logits": "logits and their gradient",
+    "optimizer": "optimizer state",
+}
+_PARAMETER_NAMES = {
+    "output_head": "head",
+    "dense_mlp": "MLP",
+    "shared_experts": "shared experts",
+    "routed_experts": "experts",
+}
+
+
+def render(plan: Plan) -> str:
+    """The whole text, without a newline at its end."""
+    sections = [
+        _section("PLAN", [_headline(plan)]),
+        _section("PLACEMENT", placement_lines(plan.placement, plan.layout)),
+        _section("BATCH", list(_batch(plan.batch))),
+        _section("PARAMETERS", list(_parameters(plan.parameters, plan.layout))),
+        _section("MEMORY", list(_memory(plan.memory, plan.missing))),
+        _section("WEIGHT SYNC", list(_sync(plan.sync))),
+        _section("VALUES that differ from the defaults", list(_values(plan))),
+        _section("WARNINGS", list(_bullets(plan.warnings))),
+        _section("NOTES", list(_bullets(plan.notes))),
+    ]
+    return "\n\n".join("\n".join(section) for section in sections if section)
+
+
+def _section(title: str, lines: list[str]) -> list[str]:
+    if not lines:
+        return []
+    return [title, *(f"  {line}".rstrip() for line in lines)]
+
+
+def _headline(plan: Plan) -> str:
+    placement = plan.placement
+    nodes = f"{len(placement.nodes)} node{'s' if len(placement.nodes) != 1 else ''} x {placement.gpus_per_node}"
+    kind = "GPU" if plan.device == "GPU" else "logical GPU"
+    return f"{plan.model}, {plan.precision}, {placement.mode}: {placement.num_gpus} {kind}{_s(placement.num_gpus)} on {nodes}"
+
+
+def _batch(batch: BatchPlan) -> Iterator[str]:
+    yield (
+        f"{batch.prompts} prompts x {batch.samples_per_prompt} samples = {batch.rollouts} rollouts / "
+        f"{batch.global_batch_size} per step = {batch.optimizer_steps} optimizer step{_s(batch.optimizer_steps)} per "
+        "rollout step"
+    )
+    if batch.rollouts_per_rank_and_step != batch.global_batch_size:
+        yield f"{batch.rollouts_per_rank_and_step:g} rollouts per data-parallel rank and optimizer step"
+    if batch.longest_sample is not None:
+        budget = f"; token budget of a micro-batch: {batch.token_budget}" if batch.token_budget else ""
+        open_end = "" if batch.prompt_is_limited else " and the prompt, which no flag limits"
+        yield f"longest allowed sample: {batch.longest_sample} tokens{open_end}{budget}"
+    if batch.micro_batches is not None:
+        longest = ", all samples at their longest" if batch.token_budget else ""
+        yield f"{batch.micro_batches} micro-batch{_s(batch.micro_batches, 'es')} per rank and optimizer step{longest}"
+    if batch.total_optimizer_steps is not None:
+        yield f"{batch.num_rollout} rollout steps = {batch.total_optimizer_steps} optimizer steps in all"
+
+
+def _parameters(parameters: ParameterPlan | None, layout: LayoutPlan | None) -> Iterator[str]:
+    if parameters is None:
+        return
+    yield f"{parameters.total:,} in the model"
+    if not parameters.stages or layout is None:
+        return
+    names = [name for name in parameters.stages[0] if any(stage[name] for stage in parameters.stages)]
+    header = ["millions per rank", *(_PARAMETER_NAMES.get(name, name) for name in names), "total"]
+    rows = []
+    for stages, values in _equal_runs(parameters.stages):
+        label = "all ranks" if len(parameters.stages) == 1 else f"stage {stages}"
+        layers = layout.layers[int(stages.split("-")[0])] if layout.layers else None
+        label += "" if layers is None else f", {layers} layers"
+        rows.append([label, *(f"{values[name] / 1e6:.1f}" for name in names), f"{sum(values.values()) / 1e6:.1f}"])
+    yield from table([header, *rows])
+
+
+def _memory(memory: MemoryPlan | None, missing: Sequence[str]) -> Iterator[str]:
+    if memory is None:
+        yield from textwrap.wrap(
+            f"not estimated: the model's shape is not known. Missing: {', '.join(missing)} (or --hf-checkpoint with a "
+            "config.json and --model-args-from-hf)",
+            WIDTH - 2,
+        )
+        return
+    if memory.gpu_memory is None:
+        yield f"on CPU: {memory.gpu_memory_from}"
+    else:
+        yield f"one GPU: {memory.gpu_memory / GIB:g} GiB ({memory.gpu_memory_from})"
+    training, serving = memory.training, memory.serving
+    unit = _unit(memory)
+    if training is not None:
+        stages = len(training.stage_totals)
+        where = f", pipeline stage {training.stage} of 0-{stages - 1}" if stages > 1 else ""
+        yield ""
+        yield from _parts(f"training rank at its peak ({training.moment}){where}", training.parts, training.total, unit)
+        if stages > 1:
+            peaks = ", ".join(f"{stages}: {unit(total)}" for stages, total in _equal_runs(training.stage_totals))
+            yield from textwrap.wrap(f"peak by pipeline stage, {unit.name}: {peaks}", WIDTH - 2, subsequent_indent="  ")
+        if training.host:
+            yield f"host memory, {unit.name}: {unit(training.host)} of a rank, {unit(training.host_of_node)} of a node"
+    if serving is not None:
+        yield ""
+        yield from _parts("engine, per GPU", serving.parts, serving.total, unit)
+        yield from _cache(serving)
+    if memory.phases:
+        yield ""
+        header = [f"on one GPU, {unit.name}", "trainer", "engine", "together", ""]
+        rows = [
+            [phase.name, unit(phase.trainer), unit(phase.engine), unit(phase.total), _verdict(phase)]
+            for phase in memory.phases
+        ]
+        yield from table([header, *rows], left=(0, 4))
+
+
+def _cache(serving: ServingMemoryPlan) -> Iterator[str]:
+    sequences = f", {serving.sequences:.1f} samples of the longest length" if serving.sequences is not None else ""
+    yield f"KV cache of an engine: {serving.cache_tokens} tokens{sequences}"
+    share = f"; --sglang-mem-fraction-static {serving.static_fraction:g}" if serving.static_fraction else ""
+    yield f"  {serving.cache_bytes_per_token / 1024:.1f} KiB per token and GPU{share}"
+
+
+class _Unit:
+    """Sizes in one unit."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name, self._size = name, size
+
+    def __call__(self, count: float) -> str:
+        return f"{count / self._size:.2f}"
+
+
+def _unit(memory: MemoryPlan) -> _Unit:
+    """GiB; MiB for small models on CPU."""
+    totals = [part.total for part in (memory.training, memory.serving) if part is not None]
+    small = memory.gpu_memory is None and max(totals, default=0) < GIB
+    return _Unit("MiB", 2**20) if small else _Unit("GiB", GIB)
+
+
+def _parts(title: str, parts: Sequence[PartPlan], total: int, unit: _Unit) -> Iterator[str]:
+    rows = [[title, unit.name, "lower it with"]]
+    rows += [[f"  {_PART_NAMES.get(part.name, part.name)}", unit(part.bytes), part.lower or ""] for part in parts]
+    rows.append(["  together", unit(total), ""])
+    yield from table(rows, left=(0, 2))
+
+
+def _verdict(phase: PhasePlan) -> str:
+    return "fits" if phase.fits else "DOES NOT FIT"
+
+
+def _sync(sync: SyncPlan | None) -> Iterator[str]:
+    if sync is not None:
+        size = f"{sync.bytes / GIB:.2f} GiB" if sync.bytes >= GIB else f"{sync.bytes / 2**20:.2f} MiB"
+        yield (
+            f"{size} to every engine by {sync.transport}, in about {sync.buckets} bucket{_s(sync.buckets)}: "
+            f"{sync.seconds:.2g} s or more at {sync.link_gbps:g} Gbit/s"
+        )
+
+
+def _values(plan: Plan) -> Iterator[str]:
+    rows = [[value.flag, str(value.value), value.origin] for value in plan.values]
+    rows += [[name, str(value), "YAML (custom)"] for name, value in plan.custom_values.items()]
+    if rows:
+        room = WIDTH - 2 - 2 * 2 - max(len(flag) for flag, _, _ in rows) - max(len(origin) for _, _, origin in rows)
+        yield from table([[flag, _shortened(value, room), origin] for flag, value, origin in rows], left=(0, 1, 2))
+
+
+def _shortened(text: str, room: int) -> str:
+    """Without its middle where it is too long; the ends of paths and lists say most."""
+    if len(text) <= room:
+        return text
+    half = max((room - 3) // 2, 4)
+    return f"{text[:half]}...{text[-half:]}"
+
+
+def _bullets(messages: Iterable[str]) -> Iterator[str]:
+    for message in messages:
+        yield from textwrap.wrap(
+            message, WIDTH - 2, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False
+        )
+
+
+def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
+    """Columns padded to their widest entry; those in `left` start at the left, the others end at the right.
+
+    What stands in the last column and would be wider than the line goes on below, in the same column.
+    """
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column in left or column == len(row) - 1 and cell == "" else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        start = sum(widths[:-1]) + 2 * (len(widths) - 1)
+        if len(row) - 1 in left and start + len(row[-1]) > WIDTH - 2:
+            wrapped = textwrap.wrap(row[-1], max(WIDTH - 2 - start, 20), break_on_hyphens=False, break_long_words=False)
+            lines.append("  ".join([*cells[:-1], wrapped[0]]))
+            lines += [" " * start + more for more in wrapped[1:]]
+        else:
+            lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _equal_runs(values: Sequence) -> Iterator[tuple[str, object]]:
+    """Runs of equal neighbours as ("first-last", value)."""
+    start = 0
+    for index in range(1, len(values) + 1):
+        if index == len(values) or values[index] != values[start]:
+            yield (str(start) if index - 1 == start else f"{start}-{index - 1}"), values[start]
+            start = index
+
+
+def _s(count: int, ending: str = "s") -> str:
+    return "" if count == 1 else ending

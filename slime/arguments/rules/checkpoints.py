@@ -1,0 +1,60 @@
+"""Rules about what is saved, and where dumps and exports go."""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from slime.arguments.plug_ins import flag_of
+from slime.arguments.rules import Rule
+
+# Placeholders that are filled in, by attribute.
+_TEMPLATES = {
+    "save_hf": ("rollout_id",),
+    "save_debug_rollout_data": ("rollout_id",),
+    "load_debug_rollout_data": ("rollout_id",),
+    "save_debug_train_data": ("rollout_id", "rank"),
+    "ci_save_grad_norm": ("role", "rollout_id", "step_id"),
+    "ci_load_grad_norm": ("role", "rollout_id", "step_id"),
+}
+
+
+def saving(args: argparse.Namespace) -> Iterator[str]:
+    for name in ("save_interval", "keep_last", "save_hf"):
+        if getattr(args, name) is not None and args.save is None:
+            yield f"{flag_of(name)} needs --save, the directory of checkpoints"
+    if args.save_hf is None:
+        return
+    if args.hf_checkpoint is None:
+        yield "--save-hf needs --hf-checkpoint: config and tokenizer are copied from it"
+    elif Path(args.save_hf).absolute() == Path(args.hf_checkpoint).absolute():
+        yield f"--save-hf {args.save_hf} would overwrite --hf-checkpoint; give another directory"
+
+
+def templates(args: argparse.Namespace) -> Iterator[str]:
+    for name, placeholders in _TEMPLATES.items():
+        template = getattr(args, name)
+        if template is None:
+            continue
+        try:
+            template.format(**dict.fromkeys(placeholders, 0))
+        except (KeyError, IndexError, ValueError) as error:
+            known = " ".join(f"{{{placeholder}}}" for placeholder in placeholders)
+            yield f"{flag_of(name)} {template}: {error!r}; only {known} is filled in"
+    if args.save_debug_rollout_data is not None and args.save_debug_rollout_data == args.save_debug_train_data:
+        yield (
+            f"--save-debug-rollout-data and --save-debug-train-data name the same file {args.save_debug_rollout_data}; give "
+            "two, or --dump-details DIRECTORY"
+        )
+
+
+def subsample(args: argparse.Namespace) -> Iterator[str]:
+    fraction = args.load_debug_rollout_data_subsample
+    if fraction is None:
+        return
+    if not 0 < fraction <= 1:
+        yield f"--load-debug-rollout-data-subsample {fraction}: it must be above 0 and at most 1"
+    if args.load_debug_rollout_data is None:
+        yield f"--load-debug-rollout-data-subsample {fraction} needs --load-debug-rollout-data, the dump to take it from"
+
+
+CHECKPOINT_RULES: tuple[Rule, ...] = (saving, templates, subsample)

@@ -1,0 +1,88 @@
+"""Rules about sampling, lengths, staleness and rewards."""
+
+import argparse
+import math
+from collections.abc import Iterator
+
+from slime.arguments.origins import Origin
+from slime.arguments.rules import Rule
+
+
+def sampling(args: argparse.Namespace) -> Iterator[str]:
+    if args.rollout_temperature <= 0:
+        yield (
+            f"--rollout-temperature {args.rollout_temperature}: training needs a value above 0 (1.0 is usual); "
+            "--eval-temperature may be 0"
+        )
+    if args.eval_temperature is not None and args.eval_temperature < 0:
+        yield f"--eval-temperature {args.eval_temperature}: it must not be negative; 0 is greedy"
+    for flag, mass in (("--rollout-top-p", args.rollout_top_p), ("--eval-top-p", args.eval_top_p)):
+        if mass is not None and not 0 < mass <= 1:
+            yield f"{flag} {mass}: it is a share of the probability, above 0 and at most 1"
+    for flag, count in (("--rollout-top-k", args.rollout_top_k), ("--eval-top-k", args.eval_top_k)):
+        if count is not None and count != -1 and count < 1:
+            yield f"{flag} {count}: give -1 for no cut, or at least 1"
+
+
+def lengths(args: argparse.Namespace) -> Iterator[str]:
+    context = args.rollout_max_context_len
+    if context is None:
+        return
+    if args.rollout_max_prompt_len is not None and args.rollout_max_prompt_len >= context:
+        yield (
+            f"--rollout-max-prompt-len {args.rollout_max_prompt_len} must be below --rollout-max-context-len {context}, "
+            f"at most {context - 1}"
+        )
+    # Derived from --seq-length it says nothing about the model: RoPE has no table.
+    known = args.origins.get("max_position_embeddings") not in (Origin.DEFAULT, Origin.DERIVED)
+    if known and context > args.max_position_embeddings:
+        yield (
+            f"--rollout-max-context-len {context} is above the model's --max-position-embeddings "
+            f"{args.max_position_embeddings}; give at most that"
+        )
+
+
+def asynchronous_loop(args: argparse.Namespace) -> Iterator[str]:
+    if args.asynchronous and args.colocate:
+        yield "--colocate: train_async.py generates while it trains, so both need GPUs of their own; use train.py, or drop it"
+    least = unavoidable_staleness(args)
+    if args.max_weight_staleness is not None and args.max_weight_staleness < least:
+        yield (
+            f"--max-weight-staleness {args.max_weight_staleness}: with --async-buffer-size {args.async_buffer_size} and "
+            f"--update-weights-interval {args.update_weights_interval} samples are up to {least} versions old when they are "
+            f"trained; give at least {least}, or a smaller buffer"
+        )
+
+
+def unavoidable_staleness(args: argparse.Namespace) -> int:
+    """Weight versions that the trainer is ahead of the oldest sample that the loop hands it.
+
+    The synchronous loop pushes before it generates. In the asynchronous one a rollout may wait while
+    `async_buffer_size` others are trained, with a push after every `update_weights_interval` of those.
+    """
+    return math.ceil(args.async_buffer_size / args.update_weights_interval) if args.asynchronous else 0
+
+
+def on_policy_proof(args: argparse.Namespace) -> Iterator[str]:
+    if not args.true_on_policy_mode:
+        return
+    reason = "with --true-on-policy-mode samples must come from the weights that train on them"
+    if args.asynchronous:
+        yield f"train_async.py trains on older samples: {reason}; use train.py"
+    if args.num_steps_per_rollout != 1:
+        yield f"{args.num_steps_per_rollout} optimizer steps per rollout: {reason}; give --num-steps-per-rollout 1"
+    if args.update_weights_interval != 1:
+        yield f"--update-weights-interval {args.update_weights_interval}: {reason}; give 1"
+    if args.keep_old_actor:
+        yield f"--keep-old-actor: {reason}; drop it"
+    if args.partial_rollout and not args.mask_offpolicy_in_partial_rollout:
+        yield f"--partial-rollout: {reason}; add --mask-offpolicy-in-partial-rollout"
+
+
+def rewards(args: argparse.Namespace) -> Iterator[str]:
+    for flag, url in (("--rm-url", args.rm_url), ("--rollout-buffer-url", args.rollout_buffer_url)):
+        if url is not None and not url.startswith(("http://", "https://")):
+            yield f"{flag} {url}: it must start with http:// or https://"
+
+
+ROLLOUT_RULES: tuple[Rule, ...] = (sampling, lengths, asynchronous_loop, on_policy_proof, rewards)

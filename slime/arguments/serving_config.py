@@ -1,0 +1,231 @@
+"""`--sglang-config`: the serving topology of a run, checked.
+
+    sglang:
+      - name: actor
+        server_groups:
+          - {worker_type: prefill, num_gpus: 4, num_gpus_per_engine: 2}
+          - {worker_type: decode, num_gpus: 4, overrides: {mem_fraction_static: 0.8}}
+
+Every model has a router of its own and at least one group of equal engines. All groups of a model serve the same
+weights; the GPUs of all groups of all models are the run's `--rollout-num-gpus`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from slime.arguments.yaml_file import YamlMapping, load_yaml, plain
+from slime.arguments.yaml_flags import attribute_name, near_name
+from slime.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+FLAG = "--sglang-config"
+WORKER_TYPES = ("regular", "prefill", "decode", "placeholder", "encoder")
+_MODEL_KEYS = ("name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups")
+_GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
+_GROUP_LISTS = ("server_groups", "engine_groups")
+_FLAG_PREFIX = "sglang_"
+
+
+@dataclass(frozen=True)
+class ServerGroup:
+    """Equal engines of one model. A `placeholder` keeps its GPUs free of engines.
+
+    Attributes:
+        num_gpus: GPUs of the whole group, above 0.
+        overrides: server arguments of these engines, by field name; they win over `--sglang-*`.
+    """
+
+    worker_type: str
+    num_gpus: int
+    num_gpus_per_engine: int
+    overrides: dict[str, Any]
+
+    @property
+    def num_engines(self) -> int:
+        return 0 if self.worker_type == "placeholder" else self.num_gpus // self.num_gpus_per_engine
+
+
+@dataclass(frozen=True)
+class ModelServing:
+    """A model behind a router of its own; `update_weights`: it receives the trainer's weights."""
+
+    name: str
+    model_path: str
+    update_weights: bool
+    groups: tuple[ServerGroup, ...]
+
+
+def serving_of(args: argparse.Namespace) -> tuple[list[ModelServing], list[str]]:
+    """`load_serving_config` with what the run's arguments say."""
+    fields = {name.removeprefix(_FLAG_PREFIX) for name in vars(args) if name.startswith(_FLAG_PREFIX)}
+    return load_serving_config(
+        args.sglang_config,
+        hf_checkpoint=args.hf_checkpoint,
+        rollout_num_gpus=args.rollout_num_gpus,
+        rollout_num_gpus_per_engine=args.rollout_num_gpus_per_engine,
+        known_fields=fields,
+    )
+
+
+def serving_violations(args: argparse.Namespace) -> Iterator[str]:
+    """One message for every wrong line of `--sglang-config`; a run that only trains ignores the file."""
+    if args.sglang_config is not None and args.has_engines:
+        yield from serving_of(args)[1]
+
+
+def load_serving_config(
+    path: str,
+    *,
+    hf_checkpoint: str | None,
+    rollout_num_gpus: int | None,
+    rollout_num_gpus_per_engine: int = 1,
+    known_fields: Collection[str] = (),
+) -> tuple[list[ModelServing], list[str]]:
+    """The models in the file, defaults filled in, and one message per wrong line.
+
+    Args:
+        rollout_num_gpus: what the groups must sum to; None: whatever they sum to. 0: no engines, whatever the file says.
+        known_fields: server arguments that `overrides` may name; empty: any.
+    """
+    reader = _Reader(hf_checkpoint, rollout_num_gpus_per_engine, known_fields)
+    try:
+        mapping = load_yaml(path, FLAG)
+        models = list(reader.models(mapping))
+    except UserError as error:
+        return [], [*reader.violations, str(error)]
+    if rollout_num_gpus == 0:
+        return [ModelServing("default", hf_checkpoint or "", True, ())], reader.violations
+    total = sum(group.num_gpus for model in models for group in model.groups)
+    if not reader.violations and rollout_num_gpus is not None and total != rollout_num_gpus:
+        reader.violations.append(
+            f"{mapping.where()}: the groups have {total} GPUs in all, --rollout-num-gpus says {rollout_num_gpus}; "
+            f"give --rollout-num-gpus {total}, or change the groups"
+        )
+    return models, reader.violations
+
+
+class _Reader:
+    """Turns entries into models; what is wrong goes to `violations`, and the entry is left out."""
+
+    def __init__(self, hf_checkpoint: str | None, per_engine: int, known_fields: Collection[str]) -> None:
+        self.violations: list[str] = []
+        self._hf_checkpoint = hf_checkpoint
+        self._per_engine = per_engine
+        self._known_fields = known_fields
+
+    def models(self, mapping: YamlMapping) -> Iterator[ModelServing]:
+        self._check_keys(mapping, ("sglang",))
+        first: dict[str, str] = {}
+        for entry in _entries(mapping, "sglang"):
+            try:
+                model = self._model(entry)
+                if model.name in first:
+                    raise UserError(
+                        f"{entry.where('name')}: a second model {model.name}; the first: {first[model.name]}"
+                    )
+            except UserError as error:
+                self.violations.append(str(error))
+                continue
+            first[model.name] = entry.where()
+            yield model
+
+    def _model(self, entry: YamlMapping) -> ModelServing:
+        self._check_keys(entry, _MODEL_KEYS)
+        name = entry.get("name")
+        if not isinstance(name, str) or not name:
+            raise UserError(f"{entry.where()}: the model needs a `name`")
+        lists = [key for key in _GROUP_LISTS if key in entry]
+        if len(lists) != 1:
+            where = entry.where(lists[1] if lists else None)
+            raise UserError(f"{where}: model {name}: give `server_groups` (once; `engine_groups` is its old spelling)")
+        per_engine = _positive(entry, "num_gpus_per_engine", self._per_engine)
+        groups = tuple(self._group(group, per_engine) for group in _entries(entry, lists[0]))
+        types = {group.worker_type for group in groups}
+        if ("prefill" in types) != ("decode" in types):
+            raise UserError(f"{entry.where(lists[0])}: model {name}: prefill and decode groups need each other")
+        path = self._model_path(entry, name, groups)
+        return ModelServing(name, path, self._updates(entry, name, path), groups)
+
+    def _group(self, entry: YamlMapping, per_engine: int) -> ServerGroup:
+        self._check_keys(entry, _GROUP_KEYS)
+        worker_type = entry.get("worker_type", "regular")
+        if worker_type not in WORKER_TYPES:
+            raise UserError(
+                f"{entry.where('worker_type')}: worker_type {worker_type!r}: one of {', '.join(WORKER_TYPES)}"
+            )
+        if "num_gpus" not in entry:
+            raise UserError(f"{entry.where()}: the group needs `num_gpus`")
+        num_gpus = _positive(entry, "num_gpus", 0)
+        per_engine = _positive(entry, "num_gpus_per_engine", per_engine)
+        if worker_type != "placeholder" and num_gpus % per_engine:
+            raise UserError(
+                f"{entry.where('num_gpus')}: num_gpus {num_gpus} is no multiple of num_gpus_per_engine {per_engine}"
+            )
+        return ServerGroup(worker_type, num_gpus, per_engine, self._overrides(entry))
+
+    def _overrides(self, entry: YamlMapping) -> dict[str, Any]:
+        overrides = entry.get("overrides")
+        if overrides is None:
+            return {}
+        if not isinstance(overrides, YamlMapping):
+            raise UserError(f"{entry.where('overrides')}: overrides: expected `name: value` lines below it")
+        if self._known_fields:
+            self._check_keys(overrides, {*self._known_fields, "model_path"}, "server argument")
+        return {attribute_name(key): plain(value) for key, value in overrides.items()}
+
+    def _model_path(self, entry: YamlMapping, name: str, groups: tuple[ServerGroup, ...]) -> str:
+        default = entry.get("model_path") or self._hf_checkpoint
+        paths = {group.overrides.get("model_path", default) for group in groups}
+        if len(paths) > 1:
+            shown = ", ".join(sorted(map(str, paths)))
+            raise UserError(
+                f"{entry.where()}: model {name}: its groups have different models ({shown}); they share one"
+            )
+        path = paths.pop() if paths else default
+        if not isinstance(path, str):
+            raise UserError(f"{entry.where()}: model {name}: give `model_path`, or --hf-checkpoint")
+        return os.path.abspath(path)
+
+    def _updates(self, entry: YamlMapping, name: str, path: str) -> bool:
+        if "update_weights" in entry:
+            if not isinstance(entry["update_weights"], bool):
+                raise UserError(f"{entry.where('update_weights')}: update_weights: give true or false")
+            return entry["update_weights"]
+        is_actor = self._hf_checkpoint is not None and path == os.path.abspath(self._hf_checkpoint)
+        if not is_actor:
+            logger.warning(
+                "%s: model %s is not --hf-checkpoint, so it gets no weights of the trainer; `update_weights: true` "
+                "changes that", entry.where(), name,
+            )  # fmt: skip
+        return is_actor
+
+    def _check_keys(self, mapping: YamlMapping, known: Collection[str], kind: str = "key") -> None:
+        for key in mapping:
+            name = attribute_name(key)
+            if name in known:
+                continue
+            near = near_name(name, known)
+            hint = f"did you mean {near}?" if near else f"known: {', '.join(sorted(known)[:12])}"
+            self.violations.append(f"{mapping.where(key)}: unknown {kind} {key}: {hint}")
+
+
+def _entries(mapping: YamlMapping, key: str) -> list[YamlMapping]:
+    entries = mapping.get(key)
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, YamlMapping) for entry in entries):
+        where = mapping.where(key if key in mapping else None)
+        raise UserError(f"{where}: `{key}:` must be a list with at least one entry of `key: value` lines")
+    return entries
+
+
+def _positive(mapping: YamlMapping, key: str, default: int) -> int:
+    value = mapping.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{mapping.where(key if key in mapping else None)}: {key} {value!r}: give a number above 0")
+    return value

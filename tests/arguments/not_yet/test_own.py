@@ -1,0 +1,115 @@
+"""The list of flags without a feature is honest: what is on it has no reader, and what is not has one."""
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from slime.arguments import parse_args
+from slime.arguments.groups.own import OWN_GROUPS
+from slime.arguments.not_yet.own import ROWS
+from slime.utils.errors import UserError
+from tests.support.args import command_line, parse
+
+ROOT = Path(__file__).parents[3]
+# These say what a flag is, not what it does.
+TABLES = (
+    "slime/arguments/groups", "slime/arguments/not_yet", "slime/arguments/rules", "slime/arguments/paths.py",
+    "slime/arguments/plug_ins.py",
+)  # fmt: skip
+NAMES = [row.name for row in ROWS]
+
+
+def own_flags() -> dict[str, argparse.Action]:
+    parser = argparse.ArgumentParser(add_help=False)
+    for group in OWN_GROUPS:
+        group.add_arguments(parser.add_argument_group(group.TITLE))
+    return {action.dest: action for action in parser._actions}
+
+
+def names_in(paths) -> set[str]:
+    text = "\n".join(path.read_text() for path in paths)
+    return set(re.findall(r"args\.([a-z_0-9]+)", text)) | set(re.findall(r"\"([a-z_0-9]+)\"", text))
+
+
+def sources(*, outside_arguments: bool) -> list[Path]:
+    skipped = ("slime/arguments",) if outside_arguments else TABLES
+    files = [*(ROOT / "slime").rglob("*.py"), *ROOT.glob("train*.py")]
+    return [path for path in files if not str(path.relative_to(ROOT)).startswith(skipped)]
+
+
+def test_every_row_is_one_flag():
+    assert sorted(NAMES) == sorted(set(NAMES))
+    # `--optimizer-cpu-offload` has its row among Megatron's.
+    assert set(NAMES) <= set(own_flags())
+
+
+def test_every_own_flag_has_a_reader_or_a_row():
+    # The first fills a field of Megatron's, the others are read by users' functions.
+    read = names_in(sources(outside_arguments=False)) | {"clip_grad", "max_turns", "rm_url"}
+    from slime.arguments.not_yet.megatron import ROWS as MEGATRON_ROWS
+
+    listed = set(NAMES) | {row.name for row in MEGATRON_ROWS}
+    assert sorted(set(own_flags()) - read - listed) == []
+
+
+# Read where it changes nothing yet: attribute → why.
+READ_ALREADY = {
+    "advantage_estimator": "metrics leave groups out for ppo",
+    "mtp_num_layers": "part of the model's shape",
+    "multimodal_keys": "data sets refuse it in their own words",
+    "post_mlp_layernorm": "part of the model's shape",
+    "post_self_attn_layernorm": "part of the model's shape",
+    "use_tis": "re-tokenised text is refused with it",
+    "colocate": "the plan of the cluster",
+    "update_weight_transport": "the plan",
+}
+
+
+def test_no_feature_on_the_list_is_built():
+    read = names_in(sources(outside_arguments=True))
+    assert sorted(set(NAMES) & read - set(READ_ALREADY)) == []
+
+
+def examples():
+    for name, action in own_flags().items():
+        if name not in NAMES:
+            continue
+        if action.nargs == 0:
+            yield name, [action.option_strings[0]], True
+            continue
+        other = [choice for choice in action.choices or () if choice not in (action.default, [action.default])]
+        kind = {int: "3", float: "0.125"}.get(action.type, '{"image": "f"}' if name == "multimodal_keys" else "word")
+        yield name, [action.option_strings[0], other[-1] if other else kind], None
+
+
+@pytest.mark.parametrize("name, words, _", list(examples()), ids=lambda value: value if isinstance(value, str) else "")
+def test_a_run_refuses_the_flag_by_name(tmp_path, name, words, _):
+    with pytest.raises(UserError) as error:
+        parse(tmp_path, *words)
+    lines = [line for line in str(error.value).splitlines() if "not built yet" in line]
+    assert any(line.startswith(words[0]) for line in lines), str(error.value)
+
+
+def test_defaults_ask_for_nothing(tmp_path):
+    parse(tmp_path)
+
+
+def test_a_typed_default_asks_for_nothing(tmp_path):
+    parse(tmp_path, "--advantage-estimator", "grpo", "--tis-clip", "2.0", "--profile-target", "train_overall")
+
+
+def test_a_dry_run_notes_it(tmp_path):
+    args = parse_args(argv=[*command_line(tmp_path), "--use-tis", "--dry-run"])
+    assert args.plan_notes == [
+        "--use-tis: importance sampling against engine log-probs is not built yet; drop the flag (--dry-run plans with it)"
+    ]
+
+
+def test_what_follows_from_a_flag_is_not_refused_besides(tmp_path):
+    with pytest.raises(UserError) as error:
+        parse(tmp_path, "--colocate")
+    assert str(error.value).splitlines() == [
+        "--colocate: sharing GPUs between training and engines is not built yet; drop the flag (--dry-run plans with it)"
+    ]

@@ -1,0 +1,78 @@
+import pytest
+
+from slime.arguments.plan import make_plan
+from slime.arguments.plan.picture import placement_lines
+from tests.support.plans import SMALL, TWO_NODES, planned
+
+
+def gpus(plan):
+    return [gpu for node in plan.placement.nodes for gpu in node.gpus]
+
+
+def test_engines_follow_the_trainer_unless_they_share():
+    apart = make_plan(planned(SMALL))
+    assert apart.placement.mode == "disaggregated"
+    assert [(gpu.rank, gpu.engine, gpu.engine_rank) for gpu in gpus(apart)] == [
+        (0, None, None), (1, None, None), (2, None, None), (3, None, None), (None, 0, 0), (None, 0, 1),
+    ]  # fmt: skip
+    together = make_plan(planned(TWO_NODES))
+    assert together.placement.mode == "colocated" and together.placement.num_gpus == 16
+    assert [(gpu.rank, gpu.engine) for gpu in gpus(together)][7:9] == [(7, 0), (8, 1)]
+
+
+@pytest.mark.parametrize(
+    "words, mode, training, engines",
+    [
+        (["--debug-train-only"], "training only", 4, 0),
+        (["--debug-rollout-only"], "engines only", 0, 1),
+        (["--rollout-num-gpus", "8"], "disaggregated", 4, 4),
+    ],
+)
+def test_modes(words, mode, training, engines):
+    plan = make_plan(planned(SMALL, *words)).placement
+    assert (plan.mode, plan.training_ranks, plan.engines) == (mode, training, engines)
+
+
+def test_prefill_and_decode_engines():
+    plan = make_plan(planned(SMALL, "--rollout-num-gpus", "6", "--prefill-num-servers", "1"))
+    assert [(gpu.engine, gpu.worker) for gpu in gpus(plan)[4:]] == [
+        (0, "prefill"), (0, "prefill"), (1, "decode"), (1, "decode"), (2, "decode"), (2, "decode"),
+    ]  # fmt: skip
+
+
+def test_topology_of_a_file(tmp_path):
+    path = tmp_path / "serving.yaml"
+    path.write_text(
+        "sglang:\n  - name: actor\n    server_groups:\n"
+        "      - {worker_type: placeholder, num_gpus: 2}\n"
+        "      - {worker_type: regular, num_gpus: 4, num_gpus_per_engine: 4}\n"
+        "      - {worker_type: regular, num_gpus: 2, num_gpus_per_engine: 1}\n"
+    )
+    plan = make_plan(planned(SMALL, "--rollout-num-gpus", "8", "--sglang-config", str(path)))
+    assert [(gpu.engine, gpu.engine_rank) for gpu in gpus(plan)[4:]] == [
+        (None, None), (None, None), (0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (2, 0),
+    ]  # fmt: skip
+    assert plan.placement.engines == 3
+
+
+def test_256_gpus_take_one_block():
+    plan = make_plan(planned(TWO_NODES, "--actor-num-nodes", "32"))
+    lines = placement_lines(plan.placement, plan.layout)
+    assert plan.placement.num_gpus == 256 and len(lines) < 12
+    assert lines[-1] == "nodes 1-31 alike: ranks 8-255, tp 0-3, ep 0-7, dp 0-31, pp 0-1, engine 1-31"
+
+
+def test_a_node_that_differs_gets_its_own_block():
+    words = ["--actor-num-nodes", "2", "--actor-num-gpus-per-node", "8", "--rollout-num-gpus", "8"]
+    plan = make_plan(planned(SMALL, *words))
+    lines = placement_lines(plan.placement, plan.layout)
+    assert any(line.startswith("node 1 alike: ranks 8-15") for line in lines)
+    assert any(line.startswith("node 2 ") and "GPU 0" in line for line in lines)
+    assert sum("engine  " in line for line in lines) == 1
+
+
+def test_nodes_of_sixteen_gpus_wrap():
+    words = ["--actor-num-gpus-per-node", "16", "--num-gpus-per-node", "16", "--rollout-num-gpus", "16"]
+    plan = make_plan(planned(SMALL, *words))
+    lines = placement_lines(plan.placement, plan.layout)
+    assert any("GPU 8" in line and "GPU 15" in line for line in lines) and max(map(len, lines)) <= 118

@@ -1,0 +1,46 @@
+import pytest
+
+from tests.support.rules import assert_violation, violations
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--save-interval 2", "--save-interval needs --save, the directory of checkpoints"),
+        ("--keep-last 2", "--keep-last needs --save, the directory of checkpoints"),
+        ("--save-hf /export", "--save-hf needs --save, the directory of checkpoints"),
+        (
+            "--save {tmp}/run --save-hf {tmp}/model",
+            "--save-hf {tmp}/model would overwrite --hf-checkpoint; give another directory",
+        ),
+        (
+            "--save-debug-rollout-data /d/a.pt --save-debug-train-data /d/a.pt",
+            "--save-debug-rollout-data and --save-debug-train-data name the same file /d/a.pt; give two, or --dump-details "
+            "DIRECTORY",
+        ),
+        (
+            "--load-debug-rollout-data x.pt --load-debug-rollout-data-subsample 2",
+            "--load-debug-rollout-data-subsample 2.0: it must be above 0 and at most 1",
+        ),
+        (
+            "--load-debug-rollout-data-subsample 0.5",
+            "--load-debug-rollout-data-subsample 0.5 needs --load-debug-rollout-data, the dump to take it from",
+        ),
+    ],
+)  # fmt: skip
+def test_rule(tmp_path, words, message):
+    assert_violation(tmp_path, words, message)
+
+
+@pytest.mark.parametrize(
+    "flag, known",
+    [
+        ("--save-hf", "{rollout_id}"),
+        ("--save-debug-rollout-data", "{rollout_id}"),
+        ("--save-debug-train-data", "{rollout_id} {rank}"),
+        ("--ci-save-grad-norm", "{role} {rollout_id} {step_id}"),
+    ],
+)
+def test_unknown_placeholders(tmp_path, flag, known):
+    lines = violations(tmp_path, [flag, "/d/{stage}.pt"])
+    assert f"{flag} /d/{{stage}}.pt: KeyError('stage'); only {known} is filled in" in lines

@@ -1,0 +1,61 @@
+import pytest
+
+from slime.arguments import parse_args
+from slime.utils.errors import UserError
+from tests.support.args import command_line, parse
+from tests.support.rules import assert_violation
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            "--eval-interval 2",
+            "--eval-interval 2 needs data sets: give --eval-prompt-data name path, or --eval-config",
+        ),
+        (
+            "--input-key question",
+            "{tmp}/prompts.jsonl:1: there is no field 'question' (--input-key); the row has prompt, label",
+        ),
+    ],
+)
+def test_rule(tmp_path, words, message):
+    assert_violation(tmp_path, words, message)
+
+
+def test_pairs_of_evaluation_sets(tmp_path):
+    with pytest.raises(UserError, match=r"--eval-prompt-data needs pairs `name path`, but has 3 words: a /\S*b c"):
+        parse(tmp_path, "--eval-prompt-data", "a", "b", "c")
+
+
+def test_prompts_are_needed(tmp_path):
+    words = command_line(tmp_path)
+    at = words.index("--prompt-data")
+    del words[at : at + 2]
+    with pytest.raises(UserError) as error:
+        parse_args(argv=words)
+    assert str(error.value) == (
+        "--prompt-data is needed (or --disable-rollout-global-dataset with an own data source)"
+    )  # fmt: skip
+    parse_args(argv=[*words, "--disable-rollout-global-dataset"])
+
+
+def test_files_are_opened_before_anything_starts(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="--prompt-data .*empty.jsonl: holds no rows"):
+        parse(tmp_path, "--prompt-data", str(tmp_path / "empty.jsonl"))
+    (tmp_path / "other.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
+    with pytest.raises(
+        UserError, match="other.jsonl:1: the row has neither `prompt` nor `input`, only question, answer"
+    ):
+        parse(tmp_path, "--eval-interval", "1", "--eval-prompt-data", "set", str(tmp_path / "other.jsonl"))
+
+
+def test_a_wrong_row_is_an_error_in_a_dry_run_too(tmp_path):
+    with pytest.raises(UserError, match="there is no field 'question'"):
+        parse(tmp_path, "--input-key", "question", "--dry-run")
+
+
+def test_an_own_data_source_reads_its_files_in_its_own_way(tmp_path):
+    (tmp_path / "other.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
+    parse(tmp_path, "--data-source-path", "my.Source", "--prompt-data", str(tmp_path / "other.jsonl"))

@@ -1,0 +1,97 @@
+"""What must exist: a run is refused without it, a dry run tells it beside the plan."""
+
+import logging
+
+import pytest
+
+from slime.arguments import parse_args
+from slime.utils.errors import UserError
+from tests.support.args import command_line, parse
+from tests.support.rules import assert_violation
+
+MISSING = [
+    (
+        "--prompt-data /nowhere/data.jsonl@[0:5]",
+        "--prompt-data /nowhere/data.jsonl@[0:5]: there is no file /nowhere/data.jsonl",
+    ),
+    (
+        "--eval-prompt-data a /nowhere/eval.parquet",
+        "--eval-prompt-data /nowhere/eval.parquet: there is no file /nowhere/eval.parquet",
+    ),
+    (
+        "--ref-load /nowhere/ref",
+        "--ref-load /nowhere/ref: no such directory; give a Megatron or Hugging Face checkpoint",
+    ),
+    (
+        "--initial-megatron-checkpoint /nowhere/first",
+        "--initial-megatron-checkpoint /nowhere/first: no such directory; give a Megatron or Hugging Face checkpoint",
+    ),
+    (
+        "--load /nowhere/run",
+        "--load /nowhere/run is missing or empty; give a Megatron directory (with latest_checkpointed_iteration.txt) or a "
+        "Hugging Face directory. A directory that does not exist yet is allowed only when --save names it too",
+    ),
+    (
+        "--custom-rm-path /nowhere/reward.py:grade",
+        "--custom-rm-path /nowhere/reward.py:grade: there is no file /nowhere/reward.py",
+    ),
+    (
+        "--rollout-sample-hook-path /nowhere/hook.py",
+        "--rollout-sample-hook-path /nowhere/hook.py: there is no file /nowhere/hook.py",
+    ),
+    (
+        "--use-opd --opd-type megatron --opd-teacher-load /nowhere/teacher",
+        "--opd-teacher-load /nowhere/teacher: no such directory; give a Megatron or Hugging Face checkpoint",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words, message", MISSING, ids=[words for words, _ in MISSING])
+def test_a_run_is_refused_and_a_dry_run_notes_it(tmp_path, words, message):
+    assert_violation(tmp_path, words, message)
+    assert message in parse(tmp_path, *words.split(), "--dry-run").plan_notes
+
+
+def test_one_missing_checkpoint_is_said_once(tmp_path):
+    with pytest.raises(UserError) as error:
+        parse(tmp_path, "--use-kl-loss", "--ref-load", "/nowhere/ref")
+    assert str(error.value).count("--ref-load") == 1
+
+
+def test_an_unreadable_config_is_reported_alone(tmp_path):
+    with pytest.raises(UserError) as error:
+        parse(tmp_path, "--hf-checkpoint", "/nowhere/model")
+    assert str(error.value).count("\n") == 0
+
+
+def test_a_reference_that_is_no_megatron_checkpoint_is_logged(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    parse(tmp_path, "--use-kl-loss", "--ref-load", str(tmp_path / "model"))
+    assert (
+        f"--ref-load {tmp_path}/model is no Megatron checkpoint: it is loaded as Hugging Face directory" in caplog.text
+    )
+
+
+SHAPE = (
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --vocab-size 300 --swiglu "
+    "--disable-bias-linear --normalization RMSNorm"
+)
+
+
+def test_a_plan_needs_no_checkpoint_when_the_shape_is_typed(tmp_path):
+    words = [word for word in command_line(tmp_path) if word != "--model-args-from-hf"]
+    words[1] = "/nowhere/model"
+    words[words.index("--prompt-data") + 1] = "/nowhere/data.jsonl"
+    args = parse_args(argv=[*words, *SHAPE.split(), "--dry-run"])
+    assert args.padded_vocab_size == 384 and args.initial_weights.path == "/nowhere/model"
+    assert args.plan_notes == [
+        "--hf-checkpoint /nowhere/model: no such directory; give a Hugging Face checkpoint directory",
+        "--prompt-data /nowhere/data.jsonl: there is no file /nowhere/data.jsonl",
+    ]
+
+
+def test_a_plan_without_any_shape_is_refused(tmp_path):
+    words = [word for word in command_line(tmp_path) if word != "--model-args-from-hf"]
+    words[1] = "/nowhere/model"
+    with pytest.raises(UserError, match="the model's shape is not known: give --num-layers, --hidden-size"):
+        parse_args(argv=[*words, "--dry-run"])

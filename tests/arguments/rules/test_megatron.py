@@ -1,0 +1,236 @@
+"""Every rule of Megatron's flags, broken once: the message names flags, values and a way out."""
+
+import argparse
+
+import pytest
+
+from slime.arguments import parse_args
+from slime.arguments.megatron_effects import ACTS_WITH, FIXED
+from slime.arguments.megatron_values import derive_megatron_values
+from slime.utils.errors import UserError
+from tests.support.args import command_line, parse, write_config
+
+FOUR = "--actor-num-gpus-per-node 4"
+MOE = "--num-experts 8 --moe-ffn-hidden-size 64"
+
+
+def violations(tmp_path, words: str) -> str:
+    with pytest.raises(UserError) as error:
+        parse(tmp_path, *words.split())
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        # sizes
+        (f"{FOUR} --tensor-model-parallel-size 2 --context-parallel-size 4",
+         "--tensor-model-parallel-size 2 x --context-parallel-size 4 = 8 must divide the number of training ranks, "
+         "--actor-num-nodes x --actor-num-gpus-per-node = 4"),
+        (f"{FOUR} {MOE} --expert-model-parallel-size 8",
+         "--expert-tensor-parallel-size 1 x --expert-model-parallel-size 8 x --pipeline-model-parallel-size 1 = 8 must "
+         "divide the number of training ranks, 4; --expert-model-parallel-size 1 or 2 or 4 would do"),
+        (f"--actor-num-gpus-per-node 3 {MOE} --expert-model-parallel-size 3",
+         "--num-experts 8 cannot be spread over --expert-model-parallel-size 3; --expert-model-parallel-size 1 or 2 or 4 or 8"),
+        ("--actor-num-gpus-per-node 3 --tensor-model-parallel-size 3",
+         "--tensor-model-parallel-size 3 does not divide --num-attention-heads 4; 2 would do"),
+        (f"{FOUR} --tensor-model-parallel-size 4",
+         "--tensor-model-parallel-size 4 does not divide --num-query-groups 2; 2 would do"),
+        (f"{FOUR} --tensor-model-parallel-size 2 --padded-vocab-size 301",
+         "--tensor-model-parallel-size 2 does not divide --padded-vocab-size 301"),
+        ("--sequence-parallel", "--sequence-parallel needs --tensor-model-parallel-size above 1; give 2, or drop it"),
+        ("--padded-vocab-size 200", "--padded-vocab-size 200 is below --vocab-size 300"),
+        # heads
+        ("--num-query-groups 3", "--num-attention-heads 4 is no multiple of --num-query-groups 3; --num-query-groups 1 or 2"),
+        # pipeline
+        ("--decoder-last-pipeline-num-layers 1",
+         "--decoder-last-pipeline-num-layers 1 with --pipeline-model-parallel-size 1: one stage holds all layers; drop it"),
+        ("--decoder-first-pipeline-num-layers 2",
+         "--decoder-first-pipeline-num-layers 2 with --pipeline-model-parallel-size 1"),
+        ("--actor-num-gpus-per-node 3 --pipeline-model-parallel-size 3",
+         "--num-layers 2 over --pipeline-model-parallel-size 3: 2 layers cannot be split evenly over 3 stages; use fewer"),
+        ("--num-layers 61 --actor-num-gpus-per-node 4 --pipeline-model-parallel-size 4",
+         "61 layers cannot be split evenly over 4 stages; --decoder-last-pipeline-num-layers 13 would do"),
+        ("--num-layers 61 --actor-num-gpus-per-node 4 --pipeline-model-parallel-size 4 "
+         "--decoder-last-pipeline-num-layers 14",
+         "--num-layers 61 over --pipeline-model-parallel-size 4 --decoder-last-pipeline-num-layers 14: 47 layers cannot"),
+        ("--num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2",
+         "--num-layers-per-virtual-pipeline-stage 1 and --num-virtual-stages-per-pipeline-rank 2 say the same in two ways"),
+        ("--num-layers 12 --actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 "
+         "--num-layers-per-virtual-pipeline-stage 4",
+         "--num-layers 12 is no multiple of --pipeline-model-parallel-size 2 x --num-layers-per-virtual-pipeline-stage 4; "
+         "--num-layers-per-virtual-pipeline-stage 1 or 2 or 3 or 6 would do"),
+        ("--num-layers 12 --actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 "
+         "--num-virtual-stages-per-pipeline-rank 5",
+         "--num-virtual-stages-per-pipeline-rank 1 or 2 or 3 or 6 would do"),
+        # recomputation
+        ("--recompute-granularity full", "--recompute-granularity full needs --recompute-method; --recompute-granularity full "
+         "--recompute-method uniform --recompute-num-layers 1 recomputes every layer"),
+        ("--recompute-granularity full --recompute-method block", "--recompute-granularity full needs --recompute-num-layers"),
+        ("--recompute-method uniform", "--recompute-method uniform needs --recompute-granularity full"),
+        ("--recompute-granularity selective --recompute-num-layers 1",
+         "--recompute-num-layers 1 needs --recompute-granularity full"),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 0",
+         "--recompute-num-layers 0: it must be at least 1"),
+        ("--recompute-activations --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+         "--recompute-activations means --recompute-granularity selective, not full"),
+        ("--distribute-saved-activations --sequence-parallel",
+         "--distribute-saved-activations and --sequence-parallel exclude each other"),
+        # precision
+        ("--bf16 --fp16", "--bf16 and --fp16 exclude each other"),
+        ("--fp8-format hybrid --fp4-format e2m1", "--fp8-format hybrid and --fp4-format e2m1 exclude each other"),
+        ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", "contradict each other; drop one"),
+        # schedule
+        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 5",
+         "--lr-warmup-fraction 0.1 and --lr-warmup-iters 5 exclude each other; drop one"),
+        ("--lr-warmup-fraction 1.5", "--lr-warmup-fraction 1.5: it must be at least 0 and below 1, 0.1 for example"),
+        ("--min-lr 1e-3 --lr 1e-4", "--min-lr 0.001 is above --lr 0.0001; give at most 0.0001"),
+        ("--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler", "contradict each other; drop one"),
+        ("--lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
+        ("--start-weight-decay 0.1", "--start-weight-decay and --end-weight-decay belong together"),
+        # experts
+        (f"{MOE} --moe-router-topk 9", "--moe-router-topk 9 is above --num-experts 8"),
+        (f"{MOE} --moe-layer-freq [0]*1+[1]*3",
+         "--moe-layer-freq lists 4 layers, but --num-layers is 2; [0]*1+[1]*1 would fit"),
+        (f"{MOE} --moe-router-num-groups 3 --moe-router-group-topk 1",
+         "--num-experts 8 is no multiple of --moe-router-num-groups 3; --moe-router-num-groups 1 or 2 or 4 or 8 would do"),
+        (f"{MOE} --moe-router-group-topk 2", "--moe-router-group-topk 2 needs --moe-router-num-groups"),
+        (f"{MOE} --moe-router-load-balancing-type aux_loss seq_aux_loss",
+         "--moe-router-load-balancing-type aux_loss seq_aux_loss needs as many --moe-aux-loss-coeff, 2 numbers"),
+        (f"{MOE} --moe-enable-deepep", "--moe-enable-deepep needs --moe-token-dispatcher-type flex, not alltoall"),
+        # models
+        (f"{FOUR} --context-parallel-size 2 --allgather-cp",
+         "--allgather-cp with --context-parallel-size 2 works for DeepseekV32ForCausalLM and GlmMoeDsaForCausalLM only, not "
+         "for Qwen3ForCausalLM; drop --allgather-cp"),
+        ("--random-init --no-initialization", "--random-init with --no-initialization would train whatever lay in memory"),
+        # values that are settled, and flags with nothing to act on
+        ("--no-attention-softmax-in-fp32", "--attention-softmax-in-fp32 False: it is always True here"),
+        ("--disable-gloo-process-groups", "--use-gloo-process-groups False: it is always True here"),
+        ("--cross-entropy-loss-fusion", "--cross-entropy-loss-fusion: it is always False here (the loss is"),
+        ("--moe-router-topk 8", "--moe-router-topk 8 has nothing to act on without --num-experts; give that, or drop it"),
+        ("--moe-grouped-gemm", "--moe-grouped-gemm has nothing to act on without --num-experts"),
+        ("--kv-lora-rank 512", "--kv-lora-rank 512 has nothing to act on without --multi-latent-attention"),
+        ("--rotary-scaling-factor 8", "nothing to act on without --multi-latent-attention or --use-rope-scaling"),
+        ("--optimizer-offload-fraction 0.5", "nothing to act on without --optimizer-cpu-offload"),
+        ("--loss-scale 4096", "--loss-scale 4096.0 has nothing to act on without --fp16"),
+        ("--ddp-bucket-size 1000", "--ddp-bucket-size 1000 has nothing to act on without --overlap-grad-reduce"),
+        ("--cp-comm-type a2a", "--cp-comm-type a2a has nothing to act on without --context-parallel-size above 1"),
+    ],
+)  # fmt: skip
+def test_a_broken_rule_says_what_would_work(tmp_path, words, message):
+    assert message in violations(tmp_path, words)
+
+
+def test_group_query_attention_needs_its_groups(tmp_path):
+    words = [word for word in command_line(tmp_path) if word != "--model-args-from-hf"]
+    shape = "--num-layers 2 --hidden-size 66 --ffn-hidden-size 128 --num-attention-heads 4 --vocab-size 300"
+    with pytest.raises(UserError) as error:
+        parse_args(argv=[*words, *shape.split(), "--group-query-attention"])
+    assert "--group-query-attention needs --num-query-groups, a divisor of --num-attention-heads 4" in str(error.value)
+    assert "--hidden-size 66 is no multiple of --num-attention-heads 4; give --kv-channels" in str(error.value)
+    assert "give --swiglu --disable-bias-linear --normalization RMSNorm, or --model-args-from-hf" in str(error.value)
+
+
+def test_an_unknown_shape_names_what_is_missing(tmp_path):
+    words = [word for word in command_line(tmp_path) if word != "--model-args-from-hf"]
+    with pytest.raises(UserError, match="the model's shape is not known: give --num-layers, --hidden-size"):
+        parse_args(argv=words)
+
+
+def test_sparse_attention_models_may_gather_context(tmp_path):
+    write_config(tmp_path / "dsa", architectures=["DeepseekV32ForCausalLM"], model_type="deepseek_v32")
+    words = f"{FOUR} --context-parallel-size 2 --allgather-cp --hf-checkpoint {tmp_path / 'dsa'}"
+    assert "works for DeepseekV32ForCausalLM" not in violations(tmp_path, words)
+
+
+def test_all_broken_rules_are_reported_together(tmp_path):
+    text = violations(tmp_path, "--sequence-parallel --bf16 --fp16 --recompute-method uniform")
+    assert text.count("\n") >= 2 and all(
+        word in text for word in ("--sequence-parallel", "--fp16", "--recompute-method")
+    )
+
+
+def test_layouts_of_published_runs_break_no_rule(tmp_path):
+    """Stages that an even split leaves one short, as DeepSeek V3 is run: 16 + 16 + 16 + 13 layers."""
+    words = (
+        "--num-layers 61 --actor-num-nodes 16 --actor-num-gpus-per-node 8 --pipeline-model-parallel-size 4 "
+        "--tensor-model-parallel-size 2 --decoder-last-pipeline-num-layers 13"
+    )
+    text = violations(tmp_path, words)  # 61 layers are not what the config says, and pipelines are not built
+    assert "evenly" not in text and "must divide" not in text
+
+
+@pytest.mark.parametrize("words", ["--moe-router-topk 8 --bf16 --fp16", "--num-experts 8", "--sequence-parallel"])
+def test_runs_that_only_generate_are_not_asked(tmp_path, words):
+    args = parse(tmp_path, "--debug-rollout-only", "--dry-run", *words.split())
+    assert not args.has_trainer
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--expert-tensor-parallel-size 1", "--moe-router-topk 1", "--tp-comm-overlap-ag", "--moe-aux-loss-coeff 0",
+     "--use-persistent-ckpt-worker", "--attention-softmax-in-fp32", "--no-gradient-reduce-div-fusion"],
+)  # fmt: skip
+def test_flags_that_ask_for_nothing_are_fine_anywhere(tmp_path, words):
+    parse(tmp_path, *words.split())
+
+
+def test_every_entry_of_the_tables_is_asked_about(tmp_path):
+    """Typing the flag of any entry, with a value that asks for something, is refused in a run."""
+    from slime.arguments.rules.megatron import idle_flags, settled_values
+
+    args = parse(tmp_path)
+    for name, (value, _) in FIXED.items():
+        other = _another(value)
+        changed = _changed(args, name, other)
+        assert [text for text in settled_values(changed) if str(value) in text], name
+    for group in ACTS_WITH:
+        for name in group.names:
+            changed = _changed(args, name, 7)
+            if not group.condition(changed):
+                assert [text for text in idle_flags(changed) if group.needs in text], name
+
+
+def _another(value):
+    return not value if isinstance(value, bool) else 7
+
+
+def _changed(args, name, value):
+    return argparse.Namespace(**{**vars(args), name: value, "typed_flags": {*args.typed_flags, name}})
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ({}, {"moe_token_dispatcher_type": "alltoall", "rope_type": "rope", "position_embedding_type": "rope",
+              "virtual_pipeline_model_parallel_size": None, "accumulate_allreduce_grads_in_fp32": False}),
+        ({"moe_token_dispatcher_type": "flex"}, {"moe_token_dispatcher_type": "flex"}),
+        ({"recompute_activations": True}, {"recompute_granularity": "selective"}),
+        ({"bf16": True}, {"accumulate_allreduce_grads_in_fp32": True}),
+        ({"bf16": True, "grad_reduce_in_bf16": True}, {"accumulate_allreduce_grads_in_fp32": False}),
+        ({"use_rope_scaling": True, "rotary_scaling_factor": 32.0}, {"rope_scaling_factor": 32.0}),
+        ({"use_rope_scaling": True, "rope_scaling_factor": 16.0}, {"rope_scaling_factor": 16.0}),
+        ({"multi_latent_attention": True, "rope_type": None}, {"rope_type": "yarn"}),
+        ({"position_embedding_type": "mrope", "use_rotary_position_embeddings": True}, {"position_embedding_type": "mrope"}),
+        ({"max_position_embeddings": None, "seq_length": 32768}, {"max_position_embeddings": 32768}),
+        ({"use_custom_fsdp": True}, {"use_megatron_fsdp": True}),
+        ({"enable_cuda_graph": True}, {"cuda_graph_impl": "local"}),
+        ({"external_cuda_graph": True}, {"cuda_graph_impl": "transformer_engine"}),
+        ({"num_layers": 8, "pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 2},
+         {"virtual_pipeline_model_parallel_size": 2}),
+        ({"num_layers": 8, "pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 4},
+         {"virtual_pipeline_model_parallel_size": 4}),
+    ],
+)  # fmt: skip
+def test_values_that_follow(tmp_path, typed, expected):
+    args = parse(tmp_path, "--dry-run")
+    args.bf16 = args.accumulate_allreduce_grads_in_fp32 = False
+    args = argparse.Namespace(**{**vars(args), **typed, "typed_flags": {*args.typed_flags, *typed}})
+    derive_megatron_values(args)
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+def test_sizes_give_the_data_parallel_size(tmp_path):
+    words = "--dry-run --actor-num-gpus-per-node 8 --tensor-model-parallel-size 2 --context-parallel-size 2"
+    args = parse(tmp_path, *words.split())
+    assert (args.world_size, args.data_parallel_size) == (8, 2)

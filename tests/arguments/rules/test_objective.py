@@ -1,0 +1,94 @@
+import pytest
+
+from tests.support.args import parse
+from tests.support.rules import assert_violation
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            "--loss-type custom_loss",
+            "--loss-type custom_loss needs --custom-loss-function-path, such as my_losses.py:my_loss",
+        ),
+        ("--eps-clip-c 0.5", "--eps-clip-c 0.5: it must be above 1 (3.0 is usual)"),
+        (
+            "--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.2 --ref-load {tmp}/model",
+            "--kl-coef 0.1 and --kl-loss-coef 0.2 count the KL twice, in the reward and in the loss; set one of them to 0",
+        ),
+        (
+            "--kl-coef 0.1",
+            "--kl-coef 0.1 needs --ref-load, the reference checkpoint; --hf-checkpoint's directory would do",
+        ),
+        ("--use-kl-loss", "--use-kl-loss needs --ref-load, the reference checkpoint; --hf-checkpoint's directory would do"),
+        ("--ref-update-interval 4", "--ref-update-interval 4 needs --ref-load, the reference checkpoint"),
+        (
+            "--advantage-estimator reinforce_plus_plus",
+            "--advantage-estimator reinforce_plus_plus needs --normalize-advantages",
+        ),
+        (
+            "--advantage-estimator reinforce_plus_plus_baseline",
+            "--advantage-estimator reinforce_plus_plus_baseline needs --normalize-advantages",
+        ),
+        (
+            "--num-critic-only-steps 2",
+            "--num-critic-only-steps 2: --advantage-estimator grpo has no critic; give --advantage-estimator ppo, or 0",
+        ),
+        (
+            "--enable-mtp-training",
+            "--enable-mtp-training needs --mtp-num-layers, the number of those layers in the model (1 is usual)",
+        ),
+        (
+            "--use-rollout-logprobs --use-tis",
+            "--use-rollout-logprobs and --use-tis exclude each other: with the engine's log-probs as old ones there is no "
+            "difference left to correct; keep one",
+        ),
+        ("--tis-clip-low 3", "--tis-clip-low 3.0 is above --tis-clip 2.0; 0 is usual"),
+        (
+            "--tis-threshold 3 --tis-clip 4",
+            "--tis-threshold 3.0 and --tis-clip 4.0 are two names of one bound with two values; keep one",
+        ),
+        (
+            "--use-opd",
+            "--use-opd needs --opd-type: sglang (teacher behind --rm-url) or megatron (teacher in the trainer)",
+        ),
+        (
+            "--use-opd --opd-type megatron",
+            "--opd-type megatron needs --opd-teacher-load, the teacher's checkpoint; or give --opd-type sglang",
+        ),
+        (
+            "--use-opd --opd-type sglang --opd-teacher-load /t",
+            "--opd-type sglang: the teacher is behind --rm-url; drop --opd-teacher-load /t, or give --opd-type megatron",
+        ),
+        (
+            "--opd-teacher-load /t",
+            "--opd-teacher-load /t has no effect without --use-opd; add --use-opd --opd-type megatron, or drop it",
+        ),
+    ],
+)  # fmt: skip
+def test_rule(tmp_path, words, message):
+    assert_violation(tmp_path, words, message)
+
+
+def test_the_lower_bound_of_cispo_is_warned_about(tmp_path, caplog):
+    parse(tmp_path, "--advantage-estimator", "cispo", "--dry-run")
+    assert (
+        "--advantage-estimator cispo with --eps-clip 0.2: its lower bound is normally off (--eps-clip 1.0)"
+        in caplog.text
+    )
+    caplog.clear()
+    parse(tmp_path, "--advantage-estimator", "cispo", "--eps-clip", "1", "--dry-run")
+    assert caplog.text == ""
+
+
+def test_groups_of_one_have_no_advantages(tmp_path, caplog):
+    args = parse(tmp_path, "--n-samples-per-prompt", "1")
+    assert args.grpo_std_normalization is False
+    assert "all advantages are zero" in caplog.text
+    caplog.clear()
+    parse(tmp_path, "--n-samples-per-prompt", "1", "--disable-rewards-normalization")
+    assert caplog.text == ""
+
+
+def test_mismatch_metrics_need_no_function(tmp_path):
+    parse(tmp_path, "--get-mismatch-metrics", "--dry-run")

@@ -1,0 +1,119 @@
+"""Every rule about engines and router is broken once, and its message read."""
+
+import re
+
+import pytest
+
+from slime.arguments.rules.serving import REFUSED
+from slime.utils.errors import UserError
+from tests.support.args import parse
+
+
+def refusal(directory, words: str) -> str:
+    with pytest.raises(UserError) as error:
+        parse(directory, *words.split())
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--rollout-num-gpus 3 --rollout-num-gpus-per-engine 3 --sglang-pp-size 2",
+            "--rollout-num-gpus-per-engine 3 is not divisible by --sglang-pp-size 2; .* --rollout-num-gpus-per-engine 6",
+        ),
+        (
+            "--sglang-tp-size 2",
+            "--sglang-tp-size 2 contradicts the tensor-parallel size 1 .*; .*--rollout-num-gpus-per-engine 2",
+        ),
+        ("--sglang-tp 2", "--sglang-tp-size 2 contradicts"),
+        ("--sglang-dp-size 2", "--sglang-dp-size 2 needs --sglang-enable-dp-attention"),
+        (
+            "--sglang-dp-size 3 --sglang-enable-dp-attention --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2",
+            "--sglang-dp-size 3 does not divide the engine's tensor-parallel size 2; give --sglang-dp-size 1",
+        ),
+        ("--sglang-mem-fraction-static 80", "--sglang-mem-fraction-static 80.0: .* such as 0.8"),
+        (
+            "--sglang-context-length 256 --rollout-max-context-len 300",
+            "--rollout-max-context-len 300 is above --sglang-context-length 256: .* give --sglang-context-length 300",
+        ),
+        (
+            "--prefill-num-servers 1 --sglang-config serving.yaml",
+            "--prefill-num-servers and --sglang-config exclude each other",
+        ),
+        (
+            "--prefill-num-servers 1 --rollout-external-engine-addrs a:1",
+            "--prefill-num-servers and --rollout-external-engine-addrs exclude each other",
+        ),
+        ("--prefill-num-servers 4 --rollout-num-gpus 4", "--prefill-num-servers 4: of the 4 engines .* give 1 to 3"),
+        ("--prefill-num-servers 0 --rollout-num-gpus 4", "--prefill-num-servers 0: .* give 1 to 3"),
+        ("--sglang-router-ip 10.0.0.1", "--sglang-router-ip and --sglang-router-port belong together"),
+        ("--sglang-router-port 30000", "--sglang-router-ip and --sglang-router-port belong together"),
+        (
+            "--sglang-router-ip http://10.0.0.1 --sglang-router-port 1",
+            r"--sglang-router-ip http://10.0.0.1: .* such as 10.0.0.1 or \[fd00::1\]",
+        ),
+        ("--sglang-router-ip 10.0.0.1:80 --sglang-router-port 1", "--sglang-router-ip 10.0.0.1:80: give the address alone"),
+        ("--sglang-router-ip 10.0.0.1 --sglang-router-port 70000", "--sglang-router-port 70000: .* 1 to 65535"),
+        (
+            "--sglang-router-ip 10.0.0.1 --sglang-router-port 80 --router-cache-threshold 0.5",
+            "--router-cache-threshold has no effect on the router of --sglang-router-ip 10.0.0.1",
+        ),
+        (
+            "--sglang-router-ip 10.0.0.1 --sglang-router-port 80 --router-request-timeout-secs 5",
+            "--sglang-router-request-timeout-secs has no effect on the router of",
+        ),
+        ("--router-cb-failure-threshold 3", "--router-cb-failure-threshold: .* add --no-router-disable-circuit-breaker"),
+        (
+            "--router-health-check-interval-secs 3 --router-health-failure-threshold 2",
+            "--router-health-failure-threshold, --router-health-check-interval-secs: .* --no-router-disable-health-check",
+        ),
+        ("--router-retry-max-retries 3 --router-disable-retries", "--router-retry-max-retries: .* --no-router-disable-retries"),
+        ("--router-backend openai", "--router-backend openai: .* give sglang"),
+        ("--sglang-host 0.0.0.0", "--sglang-host 0.0.0.0: .* SLIME_HOST_IP"),
+        ("--sglang-skip-tokenizer-init", "--sglang-skip-tokenizer-init: rollouts need the text"),
+        ("--sglang-delete-ckpt-after-loading", "--sglang-delete-ckpt-after-loading: it deletes --hf-checkpoint"),
+        ("--router-worker-urls http://a:1", r"--router-worker-urls \['http://a:1'\]: the run starts its engines"),
+    ],
+)  # fmt: skip
+def test_a_broken_rule_names_flags_values_and_a_way_out(tmp_path, words, message):
+    assert re.search(message, refusal(tmp_path, words)), refusal(tmp_path, words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--rollout-num-gpus 2 --rollout-num-gpus-per-engine 2 --sglang-tp-size 2",
+        "--sglang-dp-size 1 --sglang-pp 1",
+        "--sglang-context-length 300 --rollout-max-context-len 300 --sglang-mem-fraction-static 0.8",
+        "--sglang-router-ip router.local --sglang-router-port 80 --router-policy random --router-api-key k",
+        "--router-cb-failure-threshold 3 --no-router-disable-circuit-breaker --router-backend sglang",
+        "--no-sglang-skip-tokenizer-init",
+    ],
+)
+def test_what_the_rules_allow(tmp_path, words):
+    parse(tmp_path, *words.split())
+
+
+def test_a_run_that_only_trains_ignores_the_flags_of_engines(tmp_path):
+    words = (
+        "--debug-train-only --sglang-tp-size 7 --sglang-host h --prefill-num-servers 9 --router-port 1 --sglang-dp 2"
+    )
+    parse(tmp_path, *words.split())
+
+
+@pytest.mark.parametrize(("typed", "address"), [("fd00::1", "[fd00::1]"), ("[::1]", "[::1]"), ("10.0.0.1", "10.0.0.1")])
+def test_an_ipv6_address_gets_brackets(tmp_path, typed, address):
+    args = parse(tmp_path, "--sglang-router-ip", typed, "--sglang-router-port", "80")
+    assert args.sglang_router_ip == address
+
+
+def test_keys_are_not_repeated_in_a_refusal(tmp_path):
+    message = refusal(tmp_path, "--sglang-api-key s3cret --sglang-admin-api-key s3cret2")
+    assert "--sglang-api-key <redacted>: " in message and "--router-api-key" in message
+    assert "s3cret" not in message
+
+
+def test_refused_flags_exist(tmp_path):
+    args = parse(tmp_path)
+    assert [name for name in REFUSED if not hasattr(args, name)] == []

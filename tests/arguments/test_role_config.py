@@ -1,0 +1,126 @@
+"""`--megatron-config-path`: what the actor and the critic have apart."""
+
+import pytest
+
+from slime.arguments.origins import Origin
+from slime.arguments.parser import ArgumentParser, parse_known
+from slime.arguments.role_config import apply_role_config, role_args
+
+
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--megatron-config-path", default=None)
+    parser.add_argument("--advantage-estimator", choices=["grpo", "ppo"], default="ppo")
+    parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--min-lr", type=float, default=0.0)
+    parser.add_argument("--save", default=None)
+    parser.add_argument("--kl-coef", type=float, default=0.0)
+    parser.add_argument("--use-opd", action="store_true")
+    parser.add_argument("--custom-advantage-function-path", default=None)
+    parser.add_argument("--untie-embeddings-and-output-weights", action="store_true")
+    parser.add_argument("--disable-grpo-std-normalization", action="store_false", dest="grpo_std_normalization")
+    return parser
+
+
+def apply(tmp_path, text, *words):
+    path = tmp_path / "roles.yaml"
+    path.write_text(text)
+    parser = make_parser()
+    args = parse_known(parser, ["--megatron-config-path", str(path), *words])
+    return args, apply_role_config(args, parser)
+
+
+BOTH = """megatron:
+  - name: policy
+    role: actor
+    overrides: {lr: 2e-6, disable-grpo-std-normalization: true}
+  - name: value
+    role: critic
+    args:
+      lr: 1e-5
+      save: critic
+"""
+
+
+def test_the_run_has_the_actors_values_and_the_critic_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args, violations = apply(tmp_path, BOTH, "--kl-coef", "0.1", "--save", "/actor", "--min-lr", "1e-7")
+    assert violations == []
+    assert (args.lr, args.grpo_std_normalization, args.save) == (2e-6, False, "/actor")
+    assert args.origins["lr"] is Origin.YAML and "lr" in args.typed_flags
+    critic = role_args(args, "critic")
+    assert (critic.lr, critic.save, critic.min_lr) == (1e-5, str(tmp_path / "critic"), 1e-7)
+    # Not overridden for the critic: what the run was given, not what its actor was.
+    assert critic.grpo_std_normalization is True
+    assert vars(role_args(args, "actor")) == vars(args)
+
+
+def test_defaults_of_the_critic(tmp_path):
+    args, _ = apply(tmp_path, "", "--kl-coef", "0.1", "--use-opd", "--custom-advantage-function-path", "m.f")
+    critic = role_args(args, "critic")
+    assert (critic.kl_coef, critic.use_opd, critic.custom_advantage_function_path) == (0.0, False, None)
+    assert critic.untie_embeddings_and_output_weights is True and critic.disable_param_buffer_cpu_backup is False
+    assert (args.kl_coef, args.use_opd, args.untie_embeddings_and_output_weights) == (0.1, True, False)
+
+
+def test_a_critic_may_override_its_defaults(tmp_path):
+    args, _ = apply(tmp_path, "megatron: [{role: critic, overrides: {kl_coef: 0.3}}]\n", "--kl-coef", "0.1")
+    assert role_args(args, "critic").kl_coef == 0.3 and args.kl_coef == 0.1
+
+
+def test_the_old_form(tmp_path, caplog):
+    args, violations = apply(tmp_path, "critic: {lr: 1e-5}\n")
+    assert violations == [] and args.role_overrides == {"critic": {"lr": 1e-5}}
+    assert "roles.yaml:1: `critic:` is the old form" in caplog.text
+
+
+def test_values_of_ones_own(tmp_path):
+    text = "megatron: [{role: actor, overrides: {custom: {horizon: 3}}}]\n"
+    args, violations = apply(tmp_path, text)
+    assert violations == [] and args.horizon == 3
+    flat = "megatron: [{role: actor, overrides: {horizon: 3}}]\n"
+    assert "goes below `custom:`" in apply(tmp_path, flat)[1][0]
+    args, violations = apply(tmp_path, flat, "--custom-advantage-function-path", "m.f")
+    assert violations == [] and args.horizon == 3 and not hasattr(role_args(args, "critic"), "no")
+
+
+def test_sizes_of_a_role_have_no_effect_and_are_warned_about(tmp_path, caplog):
+    args, violations = apply(tmp_path, "megatron: [{role: critic, num_nodes: 2, num-gpus-per-node: 4}]\n")
+    assert violations == [] and args.role_overrides == {"critic": {}}
+    assert "num_nodes has no effect" in caplog.text and "num-gpus-per-node has no effect" in caplog.text
+
+
+def test_a_critic_without_ppo_is_warned_about(tmp_path, caplog):
+    apply(tmp_path, "megatron: [{role: critic}]\n", "--advantage-estimator", "grpo")
+    assert "the run has no critic" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("megatron:\n  - {role: reference}\n", 2, "role 'reference': it must be one of actor, critic"),
+        ("megatron:\n  - {name: policy}\n", 2, "role 'policy'"),
+        ("megatron:\n  - {role: actor}\n  - {role: actor}\n", 3, "a second entry for the role actor; the first"),
+        ("critic: {}\nmegatron:\n  - {role: critic}\n", 3, "a second entry for the role critic"),
+        ("megatron:\n  - role: actor\n    override: {lr: 1}\n", 3, "did you mean overrides?"),
+        ("megatron:\n  - role: actor\n    lr: 1\n", 3, "flags of the role go below `overrides:`"),
+        ("megatron:\n  - role: actor\n    args: {lr: 1}\n    overrides: {}\n", 4, "keep one"),
+        ("megatron:\n  - role: actor\n    overrides: 3\n", 3, "expected `name: value` lines"),
+        ("megatron:\n  - role: actor\n    overrides:\n      lr: fast\n", 4, "invalid float value"),
+        ("megatron:\n  - role: actor\n    overrides: {min_lrr: 1}\n", 3, "did you mean min_lr?"),
+        ("megatron:\n  - role: actor\n    overrides: {megatron_config_path: x}\n", 3, "cannot name another file"),
+        ("megatrn: []\n", 1, "did you mean megatron?"),
+        ("megatron: 3\n", 1, "expected a list"),
+        ("megatron: [3]\n", 1, "is no entry"),
+    ],
+)
+def test_wrong_lines(tmp_path, text, line, message):
+    _, violations = apply(tmp_path, text)
+    assert len(violations) == 1
+    assert f"{tmp_path}/roles.yaml:{line}: " in violations[0] and message in violations[0]
+
+
+def test_an_unknown_role_is_refused(tmp_path):
+    args, _ = apply(tmp_path, "")
+    with pytest.raises(ValueError, match="role 'reward'"):
+        role_args(args, "reward")

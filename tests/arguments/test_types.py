@@ -1,0 +1,47 @@
+import argparse
+
+import pytest
+
+from slime.arguments.types import integers, json_object, layer_pattern
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("4", 4),
+        (" 1 ", 1),
+        ("2*3+1", 7),
+        ("[1,1,0]", [1, 1, 0]),
+        ("[0]*3+[1]*5", [0, 0, 0, 1, 1, 1, 1, 1]),
+        ("3*[1]", [1, 1, 1]),
+        ("([1]*3+[0])*2", [1, 1, 1, 0, 1, 1, 1, 0]),
+        ("[]", []),
+    ],
+)
+def test_layer_pattern(text, value):
+    assert layer_pattern(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "x", "[0]*", "[1.5]", "[True]", "['a']", "[0]-[1]", "2**8", "[[1],[2]]", "[1]+2", "[1]*[2]", "len([1])",
+        "__import__('os')", "[x for x in [1]]", "-1", "[0]*10**9", "[0]*1000*1000",
+    ],
+)  # fmt: skip
+def test_anything_else_is_no_layer_pattern(text):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"no layer pattern .*\[0\]\*3\+\[1\]\*58"):
+        layer_pattern(text)
+
+
+def test_integers():
+    assert integers("128,0") == integers("(128, 0)") == integers("[128,0,]") == [128, 0]
+    with pytest.raises(argparse.ArgumentTypeError, match="128,0"):
+        integers("128;0")
+
+
+@pytest.mark.parametrize("text", ['{"WANDB_API_KEY": "hunter2"', '["HF_TOKEN=hunter2"]'])
+def test_broken_json_with_a_secret_is_not_repeated(text):
+    with pytest.raises(argparse.ArgumentTypeError) as error:
+        json_object(text)
+    assert "hunter2" not in str(error.value) and "not" in str(error.value)

@@ -1,0 +1,28 @@
+"""`train_async.py` as a command: it plans, and refuses to run."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.args import command_line
+
+ROOT = Path(__file__).parents[1]
+
+
+def train_async(directory, *words):
+    command = [sys.executable, str(ROOT / "train_async.py"), *command_line(directory), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=directory)
+
+
+def test_a_plan_of_the_asynchronous_loop(tmp_path):
+    done = train_async(tmp_path, "--async-buffer-size", "2", "--dry-run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the asynchronous loop is not built yet" in done.stdout
+
+
+def test_a_run_is_refused_with_all_that_is_wrong(tmp_path):
+    done = train_async(tmp_path, "--colocate")
+    assert done.returncode == 2
+    assert "--colocate: train_async.py generates while it trains" in done.stdout
+    assert "the asynchronous loop is not built yet; run train.py" in done.stdout
+    assert not (tmp_path / "outputs").exists()

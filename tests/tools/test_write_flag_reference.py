@@ -1,0 +1,80 @@
+from pathlib import Path
+
+import pytest
+
+from slime.arguments.parser import ArgumentParser
+from tools import write_flag_reference
+from tools.write_flag_reference import (
+    COMMAND,
+    REFERENCE,
+    SURFACE,
+    difference,
+    generated_files,
+    main,
+    reference,
+    surface,
+)
+
+
+@pytest.fixture(scope="module")
+def generated() -> dict[Path, str]:
+    return generated_files()
+
+
+def test_the_surface_is_the_frozen_one(generated):
+    changes = difference(SURFACE, generated[SURFACE])
+    assert not changes, f"the flags changed; if that is meant, run `{COMMAND}`:\n{changes}"
+
+
+@pytest.mark.parametrize("name", ["flags.md", "flags-megatron.md", "flags-sglang.md"])
+def test_the_reference_is_fresh(generated, name):
+    changes = difference(REFERENCE / name, generated[REFERENCE / name])
+    assert not changes, f"run `{COMMAND}`:\n{changes}"
+
+
+def example() -> ArgumentParser:
+    parser = ArgumentParser(add_help=False)
+    group = parser.add_argument_group("rollout")
+    group.add_argument("--size", "--sz", type=int, default=3, choices=[1, 3], help="a*b | c < 100 %%")
+    group.add_argument("--colocate", action="store_true", help="share")
+    group.add_argument("--train-backend", default="megatron", help="engine")
+    parser.add_argument_group("Megatron: other").add_argument("--lr-x", nargs="+", type=float, help="rate")
+    return parser
+
+
+def test_a_line_of_the_surface_holds_what_makes_a_flag():
+    header, *lines = surface(example()).splitlines()
+    assert header.startswith("# megatron-core ") and lines == [
+        "--colocate  StoreTrue dest='colocate' nargs=0 default=False",
+        "--lr-x  Store(float) dest='lr_x' nargs='+' default=None",
+        "--size --sz  Store(int) dest='size' choices=[1, 3] default=3",
+        "--train-backend  Store(str) dest='train_backend' default='megatron'",
+    ]
+
+
+def test_rows_of_the_reference():
+    pages = reference(example())
+    own, megatron = pages[REFERENCE / "flags.md"], pages[REFERENCE / "flags-megatron.md"]
+    assert "## Rollout\n" in own and "--lr-x" not in own
+    assert "| `--size` `--sz` | `{1,3}` | `3` | a\\*b \\| c \\< 100 % |" in own
+    assert "| `--lr-x` | `FLOAT [FLOAT ...]` |  | rate |" in megatron
+
+
+def test_planned_features_are_marked(monkeypatch):
+    rows = (
+        write_flag_reference.NotYet("colo*", "sharing"),
+        write_flag_reference.NotYet("train_backend", "x", ("megatron",)),
+    )
+    monkeypatch.setattr(write_flag_reference, "rows", lambda: rows)
+    own = reference(example())[REFERENCE / "flags.md"]
+    assert "| share *Planned, refused by a run.* |" in own
+    assert "| engine *Other values than `megatron` are planned, refused by a run.* |" in own
+
+
+def test_check_writes_nothing_and_names_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(write_flag_reference, "ROOT", tmp_path)
+    monkeypatch.setattr(write_flag_reference, "build_parser", example)
+    assert main(["--check"]) == 1
+    assert list(tmp_path.iterdir()) == [] and COMMAND in capsys.readouterr().out
+    assert main([]) == 0 and main(["--check"]) == 0
+    assert "+--size" in difference(SURFACE, "--size") and difference(SURFACE, surface(example())) == ""

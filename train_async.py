@@ -1,0 +1,20 @@
+"""Asynchronous reinforcement learning: generate the next rollouts while the trainer learns from the last ones.
+
+python train_async.py --help
+python train_async.py ... --dry-run
+"""
+
+import argparse
+import sys
+
+from slime.ray.session import main
+from slime.utils.errors import UserError
+
+
+def train(args: argparse.Namespace) -> None:
+    """The whole run. Its loop is not built yet: parsing refuses every run of it, and only plans pass."""
+    raise UserError("the asynchronous loop is not built yet; run train.py")
+
+
+if __name__ == "__main__":
+    sys.exit(main(train, asynchronous=True))
