@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slime.arguments.aliases import resolve_aliases
-from slime.arguments.custom_config import apply_custom_config
+from slime.arguments.config_files.custom_config import apply_custom_config
+from slime.arguments.config_files.role_config import apply_role_config
 from slime.arguments.derivation import derive
 from slime.arguments.hf_config import apply_hf_config, read_hf_config
 from slime.arguments.origins import Origin, recording
 from slime.arguments.parser import ArgumentParser, build_parser, parse_known
 from slime.arguments.paths import make_paths_absolute
-from slime.arguments.role_config import apply_role_config
 from slime.arguments.rules.sizes import too_small
 from slime.arguments.validation import violations_of
 from slime.utils.errors import UserError

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from slime.arguments.eval_file import load_eval_config
-from slime.arguments.megatron_values import derive_megatron_values
+from slime.arguments.config_files.eval_file import load_eval_config
+from slime.arguments.megatron.values import derive_megatron_values
 from slime.arguments.placement import derive_placement
 from slime.arguments.planned_device import plans_for_gpus
 from slime.arguments.rules.serving import bracket_router_address

@@ -1,6 +1,6 @@
 """Flags of earlier versions, and what to write instead. Each is an error that says so; none is ignored."""
 
-from slime.arguments.megatron_names import NOT_FOR_THIS
+from slime.arguments.megatron.names import NOT_FOR_THIS
 
 # Name (a final `*` stands for any ending) -> what replaces it.
 RETIRED: dict[str, str] = {

@@ -2,7 +2,8 @@
 
 import argparse
 
-from slime.arguments.custom_config import overruled_values
+from slime.arguments.config_files.custom_config import overruled_values
+from slime.arguments.config_files.serving_config import serving_violations
 from slime.arguments.not_yet import not_yet_violations
 from slime.arguments.rules import Rule
 from slime.arguments.rules.batch import BATCH_RULES
@@ -16,7 +17,6 @@ from slime.arguments.rules.placement import PLACEMENT_RULES
 from slime.arguments.rules.rollout import ROLLOUT_RULES
 from slime.arguments.rules.serving import SERVING_RULES
 from slime.arguments.rules.weights import WEIGHT_RULES
-from slime.arguments.serving_config import serving_violations
 from slime.arguments.tracking import tracker_violations
 
 # Own rules, then those of Megatron, then those of the engines.

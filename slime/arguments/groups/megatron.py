@@ -10,7 +10,7 @@ import re
 from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
-from slime.arguments.megatron_names import (
+from slime.arguments.megatron.names import (
     CHOICES,
     DEFAULTS,
     FIELD_DESTS,

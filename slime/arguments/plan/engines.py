@@ -3,10 +3,10 @@
 import argparse
 from typing import Any
 
+from slime.arguments.config_files.serving_config import ModelServing, serving_of
 from slime.arguments.plan.placement import EnginePart
 from slime.arguments.plan.setup import read, training_precision
 from slime.arguments.planned_device import plans_for_gpus
-from slime.arguments.serving_config import ModelServing, serving_of
 from slime.scheduling.serving_memory import ServingSetup
 
 # What SGLang chooses by itself lies between 0.8 and 0.9, depending on GPU and graph sizes.

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Iterator
 
 from slime.arguments.hf_config import read_hf_config
-from slime.arguments.megatron_effects import ACTS_WITH, FIXED
-from slime.arguments.megatron_names import HISTORICAL
+from slime.arguments.megatron.effects import ACTS_WITH, FIXED
+from slime.arguments.megatron.names import HISTORICAL
 from slime.arguments.plug_ins import flag_of
 from slime.arguments.rules import Rule
 from slime.arguments.surface import load_surface

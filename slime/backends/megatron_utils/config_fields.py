@@ -1,7 +1,7 @@
 """Filling one of Megatron's configuration dataclasses from `args`.
 
 A command-line attribute and a dataclass field of the same name mean the same thing; the few fields that Megatron-LM's
-parser keeps under another name are in `megatron_names.FIELD_DESTS`. Command lines know words and numbers: dtypes and enums
+parser keeps under another name are in `slime.arguments.megatron.names.FIELD_DESTS`. Command lines know words and numbers: dtypes and enums
 arrive as their names and are turned into what the field's annotation says. A field that `args` does not mention, or holds
 None for, keeps Megatron's default.
 """
@@ -13,7 +13,7 @@ import enum
 import typing
 from typing import Any
 
-from slime.arguments.megatron_names import FIELD_DESTS
+from slime.arguments.megatron.names import FIELD_DESTS
 
 
 def fields_from_args(config_class: type, args: Any) -> dict[str, Any]:

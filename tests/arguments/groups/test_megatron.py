@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from slime.arguments.groups import megatron
-from slime.arguments.megatron_effects import ACTS_WITH, FIXED, NO_EFFECT
-from slime.arguments.megatron_names import FIELD_DESTS, NOT_FOR_THIS, OUR_DEFAULTS
+from slime.arguments.megatron.effects import ACTS_WITH, FIXED, NO_EFFECT
+from slime.arguments.megatron.names import FIELD_DESTS, NOT_FOR_THIS, OUR_DEFAULTS
 from slime.arguments.not_yet.megatron import ROWS
 from slime.arguments.not_yet.own import ROWS as OWN_ROWS
 from slime.arguments.parser import build_parser

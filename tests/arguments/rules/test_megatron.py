@@ -5,8 +5,8 @@ import argparse
 import pytest
 
 from slime.arguments import parse_args
-from slime.arguments.megatron_effects import ACTS_WITH, FIXED
-from slime.arguments.megatron_values import derive_megatron_values
+from slime.arguments.megatron.effects import ACTS_WITH, FIXED
+from slime.arguments.megatron.values import derive_megatron_values
 from slime.utils.errors import UserError
 from tests.support.args import command_line, parse, write_config
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from slime.arguments.yaml_file import YamlMapping
+from slime.arguments.config_files.yaml_file import YamlMapping
 from slime.utils.errors import UserError
 
 _CLOSE = 0.9

@@ -13,9 +13,9 @@ import os
 from collections.abc import Collection
 from typing import Any
 
+from slime.arguments.config_files.yaml_file import YamlMapping, load_yaml, plain
+from slime.arguments.config_files.yaml_flags import near_name
 from slime.arguments.paths import absolute_plug_in
-from slime.arguments.yaml_file import YamlMapping, load_yaml, plain
-from slime.arguments.yaml_flags import near_name
 from slime.utils.errors import UserError
 from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs, eval_dataset_keys, value_problem
 from slime.utils.plugin_loader import file_of_path

@@ -11,10 +11,10 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from slime.arguments.config_files.yaml_file import YamlMapping, load_yaml, plain
+from slime.arguments.config_files.yaml_flags import FlagNames, attribute_name
 from slime.arguments.origins import Origin
 from slime.arguments.plug_ins import MANAGER_PLUG_INS, RANK_PLUG_INS
-from slime.arguments.yaml_file import YamlMapping, load_yaml, plain
-from slime.arguments.yaml_flags import FlagNames, attribute_name
 from slime.observability.run_record import redacted
 from slime.utils.errors import UserError
 

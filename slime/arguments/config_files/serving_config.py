@@ -19,8 +19,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from slime.arguments.yaml_file import YamlMapping, load_yaml, plain
-from slime.arguments.yaml_flags import attribute_name, near_name
+from slime.arguments.config_files.yaml_file import YamlMapping, load_yaml, plain
+from slime.arguments.config_files.yaml_flags import attribute_name, near_name
 from slime.utils.errors import UserError
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime.arguments.serving_config import ModelServing, ServerGroup, load_serving_config
+from slime.arguments.config_files.serving_config import ModelServing, ServerGroup, load_serving_config
 
 FIELDS = ("mem_fraction_static", "tp_size", "context_length")
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.arguments.eval_file import load_eval_config
+from slime.arguments.config_files.eval_file import load_eval_config
 from slime.arguments.origins import Origin
 from slime.utils.errors import UserError
 from tests.support.args import parse, write_rows

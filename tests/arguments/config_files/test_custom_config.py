@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from slime.arguments.custom_config import apply_custom_config
+from slime.arguments.config_files.custom_config import apply_custom_config
 from slime.arguments.origins import Origin
 from slime.arguments.parser import ArgumentParser, parse_known
 from slime.arguments.types import json_object
@@ -171,8 +171,8 @@ def test_a_slip_stays_an_error_with_a_plug_in(tmp_path):
 
 
 def test_own_keys_are_no_slips_of_any_flag(tmp_path):
+    from slime.arguments.config_files.yaml_flags import FlagNames
     from slime.arguments.parser import build_parser
-    from slime.arguments.yaml_flags import FlagNames
 
     names = FlagNames(build_parser())
     assert {key: names.near(key) for key in OWN_KEYS if names.find(key) is None and names.near(key)} == {}

@@ -2,9 +2,9 @@
 
 import pytest
 
+from slime.arguments.config_files.role_config import apply_role_config, role_args
 from slime.arguments.origins import Origin
 from slime.arguments.parser import ArgumentParser, parse_known
-from slime.arguments.role_config import apply_role_config, role_args
 
 
 def make_parser() -> ArgumentParser:

@@ -16,10 +16,10 @@ import logging
 import os
 from typing import Any
 
-from slime.arguments.custom_config import read_flag_values, set_from_file, sets_plug_in
+from slime.arguments.config_files.custom_config import read_flag_values, set_from_file, sets_plug_in
+from slime.arguments.config_files.yaml_file import YamlMapping, load_yaml
+from slime.arguments.config_files.yaml_flags import FlagNames, attribute_name, near_name
 from slime.arguments.paths import PATHS
-from slime.arguments.yaml_file import YamlMapping, load_yaml
-from slime.arguments.yaml_flags import FlagNames, attribute_name, near_name
 from slime.utils.errors import UserError
 
 logger = logging.getLogger(__name__)

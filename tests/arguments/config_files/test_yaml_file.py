@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime.arguments.yaml_file import YamlMapping, load_yaml, plain
+from slime.arguments.config_files.yaml_file import YamlMapping, load_yaml, plain
 from slime.utils.errors import UserError
 
 
