@@ -1,9 +1,9 @@
 """Filling one of Megatron's configuration dataclasses from `args`.
 
 A command-line attribute and a dataclass field of the same name mean the same thing; the few fields that Megatron-LM's
-parser keeps under another name are in `slime.arguments.megatron.names.FIELD_DESTS`. Command lines know words and numbers: dtypes and enums
-arrive as their names and are turned into what the field's annotation says. A field that `args` does not mention, or holds
-None for, keeps Megatron's default.
+parser keeps under another name are in `slime.arguments.megatron.names.FIELD_DESTS`. Command lines know words and numbers:
+dtypes and enums arrive as their names and are turned into what the field's annotation says. A field that `args` does not
+mention, or holds None for, keeps Megatron's default.
 """
 
 from __future__ import annotations
