@@ -23,6 +23,13 @@ def test_a_plan_of_the_asynchronous_loop(tmp_path):
 def test_a_run_is_refused_with_all_that_is_wrong(tmp_path):
     done = train_async(tmp_path, "--colocate")
     assert done.returncode == 2
-    assert "--colocate: train_async.py generates while it trains" in done.stdout
-    assert "the asynchronous loop is not built yet; run train.py" in done.stdout
+    assert "--colocate: train_async.py generates while it trains" in done.stderr
+    assert "the asynchronous loop is not built yet; run train.py" in done.stderr
+    assert "ERROR" not in done.stdout
     assert not (tmp_path / "outputs").exists()
+
+
+def test_the_help_names_the_command():
+    command = [sys.executable, str(ROOT / "train_async.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("usage: python train_async.py [FLAGS ...]\n")

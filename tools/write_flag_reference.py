@@ -43,8 +43,8 @@ _PAGES: dict[str, tuple[str, str]] = {
     "flags-megatron.md": (
         "Flags of Megatron",
         "Every field of the configuration classes of the installed Megatron-Core, and the names that Megatron-LM's command "
-        "line has for them. Another version of Megatron-Core brings its own. What a field means is said by "
-        "`python train.py --help-grep WORD`, in the words of Megatron-Core. See [flags.md](flags.md) for our own flags.",
+        "line has for them. Another version of Megatron-Core brings its own. Where nothing stands under Meaning, "
+        "`python train.py --help-grep WORD` says it in the words of Megatron-Core. See [flags.md](flags.md) for our own flags.",
     ),
     "flags-sglang.md": (
         "Flags of the engines and the router",
@@ -160,7 +160,9 @@ def _own_words(meaning: str) -> str:
 
 @functools.cache
 def _texts_of_packages() -> frozenset[str]:
-    return frozenset(spec.help for package in PACKAGES for spec in load_surface(package) or ())
+    specs = (spec for package in PACKAGES for spec in load_surface(package) or ())
+    # That a flag is another spelling is said by us.
+    return frozenset(spec.help for spec in specs if not spec.metadata.get("other_spelling"))
 
 
 def _planned(row: NotYet) -> str:

@@ -62,7 +62,7 @@ def memory_table() -> str:
         words = words_of(script)
         plan = plan_of(words)
         rows.append(_row(name, plan))
-        if not all(phase.fits for phase in plan.memory.phases) and OFFLOAD not in words:
+        if any(phase.fits is False for phase in plan.memory.phases) and OFFLOAD not in words:
             rows.append(_row(f"{name} with `{OFFLOAD}`", plan_of([*words, OFFLOAD])))
     lines = [_HEADER, ["---", *["---:"] * (len(_HEADER) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

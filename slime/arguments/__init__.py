@@ -18,7 +18,8 @@ from slime.arguments.hf_config import apply_hf_config, read_hf_config
 from slime.arguments.origins import Origin, recording
 from slime.arguments.parser import ArgumentParser, build_parser, parse_known
 from slime.arguments.paths import make_paths_absolute
-from slime.arguments.rules.sizes import too_small
+from slime.arguments.rules.serving import keep_names_equal
+from slime.arguments.rules.sizes import replace_wrong_sizes, without_consequences
 from slime.arguments.validation import violations_of
 from slime.utils.errors import UserError
 
@@ -50,7 +51,7 @@ def parse_args(
     words = sys.argv[1:] if argv is None else argv
     if not words:
         raise UserError(_NO_FLAGS)
-    parser = build_parser(add_custom_arguments)
+    parser = build_parser(add_custom_arguments, program="train_async.py" if asynchronous else "train.py")
     parser.set_defaults(asynchronous=asynchronous)
     args = parse_known(parser, words)
     _settle(args, _merge_files(args, parser))
@@ -81,20 +82,20 @@ def _settle(args: argparse.Namespace, violations: list[str]) -> None:
 def _derive_and_check(args: argparse.Namespace) -> list[str]:
     # What a dry run tells beside its plan; a run has violations in their place.
     args.plan_notes = []
-    make_paths_absolute(args)
+    wrong = make_paths_absolute(args)
     if args.prompt_data is not None and len(args.prompt_data) == 1:
         args.prompt_data = args.prompt_data[0]
-    violations = [*resolve_aliases(args), *too_small(args)]
-    if violations:
-        return violations  # nothing can be derived from them
+    violations = resolve_aliases(args)
+    wrong |= replace_wrong_sizes(args)
     if args.hf_checkpoint is not None:
         violations += _apply_shape(args)
-    violations += derive(args)
+    violations += derive(args) + violations_of(args)
     # A missing file may stand in the way of several rules, which then say the same.
-    violations = list(dict.fromkeys([*violations, *violations_of(args)]))
+    violations = list(dict.fromkeys([*wrong.values(), *without_consequences(violations, wrong)]))
     args.plan_notes = list(dict.fromkeys(args.plan_notes))
     if not violations:
         _finish_shape(args)
+        keep_names_equal(args)
         # A shorthand only: nobody may read it in place of what it stands for.
         del args.offload
         args.origins.pop("offload", None)

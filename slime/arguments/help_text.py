@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from slime.utils.errors import UserError
 _WIDEST = 120
 _TYPE_NAMES = {
     "str": "TEXT", "int": "INT", "float": "FLOAT", "json_object": "JSON", "json_value": "JSON", "human_int": "INT",
-    "integers": "INT,INT", "layer_pattern": "PATTERN",
+    "integers": "INT,INT", "layer_pattern": "PATTERN", "environment_variables": "JSON",
 }  # fmt: skip
 # Python 3.11 and 3.12 append this themselves to the help of switches with two sides.
 _OWN_SUFFIX = " (default: %(default)s)"
@@ -96,16 +97,24 @@ class HelpGrepAction(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         page = matching_entries(parser, values)
         if not page:
-            raise UserError(f"--help-grep {values}: no flag and no help text contains it; try a shorter word")
+            raise UserError(f"--help-grep {values}: no flag and no help text has it; try a shorter word")
         print_page(page)
         parser.exit()
 
 
 def matching_entries(parser: argparse.ArgumentParser, word: str) -> str:
-    """The help of all flags whose name or text contains `word` (capitals, dashes and underscores alike); may be empty."""
+    """The help of all flags whose name or text has a word that begins with `word`; may be empty.
+
+    Capitals, dashes and underscores are alike. With dashes in front `word` is a whole flag.
+    """
+    pattern = re.compile(
+        rf"(?<![\w-]){re.escape(_plain(word))}(?![\w-])"
+        if word.startswith("-")
+        else rf"(?<![^\W_]){re.escape(_plain(word))}"
+    )
     formatter = parser._get_formatter()
     for title, actions in groups_of(parser):
-        found = [action for action in actions if _plain(word) in _plain(_searched_text(action))]
+        found = [action for action in actions if pattern.search(_plain(_searched_text(action)))]
         if found:
             formatter.start_section(title)
             formatter.add_arguments(found)

@@ -1,8 +1,9 @@
 """The command-line parser of all families of flags: no abbreviations, and all slips of a command line in one message.
 
-An unknown flag is an error that names the nearest known ones; a retired one names its replacement. Runs that only train
-take the flags of engines and router too, known or not where those packages are not installed, so that one script serves
-both kinds of run.
+An unknown flag is an error that names the nearest known ones; a retired one names its replacement. A flag given again
+wins over the first; two names of one flag with two values, or two lists of values, are an error: nobody can tell which is
+meant. Runs that only train take the flags of engines and router too, known or not where those packages are not installed,
+so that one script serves both kinds of run.
 """
 
 import argparse
@@ -15,8 +16,9 @@ from slime.arguments.groups import megatron, sglang
 from slime.arguments.groups.own import OWN_GROUPS
 from slime.arguments.help_text import HelpFormatter, HelpGrepAction, print_page
 from slime.arguments.origins import start_origins
-from slime.arguments.retired import advice_on_foreign, replacement_of
+from slime.arguments.retired import why_unknown
 from slime.arguments.surface import PACKAGES, load_surface, warm_surfaces
+from slime.observability.run_record import REDACTED, is_secret, shown
 from slime.utils.errors import UserError
 
 # In the order in which `--help` shows them.
@@ -31,6 +33,15 @@ _FLAG = re.compile(r"--?[A-Za-z][\w.-]*")
 _NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$|-inf$", re.IGNORECASE)
 
 
+class StoreAction(argparse._StoreAction):
+    """argparse's own, which notices a second value that contradicts the first in silence."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if isinstance(parser, ArgumentParser):
+            parser.note_contradiction(self, values, option_string or "")
+        super().__call__(parser, namespace, values, option_string)
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """argparse with errors raised as `UserError`, so that the caller decides how the process ends."""
 
@@ -40,6 +51,9 @@ class ArgumentParser(argparse.ArgumentParser):
         # Messages about values, while `parse` runs; outside of it the first one is raised.
         self._problems: list[str] | None = None
         self._without_value: argparse.Action | None = None
+        self._given: dict[str, tuple[str, Any]] = {}
+        for name in (None, "store"):
+            self.register("action", name, StoreAction)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
@@ -57,17 +71,61 @@ class ArgumentParser(argparse.ArgumentParser):
         Raises:
             UserError: unknown and retired flags, wrong values, stray words, missing flags.
         """
-        known_words, unknown = _split(words, self._option_string_actions)
-        self._problems = [_describe_unknown(flag, self.known_flags()) for flag in unknown]
+        known_words, unknown = _split(_with_searched_word(words), self._option_string_actions)
+        self._problems = [self._describe_unknown(flag) for flag in unknown]
+        self._given = {}
         try:
-            args, stray = self.parse_known_args(known_words)
-            self._problems += [f"unexpected word {word!r}: no flag before it takes another value" for word in stray[:1]]
+            args, stray = self.parse_known_args(self._without_values_of_switches(known_words))
+            self._problems += [self._describe_stray(known_words, word) for word in stray[:1]]
         except UserError as error:
             self._problems.append(str(error))
         problems, self._problems = self._problems, None
         if problems:
             raise UserError("\n".join(problems))
         return args
+
+    def note_contradiction(self, action: argparse.Action, values: Any, option: str) -> None:
+        """Note a problem if `action` got other values before, under another name or as a list of values."""
+        if self._problems is None:
+            return
+        first, before = self._given.setdefault(action.dest, (option, values))
+        if before == values:
+            return
+        if first != option:
+            now, then = shown(action.dest, values), shown(action.dest, before)
+            self._problems.append(f"{first} {then} and {option} {now} are two names of one flag; keep one")
+        elif action.nargs in (argparse.ONE_OR_MORE, argparse.ZERO_OR_MORE):
+            self._problems.append(f"{option} stands twice with different values; give all of them after one {option}")
+
+    def _without_values_of_switches(self, words: list[str]) -> list[str]:
+        """`words` without those that give a value to a flag that takes none; each is a problem."""
+        kept = []
+        for word in words:
+            action = self._option_string_actions.get(_name(word))
+            if action is None or action.nargs != 0 or word == _name(word):
+                kept.append(word)
+                continue
+            off = f"--no-{word.removeprefix('--').split('=')[0]}"
+            other = f"{off} turns it off" if off in self._option_string_actions else "leave it out to keep it off"
+            self._problems.append(f"{word}: the flag takes no value; {_name(word)} alone turns it on, {other}")
+        return kept
+
+    def _describe_stray(self, words: list[str], stray: str) -> str:
+        before = [word for word in words[: words.index(stray)] if _name(word) in self._option_string_actions]
+        flag = _name(before[-1]) if before else ""
+        word = REDACTED if is_secret(flag) else repr(stray)
+        return f"unexpected word {word}: " + (f"{flag} takes no such value" if flag else "no flag stands before it")
+
+    def _describe_unknown(self, flag: str) -> str:
+        known = why_unknown(flag)
+        if known is not None:
+            return f"{flag} {known}"
+        nearest = difflib.get_close_matches(flag, self.known_flags(), n=3, cutoff=0.6)
+        hint = f"did you mean {' or '.join(nearest)}?" if nearest else f"see `python {self.prog} --help` for all flags"
+        package = next((package for prefix, package in _PREFIXES.items() if flag.startswith(prefix)), None)
+        if package is not None and load_surface(package) is None:
+            hint = f"it may be a flag of {PACKAGES[package].distribution}, which is not installed"
+        return f"unknown flag {flag}: {hint}"
 
     def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
         try:
@@ -94,23 +152,29 @@ class ArgumentParser(argparse.ArgumentParser):
         self._problems.append(f"{'/'.join(action.option_strings)}: {error.message}")
 
 
-def build_parser(add_custom_arguments: Callable[[ArgumentParser], ArgumentParser] | None = None) -> ArgumentParser:
+def build_parser(
+    add_custom_arguments: Callable[[ArgumentParser], ArgumentParser] | None = None, *, program: str = "train.py"
+) -> ArgumentParser:
     """The parser of all flags. `add_custom_arguments` gets the parser, adds flags and returns it.
+
+    `program`: the file that the help names.
 
     Raises:
         UserError: an installed package cannot tell its flags.
     """
     parser = ArgumentParser(
-        prog="train.py",
-        usage="python train.py [FLAGS ...]",
+        prog=program,
+        usage=f"python {program} [FLAGS ...]",
         description="Reinforcement-learning post-training of language models.",
-        epilog="--help-grep WORD shows only the flags whose name or text contains the word.",
+        epilog="--help-grep WORD shows only the flags whose name or text has a word that begins so.",
         allow_abbrev=False,
         formatter_class=HelpFormatter,
     )
     parser._optionals.title = "help"
     parser.add_argument(
-        "--help-grep", action=HelpGrepAction, help="show only the flags whose name or text contains this word and exit"
+        "--help-grep",
+        action=HelpGrepAction,
+        help="show only the flags whose name or text has a word that begins so, or one whole flag (--lr), and exit",
     )
     warm_surfaces()
     for group in GROUPS:
@@ -175,19 +239,13 @@ def _name(word: str) -> str:
     return word.split("=", 1)[0]
 
 
-def _describe_unknown(flag: str, known: list[str]) -> str:
-    replacement = replacement_of(flag)
-    if replacement is not None:
-        return f"{flag} does not exist any more: {replacement}"
-    advice = advice_on_foreign(flag)
-    if advice is not None:
-        return f"{flag} of Megatron-LM has no meaning here: {advice}"
-    nearest = difflib.get_close_matches(flag, known, n=3, cutoff=0.6)
-    hint = f"did you mean {' or '.join(nearest)}?" if nearest else "see `python train.py --help` for all flags"
-    package = next((package for prefix, package in _PREFIXES.items() if flag.startswith(prefix)), None)
-    if package is not None and load_surface(package) is None:
-        hint = f"it may be a flag of {PACKAGES[package].distribution}, which is not installed"
-    return f"unknown flag {flag}: {hint}"
+def _with_searched_word(words: Sequence[str]) -> list[str]:
+    """`words` with `--help-grep` and its word joined: that one may be a flag."""
+    joined = list(words)
+    if "--help-grep" in joined[:-1]:
+        at = joined.index("--help-grep")
+        joined[at : at + 2] = [f"--help-grep={joined[at + 1]}"]
+    return joined
 
 
 def _typed_destinations(parser: ArgumentParser, argv: Sequence[str]) -> set[str]:

@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from slime.arguments.plug_ins import MANAGER_PLUG_INS, RANK_PLUG_INS
+from slime.arguments.plug_ins import MANAGER_PLUG_INS, RANK_PLUG_INS, flag_of
 from slime.utils.plugin_loader import file_of_path
 
 PATHS = (
@@ -13,18 +13,42 @@ PATHS = (
     "memory_snapshot_dir", "ci_save_grad_norm", "ci_load_grad_norm", "wandb_dir",
 )  # fmt: skip
 
+# Files that only this process reads: they stay as they were typed, for the messages about them.
+_READ_HERE = ("eval_config", "sglang_config", "dry_run_json")
 
-def make_paths_absolute(args: argparse.Namespace) -> None:
-    """Replace every relative path by an absolute one; data files keep their slice, plug-ins their attribute."""
+
+def make_paths_absolute(args: argparse.Namespace) -> dict[str, str]:
+    """Replace every relative path by an absolute one; data files keep their slice, plug-ins their attribute.
+
+    Returns:
+        A message by attribute for every path that is empty, and unset afterwards: most likely a variable of a shell
+        script was not set, and the current directory is not what was meant.
+    """
+    empty = {}
+    for name in (*PATHS, *_READ_HERE, "prompt_data", *MANAGER_PLUG_INS, *RANK_PLUG_INS):
+        value = getattr(args, name, None)
+        if value == "" or (isinstance(value, list) and "" in value):
+            empty[name] = f"{flag_of(name)}: the path is empty; is a variable of the shell not set? Give a path"
+            # An empty list is what a repeatable flag has when it was not given.
+            setattr(args, name, [] if name == "rollout_sample_hook_path" else None)
+            args.typed_flags.discard(name)
+    _absolute(args)
+    return empty
+
+
+def _absolute(args: argparse.Namespace) -> None:
     for name in PATHS:
         if getattr(args, name) is not None:
-            setattr(args, name, os.path.abspath(getattr(args, name)))
+            setattr(args, name, absolute(getattr(args, name)))
+    for name in _READ_HERE:
+        if getattr(args, name, None) is not None:
+            setattr(args, name, os.path.expanduser(getattr(args, name)))
     if args.prompt_data is not None:
-        args.prompt_data = [os.path.abspath(path) for path in args.prompt_data]
+        args.prompt_data = [absolute(path) for path in args.prompt_data]
     words = args.eval_prompt_data or []
     # Pairs `name path`; one lone word is a path.
     args.eval_prompt_data = [
-        os.path.abspath(word) if position % 2 or len(words) == 1 else word for position, word in enumerate(words)
+        absolute(word) if position % 2 or len(words) == 1 else word for position, word in enumerate(words)
     ] or None
     for name in MANAGER_PLUG_INS + RANK_PLUG_INS:
         value = getattr(args, name)
@@ -34,7 +58,12 @@ def make_paths_absolute(args: argparse.Namespace) -> None:
             setattr(args, name, absolute_plug_in(value))
 
 
+def absolute(path: str) -> str:
+    """`path` from the root; `~` is the user's home, also behind `=`, where the shell leaves it."""
+    return os.path.abspath(os.path.expanduser(path))
+
+
 def absolute_plug_in(path: str) -> str:
     """A plug-in path whose file, if it names one, is absolute."""
     # `file.py:attr` and `file.py` start with the file, so the rest stays as it is.
-    return os.path.abspath(path) if file_of_path(path) is not None else path
+    return absolute(path) if file_of_path(path) is not None else path

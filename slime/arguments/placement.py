@@ -13,7 +13,7 @@ def derive_placement(args: argparse.Namespace) -> None:
     if args.colocate and "num_gpus_per_node" not in args.typed_flags:
         args.num_gpus_per_node = args.actor_num_gpus_per_node
     if getattr(args, "offload", False):
-        args.offload_train = args.offload_rollout = True
+        _offload_both(args)
     args.use_critic = args.advantage_estimator == "ppo"
     if args.use_critic:
         # Actor and critic take turns on the same GPUs.
@@ -44,6 +44,13 @@ def _external_engines(args: argparse.Namespace) -> None:
     # What these engines are is asked when the run starts: the command line must not wait for the network.
     args.rollout_external = bool(args.rollout_external_engine_addrs) and args.has_engines
     args.rollout_external_engine_infos = None
+
+
+def _offload_both(args: argparse.Namespace) -> None:
+    # `--offload --no-offload-train` asks for one of them.
+    for name in ("offload_train", "offload_rollout"):
+        if getattr(args, name) is None:
+            setattr(args, name, True)
 
 
 def _without_trainer(args: argparse.Namespace) -> None:

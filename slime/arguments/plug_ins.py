@@ -8,6 +8,7 @@ Nothing is imported in the driver, because plug-ins may import heavy packages.
 import argparse
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from slime.utils.misc import load_function
 from slime.utils.plugin_loader import file_of_path
@@ -49,6 +50,11 @@ def missing_files(args: argparse.Namespace) -> Iterator[str]:
 def flag_of(name: str) -> str:
     """The spelling on the command line of the attribute `name`."""
     return "--" + name.replace("_", "-")
+
+
+def as_typed(value: Any) -> Any:
+    """A value for a message: the words of a list as they stand on the command line."""
+    return " ".join(map(str, value)) if isinstance(value, list) else value
 
 
 def _paths(args: argparse.Namespace, names: tuple[str, ...]) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,7 @@
-"""Flags of earlier versions, and what to write instead. Each is an error that says so; none is ignored."""
+"""Flags that look known and are not: of earlier versions, of Megatron-LM, and of servers where the run decides.
+
+Each is an error that says what to write instead; none is ignored.
+"""
 
 from slime.arguments.megatron.names import NOT_FOR_THIS
 
@@ -48,6 +51,35 @@ RETIRED: dict[str, str] = {
     "--fsdp-state-dict-cpu-offload": "give --fsdp-cpu-offload",
     "--fsdp-cpu-backend": "give --fsdp-cpu-offload",
 }
+
+# Settings of a server that follow from the run, so that a value could only contradict it -> what they follow from.
+DERIVED: dict[str, str] = {
+    "--sglang-model-path": "it follows from --hf-checkpoint",
+    "--sglang-trust-remote-code": "it follows from --trust-remote-code",
+    "--sglang-random-seed": "it follows from --seed",
+    "--sglang-port": "every engine takes a free port of its node",
+    "--sglang-nccl-port": "every engine takes a free port of its node",
+    "--sglang-dist-init-addr": "every engine announces an address of its own",
+    "--sglang-nnodes": "it follows from --rollout-num-gpus-per-engine",
+    "--sglang-node-rank": "it follows from where the engine was placed",
+    "--sglang-base-gpu-id": "it follows from where the engine was placed",
+    "--sglang-gpu-id-step": "it follows from where the engine was placed",
+    "--sglang-enable-memory-saver": "it follows from --offload-rollout",
+    "--sglang-enable-return-routed-experts": "it follows from --use-rollout-routing-replay",
+    "--sglang-skip-server-warmup": "the run decides how its engines start",
+}
+
+
+def why_unknown(flag: str) -> str | None:
+    """A sentence about a flag that is not known and that somebody may well expect; None for all others."""
+    replacement = replacement_of(flag)
+    if replacement is not None:
+        return f"does not exist any more: {replacement}"
+    advice = advice_on_foreign(flag)
+    if advice is not None:
+        return f"of Megatron-LM has no meaning here: {advice}"
+    source = DERIVED.get(flag)
+    return None if source is None else f"is set by the run: {source}; drop it"
 
 
 def replacement_of(flag: str) -> str | None:

@@ -7,7 +7,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from slime.observability.run_record import REDACTED, mentions_secret
+from slime.observability.run_record import REDACTED, mentions_secret, redacted_text
 
 # Longer than the layer list of any model; keeps `[0]*10**12` from filling the memory.
 _LONGEST_PATTERN = 10_000
@@ -25,10 +25,23 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def environment_variables(text: str) -> dict[str, str | int | float | bool]:
+    """A JSON object whose values can be those of variables: `{"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": 1}`."""
+    variables = json_object(text)
+    for name, value in variables.items():
+        if not name or "=" in name:
+            raise argparse.ArgumentTypeError(f"{name!r} cannot be the name of a variable; take one such as NCCL_DEBUG")
+        if not isinstance(value, str | int | float):
+            raise argparse.ArgumentTypeError(
+                f"{name} is {'null' if value is None else 'a list or an object'}; give text, a number, true or false"
+            )
+    return variables
+
+
 def json_value(text: str) -> Any:
-    """Any JSON: `[{"name": "a"}]`, `{"key": 1}`, `3`."""
+    """Any JSON: `[{"name": "a"}]`, `{"key": 1}`, `3`. A name that stands twice in an object is refused."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_without_repetition)
     except json.JSONDecodeError as error:
         raise argparse.ArgumentTypeError(f"{_shown(text)} is not JSON: {error}") from None
 
@@ -93,5 +106,13 @@ def _combine(operator: ast.operator, left: int | list[int], right: int | list[in
     return items * times
 
 
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise argparse.ArgumentTypeError(f"{repeated!r} stands twice in it; keep one")
+    return dict(pairs)
+
+
 def _shown(text: str) -> str:
-    return REDACTED if mentions_secret(text) else repr(text)
+    return REDACTED if mentions_secret(text) else repr(redacted_text(text))

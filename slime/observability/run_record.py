@@ -12,11 +12,17 @@ from slime.utils.atomic_io import write_json_atomically
 
 REDACTED = "<redacted>"
 # Addresses of data bases hold a password.
-_SECRET_NAME = re.compile(r"(api_keys?|token|secret|password|wandb_key|postgres_db_url|redis_url)$", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"(api_keys?|token|secret|password|wandb_key|postgres_db_url|redis_url|authorization|cookie)$", re.IGNORECASE
+)
 # Variables of the environment are not ours to name, and numbers of tokens are not among them.
 _SECRET_VARIABLE = re.compile(
-    r"secret|credential|passw|token(?!izer)|api_?key|access_?key|private_?key|wandb_key", re.IGNORECASE
+    r"secret|credential|passw|token(?!izer)|api_?key|(?<![a-z])key(?![a-z])|authorization", re.IGNORECASE
 )
+# Parts of a text that are secret whatever its name is: what logs in at an address, and the headers that do.
+_USER_OF_ADDRESS = re.compile(r"(?<=://)[^/\s?#]*(?=@)")
+_QUERY_VALUE = re.compile(r"([?&;])([^=&;#\s]+)=([^&;#\s]+)")
+_HEADER = re.compile(r"\b((?:authorization|x-api-key|cookie)\s*:\s*|bearer\s+)[^\r\n'\"]+", re.IGNORECASE)
 _VARIABLES = "train_env_vars"
 # Books about the arguments, not arguments.
 BOOKS = frozenset({"origins", "typed_flags"})
@@ -33,8 +39,24 @@ def mentions_secret(text: str) -> bool:
     return _SECRET_VARIABLE.search(text) is not None
 
 
+def redacted_text(text: str) -> str:
+    """`text` without the secrets that addresses and headers in it hold: `https://me:pass@host/?api_key=x` and the like."""
+    text = _USER_OF_ADDRESS.sub(REDACTED, text)
+    text = _QUERY_VALUE.sub(
+        lambda match: f"{match[1]}{match[2]}={REDACTED}" if mentions_secret(match[2]) else match[0], text
+    )
+    return _HEADER.sub(rf"\1{REDACTED}", text)
+
+
+def shown(name: str, value: Any) -> str:
+    """`value` of the argument or key `name` as a message may show it."""
+    inner = redacted({name: value})[name]
+    return inner if inner == REDACTED else repr(inner)
+
+
 def redacted(values: dict[str, Any]) -> dict[str, Any]:
     """`values` with every entry replaced whose name says that it is a secret, also inside dictionaries, lists, dataclasses.
+    Texts lose what `redacted_text` finds.
 
     Names inside `train_env_vars` are secret where they contain such a word, others where they end with one: a run has
     many numbers of tokens.
@@ -66,13 +88,15 @@ def write_run_record(args: argparse.Namespace, directory: str | Path) -> None:
 
 
 def _redact(name: str, value: Any, secret_name: re.Pattern[str]) -> Any:
+    if value is not None and secret_name.search(name.replace("-", "_")):
+        return REDACTED
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {spec.name: getattr(value, spec.name) for spec in dataclasses.fields(value)}
     if isinstance(value, dict):
         inner = _SECRET_VARIABLE if name == _VARIABLES else secret_name
         return {key: _redact(str(key), item, inner) for key, item in value.items()}
-    if value is not None and secret_name.search(name):
-        return REDACTED
+    if isinstance(value, str):
+        return redacted_text(value)
     return [_redact("", item, secret_name) for item in value] if isinstance(value, list | tuple) else value
 
 

@@ -58,20 +58,26 @@ def main(
     except (UserError, RunError) as error:
         if env.debug_enabled():
             raise
-        logger.error("%s", error)
+        _tell("%s", error)
         return error.exit_status
     except KeyboardInterrupt:
-        logger.error("stopped by %s", "SIGTERM" if _terminated.is_set() else "Ctrl-C")
+        _tell("stopped by %s", "SIGTERM" if _terminated.is_set() else "Ctrl-C")
         return 143 if _terminated.is_set() else 130
     except OSError as error:
         if env.debug_enabled():
             raise
-        logger.error("%s", error)
+        _tell("%s", error)
         return 1
     except Exception:
-        logger.exception("the run failed")
+        _tell("the run failed", exc_info=True)
         return 1
     return 0
+
+
+def _tell(message: str, *values: object, exc_info: bool = False) -> None:
+    """Say on the standard error why the run ended; its log went to the standard output."""
+    configure_logger(stream=sys.stderr)
+    logger.error(message, *values, exc_info=exc_info)
 
 
 @contextlib.contextmanager

@@ -78,7 +78,11 @@ class TrainingSetup:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank at its peak, by part. `moment`: which one that is; `host`: bytes in host memory, not in the sum."""
+    """Bytes of one rank at its peak, by part. `moment`: which one that is.
+
+    In host memory, and not in the sum: host_offloaded (optimizer state and its gradients), host_asleep (weights and optimizer
+    state while the trainer sleeps), host_copies (other sets of weights).
+    """
 
     weights: int
     gradients: int
@@ -90,7 +94,13 @@ class RankMemory:
     overhead: int
     moment: str
     stage: int
-    host: int
+    host_offloaded: int = 0
+    host_asleep: int = 0
+    host_copies: int = 0
+
+    @property
+    def host(self) -> int:
+        return self.host_offloaded + self.host_asleep + self.host_copies
 
     @property
     def total(self) -> int:
@@ -102,7 +112,8 @@ class RankMemory:
         return self.weights + self.gradients + self.optimizer + self.data + self.overhead
 
 
-MEMORY_PARTS = tuple(field.name for field in fields(RankMemory) if field.name not in ("moment", "stage", "host"))
+HOST_PARTS = ("host_offloaded", "host_asleep", "host_copies")
+MEMORY_PARTS = tuple(field.name for field in fields(RankMemory) if field.name not in ("moment", "stage", *HOST_PARTS))
 
 # Tokens, positions, masks, advantages, returns and up to four kinds of log-probs of a sample that waits for its micro-batch.
 ROLLOUT_BYTES_PER_TOKEN = 40
@@ -137,11 +148,9 @@ def _persistent(held: RankParameters, setup: TrainingSetup, stage: PipelineStage
     state = setup.state
     shard = _optimizer_shard(held, setup)
     on_device = shard * state.optimizer * (1 - state.offloaded)
-    # The offloaded share also keeps its gradients there.
-    host = shard * (state.optimizer + state.gradient) * state.offloaded
-    host += (setup.host_copies + setup.sleeps) * held.total * state.weight + (on_device if setup.sleeps else 0)
+    weights = held.total * state.weight
     return RankMemory(
-        weights=held.total * state.weight,
+        weights=weights,
         gradients=held.total * state.gradient,
         optimizer=round(on_device),
         activations=0,
@@ -151,7 +160,10 @@ def _persistent(held: RankParameters, setup: TrainingSetup, stage: PipelineStage
         overhead=setup.overhead,
         moment="",
         stage=stage.index,
-        host=round(host),
+        # The offloaded share also keeps its gradients there.
+        host_offloaded=round(shard * (state.optimizer + state.gradient) * state.offloaded),
+        host_asleep=round(weights + on_device) if setup.sleeps else 0,
+        host_copies=setup.host_copies * weights,
     )
 
 

@@ -193,7 +193,7 @@ def build_eval_dataset_configs(
 def _build(args: Any, entry: dict[str, Any], defaults: Mapping[str, Any]) -> EvalDatasetConfig:
     missing = [key for key in ("name", "path") if not entry.get(key)]
     if missing:
-        raise UserError(f"evaluation set {entry}: {' and '.join(missing)} missing")
+        raise UserError(f"evaluation set {entry.get('name') or 'without a name'}: {' and '.join(missing)} missing")
     values = {**defaults, **entry}
     for name, flags in _FLAGS.items():
         if values.get(name) is None:

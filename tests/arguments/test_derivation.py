@@ -66,6 +66,7 @@ def test_the_on_policy_proof_is_deterministic_and_strict(tmp_path):
 
 
 def test_precision_of_a_plan(tmp_path, monkeypatch):
+    monkeypatch.delenv("SLIME_ACCELERATOR", raising=False)
     assert parse(tmp_path, "--dry-run").params_dtype_name == "bfloat16"
     assert parse(tmp_path, "--dry-run", "--fp16").params_dtype_name == "float16"
     monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")

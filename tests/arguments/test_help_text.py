@@ -59,6 +59,18 @@ def test_help_grep_looks_into_the_texts(parser):
     assert "--update-weight-buffer-size" in page and "--rollout-seed" not in page
 
 
+def test_help_grep_looks_at_the_beginnings_of_words(parser):
+    page = matching_entries(parser, "fault")
+    assert "--use-fault-tolerance" in page and "(default" not in page.replace("fault tolerance", "")
+    assert matching_entries(parser, "ault") == ""
+
+
+@pytest.mark.parametrize("form", [("--help-grep", "--lr"), ("--help-grep=--lr",)])
+def test_help_grep_of_a_whole_flag(form):
+    result = run(*form)
+    assert result.returncode == 0 and "  --lr FLOAT\n" in result.stdout and "--lr-decay-style {" not in result.stdout
+
+
 def test_help_grep_without_a_match_says_so(parser):
     with pytest.raises(UserError, match="--help-grep xyzzy: no flag"):
         parser.parse(["--help-grep", "xyzzy"])
@@ -96,5 +108,5 @@ def test_defaults_are_shown_as_they_are_typed_but_no_secrets(parser):
 def test_a_run_without_flags_says_what_it_needs():
     result = run()
     assert result.returncode == 2
-    assert "--rollout-batch-size" in result.stdout and "quickstart.sh" in result.stdout
+    assert "--rollout-batch-size" in result.stderr and "quickstart.sh" in result.stderr and result.stdout == ""
     assert "Traceback" not in result.stdout + result.stderr

@@ -100,6 +100,53 @@ def test_a_value_given_to_a_switch_is_reported_with_the_rest(tmp_path):
     assert "--num-epoch" in str(error.value) and "--balance-data" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--colocate=true", "--colocate=true: the flag takes no value; --colocate alone turns it on, leave it out to"),
+        ("--offload-train=false", "--offload-train alone turns it on, --no-offload-train turns it off"),
+    ],
+)
+def test_a_value_of_a_switch_is_answered_with_what_to_type(word, message):
+    with pytest.raises(UserError) as error:
+        build_parser().parse([word, "--seed", "x"])
+    first, second = sorted(str(error.value).splitlines(), key=lambda line: "--seed" in line)
+    assert message in first and second == "--seed: invalid int value: 'x'"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--prompt-data a --prompt-data b", "--prompt-data stands twice with different values"),
+        ("--rollout-stop a --lr 1 --rollout-stop b", "--rollout-stop stands twice"),
+        (
+            "--router-policy random --sglang-router-strategy round_robin",
+            "--router-policy 'random' and --sglang-router-strategy 'round_robin' are two names of one flag; keep one",
+        ),
+        ("--sglang-dp 1 --sglang-dp-size 2", "--sglang-dp 1 and --sglang-dp-size 2 are two names"),
+    ],
+)
+def test_two_values_of_which_one_would_win_in_silence(words, message):
+    parser = build_parser()
+    for _ in range(2):
+        with pytest.raises(UserError, match=re.escape(message)):
+            parser.parse(words.split())
+
+
+def test_what_may_be_given_again():
+    words = "--lr 1 --lr 2 --sglang-dp 2 --sglang-dp-size 2 --prompt-data a --prompt-data a --offload-train --no-offload-train"
+    args = build_parser().parse([*words.split(), *["--eval-prompt-data", "a", "p", "--eval-prompt-data", "b", "q"]])
+    assert (args.lr, args.sglang_dp_size, args.prompt_data, args.offload_train) == (2.0, 2, ["a"], False)
+    assert args.eval_prompt_data == ["a", "p", "b", "q"]
+
+
+@pytest.mark.parametrize("words", ["--wandb-key a SEKRET", "--wandb-key=a SEKRET"])
+def test_a_stray_word_after_a_secret_is_not_shown(words):
+    with pytest.raises(UserError, match="unexpected word .*--wandb-key") as error:
+        build_parser().parse(words.split())
+    assert "SEKRET" not in str(error.value)
+
+
 def test_after_an_error_the_parser_is_as_before(tmp_path):
     parser = build_parser()
     for _ in range(2):

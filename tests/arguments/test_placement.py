@@ -48,6 +48,8 @@ def test_sizes(tmp_path, words, expected):
         ("--rollout-num-gpus 8", (False, False)),
         ("--rollout-num-gpus 8 --offload", (True, True)),
         ("--rollout-num-gpus 8 --offload-train", (True, False)),
+        ("--rollout-num-gpus 8 --offload --no-offload-train", (False, True)),
+        ("--colocate --offload --no-offload-rollout", (True, False)),
         ("--colocate", (True, True)),
         ("--colocate --no-offload-rollout", (True, False)),
         ("--colocate --offload", (True, True)),

@@ -3,7 +3,8 @@ import re
 import pytest
 
 from slime.arguments.parser import build_parser
-from slime.arguments.retired import RETIRED, replacement_of
+from slime.arguments.retired import DERIVED, RETIRED, replacement_of
+from slime.backends.sglang_utils.flag_surface import NOT_EXPOSED
 from slime.utils.errors import UserError
 from tests.support.args import parse
 
@@ -44,3 +45,17 @@ def test_no_retired_flag_is_known_and_every_replacement_is():
 def test_a_family_covers_every_ending_and_nothing_else():
     assert replacement_of("--slime-router-anything") is not None
     assert replacement_of("--slime-routers") is None and replacement_of("--config-file") is None
+
+
+def test_settings_of_a_server_that_follow_from_the_run(tmp_path):
+    words = ["--sglang-model-path", "x", "--sglang-port", "1", "--sglang-random-seed", "2", "--sglang-nnodes", "3"]
+    with pytest.raises(UserError) as error:
+        parse(tmp_path, *words)
+    lines = str(error.value).splitlines()
+    assert [line.split(" is set by the run: ")[0] for line in lines] == words[::2]
+    assert "--hf-checkpoint" in lines[0] and "--seed" in lines[2]
+
+
+def test_every_setting_that_is_not_exposed_has_a_reason():
+    # --sglang-config is a flag of ours.
+    assert set(DERIVED) == {"--sglang-" + name.replace("_", "-") for name in NOT_EXPOSED - {"config"}}

@@ -13,6 +13,7 @@ import threading
 
 import pytest
 
+from tests.support.args import with_words
 from tests.support.tiny_task import PLUG_INS
 from tests.support.train_process import TrainProcess
 
@@ -67,7 +68,7 @@ def test_bad_input_ends_before_anything_starts(flags, tmp_path, words, message):
     files["empty"].touch()
     files["no_prompt"].write_text('{"question": "1+1", "label": "2"}\n')
     words = [word.format(**files) for word in words]
-    shown = run_to_error([*flags, *words], tmp_path / "run", 2, timeout=60)
+    shown = run_to_error(with_words(flags, words), tmp_path / "run", 2, timeout=60)
     assert shown.startswith(message.format(**files))
     assert len(shown.splitlines()) == 1
     assert_ended_at_once(tmp_path / "run")
@@ -164,10 +165,10 @@ def test_an_address_where_no_cluster_answers(flags, tmp_path):
 
 
 def test_an_engine_that_does_not_start_shows_the_end_of_its_log(flags, tmp_path):
-    message = run_to_error([*flags, "--sglang-attention-backend", "no_such_backend"], tmp_path / "run", 1)
+    message = run_to_error([*flags, "--sglang-json-model-override-args", "no_such_json"], tmp_path / "run", 1)
     first, *log = message.splitlines()
     assert re.match(r"engine [01] failed to start: exit code \d+; log \S+/engine_[01].log ends with:", first)
-    assert any("no_such_backend" in line for line in log)
+    assert any("JSONDecodeError" in line for line in log)
 
 
 # -- the end by signal -------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from slime.ray.cluster import ray_cluster
 from slime.ray.placement_group import create_placement_groups
 
 args = SimpleNamespace(
-    has_trainer=True, has_engines=True, world_size=1, rollout_num_gpus=2, rollout_num_gpus_per_engine=2, log_level="INFO"
+    has_trainer=True, has_engines=True, world_size=1, rollout_num_gpus=2, rollout_num_gpus_per_engine=2, log_level="INFO",
+    rollout_external=False, colocate=False
 )
 with ray_cluster(args):
     bundles = create_placement_groups(args)

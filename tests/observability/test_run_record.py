@@ -2,8 +2,10 @@ import argparse
 import dataclasses
 import json
 
+import pytest
+
 from slime.arguments.origins import Origin
-from slime.observability.run_record import REDACTED, is_secret, redacted, write_run_record
+from slime.observability.run_record import REDACTED, is_secret, redacted, redacted_text, shown, write_run_record
 
 
 @dataclasses.dataclass
@@ -49,8 +51,8 @@ def test_unset_secrets_stay_visible_as_unset():
 
 def test_m1_names_of_environment_variables_are_secret_wherever_they_hold_such_a_word():
     secret = ["AWS_SECRET_ACCESS_KEY", "aws_access_key_id", "GOOGLE_APPLICATION_CREDENTIALS_JSON", "DB_PASSWORD_FILE",
-              "GITHUB_TOKEN_V2", "OPENAI_API_KEY_2", "MY_PRIVATE_KEY_PEM"]  # fmt: skip
-    shown = ["TOKENIZERS_PARALLELISM", "NCCL_DEBUG", "OMP_NUM_THREADS"]
+              "GITHUB_TOKEN_V2", "OPENAI_KEY", "OPENAI_API_KEY_2", "MY_PRIVATE_KEY_PEM"]  # fmt: skip
+    shown = ["TOKENIZERS_PARALLELISM", "KEYRING", "MONKEY", "NCCL_DEBUG", "OMP_NUM_THREADS"]
     variables = redacted({"train_env_vars": dict.fromkeys([*secret, *shown], "x")})["train_env_vars"]
     assert [name for name, value in variables.items() if value == REDACTED] == secret
     plain = {"max_tokens_per_gpu": 5, "rollout_stop_token_ids": [1], "tokenizer_path": "t", "log_probs_max_tokens": 2}
@@ -61,3 +63,34 @@ def test_flags_and_attributes_are_secret_by_their_name():
     secret = ("wandb_key", "--wandb-key", "router_api_key", "--sglang-api-key", "hf_token", "my_secret", "db_password")
     assert all(map(is_secret, secret))
     assert not any(map(is_secret, ("max_tokens_per_gpu", "--input-key", "label_key", "tokenizer_type", "secretary")))
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("https://user:SEKRET@host/path", f"https://{REDACTED}@host/path"),
+        ("postgres://me:SEK@RET@db:5432/x", f"postgres://{REDACTED}@db:5432/x"),
+        ("http://x/?a=1&api_key=SEKRET&b=2", f"http://x/?a=1&api_key={REDACTED}&b=2"),
+        ("http://x?key=SEKRET", f"http://x?key={REDACTED}"),
+        ("Authorization: Bearer SEKRET", f"Authorization: {REDACTED}"),
+        ("http://10.0.0.1:80/reward?monkey=1", "http://10.0.0.1:80/reward?monkey=1"),
+        ("data/a@[0:5].jsonl", "data/a@[0:5].jsonl"),
+    ],
+)
+def test_m1_secrets_inside_of_texts(text, left):
+    assert redacted_text(text) == left
+
+
+def test_m1_secrets_inside_of_the_values_of_a_run(tmp_path):
+    text, _ = record_of(
+        tmp_path, wandb_host="https://me:SEKRET@host", rm_url="http://x/?api_key=SEKRET",
+        train_env_vars={"OPENAI_KEY": "SEKRET", "DB_URL": "pg://me:SEKRET@db"},
+        custom_config={"headers": ["Authorization: Bearer SEKRET", {"X-Api-Key": "SEKRET"}]},
+    )  # fmt: skip
+    assert "SEKRET" not in text
+
+
+def test_values_in_messages():
+    assert (shown("lr", "a"), shown("wandb_key", ["x"]), shown("a", {"token": "x"})) == (
+        "'a'", REDACTED, f"{{'token': '{REDACTED}'}}"
+    )  # fmt: skip

@@ -15,7 +15,8 @@ from slime.arguments.config_files.yaml_file import YamlMapping, load_yaml, plain
 from slime.arguments.config_files.yaml_flags import FlagNames, attribute_name
 from slime.arguments.origins import Origin
 from slime.arguments.plug_ins import MANAGER_PLUG_INS, RANK_PLUG_INS
-from slime.observability.run_record import redacted
+from slime.arguments.retired import why_unknown
+from slime.observability.run_record import redacted, shown
 from slime.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -59,15 +60,16 @@ def overruled_values(args: argparse.Namespace) -> Iterator[str]:
     """A message for every value of the user's own whose name the run uses itself; to be asked after derivation."""
     for name, value in args.custom_config.items():
         if getattr(args, name, value) != value:
-            yield f"{args.custom_config_path}: {name} is set by the run itself; take another name for the value {value!r}"
+            taken = f"{args.custom_config_path}: {name} is set by the run itself"
+            yield f"{taken}; take another name for the value {shown(name, value)}"
 
 
 def set_from_file(args: argparse.Namespace, dest: str, value: Any, where: str) -> None:
     """Give the flag `dest` the value of a file; a warning shows both values when the command line had another."""
     typed = args.origins.get(dest) is Origin.COMMAND_LINE
     if typed and getattr(args, dest) != value:
-        shown = (redacted({dest: each})[dest] for each in (value, getattr(args, dest)))
-        logger.warning("%s: %s %s replaces %s of the command line", where, dest, *shown)
+        both = (redacted({dest: each})[dest] for each in (value, getattr(args, dest)))
+        logger.warning("%s: %s %s replaces %s of the command line", where, dest, *both)
     setattr(args, dest, value)
     # Written here too, because a value that equals the default is no change and still is the user's.
     args.origins[dest] = Origin.YAML
@@ -111,6 +113,9 @@ def sets_plug_in(args: argparse.Namespace, mapping: YamlMapping, names: FlagName
 
 
 def _accept_unknown(mapping: YamlMapping, key: str, names: FlagNames, plug_ins_set: bool) -> None:
+    known = why_unknown("--" + attribute_name(key).replace("_", "-"))
+    if known is not None:
+        raise UserError(f"{mapping.where(key)}: {key} {known} (a value of your own: {CUSTOM}:)")
     near = names.near(key)
     if near is not None:
         raise UserError(
@@ -130,7 +135,7 @@ def _read_custom(
 ) -> None:
     own = mapping[key]
     if not isinstance(own, YamlMapping):
-        raise UserError(f"{mapping.where(key)}: {CUSTOM}: expected `name: value` lines below it, not {own!r}")
+        raise UserError(f"{mapping.where(key)}: {CUSTOM}: expected `name: value` lines below it, not {shown(key, own)}")
     for name in own:
         flag = names.find(name)
         try:

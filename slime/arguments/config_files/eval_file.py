@@ -59,6 +59,11 @@ def load_eval_config(args: argparse.Namespace, path: str) -> tuple[list[EvalData
     return list(configs.values()), violations
 
 
+def lines_of_sets(path: str) -> dict[str, str]:
+    """Name → `file:line` of every evaluation set in a file that `load_eval_config` could read."""
+    return {name: entry.where() for name, entry in _parts(load_yaml(path, FLAG))[1]}
+
+
 def _parts(mapping: YamlMapping) -> tuple[YamlMapping, list[tuple[str, YamlMapping]]]:
     """The defaults, and (name, entry) of every set."""
     root = mapping
@@ -96,7 +101,7 @@ def _named_entries(root: YamlMapping) -> list[tuple[str, YamlMapping]]:
         raise UserError(f"{where}: `datasets:` names no evaluation set")
     for name, entry in entries:
         if not isinstance(entry, YamlMapping):
-            raise UserError(f"{where}: evaluation set {name or entry}: expected `key: value` lines below it")
+            raise UserError(f"{where}: evaluation set {name or len(entries)}: expected `key: value` lines below it")
         if not isinstance(name, str) or not name:
             raise UserError(f"{entry.where()}: the evaluation set needs a `name`")
     return entries

@@ -14,12 +14,15 @@ import argparse
 import copy
 import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
+from slime.arguments.config_files.critic import check_flags, size_violations
 from slime.arguments.config_files.custom_config import read_flag_values, set_from_file, sets_plug_in
 from slime.arguments.config_files.yaml_file import YamlMapping, load_yaml
 from slime.arguments.config_files.yaml_flags import FlagNames, attribute_name, near_name
 from slime.arguments.paths import PATHS
+from slime.observability.run_record import shown
 from slime.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -77,12 +80,15 @@ def load_role_configs(
     except UserError as error:
         return {}, [str(error)]
     for role, overrides in entries:
+        _drop_ignored(overrides)
         plug_ins_set = sets_plug_in(args, overrides, names)
         values, custom, wrong = read_flag_values(overrides, names, plug_ins_set=plug_ins_set)
         violations += wrong
         for dest in _FILE_FLAGS:
             if dest in values:
                 violations.append(f"{overrides.where(values.pop(dest)[0])}: a role cannot name another file")
+        if role == "critic":
+            violations += check_flags(overrides, {dest: key for dest, (key, _) in values.items()}, parser)
         flags = {dest: _absolute(dest, value) for dest, (_, value) in values.items()}
         roles[role] = {**flags, **custom}
         if roles[role]:
@@ -107,6 +113,12 @@ def role_args(args: argparse.Namespace, role: str) -> argparse.Namespace:
     return result
 
 
+def critic_values(args: argparse.Namespace) -> Iterator[str]:
+    """A message for every size in the overrides of the critic that cannot be; to be asked after derivation."""
+    if getattr(args, "role_overrides", {}).get("critic"):
+        yield from size_violations(role_args(args, "critic"), args, args.megatron_config_path)
+
+
 def _absolute(name: str, value: Any) -> Any:
     # The processes that use a role's paths do not run where the command was typed.
     return os.path.abspath(value) if name in PATHS and value is not None else value
@@ -126,7 +138,10 @@ def _entries(mapping: YamlMapping, violations: list[str]) -> list[tuple[str, Yam
         raise UserError(f"{mapping.where('megatron')}: megatron: expected a list of `{{name, role, overrides}}`")
     for entry in listed:
         if not isinstance(entry, YamlMapping):
-            raise UserError(f"{mapping.where('megatron')}: megatron: {entry!r} is no entry; write `{{role: actor, …}}`")
+            shown_entry = shown("megatron", entry)
+            raise UserError(
+                f"{mapping.where('megatron')}: megatron: {shown_entry} is no entry; write `{{role: actor, …}}`"
+            )
         try:
             role = _role_of(entry)
             if role in found:
@@ -163,14 +178,18 @@ def _role_of(entry: YamlMapping) -> str:
                 else f"flags of the role go below `overrides:`; known: {', '.join(_ENTRY_KEYS)}"
             )
         )
-    for key in entry:
-        if attribute_name(key) in _IGNORED_KEYS:
-            logger.warning("%s: %s has no effect: roles share the GPUs of the actor", entry.where(key), key)
+    _drop_ignored(entry)
     role = entry.get("role", entry.get("name"))
     if role not in ROLES:
         where = entry.where("role" if "role" in entry else None)
         raise UserError(f"{where}: role {role!r}: it must be one of {', '.join(ROLES)}")
     return role
+
+
+def _drop_ignored(mapping: YamlMapping) -> None:
+    for key in [key for key in mapping if attribute_name(key) in _IGNORED_KEYS]:
+        logger.warning("%s: %s has no effect: roles share the GPUs of the actor", mapping.where(key), key)
+        del mapping[key]
 
 
 def _overrides_of(entry: YamlMapping) -> YamlMapping:
@@ -182,6 +201,7 @@ def _overrides_of(entry: YamlMapping) -> YamlMapping:
     overrides = entry[given[0]]
     if not isinstance(overrides, YamlMapping):
         raise UserError(
-            f"{entry.where(given[0])}: {given[0]}: expected `name: value` lines below it, not {overrides!r}"
+            f"{entry.where(given[0])}: {given[0]}: expected `name: value` lines below it, not "
+            f"{shown(given[0], overrides)}"
         )
     return overrides

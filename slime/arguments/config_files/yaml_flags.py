@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.arguments.config_files.yaml_file import YamlMapping
+from slime.observability.run_record import shown
 from slime.utils.errors import UserError
 
 _CLOSE = 0.9
@@ -73,7 +74,8 @@ class FlagNames:
             hint = "" if default is None or isinstance(default, bool) else f" (the default is {default})"
             raise UserError(f"{mapping.where(key)}: {key}: {error.message}{hint}") from None
         except _WrongValue as error:
-            raise UserError(f"{mapping.where(key)}: {key}: {mapping[key]!r} is no value for it; {error}") from None
+            value = shown(flag.dest, mapping[key])
+            raise UserError(f"{mapping.where(key)}: {key}: {value} is no value for it; {error}") from None
 
     def _value(self, flag: NamedFlag, mapping: YamlMapping, key: str) -> Any:
         action, value = flag.action, mapping[key]

@@ -10,6 +10,7 @@ import re
 from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
+from slime.arguments.megatron.meanings import MEANINGS
 from slime.arguments.megatron.names import (
     CHOICES,
     DEFAULTS,
@@ -107,6 +108,8 @@ def _with_table_values(spec: FlagSpec) -> FlagSpec:
     dest = FIELD_DESTS.get(spec.dest, spec.dest)
     renamed = () if dest == spec.dest or spec.metadata.get("other_spelling") else ("--" + dest.replace("_", "-"),)
     changes: dict[str, Any] = {"dest": dest, "flags": tuple(dict.fromkeys((*renamed, *spec.flags)))}
+    if dest in MEANINGS and not spec.metadata.get("other_spelling"):
+        changes["help"] = MEANINGS[dest]
     if dest in OUR_DEFAULTS:
         changes["default"] = OUR_DEFAULTS[dest][0]
     elif dest in DEFAULTS:

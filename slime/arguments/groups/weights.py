@@ -2,7 +2,7 @@
 
 import argparse
 
-from slime.arguments.types import json_object
+from slime.arguments.types import environment_variables
 
 TITLE = "weights and training process"
 
@@ -27,7 +27,7 @@ def _add_process(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--train-env-vars",
-        type=json_object,
+        type=environment_variables,
         default={},
         help="extra environment of the train actors, as JSON object; applied last",
     )

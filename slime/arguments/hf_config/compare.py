@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from slime.arguments.hf_config.families import FAMILIES, SUPPORTED_MODEL_TYPES, model_args_from_hf
+from slime.arguments.hf_config.families import family_of, model_args_from_hf
 from slime.arguments.hf_config.flag_kinds import CHOICES, SUPPLEMENTS, shown, spelling
 from slime.arguments.hf_config.training_limits import training_limits
 from slime.arguments.shape import expert_layers
@@ -25,21 +25,21 @@ def apply_hf_config(args: argparse.Namespace, config: Config) -> list[str]:
     Returns:
         Violations; one table that starts with `hf_validate_args failed` when flags and config differ.
     """
-    if config.get("model_type") not in FAMILIES:
-        return _unknown_family(args, config)
+    place = f"{args.hf_checkpoint}/config.json"
+    try:
+        family_of(config)
+    except UserError as error:
+        return _unknown_family(args, f"{place}: {error}")
     try:
         derived = model_args_from_hf(config)
     except UserError as error:
-        return [str(error)]
+        return [f"{place}: {error}"]
     violations = [message for limit in training_limits(config, derived) for message in _noted(args, limit)]
     _fill(args, derived)
     return [*violations, *_differences(args, derived)]
 
 
-def _unknown_family(args: argparse.Namespace, config: Config) -> list[str]:
-    message = f"model_type {config.get('model_type')!r} of --hf-checkpoint is not known; supported: " + ", ".join(
-        SUPPORTED_MODEL_TYPES
-    )
+def _unknown_family(args: argparse.Namespace, message: str) -> list[str]:
     described = all(getattr(args, name) for name in _SHAPE)
     return _noted(args, f"{message} (planned from the typed flags alone)") if described else [message]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.arguments.hf_config import parts
+from slime.arguments.hf_config.entries import wrong_entries
 from slime.utils.errors import UserError
 
 Config = dict[str, Any]
@@ -163,9 +164,13 @@ def model_args_from_hf(config: Config) -> dict[str, Any]:
     """Every flag that says something about the model of `config` (as `read_hf_config` returns it).
 
     Raises:
-        UserError: an unknown `model_type`, or entries that every model of this type has are missing.
+        UserError: an unknown `model_type`, entries of the wrong kind, or entries that every model of this type has are
+            missing. The message speaks of `it`: who called knows the file.
     """
     family = family_of(config)
+    wrong = wrong_entries(config)
+    if wrong:
+        raise UserError("; ".join(wrong))
     return family.model_args(config)
 
 
@@ -176,8 +181,9 @@ def family_of(config: Config) -> Family:
         UserError: there is none; the message lists the supported types.
     """
     model_type = config.get("model_type")
+    if not isinstance(model_type, str | None):
+        raise UserError(f"model_type {model_type!r}, must be text")
     if model_type not in FAMILIES:
-        raise UserError(
-            f"model_type {model_type!r} of --hf-checkpoint is not known; supported: {', '.join(SUPPORTED_MODEL_TYPES)}"
-        )
+        given = "it lacks model_type" if model_type is None else f"model_type {model_type!r} is not known"
+        raise UserError(f"{given}; supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
     return FAMILIES[model_type]

@@ -27,11 +27,14 @@ _EXPERT_WIDTH = ("moe_intermediate_size", "intermediate_size")
 def decoder(config: Config) -> ModelArgs:
     """Sizes, norms and embedding: what every model has."""
     require(config, _NEEDED)
+    # Models of which every layer has experts may name no other width.
+    width = first_of(config, ("intermediate_size", "moe_intermediate_size"))
+    if width is None:
+        require(config, ("intermediate_size",))
     return {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],
-        # Models of which every layer has experts may name no other width.
-        "ffn_hidden_size": first_of(config, ("intermediate_size", "moe_intermediate_size")),
+        "ffn_hidden_size": width,
         "num_attention_heads": config["num_attention_heads"],
         "vocab_size": config["vocab_size"],
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
@@ -119,10 +122,7 @@ def experts(config: Config) -> ModelArgs:
     """Number and widths of the experts, and which layers have them."""
     number, width = first_of(config, _NUM_EXPERTS), first_of(config, _EXPERT_WIDTH)
     if number is None or width is None or config.get("num_experts_per_tok") is None:
-        raise UserError(
-            f"config.json of --hf-checkpoint lacks one of {' | '.join(_NUM_EXPERTS)}, {' | '.join(_EXPERT_WIDTH)}, "
-            "num_experts_per_tok"
-        )
+        raise UserError(f"it lacks one of {' | '.join(_NUM_EXPERTS)}, {' | '.join(_EXPERT_WIDTH)}, num_experts_per_tok")
     shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * width
     return {
         "num_experts": number,
@@ -222,7 +222,7 @@ def require(config: Config, names: tuple[str, ...]) -> None:
     """Raises a `UserError` that lists which of `names` the config lacks."""
     missing = [name for name in names if config.get(name) is None]
     if missing:
-        raise UserError(f"config.json of --hf-checkpoint lacks {', '.join(missing)}")
+        raise UserError(f"it lacks {', '.join(missing)}")
 
 
 def first_of(config: Config, names: tuple[str, ...]) -> Any:

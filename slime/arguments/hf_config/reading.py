@@ -21,7 +21,7 @@ def read_hf_config(checkpoint: str | Path, flag: str = "--hf-checkpoint") -> Con
     """
     path = Path(checkpoint) / "config.json"
     if not Path(checkpoint).is_dir():
-        raise UserError(f"{flag} {checkpoint}: no such directory; give a Hugging Face checkpoint directory")
+        raise UserError(no_directory(flag, checkpoint))
     if not path.is_file():
         raise UserError(f"{flag} {checkpoint}: it holds no config.json; give a Hugging Face checkpoint directory")
     try:
@@ -31,6 +31,17 @@ def read_hf_config(checkpoint: str | Path, flag: str = "--hf-checkpoint") -> Con
     if not isinstance(config, dict):
         raise UserError(f"{path}: it holds no JSON object; give a Hugging Face checkpoint directory")
     return text_config_of(config)
+
+
+def no_directory(flag: str, path: str | Path) -> str:
+    """The message about a missing checkpoint; `OWNER/MODEL`, typed as on the hub, is no path and deserves a hint."""
+    message = f"{flag} {path}: no such directory; give a Hugging Face checkpoint directory"
+    owner = Path(path).absolute().parent
+    if owner.parent == Path.cwd() and not owner.exists():
+        message += (
+            f" (models are not downloaded here: `hf download {owner.name}/{Path(path).name} --local-dir {path}` does)"
+        )
+    return message
 
 
 def text_config_of(config: Config) -> Config:

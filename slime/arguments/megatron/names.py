@@ -225,7 +225,7 @@ _CHECKPOINT = (
 )  # fmt: skip
 
 _LOGGING = (
-    _value("--log-interval", "int", 100, "optimizer steps between two log lines"),
+    _value("--log-interval", "int", 1, "optimizer steps between two log lines"),
     _on("--log-throughput", "log model FLOP per second"),
     _on("--log-params-norm", "log the norm of all parameters"),
     _on("--log-progress", "write a progress file beside the checkpoints"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.arguments.origins import Origin
-from slime.arguments.plug_ins import flag_of
+from slime.arguments.plug_ins import as_typed, flag_of
 from slime.observability.run_record import redacted
 
 
@@ -41,8 +41,18 @@ def not_yet_violations(args: argparse.Namespace) -> Iterator[str]:
             value = getattr(args, name)
             if value is None or value is False or value in row.works or _is_not_asked_for(args, name):
                 continue
-            shown = "" if value is True else f" {redacted({name: value})[name]}"
-            yield f"{flag_of(name)}{shown}: {row.feature} is not built yet; drop the flag (--dry-run plans with it)"
+            shown = "" if value is True else f" {as_typed(redacted({name: value})[name])}"
+            yield _message(flag_of(name), shown, row.feature, args.origins.get(name))
+
+
+def _message(flag: str, value: str, feature: str, origin: Origin | None) -> str:
+    if origin is Origin.HF_CONFIG:
+        # Nobody typed it, so there is no flag to drop.
+        return (
+            f"config.json of --hf-checkpoint asks for {flag}{value}: {feature} is not built yet; take another model "
+            "(--dry-run plans with this one)"
+        )
+    return f"{flag}{value}: {feature} is not built yet; drop the flag (--dry-run plans with it)"
 
 
 def _is_not_asked_for(args: argparse.Namespace, name: str) -> bool:

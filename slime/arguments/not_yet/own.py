@@ -9,16 +9,16 @@ _DISK = "weight transport through files"
 _DELTA = "delta weight transport"
 _FREEZE = "freezing parameters by name"
 _FAULTS = "fault tolerance"
-_MEDIA = "data sets with images, video or audio"
+_MEDIA = "a data set with images, video or audio"
 _CRITIC = "the critic"
 _MTP = "multi-token prediction"
 _DISTILLATION = "on-policy distillation"
 _TIS = "importance sampling against engine log-probs"
 _REPLAY = "routing replay"
 _MEMORY = "recording memory"
-_CI = "assertions of test runs"
+_CI = "checking the numbers of a test run"
 _BUFFER_SERVICE = "the client of the rollout buffer service"
-_MEGATRON_HOOKS = "hooks into Megatron"
+_MEGATRON_HOOKS = "hooking into Megatron"
 _DEEPGEMM = "block-FP8 forward in the trainer"
 
 _PLACEMENT = (
@@ -48,10 +48,10 @@ _WEIGHTS = (
     NotYet("freeze_params_name_list", _FREEZE),
     NotYet("freeze_indexer", _FREEZE),
     NotYet("custom_model_provider_path", "an own model provider"),
-    NotYet("qwen_gdn_backend", "gated-delta-net layers", works=("fla",)),
+    NotYet("qwen_gdn_backend", "a gated-delta-net layer", works=("fla",)),
     NotYet("use_gated_attention", "gated attention"),
-    NotYet("post_self_attn_layernorm", "further norms in a layer"),
-    NotYet("post_mlp_layernorm", "further norms in a layer"),
+    NotYet("post_self_attn_layernorm", "a further norm in a layer"),
+    NotYet("post_mlp_layernorm", "a further norm in a layer"),
     NotYet("allgather_cp", "context parallelism with gathered keys and values"),
 )
 
@@ -63,12 +63,12 @@ _ROLLOUT = (
     NotYet("max_weight_staleness", "a limit on the age of samples"),
     NotYet("multimodal_keys", _MEDIA),
     NotYet("streaming_data", "reading data on demand"),
-    NotYet("num_data_workers", "processes for templates and tokenisation", works=(0,)),
+    NotYet("num_data_workers", "preparing prompts in further processes", works=(0,)),
     NotYet("use_fault_tolerance", _FAULTS),
     NotYet("rollout_health_check_interval", _FAULTS, works=(30.0,)),
     NotYet("rollout_health_check_timeout", _FAULTS, works=(30.0,)),
     NotYet("rollout_health_check_first_wait", _FAULTS, works=(0.0,)),
-    NotYet("use_distributed_post", "client processes on every node"),
+    NotYet("use_distributed_post", "a client process on every node"),
     NotYet("rollout_buffer_url", _BUFFER_SERVICE),
     NotYet("fetch_trajectory_retry_times", _BUFFER_SERVICE, works=(-1,)),
     NotYet("rollout_task_type", _BUFFER_SERVICE, works=("math",)),
@@ -89,7 +89,7 @@ _OBJECTIVE = (
     NotYet("mtp_num_layers", _MTP, works=(0,)),
     NotYet("enable_mtp_training", _MTP),
     NotYet("mtp_loss_scaling_factor", _MTP, works=(0.2,)),
-    NotYet("get_mismatch_metrics", "metrics of the mismatch between engine and trainer"),
+    NotYet("get_mismatch_metrics", "measuring the mismatch between engine and trainer"),
     NotYet("use_tis", _TIS),
     NotYet("tis_clip", _TIS, works=(2.0,)),
     NotYet("tis_clip_low", _TIS, works=(0.0,)),
@@ -120,7 +120,7 @@ _TRAINER = (
 )
 
 _DEBUGGING = (
-    NotYet("log_multi_turn", "metrics of dialogues"),
+    NotYet("log_multi_turn", "counting the turns of dialogues"),
     NotYet("load_forge_rollout_data", "replaying a dump beside living engines"),
     NotYet("memory_probe", "the probe of the longest micro-batch"),
     NotYet("record_memory_history", _MEMORY),

@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slime.arguments.hf_config import read_hf_config
+from slime.arguments.hf_config import model_args_from_hf, read_hf_config
 from slime.arguments.layout import layout_of
 from slime.arguments.parser import build_parser
 from slime.arguments.plan.batch import plan_batch
 from slime.arguments.plan.engines import engine_parts, starts_engines
-from slime.arguments.plan.memory_part import plan_memory
+from slime.arguments.plan.memory_part import over_long, plan_memory
 from slime.arguments.plan.parameters import plan_parameters
 from slime.arguments.plan.placement import plan_placement
 from slime.arguments.plan.setup import missing_shape_flags, parallel_layout, shape_of, stages_of, training_precision
-from slime.arguments.plan.structure import LayoutPlan, Plan
+from slime.arguments.plan.structure import BatchPlan, LayoutPlan, Plan
 from slime.arguments.plan.sync import plan_sync
 from slime.arguments.plan.text import render
 from slime.arguments.plan.values import custom_values, plan_values
@@ -42,7 +42,9 @@ def make_plan(args: argparse.Namespace, parser: argparse.ArgumentParser | None =
     Raises:
         UserError: parallel sizes, layers or engines that do not divide.
     """
-    shape, hf_config = shape_of(args), _hf_config(args)
+    hf_config = _hf_config(args)
+    described = _with_shape(args, hf_config)
+    shape = shape_of(described)
     layout = parallel_layout(args) if args.has_trainer else None
     batch = plan_batch(args, layout)
     warnings: list[str] = []
@@ -51,6 +53,8 @@ def make_plan(args: argparse.Namespace, parser: argparse.ArgumentParser | None =
     if shape is not None:
         memory = plan_memory(args, shape, layout, batch.micro_batches, hf_config, warnings, notes)
         notes += _notes(args, hf_config)
+    if memory is None or memory.training is None:
+        warnings += _over_long(batch, layout)
     return Plan(
         model=_model_name(args, hf_config),
         device="GPU" if plans_for_gpus(args) else "CPU",
@@ -63,7 +67,7 @@ def make_plan(args: argparse.Namespace, parser: argparse.ArgumentParser | None =
         sync=plan_sync(args, shape, hf_config) if shape is not None else None,
         values=plan_values(args, parser or build_parser()),
         custom_values=custom_values(args),
-        missing=missing_shape_flags(args),
+        missing=missing_shape_flags(described),
         warnings=tuple(warnings),
         notes=tuple(dict.fromkeys(notes)),
     )
@@ -75,15 +79,37 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 
 def show_plan(args: argparse.Namespace) -> None:
-    """Print the plan; with `--dry-run-json FILE` write it there too. FILE `-` prints the JSON instead of the text."""
+    """Print the plan; with `--dry-run-json FILE` write it there too. FILE `-` prints the JSON instead of the text.
+
+    Raises:
+        UserError: FILE cannot be written; nothing is printed then.
+    """
     plan = make_plan(args)
     file = getattr(args, "dry_run_json", None)
     if file == "-":
         print(json.dumps(plan_as_json(plan), indent=2))
         return
-    print(render(plan))
     if file is not None:
+        _write(file, plan)
+    print(render(plan))
+
+
+def _over_long(batch: BatchPlan, layout: ParallelLayout | None) -> list[str]:
+    """What the memory part says with numbers, where it has none."""
+    budget, longest = batch.token_budget, batch.longest_sample
+    if layout is None or budget is None or longest is None or longest <= budget:
+        return []
+    return [over_long(longest, budget // layout.context, layout.context)]
+
+
+def _write(file: str, plan: Plan) -> None:
+    try:
         write_json_atomically(file, plan_as_json(plan))
+    except OSError as error:
+        raise UserError(
+            f"--dry-run-json {file} cannot be written: {error.strerror or error}; give a path that can, such as "
+            "/tmp/plan.json, or - for the standard output"
+        ) from None
 
 
 def _hf_config(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -94,6 +120,18 @@ def _hf_config(args: argparse.Namespace) -> dict[str, Any] | None:
         return read_hf_config(args.hf_checkpoint)
     except UserError:
         return None
+
+
+def _with_shape(args: argparse.Namespace, hf_config: dict[str, Any] | None) -> argparse.Namespace:
+    """`args`; without training ranks, whose shape is in no flag, a copy with that of the config."""
+    if args.has_trainer or hf_config is None:
+        return args
+    try:
+        derived = model_args_from_hf(hf_config)
+    except UserError:
+        return args
+    unset = {name: value for name, value in derived.items() if name not in args.typed_flags}
+    return argparse.Namespace(**{**vars(args), **unset})
 
 
 def _model_name(args: argparse.Namespace, hf_config: dict[str, Any] | None) -> str:

@@ -5,8 +5,8 @@ import argparse
 from slime.arguments.plan.setup import read
 from slime.scheduling.memory import TrainingSetup
 
-# Advice for a part that is less than this of the whole would only distract.
-_WORTH_WHILE = 0.1
+# Advice for a part that is less than this of the whole, or of the GPU where the whole is larger, would only distract.
+_WORTH_WHILE = 0.02
 
 _SERVING = {
     "weights": "--rollout-num-gpus-per-engine",
@@ -15,7 +15,7 @@ _SERVING = {
 
 
 def lower_training(args: argparse.Namespace, setup: TrainingSetup, part: str, share: float) -> str | None:
-    """Flags that would lower `part`, which is `share` of the whole; None: not worth while, or none known."""
+    """Flags that would lower `part`, which is `share` of the whole or of the GPU; None: not worth while, or none known."""
     if share < _WORTH_WHILE:
         return None
     find = {

@@ -2,7 +2,7 @@
 
 import argparse
 
-from slime.arguments.plan.setup import longest_sample, prompt_is_limited, read
+from slime.arguments.plan.setup import longest_sample, planned_sample, prompt_is_limited, read
 from slime.arguments.plan.structure import BatchPlan
 from slime.scheduling.parallel_layout import ParallelLayout
 
@@ -16,7 +16,9 @@ def plan_batch(args: argparse.Namespace, layout: ParallelLayout | None) -> Batch
     budget = None
     if layout is not None and read(args, "use_dynamic_batch_size", False) and read(args, "max_tokens_per_gpu", None):
         budget = args.max_tokens_per_gpu * layout.context
-    longest = longest_sample(args)
+    longest, limited = longest_sample(args), prompt_is_limited(args)
+    # A prompt has a token at least.
+    sample = longest + (not limited) if longest is not None else planned_sample(args)
     num_rollout = read(args, "num_rollout", None)
     return BatchPlan(
         prompts=args.rollout_batch_size,
@@ -27,25 +29,26 @@ def plan_batch(args: argparse.Namespace, layout: ParallelLayout | None) -> Batch
         rollouts_per_rank_and_step=global_batch / data,
         token_budget=budget,
         longest_sample=longest,
-        prompt_is_limited=prompt_is_limited(args),
-        micro_batches=_micro_batches(args, layout, global_batch, budget, longest),
+        prompt_is_limited=limited,
+        assumed_sample=sample if longest is None and layout is not None else None,
+        micro_batches=_micro_batches(args, layout, global_batch, budget, sample),
         num_rollout=num_rollout,
         total_optimizer_steps=None if num_rollout is None else num_rollout * steps,
     )
 
 
 def _micro_batches(
-    args: argparse.Namespace, layout: ParallelLayout | None, global_batch: int, budget: int | None, longest: int | None
+    args: argparse.Namespace, layout: ParallelLayout | None, global_batch: int, budget: int | None, sample: int | None
 ) -> int | None:
     """Of one data-parallel rank and step; the count is the same on all ranks."""
     if layout is None:
         return None
     if budget is None:
         together = read(args, "micro_batch_size", 1)
-    elif longest is None:
+    elif sample is None:
         return None
     else:
-        together = max(1, budget // longest)
+        together = max(1, budget // sample)
     count = -(-global_batch // together)
     group = read(args, "microbatch_group_size_per_vp_stage", layout.pipeline) if layout.virtual_pipeline > 1 else 1
     multiple = layout.data * group

@@ -8,8 +8,10 @@ from slime.arguments.plan.engines import serving_setup, starts_engines
 from slime.arguments.plan.placement import gpus_per_node, placement_mode
 from slime.arguments.plan.setup import (
     CUDA_OVERHEAD_BYTES,
+    host_copies,
     longest_sample,
     padded_stream,
+    prompt_is_limited,
     read,
     tokens_of_stream,
     training_setup,
@@ -18,6 +20,7 @@ from slime.arguments.plan.structure import MemoryPlan, PartPlan, PhasePlan, Serv
 from slime.arguments.planned_device import gpu_memory_gib, plans_for_gpus
 from slime.scheduling.memory import (
     BUCKETS_AT_ONCE,
+    HOST_PARTS,
     MEMORY_PARTS,
     RankMemory,
     TrainingSetup,
@@ -45,10 +48,10 @@ def plan_memory(
     if plans_for_gpus(args):
         gib, source = gpu_memory_gib(args)
         gpu_memory = round(gib * GIB)
-    setup, worst, training = _training(args, shape, layout, micro_batches, notes)
+    setup, worst, training = _training(args, shape, layout, micro_batches, gpu_memory, notes)
     served, serving = _serving(args, shape, hf_config, gpu_memory)
     phases = _phases(args, worst, setup, served, gpu_memory)
-    warnings += [_too_large(phase, gpu_memory) for phase in phases if not phase.fits]
+    warnings += [_too_large(phase, gpu_memory) for phase in phases if phase.fits is False]
     warnings += _cache_warnings(args, served, gpu_memory)
     if setup is not None and worst is not None:
         warnings += _over_long(args, shape, setup, worst)
@@ -60,6 +63,7 @@ def _training(
     shape: ModelShape,
     layout: ParallelLayout | None,
     micro_batches: int | None,
+    gpu_memory: int | None,
     notes: list[str],
 ) -> tuple[TrainingSetup | None, RankMemory | None, TrainingMemoryPlan | None]:
     if layout is None:
@@ -81,14 +85,37 @@ def _training(
     memories = training_memory(shape, setup)
     worst = worst_rank(memories)
     parts = tuple(
-        PartPlan(name, getattr(worst, name), lower_training(args, setup, name, getattr(worst, name) / worst.total))
+        PartPlan(name, size, lower_training(args, setup, name, size / min(worst.total, gpu_memory or worst.total)))
         for name in MEMORY_PARTS
-        if getattr(worst, name)
+        if (size := getattr(worst, name))
     )
     totals = tuple(memory.total for memory in memories)
     on_node = min(gpus_per_node(args), layout.world_size)
-    plan = TrainingMemoryPlan(parts, worst.total, worst.stage, worst.moment, totals, worst.host, worst.host * on_node)
+    plan = TrainingMemoryPlan(
+        parts,
+        worst.total,
+        worst.stage,
+        worst.moment,
+        totals,
+        worst.host,
+        _host_parts(args, worst),
+        worst.host * on_node,
+    )
+    if longest_sample(args) is not None and not prompt_is_limited(args):
+        notes.append(
+            "no flag limits the prompt: samples are counted without theirs, so micro-batches and memory are lower bounds; "
+            "give --rollout-max-prompt-len or --rollout-max-context-len"
+        )
     return setup, worst, plan
+
+
+def _host_parts(args: argparse.Namespace, worst: RankMemory) -> tuple[PartPlan, ...]:
+    names = {
+        "host_offloaded": "offloaded optimizer",
+        "host_asleep": "weights and optimizer while the trainer sleeps",
+        "host_copies": f"sets of weights ({', '.join(host_copies(args))})",
+    }
+    return tuple(PartPlan(names[part], getattr(worst, part)) for part in HOST_PARTS if getattr(worst, part))
 
 
 def _not_estimated(args: argparse.Namespace) -> str | None:
@@ -109,9 +136,9 @@ def _serving(
     setup: ServingSetup = serving_setup(args, hf_config, gpu_memory)
     memory = serving_memory(shape, setup)
     parts = [
-        PartPlan(name, getattr(memory, name), lower_serving(name, getattr(memory, name) / max(memory.total, 1)))
+        PartPlan(name, size, lower_serving(name, size / min(memory.total, gpu_memory or memory.total)))
         for name in ("weights", "kv_cache", "reserve")
-        if getattr(memory, name)
+        if (size := getattr(memory, name))
     ]
     longest = longest_sample(args)
     plan = ServingMemoryPlan(
@@ -135,15 +162,9 @@ def _phases(
     """What lies on one GPU in each phase: on GPUs of their own, or with both on it."""
     if gpu_memory is None:
         return ()
-    trainer = worst.total if worst is not None else 0
     engine = served.weights + served.kv_cache if served is not None else 0
     if placement_mode(args) != "colocated" or worst is None or served is None:
-        phases = []
-        if worst is not None:
-            phases.append(_phase("training", trainer, 0, gpu_memory))
-        if served is not None:
-            phases.append(_phase("generation", 0, engine, gpu_memory))
-        return tuple(phases)
+        return _phases_apart(args, worst, engine if served is not None else None, gpu_memory)
     left_behind = CUDA_OVERHEAD_BYTES
     trainer_sleeps, engine_sleeps = read(args, "offload_train", True), read(args, "offload_rollout", True)
     asleep = left_behind if trainer_sleeps else worst.persistent
@@ -152,13 +173,29 @@ def _phases(
     buckets = BUCKETS_AT_ONCE * min(setup.push_bucket, worst.weights)
     receiving = left_behind + served.weights if engine_sleeps else idle
     return (
-        _phase("training", trainer, idle, gpu_memory),
+        _phase("training", worst.total, idle, gpu_memory),
         _phase("weight sync", asleep + buckets, receiving, gpu_memory),
         _phase("generation", asleep, engine, gpu_memory),
     )
 
 
-def _phase(name: str, trainer: int, engine: int, gpu_memory: int) -> PhasePlan:
+def _phases_apart(
+    args: argparse.Namespace, worst: RankMemory | None, engine: int | None, gpu_memory: int
+) -> tuple[PhasePlan, ...]:
+    """Each on its own GPUs, or on shared ones where one of them is not known."""
+    phases = []
+    unknown = args.has_trainer and worst is None
+    if args.has_trainer:
+        phases.append(_phase("training", None if worst is None else worst.total, 0, gpu_memory))
+    if engine is not None:
+        beside = None if unknown and placement_mode(args) == "colocated" else 0
+        phases.append(_phase("generation", beside, engine, gpu_memory))
+    return tuple(phases)
+
+
+def _phase(name: str, trainer: int | None, engine: int, gpu_memory: int) -> PhasePlan:
+    if trainer is None:
+        return PhasePlan(name, None, engine, engine, None if engine <= gpu_memory else False)
     return PhasePlan(name, trainer, engine, trainer + engine, trainer + engine <= gpu_memory)
 
 
@@ -197,7 +234,14 @@ def _over_long(args: argparse.Namespace, shape: ModelShape, setup: TrainingSetup
     longer = TrainingSetup(**{**vars(setup), "stream_tokens": stream})
     peak = worst_rank(training_memory(shape, longer)).total
     return [
-        f"the longest allowed sample ({longest} tokens) is above the token budget of a micro-batch "
-        f"({setup.stream_tokens} x --context-parallel-size {setup.layout.context}): such a sample makes a micro-batch of "
-        f"its own, and the training peak is then {peak / GIB:.1f} GiB instead of {worst.total / GIB:.1f} GiB"
+        f"{over_long(longest, setup.stream_tokens, setup.layout.context)}, and the training peak is then "
+        f"{peak / GIB:.1f} GiB instead of {worst.total / GIB:.1f} GiB"
     ]
+
+
+def over_long(longest: int, tokens: int, context: int) -> str:
+    """What happens to a sample above the budget, as the beginning of a warning."""
+    return (
+        f"the longest allowed sample ({longest} tokens) is above the token budget of a micro-batch ({tokens} x "
+        f"--context-parallel-size {context}): such a sample makes a micro-batch of its own"
+    )

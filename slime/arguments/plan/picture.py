@@ -1,5 +1,8 @@
-"""The placement as a picture: one column per GPU, one block per node; nodes that look alike are told in one line."""
+"""The placement as a picture: one column per GPU, one block per node; nodes that go on alike
+are told in one line for each pipeline stage.
+"""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from slime.arguments.plan.structure import GpuPlan, LayoutPlan, NodePlan, PlacementPlan
@@ -18,8 +21,7 @@ def placement_lines(placement: PlacementPlan, layout: LayoutPlan | None) -> list
     for first, last in _alike(placement.nodes):
         lines.append("")
         lines += _node(placement.nodes[first], used)
-        if last > first:
-            lines.append(_summary(placement.nodes[first + 1 : last + 1], used))
+        lines += [_summary(run, used) for run in _same_stages(placement.nodes[first + 1 : last + 1])]
     return lines
 
 
@@ -48,6 +50,12 @@ def _alike(nodes: Sequence[NodePlan]) -> Iterator[tuple[int, int]]:
         if index == len(nodes) or _look(nodes[index]) != _look(nodes[start]):
             yield start, index - 1
             start = index
+
+
+def _same_stages(nodes: Sequence[NodePlan]) -> Iterator[Sequence[NodePlan]]:
+    """Runs of neighbours that hold the same pipeline stages: who looks for a stage finds its nodes."""
+    for _, run in itertools.groupby(nodes, lambda node: sorted({gpu.pipeline or 0 for gpu in node.gpus})):
+        yield list(run)
 
 
 def _look(node: NodePlan) -> tuple:

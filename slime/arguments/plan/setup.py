@@ -158,6 +158,11 @@ def longest_sample(args: argparse.Namespace) -> int | None:
     return min((length for length in (context, both) if length is not None), default=None)
 
 
+def planned_sample(args: argparse.Namespace) -> int | None:
+    """`longest_sample`, or where there is none the length that is assumed (`--seq-length`)."""
+    return longest_sample(args) or read(args, "seq_length", None)
+
+
 def prompt_is_limited(args: argparse.Namespace) -> bool:
     """Whether `longest_sample` counts the prompt."""
     names = ("rollout_max_context_len", "rollout_max_prompt_len")
@@ -169,7 +174,7 @@ def tokens_of_stream(args: argparse.Namespace, layout: ParallelLayout) -> int | 
     if read(args, "use_dynamic_batch_size", False) and read(args, "max_tokens_per_gpu", None):
         tokens = args.max_tokens_per_gpu
     else:
-        sample = longest_sample(args) or read(args, "seq_length", None)
+        sample = planned_sample(args)
         if sample is None:
             return None
         tokens = -(-read(args, "micro_batch_size", 1) * sample // layout.context)
@@ -202,23 +207,29 @@ def training_setup(
         recompute=recompute_of(args),
         stream_tokens=stream_tokens,
         micro_batches=micro_batches or layout.pipeline,
-        rollout_tokens=per_rank * (longest_sample(args) or 0),
+        rollout_tokens=per_rank * (planned_sample(args) or 0),
         log_probs_chunk=LOG_PROBS_CHUNK_BYTES if on_gpus else CPU_LOG_PROBS_CHUNK_BYTES,
         push_bucket=read(args, "update_weight_buffer_size", 0) if getattr(args, "has_engines", True) else 0,
         gloo=not on_gpus,
-        host_copies=_host_copies(args),
+        host_copies=len(host_copies(args)),
         sleeps=bool(read(args, "offload_train", False)),
         overhead=CUDA_OVERHEAD_BYTES if on_gpus else 0,
     )
 
 
-def _host_copies(args: argparse.Namespace) -> int:
-    """Sets of weights in host memory: those that take turns with the actor, and what their turn puts aside."""
-    reference = bool(read(args, "use_kl_loss", False) or read(args, "kl_coef", 0.0))
-    teacher = read(args, "opd_type", None) == "megatron"
-    old = 2 if read(args, "keep_old_actor", False) else 0
-    others = reference + teacher + old
-    return others + 1 if others else 0
+def host_copies(args: argparse.Namespace) -> tuple[str, ...]:
+    """Sets of weights in host memory: those that take turns with the actor, and the actor's, put aside meanwhile.
+
+    The last is kept for the whole run, because pinned memory is slow to allocate.
+    """
+    others = []
+    if read(args, "use_kl_loss", False) or read(args, "kl_coef", 0.0):
+        others.append("reference")
+    if read(args, "opd_type", None) == "megatron":
+        others.append("teacher")
+    if read(args, "keep_old_actor", False):
+        others += ["old actor", "rollout actor"]
+    return (*others, "actor put aside") if others else ()
 
 
 def _dtype_bytes(args: argparse.Namespace, name: str) -> int:

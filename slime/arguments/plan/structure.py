@@ -59,7 +59,9 @@ class BatchPlan:
 
     longest_sample: tokens of the longest allowed sample, or of its response alone unless `prompt_is_limited`; None: the flags
         set no limit.
-    micro_batches: of one optimizer step on one data-parallel rank, all samples at their longest; None: not known.
+    assumed_sample: tokens of a sample that everything else is planned with where the flags set no limit; else None.
+    micro_batches: of one optimizer step on one data-parallel rank, all samples at their longest; a lower bound unless
+        `prompt_is_limited`. None: no training ranks.
     """
 
     prompts: int
@@ -71,6 +73,7 @@ class BatchPlan:
     token_budget: int | None
     longest_sample: int | None
     prompt_is_limited: bool
+    assumed_sample: int | None
     micro_batches: int | None
     num_rollout: int | None
     total_optimizer_steps: int | None
@@ -98,7 +101,7 @@ class PartPlan:
 class TrainingMemoryPlan:
     """Peak of the training rank with most; `moment`: when. `stage_totals`: peak of each pipeline stage.
 
-    host: bytes of one rank in host memory (offloaded optimizer state, copies of weights); host_of_node: of all on a node.
+    host: bytes of one rank in host memory, and by part in `host_parts`; host_of_node: of all ranks on a node.
     """
 
     parts: tuple[PartPlan, ...]
@@ -107,6 +110,7 @@ class TrainingMemoryPlan:
     moment: str
     stage_totals: tuple[int, ...]
     host: int
+    host_parts: tuple[PartPlan, ...]
     host_of_node: int
 
 
@@ -124,13 +128,16 @@ class ServingMemoryPlan:
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """What lies on one GPU while the run does one thing."""
+    """What lies on one GPU while the run does one thing.
+
+    trainer: None where it is not estimated; `total` is then the engine's share. fits: None: not known.
+    """
 
     name: str
-    trainer: int
+    trainer: int | None
     engine: int
     total: int
-    fits: bool
+    fits: bool | None
 
 
 @dataclass(frozen=True)
@@ -146,21 +153,30 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """One weight sync: bytes that every engine receives, and the time that takes at the given link speed."""
+    """One weight sync: bytes that every engine receives, and the time that takes at least at the given link speed.
+
+    With `shared_handles` nothing goes over a link to the engines: `seconds` is the time in which ranks gather what they hold
+    of the weights, if that goes over the link; 0 where every rank holds all.
+    """
 
     transport: str
     bytes: int
     buckets: int
     link_gbps: float
     seconds: float
+    shared_handles: bool
 
 
 @dataclass(frozen=True)
 class ValuePlan:
-    """A flag whose value is not its default."""
+    """A flag whose value is not its default.
+
+    flag: the spelling that says the value, so the value of a switch is True. typed: what a command line has after the flag.
+    """
 
     flag: str
     value: Any
+    typed: str
     origin: str
 
 

@@ -10,6 +10,8 @@ from slime.arguments.plan.structure import SyncPlan
 from slime.scheduling.model_shape import ModelShape
 from slime.scheduling.serving_memory import served_bytes
 
+_SHARED_HANDLES = "shared handles"
+
 
 def plan_sync(args: argparse.Namespace, shape: ModelShape, hf_config: dict[str, Any] | None) -> SyncPlan | None:
     """Every engine receives every weight once; the receiving link is the bottleneck. None: nothing is pushed."""
@@ -20,7 +22,18 @@ def plan_sync(args: argparse.Namespace, shape: ModelShape, hf_config: dict[str, 
     total = served_bytes(shape, plain, quantised_bytes(args, hf_config, plain))
     gbps = read(args, "dry_run_link_gbps", 400.0)
     bucket = read(args, "update_weight_buffer_size", total)
-    return SyncPlan(_transport(args), total, -(-total // bucket), gbps, total * 8 / (gbps * 1e9))
+    transport = _transport(args)
+    shared = transport == _SHARED_HANDLES
+    moves = not shared or _sharded(args)
+    return SyncPlan(transport, total, -(-total // bucket), gbps, total * 8 / (gbps * 1e9) if moves else 0.0, shared)
+
+
+def _sharded(args: argparse.Namespace) -> bool:
+    """Whether no rank holds all weights."""
+    if read(args, "train_backend", "megatron") != "megatron":
+        return args.world_size > 1
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+    return any(read(args, name, 1) > 1 for name in names)
 
 
 def _transport(args: argparse.Namespace) -> str:
@@ -28,4 +41,4 @@ def _transport(args: argparse.Namespace) -> str:
         return "disk, changed bytes only (at most)"
     if read(args, "update_weight_transport", "nccl") == "disk":
         return "disk"
-    return "shared handles" if placement_mode(args) == "colocated" else "process group"
+    return _SHARED_HANDLES if placement_mode(args) == "colocated" else "process group"

@@ -1,5 +1,6 @@
-"""The plan as text: aligned columns, at most 120 wide, plain ASCII, no colour."""
+"""The plan as text: aligned columns, at most 120 wide (a longer word stays whole), plain ASCII, no colour."""
 
+import json
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -14,6 +15,7 @@ from slime.arguments.plan.structure import (
     Plan,
     ServingMemoryPlan,
     SyncPlan,
+    TrainingMemoryPlan,
 )
 
 WIDTH = 120
@@ -42,7 +44,7 @@ def render(plan: Plan) -> str:
         _section("PLACEMENT", placement_lines(plan.placement, plan.layout)),
         _section("BATCH", list(_batch(plan.batch))),
         _section("PARAMETERS", list(_parameters(plan.parameters, plan.layout))),
-        _section("MEMORY", list(_memory(plan.memory, plan.missing))),
+        _section("MEMORY", list(_memory(plan.memory, plan.missing, plan.batch))),
         _section("WEIGHT SYNC", list(_sync(plan.sync))),
         _section("VALUES that differ from the defaults", list(_values(plan))),
         _section("WARNINGS", list(_bullets(plan.warnings))),
@@ -72,15 +74,26 @@ def _batch(batch: BatchPlan) -> Iterator[str]:
     )
     if batch.rollouts_per_rank_and_step != batch.global_batch_size:
         yield f"{batch.rollouts_per_rank_and_step:g} rollouts per data-parallel rank and optimizer step"
+    budget = f"; token budget of a micro-batch: {batch.token_budget}" if batch.token_budget else ""
     if batch.longest_sample is not None:
-        budget = f"; token budget of a micro-batch: {batch.token_budget}" if batch.token_budget else ""
         open_end = "" if batch.prompt_is_limited else " and the prompt, which no flag limits"
         yield f"longest allowed sample: {batch.longest_sample} tokens{open_end}{budget}"
+    elif batch.assumed_sample is not None:
+        yield f"no flag limits a sample: {batch.assumed_sample} tokens are assumed (--seq-length){budget}"
     if batch.micro_batches is not None:
-        longest = ", all samples at their longest" if batch.token_budget else ""
-        yield f"{batch.micro_batches} micro-batch{_s(batch.micro_batches, 'es')} per rank and optimizer step{longest}"
+        yield _micro_batches(batch)
     if batch.total_optimizer_steps is not None:
         yield f"{batch.num_rollout} rollout steps = {batch.total_optimizer_steps} optimizer steps in all"
+
+
+def _micro_batches(batch: BatchPlan) -> str:
+    text = f"{batch.micro_batches} micro-batch{_s(batch.micro_batches, 'es')} per rank and optimizer step"
+    if not batch.token_budget:
+        return text
+    if batch.longest_sample is None:
+        return f"{text}, if all samples are that long"
+    at_least = "" if batch.prompt_is_limited else "at least "
+    return f"{at_least}{text}, all samples at their longest"
 
 
 def _parameters(parameters: ParameterPlan | None, layout: LayoutPlan | None) -> Iterator[str]:
@@ -100,7 +113,7 @@ def _parameters(parameters: ParameterPlan | None, layout: LayoutPlan | None) -> 
     yield from table([header, *rows])
 
 
-def _memory(memory: MemoryPlan | None, missing: Sequence[str]) -> Iterator[str]:
+def _memory(memory: MemoryPlan | None, missing: Sequence[str], batch: BatchPlan) -> Iterator[str]:
     if memory is None:
         yield from textwrap.wrap(
             f"not estimated: the model's shape is not known. Missing: {', '.join(missing)} (or --hf-checkpoint with a "
@@ -112,34 +125,36 @@ def _memory(memory: MemoryPlan | None, missing: Sequence[str]) -> Iterator[str]:
         yield f"on CPU: {memory.gpu_memory_from}"
     else:
         yield f"one GPU: {memory.gpu_memory / GIB:g} GiB ({memory.gpu_memory_from})"
-    training, serving = memory.training, memory.serving
     unit = _unit(memory)
-    if training is not None:
-        stages = len(training.stage_totals)
-        where = f", pipeline stage {training.stage} of 0-{stages - 1}" if stages > 1 else ""
+    if memory.training is not None:
         yield ""
-        yield from _parts(f"training rank at its peak ({training.moment}){where}", training.parts, training.total, unit)
-        if stages > 1:
-            peaks = ", ".join(f"{stages}: {unit(total)}" for stages, total in _equal_runs(training.stage_totals))
-            yield from textwrap.wrap(f"peak by pipeline stage, {unit.name}: {peaks}", WIDTH - 2, subsequent_indent="  ")
-        if training.host:
-            yield f"host memory, {unit.name}: {unit(training.host)} of a rank, {unit(training.host_of_node)} of a node"
-    if serving is not None:
+        yield from _training(memory.training, unit)
+    if memory.serving is not None:
         yield ""
-        yield from _parts("engine, per GPU", serving.parts, serving.total, unit)
-        yield from _cache(serving)
+        yield from _parts("engine, per GPU", memory.serving.parts, memory.serving.total, unit)
+        yield from _cache(memory.serving, batch)
     if memory.phases:
         yield ""
         header = [f"on one GPU, {unit.name}", "trainer", "engine", "together", ""]
-        rows = [
-            [phase.name, unit(phase.trainer), unit(phase.engine), unit(phase.total), _verdict(phase)]
-            for phase in memory.phases
-        ]
-        yield from table([header, *rows], left=(0, 4))
+        yield from table([header, *(_phase(phase, unit) for phase in memory.phases)], left=(0, 4))
 
 
-def _cache(serving: ServingMemoryPlan) -> Iterator[str]:
+def _training(training: TrainingMemoryPlan, unit: "_Unit") -> Iterator[str]:
+    stages = len(training.stage_totals)
+    where = f", pipeline stage {training.stage} of 0-{stages - 1}" if stages > 1 else ""
+    yield from _parts(f"training rank at its peak ({training.moment}){where}", training.parts, training.total, unit)
+    if stages > 1:
+        peaks = ", ".join(f"{stages}: {unit(total)}" for stages, total in _equal_runs(training.stage_totals))
+        yield from textwrap.wrap(f"peak by pipeline stage, {unit.name}: {peaks}", WIDTH - 2, subsequent_indent="  ")
+    if training.host:
+        yield f"host memory, {unit.name}: {unit(training.host)} of a rank, {unit(training.host_of_node)} of a node"
+        parts = ", ".join(f"{part.name} {unit(part.bytes)}" for part in training.host_parts)
+        yield from textwrap.wrap(f"of a rank: {parts}", WIDTH - 4, initial_indent="  ", subsequent_indent="    ")
+
+
+def _cache(serving: ServingMemoryPlan, batch: BatchPlan) -> Iterator[str]:
     sequences = f", {serving.sequences:.1f} samples of the longest length" if serving.sequences is not None else ""
+    sequences += "" if batch.prompt_is_limited or not sequences else " without their prompts"
     yield f"KV cache of an engine: {serving.cache_tokens} tokens{sequences}"
     share = f"; --sglang-mem-fraction-static {serving.static_fraction:g}" if serving.static_fraction else ""
     yield f"  {serving.cache_bytes_per_token / 1024:.1f} KiB per token and GPU{share}"
@@ -169,33 +184,32 @@ def _parts(title: str, parts: Sequence[PartPlan], total: int, unit: _Unit) -> It
     yield from table(rows, left=(0, 2))
 
 
-def _verdict(phase: PhasePlan) -> str:
-    return "fits" if phase.fits else "DOES NOT FIT"
+def _phase(phase: PhasePlan, unit: _Unit) -> list[str]:
+    verdict = {True: "fits", False: "DOES NOT FIT", None: "not known: the trainer is not estimated"}[phase.fits]
+    if phase.trainer is None:
+        return [phase.name, "?", unit(phase.engine), "?", verdict]
+    return [phase.name, unit(phase.trainer), unit(phase.engine), unit(phase.total), verdict]
 
 
 def _sync(sync: SyncPlan | None) -> Iterator[str]:
-    if sync is not None:
-        size = f"{sync.bytes / GIB:.2f} GiB" if sync.bytes >= GIB else f"{sync.bytes / 2**20:.2f} MiB"
-        yield (
-            f"{size} to every engine by {sync.transport}, in about {sync.buckets} bucket{_s(sync.buckets)}: "
-            f"{sync.seconds:.2g} s or more at {sync.link_gbps:g} Gbit/s"
-        )
+    if sync is None:
+        return
+    size = f"{sync.bytes / GIB:.2f} GiB" if sync.bytes >= GIB else f"{sync.bytes / 2**20:.2f} MiB"
+    line = f"{size} to every engine by {sync.transport}, in about {sync.buckets} bucket{_s(sync.buckets)}"
+    time = f"{sync.seconds:.2g} s or more at {sync.link_gbps:g} Gbit/s"
+    if not sync.shared_handles:
+        yield f"{line}: {time}"
+        return
+    yield f"{line}: on the same GPU, over no link"
+    if sync.seconds:
+        yield f"before that, ranks gather what they hold: {time}; less where the link within a node is faster"
 
 
 def _values(plan: Plan) -> Iterator[str]:
-    rows = [[value.flag, str(value.value), value.origin] for value in plan.values]
-    rows += [[name, str(value), "YAML (custom)"] for name, value in plan.custom_values.items()]
+    rows = [[value.origin, f"{value.flag} {value.typed}".rstrip()] for value in plan.values]
+    rows += [["YAML (custom)", f"{name}: {json.dumps(value)}"] for name, value in plan.custom_values.items()]
     if rows:
-        room = WIDTH - 2 - 2 * 2 - max(len(flag) for flag, _, _ in rows) - max(len(origin) for _, _, origin in rows)
-        yield from table([[flag, _shortened(value, room), origin] for flag, value, origin in rows], left=(0, 1, 2))
-
-
-def _shortened(text: str, room: int) -> str:
-    """Without its middle where it is too long; the ends of paths and lists say most."""
-    if len(text) <= room:
-        return text
-    half = max((room - 3) // 2, 4)
-    return f"{text[:half]}...{text[-half:]}"
+        yield from table(rows, left=(0, 1))
 
 
 def _bullets(messages: Iterable[str]) -> Iterator[str]:

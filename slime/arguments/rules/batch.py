@@ -13,7 +13,7 @@ def rollout_count(args: argparse.Namespace) -> Iterator[str]:
     if args.num_rollout is None and args.num_epoch is None:
         yield "give --num-rollout (rollout steps) or --num-epoch (passes over the data)"
     if args.num_rollout is not None and args.num_epoch is not None:
-        logger.info("--num-epoch %d is ignored: --num-rollout %d is given", args.num_epoch, args.num_rollout)
+        logger.warning("--num-epoch %d is ignored: --num-rollout %d is given", args.num_epoch, args.num_rollout)
     if args.num_rollout is None and args.load_debug_rollout_data is not None:
         yield "--load-debug-rollout-data needs --num-rollout: a dump does not tell how many there are"
     if args.num_rollout is None and args.num_epoch is not None and not args.rollout_global_dataset:
@@ -42,10 +42,11 @@ def dynamic_batches(args: argparse.Namespace) -> Iterator[str]:
         yield "--use-dynamic-batch-size needs --max-tokens-per-gpu, the token budget of a micro-batch (8192 is usual)"
     if args.balance_by_flops and not args.use_dynamic_batch_size:
         yield "--balance-by-flops needs --use-dynamic-batch-size"
-    longest = longest_sample(args)
+    longest = longest_sample(args) or _longest_part(args)
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is not None and longest is not None:
         budget = args.max_tokens_per_gpu * args.context_parallel_size
-        if longest > budget:
+        # A plan says it among its own warnings.
+        if longest > budget and not args.dry_run:
             logger.warning(
                 "the longest allowed sample has %d tokens, more than --max-tokens-per-gpu %d x --context-parallel-size %d = "
                 "%d: it makes a micro-batch of its own that needs more memory than the others",
@@ -60,6 +61,11 @@ def longest_sample(args: argparse.Namespace) -> int | None:
     if args.rollout_max_prompt_len is None or args.rollout_max_response_len is None:
         return None
     return args.rollout_max_prompt_len + args.rollout_max_response_len
+
+
+def _longest_part(args: argparse.Namespace) -> int | None:
+    """Where only the prompt or only the response has a limit, a sample may be at least that long."""
+    return args.rollout_max_response_len or args.rollout_max_prompt_len
 
 
 BATCH_RULES: tuple[Rule, ...] = (rollout_count, static_batches, dynamic_batches)

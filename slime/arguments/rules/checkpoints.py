@@ -1,11 +1,14 @@
 """Rules about what is saved, and where dumps and exports go."""
 
 import argparse
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 from slime.arguments.plug_ins import flag_of
 from slime.arguments.rules import Rule
+
+logger = logging.getLogger(__name__)
 
 # Placeholders that are filled in, by attribute.
 _TEMPLATES = {
@@ -20,7 +23,8 @@ _TEMPLATES = {
 
 def saving(args: argparse.Namespace) -> Iterator[str]:
     for name in ("save_interval", "keep_last", "save_hf"):
-        if getattr(args, name) is not None and args.save is None:
+        # What follows from another flag is that flag's affair: --release-train needs --save by itself.
+        if name in args.typed_flags and getattr(args, name) is not None and args.save is None:
             yield f"{flag_of(name)} needs --save, the directory of checkpoints"
     if args.save_hf is None:
         return
@@ -37,14 +41,26 @@ def templates(args: argparse.Namespace) -> Iterator[str]:
             continue
         try:
             template.format(**dict.fromkeys(placeholders, 0))
-        except (KeyError, IndexError, ValueError) as error:
-            known = " ".join(f"{{{placeholder}}}" for placeholder in placeholders)
-            yield f"{flag_of(name)} {template}: {error!r}; only {known} is filled in"
+        except KeyError as error:
+            yield f"{flag_of(name)} {template}: nothing fills in {{{error.args[0]}}}; {_filled_in(placeholders)}"
+        except (IndexError, ValueError, AttributeError) as error:
+            yield f"{flag_of(name)} {template}: {error}; {_filled_in(placeholders)}, and {{{{ stands for one brace"
+    if args.save_debug_rollout_data is not None and "{rollout_id" not in args.save_debug_rollout_data:
+        logger.warning(
+            "--save-debug-rollout-data %s: every rollout writes over the one before; put {rollout_id} into the name to "
+            "keep them",
+            args.save_debug_rollout_data,
+        )
     if args.save_debug_rollout_data is not None and args.save_debug_rollout_data == args.save_debug_train_data:
         yield (
             f"--save-debug-rollout-data and --save-debug-train-data name the same file {args.save_debug_rollout_data}; give "
             "two, or --dump-details DIRECTORY"
         )
+
+
+def _filled_in(placeholders: tuple[str, ...]) -> str:
+    known = [f"{{{placeholder}}}" for placeholder in placeholders]
+    return f"only {' '.join(known)} {'is' if len(known) == 1 else 'are'} filled in"
 
 
 def subsample(args: argparse.Namespace) -> Iterator[str]:

@@ -4,6 +4,7 @@ import argparse
 import os
 from collections.abc import Iterator
 
+from slime.arguments.config_files.eval_file import lines_of_sets
 from slime.arguments.rules import Rule
 from slime.utils.data import check_first_row
 from slime.utils.data_files import path_without_slice
@@ -19,7 +20,8 @@ def prompts(args: argparse.Namespace) -> Iterator[str]:
 
 
 def evaluation(args: argparse.Namespace) -> Iterator[str]:
-    if args.eval_interval is not None and not args.eval_datasets:
+    # A set that was given and could not be read has a message of its own.
+    if args.eval_interval is not None and not args.eval_prompt_data and args.eval_config is None:
         yield f"--eval-interval {args.eval_interval} needs data sets: give --eval-prompt-data name path, or --eval-config"
 
 
@@ -36,9 +38,11 @@ def own_files(args: argparse.Namespace) -> Iterator[tuple[str, str | None, str |
         for path in [args.prompt_data] if isinstance(args.prompt_data, str) else args.prompt_data:
             yield path, args.input_key, args.label_key, "--prompt-data"
     if args.eval_function_path.startswith(_OWN):
-        flag = "--eval-config" if args.eval_config is not None else "--eval-prompt-data"
+        in_file = args.eval_config is not None and args.eval_datasets
+        lines = lines_of_sets(args.eval_config) if in_file else {}
         for dataset in args.eval_datasets:
-            yield dataset.path, dataset.input_key, dataset.label_key, flag
+            where = f"{lines[dataset.name]}: path" if dataset.name in lines else "--eval-prompt-data"
+            yield dataset.path, dataset.input_key, dataset.label_key, where
 
 
 def _row_problem(path: str, prompt_key: str | None, label_key: str | None, flag: str) -> Iterator[str]:

@@ -3,11 +3,13 @@
 import argparse
 import logging
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from slime.arguments.checkpoints import checkpoint_source, latest_iteration, resolve_initial_weights
-from slime.arguments.plug_ins import missing_files
+from slime.arguments.hf_config.reading import no_directory
+from slime.arguments.plug_ins import flag_of, missing_files
 from slime.arguments.rules import Rule
 from slime.arguments.rules.data import own_files
 from slime.utils.data_files import parse_data_path, path_without_slice
@@ -16,10 +18,15 @@ from slime.utils.file_templates import existing_files
 
 logger = logging.getLogger(__name__)
 
+_WRITTEN = (
+    "save", "save_hf", "dump_details", "save_debug_rollout_data", "save_debug_train_data", "update_weight_disk_dir",
+    "memory_snapshot_dir", "ci_save_grad_norm", "wandb_dir",
+)  # fmt: skip
+
 
 def hf_checkpoint(args: argparse.Namespace) -> Iterator[str]:
     if args.hf_checkpoint is not None and not Path(args.hf_checkpoint).is_dir():
-        yield f"--hf-checkpoint {args.hf_checkpoint}: no such directory; give a Hugging Face checkpoint directory"
+        yield no_directory("--hf-checkpoint", args.hf_checkpoint)
 
 
 def data_files(args: argparse.Namespace) -> Iterator[str]:
@@ -86,4 +93,46 @@ def initial_weights(args: argparse.Namespace) -> Iterator[str]:
             args.start_rollout_id = 0
 
 
-FILE_RULES: tuple[Rule, ...] = (hf_checkpoint, data_files, rollout_dumps, other_models, initial_weights, missing_files)
+def writable_places(args: argparse.Namespace) -> Iterator[str]:
+    """What is written during the run must not fail after the first hours of it."""
+    for name in _WRITTEN:
+        path = getattr(args, name)
+        # What follows from --dump-details is told as that.
+        if path is None or name not in args.typed_flags:
+            continue
+        there = existing_parent(path)
+        if there == Path(path) and there.is_file():
+            continue  # a dump without a placeholder, written again
+        reason = unwritable(there)
+        if reason is not None:
+            yield f"{flag_of(name)} {path}: {there} {reason}; give a place where you may write"
+
+
+def existing_parent(path: str) -> Path:
+    """The nearest directory or file above or at `path` that exists; the part behind the first placeholder is open."""
+    place = Path(path.partition("{")[0])
+    while not os.path.lexists(place):
+        place = place.parent
+    return place
+
+
+def unwritable(directory: Path) -> str | None:
+    """Why nothing can be created in `directory`; None when it can. A file without a name is created to find out."""
+    if not directory.is_dir():
+        return "is a file, not a directory"
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return None
+    except OSError as error:
+        return f"cannot be written ({error.strerror})"
+
+
+FILE_RULES: tuple[Rule, ...] = (
+    hf_checkpoint,
+    data_files,
+    rollout_dumps,
+    other_models,
+    initial_weights,
+    missing_files,
+    writable_places,
+)

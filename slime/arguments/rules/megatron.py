@@ -129,6 +129,14 @@ def virtual_stages(args: argparse.Namespace) -> Iterator[str]:
             f"--num-layers-per-virtual-pipeline-stage {per_stage} and --num-virtual-stages-per-pipeline-rank {per_rank} "
             "say the same in two ways; drop one"
         )
+    elif stages == 1 and (per_stage is not None or (per_rank or 1) > 1):
+        name = (
+            "num_layers_per_virtual_pipeline_stage" if per_stage is not None else "num_virtual_stages_per_pipeline_rank"
+        )
+        yield (
+            f"{flag_of(name)} {getattr(args, name)} with --pipeline-model-parallel-size 1: nothing is interleaved there; "
+            "drop it, or give a pipeline size above 1"
+        )
     elif stages > 1 and per_stage and layers and layers % (stages * per_stage):
         fitting = [n for n in _divisors(layers) if layers % (stages * n) == 0]
         yield (

@@ -6,6 +6,7 @@ A run is refused; `--dry-run` plans it and notes it.
 import argparse
 from collections.abc import Iterator
 
+from slime.arguments.layout import layout_of
 from slime.arguments.rules import Rule
 
 
@@ -37,6 +38,33 @@ def engines(args: argparse.Namespace) -> Iterator[str]:
             f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine} is above --num-gpus-per-node "
             f"{args.num_gpus_per_node}: engines over several nodes are not built yet; an engine must fit on one node"
         )
+    else:
+        yield from _split_engines(args)
+
+
+def _split_engines(args: argparse.Namespace) -> Iterator[str]:
+    """The first engine whose GPUs lie on two nodes; GPUs are counted as `layout` does."""
+    if getattr(args, "sglang_config", None) is not None or not args.rollout_num_gpus:
+        return
+    layout = layout_of(args)
+    total, first, per_node = layout.rollout_gpus, layout.first_rollout_gpu, args.num_gpus_per_node
+    each = args.rollout_num_gpus_per_engine
+    start = _first_split(total, first, each, per_node)
+    if start is None:
+        return
+    fitting = [n for n in range(1, each) if total % n == 0 and _first_split(total, first, n, per_node) is None]
+    yield (
+        f"--rollout-num-gpus-per-engine {each}: an engine would have the GPUs {start} to {start + each - 1} of the run, which "
+        f"lie on two nodes (--num-gpus-per-node {per_node}"
+        + (f", training takes the first {first}" if first else "")
+        + "): engines over several nodes are not built yet; give --rollout-num-gpus-per-engine "
+        + " or ".join(map(str, fitting[-2:]))
+    )
+
+
+def _first_split(total: int, first: int, each: int, per_node: int) -> int | None:
+    starts = range(first, first + total - each + 1, each)
+    return next((start for start in starts if start // per_node != (start + each - 1) // per_node), None)
 
 
 def layers(args: argparse.Namespace) -> Iterator[str]:

@@ -5,11 +5,15 @@ import math
 from collections.abc import Iterator
 
 from slime.arguments.origins import Origin
+from slime.arguments.plug_ins import flag_of
 from slime.arguments.rules import Rule
+from slime.utils.reward_types import is_reward_type, known_reward_types
+
+_LENGTHS = tuple(f"{kind}_max_{part}_len" for kind in ("rollout", "eval") for part in ("context", "prompt", "response"))
 
 
 def sampling(args: argparse.Namespace) -> Iterator[str]:
-    if args.rollout_temperature <= 0:
+    if not args.rollout_temperature > 0:
         yield (
             f"--rollout-temperature {args.rollout_temperature}: training needs a value above 0 (1.0 is usual); "
             "--eval-temperature may be 0"
@@ -22,24 +26,28 @@ def sampling(args: argparse.Namespace) -> Iterator[str]:
     for flag, count in (("--rollout-top-k", args.rollout_top_k), ("--eval-top-k", args.eval_top_k)):
         if count is not None and count != -1 and count < 1:
             yield f"{flag} {count}: give -1 for no cut, or at least 1"
+    if "" in (args.rollout_stop or []):
+        yield "--rollout-stop: an empty stop string would end every response at once; give text, or drop the flag"
 
 
 def lengths(args: argparse.Namespace) -> Iterator[str]:
-    context = args.rollout_max_context_len
-    if context is None:
-        return
-    if args.rollout_max_prompt_len is not None and args.rollout_max_prompt_len >= context:
-        yield (
-            f"--rollout-max-prompt-len {args.rollout_max_prompt_len} must be below --rollout-max-context-len {context}, "
-            f"at most {context - 1}"
-        )
+    """Prompt and response must fit into the context, and the context into the positions of the model."""
+    for kind in ("rollout", "eval"):
+        context = getattr(args, f"{kind}_max_context_len")
+        for part in ("prompt", "response"):
+            name = f"{kind}_max_{part}_len"
+            length = getattr(args, name)
+            if context is not None and length is not None and length >= context:
+                yield f"{flag_of(name)} {length} must be below --{kind}-max-context-len {context}, at most {context - 1}"
     # Derived from --seq-length it says nothing about the model: RoPE has no table.
-    known = args.origins.get("max_position_embeddings") not in (Origin.DEFAULT, Origin.DERIVED)
-    if known and context > args.max_position_embeddings:
-        yield (
-            f"--rollout-max-context-len {context} is above the model's --max-position-embeddings "
-            f"{args.max_position_embeddings}; give at most that"
-        )
+    if args.origins.get("max_position_embeddings") in (Origin.DEFAULT, Origin.DERIVED):
+        return
+    limit = args.max_position_embeddings
+    for name in _LENGTHS:
+        length = getattr(args, name)
+        # What follows from the context is too long only together with it.
+        if name in args.typed_flags and length is not None and length > limit:
+            yield f"{flag_of(name)} {length} is above the model's --max-position-embeddings {limit}; give at most that"
 
 
 def asynchronous_loop(args: argparse.Namespace) -> Iterator[str]:
@@ -80,6 +88,12 @@ def on_policy_proof(args: argparse.Namespace) -> Iterator[str]:
 
 
 def rewards(args: argparse.Namespace) -> Iterator[str]:
+    types = {"--rm-type": args.rm_type}
+    types |= {f"rm_type of the evaluation set {dataset.name}:": dataset.rm_type for dataset in args.eval_datasets}
+    for where, name in types.items():
+        # An own reward function may give names of its own a meaning.
+        if name and args.custom_rm_path is None and not is_reward_type(name):
+            yield f"{where} {name} is no built-in reward; known types: {known_reward_types()}, or give --custom-rm-path"
     for flag, url in (("--rm-url", args.rm_url), ("--rollout-buffer-url", args.rollout_buffer_url)):
         if url is not None and not url.startswith(("http://", "https://")):
             yield f"{flag} {url}: it must start with http:// or https://"

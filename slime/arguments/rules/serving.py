@@ -9,8 +9,11 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 
-from slime.arguments.plug_ins import flag_of
+from slime.arguments.hf_config.reading import read_hf_config
+from slime.arguments.origins import Origin
+from slime.arguments.plug_ins import as_typed, flag_of
 from slime.observability.run_record import redacted
+from slime.utils.errors import UserError
 from slime.utils.ports import host_for_url
 
 Rule = Callable[[argparse.Namespace], Iterator[str]]
@@ -58,6 +61,16 @@ REFUSED: dict[str, str] = {
     "router_decode_selector": _FOUND_ENGINES,
 }
 
+# Server fields that are known by other names too: field → those, all without `sglang_`.
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "cuda_graph_bs_decode": ("cuda_graph_bs",),
+    "cuda_graph_max_bs_decode": ("cuda_graph_max_bs",),
+    "dp_size": ("dp", "data_parallel_size"),
+    "ep_size": ("ep", "expert_parallel_size"),
+    "pp_size": ("pp", "pipeline_parallel_size"),
+    "tp_size": ("tp", "tensor_parallel_size"),
+}
+
 # Router settings that have no effect while a switch is on: beginning of the attributes, the switch, what it turns off.
 _SWITCHED_OFF = (
     ("router_health_", "router_disable_health_check", "health checks"),
@@ -73,6 +86,20 @@ def bracket_router_address(args: argparse.Namespace) -> None:
     ip = getattr(args, "sglang_router_ip", None)
     if ip is not None and ip.count(":") > 1:
         args.sglang_router_ip = host_for_url(ip)
+
+
+def keep_names_equal(args: argparse.Namespace) -> None:
+    """Give every other name of a server field the value of the field, for functions of the user that read it there."""
+    for field, names in OTHER_NAMES.items():
+        attribute = f"sglang_{field}"
+        for name in names if hasattr(args, attribute) else ():
+            setattr(args, f"sglang_{name}", getattr(args, attribute))
+            args.origins[f"sglang_{name}"] = args.origins.get(attribute, Origin.DEFAULT)
+
+
+def other_names(args: argparse.Namespace) -> set[str]:
+    """The names without `sglang_` under which `keep_names_equal` repeated a field: no fields themselves."""
+    return {name for field, names in OTHER_NAMES.items() if hasattr(args, f"sglang_{field}") for name in names}
 
 
 def tensor_parallel_size(args: argparse.Namespace) -> int:
@@ -95,6 +122,50 @@ def engine_sizes(args: argparse.Namespace) -> Iterator[str]:
             f"--sglang-tp-size {typed} contradicts the tensor-parallel size {derived} of --rollout-num-gpus-per-engine "
             f"{gpus}; leave it out, or give --rollout-num-gpus-per-engine {typed * stages}"
         )
+
+
+def attention_heads(args: argparse.Namespace) -> Iterator[str]:
+    """Tensor-parallel ranks of an engine share the heads; key-value heads may also be repeated on equally many ranks."""
+    found, latent = _heads(args)
+    size = tensor_parallel_size(args)
+    if getattr(args, "sglang_enable_dp_attention", None):
+        size //= max(1, getattr(args, "sglang_dp_size", None) or 1)
+    if found is None or size < 1 or _fits(*found, size):
+        return
+    heads, groups = found
+    fitting = [n for n in range(1, heads + 1) if _fits(heads, groups, n)]
+    nearest = [n for n in fitting if n < size][-1:] + [n for n in fitting if n > size][:1]
+    message = (
+        f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}: {size} tensor-parallel ranks cannot share the "
+        f"model's {heads} attention heads and {groups} key-value heads evenly; {' or '.join(map(str, nearest))} would do"
+    )
+    if latent:
+        message += ", or --sglang-enable-dp-attention with an equal --sglang-dp-size"
+    if latent and args.dry_run:
+        # Whether a server can pad the heads of latent attention is an affair of its version.
+        args.plan_notes = [*args.plan_notes, message]
+    else:
+        yield message
+
+
+def _fits(heads: int, groups: int, size: int) -> bool:
+    return heads % size == 0 and (groups % size == 0 or size % groups == 0)
+
+
+def _heads(args: argparse.Namespace) -> tuple[tuple[int, int] | None, bool]:
+    """Attention heads and key-value heads of the model that the engines load, None where they are not known; latent?"""
+    if args.hf_checkpoint is None or getattr(args, "sglang_config", None) is not None:
+        return None, False  # that file gives groups of engines sizes of their own
+    try:
+        config = read_hf_config(args.hf_checkpoint)
+    except UserError:
+        return None, False  # said elsewhere
+    heads = config.get("num_attention_heads")
+    # Latent attention has no key-value heads to divide.
+    latent = bool(config.get("kv_lora_rank"))
+    groups = heads if latent else config.get("num_key_value_heads") or heads
+    known = all(type(count) is int and count > 0 for count in (heads, groups))
+    return ((heads, groups) if known else None), latent
 
 
 def data_parallel_size(args: argparse.Namespace) -> Iterator[str]:
@@ -133,10 +204,11 @@ def one_topology(args: argparse.Namespace) -> Iterator[str]:
         yield f"{' and '.join(given)} exclude each other: each of them says which engines there are; keep one"
     prefill, engines = getattr(args, "prefill_num_servers", None), args.rollout_num_engines
     if prefill is not None and engines > 0 and not 0 < prefill < engines:
+        numbers = {1: f"1, and --rollout-num-gpus {2 * args.rollout_num_gpus}", 2: "1"}
         yield (
             f"--prefill-num-servers {prefill}: of the {engines} engines (--rollout-num-gpus over "
-            f"--rollout-num-gpus-per-engine) at least one must prefill and one decode; give 1 to {max(1, engines - 1)}"
-            + ("" if engines > 1 else ", and twice the --rollout-num-gpus")
+            "--rollout-num-gpus-per-engine) at least one must prefill and one decode; give "
+            + numbers.get(engines, f"1 to {engines - 1}")
         )
 
 
@@ -179,7 +251,7 @@ def refused_flags(args: argparse.Namespace) -> Iterator[str]:
         value = getattr(args, name, None)
         if value is None or value is False:
             continue
-        shown = "" if value is True else f" {redacted({name: value})[name]}"
+        shown = "" if value is True else f" {as_typed(redacted({name: value})[name])}"
         yield f"{flag_of(name)}{shown}: {reason}"
 
 
@@ -196,6 +268,7 @@ def _with_engines(rule: Rule) -> Rule:
 SERVING_RULES: tuple[Rule, ...] = tuple(
     _with_engines(rule)
     for rule in (
-        one_topology, engine_sizes, data_parallel_size, server_limits, router_address, router_settings, refused_flags,
+        one_topology, engine_sizes, attention_heads, data_parallel_size, server_limits, router_address, router_settings,
+        refused_flags,
     )
 )  # fmt: skip

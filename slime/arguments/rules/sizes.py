@@ -1,7 +1,13 @@
-"""Numbers that must not be too small. Asked before anything is derived: nothing follows from a size of 0."""
+"""Numbers within their bounds. Asked before anything is derived: nothing follows from a size of 0.
+
+A number out of its bounds is replaced by a harmless one, so that the other rules can be asked too; what they say about
+that flag is left out (`without_consequences`).
+"""
 
 import argparse
+import math
 from collections.abc import Iterator
+from typing import Any
 
 from slime.arguments.plug_ins import flag_of
 
@@ -14,31 +20,89 @@ _AT_LEAST_ONE = (
     "rollout_max_context_len", "eval_max_response_len", "eval_max_prompt_len", "eval_max_context_len",
     "n_samples_per_eval_prompt", "max_turns", "async_buffer_size", "save_interval", "eval_interval", "keep_last",
     "ref_update_interval", "update_weights_interval", "update_weight_buffer_size", "sglang_server_concurrency",
-    "rm_concurrency", "http_max_retries", "padded_vocab_size", "memory_snapshot_num_steps",
+    "rm_concurrency", "http_max_retries", "padded_vocab_size", "memory_snapshot_num_steps", "num_layers", "hidden_size",
+    "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size", "seq_length",
+    "max_position_embeddings",
 )  # fmt: skip
 _AT_LEAST_ZERO = (
     "num_rollout", "start_rollout_id", "rollout_num_gpus", "max_restarts", "num_data_workers", "num_critic_only_steps",
     "max_weight_staleness", "ckpt_step", "ref_ckpt_step", "opd_teacher_ckpt_step", "eval_min_new_tokens", "lr",
     "clip_grad", "kl_coef", "kl_loss_coef", "eps_clip", "eps_clip_high", "value_clip", "opsm_delta", "tis_clip_low",
     "opd_kl_coef", "rollout_health_check_first_wait", "ci_train_rollout_logprob_abs_diff_threshold",
-    "mtp_loss_scaling_factor",
+    "mtp_loss_scaling_factor", "weight_decay", "adam_eps", "min_lr", "seed", "rollout_seed",
 )  # fmt: skip
 _ABOVE_ZERO = (
     "rollout_health_check_interval", "rollout_health_check_timeout", "http_request_timeout", "http_control_timeout",
     "abort_timeout", "rm_timeout", "dry_run_gpu_memory_gib", "dry_run_link_gbps", "tis_clip",
 )  # fmt: skip
+_BELOW_ONE = ("adam_beta1", "adam_beta2")
+# Weights and rates, in contrast to bounds, mean nothing when they are infinite; 1.0 is harmless for all of them.
+_FINITE = (
+    "lr", "min_lr", "weight_decay", "adam_eps", "kl_coef", "kl_loss_coef", "entropy_coef", "opd_kl_coef",
+    "mtp_loss_scaling_factor", "rollout_temperature", "eval_temperature",
+)  # fmt: skip
+# NumPy and the engines take seeds of 32 bits, and every engine adds its rank.
+_SEEDS = ("seed", "rollout_seed")
+_LARGEST_SEED = 2**31 - 1
+# What the number of data-parallel ranks follows from, which messages tell without these flags.
+_OF_THE_LAYOUT = {
+    "actor_num_nodes", "actor_num_gpus_per_node", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "context_parallel_size",
+}  # fmt: skip
 
 
 def too_small(args: argparse.Namespace) -> Iterator[str]:
-    """A message for every number below its least value, and for the one size that has no default."""
+    """A message for every number out of its bounds, and for the one size that has no default."""
+    yield from {name: message for name, message, _ in _wrong_sizes(args)}.values()
+
+
+def replace_wrong_sizes(args: argparse.Namespace) -> dict[str, str]:
+    """A message for every number out of its bounds, by attribute, and for the one size that has no default.
+
+    Afterwards each of these attributes holds a number that nothing fails on.
+    """
+    wrong = {name: (message, value) for name, message, value in _wrong_sizes(args)}
+    for name, (_, value) in wrong.items():
+        setattr(args, name, value)
+        args.typed_flags.discard(name)
+    return {name: message for name, (message, _) in wrong.items()}
+
+
+def without_consequences(messages: list[str], wrong: dict[str, str]) -> list[str]:
+    """`messages` of the rules without those about the attributes in `wrong`: the rules saw another value."""
+    silenced = [flag_of(name) for name in wrong]
+    if not _OF_THE_LAYOUT.isdisjoint(wrong):
+        silenced += ["data-parallel", "training ranks"]
+    return [message for message in messages if not any(part in message for part in silenced)]
+
+
+def _wrong_sizes(args: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
+    """(attribute, message, harmless value)."""
     if args.rollout_batch_size is None:
-        yield "--rollout-batch-size is needed: the number of prompts per rollout step, for example 32"
-    for names, least in ((_AT_LEAST_ONE, 1), (_AT_LEAST_ZERO, 0)):
-        for name in names:
-            value = getattr(args, name, None)
-            if value is not None and value < least:
-                yield f"{flag_of(name)} {value}: it must be at least {least}"
-    for name in _ABOVE_ZERO:
-        value = getattr(args, name)
-        if value is not None and value <= 0:
-            yield f"{flag_of(name)} {value}: it must be above 0"
+        message = "--rollout-batch-size is needed: the number of prompts per rollout step, for example 32"
+        yield "rollout_batch_size", message, 1
+    for name, value in _given(args, _AT_LEAST_ONE):
+        if not value >= 1:
+            yield name, f"{flag_of(name)} {value}: it must be at least 1", 1
+    for name, value in _given(args, _AT_LEAST_ZERO):
+        if not value >= 0:
+            yield name, f"{flag_of(name)} {value}: it must be at least 0", 0
+    for name, value in _given(args, _ABOVE_ZERO):
+        if not value > 0:
+            yield name, f"{flag_of(name)} {value}: it must be above 0", 1.0
+    for name, value in _given(args, _BELOW_ONE):
+        if not 0 <= value < 1:
+            yield name, f"{flag_of(name)} {value}: it must be at least 0 and below 1 (0.9 is usual)", 0.9
+    for name, value in _given(args, _FINITE):
+        if not math.isfinite(value):
+            yield name, f"{flag_of(name)} {value}: it must be a finite number", 1.0
+    for name, value in _given(args, _SEEDS):
+        if value > _LARGEST_SEED:
+            yield name, f"{flag_of(name)} {value}: a seed is at most {_LARGEST_SEED}", 0
+
+
+def _given(args: argparse.Namespace, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    for name in names:
+        value = getattr(args, name, None)
+        if value is not None:
+            yield name, value

@@ -28,15 +28,16 @@ def transport(args: argparse.Namespace) -> Iterator[str]:
         yield "--update-weight-transport disk needs --update-weight-disk-dir, a directory that trainer and engines share"
     if args.update_weight_mode != "delta":
         return
-    if args.update_weight_transport != "disk":
-        yield (
-            f"--update-weight-mode delta with --update-weight-transport {args.update_weight_transport}: deltas travel as "
-            "files; give --update-weight-transport disk"
-        )
     if args.colocate:
         yield (
             "--update-weight-mode delta with --colocate: weights are handed over in memory there; give "
             "--update-weight-mode full"
+        )
+        return
+    if args.update_weight_transport != "disk":
+        yield (
+            f"--update-weight-mode delta with --update-weight-transport {args.update_weight_transport}: deltas travel as "
+            "files; give --update-weight-transport disk"
         )
     if args.update_weight_local_checkpoint_dir is None:
         yield (

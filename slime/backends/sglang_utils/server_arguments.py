@@ -10,7 +10,7 @@ import dataclasses
 import os
 from typing import Any
 
-from slime.arguments.rules.serving import engine_sizes, tensor_parallel_size
+from slime.arguments.rules.serving import engine_sizes, other_names, tensor_parallel_size
 from slime.backends.sglang_utils.flag_surface import CPU_DEFAULTS, NOT_EXPOSED, RUN_DEFAULTS
 from slime.utils.child_process import environment_for_python
 from slime.utils.errors import UserError
@@ -126,4 +126,5 @@ def _typed_fields(args: Any) -> dict[str, Any]:
         for attribute, value in vars(args).items()
         if attribute.startswith("sglang_") and value is not None
     }
-    return {name: value for name, value in fields.items() if name not in _NOT_SERVER_FIELDS | DERIVED_FIELDS}
+    not_fields = _NOT_SERVER_FIELDS | DERIVED_FIELDS | other_names(args)
+    return {name: value for name, value in fields.items() if name not in not_fields}

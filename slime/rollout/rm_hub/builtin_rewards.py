@@ -9,9 +9,8 @@ from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.math_dapo_utils import compute_score
 from slime.rollout.rm_hub.math_utils import extract_boxed_answer, grade_answer_verl
 from slime.utils.errors import UserError
+from slime.utils.reward_types import BOXED, known_reward_types
 from slime.utils.types import Sample
-
-_BOXED = "boxed_"
 
 
 def compute_builtin_reward(args: Any, sample: Sample) -> Any:
@@ -21,16 +20,16 @@ def compute_builtin_reward(args: Any, sample: Sample) -> Any:
         UserError: no or an unknown type, or a label that the type needs is missing.
     """
     rm_type = str(sample.metadata.get("rm_type") or args.rm_type or "").strip()
-    name = rm_type.removeprefix(_BOXED)
+    name = rm_type.removeprefix(BOXED)
     if name not in _REWARDS:
         source = "metadata rm_type" if sample.metadata.get("rm_type") else "--rm-type"
         raise UserError(
-            f"sample {sample.index}: {source} is {rm_type or 'missing'}; known types: {', '.join(sorted(_REWARDS))} "
-            f"(each also with the prefix {_BOXED}), or give --custom-rm-path"
+            f"sample {sample.index}: {source} is {rm_type or 'missing'}; known types: {known_reward_types()}, or give "
+            "--custom-rm-path"
         )
     response = sample.response
     # math looks for the box itself; deepscaler looks for the end of the reasoning before it.
-    if rm_type.startswith(_BOXED) and name not in ("math", "deepscaler"):
+    if rm_type.startswith(BOXED) and name not in ("math", "deepscaler"):
         response = extract_boxed_answer(response) or ""
     return _REWARDS[name](args, sample, response)
 

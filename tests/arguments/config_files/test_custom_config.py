@@ -101,6 +101,8 @@ def test_a_line_is_converted_by_its_flag(tmp_path, line, name, value):
         ("ues_tis: true", "did you mean use_tis?"),
         ("tis_mode: clip", "A value for functions of your own goes below `custom:`"),
         ("custom: {use-tis: true}", "use-tis is the flag --use-tis: move it out of `custom:`"),
+        ("qkv_format: thd", "qkv_format does not exist any more: sequences are always packed"),
+        ("warmup-ratio: 0.1", "give --lr-warmup-fraction"),
         ("custom: 3", "expected `name: value` lines below it"),
         ("custom: {origins: 3}", "cannot be the name of a value of your own"),
         ("custom: {'a b': 3}", "cannot be the name of a value of your own"),
@@ -134,6 +136,20 @@ def test_the_file_wins_and_a_typed_flag_is_warned_about(tmp_path, caplog):
 def test_no_secret_in_the_warning(tmp_path, caplog):
     apply(tmp_path, "wandb_key: first-secret\n", "--wandb-key", "second-secret")
     assert "wandb_key" in caplog.text and "-secret" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "wandb_key: [SEKRET]",
+        "wandb_key: {a: SEKRET}",
+        "custom: [{api_key: SEKRET}]",
+        "train_env_vars: '{A_KEY: SEKRET}'",
+    ],
+)
+def test_no_secret_in_a_message(tmp_path, line):
+    _, (message,) = apply(tmp_path, line + "\n")
+    assert "run.yaml:1: " in message and "SEKRET" not in message
 
 
 def test_a_value_that_equals_the_default_is_the_users(tmp_path):
@@ -213,6 +229,7 @@ def test_a4_values_reach_the_run_with_their_origin(tmp_path):
 
 def test_a_value_of_ones_own_that_the_run_derives_is_refused(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("custom:\n  world_size: 77\n")
-    with pytest.raises(UserError, match=r"run.yaml: world_size is set by the run itself"):
+    path.write_text("custom:\n  world_size: 77\n  use_critic: {api_key: SEKRET}\n")
+    with pytest.raises(UserError, match=r"run.yaml: world_size is set by the run itself.* 77") as error:
         parse(tmp_path, "--custom-config-path", str(path))
+    assert "use_critic is set by the run itself" in str(error.value) and "SEKRET" not in str(error.value)

@@ -106,3 +106,13 @@ def test_mistakes_are_reported_with_the_others(tmp_path):
         parse(tmp_path, "--eval-config", str(tmp_path / "eval.yaml"), "--rollout-temperature", "0")
     assert "eval.yaml:2: evaluation set mine: unknown key temprature" in str(caught.value)
     assert "--rollout-temperature 0" in str(caught.value)
+
+
+def test_a_missing_data_file_is_told_with_its_line(tmp_path):
+    (tmp_path / "eval.yaml").write_text("datasets:\n  - {name: mine, path: /nowhere.jsonl}\n  - {name: other}\n")
+    with pytest.raises(UserError) as caught:
+        parse(tmp_path, "--eval-config", str(tmp_path / "eval.yaml"), "--eval-interval", "1")
+    assert str(caught.value).splitlines() == [
+        f"{tmp_path}/eval.yaml:3: evaluation set other: path missing",
+        f"{tmp_path}/eval.yaml:2: path /nowhere.jsonl: there is no file /nowhere.jsonl",
+    ]

@@ -5,6 +5,8 @@ import pytest
 from slime.arguments.config_files.role_config import apply_role_config, role_args
 from slime.arguments.origins import Origin
 from slime.arguments.parser import ArgumentParser, parse_known
+from slime.utils.errors import UserError
+from tests.support.args import parse
 
 
 def make_parser() -> ArgumentParser:
@@ -90,6 +92,19 @@ def test_sizes_of_a_role_have_no_effect_and_are_warned_about(tmp_path, caplog):
     assert "num_nodes has no effect" in caplog.text and "num-gpus-per-node has no effect" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "megatron: [{role: critic, overrides: {num_nodes: 2, num_gpus_per_node: 4, lr: 1e-5}}]\n",
+        "critic: {num-gpus-per-node: 4, lr: 1e-5}\n",
+    ],
+)
+def test_sizes_below_the_overrides_have_no_effect_either(tmp_path, caplog, text):
+    args, violations = apply(tmp_path, text)
+    assert violations == [] and args.role_overrides == {"critic": {"lr": 1e-5}}
+    assert "roles.yaml:1: num" in caplog.text and "has no effect" in caplog.text
+
+
 def test_a_critic_without_ppo_is_warned_about(tmp_path, caplog):
     apply(tmp_path, "megatron: [{role: critic}]\n", "--advantage-estimator", "grpo")
     assert "the run has no critic" in caplog.text
@@ -109,6 +124,7 @@ def test_a_critic_without_ppo_is_warned_about(tmp_path, caplog):
         ("megatron:\n  - role: actor\n    overrides:\n      lr: fast\n", 4, "invalid float value"),
         ("megatron:\n  - role: actor\n    overrides: {min_lrr: 1}\n", 3, "did you mean min_lr?"),
         ("megatron:\n  - role: actor\n    overrides: {megatron_config_path: x}\n", 3, "cannot name another file"),
+        ("megatron:\n  - role: critic\n    overrides: {qkv_format: thd}\n", 3, "qkv_format does not exist any more"),
         ("megatrn: []\n", 1, "did you mean megatron?"),
         ("megatron: 3\n", 1, "expected a list"),
         ("megatron: [3]\n", 1, "is no entry"),
@@ -124,3 +140,21 @@ def test_an_unknown_role_is_refused(tmp_path):
     args, _ = apply(tmp_path, "")
     with pytest.raises(ValueError, match="role 'reward'"):
         role_args(args, "reward")
+
+
+def test_the_critic_has_its_own_training_and_nothing_else(tmp_path):
+    path = tmp_path / "roles.yaml"
+    path.write_text(
+        "megatron:\n  - role: critic\n    overrides:\n      lr: -1\n      tensor_model_parallel_size: 7\n"
+        "      rollout_batch_size: 64\n      sglang_page_size: 1\n      max_tokens_per_gpu: 100\n"
+    )
+    with pytest.raises(UserError) as error:
+        parse(tmp_path, "--advantage-estimator", "ppo", "--megatron-config-path", str(path), "--dry-run")
+    lines = str(error.value).splitlines()
+    assert {line.removeprefix(str(path)).split(";")[0] for line in lines} == {
+        ":6: rollout_batch_size is the same for actor and critic",
+        ":7: sglang_page_size is the same for actor and critic",
+        ", role critic: --lr -1.0: it must be at least 0",
+        ", role critic: tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size = 7 must divide "
+        "the 1 training ranks, which it shares with the actor",
+    }

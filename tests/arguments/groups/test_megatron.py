@@ -33,6 +33,7 @@ DEPARTURES: dict[str, tuple[set[str], str]] = {
     "--lr": ({"default"}, OUR_DEFAULTS["lr"][1]),
     "--attention-dropout": ({"default"}, OUR_DEFAULTS["attention_dropout"][1]),
     "--hidden-dropout": ({"default"}, OUR_DEFAULTS["hidden_dropout"][1]),
+    "--log-interval": ({"default"}, "every step is logged"),
     "--micro-batch-size": ({"default"}, "one sample unless more are asked for"),
     "--moe-hybridep-num-sms": ({"default"}, _NEWER),
     "--mtp-loss-scaling-factor": ({"default"}, "this trainer's weight"),

@@ -11,6 +11,7 @@ from slime.arguments.groups.own import OWN_GROUPS
 from slime.arguments.not_yet.own import ROWS
 from slime.utils.errors import UserError
 from tests.support.args import command_line, parse
+from tests.support.rules import violations
 
 ROOT = Path(__file__).parents[3]
 # These say what a flag is, not what it does.
@@ -113,3 +114,8 @@ def test_what_follows_from_a_flag_is_not_refused_besides(tmp_path):
     assert str(error.value).splitlines() == [
         "--colocate: sharing GPUs between training and engines is not built yet; drop the flag (--dry-run plans with it)"
     ]
+
+
+def test_lists_are_shown_as_they_are_typed(tmp_path):
+    lines = violations(tmp_path, "--rollout-external-engine-addrs 10.0.0.1:1 10.0.0.2:1")
+    assert any(line.startswith("--rollout-external-engine-addrs 10.0.0.1:1 10.0.0.2:1: engines that") for line in lines)

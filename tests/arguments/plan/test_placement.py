@@ -55,11 +55,14 @@ def test_topology_of_a_file(tmp_path):
     assert plan.placement.engines == 3
 
 
-def test_256_gpus_take_one_block():
+def test_256_gpus_take_one_block_and_a_line_for_each_pipeline_stage():
     plan = make_plan(planned(TWO_NODES, "--actor-num-nodes", "32"))
     lines = placement_lines(plan.placement, plan.layout)
-    assert plan.placement.num_gpus == 256 and len(lines) < 12
-    assert lines[-1] == "nodes 1-31 alike: ranks 8-255, tp 0-3, ep 0-7, dp 0-31, pp 0-1, engine 1-31"
+    assert plan.placement.num_gpus == 256 and len(lines) < 13
+    assert lines[-2:] == [
+        "nodes 1-15 alike: ranks 8-127, tp 0-3, ep 0-7, dp 2-31, pp 0, engine 1-15",
+        "nodes 16-31 alike: ranks 128-255, tp 0-3, ep 0-7, dp 0-31, pp 1, engine 16-31",
+    ]
 
 
 def test_a_node_that_differs_gets_its_own_block():

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from slime.arguments import parse_args
 from slime.arguments.plan import make_plan, plan_as_json, render, show_plan
 from slime.utils.errors import UserError
+from tests.support.args import command_line
 from tests.support.plans import SMALL, TWO_NODES, planned
 
 REPOSITORY = Path(__file__).parents[3]
@@ -63,6 +65,9 @@ def test_advice_names_only_what_is_not_used_yet():
     assert "--recompute-granularity full" in advice(SMALL)["activations"]
     assert "--sequence-parallel" not in advice(SMALL)["activations"]
     assert "--optimizer-cpu-offload" in advice(TWO_NODES)["optimizer"]
+    # Far too large for a GPU, no part goes without.
+    big = advice(SMALL, "--num-layers", "360")
+    assert all(big[part] for part in ("weights", "gradients", "optimizer", "activations")), big
     assert "--use-distributed-optimizer" in advice(SMALL, "--no-use-distributed-optimizer")["optimizer"]
 
 
@@ -71,7 +76,12 @@ def test_sync_cost_follows_link_and_bytes():
     assert plan.sync.bytes == 2 * 4_022_468_096 and plan.sync.transport == "process group"
     assert plan.sync.seconds == pytest.approx(plan.sync.bytes * 8 / 100e9)
     assert plan.sync.buckets == -(-plan.sync.bytes // 536870912)
-    assert make_plan(planned(TWO_NODES)).sync.transport == "shared handles"
+    shared = make_plan(planned(TWO_NODES))
+    assert shared.sync.transport == "shared handles" and shared.sync.seconds > 0
+    assert "on the same GPU, over no link" in render(shared) and "ranks gather what they hold: 1.2 s" in render(shared)
+    whole = SMALL.replace("--tensor-model-parallel-size 2 --sequence-parallel", "")
+    alone = planned(whole, "--colocate", "--rollout-num-gpus", "4")
+    assert make_plan(alone).sync.seconds == 0
 
 
 def test_without_a_shape_the_plan_says_which_flags_are_missing():
@@ -82,6 +92,68 @@ def test_without_a_shape_the_plan_says_which_flags_are_missing():
     assert plan.missing == ("--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--vocab-size")
     text = render(plan)
     assert "Missing: --hidden-size, --ffn-hidden-size, --num-attention-heads" in text and "node 0" in text
+
+
+def test_only_engines_are_planned_from_the_config(tmp_path):
+    words = [*command_line(tmp_path), "--debug-rollout-only", "--dry-run", "--dry-run-gpu-memory-gib", "80"]
+    plan = make_plan(parse_args(argv=words))
+    # 300 x 64 embedding, two layers of 64 x 64 x 3 attention and 3 x 64 x 128 MLP, norms of 16, 16, 64, 64, and the last.
+    assert plan.missing == () and plan.parameters.total == 300 * 64 + 2 * (12288 + 24576 + 160) + 64
+    assert plan.memory.training is None and plan.memory.serving.parts[0].bytes == 2 * plan.parameters.total
+    assert plan.sync is None and "not estimated" not in render(plan)
+
+
+def test_a_prompt_without_limit_makes_lower_bounds():
+    words = SMALL.replace("--rollout-max-prompt-len 1024", "").replace("7168", "8192")
+    plan = make_plan(planned(words))
+    # Two responses of 8192 fill the budget of 16384, so that their prompts do not fit.
+    assert plan.batch.micro_batches == 64 and "at least 64 micro-batches" in render(plan)
+    assert any("no flag limits the prompt" in note for note in plan.notes)
+    assert "at least" not in render(make_plan(planned(SMALL)))
+
+
+def test_an_assumed_length_is_shown():
+    words = SMALL.replace("--rollout-max-prompt-len 1024 --rollout-max-response-len 7168", "")
+    plan = make_plan(planned(words))
+    assert (plan.batch.longest_sample, plan.batch.assumed_sample) == (None, 4096)
+    text = render(plan)
+    assert (
+        "no flag limits a sample: 4096 tokens are assumed (--seq-length); token budget of a micro-batch: 16384" in text
+    )
+    assert plan.batch.micro_batches == 128 // 2 // 4 and "16 micro-batches per rank" in text
+
+
+def test_host_memory_is_explained():
+    plan = make_plan(planned(TWO_NODES, "--use-kl-loss"))
+    training = plan.memory.training
+    weights = next(part.bytes for part in training.parts if part.name == "weights")
+    asleep, copies = training.host_parts
+    # The reference, and the actor's weights that are put aside while it is in place.
+    assert copies.bytes == 2 * weights and copies.name == "sets of weights (reference, actor put aside)"
+    assert asleep.bytes + copies.bytes == training.host
+    assert "(reference, actor put aside)" in render(plan)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_trainer_that_is_not_estimated_does_not_fit_by_itself(shared):
+    placed = ["--colocate"] if shared else ["--rollout-num-gpus", "8"]
+    args = planned(SMALL, *placed)
+    args.train_backend = "fsdp"
+    plan = make_plan(args)
+    training, generation = plan.memory.phases
+    assert (training.trainer, training.fits) == (None, None)
+    assert (generation.trainer, generation.fits) == ((None, None) if shared else (0, True))
+    assert "not known" in render(plan) and not any("does not fit" in warning for warning in plan.warnings)
+
+
+def test_a_sample_above_the_budget_is_said_once(caplog):
+    words = [*SMALL.split(), "--max-tokens-per-gpu", "1000"]
+    for backend in ("megatron", "fsdp"):
+        args = planned(" ".join(words))
+        args.train_backend = backend
+        plan = make_plan(args)
+        assert sum("longest allowed sample" in warning for warning in plan.warnings) == 1
+    assert "longest allowed sample" not in caplog.text
 
 
 def test_layers_that_do_not_divide_are_an_error():
@@ -127,6 +199,13 @@ def test_json_round_trip(tmp_path, capsys):
     args.dry_run_json = "-"
     show_plan(args)
     assert json.loads(capsys.readouterr().out)["memory"]["gpu_memory"] == 80 * GIB
+
+
+def test_a_file_that_cannot_be_written_is_named_before_anything_is_printed(capsys):
+    args = planned(SMALL, "--dry-run-json", "/proc/nowhere/plan.json")
+    with pytest.raises(UserError, match="--dry-run-json /proc/nowhere/plan.json cannot be written"):
+        show_plan(args)
+    assert capsys.readouterr().out == ""
 
 
 def test_cpu_runs_are_planned_for_cpu(monkeypatch):

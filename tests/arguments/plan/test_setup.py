@@ -53,7 +53,7 @@ def test_vocabulary_is_padded_as_the_trainer_pads_it():
     "words, longest, limited",
     [
         ([], 8192, True),
-        (["--rollout-max-context-len", "4096"], 4096, True),
+        (["--rollout-max-context-len", "8000"], 8000, True),
         (["--rollout-max-context-len", "10000"], 8192, True),
     ],
 )

@@ -95,3 +95,8 @@ def test_context_parallel_ranks_share_the_longest_sample(tmp_path, caplog):
     words = "--rollout-max-context-len 300 --use-dynamic-batch-size --max-tokens-per-gpu 150 --dry-run"
     parse(tmp_path, *words.split(), "--context-parallel-size", "2", "--actor-num-gpus-per-node", "2")
     assert "longest allowed sample" not in caplog.text
+
+
+def test_a_response_alone_may_be_above_the_token_budget(tmp_path, caplog):
+    parse(tmp_path, *["--use-dynamic-batch-size", "--max-tokens-per-gpu", "100", "--rollout-max-response-len", "400"])
+    assert "the longest allowed sample has 400 tokens, more than --max-tokens-per-gpu 100 x" in caplog.text

@@ -1,5 +1,6 @@
 import pytest
 
+from tests.support.args import parse
 from tests.support.rules import assert_violation, violations
 
 
@@ -35,12 +36,24 @@ def test_rule(tmp_path, words, message):
 @pytest.mark.parametrize(
     "flag, known",
     [
-        ("--save-hf", "{rollout_id}"),
-        ("--save-debug-rollout-data", "{rollout_id}"),
-        ("--save-debug-train-data", "{rollout_id} {rank}"),
-        ("--ci-save-grad-norm", "{role} {rollout_id} {step_id}"),
+        ("--save-hf", "{rollout_id} is"),
+        ("--save-debug-rollout-data", "{rollout_id} is"),
+        ("--save-debug-train-data", "{rollout_id} {rank} are"),
+        ("--ci-save-grad-norm", "{role} {rollout_id} {step_id} are"),
     ],
 )
 def test_unknown_placeholders(tmp_path, flag, known):
     lines = violations(tmp_path, [flag, "/d/{stage}.pt"])
-    assert f"{flag} /d/{{stage}}.pt: KeyError('stage'); only {known} is filled in" in lines
+    assert f"{flag} /d/{{stage}}.pt: nothing fills in {{stage}}; only {known} filled in" in lines
+
+
+def test_a_dump_that_overwrites_itself_is_warned_about(tmp_path, caplog):
+    parse(tmp_path, "--save-debug-rollout-data", str(tmp_path / "x.pt"))
+    assert "every rollout writes over the one before" in caplog.text
+    caplog.clear()
+    parse(tmp_path, "--save-debug-rollout-data", str(tmp_path / "{rollout_id}.pt"))
+    assert caplog.text == ""
+
+
+def test_what_follows_from_another_flag_is_not_asked_for(tmp_path):
+    assert not any(line.startswith("--save-interval") for line in violations(tmp_path, "--release-train"))

@@ -3,7 +3,7 @@ import pytest
 from slime.arguments import parse_args
 from slime.utils.errors import UserError
 from tests.support.args import command_line, parse
-from tests.support.rules import assert_violation
+from tests.support.rules import assert_violation, violations
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,11 @@ def test_a_wrong_row_is_an_error_in_a_dry_run_too(tmp_path):
 def test_an_own_data_source_reads_its_files_in_its_own_way(tmp_path):
     (tmp_path / "other.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
     parse(tmp_path, "--data-source-path", "my.Source", "--prompt-data", str(tmp_path / "other.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "words", ["--eval-prompt-data a b c", "--eval-config {tmp}/nothing.yaml"], ids=["odd words", "no such file"]
+)
+def test_sets_that_cannot_be_read_are_not_asked_for_again(tmp_path, words):
+    lines = violations(tmp_path, f"--eval-interval 2 {words}")
+    assert len(lines) == 1 and "needs data sets" not in lines[0]

@@ -1,10 +1,12 @@
 """What must exist: a run is refused without it, a dry run tells it beside the plan."""
 
 import logging
+import re
 
 import pytest
 
 from slime.arguments import parse_args
+from slime.arguments.plan import make_plan, render
 from slime.utils.errors import UserError
 from tests.support.args import command_line, parse
 from tests.support.rules import assert_violation
@@ -90,8 +92,40 @@ def test_a_plan_needs_no_checkpoint_when_the_shape_is_typed(tmp_path):
     ]
 
 
-def test_a_plan_without_any_shape_is_refused(tmp_path):
+def test_a_plan_without_any_shape_leaves_memory_out(tmp_path):
     words = [word for word in command_line(tmp_path) if word != "--model-args-from-hf"]
     words[1] = "/nowhere/model"
-    with pytest.raises(UserError, match="the model's shape is not known: give --num-layers, --hidden-size"):
-        parse_args(argv=[*words, "--dry-run"])
+    plan = make_plan(parse_args(argv=[*words, "--dry-run"]))
+    assert plan.memory is None
+    assert "--num-layers" in render(plan)
+    with pytest.raises(UserError, match="--hf-checkpoint /nowhere/model: no such directory"):
+        parse_args(argv=words)
+
+
+@pytest.mark.parametrize("flag", ["--save", "--dump-details", "--save-hf", "--save-debug-rollout-data"])
+def test_a_place_that_cannot_be_written(tmp_path, flag):
+    (tmp_path / "file").write_text("")
+    path = str(tmp_path / "file" / "x" / "{rollout_id}.pt") if "rollout" in flag else str(tmp_path / "file" / "x")
+    words = [flag, path, *([] if flag != "--save-hf" else ["--save", str(tmp_path / "run")])]
+    message = f"{flag} {path}: {tmp_path}/file is a file, not a directory; give a place where you may write"
+    assert_violation(tmp_path, words, message.replace("{rollout_id}", "{{rollout_id}}"))
+    assert message in parse(tmp_path, *words, "--dry-run").plan_notes
+
+
+def test_a_file_system_that_takes_no_files(tmp_path):
+    note = next(note for note in parse(tmp_path, "--save", "/proc/x", "--dry-run").plan_notes if "/proc" in note)
+    assert re.fullmatch(r"--save /proc/x: /proc cannot be written \(.*\); give a place where you may write", note)
+
+
+def test_writable_places_are_left_as_they_were(tmp_path):
+    before = sorted(path.name for path in tmp_path.iterdir())
+    command_line(tmp_path)
+    parse(tmp_path, "--save", str(tmp_path / "a" / "b"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({*before, "model", "prompts.jsonl"})
+
+
+def test_a_name_of_the_hub_gets_a_hint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        parse(tmp_path, "--hf-checkpoint", "Qwen/Qwen3-4B")
+    assert "`hf download Qwen/Qwen3-4B --local-dir " in str(error.value) and "\n" not in str(error.value)

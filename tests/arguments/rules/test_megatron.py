@@ -54,6 +54,9 @@ def violations(tmp_path, words: str) -> str:
         ("--num-layers 61 --actor-num-gpus-per-node 4 --pipeline-model-parallel-size 4 "
          "--decoder-last-pipeline-num-layers 14",
          "--num-layers 61 over --pipeline-model-parallel-size 4 --decoder-last-pipeline-num-layers 14: 47 layers cannot"),
+        ("--num-layers-per-virtual-pipeline-stage 1",
+         "--num-layers-per-virtual-pipeline-stage 1 with --pipeline-model-parallel-size 1: nothing is interleaved there; drop "
+         "it, or give a pipeline size above 1"),
         ("--num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2",
          "--num-layers-per-virtual-pipeline-stage 1 and --num-virtual-stages-per-pipeline-rank 2 say the same in two ways"),
         ("--num-layers 12 --actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 "

@@ -21,9 +21,21 @@ CASES = [
         "built yet",
     ),
     (
-        "--rollout-num-gpus 16 --rollout-num-gpus-per-engine 16",
-        "--rollout-num-gpus-per-engine 16 is above --num-gpus-per-node 8: engines over several nodes are not built yet; an "
+        "--rollout-num-gpus 4 --rollout-num-gpus-per-engine 4 --num-gpus-per-node 2",
+        "--rollout-num-gpus-per-engine 4 is above --num-gpus-per-node 2: engines over several nodes are not built yet; an "
         "engine must fit on one node",
+    ),
+    (
+        "--actor-num-gpus-per-node 2 --global-batch-size 8 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2 "
+        "--num-gpus-per-node 3",
+        "--rollout-num-gpus-per-engine 2: an engine would have the GPUs 2 to 3 of the run, which lie on two nodes "
+        "(--num-gpus-per-node 3, training takes the first 2): engines over several nodes are not built yet; give "
+        "--rollout-num-gpus-per-engine 1",
+    ),
+    (
+        "--debug-rollout-only --rollout-num-gpus 8 --rollout-num-gpus-per-engine 4 --num-gpus-per-node 6",
+        "--rollout-num-gpus-per-engine 4: an engine would have the GPUs 4 to 7 of the run, which lie on two nodes "
+        "(--num-gpus-per-node 6): engines over several nodes are not built yet; give --rollout-num-gpus-per-engine 1 or 2",
     ),
 ]
 

@@ -22,6 +22,28 @@ REASON = "with --true-on-policy-mode samples must come from the weights that tra
             "--rollout-max-context-len 10 --rollout-max-prompt-len 10",
             "--rollout-max-prompt-len 10 must be below --rollout-max-context-len 10, at most 9",
         ),
+        ("--rollout-temperature nan", "--rollout-temperature nan: it must be a finite number"),
+        (
+            "--rollout-max-context-len 10 --rollout-max-response-len 20",
+            "--rollout-max-response-len 20 must be below --rollout-max-context-len 10, at most 9",
+        ),
+        (
+            "--eval-max-context-len 10 --eval-max-response-len 20",
+            "--eval-max-response-len 20 must be below --eval-max-context-len 10, at most 9",
+        ),
+        (
+            "--rollout-max-response-len 1000",
+            "--rollout-max-response-len 1000 is above the model's --max-position-embeddings 512; give at most that",
+        ),
+        (
+            "--eval-max-context-len 1000",
+            "--eval-max-context-len 1000 is above the model's --max-position-embeddings 512; give at most that",
+        ),
+        (
+            "--rm-type nosuch",
+            "--rm-type nosuch is no built-in reward; known types: dapo, deepscaler, f1, math, random (each also with the "
+            "prefix boxed_), or give --custom-rm-path",
+        ),
         (
             "--rollout-max-context-len 1000",
             "--rollout-max-context-len 1000 is above the model's --max-position-embeddings 512; give at most that",
@@ -81,3 +103,13 @@ def test_masked_partial_rollouts_are_on_policy(tmp_path):
 
 def test_the_position_limit_is_the_models_only_when_it_is_known(tmp_path):
     assert parse(tmp_path, "--rollout-max-context-len", "512").rollout_max_prompt_len == 511
+
+
+def test_an_empty_stop_string(tmp_path):
+    message = "--rollout-stop: an empty stop string would end every response at once; give text, or drop the flag"
+    assert_violation(tmp_path, ["--rollout-stop", "###", ""], message)
+
+
+def test_reward_types_of_own_functions_and_boxed_ones_are_free(tmp_path):
+    parse(tmp_path, "--rm-type", "boxed_math")
+    parse(tmp_path, "--rm-type", "mine", "--custom-rm-path", "my.reward")

@@ -4,15 +4,31 @@ import re
 
 import pytest
 
+from slime.arguments import parse_args
 from slime.arguments.rules.serving import REFUSED
+from slime.backends.sglang_utils.server_arguments import compute_server_arguments
 from slime.utils.errors import UserError
-from tests.support.args import parse
+from tests.support.args import command_line, parse, write_config
 
 
 def refusal(directory, words: str) -> str:
     with pytest.raises(UserError) as error:
         parse(directory, *words.split())
     return str(error.value)
+
+
+def test_ranks_may_share_key_value_heads_and_attention_may_be_parallel_over_data(tmp_path):
+    engine = ("--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "4", "--dry-run")
+    parse(tmp_path, *engine)  # 2 key-value heads on 4 ranks
+    with pytest.raises(UserError, match="4 tensor-parallel ranks cannot share"):
+        parse_with_heads(tmp_path, 6, *engine)
+    parse_with_heads(tmp_path, 6, *engine, "--sglang-enable-dp-attention", "--sglang-dp-size", "2")
+
+
+def parse_with_heads(directory, heads: int, *words: str):
+    base = command_line(directory)
+    write_config(directory / "model", num_attention_heads=heads)
+    return parse_args(argv=[*base, *words])
 
 
 @pytest.mark.parametrize(
@@ -26,6 +42,17 @@ def refusal(directory, words: str) -> str:
             "--sglang-tp-size 2",
             "--sglang-tp-size 2 contradicts the tensor-parallel size 1 .*; .*--rollout-num-gpus-per-engine 2",
         ),
+        (
+            "--rollout-num-gpus 3 --rollout-num-gpus-per-engine 3",
+            "--rollout-num-gpus-per-engine 3: 3 tensor-parallel ranks cannot share the model's 4 attention heads and 2 "
+            "key-value heads evenly; 2 or 4 would do",
+        ),
+        (
+            "--debug-rollout-only --rollout-num-gpus 8 --rollout-num-gpus-per-engine 8 --dry-run",
+            "8 tensor-parallel ranks cannot share the model's 4 attention heads .*; 4 would do",
+        ),
+        ("--prefill-num-servers 1 --rollout-num-gpus 1", "(?m)of the 1 engines .* give 1, and --rollout-num-gpus 2$"),
+        ("--prefill-num-servers 2 --rollout-num-gpus 2", "(?m)of the 2 engines .* give 1$"),
         ("--sglang-tp 2", "--sglang-tp-size 2 contradicts"),
         ("--sglang-dp-size 2", "--sglang-dp-size 2 needs --sglang-enable-dp-attention"),
         (
@@ -73,7 +100,7 @@ def refusal(directory, words: str) -> str:
         ("--sglang-host 0.0.0.0", "--sglang-host 0.0.0.0: .* SLIME_HOST_IP"),
         ("--sglang-skip-tokenizer-init", "--sglang-skip-tokenizer-init: rollouts need the text"),
         ("--sglang-delete-ckpt-after-loading", "--sglang-delete-ckpt-after-loading: it deletes --hf-checkpoint"),
-        ("--router-worker-urls http://a:1", r"--router-worker-urls \['http://a:1'\]: the run starts its engines"),
+        ("--router-worker-urls http://a:1", "--router-worker-urls http://a:1: the run starts its engines"),
     ],
 )  # fmt: skip
 def test_a_broken_rule_names_flags_values_and_a_way_out(tmp_path, words, message):
@@ -117,3 +144,13 @@ def test_keys_are_not_repeated_in_a_refusal(tmp_path):
 def test_refused_flags_exist(tmp_path):
     args = parse(tmp_path)
     assert [name for name in REFUSED if not hasattr(args, name)] == []
+
+
+def test_a_server_field_has_the_same_value_under_all_its_names(tmp_path):
+    words = ["--sglang-cuda-graph-bs", "1", "2", "--sglang-ep", "1", "--rollout-num-gpus", "1"]
+    args = parse(tmp_path, *words)
+    assert args.sglang_cuda_graph_bs == args.sglang_cuda_graph_bs_decode == [1, 2]
+    assert args.sglang_ep == args.sglang_expert_parallel_size == args.sglang_ep_size == 1
+    assert args.sglang_dp is None and args.origins["sglang_ep"] == "command line"
+    typed = compute_server_arguments(args, 0, host="h", port=1, nccl_port=2, on_cpu=True).typed
+    assert typed >= {"cuda_graph_bs_decode", "ep_size"} and not typed & {"cuda_graph_bs", "ep", "expert_parallel_size"}

@@ -13,11 +13,37 @@ from tests.support.rules import assert_violation, violations
         ("--num-rollout -1", "--num-rollout -1: it must be at least 0"),
         ("--max-weight-staleness -1", "--max-weight-staleness -1: it must be at least 0"),
         ("--rm-timeout 0", "--rm-timeout 0.0: it must be above 0"),
+        ("--lr nan", "--lr nan: it must be a finite number"),
+        ("--lr inf", "--lr inf: it must be a finite number"),
+        ("--adam-beta1 1.5", "--adam-beta1 1.5: it must be at least 0 and below 1 (0.9 is usual)"),
+        ("--adam-eps -1", "--adam-eps -1.0: it must be at least 0"),
+        ("--weight-decay -1", "--weight-decay -1.0: it must be at least 0"),
+        ("--seed -1", "--seed -1: it must be at least 0"),
+        ("--rollout-seed 99999999999999999999", "--rollout-seed 99999999999999999999: a seed is at most 2147483647"),
+        ("--num-layers -3", "--num-layers -3: it must be at least 1"),
         ("--dry-run-link-gbps 0", "--dry-run-link-gbps 0.0: it must be above 0"),
     ],
 )
 def test_numbers_below_their_least_value(tmp_path, words, message):
     assert_violation(tmp_path, words, message)
+
+
+def test_other_rules_are_told_with_them(tmp_path):
+    words = "--keep-last 0 --rollout-temperature 0 --eval-interval 3 --save-interval 2"
+    assert violations(tmp_path, words) == [
+        "--keep-last 0: it must be at least 1",
+        "--rollout-temperature 0.0: training needs a value above 0 (1.0 is usual); --eval-temperature may be 0",
+        "--eval-interval 3 needs data sets: give --eval-prompt-data name path, or --eval-config",
+        "--save-interval needs --save, the directory of checkpoints",
+    ]
+
+
+def test_no_rule_speaks_of_a_number_that_was_replaced(tmp_path):
+    words = "--tensor-model-parallel-size 0 --actor-num-gpus-per-node 3 --eval-top-p 2"
+    assert violations(tmp_path, words) == [
+        "--tensor-model-parallel-size 0: it must be at least 1",
+        "--eval-top-p 2.0: it is a share of the probability, above 0 and at most 1",
+    ]
 
 
 def test_all_of_them_are_named_before_anything_is_derived(tmp_path):

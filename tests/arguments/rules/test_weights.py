@@ -1,7 +1,7 @@
 import pytest
 
 from tests.support.args import parse
-from tests.support.rules import assert_violation
+from tests.support.rules import assert_violation, violations
 
 RELEASE = "--release-train recreates the trainer from a checkpoint for each step"
 COMPLETE_DELTA = (
@@ -77,3 +77,8 @@ def test_complete_settings_break_no_rule(tmp_path, words):
 
 def test_a_released_trainer_saves_every_rollout(tmp_path):
     assert parse(tmp_path, *COMPLETE_RELEASE.split(), "--dry-run").save_interval == 1
+
+
+def test_one_advice_for_deltas_of_colocated_engines(tmp_path):
+    lines = violations(tmp_path, "--update-weight-mode delta --colocate")
+    assert not any("give --update-weight-transport disk" in line or "local-checkpoint-dir" in line for line in lines)

@@ -4,11 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime.rollout.rm_hub import builtin_rewards
 from slime.rollout.rm_hub.builtin_rewards import compute_builtin_reward
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.math_dapo_utils import compute_score, normalize_final_answer, remove_boxed
 from slime.utils.errors import UserError
+from slime.utils.reward_types import REWARD_TYPES
 from slime.utils.types import Sample
 
 
@@ -120,3 +122,7 @@ def test_unknown_types_list_the_known_ones(rm_type, metadata):
 def test_a_missing_label_is_named():
     with pytest.raises(UserError, match=r"sample 3 has no label, which --rm-type math needs; see --label-key"):
         grade("math", r"\boxed{5}", None)
+
+
+def test_the_command_line_knows_the_same_names():
+    assert tuple(sorted(builtin_rewards._REWARDS)) == REWARD_TYPES

@@ -1,0 +1,46 @@
+"""What the overrides of a critic may say: how it is trained. What it is trained on, and where, is the run's."""
+
+import argparse
+import math
+from collections.abc import Iterator
+
+from slime.arguments.config_files.yaml_file import YamlMapping
+from slime.arguments.help_text import groups_of
+from slime.arguments.rules.sizes import replace_wrong_sizes
+
+# Groups of flags that a run has once, for actor and critic together, and the flags in them that a critic may have alone.
+_GROUPS_OF_THE_RUN = (
+    "configuration", "cluster and placement", "rollout", "data and batches", "evaluation", "reward", "fault tolerance",
+    "network and buffer service", "logging and tracking", "debugging", "SGLang", "Router",
+)  # fmt: skip
+_OF_A_CRITIC_TOO = frozenset(
+    {"hf_checkpoint", "model_name", "micro_batch_size", "max_tokens_per_gpu", "data_pad_size_multiplier"}
+)
+_PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+def check_flags(overrides: YamlMapping, keys: dict[str, str], parser: argparse.ArgumentParser) -> Iterator[str]:
+    """A message for every override of a flag that a critic cannot have for itself. `keys`: attribute → key in the file."""
+    of_the_run = {
+        action.dest
+        for title, actions in groups_of(parser)
+        if title.startswith(_GROUPS_OF_THE_RUN)
+        for action in actions
+    }
+    for name in keys.keys() & (of_the_run - _OF_A_CRITIC_TOO):
+        key = keys[name]
+        yield f"{overrides.where(key)}: {key} is the same for actor and critic; give it on the command line"
+
+
+def size_violations(critic: argparse.Namespace, run: argparse.Namespace, path: str) -> Iterator[str]:
+    """A message for every size of the critic that cannot be. `critic` is a copy, and holds possible sizes afterwards."""
+    critic.typed_flags = set(critic.typed_flags)
+    for message in replace_wrong_sizes(critic).values():
+        yield f"{path}, role critic: {message}"
+    sizes = [getattr(critic, name) for name in _PARALLEL_SIZES]
+    ranks, product = run.actor_num_nodes * run.actor_num_gpus_per_node, math.prod(sizes)
+    if ranks % product and sizes != [getattr(run, name) for name in _PARALLEL_SIZES]:
+        yield (
+            f"{path}, role critic: {' x '.join(_PARALLEL_SIZES)} = {product} must divide the {ranks} training ranks, which "
+            "it shares with the actor; 1 for each would do"
+        )

@@ -1,0 +1,14 @@
+"""Names of the built-in rewards: one list for the check of `--rm-type` and for the graders themselves."""
+
+BOXED = "boxed_"
+REWARD_TYPES = ("dapo", "deepscaler", "f1", "math", "random")
+
+
+def is_reward_type(name: str) -> bool:
+    """Whether `name` is a built-in reward, with or without the prefix that grades the last box alone."""
+    return name.strip().removeprefix(BOXED) in REWARD_TYPES
+
+
+def known_reward_types() -> str:
+    """The names as a message tells them."""
+    return f"{', '.join(REWARD_TYPES)} (each also with the prefix {BOXED})"

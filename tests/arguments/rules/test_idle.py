@@ -1,0 +1,43 @@
+"""Flags that change nothing beside the others are warned about, once each."""
+
+import pytest
+
+from tests.support.args import parse
+
+DYNAMIC = "--use-dynamic-batch-size --max-tokens-per-gpu 512"
+
+
+@pytest.mark.parametrize(
+    "words, warning",
+    [
+        ("--kl-loss-coef 0.1", "--kl-loss-coef: no effect without --use-kl-loss"),
+        ("--use-unbiased-kl", "--use-unbiased-kl: no effect without --use-kl-loss or --kl-coef"),
+        ("--kl-loss-type k2", "--kl-loss-type: no effect without --use-kl-loss or --kl-coef"),
+        ("--mask-offpolicy-in-partial-rollout", "--mask-offpolicy-in-partial-rollout: no effect without --partial-rollout"),
+        (f"--micro-batch-size 4 {DYNAMIC}", "--micro-batch-size: no effect with --use-dynamic-batch-size"),
+        ("--max-tokens-per-gpu 512", "--max-tokens-per-gpu: no effect without --use-dynamic-batch-size"),
+        ("--num-epoch 2", "--num-epoch 2 is ignored: --num-rollout 4 is given"),
+        ("--no-save-optim", "--no-save-optim: no effect without --save"),
+        ("--custom-loss-function-path m.f", "--custom-loss-function-path: no effect without --loss-type custom_loss"),
+        ("--no-use-tensorboard --tb-project-name p", "--tb-project-name: no effect without --use-tensorboard"),
+        ("--eval-prompt-data a {tmp}/prompts.jsonl", "--eval-prompt-data: no effect without --eval-interval"),
+    ],
+)  # fmt: skip
+def test_warning(tmp_path, caplog, words, warning):
+    parse(tmp_path, *words.format(tmp=tmp_path).split(), "--dry-run")
+    assert [record.getMessage() for record in caplog.records].count(warning) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--kl-loss-coef 0.00 --kl-loss-type low_var_kl",
+        "--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k2 --use-unbiased-kl --ref-load {tmp}/model",
+        "--partial-rollout --mask-offpolicy-in-partial-rollout",
+        f"--micro-batch-size 1 {DYNAMIC}",
+        "--save {tmp}/run --no-save-optim",
+    ],
+)
+def test_no_warning(tmp_path, caplog, words):
+    parse(tmp_path, *words.format(tmp=tmp_path).split(), "--dry-run")
+    assert "no effect" not in caplog.text
