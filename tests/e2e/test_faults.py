@@ -80,7 +80,8 @@ def test_bad_input_ends_before_anything_starts(flags, tmp_path, words, message):
 def test_a_broken_row_is_named_by_file_and_line(flags, task, tmp_path):
     broken = tmp_path / "broken.jsonl"
     broken.write_text("".join(task.prompts.read_text().splitlines(keepends=True)[:3]) + '{"prompt": \n')
-    message = run_to_error([*flags, "--prompt-data", broken], tmp_path / "run", 2)
+    with_broken = [str(broken) if word == str(task.prompts) else word for word in flags]
+    message = run_to_error(with_broken, tmp_path / "run", 2)
     assert message.startswith(f"{broken}:4: no valid JSON")
     assert "Traceback" not in message
 
