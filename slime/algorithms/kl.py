@@ -3,14 +3,15 @@
 With d = log π − log π_base of the sampled token: k1 = d, k2 = d²/2, k3 = e^{−d} − 1 + d. `low_var_kl` is k3 within ±10.
 """
 
+from collections.abc import Sequence
+
 import torch
 
+from slime.algorithms.ratios import saturated
 from slime.utils.errors import UserError
 
 KL_LOSS_TYPES = ("k1", "k2", "k3", "low_var_kl")
 LOW_VAR_KL_BOUND = 10.0
-# Largest exponent that float32 can hold with room to spare: an infinity inside a clamped value would make its gradient NaN.
-MAX_EXPONENT = 80.0
 
 
 def compute_approx_kl(
@@ -29,10 +30,8 @@ def compute_approx_kl(
         kl = difference
     elif kl_loss_type == "k2":
         kl = difference.square() / 2
-    elif kl_loss_type == "k3":
-        kl = torch.expm1(-difference) + difference
-    elif kl_loss_type == "low_var_kl":
-        kl = torch.expm1((-difference).clamp(max=MAX_EXPONENT)) + difference
+    elif kl_loss_type in ("k3", "low_var_kl"):
+        kl = torch.expm1(saturated(-difference)) + difference
     else:
         raise UserError(f"--kl-loss-type {kl_loss_type}: unknown; choose one of {', '.join(KL_LOSS_TYPES)}")
 
@@ -41,3 +40,26 @@ def compute_approx_kl(
     if kl_loss_type == "low_var_kl":
         kl = kl.clamp(-LOW_VAR_KL_BOUND, LOW_VAR_KL_BOUND)
     return kl
+
+
+def approx_kl_of_responses(
+    log_probs: Sequence[torch.Tensor] | None,
+    log_probs_base: Sequence[torch.Tensor] | None,
+    response_lengths: Sequence[int],
+    kl_loss_type: str,
+    *,
+    device: torch.device | str | None = None,
+) -> list[torch.Tensor]:
+    """Estimated KL of every response for use in rewards: float32 [response_lengths[i]] each, without gradient.
+
+    Zeros, on `device`, where there is nothing to compare because either side is None (no KL penalty, or no log-prob pass).
+    Lengths are those of the local parts if the log-probs are.
+    """
+    if log_probs is None or log_probs_base is None:
+        return [torch.zeros(int(length), dtype=torch.float32, device=device) for length in response_lengths]
+    if [len(tokens) for tokens in log_probs] != [int(length) for length in response_lengths]:
+        raise ValueError(
+            f"log-probs of lengths {[len(t) for t in log_probs]} for responses of {list(response_lengths)}"
+        )
+    with torch.no_grad():
+        return [compute_approx_kl(new, base, kl_loss_type) for new, base in zip(log_probs, log_probs_base, strict=True)]

@@ -5,15 +5,16 @@ Invariants
 - The unit of a group's statistics is the execution (`rollout_id`): siblings of one execution count once, with their mean.
 - Every sibling gets the full reward of its own; the loss averages siblings, so nothing is divided here.
 - A group of one unit has no spread to divide by: its rewards are only centred. No input gives NaN.
+- Equal rewards are exactly 0 afterwards, whatever their size: rounding noise of a mean is not a spread to be scaled up.
 """
 
 import logging
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from slime.utils.errors import UserError
+from slime.utils.finite_number import finite_number
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ def normalize_rewards(
 
     group_of_sample = _dense_ids(_complete_group_indices(group_indices, group_size))
     unit_of_sample = _dense_ids(_unit_keys(group_of_sample, rollout_ids))
+    values -= _first_of_each(group_of_sample, values)[group_of_sample]
     unit_rewards = np.bincount(unit_of_sample, values) / np.bincount(unit_of_sample)
     group_of_unit = np.empty(len(unit_rewards), dtype=np.int64)
     group_of_unit[unit_of_sample] = group_of_sample
@@ -72,16 +74,19 @@ def _require_equal_lengths(rewards: Sequence, group_indices: Sequence, rollout_i
 def _finite_rewards(rewards: Sequence[float], group_indices: Sequence[int | None]) -> np.ndarray:
     values = np.empty(len(rewards), dtype=np.float64)
     for position, reward in enumerate(rewards):
-        try:
-            values[position] = reward
-        except (TypeError, ValueError):
-            values[position] = math.nan
-        if not math.isfinite(values[position]):
+        number = finite_number(reward)
+        if number is None:
             raise UserError(
                 f"the reward of sample {position} (group {group_indices[position]}) is {reward!r}, not a finite number; "
                 "mend the reward function, or name the number with --reward-key if it returns a dict"
             )
+        values[position] = number
     return values
+
+
+def _first_of_each(numbers_of: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The value at the first occurrence of each of the numbers 0, 1, …"""
+    return values[np.unique(numbers_of, return_index=True)[1]]
 
 
 def _complete_group_indices(group_indices: Sequence[int | None], group_size: int | None) -> Sequence[int]:

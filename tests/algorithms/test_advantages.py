@@ -1,30 +1,310 @@
 import pytest
 import torch
 
-from slime.algorithms.advantages import get_grpo_returns, grpo_advantages
+import slime.utils.ppo_utils as public
+from slime.algorithms.advantages import (
+    get_advantages_and_returns_batch,
+    get_grpo_returns,
+    get_reinforce_plus_plus_baseline_advantages,
+    get_reinforce_plus_plus_returns,
+    grpo_advantages,
+    ppo_advantages,
+    reinforce_plus_plus_returns,
+    token_rewards,
+)
+
+LENGTHS = (1, 127, 128, 129, 300)
 
 
-def test_every_token_gets_the_reward_of_its_sample():
-    advantages = grpo_advantages([0.5, -1.0, 2.0], [2, 0, 3])
-    assert [tokens.tolist() for tokens in advantages] == [[0.5, 0.5], [], [2.0, 2.0, 2.0]]
-    assert all(tokens.dtype == torch.float32 for tokens in advantages)
+def close(actual, expected):
+    torch.testing.assert_close(
+        actual, [torch.tensor(row, dtype=torch.float32) for row in expected], rtol=1e-5, atol=1e-5
+    )
 
 
-def test_rewards_may_be_a_tensor():
-    advantages = grpo_advantages(torch.tensor([1.0, 2.0], dtype=torch.float64), [1, 2])
-    assert [tokens.tolist() for tokens in advantages] == [[1.0], [2.0, 2.0]]
+def random_responses(seed):
+    """Rewards, kl, values and loss masks of eight responses: the LENGTHS with gaps in the masks, and three of a kind each."""
+    generator = torch.Generator().manual_seed(seed)
+    masks = [(torch.rand(length, generator=generator) < 0.7).int() for length in LENGTHS]
+    masks += [torch.zeros(129, dtype=torch.int32), torch.ones(128, dtype=torch.int32), torch.tensor([0, 0, 1, 1, 0])]
+    kl = [torch.randn(len(mask), generator=generator) for mask in masks]
+    values = [torch.randn(len(mask), generator=generator) for mask in masks]
+    return torch.randn(len(masks), generator=generator).tolist(), kl, values, masks
+
+
+def plain_token_rewards(reward, kl, mask, kl_coef):
+    rewards = [-kl_coef * k if m else 0.0 for k, m in zip(kl, mask, strict=True)]
+    if any(mask):
+        rewards[max(t for t, m in enumerate(mask) if m)] += reward
+    return rewards
+
+
+def plain_recurrence(rewards, values, mask, gamma, lambd, count_masked_tokens):
+    """GAE with all values 0 and λ = 1 is the discounted sum."""
+    length = len(mask)
+    advantages, returns = [0.0] * length, list(values)
+    advantage = next_value = 0.0
+    for t in reversed(range(length)):
+        if mask[t] or (count_masked_tokens and any(mask)):
+            advantage = rewards[t] + gamma * next_value - values[t] + gamma * lambd * advantage
+            next_value = values[t]
+            advantages[t], returns[t] = advantage, advantage + values[t]
+    return advantages, returns
+
+
+class TestGrpo:
+    def test_every_token_gets_the_reward_of_its_sample(self):
+        advantages = grpo_advantages([0.5, -1.0, 2.0], [2, 0, 3])
+        assert [tokens.tolist() for tokens in advantages] == [[0.5, 0.5], [], [2.0, 2.0, 2.0]]
+        assert all(tokens.dtype == torch.float32 for tokens in advantages)
+
+    def test_rewards_may_be_a_tensor(self):
+        advantages = grpo_advantages(torch.tensor([1.0, 2.0], dtype=torch.float64), [1, 2])
+        assert [tokens.tolist() for tokens in advantages] == [[1.0], [2.0, 2.0]]
+
+    def test_counts_that_differ_are_an_error(self):
+        with pytest.raises(ValueError, match="2 rewards and 1 responses"):
+            grpo_advantages([1.0, 2.0], [3])
+
+    def test_returns_take_their_lengths_from_kl(self):
+        kl = [torch.full((2,), 9.0), torch.full((1,), 9.0)]
+        assert [tokens.tolist() for tokens in get_grpo_returns([0.25, -0.5], kl)] == [[0.25, 0.25], [-0.5]]
+
+
+class TestTokenRewards:
+    def test_by_hand(self):
+        close(token_rewards([1.0], [torch.tensor([0.1, 0.2, 0.3])], [torch.ones(3)], 0.1), [[-0.01, -0.02, 0.97]])
+
+    def test_l4_logged_kl_stays_as_it_is(self):
+        rewards, kl, values, masks = random_responses(seed=0)
+        before = [tokens.clone() for tokens in kl]
+        ppo_advantages(rewards, kl, values, masks, kl_coef=0.5, gamma=0.9, lambd=0.9)
+        reinforce_plus_plus_returns(rewards, kl, masks, kl_coef=0.5, gamma=0.9)
+        get_reinforce_plus_plus_baseline_advantages(rewards, kl, masks, 0.5)
+        assert all(torch.equal(one, other) for one, other in zip(kl, before, strict=True))
+
+    def test_l5_end_reward_lands_on_the_last_trained_token_of_every_length(self):
+        lengths = range(1, 201)
+        masks = [torch.ones(length) for length in lengths]
+        for length, mask in zip(lengths, masks, strict=True):
+            mask[max(length - 3, 1) :] = 0
+        rewarded = token_rewards([2.0] * len(masks), [torch.zeros(length) for length in lengths], masks, 0.1)
+        for length, tokens in zip(lengths, rewarded, strict=True):
+            assert tokens.nonzero().flatten().tolist() == [max(length - 3, 1) - 1]
+            assert tokens.sum() == 2.0
+
+    def test_l6_kl_of_tool_tokens_never_reaches_a_result(self):
+        masks = [torch.tensor([1, 0, 1])]
+        values = [torch.tensor([0.5, 0.4, 0.3])]
+        for count in (False, True):
+            results = []
+            for tool_kl in (0.0, 1e6, float("nan")):
+                kl = [torch.tensor([0.1, tool_kl, 0.3])]
+                advantages, returns = ppo_advantages(
+                    [1.0], kl, values, masks, kl_coef=0.1, gamma=0.9, lambd=0.9, count_masked_tokens=count
+                )
+                sums = reinforce_plus_plus_returns([1.0], kl, masks, kl_coef=0.1, gamma=0.9, count_masked_tokens=count)
+                baseline = get_reinforce_plus_plus_baseline_advantages([1.0], kl, masks, 0.1)
+                results.append(torch.stack([*advantages, *returns, *sums, *baseline]))
+            assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+class TestPpo:
+    def test_by_hand(self):
+        advantages, returns = ppo_advantages(
+            [1.0],
+            [torch.tensor([0.1, 0.2, 0.3])],
+            [torch.tensor([0.5, 0.4, 0.3])],
+            [torch.ones(3)],
+            kl_coef=0.1,
+            gamma=1.0,
+            lambd=0.95,
+        )
+        close(advantages, [[0.380675, 0.5165, 0.67]])
+        close(returns, [[0.880675, 0.9165, 0.97]])
+
+    @pytest.mark.parametrize(
+        ("count_masked_tokens", "expected"),
+        [(False, [0.418306675, 0.0, 0.55535, 0.7]), (True, [0.408217428, 0.018306675, 0.55535, 0.7])],
+    )
+    def test_masked_token_by_hand(self, count_masked_tokens, expected):
+        values = [torch.tensor([0.5, 0.9, 0.4, 0.3])]
+        advantages, returns = ppo_advantages(
+            [1.0],
+            [torch.zeros(4)],
+            values,
+            [torch.tensor([1, 0, 1, 1])],
+            kl_coef=0.0,
+            gamma=0.99,
+            lambd=0.95,
+            count_masked_tokens=count_masked_tokens,
+        )
+        close(advantages, [expected])
+        if not count_masked_tokens:
+            close(returns, [[0.918306675, 0.9, 0.95535, 1.0]])
+
+    @pytest.mark.parametrize("count_masked_tokens", [False, True])
+    @pytest.mark.parametrize("seed", range(3))
+    def test_equals_plain_loops(self, seed, count_masked_tokens):
+        rewards, kl, values, masks = random_responses(seed)
+        for kl_coef, gamma, lambd in [(0.1, 0.99, 0.95), (0.0, 1.0, 1.0), (0.3, 0.9, 0.0)]:
+            expected = [
+                plain_recurrence(
+                    plain_token_rewards(reward, k, mask, kl_coef), v, mask, gamma, lambd, count_masked_tokens
+                )
+                for reward, k, v, mask in zip(
+                    rewards, *([t.tolist() for t in c] for c in (kl, values, masks)), strict=True
+                )
+            ]
+            advantages, returns = ppo_advantages(
+                rewards,
+                kl,
+                values,
+                masks,
+                kl_coef=kl_coef,
+                gamma=gamma,
+                lambd=lambd,
+                count_masked_tokens=count_masked_tokens,
+            )
+            close(advantages, [a for a, _ in expected])
+            close(returns, [g for _, g in expected])
+
+    def test_without_discount_and_kl_both_forms_agree_on_trained_tokens(self):
+        rewards, kl, values, masks = random_responses(seed=9)
+        forms = [
+            ppo_advantages(rewards, kl, values, masks, kl_coef=0.0, gamma=1.0, lambd=1.0, count_masked_tokens=count)[0]
+            for count in (False, True)
+        ]
+        for skipping, counting, mask in zip(*forms, masks, strict=True):
+            torch.testing.assert_close(skipping[mask == 1], counting[mask == 1], rtol=1e-5, atol=1e-5)
+
+    def test_l8_returns_that_train_the_critic_hold_the_kl_penalty(self):
+        kl, values, masks = [torch.tensor([0.1, 0.2])], [torch.zeros(2)], [torch.ones(2)]
+        _, returns = ppo_advantages([1.0], kl, values, masks, kl_coef=0.1, gamma=1.0, lambd=1.0)
+        close(returns, [[1 - 0.01 - 0.02, 1 - 0.02]])
+
+    @pytest.mark.parametrize("count_masked_tokens", [False, True])
+    def test_response_without_trained_tokens(self, count_masked_tokens):
+        advantages, returns = ppo_advantages(
+            [5.0, 1.0],
+            [torch.ones(2), torch.zeros(0)],
+            [torch.tensor([0.5, 0.4]), torch.zeros(0)],
+            [torch.zeros(2), torch.zeros(0)],
+            kl_coef=0.1,
+            gamma=0.9,
+            lambd=0.9,
+            count_masked_tokens=count_masked_tokens,
+        )
+        close(advantages, [[0, 0], []])
+        close(returns, [[0.5, 0.4], []])
+
+    def test_no_samples(self):
+        assert ppo_advantages([], [], [], [], kl_coef=0.1, gamma=1.0, lambd=1.0) == ([], [])
+
+    def test_parts_of_responses_are_refused(self):
+        kl, values = [torch.zeros(3)], [torch.zeros(3)]
+        with pytest.raises(
+            ValueError, match=r"sample 0: loss_masks has 5 tokens and responses 3; .*part of the response"
+        ):
+            ppo_advantages([1.0], kl, values, [torch.ones(5)], kl_coef=0.0, gamma=1.0, lambd=1.0)
+        with pytest.raises(ValueError, match="2 rewards and 1 responses"):
+            ppo_advantages([1.0, 1.0], kl, values, [torch.ones(3)], kl_coef=0.0, gamma=1.0, lambd=1.0)
+
+
+class TestReinforcePlusPlus:
+    KL = (0.1, 0.2, 0.3, 0.4)
+
+    def test_by_hand(self):
+        returns = reinforce_plus_plus_returns(
+            [1.0], [torch.tensor(self.KL)], [torch.tensor([1, 0, 1, 1])], kl_coef=0.1, gamma=0.99
+        )
+        close(returns, [[0.901196, 0.0, 0.9204, 0.96]])
+
+    def test_public_function_counts_masked_tokens(self):
+        returns = get_reinforce_plus_plus_returns(
+            rewards=[1.0],
+            kl=[torch.tensor(self.KL)],
+            loss_masks=[torch.tensor([1, 0, 1, 1])],
+            response_lengths=[4],
+            total_lengths=[9],
+            kl_coef=0.1,
+            gamma=0.99,
+        )
+        close(returns, [[0.89208404, 0.911196, 0.9204, 0.96]])
+
+    @pytest.mark.parametrize("count_masked_tokens", [False, True])
+    def test_equals_plain_loops(self, count_masked_tokens):
+        rewards, kl, _, masks = random_responses(seed=4)
+        expected = []
+        for reward, k, mask in zip(rewards, [t.tolist() for t in kl], [t.tolist() for t in masks], strict=True):
+            shaped = plain_token_rewards(reward, k, mask, 0.2)
+            expected.append(plain_recurrence(shaped, [0.0] * len(k), mask, 0.97, 1.0, count_masked_tokens)[0])
+        returns = reinforce_plus_plus_returns(
+            rewards, kl, masks, kl_coef=0.2, gamma=0.97, count_masked_tokens=count_masked_tokens
+        )
+        close(returns, expected)
+
+    @pytest.mark.parametrize("count_masked_tokens", [False, True])
+    def test_l7_masked_sample_gives_zeros(self, count_masked_tokens):
+        returns = reinforce_plus_plus_returns(
+            torch.tensor([1.0, 1.0]),
+            [torch.ones(3), torch.zeros(1)],
+            [torch.zeros(3), torch.ones(1)],
+            kl_coef=0.1,
+            gamma=0.9,
+            count_masked_tokens=count_masked_tokens,
+        )
+        close(returns, [[0, 0, 0], [1]])
+
+    def test_parts_of_responses_are_refused(self):
+        with pytest.raises(ValueError, match=r"expected \[4\], got \[2\]"):
+            get_reinforce_plus_plus_returns([1.0], [torch.zeros(2)], [torch.ones(2)], [4], [6], 0.1, 1.0)
+
+
+class TestReinforcePlusPlusBaseline:
+    def test_by_hand(self):
+        advantages = get_reinforce_plus_plus_baseline_advantages(
+            rewards=[0.5], kl=[torch.tensor([0.1, 0.2, 0.3])], loss_masks=[torch.ones(3)], kl_coef=0.1
+        )
+        close(advantages, [[0.49, 0.48, 0.47]])
+
+    def test_masked_tokens_are_not_actions(self):
+        advantages = get_reinforce_plus_plus_baseline_advantages(
+            [0.5, 1.0], [torch.tensor([0.1, 9.0, 0.3]), torch.ones(1)], [torch.tensor([1, 0, 1]), torch.zeros(1)], 0.1
+        )
+        close(advantages, [[0.49, 0.0, 0.47], [0.0]])
+
+
+class TestPublicBatch:
+    @pytest.mark.parametrize("chunked", [True, False])
+    def test_every_token_is_a_step(self, chunked):
+        values = [torch.tensor([0.5, 0.9, 0.4, 0.3]), torch.tensor([0.5, 0.4, 0.3])]
+        rewards = [torch.tensor([0.0, 0, 0, 1]), torch.tensor([0.0, 0, 1])]
+        advantages, returns = get_advantages_and_returns_batch(
+            total_lengths=[6, 5],
+            response_lengths=[4, 3],
+            values_list=values,
+            rewards_list=rewards,
+            gamma=0.99,
+            lambd=0.95,
+            chunked=chunked,
+        )
+        close(advantages, [[0.408217428, 0.018306675, 0.55535, 0.7], [0.418306675, 0.55535, 0.7]])
+        close(returns, [[0.908217428, 0.918306675, 0.95535, 1.0], [0.918306675, 0.95535, 1.0]])
+
+    def test_other_lengths_are_refused(self):
+        with pytest.raises(ValueError, match=r"rewards_list.*expected \[2\], got \[3\]"):
+            get_advantages_and_returns_batch([4], [2], [torch.zeros(2)], [torch.zeros(3)], 1.0, 1.0)
 
 
 def test_no_samples():
-    assert grpo_advantages([], []) == []
-    assert get_grpo_returns([], []) == []
+    assert grpo_advantages([], []) == get_grpo_returns([], []) == []
+    assert get_reinforce_plus_plus_returns([], [], [], [], [], 0.1, 1.0) == []
+    assert get_reinforce_plus_plus_baseline_advantages([], [], [], 0.1) == []
+    assert get_advantages_and_returns_batch([], [], [], [], 1.0, 1.0) == ([], [])
 
 
-def test_counts_that_differ_are_an_error():
-    with pytest.raises(ValueError, match="2 rewards and 1 lengths"):
-        grpo_advantages([1.0, 2.0], [3])
-
-
-def test_returns_take_their_lengths_from_kl():
-    kl = [torch.full((2,), 9.0), torch.full((1,), 9.0)]
-    assert [tokens.tolist() for tokens in get_grpo_returns([0.25, -0.5], kl)] == [[0.25, 0.25], [-0.5]]
+def test_public_import_path():
+    assert public.get_advantages_and_returns_batch is get_advantages_and_returns_batch
+    assert public.get_reinforce_plus_plus_returns is get_reinforce_plus_plus_returns
+    assert {"vanilla_gae", "chunked_gae", "chunked_discounted_returns"} <= set(public.__all__)

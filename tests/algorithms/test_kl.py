@@ -3,8 +3,18 @@ import math
 import pytest
 import torch
 
-from slime.algorithms.kl import compute_approx_kl
+from slime.algorithms.kl import KL_LOSS_TYPES, approx_kl_of_responses, compute_approx_kl
+from slime.algorithms.ratios import importance_ratio
 from slime.utils.errors import UserError
+from tests.support.plain_math import finite, numeric_gradient
+
+
+def plain_kl(kind, log_prob, base, old=None):
+    """The estimate for one token; weighted by the ratio to `old` if that is given."""
+    d = log_prob - base
+    value = {"k1": d, "k2": d * d / 2}.get(kind, math.exp(-d) - 1 + d)
+    value *= 1.0 if old is None else math.exp(log_prob - old)
+    return min(max(value, -10.0), 10.0) if kind == "low_var_kl" else value
 
 
 def kl(kind, log_prob, base, ratio=None):
@@ -60,6 +70,61 @@ def test_an_extreme_difference_has_a_finite_gradient_under_low_var_kl():
     compute_approx_kl(log_probs, torch.tensor([-1.0, -1.5]), "low_var_kl").sum().backward()
     assert log_probs.grad[0] == 0.0
     assert log_probs.grad[1].item() == pytest.approx(1 - math.exp(-0.5), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", KL_LOSS_TYPES)
+@pytest.mark.parametrize("old_shift", [None, 0.2, -0.7])
+def test_value_and_gradient_equal_the_plain_form(kind, old_shift):
+    """With a ratio, the gradient passes through it too: that is what makes the estimator's gradient unbiased."""
+    points = [(-0.2, -0.9), (-1.0, -1.0), (-1.3, -0.4), (-2.0, -0.1), (-4.1, -1.0), (-0.1, -3.0), (-5.0, -0.5)]
+    log_probs = torch.tensor([log_prob for log_prob, _ in points], requires_grad=True)
+    base = torch.tensor([base for _, base in points])
+    old = [None if old_shift is None else log_prob + old_shift for log_prob, _ in points]
+    ratio = None if old_shift is None else importance_ratio(torch.tensor(old) - log_probs)
+    estimate = compute_approx_kl(log_probs, base, kind, ratio)
+    expected = [plain_kl(kind, lp, b, o) for (lp, b), o in zip(points, old, strict=True)]
+    assert estimate.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    estimate.sum().backward()
+    gradient = [
+        numeric_gradient(lambda point, b=b, o=o: plain_kl(kind, point[0], b, o), [lp])[0]
+        for (lp, b), o in zip(points, old, strict=True)
+    ]
+    assert log_probs.grad.tolist() == pytest.approx(gradient, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", KL_LOSS_TYPES)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_masked_token_of_any_size_leaves_the_gradient_alone(kind, weighted):
+    log_probs = torch.tensor([-300.0, -1.0], requires_grad=True)
+    ratio = importance_ratio(torch.tensor([-600.0, -1.2]) - log_probs) if weighted else None
+    estimate = compute_approx_kl(log_probs, torch.tensor([-1.0, -1.5]), kind, ratio)
+    (estimate.masked_fill(torch.tensor([True, False]), 0.0)).sum().backward()
+    assert log_probs.grad[0] == 0.0 and finite(log_probs.grad.tolist())
+
+
+def test_low_var_kl_is_finite_when_ratio_and_estimate_both_leave_float32():
+    log_probs = torch.tensor([-300.0], requires_grad=True)
+    ratio = importance_ratio(torch.tensor([-600.0]) - log_probs)
+    estimate = compute_approx_kl(log_probs, torch.tensor([-1.0]), "low_var_kl", ratio)
+    estimate.sum().backward()
+    assert estimate.item() == 10.0 and log_probs.grad.item() == 0.0
+
+
+def test_kl_of_responses():
+    new, base = [torch.tensor([-1.0, -1.5]), torch.zeros(0)], [torch.tensor([-1.5, -1.0]), torch.zeros(0)]
+    new[0].requires_grad_()
+    kl_rows = approx_kl_of_responses(new, base, [2, 0], "k3")
+    assert kl_rows[0].tolist() == pytest.approx([0.10653066, 0.148721271], rel=1e-6)
+    assert kl_rows[1].shape == (0,) and not kl_rows[0].requires_grad
+    with pytest.raises(ValueError, match=r"lengths \[2, 0\] for responses of \[2, 1\]"):
+        approx_kl_of_responses(new, base, [2, 1], "k3")
+
+
+@pytest.mark.parametrize(("new", "base"), [(None, None), ([torch.ones(2)], None), (None, [torch.ones(2)])])
+def test_kl_without_log_probs_is_zeros_of_the_responses_lengths(new, base):
+    rows = approx_kl_of_responses(new, base, [2], "k1")
+    assert [row.tolist() for row in rows] == [[0.0, 0.0]] and rows[0].dtype == torch.float32
+    assert [len(row) for row in approx_kl_of_responses(None, None, [3, 0, 1], "k1")] == [3, 0, 1]
 
 
 def test_an_unknown_type_is_named():

@@ -1,0 +1,21 @@
+"""What counts as a number where users' functions hand in values, such as rewards."""
+
+import math
+import numbers
+from typing import Any
+
+
+def finite_number(value: Any) -> float | None:
+    """`value` as a float if it is one finite real number: int, bool, float, or a scalar of numpy or torch; else None.
+
+    Text is no number, not even "1"; an array is none, not even of one element.
+    """
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if not isinstance(value, numbers.Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None

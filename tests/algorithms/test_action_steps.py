@@ -1,0 +1,73 @@
+import pytest
+import torch
+
+from slime.algorithms import action_steps
+from slime.algorithms.action_steps import require_equal_lengths, scan_steps, step_masks, trained_tokens
+
+
+def masks(*rows):
+    return [torch.tensor(row) for row in rows]
+
+
+def reversed_cumulative_sum(padded):
+    return (padded.flip(1).cumsum(1).flip(1),)
+
+
+def test_trained_tokens_take_steps():
+    trained = trained_tokens(masks([1, 0, 1], [0.0, 0.0], [True]), [torch.zeros(3), torch.zeros(2), torch.zeros(1)])
+    assert [mask.tolist() for mask in trained] == [[True, False, True], [False, False], [True]]
+    assert [mask.tolist() for mask in step_masks(trained, count_masked_tokens=False)] == [m.tolist() for m in trained]
+
+
+def test_counting_masked_tokens_leaves_untrained_responses_without_steps():
+    trained = [torch.tensor([True, False, True]), torch.tensor([False, False])]
+    steps = step_masks(trained, count_masked_tokens=True)
+    assert [mask.tolist() for mask in steps] == [[True, True, True], [False, False]]
+
+
+def test_scans_run_over_steps_only():
+    values = [torch.tensor([1.0, 100.0, 2.0, 100.0]), torch.tensor([100.0]), torch.tensor([5.0, 6.0, 7.0])]
+    steps = [mask.bool() for mask in masks([1, 0, 1, 0], [0], [1, 1, 1])]
+    (sums,) = scan_steps(reversed_cumulative_sum, [values], steps)
+    assert [tokens.tolist() for tokens in sums] == [[3, 0, 2, 0], [0], [18, 13, 7]]
+
+
+def test_rows_are_padded_behind_their_end_and_columns_stay_together():
+    seen = []
+
+    def scan(first, second):
+        seen.append((first.tolist(), second.tolist()))
+        return first, second
+
+    columns = [[torch.tensor([1.0]), torch.tensor([2.0, 3.0])], [torch.tensor([4.0]), torch.tensor([5.0, 6.0])]]
+    scan_steps(scan, columns, [torch.ones(1, dtype=torch.bool), torch.ones(2, dtype=torch.bool)])
+    assert seen == [([[1, 0], [2, 3]], [[4, 0], [5, 6]])]
+
+
+@pytest.mark.parametrize("cells", [1, 40, 10**6])
+def test_batches_keep_to_their_size_and_the_result_does_not_depend_on_it(monkeypatch, cells):
+    monkeypatch.setattr(action_steps, "BATCH_CELLS", cells)
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, 30, (25,), generator=generator).tolist()
+    values = [torch.randn(length, generator=generator) for length in lengths]
+    steps = [torch.rand(length, generator=generator) < 0.6 for length in lengths]
+    shapes = []
+
+    def scan(padded):
+        shapes.append(padded.shape)
+        return reversed_cumulative_sum(padded)
+
+    (sums,) = scan_steps(scan, [values], steps)
+    assert all(shape.numel() <= cells or shape[0] == 1 for shape in shapes)
+    for tokens, step, result in zip(values, steps, sums, strict=True):
+        expected = [
+            sum(v for v, s in zip(tokens[t:].tolist(), step[t:].tolist(), strict=True) if s) for t in range(len(step))
+        ]
+        torch.testing.assert_close(result, torch.tensor(expected).where(step, torch.tensor(0.0)))
+
+
+def test_lengths_that_differ_name_the_sample():
+    with pytest.raises(ValueError, match="sample 1: kl has 2 tokens and loss_masks 3"):
+        require_equal_lengths(kl=[torch.zeros(1), torch.zeros(2)], loss_masks=[torch.zeros(1), torch.zeros(3)])
+    with pytest.raises(ValueError, match="1 kl and 2 values"):
+        require_equal_lengths(kl=[torch.zeros(1)], values=[torch.zeros(1)] * 2)
