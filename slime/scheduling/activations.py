@@ -8,7 +8,7 @@ its down- and up-projections.
 What is kept depends on the kernels: fused ones keep their input, plain PyTorch operations keep every step between.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -29,7 +29,8 @@ class Recompute:
     """What the backward pass computes again instead of having kept it.
 
     granularity: None; "selective": the `modules`; "full": layers as a whole.
-    method: of "full": "uniform": every `num_layers` layers are one unit; "block": the first `num_layers` of each stage are.
+    method: of "full": "uniform": every `num_layers` layers of a model chunk are one unit; "block": each of the first
+        `num_layers` layers of a chunk is one, the rest is kept.
     distributed: the kept inputs are divided over tensor-parallel ranks.
     """
 
@@ -142,14 +143,14 @@ class ActivationModel:
             return 4.0 * (2 * query + key)
         return 8.0 * (query + key)
 
-    def _core_attention(self, query: float, value: float, heads: float) -> float:
+    def _core_attention(self, output_width: float, value_width: float, heads: float) -> float:
         """The output (the input of the projection) and the logarithm of each row's sum."""
-        output = self.bytes * query
+        output = self.bytes * output_width
         inside = 4.0 * heads
         if self.kernels is Kernels.TORCH_CPU:
             inside += output  # one tensor per sequence; the output is their concatenation
         elif self.kernels is Kernels.TORCH_CUDA:
-            inside += self.bytes * value  # the kernel wants values that lie together
+            inside += self.bytes * value_width  # the kernel wants values that lie together
         return output if self.recompute.drops("core_attn") else output + inside
 
     def _latent_attention(self, mla: MlaShape) -> float:
@@ -214,31 +215,40 @@ class ActivationModel:
         return routed + shared + router, max(routed_back, shared_back)
 
 
-def kept_of_layers(model: ActivationModel, layers: Iterable[int]) -> float:
-    """Bytes per token that these layers of one stage keep between forward and backward, recomputation taken into account."""
-    layers = list(layers)
-    recompute = model.recompute
-    if recompute.granularity != "full":
-        return sum(model.layer(index).kept for index in layers)
-    if recompute.method == "block":
-        units, rest = layers[: recompute.num_layers], layers[recompute.num_layers :]
-        return len(units) * model.layer_input + sum(model.layer(index).kept for index in rest)
-    return -(-len(layers) // recompute.num_layers) * model.layer_input
+def kept_of_chunks(model: ActivationModel, chunks: Iterable[Sequence[int]]) -> float:
+    """Bytes per token that the layers of one stage keep between forward and backward, recomputation taken into account.
+
+    Args:
+        chunks: decoder layers of each model chunk; a layer of multi-token prediction (-1) is a chunk of its own.
+    """
+    kept = 0.0
+    for chunk in chunks:
+        units = _recomputed_units(model.recompute, chunk)
+        again = {index for unit in units for index in unit}
+        kept += len(units) * model.layer_input + sum(model.layer(index).kept for index in chunk if index not in again)
+    return kept
 
 
-def backward_working_set(model: ActivationModel, layers: Iterable[int]) -> float:
-    """Bytes per token that the backward pass of the costliest unit of these layers needs on top of `kept_of_layers`."""
-    layers = list(layers)
-    recompute = model.recompute
-    found = [model.layer(index) for index in layers]
+def backward_working_set(model: ActivationModel, chunks: Iterable[Sequence[int]]) -> float:
+    """Bytes per token that the backward pass of the costliest unit of these chunks needs on top of `kept_of_chunks`."""
+    chunks = list(chunks)
+    found = [model.layer(index) for chunk in chunks for index in chunk]
     if not found:
         return 0.0
     gradients = max(layer.backward for layer in found)
-    if recompute.granularity != "full":
+    units = [unit for chunk in chunks for unit in _recomputed_units(model.recompute, chunk)]
+    if not units:
         # Among what the layer has freed by then is one hidden state.
         return gradients - model.hidden
-    size = recompute.num_layers if recompute.method != "block" else 1
-    units = [found[start : start + size] for start in range(0, len(found), size)]
+    return max(sum(model.layer(index).kept for index in unit) for unit in units) + gradients
+
+
+def _recomputed_units(recompute: Recompute, chunk: Sequence[int]) -> list[Sequence[int]]:
+    """Runs of layers of one model chunk of which only the input is kept."""
+    if recompute.granularity != "full":
+        return []
     if recompute.method == "block":
-        units = units[: recompute.num_layers]
-    return max(sum(layer.kept for layer in unit) for unit in units) + gradients
+        # Multi-token prediction knows no blocks.
+        return [(index,) for index in chunk[: recompute.num_layers] if index >= 0]
+    size = recompute.num_layers
+    return [chunk[start : start + size] for start in range(0, len(chunk), size)]

@@ -117,6 +117,18 @@ def build_dp_schedule(
     )
 
 
+def train_parallel_config(args: Any) -> dict[str, int]:
+    """What `schedule_from_args` has to know about the trainer's layout, from the flags."""
+    return {
+        "dp_size": args.data_parallel_size,
+        "cp_size": args.context_parallel_size,
+        "vpp_size": getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
+        "microbatch_group_size_per_vp_stage": (
+            getattr(args, "microbatch_group_size_per_vp_stage", None) or args.pipeline_model_parallel_size
+        ),
+    }
+
+
 def schedule_from_args(
     args: Any,
     train_parallel_config: dict[str, int],

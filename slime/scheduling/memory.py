@@ -12,15 +12,14 @@ the peak is the largest of the moments below, and `RankMemory` shows the parts a
 
 from dataclasses import dataclass, fields, replace
 
-from slime.scheduling.activations import ActivationModel, Kernels, Recompute, backward_working_set, kept_of_layers
+from slime.scheduling.activations import ActivationModel, Kernels, Recompute, backward_working_set, kept_of_chunks
+from slime.scheduling.chunk_sizes import ACCELERATOR_CHUNK_BYTES
 from slime.scheduling.model_shape import ModelShape
 from slime.scheduling.parallel_layout import ParallelLayout
 from slime.scheduling.parameters import ParameterCounts, count_parameters
 from slime.scheduling.pipeline_split import PipelineStage, chunks_in_flight
 from slime.scheduling.rank_parameters import RankParameters, rank_parameters
 
-# Float32 rows that the log-probs are computed in at a time on an accelerator (slime/training/log_probs.py).
-LOG_PROBS_CHUNK_BYTES = 128 * 2**20
 # Transfer buckets that exist at once: one in flight, one being filled, and the gathered tensors that go into it.
 BUCKETS_AT_ONCE = 3
 
@@ -30,7 +29,8 @@ class StateBytes:
     """Bytes per parameter: weight and gradient on every rank, the rest divided over replicas with `distributed`.
 
     main_parameter: the optimizer's own copy (0 when it updates the weights themselves).
-    step: what the update allocates for a while.
+    step: what the update allocates for a while, beside state that is on the device.
+    vocabulary_moments: on top of `moments`, of the parameters of embedding, output head and norms.
     offloaded: share of the optimizer's state that lives in host memory.
     """
 
@@ -39,6 +39,7 @@ class StateBytes:
     main_parameter: int
     moments: int
     step: int = 0
+    vocabulary_moments: int = 0
     distributed: bool = True
     offloaded: float = 0.0
 
@@ -53,7 +54,9 @@ class TrainingSetup:
 
     stream_tokens: tokens of one micro-batch on one rank, padding included.
     rollout_tokens: tokens of a whole rollout step that one rank keeps as training data.
+    microbatch_group: micro-batches that go through one chunk of an interleaved stage before the next; None: one per stage.
     log_probs_chunk: bytes of the float32 rows that log-probs of 16-bit logits are computed in at a time.
+    push_bucket: bytes of one transfer bucket of the weight push; 0: nothing is pushed.
     gloo: collectives run on CPU, by Gloo.
     host_copies: sets of weights kept in host memory (reference and what its swap puts aside).
     sleeps: weights and optimizer state move to host memory while engines work.
@@ -68,7 +71,8 @@ class TrainingSetup:
     stream_tokens: int
     micro_batches: int
     rollout_tokens: int = 0
-    log_probs_chunk: int = LOG_PROBS_CHUNK_BYTES
+    microbatch_group: int | None = None
+    log_probs_chunk: int = ACCELERATOR_CHUNK_BYTES
     push_bucket: int = 0
     gloo: bool = False
     host_copies: int = 0
@@ -130,13 +134,19 @@ def worst_rank(memories: tuple[RankMemory, ...]) -> RankMemory:
     return max(memories, key=lambda memory: memory.total)
 
 
+def push_buffers(shape: ModelShape, setup: TrainingSetup) -> int:
+    """Bytes of the transfer buckets of a weight push: gathered tensors, at most the whole model in each."""
+    model = count_parameters(shape, padded_vocabulary=True).total_with_mtp
+    return BUCKETS_AT_ONCE * min(setup.push_bucket, model * setup.state.weight)
+
+
 def _stage_memory(shape: ModelShape, counts: ParameterCounts, setup: TrainingSetup, stage: PipelineStage) -> RankMemory:
     held = rank_parameters(shape, counts, setup.layout, stage)
     base = _persistent(held, setup, stage)
     moments = [
         *_computing(shape, setup, stage, base),
-        replace(base, moment="optimizer step", buffers=round(_optimizer_shard(held, setup) * setup.state.step)),
-        replace(base, moment="weight push", buffers=_push_buffers(setup, held)),
+        replace(base, moment="optimizer step", buffers=_step_buffers(held, setup)),
+        replace(base, moment="weight push", buffers=push_buffers(shape, setup)),
     ]
     if setup.gloo:
         copied = setup.state.gradient if setup.state.distributed else 0
@@ -146,8 +156,8 @@ def _stage_memory(shape: ModelShape, counts: ParameterCounts, setup: TrainingSet
 
 def _persistent(held: RankParameters, setup: TrainingSetup, stage: PipelineStage) -> RankMemory:
     state = setup.state
-    shard = _optimizer_shard(held, setup)
-    on_device = shard * state.optimizer * (1 - state.offloaded)
+    shard, optimizer = _optimizer_shard(held, setup), _optimizer_bytes(held, setup)
+    on_device = optimizer * (1 - state.offloaded)
     weights = held.total * state.weight
     return RankMemory(
         weights=weights,
@@ -161,7 +171,7 @@ def _persistent(held: RankParameters, setup: TrainingSetup, stage: PipelineStage
         moment="",
         stage=stage.index,
         # The offloaded share also keeps its gradients there.
-        host_offloaded=round(shard * (state.optimizer + state.gradient) * state.offloaded),
+        host_offloaded=round((optimizer + shard * state.gradient) * state.offloaded),
         host_asleep=round(weights + on_device) if setup.sleeps else 0,
         host_copies=setup.host_copies * weights,
     )
@@ -175,15 +185,27 @@ def _optimizer_shard(held: RankParameters, setup: TrainingSetup) -> float:
     return held.dense / layout.dense_replicas + held.routed_experts / layout.expert_replicas
 
 
+def _optimizer_bytes(held: RankParameters, setup: TrainingSetup) -> float:
+    """The optimizer's state, wherever it lives."""
+    replicas = setup.layout.dense_replicas if setup.state.distributed else 1
+    vocabulary = (held.embedding + held.output_head + held.norms) / replicas
+    return _optimizer_shard(held, setup) * setup.state.optimizer + vocabulary * setup.state.vocabulary_moments
+
+
+def _step_buffers(held: RankParameters, setup: TrainingSetup) -> int:
+    """Of the update on the device; what lives in host memory is updated there."""
+    return round(_optimizer_shard(held, setup) * setup.state.step * (1 - setup.state.offloaded))
+
+
 def _computing(
     shape: ModelShape, setup: TrainingSetup, stage: PipelineStage, base: RankMemory
 ) -> tuple[RankMemory, RankMemory]:
     """The moments "loss" (on other stages than the last: the end of the forward pass) and "backward"."""
     model = ActivationModel(shape, setup.layout, setup.kernels, setup.state.weight, setup.recompute)
     tokens = setup.stream_tokens
-    layers = list(stage.layers) + [-1] * (shape.mtp_num_layers if stage.is_last else 0)
-    in_flight = chunks_in_flight(setup.layout, stage.index, setup.micro_batches)
-    kept = kept_of_layers(model, layers) * in_flight
+    chunks = [*stage.chunks, *([(-1,)] * shape.mtp_num_layers if stage.is_last else [])]
+    in_flight = chunks_in_flight(setup.layout, stage.index, setup.micro_batches, setup.microbatch_group)
+    kept = kept_of_chunks(model, chunks) * in_flight
     if stage.is_first:
         kept += model.hidden * in_flight
     head = 0.0
@@ -198,7 +220,7 @@ def _computing(
     loss = replace(
         base, moment="loss", activations=round(tokens * (kept + head)), logits=logits, buffers=round(tokens * gathered)
     )
-    working = backward_working_set(model, layers)
+    working = backward_working_set(model, chunks)
     backward = replace(
         base, moment="backward", activations=round(tokens * (kept + working)), buffers=round(tokens * gathered)
     )
@@ -217,9 +239,3 @@ def _logits(shape: ModelShape, setup: TrainingSetup) -> int:
         chunk = min(setup.log_probs_chunk, setup.stream_tokens * columns * 4)
     head_gradient = columns * shape.hidden_size * setup.state.weight
     return one + max(one + chunk, head_gradient)
-
-
-def _push_buffers(setup: TrainingSetup, held: RankParameters) -> int:
-    return min(
-        BUCKETS_AT_ONCE * setup.push_bucket, BUCKETS_AT_ONCE * held.total * setup.state.weight * setup.layout.tensor
-    )

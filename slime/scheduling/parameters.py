@@ -1,10 +1,11 @@
 """The number of parameters of a model, by part; exact, from its shape alone.
 
-Every part says whether tensor-parallel ranks share it or hold all of it, so that counts per rank follow by division.
+Every part says whether tensor-parallel ranks share it or hold all of it, so that counts per rank follow by division; of
+linear attention the trainer and the engines say different things.
 The score-correction bias of a router counts as a parameter: checkpoints hold it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from slime.scheduling.model_shape import IndexerShape, LinearAttentionShape, MlaShape, ModelShape
 
@@ -15,12 +16,13 @@ class LayerParameters:
 
     attention: shared by tensor-parallel ranks.
     attention_replicated: whole on every tensor-parallel rank (latent down-projections, norms of queries and keys, the
-        indexer, linear attention, which runs as one module).
+        indexer).
     dense_mlp: shared by tensor-parallel ranks.
     routed_experts: all experts of the layer; shared by expert-parallel and expert-tensor-parallel ranks.
     shared_experts: shared by tensor-parallel ranks.
     router: whole on every rank, with the expert bias and the gate of the shared expert.
     norms: whole on every rank, with the biases of row-parallel projections.
+    linear_attention: whole on every training rank, where it runs as one module; shared by the ranks of an engine.
     """
 
     attention: int
@@ -30,18 +32,11 @@ class LayerParameters:
     shared_experts: int
     router: int
     norms: int
+    linear_attention: int = 0
 
     @property
     def total(self) -> int:
-        return (
-            self.attention
-            + self.attention_replicated
-            + self.dense_mlp
-            + self.routed_experts
-            + self.shared_experts
-            + self.router
-            + self.norms
-        )
+        return sum(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True)
@@ -117,7 +112,7 @@ def _mtp_transformer_layer(shape: ModelShape) -> LayerParameters:
 
 def _layer(shape: ModelShape, *, experts: bool, linear_attention: bool, indexer: bool) -> LayerParameters:
     if linear_attention:
-        attention, replicated = 0, _linear_attention(shape.linear_attention, shape.hidden_size)
+        attention, replicated = 0, 0
     elif shape.mla is not None:
         attention, replicated = _latent_attention(shape, shape.mla, shape.mla.indexer if indexer else None)
     else:
@@ -132,6 +127,7 @@ def _layer(shape: ModelShape, *, experts: bool, linear_attention: bool, indexer:
         shared_experts=_mlp(shape, moe.shared_ffn_hidden_size) if moe else 0,
         router=_router(shape) if experts else 0,
         norms=(2 + shape.num_extra_norms) * _norm(shape, shape.hidden_size) + row_biases,
+        linear_attention=_linear_attention(shape.linear_attention, shape.hidden_size) if linear_attention else 0,
     )
 
 

@@ -4,10 +4,13 @@ The layers of a stage are cut into `virtual_pipeline` chunks; chunk c of every s
 Megatron-Core numbers them.
 """
 
+import math
 from dataclasses import dataclass
 
 from slime.scheduling.parallel_layout import ParallelLayout
 from slime.utils.errors import UserError
+
+_COUNTED = "--account-for-embedding-in-pipeline-split / --account-for-loss-in-pipeline-split"
 
 
 @dataclass(frozen=True)
@@ -38,52 +41,62 @@ def split_into_stages(
 
     Args:
         first, last: `--decoder-{first,last}-pipeline-num-layers`; None: like the stages between.
-        embedding_counts, loss_counts: `--account-for-{embedding,loss}-in-pipeline-split`: a layer less on that stage.
+        embedding_counts, loss_counts: `--account-for-{embedding,loss}-in-pipeline-split`: embedding and loss take the place
+            of a layer in the first chunk and in the last one.
 
     Raises:
         UserError: the layers do not divide; says which numbers would.
     """
-    counts = _layers_per_stage(num_layers + embedding_counts + loss_counts, pipeline, first, last)
-    counts[0] -= embedding_counts
-    counts[-1] -= loss_counts
-    uneven = [count for count in counts if count % virtual_pipeline]
-    if uneven:
+    fixed = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
+    fixed = {flag: size for flag, size in fixed.items() if size is not None}
+    if fixed and (embedding_counts or loss_counts):
+        raise UserError(f"{' and '.join(fixed)} with {_COUNTED}: both shift layers between stages; drop one of them")
+    counts = _layers_per_stage(num_layers, embedding_counts + loss_counts, pipeline, first, last, virtual_pipeline)
+    _require_whole_chunks(counts, virtual_pipeline)
+    sizes = [[count // virtual_pipeline] * virtual_pipeline for count in counts]
+    sizes[0][0] -= embedding_counts
+    sizes[-1][-1] -= loss_counts
+    if min(sizes[0][0], sizes[-1][-1]) < 0:
         raise UserError(
-            f"{uneven[0]} layers of a pipeline stage cannot be cut into {virtual_pipeline} virtual stages; change "
-            "--num-virtual-stages-per-pipeline-rank / --num-layers-per-virtual-pipeline-stage, or leave it out"
+            f"--num-layers {num_layers} over --pipeline-model-parallel-size {pipeline}: a stage would have less than no layer; "
+            f"drop {_COUNTED}, or use fewer stages"
         )
-    chunk_sizes = [count // virtual_pipeline for count in counts]
-    chunks: list[list[tuple[int, ...]]] = [[] for _ in range(pipeline)]
+    return _numbered(sizes)
+
+
+def _numbered(sizes: list[list[int]]) -> tuple[PipelineStage, ...]:
+    """`sizes[stage][chunk]` layers, counted through the first chunks of all stages, then the second ones, and so on."""
+    chunks: list[list[tuple[int, ...]]] = [[] for _ in sizes]
     start = 0
-    for _ in range(virtual_pipeline):
-        for stage, size in enumerate(chunk_sizes):
-            chunks[stage].append(tuple(range(start, start + size)))
-            start += size
+    for chunk in range(len(sizes[0])):
+        for stage, of_stage in enumerate(sizes):
+            chunks[stage].append(tuple(range(start, start + of_stage[chunk])))
+            start += of_stage[chunk]
+    last = len(sizes) - 1
     return tuple(
-        PipelineStage(index=stage, chunks=tuple(chunks[stage]), is_first=stage == 0, is_last=stage == pipeline - 1)
-        for stage in range(pipeline)
+        PipelineStage(index=stage, chunks=tuple(chunks[stage]), is_first=stage == 0, is_last=stage == last)
+        for stage in range(len(sizes))
     )
 
 
-def _layers_per_stage(num_layers: int, pipeline: int, first: int | None, last: int | None) -> list[int]:
-    fixed = [size for size in (first, last) if size is not None]
-    stages, layers = pipeline - len(fixed), num_layers - sum(fixed)
+def _layers_per_stage(
+    num_layers: int, extra: int, pipeline: int, first: int | None, last: int | None, virtual: int
+) -> list[int]:
+    """Layers of every stage; `extra`: embedding and loss that count as layers."""
+    fixed = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
+    typed = [f"{flag} {size}" for flag, size in fixed.items() if size is not None]
+    stages, layers = pipeline - len(typed), num_layers + extra - (first or 0) - (last or 0)
     if pipeline == 1:
-        if fixed and fixed != [num_layers]:
-            raise UserError(
-                "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers need "
-                "--pipeline-model-parallel-size above 1; drop them"
-            )
-        return [num_layers]
+        if typed and layers:
+            raise UserError(f"{' and '.join(typed)} need --pipeline-model-parallel-size above 1; drop them")
+        return [num_layers + extra]
     if layers < 0 or (stages > 0 and layers % stages) or (stages == 0 and layers):
+        drop = f"drop {_COUNTED}; then " if extra else ""
         raise UserError(
-            f"--num-layers {num_layers} cannot be split over --pipeline-model-parallel-size {pipeline}"
-            + (f" with {sum(fixed)} layers fixed by --decoder-first/last-pipeline-num-layers" if fixed else "")
-            + f": {layers} layers remain for {stages} equal stages; "
-            + _working_last_stage(num_layers - (first or 0), pipeline - (first is not None))
+            f"{' '.join([f'--num-layers {num_layers} over --pipeline-model-parallel-size {pipeline}', *typed])}: {layers} "
+            f"layers cannot be split evenly over {stages} stages; {drop}{_advice(num_layers, pipeline, first, virtual)}"
         )
-    middle = layers // stages if stages else 0
-    counts = [middle] * pipeline
+    counts = [layers // stages if stages else 0] * pipeline
     if first is not None:
         counts[0] = first
     if last is not None:
@@ -91,26 +104,43 @@ def _layers_per_stage(num_layers: int, pipeline: int, first: int | None, last: i
     return counts
 
 
-def _working_last_stage(layers: int, stages: int) -> str:
-    """The last stage takes what is left when the others hold equally many, as many as an even share rounded up."""
-    share = -(-layers // stages)
-    last = layers - share * (stages - 1)
-    while last <= 0 and share > 1:
-        share -= 1
+def _advice(num_layers: int, pipeline: int, first: int | None, virtual: int) -> str:
+    """The last stage takes what is left when those between hold equally many, as many as an even share rounded up."""
+    layers, stages = num_layers - (first or 0), pipeline - (first is not None)
+    if first and layers < stages:
+        return (
+            f"a --decoder-first-pipeline-num-layers of at most {num_layers - stages} would leave layers for the others"
+        )
+    for share in range(-(-layers // stages), 0, -1):
         last = layers - share * (stages - 1)
-    return f"--decoder-last-pipeline-num-layers {last} would do"
+        if last > 0 and share % virtual == 0 and last % virtual == 0:
+            return f"--decoder-last-pipeline-num-layers {last} would do"
+    return "use fewer stages" if virtual == 1 else "use fewer stages, or no virtual ones"
 
 
-def chunks_in_flight(layout: ParallelLayout, stage: int, micro_batches: int) -> float:
+def _require_whole_chunks(counts: list[int], virtual: int) -> None:
+    uneven = [count for count in counts if count % virtual]
+    if uneven:
+        common = math.gcd(*counts)
+        fitting = next(size for size in range(virtual - 1, 0, -1) if common % size == 0)
+        flag = "--num-virtual-stages-per-pipeline-rank"
+        raise UserError(
+            f"{uneven[0]} layers of a pipeline stage cannot be cut into {virtual} virtual stages; "
+            + (f"{flag} {fitting} would do" if fitting > 1 else f"drop {flag}")
+        )
+
+
+def chunks_in_flight(layout: ParallelLayout, stage: int, micro_batches: int, group: int | None = None) -> float:
     """Micro-batches whose activations stage `stage` holds at most, in units of all its layers.
 
     One forward, one backward: a stage holds one per stage from itself to the end (Narayanan et al. 2021, arXiv 2104.04473,
-    section 2.2.1). Interleaved, it runs further ahead, in chunks (section 2.2.2).
+    section 2.2.1). Interleaved, it runs further ahead, in chunks (section 2.2.2): `group` micro-batches go through one chunk
+    before any goes through the next (`--microbatch-group-size-per-virtual-pipeline-stage`; None: one per stage).
     """
     stages, virtual = layout.pipeline, layout.virtual_pipeline
     if stages == 1:
         return 1.0
     if virtual == 1:
         return float(min(stages - stage, micro_batches))
-    warm_up = 2 * (stages - stage - 1) + (virtual - 1) * stages
+    warm_up = 2 * (stages - stage - 1) + (virtual - 1) * (group or stages)
     return min(warm_up + 1, micro_batches * virtual) / virtual

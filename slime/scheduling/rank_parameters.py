@@ -51,7 +51,7 @@ def rank_parameters(
     return RankParameters(
         embedding=vocabulary if holds_embedding else 0,
         output_head=output,
-        attention=sums.attention + sums.attention_replicated,
+        attention=sums.attention + sums.attention_replicated + sums.linear_attention,
         dense_mlp=sums.dense_mlp + sum(prediction.projection // layout.tensor for prediction in mtp),
         shared_experts=sums.shared_experts,
         routed_experts=sums.routed_experts,
@@ -69,6 +69,7 @@ def _of_layer(layer: LayerParameters, layout: ParallelLayout) -> LayerParameters
         shared_experts=layer.shared_experts // layout.tensor,
         router=layer.router,
         norms=layer.norms,
+        linear_attention=layer.linear_attention,
     )
 
 

@@ -3,11 +3,29 @@
 An engine takes `mem_fraction_static` of the GPU for weights and cache; what is left over is for activations and graphs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Self
 
 from slime.scheduling.model_shape import ModelShape
 from slime.scheduling.parameters import LayerParameters, count_parameters
 from slime.utils.errors import UserError
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """Bytes of one element of a weight, scales included, by part; `rest`: vocabulary, norms and routers."""
+
+    attention: float
+    linear_attention: float
+    dense_mlp: float
+    shared_experts: float
+    routed_experts: float
+    rest: float
+
+    @classmethod
+    def everywhere(cls, size: float) -> Self:
+        """The same in all parts."""
+        return cls(**{field.name: size for field in fields(cls)})
 
 
 @dataclass(frozen=True)
@@ -16,7 +34,7 @@ class ServingSetup:
 
     tensor, pipeline: parallel sizes; their product is the number of GPUs of an engine.
     attention_data: groups that each keep the cache of their own requests (data-parallel attention); 1: none.
-    weight_bytes: of one element of a weight that is not quantised. quantised_bytes: of one that may be.
+    sharded_head: the output head is shared by all ranks of a stage; otherwise by those of one such group.
     cache_bytes: of one element of the cache.
     static_fraction: share of the GPU for weights and cache; None: as many tokens as `max_total_tokens`.
     max_total_tokens: upper limit of the cache, in tokens; None: what fits.
@@ -25,12 +43,12 @@ class ServingSetup:
     tensor: int
     pipeline: int
     attention_data: int
-    weight_bytes: float
-    quantised_bytes: float
+    weight_bytes: WeightBytes
     cache_bytes: float
     gpu_memory: int
     static_fraction: float | None
     max_total_tokens: int | None = None
+    sharded_head: bool = True
 
 
 @dataclass(frozen=True)
@@ -58,10 +76,7 @@ def serving_memory(shape: ModelShape, setup: ServingSetup) -> ServingMemory:
     Raises:
         UserError: the groups of data-parallel attention do not divide the engine.
     """
-    if setup.tensor % setup.attention_data:
-        raise UserError(
-            f"--sglang-dp-size {setup.attention_data} must divide the tensor-parallel size {setup.tensor} of an engine"
-        )
+    require_whole_groups(setup.tensor, setup.attention_data)
     weights = _weights(shape, setup)
     per_token = _cache_bytes_per_token(shape, setup)
     if setup.static_fraction is None:
@@ -80,11 +95,24 @@ def serving_memory(shape: ModelShape, setup: ServingSetup) -> ServingMemory:
     )
 
 
-def served_bytes(shape: ModelShape, weight_bytes: float, quantised_bytes: float) -> int:
+def require_whole_groups(tensor: int, attention_data: int) -> None:
+    """Every group of data-parallel attention has equally many of an engine's tensor-parallel ranks.
+
+    Raises:
+        UserError: it has not; names sizes that would do.
+    """
+    if tensor % attention_data:
+        raise UserError(
+            f"--sglang-dp-size {attention_data} does not divide the engine's tensor-parallel size {tensor}; give "
+            f"--sglang-dp-size 1 or --sglang-dp-size {tensor}"
+        )
+
+
+def served_bytes(shape: ModelShape, weight_bytes: WeightBytes) -> int:
     """Bytes of all weights of a model as an engine receives them."""
     counts = count_parameters(shape)
-    layers = sum(_layer_bytes(layer, weight_bytes, quantised_bytes, 1, 1) for layer in counts.layers)
-    return round(layers + (counts.embedding + counts.output_head + counts.final_norm) * weight_bytes)
+    layers = sum(_layer_bytes(layer, weight_bytes, 1, 1) for layer in counts.layers)
+    return round(layers + (counts.embedding + counts.output_head + counts.final_norm) * weight_bytes.rest)
 
 
 def _weights(shape: ModelShape, setup: ServingSetup) -> int:
@@ -94,19 +122,21 @@ def _weights(shape: ModelShape, setup: ServingSetup) -> int:
     count = -(-shape.num_layers // setup.pipeline)
     # The costliest run of layers: experts usually come last.
     layers = sum(
-        _layer_bytes(layer, setup.weight_bytes, setup.quantised_bytes, setup.tensor, attention_ranks)
-        for layer in counts.layers[-count:]
+        _layer_bytes(layer, setup.weight_bytes, setup.tensor, attention_ranks) for layer in counts.layers[-count:]
     )
-    vocabulary = counts.embedding + (counts.output_head if setup.pipeline == 1 else 0)
-    return round(layers + (vocabulary / setup.tensor + counts.final_norm) * setup.weight_bytes)
+    # A rank looks up the tokens of its own group.
+    vocabulary = counts.embedding / attention_ranks
+    if setup.pipeline == 1:
+        vocabulary += counts.output_head / (setup.tensor if setup.sharded_head else attention_ranks)
+    return round(layers + (vocabulary + counts.final_norm) * setup.weight_bytes.rest)
 
 
-def _layer_bytes(
-    layer: LayerParameters, weight_bytes: float, quantised_bytes: float, ranks: int, attention_ranks: int
-) -> float:
-    attention = layer.attention / attention_ranks + layer.attention_replicated
-    mlp = (layer.dense_mlp + layer.shared_experts + layer.routed_experts) / ranks
-    return (attention + mlp) * quantised_bytes + (layer.router + layer.norms) * weight_bytes
+def _layer_bytes(layer: LayerParameters, size: WeightBytes, ranks: int, attention_ranks: int) -> float:
+    attention = (layer.attention / attention_ranks + layer.attention_replicated) * size.attention
+    linear = layer.linear_attention / attention_ranks * size.linear_attention
+    experts = layer.shared_experts * size.shared_experts + layer.routed_experts * size.routed_experts
+    mlp = (layer.dense_mlp * size.dense_mlp + experts) / ranks
+    return attention + linear + mlp + (layer.router + layer.norms) * size.rest
 
 
 def _cache_bytes_per_token(shape: ModelShape, setup: ServingSetup) -> float:

@@ -1,7 +1,8 @@
 """The model shape that Megatron-LM's flags describe.
 
 Only `num_layers`, `hidden_size`, `num_attention_heads` and `vocab_size` must be there: FLOPs are counted for plain
-namespaces too, which name no more than what they use. Everything else has the default that the flag has.
+namespaces too, which name no more than what they use. Everything else has the default that the flag has. A run asks for
+all of `SHAPE_FLAGS`.
 """
 
 from typing import Any, Literal
@@ -9,6 +10,8 @@ from typing import Any, Literal
 from slime.scheduling.model_shape import IndexerShape, LinearAttentionShape, MlaShape, ModelShape, MoeShape
 from slime.utils.errors import UserError
 
+# Without one of these a run's model is not described.
+SHAPE_FLAGS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
 # Layer specs (the module of `--spec`) whose norms of queries and keys have a weight per channel; no flag says so.
 _FULL_WIDTH_QK_NORM_MODULES = ("slime_plugins.models.minimax_m2",)
 
@@ -46,6 +49,18 @@ def model_shape_from_args(args: Any) -> ModelShape:
         linear_attention=_linear_attention(args),
         mtp_num_layers=_get(args, "mtp_num_layers", 0),
     )
+
+
+def padded_vocabulary(args: Any) -> int:
+    """Rows of the embedding as they are held in memory: typed, or `--vocab-size` rounded up so that ranks share evenly.
+
+    Args:
+        args: flags of a parser; `vocab_size` is known.
+    """
+    if args.padded_vocab_size is not None:
+        return args.padded_vocab_size
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return -(-args.vocab_size // multiple) * multiple
 
 
 def expert_layers(frequency: int | list[int], num_layers: int) -> tuple[bool, ...]:

@@ -5,7 +5,7 @@ from slime.scheduling.activations import (
     Kernels,
     Recompute,
     backward_working_set,
-    kept_of_layers,
+    kept_of_chunks,
 )
 from slime.scheduling.model_shape import MlaShape, ModelShape, MoeShape
 from slime.scheduling.parallel_layout import ParallelLayout
@@ -54,16 +54,30 @@ def test_tensor_and_sequence_parallelism_divide_their_parts():
 def test_recomputation():
     none, full = model(), model(recompute=Recompute("full", "uniform", 1))
     kept = none.layer(0).kept
-    assert kept_of_layers(none, range(4)) == 4 * kept
-    assert kept_of_layers(full, range(4)) == 4 * 2 * 512
-    assert kept_of_layers(model(recompute=Recompute("full", "uniform", 2)), range(4)) == 2 * 2 * 512
-    assert kept_of_layers(model(recompute=Recompute("full", "block", 1)), range(4)) == 2 * 512 + 3 * kept
-    assert backward_working_set(full, range(4)) == kept + 2 * 2 * 1536 + 2 * 512
+    assert kept_of_chunks(none, [range(4)]) == 4 * kept
+    assert kept_of_chunks(full, [range(4)]) == 4 * 2 * 512
+    assert kept_of_chunks(model(recompute=Recompute("full", "uniform", 2)), [range(4)]) == 2 * 2 * 512
+    assert kept_of_chunks(model(recompute=Recompute("full", "block", 1)), [range(4)]) == 2 * 512 + 3 * kept
+    assert backward_working_set(full, [range(4)]) == kept + 2 * 2 * 1536 + 2 * 512
     pairs = model(recompute=Recompute("full", "uniform", 2))
-    assert backward_working_set(pairs, range(4)) - backward_working_set(full, range(4)) == kept
-    assert backward_working_set(none, range(4)) == 2 * 2 * 1536 and backward_working_set(none, []) == 0
+    assert backward_working_set(pairs, [range(4)]) - backward_working_set(full, [range(4)]) == kept
+    assert backward_working_set(none, [range(4)]) == 2 * 2 * 1536 and backward_working_set(none, []) == 0
     distributed = model(tensor=2, recompute=Recompute("full", "uniform", 1, distributed=True))
-    assert kept_of_layers(distributed, range(4)) == 4 * 512
+    assert kept_of_chunks(distributed, [range(4)]) == 4 * 512
+
+
+def test_every_chunk_of_an_interleaved_stage_begins_anew():
+    """A block in each chunk; units of 3 layers do not cross from one chunk into the next."""
+    kept, chunks = model().layer(0).kept, [(0, 1, 2, 3), (8, 9, 10, 11)]
+    block, threes = (model(recompute=Recompute("full", *how), num_layers=16) for how in (("block", 1), ("uniform", 3)))
+    assert kept_of_chunks(block, chunks) == 2 * 2 * 512 + 6 * kept
+    assert kept_of_chunks(threes, chunks) == 4 * 2 * 512
+    assert backward_working_set(threes, [(0, 1), (4, 5)]) == 2 * kept + 2 * 2 * 1536 + 2 * 512
+
+
+def test_multi_token_prediction_knows_no_blocks():
+    block = model(recompute=Recompute("full", "block", 1))
+    assert kept_of_chunks(block, [(3,), (-1,)]) == 2 * 512 + block.layer(-1).kept
 
 
 def test_selective_recomputation_takes_out_its_modules():

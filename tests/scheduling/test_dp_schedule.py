@@ -6,19 +6,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slime.scheduling.dp_schedule import BatchingRule, build_dp_schedule, build_schedule, schedule_from_args
+from slime.scheduling.dp_schedule import (
+    BatchingRule,
+    build_dp_schedule,
+    build_schedule,
+    schedule_from_args,
+    train_parallel_config,
+)
 from slime.scheduling.flops import FlopsModel
 from slime.utils.errors import UserError
+from tests.support.tiny_shape import TINY_SHAPE
 
-TINY_SHAPE = dict(
-    hidden_size=16,
-    num_attention_heads=2,
-    num_query_groups=2,
-    vocab_size=32,
-    ffn_hidden_size=64,
-    num_layers=2,
-    kv_channels=8,
-)
 # Qwen3-4B: 8.1 GFLOPs per token, 0.29 MFLOPs per pair of tokens.
 FLOPS = FlopsModel(per_token=8_044_085_248, per_token_pair=294_912)
 
@@ -218,3 +216,13 @@ def test_log_normal_lengths_fill_micro_batches_and_balance_ranks(dp_size, count,
     mean = sum(per_rank) / dp_size
     with_the_longest = max(flops) + sum(per_micro_batch[: schedule.num_microbatches[0] - 1])
     assert max(per_rank) <= 1.02 * max(mean, with_the_longest)
+
+
+@pytest.mark.parametrize(("virtual", "group", "expected"), [(None, None, (1, 4)), (2, None, (2, 4)), (2, 6, (2, 6))])
+def test_groups_of_virtual_stages_are_as_large_as_the_pipeline_unless_said(virtual, group, expected):
+    args = SimpleNamespace(
+        data_parallel_size=3, context_parallel_size=2, pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=virtual, microbatch_group_size_per_vp_stage=group,
+    )  # fmt: skip
+    config = train_parallel_config(args)
+    assert config == parallel(3, cp_size=2, vpp_size=expected[0], group_size=expected[1])

@@ -3,25 +3,16 @@ from types import SimpleNamespace
 import pytest
 
 from slime.scheduling.flops import calculate_fwd_flops, flops_model_from_args, mla_attention_flops
-
-TINY = dict(
-    hidden_size=16,
-    num_attention_heads=2,
-    num_query_groups=2,
-    vocab_size=32,
-    ffn_hidden_size=64,
-    num_layers=2,
-    kv_channels=8,
-)
+from tests.support.tiny_shape import TINY_SHAPE
 
 
 @pytest.mark.parametrize(("length", "expected"), [(1, 17472), (4, 70656), (10, 180480)])
 def test_tiny_dense_model(length, expected):
-    assert calculate_fwd_flops([length], SimpleNamespace(**TINY)) == expected
+    assert calculate_fwd_flops([length], SimpleNamespace(**TINY_SHAPE)) == expected
 
 
 def test_sequences_attend_only_to_themselves():
-    assert calculate_fwd_flops([1, 4, 10], SimpleNamespace(**TINY)) == 17472 + 70656 + 180480
+    assert calculate_fwd_flops([1, 4, 10], SimpleNamespace(**TINY_SHAPE)) == 17472 + 70656 + 180480
 
 
 def test_qwen3_4b_where_heads_times_width_is_not_the_hidden_size():
@@ -38,14 +29,14 @@ def test_qwen3_4b_where_heads_times_width_is_not_the_hidden_size():
 
 
 def test_query_groups_default_to_the_heads():
-    without_groups = SimpleNamespace(**{**TINY, "num_query_groups": None, "kv_channels": None})
+    without_groups = SimpleNamespace(**{**TINY_SHAPE, "num_query_groups": None, "kv_channels": None})
     assert calculate_fwd_flops([10], without_groups) == 180480
 
 
 @pytest.mark.parametrize(("frequency", "num_moe_layers"), [(1, 2), ([0, 1], 1), ([0, 0], 0)])
 def test_experts_count_as_often_as_a_token_visits_them(frequency, num_moe_layers):
     args = SimpleNamespace(
-        **TINY,
+        **TINY_SHAPE,
         num_experts=8,
         moe_layer_freq=frequency,
         moe_ffn_hidden_size=10,
@@ -53,7 +44,7 @@ def test_experts_count_as_often_as_a_token_visits_them(frequency, num_moe_layers
         moe_shared_expert_intermediate_size=7,
     )
     moe_minus_dense = 6 * 16 * (10 * 3 + 7) - 6 * 16 * 64
-    assert calculate_fwd_flops([5], args) - calculate_fwd_flops([5], SimpleNamespace(**TINY)) == (
+    assert calculate_fwd_flops([5], args) - calculate_fwd_flops([5], SimpleNamespace(**TINY_SHAPE)) == (
         5 * num_moe_layers * moe_minus_dense
     )
 
@@ -72,7 +63,7 @@ def test_latent_attention_by_hand():
 
 def test_latent_attention_is_chosen_by_its_flag():
     args = SimpleNamespace(
-        **TINY,
+        **TINY_SHAPE,
         multi_latent_attention=True,
         q_lora_rank=3,
         kv_lora_rank=4,
@@ -91,8 +82,8 @@ def test_linear_attention_has_no_pairs_and_a_gate_doubles_the_queries():
         linear_attention_freq=2, linear_num_key_heads=2, linear_key_head_dim=3, linear_num_value_heads=4,
         linear_value_head_dim=5, linear_conv_kernel_dim=6,
     )  # fmt: skip
-    plain = flops_model_from_args(SimpleNamespace(**TINY))
-    mixed = flops_model_from_args(SimpleNamespace(**TINY, **linear, attention_output_gate=True))
+    plain = flops_model_from_args(SimpleNamespace(**TINY_SHAPE))
+    mixed = flops_model_from_args(SimpleNamespace(**TINY_SHAPE, **linear, attention_output_gate=True))
     # q, k 6 wide, v, z 20 wide, beta and decay 4 each: 16x60; convolution 6x32; state 3x20 three times; output 20x16.
     delta_net = 2 * (16 * 60 + 6 * 32 + 3 * 3 * 20 + 20 * 16)
     softmax, gate = 2 * 4 * 16 * 16, 2 * 16 * 16
@@ -101,6 +92,6 @@ def test_linear_attention_has_no_pairs_and_a_gate_doubles_the_queries():
 
 
 def test_an_mlp_without_gate_has_two_projections():
-    plain = flops_model_from_args(SimpleNamespace(**TINY))
-    without_gate = flops_model_from_args(SimpleNamespace(**TINY, swiglu=False))
+    plain = flops_model_from_args(SimpleNamespace(**TINY_SHAPE))
+    without_gate = flops_model_from_args(SimpleNamespace(**TINY_SHAPE, swiglu=False))
     assert plain.per_token - without_gate.per_token == 2 * 2 * 16 * 64

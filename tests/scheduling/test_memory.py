@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from slime.scheduling.activations import Kernels, Recompute
-from slime.scheduling.memory import StateBytes, TrainingSetup, training_memory, worst_rank
+from slime.scheduling.memory import StateBytes, TrainingSetup, push_buffers, training_memory, worst_rank
 from slime.scheduling.model_shape import ModelShape, MoeShape
 from slime.scheduling.parallel_layout import ParallelLayout
 from slime.scheduling.parameters import count_parameters
@@ -102,8 +102,30 @@ def test_moments_between_steps():
     assert alone.total == 20 * parameters
     two = training_memory(shape, setup(ParallelLayout(2), 4, fp32, gloo=True, **tiny))[0]
     assert (two.moment, two.buffers) == ("gradient reduction", 4 * parameters)
+    half = dataclasses.replace(fp32, offloaded=0.5)
+    assert training_memory(shape, setup(ParallelLayout(1), 4, half, **tiny))[0].buffers == 2 * parameters
     pushing = training_memory(shape, setup(ParallelLayout(1), 4, BF16, stream_tokens=8, push_bucket=10**7))[0]
     assert (pushing.moment, pushing.buffers) == ("weight push", 3 * 10**7)
+
+
+def test_buckets_hold_gathered_tensors_of_any_stage():
+    """8 experts of 8 ranks, on the second of two stages: a bucket takes what all ranks hold, not a share of one."""
+    moe = MoeShape(8, 2, 1024, 0, False, False, (True,) * 4)
+    shape = ModelShape(4, 512, 2048, 8, 8, 64, 1024, 1024, moe=moe)
+    model = count_parameters(shape).total
+    bounded = setup(ParallelLayout(16, pipeline=2, expert=8), 4, push_bucket=10**9)
+    assert push_buffers(shape, bounded) == 3 * 2 * model
+    assert push_buffers(shape, dataclasses.replace(bounded, push_bucket=10**6)) == 3 * 10**6
+
+
+def test_muon_leaves_the_vocabulary_to_adam():
+    shape = ModelShape(4, 512, 1536, 8, 4, 64, 1024, 1024)
+    muon = dataclasses.replace(BF16, moments=4, vocabulary_moments=4, distributed=False)
+    adam, other = (training_memory(shape, setup(ParallelLayout(2), 4, state))[0] for state in (
+        dataclasses.replace(BF16, distributed=False), muon
+    ))  # fmt: skip
+    matrices = count_parameters(shape).total - (2 * 1024 * 512 + 9 * 512)
+    assert adam.optimizer - other.optimizer == 4 * matrices
 
 
 def test_gathered_sequence_parallel_input_and_few_tokens():

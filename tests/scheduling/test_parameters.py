@@ -81,12 +81,12 @@ def test_latent_attention_by_hand(q_lora_rank, attention, replicated):
     assert (layer.attention, layer.attention_replicated) == (attention, replicated)
 
 
-def test_linear_attention_is_whole_on_every_rank():
+def test_linear_attention_is_a_part_of_its_own():
     linear = LinearAttentionShape(2, 3, 4, 5, conv_kernel=2, layers=(True, False))
     first, second = count_parameters(changed(linear_attention=linear)).layers
     # qkvz 8x(6+6+20+20), beta and decay 8x8, convolution 2x32, A and dt 2x4, norm 5, output 20x8.
-    assert (first.attention, first.attention_replicated) == (0, 416 + 64 + 64 + 8 + 5 + 160)
-    assert (second.attention, second.attention_replicated) == (288, 0)
+    assert (first.attention, first.linear_attention) == (0, 416 + 64 + 64 + 8 + 5 + 160)
+    assert (second.attention, second.linear_attention) == (288, 0)
 
 
 def test_multi_token_prediction_is_apart():

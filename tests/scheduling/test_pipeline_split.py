@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from slime.scheduling.parallel_layout import ParallelLayout
 from slime.scheduling.pipeline_split import chunks_in_flight, split_into_stages
@@ -43,8 +44,49 @@ def test_uneven_layers_name_a_last_stage_that_would_do():
         split_into_stages(16, 2, virtual_pipeline=3)
     with pytest.raises(UserError, match="need --pipeline-model-parallel-size above 1"):
         split_into_stages(16, 1, last=8)
-    with pytest.raises(UserError, match="with 20 layers fixed"):
+    with pytest.raises(UserError, match="--decoder-first-pipeline-num-layers 10 .*: -4 layers cannot .* 6 would do"):
         split_into_stages(16, 2, first=10, last=10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "advice"),
+    [
+        ((2, 4), {}, "use fewer stages"),
+        ((6, 2), {"first": 6, "last": 1}, "--decoder-first-pipeline-num-layers of at most 5 would leave"),
+        ((10, 3), {"first": 3, "virtual_pipeline": 2}, "use fewer stages, or no virtual ones"),
+        ((10, 4), {"virtual_pipeline": 2}, "--decoder-last-pipeline-num-layers 4 would do"),
+        ((61, 4), {"loss_counts": True}, "drop --account-for-.*; then --decoder-last-pipeline-num-layers 13 would do"),
+        ((12, 2), {"virtual_pipeline": 5}, "--num-virtual-stages-per-pipeline-rank 3 would do"),
+        ((14, 2), {"virtual_pipeline": 2}, "drop --num-virtual-stages-per-pipeline-rank"),
+        ((10, 2), {"first": 4, "loss_counts": True}, "both shift layers between stages; drop one of them"),
+        ((1, 2), {"embedding_counts": True, "loss_counts": True, "virtual_pipeline": 1}, "drop --account-for-"),
+    ],
+)
+def test_what_cannot_be_split_names_what_would_do(arguments, options, advice):
+    with pytest.raises(UserError, match=advice):
+        split_into_stages(*arguments, **options)
+
+
+def test_uneven_stages_in_virtual_stages():
+    stages = split_into_stages(10, 2, first=4, virtual_pipeline=2)
+    assert [stage.chunks for stage in stages] == [((0, 1), (5, 6)), ((2, 3, 4), (7, 8, 9))]
+
+
+def test_m1_embedding_and_loss_take_a_layer_of_one_chunk_each():
+    """Megatron-Core cuts a stage into chunks first, then takes the layer out of its first or last chunk."""
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    stages = split_into_stages(6, 2, virtual_pipeline=2, embedding_counts=True, loss_counts=True)
+    assert [stage.chunks for stage in stages] == [((0,), (3, 4)), ((1, 2), (5,))]
+    config = TransformerConfig(
+        num_layers=6, hidden_size=8, num_attention_heads=1, pipeline_model_parallel_size=2, pipeline_dtype=torch.float32,
+        virtual_pipeline_model_parallel_size=2, account_for_embedding_in_pipeline_split=True,
+        account_for_loss_in_pipeline_split=True,
+    )  # fmt: skip
+    for stage in stages:
+        sizes = [get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage.index) for chunk in range(2)]
+        assert [len(chunk) for chunk in stage.chunks] == sizes
 
 
 def test_micro_batches_in_flight():
@@ -55,4 +97,7 @@ def test_micro_batches_in_flight():
     # Stage 0 runs 2·3 + 4 chunks ahead, and one is on its way: 11 chunks of half a stage. Korthikanti et al. 2022 (arXiv
     # 2205.05198, section 4.2.3) have 1 + (p − 1)/(p·m) times all layers = 4 stages · 1.375 = 11 halves.
     assert chunks_in_flight(interleaved, 0, 64) == 4 * (1 + 3 / (4 * 2)) == 5.5
+    # Groups of 6 micro-batches: 2·3 + 6 ahead and one on its way; never more than there are.
+    assert chunks_in_flight(interleaved, 0, 64, group=6) == 13 / 2
+    assert chunks_in_flight(interleaved, 3, 64, group=6) == 7 / 2 and chunks_in_flight(interleaved, 0, 6, group=6) == 6
     assert chunks_in_flight(ParallelLayout(1), 0, 8) == 1

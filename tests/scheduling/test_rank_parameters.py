@@ -1,6 +1,6 @@
 """Parameters per rank: sums over ranks give the model back, with what is replicated counted as often as it is held."""
 
-from slime.scheduling.model_shape import ModelShape, MoeShape
+from slime.scheduling.model_shape import LinearAttentionShape, ModelShape, MoeShape
 from slime.scheduling.parallel_layout import ParallelLayout
 from slime.scheduling.parameters import count_parameters
 from slime.scheduling.pipeline_split import split_into_stages
@@ -57,6 +57,14 @@ def test_experts_are_divided_by_their_own_sizes():
     assert held.router == 3 * 8 * 8 and held.dense_mlp == 3 * 8 * 16 // 2
     cut = per_stage(shape, ParallelLayout(8, tensor=2, expert=4, expert_tensor=2))[0]
     assert cut.routed_experts == held.routed_experts // 2
+
+
+def test_linear_attention_is_whole_on_every_training_rank():
+    linear = LinearAttentionShape(2, 4, 2, 4, 4, (True, True, True, False))
+    shape = ModelShape(**TINY, linear_attention=linear)
+    counts = count_parameters(shape)
+    held = per_stage(shape, ParallelLayout(2, tensor=2))[0]
+    assert held.attention == 3 * counts.layers[0].linear_attention + counts.layers[3].attention // 2
 
 
 def test_layers_of_multi_token_prediction_lie_last_and_bring_the_embedding():

@@ -12,13 +12,14 @@ from typing import Any
 
 from slime.arguments.hf_config import model_args_from_hf, read_hf_config
 from slime.arguments.layout import layout_of
+from slime.arguments.megatron.stages import pipeline_stages
 from slime.arguments.parser import build_parser
 from slime.arguments.plan.batch import plan_batch
-from slime.arguments.plan.engines import engine_parts, starts_engines
-from slime.arguments.plan.memory_part import over_long, plan_memory
+from slime.arguments.plan.engines import engine_parts, starts_engines, unknown_format
+from slime.arguments.plan.memory_part import over_long_warning, plan_memory
 from slime.arguments.plan.parameters import plan_parameters
 from slime.arguments.plan.placement import plan_placement
-from slime.arguments.plan.setup import missing_shape_flags, parallel_layout, shape_of, stages_of, training_precision
+from slime.arguments.plan.setup import missing_shape_flags, parallel_layout, shape_of
 from slime.arguments.plan.structure import BatchPlan, LayoutPlan, Plan
 from slime.arguments.plan.sync import plan_sync
 from slime.arguments.plan.text import render
@@ -47,18 +48,16 @@ def make_plan(args: argparse.Namespace, parser: argparse.ArgumentParser | None =
     shape = shape_of(described)
     layout = parallel_layout(args) if args.has_trainer else None
     batch = plan_batch(args, layout)
-    warnings: list[str] = []
-    notes: list[str] = list(getattr(args, "plan_notes", []))
-    memory = None
+    memory, warnings, notes = None, (), tuple(args.plan_notes)
     if shape is not None:
-        memory = plan_memory(args, shape, layout, batch.micro_batches, hf_config, warnings, notes)
-        notes += _notes(args, hf_config)
+        memory, warnings, memory_notes = plan_memory(args, shape, layout, batch.micro_batches, hf_config)
+        notes += (*memory_notes, *_notes(args, hf_config))
     if memory is None or memory.training is None:
-        warnings += _over_long(batch, layout)
+        warnings += tuple(_over_long(batch, layout))
     return Plan(
         model=_model_name(args, hf_config),
         device="GPU" if plans_for_gpus(args) else "CPU",
-        precision=training_precision(args),
+        precision=args.params_dtype_name,
         placement=plan_placement(args, layout, engine_parts(args, layout_of(args).first_rollout_gpu)),
         layout=_layout(args, layout, shape),
         batch=batch,
@@ -68,7 +67,7 @@ def make_plan(args: argparse.Namespace, parser: argparse.ArgumentParser | None =
         values=plan_values(args, parser or build_parser()),
         custom_values=custom_values(args),
         missing=missing_shape_flags(described),
-        warnings=tuple(warnings),
+        warnings=warnings,
         notes=tuple(dict.fromkeys(notes)),
     )
 
@@ -85,7 +84,7 @@ def show_plan(args: argparse.Namespace) -> None:
         UserError: FILE cannot be written; nothing is printed then.
     """
     plan = make_plan(args)
-    file = getattr(args, "dry_run_json", None)
+    file = args.dry_run_json
     if file == "-":
         print(json.dumps(plan_as_json(plan), indent=2))
         return
@@ -94,12 +93,11 @@ def show_plan(args: argparse.Namespace) -> None:
     print(render(plan))
 
 
-def _over_long(batch: BatchPlan, layout: ParallelLayout | None) -> list[str]:
+def _over_long(batch: BatchPlan, layout: ParallelLayout | None) -> Iterator[str]:
     """What the memory part says with numbers, where it has none."""
     budget, longest = batch.token_budget, batch.longest_sample
-    if layout is None or budget is None or longest is None or longest <= budget:
-        return []
-    return [over_long(longest, budget // layout.context, layout.context)]
+    if layout is not None and budget is not None and longest is not None and longest > budget:
+        yield over_long_warning(longest, budget // layout.context, layout.context)
 
 
 def _write(file: str, plan: Plan) -> None:
@@ -114,7 +112,7 @@ def _write(file: str, plan: Plan) -> None:
 
 def _hf_config(args: argparse.Namespace) -> dict[str, Any] | None:
     """The config of --hf-checkpoint; None when it cannot be read, which validation has noted."""
-    if getattr(args, "hf_checkpoint", None) is None:
+    if args.hf_checkpoint is None:
         return None
     try:
         return read_hf_config(args.hf_checkpoint)
@@ -136,18 +134,18 @@ def _with_shape(args: argparse.Namespace, hf_config: dict[str, Any] | None) -> a
 
 def _model_name(args: argparse.Namespace, hf_config: dict[str, Any] | None) -> str:
     architecture = ((hf_config or {}).get("architectures") or [None])[0]
-    directory = Path(args.hf_checkpoint).name if getattr(args, "hf_checkpoint", None) else None
+    directory = Path(args.hf_checkpoint).name if args.hf_checkpoint else None
     if directory and architecture:
         return f"{directory} ({architecture})"
-    return directory or getattr(args, "model_name", None) or "the model of the flags"
+    return directory or args.model_name or "the model of the flags"
 
 
 def _layout(args: argparse.Namespace, layout: ParallelLayout | None, shape: ModelShape | None) -> LayoutPlan | None:
     if layout is None:
         return None
     layers = None
-    if shape is not None and not getattr(args, "pipeline_model_parallel_layout", None):
-        layers = tuple(len(stage.layers) for stage in stages_of(args, layout))
+    if shape is not None and not args.pipeline_model_parallel_layout:
+        layers = tuple(len(stage.layers) for stage in pipeline_stages(args))
     return LayoutPlan(
         tensor=layout.tensor,
         context=layout.context,
@@ -168,6 +166,14 @@ def _notes(args: argparse.Namespace, hf_config: dict[str, Any] | None) -> Iterat
             "the config.json of --hf-checkpoint was not read: engine weights and the weight sync are planned as if the "
             "checkpoint were not quantised"
         )
-    typed = {"bf16", "fp16"} & getattr(args, "typed_flags", set())
+    form = unknown_format(args, hf_config) if args.has_engines else None
+    if form is not None:
+        yield (
+            f"the format of the quantised checkpoint, {form}, is not known: engine weights and the weight sync are planned as "
+            "if it were not quantised"
+        )
+    if args.only_train_params_name_list or args.freeze_params_name_list or args.freeze_indexer:
+        yield "all parameters are planned as trained: gradients and optimizer state of the frozen ones are not taken off"
+    typed = {"bf16", "fp16"} & args.typed_flags
     if plans_for_gpus(args) and not typed and gpus_on_this_machine() == 0:
         yield "no dtype was typed: planned for bfloat16, as on GPUs; on this machine, without one, a run would use float32"

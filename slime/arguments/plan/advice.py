@@ -2,7 +2,6 @@
 
 import argparse
 
-from slime.arguments.plan.setup import read
 from slime.scheduling.memory import TrainingSetup
 
 # Advice for a part that is less than this of the whole, or of the GPU where the whole is larger, would only distract.
@@ -22,6 +21,7 @@ def lower_training(args: argparse.Namespace, setup: TrainingSetup, part: str, sh
         "weights": _sharding,
         "gradients": _gradients,
         "optimizer": _optimizer,
+        "critic": _sharding,
         "activations": _activations,
         "logits": _logits,
         "buffers": _buffers,
@@ -36,7 +36,7 @@ def lower_serving(part: str, share: float) -> str | None:
 
 def _sharding(args: argparse.Namespace, setup: TrainingSetup) -> list[str]:
     flags = ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"]
-    return ["--expert-model-parallel-size", *flags] if read(args, "num_experts", None) else flags
+    return ["--expert-model-parallel-size", *flags] if args.num_experts else flags
 
 
 def _gradients(args: argparse.Namespace, setup: TrainingSetup) -> list[str]:
@@ -50,9 +50,15 @@ def _optimizer(args: argparse.Namespace, setup: TrainingSetup) -> list[str]:
         flags.append("--use-distributed-optimizer")
     if setup.state.offloaded < 1:
         flags.append("--optimizer-cpu-offload")
-    if not read(args, "use_precision_aware_optimizer", False) and setup.state.main_parameter:
+    if setup.state.distributed and _keeps_whole_main_parameters(args):
         flags.append("--use-precision-aware-optimizer")
     return [*flags, "more --actor-num-nodes"]
+
+
+def _keeps_whole_main_parameters(args: argparse.Namespace) -> bool:
+    """Where their upper half is the weight itself, so that 16 bits would do."""
+    narrow = args.use_precision_aware_optimizer or args.optimizer_cpu_offload
+    return args.params_dtype_name == "bfloat16" and args.optimizer == "adam" and not narrow
 
 
 def _activations(args: argparse.Namespace, setup: TrainingSetup) -> list[str]:
@@ -73,6 +79,6 @@ def _buffers(args: argparse.Namespace, setup: TrainingSetup) -> list[str]:
 
 
 def _tokens(args: argparse.Namespace) -> list[str]:
-    if read(args, "use_dynamic_batch_size", False):
+    if args.use_dynamic_batch_size:
         return ["--max-tokens-per-gpu"]
     return ["--micro-batch-size", "--use-dynamic-batch-size --max-tokens-per-gpu"]

@@ -2,7 +2,7 @@
 
 import argparse
 
-from slime.arguments.plan.setup import longest_sample, planned_sample, prompt_is_limited, read
+from slime.arguments.lengths import longest_sample, planned_sample, prompt_is_limited
 from slime.arguments.plan.structure import BatchPlan
 from slime.scheduling.parallel_layout import ParallelLayout
 
@@ -10,16 +10,15 @@ from slime.scheduling.parallel_layout import ParallelLayout
 def plan_batch(args: argparse.Namespace, layout: ParallelLayout | None) -> BatchPlan:
     """The arithmetic; micro-batches are counted for samples of the longest allowed length."""
     rollouts = args.rollout_batch_size * args.n_samples_per_prompt
-    global_batch = read(args, "global_batch_size", rollouts)
+    global_batch = args.global_batch_size
     steps = max(1, rollouts // global_batch)
     data = layout.data if layout is not None else 1
     budget = None
-    if layout is not None and read(args, "use_dynamic_batch_size", False) and read(args, "max_tokens_per_gpu", None):
+    if layout is not None and args.use_dynamic_batch_size:
         budget = args.max_tokens_per_gpu * layout.context
     longest, limited = longest_sample(args), prompt_is_limited(args)
     # A prompt has a token at least.
     sample = longest + (not limited) if longest is not None else planned_sample(args)
-    num_rollout = read(args, "num_rollout", None)
     return BatchPlan(
         prompts=args.rollout_batch_size,
         samples_per_prompt=args.n_samples_per_prompt,
@@ -32,8 +31,8 @@ def plan_batch(args: argparse.Namespace, layout: ParallelLayout | None) -> Batch
         prompt_is_limited=limited,
         assumed_sample=sample if longest is None and layout is not None else None,
         micro_batches=_micro_batches(args, layout, global_batch, budget, sample),
-        num_rollout=num_rollout,
-        total_optimizer_steps=None if num_rollout is None else num_rollout * steps,
+        num_rollout=args.num_rollout,
+        total_optimizer_steps=None if args.num_rollout is None else args.num_rollout * steps,
     )
 
 
@@ -44,12 +43,12 @@ def _micro_batches(
     if layout is None:
         return None
     if budget is None:
-        together = read(args, "micro_batch_size", 1)
+        together = args.micro_batch_size
     elif sample is None:
         return None
     else:
         together = max(1, budget // sample)
     count = -(-global_batch // together)
-    group = read(args, "microbatch_group_size_per_vp_stage", layout.pipeline) if layout.virtual_pipeline > 1 else 1
+    group = (args.microbatch_group_size_per_vp_stage or layout.pipeline) if layout.virtual_pipeline > 1 else 1
     multiple = layout.data * group
     return -(-count // multiple) * group

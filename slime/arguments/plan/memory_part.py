@@ -1,35 +1,36 @@
 """The memory part of the plan: training, serving, and both together on the GPUs that they share."""
 
 import argparse
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+from slime.arguments.lengths import longest_sample, prompt_is_limited
 from slime.arguments.plan.advice import lower_serving, lower_training
+from slime.arguments.plan.critic import NOTE, critic_bytes
 from slime.arguments.plan.engines import serving_setup, starts_engines
 from slime.arguments.plan.placement import gpus_per_node, placement_mode
 from slime.arguments.plan.setup import (
     CUDA_OVERHEAD_BYTES,
     host_copies,
-    longest_sample,
     padded_stream,
-    prompt_is_limited,
-    read,
     tokens_of_stream,
     training_setup,
 )
 from slime.arguments.plan.structure import MemoryPlan, PartPlan, PhasePlan, ServingMemoryPlan, TrainingMemoryPlan
 from slime.arguments.planned_device import gpu_memory_gib, plans_for_gpus
 from slime.scheduling.memory import (
-    BUCKETS_AT_ONCE,
     HOST_PARTS,
     MEMORY_PARTS,
     RankMemory,
     TrainingSetup,
+    push_buffers,
     training_memory,
     worst_rank,
 )
 from slime.scheduling.model_shape import ModelShape
 from slime.scheduling.parallel_layout import ParallelLayout
-from slime.scheduling.serving_memory import ServingMemory, ServingSetup, serving_memory
+from slime.scheduling.serving_memory import ServingMemory, serving_memory
 
 GIB = 2**30
 
@@ -40,73 +41,69 @@ def plan_memory(
     layout: ParallelLayout | None,
     micro_batches: int | None,
     hf_config: dict[str, Any] | None,
-    warnings: list[str],
-    notes: list[str],
-) -> MemoryPlan:
-    """Estimates and what they say; warnings and notes are appended."""
+) -> tuple[MemoryPlan, tuple[str, ...], tuple[str, ...]]:
+    """Estimates, warnings about them, and notes on what they assume."""
     gpu_memory, source = None, "the run uses no GPU (SLIME_ACCELERATOR=cpu)"
     if plans_for_gpus(args):
         gib, source = gpu_memory_gib(args)
         gpu_memory = round(gib * GIB)
-    setup, worst, training = _training(args, shape, layout, micro_batches, gpu_memory, notes)
+    reason = _not_estimated(args, layout)
+    setup = worst = training = None
+    critic = 0
+    if layout is not None and reason is None:
+        setup = training_setup(args, layout, tokens_of_stream(args, layout), micro_batches)
+        memories = training_memory(shape, setup)
+        worst = worst_rank(memories)
+        critic = critic_bytes(args, worst, micro_batches) if args.use_critic else 0
+        training = _training(args, setup, memories, worst, critic, gpu_memory)
     served, serving = _serving(args, shape, hf_config, gpu_memory)
-    phases = _phases(args, worst, setup, served, gpu_memory)
-    warnings += [_too_large(phase, gpu_memory) for phase in phases if phase.fits is False]
+    buckets = push_buffers(shape, setup) if setup is not None else 0
+    phases = _phases(args, worst, critic, buckets, served, gpu_memory)
+    warnings = [_too_large(phase, gpu_memory) for phase in phases if phase.fits is False]
     warnings += _cache_warnings(args, served, gpu_memory)
     if setup is not None and worst is not None:
         warnings += _over_long(args, shape, setup, worst)
-    return MemoryPlan(gpu_memory, source, training, serving, phases)
+    notes = (reason,) if reason is not None else tuple(_training_notes(args) if training is not None else ())
+    return MemoryPlan(gpu_memory, source, training, serving, phases), tuple(warnings), notes
 
 
 def _training(
     args: argparse.Namespace,
-    shape: ModelShape,
-    layout: ParallelLayout | None,
-    micro_batches: int | None,
+    setup: TrainingSetup,
+    memories: tuple[RankMemory, ...],
+    worst: RankMemory,
+    critic: int,
     gpu_memory: int | None,
-    notes: list[str],
-) -> tuple[TrainingSetup | None, RankMemory | None, TrainingMemoryPlan | None]:
-    if layout is None:
-        return None, None, None
-    reason = _not_estimated(args)
-    if reason is not None:
-        notes.append(f"{reason}: training memory is not estimated")
-        return None, None, None
-    if read(args, "use_critic", False):
-        notes.append("the critic takes turns with the actor on the same GPUs; its memory is not added")
-    tokens = tokens_of_stream(args, layout)
-    if tokens is None:
-        notes.append(
-            "training memory needs the size of a micro-batch: give --max-tokens-per-gpu with --use-dynamic-batch-size, "
-            "or --rollout-max-context-len"
-        )
-        return None, None, None
-    setup = training_setup(args, layout, tokens, micro_batches)
-    memories = training_memory(shape, setup)
-    worst = worst_rank(memories)
+) -> TrainingMemoryPlan:
+    total = worst.total + critic
+    limit = min(total, gpu_memory or total)
     parts = tuple(
-        PartPlan(name, size, lower_training(args, setup, name, size / min(worst.total, gpu_memory or worst.total)))
+        PartPlan(name, size, lower_training(args, setup, name, size / limit))
         for name in MEMORY_PARTS
         if (size := getattr(worst, name))
     )
-    totals = tuple(memory.total for memory in memories)
-    on_node = min(gpus_per_node(args), layout.world_size)
-    plan = TrainingMemoryPlan(
+    if critic:
+        parts = (*parts, PartPlan("critic", critic, lower_training(args, setup, "critic", critic / limit)))
+    return TrainingMemoryPlan(
         parts,
-        worst.total,
+        total,
         worst.stage,
         worst.moment,
-        totals,
+        tuple(memory.total + critic for memory in memories),
         worst.host,
         _host_parts(args, worst),
-        worst.host * on_node,
+        worst.host * min(gpus_per_node(args), setup.layout.world_size),
     )
+
+
+def _training_notes(args: argparse.Namespace) -> Iterator[str]:
+    if args.use_critic:
+        yield NOTE
     if longest_sample(args) is not None and not prompt_is_limited(args):
-        notes.append(
+        yield (
             "no flag limits the prompt: samples are counted without theirs, so micro-batches and memory are lower bounds; "
             "give --rollout-max-prompt-len or --rollout-max-context-len"
         )
-    return setup, worst, plan
 
 
 def _host_parts(args: argparse.Namespace, worst: RankMemory) -> tuple[PartPlan, ...]:
@@ -118,13 +115,22 @@ def _host_parts(args: argparse.Namespace, worst: RankMemory) -> tuple[PartPlan, 
     return tuple(PartPlan(names[part], getattr(worst, part)) for part in HOST_PARTS if getattr(worst, part))
 
 
-def _not_estimated(args: argparse.Namespace) -> str | None:
-    if read(args, "train_backend", "megatron") != "megatron":
-        return f"--train-backend {args.train_backend}"
-    if read(args, "use_megatron_fsdp", False):
-        return "--use-megatron-fsdp"
-    if read(args, "pipeline_model_parallel_layout", None):
-        return "--pipeline-model-parallel-layout"
+def _not_estimated(args: argparse.Namespace, layout: ParallelLayout | None) -> str | None:
+    """Why training ranks have no estimate; None also where there are none."""
+    if layout is None:
+        return None
+    typed = {
+        f"--train-backend {args.train_backend}": args.train_backend != "megatron",
+        "--use-megatron-fsdp": args.use_megatron_fsdp,
+        "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout,
+    }
+    if any(typed.values()):
+        return f"{next(flag for flag in typed if typed[flag])}: training memory is not estimated"
+    if tokens_of_stream(args, layout) is None:
+        return (
+            "training memory needs the size of a micro-batch: give --max-tokens-per-gpu with --use-dynamic-batch-size, "
+            "or --rollout-max-context-len"
+        )
     return None
 
 
@@ -133,7 +139,7 @@ def _serving(
 ) -> tuple[ServingMemory | None, ServingMemoryPlan | None]:
     if not starts_engines(args):
         return None, None
-    setup: ServingSetup = serving_setup(args, hf_config, gpu_memory)
+    setup = serving_setup(args, shape, hf_config, gpu_memory)
     memory = serving_memory(shape, setup)
     parts = [
         PartPlan(name, size, lower_serving(name, size / min(memory.total, gpu_memory or memory.total)))
@@ -155,7 +161,8 @@ def _serving(
 def _phases(
     args: argparse.Namespace,
     worst: RankMemory | None,
-    setup: TrainingSetup | None,
+    critic: int,
+    buckets: int,
     served: ServingMemory | None,
     gpu_memory: int | None,
 ) -> tuple[PhasePlan, ...]:
@@ -164,29 +171,28 @@ def _phases(
         return ()
     engine = served.weights + served.kv_cache if served is not None else 0
     if placement_mode(args) != "colocated" or worst is None or served is None:
-        return _phases_apart(args, worst, engine if served is not None else None, gpu_memory)
+        trainer = None if worst is None else worst.total + critic
+        return _phases_apart(args, trainer, engine if served is not None else None, gpu_memory)
     left_behind = CUDA_OVERHEAD_BYTES
-    trainer_sleeps, engine_sleeps = read(args, "offload_train", True), read(args, "offload_rollout", True)
-    asleep = left_behind if trainer_sleeps else worst.persistent
-    idle = left_behind if engine_sleeps else engine
+    asleep = left_behind if args.offload_train else worst.persistent
+    idle = left_behind if args.offload_rollout else engine
     # A trainer that sleeps sends its host copies; engines take their weights back first, the cache after the sync.
-    buckets = BUCKETS_AT_ONCE * min(setup.push_bucket, worst.weights)
-    receiving = left_behind + served.weights if engine_sleeps else idle
+    receiving = left_behind + served.weights if args.offload_rollout else idle
     return (
-        _phase("training", worst.total, idle, gpu_memory),
+        _phase("training", worst.total + critic, idle, gpu_memory),
         _phase("weight sync", asleep + buckets, receiving, gpu_memory),
         _phase("generation", asleep, engine, gpu_memory),
     )
 
 
 def _phases_apart(
-    args: argparse.Namespace, worst: RankMemory | None, engine: int | None, gpu_memory: int
+    args: argparse.Namespace, trainer: int | None, engine: int | None, gpu_memory: int
 ) -> tuple[PhasePlan, ...]:
     """Each on its own GPUs, or on shared ones where one of them is not known."""
     phases = []
-    unknown = args.has_trainer and worst is None
+    unknown = args.has_trainer and trainer is None
     if args.has_trainer:
-        phases.append(_phase("training", None if worst is None else worst.total, 0, gpu_memory))
+        phases.append(_phase("training", trainer, 0, gpu_memory))
     if engine is not None:
         beside = None if unknown and placement_mode(args) == "colocated" else 0
         phases.append(_phase("generation", beside, engine, gpu_memory))
@@ -224,24 +230,21 @@ def _cache_warnings(args: argparse.Namespace, served: ServingMemory | None, gpu_
     return []
 
 
-def _over_long(args: argparse.Namespace, shape: ModelShape, setup: TrainingSetup, worst: RankMemory) -> list[str]:
-    """A sample above the token budget makes a micro-batch of its own; what that would need."""
+def _over_long(args: argparse.Namespace, shape: ModelShape, setup: TrainingSetup, worst: RankMemory) -> Iterator[str]:
+    """What a sample above the token budget would need."""
     longest = longest_sample(args)
     share = -(-longest // setup.layout.context) if longest is not None else 0
-    if share <= setup.stream_tokens:
-        return []
-    stream = padded_stream(args, setup.layout, share)
-    longer = TrainingSetup(**{**vars(setup), "stream_tokens": stream})
-    peak = worst_rank(training_memory(shape, longer)).total
-    return [
-        f"{over_long(longest, setup.stream_tokens, setup.layout.context)}, and the training peak is then "
-        f"{peak / GIB:.1f} GiB instead of {worst.total / GIB:.1f} GiB"
-    ]
+    if share > setup.stream_tokens:
+        longer = replace(setup, stream_tokens=padded_stream(args, setup.layout, share))
+        peak = worst_rank(training_memory(shape, longer)).total
+        peaks = f"{peak / GIB:.1f} GiB instead of {worst.total / GIB:.1f} GiB"
+        yield over_long_warning(longest, setup.stream_tokens, setup.layout.context, peaks)
 
 
-def over_long(longest: int, tokens: int, context: int) -> str:
-    """What happens to a sample above the budget, as the beginning of a warning."""
-    return (
+def over_long_warning(longest: int, tokens: int, context: int, peaks: str | None = None) -> str:
+    """What happens to a sample above the budget; `peaks`: the training peak then, and otherwise."""
+    warning = (
         f"the longest allowed sample ({longest} tokens) is above the token budget of a micro-batch ({tokens} x "
         f"--context-parallel-size {context}): such a sample makes a micro-batch of its own"
     )
+    return warning if peaks is None else f"{warning}, and the training peak is then {peaks}"

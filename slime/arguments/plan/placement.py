@@ -3,7 +3,6 @@
 import argparse
 from dataclasses import dataclass
 
-from slime.arguments.plan.setup import read
 from slime.arguments.plan.structure import GpuPlan, NodePlan, PlacementPlan
 from slime.scheduling.parallel_layout import ParallelLayout
 
@@ -41,17 +40,16 @@ def placement_mode(args: argparse.Namespace) -> str:
         return "training only"
     if not args.has_trainer:
         return "engines only"
-    if read(args, "rollout_external_engine_addrs", None):
+    if args.rollout_external_engine_addrs:
         return "external engines"
-    return "colocated" if read(args, "colocate", False) else "disaggregated"
+    return "colocated" if args.colocate else "disaggregated"
 
 
 def gpus_per_node(args: argparse.Namespace) -> int:
     """GPUs of one node."""
-    typed = "num_gpus_per_node" in getattr(args, "typed_flags", set())
-    if read(args, "colocate", False) and not typed:
+    if args.colocate and "num_gpus_per_node" not in args.typed_flags:
         return args.actor_num_gpus_per_node
-    return read(args, "num_gpus_per_node", 8)
+    return args.num_gpus_per_node
 
 
 def _engine_of_gpu(parts: tuple[EnginePart, ...]) -> dict[int, tuple[int, int, str | None]]:

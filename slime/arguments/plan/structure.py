@@ -81,10 +81,10 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """total: of the model; per_rank: of the rank with most. `stages`: parts of a rank of each pipeline stage."""
+    """total: of the model. per_rank: of the rank with most; None: not known. stages: parts of a rank of each stage."""
 
     total: int
-    per_rank: int
+    per_rank: int | None
     stages: tuple[dict[str, int], ...]
 
 

@@ -3,9 +3,8 @@
 import argparse
 from typing import Any
 
-from slime.arguments.plan.engines import quantised_bytes, starts_engines, weight_bytes
+from slime.arguments.plan.engines import starts_engines, weight_bytes
 from slime.arguments.plan.placement import placement_mode
-from slime.arguments.plan.setup import read
 from slime.arguments.plan.structure import SyncPlan
 from slime.scheduling.model_shape import ModelShape
 from slime.scheduling.serving_memory import served_bytes
@@ -15,13 +14,10 @@ _SHARED_HANDLES = "shared handles"
 
 def plan_sync(args: argparse.Namespace, shape: ModelShape, hf_config: dict[str, Any] | None) -> SyncPlan | None:
     """Every engine receives every weight once; the receiving link is the bottleneck. None: nothing is pushed."""
-    external = read(args, "rollout_external_engine_addrs", None)
-    if not (args.has_trainer and (external or starts_engines(args))):
+    if not (args.has_trainer and (args.rollout_external_engine_addrs or starts_engines(args))):
         return None
-    plain = weight_bytes(args)
-    total = served_bytes(shape, plain, quantised_bytes(args, hf_config, plain))
-    gbps = read(args, "dry_run_link_gbps", 400.0)
-    bucket = read(args, "update_weight_buffer_size", total)
+    total = served_bytes(shape, weight_bytes(args, shape, hf_config))
+    gbps, bucket = args.dry_run_link_gbps, args.update_weight_buffer_size
     transport = _transport(args)
     shared = transport == _SHARED_HANDLES
     moves = not shared or _sharded(args)
@@ -30,15 +26,15 @@ def plan_sync(args: argparse.Namespace, shape: ModelShape, hf_config: dict[str, 
 
 def _sharded(args: argparse.Namespace) -> bool:
     """Whether no rank holds all weights."""
-    if read(args, "train_backend", "megatron") != "megatron":
+    if args.train_backend != "megatron":
         return args.world_size > 1
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
-    return any(read(args, name, 1) > 1 for name in names)
+    sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size)
+    return max(sizes) > 1
 
 
 def _transport(args: argparse.Namespace) -> str:
-    if read(args, "update_weight_mode", "full") == "delta":
+    if args.update_weight_mode == "delta":
         return "disk, changed bytes only (at most)"
-    if read(args, "update_weight_transport", "nccl") == "disk":
+    if args.update_weight_transport == "disk":
         return "disk"
     return _SHARED_HANDLES if placement_mode(args) == "colocated" else "process group"

@@ -8,6 +8,7 @@ from typing import Any
 
 from slime.arguments.origins import Origin
 from slime.arguments.plan.structure import ValuePlan
+from slime.arguments.types import written_pattern
 from slime.observability.run_record import REDACTED, plain_arguments
 
 # They say that a plan is wanted, nothing about the run.
@@ -80,21 +81,8 @@ def _typed(action: argparse.Action, flag: str, value: Any) -> str:
     if isinstance(action, argparse._AppendAction) and action.nargs is None:
         return f" {flag} ".join(_word(_text(item)) for item in value)
     if action.nargs in (None, "?") and kind != "str":
-        return _word(_pattern(value) if kind == "layer_pattern" else ",".join(map(str, value)))
+        return _word(written_pattern(value) if kind == "layer_pattern" else ",".join(map(str, value)))
     return " ".join(_word(_text(item)) for item in value)
-
-
-def _pattern(value: list[int]) -> str:
-    """Runs of equal layers together: `[0]*3+[1]*58`."""
-    runs: list[list[int]] = []
-    for item in value:
-        if runs and runs[-1][0] == item:
-            runs[-1][1] += 1
-        else:
-            runs.append([item, 1])
-    if len(runs) > max(len(value) // 2, 1):
-        return str(list(value)).replace(" ", "")
-    return "+".join(f"[{item}]" + (f"*{count}" if count > 1 else "") for item, count in runs)
 
 
 def _text(item: Any) -> str:

@@ -71,6 +71,25 @@ def test_advice_names_only_what_is_not_used_yet():
     assert "--use-distributed-optimizer" in advice(SMALL, "--no-use-distributed-optimizer")["optimizer"]
 
 
+def test_what_the_advice_on_the_optimizer_brings():
+    def optimizer(*words):
+        return next(
+            part for part in make_plan(planned(SMALL, *words)).memory.training.parts if part.name == "optimizer"
+        )
+
+    plain, narrow = optimizer(), optimizer("--use-precision-aware-optimizer")
+    assert "--use-precision-aware-optimizer" in plain.lower and "--use-precision-aware" not in narrow.lower
+    assert narrow.bytes == pytest.approx(plain.bytes * 10 / 12)
+    assert "--use-precision-aware" not in optimizer("--fp16").lower
+
+
+def test_parameters_of_a_rank_may_be_unknown():
+    args = planned(SMALL)
+    assert make_plan(args).parameters.per_rank > 0
+    args.pipeline_model_parallel_layout = "Et*18|t*18L"
+    assert make_plan(args).parameters.per_rank is None
+
+
 def test_sync_cost_follows_link_and_bytes():
     plan = make_plan(planned(SMALL, "--dry-run-link-gbps", "100"))
     assert plan.sync.bytes == 2 * 4_022_468_096 and plan.sync.transport == "process group"

@@ -1,13 +1,9 @@
 """From flags to what the memory model takes."""
 
-import pytest
-
-from slime.arguments.plan.engines import quantised_bytes, serving_setup
 from slime.arguments.plan.setup import (
+    host_copies,
     kernels_of,
-    longest_sample,
     parallel_layout,
-    prompt_is_limited,
     recompute_of,
     shape_of,
     state_bytes,
@@ -30,9 +26,38 @@ def test_precision_of_the_state():
     assert not state("--no-use-distributed-optimizer").distributed
     assert state("--optimizer-cpu-offload").offloaded == 1
     assert state("--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5").offloaded == 0.5
-    narrow = state("--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
-    assert (narrow.main_parameter, narrow.moments) == (4, 4)
     assert state("--transformer-impl", "local").step == 4
+    stateless = state("--transformer-impl", "local", "--use-stateless-adam", "--no-save-optim")
+    assert (stateless.main_parameter, stateless.moments, stateless.step) == (4, 0, 0)
+
+
+def test_precision_aware_optimizer_keeps_the_lower_half_of_main_parameters():
+    aware = "--use-precision-aware-optimizer"
+    narrow = state(aware, "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16", "--grad-reduce-in-bf16")
+    assert (narrow.main_parameter, narrow.moments, narrow.step) == (2, 4, 0)
+    assert state(aware, "--no-store-param-remainders").main_parameter == 4
+    assert state(aware, "--fp16").main_parameter == 4
+    on_host = state(aware, "--exp-avg-dtype", "bf16", "--optimizer-cpu-offload")
+    assert (on_host.main_parameter, on_host.moments) == (4, 8)
+
+
+def test_moments_of_other_optimizers():
+    muon = state("--optimizer", "muon")
+    assert (muon.moments, muon.vocabulary_moments, muon.distributed) == (4, 4, False)
+    assert state("--optimizer", "dist_muon").distributed
+    sgd = state("--optimizer", "sgd", "--transformer-impl", "local")
+    assert (sgd.moments, sgd.vocabulary_moments, sgd.step) == (4, 0, 0)
+
+
+def test_sets_of_weights_in_host_memory():
+    def copies(*words):
+        return host_copies(planned(SMALL.replace("--use-kl-loss", ""), *words))
+
+    assert copies("--kl-coef", "0.1", "--ref-load", "r") == ("reference", "actor put aside")
+    teacher = ("--use-opd", "--opd-type", "megatron", "--opd-teacher-load", "t")
+    assert copies("--use-kl-loss", "--ref-load", "r", *teacher) == ("reference", "teacher", "actor put aside")
+    old = copies("--keep-old-actor")
+    assert old[-3:] == ("old actor", "rollout actor", "actor put aside")
 
 
 def test_layout_of_the_flags():
@@ -49,24 +74,6 @@ def test_vocabulary_is_padded_as_the_trainer_pads_it():
     assert shape_of(planned(SMALL, "--padded-vocab-size", "153600")).padded_vocab_size == 153600
 
 
-@pytest.mark.parametrize(
-    "words, longest, limited",
-    [
-        ([], 8192, True),
-        (["--rollout-max-context-len", "8000"], 8000, True),
-        (["--rollout-max-context-len", "10000"], 8192, True),
-    ],
-)
-def test_longest_sample(words, longest, limited):
-    args = planned(SMALL, *words)
-    assert longest_sample(args) == longest and prompt_is_limited(args) is limited
-
-
-def test_without_a_prompt_limit_the_response_is_what_is_known():
-    args = planned(SMALL.replace("--rollout-max-prompt-len 1024", ""))
-    assert longest_sample(args) == 7168 and not prompt_is_limited(args)
-
-
 def test_stream_is_padded_budget_or_longest_samples():
     args = planned(SMALL, "--max-tokens-per-gpu", "1000")
     assert tokens_of_stream(args, parallel_layout(args)) == 1024
@@ -80,26 +87,3 @@ def test_kernels_and_recomputation(monkeypatch):
     full = recompute_of(planned(TWO_NODES))
     assert (full.granularity, full.method, full.num_layers) == ("full", "uniform", 1)
     assert recompute_of(planned(SMALL, "--recompute-activations")).drops("core_attn")
-
-
-def test_engine_sizes_and_data_parallel_attention():
-    args = planned(
-        TWO_NODES, "--sglang-enable-dp-attention", "--sglang-dp-size", "4", "--sglang-kv-cache-dtype", "fp8_e5m2"
-    )
-    setup = serving_setup(args, None, 80 * 2**30)
-    assert (setup.tensor, setup.pipeline, setup.attention_data, setup.cache_bytes) == (8, 1, 4, 1.0)
-    assert setup.static_fraction == 0.7 and setup.weight_bytes == 2.0
-    two_stages = serving_setup(planned(TWO_NODES, "--sglang-pp-size", "2"), None, 80 * 2**30)
-    assert (two_stages.tensor, two_stages.pipeline) == (4, 2)
-
-
-@pytest.mark.parametrize(
-    "config, expected",
-    [
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 1 + 4 / 16384),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized", "group_size": 32}, 0.5625),
-        (None, 2.0),
-    ],
-)
-def test_quantised_checkpoints(config, expected):
-    assert quantised_bytes(planned(SMALL), {"quantization_config": config}, 2.0) == expected
