@@ -2,6 +2,7 @@
 # From nothing to a model that learned: installs, makes a toy task, trains, reports. No GPU needed.
 #
 #   bash scripts/quickstart.sh
+#   bash scripts/quickstart.sh --dry-run
 #   bash scripts/quickstart.sh --help
 set -euo pipefail
 CALLER_DIR="$PWD"
@@ -12,10 +13,11 @@ export SLIME_ACCELERATOR=cpu   # also where a GPU is present: the pinned set has
 SEED=0
 BASE_DIR=outputs/quickstart
 NUM_ROLLOUT=30
+DRY_RUN=""
 
 usage() {
   cat <<HELP
-usage: bash scripts/quickstart.sh [--seed N] [--dir DIR] [--num-rollout N]
+usage: bash scripts/quickstart.sh [--seed N] [--dir DIR] [--num-rollout N] [--dry-run]
 
 Does everything, one step after the other, on a Linux x86-64 machine with Python 3.11 and no GPU:
 
@@ -30,6 +32,7 @@ A second run reuses 1 to 3 and trains into a new run directory.
   --seed N         seed of the task, of training and of sampling (default $SEED)
   --dir DIR        where everything goes (default $BASE_DIR in the repository)
   --num-rollout N  GRPO steps (default $NUM_ROLLOUT)
+  --dry-run        print the plans of steps 3 and 4 (placement, memory, batch arithmetic) and end; needs step 1
 HELP
 }
 
@@ -52,6 +55,10 @@ while (($#)); do
         --num-rollout) NUM_ROLLOUT="$2" ;;
       esac
       shift 2
+      ;;
+    --dry-run)
+      DRY_RUN=1
+      shift
       ;;
     *) refuse "unknown argument '$1'; see bash scripts/quickstart.sh --help" ;;
   esac
@@ -174,6 +181,35 @@ write_train_script() {
   } >"$RUN_DIR/train.sh"
 }
 
+# The plans of both runs. Where the toy task is not there yet, it is made in a directory that is removed again.
+plan() {
+  [[ -x "$PYTHON_BIN" ]] || refuse "--dry-run needs $PYTHON_BIN: first bash scripts/install.sh"
+  TASK_COPY="$TASK_DIR"
+  if [[ ! -f "$TASK_DIR/task.json" ]]; then
+    TASK_COPY="$(mktemp -d "${TMPDIR:-/tmp}/slime-toy-task-XXXXXX")"
+    trap 'rm -rf "$TASK_COPY"' EXIT
+    "$PYTHON_BIN" tools/make_toy_task.py "$TASK_COPY" --seed "$SEED"
+  fi
+  step "3/5 teach by demonstrations: plan"
+  "$PYTHON_BIN" train.py "${SFT_RUN_ARGS[@]//"$TASK_DIR/"/"$TASK_COPY/"}" --dry-run
+  step "4/5 reinforce with GRPO: plan"
+  "$PYTHON_BIN" train.py "${GRPO_RUN_ARGS[@]//"$TASK_DIR/"/"$TASK_COPY/"}" --dry-run
+}
+
+SFT_RUN_ARGS=(
+  "${MODEL_ARGS[@]}" "${PERF_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SFT_ARGS[@]}"
+  --seed "$((1234 + SEED))" --rollout-seed "$((42 + SEED))"
+)
+GRPO_RUN_ARGS=(
+  "${MODEL_ARGS[@]}" "${PERF_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}"
+  "${EVAL_ARGS[@]}" "${GRPO_ARGS[@]}" "${SGLANG_ARGS[@]}" "${MISC_ARGS[@]}"
+)
+
+if [[ -n "$DRY_RUN" ]]; then
+  plan
+  exit 0
+fi
+
 step "1/5 install"
 bash scripts/install.sh
 
@@ -188,15 +224,12 @@ step "3/5 teach by demonstrations: $SFT_DIR"
 if [[ -f "$SFT_DIR/latest_checkpointed_iteration.txt" ]]; then
   echo "reused"
 else
-  TENSORBOARD_DIR="$SFT_DIR/tensorboard" "$PYTHON_BIN" train.py \
-    "${MODEL_ARGS[@]}" "${PERF_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SFT_ARGS[@]}" \
-    --seed "$((1234 + SEED))" --rollout-seed "$((42 + SEED))"
+  TENSORBOARD_DIR="$SFT_DIR/tensorboard" "$PYTHON_BIN" train.py "${SFT_RUN_ARGS[@]}"
 fi
 
 step "4/5 reinforce with GRPO: $RUN_DIR"
 mkdir -p "$RUN_DIR"
-write_train_script "${MODEL_ARGS[@]}" "${PERF_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" \
-  "${EVAL_ARGS[@]}" "${GRPO_ARGS[@]}" "${SGLANG_ARGS[@]}" "${MISC_ARGS[@]}"
+write_train_script "${GRPO_RUN_ARGS[@]}"
 bash "$RUN_DIR/train.sh"
 
 step "5/5 report"

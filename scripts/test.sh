@@ -3,6 +3,7 @@
 #
 #   bash scripts/test.sh                      what CI runs
 #   bash scripts/test.sh --all                with the slow tests
+#   bash scripts/test.sh --dry-run            only says what it would run
 #   bash scripts/test.sh tests/utils -k data  other arguments go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,17 +11,19 @@ unset PYTHONDONTWRITEBYTECODE # without .pyc files every process that a test sta
 
 usage() {
   cat <<'HELP'
-usage: bash scripts/test.sh [--all] [PYTEST ARGUMENTS...]
+usage: bash scripts/test.sh [--all] [--dry-run] [PYTEST ARGUMENTS...]
 
 Installs what is missing (scripts/install.sh), then runs the tests that need no GPU.
 
-  --all   the slow tests too
+  --all      the slow tests too
+  --dry-run  print the commands that it would run, and end
   other arguments are given to pytest, for example: tests/rollout -k abort -x
 HELP
 }
 
 marks="not slow and not gpu"
 pytest_arguments=()
+dry_run=""
 for argument in "$@"; do
   case "$argument" in
     -h | --help)
@@ -28,12 +31,22 @@ for argument in "$@"; do
       exit 0
       ;;
     --all) marks="not gpu" ;;
+    --dry-run) dry_run=1 ;;
     *) pytest_arguments+=("$argument") ;;
   esac
 done
+
+pytest_command=(.venv/bin/python -m pytest -m "$marks" ${pytest_arguments[@]+"${pytest_arguments[@]}"})
+if [[ -n "$dry_run" ]]; then
+  echo "bash scripts/install.sh"
+  printf 'SLIME_ACCELERATOR=cpu OMP_NUM_THREADS=%s' "${OMP_NUM_THREADS:-1}"
+  printf ' %q' "${pytest_command[@]}"
+  echo
+  exit 0
+fi
 
 bash scripts/install.sh
 # One thread per process: the tests start many processes, and threads of several on the same cores only hinder each other.
 export SLIME_ACCELERATOR=cpu # also where a GPU is present: the pinned set has CPU builds
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec .venv/bin/python -m pytest -m "$marks" ${pytest_arguments[@]+"${pytest_arguments[@]}"}
+exec "${pytest_command[@]}"

@@ -1,11 +1,12 @@
 """The command line: flags in groups, values derived from them, and the rules that they must satisfy.
 
 `parse_args` is the whole way: words of the command line → YAML files → other names of one setting → shape from the Hugging
-Face config → derived values → rules → initial weights. What is wrong with the words ends it at once, because nothing can
-be concluded from them; all other violations are reported in one message.
+Face config → derived values → rules → initial weights. Words that are no values end it at once, because nothing can be
+concluded from them; unknown flags and all other violations are reported in one message.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +19,16 @@ from slime.arguments.hf_config import apply_hf_config, read_hf_config
 from slime.arguments.origins import Origin, recording
 from slime.arguments.parser import ArgumentParser, build_parser, parse_known
 from slime.arguments.paths import make_paths_absolute
-from slime.arguments.rules.serving import keep_names_equal
-from slime.arguments.rules.sizes import replace_wrong_sizes, without_consequences
+from slime.arguments.plug_ins import flag_of
+from slime.arguments.serving_values import keep_names_equal
+from slime.arguments.sizes import replace_wrong_sizes, without_consequences, without_mention
 from slime.arguments.validation import violations_of
+from slime.scheduling.shape_of_args import padded_vocabulary
 from slime.utils.errors import UserError
 
 __all__ = ["build_parser", "parse_args", "validate_args"]
 
+_FLAG = re.compile(r"--[a-z][\w-]*")
 _NO_FLAGS = (
     "no flags were given. A run needs at least --hf-checkpoint, --prompt-data, --rollout-batch-size, --num-rollout, "
     "--actor-num-gpus-per-node and --rollout-num-gpus. `python train.py --help` lists all flags, --help-grep WORD those "
@@ -53,8 +57,9 @@ def parse_args(
         raise UserError(_NO_FLAGS)
     parser = build_parser(add_custom_arguments, program="train_async.py" if asynchronous else "train.py")
     parser.set_defaults(asynchronous=asynchronous)
-    args = parse_known(parser, words)
-    _settle(args, _merge_files(args, parser))
+    unknown: list[str] = []
+    args = parse_known(parser, words, unknown)
+    _settle(args, _merge_files(args, parser), unknown)
     return args
 
 
@@ -64,7 +69,7 @@ def validate_args(args: argparse.Namespace) -> None:
     Raises:
         UserError: one message with all broken rules.
     """
-    _settle(args, [])
+    _settle(args, [], [])
 
 
 def _merge_files(args: argparse.Namespace, parser: ArgumentParser) -> list[str]:
@@ -72,9 +77,12 @@ def _merge_files(args: argparse.Namespace, parser: ArgumentParser) -> list[str]:
         return apply_custom_config(args, parser) + apply_role_config(args, parser)
 
 
-def _settle(args: argparse.Namespace, violations: list[str]) -> None:
+def _settle(args: argparse.Namespace, violations: list[str], unknown: list[str]) -> None:
+    """`unknown`: messages about flags that nobody knows, of which others may be the consequence."""
     with recording(args, Origin.DERIVED):
         violations += _derive_and_check(args)
+    meant = {flag for message in unknown for flag in _FLAG.findall(message)} - set(map(flag_of, args.typed_flags))
+    violations = [*unknown, *without_mention(violations, meant)]
     if violations:
         raise UserError("\n".join(violations))
 
@@ -97,7 +105,7 @@ def _derive_and_check(args: argparse.Namespace) -> list[str]:
         _finish_shape(args)
         keep_names_equal(args)
         # A shorthand only: nobody may read it in place of what it stands for.
-        del args.offload
+        vars(args).pop("offload", None)
         args.origins.pop("offload", None)
     return violations
 
@@ -115,6 +123,5 @@ def _apply_shape(args: argparse.Namespace) -> list[str]:
 
 
 def _finish_shape(args: argparse.Namespace) -> None:
-    if args.vocab_size is not None and args.padded_vocab_size is None:
-        multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-        args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
+    if args.vocab_size is not None:
+        args.padded_vocab_size = padded_vocabulary(args)

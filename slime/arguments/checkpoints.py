@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 POINTER = "latest_checkpointed_iteration.txt"
 
 # What a run that was ended before its first checkpoint leaves in its own directory, beside hidden temporary directories.
-_OWN_LEFTOVERS = ("rollout", "args.json", "tensorboard", "logs")
+_OWN_LEFTOVERS = ("rollout", "critic", "args.json", "tensorboard", "logs")
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,17 @@ def source_of_reference(args: argparse.Namespace) -> WeightSource:
     return checkpoint_source(args.ref_load, args.ref_ckpt_step, "--ref-load", "--ref-ckpt-step")
 
 
+def source_of_teacher(args: argparse.Namespace) -> WeightSource:
+    """`--opd-teacher-load` as a source.
+
+    Raises:
+        UserError: it does not exist or is no checkpoint.
+    """
+    return checkpoint_source(
+        args.opd_teacher_load, args.opd_teacher_ckpt_step, "--opd-teacher-load", "--opd-teacher-ckpt-step"
+    )
+
+
 def checkpoint_source(directory: str, step: int | None, flag: str, step_flag: str | None = None) -> WeightSource:
     """The checkpoint that `flag` names, Megatron or Hugging Face, as a source; `step` is the iteration to take.
 
@@ -104,6 +115,7 @@ def checkpoint_source(directory: str, step: int | None, flag: str, step_flag: st
         return WeightSource("megatron", str(path), step)
     if is_hf_checkpoint(path):
         return WeightSource("hf", str(path))
+    _refuse_headless_checkpoint(path, flag)
     raise UserError(
         f"{flag} {path} is no checkpoint: it has neither {POINTER} nor the config.json of a known model; "
         "give a Megatron or Hugging Face checkpoint"
@@ -118,7 +130,7 @@ def _source_of_load(args: argparse.Namespace) -> WeightSource | None:
         return WeightSource("megatron", str(path), args.ckpt_step, resume=not args.finetune)
     if path.is_dir() and is_hf_checkpoint(path):
         return WeightSource("hf", str(path))
-    _refuse_headless_checkpoint(path)
+    _refuse_headless_checkpoint(path, "--load")
     contents = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
     visible = [name for name in contents if not name.startswith(".") and name not in _OWN_LEFTOVERS]
     same_as_save = args.save is not None and path.absolute() == Path(args.save).absolute()
@@ -132,7 +144,7 @@ def _source_of_load(args: argparse.Namespace) -> WeightSource | None:
     )
 
 
-def _refuse_headless_checkpoint(path: Path) -> None:
+def _refuse_headless_checkpoint(path: Path, flag: str) -> None:
     iterations = sorted(path.glob("iter_*")) if path.is_dir() else []
     complete = [directory for directory in iterations if (directory / "metadata.json").is_file()]
     if iterations:
@@ -143,7 +155,7 @@ def _refuse_headless_checkpoint(path: Path) -> None:
             if newest
             else "none is complete"
         )
-        raise UserError(f"--load {path} holds iter_* directories but no {POINTER}; {way_out}")
+        raise UserError(f"{flag} {path} holds iter_* directories but no {POINTER}; {way_out}")
 
 
 def _require_iteration(path: Path, step: int | None, flag: str) -> None:

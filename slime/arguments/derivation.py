@@ -10,7 +10,8 @@ from slime.arguments.config_files.eval_file import load_eval_config
 from slime.arguments.megatron.values import derive_megatron_values
 from slime.arguments.placement import derive_placement
 from slime.arguments.planned_device import plans_for_gpus
-from slime.arguments.rules.serving import bracket_router_address
+from slime.arguments.rules.advice import divisors
+from slime.arguments.serving_values import bracket_router_address
 from slime.arguments.tracking import settle_trackers
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import UserError
@@ -49,10 +50,13 @@ def _parallel_sizes(args: argparse.Namespace, violations: list[str]) -> None:
     }
     model_parallel = math.prod(sizes.values())
     if args.has_trainer and args.world_size % model_parallel:
-        typed = " x ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
+        typed = [f"{flag} {size}" for flag, size in sizes.items() if size > 1]
+        product = f" = {model_parallel}" if len(typed) > 1 else ""
+        per_node = model_parallel // math.gcd(model_parallel, args.actor_num_nodes)
         violations.append(
-            f"{typed} = {model_parallel} must divide the number of training ranks, "
-            f"--actor-num-nodes x --actor-num-gpus-per-node = {args.world_size}"
+            f"{' x '.join(typed)}{product} must divide the number of training ranks, {args.world_size} (--actor-num-nodes "
+            f"{args.actor_num_nodes} x --actor-num-gpus-per-node {args.actor_num_gpus_per_node}); "
+            f"--actor-num-gpus-per-node {per_node} would do, or smaller sizes"
         )
     args.data_parallel_size = max(1, args.world_size // model_parallel)
     args.rollout_num_engines = (args.rollout_num_gpus or 0) // args.rollout_num_gpus_per_engine
@@ -85,19 +89,18 @@ def _batch_sizes(args: argparse.Namespace, violations: list[str]) -> None:
 
 def _identity_violations(product: str, per_rollout: int, steps: int | None, batch: int | None) -> Iterator[str]:
     if steps is not None and per_rollout % steps:
-        yield f"{product} cannot be split into --num-steps-per-rollout {steps}; {_divisors(per_rollout)} would do"
+        yield f"{product} cannot be split into --num-steps-per-rollout {steps}; {_listed(divisors(per_rollout))} would do"
     elif steps is not None and batch is not None and batch * steps != per_rollout:
         yield (
             f"{product}, but --global-batch-size {batch} x --num-steps-per-rollout {steps} = {batch * steps}; "
             f"drop one of them, or give --global-batch-size {per_rollout // steps}"
         )
     elif steps is None and per_rollout % batch:
-        yield f"{product} is no multiple of --global-batch-size {batch}; {_divisors(per_rollout)} would do"
+        yield f"{product} is no multiple of --global-batch-size {batch}; {_listed(divisors(per_rollout))} would do"
 
 
-def _divisors(number: int) -> str:
-    found = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return ", ".join(str(n) for n in sorted({*found, *(number // n for n in found)}))
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _rollout_limits(args: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Layout:
+class GpuRanges:
     """GPUs of a run.
 
     Attributes:
@@ -23,17 +23,17 @@ class Layout:
     first_rollout_gpu: int
 
 
-def layout_of(args: argparse.Namespace) -> Layout:
+def layout_of(args: argparse.Namespace) -> GpuRanges:
     """The layout for derived arguments (`has_trainer`, `has_engines`, `rollout_external`, `colocate`, sizes)."""
     actor = args.world_size if args.has_trainer else 0
     rollout = args.rollout_num_gpus or 0
     if not args.has_engines:
-        return Layout(actor, actor, 0, 0)
+        return GpuRanges(actor, actor, 0, 0)
     if args.rollout_external:
         # The sizes of the training ranks stay reserved for runs that only generate, so that both kinds place alike.
-        return Layout(args.world_size, actor, 0, actor)
+        return GpuRanges(args.world_size, actor, 0, actor)
     if not args.has_trainer:
-        return Layout(rollout, 0, rollout, 0)
+        return GpuRanges(rollout, 0, rollout, 0)
     if args.colocate:
-        return Layout(max(actor, rollout), actor, rollout, 0)
-    return Layout(actor + rollout, actor, rollout, actor)
+        return GpuRanges(max(actor, rollout), actor, rollout, 0)
+    return GpuRanges(actor + rollout, actor, rollout, actor)

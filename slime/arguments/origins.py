@@ -15,7 +15,7 @@ from enum import StrEnum
 
 
 class Origin(StrEnum):
-    """The sources of a value, from the weakest to the strongest claim of the user."""
+    """The sources of a value, in the order of a plan; YAML takes precedence over the command line."""
 
     DEFAULT = "default"
     DERIVED = "derived"

@@ -1,13 +1,15 @@
 """The command-line parser of all families of flags: no abbreviations, and all slips of a command line in one message.
 
-An unknown flag is an error that names the nearest known ones; a retired one names its replacement. A flag given again
-wins over the first; two names of one flag with two values, or two lists of values, are an error: nobody can tell which is
-meant. Runs that only train take the flags of engines and router too, known or not where those packages are not installed,
-so that one script serves both kinds of run.
+An unknown flag is an error that names the nearest known ones; a retired one names its replacement. Where that is all, the
+rest of the words is parsed too, so that one message can tell its broken rules as well. A flag given again wins over the
+first; two names of one flag with two values, or two lists of values, are an error: nobody can tell which is meant. Runs that
+only train take the flags of engines and router too, known or not where those packages are not installed, so that one script
+serves both kinds of run.
 """
 
 import argparse
 import difflib
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -16,7 +18,7 @@ from slime.arguments.groups import megatron, sglang
 from slime.arguments.groups.own import OWN_GROUPS
 from slime.arguments.help_text import HelpFormatter, HelpGrepAction, print_page
 from slime.arguments.origins import start_origins
-from slime.arguments.retired import why_unknown
+from slime.arguments.retired import meant_by, why_unknown
 from slime.arguments.surface import PACKAGES, load_surface, warm_surfaces
 from slime.observability.run_record import REDACTED, is_secret, shown
 from slime.utils.errors import UserError
@@ -71,18 +73,31 @@ class ArgumentParser(argparse.ArgumentParser):
         Raises:
             UserError: unknown and retired flags, wrong values, stray words, missing flags.
         """
-        known_words, unknown = _split(_with_searched_word(words), self._option_string_actions)
-        self._problems = [self._describe_unknown(flag) for flag in unknown]
+        args, unknown = self.parse_what_is_known(words)
+        if unknown:
+            raise UserError("\n".join(unknown))
+        return args
+
+    def parse_what_is_known(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """The arguments without unknown and retired flags, and one message for each of those.
+
+        Raises:
+            UserError: wrong values, stray words, missing flags; with the messages about unknown flags.
+        """
+        known_words, flags = _split(_with_searched_word(words), self._option_string_actions)
+        unknown = [self._describe_unknown(flag) for flag in flags]
+        self._problems = []
         self._given = {}
         try:
             args, stray = self.parse_known_args(self._without_values_of_switches(known_words))
-            self._problems += [self._describe_stray(known_words, word) for word in stray[:1]]
+            if stray:
+                self._problems += self._describe_stray(known_words) or [_unexpected(stray[0], "")]
         except UserError as error:
             self._problems.append(str(error))
         problems, self._problems = self._problems, None
         if problems:
-            raise UserError("\n".join(problems))
-        return args
+            raise UserError("\n".join([*unknown, *problems]))
+        return args, unknown
 
     def note_contradiction(self, action: argparse.Action, values: Any, option: str) -> None:
         """Note a problem if `action` got other values before, under another name or as a list of values."""
@@ -110,17 +125,25 @@ class ArgumentParser(argparse.ArgumentParser):
             self._problems.append(f"{word}: the flag takes no value; {_name(word)} alone turns it on, {other}")
         return kept
 
-    def _describe_stray(self, words: list[str], stray: str) -> str:
-        before = [word for word in words[: words.index(stray)] if _name(word) in self._option_string_actions]
-        flag = _name(before[-1]) if before else ""
-        word = REDACTED if is_secret(flag) else repr(stray)
-        return f"unexpected word {word}: " + (f"{flag} takes no such value" if flag else "no flag stands before it")
+    def _describe_stray(self, words: list[str]) -> list[str]:
+        """A message for the first word behind each flag that is more than the flag takes."""
+        stray: dict[int, str] = {}
+        flag, place, room = "", -1, 0.0
+        for position, word in enumerate(words):
+            action = self._option_string_actions.get(_name(word))
+            if action is not None:
+                flag, place, room = _name(word), position, 0 if "=" in word else _most_values(action)
+            elif room > 0:
+                room -= 1
+            else:
+                stray.setdefault(place, _unexpected(word, flag))
+        return list(stray.values())
 
     def _describe_unknown(self, flag: str) -> str:
         known = why_unknown(flag)
         if known is not None:
             return f"{flag} {known}"
-        nearest = difflib.get_close_matches(flag, self.known_flags(), n=3, cutoff=0.6)
+        nearest = meant_by(flag) or difflib.get_close_matches(flag, self.known_flags(), n=3, cutoff=0.6)
         hint = f"did you mean {' or '.join(nearest)}?" if nearest else f"see `python {self.prog} --help` for all flags"
         package = next((package for prefix, package in _PREFIXES.items() if flag.startswith(prefix)), None)
         if package is not None and load_surface(package) is None:
@@ -182,21 +205,37 @@ def build_parser(
             group.add_groups(parser)
         else:
             group.add_arguments(parser.add_argument_group(group.TITLE))
-    if add_custom_arguments is not None:
-        try:
-            parser = add_custom_arguments(parser)
-        except argparse.ArgumentError as error:
-            raise UserError(f"add_custom_arguments defines a flag that exists: {error}; give it another name") from None
-    return parser
+    return parser if add_custom_arguments is None else _with_flags_of_the_user(parser, add_custom_arguments)
 
 
-def parse_known(parser: ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+def _with_flags_of_the_user(
+    parser: ArgumentParser, add_custom_arguments: Callable[[ArgumentParser], ArgumentParser]
+) -> ArgumentParser:
+    try:
+        extended = add_custom_arguments(parser)
+    except argparse.ArgumentError as error:
+        raise UserError(f"add_custom_arguments defines a flag that exists: {error}; give it another name") from None
+    if not isinstance(extended, ArgumentParser):
+        raise UserError(
+            f"add_custom_arguments returned {extended!r}; end it with `return parser`, the parser that it was given"
+        )
+    return extended
+
+
+def parse_known(parser: ArgumentParser, argv: Sequence[str], unknown: list[str] | None = None) -> argparse.Namespace:
     """Parse `argv`; `args.typed_flags` and `args.origins` tell afterwards what was typed.
+
+    Args:
+        unknown: gets the messages about unknown flags where nothing else is wrong; without it they are an error.
 
     Raises:
         UserError: one message with everything that is wrong with the words.
     """
-    args = parser.parse(_without_ignored(parser, argv))
+    args, messages = parser.parse_what_is_known(_without_ignored(parser, argv))
+    if messages and unknown is None:
+        raise UserError("\n".join(messages))
+    if unknown is not None:
+        unknown += messages
     start_origins(args, _typed_destinations(parser, argv))
     return args
 
@@ -237,6 +276,18 @@ def _looks_like_flag(word: str, known: dict[str, argparse.Action]) -> bool:
 
 def _name(word: str) -> str:
     return word.split("=", 1)[0]
+
+
+def _most_values(action: argparse.Action) -> float:
+    """How many words the flag takes at most."""
+    if isinstance(action.nargs, int):
+        return action.nargs
+    return 1 if action.nargs in (None, argparse.OPTIONAL) else math.inf
+
+
+def _unexpected(word: str, flag: str) -> str:
+    shown_word = REDACTED if is_secret(flag) else repr(word)
+    return f"unexpected word {shown_word}: " + (f"{flag} takes no such value" if flag else "no flag stands before it")
 
 
 def _with_searched_word(words: Sequence[str]) -> list[str]:

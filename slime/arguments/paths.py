@@ -44,11 +44,15 @@ def _absolute(args: argparse.Namespace) -> None:
         if getattr(args, name, None) is not None:
             setattr(args, name, os.path.expanduser(getattr(args, name)))
     if args.prompt_data is not None:
-        args.prompt_data = [absolute(path) for path in args.prompt_data]
+        # Checked arguments have a lone path for a list of one.
+        files = [args.prompt_data] if isinstance(args.prompt_data, str) else args.prompt_data
+        args.prompt_data = [absolute(path) for path in files]
     words = args.eval_prompt_data or []
-    # Pairs `name path`; one lone word is a path.
+    # Pairs `name path`; one lone word is a path. Of another odd number nobody knows, and a message shows them as typed.
+    in_pairs = len(words) % 2 == 0
     args.eval_prompt_data = [
-        absolute(word) if position % 2 or len(words) == 1 else word for position, word in enumerate(words)
+        absolute(word) if (in_pairs and position % 2) or len(words) == 1 else word
+        for position, word in enumerate(words)
     ] or None
     for name in MANAGER_PLUG_INS + RANK_PLUG_INS:
         value = getattr(args, name)

@@ -6,7 +6,10 @@ Nothing is imported in the driver, because plug-ins may import heavy packages.
 """
 
 import argparse
+import importlib.machinery
+import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +29,8 @@ RANK_PLUG_INS = (
     "custom_megatron_init_path", "custom_megatron_before_log_prob_hook_path",
     "custom_megatron_before_train_step_hook_path", "custom_update_weight_post_write_path",
 )  # fmt: skip
+# Attributes that are better known by another spelling of their flag.
+_SPELLINGS = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
 
 
 def load_plug_ins(args: argparse.Namespace, names: tuple[str, ...]) -> None:
@@ -40,16 +45,35 @@ def load_plug_ins(args: argparse.Namespace, names: tuple[str, ...]) -> None:
 
 
 def missing_files(args: argparse.Namespace) -> Iterator[str]:
-    """A message for every plug-in path that names a Python file which does not exist."""
+    """A message for every plug-in path that names a Python file or a top-level package which does not exist."""
+    # A variable of the ranks may lead them to packages that this process does not see.
+    elsewhere = "PYTHONPATH" in (args.train_env_vars or {})
     for name, path in _paths(args, MANAGER_PLUG_INS + RANK_PLUG_INS):
+        if name not in args.typed_flags:
+            continue
         file = file_of_path(path)
         if file is not None and not os.path.isfile(file):
             yield f"{flag_of(name)} {path}: there is no file {os.path.realpath(file)}"
+        elif file is None and not (elsewhere and name in RANK_PLUG_INS) and not _is_importable(path):
+            yield (
+                f"{flag_of(name)} {path}: there is no module or package {path.split('.')[0]!r}; install it, put its directory "
+                "into PYTHONPATH, or give a file: path/to/file.py:function"
+            )
+
+
+def _is_importable(path: str) -> bool:
+    """Whether the first part of a dotted path is there; nothing is imported to find out."""
+    top = path.strip().partition(":")[0].partition(".")[0]
+    if not top.isidentifier() or top in sys.modules:
+        return True  # what is no name has a message of its own, where the function is loaded
+    # Ray puts the directory where the command was typed on the search path of its workers.
+    here = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()])
+    return here is not None or importlib.util.find_spec(top) is not None
 
 
 def flag_of(name: str) -> str:
     """The spelling on the command line of the attribute `name`."""
-    return "--" + name.replace("_", "-")
+    return _SPELLINGS.get(name) or "--" + name.replace("_", "-")
 
 
 def as_typed(value: Any) -> Any:

@@ -2,8 +2,10 @@
 
 import argparse
 import ast
+import itertools
 import json
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -68,6 +70,14 @@ def layer_pattern(text: str) -> int | list[int]:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no layer pattern ({reason}); write a number such as 4 or a list such as [0]*3+[1]*58"
         ) from None
+
+
+def written_pattern(value: Sequence[int]) -> str:
+    """One number per layer as `layer_pattern` reads it, runs of equal layers together: `[0]*3+[1]*58`."""
+    runs = [(item, len(list(run))) for item, run in itertools.groupby(value)]
+    if len(runs) > max(len(value) // 2, 1):
+        return str(list(value)).replace(" ", "")
+    return "+".join(f"[{item}]" + (f"*{count}" if count > 1 else "") for item, count in runs)
 
 
 def integers(text: str) -> list[int]:

@@ -4,7 +4,7 @@ import argparse
 
 from slime.arguments.config_files.custom_config import overruled_values
 from slime.arguments.config_files.role_config import critic_values
-from slime.arguments.config_files.serving_config import serving_violations
+from slime.arguments.config_files.serving_config import missing_models, serving_violations
 from slime.arguments.not_yet import not_yet_violations
 from slime.arguments.rules import Rule
 from slime.arguments.rules.batch import BATCH_RULES
@@ -13,6 +13,7 @@ from slime.arguments.rules.data import DATA_RULES
 from slime.arguments.rules.files import FILE_RULES
 from slime.arguments.rules.idle import IDLE_RULES
 from slime.arguments.rules.megatron import MEGATRON_RULES
+from slime.arguments.rules.model_name import MODEL_NAME_RULES
 from slime.arguments.rules.not_built import NOT_BUILT_RULES
 from slime.arguments.rules.objective import OBJECTIVE_RULES
 from slime.arguments.rules.placement import PLACEMENT_RULES
@@ -24,11 +25,11 @@ from slime.arguments.tracking import tracker_violations
 # Own rules, then those of Megatron, then those of the engines.
 RULES: tuple[Rule, ...] = (
     *PLACEMENT_RULES, *BATCH_RULES, *ROLLOUT_RULES, *OBJECTIVE_RULES, *DATA_RULES, *CHECKPOINT_RULES, *WEIGHT_RULES,
-    *IDLE_RULES,
+    *MODEL_NAME_RULES, *IDLE_RULES,
     overruled_values, critic_values, tracker_violations, *MEGATRON_RULES, *SERVING_RULES, serving_violations,
 )  # fmt: skip
 # A plan needs neither the files of a run nor features that are not built; both are notes of a dry run.
-NOTED_RULES: tuple[Rule, ...] = (*FILE_RULES, *NOT_BUILT_RULES, not_yet_violations)
+NOTED_RULES: tuple[Rule, ...] = (*FILE_RULES, missing_models, *NOT_BUILT_RULES, not_yet_violations)
 
 
 def violations_of(args: argparse.Namespace) -> list[str]:

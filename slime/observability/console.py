@@ -35,6 +35,7 @@ _COLUMNS = (
     ("rollout/raw_reward", "reward", "{:.3f}"),
     ("rollout/response_len/mean", "length", "{:.1f}"),
     ("train/loss", "loss", "{:.4f}"),
+    ("train/critic-value_loss", "value_loss", "{:.4f}"),
     ("train/kl_loss", "kl", "{:.4f}"),
     ("train/grad_norm", "grad_norm", "{:.3f}"),
     ("train/train_rollout_logprob_abs_diff", "logprob_diff", "{:.1e}"),
@@ -42,6 +43,7 @@ _COLUMNS = (
 _PHASES = (
     ("perf/rollout_time", "generate"),
     ("perf/train_time", "train"),
+    ("perf/critic_train_time", "critic"),
     ("perf/update_weights_time", "sync"),
     ("perf/save_model_time", "save"),
     ("perf/step_time", "step"),

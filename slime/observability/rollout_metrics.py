@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.utils.finite_number import finite_number
 from slime.utils.types import Sample
 
 _REPETITION_CHARACTERS = 10000
@@ -36,10 +37,11 @@ def compute_statistics(values: Iterable[float]) -> dict[str, float]:
 def compute_rollout_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
     """`rollout/` metrics of the samples of one step, and `passrate/` with `--log-passrate`.
 
-    Rewards are `get_reward_value(args)`.
+    Rewards are `get_reward_value(args)`. One that is no number (a user's post-processing may take anything) counts as neither
+    correct nor equal to another.
     """
     metrics = {f"rollout/{name}": value for name, value in _sample_metrics(args, samples).items()}
-    rewards = [sample.get_reward_value(args) for sample in samples]
+    rewards = [_number(sample.get_reward_value(args)) for sample in samples]
     if args.advantage_estimator != "ppo":
         counts = zero_std_counts(samples, rewards)
         metrics |= {f"rollout/zero_std/count_{reward}": float(count) for reward, count in counts.items()}
@@ -127,6 +129,11 @@ def has_repetition(text: str) -> bool:
         return False
     tail = text[-_REPETITION_CHARACTERS:].encode("utf-8", "replace")
     return len(tail) > _REPETITION_RATIO * len(zlib.compress(tail, 9))
+
+
+def _number(reward: Any) -> float:
+    number = finite_number(reward)
+    return math.nan if number is None else number
 
 
 def _sample_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:

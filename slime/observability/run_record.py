@@ -3,8 +3,11 @@
 import argparse
 import dataclasses
 import importlib.metadata
+import json
 import re
 import subprocess
+import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +58,19 @@ def shown(name: str, value: Any) -> str:
 
 
 def redacted(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` with every entry replaced whose name says that it is a secret, also inside dictionaries, lists, dataclasses.
+    """`values` as JSON knows them, with every entry replaced whose name says that it is a secret, however deep it lies.
     Texts lose what `redacted_text` finds.
 
     Names inside `train_env_vars` are secret where they contain such a word, others where they end with one: a run has
     many numbers of tokens.
     """
-    return {name: _redact(str(name), value, _SECRET_NAME) for name, value in values.items()}
+    return {name: _redact(str(name), _plain(value), _SECRET_NAME) for name, value in values.items()}
 
 
 def plain_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """All arguments by name, redacted, as values that JSON knows."""
     values = {name: value for name, value in vars(args).items() if name not in BOOKS}
-    return {name: _plain(value) for name, value in sorted(redacted(values).items())}
+    return dict(sorted(redacted(values).items()))
 
 
 def write_run_record(args: argparse.Namespace, directory: str | Path) -> None:
@@ -88,23 +91,27 @@ def write_run_record(args: argparse.Namespace, directory: str | Path) -> None:
 
 
 def _redact(name: str, value: Any, secret_name: re.Pattern[str]) -> Any:
+    """`value` is what `_plain` returns."""
     if value is not None and secret_name.search(name.replace("-", "_")):
         return REDACTED
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {spec.name: getattr(value, spec.name) for spec in dataclasses.fields(value)}
     if isinstance(value, dict):
         inner = _SECRET_VARIABLE if name == _VARIABLES else secret_name
-        return {key: _redact(str(key), item, inner) for key, item in value.items()}
+        return {key: _redact(key, item, inner) for key, item in value.items()}
     if isinstance(value, str):
         return redacted_text(value)
-    return [_redact("", item, secret_name) for item in value] if isinstance(value, list | tuple) else value
+    return [_redact("", item, secret_name) for item in value] if isinstance(value, list) else value
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
+    """Dictionaries, lists and scalars; what becomes a text has no entries left that a name could mark as secret."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {spec.name: getattr(value, spec.name) for spec in dataclasses.fields(value)}
+    elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        value = vars(value)
+    if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, set):
-        return sorted(_plain(item) for item in value)
+    if isinstance(value, set | frozenset):
+        return sorted((_plain(item) for item in value), key=json.dumps)
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value if isinstance(value, str | int | float | bool) or value is None else str(value)

@@ -1,56 +1,6 @@
-"""Process groups beside the default one, for peers that are not in our world (the engines)."""
+"""Public import path of collective helpers; only re-exports."""
 
-from __future__ import annotations
+from slime.training.whitening import distributed_masked_whiten
+from slime.utils.process_groups import init_process_group
 
-import socket
-from datetime import timedelta
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-
-def create_store(host: str, timeout: timedelta) -> dist.TCPStore:
-    """The rendezvous of a group whose rank 0 we are: listens on a free port (`.port`) of `host`, and of `host` only."""
-    from torch.distributed import TCPStore
-
-    # Left to itself, the store listens on all interfaces.
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.bind((host, 0))
-    listener.listen()
-    port = listener.getsockname()[1]
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timeout,
-        # The store owns the descriptor from here on.
-        master_listen_fd=listener.detach(),
-    )
-
-
-def init_process_group(
-    backend: str, store: dist.Store, world_size: int, rank: int, group_name: str, timeout: timedelta
-) -> dist.ProcessGroup:
-    """Join `group_name`, a group independent of the default one (which need not exist).
-
-    Joins with peers that call sglang's `init_custom_process_group` with `tcp://` and the address of `store`: both sides
-    put the same key prefixes on the store, because both build the group with torch's `_new_process_group_helper`.
-    Blocks until all `world_size` ranks are there, at most `timeout`.
-    """
-    from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
-
-    group, _ = _new_process_group_helper(
-        world_size,
-        rank,
-        [],
-        Backend(backend),
-        PrefixStore(group_name, store),
-        group_name=group_name,
-        backend_options=None,
-        timeout=timeout,
-    )
-    # Lets torch.distributed translate ranks of this group, as it does for groups of its own making.
-    _world.pg_group_ranks[group] = {index: index for index in range(world_size)}
-    return group
+__all__ = ["distributed_masked_whiten", "init_process_group"]

@@ -148,6 +148,12 @@ def value_problem(key: str, value: Any) -> str | None:
         return f"{key} is {value}, must be above 0"
     if key in _NOT_NEGATIVE and value < 0:
         return f"{key} is {value}, must not be negative"
+    if key == "top_p" and not 0 < value <= 1:
+        return f"top_p is {value}, must be a share of the probability, above 0 and at most 1"
+    if key == "top_k" and value != -1 and value < 1:
+        return f"top_k is {value}, must be -1 for no cut, or at least 1"
+    if key == "stop" and "" in value:
+        return "stop holds an empty string, which would end every response at once"
     return None
 
 
@@ -194,14 +200,16 @@ def _build(args: Any, entry: dict[str, Any], defaults: Mapping[str, Any]) -> Eva
     missing = [key for key in ("name", "path") if not entry.get(key)]
     if missing:
         raise UserError(f"evaluation set {entry.get('name') or 'without a name'}: {' and '.join(missing)} missing")
-    values = {**defaults, **entry}
+    given = {**defaults, **entry}
+    values = dict(given)
     for name, flags in _FLAGS.items():
         if values.get(name) is None:
             values[name] = next((v for flag in flags if (v := getattr(args, flag, None)) is not None), None)
     for name, value in _FALLBACKS.items():
         values[name] = value if values.get(name) is None else values[name]
     config = EvalDatasetConfig(**values)
-    problems = [problem for key in values if (problem := value_problem(key, values[key])) is not None]
+    # Values of flags have rules of their own.
+    problems = [problem for key in given if (problem := value_problem(key, given[key])) is not None]
     if problems:
         raise UserError(f"evaluation set {config.name}: {'; '.join(problems)}")
     return config

@@ -35,3 +35,8 @@ def test_a_file_for_the_plan_means_a_dry_run(tmp_path):
 
 def test_offload_optimizer_states(tmp_path):
     assert parse(tmp_path, "--offload-optimizer-states", "--dry-run").optimizer_cpu_offload
+
+
+def test_messages_are_about_the_name_that_was_typed(tmp_path):
+    notes = parse(tmp_path, "--tis-threshold", "3", "--dry-run").plan_notes
+    assert [note for note in notes if "--tis-clip" in note] == []

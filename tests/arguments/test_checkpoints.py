@@ -95,6 +95,8 @@ def test_complete_iteration_without_pointer_names_the_way_out(tmp_path):
     (run / POINTER).unlink()
     with pytest.raises(UserError, match="newest complete one is iter_0000012: write 12 into"):
         parse(tmp_path, "--load", str(run), "--save", str(run))
+    with pytest.raises(UserError, match="--ref-load .* the newest complete one is iter_0000012: write 12 into"):
+        parse(tmp_path, "--ref-load", str(run))
 
 
 def test_first_launch_may_hold_only_its_own_leftovers(tmp_path):

@@ -45,8 +45,8 @@ def test_limits_follow_from_the_context(tmp_path):
 
 
 def test_values_that_default_to_another_flags(tmp_path):
-    args = parse(tmp_path, "--reward-key", "score", "--eps-clip", "0.1", "--rollout-function-path", "m.f")
-    assert (args.eval_reward_key, args.eps_clip_high, args.eval_function_path) == ("score", 0.1, "m.f")
+    args = parse(tmp_path, "--reward-key", "score", "--eps-clip", "0.1", "--rollout-function-path", "tests.f")
+    assert (args.eval_reward_key, args.eps_clip_high, args.eval_function_path) == ("score", 0.1, "tests.f")
     assert args.rm_model_path == args.hf_checkpoint
     assert parse(tmp_path, "--eps-clip-high", "0.3").eps_clip_high == 0.3
 

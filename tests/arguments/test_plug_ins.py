@@ -5,6 +5,8 @@ import pytest
 from slime.arguments import build_parser
 from slime.arguments.plug_ins import MANAGER_PLUG_INS, RANK_PLUG_INS, load_plug_ins
 from slime.utils.errors import UserError
+from tests.support.args import parse
+from tests.support.rules import violations
 
 
 def test_every_plug_in_flag_is_loaded_by_one_process():
@@ -34,3 +36,20 @@ def test_defaults_and_the_plug_ins_of_other_processes_are_left_alone():
     args = args_with(rollout_function_path="no.such.default", custom_loss_function_path="no.such.loss")
     args.typed_flags = {"custom_loss_function_path"}
     load_plug_ins(args, MANAGER_PLUG_INS)
+
+
+def test_a_package_that_does_not_exist_is_told_without_an_import(tmp_path, monkeypatch):
+    (line,) = violations(tmp_path, "--custom-rm-path my.module.missing")
+    assert line.startswith("--custom-rm-path my.module.missing: there is no module or package 'my'; install it")
+    assert any("'my'" in note for note in parse(tmp_path, "--custom-rm-path", "my.f", "--dry-run").plan_notes)
+    # Ray's workers look where the command was typed.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_rewards.py").write_text("raise SystemExit\n")
+    parse(tmp_path, "--custom-rm-path", "my_rewards.grade")
+
+
+def test_ranks_may_have_a_search_path_of_their_own(tmp_path):
+    words = ["--loss-type", "custom_loss", "--custom-loss-function-path", "my.loss"]
+    variables = ["--train-env-vars", '{"PYTHONPATH": "/elsewhere"}']
+    assert "'my'" in violations(tmp_path, words)[0]
+    parse(tmp_path, *words, *variables)

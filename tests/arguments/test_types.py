@@ -2,7 +2,7 @@ import argparse
 
 import pytest
 
-from slime.arguments.types import environment_variables, integers, json_object, layer_pattern
+from slime.arguments.types import environment_variables, integers, json_object, layer_pattern, written_pattern
 
 
 @pytest.mark.parametrize(
@@ -77,3 +77,11 @@ def test_environment_variables():
 def test_values_that_no_variable_can_have(text, message):
     with pytest.raises(argparse.ArgumentTypeError, match=message):
         environment_variables(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [([0] * 3 + [1] * 58, "[0]*3+[1]*58"), ([1], "[1]"), ([1, 0, 1, 0], "[1,0,1,0]"), ([0, 1, 1], "[0,1,1]")],
+)
+def test_written_patterns_are_short_and_read_back(value, text):
+    assert written_pattern(value) == text and layer_pattern(text) == value

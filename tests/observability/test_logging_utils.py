@@ -53,7 +53,7 @@ def test_default_directory(monkeypatch):
     [
         ("slime.ray.rollout_manager", "RolloutManager", ()),
         ("slime.serving.engine_group", "EngineActor", (0, "logs")),
-        ("slime.backends.megatron_utils.actor", "MegatronTrainActor", (0, 1, 0)),
+        ("slime.backends.megatron_utils.train_rank", "MegatronRank", (0, 1, 0)),
     ],
 )
 def test_every_process_of_a_run_logs_at_its_level(monkeypatch, module, name, arguments):

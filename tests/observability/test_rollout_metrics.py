@@ -118,6 +118,14 @@ def test_rollout_metrics_use_trained_tokens_and_reward_keys():
     assert metrics["passrate/pass@2"] == 1.0
 
 
+def test_rewards_that_only_a_users_post_processing_understands_count_as_nothing():
+    samples = groups([{"text": "yes"}, {"text": "yes"}], [1, 1], [None, None])
+    metrics = compute_rollout_metrics(with_args(log_correct_samples=True, log_passrate=True), samples)
+    assert metrics["rollout/zero_std/count_1.0"] == 1
+    assert [name for name in metrics if "zero_std" in name] == ["rollout/zero_std/count_1.0"]
+    assert metrics["passrate/pass@1"] == pytest.approx(1 / 3)
+
+
 def test_repetition_needs_length_and_repetition():
     assert has_repetition("start " + "again and " * 1200)
     assert not has_repetition("a" * 10000)

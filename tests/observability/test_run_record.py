@@ -1,6 +1,8 @@
 import argparse
 import dataclasses
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -88,6 +90,19 @@ def test_m1_secrets_inside_of_the_values_of_a_run(tmp_path):
         custom_config={"headers": ["Authorization: Bearer SEKRET", {"X-Api-Key": "SEKRET"}]},
     )  # fmt: skip
     assert "SEKRET" not in text
+
+
+def test_m1_secrets_inside_of_sets_and_namespaces(tmp_path):
+    text, record = record_of(
+        tmp_path, hosts={"https://me:SEKRET@host", "a"}, mixed=frozenset({2, "b"}),
+        judge=argparse.Namespace(api_key="SEKRET", urls=("http://x?key=SEKRET",)), other=SimpleNamespace(token="SEKRET"),
+        actor_overrides={"inner": argparse.Namespace(wandb_key="SEKRET", lr=1e-3)}, place=Path("http:/x?key=SEKRET"),
+    )  # fmt: skip
+    assert "SEKRET" not in text
+    values = {name: entry["value"] for name, entry in record["arguments"].items()}
+    assert values["hosts"] == ["a", f"https://{REDACTED}@host"] and values["mixed"] == ["b", 2]
+    assert values["judge"] == {"api_key": REDACTED, "urls": [f"http://x?key={REDACTED}"]}
+    assert values["actor_overrides"] == {"inner": {"wandb_key": REDACTED, "lr": 1e-3}}
 
 
 def test_values_in_messages():

@@ -111,6 +111,51 @@ def test_quickstart_refuses_bad_arguments(arguments: tuple[str, ...], named: str
     assert result.stdout == ""
 
 
+@pytest.fixture
+def quickstart_with_stub(tmp_path: Path) -> str:
+    """The script in a copy of the repository whose interpreter prints its arguments, and makes the toy task."""
+    (tmp_path / "scripts").mkdir()
+    copy = tmp_path / "scripts" / "quickstart.sh"
+    copy.write_text((ROOT / "scripts" / "quickstart.sh").read_text())
+    return str(copy)
+
+
+def add_interpreter(root: Path) -> None:
+    stub = root / ".venv" / "bin" / "python"
+    stub.parent.mkdir(parents=True)
+    stub.write_text('#!/bin/sh\necho "$@"\n')
+    stub.chmod(0o755)
+
+
+def test_quickstart_plans_both_runs_and_leaves_nothing(tmp_path: Path, quickstart_with_stub: str) -> None:
+    add_interpreter(tmp_path)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    result = bash(quickstart_with_stub, "--dry-run", "--dir", str(tmp_path / "out"), TMPDIR=str(temporary))
+    assert result.returncode == 0, result.stderr
+    made, taught, reinforced = [line for line in result.stdout.splitlines() if ".py" in line]
+    directory = made.split()[1]
+    assert made == f"tools/make_toy_task.py {directory} --seed 0" and directory.startswith(str(temporary))
+    for line in (taught, reinforced):
+        assert line.startswith(f"train.py --hf-checkpoint {directory}/model ") and line.endswith(" --dry-run")
+    assert f"--prompt-data {directory}/sft.jsonl" in taught and f"held_out {directory}/eval.jsonl" in reinforced
+    assert list(temporary.iterdir()) == [] and not (tmp_path / "out").exists()
+
+
+def test_quickstart_says_what_a_plan_needs(quickstart_with_stub: str) -> None:
+    result = bash(quickstart_with_stub, "--dry-run")
+    assert result.returncode == 2
+    assert "--dry-run needs .venv/bin/python: first bash scripts/install.sh" in result.stderr
+
+
+def test_the_test_script_says_what_it_would_run() -> None:
+    result = bash("scripts/test.sh", "--dry-run", "tests/utils", "-k", "a b", OMP_NUM_THREADS="1")
+    assert result.returncode == 0, result.stderr
+    install, run = result.stdout.splitlines()
+    assert install == "bash scripts/install.sh"
+    assert run.endswith(r"-m pytest -m not\ slow\ and\ not\ gpu tests/utils -k a\ b")
+
+
 def test_pins_are_exact_and_unique() -> None:
     for file in ("requirements/cpu.txt", "requirements/gpu.txt"):
         lines = [line for line in (ROOT / file).read_text().splitlines() if line and not line.startswith("#")]

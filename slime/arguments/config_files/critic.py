@@ -2,11 +2,11 @@
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from slime.arguments.config_files.yaml_file import YamlMapping
 from slime.arguments.help_text import groups_of
-from slime.arguments.rules.sizes import replace_wrong_sizes
+from slime.arguments.sizes import replace_wrong_sizes
 
 # Groups of flags that a run has once, for actor and critic together, and the flags in them that a critic may have alone.
 _GROUPS_OF_THE_RUN = (
@@ -32,15 +32,20 @@ def check_flags(overrides: YamlMapping, keys: dict[str, str], parser: argparse.A
         yield f"{overrides.where(key)}: {key} is the same for actor and critic; give it on the command line"
 
 
-def size_violations(critic: argparse.Namespace, run: argparse.Namespace, path: str) -> Iterator[str]:
-    """A message for every size of the critic that cannot be. `critic` is a copy, and holds possible sizes afterwards."""
+def size_violations(critic: argparse.Namespace, run: argparse.Namespace, place: Callable[..., str]) -> Iterator[str]:
+    """A message for every size of the critic that cannot be.
+
+    Args:
+        critic: a copy, which holds possible sizes afterwards.
+        place: `file:line` of the first override of the critic that sets one of the attributes.
+    """
     critic.typed_flags = set(critic.typed_flags)
-    for message in replace_wrong_sizes(critic).values():
-        yield f"{path}, role critic: {message}"
+    for name, message in replace_wrong_sizes(critic).items():
+        yield f"{place(name)}: role critic: {message}"
     sizes = [getattr(critic, name) for name in _PARALLEL_SIZES]
     ranks, product = run.actor_num_nodes * run.actor_num_gpus_per_node, math.prod(sizes)
     if ranks % product and sizes != [getattr(run, name) for name in _PARALLEL_SIZES]:
         yield (
-            f"{path}, role critic: {' x '.join(_PARALLEL_SIZES)} = {product} must divide the {ranks} training ranks, which "
-            "it shares with the actor; 1 for each would do"
+            f"{place(*_PARALLEL_SIZES)}: role critic: {' x '.join(_PARALLEL_SIZES)} = {product} must divide the {ranks} "
+            "training ranks, which it shares with the actor; 1 for each would do"
         )

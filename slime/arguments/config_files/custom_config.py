@@ -14,8 +14,8 @@ from typing import Any
 from slime.arguments.config_files.yaml_file import YamlMapping, load_yaml, plain
 from slime.arguments.config_files.yaml_flags import FlagNames, attribute_name
 from slime.arguments.origins import Origin
-from slime.arguments.plug_ins import MANAGER_PLUG_INS, RANK_PLUG_INS
-from slime.arguments.retired import why_unknown
+from slime.arguments.plug_ins import MANAGER_PLUG_INS, RANK_PLUG_INS, flag_of
+from slime.arguments.retired import meant_by, why_unknown
 from slime.observability.run_record import redacted, shown
 from slime.utils.errors import UserError
 
@@ -113,13 +113,14 @@ def sets_plug_in(args: argparse.Namespace, mapping: YamlMapping, names: FlagName
 
 
 def _accept_unknown(mapping: YamlMapping, key: str, names: FlagNames, plug_ins_set: bool) -> None:
-    known = why_unknown("--" + attribute_name(key).replace("_", "-"))
+    flag = flag_of(attribute_name(key))
+    known = why_unknown(flag)
     if known is not None:
         raise UserError(f"{mapping.where(key)}: {key} {known} (a value of your own: {CUSTOM}:)")
-    near = names.near(key)
-    if near is not None:
+    meant = [attribute_name(other) for other in meant_by(flag)] or [names.near(key)]
+    if meant != [None]:
         raise UserError(
-            f"{mapping.where(key)}: unknown key {key}: did you mean {near}? (a value of your own: {CUSTOM}:)"
+            f"{mapping.where(key)}: unknown key {key}: did you mean {' or '.join(meant)}? (a value of your own: {CUSTOM}:)"
         )
     _check_name(mapping, key)
     if not plug_ins_set:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from slime.arguments.config_files.yaml_file import YamlMapping, load_yaml, plain
@@ -59,9 +59,20 @@ def load_eval_config(args: argparse.Namespace, path: str) -> tuple[list[EvalData
     return list(configs.values()), violations
 
 
-def lines_of_sets(path: str) -> dict[str, str]:
-    """Name → `file:line` of every evaluation set in a file that `load_eval_config` could read."""
-    return {name: entry.where() for name, entry in _parts(load_yaml(path, FLAG))[1]}
+def places_in(path: str | None) -> Callable[[str, str], str | None]:
+    """(name of a set, key) → `file:line` of the value, in the set or in the defaults; None where the file has none.
+
+    Args:
+        path: a file that `load_eval_config` could read; None: a run without one.
+    """
+    defaults, entries = _parts(load_yaml(path, FLAG)) if path is not None else ({}, [])
+    sets = dict(entries)
+
+    def place(name: str, key: str) -> str | None:
+        owner = next((found for found in (sets.get(name, {}), defaults) if found.get(key) is not None), None)
+        return None if owner is None else owner.where(key)
+
+    return place
 
 
 def _parts(mapping: YamlMapping) -> tuple[YamlMapping, list[tuple[str, YamlMapping]]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import logging
 import os
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from slime.utils.errors import UserError
 logger = logging.getLogger(__name__)
 
 FLAG = "--megatron-config-path"
-ROLES = ("actor", "critic")
+ROLES = (ACTOR, CRITIC) = ("actor", "critic")
 _ENTRY_KEYS = ("name", "role", "overrides", "args", "num_nodes", "num_gpus_per_node")
 _IGNORED_KEYS = ("num_nodes", "num_gpus_per_node")
 _FILE_FLAGS = ("custom_config_path", "megatron_config_path")
@@ -55,7 +56,7 @@ def apply_role_config(args: argparse.Namespace, parser: argparse.ArgumentParser)
     # The critic inherits what the run has, not what its actor was given.
     args.values_before_actor_overrides = {name: getattr(args, name, None) for name in overrides}
     for name, value in overrides.items():
-        set_from_file(args, name, value, f"{args.megatron_config_path}, role actor")
+        set_from_file(args, name, value, f"{place_in(args.megatron_config_path, 'actor', name)}: role actor")
     if "critic" in args.role_overrides and getattr(args, "advantage_estimator", None) != "ppo":
         logger.warning("%s: the run has no critic (--advantage-estimator ppo has), its entry has no effect", FLAG)
     return violations
@@ -116,7 +117,17 @@ def role_args(args: argparse.Namespace, role: str) -> argparse.Namespace:
 def critic_values(args: argparse.Namespace) -> Iterator[str]:
     """A message for every size in the overrides of the critic that cannot be; to be asked after derivation."""
     if getattr(args, "role_overrides", {}).get("critic"):
-        yield from size_violations(role_args(args, "critic"), args, args.megatron_config_path)
+        place = functools.partial(place_in, args.megatron_config_path, "critic")
+        yield from size_violations(role_args(args, "critic"), args, place)
+
+
+def place_in(path: str, role: str, *names: str) -> str:
+    """`file:line` of the first override of `role` that sets one of the attributes, else of its overrides.
+
+    `path`: a file that `load_role_configs` could read.
+    """
+    overrides = dict(_entries(load_yaml(path, FLAG), []))[role]
+    return overrides.where(next((key for key in overrides if attribute_name(key) in names), None))
 
 
 def _absolute(name: str, value: Any) -> Any:

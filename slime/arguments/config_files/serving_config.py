@@ -13,14 +13,17 @@ weights; the GPUs of all groups of all models are the run's `--rollout-num-gpus`
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import logging
 import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from slime.arguments.config_files.yaml_file import YamlMapping, load_yaml, plain
-from slime.arguments.config_files.yaml_flags import attribute_name, near_name
+from slime.arguments.config_files.server_overrides import read_overrides, server_flags
+from slime.arguments.config_files.yaml_file import YamlMapping, load_yaml
+from slime.arguments.config_files.yaml_flags import FlagNames, attribute_name, near_name
 from slime.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -30,7 +33,6 @@ WORKER_TYPES = ("regular", "prefill", "decode", "placeholder", "encoder")
 _MODEL_KEYS = ("name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups")
 _GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
 _GROUP_LISTS = ("server_groups", "engine_groups")
-_FLAG_PREFIX = "sglang_"
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,12 @@ class ModelServing:
 
 def serving_of(args: argparse.Namespace) -> tuple[list[ModelServing], list[str]]:
     """`load_serving_config` with what the run's arguments say."""
-    fields = {name.removeprefix(_FLAG_PREFIX) for name in vars(args) if name.startswith(_FLAG_PREFIX)}
     return load_serving_config(
         args.sglang_config,
         hf_checkpoint=args.hf_checkpoint,
         rollout_num_gpus=args.rollout_num_gpus,
         rollout_num_gpus_per_engine=args.rollout_num_gpus_per_engine,
-        known_fields=fields,
+        flags=server_flags(),
     )
 
 
@@ -80,21 +81,35 @@ def serving_violations(args: argparse.Namespace) -> Iterator[str]:
         yield from serving_of(args)[1]
 
 
+def missing_models(args: argparse.Namespace) -> Iterator[str]:
+    """A message for every model of the file whose directory does not exist."""
+    if args.sglang_config is None or not args.has_engines:
+        return
+    for model in serving_of(args)[0]:
+        # That --hf-checkpoint is missing is said elsewhere.
+        of_run = args.hf_checkpoint is not None and model.model_path == os.path.abspath(args.hf_checkpoint)
+        if not of_run and not os.path.isdir(model.model_path):
+            yield (
+                f"{args.sglang_config}: model {model.name}: model_path {model.model_path}: no such directory; give a Hugging "
+                "Face directory"
+            )
+
+
 def load_serving_config(
     path: str,
     *,
     hf_checkpoint: str | None,
     rollout_num_gpus: int | None,
     rollout_num_gpus_per_engine: int = 1,
-    known_fields: Collection[str] = (),
+    flags: FlagNames | None = None,
 ) -> tuple[list[ModelServing], list[str]]:
     """The models in the file, defaults filled in, and one message per wrong line.
 
     Args:
         rollout_num_gpus: what the groups must sum to; None: whatever they sum to. 0: no engines, whatever the file says.
-        known_fields: server arguments that `overrides` may name; empty: any.
+        flags: of the server, which `overrides` are checked against; None: any override is right.
     """
-    reader = _Reader(hf_checkpoint, rollout_num_gpus_per_engine, known_fields)
+    reader = _Reader(hf_checkpoint, rollout_num_gpus_per_engine, flags)
     try:
         mapping = load_yaml(path, FLAG)
         models = list(reader.models(mapping))
@@ -112,52 +127,66 @@ def load_serving_config(
 
 
 class _Reader:
-    """Turns entries into models; what is wrong goes to `violations`, and the entry is left out."""
+    """Turns entries into models. What is wrong goes to `violations`; the entry is left out, and the rest is read."""
 
-    def __init__(self, hf_checkpoint: str | None, per_engine: int, known_fields: Collection[str]) -> None:
+    def __init__(self, hf_checkpoint: str | None, per_engine: int, flags: FlagNames | None) -> None:
         self.violations: list[str] = []
         self._hf_checkpoint = hf_checkpoint
         self._per_engine = per_engine
-        self._known_fields = known_fields
+        self._flags = flags
 
     def models(self, mapping: YamlMapping) -> Iterator[ModelServing]:
         self._check_keys(mapping, ("sglang",))
         first: dict[str, str] = {}
         for entry in _entries(mapping, "sglang"):
-            try:
-                model = self._model(entry)
-                if model.name in first:
-                    raise UserError(
-                        f"{entry.where('name')}: a second model {model.name}; the first: {first[model.name]}"
-                    )
-            except UserError as error:
-                self.violations.append(str(error))
-                continue
-            first[model.name] = entry.where()
-            yield model
+            found = len(self.violations)
+            name = self._name(entry, first)
+            path, per_engine = None, self._per_engine
+            with self._noting():
+                per_engine = _positive(entry, "num_gpus_per_engine", per_engine)
+            groups = self._groups(entry, name, per_engine)
+            with self._noting():
+                path = self._model_path(entry, name, groups)
+            updates = self._updates(entry, name, path)
+            if len(self.violations) == found:
+                yield ModelServing(name, path, updates, groups)
 
-    def _model(self, entry: YamlMapping) -> ModelServing:
+    def _name(self, entry: YamlMapping, first: dict[str, str]) -> str:
         self._check_keys(entry, _MODEL_KEYS)
         name = entry.get("name")
         if not isinstance(name, str) or not name:
-            raise UserError(f"{entry.where()}: the model needs a `name`")
+            self.violations.append(f"{entry.where()}: the model needs a `name`")
+            return "?"
+        if name in first:
+            self.violations.append(f"{entry.where('name')}: a second model {name}; the first: {first[name]}")
+        first.setdefault(name, entry.where())
+        return name
+
+    def _groups(self, entry: YamlMapping, name: str, per_engine: int) -> tuple[ServerGroup, ...]:
         lists = [key for key in _GROUP_LISTS if key in entry]
         if len(lists) != 1:
             where = entry.where(lists[1] if lists else None)
-            raise UserError(f"{where}: model {name}: give `server_groups` (once; `engine_groups` is its old spelling)")
-        per_engine = _positive(entry, "num_gpus_per_engine", self._per_engine)
-        groups = tuple(self._group(group, per_engine) for group in _entries(entry, lists[0]))
+            self.violations.append(
+                f"{where}: model {name}: give `server_groups` (once; `engine_groups` is its old spelling)"
+            )
+            return ()
+        groups, found = [], len(self.violations)
+        with self._noting():
+            for group in _entries(entry, lists[0]):
+                with self._noting():
+                    groups.append(self._group(group, per_engine))
         types = {group.worker_type for group in groups}
-        if ("prefill" in types) != ("decode" in types):
-            raise UserError(f"{entry.where(lists[0])}: model {name}: prefill and decode groups need each other")
-        path = self._model_path(entry, name, groups)
-        return ModelServing(name, path, self._updates(entry, name, path), groups)
+        if len(self.violations) == found and ("prefill" in types) != ("decode" in types):
+            where = entry.where(lists[0])
+            self.violations.append(f"{where}: model {name}: prefill and decode groups need each other")
+        return tuple(groups)
 
     def _group(self, entry: YamlMapping, per_engine: int) -> ServerGroup:
         self._check_keys(entry, _GROUP_KEYS)
+        overrides = self._overrides(entry)
         worker_type = entry.get("worker_type", "regular")
         if worker_type not in WORKER_TYPES:
-            raise UserError(
+            self.violations.append(
                 f"{entry.where('worker_type')}: worker_type {worker_type!r}: one of {', '.join(WORKER_TYPES)}"
             )
         if "num_gpus" not in entry:
@@ -168,17 +197,18 @@ class _Reader:
             raise UserError(
                 f"{entry.where('num_gpus')}: num_gpus {num_gpus} is no multiple of num_gpus_per_engine {per_engine}"
             )
-        return ServerGroup(worker_type, num_gpus, per_engine, self._overrides(entry))
+        return ServerGroup(worker_type, num_gpus, per_engine, overrides)
 
     def _overrides(self, entry: YamlMapping) -> dict[str, Any]:
         overrides = entry.get("overrides")
         if overrides is None:
             return {}
         if not isinstance(overrides, YamlMapping):
-            raise UserError(f"{entry.where('overrides')}: overrides: expected `name: value` lines below it")
-        if self._known_fields:
-            self._check_keys(overrides, {*self._known_fields, "model_path"}, "server argument")
-        return {attribute_name(key): plain(value) for key, value in overrides.items()}
+            self.violations.append(f"{entry.where('overrides')}: overrides: expected `name: value` lines below it")
+            return {}
+        values, wrong = read_overrides(overrides, self._flags)
+        self.violations += wrong
+        return values
 
     def _model_path(self, entry: YamlMapping, name: str, groups: tuple[ServerGroup, ...]) -> str:
         default = entry.get("model_path") or self._hf_checkpoint
@@ -193,27 +223,40 @@ class _Reader:
             raise UserError(f"{entry.where()}: model {name}: give `model_path`, or --hf-checkpoint")
         return os.path.abspath(path)
 
-    def _updates(self, entry: YamlMapping, name: str, path: str) -> bool:
+    def _updates(self, entry: YamlMapping, name: str, path: str | None) -> bool:
         if "update_weights" in entry:
             if not isinstance(entry["update_weights"], bool):
-                raise UserError(f"{entry.where('update_weights')}: update_weights: give true or false")
+                self.violations.append(f"{entry.where('update_weights')}: update_weights: give true or false")
             return entry["update_weights"]
         is_actor = self._hf_checkpoint is not None and path == os.path.abspath(self._hf_checkpoint)
-        if not is_actor:
-            logger.warning(
-                "%s: model %s is not --hf-checkpoint, so it gets no weights of the trainer; `update_weights: true` "
-                "changes that", entry.where(), name,
-            )  # fmt: skip
+        if path is not None and not is_actor:
+            _warn_of_old_weights(entry.where(), name)
         return is_actor
 
-    def _check_keys(self, mapping: YamlMapping, known: Collection[str], kind: str = "key") -> None:
+    def _check_keys(self, mapping: YamlMapping, known: Collection[str]) -> None:
         for key in mapping:
             name = attribute_name(key)
             if name in known:
                 continue
             near = near_name(name, known)
-            hint = f"did you mean {near}?" if near else f"known: {', '.join(sorted(known)[:12])}"
-            self.violations.append(f"{mapping.where(key)}: unknown {kind} {key}: {hint}")
+            hint = f"did you mean {near}?" if near else f"known: {', '.join(sorted(known))}"
+            self.violations.append(f"{mapping.where(key)}: unknown key {key}: {hint}")
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except UserError as error:
+            self.violations.append(str(error))
+
+
+@functools.cache
+def _warn_of_old_weights(where: str, name: str) -> None:
+    """Once, however often the file is read."""
+    logger.warning(
+        "%s: model %s is not --hf-checkpoint, so it gets no weights of the trainer; `update_weights: true` changes that",
+        where, name,
+    )  # fmt: skip
 
 
 def _entries(mapping: YamlMapping, key: str) -> list[YamlMapping]:

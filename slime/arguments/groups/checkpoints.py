@@ -24,7 +24,9 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--ref-ckpt-step", type=int, default=None, help="iteration to take from --ref-load")
     group.add_argument(
-        "--no-load-optim", action="store_true", help="load weights only; optimizer and scheduler start fresh"
+        "--no-load-optim",
+        action="store_true",
+        help="the optimizer starts fresh; its learning-rate schedule goes on where the checkpoint was",
     )
     group.add_argument("--no-load-rng", action="store_true", help="do not restore random generator states")
     group.add_argument(
@@ -50,7 +52,9 @@ def _add_save(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--async-save", action="store_true", help="write checkpoints in the background")
     group.add_argument(
-        "--no-save-optim", action="store_true", help="leave the optimizer state out; such a checkpoint cannot resume"
+        "--no-save-optim",
+        action="store_true",
+        help="leave the optimizer state out; a run that resumes from it starts its optimizer fresh",
     )
     group.add_argument(
         "--save-hf",

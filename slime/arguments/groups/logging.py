@@ -8,6 +8,7 @@ TITLE = "logging and tracking"
 def add_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--log-level",
+        type=str.upper,
         choices=["DEBUG", "INFO", "WARNING", "ERROR"],
         default="INFO",
         help="Python log level in every process of the run; SLIME_DEBUG=1 means DEBUG with tracebacks",

@@ -7,14 +7,11 @@ from typing import Any
 from slime.arguments.hf_config.families import family_of, model_args_from_hf
 from slime.arguments.hf_config.flag_kinds import CHOICES, SUPPLEMENTS, shown, spelling
 from slime.arguments.hf_config.training_limits import training_limits
-from slime.arguments.shape import expert_layers
+from slime.scheduling.shape_of_args import SHAPE_FLAGS, expert_layers
 from slime.utils.errors import UserError
 
 Config = dict[str, Any]
 ModelArgs = dict[str, Any]
-
-# Without these there is no model to plan.
-_SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
 
 
 def apply_hf_config(args: argparse.Namespace, config: Config) -> list[str]:
@@ -40,7 +37,7 @@ def apply_hf_config(args: argparse.Namespace, config: Config) -> list[str]:
 
 
 def _unknown_family(args: argparse.Namespace, message: str) -> list[str]:
-    described = all(getattr(args, name) for name in _SHAPE)
+    described = all(getattr(args, name) for name in SHAPE_FLAGS)
     return _noted(args, f"{message} (planned from the typed flags alone)") if described else [message]
 
 

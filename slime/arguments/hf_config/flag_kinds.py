@@ -1,5 +1,7 @@
 """What is done with a derived flag: most are compared with the config, these are not, or not always."""
 
+from slime.arguments.types import written_pattern
+
 # Filled in when `--model-args-from-hf` is given and nothing was typed, never compared: how to compute, not what.
 CHOICES = frozenset({
     "max_position_embeddings", "mtp_num_layers", "make_vocab_size_divisible_by", "add_position_embedding",
@@ -38,15 +40,5 @@ def shown(name: str, value: object) -> str:
     if value is None:
         return "unset"
     if isinstance(value, list) and value and all(entry in (0, 1) for entry in value):
-        return _pattern(value)
+        return written_pattern(value)
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _pattern(entries: list[int]) -> str:
-    runs: list[list[int]] = []
-    for entry in entries:
-        if runs and runs[-1][0] == entry:
-            runs[-1][1] += 1
-        else:
-            runs.append([entry, 1])
-    return "+".join(f"[{entry}]*{count}" for entry, count in runs)

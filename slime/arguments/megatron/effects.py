@@ -26,7 +26,6 @@ FIXED: dict[str, tuple[Any, str]] = {
     "moe_token_dropping": (False, "Megatron-Core ignores it; --moe-expert-capacity-factor drops tokens"),
     "fp8_interval": (1, "Transformer Engine ignores it"),
     "apply_residual_connection_post_layernorm": (False, "Megatron-Core has no such layer any more"),
-    "deallocate_pipeline_outputs": (False, "the schedule decides it"),
     "test_mode": (False, "it is for Megatron's own tests"),
     "flash_decode": (False, "the engines generate, not Megatron"),
     "inference_rng_tracker": (False, "the engines generate, not Megatron"),
@@ -44,6 +43,7 @@ NO_EFFECT: dict[str, str] = {
     "override_opt_param_scheduler": "on resume the schedule of the command line holds unless the checkpoint's is asked for",
     "dist_ckpt_optim_fully_reshardable": "checkpoints can be loaded into any layout as it is",
     "ckpt_assume_constant_structure": "it allows a shortcut that is not taken: the layout is planned at every save",
+    "deallocate_pipeline_outputs": "a stage's outputs are freed as soon as that is safe",
     "bias_gelu_fusion": "no model with GELU is built",
     "log_loss_scale_to_tensorboard": "the loss scale is not logged",
     "auto_detect_ckpt_format": "the format of --load is always found out",
@@ -107,8 +107,9 @@ ACTS_WITH: tuple[ActsWith, ...] = (
         "align_grad_reduce", "num_microbatches_with_partial_activation_checkpoints",
     )),
     ActsWith("--context-parallel-size above 1", _above_one("context_parallel_size"), (
-        "hierarchical_context_parallel_sizes", "cp_comm_type", "hybrid_context_parallel", "max_seqlen_per_dp_cp_rank",
+        "hierarchical_context_parallel_sizes", "cp_comm_type", "hybrid_context_parallel",
     )),
+    ActsWith("--hybrid-context-parallel", _given("hybrid_context_parallel"), ("max_seqlen_per_dp_cp_rank",)),
     ActsWith("--tp-comm-overlap", _given("tp_comm_overlap"), (
         "tp_comm_bulk_wgrad", "tp_comm_bulk_dgrad", "tp_comm_overlap_ag", "tp_comm_overlap_rs", "tp_comm_overlap_rs_dgrad",
         "tp_comm_split_ag", "tp_comm_atomic_ag", "tp_comm_split_rs", "tp_comm_atomic_rs", "tp_comm_overlap_disable_qkv",

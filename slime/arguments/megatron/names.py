@@ -1,9 +1,8 @@
 """The names that Megatron-LM's users write, beside the fields of Megatron-Core's configuration dataclasses.
 
-The dataclasses describe most flags themselves (`slime.backends.megatron_utils.flag_surface`). Four things they cannot say
+The dataclasses describe most flags themselves (`slime.backends.megatron_utils.flag_surface`). Three things they cannot say
 stand here: which field Megatron-LM's parser keeps under another name (`FIELD_DESTS`), what that parser or this trainer
-changes in a field's flag (`DEFAULTS`, `CHOICES`, `TYPES`), the flags that have no field (`HISTORICAL`), and which names of
-that parser mean nothing here (`NOT_FOR_THIS`).
+changes in a field's flag (`DEFAULTS`, `CHOICES`, `TYPES`), and the flags that have no field (`HISTORICAL`).
 """
 
 from __future__ import annotations
@@ -95,8 +94,8 @@ _PARALLELISM = (
     _off("--no-overlap-p2p-communication", "overlap_p2p_comm", "do not overlap pipeline messages with computation"),
     _on("--accumulate-allreduce-grads-in-fp32", "accumulate and reduce gradients in float32"),
     _on("--grad-reduce-in-bf16", "reduce gradients in bfloat16, whatever the parameters are"),
-    _off("--no-check-for-nan-in-loss-and-grad", "check_for_nan_in_loss_and_grad", "do not look for NaN in gradients before "
-         "they are reduced"),
+    _off("--no-check-for-nan-in-loss-and-grad", "check_for_nan_in_loss_and_grad", "skip and count a "
+         "step whose loss or gradient is NaN or infinite, instead of stopping there"),
     _off("--no-gradient-reduce-div-fusion", "gradient_reduce_div_fusion", "divide gradients apart from their reduction"),
     _off("--no-align-grad-reduce --disable-align-grad-reduce", "align_grad_reduce", "pipeline stages reduce gradients on "
          "their own, not together"),
@@ -266,74 +265,3 @@ HISTORICAL: tuple[FlagSpec, ...] = (
 
 # Attributes that describe the model, wherever else their names might put them.
 SHAPE: frozenset[str] = frozenset(spec.dest for spec in _SHAPE) - {"num_experts", "enable_experimental"}
-
-# Megatron-LM's flags that a script may bring along although they mean nothing here -> what to do instead. A final `*`
-# stands for any ending.
-NOT_FOR_THIS: dict[str, str] = {
-    "--data-path": "prompts come from --prompt-data; drop it",
-    "--train-data-path": "prompts come from --prompt-data; drop it",
-    "--valid-data-path": "evaluation sets are given with --eval-prompt-data; drop it",
-    "--test-data-path": "evaluation sets are given with --eval-prompt-data; drop it",
-    "--data-args-path": "prompts come from --prompt-data; drop it",
-    "--data-cache-path": "prompts come from --prompt-data and need no index; drop it",
-    "--split": "training and evaluation sets are files of their own: --prompt-data, --eval-prompt-data",
-    "--mock-data": "--disable-rollout-global-dataset with a rollout function of your own makes up data",
-    "--dataloader-type": "the data source is --data-source-path; drop it",
-    "--num-workers": "give --num-data-workers",
-    "--reset-position-ids": "packed samples always have positions of their own; drop it",
-    "--reset-attention-mask": "packed samples never see each other; drop it",
-    "--eod-mask-loss": "the loss mask comes from the rollout; drop it",
-    "--no-create-attention-mask-in-dataloader": "no attention mask is ever built; drop it",
-    "--train-samples": "give --num-rollout x --rollout-batch-size x --n-samples-per-prompt",
-    "--lr-decay-samples": "give --lr-decay-iters",
-    "--lr-warmup-samples": "give --lr-warmup-iters",
-    "--lr-wsd-decay-samples": "give --lr-wsd-decay-iters",
-    "--rampup-batch-size": "the batch is --rollout-batch-size x --n-samples-per-prompt in every step; drop it",
-    "--decrease-batch-size-if-needed": "batch sizes never change by themselves; drop it",
-    "--eval-iters": "every evaluation runs over its whole sets (--eval-prompt-data); drop it",
-    "--full-validation": "every evaluation runs over its whole sets (--eval-prompt-data); drop it",
-    "--skip-train": "give --debug-rollout-only, or --num-rollout 0 with evaluation",
-    "--exit-interval": "give --num-rollout",
-    "--exit-duration-in-mins": "end the job from outside; --save-interval bounds what is lost",
-    "--exit-signal-handler": "the run ends cleanly on a signal; drop it",
-    "--tokenizer-model": "the tokenizer is that of --hf-checkpoint; drop it",
-    "--vocab-file": "the tokenizer is that of --hf-checkpoint; drop it",
-    "--merge-file": "the tokenizer is that of --hf-checkpoint; drop it",
-    "--vocab-extra-ids": "the vocabulary is --vocab-size; drop it",
-    "--tiktoken-*": "the tokenizer is that of --hf-checkpoint; drop it",
-    "--use-mcore-models": "there are no others; drop it",
-    "--use-legacy-models": "models are built with Megatron-Core; drop it",
-    "--use-flash-attn": "give --attention-backend flash, or drop it: attention never builds its score matrix",
-    "--attention-dropout-prob": "give --attention-dropout",
-    "--checkpoint-activations": "give --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    "--use-checkpoint-args": "give --model-args-from-hf",
-    "--use-mp-args-from-checkpoint-args": "a checkpoint loads into any layout; give the sizes that this run has",
-    "--pretrained-checkpoint": "give --ref-load, the initial weights when --load holds no checkpoint",
-    "--ckpt-convert-format": "checkpoints are torch_dist; drop it",
-    "--ckpt-convert-save": "checkpoints are torch_dist; drop it",
-    "--use-dist-ckpt": "checkpoints are always torch_dist; drop it",
-    "--dist-ckpt-format": "give --ckpt-format",
-    "--save-retain-interval": "give --keep-last",
-    "--non-persistent-*": "checkpoints are written to --save every --save-interval rollouts; drop it",
-    "--replication*": "checkpoints are written to --save every --save-interval rollouts; drop it",
-    "--model-parallel-size": "give --tensor-model-parallel-size",
-    "--batch-size": "give --micro-batch-size",
-    "--warmup": "give --lr-warmup-fraction",
-    "--local-rank": "ranks are started by the run itself; drop it",
-    "--lazy-mpu-init": "ranks are started by the run itself; drop it",
-    "--use-torch-fsdp2": "give --train-backend fsdp",
-    "--wandb-exp-name": "give --wandb-group",
-    "--wandb-save-dir": "give --wandb-dir",
-    "--wandb-entity": "give --wandb-team",
-    "--yaml-cfg": "give --custom-config-path",
-    "--rerun-mode": "no step is run twice; drop it",
-    "--no-one-logger": "drop it; trackers are --use-tensorboard and --use-wandb",
-    "--one-logger-*": "trackers are --use-tensorboard and --use-wandb; drop it",
-    "--log-straggler": "phase times of all ranks are logged anyway; drop it",
-    "--rl-*": "rollouts are described by --rollout-*; drop it",
-    "--grpo-*": "give --advantage-estimator grpo and its flags: --eps-clip, --kl-loss-coef, --n-samples-per-prompt",
-    "--perform-rl-step": "this is what the run does; drop it",
-    "--sft": "give --loss-type sft_loss",
-    "--inference-dynamic-*": "the engines generate; set them up with --sglang-*",
-    "--inference-max-*": "the engines generate; set them up with --sglang-*",
-}

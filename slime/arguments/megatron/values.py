@@ -5,19 +5,22 @@ Nothing that the user typed is overruled; where two typed flags contradict each 
 
 import argparse
 
+from slime.arguments.megatron.layout_string import parts_of_layout
+from slime.arguments.megatron.stages import counted_as_layers
+
 
 def derive_megatron_values(args: argparse.Namespace) -> None:
     """Fill what was left open, in place. The precision is settled before."""
     _synonyms(args)
     _positions(args)
-    if args.moe_token_dispatcher_type == "allgather":
+    if args.num_experts and args.moe_token_dispatcher_type == "allgather":
         # It cannot handle micro-batches of different length.
         args.moe_token_dispatcher_type = "alltoall"
     if args.bf16 and not args.grad_reduce_in_bf16:
         args.accumulate_allreduce_grads_in_fp32 = True
     if args.rope_type is None:
         args.rope_type = "yarn" if args.multi_latent_attention else "rope"
-    _virtual_stages(args)
+    derive_virtual_stages(args)
 
 
 def _synonyms(args: argparse.Namespace) -> None:
@@ -41,12 +44,21 @@ def _positions(args: argparse.Namespace) -> None:
         args.max_position_embeddings = args.seq_length
 
 
-def _virtual_stages(args: argparse.Namespace) -> None:
+def derive_virtual_stages(args: argparse.Namespace) -> None:
+    """Fill the number of model chunks per rank from the flags that describe it otherwise."""
     stages = args.pipeline_model_parallel_size
-    if args.virtual_pipeline_model_parallel_size is not None or stages == 1 or not args.num_layers:
-        return
+    if args.virtual_pipeline_model_parallel_size is None and stages > 1 and args.num_layers:
+        args.virtual_pipeline_model_parallel_size = _virtual_stages_per_rank(args, stages)
+    if args.virtual_pipeline_model_parallel_size == 1:
+        # Megatron takes any number for an interleaved pipeline.
+        args.virtual_pipeline_model_parallel_size = None
+
+
+def _virtual_stages_per_rank(args: argparse.Namespace, stages: int) -> int | None:
+    if args.pipeline_model_parallel_layout is not None:
+        return max(1, len(parts_of_layout(args.pipeline_model_parallel_layout)) // stages)
     if args.num_virtual_stages_per_pipeline_rank is not None:
-        args.virtual_pipeline_model_parallel_size = args.num_virtual_stages_per_pipeline_rank
-    elif args.num_layers_per_virtual_pipeline_stage:
-        per_rank = args.num_layers // stages
-        args.virtual_pipeline_model_parallel_size = per_rank // args.num_layers_per_virtual_pipeline_stage
+        return args.num_virtual_stages_per_pipeline_rank
+    # Another number is refused by a rule.
+    layers, per_chunk = args.num_layers + counted_as_layers(args), args.num_layers_per_virtual_pipeline_stage
+    return layers // stages // per_chunk if per_chunk and layers % (stages * per_chunk) == 0 else None

@@ -7,24 +7,12 @@ builds a feature deletes its rows.
 import argparse
 import fnmatch
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
+from slime.arguments.not_yet import megatron, own, sglang
+from slime.arguments.not_yet.row import NotYet
 from slime.arguments.origins import Origin
 from slime.arguments.plug_ins import as_typed, flag_of
 from slime.observability.run_record import redacted
-
-
-@dataclass(frozen=True)
-class NotYet:
-    """`args.{name}` has no effect yet; `name` may be a pattern such as `sglang_lora_*`.
-
-    `works`: values that are fine (None and False always are).
-    """
-
-    name: str
-    feature: str
-    works: tuple[Any, ...] = ()
 
 
 def not_yet_violations(args: argparse.Namespace) -> Iterator[str]:
@@ -32,8 +20,6 @@ def not_yet_violations(args: argparse.Namespace) -> Iterator[str]:
 
     A run that only trains ignores the flags of engines and router, so that one script serves both kinds of run.
     """
-    from slime.arguments.not_yet import sglang
-
     for row in rows():
         if row in sglang.ROWS and args.debug_train_only:
             continue
@@ -67,6 +53,4 @@ def names_of(row: NotYet, args: argparse.Namespace) -> list[str]:
 
 def rows() -> tuple[NotYet, ...]:
     """All rows, of our own flags, Megatron's and those of the engines and the router."""
-    from slime.arguments.not_yet import megatron, own, sglang
-
     return (*own.ROWS, *megatron.ROWS, *sglang.ROWS)

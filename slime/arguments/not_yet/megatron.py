@@ -1,9 +1,8 @@
 """Rows for Megatron's flags, by feature. Flags that only qualify another one need no row: they act with that one."""
 
-from slime.arguments.not_yet import NotYet
+from slime.arguments.not_yet.row import NotYet
 
-_PIPELINE = "pipeline parallelism"
-_CONTEXT = "context parallelism"
+_CONTEXT = "another context parallelism than gathering keys and values"
 _EXPERTS = "mixture-of-experts training"
 _ATTENTION = "another attention than causal self-attention with grouped queries"
 _MLA = "multi-head latent attention"
@@ -20,8 +19,14 @@ _PROFILING = "profiling of training steps"
 _PROCESS = "that control of the training process"
 
 _PARALLELISM = (
-    NotYet("pipeline_model_parallel_size", _PIPELINE, works=(1,)),
-    NotYet("context_parallel_size", _CONTEXT, works=(1,)),
+    NotYet("use_ring_exchange_p2p", "pipeline messages by an own build of PyTorch"),
+    NotYet("pipeline_model_parallel_comm_backend", "pipeline messages over UCC", works=("nccl",)),
+    NotYet("overlap_p2p_comm_warmup_flush", "overlapping the first messages of a pipeline (streams differ in length)"),
+    NotYet("defer_embedding_wgrad_compute", _ENGINE),
+    NotYet("num_microbatches_with_partial_activation_checkpoints", "recomputing some micro-batches only"),
+    NotYet("cp_comm_type", _CONTEXT),
+    NotYet("hierarchical_context_parallel_sizes", _CONTEXT),
+    NotYet("hybrid_context_parallel", _CONTEXT),
     NotYet("expert_model_parallel_size", _EXPERTS, works=(1,)),
     NotYet("tp_comm_overlap", "overlap of tensor-parallel communication"),
     NotYet("delay_wgrad_compute", "delayed weight gradients"),

@@ -1,19 +1,15 @@
 """Rows for our own flags, in the order of their groups."""
 
-from slime.arguments.not_yet import NotYet
+from slime.arguments.not_yet.row import NotYet
 
 _OFFLOAD = "sharing GPUs between training and engines"
 _FSDP = "the FSDP backend"
 _ASYNC = "the asynchronous loop"
 _DISK = "weight transport through files"
 _DELTA = "delta weight transport"
-_FREEZE = "freezing parameters by name"
 _FAULTS = "fault tolerance"
 _MEDIA = "a data set with images, video or audio"
-_CRITIC = "the critic"
 _MTP = "multi-token prediction"
-_DISTILLATION = "on-policy distillation"
-_TIS = "importance sampling against engine log-probs"
 _REPLAY = "routing replay"
 _MEMORY = "recording memory"
 _CI = "checking the numbers of a test run"
@@ -44,21 +40,16 @@ _WEIGHTS = (
     NotYet("update_weight_delta_checksum", _DELTA, works=("xxh3-128",)),
     NotYet("update_weight_local_checkpoint_dir", _DISK),
     NotYet("custom_update_weight_post_write_path", _DISK),
-    NotYet("only_train_params_name_list", _FREEZE),
-    NotYet("freeze_params_name_list", _FREEZE),
-    NotYet("freeze_indexer", _FREEZE),
     NotYet("custom_model_provider_path", "an own model provider"),
     NotYet("qwen_gdn_backend", "a gated-delta-net layer", works=("fla",)),
     NotYet("use_gated_attention", "gated attention"),
     NotYet("post_self_attn_layernorm", "a further norm in a layer"),
     NotYet("post_mlp_layernorm", "a further norm in a layer"),
-    NotYet("allgather_cp", "context parallelism with gathered keys and values"),
 )
 
 _ROLLOUT = (
     NotYet("rollout_external_engine_addrs", "engines that the run did not start"),
     NotYet("rollout_data_transport", "another transport of batches than the object store", works=("object-store",)),
-    NotYet("keep_old_actor", "a lagging copy of the actor"),
     NotYet("async_buffer_size", _ASYNC, works=(1,)),
     NotYet("max_weight_staleness", "a limit on the age of samples"),
     NotYet("multimodal_keys", _MEDIA),
@@ -75,36 +66,12 @@ _ROLLOUT = (
 )
 
 _OBJECTIVE = (
-    NotYet("advantage_estimator", "another estimator than grpo", works=("grpo",)),
-    NotYet("reset_optimizer_states", "clearing the optimizer between rollouts"),
-    NotYet("use_stateless_adam", "Adam without moments"),
-    NotYet("value_clip", _CRITIC, works=(0.2,)),
-    NotYet("kl_coef", "KL inside the reward", works=(0.0,)),
-    NotYet("ref_update_interval", "a reference model that follows the actor"),
-    NotYet("gamma", "discounting", works=(1.0,)),
-    NotYet("lambd", "generalised advantage estimation", works=(1.0,)),
-    NotYet("discount_masked_tokens", "discounting"),
-    NotYet("normalize_advantages", "whitening of advantages"),
-    NotYet("num_critic_only_steps", _CRITIC, works=(0,)),
     NotYet("mtp_num_layers", _MTP, works=(0,)),
     NotYet("enable_mtp_training", _MTP),
     NotYet("mtp_loss_scaling_factor", _MTP, works=(0.2,)),
-    NotYet("get_mismatch_metrics", "measuring the mismatch between engine and trainer"),
-    NotYet("use_tis", _TIS),
-    NotYet("tis_clip", _TIS, works=(2.0,)),
-    NotYet("tis_clip_low", _TIS, works=(0.0,)),
-    NotYet("tis_threshold", _TIS, works=(2.0,)),
-    NotYet("custom_tis_function_path", _TIS),
     NotYet("use_routing_replay", _REPLAY),
     NotYet("use_rollout_routing_replay", _REPLAY),
-    NotYet("use_opsm", "masking of off-policy sequences"),
-    NotYet("opsm_delta", "masking of off-policy sequences", works=(1e-4,)),
     NotYet("true_on_policy_mode", "the proof of bitwise equal log-probs"),
-    NotYet("use_opd", _DISTILLATION),
-    NotYet("opd_type", _DISTILLATION),
-    NotYet("opd_kl_coef", _DISTILLATION, works=(1.0,)),
-    NotYet("opd_teacher_load", _DISTILLATION),
-    NotYet("opd_teacher_ckpt_step", _DISTILLATION),
 )
 
 _TRAINER = (

@@ -4,7 +4,7 @@ Beside layouts that are not built, these are the features that a server would ac
 weights or cached keys and values that stay those of an older version, ranks that the weight groups do not reach.
 """
 
-from slime.arguments.not_yet import NotYet
+from slime.arguments.not_yet.row import NotYet
 
 _LAYOUTS = (
     ("prefill and decode on different engines", (

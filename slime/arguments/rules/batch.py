@@ -4,6 +4,7 @@ import argparse
 import logging
 from collections.abc import Iterator
 
+from slime.arguments.lengths import longest_sample
 from slime.arguments.rules import Rule
 
 logger = logging.getLogger(__name__)
@@ -14,6 +15,9 @@ def rollout_count(args: argparse.Namespace) -> Iterator[str]:
         yield "give --num-rollout (rollout steps) or --num-epoch (passes over the data)"
     if args.num_rollout is not None and args.num_epoch is not None:
         logger.warning("--num-epoch %d is ignored: --num-rollout %d is given", args.num_epoch, args.num_rollout)
+    first = args.start_rollout_id or 0
+    if args.num_rollout is not None and first >= args.num_rollout > 0:
+        logger.warning("--start-rollout-id %d: nothing is left to do of --num-rollout %d", first, args.num_rollout)
     if args.num_rollout is None and args.load_debug_rollout_data is not None:
         yield "--load-debug-rollout-data needs --num-rollout: a dump does not tell how many there are"
     if args.num_rollout is None and args.num_epoch is not None and not args.rollout_global_dataset:
@@ -42,7 +46,7 @@ def dynamic_batches(args: argparse.Namespace) -> Iterator[str]:
         yield "--use-dynamic-batch-size needs --max-tokens-per-gpu, the token budget of a micro-batch (8192 is usual)"
     if args.balance_by_flops and not args.use_dynamic_batch_size:
         yield "--balance-by-flops needs --use-dynamic-batch-size"
-    longest = longest_sample(args) or _longest_part(args)
+    longest = longest_sample(args)
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is not None and longest is not None:
         budget = args.max_tokens_per_gpu * args.context_parallel_size
         # A plan says it among its own warnings.
@@ -52,20 +56,6 @@ def dynamic_batches(args: argparse.Namespace) -> Iterator[str]:
                 "%d: it makes a micro-batch of its own that needs more memory than the others",
                 longest, args.max_tokens_per_gpu, args.context_parallel_size, budget,
             )  # fmt: skip
-
-
-def longest_sample(args: argparse.Namespace) -> int | None:
-    """Tokens of the longest sample that the flags allow; None when they set no limit."""
-    if args.rollout_max_context_len is not None:
-        return args.rollout_max_context_len
-    if args.rollout_max_prompt_len is None or args.rollout_max_response_len is None:
-        return None
-    return args.rollout_max_prompt_len + args.rollout_max_response_len
-
-
-def _longest_part(args: argparse.Namespace) -> int | None:
-    """Where only the prompt or only the response has a limit, a sample may be at least that long."""
-    return args.rollout_max_response_len or args.rollout_max_prompt_len
 
 
 BATCH_RULES: tuple[Rule, ...] = (rollout_count, static_batches, dynamic_batches)

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+from slime.arguments.critic import DIRECTORY, critic_args
 from slime.arguments.plug_ins import flag_of
 from slime.arguments.rules import Rule
 
@@ -24,8 +25,9 @@ _TEMPLATES = {
 def saving(args: argparse.Namespace) -> Iterator[str]:
     for name in ("save_interval", "keep_last", "save_hf"):
         # What follows from another flag is that flag's affair: --release-train needs --save by itself.
-        if name in args.typed_flags and getattr(args, name) is not None and args.save is None:
-            yield f"{flag_of(name)} needs --save, the directory of checkpoints"
+        value = getattr(args, name)
+        if name in args.typed_flags and value is not None and args.save is None:
+            yield f"{flag_of(name)} {value} needs --save, the directory of checkpoints, such as --save outputs/checkpoints"
     if args.save_hf is None:
         return
     if args.hf_checkpoint is None:
@@ -73,4 +75,12 @@ def subsample(args: argparse.Namespace) -> Iterator[str]:
         yield f"--load-debug-rollout-data-subsample {fraction} needs --load-debug-rollout-data, the dump to take it from"
 
 
-CHECKPOINT_RULES: tuple[Rule, ...] = (saving, templates, subsample)
+def critic(args: argparse.Namespace) -> Iterator[str]:
+    if args.use_critic and args.save is not None and critic_args(args).save == args.save:
+        yield (
+            f"{args.megatron_config_path}, role critic: save {args.save}: the actor's checkpoints go there; drop it, and those "
+            f"of the critic go to {Path(args.save) / DIRECTORY}"
+        )
+
+
+CHECKPOINT_RULES: tuple[Rule, ...] = (saving, templates, subsample, critic)

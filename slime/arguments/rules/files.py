@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slime.arguments.checkpoints import checkpoint_source, latest_iteration, resolve_initial_weights
+from slime.arguments.critic import critic_weights
 from slime.arguments.hf_config.reading import no_directory
 from slime.arguments.plug_ins import flag_of, missing_files
 from slime.arguments.rules import Rule
@@ -30,10 +31,10 @@ def hf_checkpoint(args: argparse.Namespace) -> Iterator[str]:
 
 
 def data_files(args: argparse.Namespace) -> Iterator[str]:
-    for path, _, _, flag in own_files(args):
-        if not os.path.isfile(path_without_slice(path)):
+    for file in own_files(args):
+        if not os.path.isfile(path_without_slice(file.path)):
             try:
-                parse_data_path(path, flag)
+                parse_data_path(file.path, file.flag)
             except UserError as error:
                 yield str(error)
 
@@ -87,10 +88,23 @@ def initial_weights(args: argparse.Namespace) -> Iterator[str]:
     args.initial_weights = source
     if not source.resume:
         args.no_load_optim = args.no_load_rng = args.finetune = True
-        if source.path is not None and source.path == args.ref_load:
+        if source.step is not None:
             args.ckpt_step = source.step
         if args.start_rollout_id is None:
             args.start_rollout_id = 0
+
+
+def critic_initial_weights(args: argparse.Namespace) -> Iterator[str]:
+    """The same for the critic, which follows the actor."""
+    if not (args.use_critic and args.has_trainer):
+        return
+    args.critic_initial_weights = None
+    if args.initial_weights is None:
+        return
+    try:
+        args.critic_initial_weights = critic_weights(args)
+    except UserError as error:
+        yield str(error)
 
 
 def writable_places(args: argparse.Namespace) -> Iterator[str]:
@@ -133,6 +147,7 @@ FILE_RULES: tuple[Rule, ...] = (
     rollout_dumps,
     other_models,
     initial_weights,
+    critic_initial_weights,
     missing_files,
     writable_places,
 )

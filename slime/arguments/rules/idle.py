@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from slime.algorithms.estimators import DISCOUNTING_ESTIMATORS, SAMPLE_REWARD_ESTIMATORS
+from slime.arguments.checkpoints import is_megatron_checkpoint
+from slime.arguments.hf_config import is_hf_checkpoint
 from slime.arguments.plug_ins import flag_of
 from slime.arguments.rules import Rule
 
@@ -37,8 +40,45 @@ def _no_kl_by_oversight(args: argparse.Namespace) -> bool:
     return _no_kl(args) and not ("kl_loss_coef" in args.typed_flags and args.kl_loss_coef == 0)
 
 
+def _has_own_advantages(args: argparse.Namespace) -> bool:
+    """Whether a function of the user's stands in for the estimator; it may read any flag."""
+    return args.custom_advantage_function_path is not None
+
+
+def _discounts_nothing(args: argparse.Namespace) -> bool:
+    return args.advantage_estimator not in DISCOUNTING_ESTIMATORS and not _has_own_advantages(args)
+
+
+def _rewards_of_groups(args: argparse.Namespace) -> bool:
+    return args.advantage_estimator in SAMPLE_REWARD_ESTIMATORS and not _has_own_advantages(args)
+
+
+def _not_from_megatron(name: str) -> Callable[[argparse.Namespace], bool]:
+    """Whether the path in `name` is no Megatron checkpoint, whose iterations alone can be chosen from."""
+    return lambda args: getattr(args, name) is None or not is_megatron_checkpoint(getattr(args, name))
+
+
+def _starts_elsewhere(args: argparse.Namespace) -> bool:
+    # A script that started from random weights resumes from its own checkpoint without a change.
+    resumes = args.load is not None and is_megatron_checkpoint(args.load)
+    hf_load = args.load is not None and is_hf_checkpoint(args.load)
+    return not resumes and (hf_load or args.initial_megatron_checkpoint is not None or args.ref_load is not None)
+
+
 _TABLE = (
     _Idle(("kl_loss_coef",), lambda args: not args.use_kl_loss, "without --use-kl-loss", off=0.0),
+    _Idle(("ref_update_interval",), _no_kl, "without --use-kl-loss or --kl-coef"),
+    _Idle(("keep_old_actor",), lambda args: args.loss_type == "sft_loss", "with --loss-type sft_loss"),
+    _Idle(("gamma",), _discounts_nothing, "with an estimator that discounts nothing (ppo and reinforce_plus_plus do)", off=1.0),
+    _Idle(("discount_masked_tokens",), _discounts_nothing, "with an estimator that counts no time steps"),
+    _Idle(("lambd",), lambda args: args.advantage_estimator != "ppo", "without --advantage-estimator ppo", off=1.0),
+    _Idle(("value_clip",), lambda args: args.advantage_estimator != "ppo", "without --advantage-estimator ppo", off=0.2),
+    _Idle(("kl_coef",), _rewards_of_groups, "on the advantages of grpo, gspo and cispo: the KL is only logged", off=0.0),
+    _Idle(
+        ("tis_clip", "tis_clip_low", "custom_tis_function_path"), lambda args: not args.use_tis, "without --use-tis"
+    ),
+    _Idle(("opsm_delta",), lambda args: not args.use_opsm, "without --use-opsm"),
+    _Idle(("opd_type", "opd_kl_coef"), lambda args: not args.use_opd, "without --use-opd", off=1.0),
     _Idle(("use_unbiased_kl",), _no_kl, "without --use-kl-loss or --kl-coef"),
     _Idle(("kl_loss_type",), _no_kl_by_oversight, "without --use-kl-loss or --kl-coef", off="k1"),
     _Idle(
@@ -53,6 +93,14 @@ _TABLE = (
     _Idle(
         ("tb_project_name", "tb_experiment_name"), lambda args: not args.use_tensorboard, "without --use-tensorboard"
     ),
+    _Idle(("ckpt_step",), _not_from_megatron("load"), "without a Megatron checkpoint in --load"),
+    _Idle(("ref_ckpt_step",), _not_from_megatron("ref_load"), "without a Megatron checkpoint in --ref-load"),
+    _Idle(
+        ("opd_teacher_ckpt_step",),
+        _not_from_megatron("opd_teacher_load"),
+        "without a Megatron checkpoint in --opd-teacher-load",
+    ),
+    _Idle(("random_init",), _starts_elsewhere, "beside --load, --initial-megatron-checkpoint or --ref-load"),
     _Idle(("eval_prompt_data", "eval_config"), lambda args: args.eval_interval is None, "without --eval-interval"),
 )  # fmt: skip
 

@@ -13,7 +13,11 @@ from slime.arguments.megatron.effects import ACTS_WITH, FIXED
 from slime.arguments.megatron.names import HISTORICAL
 from slime.arguments.plug_ins import flag_of
 from slime.arguments.rules import Rule
+from slime.arguments.rules.advice import divisors, hint
+from slime.arguments.rules.pipeline import PIPELINE_RULES
+from slime.arguments.rules.schedule import SCHEDULE_RULES
 from slime.arguments.surface import load_surface
+from slime.scheduling.shape_of_args import SHAPE_FLAGS
 from slime.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -22,8 +26,7 @@ _GATHERED_CONTEXT_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 
 
 def model_shape(args: argparse.Namespace) -> Iterator[str]:
-    needed = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
-    missing = [flag_of(name) for name in needed if getattr(args, name) is None]
+    missing = [flag_of(name) for name in SHAPE_FLAGS if getattr(args, name) is None]
     if missing and args.model_args_from_hf and args.hf_checkpoint is not None:
         return  # the config could not be read, and that was said
     if missing and args.dry_run:
@@ -46,14 +49,14 @@ def parallel_sizes(args: argparse.Namespace) -> Iterator[str]:
         yield (
             f"--expert-tensor-parallel-size {etp} x --expert-model-parallel-size {ep} x --pipeline-model-parallel-size "
             f"{pp} = {etp * ep * pp} must divide the number of training ranks, {args.world_size}"
-            + _hint(
-                "--expert-model-parallel-size", [n for n in _divisors(experts) if args.world_size % (etp * n * pp) == 0]
+            + hint(
+                "--expert-model-parallel-size", [n for n in divisors(experts) if args.world_size % (etp * n * pp) == 0]
             )
         )
     if experts % ep:
         yield (
             f"--num-experts {experts} cannot be spread over --expert-model-parallel-size {ep}"
-            + _hint("--expert-model-parallel-size", _divisors(experts))
+            + hint("--expert-model-parallel-size", divisors(experts))
         )
 
 
@@ -77,80 +80,10 @@ def heads(args: argparse.Namespace) -> Iterator[str]:
     if groups and count and count % groups:
         yield (
             f"--num-attention-heads {count} is no multiple of --num-query-groups {groups}"
-            + _hint("--num-query-groups", _divisors(count))
+            + hint("--num-query-groups", divisors(count))
         )
     if count and hidden and hidden % count and args.kv_channels is None and not args.multi_latent_attention:
         yield f"--hidden-size {hidden} is no multiple of --num-attention-heads {count}; give --kv-channels, a head's width"
-
-
-def pipeline_split(args: argparse.Namespace) -> Iterator[str]:
-    stages, layers = args.pipeline_model_parallel_size, args.num_layers
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    if stages == 1:
-        for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
-            if getattr(args, name) is not None:
-                yield (
-                    f"{flag_of(name)} {getattr(args, name)} with --pipeline-model-parallel-size 1: one stage holds all "
-                    "layers; drop it, or give a pipeline size above 1"
-                )
-        return
-    if not layers or args.pipeline_model_parallel_layout is not None:
-        return
-    layers += bool(args.account_for_embedding_in_pipeline_split) + bool(args.account_for_loss_in_pipeline_split)
-    middle = stages - (first is not None) - (last is not None)
-    rest = layers - (first or 0) - (last or 0)
-    if rest < 0 or (middle == 0) != (rest == 0) or (middle and rest % middle):
-        yield _uneven_split(args, layers, first, rest, middle)
-
-
-def _uneven_split(args: argparse.Namespace, layers: int, first: int | None, rest: int, middle: int) -> str:
-    stages = args.pipeline_model_parallel_size
-    typed = [
-        f" {flag_of(name)} {getattr(args, name)}"
-        for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-        if getattr(args, name) is not None
-    ]
-    # The last stage takes what an even split of the others leaves.
-    others = stages - 1 - (first is not None)
-    each = max(1, -(-(layers - (first or 0)) // (others + 1)))
-    last = layers - (first or 0) - each * others
-    advice = f"--decoder-last-pipeline-num-layers {last} would do" if last > 0 else "use fewer stages"
-    return (
-        f"--num-layers {args.num_layers} over --pipeline-model-parallel-size {stages}{''.join(typed)}: {rest} layers cannot "
-        f"be split evenly over {middle} stages; {advice}"
-    )
-
-
-def virtual_stages(args: argparse.Namespace) -> Iterator[str]:
-    per_stage, per_rank = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
-    stages, layers = args.pipeline_model_parallel_size, args.num_layers
-    if per_stage is not None and per_rank is not None:
-        yield (
-            f"--num-layers-per-virtual-pipeline-stage {per_stage} and --num-virtual-stages-per-pipeline-rank {per_rank} "
-            "say the same in two ways; drop one"
-        )
-    elif stages == 1 and (per_stage is not None or (per_rank or 1) > 1):
-        name = (
-            "num_layers_per_virtual_pipeline_stage" if per_stage is not None else "num_virtual_stages_per_pipeline_rank"
-        )
-        yield (
-            f"{flag_of(name)} {getattr(args, name)} with --pipeline-model-parallel-size 1: nothing is interleaved there; "
-            "drop it, or give a pipeline size above 1"
-        )
-    elif stages > 1 and per_stage and layers and layers % (stages * per_stage):
-        fitting = [n for n in _divisors(layers) if layers % (stages * n) == 0]
-        yield (
-            f"--num-layers {layers} is no multiple of --pipeline-model-parallel-size {stages} x "
-            f"--num-layers-per-virtual-pipeline-stage {per_stage}"
-            + _hint("--num-layers-per-virtual-pipeline-stage", fitting)
-        )
-    elif stages > 1 and per_rank and layers and layers % (stages * per_rank):
-        fitting = [n for n in _divisors(layers) if layers % (stages * n) == 0]
-        yield (
-            f"--num-layers {layers} is no multiple of --pipeline-model-parallel-size {stages} x "
-            f"--num-virtual-stages-per-pipeline-rank {per_rank}"
-            + _hint("--num-virtual-stages-per-pipeline-rank", fitting)
-        )
 
 
 def recomputation(args: argparse.Namespace) -> Iterator[str]:
@@ -179,24 +112,6 @@ def precision(args: argparse.Namespace) -> Iterator[str]:
         yield "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 contradict each other; drop one"
 
 
-def schedule(args: argparse.Namespace) -> Iterator[str]:
-    fraction = args.lr_warmup_fraction
-    if fraction is not None and args.lr_warmup_iters:
-        yield (
-            f"--lr-warmup-fraction {fraction} and --lr-warmup-iters {args.lr_warmup_iters} exclude each other; drop one"
-        )
-    if fraction is not None and not 0 <= fraction < 1:
-        yield f"--lr-warmup-fraction {fraction}: it must be at least 0 and below 1, 0.1 for example"
-    if args.min_lr is not None and args.min_lr > args.lr:
-        yield f"--min-lr {args.min_lr} is above --lr {args.lr}; give at most {args.lr}"
-    if args.use_checkpoint_opt_param_scheduler and args.override_opt_param_scheduler:
-        yield "--use-checkpoint-opt-param-scheduler and --override-opt-param-scheduler contradict each other; drop one"
-    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
-        yield "--lr-decay-style WSD needs --lr-wsd-decay-iters, the steps of its last phase"
-    if (args.start_weight_decay is None) != (args.end_weight_decay is None):
-        yield "--start-weight-decay and --end-weight-decay belong together; give both, or --weight-decay alone"
-
-
 def experts(args: argparse.Namespace) -> Iterator[str]:
     if not args.num_experts:
         return
@@ -213,7 +128,7 @@ def experts(args: argparse.Namespace) -> Iterator[str]:
     if groups and args.num_experts % groups:
         yield (
             f"--num-experts {args.num_experts} is no multiple of --moe-router-num-groups {groups}"
-            + _hint("--moe-router-num-groups", _divisors(args.num_experts))
+            + hint("--moe-router-num-groups", divisors(args.num_experts))
         )
     if args.moe_router_group_topk and not groups:
         yield f"--moe-router-group-topk {args.moe_router_group_topk} needs --moe-router-num-groups"
@@ -281,23 +196,15 @@ def _for_trainers(rule: Rule) -> Rule:
     return checked
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _hint(flag: str, values: list[int]) -> str:
-    return f"; {flag} {' or '.join(str(value) for value in values[-6:])} would do" if values else ""
-
-
 def _common(value: int, size: int) -> str:
-    fitting = [n for n in _divisors(value) if n <= size]
+    fitting = [n for n in divisors(value) if n <= size]
     return f"; {fitting[-1]} would do"
 
 
 MEGATRON_RULES: tuple[Rule, ...] = tuple(
     _for_trainers(rule)
     for rule in (
-        model_shape, parallel_sizes, tensor_parallel, heads, pipeline_split, virtual_stages, recomputation, precision, schedule,
+        model_shape, parallel_sizes, tensor_parallel, heads, *PIPELINE_RULES, recomputation, precision, *SCHEDULE_RULES,
         experts, gathered_context, initialization, settled_values, idle_flags, extra_flags,
     )
 )  # fmt: skip

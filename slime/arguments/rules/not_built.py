@@ -6,8 +6,14 @@ A run is refused; `--dry-run` plans it and notes it.
 import argparse
 from collections.abc import Iterator
 
+from slime.arguments.config_files.eval_file import places_in
 from slime.arguments.layout import layout_of
+from slime.arguments.not_yet import own
+from slime.arguments.plug_ins import MANAGER_PLUG_INS
 from slime.arguments.rules import Rule
+from slime.arguments.rules.model_name import built_family
+from slime.arguments.rules.rollout import reward_types
+from slime.utils.reward_types import is_planned_reward_type, known_reward_types
 
 
 def loop(args: argparse.Namespace) -> Iterator[str]:
@@ -22,8 +28,8 @@ def kept_sets(args: argparse.Namespace) -> Iterator[str]:
     for flag, (value, off) in cut.items():
         if value != off:
             yield (
-                f"{flag} {value}: the trainer's log-probs are those of the full distribution, and replay of the kept set is "
-                f"not built yet; give {off} ({flag.replace('rollout', 'eval')} is free)"
+                f"{flag} {value}: the trainer's log-probs must be those among the tokens that sampling kept, and asking the "
+                f"engines for these is not built yet; give {off} ({flag.replace('rollout', 'eval')} is free)"
             )
 
 
@@ -83,4 +89,29 @@ def layers(args: argparse.Namespace) -> Iterator[str]:
         )
 
 
-NOT_BUILT_RULES: tuple[Rule, ...] = (loop, kept_sets, engines, layers)
+def rewards(args: argparse.Namespace) -> Iterator[str]:
+    planned = [f"{where} {name}" for where, name in reward_types(args) if is_planned_reward_type(name)]
+    for words in planned:
+        yield f"{words}: this reward is not built yet; {known_reward_types()} are, and --custom-rm-path takes one of yours"
+    users = not args.typed_flags.isdisjoint(MANAGER_PLUG_INS) or any(data.custom_rm_path for data in args.eval_datasets)
+    if args.rm_url is not None and not users and not args.use_opd and not planned:
+        yield (
+            f"--rm-url {args.rm_url}: rewards over HTTP (--rm-type remote_rm) are not built yet, and no function of yours is "
+            "there to use the address; give --custom-rm-path, or drop the flag"
+        )
+
+
+def media_of_evaluation(args: argparse.Namespace) -> Iterator[str]:
+    """The flag has a row of its own."""
+    if not any(row.name == "multimodal_keys" for row in own.ROWS):
+        return
+    place = places_in(args.eval_config if args.eval_datasets else None)
+    for dataset in args.eval_datasets:
+        where = place(dataset.name, "multimodal_keys")
+        if where is not None:
+            yield f"{where}: multimodal_keys: a data set with images, video or audio is not built yet; drop the line"
+
+
+NOT_BUILT_RULES: tuple[Rule, ...] = (
+    loop, kept_sets, engines, layers, rewards, media_of_evaluation, built_family,
+)  # fmt: skip

@@ -4,9 +4,17 @@ import argparse
 import logging
 from collections.abc import Iterator
 
+from slime.algorithms.estimators import GROUP_CENTERED_ESTIMATORS
 from slime.arguments.rules import Rule
 
 logger = logging.getLogger(__name__)
+
+_SERVED_TEACHER = "slime.rollout.on_policy_distillation.reward_func"
+# Functions that can set `teacher_log_probs` of a sample, or of the train batch.
+_SETS_TEACHER_LOG_PROBS = (
+    "custom_rm_path", "custom_generate_function_path", "rollout_function_path", "rollout_sample_hook_path",
+    "custom_reward_post_process_path", "custom_convert_samples_to_train_data_path",
+)  # fmt: skip
 
 
 def losses(args: argparse.Namespace) -> Iterator[str]:
@@ -19,7 +27,8 @@ def losses(args: argparse.Namespace) -> Iterator[str]:
             "--advantage-estimator cispo with --eps-clip %s: its lower bound is normally off (--eps-clip 1.0)",
             args.eps_clip,
         )
-    if args.n_samples_per_prompt == 1 and args.rewards_normalization and args.loss_type == "policy_loss":
+    centered = args.rewards_normalization and args.advantage_estimator in GROUP_CENTERED_ESTIMATORS
+    if args.n_samples_per_prompt == 1 and centered and args.loss_type == "policy_loss":
         logger.warning(
             "--n-samples-per-prompt 1 with rewards normalisation: every group has one member, so all advantages are zero"
         )
@@ -72,9 +81,29 @@ def distillation(args: argparse.Namespace) -> Iterator[str]:
         yield "--use-opd needs --opd-type: sglang (teacher behind --rm-url) or megatron (teacher in the trainer)"
     if args.opd_type == "megatron" and teacher is None:
         yield "--opd-type megatron needs --opd-teacher-load, the teacher's checkpoint; or give --opd-type sglang"
-    if args.opd_type == "sglang" and teacher is not None:
+    if args.opd_type == "sglang":
+        yield from _served_teacher(args)
+
+
+def _served_teacher(args: argparse.Namespace) -> Iterator[str]:
+    """A teacher behind HTTP, which a function of the run asks for the log-probs of every sample."""
+    if args.opd_teacher_load is not None:
         yield (
-            f"--opd-type sglang: the teacher is behind --rm-url; drop --opd-teacher-load {teacher}, or give --opd-type megatron"
+            f"--opd-type sglang: the teacher is behind --rm-url; drop --opd-teacher-load {args.opd_teacher_load}, or give "
+            "--opd-type megatron"
+        )
+    if not args.has_engines:
+        return
+    asks = f"--custom-rm-path {_SERVED_TEACHER}"
+    if args.typed_flags.isdisjoint(_SETS_TEACHER_LOG_PROBS):
+        yield f"--opd-type sglang needs a function that asks the teacher: {asks}, or one of yours that sets teacher_log_probs"
+    elif args.custom_rm_path == _SERVED_TEACHER and args.rm_url is None:
+        yield f"{asks} needs --rm-url, the teacher's address, such as http://10.0.0.1:30000"
+    if args.rollout_temperature != 1:
+        logger.warning(
+            "--opd-type sglang with --rollout-temperature %s: the teacher is asked for log-probs at that temperature, but many "
+            "engines give those of a prompt at 1.0 whatever they are asked; make sure that the teacher's does not, or give 1.0",
+            args.rollout_temperature,
         )
 
 

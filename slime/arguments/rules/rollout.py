@@ -1,13 +1,17 @@
 """Rules about sampling, lengths, staleness and rewards."""
 
 import argparse
+import logging
 import math
 from collections.abc import Iterator
 
+from slime.arguments.config_files.eval_file import places_in
 from slime.arguments.origins import Origin
 from slime.arguments.plug_ins import flag_of
 from slime.arguments.rules import Rule
-from slime.utils.reward_types import is_reward_type, known_reward_types
+from slime.utils.reward_types import is_planned_reward_type, is_reward_type, known_reward_types
+
+logger = logging.getLogger(__name__)
 
 _LENGTHS = tuple(f"{kind}_max_{part}_len" for kind in ("rollout", "eval") for part in ("context", "prompt", "response"))
 
@@ -39,15 +43,55 @@ def lengths(args: argparse.Namespace) -> Iterator[str]:
             length = getattr(args, name)
             if context is not None and length is not None and length >= context:
                 yield f"{flag_of(name)} {length} must be below --{kind}-max-context-len {context}, at most {context - 1}"
-    # Derived from --seq-length it says nothing about the model: RoPE has no table.
-    if args.origins.get("max_position_embeddings") in (Origin.DEFAULT, Origin.DERIVED):
-        return
-    limit = args.max_position_embeddings
-    for name in _LENGTHS:
+    limit = _positions(args)
+    for name in _LENGTHS if limit is not None else ():
         length = getattr(args, name)
         # What follows from the context is too long only together with it.
         if name in args.typed_flags and length is not None and length > limit:
             yield f"{flag_of(name)} {length} is above the model's --max-position-embeddings {limit}; give at most that"
+
+
+def lengths_of_sets(args: argparse.Namespace) -> Iterator[str]:
+    """The same for lengths that stand in `--eval-config`."""
+    limit, context = _positions(args), args.eval_max_context_len
+    place = places_in(args.eval_config if args.eval_datasets else None)
+    for dataset in args.eval_datasets:
+        where, length = place(dataset.name, "max_response_len"), dataset.max_response_len
+        if where is None:
+            continue
+        if context is not None and length >= context:
+            yield f"{where}: max_response_len {length} must be below --eval-max-context-len {context}, at most {context - 1}"
+        elif limit is not None and length > limit:
+            yield (
+                f"{where}: max_response_len {length} is above the model's --max-position-embeddings {limit}; give at most that"
+            )
+
+
+def summed_lengths(args: argparse.Namespace) -> Iterator[str]:
+    """Warns of prompts and responses that fit alone and not together; yields nothing. Engines refuse such requests."""
+    for kind, response in (
+        ("rollout", args.rollout_max_response_len),
+        ("eval", args.eval_max_response_len or args.rollout_max_response_len),
+    ):
+        prompt = getattr(args, f"{kind}_max_prompt_len")
+        if getattr(args, f"{kind}_max_context_len") is not None or prompt is None or response is None:
+            continue
+        limits = {"--max-position-embeddings": _positions(args)}
+        limits["--sglang-context-length"] = getattr(args, "sglang_context_length", None)
+        flag, limit = min(((flag, n) for flag, n in limits.items() if n), key=lambda pair: pair[1], default=("", 0))
+        if limit and prompt + response > limit:
+            logger.warning(
+                "--%s-max-prompt-len %d and a response of %d tokens are together above %s %d, and engines refuse such "
+                "requests; --%s-max-context-len %d shortens the responses", kind, prompt, response, flag, limit, kind, limit,
+            )  # fmt: skip
+    yield from ()
+
+
+def _positions(args: argparse.Namespace) -> int | None:
+    """Positions that the model was made for."""
+    # Derived from --seq-length it says nothing about the model: RoPE has no table.
+    derived = args.origins.get("max_position_embeddings") in (Origin.DEFAULT, Origin.DERIVED)
+    return None if derived else args.max_position_embeddings
 
 
 def asynchronous_loop(args: argparse.Namespace) -> Iterator[str]:
@@ -87,16 +131,28 @@ def on_policy_proof(args: argparse.Namespace) -> Iterator[str]:
         yield f"--partial-rollout: {reason}; add --mask-offpolicy-in-partial-rollout"
 
 
+def reward_types(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """(where it stands, name) of every built-in reward that is asked for."""
+    # An own reward function may give names of its own a meaning.
+    if args.custom_rm_path is not None:
+        return
+    if args.rm_type:
+        yield "--rm-type", args.rm_type
+    place = places_in(args.eval_config if args.eval_datasets else None)
+    for dataset in args.eval_datasets:
+        if dataset.rm_type and dataset.custom_rm_path is None:
+            yield f"{place(dataset.name, 'rm_type')}: rm_type", dataset.rm_type
+
+
 def rewards(args: argparse.Namespace) -> Iterator[str]:
-    types = {"--rm-type": args.rm_type}
-    types |= {f"rm_type of the evaluation set {dataset.name}:": dataset.rm_type for dataset in args.eval_datasets}
-    for where, name in types.items():
-        # An own reward function may give names of its own a meaning.
-        if name and args.custom_rm_path is None and not is_reward_type(name):
+    for where, name in reward_types(args):
+        if not is_reward_type(name) and not is_planned_reward_type(name):
             yield f"{where} {name} is no built-in reward; known types: {known_reward_types()}, or give --custom-rm-path"
     for flag, url in (("--rm-url", args.rm_url), ("--rollout-buffer-url", args.rollout_buffer_url)):
         if url is not None and not url.startswith(("http://", "https://")):
             yield f"{flag} {url}: it must start with http:// or https://"
 
 
-ROLLOUT_RULES: tuple[Rule, ...] = (sampling, lengths, asynchronous_loop, on_policy_proof, rewards)
+ROLLOUT_RULES: tuple[Rule, ...] = (
+    sampling, lengths, lengths_of_sets, summed_lengths, asynchronous_loop, on_policy_proof, rewards,
+)  # fmt: skip

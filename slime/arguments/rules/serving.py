@@ -1,4 +1,4 @@
-"""Rules about engines and router, and the flags of theirs that a run sets itself.
+"""Rules about engines and router, and the flags of theirs that a run refuses.
 
 A run that only trains ignores the flags of engines and router, so that one script serves both kinds of run: none of these
 rules applies to it.
@@ -7,69 +7,16 @@ rules applies to it.
 import argparse
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from slime.arguments.hf_config.reading import read_hf_config
-from slime.arguments.origins import Origin
 from slime.arguments.plug_ins import as_typed, flag_of
+from slime.arguments.rules import Rule
+from slime.arguments.server_flags import REFUSED, share_problem
+from slime.arguments.serving_values import tensor_parallel_size
 from slime.observability.run_record import redacted
+from slime.scheduling.serving_memory import require_whole_groups
 from slime.utils.errors import UserError
-from slime.utils.ports import host_for_url
-
-Rule = Callable[[argparse.Namespace], Iterator[str]]
-
-_OWN_ENGINES = "the run starts its engines and registers them with the router; drop it"
-_FOUND_ENGINES = "engines that the router finds by itself would not get the trainer's weights; drop it"
-_OWN_ADDRESS = "it binds the address that its node announces; set SLIME_HOST_IP there for another one"
-_ONE_KEY = "router and engines of a run share one key; give it as --router-api-key"
-_HTTP_ONLY = "engines are controlled over HTTP; drop it"
-
-# Flags that every server accepts and that a run cannot leave to the user: attribute → reason and way out. Here, and not
-# missing from the command line, so that whoever types one reads why.
-REFUSED: dict[str, str] = {
-    "sglang_host": f"an engine is not free to choose: {_OWN_ADDRESS}",
-    "sglang_api_key": _ONE_KEY,
-    "sglang_admin_api_key": f"control requests carry the same key as all others: {_ONE_KEY}",
-    "sglang_tokenizer_path": "the run encodes prompts with the tokenizer of --hf-checkpoint, and engines must agree; "
-    "put the tokenizer there",
-    "sglang_skip_tokenizer_init": "rollouts need the text of responses; drop it",
-    "sglang_is_embedding": "rollouts need engines that generate; drop it",
-    "sglang_weight_version": "the run numbers the versions of its weights; drop it",
-    "sglang_allow_auto_truncate": "the trainer would learn from prompts of which the engine saw a part; give "
-    "--rollout-max-prompt-len, which leaves out prompts that are too long",
-    "sglang_delete_ckpt_after_loading": "it deletes --hf-checkpoint, which the run reads again; drop it",
-    "sglang_checkpoint_engine_wait_weights_before_ready": "weights are pushed to engines that are ready, so the engine "
-    "and the run would wait for each other; drop it",
-    "sglang_gated_launch_port": "nobody in a run opens that gate, so the engine would never be ready; drop it",
-    "sglang_grpc_mode": _HTTP_ONLY,
-    "sglang_smg_grpc_mode": _HTTP_ONLY,
-    "sglang_use_ray": "engines already live in Ray actors; drop it",
-    "router_host": f"the router of a run is not free to choose: {_OWN_ADDRESS}, or start a router yourself and give "
-    "--sglang-router-ip and --sglang-router-port",
-    "router_port": "the router of a run takes a free port; start a router yourself and give --sglang-router-ip and "
-    "--sglang-router-port",
-    "router_worker_urls": _OWN_ENGINES,
-    "router_prefill_urls": _OWN_ENGINES,
-    "router_decode_urls": _OWN_ENGINES,
-    "router_mini_lb": "it belongs to another program than the router; drop it",
-    "router_enable_igw": "one router serves one model; drop it",
-    "router_service_discovery": _FOUND_ENGINES,
-    "router_service_discovery_port": _FOUND_ENGINES,
-    "router_service_discovery_namespace": _FOUND_ENGINES,
-    "router_selector": _FOUND_ENGINES,
-    "router_prefill_selector": _FOUND_ENGINES,
-    "router_decode_selector": _FOUND_ENGINES,
-}
-
-# Server fields that are known by other names too: field → those, all without `sglang_`.
-OTHER_NAMES: dict[str, tuple[str, ...]] = {
-    "cuda_graph_bs_decode": ("cuda_graph_bs",),
-    "cuda_graph_max_bs_decode": ("cuda_graph_max_bs",),
-    "dp_size": ("dp", "data_parallel_size"),
-    "ep_size": ("ep", "expert_parallel_size"),
-    "pp_size": ("pp", "pipeline_parallel_size"),
-    "tp_size": ("tp", "tensor_parallel_size"),
-}
 
 # Router settings that have no effect while a switch is on: beginning of the attributes, the switch, what it turns off.
 _SWITCHED_OFF = (
@@ -79,32 +26,6 @@ _SWITCHED_OFF = (
 )
 # What counts for a router that somebody else started, too: our client reads these.
 _OF_ANY_ROUTER = {"router_policy", "router_api_key"}
-
-
-def bracket_router_address(args: argparse.Namespace) -> None:
-    """Write an IPv6 `--sglang-router-ip` as URLs need it, in brackets."""
-    ip = getattr(args, "sglang_router_ip", None)
-    if ip is not None and ip.count(":") > 1:
-        args.sglang_router_ip = host_for_url(ip)
-
-
-def keep_names_equal(args: argparse.Namespace) -> None:
-    """Give every other name of a server field the value of the field, for functions of the user that read it there."""
-    for field, names in OTHER_NAMES.items():
-        attribute = f"sglang_{field}"
-        for name in names if hasattr(args, attribute) else ():
-            setattr(args, f"sglang_{name}", getattr(args, attribute))
-            args.origins[f"sglang_{name}"] = args.origins.get(attribute, Origin.DEFAULT)
-
-
-def other_names(args: argparse.Namespace) -> set[str]:
-    """The names without `sglang_` under which `keep_names_equal` repeated a field: no fields themselves."""
-    return {name for field, names in OTHER_NAMES.items() if hasattr(args, f"sglang_{field}") for name in names}
-
-
-def tensor_parallel_size(args: argparse.Namespace) -> int:
-    """Ranks that share each layer of an engine: its GPUs over its pipeline stages."""
-    return args.rollout_num_gpus_per_engine // (getattr(args, "sglang_pp_size", None) or 1)
 
 
 def engine_sizes(args: argparse.Namespace) -> Iterator[str]:
@@ -175,17 +96,18 @@ def data_parallel_size(args: argparse.Namespace) -> Iterator[str]:
             f"--sglang-dp-size {size} needs --sglang-enable-dp-attention (whole copies of the model are more engines: a "
             "smaller --rollout-num-gpus-per-engine)"
         )
-    elif tensor_parallel_size(args) % size:
-        yield (
-            f"--sglang-dp-size {size} does not divide the engine's tensor-parallel size {tensor_parallel_size(args)}; give "
-            f"--sglang-dp-size 1 or --sglang-dp-size {tensor_parallel_size(args)}"
-        )
+        return
+    try:
+        require_whole_groups(tensor_parallel_size(args), size)
+    except UserError as error:
+        yield str(error)
 
 
 def server_limits(args: argparse.Namespace) -> Iterator[str]:
     share = getattr(args, "sglang_mem_fraction_static", None)
-    if share is not None and not 0 < share < 1:
-        yield f"--sglang-mem-fraction-static {share}: it is a share of the GPU's memory, such as 0.8"
+    problem = share_problem(share)
+    if problem is not None:
+        yield f"--sglang-mem-fraction-static {share}: {problem}"
     context = getattr(args, "sglang_context_length", None)
     for name in ("rollout_max_context_len", "eval_max_context_len"):
         wanted = getattr(args, name, None)

@@ -1,11 +1,14 @@
 """Rules about trained parameters, the transport of weights, and the optimizer's states."""
 
 import argparse
+import logging
 import re
 from collections.abc import Iterator
 
 from slime.arguments.plug_ins import flag_of
 from slime.arguments.rules import Rule
+
+logger = logging.getLogger(__name__)
 
 
 def parameter_names(args: argparse.Namespace) -> Iterator[str]:
@@ -72,8 +75,20 @@ def stateless_adam(args: argparse.Namespace) -> Iterator[str]:
         return
     if args.optimizer != "adam":
         yield f"--use-stateless-adam with --optimizer {args.optimizer}: give --optimizer adam"
+    if not args.decoupled_weight_decay:
+        yield "--use-stateless-adam with --no-decoupled-weight-decay: its decay is decoupled; drop one of them"
     if not args.no_save_optim:
         yield "--use-stateless-adam has no optimizer state to save: add --no-save-optim"
 
 
-WEIGHT_RULES: tuple[Rule, ...] = (parameter_names, transport, released_trainer, stateless_adam)
+def old_actor(args: argparse.Namespace) -> Iterator[str]:
+    """Warns; yields nothing."""
+    if args.keep_old_actor and args.loss_type == "policy_loss" and not args.asynchronous and not args.debug_train_only:
+        logger.warning(
+            "--keep-old-actor without train_async.py: a rollout trains on the weights that generated it, and the old log-probs "
+            "come from those before"
+        )
+    yield from ()
+
+
+WEIGHT_RULES: tuple[Rule, ...] = (parameter_names, transport, released_trainer, stateless_adam, old_actor)

@@ -154,7 +154,15 @@ def test_the_critic_has_its_own_training_and_nothing_else(tmp_path):
     assert {line.removeprefix(str(path)).split(";")[0] for line in lines} == {
         ":6: rollout_batch_size is the same for actor and critic",
         ":7: sglang_page_size is the same for actor and critic",
-        ", role critic: --lr -1.0: it must be at least 0",
-        ", role critic: tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size = 7 must divide "
+        ":4: role critic: --lr -1.0: it must be at least 0",
+        ":5: role critic: tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size = 7 must divide "
         "the 1 training ranks, which it shares with the actor",
     }
+
+
+def test_a_value_that_replaces_a_typed_one_is_told_with_its_line(tmp_path, caplog):
+    (tmp_path / "roles.yaml").write_text(
+        "megatron:\n  - role: actor\n    overrides:\n      clip_grad: 0.5\n      lr: 1e-5\n"
+    )
+    parse(tmp_path, "--lr", "1e-6", "--megatron-config-path", f"{tmp_path}/roles.yaml")
+    assert f"{tmp_path}/roles.yaml:5: role actor: lr 1e-05 replaces 1e-06 of the command line" in caplog.text

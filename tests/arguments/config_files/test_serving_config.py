@@ -2,15 +2,20 @@
 
 import pytest
 
+from slime.arguments.config_files.server_overrides import server_flags
 from slime.arguments.config_files.serving_config import ModelServing, ServerGroup, load_serving_config
-
-FIELDS = ("mem_fraction_static", "tp_size", "context_length")
+from tests.support.args import parse
 
 
 def load(tmp_path, text, **changes):
     path = tmp_path / "serving.yaml"
     path.write_text(text)
-    given = {"hf_checkpoint": "/actor", "rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 2, "known_fields": FIELDS}
+    given = {
+        "hf_checkpoint": "/actor",
+        "rollout_num_gpus": 8,
+        "rollout_num_gpus_per_engine": 2,
+        "flags": server_flags(),
+    }
     return load_serving_config(str(path), **{**given, **changes})
 
 
@@ -70,7 +75,7 @@ def model(*lines):
     [
         (model("{num_gpu: 8}"), 4, "unknown key num_gpu: did you mean num_gpus?"),
         (model("{num_gpus: 8, overrides: {mem_fraction_statc: 1}}"), 4, "did you mean mem_fraction_static?"),
-        (model("{num_gpus: 8, overrides: {zzz: 1}}"), 4, "unknown server argument zzz: known: context_length"),
+        (model("{num_gpus: 8, overrides: {zzz: 1}}"), 4, "unknown server argument zzz: `train.py --help-grep"),
         (model("{num_gpus: 8, worker_type: encode}"), 4, "worker_type 'encode': one of regular, prefill"),
         (model("{num_gpus: 0}"), 4, "num_gpus 0: give a number above 0"),
         (model("{num_gpus: true}"), 4, "num_gpus True"),
@@ -96,8 +101,50 @@ def test_names_are_unique_and_all_mistakes_are_told(tmp_path):
     text = "sglang:\n  - {name: a, server_groups: [{num_gpus: 4}]}\n  - {name: a, server_groups: [{num_gpus: x}]}\n"
     text += "  - {name: a, server_groups: [{num_gpus: 4}]}\n"
     _, violations = load(tmp_path, text)
-    assert len(violations) == 2
-    assert "num_gpus 'x'" in violations[0] and "a second model a; the first: " in violations[1]
+    parts = ("a second model a; the first: ", "num_gpus 'x'", "a second model a; the first: ")
+    assert len(violations) == 3 and all(part in line for part, line in zip(parts, violations, strict=True))
+
+
+def test_one_slip_hides_no_other(tmp_path):
+    text = (
+        "sglang:\n  - name: a\n    update_weights: maybe\n    server_groups:\n"
+        "      - {worker_type: prefil, num_gpus: 4}\n      - {num_gpu: 4}\n      - {num_gpus: 0, overrides: 3}\n"
+    )
+    _, violations = load(tmp_path, text)
+    lines = {int(violation.removeprefix(f"{tmp_path}/serving.yaml:").split(":")[0]) for violation in violations}
+    assert lines == {3, 5, 6, 7} and len(violations) == 6
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("mem_fraction_static: high", "mem_fraction_static: invalid float value: 'high' (the default"),
+        ("mem_fraction_static: 70", "mem_fraction_static 70.0: it is a share of the GPU's memory, such as 0.8"),
+        ("attention_backend: foo", "attention_backend: invalid choice: 'foo'"),
+        ("tp_size: 4", "tp_size is set by the run: it follows from num_gpus_per_engine and pp_size; drop it"),
+        ("api_key: k", "api_key is set by the run: router and engines of a run share one key"),
+        ("port: 1", "port is set by the run: every engine takes a free port of its node; drop it"),
+    ],
+)
+def test_overrides_are_checked_like_flags(tmp_path, override, message):
+    _, violations = load(tmp_path, model(f"{{num_gpus: 8, overrides: {{{override}}}}}"))
+    assert len(violations) == 1 and message.split(" (the")[0] in violations[0], violations
+
+
+def test_overrides_are_converted_like_flags(tmp_path):
+    ((served,), _) = load(
+        tmp_path, model("{num_gpus: 8, overrides: {mem-fraction-static: 1e-1, enable_metrics: false}}")
+    )
+    assert served.groups[0].overrides == {"mem_fraction_static": 0.1, "enable_metrics": False}
+
+
+def test_the_directory_of_another_model_must_exist(tmp_path):
+    path = tmp_path / "serving.yaml"
+    path.write_text(
+        "sglang:\n  - {name: b, model_path: /nope, update_weights: false, server_groups: [{num_gpus: 1}]}\n"
+    )
+    args = parse(tmp_path, "--sglang-config", str(path), "--dry-run")
+    assert f"{path}: model b: model_path /nope: no such directory; give a Hugging Face directory" in args.plan_notes
 
 
 def test_a_model_needs_a_path(tmp_path):

@@ -9,7 +9,8 @@ import pytest
 
 from slime.arguments.groups import megatron
 from slime.arguments.megatron.effects import ACTS_WITH, FIXED, NO_EFFECT
-from slime.arguments.megatron.names import FIELD_DESTS, NOT_FOR_THIS, OUR_DEFAULTS
+from slime.arguments.megatron.names import FIELD_DESTS, OUR_DEFAULTS
+from slime.arguments.megatron.not_for_this import NOT_FOR_THIS
 from slime.arguments.not_yet.megatron import ROWS
 from slime.arguments.not_yet.own import ROWS as OWN_ROWS
 from slime.arguments.parser import build_parser

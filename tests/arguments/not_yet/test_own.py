@@ -47,8 +47,8 @@ def test_every_row_is_one_flag():
 
 
 def test_every_own_flag_has_a_reader_or_a_row():
-    # The first fills a field of Megatron's, the others are read by users' functions.
-    read = names_in(sources(outside_arguments=False)) | {"clip_grad", "max_turns", "rm_url"}
+    # The first fills a field of Megatron's, the other is read by users' functions.
+    read = names_in(sources(outside_arguments=False)) | {"clip_grad", "max_turns"}
     from slime.arguments.not_yet.megatron import ROWS as MEGATRON_ROWS
 
     listed = set(NAMES) | {row.name for row in MEGATRON_ROWS}
@@ -57,12 +57,13 @@ def test_every_own_flag_has_a_reader_or_a_row():
 
 # Read where it changes nothing yet: attribute → why.
 READ_ALREADY = {
-    "advantage_estimator": "metrics leave groups out for ppo",
     "mtp_num_layers": "part of the model's shape",
     "multimodal_keys": "data sets refuse it in their own words",
     "post_mlp_layernorm": "part of the model's shape",
     "post_self_attn_layernorm": "part of the model's shape",
-    "use_tis": "re-tokenised text is refused with it",
+    "update_weights_interval": "when the old actor moves",
+    "use_routing_replay": "whether old log-probs are computed before training",
+    "use_rollout_routing_replay": "whether old log-probs are computed before training",
     "colocate": "the plan of the cluster",
     "update_weight_transport": "the plan",
 }
@@ -102,9 +103,9 @@ def test_a_typed_default_asks_for_nothing(tmp_path):
 
 
 def test_a_dry_run_notes_it(tmp_path):
-    args = parse_args(argv=[*command_line(tmp_path), "--use-tis", "--dry-run"])
+    args = parse_args(argv=[*command_line(tmp_path), "--use-routing-replay", "--dry-run"])
     assert args.plan_notes == [
-        "--use-tis: importance sampling against engine log-probs is not built yet; drop the flag (--dry-run plans with it)"
+        "--use-routing-replay: routing replay is not built yet; drop the flag (--dry-run plans with it)"
     ]
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from slime.arguments.not_yet import names_of
 from slime.arguments.not_yet.sglang import ROWS
-from slime.arguments.rules.serving import REFUSED
+from slime.arguments.server_flags import REFUSED
 from slime.utils.errors import UserError
 from tests.support.args import parse
 

@@ -36,8 +36,8 @@ PRODUCT = "--rollout-batch-size 4 x --n-samples-per-prompt 2 = 8 rollouts per st
         ("--balance-by-flops", "--balance-by-flops needs --use-dynamic-batch-size"),
         (
             "--tensor-model-parallel-size 2",
-            "--tensor-model-parallel-size 2 = 2 must divide the number of training ranks, --actor-num-nodes x "
-            "--actor-num-gpus-per-node = 1",
+            "--tensor-model-parallel-size 2 must divide the number of training ranks, 1 (--actor-num-nodes 1 x "
+            "--actor-num-gpus-per-node 1); --actor-num-gpus-per-node 2 would do, or smaller sizes",
         ),
     ],
 )  # fmt: skip
@@ -75,7 +75,7 @@ def test_an_epoch_beside_a_number_of_rollouts_is_ignored_and_said(tmp_path, capl
 
 
 def test_own_rollout_functions_may_return_any_number(tmp_path):
-    args = parse(tmp_path, "--rollout-function-path", "my.rollout", "--global-batch-size", "3")
+    args = parse(tmp_path, "--rollout-function-path", "tests.support.rollout", "--global-batch-size", "3")
     assert (args.num_steps_per_rollout, args.global_batch_size) == (2, 3)
 
 
@@ -100,3 +100,8 @@ def test_context_parallel_ranks_share_the_longest_sample(tmp_path, caplog):
 def test_a_response_alone_may_be_above_the_token_budget(tmp_path, caplog):
     parse(tmp_path, *["--use-dynamic-batch-size", "--max-tokens-per-gpu", "100", "--rollout-max-response-len", "400"])
     assert "the longest allowed sample has 400 tokens, more than --max-tokens-per-gpu 100 x" in caplog.text
+
+
+def test_a_start_behind_the_end_is_said(tmp_path, caplog):
+    parse(tmp_path, "--start-rollout-id", "10")
+    assert "--start-rollout-id 10: nothing is left to do of --num-rollout 4" in caplog.text

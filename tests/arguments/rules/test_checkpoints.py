@@ -3,13 +3,15 @@ import pytest
 from tests.support.args import parse
 from tests.support.rules import assert_violation, violations
 
+SAVE = "the directory of checkpoints, such as --save outputs/checkpoints"
+
 
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("--save-interval 2", "--save-interval needs --save, the directory of checkpoints"),
-        ("--keep-last 2", "--keep-last needs --save, the directory of checkpoints"),
-        ("--save-hf /export", "--save-hf needs --save, the directory of checkpoints"),
+        ("--save-interval 2", f"--save-interval 2 needs --save, {SAVE}"),
+        ("--keep-last 2", f"--keep-last 2 needs --save, {SAVE}"),
+        ("--save-hf /export", f"--save-hf /export needs --save, {SAVE}"),
         (
             "--save {tmp}/run --save-hf {tmp}/model",
             "--save-hf {tmp}/model would overwrite --hf-checkpoint; give another directory",

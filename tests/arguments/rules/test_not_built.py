@@ -2,18 +2,18 @@ import pytest
 
 from slime.arguments import parse_args
 from tests.support.args import command_line, parse
-from tests.support.rules import assert_violation
+from tests.support.rules import assert_violation, violations
 
 CASES = [
     (
         "--rollout-top-p 0.9",
-        "--rollout-top-p 0.9: the trainer's log-probs are those of the full distribution, and replay of the kept set is not "
-        "built yet; give 1.0 (--eval-top-p is free)",
+        "--rollout-top-p 0.9: the trainer's log-probs must be those among the tokens that sampling kept, and asking the "
+        "engines for these is not built yet; give 1.0 (--eval-top-p is free)",
     ),
     (
         "--rollout-top-k 5",
-        "--rollout-top-k 5: the trainer's log-probs are those of the full distribution, and replay of the kept set is not "
-        "built yet; give -1 (--eval-top-k is free)",
+        "--rollout-top-k 5: the trainer's log-probs must be those among the tokens that sampling kept, and asking the "
+        "engines for these is not built yet; give -1 (--eval-top-k is free)",
     ),
     (
         "--rollout-num-gpus 0",
@@ -64,3 +64,28 @@ def test_layers_that_are_not_built(tmp_path):
         note.startswith("only models with gated SiLU, RMSNorm and no linear biases are built")
         for note in args.plan_notes
     )
+
+
+@pytest.mark.parametrize("name", ["gpqa", "ifbench", "remote_rm", "boxed_gpqa"])
+def test_rewards_that_are_planned(tmp_path, name):
+    note = f"--rm-type {name}: this reward is not built yet; "
+    (line,) = violations(tmp_path, f"--rm-type {name} --rm-url http://h:1/x")
+    assert line.startswith(note)
+    assert [text[: len(note)] for text in parse(tmp_path, "--rm-type", name, "--dry-run").plan_notes] == [note]
+    parse(tmp_path, "--rm-type", name, "--custom-rm-path", "tests.reward")
+
+
+def test_the_address_of_a_reward_needs_a_function_that_uses_it(tmp_path):
+    (line,) = violations(tmp_path, "--rm-url http://h:1/x")
+    assert line.startswith("--rm-url http://h:1/x: rewards over HTTP (--rm-type remote_rm) are not built yet")
+    parse(tmp_path, "--rm-url", "http://h:1/x", "--custom-rm-path", "tests.reward")
+
+
+def test_media_of_an_evaluation_set(tmp_path):
+    command_line(tmp_path)
+    entry = f"{{name: a, path: {tmp_path}/prompts.jsonl, multimodal_keys: {{image: x}}}}"
+    (tmp_path / "eval.yaml").write_text(f"datasets:\n  - {entry}\n")
+    message = (
+        "{tmp}/eval.yaml:2: multimodal_keys: a data set with images, video or audio is not built yet; drop the line"
+    )
+    assert_violation(tmp_path, "--eval-interval 2 --eval-config {tmp}/eval.yaml", message)

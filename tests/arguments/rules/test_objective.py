@@ -61,6 +61,16 @@ from tests.support.rules import assert_violation
             "--opd-type sglang: the teacher is behind --rm-url; drop --opd-teacher-load /t, or give --opd-type megatron",
         ),
         (
+            "--use-opd --opd-type sglang",
+            "--opd-type sglang needs a function that asks the teacher: --custom-rm-path "
+            "slime.rollout.on_policy_distillation.reward_func, or one of yours that sets teacher_log_probs",
+        ),
+        (
+            "--use-opd --opd-type sglang --custom-rm-path slime.rollout.on_policy_distillation.reward_func",
+            "--custom-rm-path slime.rollout.on_policy_distillation.reward_func needs --rm-url, the teacher's address, such as "
+            "http://10.0.0.1:30000",
+        ),
+        (
             "--opd-teacher-load /t",
             "--opd-teacher-load /t has no effect without --use-opd; add --use-opd --opd-type megatron, or drop it",
         ),
@@ -88,7 +98,39 @@ def test_groups_of_one_have_no_advantages(tmp_path, caplog):
     caplog.clear()
     parse(tmp_path, "--n-samples-per-prompt", "1", "--disable-rewards-normalization")
     assert caplog.text == ""
+    whitened = ("--advantage-estimator", "reinforce_plus_plus", "--normalize-advantages")
+    parse(tmp_path, "--n-samples-per-prompt", "1", *whitened, "--dry-run")
+    assert caplog.text == "", "its rewards are not centred"
 
 
 def test_mismatch_metrics_need_no_function(tmp_path):
-    parse(tmp_path, "--get-mismatch-metrics", "--dry-run")
+    parse(tmp_path, "--get-mismatch-metrics")
+
+
+@pytest.mark.parametrize("estimator", ["gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_a_run_takes_the_estimator(tmp_path, estimator):
+    parse(tmp_path, "--advantage-estimator", estimator, "--normalize-advantages", "--eps-clip", "1.0")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--use-tis --tis-clip 3 --tis-clip-low 0.5", "--use-tis --tis-threshold 3", "--use-opsm --opsm-delta 0.1",
+        "--use-tis --custom-tis-function-path slime.backends.megatron_utils.loss.icepop_function",
+        "--kl-coef 0.1 --ref-load {tmp}/model --advantage-estimator reinforce_plus_plus --gamma 0.9 "
+        "--discount-masked-tokens --normalize-advantages",
+        "--use-opd --opd-type megatron --opd-teacher-load {tmp}/model --opd-kl-coef 0.5",
+        "--use-opd --opd-type sglang --rm-url http://10.0.0.1:30000 "
+        "--custom-rm-path slime.rollout.on_policy_distillation.reward_func",
+        "--use-opd --opd-type sglang --custom-generate-function-path {file}:generate",
+    ],
+)  # fmt: skip
+def test_a_run_takes_the_objective_without_a_warning(tmp_path, caplog, words):
+    parse(tmp_path, *words.format(tmp=tmp_path, file=__file__).split())
+    assert caplog.text == ""
+
+
+def test_a_served_teacher_at_another_temperature_is_warned_about(tmp_path, caplog):
+    words = "--use-opd --opd-type sglang --rm-url http://10.0.0.1:30000 --rollout-temperature 0.7"
+    parse(tmp_path, *words.split(), "--custom-rm-path", "slime.rollout.on_policy_distillation.reward_func")
+    assert "--opd-type sglang with --rollout-temperature 0.7: the teacher is asked for log-probs at that" in caplog.text

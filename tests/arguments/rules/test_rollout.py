@@ -1,8 +1,8 @@
 import pytest
 
 from slime.arguments import parse_args
-from tests.support.args import command_line, parse
-from tests.support.rules import assert_violation
+from tests.support.args import command_line, parse, write_rows
+from tests.support.rules import assert_violation, violations
 
 REASON = "with --true-on-policy-mode samples must come from the weights that train on them"
 
@@ -112,4 +112,35 @@ def test_an_empty_stop_string(tmp_path):
 
 def test_reward_types_of_own_functions_and_boxed_ones_are_free(tmp_path):
     parse(tmp_path, "--rm-type", "boxed_math")
-    parse(tmp_path, "--rm-type", "mine", "--custom-rm-path", "my.reward")
+    parse(tmp_path, "--rm-type", "mine", "--custom-rm-path", "tests.support.reward")
+
+
+def test_values_of_a_file_are_named_with_their_line(tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl")
+    (tmp_path / "eval.yaml").write_text(
+        f"datasets:\n  - name: a\n    path: {rows}\n    rm_type: maths\n    max_response_len: 1000\n"
+    )
+    words = f"--eval-interval 2 --eval-config {tmp_path}/eval.yaml"
+    lines = violations(tmp_path, words)
+    assert lines[0] == (
+        f"{tmp_path}/eval.yaml:5: max_response_len 1000 is above the model's --max-position-embeddings 512; give at most that"
+    )
+    assert lines[1].startswith(f"{tmp_path}/eval.yaml:4: rm_type maths is no built-in reward; known types: dapo")
+    message = "{tmp}/eval.yaml:5: max_response_len 1000 must be below --eval-max-context-len 100, at most 99"
+    assert_violation(tmp_path, f"{words} --eval-max-context-len 100", message)
+
+
+@pytest.mark.parametrize(
+    ("words", "warned"),
+    [
+        ("--rollout-max-prompt-len 400 --rollout-max-response-len 400", "--max-position-embeddings 512"),
+        ("--eval-max-prompt-len 400 --rollout-max-response-len 400", "--max-position-embeddings 512"),
+        ("--rollout-max-prompt-len 80 --rollout-max-response-len 80 --sglang-context-length 100", "context-length 100"),
+        ("--rollout-max-prompt-len 400 --rollout-max-response-len 112", None),
+        ("--rollout-max-prompt-len 400 --rollout-max-response-len 400 --rollout-max-context-len 512", None),
+    ],
+)
+def test_prompt_and_response_that_fit_only_alone(tmp_path, caplog, words, warned):
+    parse(tmp_path, *words.split())
+    found = [record.getMessage() for record in caplog.records if "together above" in record.getMessage()]
+    assert found == [] if warned is None else warned in found[0]

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from slime.arguments import parse_args
-from slime.arguments.rules.serving import REFUSED
+from slime.arguments.server_flags import REFUSED
 from slime.backends.sglang_utils.server_arguments import compute_server_arguments
 from slime.utils.errors import UserError
 from tests.support.args import command_line, parse, write_config

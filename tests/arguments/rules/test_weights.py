@@ -63,6 +63,10 @@ COMPLETE_RELEASE = "--release-train --save /s --update-weight-transport disk --u
             "--use-stateless-adam --no-save-optim --optimizer sgd",
             "--use-stateless-adam with --optimizer sgd: give --optimizer adam",
         ),
+        (
+            "--use-stateless-adam --no-save-optim --no-decoupled-weight-decay",
+            "--use-stateless-adam with --no-decoupled-weight-decay: its decay is decoupled; drop one of them",
+        ),
         ("--use-stateless-adam", "--use-stateless-adam has no optimizer state to save: add --no-save-optim"),
     ],
 )  # fmt: skip
@@ -82,3 +86,14 @@ def test_a_released_trainer_saves_every_rollout(tmp_path):
 def test_one_advice_for_deltas_of_colocated_engines(tmp_path):
     lines = violations(tmp_path, "--update-weight-mode delta --colocate")
     assert not any("give --update-weight-transport disk" in line or "local-checkpoint-dir" in line for line in lines)
+
+
+def test_an_old_actor_in_the_synchronous_loop_is_warned_about(tmp_path, caplog):
+    parse(tmp_path, "--keep-old-actor", "--dry-run")
+    assert (
+        caplog.text.count("--keep-old-actor without train_async.py: a rollout trains on the weights that generated it")
+        == 1
+    )
+    caplog.clear()
+    parse(tmp_path, "--keep-old-actor", "--debug-train-only", "--dry-run")
+    assert "--keep-old-actor" not in caplog.text

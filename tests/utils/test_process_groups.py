@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from slime.utils.child_process import environment_for_python
-from slime.utils.distributed_utils import create_store, init_process_group
+from slime.utils.process_groups import create_store, init_process_group
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -17,7 +17,7 @@ import sys
 import torch
 from datetime import timedelta
 from torch.distributed import TCPStore
-from slime.utils.distributed_utils import init_process_group
+from slime.utils.process_groups import init_process_group
 
 timeout = timedelta(seconds=30)
 store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=timeout)

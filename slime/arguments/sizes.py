@@ -6,7 +6,8 @@ that flag is left out (`without_consequences`).
 
 import argparse
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from slime.arguments.plug_ins import flag_of
@@ -22,14 +23,17 @@ _AT_LEAST_ONE = (
     "ref_update_interval", "update_weights_interval", "update_weight_buffer_size", "sglang_server_concurrency",
     "rm_concurrency", "http_max_retries", "padded_vocab_size", "memory_snapshot_num_steps", "num_layers", "hidden_size",
     "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size", "seq_length",
-    "max_position_embeddings",
+    "max_position_embeddings", "train_iters",
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size", "lr_decay_iters", "lr_wsd_decay_iters",
 )  # fmt: skip
 _AT_LEAST_ZERO = (
     "num_rollout", "start_rollout_id", "rollout_num_gpus", "max_restarts", "num_data_workers", "num_critic_only_steps",
     "max_weight_staleness", "ckpt_step", "ref_ckpt_step", "opd_teacher_ckpt_step", "eval_min_new_tokens", "lr",
     "clip_grad", "kl_coef", "kl_loss_coef", "eps_clip", "eps_clip_high", "value_clip", "opsm_delta", "tis_clip_low",
     "opd_kl_coef", "rollout_health_check_first_wait", "ci_train_rollout_logprob_abs_diff_threshold",
-    "mtp_loss_scaling_factor", "weight_decay", "adam_eps", "min_lr", "seed", "rollout_seed",
+    "mtp_loss_scaling_factor", "weight_decay", "adam_eps", "min_lr", "seed", "rollout_seed", "lr_warmup_iters",
+    "lr_warmup_init", "start_weight_decay", "end_weight_decay",
 )  # fmt: skip
 _ABOVE_ZERO = (
     "rollout_health_check_interval", "rollout_health_check_timeout", "http_request_timeout", "http_control_timeout",
@@ -39,7 +43,8 @@ _BELOW_ONE = ("adam_beta1", "adam_beta2")
 # Weights and rates, in contrast to bounds, mean nothing when they are infinite; 1.0 is harmless for all of them.
 _FINITE = (
     "lr", "min_lr", "weight_decay", "adam_eps", "kl_coef", "kl_loss_coef", "entropy_coef", "opd_kl_coef",
-    "mtp_loss_scaling_factor", "rollout_temperature", "eval_temperature",
+    "mtp_loss_scaling_factor", "rollout_temperature", "eval_temperature", "lr_warmup_init", "start_weight_decay",
+    "end_weight_decay",
 )  # fmt: skip
 # NumPy and the engines take seeds of 32 bits, and every engine adds its rank.
 _SEEDS = ("seed", "rollout_seed")
@@ -49,11 +54,8 @@ _OF_THE_LAYOUT = {
     "actor_num_nodes", "actor_num_gpus_per_node", "tensor_model_parallel_size", "pipeline_model_parallel_size",
     "context_parallel_size",
 }  # fmt: skip
-
-
-def too_small(args: argparse.Namespace) -> Iterator[str]:
-    """A message for every number out of its bounds, and for the one size that has no default."""
-    yield from {name: message for name, message, _ in _wrong_sizes(args)}.values()
+# What an unset --global-batch-size follows from.
+_OF_THE_BATCH = {"rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout"}
 
 
 def replace_wrong_sizes(args: argparse.Namespace) -> dict[str, str]:
@@ -73,7 +75,16 @@ def without_consequences(messages: list[str], wrong: dict[str, str]) -> list[str
     silenced = [flag_of(name) for name in wrong]
     if not _OF_THE_LAYOUT.isdisjoint(wrong):
         silenced += ["data-parallel", "training ranks"]
-    return [message for message in messages if not any(part in message for part in silenced)]
+    if not _OF_THE_BATCH.isdisjoint(wrong):
+        silenced.append("--global-batch-size")
+    return without_mention(messages, silenced)
+
+
+def without_mention(messages: list[str], words: Iterable[str]) -> list[str]:
+    """`messages` without those in which one of `words` stands; a flag does not stand in a longer one."""
+    parts = "|".join(re.escape(word) for word in words)
+    pattern = re.compile(rf"(?<![\w-])(?:{parts})(?![\w-])") if parts else None
+    return [message for message in messages if pattern is None or not pattern.search(message)]
 
 
 def _wrong_sizes(args: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:

@@ -1,5 +1,7 @@
 import pytest
 
+from slime.arguments import parse_args
+from slime.utils.errors import UserError
 from tests.support.rules import assert_violation, violations
 
 
@@ -34,7 +36,7 @@ def test_other_rules_are_told_with_them(tmp_path):
         "--keep-last 0: it must be at least 1",
         "--rollout-temperature 0.0: training needs a value above 0 (1.0 is usual); --eval-temperature may be 0",
         "--eval-interval 3 needs data sets: give --eval-prompt-data name path, or --eval-config",
-        "--save-interval needs --save, the directory of checkpoints",
+        "--save-interval 2 needs --save, the directory of checkpoints, such as --save outputs/checkpoints",
     ]
 
 
@@ -46,8 +48,21 @@ def test_no_rule_speaks_of_a_number_that_was_replaced(tmp_path):
     ]
 
 
+def test_a_longer_flag_is_another_flag(tmp_path):
+    assert violations(tmp_path, "--lr -1 --lr-warmup-fraction 2") == [
+        "--lr -1.0: it must be at least 0",
+        "--lr-warmup-fraction 2.0: it must be at least 0 and below 1, 0.1 for example",
+    ]
+
+
 def test_all_of_them_are_named_before_anything_is_derived(tmp_path):
     assert violations(tmp_path, "--rollout-batch-size 0 --micro-batch-size 0") == [
         "--rollout-batch-size 0: it must be at least 1",
         "--micro-batch-size 0: it must be at least 1",
     ]
+
+
+def test_a_missing_batch_size_has_no_consequences():
+    with pytest.raises(UserError) as error:
+        parse_args(argv=["--dry-run"])
+    assert "--global-batch-size" not in str(error.value) and "--rollout-batch-size is needed" in str(error.value)
