@@ -1,6 +1,7 @@
 """The import contract: our own imports only go down the floors, and public import paths that only re-export do only that."""
 
 import ast
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,8 @@ RE_EXPORT_ONLY = {
     "slime.data",
     "slime.utils.accelerator",
     "slime.utils.arguments",
+    "slime.utils.data",
+    "slime.utils.distributed_utils",
     "slime.utils.dp_schedule",
     "slime.utils.flops_utils",
     "slime.utils.ppo_utils",
@@ -43,12 +46,16 @@ LIGHT_MODULES = ("slime.arguments", "slime.utils.types", "slime.utils.misc", "sl
 
 @dataclass(frozen=True)
 class Import:
-    """`importer` imports `target` in `line`; `at_module_level` unless inside a function or under TYPE_CHECKING."""
+    """`importer` imports `target` in `line`; `at_module_level` unless inside a function or under TYPE_CHECKING.
+
+    `is_needed`: not under TYPE_CHECKING, nor the package in `from package import module`, whose contents nobody asks for.
+    """
 
     importer: str
     target: str
     line: int
     at_module_level: bool
+    is_needed: bool = True
 
     def __str__(self) -> str:
         return f"{self.importer}:{self.line} imports {self.target}"
@@ -72,19 +79,21 @@ def imports_of(source: str, importer: str, is_package: bool = False) -> list[Imp
     """Every import in `source`, those inside functions included; `from package import module` yields both names."""
     found = []
 
-    def visit(node: ast.AST, at_module_level: bool) -> None:
+    def visit(node: ast.AST, at_module_level: bool, is_needed: bool) -> None:
         if isinstance(node, ast.Import):
-            found.extend(Import(importer, alias.name, node.lineno, at_module_level) for alias in node.names)
+            found.extend(Import(importer, alias.name, node.lineno, at_module_level, is_needed) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = absolute_base(node, importer, is_package)
-            names = [base, *(f"{base}.{alias.name}" for alias in node.names if f"{base}.{alias.name}" in MODULES)]
-            found.extend(Import(importer, name, node.lineno, at_module_level) for name in names)
+            modules = [f"{base}.{alias.name}" for alias in node.names if f"{base}.{alias.name}" in MODULES]
+            base_is_needed = is_needed and len(modules) < len(node.names)
+            found.append(Import(importer, base, node.lineno, at_module_level, base_is_needed))
+            found.extend(Import(importer, name, node.lineno, at_module_level, is_needed) for name in modules)
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         is_typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for child in ast.iter_child_nodes(node):
-            visit(child, at_module_level and not is_function and not is_typing_only)
+            visit(child, at_module_level and not is_function and not is_typing_only, is_needed and not is_typing_only)
 
-    visit(ast.parse(source), True)
+    visit(ast.parse(source), True, True)
     return found
 
 
@@ -96,6 +105,7 @@ def absolute_base(node: ast.ImportFrom, importer: str, is_package: bool) -> str:
     return ".".join([*package, *([node.module] if node.module else [])])
 
 
+@functools.cache
 def all_imports() -> list[Import]:
     return [
         found
@@ -123,6 +133,57 @@ def contract_violation(found: Import) -> str | None:
 def test_imports_only_go_down() -> None:
     violations = [message for found in all_imports() if (message := contract_violation(found))]
     assert not violations, "\n".join(violations)
+
+
+def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """The strongly connected components of more than one node: sets in which everyone reaches everyone."""
+
+    def reached_from(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            new = edges.get(waiting.pop(), set()) - seen
+            seen |= new
+            waiting += new
+        return seen
+
+    reached = {node: reached_from(node) for node in edges}
+    found = {frozenset(other for other in reached[node] if node in reached.get(other, ())) for node in edges}
+    return sorted(sorted(component) for component in found if len(component) > 1)
+
+
+def module_edges(imports: list[Import]) -> dict[str, set[str]]:
+    edges: dict[str, set[str]] = {}
+    for found in imports:
+        if found.is_needed and found.target in MODULES and found.target != found.importer:
+            edges.setdefault(found.importer, set()).add(found.target)
+    return edges
+
+
+def package_edges(imports: list[Import]) -> dict[str, set[str]]:
+    """Imports between packages of one room that stand side by side."""
+    edges: dict[str, set[str]] = {}
+    for importer, targets in module_edges(imports).items():
+        for target in targets:
+            home, goal = (m if MODULES[m].name == "__init__.py" else m.rpartition(".")[0] for m in (importer, target))
+            nested = f"{home}.".startswith(f"{goal}.") or f"{goal}.".startswith(f"{home}.")
+            if not nested and room_of(importer) == room_of(target) and importer not in RE_EXPORT_ONLY:
+                edges.setdefault(home, set()).add(goal)
+    return edges
+
+
+def test_nothing_imports_itself_by_way_of_others() -> None:
+    imports = all_imports()
+    assert cycles(module_edges(imports)) == [], "modules"
+    assert cycles(package_edges(imports)) == [], "packages"
+
+
+def test_cycles_are_found() -> None:
+    edges = {"a": {"b", "x"}, "b": {"c"}, "c": {"a"}, "x": {"y"}, "p": {"q"}, "q": {"p", "a"}}
+    assert cycles(edges) == [["a", "b", "c"], ["p", "q"]]
+    lazy = imports_of("def f():\n    from slime.utils import misc", "slime.utils.errors")
+    typing = imports_of("if TYPE_CHECKING:\n    import slime.utils.misc", "slime.utils.errors")
+    assert module_edges(lazy) == {"slime.utils.errors": {"slime.utils.misc"}} and module_edges(typing) == {}
 
 
 def test_every_module_has_a_floor() -> None:

@@ -19,7 +19,7 @@ import psutil
 import ray
 
 from slime.arguments.derivation import settle_precision
-from slime.arguments.layout import Layout, layout_of
+from slime.arguments.layout import GpuRanges, layout_of
 from slime.utils import env
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import RunError, UserError
@@ -35,7 +35,7 @@ _CONNECT_SECONDS = 10.0
 class ClusterPlan:
     """Devices that a run needs, and the CPUs beside them."""
 
-    layout: Layout
+    layout: GpuRanges
 
     @property
     def gpus(self) -> int:

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.observability.startup import StartupClock
 from slime.observability.waiting import wait_for, wait_for_all
+from slime.ray.actor_critic import ActorCritic
 from slime.ray.cluster import plan_cluster
 from slime.ray.rollout_client import RolloutClient
 from slime.ray.train_group import TrainGroup
@@ -85,7 +86,7 @@ def create_training_models(
         # Without --num-rollout the schedule's length follows from the size of the data set.
         if args.num_rollout is None:
             rollout_manager.wait_ready()
-        group = TrainGroup(args, bundles["actor"].group, bundles["actor"].places, actor_cls)
+        group = _train_group(args, bundles["actor"], actor_cls)
         group.start()
     _wait_for_start(rollout_manager, group)
     rollout_manager.wait_ready()
@@ -100,12 +101,21 @@ def create_training_models(
     return group
 
 
+def _train_group(args: argparse.Namespace, bundles: Bundles, actor_cls: type | None) -> TrainGroup:
+    # An evaluation alone needs no values.
+    if args.use_critic and args.num_rollout != 0:
+        return ActorCritic(args, bundles.group, bundles.places, actor_cls)
+    return TrainGroup(args, bundles.group, bundles.places, actor_cls)
+
+
 def _wait_for_start(rollout_manager: RolloutClient, group: TrainGroup | None) -> None:
     """Wait for engines and ranks together: whichever fails first ends the run at once."""
     ranks = group.starting if group is not None else []
 
     def name(positions: list[int]) -> str:
-        return ", ".join("engines, router and data" if p == 0 else f"training rank {p - 1}" for p in positions)
+        of_ranks = [position - 1 for position in positions if position]
+        parts = ["engines, router and data"] if 0 in positions else []
+        return ", ".join([*parts, group.name_starting(of_ranks)] if of_ranks else parts)
 
     wait_for_all([rollout_manager.starting, *ranks], "start of the run", _START_DEADLINE_SECONDS, pending=name)
 

@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -23,6 +23,7 @@ from ray.util.placement_group import PlacementGroup
 from slime.arguments.plug_ins import MANAGER_PLUG_INS, load_plug_ins
 from slime.observability.logging_utils import LoggedMetrics, configure_logger, drain_outbox, log
 from slime.observability.progress import progress_snapshot
+from slime.scheduling.dp_schedule import DPSchedule, schedule_from_args, train_parallel_config
 from slime.utils.errors import RunError
 from slime.utils.misc import Box
 from slime.utils.ports import host_for_url
@@ -45,10 +46,14 @@ class ServingInfo:
 
 @dataclass(frozen=True)
 class RolloutResult:
-    """A generated rollout: one boxed shard per data-parallel rank (empty without a trainer), and what was logged."""
+    """A generated rollout: one boxed shard per data-parallel rank (empty without a trainer), and what was logged.
+
+    `critic_shards`: the same samples as a critic's ranks take them; empty without a critic.
+    """
 
     shards: list[Box]
     logged: list[LoggedMetrics]
+    critic_shards: list[Box] = field(default_factory=list)
 
 
 class RolloutManager:
@@ -178,7 +183,7 @@ class RolloutManager:
             from slime.rollout.rollout_dump import save_rollout
 
             save_rollout(self.args.save_debug_rollout_data, rollout_id, samples)
-        shards, dropped = self._build_shards(samples) if self.args.has_trainer else ([], 0)
+        shards, critic_shards, dropped = self._build_shards(samples) if self.args.has_trainer else ([], [], 0)
         metrics = merge_extra_metrics({"rollout/dropped_rollouts": dropped}, extra_metrics, "rollout/")
         if not self._logged_by_user(rollout_id, samples, metrics, seconds):
             metrics.update(compute_rollout_metrics(self.args, samples))
@@ -186,7 +191,7 @@ class RolloutManager:
                 metrics["rollout/raw_reward"] = _mean_reward(self.args, samples)
             metrics.update(compute_rollout_perf_metrics(self.args, samples, seconds))
             log(self.args, {**metrics, "rollout/step": rollout_id}, "rollout/step")
-        return RolloutResult(shards, drain_outbox())
+        return RolloutResult(shards, drain_outbox(), critic_shards)
 
     def _samples_of(self, rollout_id: int) -> tuple[list[Any], dict[str, Any] | None]:
         """The step's samples, flat, from the rollout function or from a dump."""
@@ -211,22 +216,23 @@ class RolloutManager:
                 sample_filter(args, output.samples)
         return flatten_rollout_output(output.samples), output.metrics
 
-    def _build_shards(self, samples: list[Any]) -> tuple[list[Box], int]:
-        """One boxed object per data-parallel rank, and the number of rollouts that fit no whole step."""
+    def _build_shards(self, samples: list[Any]) -> tuple[list[Box], list[Box], int]:
+        """One boxed object per data-parallel rank of the actor and of the critic, if there is one, and the number of
+        rollouts that fit no whole step."""
+        from slime.arguments.critic import critic_args
         from slime.rollout.train_data import convert_samples_to_train_batch
-        from slime.scheduling.dp_schedule import schedule_from_args
         from slime.training.rollout_batch import split_for_data_parallel
 
         batch = convert_samples_to_train_batch(self.args, samples)
-        schedule = schedule_from_args(
-            self.args,
-            {"dp_size": self.args.data_parallel_size, "cp_size": self.args.context_parallel_size},
-            batch["total_lengths"].tolist(),
-            global_batch_size=self.args.global_batch_size,
-            rollout_indices=batch["rollout_ids"].tolist(),
-        )
-        shards = split_for_data_parallel(batch, schedule)
-        return [Box(ray.put(shard)) for shard in shards], schedule.dropped
+        schedule = _schedule(self.args, batch)
+        shards = [Box(ray.put(shard)) for shard in split_for_data_parallel(batch, schedule)]
+        if not self.args.use_critic:
+            return shards, [], schedule.dropped
+        # A layout or a token budget of its own; else the ranks of both models take the same objects.
+        of_critic = _schedule(critic_args(self.args), batch)
+        if of_critic == schedule:
+            return shards, shards, schedule.dropped
+        return shards, [Box(ray.put(shard)) for shard in split_for_data_parallel(batch, of_critic)], schedule.dropped
 
     def _logged_by_user(self, rollout_id: int, samples: list[Any], metrics: dict[str, Any], seconds: float) -> bool:
         path = self.args.custom_rollout_log_function_path
@@ -274,6 +280,16 @@ class RolloutManager:
             logger.warning("our engines may still be registered: %s", error)
 
 
+def _schedule(args: argparse.Namespace, batch: dict[str, Any]) -> DPSchedule:
+    return schedule_from_args(
+        args,
+        train_parallel_config(args),
+        batch["total_lengths"].tolist(),
+        global_batch_size=args.global_batch_size,
+        rollout_indices=batch["rollout_ids"].tolist(),
+    )
+
+
 def _calling(flag: str, path: str, rollout_id: int) -> contextlib.AbstractContextManager[None]:
     """`calling_user_code` for a plug-in; nothing for our own functions, whose errors speak for themselves."""
     if path.startswith("slime."):
@@ -293,5 +309,8 @@ def _call_log_function(flag: str, path: str, *arguments: Any) -> bool:
 
 
 def _mean_reward(args: argparse.Namespace, samples: Sequence[Any]) -> float:
-    rewards = [float(sample.get_reward_value(args)) for sample in samples if sample.reward is not None]
+    from slime.utils.finite_number import finite_number
+
+    values = [finite_number(sample.get_reward_value(args)) for sample in samples]
+    rewards = [value for value in values if value is not None]
     return sum(rewards) / len(rewards) if rewards else 0.0

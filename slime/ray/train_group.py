@@ -13,13 +13,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.observability.logging_utils import LoggedMetrics
 from slime.observability.waiting import wait_for, wait_for_all
+from slime.ray.rollout_manager import RolloutResult
 from slime.utils import env
 from slime.utils.errors import RunError
-from slime.utils.misc import Box, load_function
+from slime.utils.misc import load_function
 
 _MEGATRON_RANK = "slime.backends.megatron_utils.actor.MegatronTrainActor"
 _START_DEADLINE_SECONDS = 1800.0
 _CALL_DEADLINE_SECONDS = 24 * 3600.0
+_DISK_DEADLINE_SECONDS = 300.0
 _DISPOSE_DEADLINE_SECONDS = 60.0
 
 
@@ -27,7 +29,7 @@ class RankProcess:
     """The Ray actor around a rank. The class is imported in the actor's own process, so the driver stays light."""
 
     def __init__(self, actor_cls: type | str, args: argparse.Namespace, rank: int, *arguments: Any) -> None:
-        self._name = f"rank {rank}"
+        self._name = f"{'critic ' if getattr(args, 'role', 'actor') == 'critic' else ''}rank {rank}"
         rank_class = load_function(actor_cls) if isinstance(actor_cls, str) else actor_cls
         self._rank = rank_class(args, rank, *arguments)
 
@@ -45,9 +47,10 @@ class TrainGroup:
     Args:
         places: (bundle index, device id) per rank.
         actor_cls: class of a rank, or the path of one; None takes the Megatron rank.
-
-    `starting` holds a reference per rank that is ready when the rank is.
     """
+
+    # What messages call a rank.
+    rank_name = "training rank"
 
     def __init__(
         self,
@@ -61,7 +64,16 @@ class TrainGroup:
         self._places = places
         self._actor_cls = actor_cls or _MEGATRON_RANK
         self._actors: list[Any] = []
-        self.starting: list[ray.ObjectRef] = []
+        self._starting: list[ray.ObjectRef] = []
+
+    @property
+    def starting(self) -> list[ray.ObjectRef]:
+        """A reference per rank that is ready when the rank is."""
+        return self._starting
+
+    def name_starting(self, positions: Sequence[int]) -> str:
+        """What to call the ranks at these positions of `starting`."""
+        return self._name_ranks(positions)
 
     def create(self) -> int:
         """`start` and `wait_ready` in one call."""
@@ -84,7 +96,7 @@ class TrainGroup:
             )
         # Ray hands the address to every rank as soon as rank 0 knows it; nobody waits here.
         address = self._actors[0].call.remote("rendezvous_address")
-        self.starting = [actor.call.remote("init", address) for actor in self._actors]
+        self._starting = [actor.call.remote("init", address) for actor in self._actors]
 
     def wait_ready(self) -> int:
         """Wait until every rank holds its model. Returns the first rollout id to train.
@@ -93,15 +105,15 @@ class TrainGroup:
             RunError: the ranks disagree about it.
         """
         first_ids = wait_for_all(
-            self.starting, "start of the training ranks", _START_DEADLINE_SECONDS, pending=_name_ranks
+            self._starting, f"start of the {self.rank_name}s", _START_DEADLINE_SECONDS, pending=self._name_ranks
         )
         if len(set(first_ids)) != 1:
-            raise RunError(f"the training ranks loaded different iterations: {first_ids}")
+            raise RunError(f"the {self.rank_name}s loaded different iterations: {first_ids}")
         return first_ids[0]
 
-    def train(self, rollout_id: int, shards: list[Box]) -> list[LoggedMetrics]:
+    def train(self, rollout_id: int, rollout: RolloutResult) -> list[LoggedMetrics]:
         """Train on a rollout; returns rank 0's metrics (all ranks report the same)."""
-        return self._call_all("train", rollout_id, shards)[0]
+        return self._call_all("train", rollout_id, rollout.shards)[0]
 
     def save(self, rollout_id: int) -> None:
         """Write the checkpoint of `rollout_id`; `publish` makes it the newest."""
@@ -109,7 +121,7 @@ class TrainGroup:
 
     def publish(self, rollout_id: int) -> None:
         """Make the checkpoint of `rollout_id` the one that a resume takes."""
-        wait_for(self._actors[0].call.remote("publish", rollout_id), "publication of the checkpoint", 300)
+        self._call_first("publish", rollout_id)
 
     def connect_rollout_engines(self, engines: list[Any], gpu_counts: list[int], gpu_offsets: list[int]) -> None:
         """Join the engines' weight-update group."""
@@ -129,7 +141,7 @@ class TrainGroup:
 
     def dispose(self) -> None:
         """End all ranks; they leave no process and no group behind. The group may be created again."""
-        actors, self._actors, self.starting = self._actors, [], []
+        actors, self._actors, self._starting = self._actors, [], []
         if not actors:
             return
         leaving = [actor.call.remote("dispose") for actor in actors]
@@ -139,13 +151,23 @@ class TrainGroup:
 
     def kill(self) -> None:
         """End all ranks at once, without leaving their groups: the way out after an error."""
-        actors, self._actors, self.starting = self._actors, [], []
+        actors, self._actors, self._starting = self._actors, [], []
         for actor in actors:
             ray.kill(actor, no_restart=True)
 
     def _call_all(self, method: str, *arguments: Any) -> list[Any]:
         refs = [actor.call.remote(method, *arguments) for actor in self._actors]
-        return wait_for_all(refs, f"{method} on the training ranks", _CALL_DEADLINE_SECONDS, pending=_name_ranks)
+        return wait_for_all(
+            refs, f"{method} on the {self.rank_name}s", _CALL_DEADLINE_SECONDS, pending=self._name_ranks
+        )
+
+    def _call_first(self, method: str, *arguments: Any) -> Any:
+        """Call rank 0 only, with something that is soon done."""
+        ref = self._actors[0].call.remote(method, *arguments)
+        return wait_for(ref, f"{method} on {self.rank_name} 0", _DISK_DEADLINE_SECONDS)
+
+    def _name_ranks(self, ranks: Sequence[int]) -> str:
+        return f"{self.rank_name} {', '.join(map(str, ranks))}"
 
     def _environment(self) -> dict[str, str]:
         ranks = min(len(self._places), self._args.actor_num_gpus_per_node)
@@ -158,7 +180,3 @@ class TrainGroup:
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             **{name: str(value) for name, value in self._args.train_env_vars.items()},
         }
-
-
-def _name_ranks(ranks: list[int]) -> str:
-    return "training rank " + ", ".join(map(str, ranks))

@@ -26,7 +26,7 @@ from slime.rollout.data_source_files import (
     state_directory,
     write_state,
 )
-from slime.utils.data import Dataset, epoch_permutation
+from slime.utils.dataset import Dataset, epoch_permutation
 from slime.utils.errors import UserError
 from slime.utils.misc import load_function
 from slime.utils.processing_utils import load_tokenizer

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from slime.utils.atomic_io import publishing_directory
-from slime.utils.data import Dataset
+from slime.utils.dataset import Dataset
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
 

@@ -13,7 +13,7 @@ from slime.rollout.eval_stop import finished_prompts, is_limited
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate_and_rm_group, is_aborted
 from slime.rollout.user_functions import run_in_daemon_thread
-from slime.utils.data import Dataset
+from slime.utils.dataset import Dataset
 from slime.utils.errors import RunError, UserError
 from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.types import Sample

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from typing import Any
 
+from slime.algorithms.estimators import GROUP_CENTERED_ESTIMATORS, GROUP_SCALED_ESTIMATORS
 from slime.algorithms.reward_normalization import normalize_rewards
 from slime.training.rollout_batch import TrainBatch, build_train_batch, train_batch_from_columns
 from slime.utils.errors import UserError
+from slime.utils.finite_number import finite_number
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 from slime.utils.user_code import calling_user_code
@@ -35,39 +36,49 @@ def convert_samples_to_train_batch(args: argparse.Namespace, samples: Sequence[S
 def post_process_rewards(
     args: argparse.Namespace, samples: Sequence[Sample]
 ) -> tuple[Sequence[float], Sequence[float]]:
-    """(raw, post-processed) reward per sample: the user's function, else normalisation within prompt groups."""
+    """(raw, post-processed) reward per sample: the user's function, else relative to the prompt group.
+
+    Raises:
+        UserError: a reward is missing or no finite number, or the function returned something unusable.
+    """
     path = args.custom_reward_post_process_path
     if path is not None:
         flag = "--custom-reward-post-process-path"
         post_process = load_function(path, flag=flag)
         with calling_user_code(flag, path, f"{len(samples)} samples"):
             result = post_process(args, samples)
-        return _checked(result, len(samples), f"{flag} {path}")
+        return _checked(result, samples, f"{flag} {path}")
     values = [_reward_of(args, sample) for sample in samples]
-    raw = [sample.metadata.get("raw_reward", value) for sample, value in zip(samples, values, strict=True)]
-    if not args.rewards_normalization or args.loss_type == "sft_loss":
-        return raw, values
-    rewards = normalize_rewards(
+    raw = [_raw_reward(sample, value) for sample, value in zip(samples, values, strict=True)]
+    return raw, relative_rewards(args, samples, values)
+
+
+def relative_rewards(args: argparse.Namespace, samples: Sequence[Sample], values: Sequence[float]) -> Sequence[float]:
+    """`values`, one reward per sample, relative to the prompt group, where the estimator wants them so.
+
+    Which estimators centre and scale is told by `slime.algorithms.estimators`; for the others, for SFT and with
+    `--disable-rewards-normalization` rewards stay as they are. Samples that train nothing take part all the same.
+    """
+    estimator = args.advantage_estimator
+    if not args.rewards_normalization or args.loss_type == "sft_loss" or estimator not in GROUP_CENTERED_ESTIMATORS:
+        return values
+    return normalize_rewards(
         values,
         [sample.group_index for sample in samples],
         [sample.rollout_id for sample in samples],
         center=True,
-        scale=args.grpo_std_normalization,
+        scale=args.grpo_std_normalization and estimator in GROUP_SCALED_ESTIMATORS,
         group_size=args.n_samples_per_prompt,
     )
-    return raw, rewards
 
 
 def _reward_of(args: argparse.Namespace, sample: Sample) -> float:
     if sample.reward is None and sample.remove_sample:
         # Nothing of the sample is trained; it takes part in its group's statistics as a failure.
         return 0.0
-    value = sample.get_reward_value(args) if sample.reward is not None else None
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
+    value = sample.get_reward_value(args)
+    number = finite_number(value)
+    if number is None:
         raise UserError(
             f"the reward of sample {sample.index} is {value!r}; expected a finite number"
             + (" (rewards are dictionaries: give --reward-key)" if isinstance(value, dict) else "")
@@ -75,12 +86,38 @@ def _reward_of(args: argparse.Namespace, sample: Sample) -> float:
     return number
 
 
-def _checked(result: Any, count: int, where: str) -> tuple[Sequence[float], Sequence[float]]:
-    fits = isinstance(result, tuple) and len(result) == 2 and all(len(rewards) == count for rewards in result)
-    if not fits:
+def _raw_reward(sample: Sample, value: float) -> float:
+    """What is reported as the sample's reward: `metadata["raw_reward"]`, else `value`."""
+    raw = sample.metadata.get("raw_reward", value)
+    number = finite_number(raw)
+    if number is None:
+        raise UserError(f'metadata["raw_reward"] of sample {sample.index} is {raw!r}; expected a finite number')
+    return number
+
+
+def _checked(result: Any, samples: Sequence[Sample], where: str) -> tuple[list[float], list[float]]:
+    """(raw rewards, rewards) as floats, from two lists, tuples, or one-dimensional arrays or tensors."""
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    columns = [_as_list(column) for column in result] if is_pair else []
+    if not is_pair or any(column is None or len(column) != len(samples) for column in columns):
+        found = f"{len(columns)} columns of {[c if c is None else len(c) for c in columns]}" if is_pair else "no pair"
         raise UserError(
-            f"{where} must return (raw_rewards, rewards), each with {count} numbers; got {type(result).__name__}"
+            f"{where} must return (raw_rewards, rewards), each with {len(samples)} numbers; "
+            f"got {type(result).__name__}, {found}"
         )
-    if not all(math.isfinite(float(reward)) for rewards in result for reward in rewards):
-        raise UserError(f"{where} returned a reward that is not finite")
-    return result
+    for name, column in zip(("raw_rewards", "rewards"), columns, strict=True):
+        for position, value in enumerate(column):
+            column[position] = finite_number(value)
+            if column[position] is None:
+                raise UserError(
+                    f"{where} returned {value!r} in `{name}` for sample {samples[position].index} (position {position}); "
+                    "expected a finite number"
+                )
+    return columns[0], columns[1]
+
+
+def _as_list(column: Any) -> list[Any] | None:
+    """A copy of `column` as a list; None if it is no sequence of values."""
+    if hasattr(column, "tolist"):
+        column = column.tolist()
+    return list(column) if isinstance(column, list | tuple) else None

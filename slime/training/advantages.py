@@ -1,45 +1,173 @@
-"""Advantages and returns of a rank's samples, set on the rollout data before training."""
+"""Advantages and returns of a rank's samples, set on the rollout data before training.
+
+In order: KL of the policy against the reference; the estimator or the user's function; distillation; whitening. Per-token
+columns are this context-parallel rank's part of each response. Estimators that look ahead (ppo, reinforce_plus_plus) get whole
+responses, gathered over those ranks, since the end of a response is not the end of any rank's part; results are cut again.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from slime.algorithms.advantages import grpo_advantages
+from slime.algorithms.advantages import (
+    get_reinforce_plus_plus_baseline_advantages,
+    grpo_advantages,
+    ppo_advantages,
+    reinforce_plus_plus_returns,
+)
+from slime.algorithms.distillation import distilled_advantages
+from slime.algorithms.estimators import DISCOUNTING_ESTIMATORS, SAMPLE_REWARD_ESTIMATORS
+from slime.algorithms.kl import approx_kl_of_responses
+from slime.training.context_parallel import (
+    NO_CONTEXT_PARALLEL,
+    ContextParallel,
+    gather_responses,
+    local_response_lengths,
+    slice_responses,
+)
+from slime.training.whitening import whiten
 from slime.utils.errors import UserError
 from slime.utils.misc import load_function
 from slime.utils.user_code import calling_user_code
 
+Tensors = list[torch.Tensor]
 
-def compute_advantages_and_returns(args: argparse.Namespace, rollout_data: dict[str, Any]) -> None:
-    """Set `kl`, `advantages` and `returns`: lists with one float32 tensor [response length] per sample.
+
+def compute_advantages_and_returns(
+    args: argparse.Namespace,
+    rollout_data: dict[str, Any],
+    cp: ContextParallel = NO_CONTEXT_PARALLEL,
+    data_group: dist.ProcessGroup | None = None,
+) -> dict[str, float]:
+    """Set `kl`, `advantages` and `returns` (and with `--use-opd` `opd_reverse_kl`): one float32 tensor per sample.
+
+    Collective over `cp.group`, and with `--normalize-advantages` over `data_group`, the data- and context-parallel ranks
+    (None: the default group, or this process alone).
+
+    Args:
+        rollout_data: has `log_probs` (for KL and distillation), `ref_log_probs` (with `kl_coef`), `values` (ppo),
+            `teacher_log_probs` (distillation), each this rank's part, and whole `loss_masks`.
+
+    Returns:
+        Metrics: `whiten_empty` with whitening, 1 when no rank had a trained token.
 
     Raises:
-        UserError: a custom advantage function sets tensors of another number or length.
+        UserError: a column is missing that the arguments need, or a custom function sets tensors of another number or length.
+        ValueError: distillation without the teacher's log-probs.
     """
-    lengths = rollout_data["response_lengths"]
-    device = rollout_data["tokens"][0].device if rollout_data["tokens"] else None
-    # The KL penalty inside the reward is an option of estimators with returns; GRPO has none.
-    rollout_data["kl"] = [torch.zeros(length, device=device) for length in lengths]
+    rollout_data["kl"] = _reward_kl(args, rollout_data, cp)
     if args.custom_advantage_function_path is not None:
-        path, flag = args.custom_advantage_function_path, "--custom-advantage-function-path"
-        with calling_user_code(flag, path, f"{len(lengths)} samples"):
-            load_function(path, flag=flag)(args, rollout_data)
-        _check_lengths(rollout_data, lengths, path)
-        return
-    advantages = grpo_advantages(rollout_data["rewards"], lengths, device=device)
+        _call_custom_function(args, rollout_data, cp)
+    else:
+        rollout_data["advantages"], rollout_data["returns"] = _estimate(args, rollout_data, cp)
+    if args.use_opd:
+        _distil(args, rollout_data, cp)
+    if not args.normalize_advantages:
+        return {}
+    whitened = whiten(rollout_data["advantages"], _local_masks(rollout_data, cp), data_group)
+    rollout_data["advantages"] = whitened.values
+    return {"whiten_empty": float(whitened.is_empty)}
+
+
+def apply_opd_kl_to_advantages(
+    args: argparse.Namespace,
+    rollout_data: dict[str, Any],
+    advantages: Tensors,
+    student_log_probs: Sequence[torch.Tensor] | None,
+    cp: ContextParallel = NO_CONTEXT_PARALLEL,
+) -> None:
+    """Take `opd_kl_coef` times the log-ratio of student and teacher off `advantages`, a list that is changed in place.
+
+    Sets `rollout_data["opd_reverse_kl"]`, that log-ratio per token. Without `loss_masks` all tokens are the student's.
+
+    Raises:
+        ValueError: log-probs of student or teacher are missing.
+    """
+    if student_log_probs is None:
+        raise ValueError("distillation needs log_probs, those of the student, and the batch has none")
+    masks = _local_masks(rollout_data, cp) if "loss_masks" in rollout_data else [torch.ones_like(a) for a in advantages]
+    distilled, reverse_kl = distilled_advantages(
+        advantages, student_log_probs, rollout_data.get("teacher_log_probs"), masks, args.opd_kl_coef
+    )
+    advantages[:] = distilled
+    rollout_data["opd_reverse_kl"] = reverse_kl
+
+
+def _reward_kl(args: argparse.Namespace, rollout_data: dict[str, Any], cp: ContextParallel) -> Tensors:
+    """KL per token for the reward; zeros where it has no weight."""
+    lengths = local_response_lengths(rollout_data, cp)
+    device = rollout_data["tokens"][0].device if rollout_data["tokens"] else None
+    if args.kl_coef == 0:
+        return approx_kl_of_responses(None, None, lengths, args.kl_loss_type, device=device)
+    flag = f"--kl-coef {args.kl_coef}"
+    log_probs, reference = (_required(rollout_data, name, flag) for name in ("log_probs", "ref_log_probs"))
+    return approx_kl_of_responses(log_probs, reference, lengths, args.kl_loss_type, device=device)
+
+
+def _estimate(args: argparse.Namespace, rollout_data: dict[str, Any], cp: ContextParallel) -> tuple[Tensors, Tensors]:
+    """(advantages, returns) by `--advantage-estimator`."""
+    name, kl, rewards = args.advantage_estimator, rollout_data["kl"], rollout_data["rewards"]
+    if name in SAMPLE_REWARD_ESTIMATORS:
+        advantages = grpo_advantages(rewards, [len(tokens) for tokens in kl], device=kl[0].device if kl else None)
+        return advantages, advantages
+    if name == "reinforce_plus_plus_baseline":
+        masks = _local_masks(rollout_data, cp)
+        advantages = get_reinforce_plus_plus_baseline_advantages(rewards, kl, masks, args.kl_coef)
+        return advantages, advantages
+    if name not in DISCOUNTING_ESTIMATORS:
+        raise UserError(f"--advantage-estimator {name}: unknown; grpo, for example, is not")
+
+    lengths = (rollout_data["total_lengths"], rollout_data["response_lengths"])
+    full_kl, masks = gather_responses(kl, *lengths, cp), rollout_data["loss_masks"]
+    options = {
+        "kl_coef": args.kl_coef,
+        "gamma": args.gamma,
+        "count_masked_tokens": getattr(args, "discount_masked_tokens", False),
+    }
+    if name == "reinforce_plus_plus":
+        returns = slice_responses(reinforce_plus_plus_returns(rewards, full_kl, masks, **options), *lengths, cp)
+        return returns, returns
+    values = gather_responses(_required(rollout_data, "values", "--advantage-estimator ppo"), *lengths, cp)
+    advantages, returns = ppo_advantages(rewards, full_kl, values, masks, lambd=args.lambd, **options)
+    return slice_responses(advantages, *lengths, cp), slice_responses(returns, *lengths, cp)
+
+
+def _distil(args: argparse.Namespace, rollout_data: dict[str, Any], cp: ContextParallel) -> None:
+    # A list of its own: returns may be the same one, and stay as they are.
+    advantages = list(rollout_data["advantages"])
+    apply_opd_kl_to_advantages(args, rollout_data, advantages, rollout_data.get("log_probs"), cp)
     rollout_data["advantages"] = advantages
-    rollout_data["returns"] = advantages
 
 
-def _check_lengths(rollout_data: dict[str, Any], lengths: list[int], path: str) -> None:
+def _call_custom_function(args: argparse.Namespace, rollout_data: dict[str, Any], cp: ContextParallel) -> None:
+    path, flag = args.custom_advantage_function_path, "--custom-advantage-function-path"
+    lengths = local_response_lengths(rollout_data, cp)
+    with calling_user_code(flag, path, f"{len(lengths)} samples"):
+        load_function(path, flag=flag)(args, rollout_data)
     for name in ("advantages", "returns"):
         tensors = rollout_data.get(name)
         found = None if tensors is None else [len(tensor) for tensor in tensors]
-        if found != list(lengths):
+        if found != lengths:
             raise UserError(
-                f"--custom-advantage-function-path {path}: rollout_data[{name!r}] must be a list with one tensor of the "
-                f"response's length per sample; expected lengths {list(lengths)[:5]}…, got {found and found[:5]}"
+                f"{flag} {path}: rollout_data[{name!r}] must be a list with one tensor of the response's length (its part on "
+                f"this rank) per sample; expected lengths {lengths[:5]}…, got {found and found[:5]}"
             )
+
+
+def _local_masks(rollout_data: dict[str, Any], cp: ContextParallel) -> Tensors:
+    if cp.size == 1:
+        return rollout_data["loss_masks"]
+    return slice_responses(
+        rollout_data["loss_masks"], rollout_data["total_lengths"], rollout_data["response_lengths"], cp
+    )
+
+
+def _required(rollout_data: dict[str, Any], name: str, needed_by: str) -> Tensors:
+    if rollout_data.get(name) is None:
+        raise UserError(f"{needed_by} needs `{name}`, and the data of this rollout has none")
+    return rollout_data[name]

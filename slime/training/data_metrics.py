@@ -9,23 +9,33 @@ import torch
 import torch.distributed as dist
 
 from slime.algorithms.reduction import masked_sum, sum_of_sample_mean
+from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel, slice_responses
 from slime.training.metric_reduction import all_reduce_sum
 
-_PER_TOKEN = ("log_probs", "ref_log_probs", "rollout_log_probs", "entropy", "advantages", "returns", "kl")
+_PER_TOKEN = (
+    "log_probs", "ref_log_probs", "rollout_log_probs", "teacher_log_probs", "entropy", "values", "kl", "advantages",
+    "returns", "opd_reverse_kl",
+)  # fmt: skip
 _PER_SAMPLE = ("rewards", "truncated", "response_lengths", "total_lengths")
 
 
 def rollout_data_metrics(
-    args: argparse.Namespace, rollout_data: dict[str, Any], data_group: dist.ProcessGroup
+    args: argparse.Namespace,
+    rollout_data: dict[str, Any],
+    data_group: dist.ProcessGroup,
+    cp: ContextParallel = NO_CONTEXT_PARALLEL,
 ) -> dict[str, float]:
     """Means over the data of all ranks: per-token columns reduced like the loss, others averaged over samples.
 
-    Collective over `data_group`; every rank must hold the same columns.
+    Collective over `data_group`, which spans data- and context-parallel ranks; all of them must hold the same columns.
     """
-    masks = rollout_data["loss_masks"]
+    # Every token is counted by the one rank that owns it; a sample by each rank of its context-parallel group.
+    masks = slice_responses(
+        rollout_data["loss_masks"], rollout_data["total_lengths"], rollout_data["response_lengths"], cp
+    )
     tokens_seen = [name for name in _PER_TOKEN if name in rollout_data]
     samples_seen = [name for name in _PER_SAMPLE if name in rollout_data]
-    sums = [_reduce(args, rollout_data, name) for name in tokens_seen]
+    sums = [_reduce(args, rollout_data, name, masks) for name in tokens_seen]
     sums += [torch.tensor(float(sum(rollout_data[name]))) for name in samples_seen]
     counts = [float(sum(int(mask.sum()) for mask in masks)), float(len(masks))]
     total = all_reduce_sum(torch.tensor([float(value) for value in sums] + counts, dtype=torch.float64), data_group)
@@ -40,7 +50,9 @@ def rollout_data_metrics(
     return metrics
 
 
-def _reduce(args: argparse.Namespace, rollout_data: dict[str, Any], name: str) -> torch.Tensor:
+def _reduce(
+    args: argparse.Namespace, rollout_data: dict[str, Any], name: str, masks: list[torch.Tensor]
+) -> torch.Tensor:
     if args.calculate_per_token_loss:
-        return masked_sum(rollout_data[name], rollout_data["loss_masks"])
-    return sum_of_sample_mean(rollout_data[name], rollout_data["loss_masks"], rollout_data["rollout_mask_sums"])
+        return masked_sum(rollout_data[name], masks)
+    return sum_of_sample_mean(rollout_data[name], masks, rollout_data["rollout_mask_sums"])

@@ -4,21 +4,27 @@ Tensor names carry their dimensions: T tokens, V vocabulary entries of this rank
 
 Invariants
 - The only full-size tensor made here is the gradient, one buffer in the logits' own dtype. Forward keeps the logits that the
-  model made anyway and three numbers per row; float32 exists for one chunk of rows at a time.
-- A softmax is e^{x − max} / Σ, with Σ of all ranks; per-row numbers are combined in float64, so a vocabulary cut into ranks
-  gives what one rank gives, to float32 rounding.
+  model made anyway and a few numbers per row; float32 exists for one chunk of rows at a time (float64 for float64 logits).
+- A softmax is e^{x − max} / Σ, with Σ of all ranks. Every rank sums around its own maximum while a chunk is in the cache; the
+  sums are moved to the common maximum and combined in float64, so a vocabulary cut into ranks gives what one rank gives, to
+  float32 rounding.
 - Two collectives of a few numbers per token, however large the vocabulary; none in backward.
+- With a keep set the log-probs are those of the softmax over the kept tokens; the entropy stays that of the whole softmax.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-# One thread is fastest when a chunk stays in its cache. Several meet at a barrier per operation and chunk, which costs a time
-# slice each where other processes want the same cores. On an accelerator a chunk is a few kernel launches.
-ONE_THREAD_CHUNK_BYTES = 2 << 20
-THREADED_CHUNK_BYTES = 32 << 20
-ACCELERATOR_CHUNK_BYTES = 128 << 20
+from slime.scheduling.chunk_sizes import ACCELERATOR_CHUNK_BYTES, ONE_THREAD_CHUNK_BYTES
+from slime.training.keep_set import KeepSet, KeptTokens
+from slime.training.row_chunks import for_row_chunks
+
 # Stands for −inf where a logit is multiplied by its probability 0: its exponential is 0 and it overflows under no gradient.
 IMPOSSIBLE = -1e20
 
@@ -29,165 +35,247 @@ def calculate_log_probs_and_entropy(
     tp_group: dist.ProcessGroup | None,
     with_entropy: bool = False,
     chunk_size: int = -1,
-    *,
+    log_prob_keep_mask: torch.Tensor | KeptTokens | None = None,
     with_entropy_grad: bool = True,
+    *,
     temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """log softmax(logits / temperature) at `tokens`, and the entropy of that distribution in nats.
 
     logits: [T, V], any floating dtype, on the r-th of n ranks of `tp_group` the entries r·V … (r+1)·V − 1 of the vocabulary
-    (None: all of it). tokens: [T], integer, ids in the whole vocabulary. Every rank gets the same results, float32 [T]; the
-    entropy is None unless asked for, and a constant unless `with_entropy_grad`. Logits of −inf are impossible tokens.
-    chunk_size: rows per float32 chunk; 0 or less: by device, well under 256 MiB.
+    (None: all of it). tokens: [T], integer, ids in the whole vocabulary. Every rank gets the same results, float32 [T] (float64
+    for float64 logits); the entropy is None unless asked for, and a constant unless `with_entropy_grad`. Logits of −inf are
+    impossible tokens. chunk_size: rows per float32 chunk; 0 or less: by device, well under 256 MiB.
+    log_prob_keep_mask: what top-p sampling kept of each row, either bool [T, V] over this rank's entries, or `KeptTokens` of
+    the whole vocabulary, which takes far less memory. Log-probs are renormalised over the kept tokens and the sampled one.
     Raises ValueError for shapes that do not fit and for a temperature that is not positive.
     """
     if logits.dim() != 2 or tokens.shape != logits.shape[:1]:
         raise ValueError(f"logits [T, V] and tokens [T] expected, got {tuple(logits.shape)} and {tuple(tokens.shape)}")
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
+    keep = None
+    if log_prob_keep_mask is not None:
+        keep = KeepSet(log_prob_keep_mask, tokens, _first_id(logits, tp_group), logits.shape[1])
     return _LogProbsAndEntropy.apply(
-        logits, tokens, tp_group, with_entropy, with_entropy and with_entropy_grad, chunk_size, temperature
+        logits, tokens, tp_group, keep, with_entropy, with_entropy and with_entropy_grad, chunk_size, temperature
     )
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
-    """With p = softmax(x), x = logits / τ: ∂lp/∂x_j = 1[j = token] − p_j and ∂H/∂x_j = −p_j·(log p_j + H)."""
+    """With p = softmax(x), x = logits / τ: ∂lp/∂x_j = 1[j = token] − p_j and ∂H/∂x_j = −p_j·(log p_j + H).
+
+    With a keep set, the p of ∂lp is the softmax over the kept tokens, and 0 elsewhere.
+    """
 
     @staticmethod
-    def forward(ctx, logits_TV, tokens_T, tp_group, with_entropy, entropy_grad, chunk_size, temperature):
+    def forward(ctx, logits_TV, tokens_T, tp_group, keep, with_entropy, entropy_grad, chunk_size, temperature):
         rows = _rows_per_chunk(logits_TV, chunk_size)
-        columns_T, is_here_T = _local_columns(tokens_T, logits_TV.shape[1], tp_group)
-        max_T, target_T = _max_and_target(logits_TV, columns_T, is_here_T, tp_group)
-        max_T, target_T = max_T / temperature, target_T / temperature
-        sum_T, weighted_T = _exponential_sums(logits_TV, max_T, with_entropy, rows, temperature, tp_group)
+        columns_T, is_here_T = _local_columns(logits_TV, tokens_T, tp_group)
+        # In the dtype of the sums that it is compared with: a large logit rounded in two ways would differ from itself.
+        target_dtype = _work_dtype(logits_TV) if keep is None else torch.float64
+        target_T = _target(logits_TV, columns_T, is_here_T, temperature, target_dtype)
+        whole = kept = None
+        if with_entropy or keep is None:
+            whole = _exponential_sums(logits_TV, with_entropy, rows, temperature)
+        if keep is not None:
+            kept = _RowSums(*keep.exponential_sums(logits_TV, temperature))
+        target_T, whole, kept = _over_all_ranks(target_T, whole, kept, tp_group)
 
-        log_sum_T = sum_T.log()
-        log_probs_T = (target_T.double() - max_T.double() - log_sum_T).float()
-        entropy_T = (log_sum_T - weighted_T / sum_T) if with_entropy else None
+        if kept is None:
+            log_sum_T = whole.max + whole.sum.log()
+        else:
+            log_sum_T = torch.logaddexp(kept.max + kept.sum.log(), target_T)
+        # A token outside the whole vocabulary has no rank to bring its logit: wrong aloud, not in silence.
+        log_probs_T = (target_T - log_sum_T).masked_fill(target_T == -torch.inf, -torch.inf)
+        entropy_T = whole.sum.log() - whole.weighted / whole.sum if with_entropy else None
 
-        ctx.save_for_backward(logits_TV, columns_T, is_here_T, max_T, sum_T, entropy_T if entropy_grad else None)
-        ctx.rows, ctx.temperature = rows, temperature
+        max_T, sum_T = (None, None) if whole is None else (whole.max, whole.sum)
+        kept_entropy_T = entropy_T if entropy_grad else None
+        ctx.save_for_backward(logits_TV, columns_T, is_here_T, log_probs_T, log_sum_T, max_T, sum_T, kept_entropy_T)
+        ctx.keep, ctx.rows, ctx.temperature = keep, rows, temperature
         ctx.set_materialize_grads(False)
-        if not with_entropy:
-            return log_probs_T, None
-        entropy_T = entropy_T.float()
-        if not entropy_grad:
-            ctx.mark_non_differentiable(entropy_T)
-        return log_probs_T, entropy_T
+        dtype = _work_dtype(logits_TV)
+        if entropy_T is not None:
+            entropy_T = entropy_T.to(dtype)
+            if not entropy_grad:
+                ctx.mark_non_differentiable(entropy_T)
+        return log_probs_T.to(dtype), entropy_T
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_log_probs_T, grad_entropy_T):
-        logits_TV, columns_T, is_here_T, max_T, sum_T, entropy_T = ctx.saved_tensors
+        logits_TV, columns_T, is_here_T, log_probs_T, log_sum_T, max_T, sum_T, entropy_T = ctx.saved_tensors
+        keep, temperature = ctx.keep, ctx.temperature
         if grad_log_probs_T is None:
-            grad_log_probs_T = torch.zeros_like(max_T)
+            grad_log_probs_T = torch.zeros_like(log_probs_T)
+        grad_lp_T = grad_log_probs_T.double() / temperature
+        own_share_T = 1.0 if keep is None else -torch.expm1(log_probs_T)
+        target_T = (grad_lp_T * own_share_T * is_here_T).to(_work_dtype(logits_TV))
+
+        def add_parts(out_CV: torch.Tensor, start: int, stop: int) -> None:
+            chunk = slice(start, stop)
+            places = torch.arange(stop - start, device=out_CV.device), columns_T[chunk]
+            # Not scatter_add_, which copies a 16-bit tensor as a whole, twice.
+            out_CV[places] += target_T[chunk].to(out_CV.dtype)
+            if keep is not None:
+                keep.add_gradient(out_CV, logits_TV, log_sum_T, -grad_lp_T, temperature, start, stop)
+
         grad_TV = torch.empty_like(logits_TV, memory_format=torch.contiguous_format)
-        grad_lp_T = grad_log_probs_T.double() / ctx.temperature
-        # Σ divides the row factors instead of the row: e^{x − max}·factor/Σ needs no pass over the vocabulary of its own.
-        factor_T = -grad_lp_T / sum_T
         slope_T = None
         if entropy_T is not None and grad_entropy_T is not None:
-            slope_T = -grad_entropy_T.double() / ctx.temperature / sum_T
-            factor_T = factor_T + slope_T * (entropy_T - sum_T.log())
-            slope_T = slope_T.float()
-        factor_T = factor_T.float()
-        target_grad_T = (grad_lp_T * is_here_T).float()
+            slope_T = -grad_entropy_T.double() / temperature / sum_T
+        if keep is not None and slope_T is None:
+            grad_TV.zero_()
+            for start, stop in keep.blocks():
+                add_parts(grad_TV[start:stop], start, stop)
+        else:
+            # Σ divides the row factors instead of the row: e^{x − max}·factor/Σ needs no pass over the vocabulary of its own.
+            factor_T = -grad_lp_T / sum_T if keep is None else torch.zeros_like(grad_lp_T)
+            if slope_T is not None:
+                factor_T = factor_T + slope_T * (entropy_T - sum_T.log())
+            _write_gradient(grad_TV, logits_TV, max_T, factor_T, slope_T, ctx.rows, temperature, add_parts)
+        return grad_TV, None, None, None, None, None, None, None
 
-        scratch_CV = None if grad_TV.dtype == torch.float32 else _float32_chunk(logits_TV, ctx.rows)
-        for start in range(0, logits_TV.shape[0], ctx.rows):
-            chunk = slice(start, start + ctx.rows)
-            out_CV = grad_TV[chunk]
-            work_CV = out_CV if scratch_CV is None else scratch_CV[: len(out_CV)]
-            _write_shifted(work_CV, logits_TV[chunk], max_T[chunk], ctx.temperature)
-            if slope_T is None:
-                work_CV.exp_().mul_(factor_T[chunk, None])
-            else:
-                work_CV.clamp_(min=IMPOSSIBLE)
-                coefficient_CV = work_CV * slope_T[chunk, None]
-                work_CV.exp_().mul_(coefficient_CV.add_(factor_T[chunk, None]))
-            work_CV.scatter_add_(1, columns_T[chunk, None], target_grad_T[chunk, None])
-            if work_CV is not out_CV:
-                out_CV.copy_(work_CV)
-        return grad_TV, None, None, None, None, None, None
+
+class _RowSums(NamedTuple):
+    """Of every row, float64 [T]: a maximum, Σ e^{x − max} and, for the entropy, Σ (x − max)·e^{x − max}."""
+
+    max: torch.Tensor
+    sum: torch.Tensor
+    weighted: torch.Tensor | None = None
+
+    def around(self, new_max_T: torch.Tensor) -> _RowSums:
+        """The same sums with another maximum."""
+        shift_T = self.max - new_max_T
+        scale_T = shift_T.exp()
+        weighted_T = None if self.weighted is None else scale_T * (self.weighted + shift_T * self.sum)
+        return _RowSums(new_max_T, scale_T * self.sum, weighted_T)
+
+
+def _over_all_ranks(
+    target_T: torch.Tensor, whole: _RowSums | None, kept: _RowSums | None, tp_group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, _RowSums | None, _RowSums | None]:
+    """The targets and sums of the whole vocabulary on every rank, in two collectives."""
+    if tp_group is None or dist.get_world_size(tp_group) == 1 or len(target_T) == 0:
+        return target_T, whole, kept
+    parts = [sums for sums in (whole, kept) if sums is not None]
+    maxima = torch.stack([target_T, *(sums.max for sums in parts)])
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=tp_group)
+    parts = [sums.around(new_max_T) for sums, new_max_T in zip(parts, maxima[1:], strict=True)]
+    addends = torch.stack([value_T for sums in parts for value_T in sums[1:] if value_T is not None])
+    dist.all_reduce(addends, group=tp_group)
+    rows = iter(addends)
+    parts = [
+        _RowSums(sums.max, *(next(rows) if value_T is not None else None for value_T in sums[1:])) for sums in parts
+    ]
+    remaining = iter(parts)
+    return maxima[0], *(None if sums is None else next(remaining) for sums in (whole, kept))
 
 
 def _rows_per_chunk(logits_TV: torch.Tensor, chunk_size: int) -> int:
     if chunk_size > 0:
         return chunk_size
-    if logits_TV.device.type != "cpu":
-        chunk_bytes = ACCELERATOR_CHUNK_BYTES
-    else:
-        chunk_bytes = ONE_THREAD_CHUNK_BYTES if torch.get_num_threads() == 1 else THREADED_CHUNK_BYTES
+    chunk_bytes = ONE_THREAD_CHUNK_BYTES if logits_TV.device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
     return max(chunk_bytes // (4 * max(logits_TV.shape[1], 1)), 1)
 
 
+def _work_dtype(logits_TV: torch.Tensor) -> torch.dtype:
+    return torch.float64 if logits_TV.dtype == torch.float64 else torch.float32
+
+
+def _first_id(logits_TV: torch.Tensor, tp_group: dist.ProcessGroup | None) -> int:
+    return 0 if tp_group is None else dist.get_rank(tp_group) * logits_TV.shape[1]
+
+
 def _local_columns(
-    tokens_T: torch.Tensor, local_vocab_size: int, tp_group: dist.ProcessGroup | None
+    logits_TV: torch.Tensor, tokens_T: torch.Tensor, tp_group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's column on this rank, and whether this rank has it (column 0 stands in where it does not)."""
-    first = 0 if tp_group is None else dist.get_rank(tp_group) * local_vocab_size
-    columns_T = tokens_T.long() - first
-    is_here_T = (columns_T >= 0) & (columns_T < local_vocab_size)
+    columns_T = tokens_T.long() - _first_id(logits_TV, tp_group)
+    is_here_T = (columns_T >= 0) & (columns_T < logits_TV.shape[1])
     return columns_T.masked_fill(~is_here_T, 0), is_here_T
 
 
-def _max_and_target(
-    logits_TV: torch.Tensor, columns_T: torch.Tensor, is_here_T: torch.Tensor, tp_group: dist.ProcessGroup | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Largest logit of each row and the logit of its token, over all ranks, float32 [T] each.
-
-    A token outside the whole vocabulary has no rank to bring its logit and gets log-prob −inf: wrong aloud, not in silence.
-    """
-    max_T = logits_TV.amax(dim=1).float()
-    target_T = logits_TV.gather(1, columns_T[:, None])[:, 0].float()
-    target_T = target_T.masked_fill(~is_here_T, -torch.inf)
-    both_2T = torch.stack([max_T, target_T])
-    _all_reduce(both_2T, dist.ReduceOp.MAX, tp_group)
-    return both_2T[0], both_2T[1]
+def _target(
+    logits_TV: torch.Tensor, columns_T: torch.Tensor, is_here_T: torch.Tensor, temperature: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """logit / τ of each row's token as `dtype` has it, −inf where it is not on this rank; float64 [T]."""
+    target_T = logits_TV.gather(1, columns_T[:, None])[:, 0].to(dtype) / temperature
+    return target_T.double().masked_fill(~is_here_T, -torch.inf)
 
 
-def _exponential_sums(
+def _exponential_sums(logits_TV: torch.Tensor, with_entropy: bool, rows: int, temperature: float) -> _RowSums:
+    """Sums over this rank's part of each row around the maximum of that part."""
+    max_T = torch.empty(len(logits_TV), dtype=_work_dtype(logits_TV), device=logits_TV.device)
+    sums_2T = torch.zeros(2, len(logits_TV), dtype=torch.float64, device=logits_TV.device)
+
+    def sum_chunk(start: int, stop: int, work_CV: torch.Tensor, exponentials_CV: torch.Tensor) -> None:
+        chunk = slice(start, stop)
+        max_C, shifted_CV = max_T[chunk], work_CV[: stop - start]
+        scaled_CV = _scaled(shifted_CV, logits_TV[chunk], temperature)
+        # A part without a possible token gets a finite maximum: −inf − (−inf) would be NaN.
+        torch.amax(scaled_CV, dim=1, out=max_C).clamp_(min=IMPOSSIBLE)
+        torch.sub(scaled_CV, max_C[:, None], out=shifted_CV)
+        if not with_entropy:
+            sums_2T[0, chunk] = shifted_CV.exp_().sum(dim=1)
+            return
+        shifted_CV.clamp_(min=IMPOSSIBLE)
+        exponential_CV = torch.exp(shifted_CV, out=exponentials_CV[: stop - start])
+        sums_2T[0, chunk] = exponential_CV.sum(dim=1)
+        sums_2T[1, chunk] = shifted_CV.mul_(exponential_CV).sum(dim=1)
+
+    def scratch() -> list[torch.Tensor]:
+        work_CV = _work_chunk(logits_TV, rows)
+        return [work_CV, torch.empty_like(work_CV) if with_entropy else work_CV]
+
+    for_row_chunks(logits_TV, rows, sum_chunk, scratch)
+    return _RowSums(max_T.double(), sums_2T[0], sums_2T[1] if with_entropy else None)
+
+
+def _write_gradient(
+    grad_TV: torch.Tensor,
     logits_TV: torch.Tensor,
     max_T: torch.Tensor,
-    with_entropy: bool,
+    factor_T: torch.Tensor,
+    slope_T: torch.Tensor | None,
     rows: int,
     temperature: float,
-    tp_group: dist.ProcessGroup | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Σ_j e^{s_j} and Σ_j s_j·e^{s_j} (zeros without entropy) with s = x − max, over all ranks, float64 [T] each."""
-    work_CV = _float32_chunk(logits_TV, rows)
-    exponentials_CV = torch.empty_like(work_CV) if with_entropy else None
-    sums_2T = torch.zeros(2, logits_TV.shape[0], dtype=torch.float64, device=logits_TV.device)
-    for start in range(0, logits_TV.shape[0], rows):
-        chunk = slice(start, start + rows)
-        chunk_logits_CV = logits_TV[chunk]
-        shifted_CV = _write_shifted(work_CV[: len(chunk_logits_CV)], chunk_logits_CV, max_T[chunk], temperature)
-        if with_entropy:
-            shifted_CV.clamp_(min=IMPOSSIBLE)
-            exponential_CV = torch.exp(shifted_CV, out=exponentials_CV[: len(shifted_CV)])
-            sums_2T[0, chunk] = exponential_CV.sum(dim=1)
-            sums_2T[1, chunk] = shifted_CV.mul_(exponential_CV).sum(dim=1)
+    add_parts: Callable[[torch.Tensor, int, int], None],
+) -> None:
+    """grad = e^s·(factor + slope·s) with s = x − max, and what `add_parts(chunk, start, stop)` adds, rounded once."""
+    dtype = _work_dtype(logits_TV)
+    max_T, factor_T = max_T.to(dtype), factor_T.to(dtype)
+    slope_T = None if slope_T is None else slope_T.to(dtype)
+
+    def write_chunk(start: int, stop: int, *scratch_CV: torch.Tensor) -> None:
+        chunk = slice(start, stop)
+        out_CV = grad_TV[chunk]
+        work_CV = scratch_CV[0][: stop - start] if scratch_CV else out_CV
+        torch.sub(_scaled(work_CV, logits_TV[chunk], temperature), max_T[chunk, None], out=work_CV)
+        if slope_T is None:
+            work_CV.exp_().mul_(factor_T[chunk, None])
         else:
-            sums_2T[0, chunk] = shifted_CV.exp_().sum(dim=1)
-    _all_reduce(sums_2T, dist.ReduceOp.SUM, tp_group)
-    return sums_2T[0], sums_2T[1]
+            work_CV.clamp_(min=IMPOSSIBLE)
+            coefficient_CV = work_CV * slope_T[chunk, None]
+            work_CV.exp_().mul_(coefficient_CV.add_(factor_T[chunk, None]))
+        add_parts(work_CV, start, stop)
+        if work_CV is not out_CV:
+            out_CV.copy_(work_CV)
+
+    def scratch() -> list[torch.Tensor]:
+        return [] if grad_TV.dtype == dtype else [_work_chunk(logits_TV, rows)]
+
+    for_row_chunks(logits_TV, rows, write_chunk, scratch)
 
 
-def _float32_chunk(logits_TV: torch.Tensor, rows: int) -> torch.Tensor:
-    return torch.empty(min(rows, logits_TV.shape[0]), logits_TV.shape[1], dtype=torch.float32, device=logits_TV.device)
+def _work_chunk(logits_TV: torch.Tensor, rows: int) -> torch.Tensor:
+    shape = (min(rows, logits_TV.shape[0]), logits_TV.shape[1])
+    return torch.empty(shape, dtype=_work_dtype(logits_TV), device=logits_TV.device)
 
 
-def _write_shifted(
-    out_CV: torch.Tensor, logits_CV: torch.Tensor, max_C: torch.Tensor, temperature: float
-) -> torch.Tensor:
-    """out = logits / τ − max, float32; the logits stay as they are."""
-    if logits_CV.dtype != torch.float32:
-        logits_CV = out_CV.copy_(logits_CV)
-    if temperature != 1.0:
-        logits_CV = torch.div(logits_CV, temperature, out=out_CV)
-    return torch.sub(logits_CV, max_C[:, None], out=out_CV)
-
-
-def _all_reduce(tensor: torch.Tensor, operation: dist.ReduceOp, tp_group: dist.ProcessGroup | None) -> None:
-    if tp_group is not None and tensor.numel() > 0 and dist.get_world_size(tp_group) > 1:
-        dist.all_reduce(tensor, op=operation, group=tp_group)
+def _scaled(work_CV: torch.Tensor, logits_CV: torch.Tensor, temperature: float) -> torch.Tensor:
+    """logits / τ in the work dtype: the logits themselves where that changes nothing, else in `work_CV`."""
+    if logits_CV.dtype != work_CV.dtype:
+        logits_CV = work_CV.copy_(logits_CV)
+    return logits_CV if temperature == 1.0 else torch.div(logits_CV, temperature, out=work_CV)

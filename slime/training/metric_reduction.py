@@ -15,7 +15,8 @@ def step_denominator(
     """What the sums of an optimizer step are divided by: its rollouts, or its trained tokens over all ranks (at least 1).
 
     Args:
-        loss_masks: masks of this rank's samples of the step.
+        loss_masks: masks of this rank's samples of the step; with context parallelism of the tokens that it owns.
+        data_group: data- and context-parallel ranks.
     """
     if not per_token:
         return float(global_batch_size)
@@ -52,7 +53,15 @@ def reduce_metrics(
 
 def all_reduce_sum(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """`values` summed over the ranks of `group`, on the device that the group's backend needs."""
-    if dist.get_backend(group) == "nccl":
-        values = values.cuda()
-    dist.all_reduce(values, group=group)
+    return _all_reduce(values, group, dist.ReduceOp.SUM)
+
+
+def all_reduce_max(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The elementwise maximum of `values` over the ranks of `group`."""
+    return _all_reduce(values, group, dist.ReduceOp.MAX)
+
+
+def _all_reduce(values: torch.Tensor, group: dist.ProcessGroup, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    values = values.cuda() if dist.get_backend(group) == "nccl" else values.cpu()
+    dist.all_reduce(values, operation, group=group)
     return values.cpu()

@@ -1,7 +1,8 @@
-"""Several sets of weights that take turns in one model: the actor and, with a KL loss, the reference.
+"""Several sets of weights that take turns in one model: the actor, the reference, a teacher, older copies of the actor.
 
 `with states("ref"):` puts the reference's weights into the live model; when the block ends, also by an error, the weights
 that were there before are back, bit for bit. The active state has a name, so that nobody pushes or saves the wrong one.
+Only the actor is trained: what any other state puts into the model is as it was stored.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from slime.arguments.model_states import ACTOR, OLD_ACTOR, REFERENCE, ROLLOUT_ACTOR, TEACHER
 from slime.utils.errors import RunError
 
-ACTOR = "actor"
+__all__ = ["ACTOR", "OLD_ACTOR", "REFERENCE", "ROLLOUT_ACTOR", "TEACHER", "ModelStates"]
 
 
 class ModelStates:
@@ -26,8 +28,8 @@ class ModelStates:
     def __init__(self, live_tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
         self._live_tensors = live_tensors
         self._copies: dict[str, dict[str, torch.Tensor]] = {}
-        # What a block has to put back, by state; kept, because pinned memory is slow to allocate.
-        self._put_back: dict[str, dict[str, torch.Tensor]] = {}
+        # The actor while another state is in the model; kept, because pinned memory is slow to allocate.
+        self._put_aside: dict[str, torch.Tensor] | None = None
         self.active = ACTOR
 
     def __contains__(self, name: str) -> bool:
@@ -37,22 +39,28 @@ class ModelStates:
         """Store the live weights under `name`, replacing what was stored there."""
         self._copies[name] = self._snapshot(self._copies.get(name))
 
+    def advance(self, newer: str, older: str) -> None:
+        """`older` becomes what `newer` was, and `newer` the live weights."""
+        self._copies[older], self._copies[newer] = self._copies[newer], self._copies[older]
+        self.capture(newer)
+
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Have the weights `name` in the live model for the length of the block."""
         if name == self.active:
             yield
             return
-        if name not in self._copies:
-            raise RunError(f"no model state {name!r}; known: {', '.join([self.active, *self._copies])}")
+        if name != ACTOR and name not in self._copies:
+            raise RunError(f"no model state {name!r}; known: {', '.join([ACTOR, *self._copies])}")
         previous = self.active
-        before = self._put_back[previous] = self._snapshot(self._put_back.get(previous))
+        if previous == ACTOR:
+            self._put_aside = self._snapshot(self._put_aside)
         try:
-            self._restore(self._copies[name])
+            self._restore(name)
             self.active = name
             yield
         finally:
-            self._restore(before)
+            self._restore(previous)
             self.active = previous
 
     def require_active(self, name: str) -> None:
@@ -70,6 +78,7 @@ class ModelStates:
         return copies
 
     @torch.no_grad()
-    def _restore(self, copies: dict[str, torch.Tensor]) -> None:
-        for name, tensor in self._live_tensors():
-            tensor.copy_(copies[name])
+    def _restore(self, name: str) -> None:
+        copies = self._put_aside if name == ACTOR else self._copies[name]
+        for key, tensor in self._live_tensors():
+            tensor.copy_(copies[key])

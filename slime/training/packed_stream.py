@@ -2,68 +2,205 @@
 
 Logit at stream position t predicts token t + 1, so the log-probs of a response of length R that ends at position e
 (exclusive) stand at rows e − R − 1 … e − 2. The stream is padded by one pseudo-sequence that carries no loss.
+
+With context parallelism a rank holds part of the stream. Zigzag: two chunks of every sequence, each sequence (that of
+padding too) padded to whole chunks. All-gather: one contiguous piece of the whole stream. In both, results per response
+token come out in the zigzag layout, and the token that a row predicts is known to the row, also where it stands elsewhere.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+
+from slime.scheduling.context_parallel import (
+    Segment,
+    chunk_size,
+    contiguous_segments,
+    logits_and_tokens_offsets,
+    zigzag_runs,
+    zigzag_segments,
+)
+from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel, gather_rows, slice_with_cp
 
 
 @dataclass(frozen=True, eq=False)
 class PackedStream:
-    """Token stream of a micro-batch: T positions, padding included.
+    """Token stream of a micro-batch: T positions on this rank, padding included.
 
-    `sequence_lengths` include the pseudo-sequence of padding, if there is one.
+    `cu_seqlens` and `sequence_lengths` speak of the whole stream, over all context-parallel ranks; they include the
+    pseudo-sequence of padding, if there is one, and in the zigzag layout the padding to whole chunks.
     """
 
     tokens: torch.Tensor  # [T] int64
-    position_ids: torch.Tensor  # [T] int64, restarting with every sequence
+    next_tokens: torch.Tensor  # [T] int64: what each row predicts; any token where it predicts nothing
+    position_ids: torch.Tensor  # [T] int64, the place of each row in its sequence
     cu_seqlens: torch.Tensor  # [sequences + 1] int32
     sequence_lengths: tuple[int, ...]
-    response_rows: torch.Tensor  # [sum of response lengths] int64: rows whose logits predict response tokens
-    response_lengths: tuple[int, ...]
-
-    @property
-    def next_tokens(self) -> torch.Tensor:
-        """Target of every row, [T] int64; the last row, which predicts nothing, gets token 0 of the stream."""
-        return torch.roll(self.tokens, -1)
+    # int64, one per response token that this rank owns: the row whose logits predict it. With all-gather context
+    # parallelism a row of the whole stream, else one of this rank's.
+    response_rows: torch.Tensor
+    local_response_lengths: tuple[int, ...]  # response tokens that this rank owns, per sample
+    cp: ContextParallel = NO_CONTEXT_PARALLEL
 
     def responses(self, per_row: torch.Tensor) -> torch.Tensor:
-        """Values of the response tokens, concatenated over samples, from one value per row [T]."""
+        """Values of this rank's response tokens, concatenated over samples, from values per row [T, …].
+
+        With all-gather context parallelism the rows of all ranks are exchanged: every rank has to call it, and to run the
+        backward pass through the result.
+        """
+        if self.cp.all_gather:
+            per_row = gather_rows(per_row, self.cp)
         return per_row.index_select(0, self.response_rows)
 
     def split(self, per_response_token: torch.Tensor) -> list[torch.Tensor]:
         """One tensor per sample from values concatenated over samples."""
-        return list(per_response_token.split(self.response_lengths))
+        return list(per_response_token.split(self.local_response_lengths))
+
+    @cached_property
+    def segments(self) -> list[Segment]:
+        """This rank's rows as pieces of one sequence each, with the keys that each piece sees."""
+        if self.cp.all_gather:
+            return contiguous_segments(self.sequence_lengths, self.cp.rank * len(self.tokens), len(self.tokens))
+        return zigzag_segments(self.sequence_lengths, self.cp.size, self.cp.rank)
+
+    @cached_property
+    def gather_order(self) -> torch.Tensor | None:
+        """Puts the rows of all ranks, laid end to end, into the order of the whole stream; None where they are in it."""
+        if self.cp.all_gather or self.cp.size == 1:
+            return None
+        runs = [torch.arange(start, end) for start, end in zigzag_runs(self.sequence_lengths, self.cp.size)]
+        return torch.cat(runs).to(self.tokens.device)
 
 
 def pack_stream(
-    tokens: Sequence[torch.Tensor], response_lengths: Sequence[int], pad_multiple: int, pad_token: int = 0
+    tokens: Sequence[torch.Tensor],
+    response_lengths: Sequence[int],
+    pad_multiple: int,
+    pad_token: int = 0,
+    cp: ContextParallel = NO_CONTEXT_PARALLEL,
 ) -> PackedStream:
-    """Concatenate `tokens` (one [T_i] int64 tensor per sample) and pad the stream to a multiple of `pad_multiple`."""
+    """Concatenate `tokens` (one [T_i] int64 tensor per sample); each rank's stream is a multiple of `pad_multiple`."""
+    if cp.size == 1:
+        return _whole_stream(tokens, response_lengths, pad_multiple, pad_token, cp)
+    if cp.all_gather:
+        return _contiguous_part(tokens, response_lengths, pad_multiple, pad_token, cp)
+    return _zigzag_part(tokens, response_lengths, pad_multiple, pad_token, cp)
+
+
+def _whole_stream(
+    tokens: Sequence[torch.Tensor],
+    response_lengths: Sequence[int],
+    pad_multiple: int,
+    pad_token: int,
+    cp: ContextParallel,
+) -> PackedStream:
     device = tokens[0].device
     lengths = [len(sample) for sample in tokens]
-    total = sum(lengths)
-    padding = -total % pad_multiple
+    padding = -sum(lengths) % pad_multiple
     if padding:
         tokens = [*tokens, torch.full((padding,), pad_token, dtype=torch.int64, device=device)]
-        lengths.append(padding)
-    length_tensor = torch.tensor(lengths, dtype=torch.int64)
-    ends = torch.cumsum(length_tensor, 0)
-    starts = ends - length_tensor
-    positions = torch.arange(total + padding) - torch.repeat_interleave(starts, length_tensor)
-    rows = [
-        torch.arange(end - response - 1, end - 1)
-        for end, response in zip(ends.tolist(), response_lengths, strict=False)
-    ]
+    stream = torch.cat(list(tokens))
+    padded_lengths = [*lengths, padding] if padding else lengths
+    starts = [(start, start) for start in _starts(lengths)]
+    rows, counts = _response_rows(starts, lengths, response_lengths, cp)
     return PackedStream(
-        tokens=torch.cat(list(tokens)),
-        position_ids=positions.to(device),
-        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(device, torch.int32),
-        sequence_lengths=tuple(lengths),
-        response_rows=torch.cat(rows).to(device) if rows else torch.empty(0, dtype=torch.int64, device=device),
-        response_lengths=tuple(int(length) for length in response_lengths),
+        tokens=stream,
+        next_tokens=torch.roll(stream, -1),
+        position_ids=torch.cat([torch.arange(length) for length in padded_lengths]).to(device),
+        cu_seqlens=_boundaries(padded_lengths, device),
+        sequence_lengths=tuple(padded_lengths),
+        response_rows=rows.to(device),
+        local_response_lengths=counts,
+        cp=cp,
     )
+
+
+def _contiguous_part(
+    tokens: Sequence[torch.Tensor],
+    response_lengths: Sequence[int],
+    pad_multiple: int,
+    pad_token: int,
+    cp: ContextParallel,
+) -> PackedStream:
+    whole = _whole_stream(tokens, response_lengths, pad_multiple * cp.size, pad_token, cp)
+    rows = len(whole.tokens) // cp.size
+    mine = slice(cp.rank * rows, (cp.rank + 1) * rows)
+    return dataclasses.replace(
+        whole,
+        tokens=whole.tokens[mine],
+        next_tokens=whole.next_tokens[mine],
+        position_ids=whole.position_ids[mine],
+    )
+
+
+def _zigzag_part(
+    tokens: Sequence[torch.Tensor],
+    response_lengths: Sequence[int],
+    pad_multiple: int,
+    pad_token: int,
+    cp: ContextParallel,
+) -> PackedStream:
+    device = tokens[0].device
+    lengths = [len(sample) for sample in tokens]
+    padded_lengths = [2 * cp.size * chunk_size(length, cp.size) for length in lengths]
+    # The pseudo-sequence has two chunks as well.
+    padding = -(sum(padded_lengths) // cp.size) % math.lcm(pad_multiple, 2)
+    if padding:
+        padded_lengths.append(padding * cp.size)
+        tokens = [*tokens, torch.full((padding * cp.size,), pad_token, dtype=torch.int64, device=device)]
+    following = [torch.cat([sample[1:], sample.new_full((1,), pad_token)]) for sample in tokens]
+    positions = [slice_with_cp(torch.arange(length), 0, cp) for length in padded_lengths]
+    starts = [
+        _zigzag_starts(start, length, cp) for start, length in zip(_starts(padded_lengths), lengths, strict=False)
+    ]
+    rows, counts = _response_rows(starts, lengths, response_lengths, cp)
+    return PackedStream(
+        tokens=torch.cat([slice_with_cp(sample, pad_token, cp) for sample in tokens]),
+        next_tokens=torch.cat([slice_with_cp(sample, pad_token, cp) for sample in following]),
+        position_ids=torch.cat(positions).to(device),
+        cu_seqlens=_boundaries(padded_lengths, device),
+        sequence_lengths=tuple(padded_lengths),
+        response_rows=rows.to(device),
+        local_response_lengths=counts,
+        cp=cp,
+    )
+
+
+def _response_rows(
+    starts: Sequence[tuple[int, int]], lengths: Sequence[int], response_lengths: Sequence[int], cp: ContextParallel
+) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Rows that predict the response tokens of this rank, and their number per sample.
+
+    Args:
+        starts: per sample and chunk, the row at which position 0 of the sequence would stand if all of it lay in one piece.
+    """
+    rows, counts = [torch.empty(0, dtype=torch.int64)], []
+    for sample_starts, length, response in zip(starts, lengths, response_lengths, strict=True):
+        _, _, logits, _ = logits_and_tokens_offsets(length, int(response), cp.size, cp.rank)
+        rows += [
+            torch.arange(start + begin, start + end) for start, (begin, end) in zip(sample_starts, logits, strict=True)
+        ]
+        counts.append(sum(end - begin for begin, end in logits))
+    return torch.cat(rows), tuple(counts)
+
+
+def _zigzag_starts(start: int, length: int, cp: ContextParallel) -> tuple[int, int]:
+    """`start`: where the padded sequence begins in the whole stream; a rank holds an equal part of all that is before."""
+    size = chunk_size(length, cp.size)
+    first = start // cp.size
+    return first - cp.rank * size, first + size - (2 * cp.size - 1 - cp.rank) * size
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    return [0, *itertools.accumulate(lengths)][:-1]
+
+
+def _boundaries(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)

@@ -8,6 +8,7 @@ split.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +17,15 @@ import numpy as np
 from slime.algorithms.reduction import rollout_mask_sums
 from slime.scheduling.dp_schedule import DPSchedule
 from slime.utils.errors import UserError
+from slime.utils.misc import Box
 from slime.utils.packed_sample import PackedSample, pack_sample
 from slime.utils.ragged import RaggedArray
 from slime.utils.types import Sample
 
 if TYPE_CHECKING:
     import torch
+
+    from slime.training.context_parallel import ContextParallel
 
 TrainBatch = dict[str, Any]
 
@@ -30,7 +34,16 @@ GLOBAL_COLUMNS = ("total_lengths", "raw_reward")
 SCHEDULE = ("partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes")
 # Everything else in a rank's data has one entry per sample, columns of plug-ins included.
 NOT_PER_SAMPLE = (*SCHEDULE, "raw_reward")
-_TOKEN_DTYPES = {"tokens": np.int64, "loss_masks": np.int32, "rollout_log_probs": np.float32}
+# Columns with one value per response token: with context parallelism a rank has those of the tokens that it owns. `tokens`
+# and `loss_masks` are whole on every rank.
+PER_RESPONSE_TOKEN = (
+    "log_probs", "ref_log_probs", "teacher_log_probs", "rollout_log_probs", "entropy", "values", "kl", "advantages",
+    "returns", "opd_reverse_kl",
+)  # fmt: skip
+_TOKEN_DTYPES = {
+    "tokens": np.int64, "loss_masks": np.int32, "rollout_log_probs": np.float32, "teacher_log_probs": np.float32,
+    "rollout_top_p_token_ids": np.int32, "rollout_top_p_token_offsets": np.int32,
+}  # fmt: skip
 _REQUIRED = ("tokens", "response_lengths", "rewards", "raw_reward", "truncated", "sample_indices", "loss_masks")
 
 
@@ -59,9 +72,16 @@ def build_train_batch(samples: Sequence[Sample], raw_rewards: Sequence[float], r
         "sample_indices": np.array([-1 if s.index is None else s.index for s in samples], dtype=np.int64),
         "rollout_ids": execution_ids([s.rollout_id for s in samples]),
     }
-    log_probs = _optional_rows(samples, [p.rollout_log_probs for p in packed], "rollout_log_probs")
-    if log_probs is not None:
-        batch["rollout_log_probs"] = log_probs
+    optional = {
+        "rollout_log_probs": [p.rollout_log_probs for p in packed],
+        "teacher_log_probs": [p.teacher_log_probs for p in packed],
+        "rollout_top_p_token_ids": [_as_int32(s.rollout_top_p_token_ids) for s in samples],
+        "rollout_top_p_token_offsets": [_kept_offsets(s, p) for s, p in zip(samples, packed, strict=True)],
+    }
+    for name, rows in optional.items():
+        column = _optional_rows(samples, rows, name)
+        if column is not None:
+            batch[name] = column
     if any(s.train_metadata is not None for s in samples):
         batch["metadata"] = [s.train_metadata or {} for s in samples]
     return _complete(batch)
@@ -111,7 +131,7 @@ def split_for_data_parallel(batch: TrainBatch, schedule: DPSchedule) -> list[Tra
     return [_shard(batch, schedule, rank) for rank in range(len(schedule.partitions))]
 
 
-def to_tensors(shard: TrainBatch, device: torch.device) -> dict[str, Any]:
+def to_tensors(shard: TrainBatch, device: torch.device | str) -> dict[str, Any]:
     """A shard as the trainer and its plug-ins see it: per-token columns as lists with one tensor per sample.
 
     `total_lengths` is cut to the shard's samples; `raw_reward` stays whole and `local_raw_reward` is added.
@@ -133,6 +153,46 @@ def to_tensors(shard: TrainBatch, device: torch.device) -> dict[str, Any]:
     return data
 
 
+def process_rollout_data(
+    args: argparse.Namespace, refs: Sequence[Box], dp_rank: int, dp_size: int, device: torch.device | str = "cpu"
+) -> dict[str, Any]:
+    """This data-parallel rank's shard as `to_tensors` gives it; per-token columns are still whole responses.
+
+    Args:
+        refs: boxed references to the shards of all data-parallel ranks.
+
+    Raises:
+        ValueError: the number of shards is not `dp_size`.
+    """
+    import ray
+
+    if len(refs) != dp_size:
+        raise ValueError(f"the rollout is cut into {len(refs)} shards, and there are {dp_size} data-parallel ranks")
+    return to_tensors(ray.get(refs[dp_rank].inner, timeout=args.http_control_timeout), device)
+
+
+def keep_own_tokens(data: dict[str, Any], cp: ContextParallel) -> None:
+    """Cut the per-token columns that come whole from the rollout to the tokens that this context-parallel rank owns."""
+    from slime.training.context_parallel import slice_responses
+
+    for name in PER_RESPONSE_TOKEN:
+        if name in data:
+            data[name] = slice_responses(data[name], data["total_lengths"], data["response_lengths"], cp)
+
+
+def with_full_responses(data: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
+    """`data` with its per-token columns whole again. Collective over the context-parallel group, whose ranks hold the same
+    columns."""
+    from slime.training.context_parallel import gather_responses
+
+    full = {
+        name: gather_responses(data[name], data["total_lengths"], data["response_lengths"], cp)
+        for name in PER_RESPONSE_TOKEN
+        if name in data
+    }
+    return {**data, **full}
+
+
 def _complete(batch: TrainBatch) -> TrainBatch:
     batch["total_lengths"] = np.array([len(row) for row in batch["tokens"]], dtype=np.int64)
     if "rollout_mask_sums" not in batch:
@@ -145,8 +205,18 @@ def _pack(sample: Sample) -> PackedSample:
     """The sample's arrays; one that failed before it had any token gets two tokens without loss, to keep its place."""
     if sample.remove_sample and not sample.tokens:
         nothing = np.zeros(1, np.int32)
-        return PackedSample(np.zeros(2, np.int64), nothing, np.zeros(1, np.float32), None)
+        return PackedSample(np.zeros(2, np.int64), nothing, np.zeros(1, np.float32), np.zeros(1, np.float32))
     return pack_sample(sample)
+
+
+def _kept_offsets(sample: Sample, packed: PackedSample) -> np.ndarray | None:
+    if sample.response_length == 0:
+        return np.zeros(packed.response_length + 1, np.int32)
+    return _as_int32(sample.rollout_top_p_token_offsets)
+
+
+def _as_int32(values: Any) -> np.ndarray | None:
+    return None if values is None else np.asarray(values, np.int32)
 
 
 def _require_prompts(samples: Sequence[Sample], packed: Sequence[PackedSample]) -> None:
@@ -167,7 +237,7 @@ def _optional_rows(samples: Sequence[Sample], rows: list[Any], field: str) -> li
     if missing:
         raise UserError(
             f"{len(missing)} of {len(samples)} samples have no `{field}` (sample indices {missing[:5]}); "
-            "a custom generate function must set it for all samples of a step or for none"
+            "the function that sets it, of generation or of rewards, must do so for all samples of a step or for none"
         )
     return [np.empty(0, np.float32) if row is None else row for row in rows]
 

@@ -85,7 +85,7 @@ class ProcessGroupWeightUpdater:
         self._engines = list(engines)
         if not self._is_source_rank:
             return
-        from slime.utils.distributed_utils import create_store, init_process_group
+        from slime.utils.process_groups import create_store, init_process_group
 
         timeout = timedelta(seconds=self._timeout)
         host, backend = service_host(), get_accelerator().process_group_backend

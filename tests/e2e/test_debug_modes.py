@@ -13,7 +13,11 @@ LAYOUTS = {
     "one rank": ["--actor-num-gpus-per-node", "1"],
     "two data-parallel ranks": ["--actor-num-gpus-per-node", "2"],
     "two tensor-parallel ranks": ["--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2"],
+    "two pipeline stages": ["--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2"],
+    "two context-parallel ranks": ["--actor-num-gpus-per-node", "2", "--context-parallel-size", "2"],
 }
+# What is added up over ranks before and beside the loss.
+OBJECTIVE = ["--normalize-advantages", "--use-tis", "--get-mismatch-metrics"]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +41,7 @@ def trained(task, rollouts, tmp_path_factory):
     for name, layout in LAYOUTS.items():
         directory = tmp_path_factory.mktemp(name.replace(" ", "_"))
         flags = [
-            "--hf-checkpoint", task.model, *task.train_flags, *layout, "--num-rollout", len(ROLLOUTS),
+            "--hf-checkpoint", task.model, *task.train_flags, *layout, *OBJECTIVE, "--num-rollout", len(ROLLOUTS),
             "--rollout-batch-size", ROLLOUT_BATCH_SIZE, "--n-samples-per-prompt", SAMPLES_PER_PROMPT,
             "--load-debug-rollout-data", rollouts[1] / "{rollout_id}.pt",
             "--save-debug-train-data", directory / "train_{rollout_id}.pt",
@@ -65,12 +69,25 @@ def test_training_alone_starts_no_engine(trained):
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one rank"])
-@pytest.mark.parametrize("tag", ["train/loss", "train/kl_loss", "train/entropy_loss", "train/grad_norm"])
+@pytest.mark.parametrize(
+    "tag",
+    ["train/loss", "train/kl_loss", "train/entropy_loss", "train/grad_norm", "train/tis", "train/mismatch_k3",
+     "rollout/advantages"],
+)  # fmt: skip
 def test_every_layout_learns_the_same(trained, layout, tag):
     one, other = trained["one rank"].scalars(tag), trained[layout].scalars(tag)
-    # The first KL is zero in all of them.
-    assert other == pytest.approx(one, rel=1e-5, abs=1e-7)
+    # The first KL is zero in all of them. Whitened advantages cancel: the loss is small beside its terms, which are about 1.
+    assert other == pytest.approx(one, rel=1e-5, abs=2e-6 if tag == "train/loss" else 1e-7)
     assert one[1] != 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_worst_tokens_are_told_once_per_rollout(trained, layout):
+    process = trained[layout]
+    assert process.scalars("train/whiten_empty") == dict.fromkeys(ROLLOUTS, 0.0)
+    told = [line.split("tokens with")[0] for line in process.output().splitlines() if "the largest mismatch" in line]
+    assert ["rollout 0" in told[0], "rollout 1" in told[1]] == [True, True] and len(told) == 2
+    assert process.output().count("response token") == 20
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -78,7 +95,9 @@ def test_the_train_dump_loads_without_pickled_code(trained, rollouts, layout):
     dump = torch.load(trained[layout].directory / "train_1.pt", weights_only=True)
     generated = torch.load(rollouts[1] / "1.pt", weights_only=True)["samples"]
     assert [sample["sample_indices"] for sample in dump["samples"]] == [sample["index"] for sample in generated]
-    for sample, origin in zip(dump["samples"], generated, strict=True):
+    one_rank = torch.load(trained["one rank"].directory / "train_1.pt", weights_only=True)["samples"]
+    for sample, origin, sample_of_one_rank in zip(dump["samples"], generated, one_rank, strict=True):
         assert torch.equal(sample["tokens"].cpu(), origin["tokens"])
         assert len(sample["ref_log_probs"]) == len(sample["advantages"]) == origin["response_length"]
+        torch.testing.assert_close(sample["ref_log_probs"], sample_of_one_rank["ref_log_probs"], rtol=0, atol=1e-5)
     assert len(dump["dp_shards"]) == (2 if layout == "two data-parallel ranks" else 1)

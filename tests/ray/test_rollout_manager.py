@@ -161,3 +161,26 @@ def test_engines_always_have_a_key_but_a_given_router_is_tried_with_its_own(tmp_
     engine_key = manager._engine_group.key
     assert engine_key == args.router_api_key and (engine_key == given_key or len(engine_key) >= 32)
     assert asked == [given_key if given_ip else engine_key]
+
+
+def answer(index, tokens):
+    return Sample(index=index, group_index=index, tokens=[1] * tokens, response_length=1, reward=1.0)
+
+
+@pytest.mark.parametrize(
+    "overrides, shards", [("lr: 0.1", 1), ("max_tokens_per_gpu: 8", 1), ("tensor_model_parallel_size: 1", 2)]
+)
+def test_a_critic_takes_the_shards_of_the_actor_or_those_of_its_own_layout(tmp_path, monkeypatch, overrides, shards):
+    path = tmp_path / "roles.yaml"
+    path.write_text(f"megatron: [{{role: critic, overrides: {{{overrides}}}}}]\n")
+    words = ["--advantage-estimator", "ppo", "--megatron-config-path", str(path), "--actor-num-gpus-per-node", "2"]
+    words += ["--tensor-model-parallel-size", "2", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "16"]
+    monkeypatch.setattr("ray.put", lambda value: value)
+    samples = [answer(i, 6) for i in range(8)]
+    actor, critic, _ = RolloutManager(parse(tmp_path, *words))._build_shards(samples)
+    assert (len(actor), len(critic)) == (1, shards)
+    assert (actor is critic) == (overrides == "lr: 0.1")
+    assert actor[0].inner["num_microbatches"] == [4]
+    assert sorted(i for box in critic for i in box.inner["sample_indices"].tolist()) == list(range(8))
+    if "tokens" in overrides:
+        assert critic[0].inner["num_microbatches"] == [8]

@@ -1,6 +1,11 @@
+import argparse
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 
+from slime.arguments.groups import algorithm
 from slime.rollout.train_data import convert_samples_to_train_batch, post_process_rewards
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
@@ -14,6 +19,116 @@ def make(rewards, groups, **fields):
         sample.status = Sample.Status.COMPLETED
         samples.append(sample)
     return samples
+
+
+def objective(**changes):
+    values = {
+        "custom_reward_post_process_path": None, "custom_convert_samples_to_train_data_path": None, "reward_key": None,
+        "advantage_estimator": "grpo", "loss_type": "policy_loss",
+        "rewards_normalization": True, "grpo_std_normalization": True, "n_samples_per_prompt": 2, **changes,
+    }  # fmt: skip
+    return SimpleNamespace(**values)
+
+
+# Two groups whose rewards are centred to ±.5 and ±.1; divided by their deviation, all are ±1/√2.
+RAW = [1.0, 0.0, 0.4, 0.2]
+CENTRED = [0.5, -0.5, 0.1, -0.1]
+SCALED = [0.5**0.5, -(0.5**0.5), 0.5**0.5, -(0.5**0.5)]
+
+
+# With and without division by the standard deviation of the group.
+REWARDS_OF_ESTIMATORS = {
+    "grpo": (SCALED, CENTRED),
+    "gspo": (SCALED, CENTRED),
+    "cispo": (SCALED, CENTRED),
+    "reinforce_plus_plus_baseline": (CENTRED, CENTRED),
+    "reinforce_plus_plus": (RAW, RAW),
+    "ppo": (RAW, RAW),
+}
+
+
+@pytest.mark.parametrize("estimator", REWARDS_OF_ESTIMATORS)
+def test_l1_each_estimator_has_its_own_normalisation(estimator):
+    with_std, without_std = REWARDS_OF_ESTIMATORS[estimator]
+    samples = make(RAW, [0, 0, 1, 1])
+    for switches, expected in (
+        ({}, with_std),
+        ({"grpo_std_normalization": False}, without_std),
+        ({"rewards_normalization": False}, RAW),
+        ({"rewards_normalization": False, "grpo_std_normalization": False}, RAW),
+        ({"loss_type": "sft_loss"}, RAW),
+    ):
+        raw, rewards = post_process_rewards(objective(advantage_estimator=estimator, **switches), samples)
+        assert list(rewards) == pytest.approx(expected, abs=1e-5), (estimator, switches)
+        assert raw == RAW
+
+
+def test_l1_every_estimator_that_can_be_chosen_is_in_that_table():
+    parser = argparse.ArgumentParser()
+    algorithm.add_arguments(parser.add_argument_group())
+    choices = next(action.choices for action in parser._actions if action.dest == "advantage_estimator")
+    assert set(choices) == set(REWARDS_OF_ESTIMATORS)
+
+
+def test_l1_groups_of_an_interleaved_uneven_step_with_a_fan_out():
+    samples = make([1, 3, 1, 0, 5, 0], [0, 1, 0, 0, 1, 0])
+    for position, execution in ((0, 10), (2, 10), (3, 11), (5, 12)):
+        samples[position].rollout_id = execution
+    rewards = post_process_rewards(objective(n_samples_per_prompt=3), samples)[1]
+    expected = [1.154698538, -0.707106281, 1.154698538, -0.577349269, 0.707106281, -0.577349269]
+    assert rewards.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_l2_groups_of_one_have_no_advantage_and_no_nan():
+    rewards = post_process_rewards(objective(n_samples_per_prompt=1), make([0.7, -2.0], [0, 1]))[1]
+    assert rewards.tolist() == [0.0, 0.0]
+
+
+def test_l3_siblings_of_a_fan_out_get_the_full_reward_in_the_batch():
+    samples = make([1, 1, 0, 0], [0] * 4)
+    for sample, execution in zip(samples, [10, 10, 11, 12], strict=True):
+        sample.rollout_id = execution
+    batch = convert_samples_to_train_batch(objective(), samples)
+    assert batch["rewards"].tolist() == pytest.approx([1.154698538, 1.154698538, -0.577349269, -0.577349269], abs=1e-6)
+    assert batch["rollout_mask_sums"].tolist() == [4, 4, 2, 2], "the loss averages the siblings"
+
+
+def test_removed_and_masked_samples_take_part_in_the_statistics_of_their_group():
+    samples = make([1, 0, None, 1], [0] * 4)
+    samples[0].remove_sample = True
+    samples[1].loss_mask = [0, 0]
+    samples[2].remove_sample = True
+    batch = convert_samples_to_train_batch(objective(grpo_std_normalization=False), samples)
+    assert batch["rewards"].tolist() == [0.5, -0.5, -0.5, 0.5]
+    assert [int(mask.sum()) for mask in batch["loss_masks"]] == [0, 0, 0, 2]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "ppo"])
+@pytest.mark.parametrize("reward", [1, True, np.float32(1), np.int64(1), np.array(1.0), torch.tensor(1)])
+def test_w4_numbers_of_any_kind_are_rewards(estimator, reward):
+    args = objective(advantage_estimator=estimator, grpo_std_normalization=False)
+    batch = convert_samples_to_train_batch(args, make([reward, 0], [0, 0]))
+    assert batch["raw_reward"].tolist() == [1, 0]
+    assert batch["rewards"].tolist() == ([0.5, -0.5] if estimator == "grpo" else [1, 0])
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "ppo"])
+@pytest.mark.parametrize("reward", [float("nan"), np.float32("inf"), None, "1", [1.0], {"score": 1}])
+def test_w5_a_reward_that_is_no_finite_number_names_the_sample_for_all_estimators(estimator, reward):
+    with pytest.raises(UserError, match="the reward of sample 1 is"):
+        post_process_rewards(objective(advantage_estimator=estimator), make([1, reward], [0, 0]))
+
+
+def test_w5_so_does_the_entry_of_a_dictionary_and_a_raw_reward():
+    samples = make([{"score": 1, "note": "x"}, {"score": float("nan")}], [0, 0])
+    with pytest.raises(UserError, match="the reward of sample 1 is nan"):
+        post_process_rewards(objective(reward_key="score"), samples)
+    with pytest.raises(UserError, match="--reward-key acc: the reward of sample 0"):
+        post_process_rewards(objective(reward_key="acc"), samples)
+    samples = make([1, 0], [0, 0])
+    samples[1].metadata["raw_reward"] = float("nan")
+    with pytest.raises(UserError, match=r'metadata\["raw_reward"\] of sample 1 is nan'):
+        post_process_rewards(objective(), samples)
 
 
 def test_rewards_are_normalised_within_prompt_groups(tmp_path):
@@ -57,6 +172,18 @@ def wrong(args, samples):
     return [1.0]
 
 
+def arrays(args, samples):
+    return torch.tensor([sample.reward["text"] == "yes" for sample in samples]), np.arange(len(samples))
+
+
+def infinite(args, samples):
+    return [1.0, 1.0], np.array([0.0, float("inf")])
+
+
+def words(args, samples):
+    return ["1", "0"], [1.0, 0.0]
+
+
 def columns(args, samples):
     return {
         "tokens": [s.tokens for s in samples], "response_lengths": [2] * len(samples), "rewards": [3.0] * len(samples),
@@ -70,6 +197,23 @@ def test_custom_post_processing(tmp_path):
     assert post_process_rewards(args, make([1, 0], [0, 0])) == ([1, 1], [0.5, 0.5])
     args = parse(tmp_path, "--custom-reward-post-process-path", f"{__file__}:wrong")
     with pytest.raises(UserError, match="must return .raw_rewards, rewards., each with 2 numbers; got list"):
+        post_process_rewards(args, make([1, 0], [0, 0]))
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "ppo"])
+def test_custom_post_processing_takes_any_reward_and_may_return_arrays(estimator):
+    args = objective(advantage_estimator=estimator, custom_reward_post_process_path=f"{__file__}:arrays")
+    samples = make([{"text": "yes"}, {"text": "no"}], [0, 0])
+    assert post_process_rewards(args, samples) == ([1, 0], [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [("infinite", "returned inf in `rewards` for sample 1"), ("words", "returned '1' in `raw_rewards` for sample 0")],
+)
+def test_w5_what_custom_post_processing_returns_is_checked(function, message):
+    args = objective(custom_reward_post_process_path=f"{__file__}:{function}")
+    with pytest.raises(UserError, match=message):
         post_process_rewards(args, make([1, 0], [0, 0]))
 
 

@@ -111,6 +111,7 @@ class FakeGenerateServer:
             {
                 "text": self.text_of(ids),
                 "meta_info": {
+                    **self._scores(payload),
                     "output_token_logprobs": [[-0.5, token, None] for token in ids],
                     "finish_reason": {"type": reason},
                     "weight_version": "1",
@@ -120,6 +121,18 @@ class FakeGenerateServer:
                 },
             }
         )
+
+    def _scores(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """Log-probs of the prompt, −0.1 times its position, for a request that asks where they start."""
+        if payload.get("logprob_start_len") is None:
+            return {}
+        with_text = payload.get("return_text_in_logprobs")
+        return {
+            "input_token_logprobs": [
+                [-0.1 * place if place else None, token, self.text_of([token]) if with_text else None]
+                for place, token in enumerate(payload["input_ids"])
+            ]
+        }
 
     async def _wait_for_end(self) -> bool:
         """True when the request was aborted, False when it was released."""

@@ -28,6 +28,10 @@ GLOBAL_BATCH_SIZE = 8
 def objective_args(**overrides: Any) -> SimpleNamespace:
     """Arguments of the objective and the schedule."""
     values = {
+        "advantage_estimator": "grpo", "kl_coef": 0.0, "gamma": 1.0, "lambd": 1.0, "discount_masked_tokens": False,
+        "normalize_advantages": False, "use_opd": False, "opd_kl_coef": 1.0, "value_clip": 0.2, "use_tis": False,
+        "tis_clip": 2.0, "tis_clip_low": 0.0, "custom_tis_function_path": None, "use_opsm": False, "opsm_delta": 1e-4,
+        "get_mismatch_metrics": False,
         "loss_type": "policy_loss", "eps_clip": 0.2, "eps_clip_high": 0.28, "eps_clip_c": None, "entropy_coef": 0.01,
         "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "use_unbiased_kl": False,
         "calculate_per_token_loss": False, "use_rollout_logprobs": False, "rollout_temperature": 0.7,

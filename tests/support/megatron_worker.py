@@ -83,7 +83,7 @@ def sharded_state(chunks: list[Any], optimizer: Any, *, is_loading: bool) -> dic
     """Model and optimizer as `dist_checkpointing` saves and loads them, for any later layout."""
     from megatron.core import parallel_state
 
-    from slime.backends.megatron_utils.model_provider import unwrap_model
+    from slime.backends.megatron_utils.parameter_names import unwrap_model
 
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",

@@ -1,7 +1,8 @@
 """Plug-ins of the end-to-end runs: they wrap the defaults, and some of them stop or fail on purpose.
 
 A test steers them by the environment of the run: `E2E_HOLD_ROLLOUT`, the rollout that never finishes, and
-`E2E_KEY_FILE`, where the run's API key is to be written.
+`E2E_KEY_FILE`, where the run's API key is to be written. `E2E_NOTES` is a directory in which training ranks note what they
+were called with.
 """
 
 from __future__ import annotations
@@ -41,3 +42,27 @@ def failing_reward(args: Any, sample: Sample) -> float:
     if sample.index == 5:
         raise KeyError(f"no entry for {sample.label}")
     return 0.0
+
+
+def noted_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
+    """The advantages of GRPO; notes which rank computed them, and that log-probs were there."""
+    import torch
+
+    lengths = [len(log_probs) for log_probs in rollout_data["log_probs"]]
+    rollout_data["advantages"] = [
+        torch.full((length,), float(reward)) for reward, length in zip(rollout_data["rewards"], lengths, strict=True)
+    ]
+    rollout_data["returns"] = rollout_data["advantages"]
+    _note("advantages")
+
+
+def noted_postprocess(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    """Changes nothing; notes which rank was called, and whether it had advantages."""
+    _note("postprocess with advantages" if "advantages" in rollout_data else "postprocess")
+
+
+def _note(text: str) -> None:
+    import torch.distributed as dist
+
+    with (Path(os.environ["E2E_NOTES"]) / f"rank{dist.get_rank()}").open("a") as file:
+        file.write(f"{text}\n")

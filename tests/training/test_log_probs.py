@@ -21,7 +21,7 @@ def random_case(token_count=23, vocab_size=VOCAB_SIZE, scale=3.0, dtype=torch.fl
 
 def reference(logits, tokens, weights, temperature=1.0, entropy_grad=True):
     """Log-probs, entropy and gradient of their weighted sum in float64 by torch's own operators."""
-    logits = logits.double().requires_grad_()
+    logits = logits.detach().double().clone().requires_grad_()
     all_log_probs = torch.log_softmax(logits / temperature, dim=-1)
     log_probs = all_log_probs.gather(1, tokens[:, None])[:, 0]
     probabilities = all_log_probs.exp()
@@ -154,6 +154,24 @@ def test_large_logits_do_not_overflow():
     assert log_probs.item() == pytest.approx(math.log(probability), abs=1e-6)
     expected_entropy = -probability * math.log(probability) - (1 - probability) * math.log(1 - probability)
     assert entropy.item() == pytest.approx(expected_entropy, abs=1e-6)
+
+
+def test_a_large_logit_is_rounded_alike_as_target_and_as_maximum():
+    """30001 / 0.7 has no float32 value; the most likely token still has log-prob log(1 / (1 + e^{−1/0.7}))."""
+    logits = torch.tensor([[30001.0, 30000.0]])
+    log_probs, _ = calculate_log_probs_and_entropy(logits, torch.tensor([0]), None, temperature=0.7)
+    # The difference of the two logits is exact to the spacing of float32 at 43000.
+    assert log_probs.item() == pytest.approx(-math.log1p(math.exp(-1 / 0.7)), abs=2**-8)
+    alone, _ = calculate_log_probs_and_entropy(logits[:, :1], torch.tensor([0]), None, temperature=0.7)
+    assert alone.item() == 0.0
+
+
+def test_float64_logits_are_computed_in_float64():
+    logits, tokens, weights = random_case(dtype=torch.float64)
+    actual, expected = fused(logits, tokens, weights, temperature=0.7), reference(logits, tokens, weights, 0.7)
+    for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
+        assert actual_tensor.dtype == torch.float64
+        torch.testing.assert_close(actual_tensor, expected_tensor, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB_SIZE])

@@ -1,5 +1,8 @@
+import pytest
 import torch
 
+from slime.scheduling.context_parallel import response_ranges
+from slime.training.context_parallel import ContextParallel
 from slime.training.packed_stream import pack_stream
 
 
@@ -27,3 +30,67 @@ def test_empty_response_has_no_rows():
     stream = pack_stream([torch.tensor([1, 2]), torch.tensor([3, 4])], [0, 1], pad_multiple=2)
     assert stream.responses(stream.next_tokens).tolist() == [4]
     assert [len(part) for part in stream.split(torch.tensor([7]))] == [0, 1]
+
+
+SAMPLES = [(10, 4), (1, 0), (16, 15), (7, 1), (3, 0), (9, 5)]
+
+
+def streams(cp_size, pad_multiple, all_gather=False):
+    """Tokens are unique and positive: 100 · sample + position + 1."""
+    tokens = [100 * i + 1 + torch.arange(total) for i, (total, _) in enumerate(SAMPLES)]
+    responses = [response for _, response in SAMPLES]
+    cps = [ContextParallel(cp_size, rank, None, all_gather) for rank in range(cp_size)]
+    return tokens, [pack_stream(tokens, responses, pad_multiple, cp=cp) for cp in cps]
+
+
+@pytest.mark.parametrize("all_gather", [False, True])
+@pytest.mark.parametrize("pad_multiple", [1, 3, 8])
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_parts_of_a_stream_hold_every_token_with_its_position_and_successor(cp_size, pad_multiple, all_gather):
+    samples, parts = streams(cp_size, pad_multiple, all_gather)
+    seen = []
+    for part in parts:
+        assert len(part.tokens) == len(parts[0].tokens) and len(part.tokens) % pad_multiple == 0
+        for token, following, position in zip(part.tokens, part.next_tokens, part.position_ids, strict=True):
+            if token == 0:
+                continue
+            sample = samples[int(token) // 100]
+            assert position == token % 100 - 1
+            assert position + 1 == len(sample) or following == sample[position + 1]
+            seen.append(int(token))
+    assert sorted(seen) == torch.cat(samples).tolist()
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_rows_of_a_zigzag_part_predict_the_response_tokens_it_owns(cp_size):
+    samples, parts = streams(cp_size, 8)
+    for rank, part in enumerate(parts):
+        predicted = part.split(part.responses(part.next_tokens))
+        for sample, (total, response), tokens in zip(samples, SAMPLES, predicted, strict=True):
+            own = response_ranges(total, response, cp_size, rank)
+            assert tokens.tolist() == [t for start, end in own for t in sample[total - response :][start:end].tolist()]
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_rows_of_a_contiguous_part_point_into_the_whole_stream(cp_size):
+    _, zigzag = streams(cp_size, 8)
+    _, parts = streams(cp_size, 8, all_gather=True)
+    whole = torch.cat([part.next_tokens for part in parts])
+    for part, same in zip(parts, zigzag, strict=True):
+        assert whole[part.response_rows].tolist() == same.responses(same.next_tokens).tolist()
+        assert part.local_response_lengths == same.local_response_lengths
+    assert sum(parts[0].sequence_lengths) == len(whole)
+
+
+@pytest.mark.parametrize("pad_multiple", [1, 6, 8])
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_zigzag_lengths_speak_of_the_whole_stream(cp_size, pad_multiple):
+    """Megatron divides the lengths by the context-parallel size, and that by two chunks."""
+    _, parts = streams(cp_size, pad_multiple)
+    for part in parts:
+        assert all(length % (2 * cp_size) == 0 for length in part.sequence_lengths)
+        assert part.cu_seqlens.tolist()[-1] == sum(part.sequence_lengths) == cp_size * len(part.tokens)
+        whole = torch.cat([other.tokens for other in parts])[part.gather_order]
+        firsts = whole[part.cu_seqlens.long()[: len(SAMPLES)]]
+        assert firsts.tolist() == [100 * i + 1 for i in range(len(SAMPLES))]
+        assert sum(segment.queries for segment in part.segments) == len(part.tokens)

@@ -1,3 +1,6 @@
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -6,11 +9,14 @@ from slime.scheduling.dp_schedule import DPSchedule
 from slime.training.rollout_batch import (
     build_train_batch,
     execution_ids,
+    process_rollout_data,
     split_for_data_parallel,
     to_tensors,
     train_batch_from_columns,
 )
+from slime.utils.data import process_rollout_data as public_process_rollout_data
 from slime.utils.errors import UserError
+from slime.utils.misc import Box
 from slime.utils.types import Sample
 
 
@@ -35,6 +41,31 @@ def test_columns_have_the_documented_types():
     assert shard["loss_masks"].values.dtype == np.int32
     assert shard["rollout_log_probs"].values.tolist() == [-1, -2, -3, -4]
     assert shard["rollout_log_probs"].values.dtype == np.float32
+
+
+def test_teacher_and_kept_sets_are_columns_of_tensors():
+    kept = {"rollout_top_p_token_ids": [5, 6, 7, 8], "rollout_top_p_token_offsets": [0, 1, 3, 4]}
+    failed = Sample(index=2, group_index=0, remove_sample=True, status=Sample.Status.FAILED)
+    batch = build([sample(0, teacher_log_probs=[-1.0, -2.0, -3.0], **kept), failed])
+    shard = split_for_data_parallel(batch, DPSchedule([[0, 1]], [[[0, 1]]], [1], [2], 0))[0]
+    data = to_tensors(shard, "cpu")
+    assert [t.tolist() for t in data["teacher_log_probs"]] == [[-1, -2, -3], [0]]
+    assert data["teacher_log_probs"][0].dtype == torch.float32
+    assert [t.tolist() for t in data["rollout_top_p_token_ids"]] == [[5, 6, 7, 8], []]
+    assert [t.tolist() for t in data["rollout_top_p_token_offsets"]] == [[0, 1, 3, 4], [0, 0]]
+    with pytest.raises(UserError, match=r"1 of 2 samples have no `teacher_log_probs` \(sample indices \[1\]\)"):
+        build([sample(0, teacher_log_probs=[-1.0] * 3), sample(1)])
+
+
+def test_a_rank_fetches_its_shard(monkeypatch):
+    batch = build([sample(0), sample(1, response=1)])
+    shards = split_for_data_parallel(batch, DPSchedule([[1], [0]], [[[0]], [[0]]], [1], [2], 0))
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda ref, timeout: ref))
+    args, refs = SimpleNamespace(http_control_timeout=1.0), [Box(shard) for shard in shards]
+    data = public_process_rollout_data(args, refs, 0, 2)
+    assert data["total_lengths"] == [3] and data["raw_reward"] == [1.0, 1.0] and data["local_raw_reward"] == [1.0]
+    with pytest.raises(ValueError, match="cut into 2 shards, and there are 4 data-parallel ranks"):
+        process_rollout_data(args, refs, 0, 4)
 
 
 def test_removed_sample_gets_a_zero_mask():

@@ -1,8 +1,11 @@
-"""Fused log-probs beside torch's own operators: forward and backward on the same logits, in one run.
+"""Fused log-probs beside torch's own operators: time and memory of forward and backward on the same logits, in one run.
 
-    python tools/bench/bench_log_probs.py [--tokens 2048] [--vocab 32000] [--dtype float32] [--repeats 5] [--device cpu]
+    python tools/bench/bench_log_probs.py [--tokens 512] [--vocab 151936] [--dtype bfloat16] [--repeats 5] [--device cpu]
+    python tools/bench/bench_log_probs.py --tokens 16384 --repeats 0 --contenders fused_log_probs_and_entropy
 
-Prints milliseconds (best of the repeats, runs interleaved) and the ratios ours / torch; the bar is 1.05.
+Prints milliseconds (best of the repeats, runs interleaved), the peak bytes of live tensors above those of the logits, and
+the ratio of log-probs with entropy to `F.cross_entropy`, which has no entropy; the bar is 1. One tensor as large as the
+logits is the gradient itself, so no memory below 1.00 of the logits is possible. 16384 tokens in bfloat16 take 10 GB.
 """
 
 import argparse
@@ -11,18 +14,22 @@ from collections.abc import Callable
 
 import torch
 
+from slime.training.keep_set import KeptTokens
+from slime.training.live_tensors import LiveTensors
 from slime.training.log_probs import calculate_log_probs_and_entropy
 
-
-def torch_log_probs(logits: torch.Tensor, tokens: torch.Tensor) -> None:
-    torch.log_softmax(logits.float(), dim=-1).gather(1, tokens[:, None]).sum().backward()
+KEPT_PER_ROW = 20
 
 
-def torch_cross_entropy(logits: torch.Tensor, tokens: torch.Tensor) -> None:
+def cross_entropy(logits: torch.Tensor, tokens: torch.Tensor) -> None:
+    torch.nn.functional.cross_entropy(logits, tokens, reduction="sum").backward()
+
+
+def float32_cross_entropy(logits: torch.Tensor, tokens: torch.Tensor) -> None:
     torch.nn.functional.cross_entropy(logits.float(), tokens, reduction="sum").backward()
 
 
-def torch_log_probs_and_entropy(logits: torch.Tensor, tokens: torch.Tensor) -> None:
+def float32_log_probs_and_entropy(logits: torch.Tensor, tokens: torch.Tensor) -> None:
     all_log_probs = torch.log_softmax(logits.float(), dim=-1)
     with torch.no_grad():
         torch.linalg.vecdot(all_log_probs.exp(), all_log_probs).neg_()
@@ -38,13 +45,29 @@ def fused_log_probs_and_entropy(logits: torch.Tensor, tokens: torch.Tensor) -> N
     log_probs.sum().backward()
 
 
-CONTENDERS: list[Callable[[torch.Tensor, torch.Tensor], None]] = [
-    torch_log_probs,
-    torch_cross_entropy,
-    fused_log_probs,
-    torch_log_probs_and_entropy,
-    fused_log_probs_and_entropy,
-]
+def fused_kept_log_probs_and_entropy(logits: torch.Tensor, tokens: torch.Tensor) -> None:
+    """With kept sets of KEPT_PER_ROW tokens, as an engine reports them."""
+    rows, vocab_size = logits.shape
+    ids = torch.arange(KEPT_PER_ROW, dtype=torch.int32, device=logits.device)
+    kept = KeptTokens(
+        ((tokens[:, None] + ids) % vocab_size).flatten().int(),
+        torch.arange(0, rows * KEPT_PER_ROW + 1, KEPT_PER_ROW, device=logits.device),
+    )
+    log_probs, _ = calculate_log_probs_and_entropy(logits, tokens, None, True, -1, kept, False)
+    log_probs.sum().backward()
+
+
+CONTENDERS: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
+    function.__name__: function
+    for function in (
+        cross_entropy,
+        float32_cross_entropy,
+        float32_log_probs_and_entropy,
+        fused_log_probs,
+        fused_log_probs_and_entropy,
+        fused_kept_log_probs_and_entropy,
+    )
+}
 
 
 def milliseconds(contender: Callable, logits: torch.Tensor, tokens: torch.Tensor) -> float:
@@ -58,35 +81,51 @@ def milliseconds(contender: Callable, logits: torch.Tensor, tokens: torch.Tensor
     return 1e3 * (time.perf_counter() - start)
 
 
+def extra_bytes(contender: Callable, logits: torch.Tensor, tokens: torch.Tensor) -> int:
+    """Peak bytes of tensors that live during forward and backward, without logits and tokens."""
+    logits.grad = None
+    with LiveTensors([logits, tokens]) as live:
+        before = live.current
+        contender(logits, tokens)
+    return live.peak - before
+
+
+def make_case(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, options.dtype)
+    logits = torch.empty(options.tokens, options.vocab, dtype=dtype, device=options.device)
+    for chunk in logits.split(512):
+        chunk.copy_(torch.randn(chunk.shape, generator=generator))
+    tokens = torch.randint(options.vocab, (options.tokens,), generator=generator).to(options.device)
+    return logits.requires_grad_(), tokens
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--vocab", type=int, default=32000)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--vocab", type=int, default=151936)
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--repeats", type=int, default=5, help="0: one run, which measures memory")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
     options = parser.parse_args()
 
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(options.tokens, options.vocab, generator=generator).to(
-        options.device, getattr(torch, options.dtype)
-    )
-    logits.requires_grad_()
-    tokens = torch.randint(options.vocab, (options.tokens,), generator=generator).to(options.device)
-
-    best = {contender.__name__: float("inf") for contender in CONTENDERS}
-    for _ in range(options.repeats + 1):
-        for contender in CONTENDERS:
-            best[contender.__name__] = min(best[contender.__name__], milliseconds(contender, logits, tokens))
+    logits, tokens = make_case(options)
+    logit_bytes = logits.numel() * logits.element_size()
+    extra = {name: extra_bytes(CONTENDERS[name], logits, tokens) for name in options.contenders}
+    best = dict.fromkeys(options.contenders, float("inf"))
+    for _ in range(options.repeats):
+        for name in options.contenders:
+            best[name] = min(best[name], milliseconds(CONTENDERS[name], logits, tokens))
     print(
-        f"[{options.tokens} x {options.vocab}] {options.dtype} on {options.device}, {torch.get_num_threads()} threads"
+        f"[{options.tokens} x {options.vocab}] {options.dtype} on {options.device}, {torch.get_num_threads()} threads; "
+        f"the logits take {logit_bytes / 2**20:.1f} MiB"
     )
+    print(f"{'':34s} {'ms':>9s} {'extra MiB':>10s} {'of logits':>10s}")
     for name, value in best.items():
-        print(f"{name:32s} {value:9.1f} ms")
-    print(f"log-probs:             {best['fused_log_probs'] / best['torch_log_probs']:.2f} of log_softmax")
-    print(f"log-probs:             {best['fused_log_probs'] / best['torch_cross_entropy']:.2f} of cross_entropy")
-    with_entropy = best["fused_log_probs_and_entropy"] / best["torch_log_probs_and_entropy"]
-    print(f"log-probs and entropy: {with_entropy:.2f} of log_softmax with entropy")
+        print(f"{name:34s} {value:9.1f} {extra[name] / 2**20:10.1f} {extra[name] / logit_bytes:10.3f}")
+    if {"cross_entropy", "fused_log_probs_and_entropy"} <= best.keys():
+        print(f"ratio to cross_entropy: {best['fused_log_probs_and_entropy'] / best['cross_entropy']:.2f}")
 
 
 if __name__ == "__main__":

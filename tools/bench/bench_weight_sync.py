@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from slime.utils.distributed_utils import create_store, init_process_group
+from slime.utils.process_groups import create_store, init_process_group
 from slime.weights.buckets import BucketFlattener
 
 ROUNDS = 5

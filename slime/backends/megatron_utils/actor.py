@@ -1,64 +1,37 @@
-"""One training rank: the process that holds a shard of the model, trains it and hands its weights out.
-
-It is a plain class; `slime.ray.train_group` makes a Ray actor of it. All methods that touch the model are collective: the
-group calls them on every rank.
-"""
+"""A rank of the actor: it holds a shard of the policy, trains it and hands its weights out."""
 
 from __future__ import annotations
 
-import argparse
 import copy
-import datetime
 import logging
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from slime.arguments.checkpoints import WeightSource, source_of_reference
-from slime.arguments.plug_ins import RANK_PLUG_INS, load_plug_ins
-from slime.backends.megatron_utils.initialize import init as init_megatron
-from slime.observability.logging_utils import LoggedMetrics, configure_logger, drain_outbox, log
-from slime.observability.timer import Timer, timer
+from slime.backends.megatron_utils.column_exchange import ColumnPart, fetch_column, send_column
+from slime.backends.megatron_utils.train_rank import MegatronRank
+from slime.observability.logging_utils import LoggedMetrics, drain_outbox, log
+from slime.observability.timer import timer
 from slime.training.advantages import compute_advantages_and_returns
+from slime.training.context_parallel import gather_responses
 from slime.training.data_metrics import rollout_data_metrics
+from slime.training.log_prob_pass import needs_log_prob_pass
 from slime.training.metric_reduction import refresh_mask_sums
-from slime.training.model_states import ACTOR, ModelStates
-from slime.training.rollout_batch import to_tensors
+from slime.training.mismatch_report import worst_token_lines
+from slime.training.model_states import ACTOR, OLD_ACTOR, REFERENCE, TEACHER, ModelStates
+from slime.training.rollout_batch import with_full_responses
+from slime.training.state_schedule import StateSchedule
 from slime.training.train_dump import save_train_data
-from slime.utils.device import get_accelerator
 from slime.utils.misc import Box, load_function
-from slime.utils.ports import service_host
+from slime.utils.processing_utils import load_tokenizer
 from slime.utils.user_code import calling_user_code
 
 logger = logging.getLogger(__name__)
 
-REFERENCE = "ref"
 
-
-class MegatronTrainActor:
-    """A rank of the training group.
-
-    Args:
-        rank: position in the world of training ranks.
-        local_rank: index of its device on the node.
-    """
-
-    def __init__(self, args: argparse.Namespace, rank: int, world_size: int, local_rank: int) -> None:
-        configure_logger(args.log_level)
-        self.args = args
-        self.rank = rank
-        self.world_size = world_size
-        self.local_rank = local_rank
-
-    def rendezvous_address(self) -> tuple[str, int]:
-        """Rank 0 only: open the store at which all ranks meet, and return its address and port."""
-        from slime.utils.distributed_utils import create_store
-
-        host = service_host()
-        self._store = create_store(host, datetime.timedelta(minutes=self.args.distributed_timeout_minutes))
-        return host, self._store.port
+class MegatronTrainActor(MegatronRank):
+    """A rank of the actor's group."""
 
     def init(self, rendezvous: tuple[str, int]) -> int:
         """Join the group, build the model, load the weights. Returns the first rollout id to train.
@@ -66,56 +39,42 @@ class MegatronTrainActor:
         Args:
             rendezvous: what rank 0's `rendezvous_address` returned.
         """
-        args = self.args
-        load_plug_ins(args, RANK_PLUG_INS)
-        master_address, master_port = rendezvous
-        os.environ.update(
-            MASTER_ADDR=master_address,
-            MASTER_PORT=str(master_port),
-            RANK=str(self.rank),
-            WORLD_SIZE=str(self.world_size),
-            LOCAL_RANK=str(self.local_rank),
-            # The store is there already: torch must not have rank 0 open a second one, which would listen everywhere.
-            TORCHELASTIC_USE_AGENT_STORE="True",
-        )
-        self.device = get_accelerator().device(self.local_rank)
-        get_accelerator().set_device(self.local_rank)
-        init_megatron(args)
-        from megatron.core import parallel_state
-
-        from slime.backends.megatron_utils.model_provider import setup_model
-
-        self.data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        self.data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        self.model = setup_model(args)
+        self._join(rendezvous)
+        tell = logger.info if self.rank == 0 else lambda line: None
         self.states = ModelStates(self._live_tensors)
-        self.optimizer = self.scheduler = None
+        self.state_schedule = StateSchedule(self.args, self.states, tell)
         self.weight_updater = None
-        self._load_reference()
-        iteration = self._load_actor()
+        self.tokenizer: Any = None
+        self.state_schedule.load(self._load_weights, self._load_stored)
+        iteration = self._load_model()
+        self.state_schedule.start()
         return iteration + 1
 
     def train(self, rollout_id: int, shards: list[Box]) -> list[LoggedMetrics]:
         """Train on this rank's shard of a rollout. Returns what was logged (the same numbers on every rank)."""
-        import ray
-
-        with timer("train"):
-            with timer("data_preprocess"):
-                shard = ray.get(shards[self.data_rank].inner, timeout=self.args.http_control_timeout)
-                data = to_tensors(shard, self.device)
-            self._prepare(rollout_id, data)
-            self._dump(rollout_id, data)
-            with timer("actor_train"):
-                self._train_steps(rollout_id, data)
-        self._log_rollout(rollout_id, data)
+        self._train(rollout_id, shards, ())
         return drain_outbox()
+
+    def train_on_values(
+        self, rollout_id: int, shards: list[Box], values: Sequence[ColumnPart]
+    ) -> tuple[list[LoggedMetrics], ColumnPart | None]:
+        """`train` with the critic's values of all samples; the first `--num-critic-only-steps` rollouts train nothing here.
+
+        Returns:
+            What was logged, and this rank's part of the returns that the critic is to learn, if it is the one that tells.
+        """
+        from slime.backends.megatron_utils.pipeline_stages import is_last_stage
+
+        data = self._train(rollout_id, shards, values)
+        return drain_outbox(), send_column(data, "returns", self.cp) if is_last_stage() else None
 
     def save(self, rollout_id: int) -> None:
         """Write the checkpoint of `rollout_id` (and the Hugging Face export, if asked for). It is not yet the newest."""
         from slime.backends.megatron_utils.checkpoint import save_checkpoint
 
         self.states.require_active(ACTOR)
-        save_checkpoint(self.args, rollout_id, self.model, self.optimizer, self.scheduler)
+        stored = self.state_schedule.stored()
+        save_checkpoint(self.args, rollout_id, self.model, self.optimizer, self.scheduler, self.states, stored)
         if self.args.save_hf is not None:
             self.export_hf(self.args.save_hf.format(rollout_id=rollout_id))
 
@@ -155,15 +114,18 @@ class MegatronTrainActor:
     def update_weights(self) -> dict[str, float]:
         """Push the actor's weights to all engines. Returns transfer metrics (rank 0)."""
         self.states.require_active(ACTOR)
-        if self.data_rank > 0:
-            # A replica of what the first data-parallel ranks send; the gathers are among those.
-            return {}
-        self.weight_updater.update_weights()
-        return self.weight_updater.pop_metrics()
+        metrics: dict[str, float] = {}
+        # The others hold replicas of what the first data-parallel ranks send; the gathers are among those.
+        if self.replica_rank == 0:
+            self.weight_updater.update_weights()
+            metrics = self.weight_updater.pop_metrics()
+        self.state_schedule.after_push()
+        return metrics
 
     def probe_log_probs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probs of tokens 1 … n−1 of every sequence at temperature 1, under the live weights."""
-        from slime.backends.megatron_utils.train_step import forward_log_probs
+        from slime.backends.megatron_utils.forward_passes import forward_log_probs
+        from slime.backends.megatron_utils.pipeline_stages import broadcast_from_last_stage
 
         args = copy.copy(self.args)
         args.rollout_temperature = 1.0
@@ -174,121 +136,105 @@ class MegatronTrainActor:
             "micro_batch_indices": [list(range(len(sequences)))],
         }
         results = forward_log_probs(args, self.model, data, with_entropy=False)
-        return [log_probs.tolist() for log_probs in results["log_probs"]]
+        full = gather_responses(results.get("log_probs", ()), data["total_lengths"], data["response_lengths"], self.cp)
+        return broadcast_from_last_stage([log_probs.tolist() for log_probs in full])
 
     def dispose(self) -> None:
         """Leave the engines' update group and all process groups."""
-        from slime.backends.megatron_utils.initialize import destroy
-
         if self.weight_updater is not None:
             self.weight_updater.disconnect_rollout_engines()
-        destroy()
+        super().dispose()
 
-    def _live_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for index, chunk in enumerate(self.model):
-            for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
-                yield f"{index}.{name}", tensor
+    def _load_stored(self, name: str) -> bool:
+        """Load the state `name` out of the checkpoint that the run resumes from; False where there is none."""
+        from slime.backends.megatron_utils.checkpoint import load_stored_state
 
-    def _load_reference(self) -> None:
-        if self.args.use_kl_loss:
-            source = source_of_reference(self.args)
-            self._load_weights(source)
-            self.states.capture(REFERENCE)
-            if self.rank == 0:
-                logger.info("reference weights: %s", source)
+        source = self.args.initial_weights
+        return source.resume and load_stored_state(self.args, source, name, self.model)
 
-    def _load_actor(self) -> int:
-        """Load the actor's weights and build the optimizer. Returns the last finished rollout, −1 at a new start."""
-        from slime.backends.megatron_utils.checkpoint import load_checkpoint
-        from slime.backends.megatron_utils.optimizer import build_optimizer_and_scheduler
+    def _train(self, rollout_id: int, shards: list[Box], values: Sequence[ColumnPart]) -> dict[str, Any]:
+        """Returns the data with everything that was computed for it."""
+        from slime.backends.megatron_utils.pipeline_stages import is_last_stage
 
-        args, source = self.args, self.args.initial_weights
-        if self.rank == 0:
-            logger.info("actor weights: %s%s", source, ", resuming" if source.resume else "")
-        if not source.resume:
-            self._load_weights(source)
-        if args.num_rollout > 0:
-            self.optimizer, self.scheduler = build_optimizer_and_scheduler(args, self.model)
-        if not source.resume:
-            return -1
-        with_optimizer = self.optimizer is not None and not args.no_load_optim
-        iteration = load_checkpoint(
-            args,
-            source,
-            self.model,
-            self.optimizer if with_optimizer else None,
-            self.scheduler if with_optimizer else None,
-        )
-        if self.optimizer is not None:
-            self.optimizer.reload_model_params()
-        return iteration
-
-    def _load_weights(self, source: WeightSource) -> None:
-        from slime.backends.megatron_utils.checkpoint import load_checkpoint
-        from slime.backends.megatron_utils.hf_conversion import load_hf_weights
-
-        if source.kind == "hf":
-            load_hf_weights(self.args, self.model, source.path)
-        elif source.kind == "megatron":
-            load_checkpoint(self.args, source, self.model)
+        self.state_schedule.before_rollout(rollout_id)
+        with timer("train"):
+            with timer("data_preprocess"):
+                data = self._fetch(shards)
+                if values and is_last_stage():
+                    data["values"] = fetch_column(values, data, self.cp, self.args.http_control_timeout)
+            self._prepare(rollout_id, data)
+            self._dump(rollout_id, data)
+            if rollout_id >= self.args.num_critic_only_steps:
+                with timer("actor_train"):
+                    self._train_steps(rollout_id, data)
+        self.state_schedule.after_rollout(rollout_id)
+        self._log_rollout(rollout_id, data)
+        return data
 
     def _prepare(self, rollout_id: int, data: dict[str, Any]) -> None:
-        """Log-probs, advantages and the user's last word on the data."""
-        from slime.backends.megatron_utils.train_step import forward_log_probs
+        """Log-probs, advantages (both on the last pipeline stage) and the user's last word on the data (on every rank)."""
+        from slime.backends.megatron_utils.forward_passes import forward_log_probs
+        from slime.backends.megatron_utils.pipeline_stages import is_last_stage
 
         args = self.args
-        if args.use_kl_loss:
-            with timer("ref_log_probs"), self.states(REFERENCE):
-                results = forward_log_probs(args, self.model, data, with_entropy=False)
-                data["ref_log_probs"] = results["log_probs"]
+        for state in (REFERENCE, TEACHER):
+            if state in self.states:
+                with timer(f"{state}_log_probs"), self.states(state):
+                    results = forward_log_probs(args, self.model, data, with_entropy=False)
+                data.update({f"{state}_{name}": column for name, column in results.items()})
         if needs_log_prob_pass(args):
-            with timer("log_probs"):
+            with timer("log_probs"), self.states(OLD_ACTOR if args.keep_old_actor else ACTOR):
                 data.update(forward_log_probs(args, self.model, data, with_entropy=args.use_rollout_entropy))
         if args.compute_advantages_and_returns:
-            compute_advantages_and_returns(args, data)
+            self._compute_advantages(rollout_id, data)
         if args.rollout_data_postprocess_path is not None:
+            from megatron.core import parallel_state
+
             path, flag = args.rollout_data_postprocess_path, "--rollout-data-postprocess-path"
             with calling_user_code(flag, path, f"rollout {rollout_id}"):
                 load_function(path, flag=flag)(args, rollout_id, data)
-            refresh_mask_sums(data, self.data_group)
+            refresh_mask_sums(data, parallel_state.get_data_parallel_group())
+        if args.get_mismatch_metrics and is_last_stage():
+            self._tell_worst_tokens(rollout_id, data)
+
+    def _compute_advantages(self, rollout_id: int, data: dict[str, Any]) -> None:
+        """Advantages and returns on the last pipeline stage; what is to be said about them, on all."""
+        from slime.backends.megatron_utils.pipeline_stages import broadcast_from_last_stage, is_last_stage
+
+        metrics = compute_advantages_and_returns(self.args, data, self.cp, self.data_group) if is_last_stage() else None
+        if self.args.normalize_advantages:
+            logged = {f"train/{name}": value for name, value in broadcast_from_last_stage(metrics).items()}
+            logged["train/step"] = rollout_id * self.args.num_steps_per_rollout
+            log(self.args, logged, "train/step")
+
+    def _tell_worst_tokens(self, rollout_id: int, data: dict[str, Any]) -> None:
+        """Log the tokens on which engine and trainer differ most; from one of the ranks that know all of them."""
+        from megatron.core import parallel_state
+
+        if self.tokenizer is None:
+            self.tokenizer = load_tokenizer(self.args.hf_checkpoint, self.args.trust_remote_code)
+        lines = worst_token_lines(data, self.tokenizer.decode, self.cp, self.data_group)
+        if self.replica_rank == 0 and parallel_state.get_tensor_model_parallel_rank() == 0:
+            logger.info("rollout %d, tokens with the largest mismatch:\n  %s", rollout_id, "\n  ".join(lines))
 
     def _dump(self, rollout_id: int, data: dict[str, Any]) -> None:
         from megatron.core import parallel_state
 
+        from slime.backends.megatron_utils.pipeline_stages import is_last_stage
+
         template = self.args.save_debug_train_data
-        # The ranks of a tensor-parallel group hold the same data; one of them is enough.
-        if template is not None and parallel_state.get_tensor_model_parallel_rank() == 0:
-            save_train_data(template, rollout_id, data, self.data_group, self.data_rank)
-
-    def _train_steps(self, rollout_id: int, data: dict[str, Any]) -> None:
-        from slime.backends.megatron_utils.train_step import train_one_step
-
-        steps = len(data["num_microbatches"])
-        for step in range(steps):
-            metrics = train_one_step(self.args, self.model, self.optimizer, self.scheduler, data, rollout_id, step)
-            logged = {f"train/{name}": value for name, value in metrics.items()}
-            logged["train/step"] = rollout_id * self.args.num_steps_per_rollout + step
-            log(self.args, logged, "train/step")
+        if template is None or not is_last_stage():
+            return
+        data = with_full_responses(data, self.cp)
+        # The ranks of a tensor-parallel and a context-parallel group then hold the same data; one of them is enough.
+        if parallel_state.get_tensor_model_parallel_rank() == 0 and self.cp.rank == 0:
+            save_train_data(template, rollout_id, data, parallel_state.get_data_parallel_group(), self.data_rank)
 
     def _log_rollout(self, rollout_id: int, data: dict[str, Any]) -> None:
-        metrics = rollout_data_metrics(self.args, data, self.data_group)
+        from slime.backends.megatron_utils.pipeline_stages import broadcast_from_last_stage, is_last_stage
+
+        metrics = rollout_data_metrics(self.args, data, self.data_group, self.cp) if is_last_stage() else None
+        metrics = broadcast_from_last_stage(metrics)
         logged = {f"rollout/{name}": value for name, value in metrics.items()}
         log(self.args, {**logged, "rollout/step": rollout_id}, "rollout/step")
-        seconds = {f"perf/{name}_time": value for name, value in Timer().pop_seconds().items()}
-        log(self.args, {**seconds, "rollout/step": rollout_id}, "rollout/step")
-
-
-def needs_log_prob_pass(args: argparse.Namespace) -> bool:
-    """Whether old log-probs must be computed before training.
-
-    With one optimizer step per rollout the policy that trains still is the policy that is asked for, so the training
-    forward gives them. Several steps, engine log-probs as the old ones (the trainer's are then reported beside them),
-    stored entropies, or plug-ins that may read `log_probs` need the pass. Supervised fine-tuning has no old policy.
-    """
-    if args.loss_type == "sft_loss":
-        return False
-    plug_in = (
-        args.loss_type == "custom_loss" or args.custom_advantage_function_path or args.rollout_data_postprocess_path
-    )
-    several = args.num_steps_per_rollout > 1
-    return bool(several or plug_in or args.use_rollout_logprobs or args.use_rollout_entropy)
+        self._log_seconds(rollout_id)

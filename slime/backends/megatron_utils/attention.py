@@ -3,7 +3,7 @@
 Megatron-Core's own `DotProductAttention` refuses packed input. Here a packed stream holds many sequences end to end;
 each attends to itself only. On CPU every sequence is one call of PyTorch's fused attention: its result depends on
 nothing else in the stream, to the last bit, and no score matrix of the whole stream is ever made. On CUDA one
-variable-length kernel does the stream.
+variable-length kernel does the stream. A rank that holds part of the stream only is `context_attention`'s matter.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 
+from slime.backends.megatron_utils.context_attention import attend_over_context, is_context_parallel
 from slime.utils.errors import UserError
 
 
@@ -56,7 +57,8 @@ class PackedAttention(MegatronModule):
         """Attend.
 
         Args:
-            query: packed [tokens, heads, dim], or [length, batch, heads, dim] without `packed_seq_params`.
+            query: packed [tokens, heads, dim] (with a contiguous part of a stream [tokens, 1, heads, dim]), or
+                [length, batch, heads, dim] without `packed_seq_params`.
             key, value: as query, with the number of query groups in place of heads.
             attention_mask: unused; the mask is causal within each sequence.
             packed_seq_params: cumulative lengths of the packed sequences (qkv_format "thd").
@@ -66,6 +68,8 @@ class PackedAttention(MegatronModule):
         """
         if packed_seq_params is None:
             return self._attend_batch(query, key, value)
+        if is_context_parallel(packed_seq_params):
+            return self._attend_part(query, key, value, packed_seq_params)
         if query.is_cuda:
             return self._attend_packed_cuda(query, key, value, packed_seq_params)
         return self._attend_each_sequence(query, key, value, packed_seq_params)
@@ -73,6 +77,13 @@ class PackedAttention(MegatronModule):
     def _attend_batch(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         return self._causal_attention(query, key, value).permute(2, 0, 1, 3).flatten(2)
+
+    def _attend_part(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
+    ) -> torch.Tensor:
+        rows = [tensor if tensor.dim() == 3 else tensor.squeeze(1) for tensor in (query, key, value)]
+        output = attend_over_context(*rows, packed.stream, self.softmax_scale)
+        return output if query.dim() == 3 else output.unsqueeze(1)
 
     def _attend_each_sequence(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams

@@ -3,7 +3,8 @@
 A checkpoint is written whole and synced under a hidden name. Publishing it, when the data state is on disk too, renames it
 to `{save}/iter_{rollout_id:07d}/` and replaces the pointer file that names the newest one. A crash, a full disk or a kill
 at any byte leaves the previous checkpoint loadable. The common part holds plain values only. Generator states go to
-safetensors of their own, one file per rank.
+safetensors of their own, one file per rank. Further sets of weights that exist nowhere else, such as a refreshed reference,
+are torch_dist directories in `states/` of the checkpoint.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import argparse
 import logging
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -25,11 +27,14 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.arguments.checkpoints import POINTER, WeightSource, iteration_directory, latest_iteration
-from slime.backends.megatron_utils.model_provider import unwrap_model
+from slime.backends.megatron_utils.generator_states import load_generators, save_generators
+from slime.backends.megatron_utils.parameter_names import unwrap_model
+from slime.backends.megatron_utils.parameter_selection import as_flags, selection_of
+from slime.backends.megatron_utils.value_head import leave_out_missing_head
+from slime.training.model_states import ModelStates
 from slime.utils.atomic_io import fsync_tree, replace_directory, write_text_atomically
 from slime.utils.errors import RunError, UserError
 
@@ -39,20 +44,32 @@ _LAYOUT = ("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_
 
 
 def save_checkpoint(
-    args: argparse.Namespace, iteration: int, model: list[torch.nn.Module], optimizer: Any, scheduler: Any
+    args: argparse.Namespace,
+    iteration: int,
+    model: list[torch.nn.Module],
+    optimizer: Any,
+    scheduler: Any,
+    states: ModelStates | None = None,
+    stored: Sequence[str] = (),
 ) -> Path:
     """Write the checkpoint of rollout `iteration`; returns the directory that it will have. Collective over all ranks.
 
     It is there for nobody yet: `publish_checkpoint` shows it when the data state is on disk as well.
+
+    Args:
+        stored: names out of `states` whose weights the checkpoint holds too, for `load_stored_state`.
 
     Raises:
         RunError: writing failed on some rank; the message names the path and the cause, and nothing was published.
     """
     final = iteration_directory(args.save, iteration)
     temporary = _unpublished(final)
-    error = _run_on_rank_zero(lambda: _fresh_directory(temporary))
+    error = _run_on_rank_zero(lambda: _fresh_directory(temporary, stored))
     if error is None:
         error = _write(args, iteration, temporary, model, optimizer, scheduler)
+    for name in stored:
+        if error is None:
+            error = _write_state(args, _directory_of_state(temporary, name), model, states, name)
     if error is None:
         error = _run_on_rank_zero(lambda: fsync_tree(temporary))
     if error is not None:
@@ -70,17 +87,39 @@ def publish_checkpoint(args: argparse.Namespace, iteration: int) -> None:
     Raises:
         RunError: the disk refuses; the message names the path.
     """
+    show_checkpoint(args, iteration)
+    forget_checkpoints(args, iteration)
+
+
+def show_checkpoint(args: argparse.Namespace, iteration: int) -> None:
+    """Make the checkpoint of rollout `iteration` the newest one, and keep all older ones.
+
+    Raises:
+        RunError: the disk refuses; the message names the path.
+    """
     final = iteration_directory(args.save, iteration)
     try:
         replace_directory(_unpublished(final), final)
         write_text_atomically(Path(args.save) / POINTER, str(iteration))
-        if args.keep_last is not None:
-            for directory in _older_checkpoints(Path(args.save), iteration)[: -args.keep_last or None]:
-                _forget(args, directory)
     except OSError as error:
         raise RunError(
             f"checkpoint {final} could not be published: {error}. Older checkpoints are untouched"
         ) from error
+
+
+def forget_checkpoints(args: argparse.Namespace, iteration: int) -> None:
+    """Delete the checkpoints up to `iteration` that `--keep-last` lets go.
+
+    Raises:
+        RunError: the disk refuses; the message names the path.
+    """
+    if args.keep_last is None:
+        return
+    for directory in _older_checkpoints(Path(args.save), iteration)[: -args.keep_last or None]:
+        try:
+            _forget(args, directory)
+        except OSError as error:
+            raise RunError(f"the old checkpoint {directory} could not be deleted: {error}") from error
 
 
 def load_checkpoint(
@@ -92,6 +131,8 @@ def load_checkpoint(
 ) -> int:
     """Load a Megatron checkpoint into `model` and, when given, optimizer and scheduler. Returns its iteration.
 
+    With a scheduler the run goes on where it was, random generators included, even if the optimizer starts fresh.
+
     Raises:
         UserError: the directory is no loadable checkpoint, or it lacks what is asked for.
     """
@@ -101,37 +142,74 @@ def load_checkpoint(
         raise UserError(f"{directory} is no torch_dist checkpoint, although {source.path} names iteration {iteration}")
     common = dist_checkpointing.load_common_state_dict(str(directory))
     if optimizer is not None and not common.get("has_optimizer"):
-        logger.warning("%s was saved without optimizer: optimizer and scheduler start fresh", directory)
-        optimizer = scheduler = None
-    if optimizer is not None and scheduler is None:
-        raise ValueError("optimizer state is loaded together with the scheduler's")
-    _load_state(args, directory, common, model, optimizer, scheduler)
-    if optimizer is not None and not args.no_load_rng:
-        _load_generators(directory, common, args)
+        took_steps = common.get("scheduler", {}).get("num_steps", 0) > 0
+        logger.log(
+            logging.WARNING if took_steps else logging.INFO,
+            "%s was saved without optimizer state: the optimizer starts fresh, its schedule goes on",
+            directory,
+        )
+        optimizer = None
+    saved_selection = common.get("parameter_selection", {})
+    advice = ""
+    if optimizer is not None and saved_selection != selection_of(args):
+        advice = (
+            f"; its optimizer state was saved with {as_flags(saved_selection)}, this run has "
+            f"{as_flags(selection_of(args))}: give --no-load-optim"
+        )
+    _load_state(args, directory, model, optimizer, advice)
+    if scheduler is not None:
+        if "scheduler" in common:
+            _restore_schedule(scheduler, common["scheduler"])
+        if not args.no_load_rng:
+            if common.get("layout") == _layout(args):
+                load_generators(directory)
+            else:
+                logger.warning("another parallel layout saved %s: random generators start from --seed", directory)
     return iteration
+
+
+def _restore_schedule(scheduler: Any, state: dict[str, Any]) -> None:
+    """Put the schedule where it was. Megatron's own loading moves it on by that much, so it must stand at the start."""
+    scheduler.num_steps = 0
+    scheduler.load_state_dict(state)
+
+
+def load_stored_state(args: argparse.Namespace, source: WeightSource, name: str, model: list[torch.nn.Module]) -> bool:
+    """Load the weights that a checkpoint of ours holds under `name`; False, and nothing done, where it holds none.
+
+    Raises:
+        UserError: they do not fit the model, or are damaged.
+    """
+    iteration = latest_iteration(source.path) if source.step is None else source.step
+    directory = _directory_of_state(iteration_directory(source.path, iteration), name)
+    if not (directory / "metadata.json").is_file():
+        return False
+    _load_state(args, directory, model, None)
+    return True
 
 
 def _load_state(
     args: argparse.Namespace,
     directory: Path,
-    common: dict[str, Any],
     model: list[torch.nn.Module],
     optimizer: Any | None,
-    scheduler: Any | None,
+    advice: str = "",
 ) -> None:
     state = _sharded_state(args, model, optimizer, is_loading=True)
     strict = getattr(args, "dist_ckpt_strictness", "assume_ok_unexpected")
     try:
         with torch.no_grad():
+            chunks = _chunks_by_key(model)
+            headless = [key for key in chunks if leave_out_missing_head(state[key], directory)]
             loaded = dist_checkpointing.load(state, str(directory), _load_strategy(args, directory), strict=strict)
-            unwrap_model(model[0]).load_state_dict(loaded["model"])
+            for key, chunk in chunks.items():
+                unwrap_model(chunk).load_state_dict(loaded[key], strict=key not in headless)
             if optimizer is not None:
                 optimizer.load_state_dict(loaded["optimizer"])
-                scheduler.load_state_dict(common["scheduler"])
     except (CheckpointingException, CheckpointException, RuntimeError, KeyError, OSError) as error:
         raise UserError(
             f"{directory} cannot be loaded into the model that the flags describe; it is damaged or of another shape "
-            f"({type(error).__name__}: {' '.join(str(error).split())[:500]})"
+            f"({_describe(error)[:500]}){advice}"
         ) from error
 
 
@@ -146,14 +224,29 @@ def _write(
     """Write all parts; the first error of any rank, or None."""
     error = None
     try:
-        state = _sharded_state(args, model, None if args.no_save_optim else optimizer, is_loading=False)
+        state = _sharded_state(args, model, optimizer if _saves_optimizer(args, scheduler) else None, is_loading=False)
         state.update(_common_state(args, iteration, scheduler))
         dist_checkpointing.save(state, str(directory), _save_strategy(args))
         if not getattr(args, "no_save_rng", False):
-            save_file(_generator_states(), directory / _generator_file())
+            save_generators(directory)
     except (Exception, CheckpointException) as cause:
         # Above all a full disk, which torch and safetensors report as errors of their own. Whatever it is, the other ranks
         # wait to hear of it.
+        logger.debug("writing %s failed", directory, exc_info=True)
+        error = _describe(cause)
+    return _first_error(error)
+
+
+def _write_state(
+    args: argparse.Namespace, directory: Path, model: list[torch.nn.Module], states: ModelStates, name: str
+) -> str | None:
+    """Write the weights of the state `name`; the first error of any rank, or None."""
+    error = None
+    try:
+        with states(name):
+            state = _sharded_state(args, model, None, is_loading=False)
+            dist_checkpointing.save(state, str(directory), _save_strategy(args))
+    except (Exception, CheckpointException) as cause:
         logger.debug("writing %s failed", directory, exc_info=True)
         error = _describe(cause)
     return _first_error(error)
@@ -197,11 +290,25 @@ def _sharded_state(
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": _replicas(),
     }
-    model_state = unwrap_model(model[0]).sharded_state_dict(metadata=metadata)
-    state: dict[str, Any] = {"model": model_state}
+    state: dict[str, Any] = {
+        key: unwrap_model(chunk).sharded_state_dict(metadata=metadata) for key, chunk in _chunks_by_key(model).items()
+    }
     if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
+        described = dict(state)
+        if selection_of(args):
+            # Megatron stacks the layers into one tensor, in which those that are not trained would be missing.
+            metadata["non_homogeneous_layers"] = True
+            described = {
+                key: unwrap_model(chunk).sharded_state_dict(metadata=metadata)
+                for key, chunk in _chunks_by_key(model).items()
+            }
+        state["optimizer"] = optimizer.sharded_state_dict(described, is_loading=is_loading, metadata=metadata)
     return state
+
+
+def _chunks_by_key(model: list[torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    """Where a rank's chunks stand in its state. On disk tensors go by their place in the model, whichever chunk has them."""
+    return {"model" if len(model) == 1 else f"model{index}": chunk for index, chunk in enumerate(model)}
 
 
 def _common_state(args: argparse.Namespace, iteration: int, scheduler: Any) -> dict[str, Any]:
@@ -209,45 +316,31 @@ def _common_state(args: argparse.Namespace, iteration: int, scheduler: Any) -> d
         "format_version": 1,
         "iteration": iteration,
         "scheduler": scheduler.state_dict(),
-        "has_optimizer": not args.no_save_optim,
-        "layout": {name: getattr(args, name) for name in _LAYOUT},
+        "has_optimizer": _saves_optimizer(args, scheduler),
+        "layout": _layout(args),
+        "parameter_selection": selection_of(args),
     }
 
 
-def _generator_states() -> dict[str, torch.Tensor]:
-    states = {"torch": torch.get_rng_state()}
-    tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
-    states.update({f"tracker.{name}": state.cpu() for name, state in tracker.items()})
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
+def _saves_optimizer(args: argparse.Namespace, scheduler: Any) -> bool:
+    """Before its first step an optimizer has no state, and nothing is lost: one that starts fresh is the same."""
+    return not args.no_save_optim and scheduler.num_steps > 0
 
 
-def _load_generators(directory: Path, common: dict[str, Any], args: argparse.Namespace) -> None:
-    layout = {name: getattr(args, name) for name in _LAYOUT}
-    if common.get("layout") != layout:
-        logger.warning("the parallel layout changed since %s was saved: random generators start from --seed", directory)
-        return
-    if not (directory / _generator_file()).is_file():
-        logger.warning("%s was saved without random generators: they start from --seed", directory)
-        return
-    states = load_file(directory / _generator_file())
-    torch.set_rng_state(states["torch"])
-    prefix = "tracker."
-    tracker = {name.removeprefix(prefix): state for name, state in states.items() if name.startswith(prefix)}
-    tensor_parallel.get_cuda_rng_tracker().set_states(tracker)
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
+def _layout(args: argparse.Namespace) -> dict[str, int]:
+    return {name: getattr(args, name) for name in _LAYOUT}
 
 
-def _generator_file() -> str:
-    return f"rng_{dist.get_rank():05d}.safetensors"
-
-
-def _fresh_directory(directory: Path) -> None:
+def _fresh_directory(directory: Path, stored: Sequence[str]) -> None:
     if directory.exists():
         shutil.rmtree(directory)
     directory.mkdir(parents=True)
+    for name in stored:
+        _directory_of_state(directory, name).mkdir(parents=True)
+
+
+def _directory_of_state(checkpoint: Path, name: str) -> Path:
+    return checkpoint / "states" / name
 
 
 def _unpublished(final: Path) -> Path:

@@ -12,6 +12,7 @@ import warnings
 from typing import Any
 
 from slime.backends.megatron_utils import cpu_runtime
+from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
 
@@ -45,6 +46,22 @@ def destroy() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def context_parallel(args: Any) -> ContextParallel:
+    """This rank's place in its context-parallel group."""
+    from megatron.core import parallel_state
+
+    size = parallel_state.get_context_parallel_world_size()
+    if size == 1:
+        return NO_CONTEXT_PARALLEL
+    group, rank = parallel_state.get_context_parallel_group(), parallel_state.get_context_parallel_rank()
+    return ContextParallel(size, rank, group, all_gather=has_contiguous_context(args))
+
+
+def has_contiguous_context(args: Any) -> bool:
+    """Whether context-parallel ranks hold contiguous pieces of the stream instead of zigzag chunks."""
+    return getattr(args, "context_parallel_size", 1) > 1 and getattr(args, "allgather_cp", False)
 
 
 def process_group_backend(args: Any) -> str:
@@ -90,6 +107,7 @@ def _init_model_parallel(args: Any) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=getattr(args, "virtual_pipeline_model_parallel_size", None),
         context_parallel_size=context,
         expert_model_parallel_size=getattr(args, "expert_model_parallel_size", 1),
         expert_tensor_parallel_size=getattr(args, "expert_tensor_parallel_size", None),

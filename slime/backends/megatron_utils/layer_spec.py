@@ -26,16 +26,21 @@ def transformer_engine_available() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def get_decoder_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
-    """The spec of the decoder that `GPTModel` takes, for the layers of this pipeline stage."""
+def get_decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> ModuleSpec | TransformerBlockSubmodules:
+    """The spec of the decoder that `GPTModel` takes, for the layers of this pipeline stage (and virtual stage)."""
     if config.transformer_impl == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    layer = _local_layer_spec(config)
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    layers = [_local_layer_spec(config)] * get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
 def _local_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules

@@ -17,8 +17,14 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
+from slime.arguments.config_files.role_config import ACTOR, CRITIC
 from slime.backends.megatron_utils.config_fields import fields_from_args, params_dtype
+from slime.backends.megatron_utils.initial_weights import draw_initial_weights
+from slime.backends.megatron_utils.initialize import has_contiguous_context
 from slime.backends.megatron_utils.layer_spec import get_decoder_spec, transformer_engine_available
+from slime.backends.megatron_utils.parameter_selection import select_trained_parameters
+from slime.backends.megatron_utils.rotary import rotate_by_position
+from slime.backends.megatron_utils.value_head import put_value_head
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
 
@@ -76,15 +82,48 @@ def _model_fields(args: Any) -> dict[str, Any]:
             getattr(args, "bias_activation_fusion", False)
             and getattr(args, "bias_swiglu_fusion" if args.swiglu else "bias_gelu_fusion", True)
         ),
+        **_pipeline_fields(args),
+        **_initialization_fields(args),
     }
     if args.swiglu:
         fields.update(gated_linear_unit=True, activation_func=F.silu)
     return fields
 
 
+def _pipeline_fields(args: Any) -> dict[str, Any]:
+    pipelined = (getattr(args, "pipeline_model_parallel_size", None) or 1) > 1
+    interleaved = virtual_stages(args) > 1
+    return {
+        # Only the interleaved schedule can overlap messages with computation, and it must: with both directions in one
+        # batch of messages, Gloo hands a stage the message that was meant for its other chunk.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved and getattr(args, "batch_p2p_comm", True),
+        # A stage's output is not needed any more once it is sent; backward asks for its shape only. The interleaved schedule
+        # frees it when the sending is merely queued before, which streams on a GPU put in order, and Gloo's threads do not.
+        "deallocate_pipeline_outputs": pipelined and not (interleaved and get_accelerator().name == "cpu"),
+    }
+
+
+def _initialization_fields(args: Any) -> dict[str, Any]:
+    if getattr(args, "perform_initialization", True):
+        return {}
+    # Where Megatron is told to draw nothing, it does not mark the parts of tensor-parallel ranks either, and gradient norms
+    # then count the first rank's only. So it draws, by functions that do nothing.
+    functions = ("init_method", "output_layer_init_method", "embedding_init_method")
+    return {"perform_initialization": True, **dict.fromkeys(functions, _leave_as_allocated)}
+
+
+def _leave_as_allocated(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
 def _layer_implementation_fields(args: Any) -> dict[str, Any]:
     wanted = getattr(args, "transformer_impl", None) or "transformer_engine"
     if wanted == "transformer_engine" and transformer_engine_available() and get_accelerator().name != "cpu":
+        if has_contiguous_context(args):
+            raise UserError(
+                "--allgather-cp: Transformer Engine's attention knows only zigzag chunks; give --transformer-impl local"
+            )
         return {"transformer_impl": "transformer_engine"}
     fp8 = getattr(args, "fp8", None)
     if fp8:
@@ -106,7 +145,7 @@ def get_model_provider_func(args: Any) -> ModelProvider:
         config = build_transformer_config(args)
         model = GPTModel(
             config=config,
-            transformer_layer_spec=get_decoder_spec(config),
+            transformer_layer_spec=get_decoder_spec(config, vp_stage),
             vocab_size=args.padded_vocab_size,
             max_sequence_length=args.max_position_embeddings,
             pre_process=pre_process,
@@ -121,6 +160,8 @@ def get_model_provider_func(args: Any) -> ModelProvider:
             seq_len_interpolation_factor=getattr(args, "rotary_seq_len_interpolation_factor", None),
             vp_stage=vp_stage,
         )
+        if has_contiguous_context(args):
+            rotate_by_position(model)
         if post_process and args.padded_vocab_size > args.vocab_size:
             _mask_vocabulary_padding(model.output_layer, args)
         return model
@@ -162,23 +203,50 @@ def setup_model(args: Any) -> list[DistributedDataParallel]:
 
     The weights are random, drawn from `args.seed` alone: equal on all data-parallel ranks, and on CPU for every layout.
     """
-    accelerator = get_accelerator()
-    provider = get_model_provider_func(args)
+    count = virtual_stages(args)
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(args.seed)
-        model = provider(
-            pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage()
-        )
-    config = model.config
-    if accelerator.name != "cpu":
-        model = model.to(torch.cuda.current_device())
-    if config.fp16 or config.bf16:
-        model = Float16Module(config, model)
-    return [DistributedDataParallel(config=config, ddp_config=build_ddp_config(args), module=model)]
+        models = [_build_chunk(args, stage if count > 1 else None) for stage in range(count)]
+    select_trained_parameters(args, models)
+    config, ddp_config = models[0].config, build_ddp_config(args)
+    chunks = []
+    for index, model in enumerate(models):
+        if get_accelerator().name != "cpu":
+            model = model.to(torch.cuda.current_device())
+        if config.fp16 or config.bf16:
+            model = Float16Module(config, model)
+        # Buckets let the first chunk's gradients travel during backward; those of later chunks have time in any case.
+        wrapped = DistributedDataParallel(config, ddp_config, model, disable_bucketing=index > 0)
+        chunks.append(wrapped)
+    return chunks
 
 
-def unwrap_model(chunk: torch.nn.Module) -> GPTModel:
-    """The bare model inside data-parallel and mixed-precision wrappers."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
+def virtual_stages(args: Any) -> int:
+    """Model chunks per rank: 1 unless the pipeline is interleaved."""
+    return getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
+
+
+def _build_chunk(args: Any, vp_stage: int | None) -> GPTModel:
+    place = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    model = get_model_provider_func(args)(
+        pre_process=parallel_state.is_pipeline_first_stage(**place),
+        post_process=parallel_state.is_pipeline_last_stage(**place),
+        vp_stage=vp_stage,
+    )
+    if model.config.use_cpu_initialization and getattr(args, "perform_initialization", True):
+        draw_initial_weights(model, args.seed)
+    if getattr(args, "role", ACTOR) == CRITIC:
+        put_value_head(model)
+    _mark_experts(model)
+    return model
+
+
+def _mark_experts(model: GPTModel) -> None:
+    """Say of experts that their gradients are reduced over ranks of their own, whether or not those are the dense layers' too.
+
+    Megatron's layers say it only with expert parallelism; without the mark, tensor parallelism around whole experts gives
+    their gradients the wrong factor. Said always, the optimizer has the same parts in every layout.
+    """
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False

@@ -7,6 +7,7 @@ batch size.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
@@ -15,6 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.backends.megatron_utils import adam
 from slime.backends.megatron_utils.config_fields import fields_from_args, params_dtype
+from slime.backends.megatron_utils.stateless_adam import as_megatrons_adam
 from slime.utils.errors import UserError
 
 
@@ -30,7 +32,9 @@ def build_optimizer_and_scheduler(
         UserError: the schedule is empty, or its warmup is as long as the schedule.
     """
     adam.install()
-    optimizer = get_megatron_optimizer(build_optimizer_config(args), model_chunks)
+    stateless = getattr(args, "use_stateless_adam", False)
+    with as_megatrons_adam() if stateless else contextlib.nullcontext():
+        optimizer = get_megatron_optimizer(build_optimizer_config(args), model_chunks)
     return optimizer, _build_scheduler(args, optimizer)
 
 

@@ -1,10 +1,9 @@
 """What a reward function may return, checked before it can poison a batch."""
 
-import math
-import numbers
 from typing import Any
 
 from slime.utils.errors import UserError
+from slime.utils.finite_number import finite_number
 from slime.utils.types import Sample
 
 
@@ -30,11 +29,10 @@ def checked_reward(args: Any, sample: Sample, reward: Any, source: str, evaluati
 
 
 def _number(value: Any, sample: Sample, source: str) -> float:
-    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
-        value = value.item()
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+    number = finite_number(value)
+    if number is None:
         raise UserError(
             f"{source}: the reward of sample {sample.index} is {value!r} ({type(value).__name__}); "
             "expected a finite number, or a dict with --reward-key"
         )
-    return float(value)
+    return number

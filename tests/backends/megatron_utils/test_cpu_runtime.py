@@ -22,6 +22,7 @@ TRAINING = {
     "clip_grad": 1.0,
     "log_num_zeros_in_grad": True,
 }
+EXPERTS = {"num_experts": 3, "moe_router_topk": 2, "moe_ffn_hidden_size": 16, "moe_router_load_balancing_type": "none"}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -52,13 +53,19 @@ def _check_seeds(args):
 
 
 def _train(args):
-    """One packed training step with dropout and recomputation through Megatron's schedule."""
+    """One packed training step with dropout and recomputation through Megatron's schedule; experts start at random."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from tests.support import megatron_worker as megatron
 
-    chunks = megatron.load_model(args)
+    if getattr(args, "num_experts", None):
+        megatron.start(args)
+        from slime.backends.megatron_utils.model_provider import setup_model
+
+        chunks = setup_model(args)
+    else:
+        chunks = megatron.load_model(args)
     from slime.backends.megatron_utils.optimizer import build_optimizer_and_scheduler
 
     optimizer, _ = build_optimizer_and_scheduler(args, chunks)
@@ -109,6 +116,7 @@ def _scenario(hf_dir, left_out):
     _save_and_load(*_train(tiny_args(hf_dir, **options)))
     for precision in ({"bf16": True}, {"fp16": True, "initial_loss_scale": 1.0}):
         _train(tiny_args(hf_dir, **options, **precision))
+    _train(tiny_args(hf_dir, **options, **EXPERTS))
 
 
 def _error_in_fork(function, *args):

@@ -117,7 +117,7 @@ def _save_then_load_into_fresh_ones(args, directory, training):
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
-    from slime.backends.megatron_utils.model_provider import unwrap_model
+    from slime.backends.megatron_utils.parameter_names import unwrap_model
     from tests.support import megatron_worker as megatron
 
     chunks, optimizer, scheduler = training

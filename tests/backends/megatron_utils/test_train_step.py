@@ -1,47 +1,21 @@
 """One optimizer step of GRPO: against loops over transformers in float64, and the same for every parallel layout."""
 
-import copy
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
 
 from tests.support.distributed import run_distributed
-from tests.support.grpo_batch import make_samples, objective_args, old_and_reference, plain_loss
-from tests.support.tiny_model import tiny_args, write_tiny_model
+from tests.support.grpo_batch import make_samples, plain_loss
+from tests.support.tiny_model import write_tiny_model
+from tests.support.train_steps import ADVANTAGES, make_args, shard_of
 
 LAYOUTS = {
     "dp2": {"data_parallel_size": 2},
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
 }
-ADVANTAGES = [0.9, -0.4, 0.3, 0.3, 1.1, -1.2, 0.5, -0.7, 0.2]
-
-
-def make_args(hf_dir, **overrides) -> SimpleNamespace:
-    dp = overrides.pop("data_parallel_size", 1)
-    model = vars(tiny_args(hf_dir, **overrides))
-    return SimpleNamespace(**{**model, **vars(objective_args()), "data_parallel_size": dp, **overrides})
-
-
-def shard_of(args, data_rank):
-    """This rank's tensors of the batch, old and reference log-probs included."""
-    import torch
-
-    from slime.scheduling.dp_schedule import schedule_from_args
-    from slime.training.rollout_batch import build_train_batch, split_for_data_parallel, to_tensors
-
-    samples = make_samples(args.vocab_size)
-    batch = build_train_batch(samples, ADVANTAGES, ADVANTAGES)
-    schedule = schedule_from_args(
-        args, {"dp_size": args.data_parallel_size, "cp_size": 1}, batch["total_lengths"].tolist(),
-        global_batch_size=args.global_batch_size, rollout_indices=batch["rollout_ids"].tolist(),
-    )  # fmt: skip
-    data = to_tensors(split_for_data_parallel(batch, schedule)[data_rank], torch.device("cpu"))
-    old, reference = old_and_reference(samples)
-    data["log_probs"] = [torch.from_numpy(old[i]) for i in data["partition"]]
-    data["ref_log_probs"] = [torch.from_numpy(reference[i]) for i in data["partition"]]
-    return data
 
 
 def train_worker(cases):
@@ -53,8 +27,9 @@ def train_worker(cases):
         chunks = load_model(args)
         from megatron.core import parallel_state
 
+        from slime.backends.megatron_utils.forward_passes import forward_log_probs
         from slime.backends.megatron_utils.optimizer import build_optimizer_and_scheduler
-        from slime.backends.megatron_utils.train_step import forward_log_probs, train_one_step
+        from slime.backends.megatron_utils.train_step import train_one_step
         from slime.training.advantages import compute_advantages_and_returns
         from slime.training.data_metrics import rollout_data_metrics
 
@@ -136,6 +111,17 @@ def test_l13_layouts_give_the_gradients_of_one_rank(one_rank, two_ranks, layout,
             torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("reduction", ["rollout", "token"])
+def test_l21_sequence_parallel_gradients_are_summed_once(one_rank, two_ranks, reduction):
+    """Norms stand on every tensor-parallel rank, and each sees a part of the tokens only."""
+    expected = {name: gradient for name, gradient in one_rank[reduction][1].items() if "norm" in name}
+    assert len(expected) == 2 * 4 + 1
+    for rank in two_ranks:
+        gradients = rank[f"tp2_sp/{reduction}"][1]
+        for name, gradient in expected.items():
+            assert float(gradients[name].norm()) == pytest.approx(float(gradient.norm()), rel=1e-5), name
+
+
 def test_l13_micro_batches_do_not_change_the_loss(one_rank):
     split, whole = one_rank["rollout"][0], one_rank["one_batch"][0]
     assert split == pytest.approx(whole, rel=1e-5, abs=1e-7)
@@ -181,33 +167,102 @@ def test_forward_pass_scatters_to_samples(hf_dir, one_rank, two_ranks):
             assert by_sample[sample.index] == pytest.approx(expected, abs=1e-5)
 
 
-def nan_worker(args):
-    import torch
+def nan_gradient_on_rank_1(args, batch, logits, reduce):
+    """A finite loss; on rank 1 the gradient of its logits is not: the root of zero."""
+    import torch.distributed as dist
+
+    zero = logits.float().sum() * 0
+    return (zero.sqrt() if dist.get_rank() == 1 else zero), {}
+
+
+def bad_step_worker(args):
+    """Steps on two ranks, data-parallel or pipeline stages, of which only the second has something that is not finite."""
+    import torch.distributed as dist
 
     from tests.support.megatron_worker import load_model
 
     chunks = load_model(args)
+    from megatron.core import parallel_state
+
     from slime.backends.megatron_utils.optimizer import build_optimizer_and_scheduler
     from slime.backends.megatron_utils.train_step import train_one_step
     from slime.training.advantages import compute_advantages_and_returns
     from slime.utils.errors import RunError
 
     optimizer, scheduler = build_optimizer_and_scheduler(args, chunks)
-    data = shard_of(args, 0)
-    compute_advantages_and_returns(args, data)
-    data["log_probs"][2] = torch.full_like(data["log_probs"][2], float("nan"))
-    try:
-        train_one_step(args, chunks, optimizer, scheduler, data, 5, 0)
-        message = None
-    except RunError as error:
-        message = str(error)
-    args.check_for_nan_in_loss_and_grad = False
-    unchecked = train_one_step(args, chunks, optimizer, scheduler, data, 5, 0)
-    return data["sample_indices"][2], message, unchecked["loss"]
+    rank = dist.get_rank()
+
+    def weights():
+        return [parameter.detach().clone() for parameter in chunks[0].parameters()]
+
+    def step(with_nan=False, **overrides):
+        """The metrics or the message; how far the schedule is; whether the weights are as they were."""
+        case = SimpleNamespace(**{**vars(args), **overrides})
+        data = shard_of(case, parallel_state.get_data_parallel_rank())
+        compute_advantages_and_returns(case, data)
+        if with_nan and rank == 1:
+            data["log_probs"][2] = data["log_probs"][2] * math.nan
+        before = weights()
+        try:
+            result = train_one_step(case, chunks, optimizer, scheduler, data, 5, 0)
+        except RunError as error:
+            result = str(error)
+        return result, scheduler.num_steps, all(a.equal(b) for a, b in zip(before, weights(), strict=True))
+
+    custom = {"loss_type": "custom_loss", "custom_loss_function_path": f"{__file__}:nan_gradient_on_rank_1"}
+    off = {"check_for_nan_in_loss_and_grad": False}
+    sample = shard_of(args, args.data_parallel_size - 1)["sample_indices"][2]
+    return {
+        "sample": sample,
+        "stop": step(with_nan=True),
+        "skip": step(with_nan=True, **off),
+        "stop gradient": step(**custom),
+        "skip gradient": step(**custom, **off),
+        "good": step(),
+        "moments": [group.get("step") for group in optimizer.param_groups if group["params"]],
+    }
 
 
-def test_nan_loss_stops_and_names_step_and_samples(hf_dir):
-    index, message, unchecked = run_distributed(nan_worker, 1, (copy.copy(make_args(hf_dir)),))[0]
-    assert "rollout 5, step 0, rank 0: the loss is nan" in message and str(index) in message
-    # --no-check-for-nan-in-loss-and-grad
-    assert math.isnan(unchecked)
+BAD_STEP_LAYOUTS = {
+    "dp2": {"data_parallel_size": 2},
+    "dp2_plain": {"data_parallel_size": 2, "use_distributed_optimizer": False},
+    "pp2": {"pipeline_model_parallel_size": 2},
+}
+
+
+@pytest.fixture(scope="module", params=BAD_STEP_LAYOUTS)
+def bad_steps(request, hf_dir):
+    return run_distributed(bad_step_worker, 2, (make_args(hf_dir, **BAD_STEP_LAYOUTS[request.param]),))
+
+
+def test_a_bad_step_stops_all_ranks_with_one_message(bad_steps):
+    zero, one = bad_steps
+    message, scheduled, unchanged = zero["stop"]
+    assert message == one["stop"][0]
+    assert re.match(
+        rf"rollout 5, step 0: the loss is nan on rank 1 in the micro-batch with samples \[(.*, )?{zero['sample']}(, .*)?\]\. ",
+        message,
+    )
+    assert zero["stop gradient"][0] == one["stop gradient"][0]
+    assert re.match(
+        r"rollout 5, step 0: the gradient norm is nan; losses are finite, but the gradient at the logits is not on rank 1 in "
+        r"the micro-batch with samples \[.*\]",
+        zero["stop gradient"][0],
+    )
+    for rank in bad_steps:
+        for case in ("stop", "stop gradient"):
+            assert rank[case][1:] == (0, True)
+
+
+def test_without_the_check_a_bad_step_is_skipped_and_counted(bad_steps):
+    for rank in bad_steps:
+        for case in ("skip", "skip gradient"):
+            metrics, scheduled, unchanged = rank[case]
+            assert metrics["skipped_steps"] == 1 and math.isnan(metrics["grad_norm"])
+            assert math.isnan(metrics["loss"]) == (case == "skip")
+            assert scheduled == 0 and unchanged, "neither the schedule nor the weights move"
+        metrics, scheduled, unchanged = rank["good"]
+        assert metrics["skipped_steps"] == 0 and math.isfinite(metrics["grad_norm"])
+        assert scheduled == 8 and not unchanged
+        assert set(rank["moments"]) == {1}
+    assert bad_steps[0]["good"][0] == bad_steps[1]["good"][0]

@@ -1,7 +1,8 @@
-"""This rank's Megatron parameters -> tensors under their Hugging Face names.
+"""The model's Megatron parameters -> tensors under their Hugging Face names.
 
-All ranks walk through the same parameters in the same order and join each tensor-parallel gather; every rank gets every
-tensor, and a rank that has no use for it drops it. Tied embeddings exist once in the model and are therefore sent once.
+All ranks walk through the parameters of the whole model in the same order: each comes from the pipeline stage that holds it,
+one at a time, and is then gathered over tensor-parallel ranks. Every rank gets every tensor, and a rank that has no use for
+it drops it. Tied embeddings are one parameter, however many stages hold a copy, and are therefore sent once.
 """
 
 from __future__ import annotations
@@ -22,18 +23,17 @@ NamedTensor = tuple[str, torch.Tensor]
 
 @torch.no_grad()
 def iter_hf_named_tensors(args: Any, model_chunks: Iterable[torch.nn.Module]) -> Iterator[NamedTensor]:
-    """Yield (HF name, tensor) for every parameter, in the order of the model. Collective over the tensor-parallel
-    group.
+    """Yield (HF name, tensor) for every parameter, in the order of the model. Collective over the tensor-parallel and
+    pipeline groups.
 
     Tensors are whole, contiguous, detached, on the parameters' device and in their dtype, without vocabulary padding.
     They may share memory with the model: use or copy them before the next optimizer step.
     """
     family = family_of_args(args)
     shape = ModelShape.from_args(args)
-    for chunk in model_chunks:
-        for name, parameter in chunk.named_parameters():
-            layout = family.find(name)[0].layout
-            yield from _to_hf(family, shape, name, _gather(layout, parameter.detach()))
+    for name, local in _parameters_of_all_stages(model_chunks):
+        layout = family.find(name)[0].layout
+        yield from _to_hf(family, shape, name, _gather(layout, local))
 
 
 def iter_hf_buckets(
@@ -42,7 +42,7 @@ def iter_hf_buckets(
     """The tensors of `iter_hf_named_tensors` in lists of at most `buffer_size` bytes; a larger tensor is a list of its
     own.
 
-    The lists are the same on every rank. Collective over the tensor-parallel group.
+    The lists are the same on every rank. Collective over the tensor-parallel and pipeline groups.
     """
     bucket: list[NamedTensor] = []
     held = 0
@@ -87,6 +87,26 @@ def _to_hf(family: Family, shape: ModelShape, name: str, whole: torch.Tensor) ->
     rule, hf_names = family.find(name)
     for hf_name, tensor in zip(hf_names, rule.layout.split(whole, shape), strict=True):
         yield hf_name, tensor.contiguous()
+
+
+def _parameters_of_all_stages(model_chunks: Iterable[torch.nn.Module]) -> Iterator[NamedTensor]:
+    """(global name, this tensor-parallel rank's part) of every parameter of the model, in its order, each once."""
+    from megatron.core import parallel_state
+
+    from slime.backends.megatron_utils.parameter_names import global_named_parameters
+    from slime.backends.megatron_utils.pipeline_stages import broadcast_tensor, gather_from_stages
+
+    chunks = [dict(global_named_parameters(chunk)) for chunk in model_chunks]
+    own_stage = parallel_state.get_pipeline_model_parallel_rank()
+    contents = gather_from_stages([{name: p.detach().to("meta") for name, p in chunk.items()} for chunk in chunks])
+    sent: set[str] = set()
+    # Of interleaved stages the first chunks of all come before the second chunks.
+    for index, own in enumerate(chunks):
+        for stage, of_stage in enumerate(contents):
+            for name, like in of_stage[index].items():
+                if name not in sent:
+                    sent.add(name)
+                    yield name, broadcast_tensor(stage, own[name].detach() if stage == own_stage else None, like)
 
 
 def _gather(layout: Layout, local: torch.Tensor) -> torch.Tensor:

@@ -13,19 +13,26 @@ from typing import Any
 
 import torch
 
+from slime.arguments.config_files.role_config import ACTOR, CRITIC
 from slime.arguments.hf_config import read_hf_config
-from slime.backends.megatron_utils.hf_conversion.family import Family, Rule, strip_wrappers
+from slime.backends.megatron_utils.hf_conversion.family import Family, Rule
 from slime.backends.megatron_utils.hf_conversion.layouts import ModelShape
 from slime.backends.megatron_utils.hf_conversion.registry import family_of_directory
 from slime.backends.megatron_utils.hf_conversion.safetensors_directory import SafetensorsDirectory
 from slime.utils.errors import UserError
 
+# Global name, parameter, and what it is made of.
+Plan = list[tuple[str, torch.nn.Parameter, Rule, tuple[str, ...]]]
+
 _LISTED = 20
+_HEAD = "lm_head.weight"
 
 
 @torch.no_grad()
 def load_hf_weights(args: Any, model_chunks: Iterable[torch.nn.Module], hf_dir: str | Path) -> int:
     """Fill the parameters of `model_chunks` from the HF directory `hf_dir`, converted to the parameters' dtype.
+
+    Collective over the pipeline group; all its stages raise the same error.
 
     Returns:
         0, the iteration at which such a run starts.
@@ -34,13 +41,28 @@ def load_hf_weights(args: Any, model_chunks: Iterable[torch.nn.Module], hf_dir: 
         UserError: unsupported `model_type`; tensors missing or surplus (all are listed); a shape that the flags
         contradict.
     """
-    from megatron.core import parallel_state
+    from slime.backends.megatron_utils.pipeline_stages import gather_from_stages
 
     family = family_of_directory(hf_dir)
     source = SafetensorsDirectory(hf_dir)
     plan = _plan(family, model_chunks)
-    _check_names(plan, source, family, hf_dir)
-    shape = ModelShape.from_args(args)
+    needed = gather_from_stages({hf_name for *_, hf_names in plan for hf_name in hf_names})
+    _check_names(set().union(*needed), source, family, hf_dir, _needs_no_head(args))
+    message = None
+    try:
+        _fill(plan, source, ModelShape.from_args(args), hf_dir)
+    except UserError as error:
+        message = str(error)
+    # A tensor that does not fit is met by the stage that holds it; the others are not left alone with what comes next.
+    messages = [found for found in gather_from_stages(message) if found is not None]
+    if messages:
+        raise UserError(messages[0])
+    return 0
+
+
+def _fill(plan: Plan, source: SafetensorsDirectory, shape: ModelShape, hf_dir: str | Path) -> None:
+    from megatron.core import parallel_state
+
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
     for name, parameter, rule, hf_names in plan:
@@ -49,11 +71,10 @@ def load_hf_weights(args: Any, model_chunks: Iterable[torch.nn.Module], hf_dir: 
         if shard.shape != parameter.shape:
             raise UserError(
                 f"{hf_dir}: {', '.join(hf_names)} of shape {[list(tensor.shape) for tensor in tensors]} give "
-                f"{list(shard.shape)} for {strip_wrappers(name)}, but the model flags ask for {list(parameter.shape)}; "
-                "make the shape flags agree with the checkpoint's config.json"
+                f"{list(shard.shape)} for {name}, but the model flags ask for {list(parameter.shape)}; make the shape flags "
+                "agree with the checkpoint's config.json"
             )
         parameter.copy_(shard)
-    return 0
 
 
 def expected_hf_names(hf_dir: str | Path) -> set[str]:
@@ -68,16 +89,23 @@ def expected_hf_names(hf_dir: str | Path) -> set[str]:
     return {name for name in names if not _may_be_ignored(name, family, hf_dir)}
 
 
-def _plan(
-    family: Family, model_chunks: Iterable[torch.nn.Module]
-) -> list[tuple[str, torch.nn.Parameter, Rule, tuple[str, ...]]]:
-    named = [item for chunk in model_chunks for item in chunk.named_parameters()]
-    return [(name, parameter, *family.find(name)) for name, parameter in named]
+def _plan(family: Family, model_chunks: Iterable[torch.nn.Module]) -> Plan:
+    from slime.backends.megatron_utils.parameter_names import global_named_parameters
+    from slime.backends.megatron_utils.value_head import is_value_head
+
+    named = [item for chunk in model_chunks for item in global_named_parameters(chunk)]
+    # No directory of a language model has a critic's head; it keeps the weights that it has.
+    return [(name, parameter, *family.find(name)) for name, parameter in named if not is_value_head(parameter)]
 
 
-def _check_names(plan: list, source: SafetensorsDirectory, family: Family, hf_dir: str | Path) -> None:
-    needed = {hf_name for *_, hf_names in plan for hf_name in hf_names}
-    present = source.names()
+def _needs_no_head(args: Any) -> bool:
+    return getattr(args, "role", ACTOR) == CRITIC
+
+
+def _check_names(
+    needed: set[str], source: SafetensorsDirectory, family: Family, hf_dir: str | Path, without_head: bool
+) -> None:
+    present = source.names() - ({_HEAD} if without_head else set())
     missing = sorted(needed - present)
     surplus = sorted(name for name in present - needed if not _may_be_ignored(name, family, hf_dir))
     problems = [
@@ -93,6 +121,6 @@ def _check_names(plan: list, source: SafetensorsDirectory, family: Family, hf_di
 
 
 def _may_be_ignored(name: str, family: Family, hf_dir: str | Path) -> bool:
-    if name == "lm_head.weight":
+    if name == _HEAD:
         return bool(read_hf_config(hf_dir, flag="checkpoint").get("tie_word_embeddings", False))
     return family.ignored.search(name) is not None

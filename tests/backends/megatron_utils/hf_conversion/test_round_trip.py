@@ -65,7 +65,7 @@ def test_round_trip_is_bitwise(directories):
     paths = {name: str(directory) for name, directory in directories.items()}
     (single,) = run_distributed(_round_trip, 1, (paths, [{}]))
     _check(single, directories)
-    layouts = [{"tensor_model_parallel_size": 2}, {}]
+    layouts = [{"tensor_model_parallel_size": 2}, {}, {"pipeline_model_parallel_size": 2}]
     for results in run_distributed(_round_trip, 2, (paths, layouts)):
         _check(results, directories)
 

@@ -1,0 +1,176 @@
+"""Losses and advantages for users' plug-ins: groups come from Megatron's parallel state.
+
+The functions are those of `slime.training`, which the framework itself calls with its groups as values. Where Megatron's groups
+do not exist (or Megatron was never imported) there is one rank, which owns everything. Logits are [T, V / tensor-parallel size]
+and may have a leading dimension of 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from slime.training import advantages as estimation
+from slime.training import loss, other_losses, policy_loss
+from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
+from slime.training.corrections import icepop_function, vanilla_tis_function
+from slime.training.micro_batch import Metrics, MicroBatch, Reducer, response_log_probs, response_values
+from slime.training.packed_stream import PackedStream, pack_stream
+
+__all__ = [
+    "apply_opd_kl_to_advantages",
+    "compute_advantages_and_returns",
+    "get_log_probs_and_entropy",
+    "get_values",
+    "icepop_function",
+    "loss_function",
+    "policy_loss_function",
+    "sft_loss_function",
+    "value_loss_function",
+    "vanilla_tis_function",
+]
+
+_PARALLEL_STATE = "megatron.core.parallel_state"
+
+
+def __getattr__(name: str) -> Any:
+    if name != "mpu":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megatron.core import parallel_state
+
+    return parallel_state
+
+
+def compute_advantages_and_returns(args: argparse.Namespace, rollout_data: dict[str, Any]) -> None:
+    """Set `kl`, `advantages`, `returns` (and `opd_reverse_kl`) on this rank's data, as `slime.training.advantages` tells.
+
+    Collective over context-parallel ranks, and with `--normalize-advantages` over data-parallel ones too.
+    """
+    parallel_state = _laid_out()
+    group = None if parallel_state is None else parallel_state.get_data_parallel_group(with_context_parallel=True)
+    estimation.compute_advantages_and_returns(args, rollout_data, _context_parallel(args), group)
+
+
+def apply_opd_kl_to_advantages(
+    args: argparse.Namespace,
+    rollout_data: dict[str, Any],
+    advantages: list[torch.Tensor],
+    student_log_probs: Sequence[torch.Tensor] | None,
+) -> None:
+    """Distillation: change the list `advantages` in place and set `rollout_data["opd_reverse_kl"]`."""
+    cp = _context_parallel(args)
+    estimation.apply_opd_kl_to_advantages(args, rollout_data, advantages, student_log_probs, cp)
+
+
+def loss_function(
+    args: argparse.Namespace, batch: MicroBatch, logits: torch.Tensor, *, role: str = "actor"
+) -> tuple[torch.Tensor, Metrics]:
+    """The un-normalised loss of a micro-batch by `--loss-type`, and its metrics; see `slime.training.loss`."""
+    return loss.loss_function(args, batch, _rows(logits), _tensor_group(), role=role)
+
+
+def policy_loss_function(
+    args: argparse.Namespace, batch: MicroBatch, logits: torch.Tensor, sum_of_sample_mean: Reducer
+) -> tuple[torch.Tensor, Metrics]:
+    """The policy loss, for a custom loss that adds to it: takes the arguments of one."""
+    return policy_loss.policy_loss_function(args, batch, _rows(logits), _tensor_group(), sum_of_sample_mean)
+
+
+def value_loss_function(
+    args: argparse.Namespace, batch: MicroBatch, logits: torch.Tensor, sum_of_sample_mean: Reducer
+) -> tuple[torch.Tensor, Metrics]:
+    """The critic's loss; `logits` are its outputs [T, 1]."""
+    return other_losses.value_loss_function(args, batch, _rows(logits), sum_of_sample_mean)
+
+
+def sft_loss_function(
+    args: argparse.Namespace, batch: MicroBatch, logits: torch.Tensor, sum_of_sample_mean: Reducer
+) -> tuple[torch.Tensor, Metrics]:
+    """The loss of supervised fine-tuning."""
+    return other_losses.sft_loss_function(args, batch, _rows(logits), _tensor_group(), sum_of_sample_mean)
+
+
+def get_log_probs_and_entropy(
+    logits: torch.Tensor,
+    *,
+    args: argparse.Namespace,
+    unconcat_tokens: Sequence[torch.Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    with_entropy: bool = False,
+    with_entropy_grad: bool = True,
+) -> dict[str, list[torch.Tensor]]:
+    """`log_probs` and, if asked for, `entropy`: per sample one float32 tensor for the response tokens that this rank owns.
+
+    Args:
+        logits: of the packed samples, without division by the rollout temperature, which happens inside.
+        unconcat_tokens: whole sequences, one tensor per sample.
+    """
+    rows = _rows(logits)
+    batch = {"stream": _stream(args, unconcat_tokens, response_lengths, rows)}
+    log_probs, entropy = response_log_probs(
+        args, batch, rows, _tensor_group(), with_entropy=with_entropy, with_entropy_grad=with_entropy_grad
+    )
+    results = {"log_probs": batch["stream"].split(log_probs)}
+    return results if entropy is None else {**results, "entropy": batch["stream"].split(entropy)}
+
+
+def get_values(
+    logits: torch.Tensor,
+    *,
+    args: argparse.Namespace,
+    unconcat_tokens: Sequence[torch.Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+) -> dict[str, list[torch.Tensor]]:
+    """`values`: a critic's outputs [T, 1] cut to responses, float32; arguments as in `get_log_probs_and_entropy`."""
+    rows = _rows(logits)
+    stream = _stream(args, unconcat_tokens, response_lengths, rows)
+    return {"values": stream.split(response_values(stream, rows))}
+
+
+def _rows(logits: torch.Tensor) -> torch.Tensor:
+    return logits[0] if logits.dim() == 3 else logits
+
+
+def _stream(
+    args: argparse.Namespace, tokens: Sequence[torch.Tensor], response_lengths: Sequence[int], rows: torch.Tensor
+) -> PackedStream:
+    """The stream that the logits `rows` belong to, however it was padded at its end."""
+    cp = _context_parallel(args)
+    # A contiguous part is cut where the padded whole is, so there the padding must be that of the logits.
+    stream = pack_stream(list(tokens), list(response_lengths), len(rows) if cp.all_gather else 1, cp=cp)
+    missing = len(rows) - len(stream.tokens)
+    if missing < 0:
+        raise ValueError(f"{len(rows)} rows of logits for samples that take {len(stream.tokens)}")
+    return dataclasses.replace(
+        stream, tokens=F.pad(stream.tokens, (0, missing)), next_tokens=F.pad(stream.next_tokens, (0, missing))
+    )
+
+
+def _laid_out() -> Any:
+    """Megatron's parallel state, or None where it has no groups."""
+    parallel_state = globals().get("mpu") or sys.modules.get(_PARALLEL_STATE)
+    if parallel_state is None or not (dist.is_available() and dist.is_initialized()):
+        return None
+    return parallel_state if parallel_state.model_parallel_is_initialized() else None
+
+
+def _context_parallel(args: argparse.Namespace) -> ContextParallel:
+    if _laid_out() is None:
+        return NO_CONTEXT_PARALLEL
+    from slime.backends.megatron_utils.initialize import context_parallel
+
+    return context_parallel(args)
+
+
+def _tensor_group() -> dist.ProcessGroup | None:
+    parallel_state = _laid_out()
+    return None if parallel_state is None else parallel_state.get_tensor_model_parallel_group()

@@ -1,0 +1,74 @@
+"""Names of parameters that do not depend on how the model is cut.
+
+Megatron numbers the layers of every pipeline stage from 0, and the experts of every expert-parallel rank. A global name has
+the numbers of the whole model, such as `decoder.layers.17.self_attention.linear_qkv.weight`, and no wrapper's prefix. A copy
+of a tied embedding on the last stage has the embedding's name. Tensor-parallel parts of a parameter share its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+EMBEDDING = "embedding.word_embeddings.weight"
+_OUTPUT = "output_layer.weight"
+_LOCAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
+_GROUPED_EXPERT = re.compile(
+    r"(?<=\.experts\.linear_fc[12]\.(?:weight))\d+$|(?<=\.experts\.linear_fc[12]\.(?:bias))\d+$"
+)
+
+
+def unwrap_model(chunk: torch.nn.Module) -> GPTModel:
+    """The bare model inside data-parallel and mixed-precision wrappers."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def global_named_parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """(global name, parameter) of a model chunk, wrapped or bare, in the order of the model."""
+    from megatron.core import parallel_state
+
+    model = unwrap_model(chunk)
+    layers = {
+        name: layer.layer_number - 1
+        for name, layer in model.named_modules()
+        if name.rpartition(".")[2].isdigit() and isinstance(getattr(layer, "layer_number", None), int)
+    }
+    experts = getattr(model.config, "num_moe_experts", None) or 0
+    first_expert = 0
+    if experts:
+        size = parallel_state.get_expert_model_parallel_world_size()
+        first_expert = experts // size * parallel_state.get_expert_model_parallel_rank()
+    tied = getattr(model, "share_embeddings_and_output_weights", False)
+    for name, parameter in model.named_parameters():
+        yield global_name(name, layers, first_expert, tied), parameter
+
+
+def parameters_with_bad_gradient(chunks: Iterable[torch.nn.Module]) -> list[str]:
+    """Global names of the wrapped chunks' parameters whose accumulated gradient is not finite."""
+    named = [pair for chunk in chunks for pair in global_named_parameters(chunk)]
+    gradients = [(name, getattr(parameter, "main_grad", None)) for name, parameter in named]
+    return [name for name, gradient in gradients if gradient is not None and not gradient.isfinite().all()]
+
+
+def global_name(name: str, layers: Mapping[str, int], first_expert: int, tied: bool) -> str:
+    """The global name of the parameter that a rank calls `name`.
+
+    Args:
+        layers: number in the whole model of every layer of the rank, by the layer's name there.
+        first_expert: number in the whole model of the rank's first expert.
+        tied: whether embedding and output layer are one parameter.
+    """
+    if tied and name == _OUTPUT:
+        return EMBEDDING
+    for local, number in layers.items():
+        if name.startswith(local + "."):
+            name = f"{local.rpartition('.')[0]}.{number}{name.removeprefix(local)}"
+            break
+    for pattern in (_LOCAL_EXPERT, _GROUPED_EXPERT):
+        name = pattern.sub(lambda found: str(int(found.group()) + first_expert), name)
+    return name

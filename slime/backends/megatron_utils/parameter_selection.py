@@ -1,0 +1,128 @@
+"""Which parameters are trained: `--only-train-params-name-list`, `--freeze-params-name-list`, `--freeze-indexer`.
+
+The regular expressions are searched in global names, so a list means the same in every parallel layout. A frozen parameter
+needs no gradient: Megatron's wrappers give it no gradient buffer and no optimizer state, so the choice is made before the
+model is wrapped. It stays in checkpoints and weight pushes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from slime.arguments.plug_ins import flag_of
+from slime.backends.megatron_utils.parameter_names import global_named_parameters
+from slime.backends.megatron_utils.value_head import is_value_head
+from slime.training.metric_reduction import all_reduce_sum
+from slime.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+# The part of sparse attention that chooses the keys.
+INDEXER = r"(^|\.)indexer\."
+_LISTS = ("only_train_params_name_list", "freeze_params_name_list")
+_EXAMPLES = 3
+
+
+def select_trained_parameters(args: argparse.Namespace, model: Sequence[torch.nn.Module]) -> None:
+    """Freeze what the flags say, in the bare model chunks of this rank. Collective over all ranks.
+
+    Raises:
+        UserError: an expression matches no parameter of the whole model, or nothing is left to train.
+    """
+    patterns = _patterns(args)
+    if not patterns:
+        return
+    parameters = [pair for chunk in model for pair in global_named_parameters(chunk)]
+    matched = [0] * len(patterns)
+    trained = 0
+    for name, parameter in parameters:
+        hits = [re.search(pattern, name) is not None for _, pattern in patterns]
+        flags = [flag for (flag, _), hit in zip(patterns, hits, strict=True) if hit]
+        # A new head has learnt nothing yet; a critic that kept it so would be none.
+        parameter.requires_grad_(is_value_head(parameter) or _is_trained(flags, patterns))
+        trained += parameter.requires_grad
+        matched = [count + hit for count, hit in zip(matched, hits, strict=True)]
+    counts = all_reduce_sum(torch.tensor([*matched, trained, len(parameters)]), dist.group.WORLD)
+    *matched, trained, total = counts.tolist()
+    _require_matches(patterns, matched, [name for name, _ in parameters])
+    if not trained:
+        raise UserError(
+            f"{', '.join(sorted({flag for flag, _ in patterns}))}: all parameters are frozen; free some of them"
+        )
+    if getattr(args, "recompute_granularity", None):
+        for chunk in model:
+            _let_gradients_reach_layers(chunk)
+    if dist.get_rank() == 0:
+        logger.info("%.1f%% of the ranks' parameter tensors are trained, the others frozen", 100 * trained / total)
+
+
+def _let_gradients_reach_layers(chunk: torch.nn.Module) -> None:
+    """Have the embeddings' output ask for a gradient, although the embeddings do not.
+
+    A recomputed part of the model is one operation to autograd, with its input as the only argument: where that asks for no
+    gradient, nothing in the part gets one, trained or not.
+    """
+
+    def ask(module: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        if torch.is_grad_enabled() and not output.requires_grad:
+            output.requires_grad_()
+
+    embedding = getattr(chunk, "embedding", None)
+    if embedding is not None:
+        embedding.register_forward_hook(ask)
+
+
+def selection_of(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Regular expressions by attribute, of the flags that are given; empty where everything is trained."""
+    given = {name: getattr(args, name, None) for name in _LISTS}
+    selection = {name: list(expressions) for name, expressions in given.items() if expressions}
+    if getattr(args, "freeze_indexer", False):
+        selection["freeze_indexer"] = [INDEXER]
+    return selection
+
+
+def as_flags(selection: Mapping[str, Sequence[str]]) -> str:
+    """A selection as it is typed, for messages."""
+    words = [
+        flag_of(name) if name == "freeze_indexer" else f"{flag_of(name)} {' '.join(expressions)}"
+        for name, expressions in selection.items()
+    ]
+    return " ".join(words) or "no frozen parameters"
+
+
+def _patterns(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """(flag, regular expression) of all that is asked for."""
+    selection = selection_of(args)
+    return [(flag_of(name), expression) for name, expressions in selection.items() for expression in expressions]
+
+
+def _is_trained(flags_that_match: Sequence[str], patterns: Sequence[tuple[str, str]]) -> bool:
+    only = flag_of("only_train_params_name_list")
+    if any(flag != only for flag in flags_that_match):
+        return False
+    return only in flags_that_match or all(flag != only for flag, _ in patterns)
+
+
+def _require_matches(patterns: Sequence[tuple[str, str]], matched: Sequence[int], names: Sequence[str]) -> None:
+    wrong = []
+    for (flag, pattern), count in zip(patterns, matched, strict=True):
+        if count:
+            continue
+        if pattern == INDEXER:
+            wrong.append(f"{flag}: the model has no indexer, which only sparse attention has; drop the flag")
+        else:
+            wrong.append(f"{flag} {pattern}: no parameter has a name that matches; names are such as {_some(names)}")
+    if wrong:
+        raise UserError("\n".join(wrong))
+
+
+def _some(names: Sequence[str]) -> str:
+    """A few names from all over the model."""
+    stride = max(len(names) // _EXAMPLES, 1)
+    return ", ".join(list(names)[::stride][:_EXAMPLES])

@@ -1,0 +1,124 @@
+"""The training ranks of a run with a critic, as one object with the interface of `TrainGroup`.
+
+Both models live on the same devices and take turns. A rollout has one order, with and without a KL penalty: the critic's
+values; the actor's log-probs, advantages, returns and training; the critic's training on these very returns.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from slime.arguments.critic import critic_args
+from slime.observability.logging_utils import LoggedMetrics
+from slime.ray.rollout_manager import RolloutResult
+from slime.ray.train_group import TrainGroup
+from slime.utils.errors import RunError
+
+_MEGATRON_CRITIC = "slime.backends.megatron_utils.critic.MegatronCriticActor"
+
+
+class ActorCritic(TrainGroup):
+    """The actor's ranks, with a critic's beside them.
+
+    Args:
+        places: (bundle index, device id) per rank, for both models.
+        actor_cls: class of the actor's ranks, or the path of one; None takes the Megatron rank.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        group: PlacementGroup,
+        places: Sequence[tuple[int, int]],
+        actor_cls: type | str | None = None,
+    ) -> None:
+        super().__init__(args, group, places, actor_cls)
+        self._critic = _CriticGroup(critic_args(args), group, places, _MEGATRON_CRITIC)
+
+    @property
+    def starting(self) -> list[ray.ObjectRef]:
+        """A reference per rank of both models that is ready when the rank is."""
+        return [*super().starting, *self._critic.starting]
+
+    def name_starting(self, positions: Sequence[int]) -> str:
+        """What to call the ranks at these positions of `starting`."""
+        ranks = len(super().starting)
+        actor, critic = [p for p in positions if p < ranks], [p - ranks for p in positions if p >= ranks]
+        parts = [super().name_starting(actor)] if actor else []
+        return ", ".join([*parts, self._critic.name_starting(critic)] if critic else parts)
+
+    def start(self) -> None:
+        """Start all ranks of both models without waiting for them."""
+        super().start()
+        self._critic.start()
+
+    def wait_ready(self) -> int:
+        """Wait until every rank holds its model. Returns the first rollout id to train.
+
+        Raises:
+            RunError: the ranks of a model, or the two models, disagree about it.
+        """
+        first, of_critic = super().wait_ready(), self._critic.wait_ready()
+        if self._critic.resumes and of_critic != first:
+            raise RunError(
+                f"the actor's checkpoint continues with rollout {first}, the critic's with rollout {of_critic}; load both "
+                "from the same iteration"
+            )
+        return first
+
+    def train(self, rollout_id: int, rollout: RolloutResult) -> list[LoggedMetrics]:
+        """Train both models on a rollout; returns the metrics of both."""
+        values = self._critic.values(rollout_id, rollout.critic_shards)
+        results = self._call_all("train_on_values", rollout_id, rollout.shards, values)
+        logged, returns = results[0][0], [part for _, part in results if part is not None]
+        return [*logged, *self._critic.learn(rollout_id, returns)]
+
+    def save(self, rollout_id: int) -> None:
+        """Write the checkpoints of `rollout_id`; `publish` makes them the newest."""
+        self._critic.save(rollout_id)
+        super().save(rollout_id)
+
+    def publish(self, rollout_id: int) -> None:
+        """Make the checkpoints of `rollout_id` those that a resume takes.
+
+        The actor's pointer decides for both; whenever the run ends, the critic has the checkpoint that belongs to it.
+        """
+        self._critic.publish(rollout_id)
+        super().publish(rollout_id)
+        self._critic.forget(rollout_id)
+
+    def dispose(self) -> None:
+        """End all ranks of both models; they leave no process and no group behind."""
+        self._critic.dispose()
+        super().dispose()
+
+    def kill(self) -> None:
+        """End all ranks of both models at once."""
+        self._critic.kill()
+        super().kill()
+
+
+class _CriticGroup(TrainGroup):
+    """The critic's ranks."""
+
+    rank_name = "critic rank"
+
+    @property
+    def resumes(self) -> bool:
+        return self._args.initial_weights.resume
+
+    def values(self, rollout_id: int, shards: list) -> list:
+        """The parts of the column `values`."""
+        return [part for part in self._call_all("values", rollout_id, shards) if part is not None]
+
+    def learn(self, rollout_id: int, returns: list) -> list[LoggedMetrics]:
+        """Train on the samples of the last `values`, given the parts of their returns."""
+        return self._call_all("train", rollout_id, returns)[0]
+
+    def forget(self, rollout_id: int) -> None:
+        """Delete the checkpoints up to `rollout_id` that `--keep-last` lets go."""
+        self._call_first("forget", rollout_id)

@@ -1,0 +1,131 @@
+"""On-policy distillation from a teacher behind HTTP: an engine that scores the student's samples (`--opd-type sglang`).
+
+    --use-opd --opd-type sglang --rm-url http://TEACHER:PORT/generate
+    --custom-rm-path slime.rollout.on_policy_distillation.reward_func
+    --custom-reward-post-process-path slime.rollout.on_policy_distillation.post_process_rewards
+
+The teacher's log-probs of the response tokens become `sample.teacher_log_probs`, a column of the train batch; what they are
+worth is decided by `--opd-kl-coef`. The reward itself is 0, unless a function of the user's calls `reward_func` and returns a
+reward of its own.
+
+The teacher gets token ids, so both tokenizers must give them the same meaning: with the first sample the teacher is asked for
+the text of every token, which is compared with the student's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from slime.rollout.train_data import relative_rewards
+from slime.utils.errors import RunError, UserError
+from slime.utils.finite_number import finite_number
+from slime.utils.http_utils import post
+from slime.utils.processing_utils import load_tokenizer
+from slime.utils.types import Sample
+
+# Teachers whose tokenizer was compared, by address.
+_compared: set[str] = set()
+
+
+async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
+    """Have the teacher at `args.rm_url` score `sample` at the student's temperature; sets `teacher_log_probs`, returns 0.
+
+    Raises:
+        UserError: no address, or the teacher reads the tokens as other text than the student.
+        RunError: the teacher's answer does not hold the log-probs of the sample's tokens.
+        HttpError: the teacher refuses the request, or cannot be reached.
+    """
+    url = _teacher_url(args)
+    is_first = url not in _compared
+    answer = await post(url, _request(args, sample, with_text=is_first))
+    sample.teacher_log_probs = _response_log_probs(answer, sample, url)
+    if is_first:
+        _compare_tokenizers(args, answer, url)
+        _compared.add(url)
+    return 0.0
+
+
+def post_process_rewards(args: Any, samples: Sequence[Sample], **kwargs: Any) -> tuple[list[float], list[float]]:
+    """(raw rewards, rewards): what the samples have, 0 where that is a teacher's answer; then as without this function.
+
+    A reward that is the answer itself, from a function that returned it, is turned into `teacher_log_probs`.
+
+    Raises:
+        RunError: an answer does not hold the log-probs of the sample's tokens.
+        UserError: a reward is no finite number.
+    """
+    raw = [_number(args, sample) for sample in samples]
+    if not any(raw):
+        return raw, list(raw)
+    return raw, list(relative_rewards(args, samples, raw))
+
+
+def _number(args: Any, sample: Sample) -> float:
+    if isinstance(sample.reward, dict) and "meta_info" in sample.reward:
+        if sample.teacher_log_probs is None:
+            sample.teacher_log_probs = _response_log_probs(sample.reward, sample, "the teacher")
+        return 0.0
+    value = sample.get_reward_value(args)
+    if value is None and sample.remove_sample:
+        return 0.0
+    number = finite_number(value)
+    if number is None:
+        raise UserError(f"the reward of sample {sample.index} is {value!r}; expected a finite number")
+    return number
+
+
+def _teacher_url(args: Any) -> str:
+    if not args.rm_url:
+        raise UserError("distillation over HTTP needs --rm-url, the teacher's address, such as http://10.0.0.1:30000")
+    # The address of a server alone means its one method that scores.
+    return args.rm_url if urlsplit(args.rm_url).path.strip("/") else args.rm_url.rstrip("/") + "/generate"
+
+
+def _request(args: Any, sample: Sample, *, with_text: bool) -> dict[str, Any]:
+    payload = {
+        "input_ids": list(sample.tokens),
+        "sampling_params": {
+            "temperature": args.rollout_temperature,
+            "max_new_tokens": 0,
+            "skip_special_tokens": False,
+        },
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    return {**payload, "return_text_in_logprobs": True} if with_text else payload
+
+
+def _response_log_probs(answer: Any, sample: Sample, source: str) -> list[float]:
+    meta_info = answer.get("meta_info") if isinstance(answer, dict) else None
+    entries = (meta_info or {}).get("input_token_logprobs")
+    if not entries:
+        raise RunError(f"{source} answered without meta_info.input_token_logprobs for sample {sample.index}")
+    # The first token has nothing before it that could predict it.
+    log_probs = [entry[0] for entry in entries[1:]]
+    response = log_probs[max(len(log_probs) - sample.response_length, 0) :]
+    wrong = [value for value in response if not isinstance(value, int | float) or math.isnan(value)]
+    if wrong or len(response) != sample.response_length:
+        raise RunError(
+            f"{source} gave log-probs for sample {sample.index} that are no numbers or too few: {len(response)} of "
+            f"{sample.response_length}, {wrong[:3]}"
+        )
+    return [float(value) for value in response]
+
+
+def _compare_tokenizers(args: Any, answer: dict[str, Any], url: str) -> None:
+    entries = [
+        entry for entry in answer["meta_info"]["input_token_logprobs"] if len(entry) > 2 and entry[2] is not None
+    ]
+    if not entries:
+        return
+    tokenizer = load_tokenizer(args.hf_checkpoint, args.trust_remote_code)
+    for (_, token, text, *_), own in zip(entries, tokenizer.batch_decode([[e[1]] for e in entries]), strict=True):
+        # Part of a character is shown in various ways.
+        if text != own and "\ufffd" not in text + own:
+            raise UserError(
+                f"--rm-url {url}: the teacher reads token {token} as {text!r}, the tokenizer of --hf-checkpoint "
+                f"{args.hf_checkpoint} as {own!r}; distillation needs a teacher with the same tokenizer"
+            )

@@ -1,0 +1,148 @@
+"""Functions of the user inside the loss, with what they return checked: loss, correction, and reducer."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from slime.training.corrections import Correction, vanilla_tis_function
+from slime.training.micro_batch import Metrics, MicroBatch, Reducer, per_token_column
+from slime.utils.errors import UserError
+from slime.utils.misc import load_function
+from slime.utils.user_code import calling_user_code
+
+
+def custom_loss_function(
+    args: argparse.Namespace, batch: MicroBatch, logits: torch.Tensor, reduce: Reducer
+) -> tuple[torch.Tensor, Metrics]:
+    """What the function of `--custom-loss-function-path` gives: an un-normalised sum over samples, and metrics.
+
+    It is called as `fn(args, batch, logits, sum_of_sample_mean)` and returns `(loss, {name: scalar tensor})`. `logits` are
+    [T, V / tensor-parallel size]; `slime.backends.megatron_utils.loss` has the shipped losses to build on.
+    """
+    path, flag = args.custom_loss_function_path, "--custom-loss-function-path"
+    with calling_user_code(flag, path, _subject(batch)):
+        result = load_function(path, flag=flag)(args, batch, logits, reduce)
+    if not (isinstance(result, tuple) and len(result) == 2 and torch.is_tensor(result[0])):
+        raise UserError(f"{flag} {path} returned {_kind(result)}; expected (loss tensor, {{name: scalar tensor}})")
+    loss, metrics = result
+    if loss.numel() != 1:
+        raise UserError(
+            f"{flag} {path} returned a loss of shape {tuple(loss.shape)}; expected a single number: reduce it with the fourth "
+            "argument"
+        )
+    if not isinstance(metrics, dict) or not all(torch.is_tensor(m) and m.numel() == 1 for m in metrics.values()):
+        raise UserError(f"{flag} {path} returned {_kind(metrics)} as metrics; expected {{name: scalar tensor}}")
+    return loss.reshape(()), {name: value.reshape(()) for name, value in metrics.items()}
+
+
+def custom_correction(
+    args: argparse.Namespace, batch: MicroBatch, pg_loss: torch.Tensor, train_log_probs: torch.Tensor
+) -> Correction:
+    """The loss per token after `--use-tis`: truncated importance sampling, or `--custom-tis-function-path`.
+
+    Args:
+        pg_loss, train_log_probs: flat over this rank's response tokens.
+
+    Returns:
+        (loss, masks of whole responses, {name: metric per token}).
+    """
+    path, flag = args.custom_tis_function_path, "--custom-tis-function-path"
+    rollout = per_token_column(batch, "rollout_log_probs", "--use-tis")
+    stream = batch["stream"]
+    arguments = {
+        "args": args,
+        "pg_loss": pg_loss,
+        "train_log_probs": stream.split(train_log_probs.detach()),
+        "rollout_log_probs": stream.split(rollout),
+        "loss_masks": batch["loss_masks"],
+        "total_lengths": batch["total_lengths"],
+        "response_lengths": batch["response_lengths"],
+        "cp": stream.cp,
+        "step_statistics": batch.get("step_statistics"),
+    }
+    if path is None:
+        return vanilla_tis_function(**arguments)
+    with calling_user_code(flag, path, _subject(batch)):
+        result = load_function(path, flag=flag)(**arguments)
+    return _checked_correction(f"{flag} {path}", result, pg_loss, batch)
+
+
+def policy_gradient_reducer(
+    args: argparse.Namespace, batch: MicroBatch, loss_masks: Sequence[torch.Tensor], default: Reducer
+) -> Reducer:
+    """The reducer of the policy-gradient term: `default`, or what `--custom-pg-loss-reducer-function-path` makes.
+
+    It is called as `fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss[, rollout_mask_sums])` and returns
+    a function from a flat tensor over this rank's response tokens to a scalar. The result is divided by what the default's
+    would be: the rollouts of the step, or its trained tokens. With context parallelism the tensor holds this rank's part of
+    each response, while `loss_masks` are whole: `slime.backends.megatron_utils.cp_utils.slice_log_prob_with_cp` cuts them.
+
+    The constant length of "Dr. GRPO" (arXiv 2503.20783), which keeps long wrong answers as expensive per token as short ones:
+
+        def constant_length(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+            masks = [slice_log_prob_with_cp(*row) for row in zip(loss_masks, total_lengths, response_lengths)]
+            return lambda per_token: (per_token * torch.cat(masks)).sum() / 8192
+
+    with --disable-grpo-std-normalization, and the longest response (or any other constant) in place of 8192.
+    """
+    path, flag = args.custom_pg_loss_reducer_function_path, "--custom-pg-loss-reducer-function-path"
+    if path is None:
+        return default
+    make = load_function(path, flag=flag)
+    arguments = [batch["total_lengths"], batch["response_lengths"], list(loss_masks), args.calculate_per_token_loss]
+    if "rollout_mask_sums" in inspect.signature(make).parameters:
+        arguments.append(batch["rollout_mask_sums"])
+    with calling_user_code(flag, path, _subject(batch)):
+        reduce = make(*arguments)
+    if not callable(reduce):
+        raise UserError(f"{flag} {path} returned {_kind(reduce)}; expected a function of a flat tensor")
+    return _checked_reducer(reduce, f"{flag} {path}")
+
+
+def _checked_reducer(reduce: Callable[[torch.Tensor], Any], where: str) -> Reducer:
+    def checked(values: torch.Tensor) -> torch.Tensor:
+        result = reduce(values)
+        if not torch.is_tensor(result) or result.numel() != 1:
+            shown = tuple(result.shape) if torch.is_tensor(result) else result
+            raise UserError(f"{where}: its reducer returned {shown} for {len(values)} tokens; expected a scalar tensor")
+        return result.reshape(())
+
+    return checked
+
+
+def _checked_correction(where: str, result: Any, pg_loss: torch.Tensor, batch: MicroBatch) -> Correction:
+    expected = "expected (pg_loss, modified_masks, {name: tensor per token})"
+    if not (isinstance(result, tuple) and len(result) == 3):
+        raise UserError(f"{where} returned {_kind(result)}; {expected}")
+    loss, masks, metrics = result
+    if not torch.is_tensor(loss) or loss.shape != pg_loss.shape:
+        raise UserError(f"{where} returned {_kind(loss)} as pg_loss; expected one of shape {tuple(pg_loss.shape)}")
+    lengths = [len(mask) for mask in masks] if isinstance(masks, list | tuple) else None
+    if lengths != list(batch["response_lengths"]) or not all(map(torch.is_tensor, masks)):
+        raise UserError(
+            f"{where} returned masks of lengths {lengths}; expected one tensor per sample, as long as its whole response: "
+            f"{list(batch['response_lengths'])}"
+        )
+    is_dict = isinstance(metrics, dict)
+    wrong = [name for name, m in metrics.items() if getattr(m, "shape", None) != pg_loss.shape] if is_dict else ["…"]
+    if wrong:
+        raise UserError(
+            f"{where} returned {_kind(metrics)} as metrics, {', '.join(map(str, wrong))} not of shape "
+            f"{tuple(pg_loss.shape)}; expected one value per token, flat like pg_loss"
+        )
+    return loss, list(masks), metrics
+
+
+def _kind(value: Any) -> str:
+    if torch.is_tensor(value):
+        return f"Tensor {tuple(value.shape)}"
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
+
+
+def _subject(batch: MicroBatch) -> str:
+    return f"samples {batch.get('sample_indices')}"

@@ -1,0 +1,153 @@
+"""The sets of tokens that a nucleus (top-p) sampler kept, one per row of logits, and sums over them.
+
+Names carry dimensions: T rows, V vocabulary entries of this rank, K kept entries of the whole stream, P pairs of one block.
+
+Invariants
+- The sampled token belongs to its row's set whatever the set says; it is left out of the pairs below and counted by its own
+  logit, so that it is never counted twice and an empty set means {sampled token}, log-prob 0.
+- Work and memory go with the number of kept entries, not with the vocabulary: no tensor [T, V] is made. Kept logits are
+  picked out in float64, block of rows by block of rows.
+- Pairs (row, column) come sorted by row and are distinct, so sums over rows are segment sums: the same bits every time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+# Kept entries whose float64 values and int64 places exist at a time: some tens of MiB.
+PAIRS_PER_BLOCK = 1 << 20
+# Stands for the maximum of no logits; finite, so that differences of two of them are 0 and not NaN.
+NO_LOGIT = -1e20
+
+
+@dataclass(frozen=True, eq=False)
+class KeptTokens:
+    """Row i keeps the tokens `token_ids[offsets[i] : offsets[i + 1]]`, as engines report nuclei.
+
+    token_ids: [K] integer, ids in the whole vocabulary, distinct within a row. offsets: [T + 1] integer, ascending from 0
+    to K.
+    """
+
+    token_ids: torch.Tensor
+    offsets: torch.Tensor
+
+    def at_rows(self, rows: torch.Tensor, row_count: int) -> KeptTokens:
+        """The same sets as rows `rows` (ascending, [T] integer) of `row_count`; the other rows keep nothing.
+
+        Puts sets of response tokens at their places in a packed stream.
+        """
+        lengths = torch.zeros(row_count, dtype=torch.int64, device=self.offsets.device)
+        lengths[rows] = self.offsets.long().diff()
+        return KeptTokens(self.token_ids, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
+
+
+class KeepSet:
+    """This rank's part of every row's kept set, without the sampled token.
+
+    `kept` is a mask [T, V] of this rank's columns or `KeptTokens` of the whole vocabulary; `tokens_T` are the sampled
+    tokens, ids in the whole vocabulary; this rank's columns are the ids first_id … first_id + V − 1.
+    """
+
+    def __init__(
+        self, kept: torch.Tensor | KeptTokens, tokens_T: torch.Tensor, first_id: int, column_count: int
+    ) -> None:
+        self._kept = kept
+        self._tokens_T = tokens_T
+        self._first_id, self._column_count = first_id, column_count
+        if isinstance(kept, KeptTokens):
+            self._offsets: list[int] = kept.offsets.tolist()
+            _check_offsets(self._offsets, len(kept.token_ids), len(tokens_T))
+        else:
+            _check_mask(kept, len(tokens_T), column_count)
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """Row ranges (start, stop) that cover all rows, each with a bounded number of pairs unless it is a single row."""
+        rows = len(self._tokens_T)
+        if isinstance(self._kept, KeptTokens):
+            start = 0
+            while start < rows:
+                stop = bisect_right(self._offsets, self._offsets[start] + PAIRS_PER_BLOCK) - 1
+                stop = min(max(stop, start + 1), rows)
+                yield start, stop
+                start = stop
+            return
+        # How many entries a mask row keeps is not known before it is read.
+        step = max(PAIRS_PER_BLOCK // max(self._column_count, 1), 1)
+        for start in range(0, rows, step):
+            yield start, min(start + step, rows)
+
+    def pairs(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Kept entries of rows start … stop − 1 on this rank: rows counted from `start`, columns of this rank; int64 [P]."""
+        if isinstance(self._kept, KeptTokens):
+            offsets = self._kept.offsets[start : stop + 1].long()
+            ids = self._kept.token_ids[self._offsets[start] : self._offsets[stop]].long()
+            rows = torch.repeat_interleave(
+                torch.arange(stop - start, device=ids.device), offsets.diff(), output_size=len(ids)
+            )
+            columns = ids - self._first_id
+            mine = (columns >= 0) & (columns < self._column_count) & (ids != self._tokens_T[start:stop][rows])
+        else:
+            rows, columns = self._kept[start:stop].nonzero(as_tuple=True)
+            mine = columns + self._first_id != self._tokens_T[start:stop][rows]
+        return rows[mine], columns[mine]
+
+    def exponential_sums(self, logits_TV: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Largest x = logit / temperature of every row's pairs and Σ e^{x − it}, float64 [T]; NO_LOGIT and 0 without pairs."""
+        max_T = torch.full((len(logits_TV),), NO_LOGIT, dtype=torch.float64, device=logits_TV.device)
+        sum_T = torch.zeros_like(max_T)
+        for start, stop in self.blocks():
+            rows, columns = self.pairs(start, stop)
+            boundaries = torch.searchsorted(rows, torch.arange(stop - start + 1, device=rows.device))
+            values = _logits_at(logits_TV, start + rows, columns, temperature)
+            max_T[start:stop] = _segments(values, "max", boundaries, NO_LOGIT)
+            exponentials = (values - max_T[start:stop][rows]).exp_()
+            sum_T[start:stop] = _segments(exponentials, "sum", boundaries, 0.0)
+        return max_T, sum_T
+
+    def add_gradient(
+        self,
+        out: torch.Tensor,
+        logits_TV: torch.Tensor,
+        log_sum_T: torch.Tensor,
+        factor_T: torch.Tensor,
+        temperature: float,
+        start: int,
+        stop: int,
+    ) -> None:
+        """Add factor·e^{x − log_sum} at every pair to `out` [stop − start, V], the gradient of rows start … stop − 1.
+
+        log_sum_T, factor_T: float64 [T].
+        """
+        rows, columns = self.pairs(start, stop)
+        exponents = _logits_at(logits_TV, start + rows, columns, temperature) - log_sum_T[start:stop][rows]
+        values = exponents.exp_().mul_(factor_T[start:stop][rows])
+        out[rows, columns] += values.to(out.dtype)
+
+
+def _logits_at(logits_TV: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, temperature: float) -> torch.Tensor:
+    return logits_TV[rows, columns].double().div_(temperature)
+
+
+def _segments(values: torch.Tensor, reduction: str, boundaries: torch.Tensor, initial: float) -> torch.Tensor:
+    return torch.segment_reduce(values, reduction, lengths=boundaries.diff(), initial=initial, unsafe=True)
+
+
+def _check_offsets(offsets: list[int], kept_count: int, row_count: int) -> None:
+    if len(offsets) != row_count + 1 or offsets[0] != 0 or offsets[-1] != kept_count:
+        ends = f"from {offsets[0]} to {offsets[-1]}" if offsets else "without an entry"
+        raise ValueError(
+            f"kept tokens of {row_count} rows need {row_count + 1} offsets from 0 to their number {kept_count}, "
+            f"got {len(offsets)} {ends}"
+        )
+
+
+def _check_mask(mask: torch.Tensor, row_count: int, column_count: int) -> None:
+    if mask.dtype != torch.bool or tuple(mask.shape) != (row_count, column_count):
+        raise ValueError(
+            f"the keep mask must be bool and as large as the logits, {(row_count, column_count)}, "
+            f"got {str(mask.dtype).removeprefix('torch.')} {tuple(mask.shape)}"
+        )

@@ -1,0 +1,115 @@
+"""What a custom importance-sampling function may ask about a whole optimizer step.
+
+The function of `--custom-tis-function-path` sees one micro-batch of one rank. What it needs of the whole step (a mean weight,
+say) must not depend on how the step was cut, so the trainer computes it once before the step, from the stored log-probs.
+A function asks by two attributes:
+
+    def my_function(*, args, pg_loss, …, step_statistics=None, **kwargs): …
+    my_function.step_statistics = my_statistics            # what to add up
+    my_function.needs_step_statistics = lambda args: …     # whether, under these arguments; without it: always
+
+`my_statistics(*, args, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, cp)` gets what the
+function itself gets, but for all samples of the step that this rank has (perhaps none) and without a loss: log-probs are this
+context-parallel rank's part of each response, masks are whole. It returns a dict from names to tensors of any shape: this
+rank's share, with the same names and shapes on every rank. It may talk to the other ranks of `cp.group`, which have the same
+samples, and to nobody else. The trainer adds the shares of all data- and context-parallel ranks, and hands the sums to every
+call of the function as `step_statistics`: float64 tensors on the CPU. As they need stored log-probs, asking makes the trainer
+run the pass that computes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.training.context_parallel import ContextParallel
+from slime.training.metric_reduction import all_reduce_sum
+from slime.utils.errors import RunError, UserError
+from slime.utils.user_code import user_function_error
+
+FLAG = "--custom-tis-function-path"
+# Columns of the rank's data under the names that the function knows them by.
+_COLUMNS = {
+    "train_log_probs": "log_probs",
+    "rollout_log_probs": "rollout_log_probs",
+    "loss_masks": "loss_masks",
+    "total_lengths": "total_lengths",
+    "response_lengths": "response_lengths",
+}
+
+
+def wants_step_statistics(function: Callable, args: argparse.Namespace) -> bool:
+    """Whether `function` asks for statistics of the step under `args`."""
+    if getattr(function, "step_statistics", None) is None:
+        return False
+    needs = getattr(function, "needs_step_statistics", None)
+    return needs is None or bool(needs(args))
+
+
+def compute_step_statistics(
+    function: Callable,
+    args: argparse.Namespace,
+    rollout_data: dict[str, Any],
+    positions: Sequence[int],
+    cp: ContextParallel,
+    data_group: dist.ProcessGroup,
+) -> dict[str, torch.Tensor]:
+    """The sums that `function` asks for over one optimizer step, float64 on the CPU, equal on all ranks.
+
+    Collective over `data_group`: all ranks with data of the step, those of data and context parallelism together.
+
+    Args:
+        rollout_data: the rank's data with its stored log-probs; `positions` are those of the step.
+
+    Raises:
+        UserError, RunError: the user's code failed on some rank, or the ranks returned different names or shapes; the same
+            on every rank.
+    """
+    path = args.custom_tis_function_path
+    columns = {name: [rollout_data[column][i] for i in positions] for name, column in _COLUMNS.items()}
+    shares: dict[str, torch.Tensor] = {}
+    failure: Exception | None = None
+    try:
+        shares = _checked(path, function.step_statistics(args=args, cp=cp, **columns))
+    except Exception as error:
+        failure = user_function_error(FLAG, path, "the statistics of a step", error)
+    _agree(path, shares, failure, data_group)
+    return _added_up(shares, data_group)
+
+
+def _checked(path: str, shares: Any) -> dict[str, torch.Tensor]:
+    if not isinstance(shares, dict) or not all(torch.is_tensor(share) for share in shares.values()):
+        raise UserError(f"{FLAG} {path}: its step_statistics returned {shares!r}; expected {{name: tensor}}")
+    return {name: shares[name].detach() for name in sorted(shares)}
+
+
+def _agree(
+    path: str, shares: dict[str, torch.Tensor], failure: Exception | None, data_group: dist.ProcessGroup
+) -> None:
+    """Raise on every rank what is wrong on any: one that raised alone would leave the others waiting."""
+    told = (None if failure is None else str(failure), {name: tuple(share.shape) for name, share in shares.items()})
+    gathered: list[Any] = [None] * dist.get_world_size(data_group)
+    dist.all_gather_object(gathered, told, group=data_group)
+    if failure is not None:
+        raise failure
+    for rank, (message, layout) in enumerate(gathered):
+        if message is not None:
+            raise RunError(f"data rank {rank}: {message}")
+        if layout != gathered[0][1]:
+            raise UserError(
+                f"{FLAG} {path}: its step_statistics must return the same names and shapes on every rank; "
+                f"rank 0 returned {gathered[0][1]}, rank {rank} returned {layout}"
+            )
+
+
+def _added_up(shares: dict[str, torch.Tensor], data_group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    if not shares:
+        return {}
+    flat = torch.cat([share.double().cpu().flatten() for share in shares.values()])
+    parts = all_reduce_sum(flat, data_group).split([math.prod(share.shape) for share in shares.values()])
+    return {name: part.view(share.shape) for (name, share), part in zip(shares.items(), parts, strict=True)}

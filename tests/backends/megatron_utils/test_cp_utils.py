@@ -1,0 +1,107 @@
+"""The public context-parallel helpers: they find the rank's place by themselves, and need no Megatron to be imported."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils import cp_utils
+from tests.support.distributed import run_distributed
+
+TOTALS, RESPONSES = [10, 16, 8, 2], [4, 10, 6, 1]
+
+
+@pytest.fixture
+def second_of_two(monkeypatch):
+    """As plug-ins' own tests do it: `mpu` is replaced."""
+    stub = SimpleNamespace(get_context_parallel_world_size=lambda: 2, get_context_parallel_rank=lambda: 1)
+    # Past `setattr`, which would first look at the old value and so import Megatron into the test's process.
+    monkeypatch.setitem(vars(cp_utils), "mpu", stub)
+
+
+def test_importing_needs_no_megatron():
+    code = "import sys; import slime.backends.megatron_utils.cp_utils as c; c.slice_log_prob_with_cp([1.0], 3, 1)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", f"{code}; print('megatron.core' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert loaded.stdout.strip() == "False"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        cp_utils.nothing  # noqa: B018
+
+
+def test_without_megatron_the_rank_owns_everything():
+    tokens, log_prob = torch.arange(10), torch.arange(4.0)
+    assert cp_utils.get_logits_and_tokens_offset_with_cp(10, 4) == (
+        5, ((0, 5), (5, 10)), ((0, 0), (5, 9)), ((0, 0), (6, 10)),
+    )  # fmt: skip
+    assert cp_utils.slice_with_cp(tokens, 0) is tokens
+    assert cp_utils.slice_log_prob_with_cp(log_prob, 10, 4) is log_prob
+    assert cp_utils.all_gather_with_cp(log_prob, 10, 4) is log_prob
+
+
+def test_a_replaced_mpu_is_asked(second_of_two):
+    assert cp_utils.get_logits_and_tokens_offset_with_cp(8, 6) == (
+        2, ((2, 4), (4, 6)), ((2, 4), (4, 6)), ((3, 5), (5, 7)),
+    )  # fmt: skip
+    assert cp_utils.slice_with_cp(torch.arange(1, 8), 0).tolist() == [3, 4, 5, 6]
+    assert cp_utils.slice_log_prob_with_cp([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 8, 6) == [2.0, 3.0, 4.0, 5.0]
+
+
+def plain_mean(values, masks, denominators):
+    """Loops: the sum over samples of the masked sum over the denominator."""
+    return sum(
+        sum(value * weight for value, weight in zip(sample, mask, strict=True)) / max(denominator, 1)
+        for sample, mask, denominator in zip(values, masks, denominators, strict=True)
+    )
+
+
+def test_reducer_of_one_rank():
+    values, masks = [[1.0, 2.0, 3.0], [4.0, 5.0], [6.0]], [[1, 0, 1], [1, 1], [1]]
+    tensors = [torch.tensor(mask) for mask in masks]
+    flat = torch.tensor([value for sample in values for value in sample])
+    totals, responses = [5, 4, 3], [3, 2, 1]
+    assert float(cp_utils.get_sum_of_sample_mean(totals, responses, tensors)(flat)) == 12.5
+    siblings = cp_utils.get_sum_of_sample_mean(totals, responses, tensors, sample_denoms=[4, 4, 1])
+    assert float(siblings(flat)) == pytest.approx(plain_mean(values, masks, [4, 4, 1])) == 9.25
+    per_token = cp_utils.get_sum_of_sample_mean(totals, responses, tensors, calculate_per_token_loss=True)
+    assert float(per_token(flat)) == 19.0
+
+
+def megatron_worker():
+    from tests.support.megatron_worker import start
+
+    # In a process group that Megatron has not laid out yet
+    torch.distributed.init_process_group("gloo")
+    from slime.backends.megatron_utils import cpu_runtime
+
+    cpu_runtime.install()
+    import megatron.core.parallel_state  # noqa: F401
+
+    before = cp_utils.slice_log_prob_with_cp([1.0, 2.0, 3.0, 4.0], 10, 4)
+    start(SimpleNamespace(
+        tensor_model_parallel_size=1, context_parallel_size=2, seed=1, distributed_timeout_minutes=1,
+    ))  # fmt: skip
+    full = [torch.arange(float(response)) for response in RESPONSES]
+    masks = [(values % 3 != 1).int() for values in full]
+    parts = [cp_utils.slice_log_prob_with_cp(*each) for each in zip(full, TOTALS, RESPONSES, strict=True)]
+    gathered = [cp_utils.all_gather_with_cp(*each).tolist() for each in zip(parts, TOTALS, RESPONSES, strict=True)]
+    share = float(cp_utils.get_sum_of_sample_mean(TOTALS, RESPONSES, masks)(torch.cat(parts)))
+    return before, cp_utils.mpu.get_context_parallel_rank(), [len(part) for part in parts], gathered, share
+
+
+def test_two_ranks_of_megatron():
+    results = run_distributed(megatron_worker, 2)
+    full = [[float(t) for t in range(response)] for response in RESPONSES]
+    masks = [[int(t % 3 != 1) for t in range(response)] for response in RESPONSES]
+    for rank, (before, found_rank, _, gathered, _) in enumerate(results):
+        assert before == [1.0, 2.0, 3.0, 4.0]
+        assert found_rank == rank
+        assert gathered == full
+    assert [results[0][2], results[1][2]] == [[0, 3, 2, 1], [4, 7, 4, 0]]
+    # Each rank has its share of every sample; the denominators are those of whole samples.
+    assert results[0][4] + results[1][4] == pytest.approx(plain_mean(full, masks, [sum(mask) for mask in masks]))

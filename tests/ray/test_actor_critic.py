@@ -1,0 +1,89 @@
+"""The order of the two models' work, with recorded calls in place of ranks."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from slime.arguments.checkpoints import WeightSource
+from slime.ray.actor_critic import ActorCritic
+from slime.ray.rollout_manager import RolloutResult
+from slime.ray.train_group import TrainGroup
+from slime.utils.errors import RunError
+from tests.support.args import parse
+
+ANSWERS = {
+    "values": ["values 0", None],
+    "train_on_values": [(["logged by the actor"], "returns 0"), (["the same"], None)],
+    "train": [["logged by the critic"], ["the same"]],
+}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """(name of the rank, method, arguments) of every call."""
+    recorded = []
+
+    def call_all(group, method, *arguments):
+        recorded.append((group.rank_name, method, *arguments))
+        return ANSWERS.get(method, [None])
+
+    monkeypatch.setattr(TrainGroup, "_call_all", call_all)
+    monkeypatch.setattr(TrainGroup, "_call_first", call_all)
+    return recorded
+
+
+@pytest.fixture
+def models(tmp_path):
+    args = parse(tmp_path, "--advantage-estimator", "ppo", "--save", str(tmp_path / "run"))
+    return ActorCritic(args, None, [(0, 0), (1, 1)])
+
+
+def test_l8_the_critic_learns_the_returns_of_the_actor_after_it(models, calls):
+    logged = models.train(3, RolloutResult(["shard"], [], ["shard of the critic"]))
+    assert calls == [
+        ("critic rank", "values", 3, ["shard of the critic"]),
+        ("training rank", "train_on_values", 3, ["shard"], ["values 0"]),
+        ("critic rank", "train", 3, ["returns 0"]),
+    ]
+    assert logged == ["logged by the actor", "logged by the critic"]
+
+
+def test_the_actors_pointer_moves_last_and_nothing_goes_before_it_does(models, calls):
+    models.save(3)
+    models.publish(3)
+    assert calls == [
+        ("critic rank", "save", 3),
+        ("training rank", "save", 3),
+        ("critic rank", "publish", 3),
+        ("training rank", "publish", 3),
+        ("critic rank", "forget", 3),
+    ]
+
+
+@pytest.mark.parametrize("resumes, of_critic, accepted", [(True, 4, True), (True, 5, False), (False, 0, True)])
+def test_both_continue_with_the_same_rollout(models, monkeypatch, resumes, of_critic, accepted):
+    first = {"training rank": 4, "critic rank": of_critic}
+    monkeypatch.setattr(TrainGroup, "wait_ready", lambda group: first[group.rank_name])
+    models._critic._args.initial_weights = WeightSource("megatron", "/critic", resume=resumes)
+    if accepted:
+        assert models.wait_ready() == 4
+    else:
+        with pytest.raises(RunError, match="continues with rollout 4, the critic's with rollout 5"):
+            models.wait_ready()
+
+
+def test_ranks_that_are_waited_for_have_names(models):
+    models._starting, models._critic._starting = ["a", "b"], ["c", "d"]
+    assert models.starting == ["a", "b", "c", "d"]
+    assert models.name_starting([1, 2, 3]) == "training rank 1, critic rank 0, 1"
+    assert models.name_starting([3]) == "critic rank 1"
+
+
+def test_the_end_of_one_is_the_end_of_both(models, monkeypatch):
+    killed = []
+    monkeypatch.setattr(
+        "slime.ray.train_group.ray", SimpleNamespace(kill=lambda actor, no_restart: killed.append(actor))
+    )
+    models._actors, models._critic._actors = ["actor"], ["critic"]
+    models.kill()
+    assert sorted(killed) == ["actor", "critic"] and models.starting == []

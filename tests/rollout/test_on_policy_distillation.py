@@ -1,0 +1,129 @@
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from slime.rollout import on_policy_distillation
+from slime.rollout.on_policy_distillation import post_process_rewards, reward_func
+from slime.rollout.rm_hub import async_rm
+from slime.rollout.train_data import convert_samples_to_train_batch
+from slime.utils.errors import RunError, UserError
+from slime.utils.http_utils import HttpError, close_http_client
+from slime.utils.types import Sample
+from tests.support.rollout_args import make_args
+
+MODULE = "slime.rollout.on_policy_distillation"
+
+
+@pytest.fixture(autouse=True)
+def forget_teachers():
+    on_policy_distillation._compared.clear()
+
+
+def teacher_args(checkpoint, url, **changes):
+    args = make_args(checkpoint, rm_type=None, rollout_temperature=0.7, custom_rm_path=f"{MODULE}.reward_func")
+    values = {
+        "rm_url": url, "advantage_estimator": "grpo", "loss_type": "policy_loss", "rewards_normalization": True,
+        "grpo_std_normalization": True, "custom_reward_post_process_path": f"{MODULE}.post_process_rewards",
+        "custom_convert_samples_to_train_data_path": None,
+    }  # fmt: skip
+    return SimpleNamespace(**{**vars(args), **values, **changes})
+
+
+def a_sample(index=0, tokens=(40, 41, 42, 43, 44), response_length=3, **fields):
+    sample = Sample(index=index, group_index=0, tokens=list(tokens), response_length=response_length, **fields)
+    sample.status = Sample.Status.COMPLETED
+    return sample
+
+
+def run(*coroutines):
+    async def together():
+        try:
+            return [await coroutine for coroutine in coroutines]
+        finally:
+            await close_http_client()
+
+    return asyncio.run(together())
+
+
+def with_own_text(server, checkpoint):
+    from slime.utils.processing_utils import load_tokenizer
+
+    server.text_of = load_tokenizer(checkpoint).decode
+
+
+def test_w7_the_teacher_scores_at_the_students_temperature(server, checkpoint):
+    with_own_text(server, checkpoint)
+    args, samples = teacher_args(checkpoint, f"{server.url}/generate"), [a_sample(0), a_sample(1, (50, 51, 52), 1)]
+    assert run(*(async_rm(args, sample) for sample in samples)) == [0.0, 0.0]
+    first, second = server.requests
+    expected = {
+        "input_ids": [40, 41, 42, 43, 44], "return_logprob": True, "logprob_start_len": 0,
+        "sampling_params": {"temperature": 0.7, "max_new_tokens": 0, "skip_special_tokens": False},
+    }  # fmt: skip
+    assert first == {**expected, "return_text_in_logprobs": True}
+    assert second == {**expected, "input_ids": [50, 51, 52]}, "tokenizers are compared once"
+    assert samples[0].teacher_log_probs == pytest.approx([-0.2, -0.3, -0.4])
+    assert samples[1].teacher_log_probs == pytest.approx([-0.2])
+
+
+def test_the_teachers_log_probs_become_a_column_and_the_rewards_zero(server, checkpoint):
+    with_own_text(server, checkpoint)
+    # The path of a server means its method.
+    args, samples = teacher_args(checkpoint, server.url), [a_sample(0), a_sample(1, (50, 51, 52), 1)]
+    for sample, reward in zip(samples, run(*(reward_func(args, sample) for sample in samples)), strict=True):
+        sample.reward = reward
+    batch = convert_samples_to_train_batch(args, samples)
+    assert [row.dtype for row in batch["teacher_log_probs"]] == [np.float32] * 2
+    assert [row.tolist() for row in batch["teacher_log_probs"]] == [
+        pytest.approx([-0.2, -0.3, -0.4]),
+        pytest.approx([-0.2]),
+    ]
+    assert batch["rewards"].tolist() == [0, 0] and batch["raw_reward"].tolist() == [0, 0]
+
+
+def test_a_reward_beside_the_teacher_is_normalised_as_usual(checkpoint):
+    samples = [a_sample(i, reward=reward, teacher_log_probs=[-1.0] * 3) for i, reward in enumerate([1.0, 0.0])]
+    raw, rewards = post_process_rewards(teacher_args(checkpoint, "http://t"), samples)
+    assert raw == [1.0, 0.0] and rewards == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-5)
+    with pytest.raises(UserError, match="the reward of sample 0 is 'good'"):
+        post_process_rewards(teacher_args(checkpoint, "http://t"), [a_sample(reward="good")])
+
+
+def test_an_answer_as_reward_is_taken_apart(checkpoint):
+    entries = [[None, 40, None], [-1.0, 41, None], [-2.0, 42, None], [-3.0, 43, None], [-4.0, 44, None]]
+    sample = a_sample(reward={"text": "", "meta_info": {"input_token_logprobs": entries}})
+    assert post_process_rewards(teacher_args(checkpoint, "http://t"), [sample]) == ([0.0], [0.0])
+    assert sample.teacher_log_probs == [-2.0, -3.0, -4.0]
+    empty = a_sample(response_length=0, reward=sample.reward)
+    post_process_rewards(teacher_args(checkpoint, "http://t"), [empty])
+    assert empty.teacher_log_probs == []
+
+
+@pytest.mark.parametrize(
+    "entries, message",
+    [
+        (None, "answered without meta_info.input_token_logprobs for sample 0"),
+        ([[None, 40], [-1.0, 41]], "too few: 1 of 3"),
+        ([[None, 40], [-1.0, 41], [None, 42], [-1.0, 43]], r"no numbers or too few: 3 of 3, \[None\]"),
+    ],
+)
+def test_an_answer_without_the_tokens_is_an_error(checkpoint, entries, message):
+    sample = a_sample(reward={"meta_info": {"input_token_logprobs": entries}})
+    with pytest.raises(RunError, match=message):
+        post_process_rewards(teacher_args(checkpoint, "http://t"), [sample])
+
+
+def test_another_tokenizer_is_noticed(server, checkpoint):
+    server.text_of = lambda ids: "x"
+    with pytest.raises(UserError, match="the teacher reads token 40 as 'x', the tokenizer of --hf-checkpoint .* as"):
+        run(reward_func(teacher_args(checkpoint, server.url), a_sample()))
+
+
+def test_refusals_and_missing_addresses(server, checkpoint):
+    server.refuse = lambda payload: "token id out of range"
+    with pytest.raises(HttpError, match="token id out of range"):
+        run(reward_func(teacher_args(checkpoint, server.url), a_sample()))
+    with pytest.raises(UserError, match="needs --rm-url"):
+        run(reward_func(teacher_args(checkpoint, None), a_sample()))

@@ -1,0 +1,144 @@
+"""Some optimizer steps of GRPO in any parallel layout, with everything that must not depend on the layout.
+
+`train_steps` is a worker for `run_distributed`; every case starts from the weights of its `args.hf_checkpoint`, and
+`assert_equal_runs` compares what the ranks found with what one rank did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.grpo_batch import make_samples, objective_args, old_and_reference
+from tests.support.tiny_model import tiny_args
+
+ADVANTAGES = [0.9, -0.4, 0.3, 0.3, 1.1, -1.2, 0.5, -0.7, 0.2]
+STEPS = 3
+
+
+def layout_args(hf_dir: Any, **overrides: Any) -> SimpleNamespace:
+    """Arguments of a run on the batch of `grpo_batch`; `overrides` are parallel sizes, objective or model flags.
+
+    The vocabulary is padded alike in all layouts. Adam's epsilon is large: near zero its update is the gradient's sign,
+    which would make rounding errors as large as the learning rate.
+    """
+    values = {**vars(objective_args()), "data_parallel_size": 1, "lr": 1e-3, "adam_eps": 1e-4, "padded_vocab_size": 144}
+    return SimpleNamespace(**{**vars(tiny_args(hf_dir, **overrides)), **values, **overrides})
+
+
+class LayoutRun:
+    """Model, optimizer and data of this rank.
+
+    Args:
+        loads: whether the weights are those of `args.hf_checkpoint`; else they are random.
+    """
+
+    def __init__(self, args: SimpleNamespace, *, loads: bool = True) -> None:
+        from tests.support import megatron_worker
+
+        self.args = args
+        if loads:
+            self.model = megatron_worker.load_model(args)
+        else:
+            megatron_worker.start(args)
+            from slime.backends.megatron_utils.model_provider import setup_model
+
+            self.model = setup_model(args)
+        from megatron.core import parallel_state
+
+        from slime.backends.megatron_utils.initialize import context_parallel
+        from slime.backends.megatron_utils.optimizer import build_optimizer_and_scheduler
+        from slime.backends.megatron_utils.pipeline_stages import is_last_stage
+
+        self.optimizer, self.scheduler = build_optimizer_and_scheduler(args, self.model)
+        self.cp, self.is_last_stage = context_parallel(args), is_last_stage()
+        self.data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self.data = shard(args, parallel_state.get_data_parallel_rank(), self.cp)
+
+    def prepare(self) -> None:
+        """Log-probs under the weights as they are, and advantages; both on the last stage only."""
+        from slime.backends.megatron_utils.forward_passes import forward_log_probs
+        from slime.training.advantages import compute_advantages_and_returns
+
+        self.data.update(forward_log_probs(self.args, self.model, self.data, with_entropy=True))
+        if self.is_last_stage:
+            compute_advantages_and_returns(self.args, self.data, self.cp)
+
+    def step(self) -> dict[str, float]:
+        from slime.backends.megatron_utils.train_step import train_one_step
+
+        return train_one_step(self.args, self.model, self.optimizer, self.scheduler, self.data, 0, 0)
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Everything that an export gives, in its order."""
+        from slime.backends.megatron_utils.hf_conversion import iter_hf_named_tensors
+
+        return {name: tensor.clone().numpy() for name, tensor in iter_hf_named_tensors(self.args, self.model)}
+
+
+def train_steps(cases: dict[str, SimpleNamespace]) -> dict[str, dict[str, Any]]:
+    """What `train_case` gives, per case."""
+    return {name: train_case(args) for name, args in cases.items()}
+
+
+def train_case(args: SimpleNamespace) -> dict[str, Any]:
+    """Log-probs before training, metrics of the batch, metrics of every step, weights before and after.
+
+    `log_probs` (by sample index, of this data rank's samples) and `batch` are there on the last pipeline stage only.
+    """
+    run = LayoutRun(args)
+    run.prepare()
+    result: dict[str, Any] = {"loaded": run.weights()}
+    if run.is_last_stage:
+        from slime.training.data_metrics import rollout_data_metrics
+        from slime.training.rollout_batch import with_full_responses
+
+        result["batch"] = rollout_data_metrics(args, run.data, run.data_group, run.cp)
+        whole = with_full_responses(run.data, run.cp)["log_probs"]
+        result["log_probs"] = {i: lp.tolist() for i, lp in zip(run.data["sample_indices"], whole, strict=True)}
+    result["steps"] = [run.step() for _ in range(STEPS)]
+    result["weights"] = run.weights()
+    return result
+
+
+def shard(args: SimpleNamespace, data_rank: int, cp: Any) -> dict[str, Any]:
+    """The tensors of one data-parallel rank, with reference log-probs."""
+    import torch
+
+    from slime.scheduling.dp_schedule import schedule_from_args, train_parallel_config
+    from slime.training.rollout_batch import build_train_batch, keep_own_tokens, split_for_data_parallel, to_tensors
+
+    samples = make_samples(args.vocab_size)
+    batch = build_train_batch(samples, ADVANTAGES, ADVANTAGES)
+    schedule = schedule_from_args(
+        args, train_parallel_config(args), batch["total_lengths"].tolist(), global_batch_size=args.global_batch_size,
+        rollout_indices=batch["rollout_ids"].tolist(),
+    )  # fmt: skip
+    data = to_tensors(split_for_data_parallel(batch, schedule)[data_rank], torch.device("cpu"))
+    _, reference = old_and_reference(samples)
+    data["ref_log_probs"] = [torch.from_numpy(reference[i]) for i in data["partition"]]
+    keep_own_tokens(data, cp)
+    return data
+
+
+def assert_equal_runs(ranks: Sequence[dict[str, Any]], one_rank: dict[str, Any], relative: float = 1e-5) -> None:
+    """The results of `train_case` on all ranks of a layout are those of one rank."""
+    log_probs: dict[int, list[float]] = {}
+    for rank in ranks:
+        for step, expected in zip(rank["steps"], one_rank["steps"], strict=True):
+            assert step == pytest.approx(expected, rel=relative, abs=1e-7)
+        if "batch" in rank:
+            assert rank["batch"] == pytest.approx(one_rank["batch"], rel=relative, abs=1e-7)
+            log_probs.update(rank["log_probs"])
+        for when in ("loaded", "weights"):
+            assert list(rank[when]) == list(one_rank[when])
+        assert all(np.array_equal(weight, one_rank["loaded"][name]) for name, weight in rank["loaded"].items())
+        for name, weight in rank["weights"].items():
+            np.testing.assert_allclose(weight, one_rank["weights"][name], rtol=relative, atol=1e-6, err_msg=name)
+    assert log_probs.keys() == one_rank["log_probs"].keys()
+    for index, expected in one_rank["log_probs"].items():
+        assert log_probs[index] == pytest.approx(expected, rel=relative, abs=1e-6)

@@ -1,0 +1,33 @@
+from tests.support.distributed import run_distributed
+from tests.support.grpo_batch import objective_args
+
+
+def worker():
+    import torch
+    import torch.distributed as dist
+
+    from slime.training.advantages import compute_advantages_and_returns
+    from slime.training.data_metrics import rollout_data_metrics
+
+    dist.init_process_group("gloo")
+    student, teacher = [torch.tensor([-1.0, -3.0])], [torch.tensor([-0.5, 0.0])]
+    data = {
+        "tokens": [torch.arange(3)], "total_lengths": [3], "response_lengths": [2], "rewards": [0.5], "truncated": [0],
+        "loss_masks": [torch.tensor([1, 0])], "log_probs": student, "teacher_log_probs": teacher, "raw_reward": [0.5],
+        "values": [torch.tensor([0.25, 9.0])], "rollout_mask_sums": [1.0], "global_batch_sizes": [1],
+    }  # fmt: skip
+    args = objective_args(use_opd=True)
+    compute_advantages_and_returns(args, data)
+    return rollout_data_metrics(args, data, dist.group.WORLD)
+
+
+def test_l24_columns_of_teacher_and_critic_are_reported():
+    metrics = run_distributed(worker, 1)[0]
+    found = {name: metrics[name] for name in ("opd_reverse_kl", "teacher_log_probs", "values", "advantages", "returns")}
+    assert found == {
+        "opd_reverse_kl": -0.5,
+        "teacher_log_probs": -0.5,
+        "values": 0.25,
+        "advantages": 1.0,
+        "returns": 0.5,
+    }
