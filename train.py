@@ -36,7 +36,7 @@ def run(args: argparse.Namespace, rollout_manager, actor) -> None:
             rollout = rollout_manager.generate(rollout_id)
             report.add(rollout.logged)
             if actor:
-                report.add(actor.train(rollout_id, rollout.shards))
+                report.add(actor.train(rollout_id, rollout))
             if actor and saves(args, rollout_id):
                 with report.phase("save_model"):
                     actor.save(rollout_id)
