@@ -95,8 +95,10 @@ def test_a_plug_in_that_does_not_import_ends_the_run_before_it_generates(flags, 
 
 
 def test_a_failing_rank_ends_the_run_while_engines_start(flags, tmp_path):
-    message = run_to_error([*flags, "--custom-advantage-function-path", "no_such.module"], tmp_path / "run", 2)
-    assert message.startswith("--custom-advantage-function-path no_such.module: the import failed")
+    plug_in = tmp_path / "advantages.py"
+    plug_in.write_text("import no_such_package\n")
+    message = run_to_error([*flags, "--custom-advantage-function-path", plug_in], tmp_path / "run", 2)
+    assert message.startswith(f"--custom-advantage-function-path {plug_in}: the import failed")
     assert "engines are ready" not in (tmp_path / "run/output.txt").read_text()
 
 
