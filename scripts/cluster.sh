@@ -21,6 +21,8 @@ usage: bash scripts/cluster.sh head
        bash scripts/cluster.sh status [GPUS]
        bash scripts/cluster.sh stop
 
+With --dry-run behind it a command only looks at this machine and says what it would run or end.
+
   head    starts the head of a Ray cluster on this machine and prints what the other nodes have to call
   worker  joins the cluster of that head (port $RAY_PORT unless given)
   status  the node that was started here and the cluster; exit status 1 when there is none, or when it still has fewer
@@ -83,6 +85,10 @@ settle_head_token() {
   export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}"
   if [[ "$RAY_AUTH_MODE" == token ]] && ! has_token; then
     if [[ -n "${RAY_AUTH_TOKEN_PATH:-}" ]]; then refuse "RAY_AUTH_TOKEN_PATH=$RAY_AUTH_TOKEN_PATH: there is no token in that file"; fi
+    if [[ -n "$DRY_RUN" ]]; then
+      printf '%q get-auth-token --generate\n' "$RAY"
+      return
+    fi
     (umask 077 && "$RAY" get-auth-token --generate >/dev/null 2>&1) || refuse "no token could be written to $HOME/.ray/auth_token"
     say "made a token for the cluster: $HOME/.ray/auth_token"
   fi
@@ -123,13 +129,19 @@ explain_failure() {
 start_node() {
   local role="$1" pid deadline
   shift
-  (umask 077 && mkdir -p "$CLUSTER_DIR")
-  [[ -O "$CLUSTER_DIR" ]] || refuse "$CLUSTER_DIR belongs to somebody else; set CLUSTER_DIR to a directory of your own"
   if [[ -n "${SLIME_HOST_IP:-}" ]]; then set -- "$@" --node-ip-address "$SLIME_HOST_IP"; fi
   if [[ -n "${RAY_TEMP_DIR:-}" ]]; then set -- "$@" --temp-dir "$RAY_TEMP_DIR"; fi
+  set -- start "$@" --num-gpus "$NUM_GPUS" --disable-usage-stats --block
+  if [[ -n "$DRY_RUN" ]]; then
+    printf 'RAY_AUTH_MODE=%q' "$RAY_AUTH_MODE"
+    printf ' %q' "$RAY" "$@"
+    echo
+    exit 0
+  fi
+  (umask 077 && mkdir -p "$CLUSTER_DIR")
+  [[ -O "$CLUSTER_DIR" ]] || refuse "$CLUSTER_DIR belongs to somebody else; set CLUSTER_DIR to a directory of your own"
   # RAY_ADDRESS of another cluster must not lead the new node there.
-  RAY_ADDRESS='' RAY_USAGE_STATS_ENABLED=0 setsid nohup \
-    "$RAY" start "$@" --num-gpus "$NUM_GPUS" --disable-usage-stats --block </dev/null >"$LOG" 2>&1 &
+  RAY_ADDRESS='' RAY_USAGE_STATS_ENABLED=0 setsid nohup "$RAY" "$@" </dev/null >"$LOG" 2>&1 &
   pid=$!
   # Written at once: whatever happens next, `stop` finds the process.
   printf '%s\n' "role=$role" "pid=$pid" "started=$(start_time "$pid")" "auth=$RAY_AUTH_MODE" >"$NODE_FILE"
@@ -222,11 +234,15 @@ show_status() {
 stop_node() {
   if ! node_is_alive; then
     say "nothing to stop: no Ray node was started here by cluster.sh"
-    rm -f "$NODE_FILE"
+    if [[ -z "$DRY_RUN" ]]; then rm -f "$NODE_FILE"; fi
     return
   fi
   local pid deadline
   pid="$(node_value pid)"
+  if [[ -n "$DRY_RUN" ]]; then
+    say "would end the $(node_value role) (process $pid)"
+    return
+  fi
   kill -TERM "$pid"
   deadline=$((SECONDS + 45)) # Ray lets running work finish for up to 30
   while node_is_alive && ((SECONDS < deadline)); do sleep 0.2; done
@@ -240,6 +256,11 @@ stop_node() {
 session_of() { ps -e -o pid=,sess= | awk -v session="$1" '$2 == session { print $1 }'; }
 
 main() {
+  DRY_RUN=""
+  if [[ "${*: -1}" == --dry-run ]]; then
+    DRY_RUN=1
+    set -- "${@:1:$#-1}"
+  fi
   case "${1:-}" in
     -h | --help) usage ;;
     head)

@@ -3,6 +3,7 @@
 #
 #   bash scripts/install.sh
 #   PYTHON=/path/to/python3.11 bash scripts/install.sh
+#   bash scripts/install.sh --dry-run           only says what it would run
 set -euo pipefail
 unset PYTHONDONTWRITEBYTECODE # without .pyc files every process of a run starts three times slower
 
@@ -22,10 +23,12 @@ refuse() {
 
 usage() {
   cat <<HELP
-usage: bash scripts/install.sh
+usage: bash scripts/install.sh [--dry-run]
 
 Makes .venv from $REQUIREMENTS and installs this package into it (editable). A second run is instant.
 Needs Linux x86-64, glibc $WANTED_GLIBC or newer, Python $WANTED_PYTHON and a package index for the first run.
+
+  --dry-run  look at this machine, print the commands that it would run, and end
 
 Environment variables:
   PYTHON  interpreter to use; else python$WANTED_PYTHON, else python3
@@ -153,20 +156,39 @@ check_result() {
   fi
 }
 
+# Prints the commands of an installation.
+plan() {
+  local python=""
+  check_platform
+  if [[ ! -e "$VENV/bin/python" ]]; then
+    python="$(find_python)"
+    printf '%q -m venv .venv\n' "$python"
+  fi
+  printf '.venv/bin/python -m pip install --no-deps %s\n' "$(torch_pin)+cpu" "-r $REQUIREMENTS" "-e ."
+}
+
 main() {
+  local dry_run=""
   case "${1:-}" in
     "") ;;
     -h | --help)
       usage
       exit 0
       ;;
+    --dry-run) dry_run=1 ;;
     *) refuse "unknown argument '$1'; see bash scripts/install.sh --help" ;;
   esac
   # An explicitly chosen interpreter is checked even when there is nothing to do.
   if [[ -n "${PYTHON:-}" ]]; then find_python >/dev/null; fi
   local expected
   expected="$(fingerprint)"
-  if [[ -f "$STAMP" && "$(<"$STAMP")" == "$expected" && -x "$VENV/bin/python" ]]; then return; fi
+  if [[ -f "$STAMP" && "$(<"$STAMP")" == "$expected" && -x "$VENV/bin/python" ]]; then
+    if [[ -n "$dry_run" ]]; then say "nothing to do: .venv holds this set"; fi
+    return
+  elif [[ -n "$dry_run" ]]; then
+    plan
+    return
+  fi
 
   check_platform
   # Two installations at once would break each other; the lock ends with this process.

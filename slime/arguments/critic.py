@@ -6,7 +6,6 @@ iteration at which the actor resumes. Unless its role says otherwise, its checkp
 """
 
 import argparse
-import math
 from pathlib import Path
 
 from slime.arguments.checkpoints import (
@@ -19,15 +18,18 @@ from slime.arguments.checkpoints import (
 from slime.arguments.config_files.role_config import CRITIC, role_args
 from slime.arguments.hf_config import is_hf_checkpoint
 from slime.arguments.megatron.values import derive_virtual_stages
+from slime.arguments.parallel_sizes import data_parallel_size
 from slime.scheduling.shape_of_args import padded_vocabulary
 from slime.utils.errors import UserError
 
 # Below the directory of the actor's checkpoints.
 DIRECTORY = "critic"
-# What belongs to the actor alone. The critic has no other set of weights, its loss is its own, and it is not exported.
+# What belongs to the actor alone. The critic has no other set of weights, its loss is its own, it is not exported, and it
+# learns in every rollout.
 _OF_THE_ACTOR = {
     "use_kl_loss": False, "keep_old_actor": False, "ref_update_interval": None, "opd_type": None, "save_hf": None,
     "custom_loss_function_path": None, "rollout_data_postprocess_path": None, "save_debug_train_data": None,
+    "num_critic_only_steps": 0,
 }  # fmt: skip
 
 
@@ -46,9 +48,8 @@ def critic_args(args: argparse.Namespace) -> argparse.Namespace:
 
 def _derive_layout(critic: argparse.Namespace) -> None:
     """Values that follow from parallel sizes, which may be overridden."""
-    tensor, pipeline = critic.tensor_model_parallel_size, critic.pipeline_model_parallel_size
-    critic.data_parallel_size = max(1, critic.world_size // math.prod((tensor, pipeline, critic.context_parallel_size)))
-    critic.sequence_parallel = critic.sequence_parallel and tensor > 1
+    critic.data_parallel_size = data_parallel_size(critic)
+    critic.sequence_parallel = critic.sequence_parallel and critic.tensor_model_parallel_size > 1
     if "virtual_pipeline_model_parallel_size" not in critic.typed_flags | _overrides(critic).keys():
         critic.virtual_pipeline_model_parallel_size = None
         derive_virtual_stages(critic)

@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from slime.arguments.config_files.eval_file import load_eval_config
+from slime.arguments.initial_weights import derive_initial_weights
 from slime.arguments.megatron.values import derive_megatron_values
+from slime.arguments.parallel_sizes import MODEL_PARALLEL, data_parallel_size, divides_the_ranks, model_parallel_size
 from slime.arguments.placement import derive_placement
 from slime.arguments.planned_device import plans_for_gpus
+from slime.arguments.plug_ins import flag_of
 from slime.arguments.rules.advice import divisors
 from slime.arguments.serving_values import bracket_router_address
 from slime.arguments.tracking import settle_trackers
@@ -38,19 +41,15 @@ def derive(args: argparse.Namespace) -> list[str]:
     _on_policy_proof(args)
     settle_trackers(args)
     bracket_router_address(args)
+    derive_initial_weights(args)
     return violations
 
 
 def _parallel_sizes(args: argparse.Namespace, violations: list[str]) -> None:
     args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
-    sizes = {
-        "--tensor-model-parallel-size": args.tensor_model_parallel_size,
-        "--pipeline-model-parallel-size": args.pipeline_model_parallel_size,
-        "--context-parallel-size": args.context_parallel_size,
-    }
-    model_parallel = math.prod(sizes.values())
-    if args.has_trainer and args.world_size % model_parallel:
-        typed = [f"{flag} {size}" for flag, size in sizes.items() if size > 1]
+    if args.has_trainer and not divides_the_ranks(args):
+        model_parallel = model_parallel_size(args)
+        typed = [f"{flag_of(name)} {getattr(args, name)}" for name in MODEL_PARALLEL if getattr(args, name) > 1]
         product = f" = {model_parallel}" if len(typed) > 1 else ""
         per_node = model_parallel // math.gcd(model_parallel, args.actor_num_nodes)
         violations.append(
@@ -58,7 +57,7 @@ def _parallel_sizes(args: argparse.Namespace, violations: list[str]) -> None:
             f"{args.actor_num_nodes} x --actor-num-gpus-per-node {args.actor_num_gpus_per_node}); "
             f"--actor-num-gpus-per-node {per_node} would do, or smaller sizes"
         )
-    args.data_parallel_size = max(1, args.world_size // model_parallel)
+    args.data_parallel_size = data_parallel_size(args)
     args.rollout_num_engines = (args.rollout_num_gpus or 0) // args.rollout_num_gpus_per_engine
 
 

@@ -74,8 +74,8 @@ class ActorCritic(TrainGroup):
         """Train both models on a rollout; returns the metrics of both."""
         values = self._critic.values(rollout_id, rollout.critic_shards)
         results = self._call_all("train_on_values", rollout_id, rollout.shards, values)
-        logged, returns = results[0][0], [part for _, part in results if part is not None]
-        return [*logged, *self._critic.learn(rollout_id, returns)]
+        logged, parts = results[0][0], [part for _, part in results if part is not None]
+        return [*logged, *self._critic.learn(rollout_id, parts)]
 
     def save(self, rollout_id: int) -> None:
         """Write the checkpoints of `rollout_id`; `publish` makes them the newest."""
@@ -115,9 +115,9 @@ class _CriticGroup(TrainGroup):
         """The parts of the column `values`."""
         return [part for part in self._call_all("values", rollout_id, shards) if part is not None]
 
-    def learn(self, rollout_id: int, returns: list) -> list[LoggedMetrics]:
-        """Train on the samples of the last `values`, given the parts of their returns."""
-        return self._call_all("train", rollout_id, returns)[0]
+    def learn(self, rollout_id: int, parts: list) -> list[LoggedMetrics]:
+        """Train on the samples of the last `values`, given what the actor's ranks say about them."""
+        return self._call_all("train", rollout_id, parts)[0]
 
     def forget(self, rollout_id: int) -> None:
         """Delete the checkpoints up to `rollout_id` that `--keep-last` lets go."""

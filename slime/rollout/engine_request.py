@@ -43,7 +43,11 @@ def build_payload(state: GenerateState, sample: Sample, sampling_params: dict[st
         )
     params = {name: value for name, value in sampling_params.items() if value is not None}
     params["max_new_tokens"] = budget
-    return {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True}
+    payload = {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True}
+    if state.args.use_rollout_routing_replay:
+        held = sample.rollout_routed_experts
+        payload |= {"return_routed_experts": True, "routed_experts_start_len": 0 if held is None else len(held)}
+    return payload
 
 
 def check_token_ids(state: GenerateState, sample: Sample) -> None:

@@ -44,6 +44,9 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         return sample
     payload = build_payload(state, sample, sampling_params, budget)
     output = await post(get_model_url(args, "default"), payload, headers=routing_headers(args, sample))
+    if "routed_experts_start_len" in payload:
+        # Stock engines honour it without saying so.
+        output["meta_info"].setdefault("routed_experts_start_len", payload["routed_experts_start_len"])
     append_engine_output(args, sample, output)
     return sample
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from slime.algorithms.estimators import GROUP_CENTERED_ESTIMATORS, GROUP_SCALED_ESTIMATORS
 from slime.algorithms.reward_normalization import normalize_rewards
+from slime.training import routed_experts
 from slime.training.rollout_batch import TrainBatch, build_train_batch, train_batch_from_columns
 from slime.utils.errors import UserError
 from slime.utils.finite_number import finite_number
@@ -20,7 +21,8 @@ def convert_samples_to_train_batch(args: argparse.Namespace, samples: Sequence[S
     """The columns of `samples` (flat, in order).
 
     Raises:
-        UserError: a reward is missing or no finite number, or a plug-in returned something unusable.
+        UserError: a reward is missing or no finite number, or a plug-in returned something unusable; or the experts to be
+            replayed are missing or cannot be.
     """
     path = args.custom_convert_samples_to_train_data_path
     if path is not None:
@@ -28,9 +30,15 @@ def convert_samples_to_train_batch(args: argparse.Namespace, samples: Sequence[S
         convert = load_function(path, flag=flag)
         with calling_user_code(flag, path, f"{len(samples)} samples"):
             columns = convert(args, samples)
-        return train_batch_from_columns(columns)
-    raw_rewards, rewards = post_process_rewards(args, samples)
-    return build_train_batch(samples, raw_rewards, rewards)
+        batch = train_batch_from_columns(columns)
+    else:
+        raw_rewards, rewards = post_process_rewards(args, samples)
+        batch = build_train_batch(samples, raw_rewards, rewards)
+        if args.use_rollout_routing_replay:
+            batch[routed_experts.COLUMN] = routed_experts.routed_experts_column(args, samples)
+    if args.use_rollout_routing_replay:
+        routed_experts.check_routed_experts(args, batch)
+    return batch
 
 
 def post_process_rewards(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 
 from slime.scheduling.context_parallel import (
     Segment,
@@ -58,6 +59,20 @@ class PackedStream:
         if self.cp.all_gather:
             per_row = gather_rows(per_row, self.cp)
         return per_row.index_select(0, self.response_rows)
+
+    def rows_of(self, per_position: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Values of this rank's rows, [T], from one tensor per sample with values for its positions from the first on.
+
+        Positions behind the end of a tensor, and padding, get 0.
+        """
+        padded = [
+            F.pad(values, (0, length - len(values)))
+            for values, length in zip(per_position, self.sequence_lengths, strict=False)
+        ]
+        padded += [per_position[0].new_zeros(length) for length in self.sequence_lengths[len(padded) :]]
+        if self.cp.all_gather:
+            return torch.cat(padded).narrow(0, self.cp.rank * len(self.tokens), len(self.tokens))
+        return torch.cat([slice_with_cp(values, 0, self.cp) for values in padded])
 
     def split(self, per_response_token: torch.Tensor) -> list[torch.Tensor]:
         """One tensor per sample from values concatenated over samples."""

@@ -20,6 +20,7 @@ from slime.utils.errors import UserError
 from slime.utils.misc import Box
 from slime.utils.packed_sample import PackedSample, pack_sample
 from slime.utils.ragged import RaggedArray
+from slime.utils.sample_source import get_source
 from slime.utils.types import Sample
 
 if TYPE_CHECKING:
@@ -42,8 +43,10 @@ PER_RESPONSE_TOKEN = (
 )  # fmt: skip
 _TOKEN_DTYPES = {
     "tokens": np.int64, "loss_masks": np.int32, "rollout_log_probs": np.float32, "teacher_log_probs": np.float32,
-    "rollout_top_p_token_ids": np.int32, "rollout_top_p_token_offsets": np.int32,
+    "rollout_top_p_token_ids": np.int32, "rollout_top_p_token_offsets": np.int32, "rollout_routed_experts": np.int32,
 }  # fmt: skip
+# Large, and read on the host: not moved to the device.
+_ON_HOST = ("rollout_routed_experts",)
 _REQUIRED = ("tokens", "response_lengths", "rewards", "raw_reward", "truncated", "sample_indices", "loss_masks")
 
 
@@ -84,6 +87,9 @@ def build_train_batch(samples: Sequence[Sample], raw_rewards: Sequence[float], r
             batch[name] = column
     if any(s.train_metadata is not None for s in samples):
         batch["metadata"] = [s.train_metadata or {} for s in samples]
+    sources = [get_source(s) for s in samples]
+    if any(source is not None for source in sources):
+        batch["source_names"] = sources
     return _complete(batch)
 
 
@@ -142,7 +148,7 @@ def to_tensors(shard: TrainBatch, device: torch.device | str) -> dict[str, Any]:
     data: dict[str, Any] = {}
     for name, column in shard.items():
         if isinstance(column, RaggedArray):
-            flat = torch.from_numpy(column.values.copy()).to(device)
+            flat = torch.from_numpy(column.values.copy()).to("cpu" if name in _ON_HOST else device)
             data[name] = list(flat.split(column.lengths.tolist()))
         elif isinstance(column, np.ndarray):
             data[name] = column.tolist()

@@ -1,4 +1,4 @@
-"""Process groups beside the default one, for peers that are not in our world (the engines)."""
+"""Process groups beside the default one: with peers that are not in our world (the engines), and of our world on the host."""
 
 from __future__ import annotations
 
@@ -8,6 +8,40 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+
+# The default group, and its ranks on the host. A default group that was left and joined again is another one.
+_on_host: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+
+
+def init_gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """The Gloo group of all ranks of the default group, for collectives on tensors of the host and on objects.
+
+    Collective; later calls return the same group. A default group that is one of Gloo is that group itself.
+    """
+    import torch.distributed as dist
+
+    global _on_host
+    world = dist.group.WORLD
+    if world is None:
+        raise RuntimeError("there is no default process group yet: call torch.distributed.init_process_group first")
+    if _on_host is None or _on_host[0] is not world:
+        group = world if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+        _on_host = (world, group)
+    return _on_host[1]
+
+
+def get_gloo_group() -> dist.ProcessGroup:
+    """What `init_gloo_group` made; every training rank has it.
+
+    Raises:
+        RuntimeError: it was not called since the default group was joined.
+    """
+    import torch.distributed as dist
+
+    if _on_host is None or _on_host[0] is not dist.group.WORLD:
+        raise RuntimeError("there is no Gloo group of all ranks: call init_gloo_group on every rank first")
+    return _on_host[1]
 
 
 def create_store(host: str, timeout: timedelta) -> dist.TCPStore:

@@ -12,12 +12,12 @@ import numpy as np
 class RaggedArray:
     """Row i is `values[offsets[i] : offsets[i + 1]]`. Rows are views."""
 
-    values: np.ndarray  # [total length]
+    values: np.ndarray  # [total length, …]
     offsets: np.ndarray  # [rows + 1] int64, first 0, last total length
 
     @classmethod
     def from_rows(cls, rows: Sequence[np.ndarray], dtype: np.dtype | type) -> RaggedArray:
-        """Concatenate one-dimensional `rows` as `dtype`."""
+        """Concatenate `rows` as `dtype`. They have one dimension, or further ones that are equal in all rows."""
         offsets = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum([len(row) for row in rows], out=offsets[1:])
         values = np.concatenate(rows).astype(dtype, copy=False) if rows else np.empty(0, dtype)

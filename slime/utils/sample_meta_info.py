@@ -1,4 +1,4 @@
-"""What an engine's `meta_info` does to a sample: weight versions and their spans, counters, final status.
+"""What an engine's `meta_info` does to a sample: weight versions and their spans, counters, routed experts, final status.
 
 `Sample.append_response_tokens` is the only caller; it checks first and applies afterwards, so a refused `meta_info`
 leaves the sample as it was.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from slime.utils.errors import UserError
+from slime.utils.misc import decode_int32_meta_array
 
 if TYPE_CHECKING:
     from slime.utils.types import Sample
 
 _REPLAY_KEYS = (
-    "routed_experts",
     "top_p_token_ids",
     "top_p_kept_token_ids",
     "output_token_sampling_mask",
@@ -31,13 +33,47 @@ _SPECULATIVE_KEYS = {
 
 
 def refuse_replay(meta_info: dict[str, Any]) -> None:
-    """Raise UserError when the engine sent routed experts or top-p sets, which nothing here would store."""
+    """Raise UserError when the engine sent top-p sets, which nothing here would store."""
     present = [key for key in _REPLAY_KEYS if meta_info.get(key) is not None]
     if present:
         raise UserError(
-            f"the engine returned {', '.join(present)}, but replay of routed experts and top-p sets is not supported; "
-            "do not ask the engine for it"
+            f"the engine returned {', '.join(present)}, but replay of top-p sets is not supported; do not ask the "
+            "engine for it"
         )
+
+
+def routed_experts(sample: Sample, meta_info: dict[str, Any], total_length: int, args: Any) -> np.ndarray | None:
+    """The sample's rows with those of the answer, int32 [total length − 1, layers, k]; None if the engine sent none.
+
+    The answer's rows begin at `routed_experts_start_len`; what the sample has before is kept, what it has from there on is
+    replaced.
+
+    Args:
+        total_length: tokens of the sample, those of the answer included.
+
+    Raises:
+        ValueError: the answer does not have one row per remaining position, or the sample has too few before it.
+    """
+    flat = decode_int32_meta_array(meta_info, "routed_experts")
+    if flat is None:
+        return None
+    where = f"sample {sample.index}: routed_experts"
+    if args is None:
+        raise ValueError(f"{where}: their shape is that of the model; give `args`")
+    start = meta_info.get("routed_experts_start_len") or 0
+    shape = (total_length - 1 - start, args.num_layers, args.moe_router_topk)
+    if start < 0 or shape[0] < 0 or flat.size != shape[0] * shape[1] * shape[2]:
+        raise ValueError(
+            f"{where} have {flat.size} entries from position {start} on, expected (tokens - 1 - start) x layers x k = "
+            f"({total_length} - 1 - {start}) x {shape[1]} x {shape[2]}"
+        )
+    rows, earlier = flat.reshape(shape), sample.rollout_routed_experts
+    if start == 0:
+        return rows
+    held = 0 if earlier is None else len(earlier)
+    if held < start:
+        raise ValueError(f"{where} begin at position {start}, but the sample has those of {held} positions only")
+    return np.concatenate([np.asarray(earlier, np.int32)[:start], rows])
 
 
 def check_version_spans(meta_info: dict[str, Any], response_length: int) -> None:

@@ -4,7 +4,8 @@ Invariants, checked by `Sample.validate_lengths` after every mutation helper:
 
 * `tokens` = prompt ids + response ids; the response region is the last `response_length` of them.
 * `loss_mask`, `rollout_log_probs` and `teacher_log_probs`, where present, have exactly `response_length` entries.
-* top-p offsets have `response_length + 1` entries, routed experts `len(tokens) - 1` rows.
+* top-p offsets have `response_length + 1` entries; routed experts at most `len(tokens) - 1` rows. They have fewer while
+  tokens of a tool wait for the engine's next answer, which brings the rows of both.
 
 Public fields stay plain Python lists; `slime.utils.packed_sample` makes the arrays.
 """
@@ -184,19 +185,24 @@ class Sample:
 
         Raises:
             ValueError: log-probs missing, superfluous, of another length than `tokens`, or following response tokens
-                that have none; or the lengths of the sample do not fit together.
+                that have none; routed experts of another shape than the tokens and the model have; or the lengths of the
+                sample do not fit together.
         """
         new_tokens = [] if tokens is None else list(tokens)
         new_log_probs = None if log_probs is None else list(log_probs)
         self.validate_lengths()
         self._check_append(new_tokens, new_log_probs, trainable)
         terminal = bool(meta_info) and bool(meta_info.get("finish_reason")) and update_terminal_info
+        experts = None
         if meta_info:
             sample_meta_info.refuse_replay(meta_info)
+            experts = sample_meta_info.routed_experts(self, meta_info, len(self.tokens) + len(new_tokens), args)
             if terminal:
                 sample_meta_info.check_version_spans(meta_info, self.response_length + len(new_tokens))
         if new_tokens:
             self._extend_response(new_tokens, new_log_probs, trainable)
+        if experts is not None:
+            self.rollout_routed_experts = experts
         if text:
             self.response += text
         if terminal:
@@ -243,12 +249,17 @@ class Sample:
             "rollout_log_probs": self.response_length,
             "teacher_log_probs": self.response_length,
             "rollout_top_p_token_offsets": self.response_length + 1,
-            "rollout_routed_experts": len(self.tokens) - 1,
         }
         for name, length in expected.items():
             value = getattr(self, name)
             if value is not None and len(value) != length:
                 raise ValueError(f"sample {self.index}: {name} has {len(value)} entries, expected {length}")
+        experts = self.rollout_routed_experts
+        if experts is not None and len(experts) > max(len(self.tokens) - 1, 0):
+            raise ValueError(
+                f"sample {self.index}: rollout_routed_experts has {len(experts)} entries, expected at most "
+                f"{len(self.tokens) - 1}"
+            )
 
     def _check_append(self, tokens: list[int], log_probs: list[float] | None, trainable: bool) -> None:
         if log_probs is not None and len(log_probs) != len(tokens):
@@ -263,7 +274,7 @@ class Sample:
             raise ValueError(
                 f"sample {self.index}: log_probs cannot follow {self.response_length} response tokens without log_probs"
             )
-        for name in ("teacher_log_probs", "rollout_top_p_token_offsets", "rollout_routed_experts"):
+        for name in ("teacher_log_probs", "rollout_top_p_token_offsets"):
             if getattr(self, name) is not None:
                 raise ValueError(f"sample {self.index}: cannot append response tokens after {name} was set")
 

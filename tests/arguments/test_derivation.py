@@ -1,16 +1,21 @@
 import os
 
+import pytest
+
 from slime.arguments.origins import Origin
+from slime.utils.errors import UserError
 from tests.support.args import parse
 
 
-def test_temperature_zero_is_allowed_in_evaluation(tmp_path):
+def test_a5_temperature_zero_is_for_evaluation_only(tmp_path):
     data = str(tmp_path / "prompts.jsonl")
+    with pytest.raises(UserError, match="--rollout-temperature 0.0: training needs a value above 0"):
+        parse(tmp_path, "--rollout-temperature", "0")
     args = parse(tmp_path, "--eval-temperature", "0", "--eval-prompt-data", "a", data)
     assert args.eval_datasets[0].temperature == 0
 
 
-def test_repeated_eval_sets_accumulate(tmp_path):
+def test_a11_repeated_eval_sets_accumulate(tmp_path):
     data = str(tmp_path / "prompts.jsonl")
     args = parse(tmp_path, "--eval-prompt-data", "a", data, "--eval-prompt-data", "b", data)
     assert [dataset.name for dataset in args.eval_datasets] == ["a", "b"]
@@ -54,7 +59,7 @@ def test_values_that_default_to_another_flags(tmp_path):
 def test_switches_that_imply_others(tmp_path):
     dynamic = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "512")
     assert parse(tmp_path, "--balance-by-flops", *dynamic).balance_data
-    assert parse(tmp_path, "--use-rollout-routing-replay", "--dry-run").use_routing_replay
+    assert parse(tmp_path, "--use-rollout-routing-replay", "--dry-run", "--debug-rollout-only").use_routing_replay
 
 
 def test_the_on_policy_proof_is_deterministic_and_strict(tmp_path):

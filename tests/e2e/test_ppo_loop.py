@@ -23,6 +23,7 @@ def flags(task, tmp_path_factory):
         "--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--advantage-estimator", "ppo",
         "--num-critic-only-steps", "1", "--kl-coef", str(KL_COEF), "--ref-load", str(reference), "--save-interval", "10",
         "--initial-megatron-checkpoint", str(task.model),
+        "--rollout-data-postprocess-path", "tests.support.plug_ins.masked_first_token",
     ]  # fmt: skip
 
 
@@ -79,8 +80,15 @@ def test_l8_the_critic_learns_returns_that_hold_the_kl_penalty(finished, dumps):
         expected = [math.fsum(rewards[t:]) for t in range(len(rewards))]
         assert sample["returns"].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
         assert sample["kl"].abs().max() > 0.01
+
+
+def test_the_critic_trains_on_the_masks_that_a_user_edited(finished, dumps):
     # Its values are zero in the first rollout, so its loss is made of nothing but the returns.
-    squares = [(sample["returns"] ** 2).mean().item() for sample in dumps[0]]
+    squares = []
+    for sample in dumps[0]:
+        mask = sample["loss_masks"]
+        assert mask.tolist() == [0] + [1] * (len(mask) - 1)
+        squares.append((sample["returns"] ** 2 * mask).sum().item() / max(len(mask) - 1, 1))
     assert finished.scalars("train/critic-value_loss")[0] == pytest.approx(sum(squares) / len(squares), rel=1e-5)
 
 

@@ -118,6 +118,14 @@ def test_rollout_metrics_use_trained_tokens_and_reward_keys():
     assert metrics["passrate/pass@2"] == 1.0
 
 
+def test_m3_the_length_of_correct_answers_is_logged():
+    samples = [Sample(group_index=0, response_length=n, reward=reward) for n, reward in ((3, 1), (5, 1.0), (9, 0))]
+    metrics = compute_rollout_metrics(with_args(log_correct_samples=True), samples)
+    assert metrics["rollout/correct_len/mean"] == 4.0 and metrics["rollout/correct_len/max"] == 5.0
+    nothing = compute_rollout_metrics(with_args(log_correct_samples=True), samples[2:])
+    assert not any("correct" in name for name in nothing)
+
+
 def test_rewards_that_only_a_users_post_processing_understands_count_as_nothing():
     samples = groups([{"text": "yes"}, {"text": "yes"}], [1, 1], [None, None])
     metrics = compute_rollout_metrics(with_args(log_correct_samples=True, log_passrate=True), samples)

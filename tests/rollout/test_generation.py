@@ -71,6 +71,19 @@ def test_message_lists_are_rendered_with_the_template(server, checkpoint):
     assert server.requests[0]["input_ids"] == tokenizer.encode(text, add_special_tokens=False)
 
 
+def test_r13_ids_are_those_of_the_engine_whatever_its_text_is(server, checkpoint):
+    args = make_args(checkpoint, server.port)
+    server.text_of = lambda ids: "other letters" + str(len(ids))
+    sample = Sample(index=0, prompt="hello")
+    run(generate(args, sample, params(args)))
+    first = list(sample.tokens)
+    assert first[-3:] == [70, 71, 72] and sample.response == "other letters3"
+    sample.status = Status.ABORTED
+    run(generate(args, sample, params(args)))
+    assert server.requests[1]["input_ids"] == first
+    assert sample.tokens == [*first, 70, 71, 72] and sample.response_length == 6
+
+
 def test_r1_a_continuation_gets_what_is_left_of_its_budget(server, checkpoint):
     args = make_args(checkpoint, server.port, rollout_max_response_len=8)
     sample = Sample(index=0, tokens=[1, 2, 3, 4, 5], response="ab", response_length=2)
@@ -273,3 +286,26 @@ def test_a_raising_user_function_stops_with_flag_path_sample_and_traceback(serve
     message = str(info.value)
     assert f"--{kind.replace('_', '-')} {path} raised KeyError for sample" in message
     assert "line 4, in fn" in message and "lost key" in message
+
+
+def test_engines_are_asked_for_the_experts_that_the_sample_does_not_have(server, checkpoint, monkeypatch):
+    """A stock engine honours the start and does not repeat it."""
+    args = make_args(checkpoint, server.port, use_rollout_routing_replay=True)
+    args.num_layers, args.moe_router_topk = 2, 1
+    asked = []
+
+    async def answer(url, payload, headers=None):
+        asked.append((payload["return_routed_experts"], payload["routed_experts_start_len"]))
+        start, end = payload["routed_experts_start_len"], len(payload["input_ids"]) + 1
+        rows = [[position, position] for position in range(start, end)]
+        meta_info = {
+            "output_token_logprobs": [[-0.5, 70], [-0.5, 71]], "finish_reason": {"type": "abort"}, "routed_experts": rows,
+        }  # fmt: skip
+        return {"text": "FG", "meta_info": meta_info}
+
+    monkeypatch.setattr("slime.rollout.generation.post", answer)
+    sample = Sample(index=0, tokens=[65, 66, 67])
+    for _ in range(2):
+        run(generate(args, sample, params(args)))
+    assert asked == [(True, 0), (True, 4)]
+    assert sample.rollout_routed_experts[:, :, 0].tolist() == [[position] * 2 for position in range(6)]

@@ -26,7 +26,7 @@ def teacher_args(checkpoint, url, **changes):
     values = {
         "rm_url": url, "advantage_estimator": "grpo", "loss_type": "policy_loss", "rewards_normalization": True,
         "grpo_std_normalization": True, "custom_reward_post_process_path": f"{MODULE}.post_process_rewards",
-        "custom_convert_samples_to_train_data_path": None,
+        "custom_convert_samples_to_train_data_path": None, "use_rollout_routing_replay": False,
     }  # fmt: skip
     return SimpleNamespace(**{**vars(args), **values, **changes})
 

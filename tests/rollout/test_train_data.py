@@ -24,7 +24,7 @@ def make(rewards, groups, **fields):
 def objective(**changes):
     values = {
         "custom_reward_post_process_path": None, "custom_convert_samples_to_train_data_path": None, "reward_key": None,
-        "advantage_estimator": "grpo", "loss_type": "policy_loss",
+        "advantage_estimator": "grpo", "loss_type": "policy_loss", "use_rollout_routing_replay": False,
         "rewards_normalization": True, "grpo_std_normalization": True, "n_samples_per_prompt": 2, **changes,
     }  # fmt: skip
     return SimpleNamespace(**values)

@@ -123,6 +123,34 @@ def test_head_makes_a_token_and_says_what_the_others_call(stub) -> None:
     assert nodes_of(stub) == []
 
 
+def test_a_dry_run_says_what_would_run_and_leaves_nothing(stub, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    result = bash(f"{CLUSTER} head --dry-run", **{**stub, "HOME": str(home)})
+    assert result.returncode == 0, result.stderr
+    token, start = result.stdout.splitlines()[-2:]
+    assert token.endswith("get-auth-token --generate")
+    ports = f"--port {stub['RAY_PORT']} --dashboard-host 127.0.0.1 --dashboard-port {stub['DASHBOARD_PORT']}"
+    assert start == (
+        f"RAY_AUTH_MODE=token {stub['RAY']} start --head {ports} --num-gpus 4 --disable-usage-stats --block"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        joining = bash(f"{CLUSTER} worker {address} --dry-run", RAY_AUTH_TOKEN="t", **stub).stdout
+    assert f" start --address {address} --num-gpus 4 " in joining
+    assert calls(stub) == [] and list(home.iterdir()) == [] and not Path(stub["CLUSTER_DIR"]).exists()
+    assert bash(f"{CLUSTER} head --dry-run", **{**stub, "NUM_GPUS": "many"}).returncode == 2
+
+
+def test_a_planned_stop_ends_nothing(stub) -> None:
+    result = bash(f"{CLUSTER} head; {CLUSTER} stop --dry-run; {CLUSTER} status; {CLUSTER} stop", **stub)
+    said = result.stdout.splitlines()
+    planned = next(line for line in said if "would end the head" in line)
+    pid = re.search(r"process (\d+)", planned)[1]
+    assert f"cluster: ended the head (process {pid})" in said
+    assert any(line.startswith(f"cluster: head, process {pid}") for line in said)
+
+
 def test_without_tokens_when_asked(stub) -> None:
     result = bash(f"{CLUSTER} head && {CLUSTER} stop", RAY_AUTH_MODE="disabled", **stub)
     assert result.returncode == 0, result.stderr

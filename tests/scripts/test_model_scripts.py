@@ -53,7 +53,7 @@ def test_checkpoint_flags_are_empty_without_variables(name: str, sourced) -> Non
 
 
 @EVERY_SCRIPT
-def test_what_the_published_config_tells_agrees(name: str, parsed) -> None:
+def test_o8_what_the_published_config_tells_agrees(name: str, parsed) -> None:
     """All flags that the config says something about; those that the script leaves out, by their defaults."""
     args = parsed[name]
     told = model_args_from_hf(_text_config(PUBLISHED_MODELS[name]))

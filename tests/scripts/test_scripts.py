@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,21 +80,28 @@ def test_install_refuses_an_interpreter_that_does_not_exist(tmp_path: Path) -> N
     assert "absent: none" in result.stderr
 
 
+@pytest.fixture
+def fresh_copy(tmp_path: Path) -> Path:
+    """The installer in a copy of the repository without an environment."""
+    for file in ("scripts/install.sh", "requirements/cpu.txt", "pyproject.toml"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text((ROOT / file).read_text())
+    return tmp_path / "scripts" / "install.sh"
+
+
 @pytest.mark.parametrize(
     ("program", "prints", "expected"),
     [("uname", "Darwin arm64", "supports Linux x86_64"), ("getconf", "glibc 2.31", "needs glibc 2.34 or newer")],
 )
-def test_install_refuses_another_platform(tmp_path: Path, program: str, prints: str, expected: str) -> None:
+def test_install_refuses_another_platform(
+    tmp_path: Path, fresh_copy: Path, program: str, prints: str, expected: str
+) -> None:
     """In a copy of the repository without an environment, so that the checks are reached."""
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "requirements").mkdir()
-    for file in ("scripts/install.sh", "requirements/cpu.txt", "pyproject.toml"):
-        (tmp_path / file).write_text((ROOT / file).read_text())
     stub = tmp_path / "bin" / program
     stub.parent.mkdir()
     stub.write_text(f"#!/bin/sh\necho {prints}\n")
     stub.chmod(0o755)
-    result = bash(str(tmp_path / "scripts" / "install.sh"), PATH=f"{stub.parent}:{os.environ['PATH']}", PYTHON="")
+    result = bash(str(fresh_copy), PATH=f"{stub.parent}:{os.environ['PATH']}", PYTHON="")
     assert result.returncode == 2
     assert expected in result.stderr
     assert not (tmp_path / ".venv").exists()
@@ -102,7 +110,7 @@ def test_install_refuses_another_platform(tmp_path: Path, program: str, prints: 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [(("--seed", "x"), "--seed 'x'"), (("--seed",), "--seed"), (("--num-rollout", "0"), "--num-rollout '0'"),
-     (("--sede", "1"), "'--sede'")],
+     (("--sede", "1"), "'--sede'"), (("--run", "../x"), "--run '../x'")],
 )  # fmt: skip
 def test_quickstart_refuses_bad_arguments(arguments: tuple[str, ...], named: str) -> None:
     result = bash("scripts/quickstart.sh", *arguments)
@@ -142,6 +150,16 @@ def test_quickstart_plans_both_runs_and_leaves_nothing(tmp_path: Path, quickstar
     assert list(temporary.iterdir()) == [] and not (tmp_path / "out").exists()
 
 
+def test_quickstart_passes_flags_on_to_the_second_run(tmp_path: Path, quickstart_with_stub: str) -> None:
+    add_interpreter(tmp_path)
+    more = ("--", "--lr", "1e-5", "--eval-prompt-data", "a b", "c")
+    result = bash(quickstart_with_stub, "--dry-run", "--dir", str(tmp_path / "out"), "--run", "mine", *more)
+    assert result.returncode == 0, result.stderr
+    _, taught, reinforced = [line for line in result.stdout.splitlines() if ".py" in line]
+    assert reinforced.endswith(" --lr 1e-5 --eval-prompt-data a b c --dry-run") and " --lr 1e-5 " not in taught
+    assert f"--save {tmp_path}/out/seed-0/runs/mine/checkpoints" in reinforced
+
+
 def test_quickstart_says_what_a_plan_needs(quickstart_with_stub: str) -> None:
     result = bash(quickstart_with_stub, "--dry-run")
     assert result.returncode == 2
@@ -154,6 +172,24 @@ def test_the_test_script_says_what_it_would_run() -> None:
     install, run = result.stdout.splitlines()
     assert install == "bash scripts/install.sh"
     assert run.endswith(r"-m pytest -m not\ slow\ and\ not\ gpu tests/utils -k a\ b")
+
+
+def test_the_installer_says_what_it_would_run(fresh_copy: Path) -> None:
+    result = bash(str(fresh_copy), "--dry-run", PYTHON=sys.executable)
+    assert result.returncode == 0, result.stderr
+    torch = next(
+        line for line in (ROOT / "requirements/cpu.txt").read_text().splitlines() if line.startswith("torch==")
+    )
+    pip = ".venv/bin/python -m pip install --no-deps"
+    assert result.stdout.splitlines() == [
+        f"{sys.executable} -m venv .venv", f"{pip} {torch}+cpu", f"{pip} -r requirements/cpu.txt", f"{pip} -e .",
+    ]  # fmt: skip
+    assert not (fresh_copy.parents[1] / ".venv").exists()
+
+
+def test_a_planned_installation_is_refused_like_a_real_one(fresh_copy: Path, other_python: str) -> None:
+    assert bash(str(fresh_copy), "--dry-run", PYTHON=other_python).returncode == 2
+    assert "unknown argument '--dry'" in bash(str(fresh_copy), "--dry").stderr
 
 
 def test_pins_are_exact_and_unique() -> None:

@@ -325,7 +325,7 @@ def test_an_engine_that_refuses_the_tensors_gives_an_error_and_no_hang(serving, 
         updater.disconnect_rollout_engines()
 
 
-def test_a_bad_path_keeps_the_weights(serving):
+def test_s6_a_bad_path_keeps_the_weights(serving):
     before = serving.group.call_all("weights_checksum")
     with pytest.raises(RunError, match="answered 400 to /update_weights_from_disk"):
         serving.group.call_all("update_weights_from_disk", "/no/such/checkpoint")

@@ -56,6 +56,12 @@ def noted_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
     _note("advantages")
 
 
+def masked_first_token(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    """Trains on all response tokens but the first."""
+    for mask in rollout_data["loss_masks"]:
+        mask[:1] = 0
+
+
 def noted_postprocess(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
     """Changes nothing; notes which rank was called, and whether it had advantages."""
     _note("postprocess with advantages" if "advantages" in rollout_data else "postprocess")

@@ -56,6 +56,32 @@ def write_tiny_model(
     return model.eval()
 
 
+def write_tiny_mimo(directory: Path, **options: Any) -> None:
+    """Save a random model of the MiMo family: a Qwen2 with a layer for multi-token prediction."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    write_tiny_model(directory, model_type="qwen2", **options)
+    config = json.loads((directory / "config.json").read_text())
+    hidden = config["hidden_size"]
+    (directory / "config.json").write_text(
+        json.dumps(
+            {**config, "model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+        )
+    )
+    tensors = load_file(directory / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    layer = {
+        name.replace("model.layers.0.", "model.mtp_layers.0."): torch.randn(tensor.shape, generator=generator)
+        for name, tensor in tensors.items()
+        if name.startswith("model.layers.0.")
+    }
+    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        layer[f"model.mtp_layers.0.{norm}.weight"] = torch.randn(hidden, generator=generator)
+    layer["model.mtp_layers.0.input_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator)
+    save_file({**tensors, **layer}, directory / "model.safetensors", metadata={"format": "pt"})
+
+
 def tiny_args(hf_dir: str | Path, **overrides: Any) -> SimpleNamespace:
     """The training arguments that fit the model in `hf_dir`, as the command-line parser would give them."""
     config = json.loads((Path(hf_dir) / "config.json").read_text())
@@ -75,7 +101,8 @@ def tiny_args(hf_dir: str | Path, **overrides: Any) -> SimpleNamespace:
         "swiglu": True,
         "add_bias_linear": False,
         "qk_layernorm": config["model_type"] == "qwen3",
-        "add_qkv_bias": config["model_type"] == "qwen2",
+        "add_qkv_bias": config["model_type"] in ("qwen2", "mimo"),
+        "mtp_num_layers": config.get("num_nextn_predict_layers"),
         "rotary_base": config["rope_parameters"]["rope_theta"],
         "max_position_embeddings": config["max_position_embeddings"],
         "seq_length": config["max_position_embeddings"],

@@ -1,3 +1,5 @@
+import pytest
+
 from tests.support.distributed import run_distributed
 from tests.support.grpo_batch import objective_args
 
@@ -14,15 +16,20 @@ def worker():
     data = {
         "tokens": [torch.arange(3)], "total_lengths": [3], "response_lengths": [2], "rewards": [0.5], "truncated": [0],
         "loss_masks": [torch.tensor([1, 0])], "log_probs": student, "teacher_log_probs": teacher, "raw_reward": [0.5],
-        "values": [torch.tensor([0.25, 9.0])], "rollout_mask_sums": [1.0], "global_batch_sizes": [1],
+        "values": [torch.tensor([0.25, 9.0])], "rollout_mask_sums": [1.0], "global_batch_sizes": [1], "partition": [0],
+        "micro_batch_indices": [[0]], "num_microbatches": [1], "rollout_ids": [7], "sample_indices": [3],
     }  # fmt: skip
     args = objective_args(use_opd=True)
     compute_advantages_and_returns(args, data)
     return rollout_data_metrics(args, data, dist.group.WORLD)
 
 
-def test_l24_columns_of_teacher_and_critic_are_reported():
-    metrics = run_distributed(worker, 1)[0]
+@pytest.fixture(scope="module")
+def metrics():
+    return run_distributed(worker, 1)[0]
+
+
+def test_l24_columns_of_teacher_and_critic_are_reported(metrics):
     found = {name: metrics[name] for name in ("opd_reverse_kl", "teacher_log_probs", "values", "advantages", "returns")}
     assert found == {
         "opd_reverse_kl": -0.5,
@@ -31,3 +38,11 @@ def test_l24_columns_of_teacher_and_critic_are_reported():
         "advantages": 1.0,
         "returns": 0.5,
     }
+
+
+def test_m4_the_schedule_is_no_metric(metrics):
+    """Nor is anything else that is not about tokens, rewards or lengths."""
+    assert metrics.keys() == {
+        "log_probs", "teacher_log_probs", "values", "kl", "advantages", "returns", "opd_reverse_kl", "rewards",
+        "truncated", "response_lengths", "total_lengths", "raw_reward",
+    }  # fmt: skip

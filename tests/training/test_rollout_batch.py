@@ -106,6 +106,12 @@ def test_r22_train_metadata_becomes_a_column():
     assert batch["metadata"] == [{}, {"difficulty": 2}]
 
 
+def test_the_source_of_samples_becomes_a_column_where_one_has_it():
+    assert "source_names" not in build([sample(0)])
+    batch = build([sample(0, metadata={"source_name": "gsm8k"}), sample(1)])
+    assert batch["source_names"] == ["gsm8k", None]
+
+
 def test_execution_ids_are_fresh_where_missing():
     assert execution_ids([None, 4, None, 4]).tolist() == [5, 4, 6, 4]
 

@@ -100,7 +100,7 @@ def test_f5_terminate_ends_the_whole_group_and_nothing_else(tmp_path, started):
     assert runs(os.getpid())
 
 
-def test_a_child_that_ignores_sigterm_is_killed_after_the_timeout(tmp_path, started):
+def test_f2_a_child_that_ignores_sigterm_is_killed_after_the_timeout(tmp_path, started):
     code = (
         "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
     )

@@ -252,7 +252,7 @@ def test_the_order_of_an_epoch_never_changes_between_versions():
 
 
 class TestFilterLongPrompt:
-    def test_order_is_kept_over_texts_and_chats(self, tokenizer, caplog):
+    def test_d3_order_is_kept_over_texts_and_chats(self, tokenizer, caplog):
         caplog.set_level(logging.INFO)
         chat = [{"role": "user", "content": "abc"}]
         chat_tokens = len(tokenizer("<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n")["input_ids"])

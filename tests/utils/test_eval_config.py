@@ -1,11 +1,12 @@
 """Where the values of an evaluation set come from."""
 
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 
 from slime.utils.errors import UserError
-from slime.utils.eval_config import build_eval_dataset_configs
+from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs
 from slime.utils.types import Sample
 
 ARGS = SimpleNamespace(
@@ -39,10 +40,21 @@ def test_temperature_zero_is_a_value():
     assert config.sampling_params()["temperature"] == 0.0
 
 
-def test_a_mapping_of_sets_and_every_default_key_applies():
-    defaults = {"rm_type": "math", "stop": ["X"]}
+def test_a10_every_key_of_the_defaults_applies():
+    defaults = {
+        "rm_type": "math", "custom_rm_path": "m.reward", "input_key": "q", "label_key": "a", "tool_key": "t",
+        "metadata_key": "m", "multimodal_keys": {"image": "i"}, "apply_chat_template": False,
+        "apply_chat_template_kwargs": {"thinking": True}, "n_samples_per_eval_prompt": 7, "temperature": 0.25, "top_p": 0.5,
+        "top_k": 11, "max_response_len": 99, "stop": ["X"], "stop_token_ids": [5], "min_new_tokens": 2,
+        "repetition_penalty": 1.5, "skip_special_tokens": False, "no_stop_trim": False,
+        "custom_generate_function_path": "m.generate", "metadata_overrides": {"a": 1}, "eval_task_timeout": 60.0,
+        "min_eval_samples": 3, "eval_early_stop_remaining": 1, "eval_early_stop_idle_timeout": 5.0, "app_service": "s",
+        "message_processor": "p", "reward_model": "r", "remote_environment": "e",
+    }  # fmt: skip
+    assert defaults.keys() == {field.name for field in fields(EvalDatasetConfig)} - {"name", "path"}
     (config,) = build_eval_dataset_configs(ARGS, {"aime": {"path": "p"}}, defaults)
-    assert (config.name, config.rm_type, config.stop) == ("aime", "math", ["X"])
+    assert config.name == "aime"
+    assert {name: getattr(config, name) for name in defaults} == defaults
 
 
 def test_unknown_keys_are_named():

@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from slime.utils import process_groups
 from slime.utils.child_process import environment_for_python
-from slime.utils.process_groups import create_store, init_process_group
+from slime.utils.process_groups import create_store, get_gloo_group, init_gloo_group, init_process_group
+from tests.support.distributed import run_distributed
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -52,3 +54,36 @@ def test_a_member_that_never_comes_is_an_error():
     store = create_store("127.0.0.1", timedelta(seconds=1))
     with pytest.raises(RuntimeError):
         init_process_group("gloo", store, 2, 0, "lonely", timedelta(seconds=1))
+
+
+def gloo_group_worker():
+    """On Gloo the default group itself; else a group of all its ranks, made once. Sums over it."""
+    sums = []
+    for backend in ("gloo", "another"):
+        dist.init_process_group("gloo")
+        refused = False
+        try:
+            get_gloo_group()
+        except RuntimeError as error:
+            refused = "call init_gloo_group" in str(error)
+        process_groups_backend, dist.get_backend = dist.get_backend, lambda group=None, backend=backend: backend
+        group = init_gloo_group(TIMEOUT)
+        dist.get_backend = process_groups_backend
+        total = torch.tensor([dist.get_rank() + 1.0])
+        dist.all_reduce(total, group=get_gloo_group())
+        same = group is get_gloo_group() is init_gloo_group()
+        sums.append((refused, same, group is dist.group.WORLD, total.item()))
+        # Leaving and joining again makes the old group useless.
+        dist.destroy_process_group()
+    return sums
+
+
+def test_the_gloo_group_of_all_ranks():
+    for rank in run_distributed(gloo_group_worker, 2):
+        assert rank == [(True, True, True, 3.0), (True, True, False, 3.0)]
+
+
+def test_without_a_default_group_there_is_no_gloo_group():
+    assert process_groups._on_host is None
+    with pytest.raises(RuntimeError, match="no default process group"):
+        init_gloo_group()

@@ -118,7 +118,6 @@ class TestAppend:
             ),
             ({"response_length": 3}, dict(text="x"), "response_length 3 does not fit 2 tokens"),
             ({"loss_mask": [1]}, dict(text="x"), "loss_mask has 1 entries, expected 0"),
-            ({}, dict(tokens=[1], log_probs=[0.0], meta_info={"routed_experts": "AA=="}), "not supported"),
             ({}, dict(tokens=[1], log_probs=[0.0], meta_info={"top_p_token_ids": "AA=="}), "not supported"),
         ],
     )

@@ -1,11 +1,11 @@
 """What the overrides of a critic may say: how it is trained. What it is trained on, and where, is the run's."""
 
 import argparse
-import math
 from collections.abc import Callable, Iterator
 
 from slime.arguments.config_files.yaml_file import YamlMapping
 from slime.arguments.help_text import groups_of
+from slime.arguments.parallel_sizes import MODEL_PARALLEL, divides_the_ranks, model_parallel_size
 from slime.arguments.sizes import replace_wrong_sizes
 
 # Groups of flags that a run has once, for actor and critic together, and the flags in them that a critic may have alone.
@@ -16,7 +16,6 @@ _GROUPS_OF_THE_RUN = (
 _OF_A_CRITIC_TOO = frozenset(
     {"hf_checkpoint", "model_name", "micro_batch_size", "max_tokens_per_gpu", "data_pad_size_multiplier"}
 )
-_PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
 def check_flags(overrides: YamlMapping, keys: dict[str, str], parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -42,10 +41,9 @@ def size_violations(critic: argparse.Namespace, run: argparse.Namespace, place: 
     critic.typed_flags = set(critic.typed_flags)
     for name, message in replace_wrong_sizes(critic).items():
         yield f"{place(name)}: role critic: {message}"
-    sizes = [getattr(critic, name) for name in _PARALLEL_SIZES]
-    ranks, product = run.actor_num_nodes * run.actor_num_gpus_per_node, math.prod(sizes)
-    if ranks % product and sizes != [getattr(run, name) for name in _PARALLEL_SIZES]:
+    own = any(getattr(critic, name) != getattr(run, name) for name in MODEL_PARALLEL)
+    if own and not divides_the_ranks(critic):
         yield (
-            f"{place(*_PARALLEL_SIZES)}: role critic: {' x '.join(_PARALLEL_SIZES)} = {product} must divide the {ranks} "
-            "training ranks, which it shares with the actor; 1 for each would do"
+            f"{place(*MODEL_PARALLEL)}: role critic: {' x '.join(MODEL_PARALLEL)} = {model_parallel_size(critic)} must divide "
+            f"the {critic.world_size} training ranks, which it shares with the actor; 1 for each would do"
         )

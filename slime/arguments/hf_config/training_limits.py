@@ -9,7 +9,7 @@ from slime.arguments.hf_config.families import family_of
 Config = dict[str, Any]
 
 # Families whose layers this trainer builds.
-TRAINED_MODEL_TYPES = ("qwen2", "qwen3")
+TRAINED_MODEL_TYPES = ("qwen2", "qwen3", "mimo")
 
 
 def training_limits(config: Config, derived: dict[str, Any]) -> list[str]:

@@ -9,8 +9,6 @@ _DISK = "weight transport through files"
 _DELTA = "delta weight transport"
 _FAULTS = "fault tolerance"
 _MEDIA = "a data set with images, video or audio"
-_MTP = "multi-token prediction"
-_REPLAY = "routing replay"
 _MEMORY = "recording memory"
 _CI = "checking the numbers of a test run"
 _BUFFER_SERVICE = "the client of the rollout buffer service"
@@ -48,7 +46,7 @@ _WEIGHTS = (
 )
 
 _ROLLOUT = (
-    NotYet("rollout_external_engine_addrs", "engines that the run did not start"),
+    NotYet("rollout_external_engine_addrs", "serving by engines that the run did not start"),
     NotYet("rollout_data_transport", "another transport of batches than the object store", works=("object-store",)),
     NotYet("async_buffer_size", _ASYNC, works=(1,)),
     NotYet("max_weight_staleness", "a limit on the age of samples"),
@@ -66,11 +64,7 @@ _ROLLOUT = (
 )
 
 _OBJECTIVE = (
-    NotYet("mtp_num_layers", _MTP, works=(0,)),
-    NotYet("enable_mtp_training", _MTP),
-    NotYet("mtp_loss_scaling_factor", _MTP, works=(0.2,)),
-    NotYet("use_routing_replay", _REPLAY),
-    NotYet("use_rollout_routing_replay", _REPLAY),
+    NotYet("use_rollout_routing_replay", "asking the engines for the experts that they chose"),
     NotYet("true_on_policy_mode", "the proof of bitwise equal log-probs"),
 )
 

@@ -47,7 +47,7 @@ def templates(args: argparse.Namespace) -> Iterator[str]:
             yield f"{flag_of(name)} {template}: nothing fills in {{{error.args[0]}}}; {_filled_in(placeholders)}"
         except (IndexError, ValueError, AttributeError) as error:
             yield f"{flag_of(name)} {template}: {error}; {_filled_in(placeholders)}, and {{{{ stands for one brace"
-    if args.save_debug_rollout_data is not None and "{rollout_id" not in args.save_debug_rollout_data:
+    if args.save_debug_rollout_data is not None and "{" not in args.save_debug_rollout_data:
         logger.warning(
             "--save-debug-rollout-data %s: every rollout writes over the one before; put {rollout_id} into the name to "
             "keep them",

@@ -7,9 +7,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime.arguments.checkpoints import checkpoint_source, latest_iteration, resolve_initial_weights
+from slime.arguments.checkpoints import checkpoint_source
 from slime.arguments.critic import critic_weights
 from slime.arguments.hf_config.reading import no_directory
+from slime.arguments.initial_weights import source_of_actor
 from slime.arguments.plug_ins import flag_of, missing_files
 from slime.arguments.rules import Rule
 from slime.arguments.rules.data import own_files
@@ -74,35 +75,14 @@ def other_models(args: argparse.Namespace) -> Iterator[str]:
 
 
 def initial_weights(args: argparse.Namespace) -> Iterator[str]:
-    """Decide where the weights come from, and set what follows from that."""
-    args.initial_weights = None
+    """Why the weights come from nowhere. The critic follows the actor."""
     if not args.has_trainer:
         return
     try:
-        source = resolve_initial_weights(args)
-        if source.resume and source.step is None:
-            latest_iteration(source.path)
-    except UserError as error:
-        yield str(error)
-        return
-    args.initial_weights = source
-    if not source.resume:
-        args.no_load_optim = args.no_load_rng = args.finetune = True
-        if source.step is not None:
-            args.ckpt_step = source.step
-        if args.start_rollout_id is None:
-            args.start_rollout_id = 0
-
-
-def critic_initial_weights(args: argparse.Namespace) -> Iterator[str]:
-    """The same for the critic, which follows the actor."""
-    if not (args.use_critic and args.has_trainer):
-        return
-    args.critic_initial_weights = None
-    if args.initial_weights is None:
-        return
-    try:
-        args.critic_initial_weights = critic_weights(args)
+        if args.initial_weights is None:
+            source_of_actor(args)
+        elif args.use_critic and args.critic_initial_weights is None:
+            critic_weights(args)
     except UserError as error:
         yield str(error)
 
@@ -147,7 +127,6 @@ FILE_RULES: tuple[Rule, ...] = (
     rollout_dumps,
     other_models,
     initial_weights,
-    critic_initial_weights,
     missing_files,
     writable_places,
 )

@@ -79,6 +79,9 @@ _TABLE = (
     ),
     _Idle(("opsm_delta",), lambda args: not args.use_opsm, "without --use-opsm"),
     _Idle(("opd_type", "opd_kl_coef"), lambda args: not args.use_opd, "without --use-opd", off=1.0),
+    _Idle(
+        ("mtp_loss_scaling_factor",), lambda args: not args.enable_mtp_training, "without --enable-mtp-training", off=0.2
+    ),
     _Idle(("use_unbiased_kl",), _no_kl, "without --use-kl-loss or --kl-coef"),
     _Idle(("kl_loss_type",), _no_kl_by_oversight, "without --use-kl-loss or --kl-coef", off="k1"),
     _Idle(

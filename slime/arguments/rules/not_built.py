@@ -89,6 +89,22 @@ def layers(args: argparse.Namespace) -> Iterator[str]:
         )
 
 
+def prediction_layers(args: argparse.Namespace) -> Iterator[str]:
+    if not args.has_trainer:
+        return
+    if args.mtp_num_layers and args.num_experts:
+        yield (
+            f"--mtp-num-layers {args.mtp_num_layers} with --num-experts {args.num_experts}: prediction layers of models with "
+            "experts are not built yet; leave --mtp-num-layers out"
+        )
+    layout = args.pipeline_model_parallel_layout
+    if layout is not None and "m" in layout:
+        yield (
+            f"--pipeline-model-parallel-layout {layout}: m, another place for prediction layers than the last stage, is not "
+            "built yet; leave m out"
+        )
+
+
 def rewards(args: argparse.Namespace) -> Iterator[str]:
     planned = [f"{where} {name}" for where, name in reward_types(args) if is_planned_reward_type(name)]
     for words in planned:
@@ -113,5 +129,5 @@ def media_of_evaluation(args: argparse.Namespace) -> Iterator[str]:
 
 
 NOT_BUILT_RULES: tuple[Rule, ...] = (
-    loop, kept_sets, engines, layers, rewards, media_of_evaluation, built_family,
+    loop, kept_sets, engines, layers, prediction_layers, rewards, media_of_evaluation, built_family,
 )  # fmt: skip

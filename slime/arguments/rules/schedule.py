@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterator
 
 from slime.arguments.rules import Rule
+from slime.arguments.schedule_length import train_iterations
 
 
 def warmup(args: argparse.Namespace) -> Iterator[str]:
@@ -49,10 +50,8 @@ def _decay_steps(args: argparse.Namespace) -> tuple[int | None, str]:
     for name in ("lr_decay_iters", "train_iters"):
         if getattr(args, name):
             return getattr(args, name), f"--{name.replace('_', '-')}"
-    if args.num_rollout is None:
-        return None, ""
-    rollouts = args.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt
-    return rollouts // args.global_batch_size, f"those of --num-rollout {args.num_rollout}"
+    without = f" without --num-critic-only-steps {args.num_critic_only_steps}" if args.num_critic_only_steps else ""
+    return train_iterations(args), f"those of --num-rollout {args.num_rollout}{without}"
 
 
 SCHEDULE_RULES: tuple[Rule, ...] = (warmup, decay, weight_decay)

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.column_exchange import ColumnPart, fetch_column, send_column
+from slime.backends.megatron_utils.column_exchange import ColumnPart, fetch_column, send_columns
 from slime.backends.megatron_utils.train_rank import MegatronRank
 from slime.observability.logging_utils import LoggedMetrics, drain_outbox, log
 from slime.observability.timer import timer
 from slime.training.advantages import compute_advantages_and_returns
+from slime.training.checkpoint_publication import publish_checkpoint
 from slime.training.context_parallel import gather_responses
 from slime.training.data_metrics import rollout_data_metrics
 from slime.training.log_prob_pass import needs_log_prob_pass
@@ -40,6 +41,9 @@ class MegatronTrainActor(MegatronRank):
             rendezvous: what rank 0's `rendezvous_address` returned.
         """
         self._join(rendezvous)
+        from slime.backends.megatron_utils.routing_replay import attach_routing_replay
+
+        self.routing_replay = attach_routing_replay(self.args, self.model)
         tell = logger.info if self.rank == 0 else lambda line: None
         self.states = ModelStates(self._live_tensors)
         self.state_schedule = StateSchedule(self.args, self.states, tell)
@@ -61,12 +65,14 @@ class MegatronTrainActor(MegatronRank):
         """`train` with the critic's values of all samples; the first `--num-critic-only-steps` rollouts train nothing here.
 
         Returns:
-            What was logged, and this rank's part of the returns that the critic is to learn, if it is the one that tells.
+            What was logged, and this rank's part of what the critic is to learn, if it is the one that tells: the returns, and
+            the masks where `--rollout-data-postprocess-path` may have changed them.
         """
         from slime.backends.megatron_utils.pipeline_stages import is_last_stage
 
         data = self._train(rollout_id, shards, values)
-        return drain_outbox(), send_column(data, "returns", self.cp) if is_last_stage() else None
+        names = ["returns"] if self.args.rollout_data_postprocess_path is None else ["returns", "loss_masks"]
+        return drain_outbox(), send_columns(data, names, self.cp) if is_last_stage() else None
 
     def save(self, rollout_id: int) -> None:
         """Write the checkpoint of `rollout_id` (and the Hugging Face export, if asked for). It is not yet the newest."""
@@ -80,8 +86,6 @@ class MegatronTrainActor(MegatronRank):
 
     def publish(self, rollout_id: int) -> None:
         """Make the checkpoint of `rollout_id` the newest. Called on rank 0 only, after the data state is on disk."""
-        from slime.backends.megatron_utils.checkpoint import publish_checkpoint
-
         publish_checkpoint(self.args, rollout_id)
 
     def export_hf(self, directory: str) -> None:
@@ -161,12 +165,14 @@ class MegatronTrainActor(MegatronRank):
             with timer("data_preprocess"):
                 data = self._fetch(shards)
                 if values and is_last_stage():
-                    data["values"] = fetch_column(values, data, self.cp, self.args.http_control_timeout)
+                    data["values"] = fetch_column(values, "values", data, self.cp, self.args.http_control_timeout)
             self._prepare(rollout_id, data)
             self._dump(rollout_id, data)
             if rollout_id >= self.args.num_critic_only_steps:
-                with timer("actor_train"):
+                with timer("actor_train"), self.routing_replay.training():
                     self._train_steps(rollout_id, data)
+            else:
+                self.routing_replay.clear()
         self.state_schedule.after_rollout(rollout_id)
         self._log_rollout(rollout_id, data)
         return data
@@ -183,7 +189,8 @@ class MegatronTrainActor(MegatronRank):
                     results = forward_log_probs(args, self.model, data, with_entropy=False)
                 data.update({f"{state}_{name}": column for name, column in results.items()})
         if needs_log_prob_pass(args):
-            with timer("log_probs"), self.states(OLD_ACTOR if args.keep_old_actor else ACTOR):
+            state = OLD_ACTOR if args.keep_old_actor else ACTOR
+            with timer("log_probs"), self.states(state), self.routing_replay.log_prob_pass():
                 data.update(forward_log_probs(args, self.model, data, with_entropy=args.use_rollout_entropy))
         if args.compute_advantages_and_returns:
             self._compute_advantages(rollout_id, data)

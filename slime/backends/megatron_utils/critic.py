@@ -1,8 +1,8 @@
 """A rank of the critic: it says what every response token is worth, and learns the returns that the actor computed.
 
-A rollout takes two calls: `values` before the actor's work, `train` after it. The data stay on the rank in between. They are
-as the rollout gave them: what `--rollout-data-postprocess-path` does to masks on the actor's side is not seen here, what it
-does to `returns` is. A critic has no other set of weights and pushes none.
+A rollout takes two calls: `values` before the actor's work, `train` after it. The data stay on the rank in between. Of what
+`--rollout-data-postprocess-path` does on the actor's side the critic sees `returns` and `loss_masks`: both models train on the
+same tokens. A critic has no other set of weights and pushes none.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.column_exchange import ColumnPart, fetch_column, send_column
+from slime.backends.megatron_utils.column_exchange import ColumnPart, fetch_column, send_columns
 from slime.backends.megatron_utils.train_rank import MegatronRank
 from slime.observability.logging_utils import LoggedMetrics, drain_outbox
 from slime.observability.timer import timer
+from slime.training.checkpoint_publication import forget_checkpoints, show_checkpoint
+from slime.training.context_parallel import ContextParallel
+from slime.training.metric_reduction import refresh_mask_sums
 from slime.utils.errors import RunError
 from slime.utils.misc import Box
 
@@ -47,10 +50,13 @@ class MegatronCriticActor(MegatronRank):
             data = self._fetch(shards)
             data.update(forward_values(self.args, self.model, data))
             self._data = data
-            return send_column(data, "values", self.cp) if is_last_stage() else None
+            return send_columns(data, ["values"], self.cp) if is_last_stage() else None
 
-    def train(self, rollout_id: int, returns: Sequence[ColumnPart]) -> list[LoggedMetrics]:
+    def train(self, rollout_id: int, parts: Sequence[ColumnPart]) -> list[LoggedMetrics]:
         """Train on the samples of the last `values`. Returns what was logged (the same numbers on every rank).
+
+        Args:
+            parts: what the actor's ranks say about these samples.
 
         Raises:
             RunError: the last call of `values` was for another rollout.
@@ -62,7 +68,9 @@ class MegatronCriticActor(MegatronRank):
         data, self._data, self._rollout_id = self._data, {}, None
         with timer("critic_train"):
             if is_last_stage():
-                data["returns"] = fetch_column(returns, data, self.cp, self.args.http_control_timeout)
+                data["returns"] = fetch_column(parts, "returns", data, self.cp, self.args.http_control_timeout)
+            if any("loss_masks" in part.boxes for part in parts):
+                take_masks(parts, data, self.cp, self.args.http_control_timeout)
             self._train_steps(rollout_id, data)
         self._log_seconds(rollout_id)
         return drain_outbox()
@@ -78,15 +86,19 @@ class MegatronCriticActor(MegatronRank):
 
         Called on rank 0 only.
         """
-        from slime.backends.megatron_utils.checkpoint import show_checkpoint
-
         show_checkpoint(self.args, rollout_id)
 
     def forget(self, rollout_id: int) -> None:
         """Delete the checkpoints that `--keep-last` lets go. Called on rank 0 only, when the actor's is published."""
-        from slime.backends.megatron_utils.checkpoint import forget_checkpoints
-
         forget_checkpoints(self.args, rollout_id)
+
+
+def take_masks(parts: Sequence[ColumnPart], data: dict[str, Any], cp: ContextParallel, timeout: float) -> None:
+    """Put the actor's masks in place of the rollout's, with what follows from them. Called on every rank."""
+    from megatron.core import parallel_state
+
+    data["loss_masks"] = fetch_column(parts, "loss_masks", data, cp, timeout)
+    refresh_mask_sums(data, parallel_state.get_data_parallel_group())
 
 
 def forward_values(args: Any, model: list[Any], rollout_data: dict[str, Any]) -> dict[str, list[torch.Tensor]]:

@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from slime.backends.megatron_utils.context_attention import packed_seq_params
 from slime.backends.megatron_utils.initialize import context_parallel
+from slime.backends.megatron_utils.routing_replay import routing_replay_of
 from slime.training.micro_batch import MicroBatch, response_log_probs
 from slime.training.packed_stream import PackedStream, pack_stream
 from slime.training.rollout_batch import NOT_PER_SAMPLE
@@ -89,9 +90,13 @@ def run_schedule(
         first being the loss), per micro-batch; on other stages an empty list.
     """
 
+    replay = routing_replay_of(model)
+
     def forward_step(batches: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
         batch = next(batches)
-        return _forward(chunk, batch["stream"]), make_logits_function(batch)
+        with replay.forward(model.index(chunk), batch):
+            output = _forward(chunk, batch["stream"])
+        return output, make_logits_function(batch)
 
     # One iterator for each virtual stage: they come to the same micro-batch at different times.
     iterators = [_iterate(args, rollout_data, indices) for _ in model]
@@ -149,6 +154,7 @@ def _iterate(
         batch: MicroBatch = {
             name: [column[i] for i in positions] for name, column in rollout_data.items() if name not in NOT_PER_SAMPLE
         }
+        batch["positions"] = list(positions)
         batch["stream"] = pack_stream(batch["tokens"], batch["response_lengths"], multiple, cp=cp)
         yield batch
 

@@ -15,6 +15,7 @@ from slime.backends.megatron_utils import cpu_runtime
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
+from slime.utils.process_groups import init_gloo_group
 
 
 def init(args: Any) -> None:
@@ -75,6 +76,7 @@ def _init_process_group(backend: str, timeout: datetime.timedelta) -> None:
 
     if not dist.is_initialized():
         dist.init_process_group(backend=backend, timeout=timeout)
+    init_gloo_group(timeout)
 
 
 def _set_process_wide_modes(args: Any) -> None:

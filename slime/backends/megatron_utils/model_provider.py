@@ -23,6 +23,7 @@ from slime.backends.megatron_utils.initial_weights import draw_initial_weights
 from slime.backends.megatron_utils.initialize import has_contiguous_context
 from slime.backends.megatron_utils.layer_spec import get_decoder_spec, transformer_engine_available
 from slime.backends.megatron_utils.parameter_selection import select_trained_parameters
+from slime.backends.megatron_utils.prediction_layers import put_prediction_layers
 from slime.backends.megatron_utils.rotary import rotate_by_position
 from slime.backends.megatron_utils.value_head import put_value_head
 from slime.utils.device import get_accelerator
@@ -65,6 +66,8 @@ def build_transformer_config(args: Any) -> TransformerConfig:
         moe_token_dispatcher_type=_dispatcher(args),
         # The loss is normalised by the step's own denominator in both reductions; Megatron's must not come on top.
         calculate_per_token_loss=False,
+        # The model itself has no such layers; `put_prediction_layers` adds them, and they run in the training step alone.
+        mtp_num_layers=None,
     )
     return config_class(**fields)
 
@@ -164,6 +167,7 @@ def get_model_provider_func(args: Any) -> ModelProvider:
             rotate_by_position(model)
         if post_process and args.padded_vocab_size > args.vocab_size:
             _mask_vocabulary_padding(model.output_layer, args)
+        put_prediction_layers(args, model, vp_stage)
         return model
 
     return provider

@@ -14,6 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from slime.arguments.schedule_length import train_iterations
 from slime.backends.megatron_utils import adam
 from slime.backends.megatron_utils.config_fields import fields_from_args, params_dtype
 from slime.backends.megatron_utils.stateless_adam import as_megatrons_adam
@@ -47,14 +48,6 @@ def build_optimizer_config(args: Any) -> OptimizerConfig:
         use_distributed_optimizer=bool(getattr(args, "use_distributed_optimizer", True)),
     )
     return OptimizerConfig(**fields)
-
-
-def train_iterations(args: Any) -> int:
-    """Optimizer steps of the whole run: rollouts generated over the run / global batch size, unless `args` says it."""
-    if getattr(args, "train_iters", None):
-        return args.train_iters
-    executions = args.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt
-    return executions // args.global_batch_size
 
 
 def _build_scheduler(args: Any, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

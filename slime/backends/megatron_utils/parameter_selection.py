@@ -2,7 +2,8 @@
 
 The regular expressions are searched in global names, so a list means the same in every parallel layout. A frozen parameter
 needs no gradient: Megatron's wrappers give it no gradient buffer and no optimizer state, so the choice is made before the
-model is wrapped. It stays in checkpoints and weight pushes.
+model is wrapped. It stays in checkpoints and weight pushes. Layers for multi-token prediction are frozen where nothing trains
+them, that is without `--enable-mtp-training`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from slime.arguments.plug_ins import flag_of
 from slime.backends.megatron_utils.parameter_names import global_named_parameters
+from slime.backends.megatron_utils.prediction_layers import has_prediction_layers, trains_prediction_layers
 from slime.backends.megatron_utils.value_head import is_value_head
 from slime.training.metric_reduction import all_reduce_sum
 from slime.utils.errors import UserError
@@ -25,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 # The part of sparse attention that chooses the keys.
 INDEXER = r"(^|\.)indexer\."
+PREDICTION_LAYERS = r"^mtp\."
 _LISTS = ("only_train_params_name_list", "freeze_params_name_list")
 _EXAMPLES = 3
 
@@ -84,14 +87,19 @@ def selection_of(args: argparse.Namespace) -> dict[str, list[str]]:
     selection = {name: list(expressions) for name, expressions in given.items() if expressions}
     if getattr(args, "freeze_indexer", False):
         selection["freeze_indexer"] = [INDEXER]
+    if has_prediction_layers(args) and not trains_prediction_layers(args):
+        selection["mtp_num_layers"] = [PREDICTION_LAYERS]
     return selection
 
 
 def as_flags(selection: Mapping[str, Sequence[str]]) -> str:
     """A selection as it is typed, for messages."""
+    without_value = {
+        "freeze_indexer": flag_of("freeze_indexer"),
+        "mtp_num_layers": f"{flag_of('mtp_num_layers')} without {flag_of('enable_mtp_training')}",
+    }
     words = [
-        flag_of(name) if name == "freeze_indexer" else f"{flag_of(name)} {' '.join(expressions)}"
-        for name, expressions in selection.items()
+        without_value.get(name, f"{flag_of(name)} {' '.join(expressions)}") for name, expressions in selection.items()
     ]
     return " ".join(words) or "no frozen parameters"
 

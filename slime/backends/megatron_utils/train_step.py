@@ -22,6 +22,8 @@ from slime.backends.megatron_utils.initialize import context_parallel
 from slime.backends.megatron_utils.optimizer_step import update_weights
 from slime.backends.megatron_utils.parameter_names import parameters_with_bad_gradient
 from slime.backends.megatron_utils.pipeline_stages import broadcast_from_last_stage, is_last_stage
+from slime.backends.megatron_utils.prediction_layers import trains_prediction_layers
+from slime.backends.megatron_utils.prediction_step import PredictionStep
 from slime.training.context_parallel import ContextParallel, slice_responses
 from slime.training.loss import loss_function
 from slime.training.loss_guard import LossGuard
@@ -66,6 +68,9 @@ def train_one_step(
     facts = StepFacts()
     if role == "actor" and is_last_stage():
         facts = facts_of_step(args, rollout_data, positions, cp, data_group)
+    prediction = None
+    if trains_prediction_layers(args):
+        prediction = PredictionStep(args, model, rollout_data, positions, denominator)
 
     for chunk in model:
         chunk.zero_grad_buffer()
@@ -73,14 +78,7 @@ def train_one_step(
     stops = getattr(args, "check_for_nan_in_loss_and_grad", True)
     place = f"rollout {rollout_id}, step {step}{' of the critic' if role == 'critic' else ''}"
     guard = LossGuard(place, stops, lambda: parameters_with_bad_gradient(model))
-
-    def loss(batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
-        tensor_group = parallel_state.get_tensor_model_parallel_group()
-        batch = {**batch, "step_statistics": facts.statistics}
-        value, metrics = loss_function(args, batch, logits[0], tensor_group, role=role)
-        guard.watch(value, logits, batch["sample_indices"])
-        return value, metrics
-
+    loss = _loss_of_micro_batches(args, role, facts, prediction, guard)
     sums = _forward_backward(args, model, optimizer, rollout_data, indices, denominator, loss)
     metrics = _metrics_of_all_ranks(sums, facts.metrics, denominator, data_group)
     metrics |= {f"lr-pg_{i}": group["lr"] for i, group in enumerate(optimizer.param_groups)}
@@ -95,6 +93,24 @@ def train_one_step(
         "skipped_steps": float(not update.taken),
         "global_batch_size": global_batch_size,
     }
+
+
+def _loss_of_micro_batches(
+    args: argparse.Namespace, role: str, facts: StepFacts, prediction: PredictionStep | None, guard: LossGuard
+) -> Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Metrics]]:
+    """A function of a micro-batch and its logits: the un-normalised loss and its metrics."""
+
+    def loss(batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+        tensor_group = parallel_state.get_tensor_model_parallel_group()
+        batch = {**batch, "step_statistics": facts.statistics}
+        value, metrics = loss_function(args, batch, logits[0], tensor_group, role=role)
+        if prediction is not None:
+            term, further = prediction.loss(batch)
+            value, metrics = value + term, {**metrics, **further}
+        guard.watch(value, logits, batch["sample_indices"])
+        return value, metrics
+
+    return loss
 
 
 def _local_masks(rollout_data: dict[str, Any], positions: list[int], cp: ContextParallel) -> list[torch.Tensor]:

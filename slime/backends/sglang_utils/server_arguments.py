@@ -76,6 +76,8 @@ def compute_server_arguments(
     values: dict[str, Any] = {**RUN_DEFAULTS, **(CPU_DEFAULTS if on_cpu else {})}
     if not on_cpu and getattr(args, "fp16", False):
         values["dtype"] = "float16"
+    if getattr(args, "use_rollout_routing_replay", False):
+        values["enable_return_routed_experts"] = True
     values.update(typed)
     values.update(
         model_path=args.hf_checkpoint,

@@ -12,6 +12,7 @@ from slime.arguments.types import json_object
 from slime.observability.run_record import write_run_record
 from slime.utils.errors import UserError
 from tests.support.args import parse
+from tests.support.config_files import parsed_with_file, written
 
 
 def make_parser() -> ArgumentParser:
@@ -39,10 +40,8 @@ def make_parser() -> ArgumentParser:
 
 
 def apply(tmp_path, text, *words):
-    path = tmp_path / "run.yaml"
-    path.write_text(text)
     parser = make_parser()
-    args = parse_known(parser, ["--custom-config-path", str(path), *words])
+    args = parsed_with_file(parser, "--custom-config-path", written(tmp_path, text, "run.yaml"), *words)
     return args, apply_custom_config(args, parser)
 
 

@@ -9,6 +9,7 @@ from slime.arguments.config_files.eval_file import load_eval_config
 from slime.arguments.origins import Origin
 from slime.utils.errors import UserError
 from tests.support.args import parse, write_rows
+from tests.support.config_files import written
 
 ARGS = SimpleNamespace(
     eval_temperature=0.5,
@@ -20,9 +21,7 @@ ARGS = SimpleNamespace(
 
 
 def load(tmp_path, text, name="eval.yaml"):
-    path = tmp_path / name
-    path.write_text(text)
-    return load_eval_config(ARGS, str(path))
+    return load_eval_config(ARGS, str(written(tmp_path, text, name)))
 
 
 LISTED = """eval:

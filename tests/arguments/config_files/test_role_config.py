@@ -4,9 +4,10 @@ import pytest
 
 from slime.arguments.config_files.role_config import apply_role_config, role_args
 from slime.arguments.origins import Origin
-from slime.arguments.parser import ArgumentParser, parse_known
+from slime.arguments.parser import ArgumentParser
 from slime.utils.errors import UserError
 from tests.support.args import parse
+from tests.support.config_files import parsed_with_file, written
 
 
 def make_parser() -> ArgumentParser:
@@ -25,10 +26,8 @@ def make_parser() -> ArgumentParser:
 
 
 def apply(tmp_path, text, *words):
-    path = tmp_path / "roles.yaml"
-    path.write_text(text)
     parser = make_parser()
-    args = parse_known(parser, ["--megatron-config-path", str(path), *words])
+    args = parsed_with_file(parser, "--megatron-config-path", written(tmp_path, text, "roles.yaml"), *words)
     return args, apply_role_config(args, parser)
 
 

@@ -5,18 +5,17 @@ import pytest
 from slime.arguments.config_files.server_overrides import server_flags
 from slime.arguments.config_files.serving_config import ModelServing, ServerGroup, load_serving_config
 from tests.support.args import parse
+from tests.support.config_files import written
 
 
 def load(tmp_path, text, **changes):
-    path = tmp_path / "serving.yaml"
-    path.write_text(text)
     given = {
         "hf_checkpoint": "/actor",
         "rollout_num_gpus": 8,
         "rollout_num_gpus_per_engine": 2,
         "flags": server_flags(),
     }
-    return load_serving_config(str(path), **{**given, **changes})
+    return load_serving_config(str(written(tmp_path, text, "serving.yaml")), **{**given, **changes})
 
 
 TWO_MODELS = """sglang:

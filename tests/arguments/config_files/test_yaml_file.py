@@ -4,12 +4,11 @@ import pytest
 
 from slime.arguments.config_files.yaml_file import YamlMapping, load_yaml, plain
 from slime.utils.errors import UserError
+from tests.support.config_files import written
 
 
 def load(tmp_path, text, name="run.yaml"):
-    path = tmp_path / name
-    path.write_text(text)
-    return load_yaml(path, "--flag")
+    return load_yaml(written(tmp_path, text, name), "--flag")
 
 
 def test_every_key_knows_its_line(tmp_path):

@@ -57,13 +57,11 @@ def test_every_own_flag_has_a_reader_or_a_row():
 
 # Read where it changes nothing yet: attribute → why.
 READ_ALREADY = {
-    "mtp_num_layers": "part of the model's shape",
     "multimodal_keys": "data sets refuse it in their own words",
     "post_mlp_layernorm": "part of the model's shape",
     "post_self_attn_layernorm": "part of the model's shape",
     "update_weights_interval": "when the old actor moves",
-    "use_routing_replay": "whether old log-probs are computed before training",
-    "use_rollout_routing_replay": "whether old log-probs are computed before training",
+    "use_rollout_routing_replay": "the trainer's side, which any rollout function can serve",
     "colocate": "the plan of the cluster",
     "update_weight_transport": "the plan",
 }
@@ -103,9 +101,9 @@ def test_a_typed_default_asks_for_nothing(tmp_path):
 
 
 def test_a_dry_run_notes_it(tmp_path):
-    args = parse_args(argv=[*command_line(tmp_path), "--use-routing-replay", "--dry-run"])
+    args = parse_args(argv=[*command_line(tmp_path), "--use-fault-tolerance", "--dry-run"])
     assert args.plan_notes == [
-        "--use-routing-replay: routing replay is not built yet; drop the flag (--dry-run plans with it)"
+        "--use-fault-tolerance: fault tolerance is not built yet; drop the flag (--dry-run plans with it)"
     ]
 
 
@@ -119,4 +117,6 @@ def test_what_follows_from_a_flag_is_not_refused_besides(tmp_path):
 
 def test_lists_are_shown_as_they_are_typed(tmp_path):
     lines = violations(tmp_path, "--rollout-external-engine-addrs 10.0.0.1:1 10.0.0.2:1")
-    assert any(line.startswith("--rollout-external-engine-addrs 10.0.0.1:1 10.0.0.2:1: engines that") for line in lines)
+    assert any(
+        line.startswith("--rollout-external-engine-addrs 10.0.0.1:1 10.0.0.2:1: serving by engines") for line in lines
+    )

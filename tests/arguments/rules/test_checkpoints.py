@@ -44,9 +44,11 @@ def test_rule(tmp_path, words, message):
         ("--ci-save-grad-norm", "{role} {rollout_id} {step_id} are"),
     ],
 )
-def test_unknown_placeholders(tmp_path, flag, known):
+def test_unknown_placeholders(tmp_path, caplog, flag, known):
     lines = violations(tmp_path, [flag, "/d/{stage}.pt"])
     assert f"{flag} /d/{{stage}}.pt: nothing fills in {{stage}}; only {known} filled in" in lines
+    # Told once.
+    assert "{stage}" not in caplog.text
 
 
 def test_a_dump_that_overwrites_itself_is_warned_about(tmp_path, caplog):

@@ -1,6 +1,7 @@
 import pytest
 
 from slime.arguments import parse_args
+from slime.arguments.rules.not_built import prediction_layers
 from tests.support.args import command_line, parse
 from tests.support.rules import assert_violation, violations
 
@@ -44,6 +45,18 @@ CASES = [
 def test_a_run_is_refused_and_a_dry_run_notes_it(tmp_path, words, message):
     assert_violation(tmp_path, words, message)
     assert message in parse(tmp_path, *words.split(), "--dry-run").plan_notes
+
+
+def test_prediction_layers(tmp_path):
+    words = "--mtp-num-layers 1 --enable-mtp-training --mtp-loss-scaling-factor 0.1"
+    args = parse(tmp_path, *words.split())
+    assert (args.mtp_num_layers, args.enable_mtp_training, args.mtp_loss_scaling_factor) == (1, True, 0.1)
+    args.num_experts = 8
+    (message,) = prediction_layers(args)
+    assert message.startswith("--mtp-num-layers 1 with --num-experts 8: ") and "leave --mtp-num-layers out" in message
+    args.num_experts, args.pipeline_model_parallel_layout = None, "Et|tmL"
+    (message,) = prediction_layers(args)
+    assert message.startswith("--pipeline-model-parallel-layout Et|tmL: m, ") and message.endswith("leave m out")
 
 
 def test_sampling_is_free_where_nothing_is_trained(tmp_path):

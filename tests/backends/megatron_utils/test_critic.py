@@ -13,8 +13,8 @@ from tests.support.tiny_model import write_tiny_model
 
 HIDDEN = 32
 LAYOUTS = {
-    "dp2": {"data_parallel_size": 2},
     "tp2": {"tensor_model_parallel_size": 2},
+    "dp2": {"data_parallel_size": 2},
     "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2},
     "cp2": {"context_parallel_size": 2},
@@ -84,21 +84,38 @@ class CriticRun(LayoutRun):
         return dict(zip(self.data["sample_indices"], (v.tolist() for v in whole["values"]), strict=True))
 
 
+def edited_mask(mask):
+    """As a user's function may change masks after the rollout."""
+    return [0, *mask[1:]]
+
+
 def exchanged(run, earlier):
-    """This rank's values as fetched from parts of another layout, beside its own; and the parts of this layout."""
+    """What this rank fetches from the parts of another layout; and the parts of this layout.
+
+    Fetched are values, each beside its own, and by sample the masks that were edited, with the trained tokens of its execution.
+    """
     import ray
+    import torch
     import torch.distributed as dist
 
-    from slime.backends.megatron_utils.column_exchange import fetch_column, send_column
+    from slime.backends.megatron_utils.column_exchange import fetch_column, send_columns
+    from slime.backends.megatron_utils.critic import take_masks
 
     ray.put, ray.get = lambda value: value, lambda value, timeout: value
-    part = send_column(run.data, "values", run.cp) if run.is_last_stage else None
+    edited = {**run.data, "loss_masks": [torch.tensor(edited_mask(m.tolist())) for m in run.data["loss_masks"]]}
+    part = send_columns(edited, ["values", "loss_masks"], run.cp) if run.is_last_stage else None
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, part)
-    fetched = fetch_column(earlier, run.data, run.cp, 1.0) if earlier and run.is_last_stage else []
+    parts = [part for part in parts if part is not None]
+    if not earlier:
+        return {"pairs": [], "masks": {}}, parts
+    taken = dict(run.data)
+    take_masks(earlier, taken, run.cp, 1.0)
+    masks = zip((m.tolist() for m in taken["loss_masks"]), taken["rollout_mask_sums"], strict=True)
+    fetched = fetch_column(earlier, "values", run.data, run.cp, 1.0) if run.is_last_stage else []
     own = run.data["values"] if fetched else []
     pairs = [(a.tolist(), b.tolist()) for a, b in zip(fetched, own, strict=True)]
-    return pairs, [part for part in parts if part is not None]
+    return {"pairs": pairs, "masks": dict(zip(taken["sample_indices"], masks, strict=True))}, parts
 
 
 def critic_worker(cases, save):
@@ -107,7 +124,7 @@ def critic_worker(cases, save):
     for name, args in cases.items():
         run = CriticRun(args)
         run.prepare()
-        pairs, parts = exchanged(run, parts)
+        fetched, parts = exchanged(run, parts)
         steps = []
         for _ in range(STEPS):
             if name == SAVED and len(steps) == 1:
@@ -119,7 +136,7 @@ def critic_worker(cases, save):
             "values": run.values(),
             "steps": steps,
             "heads": heads,
-            "pairs": pairs,
+            **fetched,
         }
     return results
 
@@ -272,6 +289,19 @@ def test_values_reach_ranks_that_deal_and_cut_samples_otherwise(two_ranks):
         assert len(pairs) >= len(two_ranks[0]["tp2"]["values"])
         for fetched, own in pairs:
             assert fetched == pytest.approx(own, rel=1e-5, abs=1e-6)
+
+
+def test_both_models_train_on_the_masks_that_a_user_edited(two_ranks):
+    samples = make_samples(131)
+    masks = {s.index: edited_mask(s.loss_mask or [1] * s.response_length) for s in samples}
+    trained = {}
+    for sample in samples:
+        trained[sample.rollout_id] = trained.get(sample.rollout_id, 0) + sum(masks[sample.index])
+    expected = {s.index: (masks[s.index], trained[s.rollout_id]) for s in samples}
+    for layout in list(LAYOUTS)[1:]:
+        ranks = [rank[layout]["masks"] for rank in two_ranks]
+        assert ranks[0] | ranks[1] == expected
+        assert ranks[0].items() <= expected.items() and (layout == "dp2" or ranks[0] == ranks[1])
 
 
 def test_a_checkpoint_of_another_layout_continues(one_rank):

@@ -134,3 +134,8 @@ def test_records_that_cannot_be_formatted_and_tracebacks(caplog):
 def test_torch_sees_no_gpu_where_the_engines_are_to_use_none():
     environment = compute_server_environment(compute(make_args()), on_cpu=True)
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_engines_remember_routed_experts_where_they_are_to_be_replayed():
+    assert "enable_return_routed_experts" not in compute(make_args()).values
+    assert compute(make_args(use_rollout_routing_replay=True)).values["enable_return_routed_experts"] is True

@@ -1,5 +1,7 @@
 """The rewards behind `--rm-type`."""
 
+import socket
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -122,6 +124,30 @@ def test_unknown_types_list_the_known_ones(rm_type, metadata):
 def test_a_missing_label_is_named():
     with pytest.raises(UserError, match=r"sample 3 has no label, which --rm-type math needs; see --label-key"):
         grade("math", r"\boxed{5}", None)
+
+
+def test_w6_grading_installs_nothing_and_needs_no_network(monkeypatch):
+    def refused(*arguments):
+        raise OSError("no network")
+
+    started, popen = [], subprocess.Popen
+
+    def recorded(command, **keywords):
+        started.append(command)
+        return popen(command, **keywords)
+
+    monkeypatch.setattr(socket.socket, "connect", refused)
+    monkeypatch.setattr(subprocess, "Popen", recorded)
+    answers = {
+        "dapo": ("Answer: 5", "5"), "deepscaler": (r"</think>\boxed{(x+1)^2}", "x^2+2x+1"), "f1": ("5", "5"),
+        "math": (r"\boxed{(x+1)^2}", "x^2+2x+1"), "random": ("", ""),
+    }  # fmt: skip
+    assert answers.keys() == set(REWARD_TYPES)
+    for rm_type, (answer, label) in answers.items():
+        reward = grade(rm_type, answer, label)
+        assert (reward["score"] if rm_type == "dapo" else reward) in ((0, 1) if rm_type == "random" else (1,)), rm_type
+    # Only the worker that compares formulas is a process of its own.
+    assert all(command[-1].endswith("symbolic_worker.py") for command in started)
 
 
 def test_the_command_line_knows_the_same_names():

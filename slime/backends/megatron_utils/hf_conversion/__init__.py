@@ -1,6 +1,6 @@
 """Conversion between Hugging Face checkpoints and Megatron models.
 
-One engine (`loader`, `exporter`) for all families; a family is a table of rules (`family`, `common`, `qwen_dense`) over
+One engine (`loader`, `exporter`) for all families; a family is a table of rules (`family`, `common`, `qwen_dense`, `mimo`) over
 a few layouts (`layouts`). Loading and exporting again gives the same bits.
 """
 

@@ -2,11 +2,14 @@
 
 All ranks walk through the parameters of the whole model in the same order: each comes from the pipeline stage that holds it,
 one at a time, and is then gathered over tensor-parallel ranks. Every rank gets every tensor, and a rank that has no use for
-it drops it. Tied embeddings are one parameter, however many stages hold a copy, and are therefore sent once.
+it drops it. Tied embeddings are one parameter, however many stages hold a copy, and are therefore sent once. Layers for
+multi-token prediction are left out where the family's checkpoints have none.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,6 +20,8 @@ from slime.backends.megatron_utils.hf_conversion.family import Family, strip_wra
 from slime.backends.megatron_utils.hf_conversion.layouts import Layout, ModelShape
 from slime.backends.megatron_utils.hf_conversion.registry import family_of_args, family_of_name
 from slime.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -31,7 +36,7 @@ def iter_hf_named_tensors(args: Any, model_chunks: Iterable[torch.nn.Module]) ->
     """
     family = family_of_args(args)
     shape = ModelShape.from_args(args)
-    for name, local in _parameters_of_all_stages(model_chunks):
+    for name, local in _parameters_of_all_stages(model_chunks, family):
         layout = family.find(name)[0].layout
         yield from _to_hf(family, shape, name, _gather(layout, local))
 
@@ -89,8 +94,8 @@ def _to_hf(family: Family, shape: ModelShape, name: str, whole: torch.Tensor) ->
         yield hf_name, tensor.contiguous()
 
 
-def _parameters_of_all_stages(model_chunks: Iterable[torch.nn.Module]) -> Iterator[NamedTensor]:
-    """(global name, this tensor-parallel rank's part) of every parameter of the model, in its order, each once."""
+def _parameters_of_all_stages(model_chunks: Iterable[torch.nn.Module], family: Family) -> Iterator[NamedTensor]:
+    """(global name, this tensor-parallel rank's part) of every parameter that `family` has, in the model's order, each once."""
     from megatron.core import parallel_state
 
     from slime.backends.megatron_utils.parameter_names import global_named_parameters
@@ -99,7 +104,9 @@ def _parameters_of_all_stages(model_chunks: Iterable[torch.nn.Module]) -> Iterat
     chunks = [dict(global_named_parameters(chunk)) for chunk in model_chunks]
     own_stage = parallel_state.get_pipeline_model_parallel_rank()
     contents = gather_from_stages([{name: p.detach().to("meta") for name, p in chunk.items()} for chunk in chunks])
-    sent: set[str] = set()
+    sent = {name for of_stage in contents for chunk in of_stage for name in chunk if family.leaves_out(name)}
+    if sent and dist.get_rank() == 0:
+        _tell_what_stays(family.model_types)
     # Of interleaved stages the first chunks of all come before the second chunks.
     for index, own in enumerate(chunks):
         for stage, of_stage in enumerate(contents):
@@ -107,6 +114,14 @@ def _parameters_of_all_stages(model_chunks: Iterable[torch.nn.Module]) -> Iterat
                 if name not in sent:
                     sent.add(name)
                     yield name, broadcast_tensor(stage, own[name].detach() if stage == own_stage else None, like)
+
+
+@functools.cache
+def _tell_what_stays(model_types: tuple[str, ...]) -> None:
+    logger.info(
+        "Hugging Face checkpoints of %s have no layers for multi-token prediction: exports and engines do not get them",
+        " and ".join(model_types),
+    )
 
 
 def _gather(layout: Layout, local: torch.Tensor) -> torch.Tensor:

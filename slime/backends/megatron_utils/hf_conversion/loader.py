@@ -7,6 +7,7 @@ names do not fit.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from slime.backends.megatron_utils.hf_conversion.layouts import ModelShape
 from slime.backends.megatron_utils.hf_conversion.registry import family_of_directory
 from slime.backends.megatron_utils.hf_conversion.safetensors_directory import SafetensorsDirectory
 from slime.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 # Global name, parameter, and what it is made of.
 Plan = list[tuple[str, torch.nn.Parameter, Rule, tuple[str, ...]]]
@@ -47,7 +50,7 @@ def load_hf_weights(args: Any, model_chunks: Iterable[torch.nn.Module], hf_dir: 
     source = SafetensorsDirectory(hf_dir)
     plan = _plan(family, model_chunks)
     needed = gather_from_stages({hf_name for *_, hf_names in plan for hf_name in hf_names})
-    _check_names(set().union(*needed), source, family, hf_dir, _needs_no_head(args))
+    _check_names(set().union(*needed), source, family, hf_dir, _is_critic(args))
     message = None
     try:
         _fill(plan, source, ModelShape.from_args(args), hf_dir)
@@ -94,18 +97,35 @@ def _plan(family: Family, model_chunks: Iterable[torch.nn.Module]) -> Plan:
     from slime.backends.megatron_utils.value_head import is_value_head
 
     named = [item for chunk in model_chunks for item in global_named_parameters(chunk)]
-    # No directory of a language model has a critic's head; it keeps the weights that it has.
-    return [(name, parameter, *family.find(name)) for name, parameter in named if not is_value_head(parameter)]
+    # No directory of a language model has a critic's head, and not all have layers for multi-token prediction; those keep
+    # the weights that they have.
+    kept = [(name, parameter) for name, parameter in named if not is_value_head(parameter)]
+    found = [(name, parameter, *family.find(name)) for name, parameter in kept if not family.leaves_out(name)]
+    if len(found) < len(kept) and _speaks_for_its_stage():
+        logger.info(
+            "layers for multi-token prediction are not in this checkpoint and keep their weights, at first random ones"
+        )
+    return found
 
 
-def _needs_no_head(args: Any) -> bool:
+def _speaks_for_its_stage() -> bool:
+    from megatron.core import parallel_state
+
+    is_first_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    return is_first_replica and parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def _is_critic(args: Any) -> bool:
     return getattr(args, "role", ACTOR) == CRITIC
 
 
 def _check_names(
-    needed: set[str], source: SafetensorsDirectory, family: Family, hf_dir: str | Path, without_head: bool
+    needed: set[str], source: SafetensorsDirectory, family: Family, hf_dir: str | Path, is_critic: bool
 ) -> None:
-    present = source.names() - ({_HEAD} if without_head else set())
+    """Args: is_critic: the model has a head of its own, and predicts no tokens."""
+    present = source.names()
+    if is_critic:
+        present = {name for name in present if name != _HEAD and not family.is_prediction(name)}
     missing = sorted(needed - present)
     surplus = sorted(name for name in present - needed if not _may_be_ignored(name, family, hf_dir))
     problems = [

@@ -8,10 +8,11 @@ from typing import Any
 
 from slime.arguments.hf_config import read_hf_config
 from slime.backends.megatron_utils.hf_conversion.family import Family
+from slime.backends.megatron_utils.hf_conversion.mimo import MIMO
 from slime.backends.megatron_utils.hf_conversion.qwen_dense import QWEN_DENSE
 from slime.utils.errors import UserError
 
-FAMILIES: tuple[Family, ...] = (QWEN_DENSE,)
+FAMILIES: tuple[Family, ...] = (QWEN_DENSE, MIMO)
 
 
 def supported_model_types() -> list[str]:

@@ -3,6 +3,7 @@
 import pytest
 
 from slime.arguments.hf_config import TRAINED_MODEL_TYPES
+from slime.backends.megatron_utils.hf_conversion.mimo import MIMO
 from slime.backends.megatron_utils.hf_conversion.qwen_dense import QWEN_DENSE
 from slime.backends.megatron_utils.hf_conversion.registry import (
     family_of_directory,
@@ -17,7 +18,14 @@ def test_dense_qwen_by_name(name):
     assert family_of_name(name) is QWEN_DENSE
 
 
-@pytest.mark.parametrize("name", ["qwen3moe", "qwen3-next-80B", "qwen3_5", "qwen2_moe", "Qwen2VLConfig", "llama"])
+@pytest.mark.parametrize("name", ["mimo", "MiMoForCausalLM", "MiMo-7B-RL"])
+def test_mimo_by_name(name):
+    assert family_of_name(name) is MIMO
+
+
+@pytest.mark.parametrize(
+    "name", ["MiMoV2FlashForCausalLM", "qwen3moe", "qwen3-next-80B", "qwen3_5", "qwen2_moe", "Qwen2VLConfig", "llama"]
+)
 def test_other_families_are_not_taken_for_it(name):
     with pytest.raises(UserError, match="qwen2.*qwen3"):
         family_of_name(name)
@@ -31,4 +39,4 @@ def test_by_directory(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     with pytest.raises(UserError, match="'mamba'"):
         family_of_directory(tmp_path)
-    assert supported_model_types() == ["qwen2", "qwen3"] == sorted(TRAINED_MODEL_TYPES)
+    assert supported_model_types() == ["mimo", "qwen2", "qwen3"] == sorted(TRAINED_MODEL_TYPES)

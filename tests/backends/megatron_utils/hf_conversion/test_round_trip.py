@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.distributed import run_distributed
-from tests.support.tiny_model import tiny_args, write_tiny_model
+from tests.support.tiny_model import tiny_args, write_tiny_mimo, write_tiny_model
 
 VOCABULARY = 131
 MODELS = {
@@ -23,7 +23,8 @@ def directories(tmp_path_factory):
     root = tmp_path_factory.mktemp("hf")
     for name, how in MODELS.items():
         write_tiny_model(root / name, vocab_size=VOCABULARY, **how)
-    return {name: root / name for name in MODELS}
+    write_tiny_mimo(root / "mimo", vocab_size=VOCABULARY, head_dim=8)
+    return {name: root / name for name in (*MODELS, "mimo")}
 
 
 def _round_trip(directories, layouts):
@@ -68,6 +69,23 @@ def test_round_trip_is_bitwise(directories):
     layouts = [{"tensor_model_parallel_size": 2}, {}, {"pipeline_model_parallel_size": 2}]
     for results in run_distributed(_round_trip, 2, (paths, layouts)):
         _check(results, directories)
+
+
+def _mimo_projection(directory):
+    from tests.support import megatron_worker as megatron
+
+    chunks = megatron.load_model(tiny_args(directory))
+    critic = tiny_args(directory, role="critic")
+    critic_names = [name for name, _ in megatron.load_model(critic)[0].named_parameters()]
+    return dict(chunks[0].named_parameters())["module.mtp.layers.0.eh_proj.weight"].detach(), critic_names
+
+
+def test_a_prediction_layer_takes_embedding_and_state_in_the_order_of_megatron(directories):
+    ((weight, critic_names),) = run_distributed(_mimo_projection, 1, (str(directories["mimo"]),))
+    stored = load_file(directories["mimo"] / "model.safetensors")["model.mtp_layers.0.input_proj.weight"]
+    of_state, of_embedding = stored[:, :32], stored[:, 32:]
+    assert torch.equal(weight[:, :32], of_embedding) and torch.equal(weight[:, 32:], of_state)
+    assert not any("mtp" in name for name in critic_names)
 
 
 def _errors(sources, tiny):

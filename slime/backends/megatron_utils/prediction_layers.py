@@ -1,0 +1,147 @@
+"""Layers for multi-token prediction on the last pipeline stage, beside a model that knows nothing of them.
+
+They are Megatron's (`MultiTokenPredictionBlock`), under the names that its checkpoints have: `mtp.layers.{i}`. What Megatron's
+`GPTModel` would do with them is not used: it runs them in every pass, trains the embeddings and the whole model by their loss,
+and averages that per micro-batch. Here the model stays as it is, in every pass and for the critic. In a training pass its last
+hidden states are remembered, and the layers run on them as constants, with constant embeddings and output weights. So nothing
+but the layers learns from their loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+)
+
+from slime.arguments.config_files.role_config import ACTOR
+from slime.backends.megatron_utils.layer_spec import get_prediction_layer_spec
+from slime.backends.megatron_utils.parameter_names import unwrap_model
+
+# Of what the decoder is called with, that which a layer needs to know of the stream.
+_STREAM_OPTIONS = (
+    "attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params", "sequence_len_offset",
+)  # fmt: skip
+
+
+@dataclass
+class _Trunk:
+    """The model's last hidden states of a micro-batch, and how its layers were called."""
+
+    hidden: torch.Tensor
+    options: dict[str, Any]
+
+
+class PredictionLayer(MultiTokenPredictionLayer):
+    """Megatron's layer, which is told the embeddings of later tokens: by itself it knows no contiguous parts of a stream."""
+
+    def _get_embeddings(self, input_ids, position_ids, embedding, hidden_states, packed_seq_params=None):
+        return input_ids, position_ids, embedding(self.layer_number), hidden_states
+
+    def _checkpointed_forward(self, forward_func, *, hidden_states, decoder_input, **options):
+        # Megatron's own cannot recompute packed streams: it takes their description for a tensor that is to be saved. Here a
+        # layer is recomputed as a whole, however the decoder's layers are.
+        def forward(hidden: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+            return forward_func(hidden_states=hidden, decoder_input=embeddings, **options)
+
+        spread = self.config.distribute_saved_activations
+        return tensor_parallel.checkpoint(forward, spread, hidden_states, decoder_input)
+
+
+def has_prediction_layers(args: Any) -> bool:
+    """Whether the model of `args` has such layers; a critic has none."""
+    return bool(getattr(args, "mtp_num_layers", None)) and getattr(args, "role", ACTOR) == ACTOR
+
+
+def trains_prediction_layers(args: Any) -> bool:
+    """Whether they are trained; else they only stand in checkpoints."""
+    return has_prediction_layers(args) and getattr(args, "enable_mtp_training", False)
+
+
+def put_prediction_layers(args: Any, model: GPTModel, vp_stage: int | None) -> None:
+    """Give a bare model chunk the layers, as `model.mtp`, if it is the one that has the output layer."""
+    if not (has_prediction_layers(args) and model.post_process):
+        return
+    spec = get_prediction_layer_spec(model.config)
+    spec.module = PredictionLayer
+    submodules = MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * args.mtp_num_layers)
+    model.mtp = MultiTokenPredictionBlock(model.config, submodules, vp_stage=vp_stage)
+    model.mtp.trunk = None
+
+    def remember(decoder: torch.nn.Module, inputs: tuple, options: dict[str, Any], hidden: torch.Tensor) -> None:
+        if decoder.training and torch.is_grad_enabled():
+            model.mtp.trunk = _Trunk(hidden.detach(), {name: options.get(name) for name in _STREAM_OPTIONS})
+
+    if trains_prediction_layers(args):
+        model.decoder.register_forward_hook(remember, with_kwargs=True)
+
+
+def predict(model: GPTModel, embed: Callable[[int], torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Logits [T, V / tensor-parallel size] of one layer after the other, for the micro-batch that `model` has just seen.
+
+    Args:
+        model: bare, with layers that are trained.
+        embed: of i = 1, 2, …, the embeddings of the tokens i positions after each row, as `embed_tokens` gives them.
+    """
+    trunk, model.mtp.trunk = model.mtp.trunk, None
+    weight = model.output_layer.weight
+    if model.share_embeddings_and_output_weights:
+        weight = model.shared_embedding_or_output_weight()
+    # A layer that is recomputed in the backward pass gets a gradient only if its input asks for one.
+    hidden = trunk.hidden.requires_grad_()
+    for layer in model.mtp.layers:
+        hidden, _, _ = layer(input_ids=None, position_ids=None, hidden_states=hidden, embedding=embed, **trunk.options)
+        logits, _ = model.output_layer(hidden, weight=weight.detach())
+        yield logits[:, 0]
+
+
+@torch.no_grad()
+def embedding_weight(model: list[torch.nn.Module]) -> torch.Tensor | None:
+    """This tensor-parallel rank's part of the embedding's weight, a constant; on stages between first and last None.
+
+    Collective over the first and the last pipeline stage. The last one gets a copy if it has none; it is that of now, so it is
+    asked for anew in every optimizer step.
+    """
+    first, last = unwrap_model(model[0]), unwrap_model(model[-1])
+    if parallel_state.is_pipeline_first_stage(ignore_virtual=True):
+        weight = first.embedding.word_embeddings.weight.detach()
+    elif parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        weight = last.output_layer.weight.detach()
+    else:
+        return None
+    # Of tied weights Megatron keeps both copies equal.
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1 or last.share_embeddings_and_output_weights:
+        return weight
+    if not parallel_state.is_pipeline_first_stage(ignore_virtual=True):
+        weight = torch.empty_like(weight)
+    source = parallel_state.get_pipeline_model_parallel_first_rank()
+    dist.broadcast(weight, src=source, group=parallel_state.get_embedding_group())
+    return weight
+
+
+@torch.no_grad()
+def embed_tokens(weight: torch.Tensor, tokens: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
+    """Embeddings [T (with sequence parallelism: this rank's part of T), 1, hidden] of tokens [T], constants.
+
+    Args:
+        weight: this rank's part of the vocabulary, from `embedding_weight`.
+    """
+    local = tokens - parallel_state.get_tensor_model_parallel_rank() * len(weight)
+    elsewhere = (local < 0) | (local >= len(weight))
+    rows = F.embedding(local.masked_fill(elsewhere, 0), weight).masked_fill_(elsewhere[:, None], 0)[:, None]
+    if config.fp32_residual_connection:
+        rows = rows.float()
+    if config.sequence_parallel:
+        return tensor_parallel.reduce_scatter_to_sequence_parallel_region(rows)
+    return tensor_parallel.reduce_from_tensor_model_parallel_region(rows)

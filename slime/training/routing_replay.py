@@ -1,0 +1,241 @@
+"""Routing replay: training sends every token to the experts that were chosen for it earlier.
+
+A router that chooses anew may send a token elsewhere than the log-prob pass (or the engine) did, after a small change of the
+weights or by rounding alone; the probability ratio then compares two different networks. So each MoE layer of this rank keeps
+records of expert ids, and its router asks here instead of taking the top k of its scores. Gates are gathered from the scores
+of the moment, so the router still learns.
+
+Where records come from: the log-prob pass (this object records them), or the rollout (a function supplies them, and the
+log-prob pass replays them too).
+
+Invariants
+- A record belongs to one layer and one micro-batch, which is known by the positions of its samples in the rank's data. It holds
+  the rows that this rank's router sees, after context, sequence and pipeline parallelism have cut the stream.
+- A model chunk sees the backward passes of its micro-batches in the order of their forward passes. So a forward pass that is
+  repeated during backward (activation recomputation) finds its record by first in, first out.
+- In training every record is used by one forward pass and, in a layer that recomputes, by one repetition. Anything else is an
+  error; then, or at the end, the records are gone.
+- Outside of `log_prob_pass` and `training` routers choose freely: a reference, a teacher, a probe never replays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from slime.training.micro_batch import MicroBatch
+from slime.utils.errors import RunError
+
+# Of a micro-batch and layer numbers (from 1): expert ids [rows of this rank's routers, layers, k] on the host.
+ExpertSource = Callable[[MicroBatch, Sequence[int]], torch.Tensor]
+TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+class Stage(enum.StrEnum):
+    """What a router that asks is told."""
+
+    FALLTHROUGH = "fallthrough"  # choose freely
+    RECORD = "record"  # choose, and remember
+    REPLAY_FORWARD = "replay_forward"  # take the record of the micro-batch
+    REPLAY_BACKWARD = "replay_backward"  # take the oldest record that a forward pass used
+
+
+@dataclass
+class _Pass:
+    """What the layers of a model share."""
+
+    stage: Stage = Stage.FALLTHROUGH
+    micro_batch: tuple[int, ...] = ()
+
+
+@dataclass(eq=False)
+class LayerReplay:
+    """The records of one MoE layer. Megatron's router calls `get_replay_topk` where it would take the top k.
+
+    `number`: of the layer in the whole model, from 1.
+    """
+
+    number: int
+    current: _Pass
+    records: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+    # Used by a forward pass, and not yet by its repetition. Where nothing is repeated they stay until the end.
+    awaited: deque[torch.Tensor] = field(default_factory=deque)
+    forwards: int = 0
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: TopK | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores [rows, k] of the chosen experts and their ids (int64, same shape), from the scores [rows, experts] of now.
+
+        Raises:
+            RunError: there is no record to replay, or it has other rows.
+        """
+        stage = self.current.stage
+        if stage in (Stage.FALLTHROUGH, Stage.RECORD):
+            chosen, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            if stage is Stage.RECORD:
+                self.records[self.current.micro_batch] = _to_host(experts)
+            return chosen, experts
+        record = self._replayed() if stage is Stage.REPLAY_FORWARD else self._repeated()
+        if record.shape != (len(scores), topk):
+            raise RunError(
+                f"routing replay: layer {self.number} routes {len(scores)} rows to {topk} experts each, but its record of "
+                f"the micro-batch has shape {tuple(record.shape)}"
+            )
+        experts = record.to(scores.device, non_blocking=True).long()
+        return scores.gather(1, experts), experts
+
+    def left_over(self) -> str | None:
+        """What training did not use, in words."""
+        if self.records:
+            return f"{len(self.records)} of {len(self.records) + self.forwards} records were not used"
+        if self.awaited and len(self.awaited) != self.forwards:
+            return f"{len(self.awaited)} of {self.forwards} records were not used again by the recomputed forward"
+        return None
+
+    def clear(self) -> None:
+        """Forget all records."""
+        self.records.clear()
+        self.awaited.clear()
+        self.forwards = 0
+
+    def _replayed(self) -> torch.Tensor:
+        record = self.records.pop(self.current.micro_batch, None)
+        if record is None:
+            raise RunError(
+                f"routing replay: layer {self.number} has no record of the micro-batch with the samples at "
+                f"{list(self.current.micro_batch)}; the log-prob pass and training must see the same micro-batches, each once"
+            )
+        self.forwards += 1
+        self.awaited.append(record)
+        return record
+
+    def _repeated(self) -> torch.Tensor:
+        if not self.awaited:
+            raise RunError(f"routing replay: layer {self.number} has no record left for the recomputed forward")
+        return self.awaited.popleft()
+
+
+class RoutingReplay:
+    """Routing replay of one model on one rank.
+
+    Args:
+        layer_numbers: per model chunk (virtual stage) the numbers of its MoE layers, from 1 over the whole model.
+        source: gives the expert ids where they come with the rollout; None: the log-prob pass records them.
+
+    Attributes:
+        layers: per model chunk what the routers of its MoE layers ask, in the order of `layer_numbers`.
+    """
+
+    def __init__(self, layer_numbers: Sequence[Sequence[int]] = (), source: ExpertSource | None = None) -> None:
+        self._pass = _Pass()
+        self._source = source
+        # None: routers choose freely. Else the stages of a forward pass and of what follows it.
+        self._stages: tuple[Stage, Stage] | None = None
+        self.layers = [[LayerReplay(number, self._pass) for number in numbers] for numbers in layer_numbers]
+        if self.layers:
+            os.environ["ENABLE_ROUTING_REPLAY"] = "1"
+            self._enter(Stage.FALLTHROUGH)
+
+    @contextlib.contextmanager
+    def log_prob_pass(self) -> Iterator[None]:
+        """The actor's log-prob pass: records what `training` will replay, or replays what the rollout brought."""
+        records = self._source is None
+        self.clear()
+        try:
+            with self._staged(Stage.RECORD if records else Stage.REPLAY_FORWARD, Stage.FALLTHROUGH):
+                yield
+            if not records:
+                self._require_used()
+                self.clear()
+        except BaseException:
+            self.clear()
+            raise
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """All optimizer steps of a rollout.
+
+        Raises:
+            RunError: at the end there are records that were not used.
+        """
+        try:
+            with self._staged(Stage.REPLAY_FORWARD, Stage.REPLAY_BACKWARD):
+                yield
+            self._require_used()
+        finally:
+            self.clear()
+
+    @contextlib.contextmanager
+    def forward(self, chunk: int, batch: MicroBatch) -> Iterator[None]:
+        """The forward pass of the micro-batch `batch` through the model chunk with this index.
+
+        Args:
+            batch: `batch["positions"]` has the place of each sample in the rank's data.
+        """
+        if self._stages is None or not self.layers:
+            yield
+            return
+        during, afterwards = self._stages
+        self._pass.micro_batch = tuple(batch["positions"])
+        if self._source is not None:
+            self._supply(self.layers[chunk], batch)
+        self._enter(during)
+        try:
+            yield
+        finally:
+            self._enter(afterwards)
+
+    def clear(self) -> None:
+        """Forget all records."""
+        for layer in self._all_layers():
+            layer.clear()
+
+    @contextlib.contextmanager
+    def _staged(self, during: Stage, afterwards: Stage) -> Iterator[None]:
+        self._stages = during, afterwards
+        try:
+            yield
+        finally:
+            self._stages = None
+            if self.layers:
+                self._enter(Stage.FALLTHROUGH)
+
+    def _enter(self, stage: Stage) -> None:
+        self._pass.stage = stage
+        os.environ["ROUTING_REPLAY_STAGE"] = stage.value
+
+    def _supply(self, layers: Sequence[LayerReplay], batch: MicroBatch) -> None:
+        if not layers:
+            return
+        experts = self._source(batch, [layer.number for layer in layers])
+        for index, layer in enumerate(layers):
+            layer.records[self._pass.micro_batch] = experts[:, index]
+
+    def _require_used(self) -> None:
+        found = [(layer.number, words) for layer in self._all_layers() if (words := layer.left_over())]
+        if found:
+            number, words = found[0]
+            others = f" (and {len(found) - 1} more layers)" if len(found) > 1 else ""
+            raise RunError(f"routing replay: layer {number}: {words}{others}")
+
+    def _all_layers(self) -> Iterator[LayerReplay]:
+        for layers in self.layers:
+            yield from layers
+
+
+def _to_host(experts: torch.Tensor) -> torch.Tensor:
+    """A copy of the ids in host memory, two bytes each. From a GPU it is under way: read it on the same stream."""
+    host = torch.empty(experts.shape, dtype=torch.int16, pin_memory=experts.is_cuda)
+    return host.copy_(experts.to(torch.int16), non_blocking=True)

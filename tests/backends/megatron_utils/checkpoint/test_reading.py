@@ -1,0 +1,107 @@
+"""Checkpoints: what is loaded is what was saved, in every layout and with every flag about how that is done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slime.arguments.checkpoints import WeightSource
+from tests.support.checkpoint_trainer import LAYOUTS, ROLLOUTS_PER_STEP, assert_same, make_args, resume, train_and_save
+from tests.support.distributed import run_distributed
+from tests.support.tiny_model import write_tiny_model
+
+
+def train_and_save_in_layouts(cases) -> dict:
+    return {name: train_and_save(args) for name, args in cases.items()}
+
+
+def resume_in_layouts(cases) -> dict:
+    return {name: resume(args, WeightSource("megatron", path, resume=True)) for name, (args, path) in cases.items()}
+
+
+@pytest.fixture(scope="module")
+def hf_dir(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    write_tiny_model(directory, tied=False)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def saved(hf_dir, tmp_path_factory):
+    """Per layout the directory and what `train_and_save` returned on rank 0."""
+    cases = {name: make_args(hf_dir, tmp_path_factory.mktemp(name), **layout) for name, layout in LAYOUTS.items()}
+    two = {name: args for name, args in cases.items() if args.world_size == 2}
+    results = run_distributed(train_and_save_in_layouts, 2, (two,))[0]
+    results |= run_distributed(train_and_save_in_layouts, 1, ({"dp1": cases["dp1"]},))[0]
+    return {name: (Path(cases[name].save), *results[name]) for name in cases}
+
+
+@pytest.fixture(scope="module")
+def resumed(hf_dir, saved):
+    """What `resume` returned on one rank, per layout that had saved."""
+    cases = {name: (make_args(hf_dir, "unused"), str(directory)) for name, (directory, *_) in saved.items()}
+    return run_distributed(resume_in_layouts, 1, (cases,))[0]
+
+
+def test_the_same_layout_goes_on_bitwise(saved, resumed):
+    _, at_checkpoint, after = saved["dp1"]
+    iteration, loaded, stepped = resumed["dp1"]
+    assert iteration == 3
+    assert_same(loaded, at_checkpoint, 0)
+    # Equal only when the moments of the optimizer and its schedule came back too.
+    assert_same(stepped, after, 0)
+    assert stepped["rollouts"] == 2 * ROLLOUTS_PER_STEP
+    assert (loaded["random"], stepped["random"]) == (at_checkpoint["random"], after["random"])
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+def test_another_layout_goes_on_with_the_same_numbers(saved, resumed, layout):
+    _, at_checkpoint, after = saved[layout]
+    _, loaded, stepped = resumed[layout]
+    assert_same(loaded, at_checkpoint, 0)
+    assert_same(stepped, after, 1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_common_part_holds_plain_values(saved, layout):
+    common = torch.load(saved[layout][0] / "iter_0000003/common.pt", weights_only=True)
+    assert common["iteration"] == 3 and common["has_optimizer"] is True
+    assert common["layout"]["tensor_model_parallel_size"] == (2 if layout == "tp2" else 1)
+
+
+def flags_worker(args) -> dict:
+    """Saves and loads on two ranks that hold the same weights, with the flags about how that is done."""
+    results = {}
+    ways = {
+        "default": {},
+        "alone": {"ckpt_fully_parallel_save": False, "ckpt_fully_parallel_load": False},
+        "other": {
+            "no_save_rng": True, "distrib_optim_fully_reshardable_mem_efficient": True,
+            "ckpt_fully_parallel_load_exchange_algo": "gather_object", "dist_ckpt_strictness": "raise_all",
+        },
+    }  # fmt: skip
+    for name, flags in ways.items():
+        case = SimpleNamespace(**{**vars(args), "save": f"{args.save}_{name}", **flags})
+        results[name] = (*train_and_save(case), resume(case, WeightSource("megatron", case.save, resume=True)))
+    return results
+
+
+def test_flags_of_writing_and_reading(hf_dir, tmp_path):
+    ranks = run_distributed(flags_worker, 2, (make_args(hf_dir, tmp_path / "save", **LAYOUTS["dp2"]),), timeout=300)
+    for results in ranks:
+        for name, (at_checkpoint, after, (iteration, loaded, stepped)) in results.items():
+            assert iteration == 3
+            assert_same(loaded, at_checkpoint, 0)
+            assert_same(stepped, after, 1e-6)
+            assert (loaded["random"] == at_checkpoint["random"]) == (name != "other"), name
+    written = {
+        name: [path.stat().st_size for path in sorted((tmp_path / f"save_{name}/iter_0000003").glob("*.distcp"))]
+        for name in ("default", "alone")
+    }
+    # Both ranks write a share of what they hold alike; left alone, the first one writes all of it.
+    assert max(written["default"]) < 0.7 * sum(written["default"])
+    assert max(written["alone"]) > max(written["default"])
+    assert not list((tmp_path / "save_other/iter_0000003").glob("rng_*"))

@@ -1,0 +1,143 @@
+"""The checkpoint that was published last survives every accident of a later save."""
+
+from __future__ import annotations
+
+import copy
+import re
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from slime.arguments.checkpoints import WeightSource
+from tests.support.checkpoint_trainer import LAYOUTS, ROLLOUTS_PER_STEP, Trainer, make_args, resume
+from tests.support.distributed import run_distributed
+from tests.support.tiny_model import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def hf_dir(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    write_tiny_model(directory, tied=False)
+    return directory
+
+
+def save_on_full_disk(trainer, iteration, full_ranks) -> str | None:
+    """Save while files of more than 2000 bytes cannot be written on some ranks; the message of the error."""
+    from slime.utils.errors import RunError
+
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if torch.distributed.get_rank() in full_ranks:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
+    try:
+        trainer.save(iteration)
+        return None
+    except RunError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
+def full_disk_of_one_rank_worker(args) -> tuple:
+    trainer = Trainer(args)
+    trainer.step()
+    trainer.save(0)
+    message = save_on_full_disk(trainer, 1, full_ranks=(1,))
+    names = sorted(path.name for path in Path(args.save).iterdir())
+    torch.distributed.barrier()
+    trainer.save(2)
+    return message, names, trainer.load(WeightSource("megatron", args.save))
+
+
+def accidents_worker(args) -> dict:
+    """Everything that may happen to a save, in one process. Files are looked at by the test, afterwards."""
+    results = {}
+    trainer = Trainer(args)
+    trainer.step()
+    trainer.save(0)
+    trainer.step()
+    trainer.save(1)
+    published = trainer.state()["weights"]
+    trainer.step()
+
+    # The process ends between the two.
+    trainer.save(2, publish=False)
+    results["before publication"] = (published, resume(args, WeightSource("megatron", args.save, resume=True)))
+
+    results["disk full"] = save_on_full_disk(trainer, 3, full_ranks=(0,))
+    results["directory"] = sorted(path.name for path in Path(args.save).iterdir())
+    results["after disk full"] = resume(args, WeightSource("megatron", args.save, resume=True))
+
+    without = copy.copy(args)
+    without.save, without.no_save_optim = args.save + "_without_optimizer", True
+    trainer = Trainer(without)
+    trainer.step()
+    trainer.save(4)
+    results["weights only"] = (trainer.state(), resume(without, WeightSource("megatron", without.save, resume=True)))
+
+    keeping = copy.copy(args)
+    keeping.save, keeping.keep_last = args.save + "_keep_last", 2
+    trainer = Trainer(keeping)
+    trainer.step()
+    for iteration in (1, 3, 5):
+        (Path(keeping.save) / f"rollout/global_dataset_state_dict_{iteration}").mkdir(parents=True)
+        trainer.save(iteration)
+    return results
+
+
+@pytest.fixture(scope="module")
+def accidents(hf_dir, tmp_path_factory):
+    save = tmp_path_factory.mktemp("accidents") / "checkpoints"
+    return save, run_distributed(accidents_worker, 1, (make_args(hf_dir, save),))[0]
+
+
+def test_o5_the_pointer_is_written_last(accidents):
+    save, results = accidents
+    published, (iteration, loaded, _) = results["before publication"]
+    assert not (save / "iter_0000002").exists()
+    assert iteration == 1
+    assert all((loaded["weights"][name] == weight).all() for name, weight in published.items())
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(accidents):
+    save, results = accidents
+    message = results["disk full"]
+    # What torch says of a failed write is "iostream error".
+    cause = r"RuntimeError: .+\. \d+ MB are free there\. Older checkpoints are untouched"
+    assert re.fullmatch(rf"checkpoint {save}/iter_0000003 could not be written: {cause}", message)
+    assert results["directory"] == [
+        ".iter_0000002.writing", "iter_0000000", "iter_0000001", "latest_checkpointed_iteration.txt",
+    ]  # fmt: skip
+    iteration, loaded, _ = results["after disk full"]
+    assert iteration == 1
+    assert all((loaded["weights"][name] == w).all() for name, w in results["before publication"][0].items())
+
+
+def test_o1_without_optimizer_state_the_weights_are_loaded_and_the_schedule_goes_on(accidents):
+    saved, (iteration, loaded, _) = accidents[1]["weights only"]
+    assert iteration == 4
+    assert all((loaded["weights"][name] == weight).all() for name, weight in saved["weights"].items())
+    assert saved["rollouts"] == loaded["rollouts"] == ROLLOUTS_PER_STEP
+    assert saved["lr"] == loaded["lr"]
+
+
+def test_keep_last_deletes_older_checkpoints_with_their_data_states(accidents):
+    save = accidents[0].with_name("checkpoints_keep_last")
+    assert sorted(path.name for path in save.glob("iter_*")) == ["iter_0000003", "iter_0000005"]
+    assert sorted(path.name for path in (save / "rollout").iterdir()) == [
+        "global_dataset_state_dict_3", "global_dataset_state_dict_5",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+def test_a_disk_that_is_full_on_one_node_fails_the_save_on_all(hf_dir, tmp_path, layout):
+    args = make_args(hf_dir, tmp_path / "checkpoints", **LAYOUTS[layout])
+    for message, names, iteration in run_distributed(full_disk_of_one_rank_worker, 2, (args,)):
+        assert re.search(
+            r"iter_0000001 could not be written: (rank 1: )?\w+Error: .*Older checkpoints are untouched", message
+        )
+        assert len(message.splitlines()) == 1 and "Traceback" not in message, message
+        assert names == ["iter_0000000", "latest_checkpointed_iteration.txt"]
+        # The ranks are still in step with each other.
+        assert iteration == 2

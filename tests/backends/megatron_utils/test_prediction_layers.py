@@ -1,0 +1,247 @@
+"""Multi-token prediction: against a float64 implementation per sequence, alone in learning, and the same in every layout."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.distributed import run_distributed
+from tests.support.grpo_batch import make_samples
+from tests.support.layout_steps import LayoutRun, layout_args
+from tests.support.plain_prediction import prediction_log_probs
+from tests.support.tiny_model import write_tiny_model
+
+FACTOR = 0.3
+TRAINED = {
+    "mtp_num_layers": 2, "enable_mtp_training": True, "mtp_loss_scaling_factor": FACTOR, "use_distributed_optimizer": False,
+}  # fmt: skip
+DISTRIBUTED = {**TRAINED, "use_distributed_optimizer": True}
+PIPELINE = {"pipeline_model_parallel_size": 2}
+TENSOR = {"tensor_model_parallel_size": 2}
+CONTEXT = {"context_parallel_size": 2}
+MTP = ("mtp_1_loss", "mtp_2_loss", "mtp_loss")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Per name (directory, transformers model)."""
+    root = tmp_path_factory.mktemp("models")
+    built = {tied: write_tiny_model(root / tied, tied=tied == "tied", layers=4) for tied in ("tied", "untied")}
+    return {name: (str(root / name), model) for name, model in built.items()}
+
+
+def _one_step(args):
+    """Metrics of a step, and by global name weights before it, gradients (of the whole model over tensor-parallel ranks as
+    sums of squares) and weights after it."""
+    import torch.distributed as dist
+
+    run = LayoutRun(args)
+    from megatron.core import parallel_state
+
+    from slime.backends.megatron_utils.parameter_names import global_named_parameters
+
+    named = [pair for chunk in run.model for pair in global_named_parameters(chunk)]
+    with torch.no_grad():
+        for name, parameter in named:
+            if name.startswith("mtp."):
+                # Attention that looks somewhere, and norms away from 1.
+                parameter.mul_(8) if parameter.ndim == 2 else parameter.add_(torch.arange(len(parameter)).sin() / 5)
+    run.optimizer.reload_model_params()
+    before = {name: parameter.detach().clone() for name, parameter in named}
+    run.prepare()
+    metrics = run.step()
+    gradients = {name: p.main_grad.clone() for name, p in named if getattr(p, "main_grad", None) is not None}
+    squares = {}
+    if not args.use_distributed_optimizer:
+        for name, parameter in named:
+            if name in gradients:
+                squares[name] = gradients[name].double().pow(2).sum()
+                if getattr(parameter, "tensor_model_parallel", False):
+                    dist.all_reduce(squares[name], group=parallel_state.get_tensor_model_parallel_group())
+    after = {name: parameter.detach().clone() for name, parameter in named}
+    exported = sorted(run.weights())
+    return {
+        "metrics": metrics, "before": before, "gradients": gradients, "after": after, "exported": exported,
+        "squares": {name: float(value) for name, value in squares.items()},
+    }  # fmt: skip
+
+
+def _steps(cases):
+    return {name: _one_step(args) for name, args in cases.items()}
+
+
+@pytest.fixture(scope="module")
+def one_rank(models):
+    tied, untied = models["tied"][0], models["untied"][0]
+    cases = {
+        "tied": layout_args(tied, **TRAINED),
+        "untied": layout_args(untied, **TRAINED),
+        "without": layout_args(untied, use_distributed_optimizer=False),
+        "without, tied": layout_args(tied, use_distributed_optimizer=False),
+        "frozen": layout_args(untied, **{**TRAINED, "enable_mtp_training": False}),
+        "one stream": layout_args(untied, **TRAINED, max_tokens_per_gpu=1000),
+        "samples alone": layout_args(untied, **TRAINED, use_dynamic_batch_size=False, micro_batch_size=1),
+        "token": layout_args(untied, **TRAINED, calculate_per_token_loss=True),
+        "hotter": layout_args(untied, **TRAINED, rollout_temperature=3.0),
+        "recomputed": layout_args(
+            untied, **TRAINED, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
+        ),
+    }
+    return run_distributed(_steps, 1, (cases,), timeout=240)[0]
+
+
+def _plain(model, args, weights):
+    """Loss of each layer, and gradients of the term that the objective gets."""
+    model = model.double()
+    weights = {name: w.double().requires_grad_() for name, w in weights.items() if name.startswith("mtp.")}
+    sums, counts = [0.0, 0.0], [0, 0]
+    for sample in make_samples(args.vocab_size):
+        prompt = len(sample.tokens) - sample.response_length
+        mask = [0] * prompt + list(sample.loss_mask or [1] * sample.response_length)
+        with torch.no_grad():
+            hidden = model.model(torch.tensor([sample.tokens])).last_hidden_state[0]
+        embedding, output = model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach()
+        for i, by_token in enumerate(
+            prediction_log_probs(weights, args, embedding, output, hidden, list(sample.tokens))
+        ):
+            for token, log_prob in by_token.items():
+                if mask[token]:
+                    sums[i], counts[i] = sums[i] - log_prob, counts[i] + 1
+    losses = [total / count for total, count in zip(sums, counts, strict=True)]
+    (FACTOR * sum(losses) / len(losses)).backward()
+    return [loss.item() for loss in losses], {name: weight.grad for name, weight in weights.items()}, counts
+
+
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_losses_and_gradients_are_those_of_one_sequence_after_the_other_in_float64(models, one_rank, name):
+    directory, model = models[name]
+    case = one_rank[name]
+    losses, gradients, counts = _plain(model, layout_args(directory, **TRAINED), case["before"])
+    # Of 33 trained tokens the second layer cannot predict those at position 2: it would have to stand before the first.
+    assert counts == [33, 30]
+    found = [case["metrics"][metric] for metric in MTP]
+    assert found == pytest.approx([*losses, sum(losses) / 2], rel=1e-5)
+    assert {n for n in case["gradients"] if n.startswith("mtp.")} == set(gradients)
+    for parameter, expected in gradients.items():
+        torch.testing.assert_close(case["gradients"][parameter].double(), expected, rtol=1e-4, atol=1e-7, msg=parameter)
+        assert expected.abs().max() > 0
+
+
+@pytest.mark.parametrize("name, without", [("tied", "without, tied"), ("untied", "without")])
+def test_nothing_but_the_prediction_layers_learns_from_their_loss(one_rank, name, without):
+    trained, plain = one_rank[name], one_rank[without]
+    assert set(trained["gradients"]) - set(plain["gradients"]) == {n for n in trained["before"] if n.startswith("mtp.")}
+    for parameter, gradient in plain["gradients"].items():
+        assert torch.equal(trained["gradients"][parameter], gradient), parameter
+        assert torch.equal(trained["after"][parameter], plain["after"][parameter]), parameter
+    assert trained["metrics"]["loss"] == plain["metrics"]["loss"]
+    assert not any(metric in plain["metrics"] for metric in MTP)
+
+
+def test_layers_without_training_stay_as_they_are(one_rank):
+    frozen, plain = one_rank["frozen"], one_rank["without"]
+    layers = [name for name in frozen["before"] if name.startswith("mtp.")]
+    assert layers and not any(name in frozen["gradients"] for name in layers)
+    assert all(torch.equal(frozen["before"][name], frozen["after"][name]) for name in layers)
+    assert frozen["metrics"] == plain["metrics"]
+
+
+def test_exports_leave_the_layers_out(one_rank):
+    assert one_rank["untied"]["exported"] == one_rank["without"]["exported"]
+
+
+@pytest.mark.parametrize("case", ["one stream", "samples alone", "token", "hotter", "recomputed"])
+def test_neither_packing_nor_reduction_nor_temperature_changes_what_the_layers_learn(one_rank, case):
+    expected = one_rank["untied"]
+    for metric in MTP:
+        assert one_rank[case]["metrics"][metric] == pytest.approx(expected["metrics"][metric], rel=1e-6)
+    for name, gradient in expected["gradients"].items():
+        if name.startswith("mtp."):
+            torch.testing.assert_close(one_rank[case]["gradients"][name], gradient, rtol=1e-4, atol=1e-8, msg=name)
+
+
+TWO_RANKS = {
+    "dp": ("untied", {"data_parallel_size": 2, **TRAINED, "overlap_grad_reduce": True, "ddp_bucket_size": 2000}),
+    "dp, distributed": ("untied", {"data_parallel_size": 2, **DISTRIBUTED}),
+    "tp": ("tied", {**TENSOR, **TRAINED}),
+    "tp, sequence": ("untied", {**TENSOR, **TRAINED, "sequence_parallel": True}),
+    "pp, untied": ("untied", {**PIPELINE, **TRAINED}),
+    "pp, tied": ("tied", {**PIPELINE, **DISTRIBUTED}),
+    "virtual": ("untied", {**PIPELINE, **TRAINED, "virtual_pipeline_model_parallel_size": 2}),
+    "cp": ("untied", {**CONTEXT, **TRAINED}),
+    "cp, all-gather": ("untied", {**CONTEXT, **TRAINED, "allgather_cp": True}),
+}
+
+
+RESUMING = {
+    **DISTRIBUTED, "save_hf": None, "no_save_optim": False, "no_load_rng": False, "keep_last": None, "world_size": 2,
+}  # fmt: skip
+
+
+def _two_ranks(cases, saving, loading, frozen):
+    return {**_steps(cases), "resumed": _resume(saving, loading, frozen)}
+
+
+def _resume(saving, loading, frozen):
+    """Metrics of the step after a checkpoint: of the run that saved it, and of one that loads it in another layout. Then what
+    loading it says where the layers are frozen."""
+    import torch.distributed as dist
+
+    run = LayoutRun(saving)
+    from slime.arguments.checkpoints import WeightSource
+    from slime.backends.megatron_utils.checkpoint import load_checkpoint, publish_checkpoint, save_checkpoint
+    from slime.utils.errors import UserError
+
+    run.prepare()
+    run.step()
+    save_checkpoint(saving, 0, run.model, run.optimizer, run.scheduler)
+    if dist.get_rank() == 0:
+        publish_checkpoint(saving, 0)
+    dist.barrier()
+    run.prepare()
+    expected = [run.step(), run.step()]
+    source = WeightSource("megatron", saving.save, resume=True)
+    run = LayoutRun(loading, loads=False)
+    load_checkpoint(loading, source, run.model, run.optimizer, run.scheduler)
+    run.optimizer.reload_model_params()
+    run.prepare()
+    found = [run.step(), run.step()]
+    run = LayoutRun(frozen, loads=False)
+    try:
+        load_checkpoint(frozen, source, run.model, run.optimizer, run.scheduler)
+    except UserError as error:
+        return expected, found, str(error)
+    return expected, found, None
+
+
+@pytest.fixture(scope="module")
+def two_ranks(models, tmp_path_factory):
+    cases = {case: layout_args(models[name][0], **layout) for case, (name, layout) in TWO_RANKS.items()}
+    options = {**RESUMING, "save": str(tmp_path_factory.mktemp("save"))}
+    saving, loading, frozen = (
+        layout_args(models["untied"][0], **{**options, **changes})
+        for changes in (TENSOR, PIPELINE, {**TENSOR, "enable_mtp_training": False})
+    )
+    return run_distributed(_two_ranks, 2, (cases, saving, loading, frozen), timeout=240)
+
+
+def test_checkpoints_hold_the_layers_and_their_optimizer_state_for_every_layout(two_ranks):
+    for rank in two_ranks:
+        expected, found, message = rank["resumed"]
+        for step, of_saving in zip(found, expected, strict=True):
+            assert step == pytest.approx(of_saving, rel=1e-5, abs=1e-7)
+        assert expected[1]["mtp_loss"] < expected[0]["mtp_loss"]
+        assert "no frozen parameters, this run has --mtp-num-layers without --enable-mtp-training" in message
+
+
+@pytest.mark.parametrize("case", TWO_RANKS)
+def test_every_layout_computes_what_one_rank_does(one_rank, two_ranks, case):
+    expected = one_rank[TWO_RANKS[case][0]]
+    seen = set()
+    for rank in two_ranks:
+        found = rank[case]
+        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-7)
+        for name, square in found["squares"].items():
+            assert square == pytest.approx(expected["squares"][name], rel=1e-4, abs=1e-12), name
+        seen |= {name for name in found["before"] if name.startswith("mtp.")}
+    assert seen == {name for name in expected["before"] if name.startswith("mtp.")}
+    assert np.isfinite(expected["metrics"]["grad_norm"])
