@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -101,6 +101,9 @@ def _whiten(samples: Sequence[PlainSample]) -> None:
     mean = sum(counted) / len(counted)
     variance = sum((a - mean) ** 2 for a in counted) / (len(counted) - 1)
     for sample in samples:
+        if max(counted) == min(counted):
+            sample.advantages = [0.0] * len(sample.advantages)
+            continue
         sample.advantages = [(a - mean) / math.sqrt(variance + 1e-8) for a in sample.advantages]
 
 
@@ -118,28 +121,35 @@ def policy_step(
     logits: Sequence[torch.Tensor],
     global_batch_size: int,
     weighting: str | None = None,
+    reweigh: Callable[[PlainSample, int, float], tuple[float, float]] | None = None,
 ) -> PlainStep:
     """The objective of one optimizer step.
 
     Args:
         logits: float64 [tokens of the sample, V] per sample, before the temperature.
         weighting: of `use_tis`: "truncate" or "icepop".
+        reweigh: of sample, token, and its weight in all sums: its weights in the policy-gradient term, and in the other terms
+            of the loss (metrics keep the first).
     """
     trained_of = {}
     for sample in samples:
         trained_of[sample.execution] = trained_of.get(sample.execution, 0) + sum(sample.mask)
     sums: dict[str, torch.Tensor] = {}
+    total = 0.0
     for sample, rows in zip(samples, logits, strict=True):
         for t, terms in _token_terms(args, sample, rows, weighting):
             assert sample.mask[t]
             weight = 1.0 if args.calculate_per_token_loss else 1.0 / max(trained_of[sample.execution], 1)
+            of_policy, of_others = (weight, weight) if reweigh is None else reweigh(sample, t, weight)
             for name, value in terms.items():
-                sums[name] = sums.get(name, 0.0) + weight * value
+                sums[name] = sums.get(name, 0.0) + (of_policy if name == "pg_loss" else weight) * value
+            regularised = -args.entropy_coef * terms["entropy_loss"]
+            if args.use_kl_loss:
+                regularised = regularised + args.kl_loss_coef * terms["kl_loss"]
+            total = total + of_policy * terms["pg_loss"] + of_others * regularised
     denominator = sum(sum(s.mask) for s in samples) if args.calculate_per_token_loss else global_batch_size
     means = {name: value / denominator for name, value in sums.items()}
-    loss = means["pg_loss"] - args.entropy_coef * means["entropy_loss"]
-    if args.use_kl_loss:
-        loss = loss + args.kl_loss_coef * means["kl_loss"]
+    loss = total / denominator
     return PlainStep(loss, {name: float(torch.as_tensor(value).detach()) for name, value in means.items()})
 
 

@@ -161,14 +161,41 @@ def simulate_ranks(monkeypatch, args, full, size):
     return whole
 
 
+def some_response(total, generator):
+    return 1 + int(torch.randint(total - 1, (1,), generator=generator))
+
+
+def with_tools(response, generator):
+    """A mask with tokens of tools, also at the end."""
+    return (torch.rand(response, generator=generator) < 0.8).int()
+
+
 @pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize("estimator", ["ppo", "reinforce_plus_plus"])
 def test_l5_the_final_reward_lands_on_the_last_trained_token(monkeypatch, estimator, size):
     """For all lengths up to 1000: most of them short for 8 ranks, so that the end lies on any of them."""
     generator = torch.Generator().manual_seed(0)
-    totals = [100, *range(2, 1001, 1 if size == 8 else 7)]
-    responses = [50, *(1 + int(torch.randint(total - 1, (1,), generator=generator)) for total in totals[1:])]
-    masks = [(torch.rand(response, generator=generator) < 0.8).int() for response in responses]
+    totals = [100, 100, *range(2, 1001, 1 if size == 8 else 7)]
+    responses = [50, 50, *(some_response(total, generator) for total in totals[2:])]
+    masks = [with_tools(r, generator) if i % 2 else torch.ones(r).int() for i, r in enumerate(responses)]
+    assert_rewards_at_the_end(monkeypatch, estimator, size, totals, masks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize("estimator", ["ppo", "reinforce_plus_plus"])
+def test_l5_for_all_short_responses_and_any_number_of_ranks(monkeypatch, estimator, size):
+    """All lengths of prompt and response that make less than 18 tokens, and all totals up to 400; with both kinds of mask."""
+    generator = torch.Generator().manual_seed(1)
+    rows = [(total, response) for total in range(2, 18) for response in range(1, total)]
+    rows += [(total, some_response(total, generator)) for total in range(18, 401)]
+    masks = [torch.ones(r).int() for _, r in rows] + [with_tools(r, generator) for _, r in rows]
+    assert_rewards_at_the_end(monkeypatch, estimator, size, [total for total, _ in rows] * 2, masks)
+
+
+def assert_rewards_at_the_end(monkeypatch, estimator, size, totals, masks):
+    generator = torch.Generator().manual_seed(2)
+    responses = [len(mask) for mask in masks]
     columns = {
         name: [torch.rand(response, generator=generator) for response in responses]
         for name in ("log_probs", "ref_log_probs", "values")

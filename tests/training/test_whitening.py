@@ -124,34 +124,50 @@ def whiten_on_grids(grids):
     return results, lonely, masked, empty, constant, steps
 
 
-def check_grids(world_size, grids):
-    ranks = run_distributed(whiten_on_grids, world_size, (grids,))
+def check_grids(ranks, grids):
     values, masks = responses()
     flat = plain_whiten(torch.cat(values).double().tolist(), torch.cat(masks).tolist())
     expected = torch.tensor(flat).split(list(RESPONSES))
     for number, (data_size, context_size) in enumerate(grids):
         seen = 0
-        for rank in range(world_size):
-            for sample, tokens in ranks[rank][0][number].items():
+        for rank, (results, *_) in enumerate(ranks):
+            for sample, tokens in results[number].items():
                 positions = part_of(sample, data_size, context_size, rank)
                 torch.testing.assert_close(tokens, expected[sample][positions], rtol=1e-5, atol=1e-6)
                 seen += len(tokens)
         assert seen == sum(RESPONSES)
-    return ranks, values, masks
 
 
-def test_l9_l11_two_ranks_equal_one_also_when_one_is_empty():
-    ranks, values, masks = check_grids(2, [(2, 1), (1, 2)])
+TWO_RANKS = [(2, 1), (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    return run_distributed(whiten_on_grids, 2, (TWO_RANKS,))
+
+
+def test_l9_two_ranks_equal_one(two_ranks):
+    check_grids(two_ranks, TWO_RANKS)
+
+
+def test_l10_a_constant_batch_of_all_ranks_gives_zeros(two_ranks):
+    for rank, (*_, constant, steps) in enumerate(two_ranks):
+        assert len(constant) == 7777 + rank and (constant == 0).all()
+        torch.testing.assert_close(steps, torch.full((2,), (rank - 0.5) / (1 / 3) ** 0.5))
+
+
+def test_l11_a_rank_without_tokens_joins_both_collectives(two_ranks):
+    """Without samples, with a sample that is masked, and with nothing trained on any rank."""
+    values, masks = responses()
     alone = torch.tensor(plain_whiten(values[0].double().tolist(), masks[0].tolist()))
-    for rank, (_, lonely, masked, empty, constant, steps) in enumerate(ranks):
+    for rank, (_, lonely, masked, empty, _, _) in enumerate(two_ranks):
         assert len(lonely.values) == (1 if rank == 0 else 0) and not lonely.is_empty
         torch.testing.assert_close(masked.values[0], alone, rtol=1e-5, atol=1e-6)
         assert empty.is_empty and (empty.values[0] == 0).all()
-        assert len(constant) == 7777 + rank and (constant == 0).all()
-        torch.testing.assert_close(steps, torch.full((2,), (rank - 0.5) / (1 / 3) ** 0.5))
-    torch.testing.assert_close(ranks[0][1].values[0], alone, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(two_ranks[0][1].values[0], alone, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
 def test_l9_data_times_context_ranks_equal_one():
-    check_grids(4, [(2, 2), (4, 1), (1, 4)])
+    grids = [(2, 2), (4, 1), (1, 4)]
+    check_grids(run_distributed(whiten_on_grids, 4, (grids,)), grids)

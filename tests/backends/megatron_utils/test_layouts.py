@@ -1,0 +1,250 @@
+"""Every objective gives in every parallel layout what it gives on one rank, and there what plain loops in float64 give.
+
+What may not depend on the layout: the loss, the gradient norm, advantages and returns, and every number that is logged. The
+batches hold what is awkward: a fully masked sample, responses of one token, tokens of tools, prompts longer than a chunk,
+executions of several samples, and ranks that own no token of the loss.
+"""
+
+import math
+import statistics
+
+import pytest
+
+from tests.support.distributed import run_distributed
+from tests.support.layout_steps import layout_args, train_steps
+from tests.support.objective_grid import (
+    CRITIC_OBJECTIVES,
+    FULL,
+    HIDDEN,
+    OBJECTIVES,
+    PADDED_VOCABULARY,
+    ROLES,
+    STEPS,
+    VOCABULARY,
+    assert_like_one_rank,
+    columns_of,
+    grid_args,
+    run_layouts,
+)
+from tests.support.plain_grid import PlainGrid
+from tests.support.tiny_model import write_tiny_model
+
+DATA = {"data_parallel_size": 2}
+TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PIPELINE = {"pipeline_model_parallel_size": 2}
+VIRTUAL = {**PIPELINE, "virtual_pipeline_model_parallel_size": 2}
+ZIGZAG = {"context_parallel_size": 2}
+GATHERED = {**ZIGZAG, "allgather_cp": True}
+TWO_RANKS = {"dp2": DATA, "tp2": TENSOR, "pp2": PIPELINE, "cp2": ZIGZAG, "cp2 gathered": GATHERED}
+CONTEXT = ("cp2", "cp2 gathered")
+TOKENS_DIVIDED = ("dp2", *CONTEXT)
+FOUR_RANKS = {
+    "data": {"dp2 cp2": {**DATA, **ZIGZAG}, "dp2 cp2 gathered": {**DATA, **GATHERED}, "dp2 tp2": {**DATA, **TENSOR}},
+    "context": {
+        "cp4": {"context_parallel_size": 4},
+        "cp4 gathered": {"context_parallel_size": 4, "allgather_cp": True},
+    },
+    "tensor": {"tp2 cp2": {**TENSOR, **ZIGZAG}, "tp2 cp2 gathered": {**TENSOR, **GATHERED}},
+    "pipeline": {"pp2 cp2": {**PIPELINE, **ZIGZAG}, "pp2 cp2 gathered": {**PIPELINE, **GATHERED}},
+    "virtual": {"vpp2 cp2": {**VIRTUAL, **ZIGZAG}, "vpp2 tp2": {**VIRTUAL, **TENSOR}},
+}
+ALL = {**OBJECTIVES, **CRITIC_OBJECTIVES}
+TRAINED = {"calculate_per_token_loss": True, "padded_vocab_size": PADDED_VOCABULARY}
+
+
+@pytest.fixture(scope="module")
+def hf_dir(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    write_tiny_model(directory, vocab_size=VOCABULARY, layers=4, hidden=HIDDEN, head_dim=8)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def plain(hf_dir):
+    return PlainGrid(hf_dir)
+
+
+def run(hf_dir, batches, layouts, roles, trained=()):
+    """The grid, and the weights that some steps end at in the layouts `trained`."""
+    cases = {name: layout_args(hf_dir, **TRAINED, **layouts[name]) for name in trained}
+    return {"grid": run_layouts(hf_dir, layouts, batches, roles), "trained": train_steps(cases)}
+
+
+@pytest.fixture(scope="module")
+def one_rank(hf_dir, plain):
+    (rank,) = run_distributed(run, 1, (hf_dir, plain.batches, {"one": {}}, tuple(ROLES), ["one"]), timeout=300)
+    return {"grid": rank["grid"]["one"], "trained": rank["trained"]["one"]}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(hf_dir, plain):
+    """Of the actor: the layouts of the critic on two ranks stand in its own tests."""
+    return run_distributed(run, 2, (hf_dir, plain.batches, TWO_RANKS, ["actor"], CONTEXT), timeout=500)
+
+
+@pytest.fixture(scope="module", params=FOUR_RANKS)
+def four_ranks(request, hf_dir, plain):
+    return run_distributed(run, 4, (hf_dir, plain.batches, FOUR_RANKS[request.param], tuple(ROLES)), timeout=600)
+
+
+def of_layout(ranks, layout, objective, batch="full"):
+    return [rank["grid"][layout][objective, batch] for rank in ranks]
+
+
+def of_step(found, number):
+    """Metrics of an optimizer step, by name; those of a critic without its prefix."""
+    return {name.removeprefix("critic-"): value for (name, step), value in found["train"].items() if step == number}
+
+
+@pytest.mark.parametrize("objective", [name for name in ALL if name != "top-p"])
+def test_one_rank_gives_what_loops_give(hf_dir, plain, one_rank, objective):
+    for batch in STEPS:
+        args = grid_args(hf_dir, batch, **{"value_clip": 0.05, **ALL[objective]})
+        steps = plain.steps(objective, batch, args)
+        assert len(steps) == STEPS[batch]
+        found = one_rank["grid"][objective, batch]
+        for number, step in enumerate(steps):
+            metrics = of_step(found, number)
+            assert metrics["loss"] == pytest.approx(float(step.loss), rel=1e-5, abs=1e-6)
+            assert {n: metrics.get(n) for n in step.metrics} == pytest.approx(step.metrics, rel=2e-5, abs=2e-6)
+        if objective.startswith("sft"):
+            continue
+        for index, sample in enumerate(plain.prepared(objective, batch, args)):
+            for name in ("advantages", "returns"):
+                assert found["columns"][name, index] == pytest.approx(getattr(sample, name), rel=1e-5, abs=2e-6)
+
+
+def test_the_objectives_reach_every_branch(one_rank):
+    """A case in which nothing is clipped, masked, rejected or weighted would prove little."""
+    metrics = {name: of_step(one_rank["grid"][name, "full"], 1) for name in ALL}
+    for name, found in metrics.items():
+        if name != "first step" and "pg_clipfrac" in found:
+            assert found["pg_clipfrac"] > 0, name
+    for name in ("sequence mask", "gspo with sequence mask, per token"):
+        assert 0 < metrics[name]["opsm_clipfrac"] < 1
+    assert 0 < metrics["icepop, per token"]["tis_clipfrac"] < 1
+    for name in ("masked importance sampling", "masked importance sampling of sequences"):
+        for fraction in ("mask_fraction_low", "mask_fraction_high", "catastrophic_seq_fraction"):
+            assert 0 < metrics[name][f"mis_rs_{fraction}"] < 1, (name, fraction)
+        assert metrics[name]["mis_batch_norm_factor"] != 1
+    assert metrics["mismatch metrics"]["mismatch_max_abs"] == pytest.approx(10, rel=1e-6)
+    assert 0 < metrics["value beside given ones"]["value_clipfrac"] < 1
+    # How a step is packed, and what is only measured, changes no loss.
+    others = [name for name in ALL if "one sample a micro-batch" not in name and name != "mismatch metrics"]
+    assert len({round(metrics[name]["loss"], 6) for name in others}) == len(others), "flags without an effect"
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("layout", TWO_RANKS)
+def test_two_ranks_give_what_one_rank_gives(one_rank, two_ranks, layout, objective):
+    assert_like_one_rank(of_layout(two_ranks, layout, objective), one_rank["grid"][objective, "full"])
+
+
+@pytest.mark.parametrize("layout", TWO_RANKS)
+def test_m5_every_rank_logs_the_numbers_of_one_rank(one_rank, two_ranks, layout):
+    assert_same_rollout_metrics(one_rank, two_ranks, layout)
+
+
+def assert_same_rollout_metrics(one_rank, ranks, layout):
+    for objective in OBJECTIVES:
+        for batch in STEPS:
+            expected = one_rank["grid"][objective, batch]["rollout"]
+            assert len(expected) >= 8
+            for rank in of_layout(ranks, layout, objective, batch):
+                assert rank["rollout"] == pytest.approx(expected, rel=1e-5, abs=1e-6), (objective, batch)
+
+
+def assert_sparse_like_one_rank(one_rank, ranks, layout, objective):
+    assert_like_one_rank(of_layout(ranks, layout, objective, "sparse"), one_rank["grid"][objective, "sparse"])
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("layout", [layout for layout in TWO_RANKS if layout != "cp2 gathered"])
+def test_l11_a_rank_without_tokens_joins_every_collective(one_rank, two_ranks, layout, objective):
+    assert_sparse_like_one_rank(one_rank, two_ranks, layout, objective)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_l12_a_rank_without_loss_tokens_runs_the_backward_pass_of_gathered_rows(one_rank, two_ranks, objective):
+    assert_sparse_like_one_rank(one_rank, two_ranks, "cp2 gathered", objective)
+
+
+@pytest.mark.parametrize("layout", TOKENS_DIVIDED)
+def test_the_sparse_batch_leaves_a_rank_without_tokens(two_ranks, layout):
+    for objective in OBJECTIVES:
+        owned = [rank["owned"] for rank in of_layout(two_ranks, layout, objective, "sparse")]
+        assert sorted(owned) == [0, 2]
+
+
+@pytest.mark.parametrize("layout", TOKENS_DIVIDED)
+def test_l9_whitening_is_over_data_and_context_ranks(two_ranks, layout):
+    """The trained tokens of all ranks together have mean 0 and variance 1."""
+    for objective in ("grpo whitened", "ppo whitened, per token", "reinforce_plus_plus whitened"):
+        ranks = of_layout(two_ranks, layout, objective)
+        assert all(0 < rank["owned"] < sum(sum(mask) for _, mask, _ in FULL) for rank in ranks)
+        columns = columns_of(ranks)
+        trained = [
+            value
+            for index, (_, mask, _) in enumerate(FULL)
+            for value, counts in zip(columns["advantages", index], mask, strict=True)
+            if counts
+        ]
+        assert math.fsum(trained) == pytest.approx(0, abs=1e-4)
+        assert statistics.variance(trained) == pytest.approx(1, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", TWO_RANKS)
+def test_l18_every_response_token_has_an_entropy(one_rank, two_ranks, layout):
+    columns = columns_of(of_layout(two_ranks, layout, "first step"))
+    for index, (_, mask, _) in enumerate(FULL):
+        entropy = columns["entropy", index]
+        assert len(entropy) == len(mask) and min(entropy) > 0
+        assert entropy == pytest.approx(one_rank["grid"]["first step", "full"]["columns"]["entropy", index], rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", TWO_RANKS)
+def test_l19_the_log_prob_pass_sees_what_training_sees(two_ranks, layout):
+    """The policy has not moved: the difference of old and new log-probs is nothing at all."""
+    for rank in of_layout(two_ranks, layout, "first step"):
+        assert [of_step(rank, number)["ppo_kl"] for number in range(STEPS["full"])] == [0, 0]
+
+
+@pytest.mark.parametrize("layout", ["tp2", *CONTEXT])
+def test_l21_gradients_are_not_inflated_by_work_that_is_done_twice(one_rank, two_ranks, layout):
+    for objective in OBJECTIVES:
+        for number in range(STEPS["full"]):
+            expected = of_step(one_rank["grid"][objective, "full"], number)["grad_norm"]
+            for rank in of_layout(two_ranks, layout, objective):
+                assert of_step(rank, number)["grad_norm"] == pytest.approx(expected, rel=1e-5), objective
+
+
+@pytest.mark.parametrize("layout", CONTEXT)
+def test_l21_context_parallel_ranks_train_the_weights_of_one(one_rank, two_ranks, layout):
+    """Over some steps. The first has the gradient of one rank; Adam then makes more of what rounding began."""
+    expected = one_rank["trained"]
+    for rank in two_ranks:
+        found = rank["trained"][layout]
+        assert found["steps"][0] == pytest.approx(expected["steps"][0], rel=1e-5, abs=1e-6)
+        for step, wanted in zip(found["steps"][1:], expected["steps"][1:], strict=True):
+            assert step == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+        assert found["weights"].keys() == expected["weights"].keys()
+        for name, weights in found["weights"].items():
+            assert weights == pytest.approx(expected["weights"][name], rel=1e-3, abs=1e-4), name
+
+
+@pytest.mark.slow
+def test_four_ranks_give_what_one_rank_gives(one_rank, four_ranks):
+    for layout in four_ranks[0]["grid"]:
+        for objective in ALL:
+            for batch in STEPS:
+                try:
+                    expected = one_rank["grid"][objective, batch]
+                    assert_like_one_rank(of_layout(four_ranks, layout, objective, batch), expected)
+                except AssertionError as error:
+                    raise AssertionError(f"{layout}, {objective}, {batch}: {error}") from error
+
+
+@pytest.mark.slow
+def test_m5_every_rank_of_a_mixture_logs_the_numbers_of_one_rank(one_rank, four_ranks):
+    for layout in four_ranks[0]["grid"]:
+        assert_same_rollout_metrics(one_rank, four_ranks, layout)
