@@ -3,6 +3,7 @@
 #
 #   bash scripts/quickstart.sh
 #   bash scripts/quickstart.sh --dry-run
+#   bash scripts/quickstart.sh -- --advantage-estimator gspo
 #   bash scripts/quickstart.sh --help
 set -euo pipefail
 CALLER_DIR="$PWD"
@@ -13,11 +14,13 @@ export SLIME_ACCELERATOR=cpu   # also where a GPU is present: the pinned set has
 SEED=0
 BASE_DIR=outputs/quickstart
 NUM_ROLLOUT=30
+RUN_NAME=""
 DRY_RUN=""
+MORE_ARGS=()
 
 usage() {
   cat <<HELP
-usage: bash scripts/quickstart.sh [--seed N] [--dir DIR] [--num-rollout N] [--dry-run]
+usage: bash scripts/quickstart.sh [--seed N] [--dir DIR] [--num-rollout N] [--run NAME] [--dry-run] [-- FLAG...]
 
 Does everything, one step after the other, on a Linux x86-64 machine with Python 3.11 and no GPU:
 
@@ -32,7 +35,9 @@ A second run reuses 1 to 3 and trains into a new run directory.
   --seed N         seed of the task, of training and of sampling (default $SEED)
   --dir DIR        where everything goes (default $BASE_DIR in the repository)
   --num-rollout N  GRPO steps (default $NUM_ROLLOUT)
+  --run NAME       directory of the run below DIR/seed-N/runs (default: the time); one that is there is resumed
   --dry-run        print the plans of steps 3 and 4 (placement, memory, batch arithmetic) and end; needs step 1
+  -- FLAG...       more flags of train.py for step 4; they win over its own, and name files from the repository's root
 HELP
 }
 
@@ -47,12 +52,13 @@ while (($#)); do
       usage
       exit 0
       ;;
-    --seed | --dir | --num-rollout)
+    --seed | --dir | --num-rollout | --run)
       (($# >= 2)) || refuse "$1 needs a value"
       case "$1" in
         --seed) SEED="$2" ;;
         --dir) [[ "$2" == /* ]] && BASE_DIR="${2%/}" || BASE_DIR="$CALLER_DIR/${2%/}" ;;
         --num-rollout) NUM_ROLLOUT="$2" ;;
+        --run) RUN_NAME="$2" ;;
       esac
       shift 2
       ;;
@@ -60,17 +66,23 @@ while (($#)); do
       DRY_RUN=1
       shift
       ;;
+    --)
+      shift
+      MORE_ARGS=("$@")
+      break
+      ;;
     *) refuse "unknown argument '$1'; see bash scripts/quickstart.sh --help" ;;
   esac
 done
 [[ "$SEED" =~ ^[0-9]+$ ]] || refuse "--seed '$SEED': must be a whole number, 0 or more"
 [[ "$NUM_ROLLOUT" =~ ^[1-9][0-9]*$ ]] || refuse "--num-rollout '$NUM_ROLLOUT': must be a whole number above 0"
+[[ "$RUN_NAME" =~ ^[A-Za-z0-9._-]*$ ]] || refuse "--run '$RUN_NAME': must be made of letters, digits, '.', '_' and '-'"
 
 PYTHON_BIN=.venv/bin/python
 SEED_DIR="$BASE_DIR/seed-$SEED"
 TASK_DIR="$SEED_DIR/task"
 SFT_DIR="$SEED_DIR/sft"
-RUN_DIR="$SEED_DIR/runs/$(date +%Y%m%d-%H%M%S)"
+RUN_DIR="$SEED_DIR/runs/${RUN_NAME:-$(date +%Y%m%d-%H%M%S)}"
 
 step() { printf '\n== %s\n' "$*"; }
 
@@ -202,7 +214,7 @@ SFT_RUN_ARGS=(
 )
 GRPO_RUN_ARGS=(
   "${MODEL_ARGS[@]}" "${PERF_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}"
-  "${EVAL_ARGS[@]}" "${GRPO_ARGS[@]}" "${SGLANG_ARGS[@]}" "${MISC_ARGS[@]}"
+  "${EVAL_ARGS[@]}" "${GRPO_ARGS[@]}" "${SGLANG_ARGS[@]}" "${MISC_ARGS[@]}" ${MORE_ARGS[@]+"${MORE_ARGS[@]}"}
 )
 
 if [[ -n "$DRY_RUN" ]]; then

@@ -150,13 +150,29 @@ def _call_custom_function(args: argparse.Namespace, rollout_data: dict[str, Any]
     with calling_user_code(flag, path, f"{len(lengths)} samples"):
         load_function(path, flag=flag)(args, rollout_data)
     for name in ("advantages", "returns"):
-        tensors = rollout_data.get(name)
-        found = None if tensors is None else [len(tensor) for tensor in tensors]
+        found = _lengths_of(rollout_data.get(name))
         if found != lengths:
             raise UserError(
                 f"{flag} {path}: rollout_data[{name!r}] must be a list with one tensor of the response's length (its part on "
-                f"this rank) per sample; expected lengths {lengths[:5]}…, got {found and found[:5]}"
+                f"this rank) per sample; {_first_difference(lengths, found)}"
             )
+
+
+def _lengths_of(tensors: Any) -> list[int | None] | None:
+    """Of each tensor its length, None for what is no tensor of one dimension; None without a list or tuple of them."""
+    if not isinstance(tensors, list | tuple):
+        return None
+    return [len(tensor) if torch.is_tensor(tensor) and tensor.dim() == 1 else None for tensor in tensors]
+
+
+def _first_difference(expected: Sequence[int], found: list[int | None] | None) -> str:
+    if found is None:
+        return "it is not set, or no list"
+    if len(found) != len(expected):
+        return f"expected {len(expected)} tensors, got {len(found)}"
+    row = next(row for row, (wanted, length) in enumerate(zip(expected, found, strict=True)) if wanted != length)
+    got = "no tensor of one dimension" if found[row] is None else f"length {found[row]}"
+    return f"expected length {expected[row]} in place {row}, got {got}"
 
 
 def _local_masks(rollout_data: dict[str, Any], cp: ContextParallel) -> Tensors:

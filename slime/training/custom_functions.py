@@ -101,15 +101,18 @@ def policy_gradient_reducer(
         reduce = make(*arguments)
     if not callable(reduce):
         raise UserError(f"{flag} {path} returned {_kind(reduce)}; expected a function of a flat tensor")
-    return _checked_reducer(reduce, f"{flag} {path}")
+    return _checked_reducer(reduce, flag, path, _subject(batch))
 
 
-def _checked_reducer(reduce: Callable[[torch.Tensor], Any], where: str) -> Reducer:
+def _checked_reducer(reduce: Callable[[torch.Tensor], Any], flag: str, path: str, subject: str) -> Reducer:
     def checked(values: torch.Tensor) -> torch.Tensor:
-        result = reduce(values)
+        with calling_user_code(flag, path, subject):
+            result = reduce(values)
         if not torch.is_tensor(result) or result.numel() != 1:
             shown = tuple(result.shape) if torch.is_tensor(result) else result
-            raise UserError(f"{where}: its reducer returned {shown} for {len(values)} tokens; expected a scalar tensor")
+            raise UserError(
+                f"{flag} {path}: its reducer returned {shown} for {len(values)} tokens; expected a scalar tensor"
+            )
         return result.reshape(())
 
     return checked

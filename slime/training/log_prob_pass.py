@@ -8,13 +8,14 @@ from slime.training.step_statistics import wants_step_statistics
 from slime.utils.misc import load_function
 
 
-def needs_log_prob_pass(args: argparse.Namespace) -> bool:
-    """Whether the data needs `log_probs` (or `entropy`) before training.
+def needs_log_prob_pass(args: argparse.Namespace, steps: int) -> bool:
+    """Whether the data needs `log_probs` (or `entropy`) before training in `steps` optimizer steps.
 
     With one optimizer step per rollout the policy that trains still is the policy that is asked for, so the training forward
     gives the old log-probs too. Several steps, other weights (`--keep-old-actor`), or anything that reads the log-probs before
     or beside the loss need the pass. Whether a function of the user's reads them cannot be known: all that may, count.
-    Supervised fine-tuning has no old policy.
+    Supervised fine-tuning has no old policy. The steps are those of the data: an own rollout function or a dump may bring more
+    rollouts than the flags announce.
     """
     if args.use_rollout_entropy:
         return True
@@ -22,7 +23,7 @@ def needs_log_prob_pass(args: argparse.Namespace) -> bool:
         return False
     return (
         args.loss_type != "policy_loss"
-        or args.num_steps_per_rollout > 1
+        or steps > 1
         or args.keep_old_actor
         or _advantages_read_them(args)
         or _loss_compares_them(args)

@@ -9,6 +9,7 @@ import argparse
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from slime.training.custom_functions import custom_loss_function
 from slime.training.micro_batch import Metrics, MicroBatch, make_reducer
@@ -31,17 +32,19 @@ def loss_function(
             whatever `--loss-type` says, [T, 1].
     """
     reduce = make_reducer(args, batch)
+    is_custom = role == "actor" and args.loss_type == "custom_loss"
+    # Made before the loss, so that its backward pass comes after that of the loss and finds the gradient there.
+    zero = _NoGradient.apply(logits) if is_custom or _may_leave_logits_out(batch) else None
     if role == "critic":
         loss, metrics = value_loss_function(args, batch, logits, reduce)
-    elif args.loss_type == "custom_loss":
+    elif is_custom:
         loss, metrics = custom_loss_function(args, batch, logits, reduce)
     elif args.loss_type == "sft_loss":
         loss, metrics = sft_loss_function(args, batch, logits, tensor_group, reduce)
     else:
         loss, metrics = policy_loss_function(args, batch, logits, tensor_group, reduce)
-    is_custom = role == "actor" and args.loss_type == "custom_loss"
-    if is_custom or _may_leave_logits_out(batch):
-        loss = loss + _zero_from(logits)
+    if zero is not None:
+        loss = loss + zero
     return loss, {"loss": loss.detach(), **{name: value.detach() for name, value in metrics.items()}}
 
 
@@ -51,6 +54,17 @@ def _may_leave_logits_out(batch: MicroBatch) -> bool:
     return stream.cp.all_gather or sum(stream.local_response_lengths) == 0
 
 
-def _zero_from(logits: torch.Tensor) -> torch.Tensor:
-    """0, with the gradient 0 for every logit. Nothing is read: zero times an infinite logit would be NaN."""
-    return logits[:0].sum().float()
+class _NoGradient(torch.autograd.Function):
+    """0 of any logits, with the gradient 0 for each. Nothing is read: zero times an infinite logit would be NaN."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.like = logits.new_zeros(()), logits.shape
+        return torch.zeros((), device=logits.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        # One zero seen everywhere: a tensor of the logits' size would be a second one beside the gradient of the loss.
+        zero, shape = ctx.like
+        return zero.expand(shape)

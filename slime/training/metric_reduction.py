@@ -41,13 +41,16 @@ def refresh_mask_sums(rollout_data: dict[str, Any], data_group: dist.ProcessGrou
 def reduce_metrics(
     sums: Sequence[dict[str, torch.Tensor]], denominator: float, data_group: dist.ProcessGroup
 ) -> dict[str, float]:
-    """Sum `sums` (one dict per micro-batch, equal keys on all ranks) over micro-batches and ranks, and divide.
+    """Sum `sums` (one dict per micro-batch) over micro-batches and ranks, and divide.
 
+    What a micro-batch does not name adds nothing: a function of the user's may report a metric for some of them only.
     Collective over `data_group`.
     """
-    names = list(sums[0])
-    local = torch.stack([torch.stack([metrics[name].double().cpu() for metrics in sums]).sum() for name in names])
-    total = all_reduce_sum(local, data_group) / denominator
+    named: list[Any] = [None] * dist.get_world_size(data_group)
+    dist.all_gather_object(named, {name for metrics in sums for name in metrics}, group=data_group)
+    names = sorted(set().union(*named))
+    local = [sum(float(metrics[name]) for metrics in sums if name in metrics) for name in names]
+    total = all_reduce_sum(torch.tensor(local, dtype=torch.float64), data_group) / denominator
     return dict(zip(names, total.tolist(), strict=True))
 
 

@@ -85,5 +85,5 @@ def _text(token: WorstToken, rollout_data: dict[str, Any], decode: Callable[[lis
 def _line(token: WorstToken, text: str) -> str:
     return (
         f"sample {token.sample}, response token {token.position}, {text!r}: trainer {token.train_log_prob:.4f}, "
-        f"engine {token.rollout_log_prob:.4f}"
+        f"engine {token.rollout_log_prob:.4f}, difference {abs(token.train_log_prob - token.rollout_log_prob):.1e}"
     )

@@ -86,6 +86,22 @@ class PackedStream:
         return zigzag_segments(self.sequence_lengths, self.cp.size, self.cp.rank)
 
     @cached_property
+    def segment_keys(self) -> torch.Tensor:
+        """Rows of the whole stream, int64: those that the segments see, one segment after the other."""
+        seen = [torch.arange(s.first_key, s.first_key + s.keys) for s in self.segments]
+        return torch.cat(seen).to(self.tokens.device)
+
+    @cached_property
+    def query_boundaries(self) -> torch.Tensor:
+        """Cumulative numbers of rows of the segments, int32 [segments + 1]."""
+        return _boundaries([s.queries for s in self.segments], self.tokens.device)
+
+    @cached_property
+    def key_boundaries(self) -> torch.Tensor:
+        """Cumulative numbers of keys that the segments see, int32 [segments + 1]."""
+        return _boundaries([s.keys for s in self.segments], self.tokens.device)
+
+    @cached_property
     def gather_order(self) -> torch.Tensor | None:
         """Puts the rows of all ranks, laid end to end, into the order of the whole stream; None where they are in it."""
         if self.cp.all_gather or self.cp.size == 1:

@@ -45,8 +45,8 @@ _TOKEN_DTYPES = {
     "tokens": np.int64, "loss_masks": np.int32, "rollout_log_probs": np.float32, "teacher_log_probs": np.float32,
     "rollout_top_p_token_ids": np.int32, "rollout_top_p_token_offsets": np.int32, "rollout_routed_experts": np.int32,
 }  # fmt: skip
-# Large, and read on the host: not moved to the device.
-_ON_HOST = ("rollout_routed_experts",)
+# Large, or taken apart by offsets, and read on the host: not moved to the device.
+_ON_HOST = ("rollout_routed_experts", "rollout_top_p_token_ids", "rollout_top_p_token_offsets")
 _REQUIRED = ("tokens", "response_lengths", "rewards", "raw_reward", "truncated", "sample_indices", "loss_masks")
 
 

@@ -1,7 +1,8 @@
 """The tokens that the engine's top-p sampling kept, laid out over the rows of a micro-batch's logits.
 
 Engines report them per response token, as ids and offsets. The trainer's softmax then runs over the same tokens, so that its
-log-probs are those of the distribution that was sampled from. The columns are whole on every context-parallel rank.
+log-probs are those of the distribution that was sampled from. The columns are whole on every context-parallel rank, and on the
+host: they are taken apart sample by sample.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def kept_tokens(batch: dict[str, Any]) -> KeptTokens | None:
     ids, sizes, rows = [torch.empty(0, dtype=torch.int32)], [torch.empty(0, dtype=torch.int64)], []
     for sample, start, end, first_row in _pieces(batch, stream):
         offsets = batch[OFFSETS][sample].long()
-        ids.append(batch[TOKEN_IDS][sample][int(offsets[start]) : int(offsets[end])].cpu())
-        sizes.append(offsets[start : end + 1].diff().cpu())
+        ids.append(batch[TOKEN_IDS][sample][int(offsets[start]) : int(offsets[end])])
+        sizes.append(offsets[start : end + 1].diff())
         rows.append(torch.arange(first_row, first_row + end - start))
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cat(sizes).cumsum(0)])
     device = stream.tokens.device

@@ -112,6 +112,7 @@ def tiny_args(hf_dir: str | Path, **overrides: Any) -> SimpleNamespace:
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "context_parallel_size": 1,
+        "expert_model_parallel_size": 1,
         "sequence_parallel": False,
         "bf16": False,
         "fp16": False,

@@ -29,8 +29,28 @@ def doubled(args, rollout_data):
     rollout_data["returns"] = rollout_data["advantages"]
 
 
-def too_short(args, rollout_data):
-    rollout_data["advantages"] = rollout_data["returns"] = [torch.ones(1), torch.ones(3)]
+def wrong_length(args, rollout_data):
+    rollout_data["advantages"] = rollout_data["returns"] = [torch.ones(2), torch.ones(4)]
+
+
+def one_number_each(args, rollout_data):
+    rollout_data["advantages"] = [1.0, -1.0]
+
+
+def no_dimension(args, rollout_data):
+    rollout_data["advantages"] = list(torch.ones(2))
+
+
+def one_tensor(args, rollout_data):
+    rollout_data["advantages"] = torch.ones(2)
+
+
+def one_sample(args, rollout_data):
+    rollout_data["advantages"] = [torch.ones(2)]
+
+
+def no_returns(args, rollout_data):
+    rollout_data["advantages"] = [torch.ones(2), torch.ones(3)]
 
 
 def test_grpo_spreads_the_reward_over_the_response():
@@ -54,9 +74,20 @@ def test_custom_function_replaces_the_estimator_and_nothing_else():
     assert rollout_data["advantages"][1].tolist() == [0, 0, 0]
 
 
-def test_custom_function_is_checked():
-    args = objective_args(custom_advantage_function_path=f"{__file__}:too_short")
-    with pytest.raises(UserError, match=r"rollout_data\['advantages'\].*expected lengths \[2, 3\].*got \[1, 3\]"):
+@pytest.mark.parametrize(
+    "function, column, difference",
+    [
+        ("wrong_length", "advantages", "expected length 3 in place 1, got length 4"),
+        ("one_number_each", "advantages", "expected length 2 in place 0, got no tensor of one dimension"),
+        ("no_dimension", "advantages", "expected length 2 in place 0, got no tensor of one dimension"),
+        ("one_tensor", "advantages", "it is not set, or no list"),
+        ("one_sample", "advantages", "expected 2 tensors, got 1"),
+        ("no_returns", "returns", "it is not set, or no list"),
+    ],
+)
+def test_custom_function_is_checked(function, column, difference):
+    args = objective_args(custom_advantage_function_path=f"{__file__}:{function}")
+    with pytest.raises(UserError, match=rf"{function}: rollout_data\['{column}'\] must be a list .*; {difference}$"):
         compute_advantages_and_returns(args, data())
 
 

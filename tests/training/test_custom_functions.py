@@ -102,6 +102,10 @@ def vector(total_lengths, response_lengths, loss_masks, calculate_per_token_loss
     return lambda values: values
 
 
+def late_error(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    return lambda values: values / loss_masks
+
+
 def test_the_constant_length_reducer():
     """Dr. GRPO: a token weighs the same in a response of any length; and only the policy-gradient term is touched."""
     args = case_args(custom_pg_loss_reducer_function_path=f"{__file__}:constant_length")
@@ -117,6 +121,9 @@ def test_the_constant_length_reducer():
         assert metrics["kl_loss"] == pytest.approx(default["kl_loss"])
     args = case_args(custom_pg_loss_reducer_function_path=f"{__file__}:vector")
     with pytest.raises(UserError, match=r"its reducer returned \(25,\) for 25 tokens; expected a scalar tensor"):
+        run_step(args, data, make_logits(samples), [range(6)])
+    args = case_args(custom_pg_loss_reducer_function_path=f"{__file__}:late_error")
+    with pytest.raises(UserError, match=r"reducer-function-path .*late_error raised TypeError for samples \[0, 1"):
         run_step(args, data, make_logits(samples), [range(6)])
 
 

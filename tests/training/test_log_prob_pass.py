@@ -7,7 +7,7 @@ from tests.support.grpo_batch import objective_args
 def skipping(**changes):
     """Arguments under which all conditions for skipping hold."""
     values = {
-        "num_steps_per_rollout": 1, "loss_type": "policy_loss", "kl_coef": 0.0, "use_rollout_logprobs": False,
+        "loss_type": "policy_loss", "kl_coef": 0.0, "use_rollout_logprobs": False,
         "get_mismatch_metrics": False, "use_critic": False, "keep_old_actor": False, "use_opd": False,
         "advantage_estimator": "grpo", "use_routing_replay": False, "use_rollout_routing_replay": False, "use_tis": False,
         "custom_tis_function_path": None, "custom_advantage_function_path": None, "rollout_data_postprocess_path": None,
@@ -41,17 +41,21 @@ normalised_weighting.needs_step_statistics = lambda args: args.normalise
         # Without --use-tis the function is not called.
         {"custom_tis_function_path": f"{__file__}:normalised_weighting", "normalise": True},
         {"use_routing_replay": True, "use_rollout_routing_replay": True},
-        {"loss_type": "sft_loss", "num_steps_per_rollout": 2},
     ],
 )
 def test_the_pass_is_skipped(changes):
-    assert not needs_log_prob_pass(skipping(**changes))
+    assert not needs_log_prob_pass(skipping(**changes), steps=1)
+
+
+def test_several_steps_force_the_pass_whatever_the_flags_announced():
+    assert needs_log_prob_pass(skipping(num_steps_per_rollout=1), steps=2)
+    assert not needs_log_prob_pass(skipping(num_steps_per_rollout=2), steps=1)
+    assert not needs_log_prob_pass(skipping(loss_type="sft_loss"), steps=2)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_steps_per_rollout": 2},
         {"loss_type": "custom_loss"},
         {"kl_coef": 0.01},
         {"use_rollout_logprobs": True},
@@ -67,9 +71,9 @@ def test_the_pass_is_skipped(changes):
     ],
 )
 def test_each_condition_forces_the_pass(changes):
-    assert needs_log_prob_pass(skipping(**changes))
+    assert needs_log_prob_pass(skipping(**changes), steps=1)
 
 
 @pytest.mark.parametrize("loss_type", ["policy_loss", "sft_loss"])
 def test_l26_entropies_force_the_pass(loss_type):
-    assert needs_log_prob_pass(skipping(use_rollout_entropy=True, loss_type=loss_type))
+    assert needs_log_prob_pass(skipping(use_rollout_entropy=True, loss_type=loss_type), steps=1)

@@ -53,6 +53,29 @@ def test_engine_log_probs_are_the_old_ones_on_demand():
     )
 
 
+def test_the_tie_to_logits_that_the_loss_leaves_out_takes_no_second_gradient(monkeypatch):
+    from slime.training import log_probs
+
+    written, write = [], log_probs._write_gradient
+    monkeypatch.setattr(
+        log_probs, "_write_gradient", lambda out, *rest: (written.append(out.data_ptr()), write(out, *rest))
+    )
+    values, arrived = logits() * 1.0, []
+    values.register_hook(lambda gradient: arrived.append((gradient.data_ptr(), gradient.clone())))
+    reference = logits()
+    loss_function(objective_args(), micro_batch(), reference, None)[0].backward()
+    args = objective_args(loss_type="custom_loss", custom_loss_function_path=f"{__file__}:the_policy_loss")
+    loss_function(args, micro_batch(), values, None)[0].backward()
+    assert arrived[0][0] == written[-1]
+    torch.testing.assert_close(arrived[0][1], reference.grad, rtol=0, atol=0)
+
+
+def the_policy_loss(args, batch, values, reduce):
+    from slime.training.policy_loss import policy_loss_function
+
+    return policy_loss_function(args, batch, values, None, reduce)
+
+
 def test_sft_is_the_negative_log_likelihood_per_token():
     args = objective_args(loss_type="sft_loss", calculate_per_token_loss=True, rollout_temperature=1.0)
     values = logits()

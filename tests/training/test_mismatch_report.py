@@ -69,10 +69,10 @@ def test_mismatch_of_all_layouts():
     )
     assert nothing["mismatch_ess"] == 1
     assert lines[:4] == [
-        "sample 40, response token 0, '<7>': trainer -1.0000, engine -2.0000",
-        "sample 41, response token 0, '<2>': trainer -1.0000, engine -1.5000",
-        "sample 42, response token 0, '<3>': trainer -2.0000, engine -2.2500",
-        "sample 40, response token 1, '<8>': trainer -1.2000, engine -1.0000",
+        "sample 40, response token 0, '<7>': trainer -1.0000, engine -2.0000, difference 1.0e+00",
+        "sample 41, response token 0, '<2>': trainer -1.0000, engine -1.5000, difference 5.0e-01",
+        "sample 42, response token 0, '<3>': trainer -2.0000, engine -2.2500, difference 2.5e-01",
+        "sample 40, response token 1, '<8>': trainer -1.2000, engine -1.0000, difference 2.0e-01",
     ]
     assert len(lines) == 7, "masked tokens have no part in it"
 

@@ -1,58 +1,134 @@
-"""Held-out accuracy of the quickstart over several seeds.
+"""Held-out accuracy of the toy task with every estimator, and with old answers, corrected and not; over several seeds.
 
-    python tools/bench/bench_learning.py --seeds 0 1 2 3 4
+    python tools/bench/bench_learning.py --recipes grpo ppo --seeds 0
+    python tools/bench/bench_learning.py --recipes estimators --seeds 0 1 2
+    python tools/bench/bench_learning.py --recipes off-policy --seeds 0 1 2 3
+    python tools/bench/bench_learning.py --write-docs        # docs/en/advanced/learning.md from the results that are there
 
-Runs `scripts/quickstart.sh` once per seed into a directory of its own and reads accuracy before and after from the event
-files. The bar: below 0.6 before and above 0.85 after, for at least four of five seeds. Takes some minutes per seed.
+Every run is one of `scripts/quickstart.sh` with the flags of its recipe (`learning_recipes.py`): real engines, real trainer.
+Runs of a seed share the toy task and the supervised start. A result is a JSON file below DIR/results; a run that has one, of
+the same flags, is not repeated. The bars: each estimator gains 0.2 within three minutes, start of the engines included; with
+answers of four weight versions ago a correction ends higher than none.
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
 ROOT = Path(__file__).resolve().parents[2]
-BELOW, ABOVE = 0.6, 0.85
+sys.path.insert(0, str(ROOT))
+
+from slime.utils.atomic_io import write_text_atomically  # noqa: E402
+from tools.bench import learning_curves as curves  # noqa: E402
+from tools.bench.learning_recipes import ESTIMATORS, OFF_POLICY, RECIPES, Recipe, names_of  # noqa: E402
+
+PAGE = ROOT / "docs" / "en" / "advanced" / "learning.md"
+TABLES = {
+    ESTIMATORS: (curves.ESTIMATOR_HEADER, curves.estimator_row),
+    OFF_POLICY: (curves.OFF_POLICY_HEADER, curves.off_policy_row),
+}
+Results = dict[str, list[curves.Run]]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--dir", default="outputs/bench-learning")
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--recipes", nargs="+", default=[], metavar="NAME", help="recipes, or studies; none: run nothing"
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--dir", type=Path, default=ROOT / "outputs" / "bench-learning")
+    parser.add_argument("--write-docs", action="store_true", help="write tables and curves of the results into docs/")
     options = parser.parse_args()
-    print("| seed | before | after | seconds | bar |\n|---|---|---|---|---|")
-    passed = 0
+    try:
+        names = names_of(options.recipes)
+    except ValueError as error:
+        parser.error(str(error))
+    directory = options.dir.resolve()
     for seed in options.seeds:
-        seconds = run_quickstart(seed, options.dir)
-        before, after = accuracies(ROOT / options.dir / f"seed-{seed}")
-        good = before < BELOW and after > ABOVE
-        passed += good
-        print(f"| {seed} | {before:.3f} | {after:.3f} | {seconds:.0f} | {'met' if good else 'missed'} |", flush=True)
-    print(f"{passed} of {len(options.seeds)} seeds")
+        for name in names:
+            result_of(name, seed, directory)
+    results = read_results(directory)
+    for study in TABLES:
+        print(f"\n{table_of(study, results)}")
+    if options.write_docs:
+        write_docs(results)
+    return 0
 
 
-def run_quickstart(seed: int, directory: str) -> float:
-    started = time.perf_counter()
-    command = ["bash", "scripts/quickstart.sh", "--seed", str(seed), "--dir", directory]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        sys.exit(done.stdout[-3000:])
-    return time.perf_counter() - started
+def result_of(name: str, seed: int, directory: Path) -> curves.Run:
+    """The result of a recipe with a seed; it is run where there is none of its flags."""
+    recipe, path = RECIPES[name], result_path(name, seed, directory)
+    if path.is_file():
+        run = curves.load_run(path)
+        if (run.flags, run.rollouts) == (recipe.flags, recipe.rollouts):
+            return run
+    run_name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    seconds = reinforce(recipe, seed, directory, run_name)
+    found = curves.kept_curves(directory / f"seed-{seed}" / "runs" / run_name)
+    run = curves.Run(name, seed, recipe.flags, recipe.rollouts, seconds, found)
+    curves.save_run(run, path)
+    shown = " ".join(f"{step}:{value:.3f}" for step, value in run.accuracy.items())
+    print(f"{name} seed {seed}: {run.before:.3f} -> {run.after:.3f} in {seconds:.0f} s | {shown}", flush=True)
+    return run
 
 
-def accuracies(seed_directory: Path) -> tuple[float, float]:
-    """First and last value of `eval/held_out` in the newest run below `seed_directory`."""
-    newest = sorted((seed_directory / "runs").iterdir())[-1]
-    events = EventAccumulator(str(newest / "tensorboard"))
-    events.Reload()
-    values = [
-        event.tensor_proto.float_val[0] for event in sorted(events.Tensors("eval/held_out"), key=lambda e: e.step)
-    ]
-    return values[0], values[-1]
+def result_path(name: str, seed: int, directory: Path) -> Path:
+    return directory / "results" / f"{name}-seed-{seed}.json"
+
+
+def reinforce(recipe: Recipe, seed: int, directory: Path, run_name: str) -> float:
+    """Run the quick start; returns the seconds between the titles of its steps 4 and 5. Ends the program when it fails."""
+    command = [
+        "bash", "scripts/quickstart.sh", "--seed", str(seed), "--dir", str(directory), "--run", run_name,
+        "--num-rollout", str(recipe.rollouts), "--", *recipe.flags,
+    ]  # fmt: skip
+    output: list[str] = []
+    at = dict.fromkeys(("== 4/5", "== 5/5"), 0.0)
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=dict(os.environ)
+    ) as process:
+        for line in process.stdout:
+            output.append(line)
+            at |= {title: time.perf_counter() for title in at if line.startswith(title)}
+    if process.returncode:
+        sys.exit("".join(output)[-5000:])
+    return at["== 5/5"] - at["== 4/5"]
+
+
+def read_results(directory: Path) -> Results:
+    """Recipe → the results of its present flags, by seed."""
+    results: Results = {}
+    for name, recipe in RECIPES.items():
+        found = [curves.load_run(path) for path in sorted((directory / "results").glob(f"{name}-seed-*.json"))]
+        runs = [run for run in found if (run.flags, run.rollouts) == (recipe.flags, recipe.rollouts)]
+        if runs:
+            results[name] = sorted(runs, key=lambda run: run.seed)
+    return results
+
+
+def of_study(study: str, results: Results) -> dict[str, Sequence[curves.Run]]:
+    return {RECIPES[name].title: runs for name, runs in results.items() if RECIPES[name].study == study}
+
+
+def table_of(study: str, results: Results) -> str:
+    header, row = TABLES[study]
+    return curves.markdown(header, [row(title, runs) for title, runs in of_study(study, results).items()])
+
+
+def write_docs(results: Results) -> None:
+    """Write both tables into the page and the pictures beside it; a study without results is left as it is."""
+    page = PAGE.read_text()
+    for study in TABLES:
+        by_title = of_study(study, results)
+        if by_title:
+            page = curves.with_table(page, study, table_of(study, results))
+            curves.draw(by_title, PAGE.with_name(f"learning-{study}.svg"))
+    write_text_atomically(PAGE, page)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

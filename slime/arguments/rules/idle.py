@@ -53,6 +53,10 @@ def _rewards_of_groups(args: argparse.Namespace) -> bool:
     return args.advantage_estimator in SAMPLE_REWARD_ESTIMATORS and not _has_own_advantages(args)
 
 
+def _imitates(args: argparse.Namespace) -> bool:
+    return args.loss_type == "sft_loss"
+
+
 def _not_from_megatron(name: str) -> Callable[[argparse.Namespace], bool]:
     """Whether the path in `name` is no Megatron checkpoint, whose iterations alone can be chosen from."""
     return lambda args: getattr(args, name) is None or not is_megatron_checkpoint(getattr(args, name))
@@ -68,7 +72,17 @@ def _starts_elsewhere(args: argparse.Namespace) -> bool:
 _TABLE = (
     _Idle(("kl_loss_coef",), lambda args: not args.use_kl_loss, "without --use-kl-loss", off=0.0),
     _Idle(("ref_update_interval",), _no_kl, "without --use-kl-loss or --kl-coef"),
-    _Idle(("keep_old_actor",), lambda args: args.loss_type == "sft_loss", "with --loss-type sft_loss"),
+    _Idle(("keep_old_actor",), _imitates, "with --loss-type sft_loss"),
+    _Idle(
+        ("use_kl_loss", "use_tis", "use_opsm", "use_opd", "use_rollout_logprobs"), _imitates,
+        "on the loss of --loss-type sft_loss",
+    ),
+    _Idle(("entropy_coef",), _imitates, "on the loss of --loss-type sft_loss", off=0.0),
+    _Idle(("advantage_estimator",), _imitates, "on the loss of --loss-type sft_loss", off="grpo"),
+    _Idle(
+        ("keep_old_actor",), lambda args: args.use_rollout_logprobs and args.loss_type == "policy_loss",
+        "on the policy loss beside --use-rollout-logprobs, whose old log-probs are the engine's",
+    ),
     _Idle(("gamma",), _discounts_nothing, "with an estimator that discounts nothing (ppo and reinforce_plus_plus do)", off=1.0),
     _Idle(("discount_masked_tokens",), _discounts_nothing, "with an estimator that counts no time steps"),
     _Idle(("lambd",), lambda args: args.advantage_estimator != "ppo", "without --advantage-estimator ppo", off=1.0),

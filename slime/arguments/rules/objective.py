@@ -57,6 +57,11 @@ def estimators(args: argparse.Namespace) -> Iterator[str]:
             f"--num-critic-only-steps {args.num_critic_only_steps}: --advantage-estimator {args.advantage_estimator} has no "
             "critic; give --advantage-estimator ppo, or 0"
         )
+    if args.use_critic and args.num_rollout and args.num_critic_only_steps >= args.num_rollout:
+        logger.warning(
+            "--num-critic-only-steps %d of --num-rollout %d: the critic alone is trained, the actor never",
+            args.num_critic_only_steps, args.num_rollout,
+        )  # fmt: skip
     if args.enable_mtp_training and not args.mtp_num_layers:
         yield "--enable-mtp-training needs --mtp-num-layers, the number of those layers in the model (1 is usual)"
 

@@ -83,7 +83,8 @@ def stateless_adam(args: argparse.Namespace) -> Iterator[str]:
 
 def old_actor(args: argparse.Namespace) -> Iterator[str]:
     """Warns; yields nothing."""
-    if args.keep_old_actor and args.loss_type == "policy_loss" and not args.asynchronous and not args.debug_train_only:
+    is_read = args.loss_type == "policy_loss" and not args.use_rollout_logprobs
+    if args.keep_old_actor and is_read and not args.asynchronous and not args.debug_train_only:
         logger.warning(
             "--keep-old-actor without train_async.py: a rollout trains on the weights that generated it, and the old log-probs "
             "come from those before"

@@ -188,7 +188,7 @@ class MegatronTrainActor(MegatronRank):
                 with timer(f"{state}_log_probs"), self.states(state):
                     results = forward_log_probs(args, self.model, data, with_entropy=False)
                 data.update({f"{state}_{name}": column for name, column in results.items()})
-        if needs_log_prob_pass(args):
+        if needs_log_prob_pass(args, steps=len(data["num_microbatches"])):
             state = OLD_ACTOR if args.keep_old_actor else ACTOR
             with timer("log_probs"), self.states(state), self.routing_replay.log_prob_pass():
                 data.update(forward_log_probs(args, self.model, data, with_entropy=args.use_rollout_entropy))

@@ -7,14 +7,13 @@ gather is one collective per layer; in the backward pass the ranks' gradients ar
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from slime.scheduling.context_parallel import Segment
 from slime.training.context_parallel import gather_rows
 from slime.training.packed_stream import PackedStream
 
@@ -69,12 +68,12 @@ def attend_over_context(
     key, value = gathered[..., :key_width], gathered[..., key_width:]
     # The variable-length kernel exists for 16-bit types only.
     if query.is_cuda and query.dtype != torch.float32:
-        return _attend_cuda(query, key, value, stream.segments, scale)
+        return _attend_cuda(query, key, value, stream, scale)
     return _attend_each_segment(query, key, value, stream, scale)
 
 
 def _attend_cuda(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Sequence[Segment], scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, stream: PackedStream, scale: float
 ) -> torch.Tensor:
     """One call of the kernel, for which every segment is a sequence with fewer queries than keys.
 
@@ -82,25 +81,19 @@ def _attend_cuda(
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    ranges = [torch.arange(s.first_key, s.first_key + s.keys) for s in segments]
-    seen = torch.cat(ranges).to(key.device)
     output = varlen_attn(
         query.contiguous(),
-        key.index_select(0, seen),
-        value.index_select(0, seen),
-        _boundaries([s.queries for s in segments], query.device),
-        _boundaries([s.keys for s in segments], query.device),
-        max(s.queries for s in segments),
-        max(s.keys for s in segments),
+        key.index_select(0, stream.segment_keys),
+        value.index_select(0, stream.segment_keys),
+        stream.query_boundaries,
+        stream.key_boundaries,
+        max(s.queries for s in stream.segments),
+        max(s.keys for s in stream.segments),
         scale=scale,
         window_size=(-1, 0),
         enable_gqa=True,
     )
     return output.flatten(1)
-
-
-def _boundaries(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def _attend_each_segment(

@@ -115,7 +115,7 @@ def forward_values(args: Any, model: list[Any], rollout_data: dict[str, Any]) ->
         stream = batch["stream"]
 
         def collect(output: torch.Tensor, non_loss_data: bool = True) -> dict[str, list[torch.Tensor]]:
-            return {"values": stream.split(response_values(stream, output[0]))}
+            return {"values": stream.split(response_values(stream, output.squeeze(0)))}
 
         return collect
 

@@ -45,7 +45,8 @@ def forward_log_probs(
         stream: PackedStream = batch["stream"]
 
         def collect(logits: torch.Tensor, non_loss_data: bool = True) -> dict[str, list[torch.Tensor]]:
-            log_probs, entropy = response_log_probs(args, batch, logits[0], tensor_group, with_entropy=with_entropy)
+            rows = logits.squeeze(0)
+            log_probs, entropy = response_log_probs(args, batch, rows, tensor_group, with_entropy=with_entropy)
             collected = {"log_probs": stream.split(log_probs)}
             return collected if entropy is None else {**collected, "entropy": stream.split(entropy)}
 

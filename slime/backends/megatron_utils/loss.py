@@ -137,7 +137,7 @@ def get_values(
 
 
 def _rows(logits: torch.Tensor) -> torch.Tensor:
-    return logits[0] if logits.dim() == 3 else logits
+    return logits.squeeze(0) if logits.dim() == 3 else logits
 
 
 def _stream(

@@ -103,7 +103,7 @@ def predict(model: GPTModel, embed: Callable[[int], torch.Tensor]) -> Iterator[t
     for layer in model.mtp.layers:
         hidden, _, _ = layer(input_ids=None, position_ids=None, hidden_states=hidden, embedding=embed, **trunk.options)
         logits, _ = model.output_layer(hidden, weight=weight.detach())
-        yield logits[:, 0]
+        yield logits.squeeze(1)
 
 
 @torch.no_grad()

@@ -142,6 +142,11 @@ class MegatronRank:
         from slime.backends.megatron_utils.train_step import train_one_step
 
         steps = len(data["num_microbatches"])
+        if steps > self.args.num_steps_per_rollout and self.rank == 0:
+            logger.warning(
+                "rollout %d brings %d optimizer steps instead of %d: the last numbers of train/step come again later",
+                rollout_id, steps, self.args.num_steps_per_rollout,
+            )  # fmt: skip
         for step in range(steps):
             metrics = train_one_step(
                 self.args, self.model, self.optimizer, self.scheduler, data, rollout_id, step, role=self.role

@@ -103,7 +103,8 @@ def _loss_of_micro_batches(
     def loss(batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
         tensor_group = parallel_state.get_tensor_model_parallel_group()
         batch = {**batch, "step_statistics": facts.statistics}
-        value, metrics = loss_function(args, batch, logits[0], tensor_group, role=role)
+        # Not by an index, whose backward pass copies the gradient into a second tensor of the logits' size.
+        value, metrics = loss_function(args, batch, logits.squeeze(0), tensor_group, role=role)
         if prediction is not None:
             term, further = prediction.loss(batch)
             value, metrics = value + term, {**metrics, **further}

@@ -14,6 +14,12 @@ DYNAMIC = "--use-dynamic-batch-size --max-tokens-per-gpu 512"
         ("--ref-update-interval 4 --ref-load {tmp}/model",
          "--ref-update-interval: no effect without --use-kl-loss or --kl-coef"),
         ("--keep-old-actor --loss-type sft_loss", "--keep-old-actor: no effect with --loss-type sft_loss"),
+        ("--use-tis --loss-type sft_loss", "--use-tis: no effect on the loss of --loss-type sft_loss"),
+        ("--entropy-coef 0.1 --loss-type sft_loss", "--entropy-coef: no effect on the loss of --loss-type sft_loss"),
+        ("--advantage-estimator ppo --loss-type sft_loss",
+         "--advantage-estimator: no effect on the loss of --loss-type sft_loss"),
+        ("--keep-old-actor --use-rollout-logprobs",
+         "--keep-old-actor: no effect on the policy loss beside --use-rollout-logprobs, whose old log-probs are the engine's"),
         ("--opd-kl-coef 0.5", "--opd-kl-coef: no effect without --use-opd"),
         ("--tis-clip 3", "--tis-clip: no effect without --use-tis"),
         ("--custom-tis-function-path m.f", "--custom-tis-function-path: no effect without --use-tis"),
@@ -56,6 +62,7 @@ def test_warning(tmp_path, caplog, words, warning):
         f"--micro-batch-size 1 {DYNAMIC}",
         "--save {tmp}/run --no-save-optim",
         "--random-init --load {tmp}/run --save {tmp}/run",
+        "--loss-type sft_loss --advantage-estimator grpo --entropy-coef 0.0",
     ],
 )
 def test_no_warning(tmp_path, caplog, words):

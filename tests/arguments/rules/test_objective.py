@@ -103,6 +103,15 @@ def test_groups_of_one_have_no_advantages(tmp_path, caplog):
     assert caplog.text == "", "its rewards are not centred"
 
 
+def test_an_actor_that_never_trains_is_warned_about(tmp_path, caplog):
+    words = ("--advantage-estimator", "ppo", "--num-rollout", "4", "--dry-run", "--num-critic-only-steps")
+    parse(tmp_path, *words, "4")
+    assert "--num-critic-only-steps 4 of --num-rollout 4: the critic alone is trained, the actor never" in caplog.text
+    caplog.clear()
+    parse(tmp_path, *words, "3")
+    assert "the actor never" not in caplog.text
+
+
 def test_mismatch_metrics_need_no_function(tmp_path):
     parse(tmp_path, "--get-mismatch-metrics")
 

@@ -97,3 +97,5 @@ def test_an_old_actor_in_the_synchronous_loop_is_warned_about(tmp_path, caplog):
     caplog.clear()
     parse(tmp_path, "--keep-old-actor", "--debug-train-only", "--dry-run")
     assert "--keep-old-actor" not in caplog.text
+    parse(tmp_path, "--keep-old-actor", "--use-rollout-logprobs", "--dry-run")
+    assert "the old log-probs come from those before" not in caplog.text

@@ -1,6 +1,8 @@
 """Attention of context-parallel ranks against a masked matrix product over the whole stream, and the rotary positions."""
 
+import itertools
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +33,18 @@ def by_hand(query, key, value):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -math.inf).softmax(-1), value).flatten(1)
 
 
+def variable_length_attention(query, key, value, query_ends, key_ends, most_queries, most_keys, *, scale, **_):
+    """What the kernel of that name on CUDA computes: causal per segment, the last query of which sees all of its keys."""
+    assert query_ends.diff().max() == most_queries and key_ends.diff().max() == most_keys
+    outputs = []
+    for (q0, q1), (k0, k1) in zip(itertools.pairwise(query_ends), itertools.pairwise(key_ends), strict=True):
+        keys, values = (tensor[k0:k1].repeat_interleave(HEADS // GROUPS, dim=1) for tensor in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query[q0:q1], keys) * scale
+        visible = torch.ones(scores.shape[1:], dtype=torch.bool).tril(len(keys) - (q1 - q0))
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -math.inf).softmax(-1), values))
+    return torch.cat(outputs)
+
+
 def attention_worker():
     """Per layout: this rank's output and gradients, by (sequence, position)."""
     import torch.distributed as dist
@@ -39,7 +53,7 @@ def attention_worker():
 
     cpu_runtime.install()
     from slime.backends.megatron_utils import context_attention
-    from slime.training.context_parallel import ContextParallel
+    from slime.training.context_parallel import ContextParallel, gather_rows
     from slime.training.packed_stream import pack_stream
 
     dist.init_process_group("gloo")
@@ -57,6 +71,10 @@ def attention_worker():
             values = [parts[row[0]][index][row[1]] if row else torch.full((heads, DIM), 9.0) for row in rows]
             local.append(torch.stack(values).requires_grad_())
         output = context_attention.attend_over_context(*local, stream, 1 / math.sqrt(DIM))
+        with mock.patch("torch.nn.attention.varlen.varlen_attn", variable_length_attention), torch.no_grad():
+            whole = (gather_rows(tensor, cp, stream.gather_order) for tensor in local[1:])
+            by_kernel = context_attention._attend_cuda(local[0], *whole, stream, 1 / math.sqrt(DIM))
+        results[f"{name}, kernel"] = (by_kernel - output).abs().max().item()
         weights = [
             torch.full_like(line, row[0] + 0.1 * row[1]).sin() if row else 0 * line
             for row, line in zip(rows, output, strict=True)
@@ -87,6 +105,11 @@ def test_l20_every_row_sees_its_own_sequence_up_to_itself(ranks, layout):
             expected = (output[position].detach(), *(tensor.grad[position] for tensor in tensors))
             for values, wanted in zip(found[sequence, position], expected, strict=True):
                 torch.testing.assert_close(values.double(), wanted, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "gathered"])
+def test_the_variable_length_kernel_is_told_the_same_segments(ranks, layout):
+    assert max(rank[f"{layout}, kernel"] for rank in ranks) < 2e-6
 
 
 def test_zigzag_ranks_compute_the_same_number_of_scores():

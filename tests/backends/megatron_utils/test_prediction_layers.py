@@ -177,13 +177,13 @@ RESUMING = {
 }  # fmt: skip
 
 
-def _two_ranks(cases, saving, loading, frozen):
-    return {**_steps(cases), "resumed": _resume(saving, loading, frozen)}
+def _two_ranks(cases, saving, loading, *refused):
+    return {**_steps(cases), "resumed": _resume(saving, loading, *refused)}
 
 
-def _resume(saving, loading, frozen):
+def _resume(saving, loading, *refused):
     """Metrics of the step after a checkpoint: of the run that saved it, and of one that loads it in another layout. Then what
-    loading it says where the layers are frozen."""
+    loading it says with arguments that it does not fit."""
     import torch.distributed as dist
 
     run = LayoutRun(saving)
@@ -205,32 +205,34 @@ def _resume(saving, loading, frozen):
     run.optimizer.reload_model_params()
     run.prepare()
     found = [run.step(), run.step()]
-    run = LayoutRun(frozen, loads=False)
-    try:
-        load_checkpoint(frozen, source, run.model, run.optimizer, run.scheduler)
-    except UserError as error:
-        return expected, found, str(error)
-    return expected, found, None
+    messages = []
+    for args in refused:
+        run = LayoutRun(args, loads=False)
+        with pytest.raises(UserError) as refusal:
+            load_checkpoint(args, source, run.model, run.optimizer, run.scheduler)
+        messages.append(str(refusal.value))
+    return expected, found, messages
 
 
 @pytest.fixture(scope="module")
 def two_ranks(models, tmp_path_factory):
     cases = {case: layout_args(models[name][0], **layout) for case, (name, layout) in TWO_RANKS.items()}
     options = {**RESUMING, "save": str(tmp_path_factory.mktemp("save"))}
-    saving, loading, frozen = (
+    runs = [
         layout_args(models["untied"][0], **{**options, **changes})
-        for changes in (TENSOR, PIPELINE, {**TENSOR, "enable_mtp_training": False})
-    )
-    return run_distributed(_two_ranks, 2, (cases, saving, loading, frozen), timeout=240)
+        for changes in (TENSOR, PIPELINE, {**TENSOR, "enable_mtp_training": False}, {**TENSOR, "mtp_num_layers": 3})
+    ]
+    return run_distributed(_two_ranks, 2, (cases, *runs), timeout=240)
 
 
 def test_checkpoints_hold_the_layers_and_their_optimizer_state_for_every_layout(two_ranks):
     for rank in two_ranks:
-        expected, found, message = rank["resumed"]
+        expected, found, (frozen, deeper) = rank["resumed"]
         for step, of_saving in zip(found, expected, strict=True):
             assert step == pytest.approx(of_saving, rel=1e-5, abs=1e-7)
         assert expected[1]["mtp_loss"] < expected[0]["mtp_loss"]
-        assert "no frozen parameters, this run has --mtp-num-layers without --enable-mtp-training" in message
+        assert "no frozen parameters, this run has --mtp-num-layers without --enable-mtp-training" in frozen
+        assert "has fewer layers for multi-token prediction than --mtp-num-layers 3: give the number that" in deeper
 
 
 @pytest.mark.parametrize("case", TWO_RANKS)

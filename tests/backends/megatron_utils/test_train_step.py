@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.distributed import run_distributed
-from tests.support.grpo_batch import make_samples, plain_loss
+from tests.support.grpo_batch import make_samples, objective_args, plain_loss
 from tests.support.tiny_model import write_tiny_model
 from tests.support.train_steps import ADVANTAGES, make_args, shard_of
 
@@ -266,3 +266,38 @@ def test_without_the_check_a_bad_step_is_skipped_and_counted(bad_steps):
         assert scheduled == 8 and not unchanged
         assert set(rank["moments"]) == {1}
     assert bad_steps[0]["good"][0] == bad_steps[1]["good"][0]
+
+
+def gradient_buffers(args):
+    """Where the loss wrote the gradient of the logits, and where it was when it came to the model."""
+    import torch
+
+    from slime.backends.megatron_utils import cpu_runtime
+
+    cpu_runtime.install()
+    from megatron.core import parallel_state
+
+    from slime.backends.megatron_utils.train_step import _loss_of_micro_batches
+    from slime.training import log_probs
+    from slime.training.loss_guard import LossGuard
+    from slime.training.packed_stream import pack_stream
+    from slime.training.step_preparation import StepFacts
+
+    torch.distributed.init_process_group("gloo")
+    parallel_state.get_tensor_model_parallel_group = lambda: None
+    written, arrived, write = [], [], log_probs._write_gradient
+    log_probs._write_gradient = lambda out, *rest: (written.append(out.data_ptr()), write(out, *rest))
+    tokens = [torch.tensor([1, 2, 3, 4])]
+    batch = {
+        "tokens": tokens, "total_lengths": [4], "response_lengths": [2], "rollout_mask_sums": [2.0], "sample_indices": [0],
+        "loss_masks": [torch.ones(2)], "advantages": [torch.ones(2)], "stream": pack_stream(tokens, [2], 4),
+    }  # fmt: skip
+    logits = torch.randn(1, 4, 64, requires_grad=True) * 1.0
+    logits.register_hook(lambda gradient: arrived.append(gradient.data_ptr()))
+    _loss_of_micro_batches(args, "actor", StepFacts(), None, LossGuard("here", True))(batch, logits)[0].backward()
+    return written, arrived
+
+
+def test_the_gradient_of_the_logits_is_one_buffer():
+    ((written, arrived),) = run_distributed(gradient_buffers, 1, (objective_args(use_kl_loss=False),))
+    assert written == arrived

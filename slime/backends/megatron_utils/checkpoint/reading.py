@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ from slime.backends.megatron_utils.value_head import leave_out_missing_head
 from slime.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
+
+# A weight, not an entry of the optimizer's state, whose name has another one in front.
+_MISSING_PREDICTION_LAYER = re.compile(r"(?<![\w.])mtp\.layers\.\S+ from model not in state dict")
 
 
 def load_checkpoint(
@@ -117,9 +121,16 @@ def _load_state(
             if optimizer is not None:
                 optimizer.load_state_dict(loaded["optimizer"])
     except (CheckpointingException, CheckpointException, RuntimeError, KeyError, OSError) as error:
+        reason = describe(error)
+        if _MISSING_PREDICTION_LAYER.search(reason):
+            raise UserError(
+                f"{directory} has fewer layers for multi-token prediction than --mtp-num-layers {args.mtp_num_layers}: give "
+                "the number that it was saved with (0 for none), or start from a Hugging Face directory: those that it lacks "
+                "are made with random weights"
+            ) from error
         raise UserError(
             f"{directory} cannot be loaded into the model that the flags describe; it is damaged or of another shape "
-            f"({describe(error)[:500]}){advice}"
+            f"({reason[:500]}){advice}"
         ) from error
 
 

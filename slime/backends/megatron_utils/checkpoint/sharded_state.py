@@ -14,7 +14,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from slime.backends.megatron_utils.parameter_names import unwrap_model
 from slime.backends.megatron_utils.parameter_selection import selection_of
 
-_LAYOUT = ("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+_LAYOUT = (
+    "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+    "expert_model_parallel_size",
+)  # fmt: skip
 
 
 def sharded_state(

@@ -1,0 +1,161 @@
+"""The learning benchmark without its runs: recipes, curves, tables, pictures, and the delay of off-policy answers."""
+
+import argparse
+import functools
+from pathlib import Path
+
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.utils.types import Sample
+from tests.support.args import parse
+from tools.bench import bench_learning, delayed_rollout, learning_curves
+from tools.bench.delayed_rollout import DelayLine
+from tools.bench.learning_curves import Run
+from tools.bench.learning_recipes import ESTIMATORS, OFF_POLICY, RECIPES, names_of
+
+ROOT = Path(__file__).parents[3]
+
+
+def make_run(seed=0, accuracy=(0.4, 0.6, 0.8), seconds=100.0, recipe="grpo", staleness=None):
+    curves = {"eval/held_out": {0: accuracy[0], 3: accuracy[1], 6: accuracy[2]}}
+    if staleness is not None:
+        curves["rollout/staleness"] = staleness
+    return Run(recipe, seed, RECIPES[recipe].flags, RECIPES[recipe].rollouts, seconds, curves)
+
+
+class TestRecipes:
+    @pytest.mark.parametrize("name", RECIPES)
+    def test_flags_are_known_and_their_files_there(self, name, monkeypatch, tmp_path):
+        monkeypatch.chdir(ROOT)
+        base = ["--num-steps-per-rollout", "1", "--ref-load", str(tmp_path / "model"), "--use-kl-loss"]
+        base += ["--eval-prompt-data", "held_out", str(tmp_path / "prompts.jsonl")]
+        args = parse(tmp_path, *base, *RECIPES[name].flags)
+        assert not [word for word in RECIPES[name].flags if word.endswith(".yaml") and not Path(word).is_file()]
+        assert getattr(args, "rollout_delay", 0) == (4 if name.startswith("off_policy") else 0)
+
+    def test_all_estimators_and_dr_grpo(self):
+        estimators = {word for recipe in RECIPES.values() for word in recipe.flags if word in names_of([ESTIMATORS])}
+        assert estimators | {"dr_grpo"} == set(names_of([ESTIMATORS]))
+        assert names_of(["ppo", "grpo"]) == ["grpo", "ppo"]
+
+    def test_an_unknown_name_is_refused(self):
+        with pytest.raises(ValueError, match="--recipes gpro: there are estimators, off-policy, grpo"):
+            names_of(["gpro"])
+
+
+class TestCurves:
+    def test_event_files_and_json_give_the_same_run(self, tmp_path):
+        with SummaryWriter(str(tmp_path / "tensorboard")) as writer:
+            for step, value in [(0, 0.25), (2, 0.5), (5, 0.75)]:
+                writer.add_scalar("eval/held_out", value, step)
+            writer.add_scalar("rollout/staleness", 4.0, 1)
+            writer.add_scalar("perf/step_time", 1.0, 1)
+        found = learning_curves.kept_curves(tmp_path)
+        assert found == {"eval/held_out": {0: 0.25, 3: 0.5, 6: 0.75}, "rollout/staleness": {1: 4.0}}
+        run = Run("grpo", 1, ("--seed", "1"), 6, 12.5, found)
+        learning_curves.save_run(run, tmp_path / "results" / "run.json")
+        assert learning_curves.load_run(tmp_path / "results" / "run.json") == run
+        assert (run.before, run.after, run.gain, run.mean_accuracy, run.staleness) == (0.25, 0.75, 0.5, 0.625, 4)
+
+    def test_a_run_without_evaluations_is_refused(self, tmp_path):
+        with SummaryWriter(str(tmp_path)) as writer:
+            writer.add_scalar("rollout/raw_reward", 1.0, 0)
+        with pytest.raises(ValueError, match="no eval/held_out"):
+            learning_curves.kept_curves(tmp_path)
+
+    def test_only_steps_that_all_seeds_share(self):
+        one, other = make_run(accuracy=(0.2, 0.4, 0.6)), make_run(accuracy=(0.4, 0.8, 1.0))
+        del other.accuracy[3]
+        steps, mean, low, high = learning_curves.mean_curve([one, other])
+        assert (steps, low, high) == ([0, 6], [0.2, 0.6], [0.4, 1.0])
+        assert mean == pytest.approx([0.3, 0.8])
+
+
+class TestTables:
+    def test_an_estimator(self):
+        row = learning_curves.estimator_row("GRPO", [make_run(), make_run(1, (0.5, 0.6, 0.8), 180)])
+        assert row == ["GRPO", "2", "15", "0.450 ± 0.071", "0.800 ± 0.000", "+0.300", "met"]
+
+    @pytest.mark.parametrize("bad", [{"accuracy": (0.5, 0.9, 0.69)}, {"seconds": 181}])
+    def test_one_bad_seed_misses_the_bar(self, bad):
+        assert learning_curves.estimator_row("GRPO", [make_run(), make_run(1, **bad)])[-1] == "missed"
+
+    def test_a_correction(self):
+        runs = [make_run(accuracy=(0, 0.25, 0.75), staleness={0: 0.0, 9: 4.0}), make_run(accuracy=(0, 0.5, 0.5))]
+        assert learning_curves.off_policy_row("TIS", runs[:1]) == ["TIS", "1", "4", "0.500", "0.750", "0.750"]
+        assert learning_curves.off_policy_row("TIS", runs)[2:] == ["4, ?", "0.500 ± 0.000", "0.625 ± 0.177", "0.500"]
+
+    def test_a_table_in_its_place(self):
+        page = "a\n<!-- x table: begin -->\nold\n<!-- x table: end -->\nb\n"
+        table = learning_curves.markdown(("A", "B"), [("c", "1")])
+        assert learning_curves.with_table(page, "x", table) == page.replace(
+            "old", "| A | B |\n| --- | ---: |\n| c | 1 |"
+        )
+        with pytest.raises(ValueError, match="y table: begin"):
+            learning_curves.with_table(page, "y", table)
+
+    def test_docs_and_pictures(self, tmp_path, monkeypatch):
+        page = (ROOT / "docs/en/advanced/learning.md").read_text()
+        monkeypatch.setattr(bench_learning, "PAGE", tmp_path / "learning.md")
+        bench_learning.PAGE.write_text(page)
+        learning_curves.save_run(make_run(), bench_learning.result_path("grpo", 0, tmp_path))
+        bench_learning.write_docs(bench_learning.read_results(tmp_path))
+        assert "| GRPO | 1 | 15 | 0.400 | 0.800 | +0.400 | met |" in bench_learning.PAGE.read_text()
+        picture = tmp_path / "learning-estimators.svg"
+        drawn = picture.read_text()
+        assert "<svg" in drawn and ">GRPO<" in drawn and len(drawn) < 60_000
+        bench_learning.write_docs(bench_learning.read_results(tmp_path))
+        assert picture.read_text() == drawn
+        # Nothing is known of the other study, so the page keeps what it says.
+        assert not (tmp_path / "learning-off-policy.svg").exists()
+
+    def test_results_of_other_flags_do_not_count(self, tmp_path):
+        run = make_run()
+        learning_curves.save_run(
+            Run(run.recipe, 0, ("--lr", "1"), run.rollouts, 1.0, run.curves),
+            bench_learning.result_path("grpo", 0, tmp_path),
+        )
+        assert bench_learning.read_results(tmp_path) == {}
+
+
+class TestDelay:
+    @pytest.mark.parametrize("delay", [0, 1, 4])
+    def test_batches_leave_in_order_and_as_old_as_the_delay(self, delay):
+        line, made = DelayLine(delay), []
+
+        def generate(version):
+            made.append((version, len(made)))
+            return made[-1]
+
+        for version in range(8):
+            oldest, newest = line.exchange(functools.partial(generate, version))
+            assert newest[0] == version and newest == made[-1]
+            assert oldest == made[version], "no batch is left out or given twice"
+            assert version - oldest[0] == min(version, delay)
+
+    def test_the_rollout_function_reports_the_versions_of_its_samples(self, monkeypatch):
+        version, line = 0, DelayLine(2)
+
+        def generate(args, rollout_id, data_source, evaluation):
+            if evaluation:
+                return RolloutFnEvalOutput({})
+            samples = [[Sample(index=rollout_id, weight_versions=[str(version)]) for _ in range(2)]]
+            return RolloutFnTrainOutput(samples, {"made_in": rollout_id})
+
+        monkeypatch.setattr(delayed_rollout.sglang_rollout, "generate_rollout", generate)
+        monkeypatch.setattr(delayed_rollout, "_line_of_this_process", lambda delay: line)
+        args, seen = argparse.Namespace(rollout_delay=2), []
+        for version in range(1, 6):
+            assert delayed_rollout.generate_rollout(args, version, None, evaluation=True) == RolloutFnEvalOutput({})
+            output = delayed_rollout.generate_rollout(args, version, None)
+            seen.append((output.samples[0][0].index, output.metrics))
+        assert [metrics["staleness"] for _, metrics in seen] == [0, 1, 2, 2, 2]
+        assert [index for index, _ in seen] == [1, 1, 1, 2, 3] == [metrics["made_in"] for _, metrics in seen]
+
+
+def test_studies_have_their_marks_in_the_page():
+    page = (ROOT / "docs/en/advanced/learning.md").read_text()
+    for study in (ESTIMATORS, OFF_POLICY):
+        assert learning_curves.with_table(page, study, "x") and f"(learning-{study}.svg)" in page

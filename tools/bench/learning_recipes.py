@@ -1,0 +1,93 @@
+"""What `bench_learning.py` runs: flags on top of `scripts/quickstart.sh`, one recipe for each estimator and correction.
+
+Flags that come later win, so a recipe only says what it does differently from the quick start.
+"""
+
+from dataclasses import dataclass
+
+ESTIMATORS, OFF_POLICY = "estimators", "off-policy"
+_BENCH = "tools/bench"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A run of the toy task.
+
+    title: its name in tables and pictures.
+    study: which table it belongs to.
+    flags: of train.py.
+    rollouts: its budget; generation and training of so many batches.
+    """
+
+    title: str
+    study: str
+    flags: tuple[str, ...]
+    rollouts: int
+
+
+def _estimator(title: str, flags: str) -> Recipe:
+    """Two optimizer steps per rollout, so that ratios leave 1, and clipping and the level of the ratio matter."""
+    shared = "--num-steps-per-rollout 2 --eval-interval 3"
+    return Recipe(title, ESTIMATORS, tuple(f"{shared} {flags}".split()), rollouts=15)
+
+
+def _off_policy(title: str, flags: str, config: str = "delayed_rollout") -> Recipe:
+    """Answers of the policy four weight versions ago.
+
+    One optimizer step per rollout and no KL: without a correction the ratio is 1 and nothing holds the policy back.
+    """
+    shared = (
+        f"--rollout-function-path {_BENCH}/delayed_rollout.py:generate_rollout "
+        f"--custom-config-path {_BENCH}/{config}.yaml --kl-loss-coef 0 --lr 3e-4 --lr-decay-style constant --eval-interval 3"
+    )
+    return Recipe(title, OFF_POLICY, tuple(f"{shared} {flags}".split()), rollouts=24)
+
+
+_ICEPOP = "slime.backends.megatron_utils.loss.icepop_function"
+_MIS = "examples/train_infer_mismatch_helper/mis.py:compute_mis_weights_with_cp"
+_WHITENED = "--normalize-advantages"
+
+RECIPES = {
+    "grpo": _estimator("GRPO", "--advantage-estimator grpo"),
+    "gspo": _estimator("GSPO", "--advantage-estimator gspo --eps-clip 0.03 --eps-clip-high 0.04"),
+    "cispo": _estimator("CISPO", "--advantage-estimator cispo"),
+    "ppo": _estimator(
+        "PPO",
+        f"--advantage-estimator ppo {_WHITENED} --kl-loss-coef 0 --kl-coef 0.01 --lambd 0.95 --num-critic-only-steps 2 "
+        f"--megatron-config-path {_BENCH}/learning_critic.yaml",
+    ),
+    "reinforce_plus_plus": _estimator(
+        "REINFORCE++", f"--advantage-estimator reinforce_plus_plus {_WHITENED} --kl-loss-coef 0 --kl-coef 0.01"
+    ),
+    "reinforce_plus_plus_baseline": _estimator(
+        "REINFORCE++ baseline", f"--advantage-estimator reinforce_plus_plus_baseline {_WHITENED}"
+    ),
+    "dr_grpo": _estimator(
+        "Dr. GRPO",
+        "--advantage-estimator grpo --disable-grpo-std-normalization --kl-loss-coef 0 "
+        "--custom-pg-loss-reducer-function-path examples/dr_grpo/constant_length.py:constant_length_reducer",
+    ),
+    "on_policy": _off_policy("on-policy", "", config="no_delay"),
+    "off_policy": _off_policy("no correction", ""),
+    "off_policy_tis": _off_policy("truncated importance sampling", "--use-tis"),
+    "off_policy_icepop": _off_policy(
+        "icepop", f"--use-tis --custom-tis-function-path {_ICEPOP} --tis-clip-low 0.5 --tis-clip 5"
+    ),
+    "off_policy_rollout_logprobs": _off_policy("clipped ratio to the engine", "--use-rollout-logprobs"),
+    "off_policy_mis": _off_policy(
+        "MIS, truncated per sequence", f"--use-tis --custom-tis-function-path {_MIS}", config="delayed_mis"
+    ),
+}
+
+
+def names_of(words: list[str]) -> list[str]:
+    """Recipes by name, or all those of a study, in the order of the table.
+
+    Raises:
+        ValueError: a word is neither.
+    """
+    known = {*RECIPES, ESTIMATORS, OFF_POLICY}
+    unknown = [word for word in words if word not in known]
+    if unknown:
+        raise ValueError(f"--recipes {' '.join(unknown)}: there are {', '.join([ESTIMATORS, OFF_POLICY, *RECIPES])}")
+    return [name for name, recipe in RECIPES.items() if name in words or recipe.study in words]
