@@ -155,6 +155,17 @@ def _where(found: Sequence[tuple[int, tuple[int, ...]]]) -> str:
         ranks.setdefault(samples, []).append(rank)
     return ", ".join(
         f"on rank{'s' if len(of_batch) > 1 else ''} {', '.join(map(str, of_batch))} in the micro-batch with samples "
-        f"{list(samples)}"
+        f"[{_numbers(samples)}]"
         for samples, of_batch in ranks.items()
     )
+
+
+def _numbers(samples: Sequence[int]) -> str:
+    """Ascending, three or more in a row as a range: "3, 7, 10–12"."""
+    runs: list[list[int]] = []
+    for sample in sorted(samples):
+        if runs and sample == runs[-1][-1] + 1:
+            runs[-1].append(sample)
+        else:
+            runs.append([sample])
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)

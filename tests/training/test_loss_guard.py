@@ -22,6 +22,10 @@ def report(rank, *micro_batches, parameters=()):
             [report(0), report(1, ((3, 7), NAN))],
             "the loss is nan on rank 1 in the micro-batch with samples [3, 7]",
         ),
+        (
+            [report(0, ((9, 3, 4, 8, 12, 7, 10), NAN))],
+            "the loss is nan on rank 0 in the micro-batch with samples [3, 4, 7–10, 12]",
+        ),
         (  # a tensor-parallel group shares the micro-batch; a gradient that follows from a bad loss is no news
             [report(0, ((3, 7), math.inf), ((4,), 1.0)), report(1, ((3, 7), math.inf)), report(2, ((9,), NAN))],
             "the loss is inf on ranks 0, 1 in the micro-batch with samples [3, 7]; the loss is nan on rank 2 in the "
