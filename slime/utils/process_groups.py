@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,9 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-# The default group, and its ranks on the host. A default group that was left and joined again is another one.
-_on_host: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+# The default group, and its ranks on the host. A default group that was left and joined again is another one. Held weakly:
+# torch holds them until they are left, and a group of Gloo that lives until the interpreter ends aborts the process.
+_on_host: tuple[weakref.ref[dist.ProcessGroup], weakref.ref[dist.ProcessGroup]] | None = None
 
 
 def init_gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
@@ -25,10 +27,10 @@ def init_gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError("there is no default process group yet: call torch.distributed.init_process_group first")
-    if _on_host is None or _on_host[0] is not world:
+    if _on_host is None or _on_host[0]() is not world:
         group = world if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
-        _on_host = (world, group)
-    return _on_host[1]
+        _on_host = (weakref.ref(world), weakref.ref(group))
+    return _on_host[1]()
 
 
 def get_gloo_group() -> dist.ProcessGroup:
@@ -39,9 +41,9 @@ def get_gloo_group() -> dist.ProcessGroup:
     """
     import torch.distributed as dist
 
-    if _on_host is None or _on_host[0] is not dist.group.WORLD:
+    if _on_host is None or dist.group.WORLD is None or _on_host[0]() is not dist.group.WORLD:
         raise RuntimeError("there is no Gloo group of all ranks: call init_gloo_group on every rank first")
-    return _on_host[1]
+    return _on_host[1]()
 
 
 def create_store(host: str, timeout: timedelta) -> dist.TCPStore:

@@ -1,6 +1,8 @@
 import subprocess
 import sys
+import weakref
 from datetime import timedelta
+from unittest import mock
 
 import psutil
 import pytest
@@ -56,31 +58,26 @@ def test_a_member_that_never_comes_is_an_error():
         init_process_group("gloo", store, 2, 0, "lonely", timedelta(seconds=1))
 
 
-def gloo_group_worker():
-    """On Gloo the default group itself; else a group of all its ranks, made once. Sums over it."""
-    sums = []
-    for backend in ("gloo", "another"):
-        dist.init_process_group("gloo")
-        refused = False
-        try:
-            get_gloo_group()
-        except RuntimeError as error:
-            refused = "call init_gloo_group" in str(error)
-        process_groups_backend, dist.get_backend = dist.get_backend, lambda group=None, backend=backend: backend
+def gloo_group_worker(backend):
+    """A sum over the group, and what else there is to say of it; `backend` is what the default group is said to be."""
+    dist.init_process_group("gloo")
+    with pytest.raises(RuntimeError, match="call init_gloo_group"):
+        get_gloo_group()
+    with mock.patch.object(dist, "get_backend", lambda group=None: backend):
         group = init_gloo_group(TIMEOUT)
-        dist.get_backend = process_groups_backend
-        total = torch.tensor([dist.get_rank() + 1.0])
-        dist.all_reduce(total, group=get_gloo_group())
-        same = group is get_gloo_group() is init_gloo_group()
-        sums.append((refused, same, group is dist.group.WORLD, total.item()))
-        # Leaving and joining again makes the old group useless.
-        dist.destroy_process_group()
-    return sums
+    total = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(total, group=get_gloo_group())
+    same, is_default = group is get_gloo_group() is init_gloo_group(), group is dist.group.WORLD
+    kept = weakref.ref(group)
+    del group
+    dist.destroy_process_group()
+    return same, is_default, total.item(), kept() is None
 
 
-def test_the_gloo_group_of_all_ranks():
-    for rank in run_distributed(gloo_group_worker, 2):
-        assert rank == [(True, True, True, 3.0), (True, True, False, 3.0)]
+@pytest.mark.parametrize("backend", ["gloo", "another"])
+def test_the_gloo_group_of_all_ranks(backend):
+    """It is the default group where that is one of Gloo, made once, and gone when the groups are left."""
+    assert run_distributed(gloo_group_worker, 2, (backend,)) == [(True, backend == "gloo", 3.0, True)] * 2
 
 
 def test_without_a_default_group_there_is_no_gloo_group():
