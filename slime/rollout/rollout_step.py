@@ -81,8 +81,11 @@ class RolloutStep:
             self.state.reset()
 
     async def _fetch_prompts(self) -> None:
-        while self.state.remaining_batch_size < self.target:
-            groups = await run_in_daemon_thread(self._get_samples)
+        """Draw until the target can be met: over-sampling at first, later one group for each that was lost."""
+        while (missing := self.target - self.state.remaining_batch_size) > 0:
+            first_draw = self.counts["started"] == 0
+            size = self.args.over_sampling_batch_size if first_draw else missing
+            groups = await run_in_daemon_thread(self._get_samples, size)
             if not groups:
                 raise UserError(
                     f"the data source ran dry in rollout {self.rollout_id}: {self.target} groups are needed "
@@ -92,9 +95,8 @@ class RolloutStep:
             for group in groups:
                 self._start(group)
 
-    def _get_samples(self) -> list[list[Any]]:
-        size, drawn = self.args.over_sampling_batch_size, self.counts["started"]
-        return draw_groups(self.args, self.data_source, size, self.rollout_id, drawn)
+    def _get_samples(self, size: int) -> list[list[Any]]:
+        return draw_groups(self.args, self.data_source, size, self.rollout_id, self.counts["started"])
 
     def _start(self, group: list[Any]) -> None:
         n = self.args.n_samples_per_prompt

@@ -181,6 +181,67 @@ def test_the_dynamic_filter_drops_counts_and_refills(server, checkpoint, tmp_pat
     assert len(source.handed_out) == 2 + dropped + len(source.returned)
 
 
+class RecordingDataSource(CountingDataSource):
+    """Keeps how many groups were asked for each time."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.asked = []
+
+    def get_samples(self, num_samples):
+        self.asked.append(num_samples)
+        return super().get_samples(num_samples)
+
+
+class PromptSource(RecordingDataSource):
+    """Hands out plain prompts, of which the framework makes groups."""
+
+    def get_samples(self, num_samples):
+        return [group[0] if isinstance(group, list) else group for group in super().get_samples(num_samples)]
+
+
+DROPS_ONE = (
+    "from slime.rollout.filter_hub.base_types import DynamicFilterOutput\n"
+    "def fn(args, samples):\n    return DynamicFilterOutput(samples[0].prompt != 'question 3', 'unlucky')\n"
+)
+
+
+@pytest.mark.parametrize("source_class", [RecordingDataSource, PromptSource])
+def test_a_dropped_group_is_replaced_by_one_other(server, checkpoint, tmp_path, source_class):
+    path = plugin(tmp_path, DROPS_ONE)
+    options = {"rollout_batch_size": 64, "over_sampling_batch_size": 64, "n_samples_per_prompt": 1}
+    args = make_args(checkpoint, server.port, dynamic_sampling_filter_path=path, **options)
+    source = source_class(1)
+    output = run_step(args, source)
+    assert len(output.samples) == 64
+    assert source.asked == [64, 1]
+    assert len(server.requests) == 65
+    assert (output.metrics["rollout/surplus_groups"], source.returned) == (0, [])
+
+
+def test_groups_drawn_beyond_the_target_are_used_up_before_more_are_drawn(server, checkpoint, tmp_path):
+    path = plugin(tmp_path, "def fn(args, samples):\n    return samples[0].group_index not in (0, 1, 2, 3, 4)\n")
+    args = make_args(checkpoint, server.port, dynamic_sampling_filter_path=path, over_sampling_batch_size=6)
+    # One request at a time: the groups finish in the order in which they were drawn.
+    args.sglang_server_concurrency = 1
+    source = RecordingDataSource(2)
+    output = run_step(args, source)
+    assert group_numbers(output.samples) == [5, 6]
+    assert source.asked == [6, 1]
+
+
+def test_a_source_that_gives_less_than_asked_for_is_asked_for_what_is_missing(server, checkpoint):
+    class Hesitant(RecordingDataSource):
+        def get_samples(self, num_samples):
+            return super().get_samples(num_samples)[:2]
+
+    args = make_args(checkpoint, server.port, rollout_batch_size=5, over_sampling_batch_size=8)
+    source = Hesitant(2)
+    output = run_step(args, source)
+    assert len(output.samples) == 5
+    assert source.asked == [8, 3, 1]
+
+
 def test_keep_when_insufficient_saves_groups_of_a_short_source(server, checkpoint, tmp_path):
     path = plugin(
         tmp_path,
