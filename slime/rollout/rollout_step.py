@@ -23,7 +23,7 @@ from slime.rollout.filter_hub.base_types import (
 )
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate_and_rm_group, is_aborted
-from slime.rollout.partial_rollout import as_partial_group, as_prompts
+from slime.rollout.partial_rollout import as_continuable_group, as_partial_group, as_prompts
 from slime.rollout.user_functions import call_user_function, describe_samples, run_in_daemon_thread
 from slime.utils.errors import RunError, UserError
 from slime.utils.misc import load_function
@@ -217,11 +217,16 @@ class RolloutStep:
         self._return_to_source(returning)
 
     def _surplus(self, origin: list[Any], group: list[Any]) -> list[Any]:
-        """A finished group beyond the target: itself with `--keep-surplus-groups`, else its prompts."""
+        """A finished group beyond the target: itself with `--keep-surplus-groups`, else its prompts.
+
+        What failed in it starts again. With `--group-rm` all of it does: its reward is one verdict over all answers.
+        """
         self.counts["finished"] += 1
         self.counts["surplus_groups"] += 1
         self.all_finished.append(group)
-        return group if self.args.keep_surplus_groups else as_prompts(origin)
+        if not self.args.keep_surplus_groups or (self.args.group_rm and failed_samples(group)):
+            return as_prompts(origin)
+        return as_continuable_group(origin, group)
 
     def _after_failed_task(self, task: asyncio.Task[Any], origin: list[Any]) -> list[Any]:
         """The prompts of a group whose task failed or was cancelled while the step was being wound down."""

@@ -105,6 +105,55 @@ def test_r3_finished_surplus_groups_are_kept_on_request(server, checkpoint, tmp_
     assert len(server.requests) <= requests + 4, "the kept groups are not generated again"
 
 
+# The second sample of every group fails at first, behind three tokens; no group is judged before all are generated.
+FAILS_AT_FIRST = """
+import threading
+from slime.utils.types import Sample
+seen, all_generated = [], threading.Event()
+
+def hook(args, sample):
+    if sample.index % 2 and sample.index not in seen:
+        sample.status = Sample.Status.FAILED
+    seen.append(sample.index)
+    if len(seen) == 4:
+        all_generated.set()
+
+def keep(args, samples):
+    return all_generated.wait(10)
+
+def rm(args, samples):
+    return [float(len(samples)) for _ in samples]
+"""
+
+
+@pytest.mark.parametrize("group_rm", [False, True])
+def test_a_failed_sample_of_a_kept_surplus_group_starts_from_its_prompt(server, checkpoint, tmp_path, group_rm):
+    file = tmp_path / "mine.py"
+    file.write_text(FAILS_AT_FIRST)
+    args = make_args(
+        checkpoint,
+        server.port,
+        keep_surplus_groups=True,
+        rollout_batch_size=1,
+        dynamic_sampling_filter_path=f"{file}:keep",
+        rollout_sample_hook_path=[f"{file}:hook"],
+        group_rm=group_rm,
+        custom_rm_path=f"{file}:rm" if group_rm else None,
+    )
+    source = CountingDataSource(2)
+    run_step(args, source)
+    returned, requests = leaves(source.returned), len(server.requests)
+    args.over_sampling_batch_size = 1
+    (group,) = run_step(args, source, rollout_id=1).samples
+    assert [sample.response for sample in group] == ["FGH", "FGH"]
+    assert [sample.status for sample in group] == [Status.COMPLETED, Status.COMPLETED]
+    assert [len(sample.rollout_log_probs) for sample in group] == [3, 3]
+    # A reward of the whole group is given to answers that are all there when it is asked for.
+    assert len(server.requests) - requests == (2 if group_rm else 1)
+    assert not group_rm or [sample.reward for sample in group] == [2.0, 2.0]
+    assert Status.FAILED not in {sample.status for sample in returned}, "what is saved meanwhile can be gone on with"
+
+
 def test_r5_groups_interrupted_in_the_middle_of_a_step_take_their_turn_again(server, checkpoint, tmp_path):
     path = plugin(
         tmp_path,
