@@ -1,11 +1,12 @@
 """Whole steps of the default loop: what is kept, what returns to the data source, how it ends when something fails."""
 
 import asyncio
+import socket
 import time
 
 import pytest
 
-from slime.rollout import rollout_step
+from slime.rollout import abort, rollout_step
 from slime.rollout.base_types import leaves
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout, generate_rollout_async
 from slime.utils import async_utils
@@ -18,10 +19,10 @@ from tests.support.rollout_args import CountingDataSource, make_args
 Status = Sample.Status
 
 
-def run_step(args, source, rollout_id=0):
+def run_step(args, source, rollout_id=0, limit_s=None):
     async def main():
         try:
-            return await generate_rollout_async(args, rollout_id, source)
+            return await asyncio.wait_for(generate_rollout_async(args, rollout_id, source), limit_s)
         finally:
             await close_http_client()
 
@@ -472,15 +473,83 @@ def test_samples_that_failed_and_were_dropped_by_the_filter_stop_the_run(server,
         run_step(args, CountingDataSource(2))
 
 
+# Every other limit is far above the one of the abort: whoever waits for another one does not come back in time.
+PATIENT = {"abort_timeout": 0.5, "http_control_timeout": 600.0, "http_request_timeout": 600.0, "http_max_retries": 600}
+SOON_S = 60.0
+
+
+@pytest.fixture
+def silent_port():
+    """A port where connections are accepted and nothing is ever answered."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        yield listener.getsockname()[1]
+
+
+def held_answer(source):
+    """The response that group 0 had when it was interrupted."""
+    group = next(group for group in source.returned if group[0].group_index == 0)
+    return {(sample.status, sample.response) for sample in group}
+
+
+def test_an_engine_that_never_answers_does_not_stretch_the_abort(server, checkpoint, silent_port, caplog):
+    args = make_args(checkpoint, server.port, over_sampling_batch_size=3, partial_rollout=True, **PATIENT)
+    server.other_workers = [f"http://127.0.0.1:{silent_port}"]
+    server.hold = lambda payload: prompt_number(payload, args) == 0
+    source = CountingDataSource(2)
+    output = run_step(args, source, limit_s=SOON_S)
+    assert group_numbers(output.samples) == [1, 2]
+    assert held_answer(source) == {(Status.ABORTED, "F")}, "the other engine is aborted all the same"
+    assert f"engine http://127.0.0.1:{silent_port} did not answer before the end of --abort-timeout" in caplog.text
+
+
+def test_a_router_that_never_answers_does_not_stretch_the_abort(server, checkpoint, silent_port, caplog):
+    args = make_args(checkpoint, server.port, over_sampling_batch_size=3, partial_rollout=True, **PATIENT)
+    args.sglang_model_routers = {"judge": ("127.0.0.1", silent_port), "default": ("127.0.0.1", server.port)}
+    server.hold = lambda payload: prompt_number(payload, args) == 0
+    source = CountingDataSource(2)
+    run_step(args, source, limit_s=SOON_S)
+    assert held_answer(source) == {(Status.ABORTED, "F")}, "the engines of the other model are aborted all the same"
+    assert "no abort was sent to the engines of model 'judge': its router" in caplog.text
+
+
 def test_an_abort_does_not_wait_for_a_router_that_is_gone(server, checkpoint, caplog):
-    args = make_args(checkpoint, server.port, over_sampling_batch_size=3, abort_timeout=0.3, http_max_retries=60)
+    args = make_args(checkpoint, server.port, over_sampling_batch_size=3, **PATIENT)
     args.sglang_model_routers = {"default": ("127.0.0.1", server.port), "reward": ("127.0.0.1", 1)}
     server.hold = lambda payload: prompt_number(payload, args) == 0
-    started = time.monotonic()
-    output = run_step(args, CountingDataSource(2))
+    output = run_step(args, CountingDataSource(2), limit_s=SOON_S)
     assert len(output.samples) == 2
-    assert time.monotonic() - started < 10
-    assert "no abort was sent: the router did not answer" in caplog.text
+    assert "no abort was sent to the engines of model 'reward'" in caplog.text
+
+
+def test_a_task_that_refuses_its_cancellation_does_not_stretch_the_abort(
+    server, checkpoint, tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr(abort, "CANCEL_TIMEOUT_S", 600.0)
+    path = plugin(
+        tmp_path,
+        "async def fn(args, sample, sampling_params):\n"
+        "    while sample.group_index == 0 and not args.released:\n"
+        "        try:\n            await asyncio.sleep(0.01)\n"
+        "        except asyncio.CancelledError:\n            pass\n"
+        "    sample.append_response_tokens(args, tokens=[5], log_probs=[-1.0])\n"
+        "    sample.status = Sample.Status.COMPLETED\n    return sample\n",
+    )
+    args = make_args(checkpoint, server.port, custom_generate_function_path=path, over_sampling_batch_size=3, **PATIENT)
+    args.released = False
+    source = CountingDataSource(2)
+
+    async def main():
+        try:
+            return await asyncio.wait_for(generate_rollout_async(args, 0, source), SOON_S)
+        finally:
+            args.released = True
+            await close_http_client()
+
+    assert group_numbers(asyncio.run(main()).samples) == [1, 2]
+    assert group_numbers(source.returned) == [0]
+    assert "do not let themselves be cancelled: ['group 0']" in caplog.text
 
 
 def test_the_state_is_reset_after_success_and_failure(server, checkpoint):
