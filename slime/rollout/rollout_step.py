@@ -23,7 +23,7 @@ from slime.rollout.filter_hub.base_types import (
 )
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate_and_rm_group, is_aborted
-from slime.rollout.partial_rollout import as_partial_group, as_prompts
+from slime.rollout.partial_rollout import as_continuable_group, as_partial_group, as_prompts
 from slime.rollout.user_functions import call_user_function, describe_samples, run_in_daemon_thread
 from slime.utils.errors import RunError, UserError
 from slime.utils.misc import load_function
@@ -81,8 +81,11 @@ class RolloutStep:
             self.state.reset()
 
     async def _fetch_prompts(self) -> None:
-        while self.state.remaining_batch_size < self.target:
-            groups = await run_in_daemon_thread(self._get_samples)
+        """Draw until the target can be met: over-sampling at first, later one group for each that was lost."""
+        while (missing := self.target - self.state.remaining_batch_size) > 0:
+            first_draw = self.counts["started"] == 0
+            size = self.args.over_sampling_batch_size if first_draw else missing
+            groups = await run_in_daemon_thread(self._get_samples, size)
             if not groups:
                 raise UserError(
                     f"the data source ran dry in rollout {self.rollout_id}: {self.target} groups are needed "
@@ -92,9 +95,8 @@ class RolloutStep:
             for group in groups:
                 self._start(group)
 
-    def _get_samples(self) -> list[list[Any]]:
-        size, drawn = self.args.over_sampling_batch_size, self.counts["started"]
-        return draw_groups(self.args, self.data_source, size, self.rollout_id, drawn)
+    def _get_samples(self, size: int) -> list[list[Any]]:
+        return draw_groups(self.args, self.data_source, size, self.rollout_id, self.counts["started"])
 
     def _start(self, group: list[Any]) -> None:
         n = self.args.n_samples_per_prompt
@@ -215,11 +217,16 @@ class RolloutStep:
         self._return_to_source(returning)
 
     def _surplus(self, origin: list[Any], group: list[Any]) -> list[Any]:
-        """A finished group beyond the target: itself with `--keep-surplus-groups`, else its prompts."""
+        """A finished group beyond the target: itself with `--keep-surplus-groups`, else its prompts.
+
+        What failed in it starts again. With `--group-rm` all of it does: its reward is one verdict over all answers.
+        """
         self.counts["finished"] += 1
         self.counts["surplus_groups"] += 1
         self.all_finished.append(group)
-        return group if self.args.keep_surplus_groups else as_prompts(origin)
+        if not self.args.keep_surplus_groups or (self.args.group_rm and failed_samples(group)):
+            return as_prompts(origin)
+        return as_continuable_group(origin, group)
 
     def _after_failed_task(self, task: asyncio.Task[Any], origin: list[Any]) -> list[Any]:
         """The prompts of a group whose task failed or was cancelled while the step was being wound down."""
