@@ -20,7 +20,12 @@ FLOAT16 = {
 
 def resumable_args(hf_dir: Any, save: Any, **overrides: Any) -> SimpleNamespace:
     """`layout_args` of a run that saves to `save`."""
-    sizes = ("data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    sizes = (
+        "data_parallel_size",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+    )
     world_size = 1
     for name in sizes:
         world_size *= overrides.get(name, 1)

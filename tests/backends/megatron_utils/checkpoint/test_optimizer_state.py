@@ -100,7 +100,9 @@ def settings_worker(cases) -> dict:
         results[kind, "older"] = next_update(args, args.save, SAVED_SETTINGS)
         rewrite(common, forget_steps)
         results[kind, "no step count"] = refusal(args)
-        results[kind, "no step count, fresh"] = next_update(changed(args, no_load_optim=True), args.save, SAVED_SETTINGS)
+        results[kind, "no step count, fresh"] = next_update(
+            changed(args, no_load_optim=True), args.save, SAVED_SETTINGS
+        )
     return results
 
 

@@ -1,4 +1,4 @@
-"""A run that stops at a checkpoint and goes on is, to the last bit, the run that did not stop: in every precision and layout."""
+"""A run that stops at a checkpoint and goes on is, to the last bit, the run that did not stop, in all precisions and layouts."""
 
 import itertools
 
@@ -92,7 +92,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(two_ranks, name):
 def test_every_precision_layout_and_role_resumes_bitwise(tmp_path):
     hf_dir = tmp_path / "model"
     write_tiny_model(hf_dir, tied=True, layers=4)
-    cases = {name: resumable_args(hf_dir, tmp_path / str(i), **flags) for i, (name, flags) in enumerate(ALL_CASES.items())}
+    cases = {
+        name: resumable_args(hf_dir, tmp_path / str(i), **flags) for i, (name, flags) in enumerate(ALL_CASES.items())
+    }
     ranks = run_distributed(interrupted, 2, (cases,), timeout=900)
     for name in cases:
         assert_uninterrupted(ranks, name)
