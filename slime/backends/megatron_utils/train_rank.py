@@ -110,12 +110,7 @@ class MegatronRank:
             self.optimizer, self.scheduler = build_optimizer_and_scheduler(args, self.model)
         if not source.resume:
             return -1
-        # The schedule says where the run is, whether or not the optimizer starts fresh.
-        optimizer = None if args.no_load_optim else self.optimizer
-        iteration = load_checkpoint(args, source, self.model, optimizer, self.scheduler)
-        if self.optimizer is not None:
-            self.optimizer.reload_model_params()
-        return iteration
+        return load_checkpoint(args, source, self.model, self.optimizer, self.scheduler)
 
     def _load_weights(self, source: WeightSource) -> None:
         from slime.backends.megatron_utils.checkpoint import load_checkpoint
