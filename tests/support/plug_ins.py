@@ -8,6 +8,7 @@ were called with.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,11 @@ def masked_first_token(args: Any, rollout_id: int, rollout_data: dict[str, Any])
     """Trains on all response tokens but the first."""
     for mask in rollout_data["loss_masks"]:
         mask[:1] = 0
+
+
+def hashed_token(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    """Write the hash of the rank's variable `HUB_TOKEN` into the run's directory."""
+    Path("hub_token.sha256").write_text(hashlib.sha256(os.environ["HUB_TOKEN"].encode()).hexdigest())
 
 
 def noted_postprocess(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
