@@ -120,7 +120,7 @@ def _start_local(plan: ClusterPlan) -> None:
 
 @contextlib.contextmanager
 def _on_loopback_only() -> Iterator[None]:
-    """Let the Ray that starts in the block serve this machine alone.
+    """Let the Ray that starts in the block serve this machine alone, or join one that does.
 
     Each of its servers listens on loopback where the node's address is loopback, and on all interfaces otherwise. Ray
     2.60 replaces a loopback address that it is given by the machine's own (`services.resolve_ip_for_localhost`), unless
@@ -191,10 +191,22 @@ def _require_listener(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
 
 
+def _answers_on_loopback_only(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    if host not in ("127.0.0.1", "localhost"):
+        return False
+    try:
+        _require_listener(f"{ray.util.get_node_ip_address()}:{port}")
+    except OSError:
+        return True
+    return False
+
+
 def _join(address: str, plan: ClusterPlan) -> None:
     try:
         _require_listener(address)
-        ray.init(address=address, logging_level=logging.getLevelName(logging.ERROR))
+        with _on_loopback_only() if _answers_on_loopback_only(address) else contextlib.nullcontext():
+            ray.init(address=address, logging_level=logging.getLevelName(logging.ERROR))
     except (OSError, RuntimeError, ValueError) as error:
         raise RunError(
             f"RAY_ADDRESS={address}: no Ray cluster answers there: {error}. If the cluster asks for a token (`ray start` says "
