@@ -69,8 +69,8 @@ class EngineGroup:
                 "num_gpus": 0.2,
                 "scheduling_strategy": strategy,
                 "runtime_env": {"env_vars": actor_environment()},
-                # A reader of the log can be served while another call is waiting for the server.
-                "max_concurrency": 4,
+                # One watches the server for the whole run; a reader of the log can be served while others wait for it.
+                "max_concurrency": 5,
             }
             self.engines.append(actor_class.options(**options).remote(self._args, rank, str(self._log_dir)))
         self._started = [

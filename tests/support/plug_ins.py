@@ -1,7 +1,7 @@
 """Plug-ins of the end-to-end runs: they wrap the defaults, and some of them stop or fail on purpose.
 
-A test steers them by the environment of the run: `E2E_HOLD_ROLLOUT`, the rollout that never finishes, and
-`E2E_KEY_FILE`, where the run's API key is to be written. `E2E_NOTES` is a directory in which training ranks note what they
+A test steers them by the environment of the run: `E2E_HOLD_ROLLOUT`, the rollout that waits until there is a file `go` in
+the run's directory, and `E2E_KEY_FILE`, where the run's API key is to be written. `E2E_NOTES` is a directory in which training ranks note what they
 were called with.
 """
 
@@ -25,7 +25,9 @@ async def marked_generate(args: Any, sample: Sample, sampling_params: dict[str, 
     rollout_id = GenerateState(args).rollout_id
     if not evaluation and str(rollout_id) == os.environ.get("E2E_HOLD_ROLLOUT"):
         print(f"holding rollout {rollout_id}", flush=True)
-        await asyncio.Event().wait()
+        while not Path("go").exists():
+            await asyncio.sleep(0.05)
+        print(f"going on with rollout {rollout_id}", flush=True)
     sample = await generate(args, sample, sampling_params)
     sample.metadata["generated_by"] = "marked_generate"
     return sample
