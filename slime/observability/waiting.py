@@ -46,6 +46,7 @@ def wait_for_all(
     *,
     pending: Callable[[list[int]], str] | None = None,
     on_poll: Callable[[], None] | None = None,
+    flag: str | None = None,
 ) -> list[Any]:
     """The results of `refs`, in order.
 
@@ -54,6 +55,7 @@ def wait_for_all(
         timeout_s: deadline, in seconds.
         pending: describes the positions in `refs` that are still missing.
         on_poll: called several times a second, to draw progress.
+        flag: the one that sets the deadline.
 
     Raises:
         UserError, RunError: raised by the awaited process, without the remote traceback.
@@ -75,7 +77,8 @@ def wait_for_all(
             on_poll()
         waited = time.monotonic() - started
         if remaining and waited > timeout_s:
-            raise RunError(f"{name}: no answer within {timeout_s:.0f} s from {_describe(remaining, pending)}")
+            limit = f"{timeout_s:.0f} s" + (f" ({flag})" if flag else "")
+            raise RunError(f"{name}: no answer within {limit} from {_describe(remaining, pending)}")
         if remaining and waited > report_at:
             logger.info("%s: waiting for %.0f s for %s", name, waited, _describe(remaining, pending))
             report_at *= 2

@@ -19,7 +19,8 @@ from slime.utils import env
 
 logger = logging.getLogger(__name__)
 
-_START_DEADLINE_SECONDS = 1800.0
+# Beside the start of the engines: data are loaded and, the first time, cached.
+_DATA_SECONDS = 1200.0
 _CONTROL_DEADLINE_SECONDS = 600.0
 _SHUTDOWN_DEADLINE_SECONDS = 60.0
 
@@ -34,6 +35,8 @@ class RolloutClient:
         self._bar = GenerationBar()
         # A generation call may take as long as one request may, several turns of it.
         self._generate_deadline = 4 * args.http_request_timeout
+        # Seconds until engines, router and data have to be there.
+        self.start_deadline = args.engine_start_timeout + _DATA_SECONDS
         remote_class = ray.remote(concurrency_groups={"generate": 2, "control": 8})(RolloutManager)
         options = {"num_cpus": 1, "num_gpus": 0, "runtime_env": {"env_vars": env.actor_environment()}}
         self._manager = remote_class.options(**options).remote(args)
@@ -44,7 +47,8 @@ class RolloutClient:
     def wait_ready(self) -> None:
         """Wait until data source, engines and router are there. Fills in `args.num_rollout`."""
         if self.serving is None:
-            self.serving = wait_for(self.starting, "start of engines, router and data", _START_DEADLINE_SECONDS)
+            name, flag = "start of engines, router and data", "--engine-start-timeout"
+            self.serving = wait_for(self.starting, name, self.start_deadline, flag=flag)
             self._args.rollouts_per_epoch = self.serving.rollouts_per_epoch
             # An engine that dies ends whatever the driver waits for, also while nobody talks to it.
             self._ends_of_engines = [engine.wait_for_end.remote() for engine in self.serving.engines]

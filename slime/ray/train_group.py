@@ -19,9 +19,7 @@ from slime.utils.errors import RunError
 from slime.utils.misc import load_function
 
 _MEGATRON_RANK = "slime.backends.megatron_utils.actor.MegatronTrainActor"
-_START_DEADLINE_SECONDS = 1800.0
 _CALL_DEADLINE_SECONDS = 24 * 3600.0
-_DISK_DEADLINE_SECONDS = 300.0
 _DISPOSE_DEADLINE_SECONDS = 60.0
 
 
@@ -113,7 +111,11 @@ class TrainGroup:
             RunError: the ranks disagree about it.
         """
         first_ids = wait_for_all(
-            self._starting, f"start of the {self.rank_name}s", _START_DEADLINE_SECONDS, pending=self._name_ranks
+            self._starting,
+            f"start of the {self.rank_name}s",
+            self._args.train_start_timeout,
+            pending=self._name_ranks,
+            flag="--train-start-timeout",
         )
         if len(set(first_ids)) != 1:
             raise RunError(f"the {self.rank_name}s loaded different iterations: {first_ids}")
@@ -170,9 +172,10 @@ class TrainGroup:
         )
 
     def _call_first(self, method: str, *arguments: Any) -> Any:
-        """Call rank 0 only, with something that is soon done."""
+        """Call rank 0 only, with something that moves or deletes whole checkpoints."""
         ref = self._actors[0].call.remote(method, *arguments)
-        return wait_for(ref, f"{method} on {self.rank_name} 0", _DISK_DEADLINE_SECONDS)
+        name, limit = f"{method} on {self.rank_name} 0", self._args.checkpoint_publish_timeout
+        return wait_for(ref, name, limit, flag="--checkpoint-publish-timeout")
 
     def _name_ranks(self, ranks: Sequence[int]) -> str:
         return f"{self.rank_name} {', '.join(map(str, ranks))}"

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 # Largest mean absolute difference of log-probs between trainer and engine, by the dtype of the weights.
 LOG_PROB_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 1e-2}
 _PROBE_SEQUENCES, _PROBE_LENGTH = 4, 24
-_ENGINE_DEADLINE_SECONDS = 600.0
+# Between the end of an engine's own time limit and its answer.
+_ANSWER_SECONDS = 60.0
 
 
 class WeightSync:
@@ -115,8 +116,9 @@ class WeightSync:
         return wait_for_all(
             refs,
             f"{method} on the engines",
-            _ENGINE_DEADLINE_SECONDS,
+            self._args.engine_load_timeout + _ANSWER_SECONDS,
             pending=lambda ranks: "engine " + ", ".join(map(str, ranks)),
+            flag="--engine-load-timeout",
         )
 
 

@@ -68,6 +68,8 @@ def test_the_deadline_names_what_is_missing(worker):
     actor = worker.remote()
     with pytest.raises(RunError, match="^a step: no answer within 1 s from rank 0$"):
         wait_for_all([actor.hang.remote()], "a step", 1, pending=lambda ranks: f"rank {ranks[0]}")
+    with pytest.raises(RunError, match=r"^a step: no answer within 1 s \(--step-timeout\) from 1 process\(es\)$"):
+        wait_for_all([actor.hang.remote()], "a step", 1, flag="--step-timeout")
 
 
 def test_the_death_behind_a_lost_connection_is_named(worker):

@@ -46,6 +46,9 @@ def make_args(checkpoint, **overrides) -> SimpleNamespace:
         "router_api_key": API_KEY,
         "router_policy": "round_robin",
         "distributed_timeout_minutes": 1,
+        "engine_start_timeout": 120.0,
+        "engine_load_timeout": 60.0,
+        "http_control_timeout": 60.0,
         "sglang_enable_deterministic_inference": True,
     }
     return SimpleNamespace(**{**values, **overrides})
@@ -86,7 +89,7 @@ def serving(old_checkpoint, tmp_path_factory):
         group.start()
         router.wait_ready()
         router_seconds = time.monotonic() - started
-        group.wait_ready(120)
+        group.wait_ready()
         engine_seconds = time.monotonic() - started
         group.register(router)
         total = time.monotonic() - started

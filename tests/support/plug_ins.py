@@ -1,8 +1,8 @@
 """Plug-ins of the end-to-end runs: they wrap the defaults, and some of them stop or fail on purpose.
 
 A test steers them by the environment of the run: `E2E_HOLD_ROLLOUT`, the rollout that waits until there is a file `go` in
-the run's directory, and `E2E_KEY_FILE`, where the run's API key is to be written. `E2E_NOTES` is a directory in which training ranks note what they
-were called with.
+the run's directory, and `E2E_KEY_FILE`, where the run's API key is to be written. `E2E_NOTES` is a directory in which
+training ranks note what they were called with.
 """
 
 from __future__ import annotations

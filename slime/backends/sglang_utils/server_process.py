@@ -2,8 +2,9 @@
 
 Runs the unmodified SGLang HTTP server. Around it: the process ends with its parent; the CPU adapter is installed where
 there is no GPU; there, scheduler and detokenizer are forked after sglang was imported, so that its imports are paid
-once instead of three times; a server whose scheduler or detokenizer dies ends and leaves the cause; the API key never reaches the log. The arguments file holds that key, so it is readable by
-its owner only and is deleted as soon as it was read.
+once instead of three times; a server whose scheduler or detokenizer dies ends and leaves the cause; the API key never
+reaches the log. The arguments file holds that key, so it is readable by its owner only and is deleted as soon as it was
+read.
 """
 
 from __future__ import annotations

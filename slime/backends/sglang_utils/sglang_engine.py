@@ -30,7 +30,8 @@ _READY_POLL_SECONDS = 0.1
 _FLUSH_ATTEMPTS = 60
 _FLUSH_PAUSE_SECONDS = 1.0
 _CONNECT_TIMEOUT_SECONDS = 10.0
-_CONTROL_TIMEOUT_SECONDS = 300.0
+# Requests whose time grows with the size of the model: all of its weights are read, hashed or put in place.
+_LOADING = frozenset({"/update_weights_from_disk", "/weights_checker", "/end_weight_update"})
 _WATCH_POLL_SECONDS = 0.2
 _LINES_OF_A_DEAD_SERVER = 12
 
@@ -55,8 +56,11 @@ class SGLangEngine:
 
     # -- life -------------------------------------------------------------------------------------------------------
 
-    def init(self, base_gpu_id: int = 0, timeout: float = 600.0) -> str:
+    def init(self, base_gpu_id: int = 0, timeout: float | None = None) -> str:
         """Start the server on this node, first GPU `base_gpu_id`, and wait until it is healthy.
+
+        Args:
+            timeout: in seconds; None: `--engine-start-timeout`.
 
         Returns:
             The server's URL.
@@ -69,7 +73,7 @@ class SGLangEngine:
             self._launch(port, nccl_port, base_gpu_id)
             self._url = f"http://{host_for_url(host)}:{port.port}"
             try:
-                self._wait_until_healthy(timeout)
+                self._wait_until_healthy(self._args.engine_start_timeout if timeout is None else timeout)
             except BaseException:
                 self.shutdown()
                 raise
@@ -119,7 +123,7 @@ class SGLangEngine:
         """
         self._call("GET", "/health", timeout=timeout)
 
-    def generate(self, payload: dict[str, Any], timeout: float = _CONTROL_TIMEOUT_SECONDS) -> Any:
+    def generate(self, payload: dict[str, Any], timeout: float | None = None) -> Any:
         """POST `payload` to `/generate` of this engine, past the router; the parsed answer."""
         return self._call("POST", "/generate", payload, timeout=timeout)
 
@@ -176,7 +180,7 @@ class SGLangEngine:
         world_size: int,
         group_name: str,
         backend: str,
-        timeout: float = _CONTROL_TIMEOUT_SECONDS,
+        timeout: float | None = None,
     ) -> None:
         """Join the process group `group_name` as ranks `rank_offset, rank_offset + 1, …`, one per GPU of the engine."""
         payload = {
@@ -201,7 +205,7 @@ class SGLangEngine:
         group_name: str,
         weight_version: str | None = None,
         load_format: str | None = None,
-        timeout: float = _CONTROL_TIMEOUT_SECONDS,
+        timeout: float | None = None,
     ) -> None:
         """Receive and load the tensors that rank 0 of `group_name` broadcasts. `dtypes` are names without `torch.`."""
         payload: dict[str, Any] = {
@@ -275,7 +279,9 @@ class SGLangEngine:
             except requests.RequestException:
                 pass  # not listening yet
             time.sleep(_READY_POLL_SECONDS)
-        raise RunError(f"engine {self.rank} was not healthy after {timeout:g} s: {self._process.describe_end()}")
+        raise RunError(
+            f"engine {self.rank} was not healthy after {timeout:g} s (--engine-start-timeout): {self._process.describe_end()}"
+        )
 
     def _describe_end(self) -> str:
         """How the server ended: what it wrote down itself, else its exit status; and the last lines of its log."""
@@ -286,8 +292,13 @@ class SGLangEngine:
         return f"{cause}; {self._process.describe_log(_LINES_OF_A_DEAD_SERVER)}"
 
     def _request(
-        self, method: str, path: str, payload: dict[str, Any] | None = None, timeout: float = _CONTROL_TIMEOUT_SECONDS
+        self, method: str, path: str, payload: dict[str, Any] | None = None, timeout: float | None = None
     ) -> requests.Response:
+        """`timeout` in seconds; None: what the flag for this kind of request says."""
+        flag = ""
+        if timeout is None:
+            name = "engine_load_timeout" if path in _LOADING else "http_control_timeout"
+            timeout, flag = getattr(self._args, name), f" (--{name.replace('_', '-')})"
         try:
             return self._session.request(
                 method, self.url() + path, json=payload, timeout=(_CONNECT_TIMEOUT_SECONDS, timeout)
@@ -296,11 +307,9 @@ class SGLangEngine:
             # A dying server closes its connections a moment before its process has ended.
             if self._process is not None and self._process.wait(2.0) is not None:
                 raise RunError(f"engine {self.rank} died ({path}): {self._describe_end()}") from None
-            raise RunError(f"engine {self.rank} did not answer {path} within {timeout:g} s: {error}") from None
+            raise RunError(f"engine {self.rank} did not answer {path} within {timeout:g} s{flag}: {error}") from None
 
-    def _call(
-        self, method: str, path: str, payload: dict[str, Any] | None = None, timeout: float = _CONTROL_TIMEOUT_SECONDS
-    ) -> Any:
+    def _call(self, method: str, path: str, payload: dict[str, Any] | None = None, timeout: float | None = None) -> Any:
         response = self._request(method, path, payload, timeout)
         if not response.ok:
             raise RunError(f"engine {self.rank} answered {response.status_code} to {path}: {response.text[:1000]}")

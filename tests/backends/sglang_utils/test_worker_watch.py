@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import types
 
 import psutil
 import pytest
+import requests
 
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.backends.sglang_utils.worker_watch import WorkerWatch
@@ -122,6 +124,37 @@ def test_the_cause_that_the_server_wrote_comes_before_its_exit_status(engine):
     os.kill(engine.server_pid(), signal.SIGKILL)
     with pytest.raises(RunError, match=r"^engine 3 died: its scheduler_0 \(process 5\): ended by SIGSEGV; log "):
         engine.wait_for_end()
+
+
+@pytest.mark.parametrize(
+    "path, flag",
+    [
+        ("/update_weights_from_disk", "3 s (--engine-load-timeout)"),
+        ("/end_weight_update", "3 s (--engine-load-timeout)"),
+        ("/weights_checker", "3 s (--engine-load-timeout)"),
+        ("/pause_generation", "2 s (--http-control-timeout)"),
+    ],
+)
+def test_a_time_limit_that_ran_out_is_named_by_its_flag(engine, monkeypatch, path, flag):
+    limits = []
+
+    def refuse(method, url, *, json, timeout):
+        limits.append(timeout[1])
+        raise requests.ReadTimeout("too late")
+
+    engine._args.engine_load_timeout, engine._args.http_control_timeout, engine._url = 3.0, 2.0, "http://127.0.0.1:1"
+    monkeypatch.setattr(engine._session, "request", refuse)
+    monkeypatch.setattr(engine._process, "wait", lambda timeout: None)
+    with pytest.raises(RunError, match=re.escape(f"engine 3 did not answer {path} within {flag}: too late")):
+        engine._call("POST", path)
+    assert limits == [float(flag[0])]
+
+
+def test_an_engine_that_does_not_start_in_time_names_the_flag(engine, monkeypatch):
+    engine._args.engine_start_timeout = 0.2
+    monkeypatch.setattr(engine, "_launch", lambda *arguments: None)
+    with pytest.raises(RunError, match=r"was not healthy after 0.2 s \(--engine-start-timeout\): still running"):
+        engine.init()
 
 
 def test_an_engine_that_is_shut_down_did_not_die(engine):
