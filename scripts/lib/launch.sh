@@ -108,7 +108,7 @@ start_own_head() {
   export CLUSTER_DIR="$OWN_DIR" RAY_TEMP_DIR="$OWN_DIR/ray"
   NODE_FILE="$CLUSTER_DIR/node"
   RAY_PORT="$(free_port "${RAY_PORT:-6379}")" DASHBOARD_PORT="$(free_port "${DASHBOARD_PORT:-8265}")" \
-    bash "$SCRIPTS_DIR/cluster.sh" head >"$OWN_DIR/head.log" || { cat "$OWN_DIR/head.log" >&2 && exit 2; }
+    SLIME_HOST_IP=127.0.0.1 bash "$SCRIPTS_DIR/cluster.sh" head >"$OWN_DIR/head.log" || { cat "$OWN_DIR/head.log" >&2 && exit 2; }
   CLUSTER_ADDRESS="$(node_value dashboard)"
   RAY_AUTH_MODE="$(node_value auth)"
   export RAY_AUTH_MODE

@@ -24,6 +24,7 @@ from slime.observability.run_record import write_run_record
 from slime.observability.startup import StartupClock
 from slime.utils import env
 from slime.utils.errors import RunError, UserError
+from slime.utils.scratch import sweep_scratch_directories
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,8 @@ def _session(args: argparse.Namespace) -> Iterator[None]:
     args.log_dir = str(directory / "logs")
     Path(args.log_dir).mkdir(parents=True, exist_ok=True)
     failed = True
+    for left_by_a_killed_run in sweep_scratch_directories():
+        logger.debug("removed %s, which a killed run had left", left_by_a_killed_run)
     with _sigterm_as_interrupt():
         try:
             init_tracking(args, directory)

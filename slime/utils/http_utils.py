@@ -14,6 +14,7 @@ import contextlib
 import json as standard_json
 import logging
 import socket
+import time
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_DELAY_S = 1.0
 CONNECT_TIMEOUT_S = 30.0
+# A failure of the same address and status is told of again after this time.
+_SAME_FAILURE_SECONDS = 30.0
 _BODY_CHARACTERS_IN_MESSAGES = 2000
 _ORJSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
@@ -75,6 +78,7 @@ _UNLIMITED = contextlib.nullcontext()
 
 _settings = HttpSettings()
 _engine_origins: set[str] = set()
+_told_until: dict[tuple[str, int | None], float] = {}
 _clients: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopClient]" = weakref.WeakKeyDictionary()
 
 
@@ -184,9 +188,19 @@ async def _send(
                 url=url,
             ) from error
         if attempt < attempts:
-            logger.log(logging.WARNING if attempt == 1 else logging.DEBUG, "%s; attempt %d", failure, attempt)
+            told = attempt == 1 and _is_news(url, failure.status)
+            logger.log(logging.WARNING if told else logging.DEBUG, "%s; attempt %d", failure, attempt)
             await asyncio.sleep(RETRY_DELAY_S)
     raise HttpError(f"{failure} ({attempts} attempts)", url=url, status=failure.status, body=failure.body)
+
+
+def _is_news(url: str, status: int | None) -> bool:
+    """Whether a failure of this kind was not told of lately: all requests in flight fail when an engine does."""
+    now, key = time.monotonic(), (url, status)
+    if now < _told_until.get(key, 0.0):
+        return False
+    _told_until[key] = now + _SAME_FAILURE_SECONDS
+    return True
 
 
 def _status_error(method: str, url: str, status: int, content: bytes) -> HttpError:

@@ -17,6 +17,8 @@ from tests.support.args import with_words
 from tests.support.tiny_task import PLUG_INS
 from tests.support.train_process import TrainProcess
 
+# What trackers, ranks and Ray take to end, beside eight runs on two cores.
+LEAVING_SECONDS = 30
 CLOCK = r"\d\d:\d\d:\d\d "
 
 
@@ -172,6 +174,29 @@ def test_an_engine_that_does_not_start_shows_the_end_of_its_log(flags, tmp_path)
     first, *log = message.splitlines()
     assert re.match(r"engine [01] failed to start: exit code \d+; log \S+/engine_[01].log ends with:", first)
     assert any("JSONDecodeError" in line for line in log)
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["requests in flight", "nothing asked"])
+def test_a_killed_scheduler_ends_the_run_by_its_name(flags, tmp_path, asked):
+    words = ["--custom-generate-function-path", f"{PLUG_INS}:marked_generate", "--rollout-num-gpus", "1"]
+    with TrainProcess(with_words(flags, words), tmp_path, {"E2E_HOLD_ROLLOUT": "0"}) as process:
+        process.wait_for_line("holding rollout 0", 200)
+        (scheduler,) = [pid for pid, command in process.processes().items() if command.startswith("sglang::scheduler")]
+        if asked:
+            # Requests that nobody answers, and then nobody can.
+            os.kill(scheduler, signal.SIGSTOP)
+            (tmp_path / "go").touch()
+            process.wait_for_line("going on with rollout 0", 30)
+        os.kill(scheduler, signal.SIGKILL)
+        assert process.wait(10 + LEAVING_SECONDS) == 1, process.output()
+        process.assert_no_process_left()
+    output = process.output()
+    (message,) = re.split(f"^{CLOCK}ERROR: ", output, flags=re.MULTILINE)[1:]
+    first, *log = message.splitlines()
+    assert re.match(rf"engine 0 died: its scheduler_0 \(process {scheduler}\): ended by SIGKILL .*ends with:$", first)
+    assert 0 < len(log) <= 12
+    # All samples' requests failed at once, in one of a few ways each.
+    assert output.count("WARNING") <= 3 and "Traceback" not in output
 
 
 # -- the end by signal -------------------------------------------------------------------------------------------------

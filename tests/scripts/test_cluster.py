@@ -142,6 +142,31 @@ def test_a_dry_run_says_what_would_run_and_leaves_nothing(stub, tmp_path: Path) 
     assert bash(f"{CLUSTER} head --dry-run", **{**stub, "NUM_GPUS": "many"}).returncode == 2
 
 
+def test_a_head_of_this_machine_alone(stub) -> None:
+    result = bash(f"{CLUSTER} head; {CLUSTER} status; {CLUSTER} stop", SLIME_HOST_IP="127.0.0.1", **stub)
+    assert result.returncode == 0, result.stderr
+    started = next(line for line in calls(stub) if line.startswith("start"))
+    assert "--node-ip-address 127.0.0.1" in started
+    # Without the variable Ray listens on all interfaces, and looks for the head at the machine's other address.
+    assert Path(stub["STUB_LOG"] + ".alone").read_text().split() == ["start", "status"]
+    assert "serves this machine alone" in result.stdout and "cluster.sh worker" not in result.stdout
+
+
+def test_a_head_for_other_nodes_is_not_kept_to_itself(stub) -> None:
+    bash(f"{CLUSTER} head; {CLUSTER} stop", SLIME_HOST_IP="127.0.0.2", **stub)
+    assert any(line.startswith("start") for line in calls(stub))
+    assert not Path(stub["STUB_LOG"] + ".alone").exists()
+
+
+def test_a_token_of_the_user_is_closed_to_others(stub) -> None:
+    token = Path(stub["HOME"]) / ".ray" / "auth_token"
+    token.parent.mkdir()
+    token.write_text("t")
+    token.chmod(0o644)
+    assert bash(f"{CLUSTER} head && {CLUSTER} stop", **stub).returncode == 0
+    assert token.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_planned_stop_ends_nothing(stub) -> None:
     result = bash(f"{CLUSTER} head; {CLUSTER} stop --dry-run; {CLUSTER} status; {CLUSTER} stop", **stub)
     said = result.stdout.splitlines()

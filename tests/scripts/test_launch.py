@@ -69,7 +69,7 @@ def test_starts_a_head_of_its_own_and_ends_it(stub, bystander) -> None:
     result = bash(f"bash {ONE_NODE}", NUM_GPUS="8", RAY_AUTH_TOKEN="t", **stub)
     assert result.returncode == 0, result.stdout + result.stderr
     assert [line.split()[0] for line in calls(stub)] == ["start", "job"]
-    assert "--num-gpus 8" in calls(stub)[0]
+    assert "--num-gpus 8" in calls(stub)[0] and "--node-ip-address 127.0.0.1" in calls(stub)[0]
     ended = re.search(r"ended the head \(process (\d+)\)", result.stdout)
     assert not Path(f"/proc/{ended[1]}").exists()
     assert bystander.poll() is None
