@@ -128,13 +128,20 @@ explain_failure() {
   tail -n 12 "$LOG" >&2
 }
 
+# Prints the CPUs that Ray is told of: this machine's, or what a run takes, one for each device and one for its manager.
+cpus_for_ray() {
+  local cores
+  cores="$(nproc)"
+  printf '%s' "$((cores > NUM_GPUS ? cores : NUM_GPUS + 1))"
+}
+
 # Starts `ray start --block` with the given arguments in a session of its own, waits until it is up, and describes it.
 start_node() {
   local role="$1" pid deadline
   shift
   if [[ -n "${SLIME_HOST_IP:-}" ]]; then set -- "$@" --node-ip-address "$SLIME_HOST_IP"; fi
   if [[ -n "${RAY_TEMP_DIR:-}" ]]; then set -- "$@" --temp-dir "$RAY_TEMP_DIR"; fi
-  set -- start "$@" --num-gpus "$NUM_GPUS" --disable-usage-stats --block
+  set -- start "$@" --num-gpus "$NUM_GPUS" --num-cpus "$(cpus_for_ray)" --disable-usage-stats --block
   if [[ -n "$DRY_RUN" ]]; then
     printf 'RAY_AUTH_MODE=%q' "$RAY_AUTH_MODE"
     printf ' %q' "$RAY" "$@"

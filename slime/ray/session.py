@@ -1,7 +1,7 @@
 """Start and end of a run in the driver: arguments, Ray, trackers, signals, and the exit status.
 
 Whatever happens, the way out is the same: trackers flushed, ranks, engines and router ended, Ray left. Exit status: 0
-done, 2 the user can mend it, 1 a part of the run failed, 130 Ctrl-C, 143 SIGTERM.
+done (or nothing to do), 2 the user can mend it, 1 a part of the run failed, 130 Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from slime.arguments import parse_args
+from slime.arguments.before_start import check_before_start, nothing_left
 from slime.arguments.plan import show_plan
 from slime.observability.effective_config import effective_configuration
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, tracking_directory
@@ -40,9 +41,9 @@ def main(
 
     `asynchronous`: the loop generates while it trains, which some flags do not go with.
     """
-    # A plan has the standard output for itself: it may be JSON that a program reads.
+    # A plan and the result of a check have the standard output for themselves: a program may read them.
     words = sys.argv[1:] if argv is None else argv
-    plans = any(word == "--dry-run" or word.startswith("--dry-run-json") for word in words)
+    plans = any(word in ("--check", "--dry-run") or word.startswith("--dry-run-json") for word in words)
     stream = sys.stderr if plans else sys.stdout
     configure_logger(stream=stream)
     _terminated.clear()
@@ -50,9 +51,17 @@ def main(
         args = parse_args(argv=argv, asynchronous=asynchronous)
         StartupClock().mark("arguments")
         configure_logger(args.log_level, stream)
+        # Everything up to the session happens before Ray, trackers or directories are touched.
+        finished = nothing_left(args)
         if args.dry_run:
-            # Before Ray, trackers or directories are touched.
+            if finished is not None:
+                logger.warning("%s", finished)
             show_plan(args)
+            return 0
+        if finished is None:
+            check_before_start(args)
+        if args.check or finished is not None:
+            _tell_result(finished or _needs_of(args), stream)
             return 0
         with _session(args):
             train(args)
@@ -73,6 +82,21 @@ def main(
         _tell("the run failed", exc_info=True)
         return 1
     return 0
+
+
+def _needs_of(args: argparse.Namespace) -> str:
+    from slime.ray.cluster import plan_cluster
+
+    plan = plan_cluster(args)
+    return f"ready to start; of Ray the run needs {plan.gpus} GPUs and {plan.cpus} CPUs"
+
+
+def _tell_result(line: str, stream: TextIO) -> None:
+    """The one line of a run that starts nothing: of a check on the standard output, else in the log."""
+    if stream is sys.stderr:
+        print(line)
+    else:
+        logger.info("%s", line)
 
 
 def _tell(message: str, *values: object, exc_info: bool = False) -> None:

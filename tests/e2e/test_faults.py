@@ -13,7 +13,6 @@ import threading
 
 import pytest
 
-from tests.support.args import with_words
 from tests.support.tiny_task import PLUG_INS
 from tests.support.train_process import TrainProcess
 
@@ -70,7 +69,7 @@ def test_bad_input_ends_before_anything_starts(flags, tmp_path, words, message):
     files["empty"].touch()
     files["no_prompt"].write_text('{"question": "1+1", "label": "2"}\n')
     words = [word.format(**files) for word in words]
-    shown = run_to_error(with_words(flags, words), tmp_path / "run", 2, timeout=60)
+    shown = run_to_error([*flags, *words], tmp_path / "run", 2, timeout=60)
     assert shown.startswith(message.format(**files))
     assert len(shown.splitlines()) == 1
     assert_ended_at_once(tmp_path / "run")

@@ -132,7 +132,8 @@ def test_a_dry_run_says_what_would_run_and_leaves_nothing(stub, tmp_path: Path) 
     assert token.endswith("get-auth-token --generate")
     ports = f"--port {stub['RAY_PORT']} --dashboard-host 127.0.0.1 --dashboard-port {stub['DASHBOARD_PORT']}"
     assert start == (
-        f"RAY_AUTH_MODE=token {stub['RAY']} start --head {ports} --num-gpus 4 --disable-usage-stats --block"
+        f"RAY_AUTH_MODE=token {stub['RAY']} start --head {ports} --num-gpus 4 --num-cpus {max(os.cpu_count(), 5)} "
+        "--disable-usage-stats --block"
     )
     with socket.create_server(("127.0.0.1", 0)) as head:
         address = f"127.0.0.1:{head.getsockname()[1]}"
@@ -206,7 +207,9 @@ def test_real_nodes_form_a_cluster_and_run_a_job(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     program = tmp_path / "job.py"
     program.write_text(
-        "import os, ray, sys\nray.init(logging_level='ERROR')\n"
+        "import os, ray, sys\n"
+        "if '--check' in sys.argv: sys.exit(print('ready; the run needs 3 GPUs'))\n"
+        "ray.init(logging_level='ERROR')\n"
         "gpus = int(ray.cluster_resources()['GPU'])\n"
         "print('seen', gpus, os.getcwd(), os.environ['CUDA_DEVICE_MAX_CONNECTIONS'], sys.argv[-1])\n"
     )

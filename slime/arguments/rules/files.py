@@ -11,7 +11,7 @@ from slime.arguments.checkpoints import checkpoint_source
 from slime.arguments.critic import critic_weights
 from slime.arguments.hf_config.reading import no_directory
 from slime.arguments.initial_weights import source_of_actor
-from slime.arguments.plug_ins import flag_of, missing_files
+from slime.arguments.plug_ins import flag_of, missing_plug_ins
 from slime.arguments.rules import Rule
 from slime.arguments.rules.data import own_files
 from slime.utils.data_files import parse_data_path, path_without_slice
@@ -127,6 +127,6 @@ FILE_RULES: tuple[Rule, ...] = (
     rollout_dumps,
     other_models,
     initial_weights,
-    missing_files,
+    missing_plug_ins,
     writable_places,
 )
