@@ -3,6 +3,7 @@
 import asyncio
 import time
 
+import numpy as np
 import pytest
 
 from slime.rollout import rollout_step
@@ -11,6 +12,8 @@ from slime.rollout.sglang_rollout import GenerateState, generate_rollout, genera
 from slime.utils import async_utils
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import close_http_client
+from slime.utils.packed_sample import pack_sample
+from slime.utils.token_fields import held
 from slime.utils.types import Sample
 from tests.support.fake_generate_server import FakeGenerateServer
 from tests.support.rollout_args import CountingDataSource, make_args
@@ -55,7 +58,8 @@ def test_the_synchronous_function_gives_sorted_packed_groups(server, checkpoint)
     assert group_numbers(output.samples) == [0, 1, 2, 3]
     samples = leaves(output.samples)
     assert [sample.index for sample in samples] == list(range(8))
-    assert all(sample.packed.tokens.tolist() == sample.tokens for sample in samples)
+    assert all(isinstance(held(sample, "tokens"), np.ndarray) for sample in samples)
+    assert all(pack_sample(sample).tokens is held(sample, "tokens") for sample in samples)
     assert output.metrics == {"rollout/surplus_groups": 0, "rollout/aborted_samples": 0, "rollout/failed_samples": 0}
     assert source.returned == []
     assert server.aborts == 0
