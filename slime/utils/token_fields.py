@@ -29,7 +29,8 @@ _becoming_list = threading.Lock()
 class TokenField:
     """Descriptor of a field that holds a list, an array that is read as a list, or None.
 
-    An array that is assigned is held as it is if it is read-only, else copied.
+    An array that is assigned is held as it is if it is read-only, else copied; so is a part of another, which it would
+    keep in memory.
     """
 
     def __init__(self, name: str) -> None:
@@ -51,7 +52,7 @@ class TokenField:
         return value
 
     def __set__(self, sample: Sample, value: Any) -> None:
-        if isinstance(value, np.ndarray) and value.flags.writeable:
+        if isinstance(value, np.ndarray) and (value.flags.writeable or not value.flags.owndata):
             value = read_only(value.copy())
         sample.__dict__[self._name] = value
 

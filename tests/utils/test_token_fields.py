@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from slime.utils.token_fields import TOKEN_FIELDS, held, hold_arrays, token_array
+from slime.utils.token_fields import TOKEN_FIELDS, held, hold_arrays, read_only, token_array
 from slime.utils.types import Sample
 
 
@@ -105,6 +105,15 @@ def test_what_is_assigned_cannot_be_changed_behind_the_sample():
     sample.append_response_tokens(tokens=given, log_probs=np.zeros(3))
     given[0] = 7
     assert sample.tokens == [1, 2, 3, 9, 2, 3] and given.flags.writeable
+
+
+def test_a_part_of_a_larger_array_does_not_keep_it():
+    whole = read_only(np.arange(1000))
+    assert held(Sample(tokens=whole), "tokens") is whole
+    assert held(Sample(tokens=whole[:2]), "tokens").base is None
+    sample = array_sample()
+    sample.reset_for_retry()
+    assert held(sample, "tokens").base is None and sample.tokens == [5, 6]
 
 
 def test_no_value_changes_by_being_held():
