@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def saves(args: argparse.Namespace, rollout_id: int) -> bool:
-    """Whether a checkpoint is due after this rollout."""
+    """Whether a checkpoint is due after this rollout. Driver and rollout manager must agree."""
     return should_run_periodic_action(rollout_id, args.save_interval, args.rollouts_per_epoch, args.num_rollout)
 
 

@@ -23,6 +23,7 @@ from ray.util.placement_group import PlacementGroup
 from slime.arguments.plug_ins import MANAGER_PLUG_INS, load_plug_ins
 from slime.observability.logging_utils import LoggedMetrics, configure_logger, drain_outbox, log
 from slime.observability.progress import progress_snapshot
+from slime.ray.driver import saves
 from slime.scheduling.dp_schedule import DPSchedule, schedule_from_args, train_parallel_config
 from slime.utils.errors import RunError
 from slime.utils.misc import Box
@@ -123,11 +124,14 @@ class RolloutManager:
             self._shutdown()
             raise
         engines = self._engine_group
+        args.rollouts_per_epoch = self._rollouts_per_epoch()
+        if args.num_rollout is None and args.rollouts_per_epoch is not None:
+            args.num_rollout = args.num_epoch * args.rollouts_per_epoch
         return ServingInfo(
             engines=engines.engines if engines else [],
             gpu_counts=engines.gpu_counts if engines else [],
             gpu_offsets=engines.gpu_offsets if engines else [],
-            rollouts_per_epoch=self._rollouts_per_epoch(),
+            rollouts_per_epoch=args.rollouts_per_epoch,
         )
 
     def _start_serving(self, group: PlacementGroup | None, places: Sequence[tuple[int, int]]) -> None:
@@ -177,8 +181,7 @@ class RolloutManager:
         started = time.perf_counter()
         samples, extra_metrics = self._samples_of(rollout_id)
         seconds = time.perf_counter() - started
-        if self._states is not None:
-            self._states.remember(rollout_id)
+        self._remember_state(rollout_id)
         if self.args.save_debug_rollout_data is not None:
             from slime.rollout.rollout_dump import save_rollout
 
@@ -192,6 +195,12 @@ class RolloutManager:
             metrics.update(compute_rollout_perf_metrics(self.args, samples, seconds))
             log(self.args, {**metrics, "rollout/step": rollout_id}, "rollout/step")
         return RolloutResult(shards, drain_outbox(), critic_shards)
+
+    def _remember_state(self, rollout_id: int) -> None:
+        """Keep the data state for the checkpoint of `rollout_id`, if one will be written."""
+        args = self.args
+        if self._states is not None and args.save is not None and args.has_trainer and saves(args, rollout_id):
+            self._states.remember(rollout_id)
 
     def _samples_of(self, rollout_id: int) -> tuple[list[Any], dict[str, Any] | None]:
         """The step's samples, flat, from the rollout function or from a dump."""

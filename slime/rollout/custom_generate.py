@@ -23,6 +23,7 @@ from slime.rollout.user_functions import (
 )
 from slime.utils.errors import UserError
 from slime.utils.misc import load_function
+from slime.utils.token_fields import held
 from slime.utils.types import Sample
 from slime.utils.user_code import user_function_error
 
@@ -50,7 +51,7 @@ class GenerateFunction:
             return (await self.call_group(args, [sample], sampling_params, evaluation))[0]
         keywords = accepted_keywords(self.function, {"evaluation": evaluation})
         result = await self._call(args, [sample], sample, dict(sampling_params), keywords=keywords)
-        return self._checked_entry(args, sample, result)
+        return await self._checked_entry(args, sample, result)
 
     async def call_group(
         self, args: Any, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool
@@ -63,7 +64,7 @@ class GenerateFunction:
         if not isinstance(result, list) or len(result) != len(group):
             expected = f"a list of {len(group)} entries, one per sample, in order"
             raise wrong_result_error(FLAG, self.path, describe_samples(group), result, expected)
-        return [self._checked_entry(args, sample, entry) for sample, entry in zip(group, result, strict=True)]
+        return [await self._checked_entry(args, sample, entry) for sample, entry in zip(group, result, strict=True)]
 
     async def _call(self, args: Any, samples: list[Sample], *arguments: Any, keywords: dict[str, Any]) -> Any:
         limit = args.http_request_timeout
@@ -77,12 +78,14 @@ class GenerateFunction:
         except Exception as error:
             raise user_function_error(FLAG, self.path, describe_samples(samples), error) from error
 
-    def _checked_entry(self, args: Any, sample: Sample, entry: Any) -> Sample | list[Any]:
+    async def _checked_entry(self, args: Any, sample: Sample, entry: Any) -> Sample | list[Any]:
         subject = f"sample {sample.index}"
         found = leaves(entry) if isinstance(entry, Sample | list) else []
         if not found or not all(isinstance(leaf, Sample) for leaf in found):
             raise wrong_result_error(FLAG, self.path, subject, entry, "Sample or a non-empty list of Samples")
         for leaf in found:
+            if _lacks_tokens(leaf):
+                await GenerateState(args).in_encoder(_tokenise_response, args, leaf, f"{FLAG} {self.path}")
             complete_sample(args, leaf, f"{FLAG} {self.path}")
         if isinstance(entry, list):
             share_rollout_id(sample, found, f"{FLAG} {self.path}")
@@ -122,9 +125,9 @@ def complete_sample(args: Any, sample: Sample, source: str) -> None:
     Raises:
         UserError: the lengths do not fit together.
     """
-    if sample.response and not sample.tokens:
+    if _lacks_tokens(sample):
         _tokenise_response(args, sample, source)
-    if sample.loss_mask is not None and sample.response_length:
+    if held(sample, "loss_mask") is not None and sample.response_length:
         _fit_loss_mask(sample, source)
     if sample.status is Sample.Status.PENDING and sample.response_length:
         sample.status = Sample.Status.COMPLETED
@@ -140,6 +143,10 @@ def complete_sample(args: Any, sample: Sample, source: str) -> None:
         sample.validate_lengths()
     except ValueError as error:
         raise UserError(f"{source} returned a sample whose fields do not fit together: {error}") from error
+
+
+def _lacks_tokens(sample: Sample) -> bool:
+    return bool(sample.response) and not len(held(sample, "tokens"))
 
 
 def _tokenise_response(args: Any, sample: Sample, source: str) -> None:
@@ -161,8 +168,9 @@ def _tokenise_response(args: Any, sample: Sample, source: str) -> None:
 
 
 def _fit_loss_mask(sample: Sample, source: str) -> None:
-    if len(sample.loss_mask) == 0:
+    mask = held(sample, "loss_mask")
+    if len(mask) == 0:
         sample.loss_mask = None
-    elif len(sample.loss_mask) == len(sample.tokens) != sample.response_length:
+    elif len(mask) == len(held(sample, "tokens")) != sample.response_length:
         logger.warning("%s: loss_mask covers all tokens; cut to the response (sample %s)", source, sample.index)
-        sample.loss_mask = sample.loss_mask[-sample.response_length :]
+        sample.loss_mask = mask[-sample.response_length :]

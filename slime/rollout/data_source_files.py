@@ -1,8 +1,8 @@
 """A data source's state in plain values, and the directory that holds it.
 
 The directory has `state.json`, and `arrays.safetensors` where there are arrays. No pickle: what is read back can only be
-plain values and numpy arrays. Tuples, dicts with keys that are no strings, and arrays are written as one-entry objects
-whose key starts with `__`. The directory appears whole or not at all.
+plain values and numpy arrays. Tuples, dicts with keys that are no strings, and arrays are written as objects whose keys
+start with `__`; arrays in a narrow type that holds their values exactly. The directory appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ import numpy as np
 from slime.utils.atomic_io import publishing_directory
 from slime.utils.dataset import Dataset
 from slime.utils.errors import UserError
+from slime.utils.token_fields import exactly_as, hold_arrays
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
 _JSON_FILE = "state.json"
 _ARRAY_FILE = "arrays.safetensors"
+# Token ids take four bytes, masks one, and log-probs four where the engine computes them in float32.
+_NARROW_TYPES = {"i": (np.int8, np.int32), "f": (np.float32,)}
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -85,8 +88,14 @@ def read_state(directory: str | Path) -> dict[str, Any]:
 
 
 def groups_to_plain(entry: Any) -> Any:
-    """Nested lists of samples as nested lists of dicts that share no container with the samples."""
-    return [groups_to_plain(inner) for inner in entry] if isinstance(entry, list) else entry.to_dict()
+    """Nested lists of samples as nested lists of dicts that share no container with the samples, only read-only arrays.
+
+    The samples hold their per-token fields as arrays afterwards.
+    """
+    if isinstance(entry, list):
+        return [groups_to_plain(inner) for inner in entry]
+    hold_arrays(entry)
+    return entry.to_dict(token_arrays=True)
 
 
 def groups_from_plain(entry: Any) -> Any:
@@ -131,9 +140,16 @@ def _encode(value: Any, arrays: dict[str, np.ndarray], where: str) -> Any:
         return _encode_dict(value, arrays, where)
     if isinstance(value, np.ndarray) and value.dtype != object:
         name = f"array_{len(arrays)}"
-        arrays[name] = np.ascontiguousarray(value)
-        return {"__array__": name}
+        arrays[name] = np.ascontiguousarray(_narrowed(value))
+        return {"__array__": name, "__dtype__": value.dtype.name}
     raise UserError(f"the data source cannot be saved: {where} is a {type(value).__name__}; keep plain values there")
+
+
+def _narrowed(array: np.ndarray) -> np.ndarray:
+    for dtype in _NARROW_TYPES.get(array.dtype.kind, ()):
+        if np.dtype(dtype).itemsize < array.dtype.itemsize and (narrow := exactly_as(array, dtype)) is not None:
+            return narrow
+    return array
 
 
 def _encode_dict(value: dict, arrays: dict[str, np.ndarray], where: str) -> dict[str, Any]:
@@ -153,7 +169,8 @@ def _decode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
     if "__tuple__" in value:
         return tuple(_decode(value["__tuple__"], arrays))
     if "__array__" in value:
-        return arrays[value["__array__"]]
+        array = arrays[value["__array__"]]
+        return array.astype(value.get("__dtype__", array.dtype), copy=False)
     if "__items__" in value:
         return {key: _decode(entry, arrays) for key, entry in _decode(value["__items__"], arrays)}
     return {key: _decode(entry, arrays) for key, entry in value.items()}

@@ -1,7 +1,7 @@
 """The states of a data source on their way to checkpoints and back.
 
-A checkpoint may be written when later prompts are drawn already, so the state after each rollout's draw is kept for a
-while. Which of its methods a source is asked by:
+A checkpoint may be written when later prompts are drawn already, so the state after the draw of a rollout that will be
+saved is kept until then. Which of its methods a source is asked by:
 
 * `state_dict()` and `save(rollout_id, state)`, as our own sources have them;
 * `state_dict()` and `load_state_dict(state)` alone: the state is written and read here, as `data_source_files` does;
@@ -38,7 +38,7 @@ class DataSourceSnapshots:
         self._has_snapshots = self._written_here or (has_state and self._saves_given_state)
 
     def remember(self, rollout_id: int) -> None:
-        """Keep the state as it is now as the one after `rollout_id`, if the source can tell it."""
+        """Keep the state as it is now as the one after `rollout_id`, which will be saved, if the source can tell it."""
         if not self._has_snapshots:
             return
         self._kept[rollout_id] = self._snapshot(rollout_id)
@@ -59,9 +59,12 @@ class DataSourceSnapshots:
         state = self._kept[rollout_id] if rollout_id in self._kept else self._snapshot(rollout_id)
         if self._written_here:
             write_state(state_directory(self._args.save, rollout_id), state)
-            return
-        with calling_source(self._args, self._source, "save", f"rollout {rollout_id}"):
-            self._source.save(rollout_id, state)
+        else:
+            with calling_source(self._args, self._source, "save", f"rollout {rollout_id}"):
+                self._source.save(rollout_id, state)
+        # Saves come in order.
+        for old in [kept for kept in self._kept if kept <= rollout_id]:
+            del self._kept[old]
 
     def load(self, rollout_id: int) -> None:
         """Restore the state after `rollout_id`; nothing to do for a negative id.

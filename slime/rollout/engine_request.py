@@ -2,9 +2,12 @@
 
 from typing import Any
 
+import numpy as np
+
 from slime.rollout.failures import SampleFailed
 from slime.rollout.generate_state import GenerateState, deterministic_inference
 from slime.utils.errors import UserError
+from slime.utils.token_fields import held, token_array
 from slime.utils.types import Sample
 
 
@@ -19,7 +22,7 @@ def token_budget(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> 
         limits.append(sampling_params["max_new_tokens"] - sample.response_length)
     context_length = GenerateState(args).context_length(args)
     if context_length is not None:
-        limits.append(context_length - len(sample.tokens))
+        limits.append(context_length - len(held(sample, "tokens")))
     if not limits:
         raise UserError(
             "neither --rollout-max-response-len nor --rollout-max-context-len is given, and config.json of "
@@ -43,7 +46,7 @@ def build_payload(state: GenerateState, sample: Sample, sampling_params: dict[st
         )
     params = {name: value for name, value in sampling_params.items() if value is not None}
     params["max_new_tokens"] = budget
-    payload = {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True}
+    payload = {"input_ids": token_array(sample, "tokens"), "sampling_params": params, "return_logprob": True}
     if state.args.use_rollout_routing_replay:
         held = sample.rollout_routed_experts
         payload |= {"return_routed_experts": True, "routed_experts_start_len": 0 if held is None else len(held)}
@@ -52,18 +55,19 @@ def build_payload(state: GenerateState, sample: Sample, sampling_params: dict[st
 
 def check_token_ids(state: GenerateState, sample: Sample) -> None:
     """Raise UserError, naming sample, id and vocabulary size, when an id lies outside the vocabulary."""
-    if min(sample.tokens) >= 0 and max(sample.tokens) < state.vocab_size:
+    tokens = token_array(sample, "tokens")
+    if tokens.min() >= 0 and tokens.max() < state.vocab_size:
         return
-    position, token = next((i, t) for i, t in enumerate(sample.tokens) if not 0 <= t < state.vocab_size)
+    position = int(np.argmax((tokens < 0) | (tokens >= state.vocab_size)))
     raise UserError(
-        f"sample {sample.index}: token id {token} at position {position} is outside the vocabulary of "
+        f"sample {sample.index}: token id {tokens[position]} at position {position} is outside the vocabulary of "
         f"{state.vocab_size} tokens (config.json of --hf-checkpoint); do tokenizer and model belong together?"
     )
 
 
 def check_prompt_length(args: Any, sample: Sample) -> None:
     """Raise SampleFailed when the prompt is empty or leaves no room for a single token."""
-    length, limit = len(sample.tokens), GenerateState(args).context_length(args)
+    length, limit = len(held(sample, "tokens")), GenerateState(args).context_length(args)
     if length == 0:
         raise SampleFailed("the prompt has no tokens", retryable=False)
     if limit is not None and length >= limit:

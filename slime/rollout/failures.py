@@ -43,11 +43,32 @@ def failed_samples(groups: list[Any]) -> list[Sample]:
 
 def stop_when_most_failed(groups: list[Any]) -> None:
     """Raise RunError with the first cause when more than half of the samples that we marked FAILED ourselves failed."""
-    failed = [sample for sample in failed_samples(groups) if sample.remove_sample and "fail_reason" in sample.metadata]
-    total = len(leaves(groups))
-    if 2 * len(failed) > total:
-        first = failed[0]
-        raise RunError(
-            f"{len(failed)} of {total} samples of this step failed, more than half; "
-            f"the first was sample {first.index}: {first.metadata['fail_reason']}"
-        )
+    tally = FailureTally()
+    tally.add(groups)
+    tally.stop_when_most_failed()
+
+
+class FailureTally:
+    """How many samples there were, how many of them we marked FAILED ourselves, and why the first: without the samples."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.failed = 0
+        self._first = ""
+
+    def add(self, group: list[Any]) -> None:
+        """Count the samples of a finished group."""
+        failed = [
+            sample for sample in failed_samples(group) if sample.remove_sample and "fail_reason" in sample.metadata
+        ]
+        if failed and not self._first:
+            self._first = f"sample {failed[0].index}: {failed[0].metadata['fail_reason']}"
+        self.samples += len(leaves(group))
+        self.failed += len(failed)
+
+    def stop_when_most_failed(self) -> None:
+        """Raise RunError with the first cause when more than half failed."""
+        if 2 * self.failed > self.samples:
+            raise RunError(
+                f"{self.failed} of {self.samples} samples of this step failed, more than half; the first was {self._first}"
+            )

@@ -4,14 +4,20 @@ import asyncio
 import json
 import logging
 import uuid
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import orjson
 
 from slime.utils.errors import UserError
 from slime.utils.http_utils import get_rollout_num_engines, init_http_client
 from slime.utils.misc import SingletonMeta
 from slime.utils.processing_utils import load_tokenizer, render_chat, require_chat_template
+from slime.utils.token_fields import read_only
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -30,8 +36,10 @@ class GenerateState(metaclass=SingletonMeta):
         self.semaphore = asyncio.Semaphore(args.sglang_server_concurrency * get_rollout_num_engines(args))
         self.sampling_params = rollout_sampling_params(args)
         self._warned: set[str] = set()
-        # The siblings of a group share their prompt: tokenise it once.
-        self._encode = lru_cache(maxsize=1024)(self._encode_text)
+        # One thread, because fast tokenizers refuse to be used by two at once.
+        self._encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slime-tokenize")
+        # The siblings of a group share their prompt: render and tokenise it once.
+        self._start_encoding = lru_cache(maxsize=1024)(self._submit_encoding)
         init_http_client(args)
         self.reset()
 
@@ -77,22 +85,47 @@ class GenerateState(metaclass=SingletonMeta):
         engine_limit = getattr(args, "sglang_context_length", None) or self._hf_config.get("max_position_embeddings")
         return min([limit for limit in (args.rollout_max_context_len, engine_limit) if limit], default=None)
 
+    async def encode_prompt(self, sample: Sample) -> np.ndarray:
+        """As `prompt_ids`, off the event loop: a read-only int64 array that siblings share."""
+        if "tokenizer" not in self.__dict__:
+            await self.in_encoder(getattr, self, "tokenizer")
+        source = self._prompt_source(sample)
+        try:
+            key = orjson.dumps(source)
+        except TypeError:
+            return read_only(np.array(await self.in_encoder(self._encode, *source), np.int64))
+        # Shielded: a sibling that is cancelled must not take the prompt from the others.
+        return await asyncio.shield(asyncio.wrap_future(self._start_encoding(key)))
+
     def prompt_ids(self, sample: Sample) -> list[int]:
         """Token ids of the prompt. A chat template writes the special tokens itself, other text gets the tokenizer's."""
-        rendered = getattr(sample, "prompt_is_rendered", getattr(self.args, "apply_chat_template", False))
-        text = sample.prompt
-        if not isinstance(text, str):
-            require_chat_template(self.tokenizer, f"the prompt of sample {sample.index} is a list of messages")
-            template_kwargs = {
-                **(getattr(self.args, "apply_chat_template_kwargs", None) or {}),
-                **sample.apply_chat_template_kwargs,
-            }
-            text = render_chat(self.tokenizer, text, sample.metadata.get("tools"), template_kwargs)
-            rendered = True
-        return list(self._encode(text, not rendered))
+        return self._encode(*self._prompt_source(sample))
 
-    def _encode_text(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    async def in_encoder(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of `function`, which may use the tokenizer, from the one thread that does."""
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, function, *arguments)
+
+    def _prompt_source(self, sample: Sample) -> tuple[Any, ...]:
+        """What the ids of the prompt follow from: (prompt, whether it is rendered, tools, template arguments)."""
+        if isinstance(sample.prompt, str):
+            rendered = getattr(sample, "prompt_is_rendered", getattr(self.args, "apply_chat_template", False))
+            return sample.prompt, bool(rendered), None, {}
+        require_chat_template(self.tokenizer, f"the prompt of sample {sample.index} is a list of messages")
+        template_kwargs = getattr(self.args, "apply_chat_template_kwargs", None) or {}
+        return (
+            sample.prompt,
+            False,
+            sample.metadata.get("tools"),
+            {**template_kwargs, **sample.apply_chat_template_kwargs},
+        )
+
+    def _submit_encoding(self, key: bytes) -> "Future[np.ndarray]":
+        return self._encoder.submit(lambda: read_only(np.array(self._encode(*orjson.loads(key)), np.int64)))
+
+    def _encode(self, prompt: Any, rendered: bool, tools: Any, template_kwargs: dict[str, Any]) -> list[int]:
+        if not isinstance(prompt, str):
+            prompt, rendered = render_chat(self.tokenizer, prompt, tools, template_kwargs), True
+        return self.tokenizer.encode(prompt, add_special_tokens=not rendered)
 
 
 def rollout_sampling_params(args: Any) -> dict[str, Any]:

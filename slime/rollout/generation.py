@@ -16,7 +16,9 @@ from slime.rollout.generate_state import GenerateState, prepare_group
 from slime.rollout.partial_rollout import as_continuable_group, mask_finished_earlier, mask_tokens_before_resumption
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
-from slime.utils.http_utils import post
+from slime.utils.engine_answers import TokenLogProbs
+from slime.utils.http_utils import post_generate
+from slime.utils.token_fields import held, token_array
 from slime.utils.types import Sample
 
 Status = Sample.Status
@@ -34,8 +36,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         HttpError: the engine refused the request, or did not answer.
     """
     state = GenerateState(args)
-    if not sample.tokens:
-        sample.tokens = state.prompt_ids(sample)
+    if not len(held(sample, "tokens")):
+        sample.tokens = await state.encode_prompt(sample)
     if sample.response_length == 0:
         check_prompt_length(args, sample)
     budget = token_budget(args, sample, sampling_params)
@@ -43,7 +45,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         sample.status = Status.TRUNCATED
         return sample
     payload = build_payload(state, sample, sampling_params, budget)
-    output = await post(get_model_url(args, "default"), payload, headers=routing_headers(args, sample))
+    output = await post_generate(get_model_url(args, "default"), payload, headers=routing_headers(args, sample))
     if "routed_experts_start_len" in payload:
         # Stock engines honour it without saying so.
         output["meta_info"].setdefault("routed_experts_start_len", payload["routed_experts_start_len"])
@@ -54,13 +56,13 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 def append_engine_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
     """Add what the engine generated. An answer without token log-probs brings no new tokens, only its status."""
     meta_info = output["meta_info"]
-    pairs = meta_info.get("output_token_logprobs") or []
+    generated = TokenLogProbs.of(meta_info.get("output_token_logprobs"))
     sample.append_response_tokens(
         args,
-        tokens=[pair[1] for pair in pairs],
-        log_probs=[pair[0] for pair in pairs],
+        tokens=generated.tokens,
+        log_probs=generated.log_probs,
         meta_info=meta_info,
-        text=output.get("text") if pairs else None,
+        text=output.get("text") if len(generated) else None,
     )
 
 
@@ -108,7 +110,7 @@ async def _generate_entry(
         if state.aborted:
             sample.status = Status.ABORTED
             return sample
-        tokens_before = list(sample.tokens) if sample.response_length else None
+        tokens_before = token_array(sample, "tokens") if sample.response_length else None
         if function is None:
             entry: Sample | list[Any] = await generate(args, sample, dict(sampling_params))
         else:

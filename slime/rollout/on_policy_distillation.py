@@ -19,11 +19,15 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from slime.rollout.train_data import relative_rewards
+from slime.utils.engine_answers import TokenLogProbs
 from slime.utils.errors import RunError, UserError
 from slime.utils.finite_number import finite_number
-from slime.utils.http_utils import post
+from slime.utils.http_utils import post_generate
 from slime.utils.processing_utils import load_tokenizer
+from slime.utils.token_fields import held, read_only, token_array
 from slime.utils.types import Sample
 
 # Teachers whose tokenizer was compared, by address.
@@ -40,7 +44,7 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
     """
     url = _teacher_url(args)
     is_first = url not in _compared
-    answer = await post(url, _request(args, sample, with_text=is_first))
+    answer = await post_generate(url, _request(args, sample, with_text=is_first))
     sample.teacher_log_probs = _response_log_probs(answer, sample, url)
     if is_first:
         _compare_tokenizers(args, answer, url)
@@ -65,7 +69,7 @@ def post_process_rewards(args: Any, samples: Sequence[Sample], **kwargs: Any) ->
 
 def _number(args: Any, sample: Sample) -> float:
     if isinstance(sample.reward, dict) and "meta_info" in sample.reward:
-        if sample.teacher_log_probs is None:
+        if held(sample, "teacher_log_probs") is None:
             sample.teacher_log_probs = _response_log_probs(sample.reward, sample, "the teacher")
         return 0.0
     value = sample.get_reward_value(args)
@@ -86,7 +90,7 @@ def _teacher_url(args: Any) -> str:
 
 def _request(args: Any, sample: Sample, *, with_text: bool) -> dict[str, Any]:
     payload = {
-        "input_ids": list(sample.tokens),
+        "input_ids": token_array(sample, "tokens"),
         "sampling_params": {
             "temperature": args.rollout_temperature,
             "max_new_tokens": 0,
@@ -98,27 +102,36 @@ def _request(args: Any, sample: Sample, *, with_text: bool) -> dict[str, Any]:
     return {**payload, "return_text_in_logprobs": True} if with_text else payload
 
 
-def _response_log_probs(answer: Any, sample: Sample, source: str) -> list[float]:
+def _response_log_probs(answer: Any, sample: Sample, source: str) -> np.ndarray:
     meta_info = answer.get("meta_info") if isinstance(answer, dict) else None
     entries = (meta_info or {}).get("input_token_logprobs")
-    if not entries:
+    if entries is None or not len(entries):
         raise RunError(f"{source} answered without meta_info.input_token_logprobs for sample {sample.index}")
     # The first token has nothing before it that could predict it.
-    log_probs = [entry[0] for entry in entries[1:]]
+    log_probs = _log_probs(entries)[1:]
     response = log_probs[max(len(log_probs) - sample.response_length, 0) :]
-    wrong = [value for value in response if not isinstance(value, int | float) or math.isnan(value)]
-    if wrong or len(response) != sample.response_length:
+    wrong = response[np.isnan(response)]
+    if len(wrong) or len(response) != sample.response_length:
         raise RunError(
             f"{source} gave log-probs for sample {sample.index} that are no numbers or too few: {len(response)} of "
-            f"{sample.response_length}, {wrong[:3]}"
+            f"{sample.response_length}, {len(wrong)} of them no numbers"
         )
-    return [float(value) for value in response]
+    # A copy: what stands before the response is not kept.
+    return read_only(response.copy())
+
+
+def _log_probs(entries: Any) -> np.ndarray:
+    if isinstance(entries, TokenLogProbs):
+        return entries.log_probs
+    values = [entry[0] for entry in entries]
+    return np.array([value if isinstance(value, int | float) else math.nan for value in values], np.float64)
 
 
 def _compare_tokenizers(args: Any, answer: dict[str, Any], url: str) -> None:
-    entries = [
-        entry for entry in answer["meta_info"]["input_token_logprobs"] if len(entry) > 2 and entry[2] is not None
-    ]
+    entries = answer["meta_info"]["input_token_logprobs"]
+    if isinstance(entries, TokenLogProbs):  # without text
+        return
+    entries = [entry for entry in entries if len(entry) > 2 and entry[2] is not None]
     if not entries:
         return
     tokenizer = load_tokenizer(args.hf_checkpoint, args.trust_remote_code)

@@ -6,7 +6,10 @@ Invariants: no prompt is lost; a returned group has as many entries as it was gi
 import copy
 from typing import Any
 
+import numpy as np
+
 from slime.rollout.base_types import leaves
+from slime.utils.token_fields import read_only, token_array
 from slime.utils.types import Sample
 
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
@@ -56,10 +59,10 @@ def _can_be_continued(entry: Any) -> bool:
 def mask_finished_earlier(args: Any, sample: Sample) -> None:
     """With `--mask-offpolicy-in-partial-rollout`: a sibling that was finished before its group came back trains nothing."""
     if _masking(args) and "start_rollout_id" in sample.metadata:
-        sample.loss_mask = [0] * sample.response_length
+        sample.loss_mask = np.zeros(sample.response_length, np.int32)
 
 
-def mask_tokens_before_resumption(args: Any, entry: Any, tokens_before: list[int]) -> None:
+def mask_tokens_before_resumption(args: Any, entry: Any, tokens_before: np.ndarray) -> None:
     """With `--mask-offpolicy-in-partial-rollout`: train only what was written after the resumption.
 
     In each leaf of `entry` the response tokens that it shares with `tokens_before` (prompt and response so far) get
@@ -68,17 +71,19 @@ def mask_tokens_before_resumption(args: Any, entry: Any, tokens_before: list[int
     if not _masking(args):
         return
     for sample in leaves(entry):
-        prompt_length = len(sample.tokens) - sample.response_length
-        stale = max(0, _common_prefix_length(sample.tokens, tokens_before) - prompt_length)
-        mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
-        sample.loss_mask = [0] * stale + mask[stale:]
+        tokens, mask = token_array(sample, "tokens"), token_array(sample, "loss_mask")
+        prompt_length = len(tokens) - sample.response_length
+        stale = max(0, _common_prefix_length(tokens, tokens_before) - prompt_length)
+        mask = np.ones(sample.response_length, np.int32) if mask is None else mask.copy()
+        mask[:stale] = 0
+        sample.loss_mask = read_only(mask)
 
 
 def _masking(args: Any) -> bool:
     return bool(args.partial_rollout and args.mask_offpolicy_in_partial_rollout)
 
 
-def _common_prefix_length(left: list[int], right: list[int]) -> int:
-    if left[: len(right)] == right:
-        return len(right)
-    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+def _common_prefix_length(left: np.ndarray, right: np.ndarray) -> int:
+    shorter = min(len(left), len(right))
+    different = left[:shorter] != right[:shorter]
+    return int(different.argmax()) if different.any() else shorter

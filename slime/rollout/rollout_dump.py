@@ -16,6 +16,7 @@ import numpy as np
 from slime.utils.errors import UserError
 from slime.utils.file_templates import existing_files
 from slime.utils.packed_sample import pack_sample
+from slime.utils.token_fields import TOKEN_FIELDS, held
 from slime.utils.types import Sample
 
 _INTEGER_FIELDS = ("tokens", "loss_mask")
@@ -80,30 +81,28 @@ def load_rollout(template: str, rollout_id: int | str, subsample: float | None =
 
 
 def _to_plain(sample: Sample) -> dict[str, Any]:
-    import torch
-
     arrays = {}
-    if sample.tokens:
+    if len(held(sample, "tokens")):
         packed = pack_sample(sample)
         for name in (*_INTEGER_FIELDS, *_FLOAT_FIELDS):
             array = getattr(packed, name)
-            if getattr(sample, name) is not None and array is not None:
-                arrays[name] = torch.from_numpy(array)
+            if held(sample, name) is not None and array is not None:
+                arrays[name] = array
     # Without its long lists, which `to_dict` would copy for nothing.
     bare = copy.copy(sample)
     for name in arrays:
         setattr(bare, name, None)
-    plain = {**bare.to_dict(), **arrays}
-    return {name: _plain(value, f"sample {sample.index}: {name}") for name, value in plain.items()}
+    plain = {name: _plain(value, f"sample {sample.index}: {name}") for name, value in bare.to_dict().items()}
+    return {**plain, **arrays}
 
 
 def _share_storage(samples: list[dict[str, Any]], name: str) -> None:
-    """Make the field's tensors views of one: torch writes a storage once, and thousands of small ones slowly."""
+    """Make tensors of the field's arrays, views of one: torch writes a storage once, and thousands of small ones slowly."""
     import torch
 
-    holders = [sample for sample in samples if torch.is_tensor(sample.get(name))]
+    holders = [sample for sample in samples if isinstance(sample.get(name), np.ndarray)]
     if holders:
-        flat = torch.cat([sample[name] for sample in holders])
+        flat = torch.from_numpy(np.concatenate([sample[name] for sample in holders]))
         for sample, view in zip(holders, flat.split([len(sample[name]) for sample in holders]), strict=True):
             sample[name] = view
 
@@ -133,5 +132,8 @@ def _plain(value: Any, where: str) -> Any:
 def _from_plain(entry: dict[str, Any]) -> Sample:
     import torch
 
-    fields = {name: value.tolist() if torch.is_tensor(value) else value for name, value in entry.items()}
+    fields = {
+        name: (value.numpy() if name in TOKEN_FIELDS else value.tolist()) if torch.is_tensor(value) else value
+        for name, value in entry.items()
+    }
     return Sample.from_dict(fields)

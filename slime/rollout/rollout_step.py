@@ -15,7 +15,7 @@ from slime.observability.progress import start_progress
 from slime.rollout.abort import abort, cancel_tasks
 from slime.rollout.base_types import RolloutFnTrainOutput, leaves, sample_line
 from slime.rollout.data_source_calls import draw_groups, give_back
-from slime.rollout.failures import failed_samples, stop_when_most_failed
+from slime.rollout.failures import FailureTally, failed_samples
 from slime.rollout.filter_hub.base_types import (
     MetricGatherer,
     call_dynamic_filter,
@@ -53,7 +53,9 @@ class RolloutStep:
         self.gatherer = MetricGatherer()
         self.counts: Counter[str] = Counter()
         self.kept: list[list[Any]] = []
-        self.all_finished: list[list[Any]] = []
+        self.failures = FailureTally()
+        # Groups that are not kept are held only for the hook that asks for them.
+        self.all_finished: list[list[Any]] | None = [] if args.rollout_all_samples_process_path else None
         self.origins: dict[asyncio.Task[Any], list[Any]] = {}
         self.started_at: dict[asyncio.Task[Any], float] = {}
         self.done: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
@@ -116,6 +118,8 @@ class RolloutStep:
 
     def _on_done(self, task: asyncio.Task[Any]) -> None:
         self.state.pendings.discard(task)
+        # A task holds its group.
+        del self.started_at[task]
         self.done.put_nowait(task)
 
     async def _next_done(self) -> asyncio.Task[Any]:
@@ -148,19 +152,24 @@ class RolloutStep:
         if is_aborted(group):
             self._give_back_interrupted(task, group)
             return
-        self.counts["finished"] += 1
-        self.all_finished.append(group)
+        self._count_finished(group)
         if self.filter is not None and await self._filter_drops(group):
             self.state.remaining_batch_size -= 1
             self.counts["dropped"] += 1
             del self.origins[task]
             # Those that failed look alike to a filter: without this, a dead reward service would be asked for ever.
-            if len(self.all_finished) >= self.target:
-                stop_when_most_failed(self.all_finished)
+            if self.counts["finished"] >= self.target:
+                self.failures.stop_when_most_failed()
             return
         self.kept.append(group)
         self.packing.append(asyncio.ensure_future(asyncio.to_thread(_pack_group, group)))
         self.progress.advance(n)
+
+    def _count_finished(self, group: list[Any]) -> None:
+        self.counts["finished"] += 1
+        self.failures.add(group)
+        if self.all_finished is not None:
+            self.all_finished.append(group)
 
     async def _filter_drops(self, group: list[Any]) -> bool:
         samples = leaves(group)
@@ -221,9 +230,8 @@ class RolloutStep:
 
         What failed in it starts again. With `--group-rm` all of it does: its reward is one verdict over all answers.
         """
-        self.counts["finished"] += 1
+        self._count_finished(group)
         self.counts["surplus_groups"] += 1
-        self.all_finished.append(group)
         if not self.args.keep_surplus_groups or (self.args.group_rm and failed_samples(group)):
             return as_prompts(origin)
         return as_continuable_group(origin, group)
@@ -255,7 +263,7 @@ class RolloutStep:
 
     async def _output(self) -> RolloutFnTrainOutput:
         self.kept.sort(key=_first_index)
-        stop_when_most_failed(self.all_finished)
+        self.failures.stop_when_most_failed()
         await self._process_all_samples()
         for name, sample in (("first", leaves(self.kept[0])[0]), ("last", leaves(self.kept[-1])[-1])):
             logger.info("rollout %d, %s sample: %s", self.rollout_id, name, sample_line(sample))
@@ -273,7 +281,7 @@ class RolloutStep:
 
     async def _process_all_samples(self) -> None:
         path = self.args.rollout_all_samples_process_path
-        if not path:
+        if self.all_finished is None:
             return
         self.all_finished.sort(key=_first_index)
         try:

@@ -21,6 +21,7 @@ from slime.utils.misc import Box
 from slime.utils.packed_sample import PackedSample, pack_sample
 from slime.utils.ragged import RaggedArray
 from slime.utils.sample_source import get_source
+from slime.utils.token_fields import held
 from slime.utils.types import Sample
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ def _complete(batch: TrainBatch) -> TrainBatch:
 
 def _pack(sample: Sample) -> PackedSample:
     """The sample's arrays; one that failed before it had any token gets two tokens without loss, to keep its place."""
-    if sample.remove_sample and not sample.tokens:
+    if sample.remove_sample and not len(held(sample, "tokens")):
         nothing = np.zeros(1, np.int32)
         return PackedSample(np.zeros(2, np.int64), nothing, np.zeros(1, np.float32), np.zeros(1, np.float32))
     return pack_sample(sample)

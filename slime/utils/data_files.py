@@ -150,12 +150,8 @@ def _non_blank_lines(path: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _iterate_parquet(file: DataFile, on_bad_row: BadRowHandler) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise UserError(
-            f"{file.path}: reading .parquet needs pyarrow; install the extra `parquet` (pip install 'slime[parquet]')"
-        ) from error
+    from pyarrow import ArrowException, parquet
+
     try:
         with parquet.ParquetFile(file.path) as table:
             selected = _selected_rows(file, lambda: table.metadata.num_rows)

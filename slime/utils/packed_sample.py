@@ -1,9 +1,8 @@
-"""A sample as flat arrays, made once when its group is accepted.
+"""A sample as flat arrays, made when its group is accepted.
 
 Turning Python lists into arrays costs more than everything the train batch does afterwards, so it happens once per
-sample, off the event loop. The arrays stay valid while the sample holds the same list objects with the same lengths; a
-hook that replaces a list (or appends to it) makes `pack_sample` pack again. Changing an entry of a list in place after
-packing is not seen: replace the list.
+sample, off the event loop: from then on the sample itself holds the arrays (`slime.utils.token_fields`), and packing is
+free until a hook reads or replaces a field, of which it gets a list that it may change.
 
 `remove_sample` is not part of the arrays, because filters set it after packing.
 """
@@ -14,9 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from slime.utils.token_fields import TOKEN_FIELDS, hold_arrays, token_array
 from slime.utils.types import Sample
-
-_SOURCE_FIELDS = ("tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs")
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,40 +38,24 @@ class PackedSample:
 
 
 def pack_sample(sample: Sample) -> PackedSample:
-    """The arrays of `sample`, stored as `sample.packed` and reused while its lists are the same.
+    """The arrays of `sample`, which holds them in place of its lists from then on.
 
     Without a `loss_mask` every response token is trained.
 
     Raises:
-        ValueError: per-token fields do not fit together (`Sample.validate_lengths`).
+        ValueError: per-token fields do not fit together (`Sample.validate_lengths`), or are no flat lists of numbers.
     """
-    sources = tuple(getattr(sample, name) for name in _SOURCE_FIELDS)
-    lengths = (sample.response_length, *(None if source is None else len(source) for source in sources))
-    if _is_current(sample, sources, lengths):
-        return sample.packed
     sample.validate_lengths()
-    if sample.loss_mask is None:
-        loss_mask = np.ones(sample.response_length, dtype=np.int32)
-    else:
-        loss_mask = np.asarray(sample.loss_mask, dtype=np.int32)
-    sample.packed = PackedSample(
-        tokens=np.asarray(sample.tokens, dtype=np.int64),
-        loss_mask=loss_mask,
-        rollout_log_probs=_as_float32(sample.rollout_log_probs),
-        teacher_log_probs=_as_float32(sample.teacher_log_probs),
+    hold_arrays(sample)
+    loss_mask = _packed(sample, "loss_mask")
+    return PackedSample(
+        tokens=_packed(sample, "tokens"),
+        loss_mask=np.ones(sample.response_length, dtype=np.int32) if loss_mask is None else loss_mask,
+        rollout_log_probs=_packed(sample, "rollout_log_probs"),
+        teacher_log_probs=_packed(sample, "teacher_log_probs"),
     )
-    # Holding the lists themselves keeps their identity from being given to new lists.
-    sample.packed_sources = (sources, lengths)
-    return sample.packed
 
 
-def _is_current(sample: Sample, sources: tuple[list | None, ...], lengths: tuple[int | None, ...]) -> bool:
-    if getattr(sample, "packed", None) is None:
-        return False
-    packed_sources, packed_lengths = sample.packed_sources
-    same_objects = all(source is packed for source, packed in zip(sources, packed_sources, strict=True))
-    return same_objects and lengths == packed_lengths
-
-
-def _as_float32(values: list[float] | None) -> np.ndarray | None:
-    return None if values is None else np.asarray(values, dtype=np.float32)
+def _packed(sample: Sample, name: str) -> np.ndarray | None:
+    array = token_array(sample, name)
+    return None if array is None else array.astype(TOKEN_FIELDS[name], copy=False)

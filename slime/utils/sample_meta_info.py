@@ -12,6 +12,7 @@ import numpy as np
 
 from slime.utils.errors import UserError
 from slime.utils.misc import decode_int32_meta_array
+from slime.utils.token_fields import held
 
 if TYPE_CHECKING:
     from slime.utils.types import Sample
@@ -119,7 +120,6 @@ def _start_of_unversioned_tokens(sample: Sample) -> int:
     A stream appends the tokens of one call in many chunks and names the version only at the end.
     """
     covered = sample.weight_version_spans[-1][2] if sample.weight_version_spans else 0
-    start = sample.response_length
-    while start > covered and (sample.loss_mask is None or sample.loss_mask[start - 1]):
-        start -= 1
-    return start
+    mask = held(sample, "loss_mask")
+    untrained = [] if mask is None else np.flatnonzero(np.asarray(mask[covered : sample.response_length]) == 0)
+    return covered + int(untrained[-1]) + 1 if len(untrained) else min(covered, sample.response_length)

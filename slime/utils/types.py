@@ -7,7 +7,7 @@ Invariants, checked by `Sample.validate_lengths` after every mutation helper:
 * top-p offsets have `response_length + 1` entries; routed experts at most `len(tokens) - 1` rows. They have fewer while
   tokens of a tool wait for the engine's next answer, which brings the rows of both.
 
-Public fields stay plain Python lists; `slime.utils.packed_sample` makes the arrays.
+The per-token fields read as Python lists. Until somebody reads them they may be held as arrays (`slime.utils.token_fields`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
+
 from slime.utils import sample_meta_info
 from slime.utils.errors import UserError
+from slime.utils.token_fields import TOKEN_FIELDS, TokenField, held, join
 
 # One list (or tensor) entry per sample under each key.
 RolloutBatch = dict[str, Any]
-
-# Set by `slime.utils.packed_sample`; derived from the fields, so neither dumped, nor pickled, nor copied.
-CACHE_ATTRIBUTES = ("packed", "packed_sources")
 
 # What generation writes into `metadata`; a retry must not see the values of the attempt before.
 _GENERATED_METADATA_KEYS = ("raw_reward", "round_number", "start_rollout_id", "fail_reason")
@@ -117,9 +117,29 @@ class Sample:
     spec_info: SpecInfo = field(default_factory=SpecInfo)
     prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dict of all fields and of attributes added by users; containers are copies, `status` is its value."""
-        values = {name: _copy_containers(value) for name, value in self._state().items()}
+    def __eq__(self, other: object) -> bool:
+        if other.__class__ is not self.__class__:
+            return NotImplemented
+        return self._fields() == other._fields()
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in self._fields().items())
+        return f"{type(self).__name__}({fields})"
+
+    def _fields(self) -> dict[str, Any]:
+        """Values by field. Whoever compares or prints samples (asyncio does, of results) leaves arrays where they are."""
+        values = {spec.name: self.__dict__[spec.name] for spec in dataclasses.fields(self)}
+        return values | {name: _as_list(values[name]) for name in TOKEN_FIELDS}
+
+    def to_dict(self, *, token_arrays: bool = False) -> dict[str, Any]:
+        """Plain dict of all fields and of attributes added by users; containers are copies, `status` is its value.
+
+        Args:
+            token_arrays: leave per-token fields that are held as arrays so, read-only and shared with the sample.
+        """
+        values = {name: _copy_containers(value) for name, value in self.__dict__.items()}
+        if not token_arrays:
+            values |= {name: _as_list(values[name]) for name in TOKEN_FIELDS}
         values["status"] = self.status.value
         values["spec_info"] = dataclasses.asdict(self.spec_info)
         values["prefix_cache_info"] = dataclasses.asdict(self.prefix_cache_info)
@@ -152,7 +172,10 @@ class Sample:
     @property
     def effective_response_length(self) -> int:
         """Number of trained response tokens."""
-        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+        mask = held(self, "loss_mask")
+        if isinstance(mask, np.ndarray):
+            return mask.sum().item()
+        return self.response_length if mask is None else sum(mask)
 
     @property
     def truncated(self) -> bool:
@@ -170,8 +193,8 @@ class Sample:
         self,
         args: Any = None,
         *,
-        tokens: Sequence[int] | None = None,
-        log_probs: Sequence[float] | None = None,
+        tokens: Sequence[int] | np.ndarray | None = None,
+        log_probs: Sequence[float] | np.ndarray | None = None,
         trainable: bool = True,
         meta_info: dict[str, Any] | None = None,
         text: str | None = None,
@@ -179,27 +202,29 @@ class Sample:
     ) -> None:
         """Append generated (`trainable`) or tool tokens to the response, and apply the engine's `meta_info`.
 
-        The sample is unchanged when an error is raised. Untrained tokens get log-prob 0.0 and mask 0; a response that
-        had no mask so far counts as trained. Without `meta_info["finish_reason"]`, or with
-        `update_terminal_info=False` (a chunk of a stream), versions, counters and status stay as they are.
+        Tokens and log-probs that are arrays are held as arrays. The sample is unchanged when an error is raised. Untrained
+        tokens get log-prob 0.0 and mask 0; a response that had no mask so far counts as trained. Without
+        `meta_info["finish_reason"]`, or with `update_terminal_info=False` (a chunk of a stream), versions, counters and
+        status stay as they are.
 
         Raises:
             ValueError: log-probs missing, superfluous, of another length than `tokens`, or following response tokens
                 that have none; routed experts of another shape than the tokens and the model have; or the lengths of the
                 sample do not fit together.
         """
-        new_tokens = [] if tokens is None else list(tokens)
-        new_log_probs = None if log_probs is None else list(log_probs)
+        new_tokens = _as_list_or_array([] if tokens is None else tokens)
+        new_log_probs = None if log_probs is None else _as_list_or_array(log_probs)
         self.validate_lengths()
         self._check_append(new_tokens, new_log_probs, trainable)
         terminal = bool(meta_info) and bool(meta_info.get("finish_reason")) and update_terminal_info
         experts = None
         if meta_info:
             sample_meta_info.refuse_replay(meta_info)
-            experts = sample_meta_info.routed_experts(self, meta_info, len(self.tokens) + len(new_tokens), args)
+            total = len(held(self, "tokens")) + len(new_tokens)
+            experts = sample_meta_info.routed_experts(self, meta_info, total, args)
             if terminal:
                 sample_meta_info.check_version_spans(meta_info, self.response_length + len(new_tokens))
-        if new_tokens:
+        if len(new_tokens):
             self._extend_response(new_tokens, new_log_probs, trainable)
         if experts is not None:
             self.rollout_routed_experts = experts
@@ -214,7 +239,8 @@ class Sample:
 
         The ids of the prompt stay too: a user may have given them instead of a text.
         """
-        prompt_ids = list(self.tokens[: max(0, len(self.tokens) - self.response_length)])
+        tokens = held(self, "tokens")
+        prompt_ids = tokens[: max(0, len(tokens) - self.response_length)]
         kept = {
             "group_index",
             "index",
@@ -234,16 +260,13 @@ class Sample:
         self.tokens = prompt_ids
         self.train_metadata = None if self.train_metadata is None else dict(self.train_metadata)
         self.metadata = {key: value for key, value in self.metadata.items() if key not in _GENERATED_METADATA_KEYS}
-        for name in CACHE_ATTRIBUTES:
-            self.__dict__.pop(name, None)
         self.validate_lengths()
 
     def validate_lengths(self) -> None:
         """Raise ValueError, naming the field and both numbers, when the per-token fields do not fit together."""
-        if not 0 <= self.response_length <= len(self.tokens):
-            raise ValueError(
-                f"sample {self.index}: response_length {self.response_length} does not fit {len(self.tokens)} tokens"
-            )
+        total = len(held(self, "tokens"))
+        if not 0 <= self.response_length <= total:
+            raise ValueError(f"sample {self.index}: response_length {self.response_length} does not fit {total} tokens")
         expected = {
             "loss_mask": self.response_length,
             "rollout_log_probs": self.response_length,
@@ -251,52 +274,71 @@ class Sample:
             "rollout_top_p_token_offsets": self.response_length + 1,
         }
         for name, length in expected.items():
-            value = getattr(self, name)
+            value = self.__dict__[name]
             if value is not None and len(value) != length:
                 raise ValueError(f"sample {self.index}: {name} has {len(value)} entries, expected {length}")
         experts = self.rollout_routed_experts
-        if experts is not None and len(experts) > max(len(self.tokens) - 1, 0):
+        if experts is not None and len(experts) > max(total - 1, 0):
             raise ValueError(
-                f"sample {self.index}: rollout_routed_experts has {len(experts)} entries, expected at most "
-                f"{len(self.tokens) - 1}"
+                f"sample {self.index}: rollout_routed_experts has {len(experts)} entries, expected at most {total - 1}"
             )
 
-    def _check_append(self, tokens: list[int], log_probs: list[float] | None, trainable: bool) -> None:
+    def _check_append(
+        self, tokens: list[int] | np.ndarray, log_probs: list[float] | np.ndarray | None, trainable: bool
+    ) -> None:
         if log_probs is not None and len(log_probs) != len(tokens):
             raise ValueError(f"sample {self.index}: {len(log_probs)} log_probs for {len(tokens)} tokens")
-        if not tokens:
+        if not len(tokens):
             return
         if trainable and log_probs is None:
             raise ValueError(f"sample {self.index}: trainable response tokens require rollout log probabilities")
         if not trainable and log_probs is not None:
             raise ValueError(f"sample {self.index}: untrained response tokens must not carry log_probs")
-        if trainable and self.response_length and self.rollout_log_probs is None:
+        if trainable and self.response_length and held(self, "rollout_log_probs") is None:
             raise ValueError(
                 f"sample {self.index}: log_probs cannot follow {self.response_length} response tokens without log_probs"
             )
         for name in ("teacher_log_probs", "rollout_top_p_token_offsets"):
-            if getattr(self, name) is not None:
+            if self.__dict__[name] is not None:
                 raise ValueError(f"sample {self.index}: cannot append response tokens after {name} was set")
 
-    def _extend_response(self, tokens: list[int], log_probs: list[float] | None, trainable: bool) -> None:
+    def _extend_response(
+        self, tokens: list[int] | np.ndarray, log_probs: list[float] | np.ndarray | None, trainable: bool
+    ) -> None:
+        count, as_array = len(tokens), isinstance(tokens, np.ndarray)
+        if log_probs is None:
+            log_probs = np.zeros(count, np.float32) if as_array else [0.0] * count
+        mask = np.full(count, int(trainable), np.int32) if as_array else [int(trainable)] * count
+        added = {"tokens": tokens, "loss_mask": mask, "rollout_log_probs": log_probs}
+        present = {name: held(self, name) for name in added}
         if self.response_length == 0:
             # The ids of a prompt may be shared by the samples of its group.
-            self.tokens = list(self.tokens)
-            self.loss_mask = []
-            self.rollout_log_probs = []
-        elif self.loss_mask is None:
-            self.loss_mask = [1] * self.response_length
-        self.tokens.extend(tokens)
-        self.loss_mask.extend([int(trainable)] * len(tokens))
-        if self.rollout_log_probs is not None:
-            self.rollout_log_probs.extend([0.0] * len(tokens) if log_probs is None else log_probs)
-        self.response_length += len(tokens)
+            prompt = present["tokens"]
+            present = {"tokens": list(prompt) if isinstance(prompt, list) else prompt}
+            present |= {"loss_mask": [], "rollout_log_probs": []}
+        elif present["loss_mask"] is None:
+            present["loss_mask"] = [1] * self.response_length
+        if present["rollout_log_probs"] is None:
+            del present["rollout_log_probs"]
+        # Lists stay lists as long as lists are added: a stream that grows token by token copies nothing.
+        growing = [name for name in present if isinstance(present[name], list) and isinstance(added[name], list)]
+        joined = {name: join(self, name, present[name], added[name]) for name in present if name not in growing}
+        for name in growing:
+            present[name].extend(added[name])
+        self.__dict__.update(present | joined)
+        self.response_length += count
 
-    def _state(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in CACHE_ATTRIBUTES}
 
-    # Pickling and copying take this state, so the packed arrays stay behind.
-    __getstate__ = _state
+for _name in TOKEN_FIELDS:
+    setattr(Sample, _name, TokenField(_name))
+
+
+def _as_list(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def _as_list_or_array(values: Any) -> list[Any] | np.ndarray:
+    return values if isinstance(values, np.ndarray) else list(values)
 
 
 def _copy_containers(value: Any) -> Any:

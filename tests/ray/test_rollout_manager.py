@@ -6,6 +6,7 @@ import pytest
 
 from slime.ray.rollout_manager import RolloutManager
 from slime.rollout.data_source_calls import draw_groups, give_back
+from slime.rollout.data_source_snapshots import DataSourceSnapshots
 from slime.rollout.train_data import convert_samples_to_train_batch
 from slime.utils.errors import RunError, UserError
 from slime.utils.types import Sample
@@ -99,6 +100,37 @@ def test_a_log_function_is_loaded_by_its_flag_and_its_failure_is_only_reported(t
     args.custom_rollout_log_function_path = f"{plug_ins}:fails"
     assert RolloutManager(args)._logged_by_user(3, [], {}, 1.0) is False
     assert "--custom-rollout-log-function-path" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "flags, remembered",
+    [
+        ([], []),
+        (["--save", "{}", "--save-interval", "3"], [2, 5, 6]),
+        (["--save", "{}"], []),
+        (["--save", "{}", "--save-interval", "1"], list(range(7))),
+    ],
+)
+def test_the_data_state_is_kept_for_rollouts_that_will_be_saved(tmp_path, flags, remembered):
+    class Counting:
+        calls = 0
+
+        def state_dict(self):
+            self.calls += 1
+            return {"calls": self.calls}
+
+        def load_state_dict(self, state): ...
+
+    args = parse(tmp_path, *[flag.format(tmp_path / "out") for flag in flags], "--num-rollout", "7")
+    args.rollouts_per_epoch = None
+    manager, source = RolloutManager(args), Counting()
+    manager._states = DataSourceSnapshots(args, source)
+    for rollout_id in range(7):
+        manager._remember_state(rollout_id)
+    assert sorted(manager._states._kept) == remembered and source.calls == len(remembered)
+    for rollout_id in remembered[:1]:
+        manager._states.save(rollout_id)
+        assert sorted(manager._states._kept) == remembered[1:], "what was saved is not held any longer"
 
 
 class GivenRouter:

@@ -1,3 +1,4 @@
+import copy
 import json
 import logging
 import random
@@ -13,7 +14,9 @@ from slime.rollout.data_source import (
     create_data_source,
     pop_first,
 )
+from slime.rollout.data_source_files import write_state
 from slime.utils.errors import UserError
+from slime.utils.token_fields import held
 from slime.utils.types import Sample
 from tests.support.tokenizer import save_tokenizer
 
@@ -258,6 +261,48 @@ class TestState:
         assert first.note == {1: (0.5, float("inf"))}
         assert first.rollout_routed_experts.shape == (0, 3, 2) and first.rollout_routed_experts.dtype == np.int32
         assert [sample.tokens for sample in fan_out] == [[], [1, 2]]
+
+    def test_tokens_are_written_as_arrays_of_nine_bytes_and_come_back_as_they_were(self, make_args, tmp_path):
+        source = RolloutDataSourceWithBuffer(make_args())
+        (group,) = source.get_samples(1)
+        log_probs = np.random.default_rng(0).random(4000).astype(np.float32).tolist()
+        for sample in group:
+            sample.append_response_tokens(tokens=list(range(100_000, 104_000)), log_probs=log_probs)
+        group[1].rollout_log_probs[0] = -0.1
+        expected = copy.deepcopy(group)
+        source.add_samples([group])
+        source.save(0)
+        directory = tmp_path / "checkpoint" / "rollout" / "global_dataset_state_dict_0"
+        sizes = {path.name: path.stat().st_size for path in directory.iterdir()}
+        # Log-probs that float32 would round take twice as much.
+        assert sizes["state.json"] < 8192 and sizes["arrays.safetensors"] < (9 + 13) * 4000 + 2048
+        resumed = RolloutDataSourceWithBuffer(make_args())
+        resumed.load(0)
+        assert all(isinstance(held(sample, "tokens"), np.ndarray) for sample in resumed.buffer[0])
+        assert resumed.buffer == [expected] and resumed.buffer[0][1].rollout_log_probs[0] == -0.1
+
+    def test_snapshots_share_the_arrays_of_the_samples(self, make_args):
+        source = RolloutDataSourceWithBuffer(make_args())
+        (group,) = source.get_samples(1)
+        group[0].append_response_tokens(tokens=[1, 2], log_probs=[-0.5, -0.25])
+        source.add_samples([group])
+        first, second = source.state_dict(), source.state_dict()
+        for name in ("tokens", "loss_mask", "rollout_log_probs"):
+            arrays = [state["buffer"][0][0][name] for state in (first, second)]
+            assert arrays[0] is arrays[1] is held(group[0], name) and not arrays[0].flags.writeable
+        group[0].tokens[0] = 9
+        assert first["buffer"][0][0]["tokens"].tolist() == [1, 2]
+
+    def test_a_state_with_lists_of_tokens_is_read(self, make_args, tmp_path):
+        source = RolloutDataSourceWithBuffer(make_args())
+        (group,) = source.get_samples(1)
+        group[0].append_response_tokens(tokens=[1, 2], log_probs=[-0.5, -0.1])
+        state = {**source.state_dict(), "buffer": [[sample.to_dict() for sample in group]]}
+        assert state["buffer"][0][0]["tokens"] == [1, 2]
+        write_state(tmp_path / "checkpoint" / "rollout" / "global_dataset_state_dict_0", state)
+        resumed = RolloutDataSourceWithBuffer(make_args())
+        resumed.load(0)
+        assert resumed.buffer == [group]
 
     def test_a_failed_save_leaves_the_old_state_whole(self, make_args, tmp_path):
         source = RolloutDataSourceWithBuffer(make_args())

@@ -1,11 +1,15 @@
 """One sample and one group, against a server that speaks `/generate`."""
 
 import asyncio
+import sys
+import threading
 
+import numpy as np
 import pytest
 
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate, generate_and_rm, generate_and_rm_group
+from slime.utils import http_utils
 from slime.utils.errors import UserError
 from slime.utils.http_utils import HttpError, close_http_client
 from slime.utils.misc import SingletonMeta
@@ -339,9 +343,71 @@ def test_engines_are_asked_for_the_experts_that_the_sample_does_not_have(server,
         }  # fmt: skip
         return {"text": "FG", "meta_info": meta_info}
 
-    monkeypatch.setattr("slime.rollout.generation.post", answer)
+    monkeypatch.setattr("slime.rollout.generation.post_generate", answer)
     sample = Sample(index=0, tokens=[65, 66, 67])
     for _ in range(2):
         run(generate(args, sample, params(args)))
     assert asked == [(True, 0), (True, 4)]
     assert sample.rollout_routed_experts[:, :, 0].tolist() == [[position] * 2 for position in range(6)]
+
+
+def held_bytes(sample):
+    """What the per-token fields and the text of `sample` keep in memory, shared objects counted once."""
+    objects = {}
+    for name in ("tokens", "loss_mask", "rollout_log_probs", "response"):
+        value = vars(sample)[name]
+        objects[id(value)] = value.nbytes if isinstance(value, np.ndarray) else sys.getsizeof(value)
+        if isinstance(value, list):
+            objects.update((id(entry), sys.getsizeof(entry)) for entry in value)
+    return sum(objects.values())
+
+
+def test_a_long_answer_is_parsed_off_the_event_loop_and_held_in_forty_bytes_per_token(server, checkpoint, monkeypatch):
+    args = make_args(checkpoint, server.port, rollout_max_response_len=5000)
+    monkeypatch.setattr(GenerateState, "context_length", lambda self, args: None)
+    ids = [257 + i % 40 for i in range(4000)]
+    server.answer = lambda payload: ids
+    parsed = []
+    decode = http_utils._decode
+    monkeypatch.setattr(
+        http_utils, "_decode", lambda content: parsed.append((threading.get_ident(), len(content))) or decode(content)
+    )
+
+    async def main():
+        return threading.get_ident(), await generate(args, Sample(index=0, prompt="hello"), params(args))
+
+    loop_thread, sample = run(main())
+    ((thread, size),) = parsed
+    assert thread != loop_thread
+    assert size < 8 * len(ids), "the table of log-probs is no longer part of what is parsed as JSON"
+    assert held_bytes(sample) <= 40 * len(sample.tokens)
+    assert sample.tokens[-4000:] == ids and sample.rollout_log_probs == [-0.5] * 4000
+
+
+@pytest.mark.parametrize("messages", [False, True])
+def test_a_group_renders_and_tokenises_its_prompt_once_and_off_the_event_loop(
+    server, checkpoint, monkeypatch, messages
+):
+    args = make_args(checkpoint, server.port)
+    calls = []
+
+    def recorded(name, function):
+        return lambda *arguments, **keywords: (
+            calls.append((name, threading.get_ident())) or function(*arguments, **keywords)
+        )
+
+    module = "slime.rollout.generate_state"
+    monkeypatch.setattr(f"{module}.require_chat_template", lambda tokenizer, subject: None)
+    monkeypatch.setattr(f"{module}.render_chat", recorded("render", lambda tokenizer, chat, *_: chat[0]["content"]))
+
+    async def main():
+        tokenizer = GenerateState(args).tokenizer
+        monkeypatch.setattr(tokenizer, "encode", recorded("encode", tokenizer.encode))
+        prompt = [{"role": "user", "content": "hello"}] if messages else "hello"
+        group = [Sample(index=i, group_index=0, prompt=prompt) for i in range(2)]
+        return threading.get_ident(), await generate_and_rm_group(args, group, params(args))
+
+    loop_thread, group = run(main())
+    assert [name for name, _ in calls] == (["render", "encode"] if messages else ["encode"])
+    assert loop_thread not in {thread for _, thread in calls}
+    assert group[0].tokens == group[1].tokens and group[0].tokens is not group[1].tokens

@@ -106,7 +106,7 @@ def test_an_answer_as_reward_is_taken_apart(checkpoint):
     [
         (None, "answered without meta_info.input_token_logprobs for sample 0"),
         ([[None, 40], [-1.0, 41]], "too few: 1 of 3"),
-        ([[None, 40], [-1.0, 41], [None, 42], [-1.0, 43]], r"no numbers or too few: 3 of 3, \[None\]"),
+        ([[None, 40], [-1.0, 41], [None, 42], [-1.0, 43]], r"no numbers or too few: 3 of 3, 1 of them no numbers"),
     ],
 )
 def test_an_answer_without_the_tokens_is_an_error(checkpoint, entries, message):

@@ -4,6 +4,7 @@ import asyncio
 import socket
 import time
 
+import numpy as np
 import pytest
 
 from slime.rollout import abort, rollout_step
@@ -12,6 +13,9 @@ from slime.rollout.sglang_rollout import GenerateState, generate_rollout, genera
 from slime.utils import async_utils
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import close_http_client
+from slime.utils.misc import load_function
+from slime.utils.packed_sample import pack_sample
+from slime.utils.token_fields import held
 from slime.utils.types import Sample
 from tests.support.fake_generate_server import FakeGenerateServer
 from tests.support.rollout_args import CountingDataSource, make_args
@@ -56,7 +60,8 @@ def test_the_synchronous_function_gives_sorted_packed_groups(server, checkpoint)
     assert group_numbers(output.samples) == [0, 1, 2, 3]
     samples = leaves(output.samples)
     assert [sample.index for sample in samples] == list(range(8))
-    assert all(sample.packed.tokens.tolist() == sample.tokens for sample in samples)
+    assert all(isinstance(held(sample, "tokens"), np.ndarray) for sample in samples)
+    assert all(pack_sample(sample).tokens is held(sample, "tokens") for sample in samples)
     assert output.metrics == {"rollout/surplus_groups": 0, "rollout/aborted_samples": 0, "rollout/failed_samples": 0}
     assert source.returned == []
     assert server.aborts == 0
@@ -321,6 +326,39 @@ def test_all_samples_hook_sees_finished_groups_and_the_data_source(server, check
     run_step(args, source)
     assert {0, 1, 2} <= set(source.seen)
     assert source.seen == sorted(source.seen)
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_groups_that_were_dropped_are_held_for_the_hook_alone(server, checkpoint, tmp_path, hook):
+    file = tmp_path / "both.py"
+    file.write_text(
+        "import gc, weakref\n"
+        "dropped, alive = [], []\n"
+        "def keep(args, samples):\n"
+        "    gc.collect()\n"
+        # The group before may still be on the stack of the loop, which goes on beside this thread.
+        "    alive.append(sum(reference() is not None for reference in dropped[:-2]))\n"
+        "    if samples[0].group_index >= 6:\n"
+        "        return True\n"
+        "    dropped.extend(weakref.ref(sample) for sample in samples)\n"
+        "    return False\n"
+        "def collect(args, groups, data_source):\n"
+        "    data_source.seen = len(groups)\n"
+    )
+    args = make_args(
+        checkpoint,
+        server.port,
+        rollout_batch_size=1,
+        over_sampling_batch_size=1,
+        dynamic_sampling_filter_path=f"{file}:keep",
+        rollout_all_samples_process_path=f"{file}:collect" if hook else None,
+    )
+    source = CountingDataSource(2)
+    source.add_samples = lambda groups: None
+    run_step(args, source)
+    alive = load_function(f"{file}:keep").__globals__["alive"]
+    assert alive == ([0, 0, 2, 4, 6, 8, 10] if hook else [0] * 7)
+    assert not hook or source.seen == 7
 
 
 def test_partial_rollout_continues_where_it_stopped_and_finished_siblings_stay(server, checkpoint):

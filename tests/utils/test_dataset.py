@@ -1,4 +1,3 @@
-import builtins
 import json
 import logging
 import random
@@ -79,19 +78,6 @@ class TestReadFile:
     def test_bad_paths_name_the_flag(self, path, cause):
         with pytest.raises(UserError, match=f"^--eval-prompt-data .*{cause}"):
             list(read_file(path, flag="--eval-prompt-data"))
-
-    def test_parquet_without_pyarrow_names_the_extra(self, tmp_path, monkeypatch):
-        (tmp_path / "data.parquet").write_bytes(b"")
-        real_import = builtins.__import__
-
-        def no_pyarrow(name, *args, **kwargs):
-            if name.startswith("pyarrow"):
-                raise ImportError(name)
-            return real_import(name, *args, **kwargs)
-
-        monkeypatch.setattr(builtins, "__import__", no_pyarrow)
-        with pytest.raises(UserError, match=r"slime\[parquet\]"):
-            list(read_file(str(tmp_path / "data.parquet")))
 
     def test_parquet(self, tmp_path):
         import pyarrow

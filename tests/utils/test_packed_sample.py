@@ -23,17 +23,23 @@ def test_no_mask_means_all_trained_and_remove_sample_is_not_baked_in():
     assert packed.loss_mask.tolist() == [1, 1]
 
 
-def test_packed_once_until_a_list_is_replaced_or_grows():
+def test_packed_once_and_again_where_a_field_was_read_or_replaced():
     sample = response_sample(loss_mask=[1, 1], rollout_log_probs=[0.0, 0.0])
     packed = pack_sample(sample)
-    assert pack_sample(sample) is packed is sample.packed
+    assert pack_sample(sample).tokens is packed.tokens and pack_sample(sample).loss_mask is packed.loss_mask
     sample.loss_mask = [0, 1]
-    replaced = pack_sample(sample)
-    assert replaced is not packed and replaced.loss_mask.tolist() == [0, 1]
+    assert pack_sample(sample).loss_mask.tolist() == [0, 1]
     sample.append_response_tokens(tokens=[9], log_probs=[-1.0])
     assert pack_sample(sample).tokens.tolist() == [5, 6, 7, 2**40, 9]
     sample.teacher_log_probs = [0.0, 0.0, 0.0]
     assert pack_sample(sample).teacher_log_probs.tolist() == [0, 0, 0]
+
+
+def test_an_entry_changed_in_place_after_packing_is_seen():
+    sample = response_sample(loss_mask=[1, 1])
+    pack_sample(sample)
+    sample.loss_mask[0] = 0
+    assert sample.loss_mask == [0, 1] and pack_sample(sample).loss_mask.tolist() == [0, 1]
 
 
 def test_lengths_are_checked():

@@ -1,0 +1,132 @@
+"""The per-token fields of a sample: read-only arrays where they come from an engine, Python lists for whoever reads them.
+
+An array takes a fraction of a list's memory and is shared, not copied. The first reader of a field gets a list, which
+takes the array's place from then on, because the reader may change it. Whoever only needs numbers or lengths asks
+`held` or `token_array` instead and leaves the array where it is.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from slime.utils.types import Sample
+
+# The dtypes of the train batch; a field whose values they do not hold exactly keeps a wider one.
+TOKEN_FIELDS = {
+    "tokens": np.int64,
+    "loss_mask": np.int32,
+    "rollout_log_probs": np.float32,
+    "teacher_log_probs": np.float32,
+}
+# Readers in two threads must get the same list: each may change it.
+_becoming_list = threading.Lock()
+
+
+class TokenField:
+    """Descriptor of a field that holds a list, an array that is read as a list, or None.
+
+    An array that is assigned is held as it is if it is read-only, else copied; so is a part of another, which it would
+    keep in memory.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, sample: Sample | None, owner: type | None = None) -> Any:
+        if sample is None:
+            return self
+        try:
+            value = sample.__dict__[self._name]
+        except KeyError:
+            raise AttributeError(f"{type(sample).__name__} has no {self._name}") from None
+        if not isinstance(value, np.ndarray):
+            return value
+        with _becoming_list:
+            value = sample.__dict__[self._name]
+            if isinstance(value, np.ndarray):
+                value = sample.__dict__[self._name] = value.tolist()
+        return value
+
+    def __set__(self, sample: Sample, value: Any) -> None:
+        if isinstance(value, np.ndarray) and (value.flags.writeable or not value.flags.owndata):
+            value = read_only(value.copy())
+        sample.__dict__[self._name] = value
+
+
+def held(sample: Sample, name: str) -> Any:
+    """The field as it is held: an array, what was assigned, or None. Nothing is converted; do not change it."""
+    return sample.__dict__[name]
+
+
+def token_array(sample: Sample, name: str) -> np.ndarray | None:
+    """The values of the field as a read-only array, in the dtype of `TOKEN_FIELDS` if that holds them exactly.
+
+    Raises:
+        ValueError: the field holds something else than a flat sequence of numbers.
+    """
+    value = held(sample, name)
+    if isinstance(value, np.ndarray):
+        # Pickling and copying lose the flag.
+        read_only(value)
+    return None if value is None else _require_array(sample, name, value)
+
+
+def join(sample: Sample, name: str, present: Any, added: Any) -> np.ndarray:
+    """Two stretches of the field as one array.
+
+    Raises:
+        ValueError: one of them is something else than a flat sequence of numbers.
+    """
+    both = np.concatenate([_require_array(sample, name, values) for values in (present, added)])
+    return _require_array(sample, name, read_only(both))
+
+
+def hold_arrays(sample: Sample) -> None:
+    """Let the sample hold arrays in place of lists, where these are flat and have only numbers."""
+    for name in TOKEN_FIELDS:
+        value = held(sample, name)
+        if isinstance(value, list) and value:
+            array = _exact_array(name, value)
+            if array is not None:
+                sample.__dict__[name] = array
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    """`array` itself, which cannot be written to afterwards."""
+    array.flags.writeable = False
+    return array
+
+
+def exactly_as(array: np.ndarray, dtype: np.dtype | type) -> np.ndarray | None:
+    """`array` as `dtype`, or None if a value would change by that."""
+    if array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = array.astype(dtype)
+    return cast if np.array_equal(cast, array, equal_nan=True) else None
+
+
+def _require_array(sample: Sample, name: str, values: Any) -> np.ndarray:
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype == TOKEN_FIELDS[name]:
+        return values
+    array = _exact_array(name, values)
+    if array is None:
+        raise ValueError(f"sample {sample.index}: {name} is no flat list of numbers")
+    return array
+
+
+def _exact_array(name: str, values: Any) -> np.ndarray | None:
+    try:
+        array = np.asarray(values)
+    except ValueError:  # rows of different length
+        return None
+    if array.ndim != 1 or array.dtype.kind not in "biuf":
+        # An empty list has no kind of its own.
+        return read_only(np.empty(0, TOKEN_FIELDS[name])) if array.shape == (0,) else None
+    exact = exactly_as(array, TOKEN_FIELDS[name])
+    array = array if exact is None else exact
+    return read_only(array.copy() if array is values and array.flags.writeable else array)

@@ -1,0 +1,143 @@
+import copy
+import dataclasses
+import pickle
+import threading
+
+import numpy as np
+import pytest
+
+from slime.utils.token_fields import TOKEN_FIELDS, held, hold_arrays, read_only, token_array
+from slime.utils.types import Sample
+
+
+def array_sample() -> Sample:
+    sample = Sample(tokens=np.array([5, 6]))
+    sample.append_response_tokens(tokens=np.array([7, 8]), log_probs=np.array([-0.5, -0.25], np.float32))
+    return sample
+
+
+def list_sample() -> Sample:
+    sample = Sample(tokens=[5, 6])
+    sample.append_response_tokens(tokens=[7, 8], log_probs=[-0.5, -0.25])
+    return sample
+
+
+def are_arrays(sample: Sample) -> list[bool]:
+    return [isinstance(held(sample, name), np.ndarray) for name in TOKEN_FIELDS if held(sample, name) is not None]
+
+
+def test_arrays_are_held_until_somebody_reads_them():
+    sample = array_sample()
+    assert are_arrays(sample) == [True, True, True]
+    assert [held(sample, name).dtype for name in list(TOKEN_FIELDS)[:3]] == [np.int64, np.int32, np.float32]
+    sample.validate_lengths()
+    assert sample.effective_response_length == 2 and type(sample.effective_response_length) is int
+    assert are_arrays(sample) == [True, True, True]
+    assert sample.tokens == [5, 6, 7, 8] and type(sample.tokens[0]) is int
+    assert are_arrays(sample) == [False, True, True]
+
+
+def test_the_list_that_was_read_wins():
+    sample = array_sample()
+    sample.tokens[0] = 9
+    sample.loss_mask[1] = 0
+    sample.rollout_log_probs.pop()
+    assert (sample.tokens, sample.loss_mask, sample.rollout_log_probs) == ([9, 6, 7, 8], [1, 0], [-0.5])
+    with pytest.raises(ValueError, match="rollout_log_probs has 1 entries, expected 2"):
+        sample.validate_lengths()
+
+
+def test_two_threads_get_the_same_list():
+    for _ in range(20):
+        sample = Sample(tokens=np.arange(50_000))
+        barrier, found = threading.Barrier(2), []
+
+        def read(sample=sample, barrier=barrier, found=found):
+            barrier.wait()
+            found.append(sample.tokens)
+
+        threads = [threading.Thread(target=read) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found[0] is found[1]
+
+
+def test_a_sample_of_arrays_equals_one_of_lists_and_is_copied_like_it():
+    assert array_sample() == list_sample() and dataclasses.asdict(array_sample()) == dataclasses.asdict(list_sample())
+    assert array_sample().to_dict() == list_sample().to_dict()
+    sample = array_sample()
+    assert repr(sample) == repr(list_sample()) and sample == list_sample() and are_arrays(sample) == [True, True, True]
+    for duplicate in (copy.copy, copy.deepcopy, dataclasses.replace, lambda s: pickle.loads(pickle.dumps(s))):
+        assert duplicate(array_sample()) == list_sample()
+    original = array_sample()
+    duplicate = pickle.loads(pickle.dumps(original))
+    assert are_arrays(duplicate) == are_arrays(original) == [True, True, True]
+    with pytest.raises(ValueError, match="read-only"):
+        token_array(duplicate, "tokens")[0] = 1
+
+
+def test_plain_dicts_hold_lists_unless_arrays_are_asked_for():
+    sample = array_sample()
+    assert sample.to_dict()["loss_mask"] == [1, 1] and are_arrays(sample) == [True, True, True]
+    values = sample.to_dict(token_arrays=True)
+    assert values["tokens"] is held(sample, "tokens")
+    assert Sample.from_dict(values) == list_sample()
+
+
+@pytest.mark.parametrize("first", [np.array, list])
+@pytest.mark.parametrize("second", [np.array, list])
+def test_arrays_and_lists_may_follow_each_other(first, second):
+    sample = Sample(tokens=first([5]))
+    sample.append_response_tokens(tokens=first([6]), log_probs=first([-0.1]))
+    sample.append_response_tokens(tokens=second([7]), trainable=False)
+    sample.append_response_tokens(tokens=second([8]), log_probs=second([-0.3]))
+    assert sample.tokens == [5, 6, 7, 8] and sample.loss_mask == [1, 0, 1]
+    assert sample.rollout_log_probs == [-0.1, 0.0, -0.3]
+
+
+def test_what_is_assigned_cannot_be_changed_behind_the_sample():
+    given = np.array([1, 2, 3])
+    sample = Sample(tokens=given)
+    given[0] = 9
+    assert sample.tokens == [1, 2, 3]
+    sample.append_response_tokens(tokens=given, log_probs=np.zeros(3))
+    given[0] = 7
+    assert sample.tokens == [1, 2, 3, 9, 2, 3] and given.flags.writeable
+
+
+def test_a_part_of_a_larger_array_does_not_keep_it():
+    whole = read_only(np.arange(1000))
+    assert held(Sample(tokens=whole), "tokens") is whole
+    assert held(Sample(tokens=whole[:2]), "tokens").base is None
+    sample = array_sample()
+    sample.reset_for_retry()
+    assert held(sample, "tokens").base is None and sample.tokens == [5, 6]
+
+
+def test_no_value_changes_by_being_held():
+    fields = {"tokens": [2**40, 1], "loss_mask": [0.5, 1], "rollout_log_probs": [-0.1, 1e300], "response_length": 2}
+    sample = Sample(**fields)
+    hold_arrays(sample)
+    assert are_arrays(sample) == [True, True, True]
+    assert {name: getattr(sample, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize("values", [[], [None, 1], ["a"], [[1], [2, 3]], [[1], [2]]])
+def test_what_is_no_flat_list_of_numbers_is_left_alone(values):
+    sample = Sample(tokens=values)
+    hold_arrays(sample)
+    assert held(sample, "tokens") is values
+    if values:
+        with pytest.raises(ValueError, match="tokens is no flat list of numbers"):
+            token_array(sample, "tokens")
+
+
+def test_a_refused_append_leaves_the_sample_as_it_was():
+    sample = array_sample()
+    sample.loss_mask = [1, None]
+    before = copy.deepcopy(sample)
+    with pytest.raises(ValueError, match="loss_mask is no flat list of numbers"):
+        sample.append_response_tokens(tokens=np.array([9]), log_probs=np.array([0.0]))
+    assert sample == before
