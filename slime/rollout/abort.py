@@ -36,11 +36,11 @@ async def abort(args: Any, rollout_id: int | None = None) -> None:
     await cancel_tasks({task for task in tasks if not task.done()}, f"--abort-timeout {args.abort_timeout:g} s is over")
 
 
-async def cancel_tasks(tasks: set[asyncio.Task[Any]], reason: str) -> None:
-    """Cancel `tasks` and wait a moment for their end; those that refuse are left behind with a warning."""
+async def cancel_tasks(tasks: set[asyncio.Task[Any]], reason: str, level: int = logging.WARNING) -> None:
+    """Cancel `tasks`, tell so at `level`, and wait a moment for their end; those that refuse are left behind with an error."""
     if not tasks:
         return
-    logger.warning("%s: cancelling %s", reason, ", ".join(sorted(task.get_name() for task in tasks)))
+    logger.log(level, "%s: cancelling %s", reason, ", ".join(sorted(task.get_name() for task in tasks)))
     for task in tasks:
         task.cancel()
     _, alive = await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT_S)

@@ -18,6 +18,9 @@ def fails(*arguments, **keywords):
     raise KeyError("lost")
 
 def groups(args, rollout_id, data_source, evaluation=False):
+    if evaluation:
+        samples = [Sample(index=0, tokens=[1, 2], response_length=1, reward=1.0)]
+        return {"held_out": {"rewards": [1.0], "truncated": [False], "samples": samples}}
     return [[Sample(index=0, tokens=[1, 2], response_length=1)]]
 
 class NoConstructor:
@@ -65,7 +68,7 @@ def take_from_buffer(args):
 
 FAILURES = {
     "--rollout-function-path fails": lambda args: RolloutManager(args)._samples_of(3),
-    "--eval-function-path fails": lambda args: RolloutManager(args)._evaluate(3),
+    "--eval-function-path fails": lambda args: RolloutManager(args)._evaluate(3, before=False),
     "--rollout-sample-filter-path fails": lambda args: RolloutManager(args)._samples_of(3),
     "--data-source-path NoConstructor": lambda args: manager_with_source(args),
     "--data-source-path Failing": lambda args: draw_groups(args, manager_with_source(args).data_source, 2, 3),
@@ -184,3 +187,17 @@ def test_a_critic_takes_the_shards_of_the_actor_or_those_of_its_own_layout(tmp_p
     assert sorted(i for box in critic for i in box.inner["sample_indices"].tolist()) == list(range(8))
     if "tokens" in overrides:
         assert critic[0].inner["num_microbatches"] == [8]
+
+
+def test_no_two_evaluations_share_a_step_or_a_dump(tmp_path, plug_ins):
+    """An evaluation stands at the number of rollouts that its weights were trained on."""
+    args = parse(tmp_path, "--eval-function-path", f"{plug_ins}:groups")
+    args.save_debug_rollout_data = str(tmp_path / "dumps/{rollout_id}.pt")
+    manager = RolloutManager(args)
+    logged = [
+        *manager._evaluate(0, before=True),
+        *manager._evaluate(0, before=False),
+        *manager._evaluate(1, before=False),
+    ]
+    assert [(key, metrics["eval/step"]) for metrics, key in logged] == [("eval/step", step) for step in (0, 1, 2)]
+    assert {path.stem for path in (tmp_path / "dumps").iterdir()} == {"eval_before_0", "eval_0", "eval_1"}
