@@ -1,5 +1,6 @@
 """What the manager does around a rollout function, without Ray: plug-ins that fail, states, and a router it was given."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -130,6 +131,20 @@ def test_our_engines_leave_a_given_router_before_they_end(tmp_path, error, caplo
     manager._shutdown()
     assert events == [("remove", ["http://a", "http://b"]), "engines", "router"]
     assert ("our engines may still be registered" in caplog.text) == (error is not None)
+
+
+def test_the_manager_falls_silent_before_its_engines_end(tmp_path, monkeypatch):
+    """Requests that lose their engines, and groups that are given up, are no news at the end of a run."""
+    events = []
+    monkeypatch.setattr("logging.disable", lambda level: events.append("silent"))
+    manager = RolloutManager(parse(tmp_path))
+    manager._router = GivenRouter(events)
+    manager._engine_group = SimpleNamespace(urls=["http://a"], shutdown=lambda: events.append("engines"))
+    manager._shutdown()
+    assert "silent" not in events
+    events.clear()
+    asyncio.run(manager.shutdown())
+    assert events == [("remove", ["http://a"]), "silent", "engines", "router"]
 
 
 def test_our_own_router_just_ends(tmp_path):
