@@ -14,6 +14,7 @@ import secrets
 import socket
 import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -69,6 +70,9 @@ def ray_cluster(args: argparse.Namespace) -> Iterator[None]:
     address = env.ray_address()
     # Ray reads these when it starts. Its messages about itself would bury ours.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):
+        # The names of processes in front of their lines are coloured for people only.
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

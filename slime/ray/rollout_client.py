@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from slime.observability.console import GenerationBar
+from slime.observability.console import GenerationBar, evaluation_name
 from slime.observability.logging_utils import LoggedMetrics
 from slime.observability.startup import StartupClock
 from slime.observability.waiting import unwatch, wait_for, watch
@@ -64,9 +64,10 @@ class RolloutClient:
         """One rollout step: a shard per data-parallel rank, and metrics."""
         return self._watch(self._manager.generate.remote(rollout_id), f"generation of rollout {rollout_id}")
 
-    def evaluate(self, rollout_id: int) -> list[LoggedMetrics]:
-        """Evaluate all data sets; returns metrics."""
-        return self._watch(self._manager.evaluate.remote(rollout_id), f"evaluation at rollout {rollout_id}")
+    def evaluate(self, rollout_id: int, *, before: bool = False) -> list[LoggedMetrics]:
+        """Evaluate all data sets, `before` training on `rollout_id` or after it; returns metrics."""
+        ref = self._manager.evaluate.remote(rollout_id, before=before)
+        return self._watch(ref, evaluation_name(rollout_id, before=before))
 
     def save(self, rollout_id: int) -> None:
         """Write the data state as it was after the prompts of `rollout_id` were drawn."""

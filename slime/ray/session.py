@@ -9,20 +9,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from slime.arguments import parse_args
 from slime.arguments.before_start import check_before_start, nothing_left
 from slime.arguments.plan import show_plan
-from slime.observability.effective_config import effective_configuration
+from slime.observability.effective_config import derived_configuration, effective_configuration
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, tracking_directory
 from slime.observability.run_record import write_run_record
 from slime.observability.startup import StartupClock
+from slime.ray.run_ending import closing_lines
 from slime.utils import env
 from slime.utils.errors import RunError, UserError
 from slime.utils.scratch import sweep_scratch_directories
@@ -47,6 +49,7 @@ def main(
     stream = sys.stderr if plans else sys.stdout
     configure_logger(stream=stream)
     _terminated.clear()
+    args = None
     try:
         args = parse_args(argv=argv, asynchronous=asynchronous)
         StartupClock().mark("arguments")
@@ -65,21 +68,26 @@ def main(
             return 0
         with _session(args):
             train(args)
+        _tell_what_is_kept(args, words, finished=True)
     except (UserError, RunError) as error:
         if env.debug_enabled():
             raise
         _tell("%s", error)
+        _tell_what_is_kept(args, words)
         return error.exit_status
     except KeyboardInterrupt:
         _tell("stopped by %s", "SIGTERM" if _terminated.is_set() else "Ctrl-C")
+        _tell_what_is_kept(args, words)
         return 143 if _terminated.is_set() else 130
     except OSError as error:
         if env.debug_enabled():
             raise
         _tell("%s", error)
+        _tell_what_is_kept(args, words)
         return 1
     except Exception:
         _tell("the run failed", exc_info=True)
+        _tell_what_is_kept(args, words)
         return 1
     return 0
 
@@ -103,6 +111,15 @@ def _tell(message: str, *values: object, exc_info: bool = False) -> None:
     """Say on the standard error why the run ended; its log went to the standard output."""
     configure_logger(stream=sys.stderr)
     logger.error(message, *values, exc_info=exc_info)
+
+
+def _tell_what_is_kept(args: argparse.Namespace | None, words: Sequence[str], *, finished: bool = False) -> None:
+    """The last lines of a run, where its log went; nothing for one that ended before its first rollout."""
+    if getattr(args, "rollouts_done", None) is None and not finished:
+        return
+    command = shlex.split(env.start_command() or "") or [sys.executable, sys.argv[0], *words]
+    for line in closing_lines(args, command, finished=finished):
+        logger.info("%s", line)
 
 
 @contextlib.contextmanager
@@ -144,7 +161,9 @@ def _session(args: argparse.Namespace) -> Iterator[None]:
         try:
             init_tracking(args, directory)
             logger.info("%s", effective_configuration(args))
-            write_run_record(args, args.save or directory)
+            logger.debug("%s", derived_configuration(args))
+            record = write_run_record(args, args.save or directory)
+            logger.info("every value and where it came from: %s", record)
             # Ray puts a SIGTERM handler of its own in place of ours when it starts.
             with ray_cluster(args), _sigterm_as_interrupt():
                 StartupClock().mark("Ray")

@@ -40,15 +40,17 @@ async def abort(args: Any, rollout_id: int | None = None) -> None:
     await cancel_tasks(unfinished, f"--abort-timeout {args.abort_timeout:g} s is over", deadline - now())
 
 
-async def cancel_tasks(tasks: set[asyncio.Task[Any]], reason: str, timeout: float | None = None) -> None:
-    """Cancel `tasks` and wait a moment for their end; those that refuse are left behind with a message.
+async def cancel_tasks(
+    tasks: set[asyncio.Task[Any]], reason: str, timeout: float | None = None, level: int = logging.WARNING
+) -> None:
+    """Cancel `tasks`, tell so at `level`, and wait a moment for their end; those that refuse are left behind with an error.
 
     Args:
         timeout: seconds to wait; None takes `CANCEL_TIMEOUT_S`.
     """
     if not tasks:
         return
-    logger.warning("%s: cancelling %s", reason, ", ".join(sorted(task.get_name() for task in tasks)))
+    logger.log(level, "%s: cancelling %s", reason, ", ".join(sorted(task.get_name() for task in tasks)))
     for task in tasks:
         task.cancel()
     limit = CANCEL_TIMEOUT_S if timeout is None else max(timeout, MIN_CANCEL_TIMEOUT_S)

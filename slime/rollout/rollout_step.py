@@ -250,7 +250,8 @@ class RolloutStep:
     async def _give_up(self, error: BaseException) -> None:
         """The step fails: end its tasks and let no prompt be lost, so that whoever goes on finds all of them."""
         self.state.aborted = True
-        await cancel_tasks(set(self.state.pendings), f"rollout {self.rollout_id} failed")
+        # A consequence of the error, which is told by itself.
+        await cancel_tasks(set(self.state.pendings), f"rollout {self.rollout_id} failed", level=logging.DEBUG)
         for task in self.origins:
             other = task.exception() if task.done() and not task.cancelled() else None
             if other is not None and other is not error:
@@ -265,12 +266,13 @@ class RolloutStep:
         self.kept.sort(key=_first_index)
         self.failures.stop_when_most_failed()
         await self._process_all_samples()
-        for name, sample in (("first", leaves(self.kept[0])[0]), ("last", leaves(self.kept[-1])[-1])):
+        shown = (("first", leaves(self.kept[0])[0]), ("last", leaves(self.kept[-1])[-1]))
+        for name, sample in shown if self.state.shows_samples("rollouts", self.rollout_id) else ():
             logger.info("rollout %d, %s sample: %s", self.rollout_id, name, sample_line(sample))
         reported = ("started", "finished", "dropped", "surplus_groups", "aborted_samples")
         counts = ", ".join(f"{name} {self.counts[name]}" for name in reported)
-        unusual = any(self.counts[name] for name in reported[2:])
-        logger.log(logging.INFO if unusual else logging.DEBUG, "rollout %d, groups: %s", self.rollout_id, counts)
+        # What was dropped, surplus or aborted is a metric as well.
+        logger.debug("rollout %d, groups: %s", self.rollout_id, counts)
         metrics = {
             **self.gatherer.collect(),
             "rollout/surplus_groups": self.counts["surplus_groups"],

@@ -65,6 +65,11 @@ def actor_environment() -> dict[str, str]:
     return {**variables, **{name: os.environ[name] for name in handed_on if name in os.environ}}
 
 
+def start_command() -> str | None:
+    """`SLIME_START_COMMAND`: the command of the script that started this run, for messages that say how to start again."""
+    return os.environ.get("SLIME_START_COMMAND") or None
+
+
 def ray_address() -> str | None:
     """`RAY_ADDRESS`: the cluster to join (set by `ray job submit` and by users); None starts a local one."""
     return os.environ.get("RAY_ADDRESS") or None

@@ -207,9 +207,10 @@ def test_a_killed_scheduler_ends_the_run_by_its_name(flags, tmp_path, asked):
     ids=["ctrl-c", "sigterm"],
 )
 def test_a_signal_while_samples_are_generated_ends_everything(flags, tmp_path, number, status, word):
-    words = ["--custom-generate-function-path", f"{PLUG_INS}:marked_generate"]
-    with TrainProcess([*flags, *words], tmp_path, {"E2E_HOLD_ROLLOUT": "0"}) as process:
-        process.wait_for_line("holding rollout 0", 200)
+    save = tmp_path / "checkpoints"
+    words = ["--custom-generate-function-path", f"{PLUG_INS}:marked_generate", "--save", save, "--save-interval", "1"]
+    with TrainProcess([*flags, *words], tmp_path, {"E2E_HOLD_ROLLOUT": "1"}) as process:
+        process.wait_for_line("holding rollout 1", 200)
         running = " ".join(process.processes().values())
         assert all(part in running for part in ("RankProcess", "EngineActor", "router_process", "server_process"))
         # Ctrl-C reaches all processes of the terminal's foreground group, a plain SIGTERM only the driver.
@@ -217,5 +218,10 @@ def test_a_signal_while_samples_are_generated_ends_everything(flags, tmp_path, n
         send(number)
         assert process.wait(60) == status, process.output()
         process.assert_no_process_left()
-    assert f"stopped by {word}" in process.output()
-    assert "Traceback" not in process.output()
+    output = process.output()
+    assert "Traceback" not in output and "WARNING" not in output and "\x1b" not in output
+    # The way out is quiet, and the last lines say where it leads on.
+    stopped, kept, go_on = re.split(f"^{CLOCK}", output.rstrip(), flags=re.MULTILINE)[-3:]
+    assert stopped.strip() == f"ERROR: stopped by {word}"
+    assert kept.strip() == f"kept: the checkpoint of rollout 0 in {save}/iter_0000000"
+    assert go_on.startswith("go on: ") and go_on.endswith(f"--save {save} --save-interval 1 --load {save}")

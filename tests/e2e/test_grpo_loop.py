@@ -83,17 +83,20 @@ def test_prompts_follow_the_shuffled_epochs(finished_run):
 def test_evaluation_before_the_first_and_after_the_last_rollout(finished_run, output):
     rewards = finished_run.process.scalars("eval/held_out")
     # Three rollouts are an epoch here, and the end of an epoch is evaluated too.
-    assert sorted(rewards) == [0, 2, 5]
-    for rollout_id, reward in rewards.items():
-        dumped = [sample["reward"] for sample in load_dump(finished_run, f"eval_{rollout_id}")]
+    assert sorted(rewards) == [0, 3, 6]
+    for step, reward in rewards.items():
+        name, dump = (
+            (f"after rollout {step - 1}", f"eval_{step - 1}") if step else ("before rollout 0", "eval_before_0")
+        )
+        dumped = [sample["reward"] for sample in load_dump(finished_run, dump)]
         assert len(dumped) == 3 and reward == pytest.approx(sum(dumped) / 3)
-        assert f"evaluation at rollout {rollout_id}: held_out {reward:.4f}" in output
+        assert f"evaluation {name}: held_out {reward:.4f}" in output
 
 
 def test_one_console_line_per_rollout(finished_run, output):
     loss = finished_run.process.scalars("train/loss")
     for rollout_id in ROLLOUTS:
-        lines = re.findall(rf"^\S+ rollout {rollout_id + 1}/6 \|.*$", output, re.MULTILINE)
+        lines = re.findall(rf"^\S+ rollout {rollout_id} \({rollout_id + 1}/6\) \|.*$", output, re.MULTILINE)
         assert len(lines) == 1
         assert f"loss {loss[rollout_id]:.4f}" in lines[0]
         for label in ("reward", "length", "kl", "grad_norm", "seconds: generate", "train", "sync", "step"):

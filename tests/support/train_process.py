@@ -1,7 +1,7 @@
 """Real runs of `train.py` in a process of their own, with everything they start.
 
     with TrainProcess(flags, directory) as run:
-        run.wait_for_line("rollout 1/6 ")
+        run.wait_for_line(r"rollout 0 \(1/6\) ")
         assert run.wait(300) == 0
     assert run.scalars("train/loss") == {0: …}
 
@@ -172,8 +172,9 @@ class TrainProcess:
         for path in sorted(self.event_directory.glob("events.out.tfevents.*")):
             for event in EventFileLoader(str(path)).Load():
                 for value in event.summary.value:
-                    number = float(tensor_util.make_ndarray(value.tensor))
-                    found.setdefault(value.tag, {})[event.step] = number
+                    values = found.setdefault(value.tag, {})
+                    assert event.step not in values, f"{value.tag} has two values at step {event.step}"
+                    values[event.step] = float(tensor_util.make_ndarray(value.tensor))
         return found
 
     def _belongs(self, entry: Path) -> bool:

@@ -253,6 +253,7 @@ FLAGS = [
     ("--log-reward-category c", None, "c", None),
     ("--log-correct-samples", None, ON, None),
     ("--log-level DEBUG", None, "DEBUG", "INFO"),
+    ("--log-samples-interval 3", None, 3, 10),
     ("--save-debug-rollout-data t", None, "t", None),
     ("--load-debug-rollout-data t", None, "t", None),
     ("--load-debug-rollout-data-subsample 0.5", None, 0.5, None),
