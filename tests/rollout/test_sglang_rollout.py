@@ -417,6 +417,38 @@ def test_r14_a_custom_function_that_ignores_the_abort_is_cancelled_and_its_promp
     assert output.metrics["rollout/aborted_samples"] == 2
 
 
+def test_plain_generate_functions_that_ask_for_rewards_leave_room_for_them(server, checkpoint, tmp_path):
+    # None asks for its reward before all are there, and each waits for it.
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import threading\nfrom slime.rollout.rm_hub import async_rm\nfrom slime.utils import async_utils\n"
+        "meeting = threading.Barrier(140)\n"
+        "def generate(args, sample, sampling_params):\n"
+        "    meeting.wait(20)\n"
+        "    sample.tokens = [4]\n"
+        "    sample.append_response_tokens(args, tokens=[5], log_probs=[-1.0])\n"
+        "    sample.status = type(sample).Status.COMPLETED\n"
+        "    sample.reward = async_utils.run(async_rm(args, sample))\n"
+        "    return sample\n"
+        "def reward(args, sample):\n    return 0.5\n"
+    )
+    args = make_args(
+        checkpoint,
+        server.port,
+        custom_generate_function_path=f"{file}:generate",
+        custom_rm_path=f"{file}:reward",
+        sglang_server_concurrency=140,
+        rm_concurrency=2,
+        rollout_batch_size=70,
+        over_sampling_batch_size=70,
+    )
+    try:
+        output = generate_rollout(args, 0, CountingDataSource(2))
+    finally:
+        async_utils.stop_async_loop()
+    assert [sample.reward for sample in leaves(output.samples)] == [0.5] * 140
+
+
 def test_failed_samples_are_counted_and_too_many_stop_the_run(server, checkpoint, tmp_path):
     path = plugin(
         tmp_path,
