@@ -50,13 +50,18 @@ async def cancel_tasks(
     """
     if not tasks:
         return
-    logger.log(level, "%s: cancelling %s", reason, ", ".join(sorted(task.get_name() for task in tasks)))
+    logger.log(level, "%s: cancelling %s", reason, _names(tasks))
     for task in tasks:
         task.cancel()
     limit = CANCEL_TIMEOUT_S if timeout is None else max(timeout, MIN_CANCEL_TIMEOUT_S)
     _, alive = await asyncio.wait(tasks, timeout=limit)
     if alive:
-        logger.error("ignoring tasks that do not let themselves be cancelled: %s", sorted(t.get_name() for t in alive))
+        logger.error("ignoring tasks that do not let themselves be cancelled: %s", _names(alive))
+
+
+def _names(tasks: set[asyncio.Task[Any]]) -> str:
+    names = sorted(task.get_name() for task in tasks)
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 async def _wait_for(tasks: set[asyncio.Task[Any]], deadline: float) -> None:

@@ -22,6 +22,7 @@ from slime.rollout.user_functions import (
     wrong_result_error,
 )
 from slime.utils.errors import UserError
+from slime.utils.http_utils import generation_concurrency
 from slime.utils.misc import load_function
 from slime.utils.token_fields import held
 from slime.utils.types import Sample
@@ -69,7 +70,15 @@ class GenerateFunction:
     async def _call(self, args: Any, samples: list[Sample], *arguments: Any, keywords: dict[str, Any]) -> Any:
         limit = args.http_request_timeout
         try:
-            return await call_user_function(self.function, args, *arguments, timeout=limit, keywords=keywords)
+            return await call_user_function(
+                self.function,
+                args,
+                *arguments,
+                source=f"{FLAG} {self.path}",
+                at_a_time=generation_concurrency(args),
+                timeout=limit,
+                keywords=keywords,
+            )
         except CallTimedOut as error:
             reason = f"{FLAG} {self.path} did not return within --http-request-timeout {limit:g} s"
             raise SampleFailed(reason, retryable=False) from error

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.observability.progress import start_progress
+from slime.rollout.abort import cancel_tasks
 from slime.rollout.base_types import RolloutFnEvalOutput, leaves, sample_line
 from slime.rollout.eval_stop import finished_prompts, is_limited
 from slime.rollout.generate_state import GenerateState
@@ -53,7 +54,7 @@ async def eval_rollout(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
         try:
             results = await asyncio.gather(*tasks)
         finally:
-            await _end(tasks)
+            await _end(tasks, f"evaluation {rollout_id} failed")
     data = {config.name: result for config, (result, _) in zip(configs, results, strict=True)}
     left = {
         f"eval/{config.name}-unfinished_prompts": unfinished
@@ -110,7 +111,7 @@ async def _evaluate_set(
     try:
         finished = await finished_prompts(tasks, config)
     finally:
-        await _end(tasks)
+        await _end(tasks, f"evaluation set {config.name} is over")
     samples = leaves(finished)
     state = GenerateState(args)
     if state.shows_samples(f"evaluation set {config.name}", state.rollout_id):
@@ -134,11 +135,12 @@ async def _finished_entries(args: Any, config: EvalDatasetConfig, group: list[Sa
     raise RunError(f"evaluation set {config.name}: prompt {name} was aborted {MAX_INTERRUPTIONS} times")
 
 
-async def _end(tasks: list["asyncio.Task[Any]"]) -> None:
-    """Cancel what still runs after a failure and see every exception."""
+async def _end(tasks: list["asyncio.Task[Any]"], reason: str) -> None:
+    """Cancel what still runs, and see every exception. What refuses to end is left behind."""
+    await cancel_tasks({task for task in tasks if not task.done()}, reason)
     for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        if task.done() and not task.cancelled():
+            task.exception()
 
 
 def _copies(config: EvalDatasetConfig, prompt: Sample, number: int) -> list[Sample]:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import orjson
 
+from slime.rollout.user_functions import CallKind, CallSlots
 from slime.utils.errors import UserError
-from slime.utils.http_utils import get_rollout_num_engines, init_http_client
+from slime.utils.http_utils import generation_concurrency, init_http_client
 from slime.utils.misc import SingletonMeta
 from slime.utils.processing_utils import load_tokenizer, render_chat, require_chat_template
 from slime.utils.token_fields import read_only
@@ -33,7 +34,7 @@ class GenerateState(metaclass=SingletonMeta):
     def __init__(self, args: Any) -> None:
         self.args = args
         self.processor = None
-        self.semaphore = asyncio.Semaphore(args.sglang_server_concurrency * get_rollout_num_engines(args))
+        self.semaphore = CallSlots(CallKind.GENERATE, generation_concurrency(args))
         self.sampling_params = rollout_sampling_params(args)
         self._warned: set[str] = set()
         self._shown: dict[str, int] = {}

@@ -290,7 +290,7 @@ class RolloutStep:
             await call_user_function(
                 load_function(path, flag=ALL_SAMPLES_FLAG),
                 self.args, self.all_finished, self.data_source,
-                timeout=self.args.http_request_timeout,
+                source=f"{ALL_SAMPLES_FLAG} {path}", at_a_time=1, timeout=self.args.http_request_timeout,
             )  # fmt: skip
         except Exception as error:
             raise user_function_error(ALL_SAMPLES_FLAG, path, f"rollout {self.rollout_id}", error) from error

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from slime.rollout.user_functions import accepted_keywords, call_user_function
+from slime.rollout.user_functions import CallKind, accepted_keywords, call_slots, call_user_function
 from slime.utils.errors import UserError
+from slime.utils.http_utils import generation_concurrency
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 from slime.utils.user_code import user_function_error
@@ -36,8 +37,12 @@ async def apply_rollout_sample_hooks(
 async def _apply_hook(args: Any, path: str, sample: Sample, rollout_id: int | None, evaluation: bool) -> Sample:
     hook = load_function(path, flag=FLAG)
     keywords = accepted_keywords(hook, {"rollout_id": rollout_id, "evaluation": evaluation})
+    # A hook follows each generation, so that as many as generations are enough.
+    slots = call_slots(CallKind.HOOK, generation_concurrency(args))
+    options = {"source": f"{FLAG} {path}", "at_a_time": slots.size, "timeout": args.http_request_timeout}
     try:
-        result = await call_user_function(hook, args, sample, timeout=args.http_request_timeout, keywords=keywords)
+        async with slots:
+            result = await call_user_function(hook, args, sample, **options, keywords=keywords)
     except Exception as error:
         raise user_function_error(FLAG, path, f"sample {sample.index}", error) from error
     result = sample if result is None else result

@@ -1,23 +1,97 @@
 """Calling functions that users supply: without blocking the event loop, without losing their tracebacks.
 
 A coroutine function is awaited, a plain one runs in a daemon thread of its own, so that one that never returns neither
-fills a pool nor keeps the process from ending. Both obey a time limit (a thread cannot be ended, it is left behind).
+fills a pool nor keeps the process from ending. Both obey a time limit. A thread cannot be ended: it is left behind, its
+slot goes to others, and a function that leaves too many behind ends the run.
+
+How many calls run at a time is told by `CallSlots`, one for each kind of call and sized by its flag.
 """
 
 import asyncio
 import contextvars
+import enum
+import functools
 import inspect
+import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from slime.utils.errors import UserError
+from slime.utils.errors import RunError, UserError
 
-# Plain functions that run at the same time; more threads only compete for the interpreter.
-MAX_THREADS = 128
+logger = logging.getLogger(__name__)
 
-_thread_slots: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]" = weakref.WeakKeyDictionary()
+# Calls of one function that may be left behind in their threads, as a multiple of those that may run at a time, and at
+# least. Twice: what an abort interrupted may still be running when the calls of the next step meet their limit.
+LEFT_BEHIND_PER_SLOT = 2
+MIN_LEFT_BEHIND = 64
+
+
+class CallKind(enum.IntEnum):
+    """What calls are for, in the order in which one leads to another: generation comes before the reward."""
+
+    GENERATE = 0
+    HOOK = 1
+    REWARD = 2
+
+
+class _HeldSlot(NamedTuple):
+    place: tuple[int, CallKind]  # (level, kind)
+    semaphore: asyncio.Semaphore
+
+
+_held_slots: contextvars.ContextVar[tuple[_HeldSlot, ...]] = contextvars.ContextVar("held_slots", default=())
+
+
+class CallSlots:
+    """Slots for `size` calls of one kind at a time on an event loop; `async with slots:` takes one.
+
+    A call may make others, which need slots too: a generate function asks for rewards, a reward combines others. No call
+    may wait for a slot whose holder waits for it. Therefore places are ordered, by level and then by kind, and a call
+    that is made inside another one takes a place behind that one: the kinds that come later on the same level, its own and
+    earlier kinds one level further down, where `size` slots of their own are. What encloses a call is told by its context,
+    which goes along with tasks, with the threads of plain functions, and with `slime.utils.async_utils.run`.
+    """
+
+    def __init__(self, kind: CallKind, size: int) -> None:
+        self.kind = kind
+        self.size = size
+        self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Semaphore]]
+        self._semaphores = weakref.WeakKeyDictionary()
+
+    async def __aenter__(self) -> None:
+        held = _held_slots.get()
+        level = self._level(held)
+        semaphore = self._at(level)
+        await semaphore.acquire()
+        _held_slots.set((*held, _HeldSlot((level, self.kind), semaphore)))
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        *enclosing, own = _held_slots.get()
+        _held_slots.set(tuple(enclosing))
+        own.semaphore.release()
+
+    def locked(self) -> bool:
+        """Whether a call that is made here and now would have to wait."""
+        return self._at(self._level(_held_slots.get())).locked()
+
+    def _level(self, held: tuple[_HeldSlot, ...]) -> int:
+        if not held:
+            return 0
+        level, kind = held[-1].place
+        return level if self.kind > kind else level + 1
+
+    def _at(self, level: int) -> asyncio.Semaphore:
+        per_level = self._semaphores.setdefault(asyncio.get_running_loop(), {})
+        return per_level.setdefault(level, asyncio.Semaphore(self.size))
+
+
+@functools.cache
+def call_slots(kind: CallKind, size: int) -> CallSlots:
+    """The slots that all calls of `kind` share in this process."""
+    return CallSlots(kind, size)
 
 
 def parameter_names(fn: Callable[..., Any]) -> list[str]:
@@ -55,19 +129,38 @@ class CallTimedOut(Exception):
     """A user function did not return within the limit we set; a TimeoutError of its own is something else."""
 
 
+class TooManyLeftBehind(RunError):
+    """A plain function did not return from so many calls that no more threads are given to it."""
+
+
 async def call_user_function(
-    fn: Callable[..., Any], *args: Any, timeout: float | None = None, keywords: dict[str, Any] | None = None
+    fn: Callable[..., Any],
+    *args: Any,
+    source: str,
+    at_a_time: int,
+    timeout: float | None = None,
+    keywords: dict[str, Any] | None = None,
 ) -> Any:
     """The result of `fn(*args, **keywords)`, which may be plain or async.
 
+    Args:
+        source: flag and path of the function, for messages; what it leaves behind is counted under this name.
+        at_a_time: how many calls of it may run at a time; bounds what it may leave behind.
+
     Raises:
         CallTimedOut: no result within `timeout` seconds, counted from when the call starts to run.
+        TooManyLeftBehind: too many earlier calls were given up and still occupy their threads.
+        RunError: the machine gives us no further thread.
     """
     keywords = keywords or {}
     if is_coroutine_function(fn):
         return await _within(timeout, fn(*args, **keywords))
-    async with _thread_slot():
-        result = await _within(timeout, run_in_daemon_thread(fn, *args, **keywords))
+    _check_left_behind(source, at_a_time)
+    call = _ThreadCall(fn, args, keywords)
+    try:
+        result = await _within(timeout, call.future)
+    finally:
+        call.leave_behind(source)
     # A plain function may still hand out an awaitable (functools.partial, decorators).
     return await _within(timeout, result) if inspect.isawaitable(result) else result
 
@@ -83,31 +176,82 @@ async def _within(timeout: float | None, awaitable: Awaitable[Any]) -> Any:
         raise
 
 
-def _thread_slot() -> asyncio.Semaphore:
-    return _thread_slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))
-
-
 def run_in_daemon_thread(fn: Callable[..., Any], *args: Any, **keywords: Any) -> "asyncio.Future[Any]":
-    """Start `fn` in a new daemon thread; the future belongs to the running loop."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-    context = contextvars.copy_context()
+    """Start `fn` in a new daemon thread; the future belongs to the running loop.
 
-    def settle(setter: Callable[[Any], None], value: Any) -> None:
-        if not future.done():
+    Raises:
+        RunError: the machine gives us no further thread.
+    """
+    return _ThreadCall(fn, args, keywords).future
+
+
+def left_behind(source: str) -> int:
+    """Calls of `source` that were given up and still run."""
+    with _left_behind_lock:
+        return _left_behind[source]
+
+
+_left_behind: Counter[str] = Counter()
+_left_behind_lock = threading.Lock()
+
+
+class _ThreadCall:
+    """One call in a daemon thread of its own."""
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[Any] = self._loop.create_future()
+        self._ended = False
+        self._left_by: str | None = None
+        work = functools.partial(contextvars.copy_context().run, fn, *args, **keywords)
+        name = getattr(fn, "__name__", "call")
+        try:
+            threading.Thread(target=self._run, args=(work,), name=f"slime-{name}", daemon=True).start()
+        except RuntimeError as error:
+            raise RunError(
+                f"no thread could be started for {name}: {error}; {threading.active_count()} are running. A plain function "
+                "occupies one per call: write it as `async def`, lower --sglang-server-concurrency or --rm-concurrency, or "
+                "raise the limit of processes (ulimit -u)"
+            ) from None
+
+    def leave_behind(self, source: str) -> None:
+        """Nobody waits for the call any more. It is counted until it ends, if it has not ended yet."""
+        with _left_behind_lock:
+            if self._ended:
+                return
+            self._left_by = source
+            _left_behind[source] += 1
+            count = _left_behind[source]
+        # At 1, 2, 4, 8, …
+        if count & (count - 1) == 0:
+            logger.warning("%d calls of %s were given up and still run in their threads", count, source)
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        try:
+            outcome = (self.future.set_result, work())
+        except BaseException as error:
+            outcome = (self.future.set_exception, _as_exception(error))
+        with _left_behind_lock:
+            self._ended = True
+            if self._left_by is not None:
+                _left_behind[self._left_by] -= 1
+        # The loop may be closed already when a call that was given up comes back.
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._settle, *outcome)
+
+    def _settle(self, setter: Callable[[Any], None], value: Any) -> None:
+        if not self.future.done():
             setter(value)
 
-    def work() -> None:
-        try:
-            outcome = (future.set_result, context.run(fn, *args, **keywords))
-        except BaseException as error:
-            outcome = (future.set_exception, _as_exception(error))
-        # The loop may be closed already when a call that was given up comes back.
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, *outcome)
 
-    threading.Thread(target=work, name=f"slime-{getattr(fn, '__name__', 'call')}", daemon=True).start()
-    return future
+def _check_left_behind(source: str, at_a_time: int) -> None:
+    count, limit = left_behind(source), max(MIN_LEFT_BEHIND, LEFT_BEHIND_PER_SLOT * at_a_time)
+    if count >= limit:
+        raise TooManyLeftBehind(
+            f"{count} calls of {source} were given up and never returned; each still occupies a thread, and no more are "
+            "given to it. Give everything that it waits for a time limit of its own, or write it as `async def`, which can "
+            "be cancelled"
+        )
 
 
 def _as_exception(error: BaseException) -> BaseException:

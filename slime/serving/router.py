@@ -53,7 +53,7 @@ class RouterHandle:
         """
         deadline = time.monotonic() + timeout
         try:
-            while not self._answers():
+            while not self._answers(deadline):
                 state = "" if self.process is None else f": {self.process.describe_end()}"
                 if self.process is not None and self.process.poll() is not None:
                     raise RunError(f"the router failed to start{state}")
@@ -63,9 +63,9 @@ class RouterHandle:
         finally:
             self._release()
 
-    def workers(self) -> list[dict[str, Any]]:
-        """The registered workers, each with `id`, `url` and `is_healthy`."""
-        return self._call("GET", "/workers").json()["workers"]
+    def workers(self, deadline: float | None = None) -> list[dict[str, Any]]:
+        """The registered workers, each with `id`, `url` and `is_healthy`; asked for until `deadline` at most."""
+        return self._call("GET", "/workers", None, deadline).json()["workers"]
 
     def add_workers(self, urls: list[str], timeout: float = 60.0, worker_api_key: str | None = None) -> None:
         """Register engines and wait until the router calls every one of them healthy.
@@ -75,16 +75,17 @@ class RouterHandle:
         Raises:
             RunError: a worker was refused or did not become healthy in time.
         """
+        deadline = time.monotonic() + timeout
         worker_api_key = worker_api_key or self.api_key
         for url in urls:
             worker = {"url": url, "worker_type": "regular"}
             if worker_api_key:
                 worker["api_key"] = worker_api_key
-            self._call("POST", "/workers", worker)
+            self._call("POST", "/workers", worker, deadline)
         self._wait_until_none(
-            lambda: set(urls) - {worker["url"] for worker in self.workers() if worker["is_healthy"]},
-            "workers not healthy",
-            timeout,
+            lambda: set(urls) - {worker["url"] for worker in self.workers(deadline) if worker["is_healthy"]},
+            f"workers not healthy after {timeout:g} s",
+            deadline,
         )
 
     def refuse_other_workers(self, ours: Sequence[str] = ()) -> None:
@@ -104,11 +105,14 @@ class RouterHandle:
         Raises:
             RunError: the router still lists one after `timeout` seconds.
         """
-        for worker in self.workers():
+        deadline = time.monotonic() + timeout
+        for worker in self.workers(deadline):
             if worker["url"] in urls:
-                self._call("DELETE", f"/workers/{worker['id']}")
+                self._call("DELETE", f"/workers/{worker['id']}", None, deadline)
         self._wait_until_none(
-            lambda: set(urls) & {worker["url"] for worker in self.workers()}, "workers not removed", timeout
+            lambda: set(urls) & {worker["url"] for worker in self.workers(deadline)},
+            f"workers not removed after {timeout:g} s",
+            deadline,
         )
 
     def shutdown(self) -> None:
@@ -124,25 +128,25 @@ class RouterHandle:
         if self._scratch is not None:
             remove_scratch_directory(self._scratch)
 
-    def _answers(self) -> bool:
+    def _answers(self, deadline: float) -> bool:
         try:
-            return _session(self.api_key).get(f"{self.url}/health", timeout=_REQUEST_TIMEOUT_SECONDS).ok
+            return _session(self.api_key).get(f"{self.url}/health", timeout=_seconds_left(deadline)).ok
         except requests.RequestException:
             return False
 
-    def _wait_until_none(self, remaining: Callable[[], set[str]], what: str, timeout: float) -> None:
+    def _wait_until_none(self, remaining: Callable[[], set[str]], what: str, deadline: float) -> None:
         # The router answers registration and removal at once and carries them out later.
-        deadline = time.monotonic() + timeout
         while left := remaining():
             if time.monotonic() > deadline:
-                raise RunError(f"router {self.url}: {what} after {timeout:g} s: {', '.join(sorted(left))}")
+                raise RunError(f"router {self.url}: {what}: {', '.join(sorted(left))}")
             time.sleep(_POLL_SECONDS)
 
-    def _call(self, method: str, path: str, payload: dict[str, Any] | None = None) -> requests.Response:
+    def _call(
+        self, method: str, path: str, payload: dict[str, Any] | None = None, deadline: float | None = None
+    ) -> requests.Response:
+        seconds = _seconds_left(deadline)
         try:
-            response = _session(self.api_key).request(
-                method, self.url + path, json=payload, timeout=_REQUEST_TIMEOUT_SECONDS
-            )
+            response = _session(self.api_key).request(method, self.url + path, json=payload, timeout=seconds)
         except requests.RequestException as error:
             if self.process is not None and self.process.wait(1.0) is not None:
                 raise RunError(f"the router is dead ({path}): {self.process.describe_end()}") from None
@@ -150,6 +154,13 @@ class RouterHandle:
         if not response.ok:
             raise RunError(f"the router answered {response.status_code} to {method} {path}: {response.text[:500]}")
         return response
+
+
+def _seconds_left(deadline: float | None) -> float:
+    """How long a request may take: until `deadline` on the monotonic clock, and never longer than one usually may."""
+    if deadline is None:
+        return _REQUEST_TIMEOUT_SECONDS
+    return min(_REQUEST_TIMEOUT_SECONDS, max(deadline - time.monotonic(), _POLL_SECONDS))
 
 
 def start_router(args: Any, log_dir: str | Path) -> RouterHandle:

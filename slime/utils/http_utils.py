@@ -97,6 +97,11 @@ def get_rollout_num_engines(args: Any) -> int:
     return max(1, engines)
 
 
+def generation_concurrency(args: Any) -> int:
+    """Generations in flight: `--sglang-server-concurrency` for each engine."""
+    return args.sglang_server_concurrency * get_rollout_num_engines(args)
+
+
 def init_http_client(args: Any) -> None:
     """Take limits, time limits and the token from `args`. Existing sessions are replaced at their next use."""
     global _settings
@@ -104,7 +109,7 @@ def init_http_client(args: Any) -> None:
     if getattr(args, "sglang_router_ip", None):
         routers.append((args.sglang_router_ip, args.sglang_router_port))
     settings = HttpSettings(
-        max_connections=args.sglang_server_concurrency * get_rollout_num_engines(args),
+        max_connections=generation_concurrency(args),
         request_timeout=args.http_request_timeout,
         control_timeout=args.http_control_timeout,
         max_retries=args.http_max_retries,

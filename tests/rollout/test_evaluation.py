@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from slime.rollout import evaluation
+from slime.rollout import abort, evaluation
 from slime.rollout.sglang_rollout import eval_rollout
 from slime.utils.errors import RunError, UserError
 from slime.utils.eval_config import build_eval_dataset_configs
@@ -196,3 +196,32 @@ def test_a_set_may_end_without_its_stragglers(server, checkpoint, tmp_path):
     assert output.metrics == {"eval/easy-unfinished_prompts": 1}
     assert len(output.data["easy"]["samples"]) == 4 and len(output.data["hard"]["samples"]) == 2
     assert set(output.data["easy"]) == {"rewards", "truncated", "samples"}
+
+
+def test_a_straggler_that_refuses_to_end_does_not_stretch_the_limit_of_a_set(server, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(abort, "CANCEL_TIMEOUT_S", 0.1)
+    (tmp_path / "mine.py").write_text(
+        "import asyncio\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    while sample.group_index == 0 and not args.released:\n"
+        "        args.holding.set()\n"
+        "        try:\n            await asyncio.sleep(0.01)\n        except asyncio.CancelledError:\n            pass\n"
+        "    sample.append_response_tokens(args, tokens=[5], log_probs=[-1.0])\n"
+        "    sample.status = type(sample).Status.COMPLETED\n    return sample\n"
+    )
+    args = make_eval_args(checkpoint, server, tmp_path, custom_generate_function_path=f"{tmp_path}/mine.py:generate")
+    del args.eval_datasets[1]
+    args.eval_datasets[0].eval_early_stop_remaining = 1
+    args.released, args.holding = False, asyncio.Event()
+
+    async def main():
+        try:
+            return await asyncio.wait_for(eval_rollout(args, 4), 60)
+        finally:
+            args.released = True
+            await close_http_client()
+
+    output = asyncio.run(main())
+    assert args.holding.is_set()
+    assert output.metrics == {"eval/easy-unfinished_prompts": 1}
+    assert len(output.data["easy"]["samples"]) == 4

@@ -9,7 +9,7 @@ import pytest
 
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate, generate_and_rm, generate_and_rm_group
-from slime.utils import http_utils
+from slime.utils import async_utils, http_utils
 from slime.utils.errors import UserError
 from slime.utils.http_utils import HttpError, close_http_client
 from slime.utils.misc import SingletonMeta
@@ -235,6 +235,32 @@ def test_the_semaphore_limits_requests_and_rewards_run_outside_it(server, checkp
     run(generate_and_rm_group(args, group, params(args)))
     assert server.max_in_flight == 3
     assert [sample.reward for sample in group] == [1.0] * 12
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_generate_function_may_generate_through_the_framework(server, checkpoint, tmp_path, plain):
+    source = (
+        "from slime.rollout.generation import generate_and_rm\nfrom slime.utils import async_utils\n"
+        "async def ask(args, sample, sampling_params):\n"
+        "    question = Sample(index=sample.index, prompt=sample.prompt + '?')\n"
+        "    return await generate_and_rm(args, question, sampling_params)\n"
+    )
+    body = "async_utils.run(ask(args, sample, params))" if plain else "await ask(args, sample, params)"
+    source += f"{'' if plain else 'async '}def fn(args, sample, params):\n    return {body}\n"
+    # One slot, which the function holds while what it asks for needs one.
+    args = make_args(checkpoint, server.port, sglang_server_concurrency=1)
+    group = [Sample(index=i, prompt="p", generate_function_path=plugin(tmp_path, source)) for i in range(3)]
+
+    async def main():
+        try:
+            return await asyncio.wait_for(generate_and_rm_group(args, group, params(args)), 60)
+        finally:
+            await close_http_client()
+
+    try:
+        assert [sample.response for sample in async_utils.run(main())] == ["FGH"] * 3
+    finally:
+        async_utils.stop_async_loop()
 
 
 def test_hooks_run_on_every_leaf_before_the_reward(server, checkpoint, tmp_path):

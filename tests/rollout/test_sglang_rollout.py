@@ -1,15 +1,13 @@
 """Whole steps of the default loop: what is kept, what returns to the data source, how it ends when something fails."""
 
-import asyncio
-import socket
 import time
 
 import numpy as np
 import pytest
 
-from slime.rollout import abort, rollout_step
+from slime.rollout import rollout_step
 from slime.rollout.base_types import leaves
-from slime.rollout.sglang_rollout import GenerateState, generate_rollout, generate_rollout_async
+from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils import async_utils
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import close_http_client
@@ -17,35 +15,10 @@ from slime.utils.misc import load_function
 from slime.utils.packed_sample import pack_sample
 from slime.utils.token_fields import held
 from slime.utils.types import Sample
-from tests.support.fake_generate_server import FakeGenerateServer
 from tests.support.rollout_args import CountingDataSource, make_args
+from tests.support.rollout_steps import group_numbers, plugin, prompt_number, run_step
 
 Status = Sample.Status
-
-
-def run_step(args, source, rollout_id=0, limit_s=None):
-    async def main():
-        try:
-            return await asyncio.wait_for(generate_rollout_async(args, rollout_id, source), limit_s)
-        finally:
-            await close_http_client()
-
-    return asyncio.run(main())
-
-
-def prompt_number(server_payload, args):
-    text = GenerateState(args).tokenizer.decode(server_payload["input_ids"])
-    return int(text.removeprefix("question ").split("\n")[0].rstrip("F"))
-
-
-def group_numbers(groups):
-    return [leaves(group)[0].group_index for group in groups]
-
-
-def plugin(tmp_path, source, name="fn"):
-    file = tmp_path / f"{name}.py"
-    file.write_text("import asyncio\nfrom slime.utils.types import Sample\n" + source)
-    return f"{file}:{name}"
 
 
 def test_the_synchronous_function_gives_sorted_packed_groups(server, checkpoint):
@@ -414,45 +387,36 @@ def test_r2_off_policy_tokens_are_masked_after_the_resumption(server, checkpoint
         assert len(sample.loss_mask) == sample.response_length
 
 
-def test_r6_an_engine_that_stays_busy_does_not_hold_the_step(server, checkpoint, caplog):
-    args = make_args(checkpoint, server.port, over_sampling_batch_size=3, abort_timeout=0.5)
-    server.hold = lambda payload: prompt_number(payload, args) == 0
-    server.always_busy = True
-    started = time.monotonic()
-    output = run_step(args, CountingDataSource(2))
-    assert len(output.samples) == 2
-    assert time.monotonic() - started < 5
-    assert "still busy at the end of --abort-timeout" in caplog.text
-
-
-def test_r6_engines_of_every_model_are_aborted(server, checkpoint):
-    with FakeGenerateServer() as other:
-        routers = {"actor": ("127.0.0.1", server.port), "reward": ("127.0.0.1", other.port)}
-        args = make_args(checkpoint, server.port, over_sampling_batch_size=3, sglang_model_routers=routers)
-        server.hold = lambda payload: prompt_number(payload, args) == 0
-        run_step(args, CountingDataSource(2))
-        assert server.aborts >= 1 and other.aborts >= 1
-
-
-def test_r14_a_custom_function_that_ignores_the_abort_is_cancelled_and_its_prompts_return(
-    server, checkpoint, tmp_path, caplog
-):
-    path = plugin(
-        tmp_path,
-        "async def fn(args, sample, sampling_params):\n"
-        "    if sample.group_index == 0:\n        await asyncio.Event().wait()\n"
+def test_plain_generate_functions_that_ask_for_rewards_leave_room_for_them(server, checkpoint, tmp_path):
+    # None asks for its reward before all are there, and each waits for it.
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import threading\nfrom slime.rollout.rm_hub import async_rm\nfrom slime.utils import async_utils\n"
+        "meeting = threading.Barrier(140)\n"
+        "def generate(args, sample, sampling_params):\n"
+        "    meeting.wait(20)\n"
+        "    sample.tokens = [4]\n"
         "    sample.append_response_tokens(args, tokens=[5], log_probs=[-1.0])\n"
-        "    sample.status = Sample.Status.COMPLETED\n    return sample\n",
+        "    sample.status = type(sample).Status.COMPLETED\n"
+        "    sample.reward = async_utils.run(async_rm(args, sample))\n"
+        "    return sample\n"
+        "def reward(args, sample):\n    return 0.5\n"
     )
     args = make_args(
-        checkpoint, server.port, custom_generate_function_path=path, over_sampling_batch_size=3, abort_timeout=0.3
+        checkpoint,
+        server.port,
+        custom_generate_function_path=f"{file}:generate",
+        custom_rm_path=f"{file}:reward",
+        sglang_server_concurrency=140,
+        rm_concurrency=2,
+        rollout_batch_size=70,
+        over_sampling_batch_size=70,
     )
-    source = CountingDataSource(2)
-    output = run_step(args, source)
-    assert group_numbers(output.samples) == [1, 2]
-    assert group_numbers(source.returned) == [0]
-    assert "cancelling group 0" in caplog.text
-    assert output.metrics["rollout/aborted_samples"] == 2
+    try:
+        output = generate_rollout(args, 0, CountingDataSource(2))
+    finally:
+        async_utils.stop_async_loop()
+    assert [sample.reward for sample in leaves(output.samples)] == [0.5] * 140
 
 
 def test_failed_samples_are_counted_and_too_many_stop_the_run(server, checkpoint, tmp_path):
@@ -509,85 +473,6 @@ def test_samples_that_failed_and_were_dropped_by_the_filter_stop_the_run(server,
     )
     with pytest.raises(RunError, match=r"4 of 4 samples of this step failed.*sample \d: no reward"):
         run_step(args, CountingDataSource(2))
-
-
-# Every other limit is far above the one of the abort: whoever waits for another one does not come back in time.
-PATIENT = {"abort_timeout": 0.5, "http_control_timeout": 600.0, "http_request_timeout": 600.0, "http_max_retries": 600}
-SOON_S = 60.0
-
-
-@pytest.fixture
-def silent_port():
-    """A port where connections are accepted and nothing is ever answered."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(64)
-        yield listener.getsockname()[1]
-
-
-def held_answer(source):
-    """The response that group 0 had when it was interrupted."""
-    group = next(group for group in source.returned if group[0].group_index == 0)
-    return {(sample.status, sample.response) for sample in group}
-
-
-def test_an_engine_that_never_answers_does_not_stretch_the_abort(server, checkpoint, silent_port, caplog):
-    args = make_args(checkpoint, server.port, over_sampling_batch_size=3, partial_rollout=True, **PATIENT)
-    server.other_workers = [f"http://127.0.0.1:{silent_port}"]
-    server.hold = lambda payload: prompt_number(payload, args) == 0
-    source = CountingDataSource(2)
-    output = run_step(args, source, limit_s=SOON_S)
-    assert group_numbers(output.samples) == [1, 2]
-    assert held_answer(source) == {(Status.ABORTED, "F")}, "the other engine is aborted all the same"
-    assert f"engine http://127.0.0.1:{silent_port} did not answer before the end of --abort-timeout" in caplog.text
-
-
-def test_a_router_that_never_answers_does_not_stretch_the_abort(server, checkpoint, silent_port, caplog):
-    args = make_args(checkpoint, server.port, over_sampling_batch_size=3, partial_rollout=True, **PATIENT)
-    args.sglang_model_routers = {"judge": ("127.0.0.1", silent_port), "default": ("127.0.0.1", server.port)}
-    server.hold = lambda payload: prompt_number(payload, args) == 0
-    source = CountingDataSource(2)
-    run_step(args, source, limit_s=SOON_S)
-    assert held_answer(source) == {(Status.ABORTED, "F")}, "the engines of the other model are aborted all the same"
-    assert "no abort was sent to the engines of model 'judge': its router" in caplog.text
-
-
-def test_an_abort_does_not_wait_for_a_router_that_is_gone(server, checkpoint, caplog):
-    args = make_args(checkpoint, server.port, over_sampling_batch_size=3, **PATIENT)
-    args.sglang_model_routers = {"default": ("127.0.0.1", server.port), "reward": ("127.0.0.1", 1)}
-    server.hold = lambda payload: prompt_number(payload, args) == 0
-    output = run_step(args, CountingDataSource(2), limit_s=SOON_S)
-    assert len(output.samples) == 2
-    assert "no abort was sent to the engines of model 'reward'" in caplog.text
-
-
-def test_a_task_that_refuses_its_cancellation_does_not_stretch_the_abort(
-    server, checkpoint, tmp_path, caplog, monkeypatch
-):
-    monkeypatch.setattr(abort, "CANCEL_TIMEOUT_S", 600.0)
-    path = plugin(
-        tmp_path,
-        "async def fn(args, sample, sampling_params):\n"
-        "    while sample.group_index == 0 and not args.released:\n"
-        "        try:\n            await asyncio.sleep(0.01)\n"
-        "        except asyncio.CancelledError:\n            pass\n"
-        "    sample.append_response_tokens(args, tokens=[5], log_probs=[-1.0])\n"
-        "    sample.status = Sample.Status.COMPLETED\n    return sample\n",
-    )
-    args = make_args(checkpoint, server.port, custom_generate_function_path=path, over_sampling_batch_size=3, **PATIENT)
-    args.released = False
-    source = CountingDataSource(2)
-
-    async def main():
-        try:
-            return await asyncio.wait_for(generate_rollout_async(args, 0, source), SOON_S)
-        finally:
-            args.released = True
-            await close_http_client()
-
-    assert group_numbers(asyncio.run(main()).samples) == [1, 2]
-    assert group_numbers(source.returned) == [0]
-    assert "do not let themselves be cancelled: ['group 0']" in caplog.text
 
 
 def test_the_state_is_reset_after_success_and_failure(server, checkpoint):

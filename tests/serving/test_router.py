@@ -1,7 +1,9 @@
 from types import SimpleNamespace
 
 import pytest
+import requests
 
+from slime.serving import router as router_module
 from slime.serving.router import RouterHandle, compute_router_fields, start_router
 from slime.utils.errors import RunError, UserError
 from tests.support.fake_generate_server import FakeGenerateServer
@@ -95,7 +97,50 @@ def test_a_given_router_that_serves_engines_of_others_is_refused():
 def test_the_router_is_told_the_key_of_the_engines(monkeypatch, own, worker, shown):
     sent = []
     monkeypatch.setattr(RouterHandle, "_call", lambda self, *request: sent.append(request))
-    monkeypatch.setattr(RouterHandle, "workers", lambda self: [{"url": "http://a", "is_healthy": True}])
+    monkeypatch.setattr(RouterHandle, "workers", lambda self, deadline: [{"url": "http://a", "is_healthy": True}])
     RouterHandle("127.0.0.1", 1, own, None).add_workers(["http://a"], worker_api_key=worker)
-    ((method, path, payload),) = sent
+    ((method, path, payload, _),) = sent
     assert (method, path, payload.get("api_key")) == ("POST", "/workers", shown)
+
+
+class SlowRouter:
+    """In the place of a session: every answer takes `answer_s` seconds of a clock that stands still otherwise."""
+
+    def __init__(self, answer_s, workers):
+        self.answer_s, self.workers, self.now = answer_s, workers, 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+    def get(self, url, timeout):
+        return self.request("GET", url, timeout=timeout)
+
+    def request(self, method, url, json=None, timeout=None):
+        self.now += min(timeout, self.answer_s)
+        if timeout < self.answer_s:
+            raise requests.ReadTimeout("too slow")
+        return SimpleNamespace(ok=not url.endswith("/health"), json=lambda: {"workers": self.workers})
+
+
+@pytest.mark.parametrize("answer_s", [0.5, 4.0, 1000.0])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda router, urls, timeout: router.wait_ready(timeout),
+        lambda router, urls, timeout: router.add_workers(urls, timeout),
+        lambda router, urls, timeout: router.remove_workers(urls, timeout),
+    ],
+    ids=["wait_ready", "add_workers", "remove_workers"],
+)
+def test_a_slow_or_silent_router_does_not_stretch_a_time_limit(monkeypatch, call, answer_s):
+    urls = [f"http://10.0.0.1:{port}" for port in range(40)]
+    slow = SlowRouter(answer_s, [{"url": url, "id": url, "is_healthy": False} for url in urls])
+    monkeypatch.setattr(router_module, "time", slow)
+    monkeypatch.setattr(router_module, "_session", lambda api_key: slow)
+    with pytest.raises(RunError):
+        call(RouterHandle("10.0.0.9", 80, None, None), urls, 11.0)
+    # A last look after a last pause.
+    assert slow.now <= 11.0 + 3 * router_module._POLL_SECONDS

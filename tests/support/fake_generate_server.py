@@ -75,8 +75,9 @@ class FakeGenerateServer:
         self.port = site._server.sockets[0].getsockname()[1]
 
     async def _workers(self, request: web.Request) -> web.Response:
-        urls = [*self.other_workers, self.url]
-        return web.json_response({"workers": [{"id": url, "url": url, "is_healthy": True} for url in urls]})
+        urls = [self.url, *self.other_workers]
+        workers = [{"id": str(number), "url": url, "is_healthy": True} for number, url in enumerate(urls, start=1)]
+        return web.json_response({"workers": workers})
 
     async def _loads(self, request: web.Request) -> web.Response:
         running = 1 if self.always_busy else self.in_flight

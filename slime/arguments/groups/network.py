@@ -20,7 +20,11 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
         help="attempts, 1 s apart; connection errors, 429 and 5xx only",
     )
     group.add_argument(
-        "--abort-timeout", type=float, default=300.0, help="limit for bringing engines to idle, in seconds"
+        "--abort-timeout",
+        type=float,
+        default=300.0,
+        help="limit for bringing engines and tasks of a step to their end, in seconds; who has not answered by then is left "
+        "behind",
     )
     group.add_argument(
         "--use-distributed-post",

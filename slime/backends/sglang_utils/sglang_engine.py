@@ -27,7 +27,7 @@ from slime.utils.scratch import make_scratch_directory, remove_scratch_directory
 
 _FIRST_PORT = 15000
 _READY_POLL_SECONDS = 0.1
-_FLUSH_ATTEMPTS = 60
+_FLUSH_SECONDS = 60.0
 _FLUSH_PAUSE_SECONDS = 1.0
 _CONNECT_TIMEOUT_SECONDS = 10.0
 # Requests whose time grows with the size of the model: all of its weights are read, hashed or put in place.
@@ -152,15 +152,19 @@ class SGLangEngine:
         """Drop the prefix cache, trying once a second for a minute: the server refuses while requests run.
 
         Raises:
-            RunError: requests still run after that.
+            RunError: requests still run after that, or the server does not answer in that time.
         """
-        for attempt in range(1, _FLUSH_ATTEMPTS + 1):
-            response = self._request("POST", "/flush_cache", {})
+        deadline = time.monotonic() + _FLUSH_SECONDS
+        while True:
+            seconds = max(deadline - time.monotonic(), _FLUSH_PAUSE_SECONDS)
+            response = self._request("POST", "/flush_cache", {}, seconds)
             if response.ok:
                 return
-            if attempt < _FLUSH_ATTEMPTS:
-                time.sleep(_FLUSH_PAUSE_SECONDS)
-        raise RunError(f"engine {self.rank} refused to flush its cache {_FLUSH_ATTEMPTS} times: {response.text[:500]}")
+            if time.monotonic() + _FLUSH_PAUSE_SECONDS >= deadline:
+                raise RunError(
+                    f"engine {self.rank} refused to flush its cache for {_FLUSH_SECONDS:g} s: {response.text[:500]}"
+                )
+            time.sleep(_FLUSH_PAUSE_SECONDS)
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
@@ -301,7 +305,7 @@ class SGLangEngine:
             timeout, flag = getattr(self._args, name), f" (--{name.replace('_', '-')})"
         try:
             return self._session.request(
-                method, self.url() + path, json=payload, timeout=(_CONNECT_TIMEOUT_SECONDS, timeout)
+                method, self.url() + path, json=payload, timeout=(min(_CONNECT_TIMEOUT_SECONDS, timeout), timeout)
             )
         except requests.RequestException as error:
             # A dying server closes its connections a moment before its process has ended.

@@ -104,7 +104,14 @@ class CustomReward:
     ) -> Any:
         accepted = accepted_keywords(function, keywords)
         try:
-            return await call_user_function(function, *arguments, timeout=timeout, keywords=accepted)
+            return await call_user_function(
+                function,
+                *arguments,
+                source=self.source,
+                at_a_time=self.args.rm_concurrency,
+                timeout=timeout,
+                keywords=accepted,
+            )
         except CallTimedOut:
             raise
         except Exception as error:

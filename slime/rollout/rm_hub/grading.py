@@ -5,7 +5,6 @@ calls run, each for at most `--rm-timeout` seconds; grading never runs on the ev
 """
 
 import asyncio
-import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,12 +12,8 @@ from slime.rollout.failures import SampleFailed
 from slime.rollout.rm_hub.builtin_rewards import compute_builtin_reward
 from slime.rollout.rm_hub.custom_reward import CustomReward
 from slime.rollout.rm_hub.reward_values import checked_reward
-from slime.rollout.user_functions import CallTimedOut, call_user_function, describe_samples
+from slime.rollout.user_functions import CallKind, CallTimedOut, call_slots, call_user_function, describe_samples
 from slime.utils.types import Sample
-
-_limiters: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Semaphore]]" = (
-    weakref.WeakKeyDictionary()
-)
 
 
 async def async_rm(args: Any, sample: Sample, *, evaluation: bool = False, **kwargs: Any) -> float | dict[str, Any]:
@@ -31,7 +26,7 @@ async def async_rm(args: Any, sample: Sample, *, evaluation: bool = False, **kwa
     custom = _custom_reward(args, sample)
     if custom is None:
         reward = await _limited(args, [sample], lambda limit: call_user_function(
-            compute_builtin_reward, args, sample, timeout=limit
+            compute_builtin_reward, args, sample, source="--rm-type", at_a_time=args.rm_concurrency, timeout=limit
         ))  # fmt: skip
         return checked_reward(args, sample, reward, "--rm-type", evaluation)
     keywords = {"evaluation": evaluation, **kwargs}
@@ -84,14 +79,9 @@ def _custom_reward(args: Any, sample: Sample) -> CustomReward | None:
 
 
 async def _limited(args: Any, samples: list[Sample], call: Callable[[float | None], Awaitable[Any]]) -> Any:
-    async with _limiter(args.rm_concurrency):
+    async with call_slots(CallKind.REWARD, args.rm_concurrency):
         try:
             return await call(args.rm_timeout)
         except CallTimedOut as error:
             subject = describe_samples(samples)
             raise SampleFailed(f"no reward for {subject} within --rm-timeout {args.rm_timeout:g} s") from error
-
-
-def _limiter(concurrency: int) -> asyncio.Semaphore:
-    per_loop = _limiters.setdefault(asyncio.get_running_loop(), {})
-    return per_loop.setdefault(concurrency, asyncio.Semaphore(concurrency))

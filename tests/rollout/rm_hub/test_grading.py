@@ -1,6 +1,7 @@
 """Which function grades, in which form, within which limits, and what it may return."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from slime.rollout.failures import SampleFailed
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.rm_hub.custom_reward import clear_reward_instances
-from slime.utils.errors import UserError
+from slime.utils import async_utils
+from slime.utils.errors import RunError, UserError
 from slime.utils.types import Sample
 from tests.support.rollout_args import make_args
 
@@ -197,6 +199,69 @@ def test_a_list_of_another_length_is_an_error(rewards):
 def test_calls_are_limited(rewards):
     args = make_args("", custom_rm_path=rewards("counting"), rm_concurrency=3)
     assert max(grade_all(args, samples(*range(20)))) == 3.0
+
+
+def test_as_many_plain_rewards_run_at_once_as_the_flag_says(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import threading\nmeeting = threading.Barrier(200)\n"
+        "def reward(args, sample):\n    meeting.wait(20)\n    return 1.0\n"
+    )
+    args = make_args("", custom_rm_path=f"{file}:reward", rm_concurrency=200)
+    assert grade_all(args, samples(*range(400))) == [1.0] * 400
+
+
+def test_rewards_that_never_return_make_room_until_they_are_too_many(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def reward(args, sample):\n    if sample.index < 64:\n        args.release.wait(60)\n    return 1.0\n"
+    )
+    args = make_args("", custom_rm_path=f"{file}:reward", rm_concurrency=32, rm_timeout=0.05)
+    args.release = threading.Event()
+
+    async def main():
+        hung = [async_rm(args, sample) for sample in samples(*range(64))]
+        results = await asyncio.gather(*hung[:63], return_exceptions=True)
+        args.rm_timeout = 60.0
+        results.append(await async_rm(args, samples(64)[0]))
+        args.rm_timeout = 0.05
+        results += await asyncio.gather(hung[63], return_exceptions=True)
+        return [*results, *await asyncio.gather(async_rm(args, samples(65)[0]), return_exceptions=True)]
+
+    try:
+        *results, last, refused = asyncio.run(main())
+    finally:
+        args.release.set()
+    assert [type(result) for result in results] == [SampleFailed] * 63 + [float]
+    assert isinstance(last, SampleFailed)
+    with pytest.raises(
+        RunError, match=rf"^64 calls of --custom-rm-path {file}:reward were given up and never returned"
+    ):
+        raise refused
+
+
+def test_a_plain_reward_may_combine_others(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import copy\nfrom slime.rollout.rm_hub import async_rm, batched_async_rm\nfrom slime.utils import async_utils\n"
+        "def outer(args, sample):\n"
+        "    inner = copy.copy(sample)\n    inner.custom_rm_path = __file__ + ':inner'\n"
+        "    return 1.0 + async_utils.run(async_rm(args, inner))\n"
+        "async def inner(args, sample):\n"
+        "    last = copy.copy(sample)\n    last.custom_rm_path = __file__ + ':last'\n"
+        "    return sum(await batched_async_rm(args, [last, copy.copy(last)]))\n"
+        "def last(args, sample):\n    return 0.25\n"
+    )
+    args = make_args("", custom_rm_path=f"{file}:outer", rm_concurrency=1)
+
+    async def main():
+        async with asyncio.timeout(60):
+            return await batched_async_rm(args, samples(*range(6)))
+
+    try:
+        assert async_utils.run(main()) == [1.5] * 6
+    finally:
+        async_utils.stop_async_loop()
 
 
 def test_our_time_limit_fails_the_sample_and_the_functions_own_stops_the_run(rewards):

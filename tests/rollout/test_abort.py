@@ -1,0 +1,137 @@
+"""How a step is wound down: who is aborted, and that nobody stretches the time limit."""
+
+import asyncio
+import socket
+import time
+
+import pytest
+
+from slime.rollout import abort
+from slime.rollout.sglang_rollout import generate_rollout_async
+from slime.utils.http_utils import close_http_client
+from slime.utils.types import Sample
+from tests.support.fake_generate_server import FakeGenerateServer
+from tests.support.rollout_args import CountingDataSource, make_args
+from tests.support.rollout_steps import group_numbers, plugin, prompt_number, run_step
+
+Status = Sample.Status
+
+
+def test_r6_an_engine_that_stays_busy_does_not_hold_the_step(server, checkpoint, caplog):
+    args = make_args(checkpoint, server.port, over_sampling_batch_size=3, abort_timeout=0.5)
+    server.hold = lambda payload: prompt_number(payload, args) == 0
+    server.always_busy = True
+    started = time.monotonic()
+    output = run_step(args, CountingDataSource(2))
+    assert len(output.samples) == 2
+    assert time.monotonic() - started < 5
+    assert "still busy at the end of --abort-timeout" in caplog.text
+
+
+def test_r6_engines_of_every_model_are_aborted(server, checkpoint):
+    with FakeGenerateServer() as other:
+        routers = {"actor": ("127.0.0.1", server.port), "reward": ("127.0.0.1", other.port)}
+        args = make_args(checkpoint, server.port, over_sampling_batch_size=3, sglang_model_routers=routers)
+        server.hold = lambda payload: prompt_number(payload, args) == 0
+        run_step(args, CountingDataSource(2))
+        assert server.aborts >= 1 and other.aborts >= 1
+
+
+def test_r14_a_custom_function_that_ignores_the_abort_is_cancelled_and_its_prompts_return(
+    server, checkpoint, tmp_path, caplog
+):
+    path = plugin(
+        tmp_path,
+        "async def fn(args, sample, sampling_params):\n"
+        "    if sample.group_index == 0:\n        await asyncio.Event().wait()\n"
+        "    sample.append_response_tokens(args, tokens=[5], log_probs=[-1.0])\n"
+        "    sample.status = Sample.Status.COMPLETED\n    return sample\n",
+    )
+    args = make_args(
+        checkpoint, server.port, custom_generate_function_path=path, over_sampling_batch_size=3, abort_timeout=0.3
+    )
+    source = CountingDataSource(2)
+    output = run_step(args, source)
+    assert group_numbers(output.samples) == [1, 2]
+    assert group_numbers(source.returned) == [0]
+    assert "cancelling group 0" in caplog.text
+    assert output.metrics["rollout/aborted_samples"] == 2
+
+
+# Every other limit is far above the one of the abort: whoever waits for another one does not come back in time.
+PATIENT = {"abort_timeout": 0.5, "http_control_timeout": 600.0, "http_request_timeout": 600.0, "http_max_retries": 600}
+SOON_S = 60.0
+
+
+@pytest.fixture
+def silent_port():
+    """A port where connections are accepted and nothing is ever answered."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        yield listener.getsockname()[1]
+
+
+def held_answer(source):
+    """The response that group 0 had when it was interrupted."""
+    group = next(group for group in source.returned if group[0].group_index == 0)
+    return {(sample.status, sample.response) for sample in group}
+
+
+def test_an_engine_that_never_answers_does_not_stretch_the_abort(server, checkpoint, silent_port, caplog):
+    args = make_args(checkpoint, server.port, over_sampling_batch_size=3, partial_rollout=True, **PATIENT)
+    server.other_workers = [f"http://127.0.0.1:{silent_port}"]
+    server.hold = lambda payload: prompt_number(payload, args) == 0
+    source = CountingDataSource(2)
+    output = run_step(args, source, limit_s=SOON_S)
+    assert group_numbers(output.samples) == [1, 2]
+    assert held_answer(source) == {(Status.ABORTED, "F")}, "the other engine is aborted all the same"
+    assert f"engine http://127.0.0.1:{silent_port} did not answer before the end of --abort-timeout" in caplog.text
+
+
+def test_a_router_that_never_answers_does_not_stretch_the_abort(server, checkpoint, silent_port, caplog):
+    args = make_args(checkpoint, server.port, over_sampling_batch_size=3, partial_rollout=True, **PATIENT)
+    args.sglang_model_routers = {"judge": ("127.0.0.1", silent_port), "default": ("127.0.0.1", server.port)}
+    server.hold = lambda payload: prompt_number(payload, args) == 0
+    source = CountingDataSource(2)
+    run_step(args, source, limit_s=SOON_S)
+    assert held_answer(source) == {(Status.ABORTED, "F")}, "the engines of the other model are aborted all the same"
+    assert "no abort was sent to the engines of model 'judge': its router" in caplog.text
+
+
+def test_an_abort_does_not_wait_for_a_router_that_is_gone(server, checkpoint, caplog):
+    args = make_args(checkpoint, server.port, over_sampling_batch_size=3, **PATIENT)
+    args.sglang_model_routers = {"default": ("127.0.0.1", server.port), "reward": ("127.0.0.1", 1)}
+    server.hold = lambda payload: prompt_number(payload, args) == 0
+    output = run_step(args, CountingDataSource(2), limit_s=SOON_S)
+    assert len(output.samples) == 2
+    assert "no abort was sent to the engines of model 'reward'" in caplog.text
+
+
+def test_a_task_that_refuses_its_cancellation_does_not_stretch_the_abort(
+    server, checkpoint, tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr(abort, "CANCEL_TIMEOUT_S", 600.0)
+    path = plugin(
+        tmp_path,
+        "async def fn(args, sample, sampling_params):\n"
+        "    while sample.group_index == 0 and not args.released:\n"
+        "        try:\n            await asyncio.sleep(0.01)\n"
+        "        except asyncio.CancelledError:\n            pass\n"
+        "    sample.append_response_tokens(args, tokens=[5], log_probs=[-1.0])\n"
+        "    sample.status = Sample.Status.COMPLETED\n    return sample\n",
+    )
+    args = make_args(checkpoint, server.port, custom_generate_function_path=path, over_sampling_batch_size=3, **PATIENT)
+    args.released = False
+    source = CountingDataSource(2)
+
+    async def main():
+        try:
+            return await asyncio.wait_for(generate_rollout_async(args, 0, source), SOON_S)
+        finally:
+            args.released = True
+            await close_http_client()
+
+    assert group_numbers(asyncio.run(main()).samples) == [1, 2]
+    assert group_numbers(source.returned) == [0]
+    assert "do not let themselves be cancelled: group 0" in caplog.text

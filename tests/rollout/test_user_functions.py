@@ -1,0 +1,198 @@
+"""How many calls of user functions run at a time, how they nest, and what becomes of those that never return."""
+
+import asyncio
+import threading
+
+import pytest
+
+from slime.rollout import user_functions
+from slime.rollout.user_functions import (
+    CallKind,
+    CallSlots,
+    CallTimedOut,
+    TooManyLeftBehind,
+    call_user_function,
+    left_behind,
+)
+from slime.utils import async_utils
+from slime.utils.errors import RunError
+
+# Only ever reached by a test that fails.
+LIMIT_S = 60.0
+
+
+def run(coroutine):
+    async def main():
+        async with asyncio.timeout(LIMIT_S):
+            return await coroutine
+
+    return asyncio.run(main())
+
+
+async def in_slot(slots, call):
+    async with slots:
+        return await call()
+
+
+async def until(condition):
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_plain_functions_run_in_all_slots_at_once_and_in_no_more():
+    size, calls = 200, 450
+    slots, lock = CallSlots(CallKind.REWARD, size), threading.Lock()
+    full, running, most = threading.Event(), [], []
+
+    def fn(number):
+        with lock:
+            running.append(number)
+            most.append(len(running))
+            if len(running) == size:
+                full.set()
+        assert full.wait(LIMIT_S)
+        with lock:
+            running.remove(number)
+        return number
+
+    async def main():
+        call = [lambda n=n: call_user_function(fn, n, source="f", at_a_time=1) for n in range(calls)]
+        return await asyncio.gather(*[in_slot(slots, one) for one in call])
+
+    assert run(main()) == list(range(calls))
+    assert max(most) == size
+    # None is kept in reserve: a thread ends with its call.
+    run(until(lambda: not [t for t in threading.enumerate() if t.name == "slime-fn"]))
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_calls_of_one_kind_within_each_other_do_not_wait_for_each_other(plain):
+    slots, depth = CallSlots(CallKind.REWARD, 2), 4
+
+    async def nested(level):
+        if level == depth:
+            return level
+        if not plain:
+            return await in_slot(slots, lambda: nested(level + 1))
+        return await in_slot(
+            slots, lambda: call_user_function(lambda: async_utils.run(nested(level + 1)), source="f", at_a_time=1)
+        )
+
+    async def main():
+        async with asyncio.timeout(LIMIT_S):
+            return await asyncio.gather(*[nested(0) for _ in range(20)])
+
+    try:
+        assert async_utils.run(main()) == [depth] * 20
+    finally:
+        async_utils.stop_async_loop()
+
+
+def test_kinds_that_call_each_other_do_not_wait_for_each_other():
+    generate, reward = CallSlots(CallKind.GENERATE, 1), CallSlots(CallKind.REWARD, 1)
+
+    async def main():
+        both_hold_one = asyncio.Barrier(2)
+
+        async def meet_and_call(inner):
+            await both_hold_one.wait()
+            return await in_slot(inner, lambda: asyncio.sleep(0, "done"))
+
+        return await asyncio.gather(
+            in_slot(generate, lambda: meet_and_call(reward)), in_slot(reward, lambda: meet_and_call(generate))
+        )
+
+    assert run(main()) == ["done", "done"]
+
+
+def test_a_reward_that_a_generate_function_asks_for_counts_like_any_other():
+    generate, reward = CallSlots(CallKind.GENERATE, 8), CallSlots(CallKind.REWARD, 3)
+    running, most = [], []
+
+    async def grade():
+        running.append(1)
+        most.append(len(running))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        running.pop()
+
+    async def main():
+        from_generation = [in_slot(generate, lambda: in_slot(reward, grade)) for _ in range(8)]
+        await asyncio.gather(*from_generation, *[in_slot(reward, grade) for _ in range(8)])
+
+    run(main())
+    assert max(most) == 3
+
+
+def test_a_place_is_given_back_by_calls_that_fail_or_are_cancelled():
+    slots = CallSlots(CallKind.HOOK, 1)
+
+    async def fail():
+        raise KeyError("broken")
+
+    async def main():
+        with pytest.raises(KeyError):
+            await in_slot(slots, fail)
+        holder = asyncio.ensure_future(in_slot(slots, asyncio.Event().wait))
+        await until(slots.locked)
+        waiting = asyncio.ensure_future(in_slot(slots, asyncio.Event().wait))
+        await asyncio.sleep(0)
+        for task in (waiting, holder):
+            task.cancel()
+            await asyncio.wait([task])
+        assert not slots.locked()
+        # What was cancelled left nothing that counts as enclosing.
+        async with slots:
+            assert not slots.locked(), "a call from in here has slots of its own"
+        return await in_slot(slots, lambda: asyncio.sleep(0, "done"))
+
+    assert run(main()) == "done"
+
+
+@pytest.mark.parametrize("given_up_by", ["time limit", "cancellation"])
+def test_calls_that_never_return_are_left_behind_until_they_are_too_many(given_up_by, caplog):
+    release, limit = threading.Event(), user_functions.MIN_LEFT_BEHIND
+    source = f"--custom-rm-path my.py:judge ({given_up_by})"
+
+    async def give_up():
+        if given_up_by == "time limit":
+            with pytest.raises(CallTimedOut, match="no result within 0.01 s"):
+                await call_user_function(release.wait, source=source, at_a_time=1, timeout=0.01)
+            return
+        task = asyncio.ensure_future(call_user_function(release.wait, source=source, at_a_time=1))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+
+    async def main():
+        for _ in range(limit):
+            await give_up()
+        assert left_behind(source) == limit
+        with pytest.raises(TooManyLeftBehind, match=r"^64 calls of --custom-rm-path my.py:judge .* never returned"):
+            await call_user_function(lambda: 1, source=source, at_a_time=1)
+        # Neither do others suffer, nor one that may run more often.
+        assert await call_user_function(lambda: 2, source="--custom-generate-function-path other", at_a_time=1) == 2
+        assert await call_user_function(lambda: 3, source=source, at_a_time=limit) == 3
+        release.set()
+        await until(lambda: left_behind(source) == 0)
+        assert await call_user_function(lambda: 4, source=source, at_a_time=1) == 4
+
+    try:
+        run(main())
+    finally:
+        release.set()
+    warnings = [message for message in caplog.messages if "were given up and still run in their threads" in message]
+    assert [message.split()[0] for message in warnings] == ["1", "2", "4", "8", "16", "32", "64"]
+
+
+def test_a_machine_without_further_threads_is_named(monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    async def main():
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        await call_user_function(len, [], source="f", at_a_time=1)
+
+    with pytest.raises(RunError, match=r"no thread could be started for len: can't start .*--rm-concurrency"):
+        run(main())
