@@ -44,8 +44,15 @@ MODELS = {
     "fp16": {**FLOAT16},
     "fp16, critic, plain optimizer": {**FLOAT16, **CRITIC, **PLAIN},
 }
+SGD = {**PLAIN, **DATA, "optimizer": "sgd", "lr": 1e-3}
+SGD_CASES = {
+    "sgd": {**SGD, **BFLOAT16, "sgd_momentum": 0.0},
+    "sgd, momentum": {**SGD, **BFLOAT16, "sgd_momentum": 0.9},
+    "sgd, momentum, fp32": {**SGD, "sgd_momentum": 0.9},
+}
 GRID = {
     "experts": EXPERT_CASES,
+    "sgd": SGD_CASES,
     **{
         layout: {f"{layout}, {model}": {**sizes, **flags} for model, flags in MODELS.items()}
         for layout, sizes in LAYOUTS.items()
