@@ -70,8 +70,8 @@ class ResumableRun(LayoutRun):
         dist.barrier()
 
     def parts(self) -> list[Any]:
-        """Megatron's optimizers, of dense and of expert parameters."""
-        return self.optimizer.chained_optimizers
+        """Megatron's optimizers, of dense and of expert parameters, as far as such are trained."""
+        return [part for part in self.optimizer.chained_optimizers if part.optimizer is not None]
 
     def groups(self) -> list[dict[str, Any]]:
         """All entries of the parameter groups but the parameters."""

@@ -40,7 +40,7 @@ FIXED: dict[str, tuple[Any, str]] = {
 # Attribute -> why nothing changes.
 NO_EFFECT: dict[str, str] = {
     "add_position_embedding": "no table of positions is ever added: positions come from --position-embedding-type",
-    "override_opt_param_scheduler": "on resume the schedule of the command line holds unless the checkpoint's is asked for",
+    "override_opt_param_scheduler": "on resume the settings of the command line hold unless the checkpoint's are asked for",
     "dist_ckpt_optim_fully_reshardable": "checkpoints can be loaded into any layout as it is",
     "ckpt_assume_constant_structure": "it allows a shortcut that is not taken: the layout is planned at every save",
     "deallocate_pipeline_outputs": "a stage's outputs are freed as soon as that is safe",

@@ -163,7 +163,8 @@ _OPTIMIZER = (
            "inverse-square-root", "WSD")),
     _value("--lr-wsd-decay-style", "str", "exponential", "decay of the WSD schedule", ("exponential", "linear", "cosine",
            "minus_sqrt")),
-    _value("--lr-decay-iters", "int", None, "optimizer steps of the decay; unset: the whole run"),
+    _value("--lr-decay-iters", "int", None, "optimizer steps of the decay; unset: the whole run, so that a longer run has "
+           "another curve"),
     _value("--lr-wsd-decay-iters", "int", None, "optimizer steps of the last phase of WSD"),
     _value("--lr-warmup-iters", "int", 0, "optimizer steps of linear warm-up"),
     _value("--lr-warmup-fraction", "float", None, "warm-up as share of the decay length; not with --lr-warmup-iters"),
@@ -174,10 +175,10 @@ _OPTIMIZER = (
     _value("--weight-decay-incr-style", "str", "constant", "how weight decay moves between the two", ("constant", "linear",
            "cosine")),
     _value("--train-iters", "int", None, "optimizer steps that the schedules are made for; unset: those of --num-rollout"),
-    _on("--override-opt-param-scheduler --override-opt_param-scheduler", "on resume the schedule of this command line "
-        "holds (always, unless the next flag is given)"),
-    _on("--use-checkpoint-opt-param-scheduler --use-checkpoint-opt_param-scheduler", "on resume the schedule of the "
-        "checkpoint holds"),
+    _on("--override-opt-param-scheduler --override-opt_param-scheduler", "on resume the schedule and the optimizer "
+        "settings of this command line hold (always, unless the next flag is given)"),
+    _on("--use-checkpoint-opt-param-scheduler --use-checkpoint-opt_param-scheduler", "on resume those of the checkpoint "
+        "hold: learning rates and their curve, weight decay, betas, epsilon"),
     _off("--muon-no-split-qkv", "muon_split_qkv", "Muon treats QKV as one matrix"),
     _off("--no-pin-cpu-grads", "pin_cpu_grads", "gradients on the host are not pinned"),
     _off("--no-pin-cpu-params", "pin_cpu_params", "parameters on the host are not pinned"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -17,6 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from slime.arguments.schedule_length import train_iterations
 from slime.backends.megatron_utils import adam
 from slime.backends.megatron_utils.config_fields import fields_from_args, params_dtype
+from slime.backends.megatron_utils.optimizer_step import parts_of
 from slime.backends.megatron_utils.stateless_adam import as_megatrons_adam
 from slime.utils.errors import UserError
 
@@ -39,7 +41,18 @@ def build_optimizer_and_scheduler(
     for group in optimizer.param_groups:
         # Megatron tells groups apart by this mark when it loads their state, and does not set it.
         group["is_decoupled_lr"] = not group["default_config"]
+    if args.optimizer == "sgd":
+        for part in parts_of(optimizer):
+            part.init_state_fn = _start_momentum
     return optimizer, _build_scheduler(args, optimizer)
+
+
+def _start_momentum(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
+    """Make the momentum of SGD that a checkpoint is loaded into, which Megatron makes for Adam only. At 0 its first step is the
+    one that torch takes without it."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 def build_optimizer_config(args: Any) -> OptimizerConfig:

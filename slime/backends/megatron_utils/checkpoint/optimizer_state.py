@@ -29,7 +29,7 @@ _NO_SETTINGS = ("params", "step")
 class Memory:
     """What the optimizers of all ranks remember of earlier updates.
 
-    exists: whether any of them has moments.
+    exists: whether any of them has something that a fresh one has not.
     step: how many updates they have counted; None where nothing was counted.
     """
 
@@ -41,9 +41,9 @@ def memory_of(optimizer: MegatronOptimizer) -> Memory:
     """Read from the optimizers themselves. Collective over all ranks."""
     groups = [group for part in _parts(optimizer) for group in part.optimizer.param_groups]
     steps = [int(group["step"]) for group in groups if group["params"] and "step" in group]
-    has_state = any(state for part in _parts(optimizer) for state in part.optimizer.state.values())
+    remembers = any(_remembers(part) for part in _parts(optimizer))
     found: list[tuple[bool, int | None]] = [(False, None)] * dist.get_world_size()
-    dist.all_gather_object(found, (has_state, max(steps, default=None)))
+    dist.all_gather_object(found, (remembers, max(steps, default=None)))
     return Memory(any(has for has, _ in found), max((step for _, step in found if step is not None), default=None))
 
 
@@ -59,7 +59,7 @@ def optimizer_state(
 def put_step(state: dict[str, Any], step: int | None) -> None:
     """Have an `optimizer_state` that is to be saved say the step count of all ranks."""
     if step is not None:
-        for group in settings_in(state):
+        for group in groups_in(state):
             group["step"] = step
 
 
@@ -78,7 +78,7 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any], director
     Raises:
         UserError: the optimizer counts its steps, and the state does not say how many there were.
     """
-    steps = [int(group["step"]) for group in settings_in(state) if group.get("step") is not None]
+    steps = [int(group["step"]) for group in groups_in(state) if group.get("step") is not None]
     parts = _parts(optimizer)
     is_stateless = any(isinstance(part.optimizer, StatelessAdam) for part in parts)
     if not steps and not is_stateless and optimizer.config.optimizer == "adam":
@@ -104,8 +104,8 @@ def group_settings(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if not torch.is_tensor(value)} for group in groups]
 
 
-def settings_in(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """The parameter groups in an `optimizer_state`, with the settings of the run that saved it."""
+def groups_in(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parameter groups in an `optimizer_state`, as the run that saved it had them."""
     return [group for holder in _holders_of_groups(state) for group in holder["param_groups"]]
 
 
@@ -115,6 +115,13 @@ def put_settings(optimizer: MegatronOptimizer, settings: Sequence[dict[str, Any]
     for part in _parts(optimizer):
         for group in part.optimizer.param_groups:
             group.update(by_kind.get(_kind(group), {}))
+
+
+def _remembers(part: MegatronOptimizer) -> bool:
+    if part.config.optimizer == "sgd" and not part.config.sgd_momentum:
+        # It has no moments; float32 copies of 16-bit weights are a memory all the same.
+        return True
+    return any(part.optimizer.state.values())
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.arguments.checkpoints import WeightSource, iteration_directory, latest_iteration
 from slime.backends.megatron_utils.checkpoint.optimizer_state import (
+    groups_in,
     leave_out_groups,
     load_optimizer,
     put_settings,
-    settings_in,
 )
 from slime.backends.megatron_utils.checkpoint.schedule_state import changed_length, restore_schedule
 from slime.backends.megatron_utils.checkpoint.sharded_state import (
@@ -125,7 +125,7 @@ def _settings_of(common: dict[str, Any]) -> list[dict[str, Any]]:
     """Settings of the parameter groups of a checkpoint; older ones hold them with the optimizer's state only."""
     if "parameter_groups" in common:
         return common["parameter_groups"]
-    return settings_in(common["optimizer"]) if common.get("has_optimizer") else []
+    return groups_in(common["optimizer"]) if common.get("has_optimizer") else []
 
 
 def _load_state(
