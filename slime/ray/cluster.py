@@ -25,6 +25,7 @@ from ray._private import ray_constants
 
 from slime.arguments.derivation import settle_precision
 from slime.arguments.layout import GpuRanges, layout_of
+from slime.arguments.plan import require_memory_of_machine
 from slime.utils import env
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import RunError, UserError
@@ -73,7 +74,7 @@ def ray_cluster(args: argparse.Namespace) -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is None:
-        _start_local(plan)
+        _start_local(args, plan)
     else:
         _join(address, plan)
         # What the driver's own machine has says nothing about the nodes that will train.
@@ -90,7 +91,7 @@ def _nodes_have_gpus() -> bool:
     return any(name.startswith("accelerator_type:") for name in ray.cluster_resources())
 
 
-def _start_local(plan: ClusterPlan) -> None:
+def _start_local(args: argparse.Namespace, plan: ClusterPlan) -> None:
     real, layout = gpus_on_this_machine(), plan.layout
     if real == 0:
         # Ray compares the number of logical devices with this variable, which hides nothing here.
@@ -101,6 +102,7 @@ def _start_local(plan: ClusterPlan) -> None:
             f"the run needs {layout.actor_gpus} GPUs for training and {layout.rollout_gpus} for engines = {plan.gpus}, but "
             f"this machine has {real}; lower --actor-num-gpus-per-node or --rollout-num-gpus, or join a cluster by RAY_ADDRESS"
         )
+    require_memory_of_machine(args)
     cores = os.cpu_count() or 1
     logger.info("starting Ray on this machine: %d %sGPUs", plan.gpus, "" if real else "logical ")
     try:
