@@ -15,13 +15,15 @@ import socket
 import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 
 from slime.arguments.derivation import settle_precision
 from slime.arguments.layout import GpuRanges, layout_of
@@ -35,6 +37,8 @@ logger = logging.getLogger(__name__)
 # Engines get little of the object store: what travels through it are train batches.
 _OBJECT_STORE_BYTES = 512 * 2**20
 _CONNECT_SECONDS = 10.0
+_NODE_SECONDS = 180.0
+_NODE_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ def _start_local(args: argparse.Namespace, plan: ClusterPlan) -> None:
     logger.info("starting Ray on this machine: %d %sGPUs", plan.gpus, "" if real else "logical ")
     try:
         settle_token()
-        with _on_loopback_only():
+        with _on_loopback_only(), _patience_with_node():
             ray.init(
                 address="local",
                 num_gpus=plan.gpus,
@@ -135,6 +139,29 @@ def _on_loopback_only() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextlib.contextmanager
+def _patience_with_node() -> Iterator[None]:
+    """Give a Ray node that starts in the block time on a busy machine: Ray 2.60 gives up after 30 s, and no setting of it
+    says otherwise. It asks by `services.get_node`, which then answers when the node is there."""
+    get_node = services.get_node
+
+    def wait_for_node(*arguments: Any, **options: Any) -> Any:
+        deadline = time.monotonic() + _NODE_SECONDS
+        while True:
+            try:
+                return get_node(*arguments, **options)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_NODE_POLL_SECONDS)
+
+    services.get_node = wait_for_node
+    try:
+        yield
+    finally:
+        services.get_node = get_node
 
 
 def settle_token() -> None:
