@@ -36,7 +36,8 @@ def watch(refs: Sequence[ray.ObjectRef]) -> None:
 
 def unwatch(refs: Sequence[ray.ObjectRef]) -> None:
     """Undo `watch`."""
-    _watched[:] = [ref for ref in _watched if ref not in set(refs)]
+    gone = set(refs)
+    _watched[:] = [ref for ref in _watched if ref not in gone]
 
 
 def wait_for_all(

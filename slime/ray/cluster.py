@@ -16,16 +16,19 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 
 from slime.arguments.derivation import settle_precision
 from slime.arguments.layout import GpuRanges, layout_of
+from slime.arguments.plan import require_memory_of_machine
 from slime.utils import env
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import RunError, UserError
@@ -35,6 +38,8 @@ logger = logging.getLogger(__name__)
 # Engines get little of the object store: what travels through it are train batches.
 _OBJECT_STORE_BYTES = 512 * 2**20
 _CONNECT_SECONDS = 10.0
+_NODE_SECONDS = 180.0
+_NODE_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ def ray_cluster(args: argparse.Namespace) -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is None:
-        _start_local(plan)
+        _start_local(args, plan)
     else:
         _join(address, plan)
         # What the driver's own machine has says nothing about the nodes that will train.
@@ -94,7 +99,7 @@ def _nodes_have_gpus() -> bool:
     return any(name.startswith("accelerator_type:") for name in ray.cluster_resources())
 
 
-def _start_local(plan: ClusterPlan) -> None:
+def _start_local(args: argparse.Namespace, plan: ClusterPlan) -> None:
     real, layout = gpus_on_this_machine(), plan.layout
     if real == 0:
         # Ray compares the number of logical devices with this variable, which hides nothing here.
@@ -105,11 +110,12 @@ def _start_local(plan: ClusterPlan) -> None:
             f"the run needs {layout.actor_gpus} GPUs for training and {layout.rollout_gpus} for engines = {plan.gpus}, but "
             f"this machine has {real}; lower --actor-num-gpus-per-node or --rollout-num-gpus, or join a cluster by RAY_ADDRESS"
         )
+    require_memory_of_machine(args)
     cores = os.cpu_count() or 1
     logger.info("starting Ray on this machine: %d %sGPUs", plan.gpus, "" if real else "logical ")
     try:
         settle_token()
-        with _on_loopback_only():
+        with _on_loopback_only(), _patience_with_node():
             ray.init(
                 address="local",
                 num_gpus=plan.gpus,
@@ -137,6 +143,29 @@ def _on_loopback_only() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextlib.contextmanager
+def _patience_with_node() -> Iterator[None]:
+    """Give a Ray node that starts in the block time on a busy machine: Ray 2.60 gives up after 30 s, and no setting of it
+    says otherwise. It asks by `services.get_node`, which then answers when the node is there."""
+    get_node = services.get_node
+
+    def wait_for_node(*arguments: Any, **options: Any) -> Any:
+        deadline = time.monotonic() + _NODE_SECONDS
+        while True:
+            try:
+                return get_node(*arguments, **options)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_NODE_POLL_SECONDS)
+
+    services.get_node = wait_for_node
+    try:
+        yield
+    finally:
+        services.get_node = get_node
 
 
 def settle_token() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,9 @@ class LoopRun:
     # What was seen while it ran: every socket that listened, and the directory of its Ray.
     listening: list[ListeningSocket] = dataclasses.field(default_factory=list)
     ray_sessions: set[Path] = dataclasses.field(default_factory=set)
+    shared_memory: set[Path] = dataclasses.field(default_factory=set)
+    # Its directory for temporary files, of which only the whole run knows.
+    temporary: Path | None = None
 
 
 PLANTED_SECRET = "a-secret-that-may-stand-nowhere"
@@ -60,14 +66,22 @@ def loop_command(task) -> LoopCommand:
 
 
 @pytest.fixture(scope="session")
-def finished_run(loop_command, tmp_path_factory) -> LoopRun:
+def finished_run(loop_command, tmp_path_factory) -> Iterator[LoopRun]:
     """Six rollouts on one training rank and two engines, with everything checked that can be."""
     directory = tmp_path_factory.mktemp("whole")
-    run = loop_command.run(directory, {"E2E_KEY_FILE": str(directory / "key")})
+    # The paths of Unix sockets in it must stay short.
+    temporary = Path(tempfile.mkdtemp(prefix="e2e-", dir="/tmp"))
+    run = loop_command.run(directory, {"E2E_KEY_FILE": str(directory / "key"), "TMPDIR": str(temporary)})
+    run = dataclasses.replace(run, temporary=temporary)
     with run.process as process:
         process.wait_for_line(r"rollout \d/6\b", 300)
         run.listening.extend(process.listening())
         run.ray_sessions.update(process.ray_sessions())
+        scratch = [path.name for path in temporary.glob("slime-*")]
+        run.shared_memory.update(
+            path for path in Path("/dev/shm").iterdir() if any(name in path.name for name in scratch)
+        )
         process.wait_for_success(400)
         process.assert_no_process_left()
-    return run
+    yield run
+    shutil.rmtree(temporary, ignore_errors=True)

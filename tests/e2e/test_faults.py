@@ -75,6 +75,22 @@ def test_bad_input_ends_before_anything_starts(flags, tmp_path, words, message):
     assert_ended_at_once(tmp_path / "run")
 
 
+def test_more_engines_than_the_machine_has_memory_for_are_refused_before_ray_starts(flags, tmp_path):
+    # What a killed run left goes with the next start, however that ends.
+    left = tmp_path / "tmp/slime-engine-abcdefgh"
+    left.mkdir(parents=True)
+    (left / "owner").touch()
+    env = {"SLIME_ACCELERATOR": "cpu", "TMPDIR": str(left.parent)}
+    engines = ["--rollout-num-gpus", "4000"]
+    shown = run_to_error(with_words(flags, engines), tmp_path / "run", 2, env=env, timeout=100)
+    assert not left.exists()
+    assert re.match(
+        r"the run needs about \d+\.\d GiB of memory \(4000 engines of 0\.\d GiB, .* has \d+\.\d GiB; ", shown
+    )
+    assert re.search(r"--rollout-num-gpus \d+ would fit, or join a cluster by RAY_ADDRESS$", shown.strip())
+    assert "starting Ray" not in (tmp_path / "run/output.txt").read_text()
+
+
 # -- bad input that only the processes of the run can find ------------------------------------------------------------
 
 

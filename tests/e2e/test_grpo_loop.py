@@ -169,6 +169,15 @@ def test_nothing_of_a_run_on_one_machine_can_be_reached_from_another(finished_ru
     assert [socket for socket in listening if socket.address not in loopback] == []
 
 
+def test_nothing_but_rays_logs_is_left_in_the_temporary_directories(finished_run):
+    left = {path.name for path in finished_run.temporary.iterdir()}
+    # torch keeps its compiled kernels for the next run.
+    assert {name for name in left if not name.startswith("torchinductor_")} <= {"ray"}
+    # Each engine had one; their names hold that of the engine's own directory.
+    assert len(finished_run.shared_memory) == 2
+    assert [path for path in finished_run.shared_memory if path.exists()] == []
+
+
 def test_the_output_is_for_people(output):
     assert "Traceback" not in output
     # Ray's own messages about itself, and those of libraries.

@@ -48,3 +48,27 @@ def test_a_token_from_elsewhere_makes_no_file(home, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     cluster.settle_token()
     assert list(home.iterdir()) == []
+
+
+def test_a_node_that_is_slow_to_start_is_waited_for(monkeypatch):
+    answers = iter([RuntimeError("not there yet")] * 3)
+
+    def get_node(address, node_id):
+        for error in answers:
+            raise error
+        return {"node_id": node_id}
+
+    monkeypatch.setattr(cluster.services, "get_node", get_node)
+    with cluster._patience_with_node():
+        assert cluster.services.get_node("address", "7") == {"node_id": "7"}
+    assert cluster.services.get_node is get_node
+
+
+def test_a_node_that_never_starts_is_given_up(monkeypatch):
+    def get_node(address, node_id):
+        raise RuntimeError("not there")
+
+    monkeypatch.setattr(cluster.services, "get_node", get_node)
+    monkeypatch.setattr(cluster, "_NODE_SECONDS", 0.3)
+    with cluster._patience_with_node(), pytest.raises(RuntimeError, match="not there"):
+        cluster.services.get_node("address", "7")

@@ -1,3 +1,4 @@
+import stat
 from types import SimpleNamespace
 
 import pytest
@@ -6,6 +7,7 @@ import requests
 from slime.serving import router as router_module
 from slime.serving.router import RouterHandle, compute_router_fields, start_router
 from slime.utils.errors import RunError, UserError
+from slime.utils.scratch import make_scratch_directory
 from tests.support.fake_generate_server import FakeGenerateServer
 
 
@@ -55,7 +57,7 @@ def test_f6_a_router_that_cannot_start_shows_its_last_log_lines(tmp_path):
     ):
         router.wait_ready(30)
     router.shutdown()
-    assert router._arguments_file.name.startswith("slime-router-") and not router._arguments_file.exists()
+    assert router._scratch.name.startswith("slime-router-") and not router._scratch.exists()
 
 
 def test_f4_a_router_is_awaited_by_polling_and_ends_with_shutdown(tmp_path):
@@ -73,11 +75,21 @@ def test_f4_a_router_is_awaited_by_polling_and_ends_with_shutdown(tmp_path):
         router.workers()
 
 
-def test_shutdown_removes_arguments_that_were_never_read(tmp_path):
-    arguments = tmp_path / "arguments.json"
-    arguments.write_text("{}")
-    RouterHandle("127.0.0.1", 1, None, None, _arguments_file=arguments).shutdown()
-    assert not arguments.exists()
+def test_shutdown_removes_arguments_that_were_never_read():
+    scratch = make_scratch_directory("test")
+    (scratch / "arguments.json").write_text("{}")
+    RouterHandle("127.0.0.1", 1, None, None, _scratch=scratch).shutdown()
+    assert not scratch.exists()
+
+
+def test_the_key_of_the_router_is_for_its_owner_only(tmp_path, monkeypatch):
+    monkeypatch.setattr("slime.serving.router.ChildProcess.start", lambda process: None)
+    router = start_router(SimpleNamespace(router_api_key="s3cret"), tmp_path)
+    try:
+        (arguments,) = router._scratch.glob("*.json")
+        assert "s3cret" in arguments.read_text() and stat.S_IMODE(arguments.stat().st_mode) == 0o600
+    finally:
+        router.shutdown()
 
 
 def test_a_given_router_that_serves_engines_of_others_is_refused():

@@ -16,11 +16,18 @@ from slime.arguments.megatron.stages import pipeline_stages
 from slime.arguments.parser import build_parser
 from slime.arguments.plan.batch import plan_batch
 from slime.arguments.plan.engines import engine_parts, starts_engines, unknown_format
+from slime.arguments.plan.host_memory import (
+    HostShare,
+    host_memory_problem,
+    host_shares,
+    machine_memory,
+    require_host_memory,
+)
 from slime.arguments.plan.memory_part import over_long_warning, plan_memory
 from slime.arguments.plan.parameters import plan_parameters
 from slime.arguments.plan.placement import plan_placement
 from slime.arguments.plan.setup import missing_shape_flags, parallel_layout, shape_of
-from slime.arguments.plan.structure import BatchPlan, LayoutPlan, Plan
+from slime.arguments.plan.structure import BatchPlan, LayoutPlan, MemoryPlan, Plan
 from slime.arguments.plan.sync import plan_sync
 from slime.arguments.plan.text import render
 from slime.arguments.plan.values import custom_values, plan_values
@@ -31,7 +38,7 @@ from slime.utils.atomic_io import write_json_atomically
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import UserError
 
-__all__ = ["Plan", "make_plan", "plan_as_json", "render", "show_plan"]
+__all__ = ["Plan", "make_plan", "plan_as_json", "render", "require_memory_of_machine", "show_plan"]
 
 
 def make_plan(args: argparse.Namespace, parser: argparse.ArgumentParser | None = None) -> Plan:
@@ -52,6 +59,10 @@ def make_plan(args: argparse.Namespace, parser: argparse.ArgumentParser | None =
     if shape is not None:
         memory, warnings, memory_notes = plan_memory(args, shape, layout, batch.micro_batches, hf_config)
         notes += (*memory_notes, *_notes(args, hf_config))
+    if not plans_for_gpus(args):
+        # Then the run is one of processes on a machine like this one.
+        problem = host_memory_problem(_host_shares(args, memory, layout, on_gpus=False), machine_memory())
+        warnings += (problem,) if problem is not None else ()
     if memory is None or memory.training is None:
         warnings += tuple(_over_long(batch, layout))
     return Plan(
@@ -70,6 +81,21 @@ def make_plan(args: argparse.Namespace, parser: argparse.ArgumentParser | None =
         warnings=warnings,
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def require_memory_of_machine(args: argparse.Namespace) -> None:
+    """Refuse a run on this machine alone whose processes need more memory than it has.
+
+    Raises:
+        UserError: with both numbers and a way out; or the plan cannot be made.
+    """
+    hf_config = _hf_config(args)
+    shape = shape_of(_with_shape(args, hf_config))
+    layout = parallel_layout(args) if args.has_trainer else None
+    memory = None
+    if shape is not None:
+        memory, _, _ = plan_memory(args, shape, layout, plan_batch(args, layout).micro_batches, hf_config)
+    require_host_memory(_host_shares(args, memory, layout, on_gpus=plans_for_gpus(args)))
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
@@ -138,6 +164,13 @@ def _model_name(args: argparse.Namespace, hf_config: dict[str, Any] | None) -> s
     if directory and architecture:
         return f"{directory} ({architecture})"
     return directory or args.model_name or "the model of the flags"
+
+
+def _host_shares(
+    args: argparse.Namespace, memory: MemoryPlan | None, layout: ParallelLayout | None, *, on_gpus: bool
+) -> tuple[HostShare, ...]:
+    ranks = layout.world_size if layout is not None else 0
+    return host_shares(args, memory, ranks, engine_parts(args, 0), on_gpus=on_gpus)
 
 
 def _layout(args: argparse.Namespace, layout: ParallelLayout | None, shape: ModelShape | None) -> LayoutPlan | None:
