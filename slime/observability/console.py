@@ -65,4 +65,6 @@ def evaluation_line(rollout_id: int, metrics: dict[str, Any]) -> str:
 
 
 def _is_detail(name: str) -> bool:
-    return name == "eval/step" or any(mark in name for mark in ("-truncated_ratio", "-pass@", "-unfinished"))
+    return name == "eval/step" or any(
+        mark in name for mark in ("-truncated_ratio", "-pass@", "-unfinished", "-failed_samples")
+    )

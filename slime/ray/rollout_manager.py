@@ -254,7 +254,7 @@ class RolloutManager:
         if args.save_debug_rollout_data is not None:
             from slime.rollout.rollout_dump import save_rollout
 
-            samples = [sample for result in output.data.values() for sample in result["samples"]]
+            samples = [s for result in output.data.values() for s in [*result["samples"], *result.get("failed", [])]]
             save_rollout(args.save_debug_rollout_data, f"eval_{rollout_id}", samples)
         flag, path = "--custom-eval-rollout-log-function-path", args.custom_eval_rollout_log_function_path
         if path is None or not _call_log_function(flag, path, rollout_id, args, output.data, output.metrics):

@@ -10,6 +10,7 @@ from typing import Any
 from slime.observability.progress import start_progress
 from slime.rollout.base_types import RolloutFnEvalOutput, leaves, sample_line
 from slime.rollout.eval_stop import finished_prompts, is_limited
+from slime.rollout.failures import stop_when_most_failed
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate_and_rm_group, is_aborted
 from slime.rollout.user_functions import run_in_daemon_thread
@@ -35,7 +36,10 @@ async def eval_rollout(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
 
     Returns:
         data[set] = rewards (`--eval-reward-key` applied), truncated flags and samples, ordered by sample index;
-        executions that fanned out are flattened.
+        executions that fanned out are flattened. Samples that failed are left out, and stand under `failed`.
+
+    Raises:
+        RunError: more than half of the samples of a set failed, with the first cause.
     """
     args = evaluation_args(args)
     configs = args.eval_datasets or []
@@ -99,9 +103,15 @@ async def _evaluate_set(
     args: Any, config: EvalDatasetConfig, prompts: list[Sample], advance: Callable[[int], None]
 ) -> tuple[dict[str, list[Any]], int]:
     """What the set gave, and the number of prompts that it ended without."""
+    whole = f"evaluation set {config.name}"
+    lost: list[Sample] = []
 
     async def evaluate_group(group: list[Sample]) -> list[Any]:
         entries = await _finished_entries(args, config, group)
+        lost_here = [sample for sample in leaves(entries) if sample.failed]
+        if lost_here:
+            lost.extend(lost_here)
+            stop_when_most_failed(lost, whole, total=max(len(lost), len(prompts) * len(group)))
         advance(len(group))
         return entries
 
@@ -111,14 +121,22 @@ async def _evaluate_set(
         finished = await finished_prompts(tasks, config)
     finally:
         await _end(tasks)
-    samples = leaves(finished)
-    logger.info("evaluation set %s, first sample: %s", config.name, sample_line(samples[0]))
+    stop_when_most_failed(finished, whole)
+    samples = [sample for sample in leaves(finished) if not sample.failed]
+    failed = [sample for sample in leaves(finished) if sample.failed]
+    if failed:
+        reason = failed[0].metadata.get("fail_reason", "no reason was given")
+        logger.warning("%s: %d samples failed and are left out; the first: %s", whole, len(failed), reason)
+    if samples:
+        logger.info("evaluation set %s, first sample: %s", config.name, sample_line(samples[0]))
     reward_of = functools.partial(_reward_value, args)
     result = {
         "rewards": [reward_of(sample) for sample in samples],
         "truncated": [sample.truncated for sample in samples],
         "samples": samples,
     }
+    if failed:
+        result["failed"] = failed
     return result, len(tasks) - len(finished)
 
 

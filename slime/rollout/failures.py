@@ -41,13 +41,16 @@ def failed_samples(groups: list[Any]) -> list[Sample]:
     return [sample for sample in leaves(groups) if sample.status is Sample.Status.FAILED]
 
 
-def stop_when_most_failed(groups: list[Any]) -> None:
-    """Raise RunError with the first cause when more than half of the samples that we marked FAILED ourselves failed."""
+def stop_when_most_failed(groups: list[Any], whole: str = "this step", total: int | None = None) -> None:
+    """Raise RunError with the first cause when more than half of the samples were marked FAILED by us.
+
+    `total`: the number of samples that `whole` will have, if `groups` is only a part of it.
+    """
     failed = [sample for sample in failed_samples(groups) if sample.remove_sample and "fail_reason" in sample.metadata]
-    total = len(leaves(groups))
+    total = len(leaves(groups)) if total is None else total
     if 2 * len(failed) > total:
         first = failed[0]
         raise RunError(
-            f"{len(failed)} of {total} samples of this step failed, more than half; "
+            f"{len(failed)} of {total} samples of {whole} failed, more than half; "
             f"the first was sample {first.index}: {first.metadata['fail_reason']}"
         )
