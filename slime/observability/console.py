@@ -84,4 +84,6 @@ def evaluation_line(name: str, metrics: dict[str, Any]) -> str:
 
 
 def _is_detail(name: str) -> bool:
-    return name == "eval/step" or any(mark in name for mark in ("-truncated_ratio", "-pass@", "-unfinished"))
+    return name == "eval/step" or any(
+        mark in name for mark in ("-truncated_ratio", "-pass@", "-unfinished", "-failed_samples")
+    )

@@ -54,15 +54,28 @@ def compute_rollout_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, f
 
 
 def compute_eval_metrics(args: Any, data: Mapping[str, Mapping[str, Sequence[Any]]]) -> dict[str, float]:
-    """`eval/` metrics. `data`: set → {"rewards", "truncated", "samples"}; pass@k uses the number of samples of each prompt."""
+    """`eval/` metrics. `data`: set → {"rewards", "truncated", "samples"[, "failed"]}.
+
+    pass@k uses the number of samples of each prompt. Failed samples are counted and otherwise left out.
+    """
     metrics: dict[str, float] = {}
     for name, results in data.items():
         samples, rewards = results.get("samples") or [], results["rewards"]
-        metrics[f"eval/{name}"] = float(np.mean(np.asarray(rewards, dtype=np.float64)))
+        truncated = results.get("truncated") or []
+        failed = len(results.get("failed") or [])
+        if any(sample.failed for sample in samples):
+            # An evaluation function of the user's may leave them among the others.
+            counted = [position for position, sample in enumerate(samples) if not sample.failed]
+            failed += len(samples) - len(counted)
+            samples, rewards = [samples[i] for i in counted], [rewards[i] for i in counted]
+            truncated = [truncated[i] for i in counted] if len(truncated) else []
+        metrics[f"eval/{name}-failed_samples"] = float(failed)
+        if len(rewards):
+            metrics[f"eval/{name}"] = float(np.mean(np.asarray(rewards, dtype=np.float64)))
         if samples:
             metrics |= _prefixed(f"eval/{name}/", _sample_metrics(args, samples))
-        if len(results.get("truncated") or []):
-            metrics[f"eval/{name}-truncated_ratio"] = float(np.mean(results["truncated"]))
+        if len(truncated):
+            metrics[f"eval/{name}-truncated_ratio"] = float(np.mean(truncated))
         if args.log_passrate and samples:
             metrics |= _prefixed(f"eval/{name}-", pass_rates(samples, rewards))
     return metrics

@@ -18,7 +18,10 @@ class RolloutFnTrainOutput:
 
 @dataclass
 class RolloutFnEvalOutput:
-    """`data`: set name → {"rewards": [...], "truncated": [...], "samples": [...]}, three lists of one length."""
+    """`data`: set name → {"rewards": [...], "truncated": [...], "samples": [...]}, three lists of one length.
+
+    `"failed"` may hold the samples that got no reward; they are counted, and stand in none of the other lists.
+    """
 
     data: dict[str, dict[str, list[Any]]]
     metrics: dict[str, Any] | None = None

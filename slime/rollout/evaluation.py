@@ -11,6 +11,7 @@ from slime.observability.progress import start_progress
 from slime.rollout.abort import cancel_tasks
 from slime.rollout.base_types import RolloutFnEvalOutput, leaves, sample_line
 from slime.rollout.eval_stop import finished_prompts, is_limited
+from slime.rollout.failures import FailureTally
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate_and_rm_group, is_aborted
 from slime.rollout.user_functions import run_in_daemon_thread
@@ -36,7 +37,10 @@ async def eval_rollout(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
 
     Returns:
         data[set] = rewards (`--eval-reward-key` applied), truncated flags and samples, ordered by sample index;
-        executions that fanned out are flattened.
+        executions that fanned out are flattened. Samples that failed are left out, and stand under `failed`.
+
+    Raises:
+        RunError: more than half of the samples of a set failed, with the first cause.
     """
     args = evaluation_args(args)
     configs = args.eval_datasets or []
@@ -100,9 +104,14 @@ async def _evaluate_set(
     args: Any, config: EvalDatasetConfig, prompts: list[Sample], advance: Callable[[int], None]
 ) -> tuple[dict[str, list[Any]], int]:
     """What the set gave, and the number of prompts that it ended without."""
+    whole = f"evaluation set {config.name}"
+    tally = FailureTally(whole)
 
     async def evaluate_group(group: list[Sample]) -> list[Any]:
         entries = await _finished_entries(args, config, group)
+        tally.add(entries)
+        # A dead service is not asked for every sample of the set.
+        tally.stop_when_most_failed(total=max(tally.samples, len(prompts) * len(group)))
         advance(len(group))
         return entries
 
@@ -111,10 +120,15 @@ async def _evaluate_set(
     try:
         finished = await finished_prompts(tasks, config)
     finally:
-        await _end(tasks, f"evaluation set {config.name} is over")
-    samples = leaves(finished)
+        await _end(tasks, f"{whole} is over")
+    tally.stop_when_most_failed()
+    samples = [sample for sample in leaves(finished) if not sample.failed]
+    failed = [sample for sample in leaves(finished) if sample.failed]
+    if failed:
+        reason = failed[0].metadata.get("fail_reason", "no reason was given")
+        logger.warning("%s: %d samples failed and are left out; the first: %s", whole, len(failed), reason)
     state = GenerateState(args)
-    if state.shows_samples(f"evaluation set {config.name}", state.rollout_id):
+    if samples and state.shows_samples(whole, state.rollout_id):
         logger.info("evaluation set %s, first sample: %s", config.name, sample_line(samples[0]))
     reward_of = functools.partial(_reward_value, args)
     result = {
@@ -122,6 +136,8 @@ async def _evaluate_set(
         "truncated": [sample.truncated for sample in samples],
         "samples": samples,
     }
+    if failed:
+        result["failed"] = failed
     return result, len(tasks) - len(finished)
 
 

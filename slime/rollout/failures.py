@@ -41,17 +41,15 @@ def failed_samples(groups: list[Any]) -> list[Sample]:
     return [sample for sample in leaves(groups) if sample.status is Sample.Status.FAILED]
 
 
-def stop_when_most_failed(groups: list[Any]) -> None:
-    """Raise RunError with the first cause when more than half of the samples that we marked FAILED ourselves failed."""
-    tally = FailureTally()
-    tally.add(groups)
-    tally.stop_when_most_failed()
-
-
 class FailureTally:
-    """How many samples there were, how many of them we marked FAILED ourselves, and why the first: without the samples."""
+    """How many samples there were, how many of them we marked FAILED ourselves, and why the first: without the samples.
 
-    def __init__(self) -> None:
+    Args:
+        whole: what the samples belong to, for the message.
+    """
+
+    def __init__(self, whole: str = "this step") -> None:
+        self.whole = whole
         self.samples = 0
         self.failed = 0
         self._first = ""
@@ -66,9 +64,10 @@ class FailureTally:
         self.samples += len(leaves(group))
         self.failed += len(failed)
 
-    def stop_when_most_failed(self) -> None:
-        """Raise RunError with the first cause when more than half failed."""
-        if 2 * self.failed > self.samples:
+    def stop_when_most_failed(self, total: int | None = None) -> None:
+        """Raise RunError with the first cause when more than half failed of `total` samples; None: of those counted."""
+        total = self.samples if total is None else total
+        if 2 * self.failed > total:
             raise RunError(
-                f"{self.failed} of {self.samples} samples of this step failed, more than half; the first was {self._first}"
+                f"{self.failed} of {total} samples of {self.whole} failed, more than half; the first was {self._first}"
             )

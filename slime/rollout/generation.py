@@ -71,7 +71,8 @@ async def generate_and_rm(
 ) -> Sample | list[Any]:
     """Generate and grade one sample; a custom function may return a list, which is one execution.
 
-    A sample that fails for a reason of ours is tried once more from its prompt, then marked FAILED.
+    A generation that fails for a reason of ours is tried once more from the prompt, then the sample is marked FAILED; so is
+    one whose reward fails.
     """
     for last_attempt in (False, True):
         try:
@@ -97,7 +98,7 @@ async def _generate_and_rm_once(
             args, entry, rollout_id=GenerateState(args).rollout_id, evaluation=evaluation
         )
     if evaluation or not args.group_rm:
-        await grade(args, entry, evaluation)
+        await _grade_or_fail(args, entry, evaluation)
     return entry
 
 
@@ -133,6 +134,15 @@ async def grade(args: Any, entry: Sample | list[Any], evaluation: bool) -> None:
     rewards = await batched_async_rm(args, ungraded, evaluation=evaluation)
     for sample, reward in zip(ungraded, rewards, strict=True):
         sample.reward = reward
+
+
+async def _grade_or_fail(args: Any, entry: Sample | list[Any], evaluation: bool) -> None:
+    """`grade`; without a reward all leaves of `entry` are FAILED, with what was generated."""
+    try:
+        await grade(args, entry, evaluation)
+    except SampleFailed as failure:
+        for sample in leaves(entry):
+            mark_failed(args, sample, failure.reason)
 
 
 def is_aborted(entry: Any) -> bool:
@@ -171,7 +181,7 @@ async def generate_and_rm_group(
             ]
         )
     if args.group_rm and not evaluation:
-        await _grade_group(args, finished)
+        await _grade_or_fail(args, finished, evaluation)
     return finished
 
 
@@ -214,20 +224,8 @@ async def _hook_and_grade(args: Any, entry: Sample | list[Any], evaluation: bool
     rollout_id = GenerateState(args).rollout_id
     entry = await apply_rollout_sample_hooks(args, entry, rollout_id=rollout_id, evaluation=evaluation)
     if evaluation or not args.group_rm:
-        try:
-            await grade(args, entry, evaluation)
-        except SampleFailed as failure:
-            for sample in leaves(entry):
-                mark_failed(args, sample, failure.reason)
+        await _grade_or_fail(args, entry, evaluation)
     return entry
-
-
-async def _grade_group(args: Any, group: list[Any]) -> None:
-    try:
-        await grade(args, group, evaluation=False)
-    except SampleFailed as failure:
-        for sample in leaves(group):
-            mark_failed(args, sample, failure.reason)
 
 
 async def _run_side_by_side(coroutines: list[Any]) -> list[Any]:

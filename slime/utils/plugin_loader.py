@@ -25,7 +25,9 @@ from typing import Any
 
 from slime.utils.errors import UserError
 
-_REWARD_NAMES = ("reward_func", "custom_rm", "compute_reward")
+_REWARD_FLAG = "--custom-rm-path"
+_REWARD_METHOD = "compute_reward"
+_REWARD_NAMES = ("reward_func", "custom_rm", _REWARD_METHOD)
 _CONVENTIONAL_NAMES = {
     "custom_rm": _REWARD_NAMES,
     "custom_generate_function": ("custom_generate", "generate"),
@@ -73,6 +75,8 @@ def _load_cached(key: str, path: str, flag: str | None, batched: bool) -> Any:
         found = _resolve(_import_module(module_name, subject), attribute, subject)
     if not callable(found):
         raise UserError(f"{subject}: is a {type(found).__name__}, expected a function or class")
+    if flag == _REWARD_FLAG and inspect.isclass(found) and not callable(getattr(found, _REWARD_METHOD, None)):
+        raise UserError(f"{subject}: {_no_reward_class(found)}")
     return found
 
 
@@ -160,6 +164,16 @@ def no_attribute(subject: str, owner: str, part: str, names: Iterable[str]) -> s
     return f"{subject}: {owner} has no attribute {part!r}{hint}"
 
 
+def _no_reward_class(found: type) -> str:
+    methods = [name for name in dir(found) if not name.startswith("_") and callable(getattr(found, name))]
+    has = f" (it has {', '.join(methods)})" if methods else ""
+    return (
+        f"class {found.__name__} has no method {_REWARD_METHOD}{has}; a reward is a class with "
+        f"{_REWARD_METHOD}(prompts, responses[, labels, samples]), a function fn(args, sample) for one sample, or a function "
+        "fn(args, samples) for a list"
+    )
+
+
 def _name_of(found: Any) -> str:
     return getattr(found, "__file__", None) or getattr(found, "__qualname__", None) or repr(found)
 
@@ -177,7 +191,7 @@ def _resolve_by_convention(module: ModuleType, flag: str | None, batched: bool, 
         and value.__module__ == module.__name__
     }
     if _kind_of(flag) == "custom_rm":
-        reward_classes = [value for value in own.values() if hasattr(value, "compute_reward")]
+        reward_classes = [value for value in own.values() if hasattr(value, _REWARD_METHOD)]
         if len(reward_classes) == 1:
             return reward_classes[0]
     if len(own) == 1:

@@ -189,6 +189,11 @@ class Sample:
         elif self.status in (Sample.Status.PENDING, Sample.Status.TRUNCATED):
             self.status = Sample.Status.COMPLETED
 
+    @property
+    def failed(self) -> bool:
+        """Whether the sample is FAILED and masked: it trains nothing, and an evaluation does not count it."""
+        return self.status is Sample.Status.FAILED and self.remove_sample
+
     def append_response_tokens(
         self,
         args: Any = None,

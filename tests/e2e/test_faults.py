@@ -82,7 +82,7 @@ def test_more_engines_than_the_machine_has_memory_for_are_refused_before_ray_sta
     (left / "owner").touch()
     env = {"SLIME_ACCELERATOR": "cpu", "TMPDIR": str(left.parent)}
     engines = ["--rollout-num-gpus", "4000"]
-    shown = run_to_error(with_words(flags, engines), tmp_path / "run", 2, env=env, timeout=100)
+    shown = run_to_error([*flags, *engines], tmp_path / "run", 2, env=env, timeout=100)
     assert not left.exists()
     assert re.match(
         r"the run needs about \d+\.\d GiB of memory \(4000 engines of 0\.\d GiB, .* has \d+\.\d GiB; ", shown

@@ -91,6 +91,27 @@ def test_m2_evaluation_uses_the_number_of_samples_of_each_set():
     assert metrics["eval/few/response_len/max"] == 0.0
 
 
+def test_evaluation_counts_failed_samples_and_leaves_them_out():
+    lost = Sample(group_index=0, reward=0.0, status=Sample.Status.FAILED, remove_sample=True, response_length=90)
+    # One that the user's function marked keeps its reward.
+    marked = Sample(group_index=1, reward=1.0, status=Sample.Status.FAILED)
+    samples = [*groups([1]), lost, marked]
+    data = {"among": {"rewards": [s.reward for s in samples], "truncated": [False, True, False], "samples": samples}}
+    metrics = compute_eval_metrics(with_args(log_passrate=True), data)
+    assert (metrics["eval/among"], metrics["eval/among-pass@1"], metrics["eval/among-failed_samples"]) == (
+        1.0,
+        1.0,
+        1.0,
+    )
+    assert (metrics["eval/among-truncated_ratio"], metrics["eval/among/response_len/max"]) == (0.0, 0.0)
+    data = {"apart": {"rewards": [1.0], "samples": [marked], "failed": [lost]}}
+    metrics = compute_eval_metrics(with_args(), data)
+    assert (metrics["eval/apart"], metrics["eval/apart-failed_samples"]) == (1.0, 1.0)
+    assert "eval/none" not in compute_eval_metrics(
+        with_args(), {"none": {"rewards": [], "samples": [], "failed": [lost]}}
+    )
+
+
 def test_zero_std_groups_are_counted_by_reward_and_groups_of_one_are_not():
     samples = groups([0.1] * 8, [0, 0], [0.0, 1e-9], [1, 0], [1, 1], [1])
     assert zero_std_counts(samples, [s.reward for s in samples]) == {0.0: 2, 0.1: 1, 1.0: 1}

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from slime.observability.rollout_metrics import compute_eval_metrics
 from slime.rollout import abort, evaluation
 from slime.rollout.sglang_rollout import eval_rollout
 from slime.utils.errors import RunError, UserError
@@ -104,6 +106,59 @@ def test_custom_functions_of_a_set_and_the_eval_reward_key(server, checkpoint, t
     assert server.requests == []
 
 
+def dead_for(tmp_path, condition):
+    """The path of a reward that is 1, and never comes where `condition` holds."""
+    (tmp_path / "service.py").write_text(
+        "import asyncio\n"
+        "async def grade(args, sample):\n"
+        f"    if {condition}:\n        await asyncio.Event().wait()\n"
+        "    return 1.0\n"
+    )
+    return f"{tmp_path}/service.py:grade"
+
+
+def test_samples_without_a_reward_are_counted_and_left_out(server, checkpoint, tmp_path):
+    path = dead_for(tmp_path, "sample.metadata['row'] == 1")
+    args = make_eval_args(checkpoint, server, tmp_path, custom_rm_path=path, rm_timeout=0.05)
+    args.eval_datasets = args.eval_datasets[:1]
+    output = run(args)
+    easy = output.data["easy"]
+    assert easy["rewards"] == [1.0] * 4
+    assert [sample.index for sample in easy["samples"]] == [0, 1, 4, 5] and len(easy["truncated"]) == 4
+    assert [(sample.index, sample.status.name) for sample in easy["failed"]] == [(2, "FAILED"), (3, "FAILED")]
+    assert "no reward for sample 2" in easy["failed"][0].metadata["fail_reason"]
+    metrics = compute_eval_metrics(SimpleNamespace(log_passrate=True, log_reward_category=None), output.data)
+    assert (metrics["eval/easy"], metrics["eval/easy-pass@2"]) == (1.0, 1.0)
+    assert metrics["eval/easy-failed_samples"] == 2
+    assert len(server.requests) == 6, "the reward is asked for again, the text is not generated again"
+
+
+def test_a_reward_service_that_is_down_stops_the_evaluation_with_the_first_cause(server, checkpoint, tmp_path):
+    path = dead_for(tmp_path, "sample.metadata['row'] > 0")
+    args = make_eval_args(checkpoint, server, tmp_path, custom_rm_path=path, rm_timeout=0.05)
+    args.eval_datasets = args.eval_datasets[:1]
+    with pytest.raises(RunError, match=r"4 of 6 samples of evaluation set easy failed, .*sample [2-5]: no reward for"):
+        run(args)
+
+
+def test_the_rest_of_a_set_is_not_waited_for_once_most_of_it_has_failed(server, checkpoint, tmp_path):
+    path = dead_for(tmp_path, "sample.metadata['row'] > 0")
+    (tmp_path / "slow.py").write_text(
+        "import asyncio\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    if sample.metadata['row'] == 0:\n        await asyncio.Event().wait()\n"
+        "    sample.append_response_tokens(args, tokens=[5], log_probs=[-1.0])\n"
+        "    return sample\n"
+    )
+    args = make_eval_args(
+        checkpoint, server, tmp_path, custom_rm_path=path, rm_timeout=0.05, http_request_timeout=3600.0,
+        custom_generate_function_path=f"{tmp_path}/slow.py:generate",
+    )  # fmt: skip
+    args.eval_datasets = args.eval_datasets[:1]
+    with pytest.raises(RunError, match="4 of 6 samples of evaluation set easy failed"):
+        run(args)
+
+
 def test_what_an_engine_interrupts_is_continued(server, checkpoint, tmp_path):
     args = make_eval_args(checkpoint, server, tmp_path)
     server.text_of = lambda ids: "x" * len(ids)
@@ -163,8 +218,8 @@ def test_the_context_limit_of_evaluation_is_its_own(server, checkpoint, tmp_path
     assert 9 <= len(sample.tokens) - sample.response_length < 20 == len(sample.tokens)
     assert args.rollout_max_context_len == 9
     args.eval_max_context_len = 10
-    (sample,) = run(args).data["own"]["samples"]
-    assert "the context length is 10" in sample.metadata["fail_reason"]
+    with pytest.raises(RunError, match="1 of 1 samples of evaluation set own failed.*the context length is 10"):
+        run(args)
 
 
 def test_bad_rows_are_left_out_on_request(server, checkpoint, tmp_path):

@@ -282,13 +282,50 @@ def test_hooks_run_on_every_leaf_before_the_reward(server, checkpoint, tmp_path)
 
 
 def test_r14_a_reward_that_never_returns_fails_the_sample_after_a_second_attempt(server, checkpoint, tmp_path):
-    path = plugin(tmp_path, "async def fn(args, sample, **kwargs):\n    await asyncio.Event().wait()\n")
+    path = plugin(
+        tmp_path,
+        "async def fn(args, sample, **kwargs):\n    args.asked.append(sample.response)\n    await asyncio.Event().wait()\n",
+    )
     args = make_args(checkpoint, server.port, custom_rm_path=path, rm_timeout=0.05)
+    args.asked = []
     sample = run(generate_and_rm(args, Sample(index=4, prompt="p"), params(args)))
     assert sample.status is Status.FAILED
-    assert "no reward for sample 4 within --rm-timeout 0.05 s" in sample.metadata["fail_reason"]
-    assert len(server.requests) == 2, "one retry from the prompt"
+    assert "no reward for sample 4 within --rm-timeout 0.05 s, asked twice" in sample.metadata["fail_reason"]
+    assert len(server.requests) == 1, "what was generated is there; only its reward is asked for again"
+    assert args.asked == [sample.response] * 2
     assert sample.remove_sample
+
+
+def test_a_reward_that_comes_at_the_second_attempt_is_taken(server, checkpoint, tmp_path):
+    path = plugin(
+        tmp_path,
+        "async def fn(args, sample, **kwargs):\n"
+        "    args.asked += 1\n    if args.asked == 1:\n        await asyncio.Event().wait()\n    return 0.5\n",
+    )
+    args = make_args(checkpoint, server.port, custom_rm_path=path, rm_timeout=0.05)
+    args.asked = 0
+    sample = run(generate_and_rm(args, Sample(index=4, prompt="p"), params(args)))
+    assert (sample.reward, sample.status, sample.remove_sample) == (0.5, Status.COMPLETED, False)
+    assert len(server.requests) == 1
+
+
+def test_leaves_of_a_fan_out_without_a_reward_fail_together(server, checkpoint, tmp_path):
+    (tmp_path / "both.py").write_text(
+        "import asyncio, copy\nfrom slime.utils.types import Sample\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    parts = [copy.deepcopy(sample) for _ in range(2)]\n"
+        "    for part in parts:\n"
+        "        part.append_response_tokens(args, tokens=[5], log_probs=[-1.0])\n"
+        "        part.status = Sample.Status.COMPLETED\n"
+        "    return parts\n"
+        "async def reward(args, samples):\n    await asyncio.Event().wait()\n"
+    )
+    args = make_args(
+        checkpoint, server.port, custom_generate_function_path=f"{tmp_path}/both.py:generate",
+        custom_rm_path=f"{tmp_path}/both.py:reward", rm_timeout=0.05,
+    )  # fmt: skip
+    entry = run(generate_and_rm(args, Sample(index=4, prompt="p"), params(args)))
+    assert [(leaf.status, leaf.remove_sample, leaf.response_length) for leaf in entry] == [(Status.FAILED, True, 1)] * 2
 
 
 def test_r14_a_plain_reward_that_never_returns_does_not_block_the_loop(server, checkpoint, tmp_path):

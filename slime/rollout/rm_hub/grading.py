@@ -1,10 +1,12 @@
 """Rewards of samples: which function grades a sample, under which limits, and what it may return.
 
 Precedence: `sample.custom_rm_path`, `--custom-rm-path`, `metadata["rm_type"]`, `--rm-type`. At most `--rm-concurrency`
-calls run, each for at most `--rm-timeout` seconds; grading never runs on the event loop.
+calls run, each for at most `--rm-timeout` seconds, and one that gave no reward in that time is made once more; grading
+never runs on the event loop.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,12 +17,14 @@ from slime.rollout.rm_hub.reward_values import checked_reward
 from slime.rollout.user_functions import CallKind, CallTimedOut, call_slots, call_user_function, describe_samples
 from slime.utils.types import Sample
 
+logger = logging.getLogger(__name__)
+
 
 async def async_rm(args: Any, sample: Sample, *, evaluation: bool = False, **kwargs: Any) -> float | dict[str, Any]:
     """The reward of one sample; it is not stored. `kwargs` reach a custom function as far as it accepts them.
 
     Raises:
-        SampleFailed: no reward within `--rm-timeout`.
+        SampleFailed: twice no reward within `--rm-timeout`.
         UserError: unknown type, raising function, or a result that is no reward.
     """
     custom = _custom_reward(args, sample)
@@ -79,9 +83,14 @@ def _custom_reward(args: Any, sample: Sample) -> CustomReward | None:
 
 
 async def _limited(args: Any, samples: list[Sample], call: Callable[[float | None], Awaitable[Any]]) -> Any:
-    async with call_slots(CallKind.REWARD, args.rm_concurrency):
-        try:
-            return await call(args.rm_timeout)
-        except CallTimedOut as error:
-            subject = describe_samples(samples)
-            raise SampleFailed(f"no reward for {subject} within --rm-timeout {args.rm_timeout:g} s") from error
+    """The result of `call(time limit)`, at the second attempt if need be. What was generated is not generated again."""
+    for last_attempt in (False, True):
+        async with call_slots(CallKind.REWARD, args.rm_concurrency):
+            try:
+                return await call(args.rm_timeout)
+            except CallTimedOut as error:
+                reason = f"no reward for {describe_samples(samples)} within --rm-timeout {args.rm_timeout:g} s"
+                if last_attempt:
+                    raise SampleFailed(f"{reason}, asked twice", retryable=False) from error
+                logger.warning("%s; asking once more", reason)
+    raise AssertionError("unreachable: the last attempt returns")

@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 
+from slime.arguments.plug_ins import load_plug_ins
 from slime.rollout.failures import SampleFailed
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.rm_hub.custom_reward import clear_reward_instances
@@ -50,6 +51,10 @@ class Model:
     def compute_reward(self, prompts, responses, labels):
         calls.append((self.model_path, prompts, responses, labels))
         return [len(r) for r in responses]
+
+class Misnamed:
+    def compute_rewards(self, prompts, responses):
+        return [7 for _ in prompts]
 
 class Bare:
     async def compute_reward(self, prompts, responses):
@@ -147,6 +152,21 @@ def test_classes_are_constructed_once_with_what_they_accept(rewards):
     clear_reward_instances()
     args = make_args("/model", custom_rm_path=rewards("Bare"), rm_model_path="/other")
     assert grade_all(args, samples(1, 2)) == [7.0, 7.0]
+
+
+def test_a_class_without_compute_reward_is_refused_in_one_line(rewards):
+    path = rewards("Misnamed")
+    args = make_args("", custom_rm_path=path)
+    args.typed_flags = {"custom_rm_path"}
+    with pytest.raises(UserError) as error:
+        load_plug_ins(args, ("custom_rm_path",))
+    assert str(error.value) == (
+        f"--custom-rm-path {path}: class Misnamed has no method compute_reward (it has compute_rewards); a reward is a class "
+        "with compute_reward(prompts, responses[, labels, samples]), a function fn(args, sample) for one sample, or a "
+        "function fn(args, samples) for a list"
+    )
+    with pytest.raises(UserError, match="has no method compute_reward"):
+        grade_one(args, samples(1)[0])
 
 
 def test_plain_functions_that_hand_out_awaitables_and_keywords(rewards):
