@@ -41,8 +41,8 @@ esac
 _PYTHON = """#!/usr/bin/env bash
 printf '%s\\n' "$*" >>"$STUB_LOG.python"
 echo "INFO: said beside the result" >&2
-if ((${STUB_CHECK_STATUS:-0})); then echo "ERROR: --lr 0: refused" >&2; else echo "${STUB_CHECK-ready; the run needs 4 GPUs}"; fi
-exit "${STUB_CHECK_STATUS:-0}"
+if ((${STUB_CHECK_STATUS:-0})); then echo "ERROR: --lr 0: refused" >&2 && exit "$STUB_CHECK_STATUS"; fi
+echo "${STUB_CHECK-ready; the run needs 4 GPUs}"
 """
 
 
