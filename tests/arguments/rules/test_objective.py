@@ -4,6 +4,10 @@ from tests.support.args import parse
 from tests.support.rules import assert_violation
 
 
+def asks_the_teacher(args, sample, sampling_params):
+    """Stands for a generate function of the user's."""
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
@@ -136,7 +140,7 @@ def test_a_run_takes_the_estimator(tmp_path, estimator):
         "--use-opd --opd-type megatron --opd-teacher-load {tmp}/model --opd-kl-coef 0.5",
         "--use-opd --opd-type sglang --rm-url http://10.0.0.1:30000 "
         "--custom-rm-path slime.rollout.on_policy_distillation.reward_func",
-        "--use-opd --opd-type sglang --custom-generate-function-path {file}:generate",
+        "--use-opd --opd-type sglang --custom-generate-function-path {file}:asks_the_teacher",
     ],
 )  # fmt: skip
 def test_a_run_takes_the_objective_without_a_warning(tmp_path, caplog, words):
