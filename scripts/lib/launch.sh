@@ -163,7 +163,7 @@ end_run() {
     kill "$SUBMIT_PID" 2>/dev/null || true
   fi
   if [[ -n "${OWN_DIR:-}" ]]; then
-    bash "$SCRIPTS_DIR/cluster.sh" stop
+    if [[ -f "$NODE_FILE" ]]; then bash "$SCRIPTS_DIR/cluster.sh" stop; fi
     if ((status)); then say "Ray's logs of this run: $OWN_DIR"; else rm -rf "$OWN_DIR"; fi
   fi
   exit "$status"

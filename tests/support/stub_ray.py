@@ -1,9 +1,9 @@
 """Programs that stand for `ray`, and for the `python` of a run, where only what the scripts ask of them matters; they write
 down their arguments.
 
-Variables: STUB_LOG (file of calls; those of `python` stand in STUB_LOG.python), STUB_START (ok, mismatch, token or hang),
-STUB_JOB_STATUS (exit status of the job), STUB_JOB_SECONDS (how long it runs), STUB_CHECK (what the check of a run says),
-STUB_CHECK_STATUS (its exit status).
+Variables: STUB_LOG (file of calls; those of `python` stand in STUB_LOG.python), STUB_START (ok, mismatch, token, hang, or
+slow: the second start succeeds), STUB_JOB_STATUS (exit status of the job), STUB_JOB_SECONDS (how long it runs), STUB_CHECK
+(what the check of a run says), STUB_CHECK_STATUS (its exit status).
 """
 
 from pathlib import Path
@@ -17,6 +17,9 @@ case "$1" in
       mismatch) echo "RuntimeError: Version mismatch: The cluster was started with: Ray: 1.0" && exit 1 ;;
       token) echo "ray.exceptions.AuthenticationError: token is invalid" && exit 1 ;;
       hang) exec sleep 100 ;;
+      slow)
+        if (($(grep -c '^start' "$STUB_LOG") < 2)); then echo "The current node timed out during startup." && exit 1; fi
+        ;;
     esac
     echo "$RAY_AUTH_MODE" >"$STUB_LOG.auth"
     while (($#)); do if [[ "$1" == --port ]]; then port="$2"; fi; shift; done
