@@ -7,10 +7,13 @@ bash scripts/quickstart.sh
 import argparse
 import sys
 
-from slime.ray.driver import StepReport, evaluates, evaluates_before_training, saves
-from slime.ray.placement_group import create_placement_groups, create_rollout_manager, create_training_models
-from slime.ray.session import ending, main
-from slime.ray.weight_sync import WeightSync
+from slime import installed_packages
+
+with installed_packages():
+    from slime.ray.driver import StepReport, evaluates, evaluates_before_training, saves
+    from slime.ray.placement_group import create_placement_groups, create_rollout_manager, create_training_models
+    from slime.ray.session import ending, main
+    from slime.ray.weight_sync import WeightSync
 
 
 def train(args: argparse.Namespace) -> None:

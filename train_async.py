@@ -7,8 +7,11 @@ python train_async.py ... --dry-run
 import argparse
 import sys
 
-from slime.ray.session import main
-from slime.utils.errors import UserError
+from slime import installed_packages
+
+with installed_packages():
+    from slime.ray.session import main
+    from slime.utils.errors import UserError
 
 
 def train(args: argparse.Namespace) -> None:

@@ -135,9 +135,20 @@ cpus_for_ray() {
   printf '%s' "$((cores > NUM_GPUS ? cores : NUM_GPUS + 1))"
 }
 
+# Runs `ray` with the arguments behind the role in a session of its own, and describes the node.
+run_node() {
+  local role="$1" pid
+  shift
+  # RAY_ADDRESS of another cluster must not lead the new node there.
+  RAY_ADDRESS='' RAY_USAGE_STATS_ENABLED=0 setsid nohup "$RAY" "$@" </dev/null >"$LOG" 2>&1 &
+  pid=$!
+  # Written at once: whatever happens next, `stop` finds the process.
+  printf '%s\n' "role=$role" "pid=$pid" "started=$(start_time "$pid")" "auth=$RAY_AUTH_MODE" >"$NODE_FILE"
+}
+
 # Starts `ray start --block` with the given arguments in a session of its own, waits until it is up, and describes it.
 start_node() {
-  local role="$1" pid deadline
+  local role="$1" deadline
   shift
   if [[ -n "${SLIME_HOST_IP:-}" ]]; then set -- "$@" --node-ip-address "$SLIME_HOST_IP"; fi
   if [[ -n "${RAY_TEMP_DIR:-}" ]]; then set -- "$@" --temp-dir "$RAY_TEMP_DIR"; fi
@@ -151,14 +162,18 @@ start_node() {
   (umask 077 && mkdir -p "$CLUSTER_DIR")
   [[ -O "$CLUSTER_DIR" ]] || refuse "$CLUSTER_DIR belongs to somebody else; set CLUSTER_DIR to a directory of your own"
   if [[ "${SLIME_HOST_IP:-}" == 127.0.0.1 ]]; then stay_on_loopback; fi
-  # RAY_ADDRESS of another cluster must not lead the new node there.
-  RAY_ADDRESS='' RAY_USAGE_STATS_ENABLED=0 setsid nohup "$RAY" "$@" </dev/null >"$LOG" 2>&1 &
-  pid=$!
-  # Written at once: whatever happens next, `stop` finds the process.
-  printf '%s\n' "role=$role" "pid=$pid" "started=$(start_time "$pid")" "auth=$RAY_AUTH_MODE" >"$NODE_FILE"
+  run_node "$role" "$@"
   deadline=$((SECONDS + START_SECONDS))
   until grep -q "Ray runtime started" "$LOG"; do
     if ! node_is_alive; then
+      # Ray gives its own parts 30 seconds, which a machine that is busy with other things may well exceed.
+      if ((SECONDS < deadline)) && grep -q "timed out during startup" "$LOG"; then
+        say "Ray gave up waiting for its own parts; trying again"
+        # shellcheck disable=SC2046 # one word per process number
+        kill -KILL $(session_of "$(node_value pid)") 2>/dev/null || true
+        run_node "$role" "$@"
+        continue
+      fi
       rm -f "$NODE_FILE"
       explain_failure
       exit 1

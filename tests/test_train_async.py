@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.args import command_line
 
 ROOT = Path(__file__).parents[1]
@@ -33,3 +35,13 @@ def test_the_help_names_the_command():
     command = [sys.executable, str(ROOT / "train_async.py"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("usage: python train_async.py [FLAGS ...]\n")
+
+
+@pytest.mark.parametrize("program", ["train.py", "train_async.py"])
+def test_outside_of_the_environment_one_line_says_what_to_do(program, tmp_path):
+    # -S: without the packages of the environment, as the Python of the system.
+    command = [sys.executable, "-S", str(ROOT / program), "--help-grep", "lr"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{program}: the package ") and line.endswith(("/.venv/bin/python", "the environment .venv"))

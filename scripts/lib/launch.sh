@@ -162,7 +162,10 @@ end_run() {
     timeout 60 "$RAY" job stop --address "$CLUSTER_ADDRESS" "$SUBMISSION_ID" >/dev/null 2>&1 || true
     kill "$SUBMIT_PID" 2>/dev/null || true
   fi
-  if [[ -n "${OWN_DIR:-}" ]]; then bash "$SCRIPTS_DIR/cluster.sh" stop; fi
+  if [[ -n "${OWN_DIR:-}" ]]; then
+    if [[ -f "$NODE_FILE" ]]; then bash "$SCRIPTS_DIR/cluster.sh" stop; fi
+    if ((status)); then say "Ray's logs of this run: $OWN_DIR"; else rm -rf "$OWN_DIR"; fi
+  fi
   exit "$status"
 }
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # MODEL=toy: a launch script's data, rollout and objective on a tiny model with random weights, so that the script can be
-# tried on any machine, without GPUs too. What belongs to the large model is replaced: shape, layout, precision, engines.
+# tried on any machine, without GPUs too. What belongs to the large model is replaced: shape, layout, precision, engines; and
+# rewards are random.
 
 # The model and its task: where a path was not set, it is the toy's.
 toy_paths() {
@@ -42,8 +43,8 @@ use_toy_model() {
   MODEL_ARGS=(--model-args-from-hf)
   MISC_ARGS=()
   drop_flags OPTIMIZER_ARGS --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer
-  # Weights that were never trained earn no reward: a filter would wait for one forever.
-  drop_flags ROLLOUT_ARGS --dynamic-sampling-filter-path --over-sampling-batch-size --rollout-batch-size --n-samples-per-prompt \
+  # Weights that were never trained earn no reward: nothing would be learned, and a filter would wait for one forever.
+  drop_flags ROLLOUT_ARGS --rm-type --dynamic-sampling-filter-path --over-sampling-batch-size --rollout-batch-size --n-samples-per-prompt \
     --global-batch-size --num-steps-per-rollout --rollout-max-response-len --num-rollout --num-epoch --loss-mask-type
   if [[ " ${GRPO_ARGS[*]} " == *" --debug-train-only "* ]]; then
     training="$NUM_GPUS"
@@ -54,6 +55,7 @@ use_toy_model() {
   else
     training="$((NUM_GPUS / 2))"
     SGLANG_ARGS=(--rollout-num-gpus "$((NUM_GPUS - training))" --rollout-num-gpus-per-engine 1)
+    ROLLOUT_ARGS+=(--rm-type random)
     ROLLOUT_ARGS+=(--rollout-batch-size "$((4 * training))" --n-samples-per-prompt 4 --rollout-max-response-len 32 --num-rollout 4)
   fi
   PERF_ARGS=(

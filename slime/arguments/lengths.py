@@ -2,6 +2,8 @@
 
 import argparse
 
+from slime.arguments.origins import Origin
+
 
 def longest_sample(args: argparse.Namespace) -> int | None:
     """Tokens of the longest allowed sample, prompt and response; of the response alone where nothing limits the prompt.
@@ -22,3 +24,10 @@ def prompt_is_limited(args: argparse.Namespace) -> bool:
 def planned_sample(args: argparse.Namespace) -> int | None:
     """`longest_sample`, or where there is none the length that is assumed (`--seq-length`)."""
     return longest_sample(args) or args.seq_length
+
+
+def positions_of_model(args: argparse.Namespace) -> int | None:
+    """Positions that the model was made for; None where neither a flag nor the Hugging Face config tells."""
+    # Derived from --seq-length it says nothing about the model: RoPE has no table.
+    derived = args.origins.get("max_position_embeddings") in (Origin.DEFAULT, Origin.DERIVED)
+    return None if derived else args.max_position_embeddings

@@ -15,12 +15,13 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from slime.arguments.elsewhere import answer_to, overridden
 from slime.arguments.groups import megatron, sglang
 from slime.arguments.groups.own import OWN_GROUPS
 from slime.arguments.help_text import HelpFormatter, HelpGrepAction, print_page
 from slime.arguments.origins import start_origins
 from slime.arguments.plug_ins import as_typed
-from slime.arguments.retired import meant_by, why_unknown
+from slime.arguments.retired import why_unknown
 from slime.arguments.surface import PACKAGES, load_surface, warm_surfaces
 from slime.observability.run_record import REDACTED, is_secret, redacted
 from slime.utils.errors import UserError
@@ -141,15 +142,32 @@ class ArgumentParser(argparse.ArgumentParser):
                 flag, place, room = _name(word), position, 0 if "=" in word else _most_values(action)
             elif room > 0:
                 room -= 1
+            elif (name := overridden(word)) is not None:
+                stray[position] = self._describe_override(word, name)
             else:
                 stray.setdefault(place, _unexpected(word, flag))
         return list(stray.values())
 
+    def _describe_override(self, word: str, name: str) -> str:
+        """What to type in place of `trainer.nnodes=2`."""
+        shown_word = f"{name}={REDACTED}" if is_secret(name) else word
+        hint = answer_to(name, self._option_string_actions)
+        if hint is None:
+            last = name.rpartition(".")[2].replace("_", "-")
+            hint = f"flags are written `--name value` here; `python {self.prog} --help-grep {last}` looks for one"
+        return f"unexpected word {shown_word!r}: {hint}"
+
     def _describe_unknown(self, flag: str) -> str:
-        known = why_unknown(flag)
-        if known is not None:
-            return f"{flag} {known}"
-        nearest = meant_by(flag) or difflib.get_close_matches(flag, self.known_flags(), n=3, cutoff=0.6)
+        reason = why_unknown(flag.replace("_", "-"))
+        if reason is not None:
+            return f"{flag} {reason}"
+        answer = answer_to(flag, self._option_string_actions)
+        if answer is not None:
+            return f"unknown flag {flag}: {answer}"
+        # Without the dashes, which all flags have in common: `--foo` is not much like `--fp8`.
+        names = {known.removeprefix("--"): known for known in self.known_flags()}
+        near = difflib.get_close_matches(flag.lstrip("-").replace("_", "-"), names, n=3, cutoff=0.6)
+        nearest = [names[name] for name in near]
         hint = f"did you mean {' or '.join(nearest)}?" if nearest else f"see `python {self.prog} --help` for all flags"
         package = next((package for prefix, package in _PREFIXES.items() if flag.startswith(prefix)), None)
         if package is not None and load_surface(package) is None:

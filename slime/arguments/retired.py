@@ -69,24 +69,6 @@ DERIVED: dict[str, str] = {
     "--sglang-skip-server-warmup": "the run decides how its engines start",
 }
 
-# Words for our flags that are common elsewhere and that no likeness of letters would lead to -> what is probably meant.
-# None that could as well be the name of a value of the user's own, which may stand beside the flags in a file.
-ELSEWHERE: dict[str, tuple[str, ...]] = {
-    "--learning-rate": ("--lr",),
-    **dict.fromkeys(("--tp", "--tp-size", "--tensor-parallel-size"), ("--tensor-model-parallel-size",)),
-    **dict.fromkeys(("--pp", "--pp-size", "--pipeline-parallel-size"), ("--pipeline-model-parallel-size",)),
-    **dict.fromkeys(("--cp", "--cp-size"), ("--context-parallel-size",)),
-    **dict.fromkeys(("--ep", "--ep-size", "--expert-parallel-size"), ("--expert-model-parallel-size",)),
-    "--batch-size": ("--rollout-batch-size", "--global-batch-size", "--micro-batch-size"),
-    "--max-grad-norm": ("--clip-grad",),
-    "--warmup-steps": ("--lr-warmup-iters",),
-}
-
-
-def meant_by(flag: str) -> tuple[str, ...]:
-    """The flags that somebody who comes from another program probably means."""
-    return ELSEWHERE.get(flag, ())
-
 
 def why_unknown(flag: str) -> str | None:
     """A sentence about a flag that is not known and that somebody may well expect; None for all others."""

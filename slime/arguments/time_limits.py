@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,15 +38,6 @@ def derive_time_limits(args: argparse.Namespace) -> None:
         if getattr(args, name) is None:
             read = size * (_TRAINING_CHECKPOINT if limit.of_training else 1)
             setattr(args, name, float(math.ceil(limit.seconds + read / limit.rate)))
-
-
-def time_limit_violations(args: argparse.Namespace) -> Iterator[str]:
-    """A limit has to leave some time."""
-    for name, limit in TIME_LIMITS.items():
-        seconds = getattr(args, name)
-        if not 0 < seconds < math.inf:
-            flag = f"--{name.replace('_', '-')}"
-            yield f"{flag} {seconds:g}: must be a number of seconds above 0; its least default is {limit.seconds:g}"
 
 
 def checkpoint_bytes(directory: str | None) -> int:

@@ -318,7 +318,7 @@ def test_a_stray_word_behind_each_flag_is_told():
 
 def test_unknown_flags_are_told_with_broken_rules(tmp_path):
     assert violations(tmp_path, "--foo 3 --rollout-temperature 0") == [
-        "unknown flag --foo: did you mean --fp8 or --fp4?",
+        "unknown flag --foo: see `python train.py --help` for all flags",
         "--rollout-temperature 0.0: training needs a value above 0 (1.0 is usual); --eval-temperature may be 0",
     ]
 

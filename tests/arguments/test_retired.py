@@ -3,7 +3,7 @@ import re
 import pytest
 
 from slime.arguments.parser import build_parser
-from slime.arguments.retired import DERIVED, ELSEWHERE, RETIRED, replacement_of, why_unknown
+from slime.arguments.retired import DERIVED, RETIRED, replacement_of
 from slime.backends.sglang_utils.flag_surface import NOT_EXPOSED
 from slime.utils.errors import UserError
 from tests.support.args import parse
@@ -59,17 +59,3 @@ def test_settings_of_a_server_that_follow_from_the_run(tmp_path):
 def test_every_setting_that_is_not_exposed_has_a_reason():
     # --sglang-config is a flag of ours.
     assert set(DERIVED) == {"--sglang-" + name.replace("_", "-") for name in NOT_EXPOSED - {"config"}}
-
-
-def test_words_that_are_common_elsewhere_lead_to_our_flags(tmp_path):
-    known = build_parser()._option_string_actions
-    assert [flag for flag in ELSEWHERE if flag in known or why_unknown(flag) is not None] == []
-    assert [flag for meant in ELSEWHERE.values() for flag in meant if flag not in known] == []
-    with pytest.raises(UserError, match="unknown flag --learning-rate: did you mean --lr?"):
-        parse(tmp_path, "--learning-rate", "1e-5")
-
-
-def test_words_that_are_common_elsewhere_in_a_file(tmp_path):
-    (tmp_path / "run.yaml").write_text("learning_rate: 1e-5\n")
-    with pytest.raises(UserError, match="run.yaml:1: unknown key learning_rate: did you mean lr?"):
-        parse(tmp_path, "--custom-config-path", str(tmp_path / "run.yaml"), "--custom-rm-path", "tests.f")

@@ -1,7 +1,12 @@
 import pytest
 
-from slime.arguments import parse_args
+from slime.arguments import parse_args, sizes
+from slime.arguments.groups.own import OWN_GROUPS
+from slime.arguments.help_text import groups_of
+from slime.arguments.parser import build_parser
+from slime.arguments.types import human_int
 from slime.utils.errors import UserError
+from tests.support.args import parse
 from tests.support.rules import assert_violation, violations
 
 
@@ -18,6 +23,17 @@ from tests.support.rules import assert_violation, violations
         ("--lr nan", "--lr nan: it must be a finite number"),
         ("--lr inf", "--lr inf: it must be a finite number"),
         ("--adam-beta1 1.5", "--adam-beta1 1.5: it must be at least 0 and below 1 (0.9 is usual)"),
+        ("--adam-beta2 1.2", "--adam-beta2 1.2: it must be at least 0 and below 1 (0.98 is usual)"),
+        ("--hidden-dropout 1", "--hidden-dropout 1.0: it must be at least 0 and below 1 (0 is usual)"),
+        ("--lambd 3", "--lambd 3.0: it must be at least 0 and at most 1 (0.95 is usual)"),
+        ("--gamma -0.1", "--gamma -0.1: it must be at least 0 and at most 1 (1 is usual)"),
+        ("--gamma nan", "--gamma nan: it must be at least 0 and at most 1 (1 is usual)"),
+        ("--rollout-stop-token-ids 3 -7", "--rollout-stop-token-ids -7: it must be at least 0"),
+        ("--mtp-num-layers -1", "--mtp-num-layers -1: it must be at least 0"),
+        ("--init-method-std 0", "--init-method-std 0.0: it must be above 0"),
+        ("--make-vocab-size-divisible-by 0", "--make-vocab-size-divisible-by 0: it must be at least 1"),
+        ("--moe-router-topk 0", "--moe-router-topk 0: it must be at least 1"),
+        ("--sglang-router-request-timeout-secs 0", "--sglang-router-request-timeout-secs 0: it must be at least 1"),
         ("--adam-eps -1", "--adam-eps -1.0: it must be at least 0"),
         ("--weight-decay -1", "--weight-decay -1.0: it must be at least 0"),
         ("--seed -1", "--seed -1: it must be at least 0"),
@@ -66,3 +82,38 @@ def test_a_missing_batch_size_has_no_consequences():
     with pytest.raises(UserError) as error:
         parse_args(argv=["--dry-run"])
     assert "--global-batch-size" not in str(error.value) and "--rollout-batch-size is needed" in str(error.value)
+
+
+def test_every_number_of_ours_has_bounds():
+    """A new flag gets bounds, or a reason why every number is right."""
+    free = {
+        "log_probs_chunk_size": "0 or less: chosen by the run",
+        "fetch_trajectory_retry_times": "-1: no limit",
+        "entropy_coef": "a negative weight asks for less entropy",
+        "megatron_deepgemm_forward_layers": "not built", "megatron_deepgemm_moe_forward_layers": "not built",
+        "tis_threshold": "another name of --tis-clip",
+        # Bounds that stand in rules of their own, beside what else is said of the flag.
+        "rollout_temperature": "rules/rollout", "rollout_top_p": "rules/rollout", "rollout_top_k": "rules/rollout",
+        "eval_temperature": "rules/rollout", "eval_top_p": "rules/rollout", "eval_top_k": "rules/rollout",
+        "eps_clip_c": "rules/objective", "prefill_num_servers": "rules/serving", "sglang_router_port": "rules/serving",
+        "load_debug_rollout_data_subsample": "rules/checkpoints",
+    }  # fmt: skip
+    ours = {group.TITLE for group in OWN_GROUPS} | {"SGLang engines and router"}
+    numbers = {
+        action.dest
+        for title, actions in groups_of(build_parser())
+        if title in ours
+        for action in actions
+        if action.type in (int, float, human_int)
+    }
+    bounded = {*sizes._AT_LEAST_ONE, *sizes._AT_LEAST_ZERO, *sizes._ABOVE_ZERO, *sizes._BELOW_ONE, *sizes._SHARES}
+    assert numbers - bounded == set(free)
+
+
+@pytest.mark.parametrize("flag", ["--lr", "--rollout-temperature", "--kl-coef", "--entropy-coef", "--weight-decay"])
+def test_far_too_large_weights_and_rates_are_warned_of(tmp_path, caplog, flag):
+    words = [*f"--ref-load {tmp_path}/model --advantage-estimator ppo".split(), flag]
+    parse(tmp_path, *words, "0.05")
+    assert "far above what is usual" not in caplog.text
+    parse(tmp_path, *words, "30")
+    assert f"{flag} 30.0: that is far above what is usual" in caplog.text

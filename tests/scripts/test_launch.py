@@ -171,6 +171,20 @@ def test_without_gpus_the_own_head_has_what_the_run_needs(stub) -> None:
     assert "said beside" not in result.stdout + result.stderr  # the job's log has it
 
 
+def test_ray_that_gives_up_on_a_busy_machine_is_started_again(stub) -> None:
+    result = bash(f"bash {ONE_NODE}", NUM_GPUS="8", RAY_AUTH_TOKEN="t", STUB_START="slow", **stub)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [line.split()[0] for line in calls(stub)] == ["start", "start", "job"]
+
+
+def test_logs_stay_only_where_something_failed(stub, tmp_path: Path) -> None:
+    for status, kept in (("0", 0), ("3", 1)):
+        result = bash(f"bash {ONE_NODE}", NUM_GPUS="8", RAY_AUTH_TOKEN="t", STUB_JOB_STATUS=status, **stub)
+        assert len(list(tmp_path.glob("slime-run-*"))) == kept
+        assert ("Ray's logs of this run" in result.stdout) is bool(kept)
+    assert not list(tmp_path.glob("slime-check-*"))
+
+
 def test_what_lies_on_another_machine_is_not_checked_here(stub) -> None:
     for address, count in (("http://10.0.0.1:8265", 0), ("http://127.0.0.1:8265", 1)):
         assert bash(f"bash {ONE_NODE}", RAY_ADDRESS=address, **stub).returncode == 0

@@ -1,16 +1,15 @@
 """Programs that stand for `ray`, and for the `python` of a run, where only what the scripts ask of them matters; they write
 down their arguments.
 
-Variables: STUB_LOG (file of calls; those of `python` stand in STUB_LOG.python), STUB_START (ok, mismatch, token or hang),
-STUB_JOB_STATUS (exit status of the job), STUB_JOB_SECONDS (how long it runs), STUB_CHECK (what the check of a run says),
-STUB_CHECK_STATUS (its exit status).
+Variables: STUB_LOG (file of calls; those of `python` stand in STUB_LOG.python), STUB_START (ok, mismatch, token, hang, or
+slow: the second start succeeds), STUB_JOB_STATUS (exit status of the job), STUB_JOB_SECONDS (how long it runs), STUB_CHECK
+(what the check of a run says), STUB_CHECK_STATUS (its exit status).
 """
 
 from pathlib import Path
 
 _PROGRAM = """#!/usr/bin/env bash
 printf '%s\\n' "$*" >>"$STUB_LOG"
-if [[ "${RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER:-}" == 0 ]]; then echo "$1" >>"$STUB_LOG.alone"; fi
 case "$1" in
   --version) echo "ray, version 0.0" ;;
   start)
@@ -18,11 +17,13 @@ case "$1" in
       mismatch) echo "RuntimeError: Version mismatch: The cluster was started with: Ray: 1.0" && exit 1 ;;
       token) echo "ray.exceptions.AuthenticationError: token is invalid" && exit 1 ;;
       hang) exec sleep 100 ;;
+      slow)
+        if (($(grep -c '^start' "$STUB_LOG") < 2)); then echo "The current node timed out during startup." && exit 1; fi
+        ;;
     esac
     echo "$RAY_AUTH_MODE" >"$STUB_LOG.auth"
     while (($#)); do if [[ "$1" == --port ]]; then port="$2"; fi; shift; done
-    # As Ray does where it serves this machine alone: nothing to join is announced.
-    if [[ "${RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER:-}" != 0 ]]; then echo "  ray start --address='127.0.0.1:${port:-0}'"; fi
+    echo "  ray start --address='127.0.0.1:${port:-0}'"
     echo "Ray runtime started."
     exec sleep 100
     ;;
@@ -43,8 +44,8 @@ esac
 _PYTHON = """#!/usr/bin/env bash
 printf '%s\\n' "$*" >>"$STUB_LOG.python"
 echo "INFO: said beside the result" >&2
-if ((${STUB_CHECK_STATUS:-0})); then echo "ERROR: --lr 0: refused" >&2; else echo "${STUB_CHECK-ready; the run needs 4 GPUs}"; fi
-exit "${STUB_CHECK_STATUS:-0}"
+if ((${STUB_CHECK_STATUS:-0})); then echo "ERROR: --lr 0: refused" >&2 && exit "$STUB_CHECK_STATUS"; fi
+echo "${STUB_CHECK-ready; the run needs 4 GPUs}"
 """
 
 

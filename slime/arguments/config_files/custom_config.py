@@ -13,9 +13,10 @@ from typing import Any
 
 from slime.arguments.config_files.yaml_file import YamlMapping, load_yaml, plain
 from slime.arguments.config_files.yaml_flags import FlagNames, attribute_name
+from slime.arguments.elsewhere import meant_by
 from slime.arguments.origins import Origin
 from slime.arguments.plug_ins import MANAGER_PLUG_INS, RANK_PLUG_INS, flag_of
-from slime.arguments.retired import meant_by, why_unknown
+from slime.arguments.retired import why_unknown
 from slime.observability.run_record import redacted, shown
 from slime.utils.errors import UserError
 

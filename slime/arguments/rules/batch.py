@@ -4,7 +4,7 @@ import argparse
 import logging
 from collections.abc import Iterator
 
-from slime.arguments.lengths import longest_sample
+from slime.arguments.lengths import longest_sample, positions_of_model
 from slime.arguments.rules import Rule
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,8 @@ def dynamic_batches(args: argparse.Namespace) -> Iterator[str]:
         yield "--use-dynamic-batch-size needs --max-tokens-per-gpu, the token budget of a micro-batch (8192 is usual)"
     if args.balance_by_flops and not args.use_dynamic_batch_size:
         yield "--balance-by-flops needs --use-dynamic-batch-size"
-    longest = longest_sample(args)
+    # Where no flag limits a sample, the model and the engines do.
+    longest = longest_sample(args) or getattr(args, "sglang_context_length", None) or positions_of_model(args)
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is not None and longest is not None:
         budget = args.max_tokens_per_gpu * args.context_parallel_size
         # A plan says it among its own warnings.

@@ -27,11 +27,27 @@ def losses(args: argparse.Namespace) -> Iterator[str]:
             "--advantage-estimator cispo with --eps-clip %s: its lower bound is normally off (--eps-clip 1.0)",
             args.eps_clip,
         )
+    if args.loss_type == "policy_loss" and args.advantage_estimator != "cispo":
+        yield from _clip_range(args)
     centered = args.rewards_normalization and args.advantage_estimator in GROUP_CENTERED_ESTIMATORS
     if args.n_samples_per_prompt == 1 and centered and args.loss_type == "policy_loss":
         logger.warning(
             "--n-samples-per-prompt 1 with rewards normalisation: every group has one member, so all advantages are zero"
         )
+
+
+def _clip_range(args: argparse.Namespace) -> Iterator[str]:
+    """The range of the probability ratio. That of cispo is one-sided by design."""
+    if args.eps_clip > 1:
+        yield (
+            f"--eps-clip {args.eps_clip}: the probability ratio may fall to 1 - {args.eps_clip}, and it is never below 0; give "
+            "at most 1, which switches the lower bound off (0.2 is usual)"
+        )
+    elif args.eps_clip_high < args.eps_clip:
+        logger.warning(
+            "--eps-clip-high %s is below --eps-clip %s: probabilities may rise by less than they may fall; the other way round "
+            "is usual (0.28 and 0.2)", args.eps_clip_high, args.eps_clip,
+        )  # fmt: skip
 
 
 def reference_model(args: argparse.Namespace) -> Iterator[str]:
@@ -74,6 +90,11 @@ def importance_weights(args: argparse.Namespace) -> Iterator[str]:
         )
     if args.tis_clip_low > args.tis_clip:
         yield f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}; 0 is usual"
+    elif args.use_tis and not args.tis_clip_low <= 1 <= args.tis_clip:
+        logger.warning(
+            "--tis-clip-low %s and --tis-clip %s leave 1 out: tokens on which engine and trainer agree are weighted too (0 and "
+            "2 are usual)", args.tis_clip_low, args.tis_clip,
+        )  # fmt: skip
 
 
 def distillation(args: argparse.Namespace) -> Iterator[str]:

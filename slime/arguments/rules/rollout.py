@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from slime.arguments.config_files.eval_file import places_in
-from slime.arguments.origins import Origin
+from slime.arguments.lengths import positions_of_model
 from slime.arguments.plug_ins import flag_of
 from slime.arguments.rules import Rule
 from slime.utils.reward_types import is_planned_reward_type, is_reward_type, known_reward_types
@@ -43,7 +43,7 @@ def lengths(args: argparse.Namespace) -> Iterator[str]:
             length = getattr(args, name)
             if context is not None and length is not None and length >= context:
                 yield f"{flag_of(name)} {length} must be below --{kind}-max-context-len {context}, at most {context - 1}"
-    limit = _positions(args)
+    limit = positions_of_model(args)
     for name in _LENGTHS if limit is not None else ():
         length = getattr(args, name)
         # What follows from the context is too long only together with it.
@@ -53,7 +53,7 @@ def lengths(args: argparse.Namespace) -> Iterator[str]:
 
 def lengths_of_sets(args: argparse.Namespace) -> Iterator[str]:
     """The same for lengths that stand in `--eval-config`."""
-    limit, context = _positions(args), args.eval_max_context_len
+    limit, context = positions_of_model(args), args.eval_max_context_len
     place = places_in(args.eval_config if args.eval_datasets else None)
     for dataset in args.eval_datasets:
         where, length = place(dataset.name, "max_response_len"), dataset.max_response_len
@@ -76,7 +76,7 @@ def summed_lengths(args: argparse.Namespace) -> Iterator[str]:
         prompt = getattr(args, f"{kind}_max_prompt_len")
         if getattr(args, f"{kind}_max_context_len") is not None or prompt is None or response is None:
             continue
-        limits = {"--max-position-embeddings": _positions(args)}
+        limits = {"--max-position-embeddings": positions_of_model(args)}
         limits["--sglang-context-length"] = getattr(args, "sglang_context_length", None)
         flag, limit = min(((flag, n) for flag, n in limits.items() if n), key=lambda pair: pair[1], default=("", 0))
         if limit and prompt + response > limit:
@@ -85,13 +85,6 @@ def summed_lengths(args: argparse.Namespace) -> Iterator[str]:
                 "requests; --%s-max-context-len %d shortens the responses", kind, prompt, response, flag, limit, kind, limit,
             )  # fmt: skip
     yield from ()
-
-
-def _positions(args: argparse.Namespace) -> int | None:
-    """Positions that the model was made for."""
-    # Derived from --seq-length it says nothing about the model: RoPE has no table.
-    derived = args.origins.get("max_position_embeddings") in (Origin.DEFAULT, Origin.DERIVED)
-    return None if derived else args.max_position_embeddings
 
 
 def asynchronous_loop(args: argparse.Namespace) -> Iterator[str]:

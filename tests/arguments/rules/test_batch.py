@@ -100,3 +100,11 @@ def test_context_parallel_ranks_share_the_longest_sample(tmp_path, caplog):
 def test_a_response_alone_may_be_above_the_token_budget(tmp_path, caplog):
     parse(tmp_path, *["--use-dynamic-batch-size", "--max-tokens-per-gpu", "100", "--rollout-max-response-len", "400"])
     assert "the longest allowed sample has 400 tokens, more than --max-tokens-per-gpu 100 x" in caplog.text
+
+
+def test_where_no_flag_limits_a_sample_the_model_does(tmp_path, caplog):
+    parse(tmp_path, "--use-dynamic-batch-size", "--max-tokens-per-gpu", "8")
+    assert "the longest allowed sample has 512 tokens, more than --max-tokens-per-gpu 8 x" in caplog.text
+    caplog.clear()
+    parse(tmp_path, *["--use-dynamic-batch-size", "--max-tokens-per-gpu", "300", "--sglang-context-length", "300"])
+    assert "longest allowed sample" not in caplog.text

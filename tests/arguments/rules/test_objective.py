@@ -4,12 +4,21 @@ from tests.support.args import parse
 from tests.support.rules import assert_violation
 
 
+def asks_the_teacher(args, sample, sampling_params):
+    """Stands for a generate function of the user's."""
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
         (
             "--loss-type custom_loss",
             "--loss-type custom_loss needs --custom-loss-function-path, such as my_losses.py:my_loss",
+        ),
+        (
+            "--eps-clip 2",
+            "--eps-clip 2.0: the probability ratio may fall to 1 - 2.0, and it is never below 0; give at most 1, which "
+            "switches the lower bound off (0.2 is usual)",
         ),
         ("--eps-clip-c 0.5", "--eps-clip-c 0.5: it must be above 1 (3.0 is usual)"),
         (
@@ -131,7 +140,7 @@ def test_a_run_takes_the_estimator(tmp_path, estimator):
         "--use-opd --opd-type megatron --opd-teacher-load {tmp}/model --opd-kl-coef 0.5",
         "--use-opd --opd-type sglang --rm-url http://10.0.0.1:30000 "
         "--custom-rm-path slime.rollout.on_policy_distillation.reward_func",
-        "--use-opd --opd-type sglang --custom-generate-function-path {file}:generate",
+        "--use-opd --opd-type sglang --custom-generate-function-path {file}:asks_the_teacher",
     ],
 )  # fmt: skip
 def test_a_run_takes_the_objective_without_a_warning(tmp_path, caplog, words):
@@ -143,3 +152,20 @@ def test_a_served_teacher_at_another_temperature_is_warned_about(tmp_path, caplo
     words = "--use-opd --opd-type sglang --rm-url http://10.0.0.1:30000 --rollout-temperature 0.7"
     parse(tmp_path, *words.split(), "--custom-rm-path", "slime.rollout.on_policy_distillation.reward_func")
     assert "--opd-type sglang with --rollout-temperature 0.7: the teacher is asked for log-probs at that" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--eps-clip 0.2 --eps-clip-high 0.1", "--eps-clip-high 0.1 is below --eps-clip 0.2"),
+        ("--use-tis --tis-clip 0.5", "--tis-clip-low 0.0 and --tis-clip 0.5 leave 1 out"),
+        ("--use-tis --tis-clip-low 1.5", "--tis-clip-low 1.5 and --tis-clip 2.0 leave 1 out"),
+        ("--advantage-estimator cispo --eps-clip 5 --eps-clip-high 0.3", None),
+        ("--eps-clip 1", None),
+        ("--eps-clip 0.2 --eps-clip-high 0.28 --tis-clip 0.5", None),
+    ],
+)
+def test_ranges_that_are_hardly_meant(tmp_path, caplog, words, told):
+    parse(tmp_path, *words.split())
+    lines = [line for line in caplog.messages if "eps-clip" in line or "leave 1 out" in line]
+    assert [line[: len(told)] for line in lines] == [told] if told else lines == []
