@@ -29,7 +29,7 @@ def run(args: argparse.Namespace, rollout_manager, actor) -> None:
     if sync:
         sync.push()
     if evaluates_before_training(args):
-        report.evaluation(args.start_rollout_id, rollout_manager.evaluate(args.start_rollout_id))
+        report.evaluation(rollout_manager.evaluate(args.start_rollout_id, before=True))
 
     for rollout_id in range(args.start_rollout_id, args.num_rollout):
         with report.step(rollout_id):
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, rollout_manager, actor) -> None:
             if sync:
                 report.add_metrics(sync.push())
         if evaluates(args, rollout_id):
-            report.evaluation(rollout_id, rollout_manager.evaluate(rollout_id))
+            report.evaluation(rollout_manager.evaluate(rollout_id))
 
 
 if __name__ == "__main__":

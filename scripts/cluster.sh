@@ -34,7 +34,8 @@ Environment variables:
                               number of logical ones, 0 for a node that only computes on the CPU
   RAY_PORT, DASHBOARD_PORT    ports of the head ($RAY_PORT, $DASHBOARD_PORT)
   DASHBOARD_HOST              where the head takes job submissions (127.0.0.1: from this machine only)
-  SLIME_HOST_IP               address that this node announces; default: the one that Ray finds
+  SLIME_HOST_IP               address that this node announces; default: the one that Ray finds. With 127.0.0.1 the head
+                              serves this machine alone: everything of it listens on loopback
   RAY_AUTH_MODE               token (default) or disabled; the same on all nodes
   RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH   the token, or the file that holds it; default ~/.ray/auth_token
   CLUSTER_DIR                 log and description of the node ($CLUSTER_DIR)
@@ -92,6 +93,8 @@ settle_head_token() {
     (umask 077 && "$RAY" get-auth-token --generate >/dev/null 2>&1) || refuse "no token could be written to $HOME/.ray/auth_token"
     say "made a token for the cluster: $HOME/.ray/auth_token"
   fi
+  # Ray leaves the file readable by everybody.
+  if [[ -z "$DRY_RUN" && "$RAY_AUTH_MODE" == token && -O "$HOME/.ray/auth_token" ]]; then chmod 600 "$HOME/.ray/auth_token"; fi
 }
 
 settle_worker_token() {
@@ -125,13 +128,20 @@ explain_failure() {
   tail -n 12 "$LOG" >&2
 }
 
+# Prints the CPUs that Ray is told of: this machine's, or what a run takes, one for each device and one for its manager.
+cpus_for_ray() {
+  local cores
+  cores="$(nproc)"
+  printf '%s' "$((cores > NUM_GPUS ? cores : NUM_GPUS + 1))"
+}
+
 # Starts `ray start --block` with the given arguments in a session of its own, waits until it is up, and describes it.
 start_node() {
   local role="$1" pid deadline
   shift
   if [[ -n "${SLIME_HOST_IP:-}" ]]; then set -- "$@" --node-ip-address "$SLIME_HOST_IP"; fi
   if [[ -n "${RAY_TEMP_DIR:-}" ]]; then set -- "$@" --temp-dir "$RAY_TEMP_DIR"; fi
-  set -- start "$@" --num-gpus "$NUM_GPUS" --disable-usage-stats --block
+  set -- start "$@" --num-gpus "$NUM_GPUS" --num-cpus "$(cpus_for_ray)" --disable-usage-stats --block
   if [[ -n "$DRY_RUN" ]]; then
     printf 'RAY_AUTH_MODE=%q' "$RAY_AUTH_MODE"
     printf ' %q' "$RAY" "$@"
@@ -140,6 +150,7 @@ start_node() {
   fi
   (umask 077 && mkdir -p "$CLUSTER_DIR")
   [[ -O "$CLUSTER_DIR" ]] || refuse "$CLUSTER_DIR belongs to somebody else; set CLUSTER_DIR to a directory of your own"
+  if [[ "${SLIME_HOST_IP:-}" == 127.0.0.1 ]]; then stay_on_loopback; fi
   # RAY_ADDRESS of another cluster must not lead the new node there.
   RAY_ADDRESS='' RAY_USAGE_STATS_ENABLED=0 setsid nohup "$RAY" "$@" </dev/null >"$LOG" 2>&1 &
   pid=$!
@@ -161,6 +172,10 @@ start_node() {
   done
 }
 
+# Ray puts the machine's own address in place of a loopback address, and then listens on all interfaces, unless clusters of
+# several nodes are switched off: by this variable on any system.
+stay_on_loopback() { export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0; }
+
 # The address that Ray tells other nodes to join.
 announced_address() { sed -n "s/.*ray start --address='\([^']*\)'.*/\1/p" "$LOG" | head -n 1; }
 
@@ -174,8 +189,13 @@ start_head() {
   start_node head --head --port "$RAY_PORT" --dashboard-host "$DASHBOARD_HOST" --dashboard-port "$DASHBOARD_PORT"
   local address
   address="$(announced_address)"
+  address="${address:-127.0.0.1:$RAY_PORT}" # a head of this machine alone announces none
   printf '%s\n' "address=$address" "dashboard=http://$DASHBOARD_HOST:$DASHBOARD_PORT" >>"$NODE_FILE"
   say "head at $address with $NUM_GPUS GPUs; jobs and dashboard: http://$DASHBOARD_HOST:$DASHBOARD_PORT"
+  if [[ "${SLIME_HOST_IP:-}" == 127.0.0.1 ]]; then
+    say "SLIME_HOST_IP=127.0.0.1: it serves this machine alone"
+    return
+  fi
   say "on every other node:   bash scripts/cluster.sh worker $address"
   if [[ "$RAY_AUTH_MODE" == token ]]; then
     say "  which needs the head's token: copy ${RAY_AUTH_TOKEN_PATH:-~/.ray/auth_token} there, or set RAY_AUTH_TOKEN"
@@ -210,6 +230,7 @@ show_status() {
   require_ray
   RAY_AUTH_MODE="$(node_value auth)"
   export RAY_AUTH_MODE
+  if [[ "$(node_value address)" == 127.0.0.1:* ]]; then stay_on_loopback; fi
   while true; do
     if ! output="$(timeout 60 "$RAY" status --address "$(node_value address)" 2>&1)"; then
       say "the cluster at $(node_value address) does not answer:"

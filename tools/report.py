@@ -10,7 +10,7 @@ at one step (a resumed run repeats what its predecessor lost) the one written la
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,7 +30,8 @@ class RunRecord:
 
     @property
     def evaluations(self) -> dict[str, Curve]:
-        """Mean reward of every evaluation set by rollout; details such as `eval/x/response_len` are left out."""
+        """Mean reward of every evaluation set by the number of rollouts trained before it, without details such as
+        `eval/x/response_len`."""
         means = {tag.removeprefix("eval/"): curve for tag, curve in self.curves.items() if tag.startswith("eval/")}
         return {name: curve for name, curve in means.items() if not _is_detail(name)}
 
@@ -93,28 +94,34 @@ def draw(record: RunRecord, path: Path) -> None:
     for name, curve in sorted(record.evaluations.items()):
         points = sorted(curve.items())
         axes.plot(*zip(*points, strict=True), marker="o", linestyle="--", label=f"evaluation: {name}")
-    axes.set(xlabel="rollout", ylabel="mean reward", title=record.directory.name)
+    axes.set(xlabel="rollouts trained", ylabel="mean reward", title=record.directory.name)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
-def first_and_last(curve: Curve) -> str:
-    """`0.41 → 0.93 (rollouts 0 to 29)`, or the one value that there is."""
+def first_and_last(curve: Curve, name: Callable[[int], str]) -> str:
+    """`0.41 → 0.93 (first name to last name)`, or the one value that there is. `name(step)`: what a step is called."""
     first, last = min(curve), max(curve)
     if first == last:
-        return f"{curve[first]:.3f} (rollout {first})"
-    return f"{curve[first]:.3f} → {curve[last]:.3f} (rollouts {first} to {last})"
+        return f"{curve[first]:.3f} ({name(first)})"
+    return f"{curve[first]:.3f} → {curve[last]:.3f} ({name(first)} to {name(last)})"
+
+
+def name_evaluation(rollouts_before: int) -> str:
+    """Where an evaluation stands: its step is the number of rollouts that its weights were trained on."""
+    return f"after rollout {rollouts_before - 1}" if rollouts_before else "before rollout 0"
 
 
 def summary(record: RunRecord, picture: Path) -> str:
     """The report as text."""
     lines = [f"Report of {record.directory}", ""]
     for name, curve in sorted(record.evaluations.items()):
-        lines.append(f"  accuracy on {name}, before → after: {first_and_last(curve)}")
+        lines.append(f"  accuracy on {name}, before → after: {first_and_last(curve, name_evaluation)}")
     if REWARD_TAG in record.curves:
-        lines.append(f"  reward per rollout, first → last: {first_and_last(record.curves[REWARD_TAG])}")
+        reward = first_and_last(record.curves[REWARD_TAG], lambda rollout_id: f"rollout {rollout_id}")
+        lines.append(f"  reward per rollout, first → last: {reward}")
     lines.append(f"  picture: {picture}")
     lines += [f"  TensorBoard event files: {directory}" for directory in record.event_directories]
     lines += [f"  checkpoint: {path} (rollout {iteration})" for path, iteration in record.checkpoints.items()]

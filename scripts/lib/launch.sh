@@ -3,14 +3,16 @@
 #
 #   CKPT_ARGS ROLLOUT_ARGS EVAL_ARGS PERF_ARGS GRPO_ARGS OPTIMIZER_ARGS WANDB_ARGS SGLANG_ARGS MISC_ARGS
 #
-# and ends with `launch "$@"`: the arguments of the user come last, and win. What is submitted runs on the Ray cluster that
-# is there; where there is none, a head is started for the run on this machine and ended with it, and nothing else is.
+# and ends with `launch "$@"`: the arguments of the user come last, and win. What would be refused is refused before Ray is
+# touched. What is submitted runs on the Ray cluster that is there; where there is none, a head is started for the run on this
+# machine and ended with it, and nothing else is.
 
 RUN_NAME="$(basename "${BASH_SOURCE[-1]}" .sh)"
 RUN_NAME="${RUN_NAME#run-}"
 SCRIPTS_DIR="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 SAY_AS="run-$RUN_NAME"
 source "$SCRIPTS_DIR/lib/ray_node.sh"
+source "$SCRIPTS_DIR/lib/toy.sh"
 source "$SCRIPTS_DIR/lib/settings.sh"
 
 PYTHON="${PYTHON:-$(find_program python3)}"
@@ -27,12 +29,17 @@ launch_usage() {
 usage: bash scripts/$SAY_AS.sh [--dry-run] [FLAGS OF train.py...]
 
 Further flags come after those of the script, and win. All flags: python train.py --help
+--model-args-from-hf among them takes the model's shape from the config of HF_CHECKPOINT, not from the script.
+
+On a small machine, without GPUs too: MODEL=toy NUM_GPUS=2 bash scripts/$SAY_AS.sh
 
   --dry-run         print what the run would do (placement, memory, batch arithmetic), without Ray and without GPUs
   DRY_RUN=1         the same
   PRINT_COMMAND=1   print the command of the run, one word per line as the shell would read it, and end
 
 Environment variables, with the values that hold now:
+  MODEL             ${MODEL:-not set} (toy: the script's algorithm on a tiny model and task, made in $BASE_DIR/toy)
+  NUM_GPUS          ${NUM_GPUS:-not set: all that are found} (devices of the Ray that is started here; without GPUs, logical ones)
   HF_CHECKPOINT     ${HF_CHECKPOINT:-}
   REF_LOAD          ${REF_LOAD:-}
   LOAD, SAVE        ${LOAD:-}, ${SAVE:-}
@@ -50,12 +57,39 @@ HELP
 build_command() {
   COMMAND=("$PYTHON" "$TRAIN_SCRIPT")
   local name
+  # The user asks for the shape of another model than the script's.
+  if [[ " $* " == *" --model-args-from-hf "* ]]; then MODEL_ARGS=(); fi
   for name in MODEL CKPT ROLLOUT EVAL PERF GRPO OPTIMIZER WANDB SGLANG MISC; do
     local -n words="${name}_ARGS"
     COMMAND+=(${words[@]+"${words[@]}"})
   done
   COMMAND+=("$@")
 }
+
+# Asks the run itself, without Ray, whether something stands in its way. Sets NEEDED_GPUS; ends the script with status 2
+# where something does, and with 0 where nothing is left to do.
+check_run() {
+  local result messages status=0
+  messages="$(mktemp "${TMPDIR:-/tmp}/slime-check-XXXXXX")"
+  result="$("${COMMAND[@]}" --check 2>"$messages")" || status=$?
+  # What it told beside a success, the run tells again.
+  if ((status)); then
+    cat "$messages" >&2
+    if [[ "${MODEL:-}" != toy ]] && (($(detect_gpus) == 0)); then
+      say "to try this script on a machine without GPUs: MODEL=toy NUM_GPUS=2 bash scripts/$SAY_AS.sh" >&2
+    fi
+  fi
+  rm -f "$messages"
+  if ((status)); then exit "$status"; fi
+  if [[ "$result" == "nothing left"* ]]; then
+    say "$result"
+    exit 0
+  fi
+  NEEDED_GPUS="$(sed -n 's/.* needs \([0-9]*\) GPUs.*/\1/p' <<<"$result")"
+}
+
+# Whether the files that the run will read are those of this machine: RAY_ADDRESS may lead to another one.
+runs_here() { [[ -z "${RAY_ADDRESS:-}" || "$RAY_ADDRESS" =~ ^(auto|local|(https?://|ray://)?(127\.|localhost|\[::1\])) ]]; }
 
 # 1 where GPUs are joined by NVLink, whose switches NCCL may then use.
 nvlink_present() {
@@ -100,15 +134,19 @@ find_cluster() {
 
 # Starts a head for this run alone, in directories and at ports of its own. `end_run` ends it.
 start_own_head() {
-  if ((NUM_NODES > 1)); then
-    refuse "this run needs $NUM_NODES nodes, and no Ray cluster runs here." \
-      "Start one: bash scripts/cluster.sh head, then what it prints on the other nodes; or set RAY_ADDRESS to a running one."
+  local found
+  found="$(detect_gpus)"
+  # Without GPUs the devices are logical ones: there are as many as the run needs.
+  export NUM_GPUS="${NUM_GPUS:-$((found > 0 ? found : NEEDED_GPUS))}"
+  if ((NUM_GPUS < NEEDED_GPUS)); then
+    refuse "the run needs $NEEDED_GPUS GPUs, and there are $NUM_GPUS (NUM_GPUS; found on this machine: $found)." \
+      "Lower --actor-num-gpus-per-node or --rollout-num-gpus, or try the script on a toy model: MODEL=toy"
   fi
   OWN_DIR="$(mktemp -d "${TMPDIR:-/tmp}/slime-run-XXXXXX")"
   export CLUSTER_DIR="$OWN_DIR" RAY_TEMP_DIR="$OWN_DIR/ray"
   NODE_FILE="$CLUSTER_DIR/node"
   RAY_PORT="$(free_port "${RAY_PORT:-6379}")" DASHBOARD_PORT="$(free_port "${DASHBOARD_PORT:-8265}")" \
-    bash "$SCRIPTS_DIR/cluster.sh" head >"$OWN_DIR/head.log" || { cat "$OWN_DIR/head.log" >&2 && exit 2; }
+    SLIME_HOST_IP=127.0.0.1 bash "$SCRIPTS_DIR/cluster.sh" head >"$OWN_DIR/head.log" || { cat "$OWN_DIR/head.log" >&2 && exit 2; }
   CLUSTER_ADDRESS="$(node_value dashboard)"
   RAY_AUTH_MODE="$(node_value auth)"
   export RAY_AUTH_MODE
@@ -154,7 +192,13 @@ launch() {
       --dry-run | --dry-run-json | --dry-run-json=*) dry_run=1 ;;
     esac
   done
+  case "${MODEL:-}" in
+    "") ;;
+    toy) use_toy_model ;;
+    *) refuse "MODEL='$MODEL': a launch script has its own model, or toy; for another one take its own script" ;;
+  esac
   build_command "$@"
+  if [[ "${MODEL:-}" == toy && "${PRINT_COMMAND:-0}" != 1 ]]; then make_toy_task; fi
   if [[ "${PRINT_COMMAND:-0}" == 1 ]]; then
     printf '%q\n' "${COMMAND[@]}"
   elif [[ "$dry_run" == 1 ]]; then
@@ -165,6 +209,11 @@ launch() {
     trap 'exit 130' INT
     trap 'exit 143' TERM
     find_cluster
+    if [[ -z "$CLUSTER_ADDRESS" ]] && ((NUM_NODES > 1)); then
+      refuse "this run needs $NUM_NODES nodes, and no Ray cluster runs here." \
+        "Start one: bash scripts/cluster.sh head, then what it prints on the other nodes; or set RAY_ADDRESS to a running one."
+    fi
+    if runs_here; then check_run; fi
     if [[ -z "$CLUSTER_ADDRESS" ]]; then start_own_head; fi
     submit
   fi

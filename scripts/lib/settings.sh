@@ -9,6 +9,8 @@ MODELS_DIR="${MODELS_DIR:-$BASE_DIR/models}"
 DATA_DIR="${DATA_DIR:-$BASE_DIR/data}"
 CHECKPOINTS_DIR="${CHECKPOINTS_DIR:-$BASE_DIR/checkpoints}"
 
+if [[ "${MODEL:-}" == toy ]]; then toy_paths; fi
+
 # The Hugging Face directory $1 under $MODELS_DIR gives tokenizer, config and what engines load; directory $2, or the same,
 # gives initial weights and reference; checkpoints go to a directory named after the script. HF_CHECKPOINT, REF_LOAD, LOAD
 # and SAVE say otherwise where they are set.

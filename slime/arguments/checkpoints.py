@@ -7,7 +7,6 @@ exists but is no checkpoint is an error, never a silent start from scratch.
 """
 
 import argparse
-import logging
 import os
 import re
 from dataclasses import dataclass
@@ -16,8 +15,6 @@ from typing import Literal
 
 from slime.arguments.hf_config import is_hf_checkpoint
 from slime.utils.errors import UserError
-
-logger = logging.getLogger(__name__)
 
 POINTER = "latest_checkpointed_iteration.txt"
 
@@ -77,7 +74,6 @@ def resolve_initial_weights(args: argparse.Namespace) -> WeightSource:
         return WeightSource("random")
     if args.hf_checkpoint is None:
         raise UserError("no initial weights: give --load, --ref-load, --hf-checkpoint, or --random-init")
-    logger.info("initial weights: --hf-checkpoint %s", args.hf_checkpoint)
     return WeightSource("hf", args.hf_checkpoint)
 
 
@@ -135,7 +131,6 @@ def _source_of_load(args: argparse.Namespace) -> WeightSource | None:
     visible = [name for name in contents if not name.startswith(".") and name not in _OWN_LEFTOVERS]
     same_as_save = args.save is not None and path.absolute() == Path(args.save).absolute()
     if same_as_save and not visible:
-        logger.info("--load %s holds no checkpoint yet: this is the first launch", path)
         return None
     state = f"holds {', '.join(visible[:5])} but no checkpoint" if visible else "is missing or empty"
     raise UserError(

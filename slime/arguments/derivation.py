@@ -15,6 +15,7 @@ from slime.arguments.planned_device import plans_for_gpus
 from slime.arguments.plug_ins import flag_of
 from slime.arguments.rules.advice import divisors
 from slime.arguments.serving_values import bracket_router_address
+from slime.arguments.time_limits import derive_time_limits
 from slime.arguments.tracking import settle_trackers
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import UserError
@@ -42,6 +43,7 @@ def derive(args: argparse.Namespace) -> list[str]:
     settle_trackers(args)
     bracket_router_address(args)
     derive_initial_weights(args)
+    derive_time_limits(args)
     return violations
 
 

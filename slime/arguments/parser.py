@@ -1,14 +1,15 @@
 """The command-line parser of all families of flags: no abbreviations, and all slips of a command line in one message.
 
 An unknown flag is an error that names the nearest known ones; a retired one names its replacement. Where that is all, the
-rest of the words is parsed too, so that one message can tell its broken rules as well. A flag given again wins over the
-first; two names of one flag with two values, or two lists of values, are an error: nobody can tell which is meant. Runs that
+rest of the words is parsed too, so that one message can tell its broken rules as well. A flag given again, by whichever of
+its names, wins over what stands before it, lists included, and one line says so; only flags that say so add up. Runs that
 only train take the flags of engines and router too, known or not where those packages are not installed, so that one script
 serves both kinds of run.
 """
 
 import argparse
 import difflib
+import logging
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -18,10 +19,13 @@ from slime.arguments.groups import megatron, sglang
 from slime.arguments.groups.own import OWN_GROUPS
 from slime.arguments.help_text import HelpFormatter, HelpGrepAction, print_page
 from slime.arguments.origins import start_origins
+from slime.arguments.plug_ins import as_typed
 from slime.arguments.retired import meant_by, why_unknown
 from slime.arguments.surface import PACKAGES, load_surface, warm_surfaces
-from slime.observability.run_record import REDACTED, is_secret, shown
+from slime.observability.run_record import REDACTED, is_secret, redacted
 from slime.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 # In the order in which `--help` shows them.
 GROUPS = (*OWN_GROUPS, megatron, sglang)
@@ -36,11 +40,11 @@ _NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$|-inf$", re.IGNOR
 
 
 class StoreAction(argparse._StoreAction):
-    """argparse's own, which notices a second value that contradicts the first in silence."""
+    """argparse's own, which tells the parser, so that a value that replaces another one does not do it in silence."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if isinstance(parser, ArgumentParser):
-            parser.note_contradiction(self, values, option_string or "")
+            parser.note_given(self.dest, option_string or "", values)
         super().__call__(parser, namespace, values, option_string)
 
 
@@ -53,7 +57,8 @@ class ArgumentParser(argparse.ArgumentParser):
         # Messages about values, while `parse` runs; outside of it the first one is raised.
         self._problems: list[str] | None = None
         self._without_value: argparse.Action | None = None
-        self._given: dict[str, tuple[str, Any]] = {}
+        # Attribute -> the spellings and values that the words give it, in their order.
+        self._given: dict[str, list[tuple[str, Any]]] = {}
         for name in (None, "store"):
             self.register("action", name, StoreAction)
 
@@ -99,18 +104,17 @@ class ArgumentParser(argparse.ArgumentParser):
             raise UserError("\n".join([*unknown, *problems]))
         return args, unknown
 
-    def note_contradiction(self, action: argparse.Action, values: Any, option: str) -> None:
-        """Note a problem if `action` got other values before, under another name or as a list of values."""
-        if self._problems is None:
-            return
-        first, before = self._given.setdefault(action.dest, (option, values))
-        if before == values:
-            return
-        if first != option:
-            now, then = shown(action.dest, values), shown(action.dest, before)
-            self._problems.append(f"{first} {then} and {option} {now} are two names of one flag; keep one")
-        elif action.nargs in (argparse.ONE_OR_MORE, argparse.ZERO_OR_MORE):
-            self._problems.append(f"{option} stands twice with different values; give all of them after one {option}")
+    def note_given(self, dest: str, option: str, value: Any) -> None:
+        """Remember that `option` gave the attribute `dest` this value."""
+        self._given.setdefault(dest, []).append((option, value))
+
+    def replacements(self) -> list[str]:
+        """One line for every flag of the words parsed last whose last value replaced another one."""
+        return [
+            _replacement(dest, given)
+            for dest, given in self._given.items()
+            if any(value != given[-1][1] for _, value in given)
+        ]
 
     def _without_values_of_switches(self, words: list[str]) -> list[str]:
         """`words` without those that give a value to a flag that takes none; each is a problem."""
@@ -119,6 +123,8 @@ class ArgumentParser(argparse.ArgumentParser):
             action = self._option_string_actions.get(_name(word))
             if action is None or action.nargs != 0 or word == _name(word):
                 kept.append(word)
+                if action is not None and action.nargs == 0:
+                    self.note_given(action.dest, word, _value_of_switch(action, word))
                 continue
             off = f"--no-{word.removeprefix('--').split('=')[0]}"
             other = f"{off} turns it off" if off in self._option_string_actions else "leave it out to keep it off"
@@ -236,6 +242,8 @@ def parse_known(parser: ArgumentParser, argv: Sequence[str], unknown: list[str] 
         raise UserError("\n".join(messages))
     if unknown is not None:
         unknown += messages
+    for line in parser.replacements():
+        logger.info("%s", line)
     start_origins(args, _typed_destinations(parser, argv))
     return args
 
@@ -276,6 +284,28 @@ def _looks_like_flag(word: str, known: dict[str, argparse.Action]) -> bool:
 
 def _name(word: str) -> str:
     return word.split("=", 1)[0]
+
+
+def _value_of_switch(action: argparse.Action, option: str) -> Any:
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return not option.startswith("--no-")
+    return action.const
+
+
+def _replacement(dest: str, given: list[tuple[str, Any]]) -> str:
+    """`--lr 2.0 holds, not 1.0, which stands before it`: `given` are spellings and values, the last one counts."""
+
+    def typed(option: str, value: Any) -> str:
+        words = "" if isinstance(value, bool) else as_typed(redacted({dest: value})[dest])
+        return f"{option} {words}".strip()
+
+    *earlier, (option, last) = given
+    others = [(name, value) for name, value in earlier if value != last]
+    texts = dict.fromkeys(typed(name, value).removeprefix(f"{option} ") for name, value in others)
+    stand = "stands" if len(texts) == 1 else "stand"
+    switch = isinstance(last, bool)
+    names = ": two names of one flag" if not switch and any(name != option for name, _ in others) else ""
+    return f"{typed(option, last)} holds, not {' and '.join(texts)}, which {stand} before it{names}"
 
 
 def _most_values(action: argparse.Action) -> float:

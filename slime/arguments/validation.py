@@ -21,13 +21,15 @@ from slime.arguments.rules.replay import REPLAY_RULES
 from slime.arguments.rules.rollout import ROLLOUT_RULES
 from slime.arguments.rules.serving import SERVING_RULES
 from slime.arguments.rules.weights import WEIGHT_RULES
+from slime.arguments.time_limits import time_limit_violations
 from slime.arguments.tracking import tracker_violations
 
 # Own rules, then those of Megatron, then those of the engines.
 RULES: tuple[Rule, ...] = (
     *PLACEMENT_RULES, *BATCH_RULES, *ROLLOUT_RULES, *OBJECTIVE_RULES, *REPLAY_RULES, *DATA_RULES, *CHECKPOINT_RULES,
     *WEIGHT_RULES, *MODEL_NAME_RULES, *IDLE_RULES,
-    overruled_values, critic_values, tracker_violations, *MEGATRON_RULES, *SERVING_RULES, serving_violations,
+    overruled_values, critic_values, tracker_violations, time_limit_violations,
+    *MEGATRON_RULES, *SERVING_RULES, serving_violations,
 )  # fmt: skip
 # A plan needs neither the files of a run nor features that are not built; both are notes of a dry run.
 NOTED_RULES: tuple[Rule, ...] = (*FILE_RULES, missing_models, *NOT_BUILT_RULES, not_yet_violations)

@@ -50,18 +50,37 @@ _PHASES = (
 )
 
 
+# (metric, label): shown where they are not zero.
+_COUNTS = (
+    ("rollout/failed_samples", "failed samples"),
+    ("rollout/aborted_samples", "aborted samples"),
+    ("rollout/surplus_groups", "surplus groups"),
+    ("rollout/dropped_rollouts", "dropped rollouts"),
+)
+_FILTER_PREFIX = "rollout/dynamic_filter/drop_"
+
+
 def rollout_line(rollout_id: int, num_rollout: int, metrics: dict[str, Any]) -> str:
-    """The console line of a finished rollout step, from all of its metrics."""
+    """The console line of a finished rollout step, from all of its metrics: its id, which everything that belongs to it
+    bears, and beside it how many of the rollouts are done."""
     parts = [f"{label} {fmt.format(metrics[name])}" for name, label, fmt in _COLUMNS if name in metrics]
+    filtered = sum(value for name, value in metrics.items() if name.startswith(_FILTER_PREFIX))
+    counts = [*((metrics.get(name), label) for name, label in _COUNTS), (filtered, "filtered groups")]
+    parts += [f"{label} {count:.0f}" for count, label in counts if count]
     phases = [f"{label} {metrics[name]:.1f}" for name, label in _PHASES if name in metrics]
-    return f"rollout {rollout_id + 1}/{num_rollout} | {' | '.join(parts)} | seconds: {', '.join(phases)}"
+    return f"rollout {rollout_id} ({rollout_id + 1}/{num_rollout}) | {' | '.join(parts)} | seconds: {', '.join(phases)}"
 
 
-def evaluation_line(rollout_id: int, metrics: dict[str, Any]) -> str:
-    """The console line of an evaluation: the mean reward of every data set."""
+def evaluation_name(rollout_id: int, *, before: bool = False) -> str:
+    """What an evaluation is called: `evaluation before rollout 0`, `evaluation after rollout 3`."""
+    return f"evaluation {'before' if before else 'after'} rollout {rollout_id}"
+
+
+def evaluation_line(name: str, metrics: dict[str, Any]) -> str:
+    """The console line of the evaluation `name`: the mean reward of every data set."""
     means = {name: value for name, value in metrics.items() if name.count("/") == 1 and not _is_detail(name)}
     shown = ", ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in means.items())
-    return f"evaluation at rollout {rollout_id}: {shown}"
+    return f"{name}: {shown}"
 
 
 def _is_detail(name: str) -> bool:

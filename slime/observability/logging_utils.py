@@ -33,7 +33,7 @@ LoggedMetrics = tuple[dict[str, Any], str]
 _ROLLOUT_AXES = ("rollout/step", "eval/step")
 
 _trackers: list[TensorBoardTracker | WandbTracker] = []
-_optimizer_steps_per_rollout: float | None = None
+_steps_per_rollout = 1
 _outbox: list[LoggedMetrics] = []
 
 
@@ -74,12 +74,10 @@ def init_tracking(args: argparse.Namespace, directory: Path | None = None) -> No
     Raises:
         UserError: a tracker's package is missing, or W&B refuses its settings.
     """
-    global _optimizer_steps_per_rollout
+    global _steps_per_rollout
     logger = logging.getLogger(__name__)
     directory = directory or tracking_directory(args)
-    _optimizer_steps_per_rollout = None
-    if args.wandb_always_use_train_step:
-        _optimizer_steps_per_rollout = args.rollout_batch_size * args.n_samples_per_prompt / args.global_batch_size
+    _steps_per_rollout = args.num_steps_per_rollout if args.wandb_always_use_train_step else 1
     if args.use_tensorboard:
         _trackers.append(TensorBoardTracker(directory))
         logger.info("TensorBoard event files: %s", os.fspath(directory))
@@ -88,6 +86,30 @@ def init_tracking(args: argparse.Namespace, directory: Path | None = None) -> No
         tracker = WandbTracker(args, directory, plain_arguments(args))
         _trackers.append(tracker)
         logger.info("W&B run %s: files in %s", args.wandb_run_id, os.fspath(tracker.directory / "wandb"))
+
+
+def forget_lost_steps(args: argparse.Namespace) -> None:
+    """Driver only, before the first metric of a run whose start is known: no value is to come twice at one step.
+
+    A run that resumes repeats the rollouts that its predecessor trained after its last checkpoint; what the predecessor told
+    about those in the same place is taken back. A new run takes nothing back: what lies there is another run's.
+    """
+    source = getattr(args, "initial_weights", None)
+    if not _trackers or source is None or not source.resume:
+        return
+    first = args.start_rollout_id
+    # An evaluation stands at the number of rollouts before it: the one at `first` was made with the resumed weights.
+    firsts = {
+        "train/step": first * args.num_steps_per_rollout,
+        "rollout/step": first * _steps_per_rollout,
+        "eval/step": first * _steps_per_rollout + 1,
+    }
+    lost = {axis: range(step, sys.maxsize) for axis, step in firsts.items()}
+    if args.num_rollout == 0:
+        # Nothing is trained: that one evaluation is made again.
+        lost = {"eval/step": range(firsts["eval/step"] - 1, firsts["eval/step"])}
+    for tracker in _trackers:
+        tracker.forget(lost)
 
 
 def finish_tracking(*, failed: bool = False) -> None:
@@ -117,11 +139,9 @@ def write_to_trackers(logged: list[LoggedMetrics]) -> None:
         return
     for metrics, step_key in logged:
         numbers = {name: float(value) for name, value in metrics.items() if _is_number(value) and name != step_key}
-        step = metrics[step_key]
-        if _optimizer_steps_per_rollout is not None and step_key in _ROLLOUT_AXES:
-            step *= _optimizer_steps_per_rollout
+        step = int(metrics[step_key]) * (_steps_per_rollout if step_key in _ROLLOUT_AXES else 1)
         for tracker in _trackers:
-            tracker.add_scalars(numbers, step_key, int(step))
+            tracker.add_scalars(numbers, step_key, step)
 
 
 def _is_number(value: Any) -> bool:

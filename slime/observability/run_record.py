@@ -73,8 +73,9 @@ def plain_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return dict(sorted(redacted(values).items()))
 
 
-def write_run_record(args: argparse.Namespace, directory: str | Path) -> None:
-    """Write `args.json` into `directory`: arguments with their origins, package versions, the revision of the code.
+def write_run_record(args: argparse.Namespace, directory: str | Path) -> Path:
+    """Write `args.json` into `directory`: arguments with their origins, package versions, the revision of the code. Returns
+    its path.
 
     `arguments[name]` is `{"value": …, "origin": "command line" | "YAML" | "HF config" | "derived" | "default"}`; the
     origin of what the run itself found out is null.
@@ -87,7 +88,9 @@ def write_run_record(args: argparse.Namespace, directory: str | Path) -> None:
         "versions": {name: _version(name) for name in _PACKAGES},
         "revision": _revision(),
     }
-    write_json_atomically(Path(directory) / "args.json", record)
+    path = Path(directory) / "args.json"
+    write_json_atomically(path, record)
+    return path
 
 
 def _redact(name: str, value: Any, secret_name: re.Pattern[str]) -> Any:

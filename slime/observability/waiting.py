@@ -1,7 +1,8 @@
 """The driver's waits: each has a name and a deadline, and says after 30 s what it waits for.
 
 A wait on several results ends with the first error among them: when one training rank fails, the others hang in a
-collective, so waiting for all of them first would hide the cause.
+collective, so waiting for all of them first would hide the cause. And every wait ends when something dies that this
+process watches (`watch`): what is awaited may go on trying for long, or have nothing to do with it.
 """
 
 import logging
@@ -19,6 +20,23 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.25
 _REPORT_AFTER_SECONDS = 30.0
 _DEATH_SECONDS = 5.0
+_WATCHED_SECONDS = 1.0
+
+# References whose error ends every wait of this process.
+_watched: list[ray.ObjectRef] = []
+
+
+def watch(refs: Sequence[ray.ObjectRef]) -> None:
+    """End every wait of this process, from now on, with the error of the first of `refs` that has one.
+
+    A reference without an error says that what it stood for ended as it should.
+    """
+    _watched.extend(refs)
+
+
+def unwatch(refs: Sequence[ray.ObjectRef]) -> None:
+    """Undo `watch`."""
+    _watched[:] = [ref for ref in _watched if ref not in set(refs)]
 
 
 def wait_for_all(
@@ -28,6 +46,7 @@ def wait_for_all(
     *,
     pending: Callable[[list[int]], str] | None = None,
     on_poll: Callable[[], None] | None = None,
+    flag: str | None = None,
 ) -> list[Any]:
     """The results of `refs`, in order.
 
@@ -36,24 +55,30 @@ def wait_for_all(
         timeout_s: deadline, in seconds.
         pending: describes the positions in `refs` that are still missing.
         on_poll: called several times a second, to draw progress.
+        flag: the one that sets the deadline.
 
     Raises:
         UserError, RunError: raised by the awaited process, without the remote traceback.
-        RunError: the deadline passed, or a process died.
+        RunError: the deadline passed, or a process died, of those that are watched too.
     """
     started = time.monotonic()
     report_at = _REPORT_AFTER_SECONDS
     remaining = {ref: position for position, ref in enumerate(refs)}
     results: list[Any] = [None] * len(refs)
     while remaining:
-        ready, _ = ray.wait(list(remaining), num_returns=1, timeout=_POLL_SECONDS)
+        ready, _ = ray.wait([*remaining, *_watched], num_returns=1, timeout=_POLL_SECONDS)
         for ref in ready:
+            if ref not in remaining:
+                unwatch([ref])
+                _get(ref, name, others=[])
+                continue
             results[remaining.pop(ref)] = _get(ref, name, others=list(remaining))
         if on_poll is not None:
             on_poll()
         waited = time.monotonic() - started
         if remaining and waited > timeout_s:
-            raise RunError(f"{name}: no answer within {timeout_s:.0f} s from {_describe(remaining, pending)}")
+            limit = f"{timeout_s:.0f} s" + (f" ({flag})" if flag else "")
+            raise RunError(f"{name}: no answer within {limit} from {_describe(remaining, pending)}")
         if remaining and waited > report_at:
             logger.info("%s: waiting for %.0f s for %s", name, waited, _describe(remaining, pending))
             report_at *= 2
@@ -75,7 +100,10 @@ def _get(ref: ray.ObjectRef, name: str, others: Sequence[ray.ObjectRef]) -> Any:
         return ray.get(ref, timeout=60)
     except RayTaskError as error:
         cause = error.cause
-        if isinstance(cause, UserError | RunError):
+        if isinstance(cause, UserError):
+            raise cause from None
+        _raise_if_watched_died(name)
+        if isinstance(cause, RunError):
             raise cause from None
         if isinstance(cause, OSError):
             raise RunError(f"{name}: {cause}") from None
@@ -97,6 +125,14 @@ def _raise_if_one_died(others: Sequence[ray.ObjectRef], name: str) -> None:
             raise RunError(f"{name}: a process of the run died. {_death_cause(error)}") from None
         except RayTaskError:
             continue
+
+
+def _raise_if_watched_died(name: str) -> None:
+    """Whoever talks to a dead process fails too, and may be heard of first: its error says less than the death."""
+    ready, _ = ray.wait(_watched, num_returns=1, timeout=_WATCHED_SECONDS) if _watched else ([], [])
+    unwatch(ready)
+    for ref in ready:
+        _get(ref, name, others=[])
 
 
 def _death_cause(error: RayActorError) -> str:

@@ -12,6 +12,7 @@ import logging
 import secrets
 import string
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ _INIT_SECONDS = 90.0
 _FINISH_SECONDS = 120.0
 _LETTERS = string.ascii_lowercase + string.digits
 # Metrics without a step of their own belong to the rollout that they were logged with.
-_AXES = {"train": "train/step", "eval": "eval/step", "rollout": "rollout/step", "perf": "rollout/step",
-         "passrate": "rollout/step", "multi_turn": "rollout/step"}  # fmt: skip
+AXES = {"train": "train/step", "eval": "eval/step", "rollout": "rollout/step", "perf": "rollout/step",
+        "passrate": "rollout/step", "multi_turn": "rollout/step"}  # fmt: skip
 
 
 def new_run_id() -> str:
@@ -71,14 +72,23 @@ class WandbTracker:
                 f"--use-wandb: {_reason(error)}; --wandb-key (or WANDB_API_KEY) and --wandb-host say where to report, "
                 "--wandb-mode offline writes files only"
             ) from None
-        for axis in sorted(set(_AXES.values())):
+        for axis in sorted(set(AXES.values())):
             self._run.define_metric(axis, hidden=True)
-        for prefix, axis in _AXES.items():
+        for prefix, axis in AXES.items():
             self._run.define_metric(f"{prefix}/*", step_metric=axis)
+        self._told: dict[str, int] = {}
 
     def add_scalars(self, values: dict[str, float], step_key: str, step: int) -> None:
         """Log all `values` over the axis `step_key` at `step`."""
+        if step <= self._told.get(step_key, step - 1):
+            return
         self._run.log({**values, step_key: step})
+
+    def forget(self, lost: Mapping[str, range]) -> None:
+        """A run that W&B continues takes nothing back: of the steps that it was told already, it keeps what it has."""
+        if self._run.resumed:
+            known = {axis: self._run.summary.get(axis) for axis in lost}
+            self._told = {axis: int(step) for axis, step in known.items() if step is not None}
 
     def close(self, *, failed: bool = False) -> None:
         """Upload what is left and mark the run as finished or failed; files stay where the upload takes too long."""

@@ -10,13 +10,19 @@ import argparse
 import contextlib
 import logging
 import os
+import secrets
 import socket
+import stat
 import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import ray
+from ray._private import ray_constants
 
 from slime.arguments.derivation import settle_precision
 from slime.arguments.layout import GpuRanges, layout_of
@@ -69,6 +75,9 @@ def ray_cluster(args: argparse.Namespace) -> Iterator[None]:
     address = env.ray_address()
     # Ray reads these when it starts. Its messages about itself would bury ours.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):
+        # The names of processes in front of their lines are coloured for people only.
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -127,16 +136,57 @@ def _start_local(plan: ClusterPlan, object_store: int) -> None:
     cores = os.cpu_count() or 1
     logger.info("starting Ray on this machine: %d %sGPUs", plan.gpus, "" if real else "logical ")
     try:
-        ray.init(
-            address="local",
-            num_gpus=plan.gpus,
-            num_cpus=max(cores, plan.cpus),
-            include_dashboard=False,
-            logging_level=logging.getLevelName(logging.ERROR),
-            object_store_memory=object_store,
-        )
-    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+        settle_token()
+        with _on_loopback_only():
+            ray.init(
+                address="local",
+                num_gpus=plan.gpus,
+                num_cpus=max(cores, plan.cpus),
+                include_dashboard=False,
+                logging_level=logging.getLevelName(logging.ERROR),
+                object_store_memory=object_store,
+            )
+    except Exception as error:  # Ray 2.60 raises that very class when its node is not up within 30 s
         raise RunError(f"Ray did not start on this machine: {error}") from error
+
+
+@contextlib.contextmanager
+def _on_loopback_only() -> Iterator[None]:
+    """Let the Ray that starts in the block serve this machine alone, or join one that does.
+
+    Each of its servers listens on loopback where the node's address is loopback, and on all interfaces otherwise. Ray
+    2.60 replaces a loopback address that it is given by the machine's own (`services.resolve_ip_for_localhost`), unless
+    clusters of several nodes are switched off, which `RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0` does on any system. Ray reads
+    that variable when it is imported, which has happened, so the constant that it ends in is set.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def settle_token() -> None:
+    """Give a Ray of our own the token that clients have to show, in a file that nobody else can read.
+
+    Ray 2.60 makes one where there is none, and leaves it readable by everybody.
+    """
+    if env.ray_token_is_given():
+        return
+    path = Path.home() / ".ray" / "auth_token"
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not path.exists():
+        descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=".auth_token.")
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+        # Whole from its first moment, and never in place of another: runs that start together share one.
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+        os.unlink(draft)
+    status = path.stat()
+    if status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) & 0o077:
+        path.chmod(0o600)
 
 
 @contextlib.contextmanager
@@ -173,10 +223,22 @@ def _require_listener(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
 
 
+def _answers_on_loopback_only(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    if host not in ("127.0.0.1", "localhost"):
+        return False
+    try:
+        _require_listener(f"{ray.util.get_node_ip_address()}:{port}")
+    except OSError:
+        return True
+    return False
+
+
 def _join(address: str, plan: ClusterPlan) -> None:
     try:
         _require_listener(address)
-        ray.init(address=address, logging_level=logging.getLevelName(logging.ERROR))
+        with _on_loopback_only() if _answers_on_loopback_only(address) else contextlib.nullcontext():
+            ray.init(address=address, logging_level=logging.getLevelName(logging.ERROR))
     except (OSError, RuntimeError, ValueError) as error:
         raise RunError(
             f"RAY_ADDRESS={address}: no Ray cluster answers there: {error}. If the cluster asks for a token (`ray start` says "

@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from slime.observability.console import evaluation_line, rollout_line
-from slime.observability.logging_utils import LoggedMetrics, write_to_trackers
+from slime.observability.console import evaluation_line, evaluation_name, rollout_line
+from slime.observability.logging_utils import LoggedMetrics, forget_lost_steps, write_to_trackers
 from slime.utils.misc import should_run_periodic_action
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,10 @@ class StepReport:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        self._rollout_id = 0
+        # Of the step that is under way or was the last one; None before the first.
+        self._rollout_id: int | None = None
         self._merged: dict[str, Any] = {}
+        forget_lost_steps(args)
 
     @contextlib.contextmanager
     def step(self, rollout_id: int) -> Iterator[None]:
@@ -55,6 +57,7 @@ class StepReport:
         if self._args.loss_type == "sft_loss":
             # Nothing is graded: a reward of zero in the line would look like a failure.
             self._merged.pop("rollout/raw_reward", None)
+        self._args.rollouts_done = rollout_id + 1
         logger.info("%s", rollout_line(rollout_id, self._args.num_rollout, self._merged))
 
     @contextlib.contextmanager
@@ -74,9 +77,11 @@ class StepReport:
         """Metrics of this step that the driver measured."""
         self.add([({**metrics, "rollout/step": self._rollout_id}, "rollout/step")])
 
-    def evaluation(self, rollout_id: int, logged: list[LoggedMetrics]) -> None:
-        """Metrics of an evaluation; prints its line."""
+    def evaluation(self, logged: list[LoggedMetrics]) -> None:
+        """Metrics of an evaluation, before the first step or after the last one; prints its line."""
         write_to_trackers(logged)
+        before = self._rollout_id is None
+        name = evaluation_name(self._args.start_rollout_id if before else self._rollout_id, before=before)
         for metrics, step_key in logged:
             if step_key == "eval/step":
-                logger.info("%s", evaluation_line(rollout_id, metrics))
+                logger.info("%s", evaluation_line(name, metrics))

@@ -26,7 +26,6 @@ from slime.utils import env
 from slime.utils.errors import UserError
 
 _PLACEMENT_DEADLINE_SECONDS = 1800.0
-_START_DEADLINE_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def create_training_models(
             rollout_manager.wait_ready()
         group = _train_group(args, bundles["actor"], actor_cls)
         group.start()
-    _wait_for_start(rollout_manager, group)
+    _wait_for_start(args, rollout_manager, group)
     rollout_manager.wait_ready()
     if group is not None:
         first = group.wait_ready()
@@ -108,7 +107,7 @@ def _train_group(args: argparse.Namespace, bundles: Bundles, actor_cls: type | N
     return TrainGroup(args, bundles.group, bundles.places, actor_cls)
 
 
-def _wait_for_start(rollout_manager: RolloutClient, group: TrainGroup | None) -> None:
+def _wait_for_start(args: argparse.Namespace, rollout_manager: RolloutClient, group: TrainGroup | None) -> None:
     """Wait for engines and ranks together: whichever fails first ends the run at once."""
     ranks = group.starting if group is not None else []
 
@@ -117,7 +116,10 @@ def _wait_for_start(rollout_manager: RolloutClient, group: TrainGroup | None) ->
         parts = ["engines, router and data"] if 0 in positions else []
         return ", ".join([*parts, group.name_starting(of_ranks)] if of_ranks else parts)
 
-    wait_for_all([rollout_manager.starting, *ranks], "start of the run", _START_DEADLINE_SECONDS, pending=name)
+    limit, flag = args.train_start_timeout, "--train-start-timeout"
+    if rollout_manager.start_deadline > limit:
+        limit, flag = rollout_manager.start_deadline, "--engine-start-timeout"
+    wait_for_all([rollout_manager.starting, *ranks], "start of the run", limit, pending=name, flag=flag)
 
 
 def sort_bundles(devices: list[tuple[str, int]]) -> list[int]:

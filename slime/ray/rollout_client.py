@@ -10,16 +10,17 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from slime.observability.console import GenerationBar
+from slime.observability.console import GenerationBar, evaluation_name
 from slime.observability.logging_utils import LoggedMetrics
 from slime.observability.startup import StartupClock
-from slime.observability.waiting import wait_for
+from slime.observability.waiting import unwatch, wait_for, watch
 from slime.ray.rollout_manager import RolloutManager, RolloutResult, ServingInfo
 from slime.utils import env
 
 logger = logging.getLogger(__name__)
 
-_START_DEADLINE_SECONDS = 1800.0
+# Beside the start of the engines: data are loaded and, the first time, cached.
+_DATA_SECONDS = 1200.0
 _CONTROL_DEADLINE_SECONDS = 600.0
 _SHUTDOWN_DEADLINE_SECONDS = 60.0
 
@@ -34,17 +35,24 @@ class RolloutClient:
         self._bar = GenerationBar()
         # A generation call may take as long as one request may, several turns of it.
         self._generate_deadline = 4 * args.http_request_timeout
+        # Seconds until engines, router and data have to be there.
+        self.start_deadline = args.engine_start_timeout + _DATA_SECONDS
         remote_class = ray.remote(concurrency_groups={"generate": 2, "control": 8})(RolloutManager)
         options = {"num_cpus": 1, "num_gpus": 0, "runtime_env": {"env_vars": env.actor_environment()}}
         self._manager = remote_class.options(**options).remote(args)
         self.starting = self._manager.start.remote(group, list(places))
         self.serving: ServingInfo | None = None
+        self._ends_of_engines: list[ray.ObjectRef] = []
 
     def wait_ready(self) -> None:
         """Wait until data source, engines and router are there. Fills in `args.num_rollout`."""
         if self.serving is None:
-            self.serving = wait_for(self.starting, "start of engines, router and data", _START_DEADLINE_SECONDS)
+            name, flag = "start of engines, router and data", "--engine-start-timeout"
+            self.serving = wait_for(self.starting, name, self.start_deadline, flag=flag)
             self._args.rollouts_per_epoch = self.serving.rollouts_per_epoch
+            # An engine that dies ends whatever the driver waits for, also while nobody talks to it.
+            self._ends_of_engines = [engine.wait_for_end.remote() for engine in self.serving.engines]
+            watch(self._ends_of_engines)
             if self._args.num_rollout is None:
                 self._args.num_rollout = self._args.num_epoch * self.serving.rollouts_per_epoch
 
@@ -56,9 +64,10 @@ class RolloutClient:
         """One rollout step: a shard per data-parallel rank, and metrics."""
         return self._watch(self._manager.generate.remote(rollout_id), f"generation of rollout {rollout_id}")
 
-    def evaluate(self, rollout_id: int) -> list[LoggedMetrics]:
-        """Evaluate all data sets; returns metrics."""
-        return self._watch(self._manager.evaluate.remote(rollout_id), f"evaluation at rollout {rollout_id}")
+    def evaluate(self, rollout_id: int, *, before: bool = False) -> list[LoggedMetrics]:
+        """Evaluate all data sets, `before` training on `rollout_id` or after it; returns metrics."""
+        ref = self._manager.evaluate.remote(rollout_id, before=before)
+        return self._watch(ref, evaluation_name(rollout_id, before=before))
 
     def save(self, rollout_id: int) -> None:
         """Write the data state as it was after the prompts of `rollout_id` were drawn."""
@@ -67,6 +76,7 @@ class RolloutClient:
     def dispose(self) -> None:
         """Stop engines and router, then the manager."""
         self._bar.close()
+        unwatch(self._ends_of_engines)
         ray.wait([self._manager.shutdown.remote()], timeout=_SHUTDOWN_DEADLINE_SECONDS)
         ray.kill(self._manager, no_restart=True)
 

@@ -99,14 +99,14 @@ class RolloutManager:
         return await asyncio.to_thread(self._generate, rollout_id)
 
     @ray.method(concurrency_group="generate")
-    async def evaluate(self, rollout_id: int) -> list[LoggedMetrics]:
-        """Evaluate all data sets and return what was logged."""
-        return await asyncio.to_thread(self._evaluate, rollout_id)
+    async def evaluate(self, rollout_id: int, *, before: bool = False) -> list[LoggedMetrics]:
+        """Evaluate all data sets, `before` training on `rollout_id` or after it, and return what was logged."""
+        return await asyncio.to_thread(self._evaluate, rollout_id, before=before)
 
     @ray.method(concurrency_group="control")
     async def shutdown(self) -> None:
         """Stop the engines and the router that this run started."""
-        await asyncio.to_thread(self._shutdown)
+        await asyncio.to_thread(self._shutdown, silent=True)
 
     # What follows runs in threads and may block.
 
@@ -250,7 +250,7 @@ class RolloutManager:
         flag = "--custom-rollout-log-function-path"
         return _call_log_function(flag, path, rollout_id, self.args, samples, metrics, seconds)
 
-    def _evaluate(self, rollout_id: int) -> list[LoggedMetrics]:
+    def _evaluate(self, rollout_id: int, *, before: bool) -> list[LoggedMetrics]:
         from slime.observability.rollout_metrics import compute_eval_metrics, merge_extra_metrics
         from slime.rollout.base_types import call_rollout_fn
         from slime.utils.misc import load_function
@@ -264,16 +264,22 @@ class RolloutManager:
             from slime.rollout.rollout_dump import save_rollout
 
             samples = [sample for result in output.data.values() for sample in result["samples"]]
-            save_rollout(args.save_debug_rollout_data, f"eval_{rollout_id}", samples)
+            name = f"eval_before_{rollout_id}" if before else f"eval_{rollout_id}"
+            save_rollout(args.save_debug_rollout_data, name, samples)
         flag, path = "--custom-eval-rollout-log-function-path", args.custom_eval_rollout_log_function_path
         if path is None or not _call_log_function(flag, path, rollout_id, args, output.data, output.metrics):
             metrics = merge_extra_metrics(compute_eval_metrics(args, output.data), output.metrics, "eval/")
-            log(args, {**metrics, "eval/step": rollout_id}, "eval/step")
+            # An evaluation stands at the number of rollouts that its weights were trained on: at the step of the rollout that
+            # is generated with the same weights.
+            log(args, {**metrics, "eval/step": rollout_id + (not before)}, "eval/step")
         return drain_outbox()
 
-    def _shutdown(self) -> None:
+    def _shutdown(self, *, silent: bool = False) -> None:
         if self._router is not None and self._router.process is None:
             self._leave_given_router()
+        if silent:
+            # What this process would still tell is the end itself: requests lose their engines, groups are given up.
+            logging.disable(logging.CRITICAL)
         if self._engine_group is not None:
             self._engine_group.shutdown()
         if self._router is not None:

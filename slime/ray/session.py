@@ -1,7 +1,7 @@
 """Start and end of a run in the driver: arguments, Ray, trackers, signals, and the exit status.
 
 Whatever happens, the way out is the same: trackers flushed, ranks, engines and router ended, Ray left. Exit status: 0
-done, 2 the user can mend it, 1 a part of the run failed, 130 Ctrl-C, 143 SIGTERM.
+done (or nothing to do), 2 the user can mend it, 1 a part of the run failed, 130 Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -9,21 +9,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from slime.arguments import parse_args
+from slime.arguments.before_start import check_before_start, nothing_left
 from slime.arguments.plan import show_plan
-from slime.observability.effective_config import effective_configuration
+from slime.observability.effective_config import derived_configuration, effective_configuration
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, tracking_directory
 from slime.observability.run_record import write_run_record
 from slime.observability.startup import StartupClock
+from slime.ray.run_ending import closing_lines
 from slime.utils import env
 from slime.utils.errors import RunError, UserError
+from slime.utils.scratch import sweep_scratch_directories
 
 logger = logging.getLogger(__name__)
 
@@ -39,45 +43,83 @@ def main(
 
     `asynchronous`: the loop generates while it trains, which some flags do not go with.
     """
-    # A plan has the standard output for itself: it may be JSON that a program reads.
+    # A plan and the result of a check have the standard output for themselves: a program may read them.
     words = sys.argv[1:] if argv is None else argv
-    plans = any(word == "--dry-run" or word.startswith("--dry-run-json") for word in words)
+    plans = any(word in ("--check", "--dry-run") or word.startswith("--dry-run-json") for word in words)
     stream = sys.stderr if plans else sys.stdout
     configure_logger(stream=stream)
     _terminated.clear()
+    args = None
     try:
         args = parse_args(argv=argv, asynchronous=asynchronous)
         StartupClock().mark("arguments")
         configure_logger(args.log_level, stream)
+        # Everything up to the session happens before Ray, trackers or directories are touched.
+        finished = nothing_left(args)
         if args.dry_run:
-            # Before Ray, trackers or directories are touched.
+            if finished is not None:
+                logger.warning("%s", finished)
             show_plan(args)
+            return 0
+        if finished is None:
+            check_before_start(args)
+        if args.check or finished is not None:
+            _tell_result(finished or _needs_of(args), stream)
             return 0
         with _session(args):
             train(args)
+        _tell_what_is_kept(args, words, finished=True)
     except (UserError, RunError) as error:
         if env.debug_enabled():
             raise
         _tell("%s", error)
+        _tell_what_is_kept(args, words)
         return error.exit_status
     except KeyboardInterrupt:
         _tell("stopped by %s", "SIGTERM" if _terminated.is_set() else "Ctrl-C")
+        _tell_what_is_kept(args, words)
         return 143 if _terminated.is_set() else 130
     except OSError as error:
         if env.debug_enabled():
             raise
         _tell("%s", error)
+        _tell_what_is_kept(args, words)
         return 1
     except Exception:
         _tell("the run failed", exc_info=True)
+        _tell_what_is_kept(args, words)
         return 1
     return 0
+
+
+def _needs_of(args: argparse.Namespace) -> str:
+    from slime.ray.cluster import plan_cluster
+
+    plan = plan_cluster(args)
+    return f"ready to start; of Ray the run needs {plan.gpus} GPUs and {plan.cpus} CPUs"
+
+
+def _tell_result(line: str, stream: TextIO) -> None:
+    """The one line of a run that starts nothing: of a check on the standard output, else in the log."""
+    if stream is sys.stderr:
+        print(line)
+    else:
+        logger.info("%s", line)
 
 
 def _tell(message: str, *values: object, exc_info: bool = False) -> None:
     """Say on the standard error why the run ended; its log went to the standard output."""
     configure_logger(stream=sys.stderr)
     logger.error(message, *values, exc_info=exc_info)
+
+
+def _tell_what_is_kept(args: argparse.Namespace | None, words: Sequence[str], *, finished: bool = False) -> None:
+    """The last lines of a run, where its log went; nothing for one that ended before its first rollout."""
+    if getattr(args, "rollouts_done", None) is None and not finished:
+        return
+    command = shlex.split(env.start_command() or "") or [sys.executable, sys.argv[0], *words]
+    for line in closing_lines(args, command, finished=finished):
+        logger.info("%s", line)
 
 
 @contextlib.contextmanager
@@ -113,11 +155,15 @@ def _session(args: argparse.Namespace) -> Iterator[None]:
     args.log_dir = str(directory / "logs")
     Path(args.log_dir).mkdir(parents=True, exist_ok=True)
     failed = True
+    for left_by_a_killed_run in sweep_scratch_directories():
+        logger.debug("removed %s, which a killed run had left", left_by_a_killed_run)
     with _sigterm_as_interrupt():
         try:
             init_tracking(args, directory)
             logger.info("%s", effective_configuration(args))
-            write_run_record(args, args.save or directory)
+            logger.debug("%s", derived_configuration(args))
+            record = write_run_record(args, args.save or directory)
+            logger.info("every value and where it came from: %s", record)
             # Ray puts a SIGTERM handler of its own in place of ours when it starts.
             with ray_cluster(args), _sigterm_as_interrupt():
                 StartupClock().mark("Ray")

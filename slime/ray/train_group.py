@@ -19,16 +19,22 @@ from slime.utils.errors import RunError
 from slime.utils.misc import load_function
 
 _MEGATRON_RANK = "slime.backends.megatron_utils.actor.MegatronTrainActor"
-_START_DEADLINE_SECONDS = 1800.0
 _CALL_DEADLINE_SECONDS = 24 * 3600.0
-_DISK_DEADLINE_SECONDS = 300.0
 _DISPOSE_DEADLINE_SECONDS = 60.0
 
 
 class RankProcess:
-    """The Ray actor around a rank. The class is imported in the actor's own process, so the driver stays light."""
+    """The Ray actor around a rank. The class is imported in the actor's own process, so the driver stays light.
 
-    def __init__(self, actor_cls: type | str, args: argparse.Namespace, rank: int, *arguments: Any) -> None:
+    Args:
+        environment: variables that are set before anything of the rank is imported.
+        description: the pickled (class or its path, args, rank, further arguments of the class). What args hold may import
+            torch, which reads variables when it is imported, so they are read after the environment was set.
+    """
+
+    def __init__(self, environment: dict[str, str], description: bytes) -> None:
+        os.environ.update(environment)
+        actor_cls, args, rank, *arguments = ray.cloudpickle.loads(description)
         self._name = f"{'critic ' if getattr(args, 'role', 'actor') == 'critic' else ''}rank {rank}"
         rank_class = load_function(actor_cls) if isinstance(actor_cls, str) else actor_cls
         self._rank = rank_class(args, rank, *arguments)
@@ -84,16 +90,16 @@ class TrainGroup:
         """Start all ranks without waiting for them."""
         world_size = len(self._places)
         remote_class = ray.remote(RankProcess)
+        at_start, inside = self._environments()
         for rank, (bundle, device) in enumerate(self._places):
             options = {
                 "num_cpus": 0.4,
                 "num_gpus": 0.4,
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, bundle),
-                "runtime_env": {"env_vars": self._environment()},
+                "runtime_env": {"env_vars": at_start},
             }
-            self._actors.append(
-                remote_class.options(**options).remote(self._actor_cls, self._args, rank, world_size, device)
-            )
+            description = ray.cloudpickle.dumps((self._actor_cls, self._args, rank, world_size, device))
+            self._actors.append(remote_class.options(**options).remote(inside, description))
         # Ray hands the address to every rank as soon as rank 0 knows it; nobody waits here.
         address = self._actors[0].call.remote("rendezvous_address")
         self._starting = [actor.call.remote("init", address) for actor in self._actors]
@@ -105,7 +111,11 @@ class TrainGroup:
             RunError: the ranks disagree about it.
         """
         first_ids = wait_for_all(
-            self._starting, f"start of the {self.rank_name}s", _START_DEADLINE_SECONDS, pending=self._name_ranks
+            self._starting,
+            f"start of the {self.rank_name}s",
+            self._args.train_start_timeout,
+            pending=self._name_ranks,
+            flag="--train-start-timeout",
         )
         if len(set(first_ids)) != 1:
             raise RunError(f"the {self.rank_name}s loaded different iterations: {first_ids}")
@@ -162,21 +172,30 @@ class TrainGroup:
         )
 
     def _call_first(self, method: str, *arguments: Any) -> Any:
-        """Call rank 0 only, with something that is soon done."""
+        """Call rank 0 only, with something that moves or deletes whole checkpoints."""
         ref = self._actors[0].call.remote(method, *arguments)
-        return wait_for(ref, f"{method} on {self.rank_name} 0", _DISK_DEADLINE_SECONDS)
+        name, limit = f"{method} on {self.rank_name} 0", self._args.checkpoint_publish_timeout
+        return wait_for(ref, name, limit, flag="--checkpoint-publish-timeout")
 
     def _name_ranks(self, ranks: Sequence[int]) -> str:
         return f"{self.rank_name} {', '.join(map(str, ranks))}"
 
-    def _environment(self) -> dict[str, str]:
+    def _environments(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Variables that a rank's process starts with, and those that it sets itself before it imports the rank.
+
+        Ray writes the first kind into logs that everybody on the machine may read, so of `--train-env-vars`, which may
+        hold secrets, only those are among them that would come too late otherwise.
+        """
         ranks = min(len(self._places), self._args.actor_num_gpus_per_node)
         threads = max(1, len(os.sched_getaffinity(0)) // ranks)
-        return {
+        typed = {name: str(value) for name, value in self._args.train_env_vars.items()}
+        early = {name: value for name, value in typed.items() if env.is_read_at_process_start(name)}
+        at_start = {
             **env.actor_environment(),
             "OMP_NUM_THREADS": str(threads),
             "NCCL_CUMEM_ENABLE": "0",
             # Kernels are launched in program order, which sequence parallelism relies on; read when CUDA starts.
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            **{name: str(value) for name, value in self._args.train_env_vars.items()},
+            **early,
         }
+        return at_start, typed

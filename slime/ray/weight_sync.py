@@ -23,6 +23,7 @@ from slime.observability.waiting import wait_for_all
 from slime.ray.rollout_manager import ServingInfo
 from slime.ray.train_group import TrainGroup
 from slime.utils.errors import RunError
+from slime.utils.scratch import make_scratch_directory, remove_scratch_directory
 from slime.weights.equality import check_all_reset, check_equal_checksums
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,8 @@ logger = logging.getLogger(__name__)
 # Largest mean absolute difference of log-probs between trainer and engine, by the dtype of the weights.
 LOG_PROB_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 1e-2}
 _PROBE_SEQUENCES, _PROBE_LENGTH = 4, 24
-_ENGINE_DEADLINE_SECONDS = 600.0
+# Between the end of an engine's own time limit and its answer.
+_ANSWER_SECONDS = 60.0
 
 
 class WeightSync:
@@ -92,11 +94,17 @@ class WeightSync:
     @contextmanager
     def _scratch_directory(self) -> Iterator[Path]:
         # Engines of other nodes must see it, so it lies beside the checkpoints where there are any.
-        parent = Path(self._args.save) if self._args.save else None
-        if parent is not None:
-            parent.mkdir(parents=True, exist_ok=True)
-            for left_by_a_killed_run in parent.glob(".weight-check-*"):
-                shutil.rmtree(left_by_a_killed_run, ignore_errors=True)
+        if not self._args.save:
+            root = make_scratch_directory("weight-check")
+            try:
+                yield root / "hf"
+            finally:
+                remove_scratch_directory(root)
+            return
+        parent = Path(self._args.save)
+        parent.mkdir(parents=True, exist_ok=True)
+        for left_by_a_killed_run in parent.glob(".weight-check-*"):
+            shutil.rmtree(left_by_a_killed_run, ignore_errors=True)
         root = Path(tempfile.mkdtemp(prefix=".weight-check-", dir=parent))
         try:
             yield root / "hf"
@@ -108,8 +116,9 @@ class WeightSync:
         return wait_for_all(
             refs,
             f"{method} on the engines",
-            _ENGINE_DEADLINE_SECONDS,
+            self._args.engine_load_timeout + _ANSWER_SECONDS,
             pending=lambda ranks: "engine " + ", ".join(map(str, ranks)),
+            flag="--engine-load-timeout",
         )
 
 

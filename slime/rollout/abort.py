@@ -1,13 +1,13 @@
 """Ends the generation of a step: the engines of every served model become idle, and every task comes to an end.
 
-Bounded by `--abort-timeout`: an engine that stays busy is named in a warning, a task that does not end is cancelled.
+`--abort-timeout` bounds all of it: whoever has not answered by then, router, engine or task, is named and left behind.
 """
 
 import asyncio
 import logging
 from typing import Any
 
-from slime.rollout.engine_urls import list_engine_urls
+from slime.rollout.engine_urls import list_engine_urls, router_urls
 from slime.rollout.generate_state import GenerateState
 from slime.utils.errors import RunError
 from slime.utils.http_utils import HttpError, get, post_control
@@ -18,6 +18,10 @@ LIST_ATTEMPTS = 3
 REPEAT_S = 3.0
 POLL_S = 0.1
 CANCEL_TIMEOUT_S = 10.0
+# A cancelled task needs a few turns of the event loop to end, also when the loop is late.
+MIN_CANCEL_TIMEOUT_S = 0.1
+# The last part of --abort-timeout, in which the tasks that are left are cancelled.
+CANCEL_SHARE = 0.1
 
 
 async def abort(args: Any, rollout_id: int | None = None) -> None:
@@ -25,25 +29,32 @@ async def abort(args: Any, rollout_id: int | None = None) -> None:
     state = GenerateState(args)
     state.aborted = True
     tasks = set(state.pendings)
-    deadline = asyncio.get_running_loop().time() + args.abort_timeout
-    try:
-        async with asyncio.timeout_at(deadline):
-            urls = await list_engine_urls(args, max_retries=LIST_ATTEMPTS)
-    except (RunError, TimeoutError) as error:
-        logger.warning("rollout %s: no abort was sent: %s", rollout_id, str(error) or "the router did not answer")
-        urls = []
-    await asyncio.gather(*[_abort_engine(url, tasks, deadline) for url in urls], _wait_for(tasks, deadline))
-    await cancel_tasks({task for task in tasks if not task.done()}, f"--abort-timeout {args.abort_timeout:g} s is over")
+    now = asyncio.get_running_loop().time
+    deadline = now() + args.abort_timeout
+    cancel_at = deadline - min(CANCEL_TIMEOUT_S, CANCEL_SHARE * args.abort_timeout)
+    await asyncio.gather(
+        *[_abort_model(rollout_id, name, url, tasks, cancel_at) for name, url in router_urls(args).items()],
+        _wait_for(tasks, cancel_at),
+    )
+    unfinished = {task for task in tasks if not task.done()}
+    await cancel_tasks(unfinished, f"--abort-timeout {args.abort_timeout:g} s is over", deadline - now())
 
 
-async def cancel_tasks(tasks: set[asyncio.Task[Any]], reason: str) -> None:
-    """Cancel `tasks` and wait a moment for their end; those that refuse are left behind with a warning."""
+async def cancel_tasks(
+    tasks: set[asyncio.Task[Any]], reason: str, timeout: float | None = None, level: int = logging.WARNING
+) -> None:
+    """Cancel `tasks`, tell so at `level`, and wait a moment for their end; those that refuse are left behind with an error.
+
+    Args:
+        timeout: seconds to wait; None takes `CANCEL_TIMEOUT_S`.
+    """
     if not tasks:
         return
-    logger.warning("%s: cancelling %s", reason, ", ".join(sorted(task.get_name() for task in tasks)))
+    logger.log(level, "%s: cancelling %s", reason, ", ".join(sorted(task.get_name() for task in tasks)))
     for task in tasks:
         task.cancel()
-    _, alive = await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT_S)
+    limit = CANCEL_TIMEOUT_S if timeout is None else max(timeout, MIN_CANCEL_TIMEOUT_S)
+    _, alive = await asyncio.wait(tasks, timeout=limit)
     if alive:
         logger.error("ignoring tasks that do not let themselves be cancelled: %s", sorted(t.get_name() for t in alive))
 
@@ -53,25 +64,40 @@ async def _wait_for(tasks: set[asyncio.Task[Any]], deadline: float) -> None:
         await asyncio.wait(tasks, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
 
 
+async def _abort_model(
+    rollout_id: int | None, name: str, router_url: str, tasks: set[asyncio.Task[Any]], deadline: float
+) -> None:
+    try:
+        async with asyncio.timeout_at(deadline):
+            urls = await list_engine_urls(name, router_url, max_retries=LIST_ATTEMPTS)
+    except (RunError, TimeoutError) as error:
+        reason = str(error) or f"its router at {router_url} did not answer"
+        logger.warning("rollout %s: no abort was sent to the engines of model %r: %s", rollout_id, name, reason)
+        return
+    await asyncio.gather(*[_abort_engine(url, tasks, deadline) for url in urls])
+
+
 async def _abort_engine(url: str, tasks: set[asyncio.Task[Any]], deadline: float) -> None:
     """Send abort-all every 3 s until the engine is idle and no task can send it anything more."""
-    loop = asyncio.get_running_loop()
-    next_abort = loop.time()
-    while True:
-        try:
-            if loop.time() >= next_abort:
-                await post_control(f"{url}/abort_request", {"abort_all": True}, max_retries=1)
-                next_abort = loop.time() + REPEAT_S
-            idle = await _is_idle(url)
-        except HttpError as error:
-            logger.warning("engine %s did not take part in the abort: %s", url, error)
-            return
-        if idle and all(task.done() for task in tasks):
-            return
-        if loop.time() >= deadline:
-            logger.warning("engine %s is still busy at the end of --abort-timeout", url)
-            return
-        await asyncio.sleep(POLL_S)
+    answered = False
+    try:
+        async with asyncio.timeout_at(deadline):
+            next_abort = now = asyncio.get_running_loop().time()
+            while True:
+                if now >= next_abort:
+                    await post_control(f"{url}/abort_request", {"abort_all": True}, max_retries=1)
+                    next_abort = now + REPEAT_S
+                idle = await _is_idle(url)
+                answered = True
+                if idle and all(task.done() for task in tasks):
+                    return
+                await asyncio.sleep(POLL_S)
+                now = asyncio.get_running_loop().time()
+    except HttpError as error:
+        logger.warning("engine %s did not take part in the abort: %s", url, error)
+    except TimeoutError:
+        what = "is still busy at" if answered else "did not answer before"
+        logger.warning("engine %s %s the end of --abort-timeout", url, what)
 
 
 async def _is_idle(url: str) -> bool:

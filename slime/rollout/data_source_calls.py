@@ -104,7 +104,8 @@ def give_back(args: Any, source: Any, groups: list[list[Any]], rollout_id: int) 
 def _groups_come_back(args: Any) -> bool:
     if args.rollout_function_path != _DEFAULT_LOOP:
         return False
-    return args.over_sampling_batch_size > args.rollout_batch_size or args.dynamic_sampling_filter_path is not None
+    # What a filter drops is replaced one for one, so only the first draw can bring more than the step needs.
+    return args.over_sampling_batch_size > args.rollout_batch_size
 
 
 def _as_group(args: Any, entry: Any, number: int) -> list[Any]:

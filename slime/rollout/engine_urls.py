@@ -39,17 +39,17 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-async def list_engine_urls(args: Any, max_retries: int | None = None) -> list[str]:
-    """URLs of the engines of every served model, as its router lists them.
+async def list_engine_urls(model_name: str, router_url: str, max_retries: int | None = None) -> list[str]:
+    """URLs of the engines of a served model, as its router lists them.
 
     Raises:
-        RunError: a router does not answer, or answers something else.
+        RunError: the router does not answer, or answers something else.
     """
-    urls: list[str] = []
-    for name, router in router_urls(args).items():
-        answer = await http_utils.get(f"{router}/workers", max_retries=max_retries)
-        if not isinstance(answer, dict) or "workers" not in answer:
-            raise RunError(f"the router of model {name!r} at {router} did not list its workers but answered {answer!r}")
-        urls += [worker["url"] for worker in answer["workers"]]
+    answer = await http_utils.get(f"{router_url}/workers", max_retries=max_retries)
+    if not isinstance(answer, dict) or "workers" not in answer:
+        raise RunError(
+            f"the router of model {model_name!r} at {router_url} did not list its workers but answered {answer!r}"
+        )
+    urls = [worker["url"] for worker in answer["workers"]]
     http_utils.trust_engine_urls(urls)
     return urls

@@ -45,7 +45,7 @@ async def eval_rollout(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
     state.rollout_id = rollout_id
     prompts = [await run_in_daemon_thread(load_prompts, args, state, config) for config in configs]
     total = sum(len(p) * config.n_samples_per_eval_prompt for p, config in zip(prompts, configs, strict=True))
-    with start_progress(f"evaluation {rollout_id}", total) as progress:
+    with start_progress("evaluation", total) as progress:
         tasks = [
             asyncio.create_task(_evaluate_set(args, config, samples, progress.advance), name=f"eval {config.name}")
             for config, samples in zip(configs, prompts, strict=True)
@@ -112,7 +112,9 @@ async def _evaluate_set(
     finally:
         await _end(tasks)
     samples = leaves(finished)
-    logger.info("evaluation set %s, first sample: %s", config.name, sample_line(samples[0]))
+    state = GenerateState(args)
+    if state.shows_samples(f"evaluation set {config.name}", state.rollout_id):
+        logger.info("evaluation set %s, first sample: %s", config.name, sample_line(samples[0]))
     reward_of = functools.partial(_reward_value, args)
     result = {
         "rewards": [reward_of(sample) for sample in samples],

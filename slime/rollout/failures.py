@@ -41,11 +41,14 @@ def failed_samples(groups: list[Any]) -> list[Sample]:
     return [sample for sample in leaves(groups) if sample.status is Sample.Status.FAILED]
 
 
-def stop_when_most_failed(groups: list[Any]) -> None:
-    """Raise RunError with the first cause when more than half of the samples that we marked FAILED ourselves failed."""
+def stop_when_most_failed(groups: list[Any], whole: str = "this step", total: int | None = None) -> None:
+    """Raise RunError with the first cause when more than half of the samples were marked FAILED by us.
+
+    `total`: the number of samples that `whole` will have, if `groups` is only a part of it.
+    """
     tally = FailureTally()
     tally.add(groups)
-    tally.stop_when_most_failed()
+    tally.stop_when_most_failed(whole, total)
 
 
 class FailureTally:
@@ -66,9 +69,10 @@ class FailureTally:
         self.samples += len(leaves(group))
         self.failed += len(failed)
 
-    def stop_when_most_failed(self) -> None:
-        """Raise RunError with the first cause when more than half failed."""
-        if 2 * self.failed > self.samples:
+    def stop_when_most_failed(self, whole: str = "this step", total: int | None = None) -> None:
+        """Raise RunError with the first cause when more than half failed. `total`: see the function of this name."""
+        total = self.samples if total is None else total
+        if 2 * self.failed > total:
             raise RunError(
-                f"{self.failed} of {self.samples} samples of this step failed, more than half; the first was {self._first}"
+                f"{self.failed} of {total} samples of {whole} failed, more than half; the first was {self._first}"
             )

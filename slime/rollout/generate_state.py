@@ -36,6 +36,7 @@ class GenerateState(metaclass=SingletonMeta):
         self.semaphore = asyncio.Semaphore(args.sglang_server_concurrency * get_rollout_num_engines(args))
         self.sampling_params = rollout_sampling_params(args)
         self._warned: set[str] = set()
+        self._shown: dict[str, int] = {}
         # One thread, because fast tokenizers refuse to be used by two at once.
         self._encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slime-tokenize")
         # The siblings of a group share their prompt: render and tokenise it once.
@@ -55,6 +56,15 @@ class GenerateState(metaclass=SingletonMeta):
         if message not in self._warned:
             self._warned.add(message)
             logger.warning(message)
+
+    def shows_samples(self, source: str, rollout_id: int) -> bool:
+        """Whether samples of `source` (rollouts, or an evaluation set) are shown at this rollout: at the first one of the run,
+        and whenever `--log-samples-interval` rollouts have passed since."""
+        interval, last = self.args.log_samples_interval, self._shown.get(source)
+        due = interval > 0 and (last is None or rollout_id - last >= interval)
+        if due:
+            self._shown[source] = rollout_id
+        return due
 
     @cached_property
     def tokenizer(self) -> Any:

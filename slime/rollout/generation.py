@@ -13,7 +13,7 @@ from slime.rollout.engine_request import build_payload, check_prompt_length, rou
 from slime.rollout.engine_urls import get_model_url
 from slime.rollout.failures import SampleFailed, mark_failed
 from slime.rollout.generate_state import GenerateState, prepare_group
-from slime.rollout.partial_rollout import mask_finished_earlier, mask_tokens_before_resumption
+from slime.rollout.partial_rollout import as_continuable_group, mask_finished_earlier, mask_tokens_before_resumption
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.utils.engine_answers import TokenLogProbs
@@ -148,10 +148,14 @@ async def generate_and_rm_group(
 ) -> list[Any]:
     """Generate and grade all entries of a group side by side; with `--group-rm` grading follows for all at once.
 
+    Entries that failed before start from their prompts: a group comes from a step that was wound down, from an
+    interrupted evaluation, or from wherever a user's data source has it.
+
     Returns:
         One entry per entry of `group`, in its order: a Sample, or the list of an execution that fanned out.
     """
     state = GenerateState(args)
+    group = as_continuable_group(group, group)
     if state.aborted:
         for sample in leaves(group):
             sample.status = sample.status if sample.status in FINISHED else Status.ABORTED

@@ -27,24 +27,33 @@ def as_prompts(original: list[Any]) -> list[Sample]:
     return [fresh_prompt(leaves(entry)[0]) for entry in original]
 
 
+def as_continuable_group(original: list[Any], group: list[Any]) -> list[Any]:
+    """`group` with the prompt of `original` in the place of every entry that must not be gone on with.
+
+    A failed sample starts again: what it holds is what went wrong. So does an execution that fanned out, unless all of
+    it is finished. The entries themselves are left as they are.
+    """
+    return [
+        after if _can_be_continued(after) else fresh_prompt(leaves(before)[0])
+        for before, after in zip(original, group, strict=True)
+    ]
+
+
 def as_partial_group(original: list[Any], group: list[Any], rollout_id: int) -> list[Any]:
     """The unfinished `group` with what its samples have so far, to be continued in a later step.
 
-    An execution that fanned out can be continued only when it is finished; otherwise its prompt starts again.
     `metadata["start_rollout_id"]` keeps the rollout in which a sample was returned first.
     """
-    returned = [_partial_entry(before, after) for before, after in zip(original, group, strict=True)]
+    returned = as_continuable_group(original, group)
     for sample in leaves(returned):
         sample.metadata.setdefault("start_rollout_id", rollout_id)
     return returned
 
 
-def _partial_entry(before: Any, after: Any) -> Any:
-    if isinstance(after, list) and any(sample.status not in FINISHED for sample in leaves(after)):
-        return fresh_prompt(leaves(before)[0])
-    if isinstance(after, Sample) and after.status is Sample.Status.FAILED:
-        return fresh_prompt(after)
-    return after
+def _can_be_continued(entry: Any) -> bool:
+    if isinstance(entry, Sample):
+        return entry.status is not Sample.Status.FAILED
+    return all(sample.status in FINISHED for sample in leaves(entry))
 
 
 def mask_finished_earlier(args: Any, sample: Sample) -> None:

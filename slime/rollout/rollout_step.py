@@ -23,7 +23,7 @@ from slime.rollout.filter_hub.base_types import (
 )
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate_and_rm_group, is_aborted
-from slime.rollout.partial_rollout import as_partial_group, as_prompts
+from slime.rollout.partial_rollout import as_continuable_group, as_partial_group, as_prompts
 from slime.rollout.user_functions import call_user_function, describe_samples, run_in_daemon_thread
 from slime.utils.errors import RunError, UserError
 from slime.utils.misc import load_function
@@ -83,8 +83,11 @@ class RolloutStep:
             self.state.reset()
 
     async def _fetch_prompts(self) -> None:
-        while self.state.remaining_batch_size < self.target:
-            groups = await run_in_daemon_thread(self._get_samples)
+        """Draw until the target can be met: over-sampling at first, later one group for each that was lost."""
+        while (missing := self.target - self.state.remaining_batch_size) > 0:
+            first_draw = self.counts["started"] == 0
+            size = self.args.over_sampling_batch_size if first_draw else missing
+            groups = await run_in_daemon_thread(self._get_samples, size)
             if not groups:
                 raise UserError(
                     f"the data source ran dry in rollout {self.rollout_id}: {self.target} groups are needed "
@@ -94,9 +97,8 @@ class RolloutStep:
             for group in groups:
                 self._start(group)
 
-    def _get_samples(self) -> list[list[Any]]:
-        size, drawn = self.args.over_sampling_batch_size, self.counts["started"]
-        return draw_groups(self.args, self.data_source, size, self.rollout_id, drawn)
+    def _get_samples(self, size: int) -> list[list[Any]]:
+        return draw_groups(self.args, self.data_source, size, self.rollout_id, self.counts["started"])
 
     def _start(self, group: list[Any]) -> None:
         n = self.args.n_samples_per_prompt
@@ -224,10 +226,15 @@ class RolloutStep:
         self._return_to_source(returning)
 
     def _surplus(self, origin: list[Any], group: list[Any]) -> list[Any]:
-        """A finished group beyond the target: itself with `--keep-surplus-groups`, else its prompts."""
+        """A finished group beyond the target: itself with `--keep-surplus-groups`, else its prompts.
+
+        What failed in it starts again. With `--group-rm` all of it does: its reward is one verdict over all answers.
+        """
         self._count_finished(group)
         self.counts["surplus_groups"] += 1
-        return group if self.args.keep_surplus_groups else as_prompts(origin)
+        if not self.args.keep_surplus_groups or (self.args.group_rm and failed_samples(group)):
+            return as_prompts(origin)
+        return as_continuable_group(origin, group)
 
     def _after_failed_task(self, task: asyncio.Task[Any], origin: list[Any]) -> list[Any]:
         """The prompts of a group whose task failed or was cancelled while the step was being wound down."""
@@ -243,7 +250,8 @@ class RolloutStep:
     async def _give_up(self, error: BaseException) -> None:
         """The step fails: end its tasks and let no prompt be lost, so that whoever goes on finds all of them."""
         self.state.aborted = True
-        await cancel_tasks(set(self.state.pendings), f"rollout {self.rollout_id} failed")
+        # A consequence of the error, which is told by itself.
+        await cancel_tasks(set(self.state.pendings), f"rollout {self.rollout_id} failed", level=logging.DEBUG)
         for task in self.origins:
             other = task.exception() if task.done() and not task.cancelled() else None
             if other is not None and other is not error:
@@ -258,12 +266,13 @@ class RolloutStep:
         self.kept.sort(key=_first_index)
         self.failures.stop_when_most_failed()
         await self._process_all_samples()
-        for name, sample in (("first", leaves(self.kept[0])[0]), ("last", leaves(self.kept[-1])[-1])):
+        shown = (("first", leaves(self.kept[0])[0]), ("last", leaves(self.kept[-1])[-1]))
+        for name, sample in shown if self.state.shows_samples("rollouts", self.rollout_id) else ():
             logger.info("rollout %d, %s sample: %s", self.rollout_id, name, sample_line(sample))
         reported = ("started", "finished", "dropped", "surplus_groups", "aborted_samples")
         counts = ", ".join(f"{name} {self.counts[name]}" for name in reported)
-        unusual = any(self.counts[name] for name in reported[2:])
-        logger.log(logging.INFO if unusual else logging.DEBUG, "rollout %d, groups: %s", self.rollout_id, counts)
+        # What was dropped, surplus or aborted is a metric as well.
+        logger.debug("rollout %d, groups: %s", self.rollout_id, counts)
         metrics = {
             **self.gatherer.collect(),
             "rollout/surplus_groups": self.counts["surplus_groups"],

@@ -16,6 +16,8 @@ from slime.serving.router import RouterHandle
 from slime.utils.env import actor_environment
 
 _SHUTDOWN_SECONDS = 30.0
+# Between the end of an engine's own time limit and its answer.
+_ANSWER_SECONDS = 60.0
 
 
 class EngineActor(SGLangEngine):
@@ -52,7 +54,7 @@ class EngineGroup:
         self.urls: list[str] = []
         self._started: list[Any] = []
 
-    def start(self, timeout: float = 600.0) -> None:
+    def start(self) -> None:
         """Create the engine actors and tell them to start their servers; does not wait."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -69,17 +71,17 @@ class EngineGroup:
                 "num_gpus": 0.2,
                 "scheduling_strategy": strategy,
                 "runtime_env": {"env_vars": actor_environment()},
-                # A reader of the log can be served while another call is waiting for the server.
-                "max_concurrency": 4,
+                # One watches the server for the whole run; a reader of the log can be served while others wait for it.
+                "max_concurrency": 5,
             }
             self.engines.append(actor_class.options(**options).remote(self._args, rank, str(self._log_dir)))
         self._started = [
-            engine.init.remote(base_gpu_id=gpu_id, timeout=timeout)
+            engine.init.remote(base_gpu_id=gpu_id)
             for engine, (_, gpu_id) in zip(self.engines, self._places, strict=True)
         ]
 
-    def wait_ready(self, timeout: float = 660.0) -> None:
-        """Return when every server is healthy.
+    def wait_ready(self) -> None:
+        """Return when every server is healthy. Each engine keeps its own time; this gives their answers a moment more.
 
         Raises:
             RunError: a server failed to start; holds the last lines of its log. All engines are ended.
@@ -87,7 +89,10 @@ class EngineGroup:
         from slime.observability.waiting import wait_for_all
 
         try:
-            self.urls = wait_for_all(self._started, "start of the engines", timeout, pending=_name_engines)
+            timeout = self._args.engine_start_timeout + _ANSWER_SECONDS
+            self.urls = wait_for_all(
+                self._started, "start of the engines", timeout, pending=_name_engines, flag="--engine-start-timeout"
+            )
         except BaseException:
             self.shutdown()
             raise
@@ -102,13 +107,15 @@ class EngineGroup:
         router.refuse_other_workers(self.urls)
         router.add_workers(self.urls, timeout, getattr(self._args, "router_api_key", None))
 
-    def call_all(self, method: str, *arguments: Any, timeout: float = 300.0) -> list[Any]:
+    def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call `method` of every engine at the same time; the results in engine order.
 
         Raises:
-            RunError: engines failed, died, or did not answer within `timeout` seconds.
+            RunError: engines failed, died, or did not answer within the longer of the times that requests to them have.
         """
         from slime.observability.waiting import wait_for_all
+
+        timeout = max(self._args.http_control_timeout, self._args.engine_load_timeout) + _ANSWER_SECONDS
 
         references = [getattr(engine, method).remote(*arguments) for engine in self.engines]
         return wait_for_all(references, f"{method} of the engines", timeout, pending=_name_engines)

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from slime.serving.router_flags import OUR_DEFAULTS, REQUEST_TIMEOUT_SECONDS
 from slime.utils.child_process import ChildProcess, environment_for_python
 from slime.utils.errors import RunError, UserError
 from slime.utils.ports import PortReservation, host_for_url, random_port_start, reserve_port, service_host
+from slime.utils.scratch import make_scratch_directory, remove_scratch_directory
 
 _FIRST_PORT = 3000
 _POLL_SECONDS = 0.05
@@ -38,7 +38,7 @@ class RouterHandle:
     api_key: str | None
     process: ChildProcess | None
     _reservations: tuple[PortReservation, ...] = ()
-    _arguments_file: Path | None = None
+    _scratch: Path | None = None
 
     @property
     def url(self) -> str:
@@ -118,12 +118,11 @@ class RouterHandle:
         self._release()
 
     def _release(self) -> None:
-        """Give up what only the start of the router needs. It deletes its arguments (they hold the key) itself, if it
-        comes to read them."""
+        """Give up what only the start of the router needs: its ports and its arguments, which hold the key."""
         for reservation in self._reservations:
             reservation.release()
-        if self._arguments_file is not None:
-            self._arguments_file.unlink(missing_ok=True)
+        if self._scratch is not None:
+            remove_scratch_directory(self._scratch)
 
     def _answers(self) -> bool:
         try:
@@ -168,17 +167,18 @@ def start_router(args: Any, log_dir: str | Path) -> RouterHandle:
     port = reserve_port(host, random_port_start(_FIRST_PORT))
     prometheus_port = reserve_port(host, port.port + 1)
     fields = compute_router_fields(args, host, port.port, prometheus_port.port)
-    descriptor, arguments_file = tempfile.mkstemp(prefix="slime-router-", suffix=".json")
-    with os.fdopen(descriptor, "w") as file:
+    scratch = make_scratch_directory("router")
+    arguments_file = scratch / "arguments.json"
+    with os.fdopen(os.open(arguments_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         json.dump(fields, file)
     process = ChildProcess(
         "router",
-        [sys.executable, "-m", "slime.serving.router_process", "--arguments-file", arguments_file],
+        [sys.executable, "-m", "slime.serving.router_process", "--arguments-file", str(arguments_file)],
         Path(log_dir) / "router.log",
         {**environment_for_python(), "NO_PROXY": "*", "no_proxy": "*"},
     )
     process.start()
-    return RouterHandle(host, port.port, api_key, process, (port, prometheus_port), Path(arguments_file))
+    return RouterHandle(host, port.port, api_key, process, (port, prometheus_port), scratch)
 
 
 def compute_router_fields(args: Any, host: str, port: int, prometheus_port: int) -> dict[str, Any]:

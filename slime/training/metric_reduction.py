@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,6 +53,20 @@ def reduce_metrics(
     local = [sum(float(metrics[name]) for metrics in sums if name in metrics) for name in names]
     total = all_reduce_sum(torch.tensor(local, dtype=torch.float64), data_group) / denominator
     return dict(zip(names, total.tolist(), strict=True))
+
+
+def fold_surplus_steps(steps: Sequence[dict[str, float]], announced: int) -> list[dict[str, float]]:
+    """The metrics of a rollout's optimizer steps, one dict for each of the `announced` numbers that it has.
+
+    The steps beyond share the last number with it, as the mean of those that have the metric: the numbers after it belong to
+    the next rollout.
+    """
+    if len(steps) <= announced:
+        return list(steps)
+    surplus = steps[announced - 1 :]
+    names = dict.fromkeys(name for metrics in surplus for name in metrics)
+    values = {name: [metrics[name] for metrics in surplus if name in metrics] for name in names}
+    return [*steps[: announced - 1], {name: statistics.fmean(of_name) for name, of_name in values.items()}]
 
 
 def all_reduce_sum(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -59,7 +59,7 @@ def build_train_batch(samples: Sequence[Sample], raw_rewards: Sequence[float], r
         rewards: reward per sample after it.
 
     Raises:
-        UserError: some samples have engine log-probs and others have none.
+        UserError: of the samples that train, some have an optional per-token field and others have none.
     """
     packed = [_pack(sample) for sample in samples]
     _require_prompts(samples, packed)
@@ -76,14 +76,15 @@ def build_train_batch(samples: Sequence[Sample], raw_rewards: Sequence[float], r
         "sample_indices": np.array([-1 if s.index is None else s.index for s in samples], dtype=np.int64),
         "rollout_ids": execution_ids([s.rollout_id for s in samples]),
     }
-    optional = {
+    optional: dict[str, list[np.ndarray | None]] = {
         "rollout_log_probs": [p.rollout_log_probs for p in packed],
         "teacher_log_probs": [p.teacher_log_probs for p in packed],
         "rollout_top_p_token_ids": [_as_int32(s.rollout_top_p_token_ids) for s in samples],
-        "rollout_top_p_token_offsets": [_kept_offsets(s, p) for s, p in zip(samples, packed, strict=True)],
+        "rollout_top_p_token_offsets": [_as_int32(s.rollout_top_p_token_offsets) for s in samples],
     }
+    _drop_halves_of_kept_sets(optional, masks)
     for name, rows in optional.items():
-        column = _optional_rows(samples, rows, name)
+        column = _optional_rows(samples, masks, rows, name)
         if column is not None:
             batch[name] = column
     if any(s.train_metadata is not None for s in samples):
@@ -216,12 +217,6 @@ def _pack(sample: Sample) -> PackedSample:
     return pack_sample(sample)
 
 
-def _kept_offsets(sample: Sample, packed: PackedSample) -> np.ndarray | None:
-    if sample.response_length == 0:
-        return np.zeros(packed.response_length + 1, np.int32)
-    return _as_int32(sample.rollout_top_p_token_offsets)
-
-
 def _as_int32(values: Any) -> np.ndarray | None:
     return None if values is None else np.asarray(values, np.int32)
 
@@ -235,18 +230,45 @@ def _require_prompts(samples: Sequence[Sample], packed: Sequence[PackedSample]) 
             )
 
 
-def _optional_rows(samples: Sequence[Sample], rows: list[Any], field: str) -> list[np.ndarray] | None:
-    """`rows` when every sample has one, None when none has."""
-    # A sample without response tokens has nothing to be missing.
-    missing = [s.index for s, row in zip(samples, rows, strict=True) if row is None and s.response_length > 0]
-    if len(missing) == sum(s.response_length > 0 for s in samples):
+def _drop_halves_of_kept_sets(optional: dict[str, list[np.ndarray | None]], masks: Sequence[np.ndarray]) -> None:
+    """Ids of kept tokens are read by their offsets: a sample that trains nothing has both or neither."""
+    halves = optional["rollout_top_p_token_ids"], optional["rollout_top_p_token_offsets"]
+    for row, mask in enumerate(masks):
+        if not mask.any() and any(half[row] is None for half in halves):
+            for half in halves:
+                half[row] = None
+
+
+def _optional_rows(
+    samples: Sequence[Sample], masks: Sequence[np.ndarray], rows: list[np.ndarray | None], field: str
+) -> list[np.ndarray] | None:
+    """A row for every sample, or None when no sample has one that counts.
+
+    A sample whose mask is all zero may have none: whatever stands there is read by nobody, and zeros (no kept tokens) have
+    the length that the trainer expects.
+
+    Raises:
+        UserError: some of the samples that train have a row and others have none.
+    """
+    trained = [bool(mask.any()) for mask in masks]
+    # Where nothing is trained at all, what there is may still be reported.
+    counts = trained if any(trained) else [s.response_length > 0 for s in samples]
+    present = [row is not None for row, counted in zip(rows, counts, strict=True) if counted]
+    if not any(present):
         return None
+    missing = [s.index for s, row, trains in zip(samples, rows, trained, strict=True) if row is None and trains]
     if missing:
         raise UserError(
             f"{len(missing)} of {len(samples)} samples have no `{field}` (sample indices {missing[:5]}); "
-            "the function that sets it, of generation or of rewards, must do so for all samples of a step or for none"
+            "the function that sets it, of generation or of rewards, must do so for all samples of a step that train, or "
+            "for none"
         )
-    return [np.empty(0, np.float32) if row is None else row for row in rows]
+    return [_neutral_row(field, len(mask)) if row is None else row for row, mask in zip(rows, masks, strict=True)]
+
+
+def _neutral_row(field: str, response_length: int) -> np.ndarray:
+    lengths = {"rollout_top_p_token_ids": 0, "rollout_top_p_token_offsets": response_length + 1}
+    return np.zeros(lengths.get(field, response_length), _TOKEN_DTYPES[field])
 
 
 def _shard(batch: TrainBatch, schedule: DPSchedule, rank: int) -> TrainBatch:

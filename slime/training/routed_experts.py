@@ -25,9 +25,7 @@ def routed_experts_column(args: argparse.Namespace, samples: Sequence[Sample]) -
     Raises:
         UserError: a sample that trains has none.
     """
-    lacking = [
-        s.index for s in samples if s.rollout_routed_experts is None and not (s.remove_sample or not s.response_length)
-    ]
+    lacking = [s.index for s in samples if s.rollout_routed_experts is None and _trains(s)]
     if lacking:
         raise UserError(
             f"--use-rollout-routing-replay: {len(lacking)} of {len(samples)} samples have no `{COLUMN}` (sample indices "
@@ -37,6 +35,10 @@ def routed_experts_column(args: argparse.Namespace, samples: Sequence[Sample]) -
     return [
         nothing if s.rollout_routed_experts is None else np.asarray(s.rollout_routed_experts, np.int32) for s in samples
     ]
+
+
+def _trains(sample: Sample) -> bool:
+    return not sample.remove_sample and sample.effective_response_length > 0
 
 
 def check_routed_experts(args: argparse.Namespace, batch: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ import select
 import signal
 import stat
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,6 +41,8 @@ class ChildProcess:
         self._env = None if env is None else dict(env)
         self._process: subprocess.Popen | None = None
         self._lifeline: int | None = None
+        # An ended process is collected once, whichever of our threads asks first.
+        self._collecting = threading.RLock()
 
     def start(self) -> None:
         """Start the process; returns as soon as it exists. May be called once.
@@ -73,12 +76,13 @@ class ChildProcess:
 
         When it has ended, what is left of its process group is ended too.
         """
-        if self._process is None or self._process.returncode is not None:
-            return None if self._process is None else self._process.returncode
-        if os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            return None
-        self._reap()
-        return self._process.returncode
+        with self._collecting:
+            if self._process is None or self._process.returncode is not None:
+                return None if self._process is None else self._process.returncode
+            if os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return None
+            self._reap()
+            return self._process.returncode
 
     def wait(self, timeout: float) -> int | None:
         """Wait up to `timeout` seconds for the end; the exit status, or None when it still runs."""
@@ -97,12 +101,15 @@ class ChildProcess:
             return None
         if self.poll() is None:
             if timeout > 0:
-                self._signal_group(signal.SIGTERM)
+                with self._collecting:
+                    if self.poll() is None:
+                        self._signal_group(signal.SIGTERM)
                 self.wait(timeout)
-            if self.poll() is None:
-                self._signal_group(signal.SIGKILL)
-                os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-                self._reap()
+            with self._collecting:
+                if self.poll() is None:
+                    self._signal_group(signal.SIGKILL)
+                    os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+                    self._reap()
         return self._process.returncode
 
     def log_tail(self, lines: int = 30) -> str:
@@ -111,7 +118,11 @@ class ChildProcess:
 
     def describe_end(self, lines: int = 30) -> str:
         """One text for an error message: exit status in words, path of the log and its last lines."""
-        return f"{describe_exit_status(self.poll())}; log {self.log_path} ends with:\n{self.log_tail(lines)}"
+        return f"{describe_exit_status(self.poll())}; {self.describe_log(lines)}"
+
+    def describe_log(self, lines: int = 30) -> str:
+        """Path of the log and its last lines, for error messages."""
+        return f"log {self.log_path} ends with:\n{self.log_tail(lines)}"
 
     def _signal_group(self, signal_number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -87,7 +87,26 @@ def iterate_rows(
 
 def raise_bad_row(place: str, cause: str) -> None:
     """The default handler of bad rows."""
-    raise UserError(f"{place}: {cause}; mend the row, or skip and count such rows with --allow-bad-rows")
+    raise UserError(bad_row(place, cause))
+
+
+def bad_row(place: str, cause: str) -> str:
+    """The message about a row that cannot be used."""
+    return f"{place}: {cause}; mend the row, or skip and count such rows with --allow-bad-rows"
+
+
+def estimated_rows(path: str) -> int:
+    """About how many rows `path` has, whole or slice: from the length of its first lines, or from the parquet footer."""
+    file = parse_data_path(path)
+    if file.path.endswith(".parquet"):
+        from pyarrow import parquet
+
+        total = parquet.read_metadata(file.path).num_rows
+    else:
+        with open(file.path, "rb") as content:
+            start = content.read(2**16)
+        total = os.path.getsize(file.path) * max(1, start.count(b"\n")) // max(1, len(start))
+    return len(range(total)[file.start : file.stop])
 
 
 def fingerprint(path: str, flag: str = "--prompt-data") -> dict[str, Any]:

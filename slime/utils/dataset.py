@@ -10,23 +10,26 @@ from __future__ import annotations
 import gc
 import json
 import logging
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from slime.utils.data_files import fingerprint, iterate_rows, raise_bad_row, read_file
+from slime.utils.data_files import bad_row, fingerprint, iterate_rows, raise_bad_row, read_file
 from slime.utils.errors import UserError
 from slime.utils.processing_utils import render_chat, require_chat_template
 from slime.utils.types import Sample
 
-__all__ = ["Dataset", "check_first_row", "epoch_permutation", "filter_long_prompt", "read_file"]
+__all__ = ["Dataset", "check_first_row", "epoch_permutation", "filter_long_prompt", "read_file", "scan_rows"]
 
 logger = logging.getLogger(__name__)
 
 _TOKENIZE_BATCH = 1024
+# A scan says no more than this about one file: the next ones are most often of the same kind.
+_MOST_PROBLEMS = 5
 
 
 class Dataset:
@@ -158,6 +161,62 @@ def check_first_row(
     if not unreadable:
         raise UserError(f"{flag} {path}: holds no rows")
     return None
+
+
+@dataclass(frozen=True)
+class RowScan:
+    """What a look at the rows of one file found: messages that name file and line, the number of rows that were read, and
+    whether these were all."""
+
+    problems: tuple[str, ...]
+    rows: int
+    finished: bool
+
+
+def scan_rows(
+    path: str,
+    *,
+    prompt_key: str | None,
+    label_key: str | None,
+    tool_key: str | None,
+    metadata_key: str | None,
+    flag: str,
+    objection: Callable[[Sample], str | None],
+    deadline: float,
+    advance: Callable[[], object] = lambda: None,
+) -> RowScan:
+    """Read rows as `Dataset` does, without a tokenizer, until `deadline`; a few problems end it too.
+
+    Args:
+        objection: why a row that can be read is of no use to the run all the same; None when it is.
+        deadline: on the clock of `time.monotonic`, seconds.
+        advance: called after each row.
+
+    Raises:
+        UserError: what is wrong with the file as a whole.
+    """
+    problems: list[str] = []
+    reader = _RowReader(_Keys(prompt_key, label_key, tool_key, metadata_key), None, {})
+    keys: _Keys | None = None
+    rows = 0
+
+    def on_bad_row(place: str, cause: str) -> None:
+        problems.append(bad_row(place, cause))
+
+    for place, row in iterate_rows(path, flag, on_bad_row):
+        keys = keys or reader.keys.resolve(row, place)
+        try:
+            cause = objection(reader.read(row, keys))
+        except _BadRow as error:
+            problems.append(bad_row(place, str(error)))
+        else:
+            if cause is not None:
+                problems.append(f"{place}: {cause}")
+        rows += 1
+        advance()
+        if len(problems) >= _MOST_PROBLEMS or time.monotonic() > deadline:
+            return RowScan(tuple(problems), rows, finished=False)
+    return RowScan(tuple(problems), rows, finished=True)
 
 
 @contextmanager

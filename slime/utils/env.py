@@ -1,6 +1,7 @@
 """Every environment variable that changes this program's behaviour is read here and nowhere else."""
 
 import os
+import re
 from pathlib import Path
 
 
@@ -38,6 +39,17 @@ def visible_devices() -> list[str] | None:
     return None if value is None else [part.strip() for part in value.split(",") if part.strip() not in ("", "-1")]
 
 
+# The dynamic loader, the allocator and the interpreter read these before a process runs its first line of ours, and the
+# libraries of threads when numpy is imported, which Ray does.
+_READ_AT_PROCESS_START = ("LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_")
+_OF_THE_INTERPRETER = re.compile("PYTHON[A-Z]")
+
+
+def is_read_at_process_start(name: str) -> bool:
+    """Whether the variable `name` has no effect on a process that sets it itself."""
+    return name.startswith(_READ_AT_PROCESS_START) or _OF_THE_INTERPRETER.match(name) is not None
+
+
 def actor_environment() -> dict[str, str]:
     """What every Ray actor of a run is started with: Ray must not hide devices, since ranks and engines choose by index.
 
@@ -53,6 +65,18 @@ def actor_environment() -> dict[str, str]:
     return {**variables, **{name: os.environ[name] for name in handed_on if name in os.environ}}
 
 
+def start_command() -> str | None:
+    """`SLIME_START_COMMAND`: the command of the script that started this run, for messages that say how to start again."""
+    return os.environ.get("SLIME_START_COMMAND") or None
+
+
 def ray_address() -> str | None:
     """`RAY_ADDRESS`: the cluster to join (set by `ray job submit` and by users); None starts a local one."""
     return os.environ.get("RAY_ADDRESS") or None
+
+
+def ray_token_is_given() -> bool:
+    """Whether a Ray that starts here gets its token elsewhere than from `~/.ray/auth_token`, or asks for none."""
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return True
+    return bool(os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"))

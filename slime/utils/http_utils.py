@@ -15,6 +15,7 @@ import contextlib
 import json as standard_json
 import logging
 import socket
+import time
 import weakref
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_DELAY_S = 1.0
 CONNECT_TIMEOUT_S = 30.0
+# A failure of the same address and status is told of again after this time.
+_SAME_FAILURE_SECONDS = 30.0
 _BODY_CHARACTERS_IN_MESSAGES = 2000
 # Below this a thread costs more than parsing: 400 tokens, a tenth of a millisecond.
 _THREAD_FROM_BYTES = 16 * 2**10
@@ -82,6 +85,7 @@ _settings = HttpSettings()
 # Parsing leaves the interpreter to others, so more threads than a few only help where cores are idle.
 _decoders = ThreadPoolExecutor(max_workers=4, thread_name_prefix="slime-decode")
 _engine_origins: set[str] = set()
+_told_until: dict[tuple[str, int | None], float] = {}
 _clients: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopClient]" = weakref.WeakKeyDictionary()
 
 
@@ -206,9 +210,19 @@ async def _send(
                 url=url,
             ) from error
         if attempt < attempts:
-            logger.log(logging.WARNING if attempt == 1 else logging.DEBUG, "%s; attempt %d", failure, attempt)
+            told = attempt == 1 and _is_news(url, failure.status)
+            logger.log(logging.WARNING if told else logging.DEBUG, "%s; attempt %d", failure, attempt)
             await asyncio.sleep(RETRY_DELAY_S)
     raise HttpError(f"{failure} ({attempts} attempts)", url=url, status=failure.status, body=failure.body)
+
+
+def _is_news(url: str, status: int | None) -> bool:
+    """Whether a failure of this kind was not told of lately: all requests in flight fail when an engine does."""
+    now, key = time.monotonic(), (url, status)
+    if now < _told_until.get(key, 0.0):
+        return False
+    _told_until[key] = now + _SAME_FAILURE_SECONDS
+    return True
 
 
 def _status_error(method: str, url: str, status: int, content: bytes) -> HttpError:

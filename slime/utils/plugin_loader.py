@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -45,7 +45,9 @@ def load_function(path: str, flag: str | None = None, *, batched: bool = False) 
         UserError: malformed path, failing import, missing or ambiguous name, or something that is not callable.
     """
     if not isinstance(path, str) or not path.strip():
-        raise UserError(f"{_subject(flag, path)}: a plug-in path is a string like pkg.mod.function or file.py:function")
+        raise UserError(
+            f"{subject_of(flag, path)}: a plug-in path is a string like pkg.mod.function or file.py:function"
+        )
     path = path.strip()
     file, attribute = _split_file_path(path)
     # Relative files are keyed by their absolute path: the same text may mean another file after a change of directory.
@@ -55,7 +57,7 @@ def load_function(path: str, flag: str | None = None, *, batched: bool = False) 
 
 @functools.cache
 def _load_cached(key: str, path: str, flag: str | None, batched: bool) -> Any:
-    subject = _subject(flag, path)
+    subject = subject_of(flag, path)
     file, attribute = _split_file_path(path)
     if file is not None:
         module = _load_file(file, subject)
@@ -65,8 +67,8 @@ def _load_cached(key: str, path: str, flag: str | None, batched: bool) -> Any:
             else _resolve_by_convention(module, flag, batched, subject)
         )
     else:
-        module_name, separator, attribute = path.partition(":") if ":" in path else path.rpartition(".")
-        if not separator or not module_name or not attribute:
+        _, module_name, attribute = split_path(path)
+        if not module_name or not attribute:
             raise UserError(f"{subject}: expected module.attribute, module:attribute, file.py:attribute or file.py")
         found = _resolve(_import_module(module_name, subject), attribute, subject)
     if not callable(found):
@@ -79,13 +81,23 @@ def file_of_path(path: str) -> str | None:
     return _split_file_path(path.strip())[0]
 
 
-def _subject(flag: str | None, path: Any) -> str:
+def subject_of(flag: str | None, path: Any) -> str:
+    """How messages call a plug-in path."""
     return f"{flag} {path!s}" if flag else f"plug-in path {path!s}"
 
 
 def _split_file_path(path: str) -> tuple[str | None, str]:
     match = re.fullmatch(r"(.+\.py)(?::([\w.]+))?", path)
     return (match[1], match[2] or "") if match else (None, "")
+
+
+def split_path(path: str) -> tuple[str | None, str, str]:
+    """File (None: a module is named), module and attribute of a plug-in path; what it does not name is empty."""
+    file, attribute = _split_file_path(path)
+    if file is not None:
+        return file, "", attribute
+    module, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    return None, module, attribute
 
 
 def _import_module(name: str, subject: str) -> ModuleType:
@@ -134,14 +146,18 @@ def _resolve(module: ModuleType, attribute: str, subject: str) -> Any:
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
-            names = [name for name in vars(found) if not name.startswith("_")] if hasattr(found, "__dict__") else []
-            near = difflib.get_close_matches(part, names, n=1)
-            hint = (
-                f"; did you mean {near[0]!r}?" if near else f"; it has: {', '.join(sorted(names)) or 'nothing public'}"
-            )
-            raise UserError(f"{subject}: {_name_of(found)} has no attribute {part!r}{hint}")
+            names = vars(found) if hasattr(found, "__dict__") else ()
+            raise UserError(no_attribute(subject, _name_of(found), part, names))
         found = getattr(found, part)
     return found
+
+
+def no_attribute(subject: str, owner: str, part: str, names: Iterable[str]) -> str:
+    """The message about an attribute that `owner` lacks, which has `names`."""
+    public = [name for name in names if not name.startswith("_")]
+    near = difflib.get_close_matches(part, public, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; it has: {', '.join(sorted(public)) or 'nothing public'}"
+    return f"{subject}: {owner} has no attribute {part!r}{hint}"
 
 
 def _name_of(found: Any) -> str:
@@ -149,12 +165,9 @@ def _name_of(found: Any) -> str:
 
 
 def _resolve_by_convention(module: ModuleType, flag: str | None, batched: bool, subject: str) -> Any:
-    kind = flag.removeprefix("--").replace("-", "_").removesuffix("_path") if flag else ""
-    names = _CONVENTIONAL_NAMES.get(kind, (kind.removeprefix("custom_"),))
-    if kind == "custom_rm":
-        names = ("batched_custom_rm", *names) if batched else names
+    names = conventional_names(flag, batched)
     for name in names:
-        if name and hasattr(module, name):
+        if hasattr(module, name):
             return getattr(module, name)
     own = {
         name: value
@@ -163,15 +176,31 @@ def _resolve_by_convention(module: ModuleType, flag: str | None, batched: bool, 
         and (inspect.isfunction(value) or inspect.isclass(value))
         and value.__module__ == module.__name__
     }
-    if kind == "custom_rm":
+    if _kind_of(flag) == "custom_rm":
         reward_classes = [value for value in own.values() if hasattr(value, "compute_reward")]
         if len(reward_classes) == 1:
             return reward_classes[0]
     if len(own) == 1:
         return next(iter(own.values()))
-    tried = ", ".join(filter(None, names)) or "none"
-    candidates = ", ".join(sorted(own)) or "no public function or class"
-    raise UserError(
-        f"{subject}: the file defines {candidates}; name one after a colon (file.py:name), "
-        f"or use a conventional name ({tried})"
+    raise UserError(no_conventional_name(subject, own, names))
+
+
+def conventional_names(flag: str | None, batched: bool) -> tuple[str, ...]:
+    """The names that are looked for in a bare `file.py`, in their order."""
+    kind = _kind_of(flag)
+    names = _CONVENTIONAL_NAMES.get(kind, (kind.removeprefix("custom_"),))
+    if kind == "custom_rm" and batched:
+        names = ("batched_custom_rm", *names)
+    return tuple(filter(None, names))
+
+
+def no_conventional_name(subject: str, own: Iterable[str], tried: Iterable[str]) -> str:
+    """The message about a bare file that defines `own` and none of the names that were `tried`."""
+    return (
+        f"{subject}: the file defines {', '.join(sorted(own)) or 'no public function or class'}; name one after a colon "
+        f"(file.py:name), or use a conventional name ({', '.join(tried) or 'none'})"
     )
+
+
+def _kind_of(flag: str | None) -> str:
+    return flag.removeprefix("--").replace("-", "_").removesuffix("_path") if flag else ""

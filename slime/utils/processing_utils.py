@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
@@ -33,7 +34,27 @@ def require_chat_template(tokenizer: Any, reason: str) -> None:
     """Raise UserError, naming the tokenizer and `reason`, when it has no chat template."""
     if not getattr(tokenizer, "chat_template", None):
         name = getattr(tokenizer, "name_or_path", "") or "of --hf-checkpoint"
-        raise UserError(f"{reason}, but the tokenizer {name} has no chat template")
+        raise UserError(no_chat_template(reason, name))
+
+
+def no_chat_template(reason: str, name: str) -> str:
+    """The message about a tokenizer that has no chat template although `reason`."""
+    return f"{reason}, but the tokenizer {name} has no chat template; put one there as chat_template.jinja"
+
+
+def lacks_chat_template(directory: str) -> bool:
+    """Whether the tokenizer in a Hugging Face directory has no chat template for sure, from its files alone.
+
+    Loading the tokenizer takes seconds. Code of its own, or a file of another format, may bring a template along.
+    """
+    try:
+        with open(os.path.join(directory, "tokenizer_config.json"), encoding="utf-8") as file:
+            config = json.load(file)
+    except (OSError, ValueError):
+        return False  # whoever loads the tokenizer says what is wrong with it
+    named = ("chat_template.jinja", "chat_template.json", "additional_chat_templates", "tekken.json")
+    elsewhere = any(os.path.exists(os.path.join(directory, name)) for name in named)
+    return not elsewhere and not config.get("chat_template") and "auto_map" not in config
 
 
 def render_chat(

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _GROUP_NAME = "slime-pp_0"
-_CONTROL_TIMEOUT_SECONDS = 300.0
+# Between the end of an engine's own time limit and its answer.
+_ANSWER_SECONDS = 30.0
 _AFTER_FAILURE_SECONDS = 10.0
 
 
@@ -42,7 +43,7 @@ class ProcessGroupWeightUpdater:
     """Pushes the tensors of `named_tensor_buckets()` to all connected engines.
 
     Args:
-        args: reads `distributed_timeout_minutes`.
+        args: reads `distributed_timeout_minutes`, `http_control_timeout` and `engine_load_timeout`.
         named_tensor_buckets: a fresh iterator over buckets of (HF name, tensor) for each push; the same on every rank.
         is_source_rank: whether this rank is the one that talks to the engines.
         expected_names: names of the engines' checkpoint; None skips the comparison.
@@ -58,7 +59,9 @@ class ProcessGroupWeightUpdater:
         self._named_tensor_buckets = named_tensor_buckets
         self._is_source_rank = is_source_rank
         self._expected_names = expected_names
-        self._timeout = 60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10)
+        self._timeout = 60.0 * args.distributed_timeout_minutes
+        # Engines put what they received in place when a push ends, which takes the longer the larger the model is.
+        self._control_timeout = max(args.http_control_timeout, args.engine_load_timeout) + _ANSWER_SECONDS
         self._engines: Sequence[Any] = ()
         self._group: Any = None
         self._in_flight: tuple[list[Any], _Background] | None = None
@@ -232,11 +235,11 @@ class ProcessGroupWeightUpdater:
 
     # -- engines ----------------------------------------------------------------------------------------------------
 
-    def _call_all(self, method: str, *arguments: Any, timeout: float = _CONTROL_TIMEOUT_SECONDS) -> list[Any]:
+    def _call_all(self, method: str, *arguments: Any, timeout: float | None = None) -> list[Any]:
         from slime.observability.waiting import wait_for_all
 
         answers = [getattr(engine, method).remote(*arguments) for engine in self._engines]
-        return wait_for_all(answers, f"weight push, {method} of the engines", timeout)
+        return wait_for_all(answers, f"weight push, {method} of the engines", timeout or self._control_timeout)
 
     def _set_and_check_version(self, version: str) -> None:
         self._call_all("set_weight_version", version)
@@ -256,7 +259,8 @@ class ProcessGroupWeightUpdater:
         """Wait for the HTTP half and the collective half; the first error of either ends the wait."""
         from slime.observability.waiting import wait_for_all
 
-        wait_for_all(answers, name, self._timeout, on_poll=collective.raise_error)
+        flag = "--distributed-timeout-minutes"
+        wait_for_all(answers, name, self._timeout, on_poll=collective.raise_error, flag=flag)
         collective.join(self._timeout, name)
 
 

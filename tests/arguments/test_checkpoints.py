@@ -107,6 +107,17 @@ def test_first_launch_may_hold_only_its_own_leftovers(tmp_path):
     assert parse(tmp_path, "--load", str(run), "--save", str(run)).initial_weights.kind == "hf"
 
 
+def test_a_refusal_stands_alone(tmp_path, caplog):
+    """What a run would have begun with is no help to somebody whose flags are refused."""
+    run = str(tmp_path / "run")
+    sources = ["--load", run, "--save", run, "--use-kl-loss", "--ref-load", str(tmp_path / "model")]
+    with caplog.at_level("INFO"), pytest.raises(UserError):
+        parse(tmp_path, *sources, "--eps-clip", "-1")
+    with caplog.at_level("INFO"), pytest.raises(UserError):
+        parse(tmp_path, "--eps-clip", "-1")
+    assert [record.getMessage() for record in caplog.records] == []
+
+
 def test_missing_step_is_an_error(tmp_path):
     run = megatron_checkpoint(tmp_path / "run")
     with pytest.raises(UserError, match="--ckpt-step 9: .*iter_0000009 does not exist"):

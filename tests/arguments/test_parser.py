@@ -14,7 +14,7 @@ from slime.arguments.help_text import groups_of
 from slime.arguments.not_yet import own
 from slime.arguments.parser import build_parser, parse_known
 from slime.utils.errors import UserError
-from tests.support.args import command_line, parse
+from tests.support.args import command_line, parse, write_rows
 from tests.support.rules import violations
 
 SOURCE = Path(__file__).parents[2] / "slime"
@@ -116,29 +116,49 @@ def test_a_value_of_a_switch_is_answered_with_what_to_type(word, message):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "name", "value", "told"),
     [
-        ("--prompt-data a --prompt-data b", "--prompt-data stands twice with different values"),
-        ("--rollout-stop a --lr 1 --rollout-stop b", "--rollout-stop stands twice"),
+        ("--lr 1 --seed 3 --lr 2 --lr 2", "lr", 2.0, "--lr 2.0 holds, not 1.0, which stands before it"),
+        ("--prompt-data a b --prompt-data c", "prompt_data", ["c"], "--prompt-data c holds, not a b, which stands before it"),
+        ("--rollout-stop a --lr 1 --rollout-stop b c", "rollout_stop", ["b", "c"], "--rollout-stop b c holds, not a,"),
+        ("--lr 1 --lr 2 --lr 3", "lr", 3.0, "--lr 3.0 holds, not 1.0 and 2.0, which stand before it"),
         (
             "--router-policy random --sglang-router-strategy round_robin",
-            "--router-policy 'random' and --sglang-router-strategy 'round_robin' are two names of one flag; keep one",
+            "router_policy", "round_robin",
+            "--sglang-router-strategy round_robin holds, not --router-policy random, which stands before it: two names of one",
         ),
-        ("--sglang-dp 1 --sglang-dp-size 2", "--sglang-dp 1 and --sglang-dp-size 2 are two names"),
+        ("--sglang-dp 1 --sglang-dp-size 2", "sglang_dp_size", 2, "--sglang-dp-size 2 holds, not --sglang-dp 1,"),
+        ("--moe-layer-freq 1 --moe-layer-freq 2", "moe_layer_freq", 2, "--moe-layer-freq 2 holds, not 1,"),
+        ("--offload-train --no-offload-train", "offload_train", False, "--no-offload-train holds, not --offload-train,"),
+        ("--wandb-key SEKRET --wandb-key SEKRET2", "wandb_key", "SEKRET2", "--wandb-key <redacted> holds, not <redacted>,"),
     ],
-)
-def test_two_values_of_which_one_would_win_in_silence(words, message):
+)  # fmt: skip
+def test_the_last_value_holds_and_one_line_says_so(words, name, value, told, caplog):
     parser = build_parser()
     for _ in range(2):
-        with pytest.raises(UserError, match=re.escape(message)):
-            parser.parse(words.split())
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            args = parse_known(parser, words.split())
+        assert getattr(args, name) == value
+        [line] = [record.getMessage() for record in caplog.records]
+        assert line.startswith(told) and "SEKRET" not in line
 
 
-def test_what_may_be_given_again():
-    words = "--lr 1 --lr 2 --sglang-dp 2 --sglang-dp-size 2 --prompt-data a --prompt-data a --offload-train --no-offload-train"
-    args = build_parser().parse([*words.split(), *["--eval-prompt-data", "a", "p", "--eval-prompt-data", "b", "q"]])
-    assert (args.lr, args.sglang_dp_size, args.prompt_data, args.offload_train) == (2.0, 2, ["a"], False)
+def test_equal_values_and_sets_that_add_up_are_not_worth_a_line(caplog):
+    words = "--lr 2 --lr 2.0 --sglang-dp 2 --sglang-dp-size 2 --prompt-data a --prompt-data a --offload-train --offload-train"
+    with caplog.at_level("INFO"):
+        args = parse_known(
+            build_parser(), [*words.split(), *["--eval-prompt-data", "a", "p", "--eval-prompt-data", "b", "q"]]
+        )
+    assert (args.lr, args.sglang_dp_size, args.prompt_data, args.offload_train) == (2.0, 2, ["a"], True)
     assert args.eval_prompt_data == ["a", "p", "b", "q"]
+    assert caplog.records == []
+
+
+def test_what_a_launch_script_sets_is_replaced_behind_it(tmp_path):
+    """The words of a script, and then those of its user."""
+    args = parse(tmp_path, "--prompt-data", str(write_rows(tmp_path / "mine.jsonl")), "--num-rollout", "9")
+    assert (args.prompt_data, args.num_rollout) == (str(tmp_path / "mine.jsonl"), 9)
 
 
 @pytest.mark.parametrize("words", ["--wandb-key a SEKRET", "--wandb-key=a SEKRET"])

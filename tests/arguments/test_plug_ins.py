@@ -44,7 +44,7 @@ def test_a_package_that_does_not_exist_is_told_without_an_import(tmp_path, monke
     assert any("'my'" in note for note in parse(tmp_path, "--custom-rm-path", "my.f", "--dry-run").plan_notes)
     # Ray's workers look where the command was typed.
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_rewards.py").write_text("raise SystemExit\n")
+    (tmp_path / "my_rewards.py").write_text("raise SystemExit\ndef grade(args, sample): ...\n")
     parse(tmp_path, "--custom-rm-path", "my_rewards.grade")
 
 
@@ -53,3 +53,22 @@ def test_ranks_may_have_a_search_path_of_their_own(tmp_path):
     variables = ["--train-env-vars", '{"PYTHONPATH": "/elsewhere"}']
     assert "'my'" in violations(tmp_path, words)[0]
     parse(tmp_path, *words, *variables)
+
+
+def test_a_misspelt_name_is_told_before_anything_starts_and_nothing_is_run(tmp_path):
+    plug_in = tmp_path / "rewards.py"
+    plug_in.write_text("raise SystemExit\ndef grade(args, sample): ...\ndef other(args, sample): ...\n")
+    assert violations(
+        tmp_path, ["--custom-rm-path", f"{plug_in}:grad", "--rollout-sample-hook-path", f"{plug_in}"]
+    ) == [
+        f"--custom-rm-path {plug_in}:grad: {plug_in} has no attribute 'grad'; did you mean 'grade'?",
+        f"--rollout-sample-hook-path {plug_in}: the file defines grade, other; name one after a colon (file.py:name), or use "
+        "a conventional name (rollout_sample_hook)",
+    ]
+    parse(tmp_path, "--custom-rm-path", f"{plug_in}:grade")
+
+
+def test_a_misspelt_name_of_ours_is_told(tmp_path):
+    path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_sdt"
+    (line,) = violations(tmp_path, ["--dynamic-sampling-filter-path", path])
+    assert line.endswith("has no attribute 'check_reward_nonzero_sdt'; did you mean 'check_reward_nonzero_std'?")

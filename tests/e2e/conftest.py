@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.support.tiny_task import PLUG_INS, TinyTask, make_tiny_task
-from tests.support.train_process import TrainProcess
+from tests.support.train_process import ListeningSocket, TrainProcess
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +19,12 @@ class LoopRun:
     process: TrainProcess
     checkpoints: Path
     dumps: Path
+    # What was seen while it ran: every socket that listened, and the directory of its Ray.
+    listening: list[ListeningSocket] = dataclasses.field(default_factory=list)
+    ray_sessions: set[Path] = dataclasses.field(default_factory=set)
+
+
+PLANTED_SECRET = "a-secret-that-may-stand-nowhere"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +43,8 @@ class LoopCommand:
             "--save", checkpoints, "--load", checkpoints, "--save-interval", "3",
             "--eval-interval", "6", "--eval-prompt-data", "held_out", self.task.evaluation,
             "--save-debug-rollout-data", dumps / "{rollout_id}.pt",
+            "--rollout-data-postprocess-path", f"{PLUG_INS}:hashed_token",
+            "--train-env-vars", json.dumps({"HUB_TOKEN": PLANTED_SECRET}),
         ]  # fmt: skip
         return LoopRun(TrainProcess(flags, directory, env), checkpoints, dumps)
 
@@ -56,6 +65,9 @@ def finished_run(loop_command, tmp_path_factory) -> LoopRun:
     directory = tmp_path_factory.mktemp("whole")
     run = loop_command.run(directory, {"E2E_KEY_FILE": str(directory / "key")})
     with run.process as process:
+        process.wait_for_line(r"rollout \d/6\b", 300)
+        run.listening.extend(process.listening())
+        run.ray_sessions.update(process.ray_sessions())
         process.wait_for_success(400)
         process.assert_no_process_left()
     return run

@@ -58,7 +58,7 @@ def test_rollouts_alone_start_no_training_rank(rollouts):
     assert sorted(process.scalars("rollout/raw_reward")) == list(ROLLOUTS)
     assert not any(tag.startswith("train/") for tag in process.scalar_tags())
     assert "weights version" not in process.output()
-    assert "rollout 2/2 | reward" in process.output()
+    assert "rollout 1 (2/2) | reward" in process.output()
 
 
 def test_training_alone_starts_no_engine(trained):

@@ -13,10 +13,11 @@ import threading
 
 import pytest
 
-from tests.support.args import with_words
 from tests.support.tiny_task import PLUG_INS
 from tests.support.train_process import TrainProcess
 
+# What trackers, ranks and Ray take to end, beside eight runs on two cores.
+LEAVING_SECONDS = 30
 CLOCK = r"\d\d:\d\d:\d\d "
 
 
@@ -68,7 +69,7 @@ def test_bad_input_ends_before_anything_starts(flags, tmp_path, words, message):
     files["empty"].touch()
     files["no_prompt"].write_text('{"question": "1+1", "label": "2"}\n')
     words = [word.format(**files) for word in words]
-    shown = run_to_error(with_words(flags, words), tmp_path / "run", 2, timeout=60)
+    shown = run_to_error([*flags, *words], tmp_path / "run", 2, timeout=60)
     assert shown.startswith(message.format(**files))
     assert len(shown.splitlines()) == 1
     assert_ended_at_once(tmp_path / "run")
@@ -174,6 +175,29 @@ def test_an_engine_that_does_not_start_shows_the_end_of_its_log(flags, tmp_path)
     assert any("JSONDecodeError" in line for line in log)
 
 
+@pytest.mark.parametrize("asked", [True, False], ids=["requests in flight", "nothing asked"])
+def test_a_killed_scheduler_ends_the_run_by_its_name(flags, tmp_path, asked):
+    words = ["--custom-generate-function-path", f"{PLUG_INS}:marked_generate", "--rollout-num-gpus", "1"]
+    with TrainProcess([*flags, *words], tmp_path, {"E2E_HOLD_ROLLOUT": "0"}) as process:
+        process.wait_for_line("holding rollout 0", 200)
+        (scheduler,) = [pid for pid, command in process.processes().items() if command.startswith("sglang::scheduler")]
+        if asked:
+            # Requests that nobody answers, and then nobody can.
+            os.kill(scheduler, signal.SIGSTOP)
+            (tmp_path / "go").touch()
+            process.wait_for_line("going on with rollout 0", 30)
+        os.kill(scheduler, signal.SIGKILL)
+        assert process.wait(10 + LEAVING_SECONDS) == 1, process.output()
+        process.assert_no_process_left()
+    output = process.output()
+    (message,) = re.split(f"^{CLOCK}ERROR: ", output, flags=re.MULTILINE)[1:]
+    first, *log = message.splitlines()
+    assert re.match(rf"engine 0 died: its scheduler_0 \(process {scheduler}\): ended by SIGKILL .*ends with:$", first)
+    assert 0 < len(log) <= 12
+    # All samples' requests failed at once, in one of a few ways each.
+    assert output.count("WARNING") <= 3 and "Traceback" not in output
+
+
 # -- the end by signal -------------------------------------------------------------------------------------------------
 
 
@@ -183,9 +207,10 @@ def test_an_engine_that_does_not_start_shows_the_end_of_its_log(flags, tmp_path)
     ids=["ctrl-c", "sigterm"],
 )
 def test_a_signal_while_samples_are_generated_ends_everything(flags, tmp_path, number, status, word):
-    words = ["--custom-generate-function-path", f"{PLUG_INS}:marked_generate"]
-    with TrainProcess([*flags, *words], tmp_path, {"E2E_HOLD_ROLLOUT": "0"}) as process:
-        process.wait_for_line("holding rollout 0", 200)
+    save = tmp_path / "checkpoints"
+    words = ["--custom-generate-function-path", f"{PLUG_INS}:marked_generate", "--save", save, "--save-interval", "1"]
+    with TrainProcess([*flags, *words], tmp_path, {"E2E_HOLD_ROLLOUT": "1"}) as process:
+        process.wait_for_line("holding rollout 1", 200)
         running = " ".join(process.processes().values())
         assert all(part in running for part in ("RankProcess", "EngineActor", "router_process", "server_process"))
         # Ctrl-C reaches all processes of the terminal's foreground group, a plain SIGTERM only the driver.
@@ -193,5 +218,10 @@ def test_a_signal_while_samples_are_generated_ends_everything(flags, tmp_path, n
         send(number)
         assert process.wait(60) == status, process.output()
         process.assert_no_process_left()
-    assert f"stopped by {word}" in process.output()
-    assert "Traceback" not in process.output()
+    output = process.output()
+    assert "Traceback" not in output and "WARNING" not in output and "\x1b" not in output
+    # The way out is quiet, and the last lines say where it leads on.
+    stopped, kept, go_on = re.split(f"^{CLOCK}", output.rstrip(), flags=re.MULTILINE)[-3:]
+    assert stopped.strip() == f"ERROR: stopped by {word}"
+    assert kept.strip() == f"kept: the checkpoint of rollout 0 in {save}/iter_0000000"
+    assert go_on.startswith("go on: ") and go_on.endswith(f"--save {save} --save-interval 1 --load {save}")

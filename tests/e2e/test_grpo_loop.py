@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -9,6 +10,7 @@ import re
 import pytest
 import torch
 
+from tests.e2e.conftest import PLANTED_SECRET
 from tests.support.tiny_task import ROLLOUT_BATCH_SIZE, SAMPLES_PER_PROMPT
 
 ROLLOUTS = range(6)
@@ -81,17 +83,20 @@ def test_prompts_follow_the_shuffled_epochs(finished_run):
 def test_evaluation_before_the_first_and_after_the_last_rollout(finished_run, output):
     rewards = finished_run.process.scalars("eval/held_out")
     # Three rollouts are an epoch here, and the end of an epoch is evaluated too.
-    assert sorted(rewards) == [0, 2, 5]
-    for rollout_id, reward in rewards.items():
-        dumped = [sample["reward"] for sample in load_dump(finished_run, f"eval_{rollout_id}")]
+    assert sorted(rewards) == [0, 3, 6]
+    for step, reward in rewards.items():
+        name, dump = (
+            (f"after rollout {step - 1}", f"eval_{step - 1}") if step else ("before rollout 0", "eval_before_0")
+        )
+        dumped = [sample["reward"] for sample in load_dump(finished_run, dump)]
         assert len(dumped) == 3 and reward == pytest.approx(sum(dumped) / 3)
-        assert f"evaluation at rollout {rollout_id}: held_out {reward:.4f}" in output
+        assert f"evaluation {name}: held_out {reward:.4f}" in output
 
 
 def test_one_console_line_per_rollout(finished_run, output):
     loss = finished_run.process.scalars("train/loss")
     for rollout_id in ROLLOUTS:
-        lines = re.findall(rf"^\S+ rollout {rollout_id + 1}/6 \|.*$", output, re.MULTILINE)
+        lines = re.findall(rf"^\S+ rollout {rollout_id} \({rollout_id + 1}/6\) \|.*$", output, re.MULTILINE)
         assert len(lines) == 1
         assert f"loss {loss[rollout_id]:.4f}" in lines[0]
         for label in ("reward", "length", "kl", "grad_norm", "seconds: generate", "train", "sync", "step"):
@@ -142,6 +147,26 @@ def test_the_api_key_is_written_nowhere(finished_run):
         if path.is_file() and path.name != "key" and key in path.read_bytes()
     ]
     assert holders == []
+
+
+def test_a_secret_of_the_ranks_environment_is_written_nowhere(finished_run):
+    directories = [finished_run.process.directory, *finished_run.ray_sessions]
+    assert len(directories) == 2
+    files = [path for directory in directories for path in directory.rglob("*") if path.is_file()]
+    assert any("raylet" in path.name for path in files)
+    assert [path for path in files if PLANTED_SECRET.encode() in path.read_bytes()] == []
+    # Not because the ranks never got it.
+    note = finished_run.process.directory / "hub_token.sha256"
+    assert note.read_text() == hashlib.sha256(PLANTED_SECRET.encode()).hexdigest()
+
+
+def test_nothing_of_a_run_on_one_machine_can_be_reached_from_another(finished_run):
+    listening = finished_run.listening
+    programs = ("gcs_server", "raylet", "agent", "RankProcess", "EngineActor", "router_process", "server_process")
+    for program in programs:
+        assert any(program.lower() in socket.command.lower() for socket in listening), program
+    loopback = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+    assert [socket for socket in listening if socket.address not in loopback] == []
 
 
 def test_the_output_is_for_people(output):

@@ -34,7 +34,9 @@ def first(tmp_path_factory):
 @pytest.mark.slow
 def test_a_model_learns(first):
     _, output = first
-    accuracies = [float(value) for value in re.findall(r"evaluation at rollout \d+: held_out ([\d.]+)", output)]
+    accuracies = [
+        float(value) for value in re.findall(r"evaluation (?:before|after) rollout \d+: held_out ([\d.]+)", output)
+    ]
     assert len(accuracies) == 2
     assert accuracies[0] < 0.6 and accuracies[1] > 0.85
     differences = [float(value) for value in re.findall(r"logprob_diff ([\d.e+-]+)", output)]

@@ -41,9 +41,9 @@ def samples(run, rollout_id):
 def test_it_goes_on_after_the_published_checkpoint(resumed_run):
     output = resumed_run.process.output()
     assert ", resuming" in output
-    assert "rollout 3/6 |" not in output and "rollout 4/6 |" in output and "rollout 6/6 |" in output
+    assert "rollout 2 (3/6) |" not in output and "rollout 3 (4/6) |" in output and "rollout 5 (6/6) |" in output
     # No second evaluation before training.
-    assert "evaluation at rollout 0" not in output
+    assert "evaluation before" not in output
 
 
 @pytest.mark.parametrize("rollout_id", RESUMED)

@@ -10,6 +10,7 @@ import pytest
 from slime.observability.logging_utils import (
     drain_outbox,
     finish_tracking,
+    forget_lost_steps,
     init_tracking,
     log,
     tracking_directory,
@@ -40,6 +41,65 @@ def test_numbers_reach_the_event_file(tmp_path, monkeypatch):
     write_to_trackers([(metrics, "a/step")])
     finish_tracking()
     assert read_events(tmp_path) == {"a/x": [(7, pytest.approx(0.5))]}
+
+
+def test_over_optimizer_steps_the_axes_of_a_run_agree_and_no_step_comes_twice(tmp_path):
+    flags = {"use_tensorboard": True, "use_wandb": False, "wandb_always_use_train_step": True}
+    # An own rollout function whose 3 x 4 rollouts are no whole number of batches: one step is announced.
+    sizes = {"rollout_batch_size": 3, "n_samples_per_prompt": 4, "global_batch_size": 24, "num_steps_per_rollout": 1}
+    for name, values in (("whole", {"num_steps_per_rollout": 2, "global_batch_size": 6}), ("part", {})):
+        init_tracking(SimpleNamespace(**flags, **{**sizes, **values}), tmp_path / name)
+        steps = values.get("num_steps_per_rollout", 1)
+        for rollout in range(3):
+            write_to_trackers([({"rollout/x": 1.0, "rollout/step": rollout}, "rollout/step")])
+            write_to_trackers([({"eval/x": 1.0, "eval/step": rollout + 1}, "eval/step")])
+        finish_tracking()
+        events = read_events(tmp_path / name)
+        assert [step for step, _ in events["rollout/x"]] == [0, steps, 2 * steps]
+        assert [step for step, _ in events["eval/x"]] == [steps, 2 * steps, 3 * steps]
+
+
+def told_by_a_run(directory, rollouts, **values):
+    """Two optimizer steps per rollout and an evaluation after each; returns the steps of every metric in `directory`."""
+    defaults = {
+        "use_tensorboard": True, "use_wandb": False, "wandb_always_use_train_step": False, "num_steps_per_rollout": 2,
+        "num_rollout": 9, "start_rollout_id": rollouts[0],
+        "initial_weights": SimpleNamespace(resume=rollouts[0] > 0),
+    }  # fmt: skip
+    args = SimpleNamespace(**{**defaults, **values})
+    init_tracking(args, directory)
+    forget_lost_steps(args)
+    for rollout in rollouts if args.num_rollout else ():
+        for step in (2 * rollout, 2 * rollout + 1):
+            write_to_trackers([({"train/loss": step, "train/step": step}, "train/step")])
+        write_to_trackers([({"perf/time": rollout, "mine/x": rollout, "rollout/step": rollout}, "rollout/step")])
+    for rollout in rollouts:
+        write_to_trackers([({"eval/x": rollout + 1, "eval/step": rollout + 1}, "eval/step")])
+    finish_tracking()
+    return {tag: [step for step, _ in sorted(events)] for tag, events in read_events(directory).items()}
+
+
+def test_a_resumed_run_takes_back_what_its_predecessor_told_about_the_rollouts_it_repeats(tmp_path):
+    told_by_a_run(tmp_path, [0, 1, 2, 3])
+    torn = next(tmp_path.glob("events*"))
+    torn.write_bytes(torn.read_bytes()[:-3])
+    steps = told_by_a_run(tmp_path, [2, 3, 4])
+    assert steps["train/loss"] == list(range(10)) and steps["perf/time"] == [0, 1, 2, 3, 4]
+    assert steps["eval/x"] == [1, 2, 3, 4, 5]
+    # Over which axis a metric of the user's own stands is not known here: nothing of it is touched.
+    assert steps["mine/x"] == [0, 1, 2, 2, 3, 3, 4]
+
+
+def test_an_evaluation_of_a_checkpoint_replaces_the_one_that_was_made_with_the_same_weights(tmp_path):
+    told_by_a_run(tmp_path, [0, 1, 2, 3])
+    # `--num-rollout 0` after rollout 1: the evaluation before rollout 2.
+    steps = told_by_a_run(tmp_path, [1], start_rollout_id=2, num_rollout=0)
+    assert steps["eval/x"] == [1, 2, 3, 4] and steps["train/loss"] == list(range(8))
+
+
+def test_a_new_run_leaves_the_event_files_of_another_one_alone(tmp_path):
+    told_by_a_run(tmp_path, [0, 1])
+    assert told_by_a_run(tmp_path, [0])["perf/time"] == [0, 0, 1]
 
 
 def test_default_directory(monkeypatch):

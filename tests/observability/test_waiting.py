@@ -68,6 +68,8 @@ def test_the_deadline_names_what_is_missing(worker):
     actor = worker.remote()
     with pytest.raises(RunError, match="^a step: no answer within 1 s from rank 0$"):
         wait_for_all([actor.hang.remote()], "a step", 1, pending=lambda ranks: f"rank {ranks[0]}")
+    with pytest.raises(RunError, match=r"^a step: no answer within 1 s \(--step-timeout\) from 1 process\(es\)$"):
+        wait_for_all([actor.hang.remote()], "a step", 1, flag="--step-timeout")
 
 
 def test_the_death_behind_a_lost_connection_is_named(worker):
@@ -77,3 +79,51 @@ def test_the_death_behind_a_lost_connection_is_named(worker):
     refs = [peer.raise_error.remote(RuntimeError("Connection closed by peer")), victim.die.remote()]
     with pytest.raises(RunError, match="a process of the run died"):
         wait_for_all(refs, "a step", 60)
+
+
+def test_a_watched_death_ends_every_wait(worker):
+    from slime.observability.waiting import unwatch, wait_for, watch
+
+    engine, rank = worker.remote(), worker.remote()
+    end = engine.hang.remote()
+    watch([end])
+    try:
+        assert wait_for(rank.answer.remote(1), "an answer", 60) == 1  # who lives disturbs nobody
+        engine_that_dies = worker.remote()
+        watch([engine_that_dies.raise_error.remote(RunError("engine 3 died: ended by SIGKILL"))])
+        with pytest.raises(RunError, match="^engine 3 died: ended by SIGKILL$"):
+            wait_for(rank.hang.remote(), "training", 60)
+    finally:
+        unwatch([end])
+
+
+def test_a_watched_death_is_told_instead_of_the_errors_that_it_causes(worker):
+    from slime.observability.waiting import wait_for, watch
+
+    rank, engine = worker.remote(), worker.remote()
+    failed = rank.raise_error.remote(RunError("engine 3 answered 500"))
+    watch([engine.raise_error.remote(RunError("engine 3 died"))])
+    with pytest.raises(RunError, match="^engine 3 died$"):
+        wait_for(failed, "push", 60)
+    with pytest.raises(RunError, match="^engine 3 answered 500$"):
+        wait_for(failed, "push", 60)  # each death is told once
+
+
+def test_what_is_watched_may_end_in_order(worker):
+    from slime.observability.waiting import wait_for, watch
+
+    actor = worker.remote()
+    watch([actor.answer.remote(None)])
+    assert wait_for(actor.answer.remote(2), "an answer", 60) == 2
+    with pytest.raises(RunError, match="no answer within 1 s"):
+        wait_for(actor.hang.remote(), "a step", 1)
+
+
+def test_what_is_watched_no_longer_ends_nothing(worker):
+    from slime.observability.waiting import unwatch, wait_for, watch
+
+    actor = worker.remote()
+    end = actor.raise_error.remote(RunError("engine 3 died"))
+    watch([end])
+    unwatch([end])
+    assert wait_for(actor.answer.remote(2), "an answer", 60) == 2

@@ -19,7 +19,7 @@ FLAGS = {
     "use_tensorboard": True, "use_wandb": True, "wandb_mode": "offline", "wandb_dir": None, "wandb_key": KEY,
     "wandb_host": "https://wandb.example.com", "wandb_team": "team", "wandb_group": "group", "wandb_project": "project",
     "wandb_run_id": None, "wandb_random_suffix": True, "wandb_always_use_train_step": False, "tb_experiment_name": None,
-    "rollout_batch_size": 4, "n_samples_per_prompt": 2, "global_batch_size": 2, "lr": 1e-5,
+    "rollout_batch_size": 4, "n_samples_per_prompt": 2, "global_batch_size": 2, "num_steps_per_rollout": 4, "lr": 1e-5,
     "train_env_vars": {"HF_TOKEN": KEY},
 }  # fmt: skip
 
@@ -122,3 +122,15 @@ def test_refused_settings_are_told_without_the_key(tmp_path):
     with pytest.raises(UserError, match="--use-wandb: base_url: Input should be a valid URL") as caught:
         WandbTracker(args, tmp_path, {})
     assert KEY not in str(caught.value)
+
+
+def test_a_continued_run_is_not_told_twice_about_one_step():
+    logged = []
+    tracker = WandbTracker.__new__(WandbTracker)
+    tracker._told = {}
+    tracker._run = SimpleNamespace(resumed=True, summary={"train/step": 5, "eval/step": 2}, log=logged.append)
+    tracker.forget({"train/step": range(4, 99), "rollout/step": range(2, 99), "eval/step": range(3, 99)})
+    for step in (4, 5, 6):
+        tracker.add_scalars({"train/loss": 0.5}, "train/step", step)
+    tracker.add_scalars({"rollout/raw_reward": 0.5}, "rollout/step", 2)
+    assert logged == [{"train/loss": 0.5, "train/step": 6}, {"rollout/raw_reward": 0.5, "rollout/step": 2}]

@@ -1,16 +1,61 @@
-"""What a Ray on this machine is started with, without starting one."""
+"""Our own Ray: who can read its token, who can reach it, and how large its object store is."""
 
+import os
+import stat
 from collections import namedtuple
 
 import psutil
 import pytest
 import ray
 
+from slime.ray import cluster
 from slime.ray.cluster import object_store_bytes
 from tests.support.plans import SMALL, TWO_NODES, planned
 
 GIB, MIB = 2**30, 2**20
 Usage = namedtuple("Usage", "free")
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    # What `mkdir` and `open` leave to the user's umask must not matter.
+    before = os.umask(0o022)
+    yield tmp_path
+    os.umask(before)
+
+
+def mode(path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_token_that_is_made_can_be_read_by_its_owner_only(home):
+    cluster.settle_token()
+    token = home / ".ray/auth_token"
+    assert (mode(token), mode(token.parent)) == (0o600, 0o700)
+    assert len(token.read_text()) == 64
+    assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
+
+
+def test_a_token_that_is_there_is_kept_and_closed_to_others(home):
+    token = home / ".ray/auth_token"
+    token.parent.mkdir()
+    token.write_text("a" * 64)
+    token.chmod(0o644)
+    cluster.settle_token()
+    assert (mode(token), token.read_text()) == (0o600, "a" * 64)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("RAY_AUTH_MODE", "disabled"), ("RAY_AUTH_TOKEN", "t" * 64), ("RAY_AUTH_TOKEN_PATH", "/somewhere/token")],
+)
+def test_a_token_from_elsewhere_makes_no_file(home, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    cluster.settle_token()
+    assert list(home.iterdir()) == []
 
 
 @pytest.fixture

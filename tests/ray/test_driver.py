@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 import train
-from slime.ray.driver import evaluates, evaluates_before_training, saves
+from slime.ray.driver import StepReport, evaluates, evaluates_before_training, saves
 from slime.ray.rollout_manager import RolloutResult
 
 
@@ -75,3 +75,18 @@ def test_a_finished_run_says_so(caplog):
     with caplog.at_level("INFO"):
         evaluates_before_training(make(start_rollout_id=12))
     assert "nothing left to do: 12 of 12 rollouts are done" in caplog.text
+
+
+def test_an_evaluation_is_told_by_the_rollout_that_it_precedes_or_follows(caplog):
+    report = StepReport(make(start_rollout_id=3, loss_type="policy_loss"))
+    with caplog.at_level("INFO"):
+        report.evaluation([({"eval/math": 0.5, "eval/step": 3}, "eval/step")])
+        with report.step(3):
+            pass
+        report.evaluation([({"eval/math": 0.75, "eval/step": 4}, "eval/step")])
+    told = [record.getMessage().partition(" | ")[0] for record in caplog.records]
+    assert told == [
+        "evaluation before rollout 3: math 0.5000",
+        "rollout 3 (4/12)",
+        "evaluation after rollout 3: math 0.7500",
+    ]

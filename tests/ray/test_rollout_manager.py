@@ -1,5 +1,6 @@
 """What the manager does around a rollout function, without Ray: plug-ins that fail, states, and a router it was given."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,9 @@ def fails(*arguments, **keywords):
     raise KeyError("lost")
 
 def groups(args, rollout_id, data_source, evaluation=False):
+    if evaluation:
+        samples = [Sample(index=0, tokens=[1, 2], response_length=1, reward=1.0)]
+        return {"held_out": {"rewards": [1.0], "truncated": [False], "samples": samples}}
     return [[Sample(index=0, tokens=[1, 2], response_length=1)]]
 
 class NoConstructor:
@@ -66,7 +70,7 @@ def take_from_buffer(args):
 
 FAILURES = {
     "--rollout-function-path fails": lambda args: RolloutManager(args)._samples_of(3),
-    "--eval-function-path fails": lambda args: RolloutManager(args)._evaluate(3),
+    "--eval-function-path fails": lambda args: RolloutManager(args)._evaluate(3, before=False),
     "--rollout-sample-filter-path fails": lambda args: RolloutManager(args)._samples_of(3),
     "--data-source-path NoConstructor": lambda args: manager_with_source(args),
     "--data-source-path Failing": lambda args: draw_groups(args, manager_with_source(args).data_source, 2, 3),
@@ -161,6 +165,20 @@ def test_our_engines_leave_a_given_router_before_they_end(tmp_path, error, caplo
     assert ("our engines may still be registered" in caplog.text) == (error is not None)
 
 
+def test_the_manager_falls_silent_before_its_engines_end(tmp_path, monkeypatch):
+    """Requests that lose their engines, and groups that are given up, are no news at the end of a run."""
+    events = []
+    monkeypatch.setattr("logging.disable", lambda level: events.append("silent"))
+    manager = RolloutManager(parse(tmp_path))
+    manager._router = GivenRouter(events)
+    manager._engine_group = SimpleNamespace(urls=["http://a"], shutdown=lambda: events.append("engines"))
+    manager._shutdown()
+    assert "silent" not in events
+    events.clear()
+    asyncio.run(manager.shutdown())
+    assert events == [("remove", ["http://a"]), "silent", "engines", "router"]
+
+
 def test_our_own_router_just_ends(tmp_path):
     events = []
     manager = RolloutManager(parse(tmp_path))
@@ -216,3 +234,17 @@ def test_a_critic_takes_the_shards_of_the_actor_or_those_of_its_own_layout(tmp_p
     assert sorted(i for box in critic for i in box.inner["sample_indices"].tolist()) == list(range(8))
     if "tokens" in overrides:
         assert critic[0].inner["num_microbatches"] == [8]
+
+
+def test_no_two_evaluations_share_a_step_or_a_dump(tmp_path, plug_ins):
+    """An evaluation stands at the number of rollouts that its weights were trained on."""
+    args = parse(tmp_path, "--eval-function-path", f"{plug_ins}:groups")
+    args.save_debug_rollout_data = str(tmp_path / "dumps/{rollout_id}.pt")
+    manager = RolloutManager(args)
+    logged = [
+        *manager._evaluate(0, before=True),
+        *manager._evaluate(0, before=False),
+        *manager._evaluate(1, before=False),
+    ]
+    assert [(key, metrics["eval/step"]) for metrics, key in logged] == [("eval/step", step) for step in (0, 1, 2)]
+    assert {path.stem for path in (tmp_path / "dumps").iterdir()} == {"eval_before_0", "eval_0", "eval_1"}

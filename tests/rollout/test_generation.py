@@ -176,6 +176,42 @@ def test_finished_samples_are_not_generated_again(server, checkpoint):
     assert server.requests == []
 
 
+def returned_group(args):
+    """A failed sample, a finished one and an execution with a failed leaf, as a user may hand them to a data source."""
+    failed, finished, *pair = (Sample(index=i, prompt=f"p{i}") for i in range(4))
+    for sample, status in ((failed, Status.FAILED), (finished, Status.COMPLETED), (pair[0], Status.COMPLETED)):
+        sample.tokens = GenerateState(args).prompt_ids(sample)
+        sample.append_response_tokens(args, tokens=[90, 91], log_probs=[-1.0, -1.0], text="Z[")
+        sample.status, sample.reward = status, 0.25
+    pair[1].status, pair[1].reward = Status.FAILED, 0.25
+    failed.remove_sample = True
+    return [failed, finished, pair]
+
+
+def test_failed_entries_of_a_group_start_from_their_prompts_wherever_it_comes_from(server, checkpoint):
+    args = make_args(checkpoint, server.port)
+    group = returned_group(args)
+    result = run(generate_and_rm_group(args, group, params(args)))
+    assert [sample.response for sample in result] == ["FGH", "Z[", "FGH"]
+    assert [sample.index for sample in result] == [0, 1, 2]
+    assert result[1] is group[1] and result[1].reward == 0.25
+    assert not result[0].remove_sample and result[0].reward in (0, 1)
+    prompts = [GenerateState(args).prompt_ids(sample) for sample in (result[0], result[2])]
+    assert sorted(request["input_ids"] for request in server.requests) == sorted(prompts)
+    # What was handed in is left as it is: whoever kept it may still look at it.
+    assert (group[0].status, group[0].response) == (Status.FAILED, "Z[")
+
+
+def test_failed_entries_give_up_their_answers_when_the_step_is_over_before_they_start(server, checkpoint):
+    args = make_args(checkpoint, server.port)
+    GenerateState(args).aborted = True
+    result = run(generate_and_rm_group(args, returned_group(args), params(args)))
+    assert [(sample.status, sample.response) for sample in result] == [
+        (Status.ABORTED, ""), (Status.COMPLETED, "Z["), (Status.ABORTED, "")
+    ]  # fmt: skip
+    assert server.requests == []
+
+
 def test_no_request_starts_after_the_abort_flag(server, checkpoint):
     args = make_args(checkpoint, server.port)
     GenerateState(args).aborted = True

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime.rollout.partial_rollout import (
+    as_continuable_group,
     as_partial_group,
     as_prompts,
     mask_finished_earlier,
@@ -54,6 +55,22 @@ def test_partial_groups_keep_the_first_rollout_and_restart_unfinished_fan_outs()
     assert returned[1] is finished and finished.metadata["start_rollout_id"] == 6
     assert returned[2] == finished_pair
     assert (returned[3].index, returned[3].status, returned[3].tokens) == (3, Status.PENDING, [])
+
+
+def test_failed_entries_of_a_returned_group_are_the_prompts_that_were_handed_out():
+    origin = [Sample(index=i, prompt=f"p{i}", label="l") for i in range(3)]
+    # A function may return samples of its own, which know nothing of the prompt.
+    stranger = Sample(index=0, tokens=[1, 2], response_length=1, status=Status.FAILED)
+    pair = [Sample(index=2, status=Status.COMPLETED), Sample(index=2, status=Status.FAILED)]
+    aborted = partial_sample(2, 3, index=1)
+    for returned in (
+        as_partial_group(origin, [stranger, aborted, pair], 3),
+        as_continuable_group(origin, [stranger, aborted, pair]),
+    ):
+        assert [(entry.prompt, entry.status) for entry in returned] == [
+            ("p0", Status.PENDING), ("", Status.ABORTED), ("p2", Status.PENDING)
+        ]  # fmt: skip
+        assert (returned[0].label, returned[0].tokens) == ("l", [])
 
 
 @pytest.mark.parametrize("seed", range(20))

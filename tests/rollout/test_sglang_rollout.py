@@ -1,12 +1,13 @@
 """Whole steps of the default loop: what is kept, what returns to the data source, how it ends when something fails."""
 
 import asyncio
+import socket
 import time
 
 import numpy as np
 import pytest
 
-from slime.rollout import rollout_step
+from slime.rollout import abort, rollout_step
 from slime.rollout.base_types import leaves
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout, generate_rollout_async
 from slime.utils import async_utils
@@ -22,10 +23,10 @@ from tests.support.rollout_args import CountingDataSource, make_args
 Status = Sample.Status
 
 
-def run_step(args, source, rollout_id=0):
+def run_step(args, source, rollout_id=0, limit_s=None):
     async def main():
         try:
-            return await generate_rollout_async(args, rollout_id, source)
+            return await asyncio.wait_for(generate_rollout_async(args, rollout_id, source), limit_s)
         finally:
             await close_http_client()
 
@@ -110,6 +111,55 @@ def test_r3_finished_surplus_groups_are_kept_on_request(server, checkpoint, tmp_
     assert len(server.requests) <= requests + 4, "the kept groups are not generated again"
 
 
+# The second sample of every group fails at first, behind three tokens; no group is judged before all are generated.
+FAILS_AT_FIRST = """
+import threading
+from slime.utils.types import Sample
+seen, all_generated = [], threading.Event()
+
+def hook(args, sample):
+    if sample.index % 2 and sample.index not in seen:
+        sample.status = Sample.Status.FAILED
+    seen.append(sample.index)
+    if len(seen) == 4:
+        all_generated.set()
+
+def keep(args, samples):
+    return all_generated.wait(10)
+
+def rm(args, samples):
+    return [float(len(samples)) for _ in samples]
+"""
+
+
+@pytest.mark.parametrize("group_rm", [False, True])
+def test_a_failed_sample_of_a_kept_surplus_group_starts_from_its_prompt(server, checkpoint, tmp_path, group_rm):
+    file = tmp_path / "mine.py"
+    file.write_text(FAILS_AT_FIRST)
+    args = make_args(
+        checkpoint,
+        server.port,
+        keep_surplus_groups=True,
+        rollout_batch_size=1,
+        dynamic_sampling_filter_path=f"{file}:keep",
+        rollout_sample_hook_path=[f"{file}:hook"],
+        group_rm=group_rm,
+        custom_rm_path=f"{file}:rm" if group_rm else None,
+    )
+    source = CountingDataSource(2)
+    run_step(args, source)
+    returned, requests = leaves(source.returned), len(server.requests)
+    args.over_sampling_batch_size = 1
+    (group,) = run_step(args, source, rollout_id=1).samples
+    assert [sample.response for sample in group] == ["FGH", "FGH"]
+    assert [sample.status for sample in group] == [Status.COMPLETED, Status.COMPLETED]
+    assert [len(sample.rollout_log_probs) for sample in group] == [3, 3]
+    # A reward of the whole group is given to answers that are all there when it is asked for.
+    assert len(server.requests) - requests == (2 if group_rm else 1)
+    assert not group_rm or [sample.reward for sample in group] == [2.0, 2.0]
+    assert Status.FAILED not in {sample.status for sample in returned}, "what is saved meanwhile can be gone on with"
+
+
 def test_r5_groups_interrupted_in_the_middle_of_a_step_take_their_turn_again(server, checkpoint, tmp_path):
     path = plugin(
         tmp_path,
@@ -184,6 +234,67 @@ def test_the_dynamic_filter_drops_counts_and_refills(server, checkpoint, tmp_pat
     assert [number % 3 for number in group_numbers(output.samples)] == [0, 0]
     dropped = output.metrics["rollout/dynamic_filter/drop_odd"]
     assert len(source.handed_out) == 2 + dropped + len(source.returned)
+
+
+class RecordingDataSource(CountingDataSource):
+    """Keeps how many groups were asked for each time."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.asked = []
+
+    def get_samples(self, num_samples):
+        self.asked.append(num_samples)
+        return super().get_samples(num_samples)
+
+
+class PromptSource(RecordingDataSource):
+    """Hands out plain prompts, of which the framework makes groups."""
+
+    def get_samples(self, num_samples):
+        return [group[0] if isinstance(group, list) else group for group in super().get_samples(num_samples)]
+
+
+DROPS_ONE = (
+    "from slime.rollout.filter_hub.base_types import DynamicFilterOutput\n"
+    "def fn(args, samples):\n    return DynamicFilterOutput(samples[0].prompt != 'question 3', 'unlucky')\n"
+)
+
+
+@pytest.mark.parametrize("source_class", [RecordingDataSource, PromptSource])
+def test_a_dropped_group_is_replaced_by_one_other(server, checkpoint, tmp_path, source_class):
+    path = plugin(tmp_path, DROPS_ONE)
+    options = {"rollout_batch_size": 64, "over_sampling_batch_size": 64, "n_samples_per_prompt": 1}
+    args = make_args(checkpoint, server.port, dynamic_sampling_filter_path=path, **options)
+    source = source_class(1)
+    output = run_step(args, source)
+    assert len(output.samples) == 64
+    assert source.asked == [64, 1]
+    assert len(server.requests) == 65
+    assert (output.metrics["rollout/surplus_groups"], source.returned) == (0, [])
+
+
+def test_groups_drawn_beyond_the_target_are_used_up_before_more_are_drawn(server, checkpoint, tmp_path):
+    path = plugin(tmp_path, "def fn(args, samples):\n    return samples[0].group_index not in (0, 1, 2, 3, 4)\n")
+    args = make_args(checkpoint, server.port, dynamic_sampling_filter_path=path, over_sampling_batch_size=6)
+    # One request at a time: the groups finish in the order in which they were drawn.
+    args.sglang_server_concurrency = 1
+    source = RecordingDataSource(2)
+    output = run_step(args, source)
+    assert group_numbers(output.samples) == [5, 6]
+    assert source.asked == [6, 1]
+
+
+def test_a_source_that_gives_less_than_asked_for_is_asked_for_what_is_missing(server, checkpoint):
+    class Hesitant(RecordingDataSource):
+        def get_samples(self, num_samples):
+            return super().get_samples(num_samples)[:2]
+
+    args = make_args(checkpoint, server.port, rollout_batch_size=5, over_sampling_batch_size=8)
+    source = Hesitant(2)
+    output = run_step(args, source)
+    assert len(output.samples) == 5
+    assert source.asked == [8, 3, 1]
 
 
 def test_keep_when_insufficient_saves_groups_of_a_short_source(server, checkpoint, tmp_path):
@@ -400,15 +511,83 @@ def test_samples_that_failed_and_were_dropped_by_the_filter_stop_the_run(server,
         run_step(args, CountingDataSource(2))
 
 
+# Every other limit is far above the one of the abort: whoever waits for another one does not come back in time.
+PATIENT = {"abort_timeout": 0.5, "http_control_timeout": 600.0, "http_request_timeout": 600.0, "http_max_retries": 600}
+SOON_S = 60.0
+
+
+@pytest.fixture
+def silent_port():
+    """A port where connections are accepted and nothing is ever answered."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        yield listener.getsockname()[1]
+
+
+def held_answer(source):
+    """The response that group 0 had when it was interrupted."""
+    group = next(group for group in source.returned if group[0].group_index == 0)
+    return {(sample.status, sample.response) for sample in group}
+
+
+def test_an_engine_that_never_answers_does_not_stretch_the_abort(server, checkpoint, silent_port, caplog):
+    args = make_args(checkpoint, server.port, over_sampling_batch_size=3, partial_rollout=True, **PATIENT)
+    server.other_workers = [f"http://127.0.0.1:{silent_port}"]
+    server.hold = lambda payload: prompt_number(payload, args) == 0
+    source = CountingDataSource(2)
+    output = run_step(args, source, limit_s=SOON_S)
+    assert group_numbers(output.samples) == [1, 2]
+    assert held_answer(source) == {(Status.ABORTED, "F")}, "the other engine is aborted all the same"
+    assert f"engine http://127.0.0.1:{silent_port} did not answer before the end of --abort-timeout" in caplog.text
+
+
+def test_a_router_that_never_answers_does_not_stretch_the_abort(server, checkpoint, silent_port, caplog):
+    args = make_args(checkpoint, server.port, over_sampling_batch_size=3, partial_rollout=True, **PATIENT)
+    args.sglang_model_routers = {"judge": ("127.0.0.1", silent_port), "default": ("127.0.0.1", server.port)}
+    server.hold = lambda payload: prompt_number(payload, args) == 0
+    source = CountingDataSource(2)
+    run_step(args, source, limit_s=SOON_S)
+    assert held_answer(source) == {(Status.ABORTED, "F")}, "the engines of the other model are aborted all the same"
+    assert "no abort was sent to the engines of model 'judge': its router" in caplog.text
+
+
 def test_an_abort_does_not_wait_for_a_router_that_is_gone(server, checkpoint, caplog):
-    args = make_args(checkpoint, server.port, over_sampling_batch_size=3, abort_timeout=0.3, http_max_retries=60)
+    args = make_args(checkpoint, server.port, over_sampling_batch_size=3, **PATIENT)
     args.sglang_model_routers = {"default": ("127.0.0.1", server.port), "reward": ("127.0.0.1", 1)}
     server.hold = lambda payload: prompt_number(payload, args) == 0
-    started = time.monotonic()
-    output = run_step(args, CountingDataSource(2))
+    output = run_step(args, CountingDataSource(2), limit_s=SOON_S)
     assert len(output.samples) == 2
-    assert time.monotonic() - started < 10
-    assert "no abort was sent: the router did not answer" in caplog.text
+    assert "no abort was sent to the engines of model 'reward'" in caplog.text
+
+
+def test_a_task_that_refuses_its_cancellation_does_not_stretch_the_abort(
+    server, checkpoint, tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr(abort, "CANCEL_TIMEOUT_S", 600.0)
+    path = plugin(
+        tmp_path,
+        "async def fn(args, sample, sampling_params):\n"
+        "    while sample.group_index == 0 and not args.released:\n"
+        "        try:\n            await asyncio.sleep(0.01)\n"
+        "        except asyncio.CancelledError:\n            pass\n"
+        "    sample.append_response_tokens(args, tokens=[5], log_probs=[-1.0])\n"
+        "    sample.status = Sample.Status.COMPLETED\n    return sample\n",
+    )
+    args = make_args(checkpoint, server.port, custom_generate_function_path=path, over_sampling_batch_size=3, **PATIENT)
+    args.released = False
+    source = CountingDataSource(2)
+
+    async def main():
+        try:
+            return await asyncio.wait_for(generate_rollout_async(args, 0, source), SOON_S)
+        finally:
+            args.released = True
+            await close_http_client()
+
+    assert group_numbers(asyncio.run(main()).samples) == [1, 2]
+    assert group_numbers(source.returned) == [0]
+    assert "do not let themselves be cancelled: ['group 0']" in caplog.text
 
 
 def test_the_state_is_reset_after_success_and_failure(server, checkpoint):
@@ -419,3 +598,36 @@ def test_the_state_is_reset_after_success_and_failure(server, checkpoint):
     with pytest.raises(UserError):
         run_step(args, CountingDataSource(2, limit=1))
     assert (state.remaining_batch_size, state.aborted, state.pendings) == (0, False, set())
+
+
+def test_samples_are_shown_at_the_first_rollout_and_after_every_interval(server, checkpoint, caplog):
+    caplog.set_level("INFO")
+    args = make_args(checkpoint, server.port, log_samples_interval=3)
+    source = CountingDataSource(2)
+    for rollout_id in range(2, 9):
+        run_step(args, source, rollout_id)
+    shown = [message.partition(" sample:")[0] for message in caplog.messages if " sample: " in message]
+    assert shown == [f"rollout {rollout_id}, {which}" for rollout_id in (2, 5, 8) for which in ("first", "last")]
+
+
+@pytest.mark.parametrize("interval, due", [(1, [0, 1, 2]), (0, [])])
+def test_samples_are_shown_always_or_never(checkpoint, interval, due):
+    state = GenerateState(make_args(checkpoint, log_samples_interval=interval))
+    assert [rollout_id for rollout_id in range(3) if state.shows_samples("rollouts", rollout_id)] == due
+
+
+def test_tasks_that_end_with_a_failed_step_are_not_told(server, checkpoint, caplog, tmp_path):
+    """The error is; a line about every group that it took along would bury it."""
+    path = plugin(
+        tmp_path,
+        """
+async def fn(args, sample, sampling_params):
+    if sample.index == 3:
+        raise KeyError("lost")
+    await asyncio.sleep(60)
+""",
+    )
+    args = make_args(checkpoint, server.port, custom_generate_function_path=path)
+    with pytest.raises(UserError, match="KeyError"):
+        run_step(args, CountingDataSource(2))
+    assert [record.getMessage() for record in caplog.records if record.levelname != "DEBUG"] == []

@@ -132,7 +132,8 @@ def test_a_dry_run_says_what_would_run_and_leaves_nothing(stub, tmp_path: Path) 
     assert token.endswith("get-auth-token --generate")
     ports = f"--port {stub['RAY_PORT']} --dashboard-host 127.0.0.1 --dashboard-port {stub['DASHBOARD_PORT']}"
     assert start == (
-        f"RAY_AUTH_MODE=token {stub['RAY']} start --head {ports} --num-gpus 4 --disable-usage-stats --block"
+        f"RAY_AUTH_MODE=token {stub['RAY']} start --head {ports} --num-gpus 4 --num-cpus {max(os.cpu_count(), 5)} "
+        "--disable-usage-stats --block"
     )
     with socket.create_server(("127.0.0.1", 0)) as head:
         address = f"127.0.0.1:{head.getsockname()[1]}"
@@ -140,6 +141,31 @@ def test_a_dry_run_says_what_would_run_and_leaves_nothing(stub, tmp_path: Path) 
     assert f" start --address {address} --num-gpus 4 " in joining
     assert calls(stub) == [] and list(home.iterdir()) == [] and not Path(stub["CLUSTER_DIR"]).exists()
     assert bash(f"{CLUSTER} head --dry-run", **{**stub, "NUM_GPUS": "many"}).returncode == 2
+
+
+def test_a_head_of_this_machine_alone(stub) -> None:
+    result = bash(f"{CLUSTER} head; {CLUSTER} status; {CLUSTER} stop", SLIME_HOST_IP="127.0.0.1", **stub)
+    assert result.returncode == 0, result.stderr
+    started = next(line for line in calls(stub) if line.startswith("start"))
+    assert "--node-ip-address 127.0.0.1" in started
+    # Without the variable Ray listens on all interfaces, and looks for the head at the machine's other address.
+    assert Path(stub["STUB_LOG"] + ".alone").read_text().split() == ["start", "status"]
+    assert "serves this machine alone" in result.stdout and "cluster.sh worker" not in result.stdout
+
+
+def test_a_head_for_other_nodes_is_not_kept_to_itself(stub) -> None:
+    bash(f"{CLUSTER} head; {CLUSTER} stop", SLIME_HOST_IP="127.0.0.2", **stub)
+    assert any(line.startswith("start") for line in calls(stub))
+    assert not Path(stub["STUB_LOG"] + ".alone").exists()
+
+
+def test_a_token_of_the_user_is_closed_to_others(stub) -> None:
+    token = Path(stub["HOME"]) / ".ray" / "auth_token"
+    token.parent.mkdir()
+    token.write_text("t")
+    token.chmod(0o644)
+    assert bash(f"{CLUSTER} head && {CLUSTER} stop", **stub).returncode == 0
+    assert token.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_planned_stop_ends_nothing(stub) -> None:
@@ -181,7 +207,9 @@ def test_real_nodes_form_a_cluster_and_run_a_job(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     program = tmp_path / "job.py"
     program.write_text(
-        "import os, ray, sys\nray.init(logging_level='ERROR')\n"
+        "import os, ray, sys\n"
+        "if '--check' in sys.argv: sys.exit(print('ready; the run needs 3 GPUs'))\n"
+        "ray.init(logging_level='ERROR')\n"
         "gpus = int(ray.cluster_resources()['GPU'])\n"
         "print('seen', gpus, os.getcwd(), os.environ['CUDA_DEVICE_MAX_CONNECTIONS'], sys.argv[-1])\n"
     )

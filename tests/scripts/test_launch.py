@@ -69,7 +69,7 @@ def test_starts_a_head_of_its_own_and_ends_it(stub, bystander) -> None:
     result = bash(f"bash {ONE_NODE}", NUM_GPUS="8", RAY_AUTH_TOKEN="t", **stub)
     assert result.returncode == 0, result.stdout + result.stderr
     assert [line.split()[0] for line in calls(stub)] == ["start", "job"]
-    assert "--num-gpus 8" in calls(stub)[0]
+    assert "--num-gpus 8" in calls(stub)[0] and "--node-ip-address 127.0.0.1" in calls(stub)[0]
     ended = re.search(r"ended the head \(process (\d+)\)", result.stdout)
     assert not Path(f"/proc/{ended[1]}").exists()
     assert bystander.poll() is None
@@ -135,6 +135,46 @@ def test_json_of_the_environment_is_escaped() -> None:
     library = f"set -euo pipefail; source {ROOT}/scripts/lib/launch.sh"
     result = bash(f"{library}; RUNTIME_ENV=([A]=$'q\"b\\\\s\\nn' [B]=); runtime_env_json")
     assert json.loads(result.stdout) == {"env_vars": {"A": 'q"b\\s\nn', "B": ""}}
+
+
+def checks(stub: dict[str, str]) -> list[str]:
+    log = Path(stub["STUB_LOG"] + ".python")
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def test_a_run_that_would_be_refused_is_refused_before_ray_starts_and_once(stub) -> None:
+    result = bash(f"bash {ONE_NODE}", NUM_GPUS="8", STUB_CHECK_STATUS="2", **stub)
+    assert result.returncode == 2
+    assert (result.stdout + result.stderr).count("--lr 0: refused") == 1
+    assert "MODEL=toy NUM_GPUS=2 bash scripts/run-qwen3-4B.sh" in result.stderr
+    assert calls(stub) == []
+    assert [line.split()[-1] for line in checks(stub)] == ["--check"]
+
+
+def test_a_run_that_has_nothing_left_to_do_ends_before_ray_starts(stub) -> None:
+    result = bash(f"bash {ONE_NODE}", NUM_GPUS="8", STUB_CHECK="nothing left to do: 9 rollouts are done", **stub)
+    assert (result.returncode, result.stdout) == (0, "run-qwen3-4B: nothing left to do: 9 rollouts are done\n")
+    assert calls(stub) == []
+
+
+def test_too_few_gpus_are_told_before_ray_starts(stub) -> None:
+    result = bash(f"bash {ONE_NODE}", NUM_GPUS="2", **stub)
+    assert result.returncode == 2
+    assert "the run needs 4 GPUs, and there are 2" in result.stderr and "MODEL=toy" in result.stderr
+    assert calls(stub) == []
+
+
+def test_without_gpus_the_own_head_has_what_the_run_needs(stub) -> None:
+    result = bash(f"bash {ONE_NODE}", STUB_CHECK="ready; the run needs 5000 GPUs and 5001 CPUs", **stub)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "--num-gpus 5000 --num-cpus 5001 " in next(line for line in calls(stub) if line.startswith("start"))
+    assert "said beside" not in result.stdout + result.stderr  # the job's log has it
+
+
+def test_what_lies_on_another_machine_is_not_checked_here(stub) -> None:
+    for address, count in (("http://10.0.0.1:8265", 0), ("http://127.0.0.1:8265", 1)):
+        assert bash(f"bash {ONE_NODE}", RAY_ADDRESS=address, **stub).returncode == 0
+        assert len(checks(stub)) == count
 
 
 @pytest.fixture

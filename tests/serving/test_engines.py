@@ -46,6 +46,9 @@ def make_args(checkpoint, **overrides) -> SimpleNamespace:
         "router_api_key": API_KEY,
         "router_policy": "round_robin",
         "distributed_timeout_minutes": 1,
+        "engine_start_timeout": 120.0,
+        "engine_load_timeout": 60.0,
+        "http_control_timeout": 60.0,
         "sglang_enable_deterministic_inference": True,
     }
     return SimpleNamespace(**{**values, **overrides})
@@ -86,7 +89,7 @@ def serving(old_checkpoint, tmp_path_factory):
         group.start()
         router.wait_ready()
         router_seconds = time.monotonic() - started
-        group.wait_ready(120)
+        group.wait_ready()
         engine_seconds = time.monotonic() - started
         group.register(router)
         total = time.monotonic() - started
@@ -346,20 +349,35 @@ def test_f6_an_engine_that_cannot_start_shows_its_last_log_lines(tmp_path, old_c
     assert "--sglang-no-such-field: not known to the installed sglang" in text
 
 
-def test_f8_a_killed_engine_is_reported_and_leaves_no_process(serving):
+def test_f8_an_engine_without_its_scheduler_is_reported_and_leaves_no_process(serving):
     import ray
+
+    from slime.observability.waiting import wait_for
 
     engine, url = serving.group.engines[1], serving.group.urls[1]
     processes = server_tree(ray.get(engine.server_pid.remote(), timeout=30))
-    assert len(processes) >= 3
-    os.kill(processes[0].pid, signal.SIGKILL)
-    with pytest.raises(RunError, match=r"engine 1 is dead \(/health\): ended by SIGKILL"):
+    (scheduler,) = [process for process in processes if process.cmdline()[0].startswith("sglang::scheduler")]
+    end = engine.wait_for_end.remote()
+    scheduler.kill()
+    cause = rf"its scheduler_0 \(process {scheduler.pid}\): ended by SIGKILL"
+    with pytest.raises(RunError, match=f"^engine 1 died: {cause}"):
+        wait_for(end, "end of engine 1", 10)
+    with pytest.raises(RunError, match=rf"engine 1 died \(/health\): {cause}"):
         serving.group.call_all("health")
     wait_until_ended(processes)
     serving.router.remove_workers([url])
     assert [worker["url"] for worker in serving.router.workers()] == [serving.group.urls[0]]
     for _ in range(4):
         assert post(f"{serving.router.url}/generate", generation_request(PROMPT, 1)).ok
+
+
+def test_an_engine_that_is_shut_down_did_not_die(serving):
+    import ray
+
+    end = serving.group.engines[0].wait_for_end.remote()
+    assert ray.wait([end], timeout=0.5)[0] == []  # it lives
+    ray.get(serving.group.engines[1].shutdown.remote(), timeout=30)
+    assert ray.get(serving.group.engines[1].wait_for_end.remote(), timeout=30) is None
 
 
 def test_a_server_follows_its_killed_actor(serving):

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 from slime.arguments import parse_args
@@ -51,13 +50,4 @@ def command_line(directory: Path) -> list[str]:
 
 def parse(directory: Path, *words: str) -> argparse.Namespace:
     """The checked arguments of `command_line(directory)` plus `words`."""
-    return parse_args(argv=with_words(command_line(directory), words))
-
-
-def with_words(base: list[str], words: Iterable[str]) -> list[str]:
-    """`base` and then `words`; other prompts replace those of `base`, as two lists of them would be an error."""
-    words = list(words)
-    if "--prompt-data" in words:
-        at = base.index("--prompt-data")
-        base = [*base[:at], *base[at + 2 :]]
-    return [*base, *words]
+    return parse_args(argv=[*command_line(directory), *words])

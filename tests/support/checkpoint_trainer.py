@@ -19,7 +19,8 @@ ROLLOUTS_PER_STEP = 8
 
 def make_args(hf_dir, save, **overrides) -> SimpleNamespace:
     values = {
-        "save": str(save), "save_hf": None, "no_save_optim": False, "no_load_rng": False, "keep_last": None, "world_size": 1,
+        "save": str(save), "save_hf": None, "no_save_optim": False, "no_load_optim": False, "no_load_rng": False,
+        "keep_last": None, "world_size": 1,
         "optimizer": "adam", "lr": 1e-2, "min_lr": 1e-3, "lr_decay_style": "linear", "lr_decay_iters": 4,
         "lr_warmup_iters": 0, "lr_warmup_fraction": None, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.98,
         "adam_eps": 1e-8, "clip_grad": 1.0, "num_rollout": 4, "rollout_batch_size": 8, "n_samples_per_prompt": 1,
@@ -65,9 +66,7 @@ class Trainer:
     def load(self, source) -> int:
         from slime.backends.megatron_utils.checkpoint import load_checkpoint
 
-        iteration = load_checkpoint(self.args, source, self.model, self.optimizer, self.scheduler)
-        self.optimizer.reload_model_params()
-        return iteration
+        return load_checkpoint(self.args, source, self.model, self.optimizer, self.scheduler)
 
     def state(self) -> dict:
         """Weights under their HF names, schedule, and what the generators give next."""

@@ -32,6 +32,7 @@ class FakeGenerateServer:
         self.refuse: Callable[[dict[str, Any]], str | None] = lambda payload: None  # text of a 400
         self.delay_s = 0.0
         self.always_busy = False
+        self.other_workers: list[str] = []  # listed beside this server
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.aborts = 0
@@ -74,7 +75,8 @@ class FakeGenerateServer:
         self.port = site._server.sockets[0].getsockname()[1]
 
     async def _workers(self, request: web.Request) -> web.Response:
-        return web.json_response({"workers": [{"id": "1", "url": self.url, "is_healthy": True}]})
+        urls = [*self.other_workers, self.url]
+        return web.json_response({"workers": [{"id": url, "url": url, "is_healthy": True} for url in urls]})
 
     async def _loads(self, request: web.Request) -> web.Response:
         running = 1 if self.always_busy else self.in_flight

@@ -1,13 +1,14 @@
 """Plug-ins of the end-to-end runs: they wrap the defaults, and some of them stop or fail on purpose.
 
-A test steers them by the environment of the run: `E2E_HOLD_ROLLOUT`, the rollout that never finishes, and
-`E2E_KEY_FILE`, where the run's API key is to be written. `E2E_NOTES` is a directory in which training ranks note what they
-were called with.
+A test steers them by the environment of the run: `E2E_HOLD_ROLLOUT`, the rollout that waits until there is a file `go` in
+the run's directory, and `E2E_KEY_FILE`, where the run's API key is to be written. `E2E_NOTES` is a directory in which
+training ranks note what they were called with.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ async def marked_generate(args: Any, sample: Sample, sampling_params: dict[str, 
     rollout_id = GenerateState(args).rollout_id
     if not evaluation and str(rollout_id) == os.environ.get("E2E_HOLD_ROLLOUT"):
         print(f"holding rollout {rollout_id}", flush=True)
-        await asyncio.Event().wait()
+        while not Path("go").exists():
+            await asyncio.sleep(0.05)
+        print(f"going on with rollout {rollout_id}", flush=True)
     sample = await generate(args, sample, sampling_params)
     sample.metadata["generated_by"] = "marked_generate"
     return sample
@@ -60,6 +63,11 @@ def masked_first_token(args: Any, rollout_id: int, rollout_data: dict[str, Any])
     """Trains on all response tokens but the first."""
     for mask in rollout_data["loss_masks"]:
         mask[:1] = 0
+
+
+def hashed_token(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    """Write the hash of the rank's variable `HUB_TOKEN` into the run's directory."""
+    Path("hub_token.sha256").write_text(hashlib.sha256(os.environ["HUB_TOKEN"].encode()).hexdigest())
 
 
 def noted_postprocess(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:

@@ -35,6 +35,7 @@ def make_args(checkpoint: str, port: int = 1, **overrides: Any) -> SimpleNamespa
         "router_api_key": None,
         "data_source_path": "tests.support.rollout_args.CountingDataSource",
         "allow_bad_rows": False,
+        "log_samples_interval": 10,
         "eval_max_context_len": None,
         "router_policy": None,
         "http_request_timeout": 30.0,

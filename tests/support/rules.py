@@ -6,7 +6,7 @@ import pytest
 
 from slime.arguments import parse_args
 from slime.utils.errors import UserError
-from tests.support.args import command_line, with_words
+from tests.support.args import command_line
 
 
 def violations(directory: Path, words: str | list[str], *, asynchronous: bool = False) -> list[str]:
@@ -14,7 +14,7 @@ def violations(directory: Path, words: str | list[str], *, asynchronous: bool = 
     if isinstance(words, str):
         words = words.format(tmp=directory).split()
     with pytest.raises(UserError) as error:
-        parse_args(argv=with_words(command_line(directory), words), asynchronous=asynchronous)
+        parse_args(argv=[*command_line(directory), *words], asynchronous=asynchronous)
     return str(error.value).splitlines()
 
 

@@ -1,13 +1,16 @@
-"""A program that stands for `ray` where only what the scripts ask of it matters; it writes down its arguments.
+"""Programs that stand for `ray`, and for the `python` of a run, where only what the scripts ask of them matters; they write
+down their arguments.
 
-Variables: STUB_LOG (file of calls), STUB_START (ok, mismatch, token or hang), STUB_JOB_STATUS (exit status of the job),
-STUB_JOB_SECONDS (how long it runs).
+Variables: STUB_LOG (file of calls; those of `python` stand in STUB_LOG.python), STUB_START (ok, mismatch, token or hang),
+STUB_JOB_STATUS (exit status of the job), STUB_JOB_SECONDS (how long it runs), STUB_CHECK (what the check of a run says),
+STUB_CHECK_STATUS (its exit status).
 """
 
 from pathlib import Path
 
 _PROGRAM = """#!/usr/bin/env bash
 printf '%s\\n' "$*" >>"$STUB_LOG"
+if [[ "${RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER:-}" == 0 ]]; then echo "$1" >>"$STUB_LOG.alone"; fi
 case "$1" in
   --version) echo "ray, version 0.0" ;;
   start)
@@ -18,7 +21,8 @@ case "$1" in
     esac
     echo "$RAY_AUTH_MODE" >"$STUB_LOG.auth"
     while (($#)); do if [[ "$1" == --port ]]; then port="$2"; fi; shift; done
-    echo "  ray start --address='127.0.0.1:${port:-0}'"
+    # As Ray does where it serves this machine alone: nothing to join is announced.
+    if [[ "${RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER:-}" != 0 ]]; then echo "  ray start --address='127.0.0.1:${port:-0}'"; fi
     echo "Ray runtime started."
     exec sleep 100
     ;;
@@ -36,13 +40,23 @@ esac
 """
 
 
+_PYTHON = """#!/usr/bin/env bash
+printf '%s\\n' "$*" >>"$STUB_LOG.python"
+echo "INFO: said beside the result" >&2
+if ((${STUB_CHECK_STATUS:-0})); then echo "ERROR: --lr 0: refused" >&2; else echo "${STUB_CHECK-ready; the run needs 4 GPUs}"; fi
+exit "${STUB_CHECK_STATUS:-0}"
+"""
+
+
 def make_stub_ray(directory: Path) -> dict[str, str]:
-    """Write the program and return the variables that make the scripts use it, with a home and directories of its own."""
-    program = directory / "ray"
-    program.write_text(_PROGRAM)
-    program.chmod(0o755)
+    """Write the programs and return the variables that make the scripts use it, with a home and directories of its own."""
+    program, python = directory / "ray", directory / "python-of-the-run"
+    for path, text in ((program, _PROGRAM), (python, _PYTHON)):
+        path.write_text(text)
+        path.chmod(0o755)
     return {
         "RAY": str(program),
+        "PYTHON": str(python),
         "STUB_LOG": str(directory / "calls"),
         "HOME": str(directory),
         "TMPDIR": str(directory),

@@ -1,7 +1,7 @@
 """Real runs of `train.py` in a process of their own, with everything they start.
 
     with TrainProcess(flags, directory) as run:
-        run.wait_for_line("rollout 1/6 ")
+        run.wait_for_line(r"rollout 0 \(1/6\) ")
         assert run.wait(300) == 0
     assert run.scalars("train/loss") == {0: …}
 
@@ -12,6 +12,7 @@ to it is found, and none that does not. Leaving the block ends what is left of t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import signal
@@ -22,10 +23,22 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import psutil
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "SLIME_TEST_RUN"
 _POLL_SECONDS = 0.1
 _OUTPUT_TAIL = 8000
+_RAY_SESSION = re.compile(r"(/\S*/session_\d[^/\s]*)/")
+
+
+@dataclasses.dataclass(frozen=True)
+class ListeningSocket:
+    """A TCP socket on which a process of the run listens."""
+
+    address: str
+    port: int
+    command: str
 
 
 class TrainProcess:
@@ -110,6 +123,20 @@ class TrainProcess:
                 raise AssertionError(f"no line like {pattern!r}; the run {state}:\n{self.output()[-_OUTPUT_TAIL:]}")
             time.sleep(_POLL_SECONDS)
 
+    def listening(self) -> list[ListeningSocket]:
+        """Every TCP socket on which a process of the run listens at this moment."""
+        found = []
+        for pid, command in self.processes().items():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for connection in psutil.Process(pid).net_connections("tcp"):
+                    if connection.status == psutil.CONN_LISTEN:
+                        found.append(ListeningSocket(*connection.laddr, command))
+        return found
+
+    def ray_sessions(self) -> set[Path]:
+        """The directories in which the Ray of the run keeps its logs; known while it runs."""
+        return {Path(name) for command in self.processes().values() for name in _RAY_SESSION.findall(command)}
+
     # -- what it left -----------------------------------------------------------------------------------------------
 
     def output(self) -> str:
@@ -145,8 +172,9 @@ class TrainProcess:
         for path in sorted(self.event_directory.glob("events.out.tfevents.*")):
             for event in EventFileLoader(str(path)).Load():
                 for value in event.summary.value:
-                    number = float(tensor_util.make_ndarray(value.tensor))
-                    found.setdefault(value.tag, {})[event.step] = number
+                    values = found.setdefault(value.tag, {})
+                    assert event.step not in values, f"{value.tag} has two values at step {event.step}"
+                    values[event.step] = float(tensor_util.make_ndarray(value.tensor))
         return found
 
     def _belongs(self, entry: Path) -> bool:

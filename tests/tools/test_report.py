@@ -23,9 +23,9 @@ def write_events(directory: Path, scalars: list[tuple[str, float, int]]) -> None
 @pytest.fixture
 def run_directory(tmp_path: Path) -> Path:
     directory = tmp_path / "run"
-    evaluations = [("eval/held_out", 0.41, 0), ("eval/held_out/response_len/mean", 19.0, 0), ("eval/held_out", 0.93, 2)]
+    evaluations = [("eval/held_out", 0.41, 0), ("eval/held_out/response_len/mean", 19.0, 0), ("eval/held_out", 0.93, 3)]
     rewards = [("rollout/raw_reward", value, step) for step, value in enumerate((0.5, 0.75, 0.9))]
-    write_events(directory / "tensorboard", [*evaluations, ("eval/held_out-truncated_ratio", 0.25, 2), *rewards])
+    write_events(directory / "tensorboard", [*evaluations, ("eval/held_out-truncated_ratio", 0.25, 3), *rewards])
     checkpoint = directory / "checkpoints"
     checkpoint.mkdir()
     (checkpoint / "latest_checkpointed_iteration.txt").write_text("2")
@@ -36,8 +36,8 @@ def test_report_shows_before_and_after_and_where_everything_lies(run_directory: 
     (run_directory / "train.sh").write_text("#!/usr/bin/env bash\n")
     assert main([str(run_directory)]) == 0
     text = capsys.readouterr().out
-    assert "accuracy on held_out, before → after: 0.410 → 0.930 (rollouts 0 to 2)" in text
-    assert "reward per rollout, first → last: 0.500 → 0.900 (rollouts 0 to 2)" in text
+    assert "accuracy on held_out, before → after: 0.410 → 0.930 (before rollout 0 to after rollout 2)" in text
+    assert "reward per rollout, first → last: 0.500 → 0.900 (rollout 0 to rollout 2)" in text
     assert f"event files: {run_directory / 'tensorboard'}" in text
     assert f"checkpoint: {run_directory / 'checkpoints'} (rollout 2)" in text
     assert "train.sh --num-rollout 13" in text

@@ -2,6 +2,7 @@
 
 import torch
 
+from slime.training.metric_reduction import fold_surplus_steps
 from tests.support.distributed import run_distributed
 
 # Per rank, per micro-batch. Nobody has to report everything, or in one order.
@@ -24,3 +25,10 @@ def reduced():
 def test_metrics_are_added_by_name():
     expected = {"loss": 11.5 / 4, "kl": 10.25 / 4, "rare": 10.0 / 4}
     assert run_distributed(reduced, 2) == [expected, expected]
+
+
+def test_steps_beyond_the_announced_share_the_last_number():
+    steps = [{"loss": 1.0, "lr": 0.5}, {"loss": 2.0, "lr": 0.25}, {"loss": 4.0, "lr": 0.25}, {"loss": 6.0, "mtp": 3.0}]
+    assert fold_surplus_steps(steps, 4) == steps and fold_surplus_steps(steps, 9) == steps
+    assert fold_surplus_steps(steps, 2) == [{"loss": 1.0, "lr": 0.5}, {"loss": 4.0, "lr": 0.25, "mtp": 3.0}]
+    assert fold_surplus_steps([], 2) == []

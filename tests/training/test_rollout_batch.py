@@ -96,6 +96,50 @@ def test_r18_optional_field_is_not_judged_by_the_first_sample():
     assert [len(row) for row in batch["rollout_log_probs"]] == [0, 3]
 
 
+COMPLETE = {
+    "rollout_log_probs": [-1.0, -2.0, -3.0],
+    "teacher_log_probs": [-0.5, -0.25, -0.125],
+    "rollout_top_p_token_ids": [5, 6, 7, 8],
+    "rollout_top_p_token_offsets": [0, 1, 3, 4],
+}
+NEUTRAL = {
+    "rollout_log_probs": [0, 0, 0],
+    "teacher_log_probs": [0, 0, 0],
+    "rollout_top_p_token_ids": [],
+    "rollout_top_p_token_offsets": [0, 0, 0, 0],
+}
+
+
+@pytest.mark.parametrize("nothing_trained", [{"remove_sample": True}, {"loss_mask": [0, 0, 0]}])
+@pytest.mark.parametrize("field", COMPLETE)
+def test_a_sample_that_trains_nothing_may_lack_what_the_others_have(field, nothing_trained):
+    lacking = {**COMPLETE, field: None}
+    batch = build([sample(0, **COMPLETE), sample(1, **lacking, **nothing_trained)])
+    shard = split_for_data_parallel(batch, DPSchedule([[0, 1]], [[[0, 1]]], [1], [2], 0))[0]
+    data = to_tensors(shard, "cpu")
+    # Sets of kept tokens are ids with offsets: one is worth nothing without the other.
+    neutral = {name for name in COMPLETE if name == field or "top_p" in name and "top_p" in field}
+    for name, complete in COMPLETE.items():
+        expected = NEUTRAL[name] if name in neutral else complete
+        assert [row.tolist() for row in data[name]] == [complete, expected], name
+
+
+@pytest.mark.parametrize("field", COMPLETE)
+def test_a_sample_that_trains_must_have_what_the_others_have(field):
+    lacking = {**COMPLETE, field: None}
+    removed = sample(6, **lacking, remove_sample=True)
+    with pytest.raises(UserError, match=rf"1 of 3 samples have no `{field}` \(sample indices \[5\]\)"):
+        build([sample(4, **COMPLETE), sample(5, loss_mask=[0, 0, 1], **lacking), removed])
+
+
+def test_what_no_trained_sample_has_is_no_column():
+    batch = build([sample(0), sample(1, remove_sample=True, **COMPLETE)])
+    assert not set(COMPLETE) & set(batch)
+    # Nothing is trained at all: what there is may still be reported.
+    batch = build([sample(0, remove_sample=True), sample(1, remove_sample=True, **COMPLETE)])
+    assert [row.tolist() for row in batch["teacher_log_probs"]] == [[0, 0, 0], [-0.5, -0.25, -0.125]]
+
+
 def test_sample_without_prompt_is_refused():
     with pytest.raises(UserError, match="sample 3 has 3 tokens, all of them in the response"):
         build([sample(3, prompt=0)])

@@ -38,7 +38,7 @@ def test_rows_reach_the_rank_that_trains_the_sample():
             np.testing.assert_array_equal(tensor, samples[index].rollout_routed_experts)
 
 
-@pytest.mark.parametrize("fields", [{"remove_sample": True}, {"response_length": 0}])
+@pytest.mark.parametrize("fields", [{"remove_sample": True}, {"response_length": 0}, {"loss_mask": [0, 0]}])
 def test_a_sample_that_trains_nothing_needs_no_choices(fields):
     column = checked_batch([a_sample(0), a_sample(1, rollout_routed_experts=None, **fields)])["rollout_routed_experts"]
     assert column[1].shape == (0, 3, 2)

@@ -173,6 +173,16 @@ def test_the_number_of_attempts_is_limited_and_the_message_names_it():
     asyncio.run(main())
 
 
+def test_a_failure_of_all_requests_in_flight_is_told_once(caplog):
+    async def main():
+        async with serving(answering([500] * 40, [])) as url:
+            init_http_client(make_args(http_max_retries=1))
+            await asyncio.gather(*[post(url, {}, max_retries=2) for _ in range(20)], return_exceptions=True)
+
+    asyncio.run(main())
+    assert [record.levelname for record in caplog.records if "answered 500" in record.message] == ["WARNING"]
+
+
 @pytest.mark.parametrize("status", [400, 401, 404, 422])
 def test_r15_other_4xx_fail_at_once_with_the_body(status):
     async def main():

@@ -75,14 +75,7 @@ def kept_curves(run_directory: Path) -> dict[str, Curve]:
     found = read_run(run_directory).curves
     if ACCURACY not in found:
         raise ValueError(f"{run_directory}: no {ACCURACY} in its event files")
-    curves = {name: dict(sorted(found[name].items())) for name in KEPT if name in found}
-    curves[ACCURACY] = by_trained_rollouts(curves[ACCURACY])
-    return curves
-
-
-def by_trained_rollouts(evaluations: Curve) -> Curve:
-    """The first evaluation precedes rollout 0, and one at step n follows rollout n, so n + 1 are trained."""
-    return {step + 1 if position else 0: value for position, (step, value) in enumerate(sorted(evaluations.items()))}
+    return {name: dict(sorted(found[name].items())) for name in KEPT if name in found}
 
 
 def save_run(run: Run, path: Path) -> None:

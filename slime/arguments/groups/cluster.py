@@ -7,6 +7,7 @@ TITLE = "cluster and placement"
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
     _add_sizes(group)
+    _add_time_limits(group)
     _add_offload(group)
     _add_plan(group)
 
@@ -61,6 +62,23 @@ def _add_sizes(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_time_limits(group: argparse._ArgumentGroup) -> None:
+    """Of what takes the longer the larger the model is; `slime.arguments.time_limits` has the defaults."""
+    limits = {
+        "--engine-start-timeout": "an engine from its start until it is healthy",
+        "--engine-load-timeout": "an engine that loads, puts in place or hashes all weights",
+        "--train-start-timeout": "the training ranks from their start until they hold the model",
+        "--checkpoint-publish-timeout": "publishing a checkpoint that is written, and deleting those that --keep-last lets go",
+    }
+    for flag, what in limits.items():
+        group.add_argument(
+            flag,
+            type=float,
+            default=None,
+            help=f"time limit of {what}, in seconds; unset: from the size of the weights of --hf-checkpoint",
+        )
+
+
 def _add_offload(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--colocate",
@@ -89,6 +107,12 @@ def _add_plan(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="print the plan (placement, batch arithmetic, memory, weight sync, effective values), then exit; needs "
         "neither GPUs nor weights",
+    )
+    group.add_argument(
+        "--check",
+        action="store_true",
+        help="do all that a run does before it starts Ray (flags, files, rows, plug-ins, what is left to do), say which "
+        "resources it needs of Ray, then exit",
     )
     group.add_argument(
         "--dry-run-json", metavar="FILE", default=None, help="write the plan to this JSON file; implies --dry-run"

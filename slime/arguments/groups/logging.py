@@ -19,6 +19,13 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_metrics(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--log-samples-interval",
+        type=int,
+        default=10,
+        help="show the first and the last sample of the run's first rollout and of one in so many after it, and of every "
+        "evaluation set likewise; 0: never",
+    )
     group.add_argument("--log-passrate", action="store_true", help="log pass@{1,2,4,...}")
     group.add_argument(
         "--log-multi-turn",

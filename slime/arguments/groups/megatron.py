@@ -152,6 +152,8 @@ class _OneOrMore(argparse.Action):
     """A single word is the value itself, several are a list: fields that take either keep Megatron's two meanings."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if hasattr(parser, "note_given"):
+            parser.note_given(self.dest, option_string or "", values)
         setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
 
 

@@ -82,7 +82,8 @@ def _add_scheduling(group: argparse._ArgumentGroup) -> None:
         "--over-sampling-batch-size",
         type=int,
         default=None,
-        help="prompts fetched whenever fewer than needed remain, at least --rollout-batch-size; unset: that",
+        help="prompts of the first draw of a step, at least --rollout-batch-size; what a filter drops is replaced one for "
+        "one; unset: --rollout-batch-size",
     )
     group.add_argument(
         "--keep-surplus-groups",

@@ -29,7 +29,9 @@ def _add_process(group: argparse._ArgumentGroup) -> None:
         "--train-env-vars",
         type=environment_variables,
         default={},
-        help="extra environment of the train actors, as JSON object; applied last",
+        help="extra environment of the train actors, as JSON object; applied last. The actors set it themselves before they "
+        "import anything, so that it stands in no log; only what the dynamic loader, the interpreter and the thread "
+        "libraries read (LD_*, PYTHON*, OMP_* and the like) is handed to Ray",
     )
     group.add_argument(
         "--trust-remote-code",

@@ -15,9 +15,6 @@ def rollout_count(args: argparse.Namespace) -> Iterator[str]:
         yield "give --num-rollout (rollout steps) or --num-epoch (passes over the data)"
     if args.num_rollout is not None and args.num_epoch is not None:
         logger.warning("--num-epoch %d is ignored: --num-rollout %d is given", args.num_epoch, args.num_rollout)
-    first = args.start_rollout_id or 0
-    if args.num_rollout is not None and first >= args.num_rollout > 0:
-        logger.warning("--start-rollout-id %d: nothing is left to do of --num-rollout %d", first, args.num_rollout)
     if args.num_rollout is None and args.load_debug_rollout_data is not None:
         yield "--load-debug-rollout-data needs --num-rollout: a dump does not tell how many there are"
     if args.num_rollout is None and args.num_epoch is not None and not args.rollout_global_dataset:

@@ -4,6 +4,7 @@ import argparse
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from slime.arguments.config_files.eval_file import places_in
 from slime.arguments.plug_ins import flag_of
@@ -14,8 +15,9 @@ from slime.utils.errors import UserError
 
 # Where the data sources and evaluation functions live whose way of reading files is known.
 _OWN = "slime.rollout."
-# The one of them that asks for rewards.
+# Those of them that ask for rewards, and that train on chats as they stand.
 _GRADING_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
+SFT_FUNCTION = "slime.rollout.sft_rollout.generate_rollout"
 
 
 def prompts(args: argparse.Namespace) -> Iterator[str]:
@@ -27,6 +29,14 @@ def evaluation(args: argparse.Namespace) -> Iterator[str]:
     # A set that was given and could not be read has a message of its own.
     if args.eval_interval is not None and not args.eval_prompt_data and args.eval_config is None:
         yield f"--eval-interval {args.eval_interval} needs data sets: give --eval-prompt-data name path, or --eval-config"
+
+
+def chats_as_they_are(args: argparse.Namespace) -> Iterator[str]:
+    if args.apply_chat_template and args.rollout_function_path == SFT_FUNCTION and args.prompt_data:
+        yield (
+            "--apply-chat-template: supervised fine-tuning takes lists of messages and renders them itself, to know which "
+            "tokens the assistant said; drop it"
+        )
 
 
 def first_rows(args: argparse.Namespace) -> Iterator[str]:
@@ -42,39 +52,59 @@ class OwnFile:
 
     Attributes:
         flag: where the path comes from, a flag or `file:line: key`; `key_flags`: the same of prompt and label key.
-        metadata_key: field of the row's metadata; None where nothing has to be found there, because the run says how
-            responses are graded.
+        graded_by_row: the type of reward can only stand in the metadata of the rows.
+        in_template: prompts are rendered in the chat template when the file is read.
+        prompts: what must be known of a prompt: that it is a list of messages, that a list of messages can be rendered
+            (its generation does that), or nothing.
     """
 
     path: str
     flag: str
     prompt_key: str | None
     label_key: str | None
-    key_flags: tuple[str, str]
+    tool_key: str | None
     metadata_key: str | None
+    key_flags: tuple[str, str] = ("--input-key", "--label-key")
+    graded_by_row: bool = False
+    in_template: bool = False
+    prompts: Literal["messages", "renderable", "any"] = "any"
 
 
 def own_files(args: argparse.Namespace) -> Iterator[OwnFile]:
     """All data files that our own code reads: plug-ins read theirs in their way."""
     if args.prompt_data and args.data_source_path.startswith(_OWN):
-        metadata = args.metadata_key if _rows_name_rewards(args, args.rollout_function_path) else None
-        keys = (args.input_key, args.label_key, ("--input-key", "--label-key"))
+        kinds = {SFT_FUNCTION: "messages", _GRADING_FUNCTION: "renderable"}
+        own_way = args.custom_generate_function_path is not None
         for path in [args.prompt_data] if isinstance(args.prompt_data, str) else args.prompt_data:
-            yield OwnFile(path, "--prompt-data", *keys, metadata)
+            yield OwnFile(
+                path,
+                "--prompt-data",
+                args.input_key,
+                args.label_key,
+                args.tool_key,
+                args.metadata_key,
+                graded_by_row=_rows_name_rewards(args, args.rollout_function_path),
+                in_template=args.apply_chat_template,
+                prompts="any" if own_way else kinds.get(args.rollout_function_path, "any"),
+            )
     if args.eval_function_path.startswith(_OWN):
         place = places_in(args.eval_config if args.eval_datasets else None)
         for dataset in args.eval_datasets:
             in_file = place(dataset.name, "path")
             graded = dataset.rm_type or dataset.custom_rm_path or dataset.metadata_overrides.get("rm_type")
-            own_way = dataset.custom_generate_function_path or graded
-            by_row = not own_way and _rows_name_rewards(args, args.eval_function_path)
+            generate = dataset.custom_generate_function_path or args.custom_generate_function_path
+            by_row = not (dataset.custom_generate_function_path or graded)
             yield OwnFile(
                 dataset.path,
                 "--eval-prompt-data" if in_file is None else f"{in_file}: path",
                 dataset.input_key,
                 dataset.label_key,
-                tuple(_key_of_set(args, place(dataset.name, key), key) for key in ("input_key", "label_key")),
-                dataset.metadata_key if by_row else None,
+                dataset.tool_key,
+                dataset.metadata_key,
+                key_flags=tuple(_key_of_set(args, place(dataset.name, key), key) for key in ("input_key", "label_key")),
+                graded_by_row=by_row and _rows_name_rewards(args, args.eval_function_path),
+                in_template=bool(dataset.apply_chat_template),
+                prompts="any" if generate or args.eval_function_path != _GRADING_FUNCTION else "renderable",
             )
 
 
@@ -98,14 +128,16 @@ def _row_problems(file: OwnFile) -> Iterator[str]:
     except UserError as error:
         yield str(error)
         return
-    if row is None or file.metadata_key is None:
-        return
-    metadata = row.get(file.metadata_key)
-    if not isinstance(metadata, dict) or not metadata.get("rm_type"):
+    if row is not None and file.graded_by_row and not names_reward(row.get(file.metadata_key)):
         yield (
             f"{file.flag} {file.path}: nothing says how responses are graded: the first row has no `rm_type` in its "
             f"{file.metadata_key!r}; give --rm-type (math, for example) or --custom-rm-path"
         )
 
 
-DATA_RULES: tuple[Rule, ...] = (prompts, evaluation, first_rows)
+def names_reward(metadata: object) -> bool:
+    """Whether the metadata of a row says how its responses are graded."""
+    return isinstance(metadata, dict) and bool(metadata.get("rm_type"))
+
+
+DATA_RULES: tuple[Rule, ...] = (prompts, evaluation, chats_as_they_are, first_rows)

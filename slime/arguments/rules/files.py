@@ -1,7 +1,6 @@
 """Rules about what must exist on disk. A plan can do without: under `--dry-run` their messages are notes."""
 
 import argparse
-import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -11,14 +10,12 @@ from slime.arguments.checkpoints import checkpoint_source
 from slime.arguments.critic import critic_weights
 from slime.arguments.hf_config.reading import no_directory
 from slime.arguments.initial_weights import source_of_actor
-from slime.arguments.plug_ins import flag_of, missing_files
+from slime.arguments.plug_ins import flag_of, missing_plug_ins
 from slime.arguments.rules import Rule
 from slime.arguments.rules.data import own_files
 from slime.utils.data_files import parse_data_path, path_without_slice
 from slime.utils.errors import UserError
 from slime.utils.file_templates import existing_files
-
-logger = logging.getLogger(__name__)
 
 _WRITTEN = (
     "save", "save_hf", "dump_details", "save_debug_rollout_data", "save_debug_train_data", "update_weight_disk_dir",
@@ -66,12 +63,9 @@ def other_models(args: argparse.Namespace) -> Iterator[str]:
         if path is None:
             continue
         try:
-            source = checkpoint_source(path, step, flag, step_flag)
+            checkpoint_source(path, step, flag, step_flag)
         except UserError as error:
             yield str(error)
-        else:
-            if flag == "--ref-load" and source.kind != "megatron":
-                logger.info("--ref-load %s is no Megatron checkpoint: it is loaded as Hugging Face directory", path)
 
 
 def initial_weights(args: argparse.Namespace) -> Iterator[str]:
@@ -127,6 +121,6 @@ FILE_RULES: tuple[Rule, ...] = (
     rollout_dumps,
     other_models,
     initial_weights,
-    missing_files,
+    missing_plug_ins,
     writable_places,
 )

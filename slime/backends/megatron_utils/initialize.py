@@ -17,6 +17,9 @@ from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
 from slime.utils.process_groups import init_gloo_group
 
+# What Megatron adds to a seed stays below it: some thousand, and 100 for each expert-parallel rank.
+_SEEDS_OF_A_STAGE = 2**20
+
 
 def init(args: Any) -> None:
     """Join torch.distributed, lay out Megatron's parallel groups and seed the tensor-parallel generators. Collective.
@@ -122,6 +125,8 @@ def _init_model_parallel(args: Any) -> None:
 
 
 def _seed(seed: int) -> None:
-    from megatron.core import tensor_parallel
+    """Seed the generators that draw random weights on a GPU: apart on the stages of a pipeline, which hold other layers."""
+    from megatron.core import parallel_state, tensor_parallel
 
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    tensor_parallel.model_parallel_cuda_manual_seed(seed + stage * _SEEDS_OF_A_STAGE)

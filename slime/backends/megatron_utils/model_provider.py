@@ -205,7 +205,8 @@ def build_ddp_config(args: Any) -> DistributedDataParallelConfig:
 def setup_model(args: Any) -> list[DistributedDataParallel]:
     """Build this rank's model chunks (one without virtual pipeline stages), wrapped and on the device.
 
-    The weights are random, drawn from `args.seed` alone: equal on all data-parallel ranks, and on CPU for every layout.
+    The weights are random, drawn from `args.seed`: equal on ranks that hold the same part of the model, and other ones in every
+    part. On CPU, and with `--use-cpu-initialization`, the whole model is the same in every layout.
     """
     count = virtual_stages(args)
     with torch.random.fork_rng(devices=[]):

@@ -26,8 +26,8 @@ def build_optimizer_and_scheduler(
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """The optimizer over all parameters that require a gradient, and its scheduler at 0 rollouts.
 
-    Build it after the weights are loaded, or call `optimizer.reload_model_params()` after loading: in 16 bits the
-    optimizer keeps float32 copies of its own.
+    Build it after the weights are loaded, or hand it to `load_checkpoint`: in 16 bits the optimizer keeps float32 copies of
+    its own.
 
     Raises:
         UserError: the schedule is empty, or its warmup is as long as the schedule.
@@ -36,6 +36,9 @@ def build_optimizer_and_scheduler(
     stateless = getattr(args, "use_stateless_adam", False)
     with as_megatrons_adam() if stateless else contextlib.nullcontext():
         optimizer = get_megatron_optimizer(build_optimizer_config(args), model_chunks)
+    for group in optimizer.param_groups:
+        # Megatron tells groups apart by this mark when it loads their state, and does not set it.
+        group["is_decoupled_lr"] = not group["default_config"]
     return optimizer, _build_scheduler(args, optimizer)
 
 

@@ -22,6 +22,7 @@ from slime.backends.megatron_utils.initialize import context_parallel
 from slime.backends.megatron_utils.initialize import init as init_megatron
 from slime.observability.logging_utils import configure_logger, log
 from slime.observability.timer import Timer
+from slime.training.metric_reduction import fold_surplus_steps
 from slime.training.rollout_batch import keep_own_tokens, process_rollout_data
 from slime.utils.device import get_accelerator
 from slime.utils.misc import Box
@@ -110,12 +111,7 @@ class MegatronRank:
             self.optimizer, self.scheduler = build_optimizer_and_scheduler(args, self.model)
         if not source.resume:
             return -1
-        # The schedule says where the run is, whether or not the optimizer starts fresh.
-        optimizer = None if args.no_load_optim else self.optimizer
-        iteration = load_checkpoint(args, source, self.model, optimizer, self.scheduler)
-        if self.optimizer is not None:
-            self.optimizer.reload_model_params()
-        return iteration
+        return load_checkpoint(args, source, self.model, self.optimizer, self.scheduler)
 
     def _load_weights(self, source: WeightSource) -> None:
         from slime.backends.megatron_utils.checkpoint import load_checkpoint
@@ -141,19 +137,22 @@ class MegatronRank:
         from slime.backends.megatron_utils.optimizer_step import reset_optimizer_states
         from slime.backends.megatron_utils.train_step import train_one_step
 
-        steps = len(data["num_microbatches"])
-        if steps > self.args.num_steps_per_rollout and self.rank == 0:
+        steps, announced = len(data["num_microbatches"]), self.args.num_steps_per_rollout
+        if steps > announced and self.rank == 0:
             logger.warning(
-                "rollout %d brings %d optimizer steps instead of %d: the last numbers of train/step come again later",
-                rollout_id, steps, self.args.num_steps_per_rollout,
+                "rollout %d brings %d optimizer steps instead of %d: the metrics of the last %d share one number of "
+                "train/step, as their mean",
+                rollout_id, steps, announced, steps - announced + 1,
             )  # fmt: skip
-        for step in range(steps):
-            metrics = train_one_step(
+        metrics = [
+            train_one_step(
                 self.args, self.model, self.optimizer, self.scheduler, data, rollout_id, step, role=self.role
             )
-            logged = {f"{self.metric_prefix}{name}": value for name, value in metrics.items()}
-            logged["train/step"] = rollout_id * self.args.num_steps_per_rollout + step
-            log(self.args, logged, "train/step")
+            for step in range(steps)
+        ]
+        for step, of_step in enumerate(fold_surplus_steps(metrics, announced)):
+            logged = {f"{self.metric_prefix}{name}": value for name, value in of_step.items()}
+            log(self.args, {**logged, "train/step": rollout_id * announced + step}, "train/step")
         if self.args.reset_optimizer_states:
             reset_optimizer_states(self.optimizer)
 

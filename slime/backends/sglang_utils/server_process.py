@@ -2,13 +2,15 @@
 
 Runs the unmodified SGLang HTTP server. Around it: the process ends with its parent; the CPU adapter is installed where
 there is no GPU; there, scheduler and detokenizer are forked after sglang was imported, so that its imports are paid
-once instead of three times; the API key never reaches the log. The arguments file holds that key, so it is readable by
-its owner only and is deleted as soon as it was read.
+once instead of three times; a server whose scheduler or detokenizer dies ends and leaves the cause; the API key never
+reaches the log. The arguments file holds that key, so it is readable by its owner only and is deleted as soon as it was
+read.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import os
@@ -22,6 +24,10 @@ from slime.utils.errors import UserError
 
 if TYPE_CHECKING:
     from slime.backends.sglang_utils.server_arguments import ServerArguments
+
+
+# Beside the arguments file: why the server ended, where it was the first to know.
+CAUSE_FILE = "cause"
 
 
 def write_arguments_file(path: str | Path, arguments: ServerArguments) -> None:
@@ -44,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
     from slime.backends.sglang_utils import cpu_runtime
 
     cpu_runtime.install()
-    _serve(arguments["values"], arguments["typed"])
+    _serve(arguments["values"], arguments["typed"], arguments_file.with_name(CAUSE_FILE))
 
 
 def hide_from_logs(secret: str | None) -> None:
@@ -74,7 +80,7 @@ def hide_from_logs(secret: str | None) -> None:
     logging.setLogRecordFactory(make_redacted_record)
 
 
-def _serve(values: dict[str, Any], typed: list[str]) -> None:
+def _serve(values: dict[str, Any], typed: list[str], cause_path: Path) -> None:
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
@@ -82,6 +88,8 @@ def _serve(values: dict[str, Any], typed: list[str]) -> None:
     fields = _known_fields(values, typed, ServerArgs)
     server_args = ServerArgs(**{**fields, **convert_texts({name: fields[name] for name in typed}, ServerArgs)})
     _leave_gc_freeze_to_engine()
+    _name_shared_memory_after(cause_path.parent)
+    _end_when_a_worker_dies(cause_path)
     if gpus_on_this_machine() == 0:
         _fork_workers()
     try:
@@ -144,6 +152,29 @@ def _leave_gc_freeze_to_engine() -> None:
     from sglang.srt.entrypoints import http_server
 
     http_server._freeze_gc_after_server_warmup = lambda server_args: None
+
+
+def _name_shared_memory_after(directory: Path) -> None:
+    """sglang 0.5.21 never deletes the file in /dev/shm in which schedulers note their load. Its name holds the id of the
+    server, which is random; with the name of our scratch directory in its place the file goes when that does."""
+    from sglang.srt.server_args import PortArgs
+
+    init_new = PortArgs.init_new
+
+    def init_new_with_our_id(*args: Any, **kwargs: Any) -> PortArgs:
+        port_args = init_new(*args, **kwargs)
+        port_args.instance_id = directory.name
+        return port_args
+
+    PortArgs.init_new = staticmethod(init_new_with_our_id)
+
+
+def _end_when_a_worker_dies(cause_path: Path) -> None:
+    from sglang.srt.entrypoints import engine
+
+    from slime.backends.sglang_utils.worker_watch import WorkerWatch
+
+    engine.SubprocessWatchdog = functools.partial(WorkerWatch, cause_path)
 
 
 def _fork_workers() -> None:

@@ -2,15 +2,15 @@
 
 The class is plain; the serving layer makes it a Ray actor. Invariants:
 - Every wait has a deadline. While it waits for its server, the engine also watches the server's process.
-- A call that fails because the server is dead says so, with exit status and last log lines.
+- A call that fails because the server is dead says so, with exit status and last log lines; so does `wait_for_end`, which
+  hears of it also while nothing is called.
 - The server binds the node's service address only and, when the run has an API key, answers nobody without it.
 """
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,22 @@ from typing import Any
 import requests
 
 from slime.backends.sglang_utils.server_arguments import compute_server_arguments, compute_server_environment
-from slime.backends.sglang_utils.server_process import write_arguments_file
+from slime.backends.sglang_utils.server_process import CAUSE_FILE, write_arguments_file
 from slime.utils.child_process import ChildProcess
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import RunError
 from slime.utils.ports import PortReservation, host_for_url, random_port_start, reserve_port, service_host
+from slime.utils.scratch import make_scratch_directory, remove_scratch_directory
 
 _FIRST_PORT = 15000
 _READY_POLL_SECONDS = 0.1
 _FLUSH_ATTEMPTS = 60
 _FLUSH_PAUSE_SECONDS = 1.0
 _CONNECT_TIMEOUT_SECONDS = 10.0
-_CONTROL_TIMEOUT_SECONDS = 300.0
+# Requests whose time grows with the size of the model: all of its weights are read, hashed or put in place.
+_LOADING = frozenset({"/update_weights_from_disk", "/weights_checker", "/end_weight_update"})
+_WATCH_POLL_SECONDS = 0.2
+_LINES_OF_A_DEAD_SERVER = 12
 
 
 class SGLangEngine:
@@ -43,6 +47,7 @@ class SGLangEngine:
         self._process: ChildProcess | None = None
         self._scratch_dir: Path | None = None
         self._url: str | None = None
+        self._ending = threading.Event()
         self._session = requests.Session()
         # Internal traffic: neither proxies nor .netrc.
         self._session.trust_env = False
@@ -51,8 +56,11 @@ class SGLangEngine:
 
     # -- life -------------------------------------------------------------------------------------------------------
 
-    def init(self, base_gpu_id: int = 0, timeout: float = 600.0) -> str:
+    def init(self, base_gpu_id: int = 0, timeout: float | None = None) -> str:
         """Start the server on this node, first GPU `base_gpu_id`, and wait until it is healthy.
+
+        Args:
+            timeout: in seconds; None: `--engine-start-timeout`.
 
         Returns:
             The server's URL.
@@ -65,7 +73,7 @@ class SGLangEngine:
             self._launch(port, nccl_port, base_gpu_id)
             self._url = f"http://{host_for_url(host)}:{port.port}"
             try:
-                self._wait_until_healthy(timeout)
+                self._wait_until_healthy(self._args.engine_start_timeout if timeout is None else timeout)
             except BaseException:
                 self.shutdown()
                 raise
@@ -86,13 +94,24 @@ class SGLangEngine:
         """The last lines of the server's log."""
         return "" if self._process is None else self._process.log_tail(lines)
 
+    def wait_for_end(self) -> None:
+        """Return when `shutdown` is called; until then watch the server's processes.
+
+        Raises:
+            RunError: the server, or its scheduler or detokenizer, has died; says how, with the log's last lines.
+        """
+        while not self._ending.wait(_WATCH_POLL_SECONDS):
+            if self._process is not None and self._process.poll() is not None and not self._ending.is_set():
+                raise RunError(f"engine {self.rank} died: {self._describe_end()}")
+
     def shutdown(self) -> None:
         """End the server and everything it started. Harmless when it already ended."""
+        self._ending.set()
         if self._process is not None:
             # At once: a server holds nothing worth saving and takes up to 7 s to end politely.
             self._process.terminate(timeout=0)
         if self._scratch_dir is not None:
-            shutil.rmtree(self._scratch_dir, ignore_errors=True)
+            remove_scratch_directory(self._scratch_dir)
 
     # -- questions --------------------------------------------------------------------------------------------------
 
@@ -104,7 +123,7 @@ class SGLangEngine:
         """
         self._call("GET", "/health", timeout=timeout)
 
-    def generate(self, payload: dict[str, Any], timeout: float = _CONTROL_TIMEOUT_SECONDS) -> Any:
+    def generate(self, payload: dict[str, Any], timeout: float | None = None) -> Any:
         """POST `payload` to `/generate` of this engine, past the router; the parsed answer."""
         return self._call("POST", "/generate", payload, timeout=timeout)
 
@@ -161,7 +180,7 @@ class SGLangEngine:
         world_size: int,
         group_name: str,
         backend: str,
-        timeout: float = _CONTROL_TIMEOUT_SECONDS,
+        timeout: float | None = None,
     ) -> None:
         """Join the process group `group_name` as ranks `rank_offset, rank_offset + 1, …`, one per GPU of the engine."""
         payload = {
@@ -186,7 +205,7 @@ class SGLangEngine:
         group_name: str,
         weight_version: str | None = None,
         load_format: str | None = None,
-        timeout: float = _CONTROL_TIMEOUT_SECONDS,
+        timeout: float | None = None,
     ) -> None:
         """Receive and load the tensors that rank 0 of `group_name` broadcasts. `dtypes` are names without `torch.`."""
         payload: dict[str, Any] = {
@@ -232,7 +251,7 @@ class SGLangEngine:
         )
         # Holds the arguments (with the API key) and the server's own temporary files; the path must stay short, because
         # the server's Unix sockets live there.
-        self._scratch_dir = Path(tempfile.mkdtemp(prefix="slime-engine-"))
+        self._scratch_dir = make_scratch_directory("engine")
         arguments_file = self._scratch_dir / "arguments.json"
         write_arguments_file(arguments_file, arguments)
         module = "slime.backends.sglang_utils.server_process"
@@ -260,11 +279,26 @@ class SGLangEngine:
             except requests.RequestException:
                 pass  # not listening yet
             time.sleep(_READY_POLL_SECONDS)
-        raise RunError(f"engine {self.rank} was not healthy after {timeout:g} s: {self._process.describe_end()}")
+        raise RunError(
+            f"engine {self.rank} was not healthy after {timeout:g} s (--engine-start-timeout): {self._process.describe_end()}"
+        )
+
+    def _describe_end(self) -> str:
+        """How the server ended: what it wrote down itself, else its exit status; and the last lines of its log."""
+        try:
+            cause = (self._scratch_dir / CAUSE_FILE).read_text()
+        except OSError:
+            return self._process.describe_end(_LINES_OF_A_DEAD_SERVER)
+        return f"{cause}; {self._process.describe_log(_LINES_OF_A_DEAD_SERVER)}"
 
     def _request(
-        self, method: str, path: str, payload: dict[str, Any] | None = None, timeout: float = _CONTROL_TIMEOUT_SECONDS
+        self, method: str, path: str, payload: dict[str, Any] | None = None, timeout: float | None = None
     ) -> requests.Response:
+        """`timeout` in seconds; None: what the flag for this kind of request says."""
+        flag = ""
+        if timeout is None:
+            name = "engine_load_timeout" if path in _LOADING else "http_control_timeout"
+            timeout, flag = getattr(self._args, name), f" (--{name.replace('_', '-')})"
         try:
             return self._session.request(
                 method, self.url() + path, json=payload, timeout=(_CONNECT_TIMEOUT_SECONDS, timeout)
@@ -272,12 +306,10 @@ class SGLangEngine:
         except requests.RequestException as error:
             # A dying server closes its connections a moment before its process has ended.
             if self._process is not None and self._process.wait(2.0) is not None:
-                raise RunError(f"engine {self.rank} is dead ({path}): {self._process.describe_end()}") from None
-            raise RunError(f"engine {self.rank} did not answer {path} within {timeout:g} s: {error}") from None
+                raise RunError(f"engine {self.rank} died ({path}): {self._describe_end()}") from None
+            raise RunError(f"engine {self.rank} did not answer {path} within {timeout:g} s{flag}: {error}") from None
 
-    def _call(
-        self, method: str, path: str, payload: dict[str, Any] | None = None, timeout: float = _CONTROL_TIMEOUT_SECONDS
-    ) -> Any:
+    def _call(self, method: str, path: str, payload: dict[str, Any] | None = None, timeout: float | None = None) -> Any:
         response = self._request(method, path, payload, timeout)
         if not response.ok:
             raise RunError(f"engine {self.rank} answered {response.status_code} to {path}: {response.text[:1000]}")

@@ -1,30 +1,34 @@
 """Grading of mathematical answers: take the boxed answer out of a response, and compare it with the label.
 
-Text of a model is never evaluated: it is compared as normalised text, then as exact rationals by our own restricted
-parser, and only what is left goes, as a tree, to sympy in a worker process with a time limit.
+Most answers are decided by their text or as plain numbers. What is left is compared by math-verify in a worker process,
+under limits of ours. Where the library is more lenient than a reward may be, rules of ours come first: units must agree,
+fractions must be reduced, brackets must match, and sizes are bounded.
 """
 
+import itertools
+import math
 import re
+from fractions import Fraction
 
 from slime.rollout.rm_hub import symbolic_pool
-from slime.rollout.rm_hub.answer_normalization import normalize_answer
-from slime.rollout.rm_hub.restricted_math import (
-    NotMath,
-    Tree,
-    fraction_literal,
-    integer_literal,
-    parse,
-    rational_value,
-)
+from slime.rollout.rm_hub.answer_normalization import exact_latex, normalize_answer, split_unit
 
-_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?![\d,])")
-_BRACKETS = {"(": ")", "[": "]", "{": "}"}
-_MAX_ELEMENTS = 20
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox) ([^\s$]+)")
 _OPENED_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"[{}]")
 # Every one that is never closed costs a look at the rest of the text.
 _MAX_BOXES = 50
+# Of what the library reads: characters, and brackets within brackets.
+_MAX_CHARACTERS = 300
+_MAX_DEPTH = 12
+# Exponents, factorials and numbers that take long to work out, or to read.
+_TOO_LARGE = re.compile(r"\^\s*\{?\s*[-+]?\d{5}|\d{4}\s*!|[!)}]\s*!|\d{61}")
+_FRACTION = re.compile(r"\\frac\s*\{\s*-?(\d+)\s*\}\s*\{\s*-?(\d+)\s*\}|(?<![\w.})^!])(\d+)\s*/\s*(\d+)(?![\d.!^])")
+_RATIO = re.compile(r"(?<![\w.})^!])(\d+)\s*:\s*(\d+)(?![\d.!^])")
+_CHOICE = re.compile(r"\(?([A-Z])\)?")
+_WORD = re.compile(r"[^\W\d_]{4}|\b(?:no|yes|and)\b|\d_", re.IGNORECASE)
+# Left side of an equation that gives a value a name: x, x_1, f(x), P(A), (x, y).
+_NAME = re.compile(r"\s*(?:(?:\\angle )?\\?[a-zA-Z]+(?:_\{?\w\}?)?'*\s*(?:\([a-zA-Z, ]*\))?|\([a-zA-Z, ]+\))\s*")
 
 
 def last_boxed_only_string(text: str) -> str | None:
@@ -84,23 +88,23 @@ def grade_answer_mathd(given_answer: str, ground_truth: str) -> bool:
 
 
 def grade_answer_sympy(given_answer: str, ground_truth: str) -> bool:
-    """Whether both are equal as mathematics. Blocks up to 5 s per element where sympy is needed.
+    r"""Whether both are equal as mathematics. Blocks up to 5 s where the library is needed.
 
-    Tuples and intervals are compared element by element and need the same brackets, sets `\\{…\\}` in any order. An
-    integer label needs an integer, a fraction label that is answered by a fraction needs the same, reduced one.
+    Intervals and tuples need the same brackets; lists and sets are equal in any order. A fraction of whole numbers must
+    be reduced, and an exponent holds no power of a number. Where both name a unit, it must be the same; where one of
+    them is a percentage or an angle in degrees, its value counts too: `50\%` is 50 and 0.5.
     """
-    given, truth = _comparable(given_answer), _comparable(ground_truth)
-    if not given or not truth:
+    (given, given_unit), (truth, truth_unit) = split_unit(given_answer), split_unit(ground_truth)
+    if not given or not truth or _units_differ(given_unit, truth_unit):
         return False
-    if given == truth:
-        return True
-    given_brackets, given_elements = _split_elements(given)
-    truth_brackets, truth_elements = _split_elements(truth)
-    if given_brackets != truth_brackets or len(given_elements) != len(truth_elements):
+    if _is_text(given) or _is_text(truth):
+        return _as_text(given) == _as_text(truth)
+    if not _is_admissible(given, truth):
         return False
-    if truth_brackets == "{}":
-        given_elements, truth_elements = sorted(given_elements), sorted(truth_elements)
-    return all(_elements_equal(a, b) for a, b in zip(given_elements, truth_elements, strict=True))
+    if given_unit == truth_unit:
+        return _are_equal(given, truth)
+    pairs = itertools.product(_readings(given, given_unit), _readings(truth, truth_unit))
+    return any(_are_equal(*pair) for pair in pairs)
 
 
 def grade_answer_verl(solution_str: str, ground_truth: str) -> bool:
@@ -109,7 +113,7 @@ def grade_answer_verl(solution_str: str, ground_truth: str) -> bool:
         return False
     truth = label_answer(str(ground_truth))
     given = extract_answer(solution_str)
-    if given is None or truth is None:
+    if not given or not truth or _units_differ(split_unit(given)[1], split_unit(truth)[1]):
         return False
     return grade_answer_mathd(given, truth) or grade_answer_sympy(given, truth)
 
@@ -119,24 +123,124 @@ def label_answer(label: str) -> str | None:
     return extract_answer(label) if "\\boxed" in label or "\\fbox" in label else label
 
 
-def _comparable(answer: str) -> str:
-    """Normal form, lower case, plain thousands, without words that only join."""
-    text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), answer.replace("{,}", ",").replace(",\\!", ","))
-    text = re.sub(r"\s+(?:or|and)\s+|\s*\\text\{\s*(?:or|and)\s*\}\s*", ",", text)
-    text = normalize_answer(text)
-    choice = re.fullmatch(r"\(([A-Z])\)", text)
+def _units_differ(given_unit: str, truth_unit: str) -> bool:
+    return bool(given_unit and truth_unit and given_unit != truth_unit)
+
+
+def _readings(text: str, unit: str) -> list[str]:
+    if unit == "%":
+        return [text, rf"\frac{{{text}}}{{100}}"]
+    if unit == "°":
+        return [text, rf"\frac{{{text}\pi}}{{180}}"]
+    return [text]
+
+
+def _is_text(answer: str) -> bool:
+    """Words, letters of choices and numerals with a base are no formulas: the library would multiply their letters."""
+    without_commands = re.sub(r"\\(?:begin|end)\{\w+\}|\\[a-zA-Z]+", " ", answer)
+    return bool(_CHOICE.fullmatch(answer) or _WORD.search(without_commands))
+
+
+def _as_text(answer: str) -> str:
+    text = normalize_answer(answer)
+    choice = _CHOICE.fullmatch(text)
     return (choice[1] if choice else text).lower()
 
 
-def _split_elements(text: str) -> tuple[str, list[str]]:
-    r"""(brackets, elements): `(1,2]` gives `(]` and two elements; one without a top-level comma has no brackets."""
-    brackets, inner = "", text
+def _is_admissible(given: str, truth: str) -> bool:
+    """Whether the library may be asked: what it would wrongly accept, or never finish, is refused here."""
+    if max(len(given), len(truth)) > _MAX_CHARACTERS or max(map(_depth, (given, truth))) > _MAX_DEPTH:
+        return False
+    if any(_TOO_LARGE.search(text) for text in (given, truth)) or re.search(r"(?<![_\d])\d+ \d", given):
+        return False
+    if _has_unreduced(given) or _has_tower(given):
+        return False
+    if ("=" in given) != ("=" in truth) and not (_names_only(given) and _names_only(truth)):
+        return False
+    kinds = {_bracket_kind(_value(given)), _bracket_kind(_value(truth))} - {None}
+    return len(kinds) < 2
+
+
+def _are_equal(given: str, truth: str) -> bool:
+    values = [_number(text) for text in (given, truth)]
+    if None not in values:
+        return values[0] == values[1]
+    if "=" not in given or "=" not in truth:
+        given, truth = _value(given), _value(truth)
+    return symbolic_pool.are_equal(*(exact_latex(_without_plus_minus(text)) for text in (given, truth)))
+
+
+def _without_plus_minus(text: str) -> str:
+    """`1\\pm\\sqrt{2}` → `1+\\sqrt{2},1-\\sqrt{2}`, element by element."""
     if text.startswith("\\{") and text.endswith("\\}"):
-        brackets, inner = "{}", text[2:-2]
-    elif len(text) > 2 and text[0] in "([" and text[-1] in ")]" and len(_split_at_commas(text[1:-1])) > 1:
-        brackets, inner = text[0] + text[-1], text[1:-1]
-    elements = _split_at_commas(inner)
-    return brackets, elements[: _MAX_ELEMENTS + 1]
+        return rf"\{{{_without_plus_minus(text[2:-2])}\}}"
+    elements = []
+    for element in _split_at_commas(text):
+        signs = (("+", "-"), ("-", "+")) if re.search(r"\\[pm][pm](?![a-z])", element) else ((None, None),)
+        for plus, minus in signs:
+            signed = element if plus is None else element.replace("\\pm", plus).replace("\\mp", minus)
+            elements.append(re.sub(r"(^|[({=])\s*\+", r"\1", signed))
+    return ",".join(elements)
+
+
+def _number(text: str) -> Fraction | None:
+    """The exact value of a plain number or fraction of whole numbers, else None."""
+    fraction = re.fullmatch(r"([-+]?)\s*\\frac\{([-+]?\d+)\}\{([-+]?\d+)\}", normalize_answer(text))
+    if fraction and int(fraction[3]):
+        return Fraction(int(fraction[2]), int(fraction[3])) * (-1 if fraction[1] == "-" else 1)
+    return Fraction(text.replace(" ", "")) if re.fullmatch(r"[-+]? ?(?:\d+\.?\d*|\.\d+)", text) else None
+
+
+def _has_unreduced(text: str) -> bool:
+    """Whether a fraction or a ratio of whole numbers in `text` could be written with smaller ones."""
+    fractions = [[int(group) for group in match.groups() if group] for match in _FRACTION.finditer(text)]
+    ratios = [[int(group) for group in match.groups()] for match in _RATIO.finditer(text)]
+    return any(math.gcd(*pair) > 1 for pair in fractions + ratios) or any(bottom == 1 for _, bottom in fractions)
+
+
+def _has_tower(text: str) -> bool:
+    """Whether an exponent holds a power of a number: `2^{3^2}`, but not `e^{x^2}`."""
+    for caret in re.finditer(r"\^\s*\{?", text):
+        end = _closing(text, caret.end() - 1) if caret[0].endswith("{") else caret.end() + 1
+        exponent = text[caret.end() : end]
+        if re.search(r"[\d)}]\s*\^", exponent) or re.match(r"\}?\s*\^", text[end:]):
+            return True
+    return False
+
+
+def _names_only(text: str) -> bool:
+    """Whether each equation of `text` only names its value: `x=5`, `f(x)=2x`, `(x,y)=(3,4)`, not `2x=5` or `5=6`."""
+    return all(_NAME.fullmatch(part.partition("=")[0]) for part in _split_at_commas(text) if "=" in part)
+
+
+def _value(text: str) -> str:
+    """What a single equation or membership gives a name: `V=2\\pi r=6\\pi` → `6\\pi`, `x\\in[1,2]` → `[1,2]`."""
+    membership = re.fullmatch(r"(.*?)\\in(?![a-z])\s*(.+)", text)
+    if membership and _NAME.fullmatch(membership[1]):
+        return membership[2]
+    if "=" in text and len(_split_at_commas(text)) == 1 and _NAME.fullmatch(text.partition("=")[0]):
+        return text.rpartition("=")[2].strip()
+    return text
+
+
+def _bracket_kind(text: str) -> str | None:
+    r"""Outer brackets of a tuple, an interval or a set; a bare list is a set; None for what has no elements."""
+    if text.startswith("\\{") and text.endswith("\\}"):
+        return "{}"
+    encloses = text[:1] in "([" and text[-1:] in ")]" and _closing(text, 0) == len(text) - 1
+    if text and encloses and len(_split_at_commas(text[1:-1])) > 1:
+        return text[0] + text[-1]
+    return "{}" if len(_split_at_commas(text)) > 1 or "\\pm" in text else None
+
+
+def _closing(text: str, start: int) -> int:
+    """Position of the bracket that closes the one at `start`, else the end of `text`."""
+    depth = 0
+    for position in range(start, len(text)):
+        depth += (text[position] in "([{") - (text[position] in ")]}")
+        if depth == 0:
+            return position
+    return len(text)
 
 
 def _split_at_commas(text: str) -> list[str]:
@@ -149,25 +253,6 @@ def _split_at_commas(text: str) -> list[str]:
     return [*elements, text[start:]]
 
 
-def _elements_equal(given: str, truth: str) -> bool:
-    given, truth = normalize_answer(given), normalize_answer(truth)
-    if given == truth:
-        return True
-    try:
-        given_tree, truth_tree = parse(given), parse(truth)
-    except NotMath:
-        return False
-    return _trees_equal(given_tree, truth_tree)
-
-
-def _trees_equal(given: Tree, truth: Tree) -> bool:
-    truth_integer = integer_literal(truth)
-    if truth_integer is not None:
-        return integer_literal(given) == truth_integer
-    truth_fraction, given_fraction = fraction_literal(truth), fraction_literal(given)
-    if truth_fraction is not None and given_fraction is not None:
-        return given_fraction == truth_fraction
-    given_value, truth_value = rational_value(given), rational_value(truth)
-    if given_value is not None and truth_value is not None:
-        return given_value == truth_value
-    return symbolic_pool.are_equal(given, truth)
+def _depth(text: str) -> int:
+    steps = ((character in "([{") - (character in ")]}") for character in text)
+    return max(itertools.accumulate(steps), default=0)

@@ -1,12 +1,14 @@
-"""Symbolic equality in a few persistent worker processes, each comparison under a time limit.
+"""Symbolic equality in persistent worker processes, each comparison under a time limit.
 
-A worker that exceeds the limit is ended and replaced, and the answer is False. The pool starts its first worker with the
-first comparison that needs one: most answers are decided by their text or as exact rationals.
+The limit counts the time of the processor, so that a busy machine changes no verdict; waiting is bounded much later. A
+worker that exceeds its limit ends and is replaced, and the answer is False. A worker starts when a comparison finds
+none idle: most answers are decided by their text or as plain numbers.
 """
 
 import contextlib
 import json
 import logging
+import os
 import queue
 import selectors
 import subprocess
@@ -15,17 +17,20 @@ import threading
 import time
 from pathlib import Path
 
-from slime.rollout.rm_hub.restricted_math import Tree
+from slime.utils.errors import RunError
 
 logger = logging.getLogger(__name__)
 
 TIME_LIMIT_S = 5.0
+# A worker that gets a tenth of a core still has its time.
+WAIT_PER_SECOND = 10
 START_LIMIT_S = 120.0
-POOL_SIZE = 2
+# The engines and the trainer use the same cores.
+MAX_WORKERS = 32
 _WORKER_FILE = Path(__file__).with_name("symbolic_worker.py")
 
 
-class SymbolicWorkerError(RuntimeError):
+class SymbolicWorkerError(RunError):
     """A worker could not be started, or died."""
 
 
@@ -44,16 +49,16 @@ class _Worker:
         self._selector.register(self._process.stdout, selectors.EVENT_READ)
         if self._read_line(START_LIMIT_S) != b"ready\n":
             self.close()
-            raise SymbolicWorkerError("the worker for symbolic comparison did not start; is sympy installed?")
+            raise SymbolicWorkerError("the worker for symbolic comparison did not start; is math-verify installed?")
 
-    def ask(self, left: Tree, right: Tree, timeout: float) -> bool | None:
-        """The verdict, or None when it did not come in time or the worker died."""
+    def ask(self, given: str, truth: str, timeout: float) -> bool | None:
+        """The verdict, or None when it took more than `timeout` seconds of the processor or the worker died."""
         try:
-            self._process.stdin.write(json.dumps([left, right]).encode() + b"\n")
+            self._process.stdin.write(json.dumps([given, truth, timeout]).encode() + b"\n")
             self._process.stdin.flush()
         except OSError:
             return None
-        line = self._read_line(timeout)
+        line = self._read_line(timeout * WAIT_PER_SECOND)
         return None if line is None else json.loads(line)
 
     def _read_line(self, timeout: float) -> bytes | None:
@@ -77,18 +82,19 @@ class _Worker:
 
 
 class SymbolicPool:
-    """Up to `size` workers, started when needed."""
+    """Up to `size` workers, started when needed; by default one per core that this process may use."""
 
-    def __init__(self, size: int = POOL_SIZE) -> None:
+    def __init__(self, size: int | None = None) -> None:
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
-        self._slots = threading.Semaphore(size)
+        self.size = size or min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+        self._slots = threading.Semaphore(self.size)
 
-    def are_equal(self, left: Tree, right: Tree, timeout: float = TIME_LIMIT_S) -> bool:
-        """Whether two trees are equal; False when that is not shown within `timeout` seconds. Blocks; thread-safe."""
+    def are_equal(self, given: str, truth: str, timeout: float = TIME_LIMIT_S) -> bool:
+        """Whether two answers in LaTeX are equal; False when `timeout` s of the processor do not show it. Thread-safe."""
         with self._slots:
             worker = self._take()
             started = time.monotonic()
-            verdict = worker.ask(left, right, timeout)
+            verdict = worker.ask(given, truth, timeout)
             if verdict is None:
                 worker.close()
                 logger.info("a symbolic comparison was given up after %.1f s", time.monotonic() - started)
@@ -115,9 +121,9 @@ class SymbolicPool:
 _pool = SymbolicPool()
 
 
-def are_equal(left: Tree, right: Tree, timeout: float = TIME_LIMIT_S) -> bool:
+def are_equal(given: str, truth: str, timeout: float = TIME_LIMIT_S) -> bool:
     """`SymbolicPool.are_equal` of the process-wide pool."""
-    return _pool.are_equal(left, right, timeout)
+    return _pool.are_equal(given, truth, timeout)
 
 
 def close_pool() -> None:

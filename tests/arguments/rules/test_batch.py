@@ -100,8 +100,3 @@ def test_context_parallel_ranks_share_the_longest_sample(tmp_path, caplog):
 def test_a_response_alone_may_be_above_the_token_budget(tmp_path, caplog):
     parse(tmp_path, *["--use-dynamic-batch-size", "--max-tokens-per-gpu", "100", "--rollout-max-response-len", "400"])
     assert "the longest allowed sample has 400 tokens, more than --max-tokens-per-gpu 100 x" in caplog.text
-
-
-def test_a_start_behind_the_end_is_said(tmp_path, caplog):
-    parse(tmp_path, "--start-rollout-id", "10")
-    assert "--start-rollout-id 10: nothing is left to do of --num-rollout 4" in caplog.text

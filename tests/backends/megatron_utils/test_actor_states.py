@@ -91,7 +91,7 @@ def same(left: dict, right: dict) -> dict[str, bool]:
 def resume_worker(directory: Path) -> dict:
     save = ["--save", str(directory / "run"), "--load", str(directory / "run")]
     kl = ["--use-kl-loss", "--kl-loss-coef", "0.1", "--kl-loss-type", "k3", "--ref-load", str(directory / "other")]
-    words = command_line(directory, *save, *kl, "--ref-update-interval", "2", "--keep-old-actor")
+    words = command_line(directory, *save, *kl, "--ref-update-interval", "2", "--keep-old-actor", "--bf16")
     run = Rank(words)
     columns = {}
     for rollout_id in range(5):

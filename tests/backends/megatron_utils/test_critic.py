@@ -29,7 +29,9 @@ SAVED = "tp2_sp"
 def critic_args(hf_dir, **overrides):
     """The embedding of the checkpoint is tied, that of a critic is not."""
     critic = {"role": "critic", "untie_embeddings_and_output_weights": True, "value_clip": CLIP, "save_hf": None}
-    checkpoint = {"no_save_optim": False, "no_load_rng": False, "keep_last": None, "world_size": 2}
+    checkpoint = {
+        "no_save_optim": False, "no_load_optim": False, "no_load_rng": False, "keep_last": None, "world_size": 2,
+    }  # fmt: skip
     return layout_args(hf_dir, **{**critic, **checkpoint, **overrides})
 
 
@@ -161,7 +163,6 @@ def one_rank_worker(cases, hf_dir, save, actor_directory):
     run = CriticRun(critic_args(hf_dir))
     run.prepare()
     load_checkpoint(run.args, WeightSource("megatron", save, 0, resume=True), run.model, run.optimizer, run.scheduler)
-    run.optimizer.reload_model_params()
     results["resumed"] = [run.step() for _ in range(STEPS - 1)]
 
     actor = LayoutRun(critic_args(hf_dir, role="actor", seed=7), loads=False)

@@ -7,6 +7,7 @@ import pytest
 from slime.backends.megatron_utils import initialize
 from slime.utils.device import Accelerator, CudaAccelerator
 from tests.support.distributed import run_distributed
+from tests.support.tiny_model import tiny_args, write_tiny_model
 
 
 def _arguments(**changes):
@@ -52,6 +53,60 @@ def test_groups_seeds_and_the_way_out():
     assert first[3] != second[3]
     assert first[4] == second[4]
     assert not joined_0 and not joined_1
+
+
+EXPERTS = {
+    "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "moe_router_load_balancing_type": "none",
+    "expert_tensor_parallel_size": 1,
+}  # fmt: skip
+SPLITS = {
+    "pipeline": {"pipeline_model_parallel_size": 2},
+    "tensor": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "data": {},
+    "context": {"context_parallel_size": 2},
+    "experts": {"expert_model_parallel_size": 2},
+}
+
+
+def _weights_drawn_as_on_a_gpu(cases) -> dict:
+    """Per case this rank's random matrices, by their names in its chunk: drawn one after the other by Megatron's generators."""
+    from slime.backends.megatron_utils import cpu_runtime
+
+    cpu_runtime.install()
+    from megatron.core import parallel_state
+
+    from slime.backends.megatron_utils import model_provider
+
+    model_provider.get_accelerator = lambda: SimpleNamespace(name="cuda")
+    found = {}
+    for name, args in cases.items():
+        parallel_state.destroy_model_parallel()
+        initialize.init(args)
+        chunk = model_provider._build_chunk(args, None)
+        assert not chunk.config.use_cpu_initialization
+        found[name] = {n: p.detach().numpy().copy() for n, p in chunk.named_parameters() if p.ndim == 2}
+    return found
+
+
+def test_random_weights_of_a_gpu_differ_wherever_ranks_hold_other_parts(tmp_path):
+    write_tiny_model(tmp_path, tied=False)
+    cases = {name: tiny_args(tmp_path, padded_vocab_size=144, **EXPERTS, **split) for name, split in SPLITS.items()}
+    ranks = run_distributed(_weights_drawn_as_on_a_gpu, 2, (cases,))
+
+    def equal(split) -> dict[str, bool]:
+        first, second = (rank[split] for rank in ranks)
+        return {name: (first[name] == second[name]).all() for name in first.keys() & second.keys()}
+
+    for replicas in ("data", "context"):
+        assert len(equal(replicas)) > 15 and all(equal(replicas).values()), replicas
+    # One layer each: under the same names other layers.
+    stages = equal("pipeline")
+    assert sum("experts" in name for name in stages) >= 8 and any("router" in name for name in stages)
+    assert not any(stages.values()), stages
+    # The router is whole on every rank; so are experts beside tensor parallelism, and all but the experts beside theirs.
+    whole = {"tensor": (".experts.", "router"), "experts": ("embedding", "attention", "router", "output_layer")}
+    for split, parts in whole.items():
+        assert equal(split) == {name: any(part in name for part in parts) for name in equal(split)}, split
 
 
 def _modes():

@@ -90,7 +90,13 @@ def resume(args, save) -> tuple:
     import torch.distributed as dist
 
     args = SimpleNamespace(
-        **vars(args), save=save, save_hf=None, no_save_optim=False, no_load_rng=False, keep_last=None
+        **vars(args),
+        save=save,
+        save_hf=None,
+        no_save_optim=False,
+        no_load_optim=False,
+        no_load_rng=False,
+        keep_last=None,
     )
     args.world_size = 2
     training = start(args)
@@ -109,7 +115,6 @@ def resume(args, save) -> tuple:
     source = WeightSource("megatron", save, resume=True)
     chunks, optimizer, scheduler = start(args)
     load_checkpoint(args, source, chunks, optimizer, scheduler)
-    optimizer.reload_model_params()
     train(args, chunks, optimizer, scheduler)
     resumed = exported(args, chunks)
 

@@ -173,7 +173,8 @@ TWO_RANKS = {
 
 
 RESUMING = {
-    **DISTRIBUTED, "save_hf": None, "no_save_optim": False, "no_load_rng": False, "keep_last": None, "world_size": 2,
+    **DISTRIBUTED, "save_hf": None, "no_save_optim": False, "no_load_optim": False, "no_load_rng": False, "keep_last": None,
+    "world_size": 2,
 }  # fmt: skip
 
 
@@ -202,7 +203,6 @@ def _resume(saving, loading, *refused):
     source = WeightSource("megatron", saving.save, resume=True)
     run = LayoutRun(loading, loads=False)
     load_checkpoint(loading, source, run.model, run.optimizer, run.scheduler)
-    run.optimizer.reload_model_params()
     run.prepare()
     found = [run.step(), run.step()]
     messages = []

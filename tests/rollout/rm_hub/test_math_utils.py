@@ -3,7 +3,9 @@
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -89,21 +91,18 @@ VERDICTS = [
     (r"\boxed{1,000}", "1001", False),
     (r"\boxed{5.0}", "5", True),
     (r"\boxed{4/2}", "2", False),
-    (r"\boxed{2+3}", "5", False),
     (r"\boxed{0.25}", r"\frac14", True),
+    (r"\boxed{0.333333}", r"\frac13", False),
     (r"\boxed{-\frac{1}{2}}", r"\frac{-1}{2}", True),
-    (r"\boxed{1\frac12}", r"\frac{3}{2}", True),
-    (r"\boxed{1 1/2}", "3/2", True),
     (r"\boxed{11/2}", "3/2", False),
-    (r"\boxed{10^{-3}}", "0.001", True),
     (r"\boxed{(1, 2]}", "(1,2]", True),
     (r"\boxed{(1, 2)}", "[1,2]", False),
-    (r"\boxed{(1, 2)}", "(2,1)", False),
-    (r"\boxed{(1/2, 0.5)}", r"(\frac12,\frac12)", True),
-    (r"\boxed{(1, 2, 3)}", "(1,2)", False),
-    (r"\boxed{\{2, 1\}}", r"\{1,2\}", True),
+    (r"\boxed{5\text{ cm}}", r"5\text{ m}", False),
+    (r"\boxed{5\text{ centimeters}}", r"5\text{ cm}", True),
+    (r"\boxed{50\%}", "0.5", True),
     (r"\boxed{(-\infty, 3)}", r"(-\infty,3)", True),
     (r"\boxed{5}", r"the answer is \boxed{5}", True),
+    (r"\boxed{no}", "on", False),
     ("5", "5", False),
     (r"\boxed{}", "5", False),
     (r"\boxed{5}", "", False),
@@ -113,7 +112,7 @@ VERDICTS = [
 @pytest.mark.parametrize(("response", "label", "right"), VERDICTS)
 def test_verdicts_that_need_no_symbols(response, label, right, monkeypatch):
     def unreachable(*args):
-        raise AssertionError("string and rational equality decide this alone")
+        raise AssertionError("text, numbers and our own rules decide this alone")
 
     monkeypatch.setattr(symbolic_pool, "are_equal", unreachable)
     assert grade_answer_verl(response, label) is right
@@ -121,20 +120,59 @@ def test_verdicts_that_need_no_symbols(response, label, right, monkeypatch):
 
 SYMBOLIC = [
     (r"\sqrt{8}", r"2\sqrt{2}", True),
-    (r"\frac{\sqrt3}{3}", r"\frac{1}{\sqrt{3}}", True),
-    ("x^2+2x+1", "(x+1)^2", True),
     ("x^2+2x+2", "(x+1)^2", False),
-    (r"\frac{\pi}{2}", r"0.5\pi", True),
-    (r"\sin(2x)", r"2\sin(x)\cos(x)", True),
     ("ab", "ba", True),
-    (r"\sqrt[3]{27}x", "3x", True),
-    (r"\log_{2}8 + x", "3+x", True),
+    # An expression may stand for a whole number, unless a fraction in it is not reduced.
+    ("2+3", "5", True),
+    (r"2^{10}", "1024", True),
+    (r"\frac{4}{2}+3", "5", False),
+    (r"1\frac12", r"\frac{3}{2}", True),
+    (r"1\frac{2}{4}", r"\frac{3}{2}", False),
+    ("(1, 2, 3)", "(1,2)", False),
 ]
 
 
 @pytest.mark.parametrize(("given", "truth", "right"), SYMBOLIC)
 def test_symbolic_equality(given, truth, right):
     assert grade_answer_sympy(given, truth) is right
+
+
+def test_hand_judged_answers():
+    """The file holds what a strict teacher says: of the whole at least 98 % are met, and no wrong answer passes."""
+    lines = Path(__file__).with_name("judged_answers.tsv").read_text().splitlines()[1:]
+    rows = [line.split("\t") for line in lines]
+    assert len(rows) >= 300 and sum(right == "0" for _, _, right, _ in rows) >= 120
+    with ThreadPoolExecutor(4) as threads:
+        verdicts = list(threads.map(lambda row: grade_answer_verl(rf"\boxed{{{row[0]}}}", row[1]), rows))
+    misjudged = [row for row, verdict in zip(rows, verdicts, strict=True) if verdict != (row[2] == "1")]
+    report = "\n".join(f"{topic}: {answer} for {label}" for answer, label, _, topic in misjudged)
+    assert not [row for row in misjudged if row[2] == "0"], f"wrong answers that pass, among:\n{report}"
+    assert len(misjudged) <= 0.02 * len(rows), f"{len(misjudged)} of {len(rows)} misjudged:\n{report}"
+
+
+# Each was accepted by a reading that is too lenient: of the library, or of a normal form.
+NEAR_MISSES = [
+    # A whole number before a bracket is a factor, not the whole part of a mixed number.
+    ("2(3)", "5"), ("2{3}", "5"), ("(2)(3)", "5"), (r"2\binom{3}{2}", "5"),
+    # An equation has the value of its last side only when it names a value.
+    ("5=6", "6"), ("2x+1=7", "7"), ("x=5", "x+1=5"), ("x=1, y=2", "x=2, y=1"),
+    # Equal to many digits is not equal.
+    ("0.3333333333333333333333", "1/3"), ("3.14159265358979", r"\pi"), (r"\sqrt{2}+10^{-20}", r"\sqrt{2}"),
+    # Kinds of collections.
+    (r"\pm 1", "(-1,1)"), ("0,1", "[0,1]"), ("(1,2,3,4)", "(1,2),(3,4)"), (r"\{(1,2)\}", r"\{[1,2]\}"),
+    (r"x>3\text{ and }x<5", r"(-\infty,\infty)"), (r"(1,2)\cup(3,4)", r"[1,2]\cup[3,4]"),
+    # What is written beside the number.
+    ("3i^2", "3i"), ("6:30", "3:15"), ("12_5", "12_6"), (r"50\%", "0.05"), (r"30^\circ", r"30\pi"), ("180", r"\pi"),
+    (r"4\pi\text{ cm}^2", r"4\pi\text{ cm}^3"), (r"1\text{ h }30\text{ min}", r"1\text{ h }20\text{ min}"),
+    (r"\text{(A) 5}", "B"), (r"3+2\mathrm{i}", "3"),
+    # Logarithms and powers.
+    (r"\ln 100", "2"), (r"\log x", r"\ln x"), ("3x^{2}", "(3x)^2"), ("1/x+1", r"\frac{1}{x+1}"),
+]  # fmt: skip
+
+
+def test_near_misses_are_wrong():
+    passed = [pair for pair in NEAR_MISSES if grade_answer_verl(rf"\boxed{{{pair[0]}}}", pair[1])]
+    assert passed == []
 
 
 HOSTILE = [
@@ -162,46 +200,97 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("given", HOSTILE)
-def test_w3_hostile_answers_end_quickly_with_no(given):
-    started = time.monotonic()
+def test_w3_hostile_answers_end_quickly_with_no(given, monkeypatch):
+    asked = []
+
+    def are_equal(given, truth):
+        asked.append(given)
+        return are_equal_within(given, truth, timeout=1.0)
+
+    are_equal_within = symbolic_pool.are_equal
+    monkeypatch.setattr(symbolic_pool, "are_equal", are_equal)
+    started = time.process_time()
     assert not grade_answer_verl("\\boxed{" + given + "}", "x+1")
     assert not grade_answer_sympy(given, "x+1")
-    # Two comparisons, each limited to five seconds, and the start of a worker.
-    assert time.monotonic() - started < 20
-    import os
+    # Each question is limited in its worker; what happens here is bounded by the size of the text.
+    assert len(asked) <= 2 and time.process_time() - started < 2
+    assert not Path("/tmp/slime_w3").exists()
 
-    assert not os.path.exists("/tmp/slime_w3")
+
+def test_w3_hostile_answers_reach_the_library_as_data():
+    """What the rules before it would refuse does no harm in the worker either."""
+    pool = symbolic_pool.SymbolicPool(size=1)
+    try:
+        assert not [given for given in HOSTILE if pool.are_equal(given, "x+1", timeout=0.3)]
+        assert not Path("/tmp/slime_w3").exists()
+        assert pool.are_equal("1+x", "x+1")
+    finally:
+        pool.close()
 
 
 def test_w3_a_comparison_beyond_its_limit_is_given_up_and_the_pool_lives_on():
     pool = symbolic_pool.SymbolicPool(size=1)
     try:
-        x, big = ["sym", "x"], ["num", "64", "1"]
-        product = ["sym", "y"]
-        for i in range(1, 12):
-            product = ["mul", product, ["pow", ["add", x, ["fn", "sin", ["mul", ["num", str(i), "1"], x]]], big]]
-        started = time.monotonic()
-        assert not pool.are_equal(product, ["add", product, ["pow", ["fn", "cos", x], big]], timeout=0.2)
-        assert time.monotonic() - started < 10
-        assert pool.are_equal(["mul", x, x], ["pow", x, ["num", "2", "1"]])
+        product = "".join(rf"(x+\sin({i}x))^{{64}}" for i in range(1, 12))
+        assert not pool.are_equal(product, rf"{product}+\cos(x)^{{64}}", timeout=0.2)
+        assert pool._idle.empty(), "the worker that was busy is gone"
+        assert pool.are_equal("x x", "x^2")
     finally:
         pool.close()
 
 
 def test_w3_workers_that_die_are_replaced():
     pool = symbolic_pool.SymbolicPool(size=1)
-    x = ["sym", "x"]
     try:
-        assert pool.are_equal(["add", x, x], ["mul", ["num", "2", "1"], x])
+        assert pool.are_equal("x+x", "2x")
         idle = pool._idle.queue[0]
         idle._process.kill()
         idle._process.wait()
-        assert pool.are_equal(["add", x, x], ["mul", ["num", "2", "1"], x])
-        # A tree that sympy cannot build ends the worker; the answer is no.
-        assert not pool.are_equal(["no such kind", x, x], x)
-        assert pool.are_equal(x, x)
+        assert pool.are_equal("x+x", "2x")
+        # What the library cannot read is not equal, and ends no worker.
+        survivor = pool._idle.queue[0]
+        assert not pool.are_equal(r"\frac{", "x")
+        assert pool.are_equal("x", "x")
+        assert pool._idle.queue[0] is survivor
     finally:
         pool.close()
+
+
+def test_as_many_workers_as_cores_and_none_before_it_is_needed(monkeypatch):
+    started = []
+
+    class Worker:
+        alive = True
+
+        def __init__(self):
+            started.append(self)
+
+        def ask(self, given, truth, timeout):
+            together.wait(30)
+            return True
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(symbolic_pool, "_Worker", Worker)
+    monkeypatch.setattr(symbolic_pool.os, "sched_getaffinity", lambda _: set(range(6)))
+    pool = symbolic_pool.SymbolicPool()
+    assert (pool.size, started) == (6, [])
+    together = threading.Barrier(6)
+    with ThreadPoolExecutor(12) as threads:
+        assert list(threads.map(lambda _: pool.are_equal("x", "x"), range(12))) == [True] * 12
+    assert len(started) == 6
+    monkeypatch.setattr(symbolic_pool.os, "sched_getaffinity", lambda _: set(range(400)))
+    assert symbolic_pool.SymbolicPool().size == symbolic_pool.MAX_WORKERS
+
+
+def test_grading_plain_numbers_loads_no_sympy():
+    code = (
+        "import sys; from slime.rollout.rm_hub.math_utils import grade_answer_verl as grade\n"
+        "assert grade(r'\\boxed{42}', '42') and not grade(r'\\boxed{0.5}', '1')\n"
+        "assert not {'sympy', 'math_verify', 'antlr4'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_w3_a_worker_whose_parent_is_gone_ends_while_it_computes():
@@ -209,16 +298,16 @@ def test_w3_a_worker_whose_parent_is_gone_ends_while_it_computes():
     # Nobody ends this worker, and its input stays open; only the alarm can.
     code = (
         f"import sys, time; sys.path.insert(0, {directory!r}); import symbolic_worker\n"
-        "symbolic_worker.are_equal = lambda *question: time.sleep(300) if question[1] else True\n"
-        "symbolic_worker.main(time_limit_s=1)"
+        "symbolic_worker.are_equal = lambda given, truth: time.sleep(300) if truth else True\n"
+        "symbolic_worker.main(alarm_s=1)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
         try:
             assert worker.stdout.readline() == b"ready\n"
-            worker.stdin.write(b"[0, 0]\n")
+            worker.stdin.write(b"[0, 0, 9]\n")
             worker.stdin.flush()
             assert worker.stdout.readline() == b"true\n"
-            worker.stdin.write(b"[1, 1]\n")
+            worker.stdin.write(b"[1, 1, 9]\n")
             worker.stdin.flush()
             assert worker.wait(60) == -signal.SIGALRM
         finally:

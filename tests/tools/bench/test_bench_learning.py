@@ -48,7 +48,7 @@ class TestRecipes:
 class TestCurves:
     def test_event_files_and_json_give_the_same_run(self, tmp_path):
         with SummaryWriter(str(tmp_path / "tensorboard")) as writer:
-            for step, value in [(0, 0.25), (2, 0.5), (5, 0.75)]:
+            for step, value in [(0, 0.25), (3, 0.5), (6, 0.75)]:
                 writer.add_scalar("eval/held_out", value, step)
             writer.add_scalar("rollout/staleness", 4.0, 1)
             writer.add_scalar("perf/step_time", 1.0, 1)

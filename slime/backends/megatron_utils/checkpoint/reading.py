@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
@@ -16,6 +17,13 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.arguments.checkpoints import WeightSource, iteration_directory, latest_iteration
+from slime.backends.megatron_utils.checkpoint.optimizer_state import (
+    leave_out_groups,
+    load_optimizer,
+    put_settings,
+    settings_in,
+)
+from slime.backends.megatron_utils.checkpoint.schedule_state import changed_length, restore_schedule
 from slime.backends.megatron_utils.checkpoint.sharded_state import (
     chunks_by_key,
     describe,
@@ -45,6 +53,10 @@ def load_checkpoint(
 ) -> int:
     """Load a Megatron checkpoint into `model` and, when given, optimizer and scheduler. Returns its iteration.
 
+    The optimizer's float32 copies of 16-bit weights are those of the checkpoint. They are made of the loaded weights where it
+    has none, and with `--no-load-optim`; the optimizer then starts fresh. Its settings, and the curves of its schedule, are
+    this run's unless `--use-checkpoint-opt-param-scheduler` asks for those of the checkpoint.
+
     With a scheduler the run goes on where it was, random generators included, even if the optimizer starts fresh.
 
     Raises:
@@ -55,25 +67,27 @@ def load_checkpoint(
     if not (directory / "metadata.json").is_file():
         raise UserError(f"{directory} is no torch_dist checkpoint, although {source.path} names iteration {iteration}")
     common = dist_checkpointing.load_common_state_dict(str(directory))
-    if optimizer is not None and not common.get("has_optimizer"):
+    loads_optimizer = optimizer is not None and not args.no_load_optim
+    if loads_optimizer and not common.get("has_optimizer"):
         took_steps = common.get("scheduler", {}).get("num_steps", 0) > 0
         logger.log(
             logging.WARNING if took_steps else logging.INFO,
             "%s was saved without optimizer state: the optimizer starts fresh, its schedule goes on",
             directory,
         )
-        optimizer = None
-    saved_selection = common.get("parameter_selection", {})
-    advice = ""
-    if optimizer is not None and saved_selection != selection_of(args):
-        advice = (
-            f"; its optimizer state was saved with {as_flags(saved_selection)}, this run has "
-            f"{as_flags(selection_of(args))}: give --no-load-optim"
-        )
-    _load_state(args, directory, model, optimizer, advice)
+        loads_optimizer = False
+    _load_state(args, directory, model, optimizer if loads_optimizer else None, _advice(args, common))
+    if optimizer is not None:
+        if not loads_optimizer:
+            optimizer.reload_model_params()
+        if getattr(args, "use_checkpoint_opt_param_scheduler", False):
+            put_settings(optimizer, _settings_of(common))
     if scheduler is not None:
         if "scheduler" in common:
-            _restore_schedule(scheduler, common["scheduler"])
+            restore_schedule(scheduler, common["scheduler"])
+            line = changed_length(args, scheduler, common["scheduler"])
+            if line is not None and dist.get_rank() == 0:
+                logger.warning(line)
         if not args.no_load_rng:
             if common.get("layout") == layout_of(args):
                 load_generators(directory)
@@ -96,10 +110,22 @@ def load_stored_state(args: argparse.Namespace, source: WeightSource, name: str,
     return True
 
 
-def _restore_schedule(scheduler: Any, state: dict[str, Any]) -> None:
-    """Put the schedule where it was. Megatron's own loading moves it on by that much, so it must stand at the start."""
-    scheduler.num_steps = 0
-    scheduler.load_state_dict(state)
+def _advice(args: argparse.Namespace, common: dict[str, Any]) -> str:
+    """The way out where optimizer state cannot be loaded."""
+    saved = common.get("parameter_selection", {})
+    if saved == selection_of(args):
+        return ". If only the optimizer state does not fit, --no-load-optim takes the weights"
+    return (
+        f"; its optimizer state was saved with {as_flags(saved)}, this run has {as_flags(selection_of(args))}: give "
+        "--no-load-optim"
+    )
+
+
+def _settings_of(common: dict[str, Any]) -> list[dict[str, Any]]:
+    """Settings of the parameter groups of a checkpoint; older ones hold them with the optimizer's state only."""
+    if "parameter_groups" in common:
+        return common["parameter_groups"]
+    return settings_in(common["optimizer"]) if common.get("has_optimizer") else []
 
 
 def _load_state(
@@ -110,6 +136,8 @@ def _load_state(
     advice: str = "",
 ) -> None:
     state = sharded_state(args, model, optimizer, is_loading=True)
+    if optimizer is not None:
+        leave_out_groups(state["optimizer"])
     strict = getattr(args, "dist_ckpt_strictness", "assume_ok_unexpected")
     try:
         with torch.no_grad():
@@ -119,8 +147,10 @@ def _load_state(
             for key, chunk in chunks.items():
                 unwrap_model(chunk).load_state_dict(loaded[key], strict=key not in headless)
             if optimizer is not None:
-                optimizer.load_state_dict(loaded["optimizer"])
-    except (CheckpointingException, CheckpointException, RuntimeError, KeyError, OSError) as error:
+                load_optimizer(optimizer, loaded["optimizer"], directory)
+    except UserError:
+        raise
+    except (CheckpointingException, CheckpointException, RuntimeError, KeyError, ValueError, OSError) as error:
         reason = describe(error)
         if _MISSING_PREDICTION_LAYER.search(reason):
             raise UserError(
@@ -130,7 +160,7 @@ def _load_state(
             ) from error
         raise UserError(
             f"{directory} cannot be loaded into the model that the flags describe; it is damaged or of another shape "
-            f"({reason[:500]}){advice}"
+            f"({reason[:500]}){advice if optimizer is not None else ''}"
         ) from error
 
 

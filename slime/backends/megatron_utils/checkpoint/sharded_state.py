@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed.checkpoint.api import CheckpointException
 
+from slime.backends.megatron_utils.checkpoint.optimizer_state import optimizer_state
 from slime.backends.megatron_utils.parameter_names import unwrap_model
 from slime.backends.megatron_utils.parameter_selection import selection_of
 
@@ -43,7 +44,7 @@ def sharded_state(
                 key: unwrap_model(chunk).sharded_state_dict(metadata=metadata)
                 for key, chunk in chunks_by_key(model).items()
             }
-        state["optimizer"] = optimizer.sharded_state_dict(described, is_loading=is_loading, metadata=metadata)
+        state["optimizer"] = optimizer_state(optimizer, described, is_loading=is_loading, metadata=metadata)
     return state
 
 

@@ -17,6 +17,8 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.arguments.checkpoints import iteration_directory
+from slime.backends.megatron_utils.checkpoint.optimizer_state import group_settings, memory_of, put_step
+from slime.backends.megatron_utils.checkpoint.schedule_state import schedule_state
 from slime.backends.megatron_utils.checkpoint.sharded_state import (
     describe,
     directory_of_state,
@@ -82,9 +84,14 @@ def _write(
 ) -> str | None:
     """Write all parts; the first error of any rank, or None."""
     error = None
+    memory = memory_of(optimizer)
+    # An optimizer that remembers nothing has no state to save, and nothing is lost: one that starts fresh is the same.
+    has_optimizer = memory.exists and not args.no_save_optim
     try:
-        state = sharded_state(args, model, optimizer if _saves_optimizer(args, scheduler) else None, is_loading=False)
-        state.update(_common_state(args, iteration, scheduler))
+        state = sharded_state(args, model, optimizer if has_optimizer else None, is_loading=False)
+        if has_optimizer:
+            put_step(state["optimizer"], memory.step)
+        state.update(_common_state(args, iteration, optimizer, scheduler), has_optimizer=has_optimizer)
         dist_checkpointing.save(state, str(directory), _save_strategy(args))
         if not getattr(args, "no_save_rng", False):
             save_generators(directory)
@@ -119,20 +126,15 @@ def _save_strategy(args: argparse.Namespace) -> Any:
     return strategy
 
 
-def _common_state(args: argparse.Namespace, iteration: int, scheduler: Any) -> dict[str, Any]:
+def _common_state(args: argparse.Namespace, iteration: int, optimizer: Any, scheduler: Any) -> dict[str, Any]:
     return {
         "format_version": 1,
         "iteration": iteration,
-        "scheduler": scheduler.state_dict(),
-        "has_optimizer": _saves_optimizer(args, scheduler),
+        "scheduler": schedule_state(scheduler),
+        "parameter_groups": group_settings(optimizer),
         "layout": layout_of(args),
         "parameter_selection": selection_of(args),
     }
-
-
-def _saves_optimizer(args: argparse.Namespace, scheduler: Any) -> bool:
-    """Before its first step an optimizer has no state, and nothing is lost: one that starts fresh is the same."""
-    return not args.no_save_optim and scheduler.num_steps > 0
 
 
 def _fresh_directory(directory: Path, stored: Sequence[str]) -> None:

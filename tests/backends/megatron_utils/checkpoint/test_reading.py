@@ -70,6 +70,8 @@ def test_the_common_part_holds_plain_values(saved, layout):
     common = torch.load(saved[layout][0] / "iter_0000003/common.pt", weights_only=True)
     assert common["iteration"] == 3 and common["has_optimizer"] is True
     assert common["layout"]["tensor_model_parallel_size"] == (2 if layout == "tp2" else 1)
+    assert common["scheduler"].keys() >= {"init_lr", "wsd_decay_steps", "lr_wsd_decay_style"}
+    assert {group["wd_mult"] for group in common["parameter_groups"]} == {0.0, 1.0}
 
 
 def flags_worker(args) -> dict:

@@ -1,0 +1,104 @@
+"""A server that lost one of its processes ends, and says which one and why.
+
+SGLang's server is several processes: HTTP and tokenizer, scheduler (one per GPU), detokenizer. Without one of them it goes
+on answering its health endpoint and every request with an error, or never.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import psutil
+
+from slime.utils.child_process import describe_exit_status
+
+_POLL_SECONDS = 0.2
+_EXIT_STATUS = 1
+
+
+class WorkerWatch:
+    """Watches the processes of a server. Stands in for `SubprocessWatchdog` of sglang 0.5.21, which knows only its direct
+    children and ends the server by a signal of its own, so that nobody hears how the child had ended.
+
+    Args:
+        cause_path: file that takes the cause, for whoever started the server.
+        processes, process_names: the children; an exit status of 0 is no death.
+        end: called with the cause after it was written; by default it ends this process at once.
+    """
+
+    def __init__(
+        self,
+        cause_path: Path,
+        processes: Sequence[BaseProcess],
+        process_names: Sequence[str],
+        end: Callable[[str], None] | None = None,
+    ) -> None:
+        self._cause_path = cause_path
+        self._children = list(zip(processes, process_names, strict=True))
+        self._end = end or _end_this_process
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        """Begin to watch: the children, and what they have started so far (a data-parallel controller its schedulers)."""
+        helpers = [
+            (helper, f"{name} of {parent}")
+            for child, parent in self._children
+            for helper in _children_of(child.pid)
+            if (name := _sglang_name(helper)) is not None
+        ]
+        threading.Thread(target=self._watch, args=(helpers,), daemon=True, name="worker watch").start()
+
+    def stop(self) -> None:
+        """Watch no longer: the server is ending by itself."""
+        self._stopped.set()
+
+    def _watch(self, helpers: list[tuple[psutil.Process, str]]) -> None:
+        while not self._stopped.wait(_POLL_SECONDS):
+            for child, name in self._children:
+                if not child.is_alive() and child.exitcode != 0:
+                    return self._report(f"its {name} (process {child.pid}): {describe_exit_status(child.exitcode)}")
+            for helper, name in helpers:
+                if not _runs(helper):
+                    return self._report(f"its {name} (process {helper.pid}) is gone")
+
+    def _report(self, cause: str) -> None:
+        if self._stopped.is_set():
+            return
+        # Renamed when it is whole: the reader looks as soon as this process has ended, or while it ends.
+        draft = self._cause_path.with_suffix(".draft")
+        draft.write_text(cause)
+        draft.rename(self._cause_path)
+        self._end(cause)
+
+
+def _end_this_process(cause: str) -> None:
+    print(f"the server ends: {cause}", file=sys.stderr, flush=True)
+    os._exit(_EXIT_STATUS)
+
+
+def _children_of(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _sglang_name(process: psutil.Process) -> str | None:
+    """The name that sglang gives a process of a server; None for compilers and other helpers that come and go."""
+    try:
+        title = process.cmdline()[:1]
+    except psutil.Error:
+        return None
+    return title[0].removeprefix("sglang::") if title and title[0].startswith("sglang::") else None
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,168 @@
+"""What the source of a plug-in tells about a plug-in path, before any process runs that source.
+
+The driver looks for misspelt modules and names this way: an import there would cost the seconds that torch takes, and run
+the user's code once more, in a process for which it was not written. What the source leaves open (`from x import *`, names
+made by code, compiled modules) is left to the process that loads the plug-in.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from slime.utils.plugin_loader import (
+    conventional_names,
+    no_attribute,
+    no_conventional_name,
+    split_path,
+    subject_of,
+)
+
+# Code that mentions one of these may make names that no statement shows.
+_MAKES_NAMES = {"globals", "locals", "vars", "exec", "modules", "__getattr__"}
+
+
+@dataclass
+class _Names:
+    """Names that a module or class binds. `open`: it may bind more than is seen."""
+
+    nodes: dict[str, ast.AST] = field(default_factory=dict)
+    open: bool = False
+
+
+def problem_of_path(path: str, flag: str | None = None, *, batched: bool = False) -> str | None:
+    """Why `path` cannot be loaded, as `load_function` would say it; None where nothing is wrong or it cannot be told.
+
+    A file or a top-level package that does not exist is no matter of this function. Arguments as for `load_function`.
+    """
+    subject = subject_of(flag, path)
+    file, module, attribute = split_path(path.strip())
+    if file is None:
+        if not module or not attribute:
+            return f"{subject}: expected module.attribute, module:attribute, file.py:attribute or file.py"
+        file, missing = _file_of_module(module)
+        if missing:
+            return f"{subject}: {missing}"
+    if file is None or not os.path.isfile(file):
+        return None
+    try:
+        with open(file, "rb") as source:
+            names = _names_of(ast.parse(source.read()))
+    except SyntaxError as error:
+        return f"{subject}: {os.path.realpath(file)}:{error.lineno}: {error.msg}"
+    except (OSError, ValueError):
+        return None
+    real_file = os.path.realpath(file)
+    if attribute:
+        return _problem_of_attribute(attribute, names, real_file, subject)
+    return _problem_of_convention(names, flag, batched, subject)
+
+
+def _problem_of_attribute(attribute: str, names: _Names, file: str, subject: str) -> str | None:
+    owner = file
+    for part in attribute.split("."):
+        if part not in names.nodes:
+            beside = os.path.join(os.path.dirname(file), part)
+            is_module = os.path.basename(file) == "__init__.py" and (
+                os.path.isdir(beside) or os.path.isfile(f"{beside}.py")
+            )
+            return None if names.open or is_module else no_attribute(subject, owner, part, names.nodes)
+        node = names.nodes[part]
+        if not isinstance(node, ast.ClassDef) or node.bases or node.keywords or node.decorator_list:
+            return None
+        names, owner = _names_of(node), part
+    return None
+
+
+def _problem_of_convention(names: _Names, flag: str | None, batched: bool, subject: str) -> str | None:
+    tried = conventional_names(flag, batched)
+    public = {name: node for name, node in names.nodes.items() if not name.startswith("_")}
+    own = [
+        name for name, node in public.items() if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    ]
+    assigned = any(isinstance(node, ast.Name) for node in public.values())
+    # Which class is a reward shows only when it is loaded: the method may be inherited.
+    classes = flag == "--custom-rm-path" and any(isinstance(public[name], ast.ClassDef) for name in own)
+    if names.open or assigned or classes or len(own) == 1 or any(name in names.nodes for name in tried):
+        return None
+    return no_conventional_name(subject, own, tried)
+
+
+def _file_of_module(module: str) -> tuple[str | None, str | None]:
+    """The source of a dotted module, found without importing its packages; and why there is none, where that is sure."""
+    top, *parts = module.split(".")
+    spec = find_top(top)
+    if spec is None:
+        return None, None
+    file, directories, name = spec.origin, spec.submodule_search_locations, top
+    for part in parts:
+        if f"{name}.{part}" in sys.modules:
+            return None, None  # known under this name wherever it lies, as os.path is
+        if directories is None:
+            return (
+                None,
+                f"{name!r} is a module ({file}), not a package: it has no {part!r} in it; write {name}:{part}...",
+            )
+        places = [os.path.join(directory, part) for directory in directories]
+        found = next((place for place in places if os.path.isdir(place) or os.path.isfile(f"{place}.py")), None)
+        if found is None:
+            return None, None if _may_hold(
+                directories, part
+            ) else f"there is no module {part!r} in {', '.join(directories)}"
+        name = f"{name}.{part}"
+        package = os.path.join(found, "__init__.py")
+        if os.path.isdir(found) and (os.path.isfile(package) or not os.path.isfile(f"{found}.py")):
+            file, directories = package, [found]
+        else:
+            file, directories = f"{found}.py", None
+    return (file if file and file.endswith(".py") else None), None
+
+
+def _may_hold(directories: Iterable[str], part: str) -> bool:
+    """Whether something else than Python source may stand for the module `part`."""
+    for directory in directories:
+        if not os.path.isdir(directory) or any(name.startswith(f"{part}.") for name in os.listdir(directory)):
+            return True
+    return False
+
+
+def find_top(name: str) -> importlib.machinery.ModuleSpec | None:
+    """Where the top-level module or package `name` is; nothing is imported to find out."""
+    try:
+        # Ray puts the directory where the command was typed on the search path of its workers.
+        here = importlib.machinery.PathFinder.find_spec(name, [os.getcwd()])
+        return here or importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+
+
+def _names_of(scope: ast.Module | ast.ClassDef) -> _Names:
+    names = _Names()
+    _collect(scope.body, names)
+    for node in ast.walk(scope):
+        if isinstance(node, ast.Global):
+            names.nodes.update(dict.fromkeys(node.names, node))
+        mentioned = getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "name", None)
+        if mentioned in _MAKES_NAMES:
+            names.open = True
+    return names
+
+
+def _collect(nodes: Sequence[ast.AST], names: _Names) -> None:
+    """Names bound by statements of this scope; those inside of functions and classes are theirs."""
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.nodes[node.name] = node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                names.open |= alias.name == "*"
+                names.nodes[alias.asname or alias.name.partition(".")[0]] = alias
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.nodes[node.id] = node
+        elif not isinstance(node, ast.Lambda):
+            _collect(list(ast.iter_child_nodes(node)), names)

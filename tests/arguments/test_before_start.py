@@ -1,0 +1,170 @@
+"""What ends a run before Ray starts, by the way that the driver goes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slime.arguments import parse_args
+from slime.arguments.before_start import check_before_start, nothing_left
+from slime.ray.session import main
+from slime.utils.errors import UserError
+from tests.support.args import command_line, parse
+
+SFT = "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss --debug-train-only"
+PLAIN_PROMPTS = '{"prompt": "a", "label": "1"}\n'
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch):
+    def start(args):
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr("slime.ray.cluster.ray_cluster", start)
+
+
+def run(directory: Path, *words: str) -> int:
+    return main(lambda args: None, [*command_line(directory), *words])
+
+
+def problems(directory: Path, *words: str, **keywords) -> list[str]:
+    with pytest.raises(UserError) as error:
+        check_before_start(parse(directory, *words), **keywords)
+    return str(error.value).splitlines()
+
+
+def write(path: Path, *rows: object) -> str:
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def give_tokenizer(directory: Path, **config: object) -> None:
+    (directory / "model").mkdir(exist_ok=True)
+    (directory / "model" / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def test_broken_and_incomplete_rows_are_named_by_file_and_line(tmp_path):
+    good = {"prompt": "a", "label": "1"}
+    path = write(tmp_path / "rows.jsonl", good, "\n", '{"prompt": \n', good, {"label": "2"}, {"prompt": 3}, [1],
+                 {"prompt": [{"content": "x"}]}, good)  # fmt: skip
+    mend = "; mend the row, or skip and count such rows with --allow-bad-rows"
+    lines = problems(tmp_path, "--prompt-data", path)
+    assert all(line.endswith(mend) for line in lines)
+    assert [line.removesuffix(mend).split(": ", 1)[0] for line in lines] == [f"{path}:{n}" for n in (3, 5, 6, 7, 8)]
+    assert lines[1] == f"{path}:5: there is no field 'prompt'; the row has label{mend}"
+    check_before_start(parse(tmp_path, "--prompt-data", path, "--allow-bad-rows"))
+
+
+def test_a_label_or_a_reward_type_that_only_later_rows_lack(tmp_path):
+    path = write(tmp_path / "rows.jsonl", {"prompt": "a", "answer": "1"}, {"prompt": "a"})
+    assert problems(tmp_path, "--prompt-data", path, "--label-key", "answer") == [
+        f"{path}:2: there is no field 'answer' (--label-key); mend the row, or skip and count such rows with --allow-bad-rows"
+    ]
+    path = write(tmp_path / "typed.jsonl", {"prompt": "a", "metadata": {"rm_type": "math"}}, {"prompt": "a"})
+    words = command_line(tmp_path)
+    without_type = [*words[: words.index("--rm-type")], "--prompt-data", path]
+    with pytest.raises(UserError) as error:
+        check_before_start(parse_args(argv=without_type))
+    assert str(error.value) == (
+        f"{path}:2: nothing says how responses are graded: no `rm_type` in 'metadata'; give --rm-type"
+    )  # fmt: skip
+
+
+def test_a_scan_ends_in_time_and_says_how_far_it_came(tmp_path, caplog):
+    path = write(tmp_path / "rows.jsonl", PLAIN_PROMPTS * 3, "broken\n")
+    with caplog.at_level("INFO"):
+        check_before_start(parse(tmp_path, "--prompt-data", path), scan_seconds=0)
+    assert f"{path}: the first 1 rows can be used; the others are read while the run starts" in caplog.text
+
+
+def test_only_what_the_run_reads_is_scanned(tmp_path):
+    broken = write(tmp_path / "broken.jsonl", PLAIN_PROMPTS, "broken\n")
+    evaluation = ["--eval-prompt-data", "held_out", broken]
+    check_before_start(parse(tmp_path, *evaluation))
+    assert problems(tmp_path, *evaluation, "--eval-interval", "2")[0].startswith(f"{broken}:2: no valid JSON")
+
+
+@pytest.mark.parametrize("config", [{}, {"chat_template": ""}])
+def test_a_missing_chat_template_is_told(tmp_path, config):
+    give_tokenizer(tmp_path, **config)
+    model = tmp_path / "model"
+    has_none = f"but the tokenizer {model} has no chat template; put one there as chat_template.jinja"
+    assert problems(tmp_path, "--apply-chat-template") == [f"--apply-chat-template is given, {has_none}"]
+    chats = write(tmp_path / "chats.jsonl", {"prompt": "a"}, {"prompt": [{"role": "user", "content": "a"}]})
+    assert problems(tmp_path, "--prompt-data", chats) == [
+        f"{chats}:2: the prompt is a list of messages, {has_none}"
+    ]  # fmt: skip
+    # A function of the user's may do without.
+    plug_in = write(tmp_path / "generate.py", "def generate(args, sample, sampling_params): ...\n")
+    check_before_start(parse(tmp_path, "--prompt-data", chats, "--custom-generate-function-path", plug_in))
+    messages = write(tmp_path / "messages.jsonl", {"prompt": [{"role": "user", "content": "a"}]})
+    assert problems(tmp_path, "--prompt-data", messages, *SFT.split()) == [
+        f"supervised fine-tuning renders chats, {has_none}"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "place", ["tokenizer_config.json", "chat_template.jinja", "chat_template.json", "tekken.json", "code", None]
+)
+def test_a_template_may_stand_in_several_places(tmp_path, place):
+    if place is not None:
+        here = {"chat_template": "{{ messages }}"} if place == "tokenizer_config.json" else {}
+        give_tokenizer(tmp_path, **({"auto_map": {"AutoTokenizer": "x.Y"}} if place == "code" else here))
+        if "." in place and not here:
+            (tmp_path / "model" / place).write_text("{}")
+    check_before_start(parse(tmp_path, "--apply-chat-template"))
+
+
+def test_supervised_fine_tuning_needs_messages(tmp_path):
+    path = write(tmp_path / "rows.jsonl", {"prompt": [{"role": "user", "content": "a"}]}, {"prompt": "a"})
+    lines = problems(tmp_path, "--prompt-data", path, *SFT.split())
+    assert lines[0].startswith(f"{path}:2: the prompt is text, and supervised fine-tuning needs a list of messages")
+
+
+@pytest.mark.parametrize(("pointer", "words", "left"), [
+    ("3", "", None), ("4", "", 5), ("4", "--num-rollout 6", None), ("4", "--num-rollout 0", None), ("4", "--ckpt-step 1", None),
+    ("4", "--finetune", None), ("4", "--start-rollout-id 2", None),
+])  # fmt: skip
+def test_a_finished_run_has_nothing_left(tmp_path, pointer, words, left):
+    checkpoint = tmp_path / "checkpoint"
+    (checkpoint / "iter_0000001").mkdir(parents=True)
+    (checkpoint / "latest_checkpointed_iteration.txt").write_text(pointer)
+    args = parse(tmp_path, "--num-rollout", "5", "--load", str(checkpoint), *words.split())
+    if left is None:
+        assert nothing_left(args) is None
+    else:
+        assert nothing_left(args) == (
+            f"nothing left to do: {left} rollouts are done in --load {checkpoint}, --num-rollout is 5; a larger --num-rollout "
+            "goes on from there"
+        )
+
+
+def test_a_start_behind_the_end_is_said(tmp_path):
+    line = "nothing left to do: --start-rollout-id 10 is not below --num-rollout 4"
+    assert nothing_left(parse(tmp_path, "--start-rollout-id", "10")) == line
+
+
+def test_the_driver_ends_before_ray_with_a_status_for_each_case(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    broken = write(tmp_path / "broken.jsonl", PLAIN_PROMPTS, "broken\n")
+    assert run(tmp_path, "--prompt-data", broken) == 2
+    shown = capsys.readouterr()
+    assert f"{broken}:2: no valid JSON" in shown.err and "no valid JSON" not in shown.out
+    assert run(tmp_path, "--start-rollout-id", "4") == 0
+    assert "nothing left to do" in capsys.readouterr().out
+    assert run(tmp_path, "--check") == 0
+    assert capsys.readouterr().out == "ready to start; of Ray the run needs 2 GPUs and 3 CPUs\n"
+    assert run(tmp_path, "--check", "--start-rollout-id", "4") == 0
+    assert capsys.readouterr().out.startswith("nothing left to do")
+    assert run(tmp_path, "--check", "--prompt-data", broken) == 2
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_parquet_and_slices_are_scanned(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"prompt": ["a", None, "c"]}), path)
+    assert problems(tmp_path, "--prompt-data", str(path))[0].startswith(f"{path}:2: 'prompt' is NoneType")
+    check_before_start(parse(tmp_path, "--prompt-data", f"{path}@[2:3]"))

@@ -1,0 +1,162 @@
+"""Processes of a server that end, each in its way."""
+
+import multiprocessing
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import types
+
+import psutil
+import pytest
+import requests
+
+from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+from slime.backends.sglang_utils.worker_watch import WorkerWatch
+from slime.utils.child_process import ChildProcess
+from slime.utils.errors import RunError
+
+FORK = multiprocessing.get_context("fork")
+SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+def sleep_for_ever() -> None:
+    signal.pause()
+
+
+def sleep_beside_a_helper(pipe) -> None:
+    """As a data-parallel controller does: the scheduler is a child of the child."""
+    with subprocess.Popen(["sglang::scheduler_DP0", *SLEEPER[1:]], executable=sys.executable) as helper:
+        pipe.send(helper.pid)
+        signal.pause()
+
+
+@pytest.fixture
+def watch(tmp_path):
+    started, causes = [], queue.Queue()
+
+    def begin(target, *arguments, name="scheduler_0"):
+        process = FORK.Process(target=target, args=arguments)
+        process.start()
+        watch = WorkerWatch(tmp_path / "cause", [process], [name], causes.put)
+        started.append((process, watch))
+        return process, watch, causes
+
+    yield begin
+    for process, watch in started:
+        watch.stop()
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize(
+    "number, words", [(signal.SIGKILL, "ended by SIGKILL (by itself"), (signal.SIGTERM, "ended by SIGTERM")]
+)
+def test_the_signal_is_named(watch, tmp_path, number, words):
+    process, worker_watch, causes = watch(sleep_for_ever)
+    worker_watch.start()
+    os.kill(process.pid, number)
+    cause = causes.get(timeout=20)
+    assert cause.startswith(f"its scheduler_0 (process {process.pid}): {words}")
+    assert [path.name for path in tmp_path.iterdir()] == ["cause"] and (tmp_path / "cause").read_text() == cause
+
+
+def test_the_exit_code_is_named(watch):
+    process, worker_watch, causes = watch(os._exit, 3, name="detokenizer")
+    worker_watch.start()
+    assert causes.get(timeout=20) == f"its detokenizer (process {process.pid}): exit code 3"
+
+
+def test_who_ended_in_order_did_not_die(watch):
+    first, worker_watch, causes = watch(os._exit, 0)
+    first.join(20)
+    worker_watch.start()
+    with pytest.raises(queue.Empty):
+        causes.get(timeout=1)
+
+
+def test_a_scheduler_below_a_controller_is_watched_too(watch):
+    ours, theirs = multiprocessing.Pipe()
+    _, worker_watch, causes = watch(sleep_beside_a_helper, theirs, name="controller")
+    scheduler = psutil.Process(ours.recv())
+    worker_watch.start()
+    scheduler.kill()
+    assert causes.get(timeout=20) == f"its scheduler_DP0 of controller (process {scheduler.pid}) is gone"
+
+
+def test_a_server_that_ends_by_itself_reports_nothing(watch):
+    process, worker_watch, causes = watch(sleep_for_ever)
+    worker_watch.start()
+    worker_watch.stop()
+    process.kill()
+    with pytest.raises(queue.Empty):
+        causes.get(timeout=1)
+
+
+# -- what the engine makes of it ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine(tmp_path):
+    """An engine whose server is a process that sleeps."""
+    engine = SGLangEngine(types.SimpleNamespace(), 3, tmp_path)
+    engine._scratch_dir = tmp_path / "scratch"
+    engine._scratch_dir.mkdir()
+    engine._process = ChildProcess("engine 3", SLEEPER, tmp_path / "engine_3.log")
+    engine._process.start()
+    yield engine
+    engine.shutdown()
+
+
+def test_a_killed_server_is_heard_of_while_nothing_is_called(engine, tmp_path):
+    engine._process.log_path.write_text("the last line\n")
+    os.kill(engine.server_pid(), signal.SIGKILL)
+    with pytest.raises(RunError) as error:
+        engine.wait_for_end()
+    first, last = str(error.value).splitlines()
+    assert first.startswith("engine 3 died: ended by SIGKILL") and last == "the last line"
+
+
+def test_the_cause_that_the_server_wrote_comes_before_its_exit_status(engine):
+    (engine._scratch_dir / "cause").write_text("its scheduler_0 (process 5): ended by SIGSEGV")
+    os.kill(engine.server_pid(), signal.SIGKILL)
+    with pytest.raises(RunError, match=r"^engine 3 died: its scheduler_0 \(process 5\): ended by SIGSEGV; log "):
+        engine.wait_for_end()
+
+
+@pytest.mark.parametrize(
+    "path, flag",
+    [
+        ("/update_weights_from_disk", "3 s (--engine-load-timeout)"),
+        ("/end_weight_update", "3 s (--engine-load-timeout)"),
+        ("/weights_checker", "3 s (--engine-load-timeout)"),
+        ("/pause_generation", "2 s (--http-control-timeout)"),
+    ],
+)
+def test_a_time_limit_that_ran_out_is_named_by_its_flag(engine, monkeypatch, path, flag):
+    limits = []
+
+    def refuse(method, url, *, json, timeout):
+        limits.append(timeout[1])
+        raise requests.ReadTimeout("too late")
+
+    engine._args.engine_load_timeout, engine._args.http_control_timeout, engine._url = 3.0, 2.0, "http://127.0.0.1:1"
+    monkeypatch.setattr(engine._session, "request", refuse)
+    monkeypatch.setattr(engine._process, "wait", lambda timeout: None)
+    with pytest.raises(RunError, match=re.escape(f"engine 3 did not answer {path} within {flag}: too late")):
+        engine._call("POST", path)
+    assert limits == [float(flag[0])]
+
+
+def test_an_engine_that_does_not_start_in_time_names_the_flag(engine, monkeypatch):
+    engine._args.engine_start_timeout = 0.2
+    monkeypatch.setattr(engine, "_launch", lambda *arguments: None)
+    with pytest.raises(RunError, match=r"was not healthy after 0.2 s \(--engine-start-timeout\): still running"):
+        engine.init()
+
+
+def test_an_engine_that_is_shut_down_did_not_die(engine):
+    engine.shutdown()
+    assert engine.wait_for_end() is None

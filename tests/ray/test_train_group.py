@@ -1,0 +1,63 @@
+"""How a rank's process gets its environment."""
+
+import argparse
+import os
+
+import pytest
+import ray
+
+from slime.ray.train_group import RankProcess, TrainGroup
+
+SECRET = "value-that-nobody-may-read"
+
+
+class _SeenWhenUnpickled:
+    """Stands for what imports torch: notes the environment at the moment in which it is unpickled."""
+
+    def __init__(self, found: str | None = None):
+        self.found = found
+
+    def __reduce__(self):
+        return _look, ()
+
+
+def _look() -> _SeenWhenUnpickled:
+    return _SeenWhenUnpickled(os.environ.get("RANK_TEST_TOKEN"))
+
+
+class _Rank:
+    def __init__(self, args, rank, world_size, device):
+        self.seen = (args.model.found, rank, world_size, device)
+
+    def what_was_seen(self):
+        return self.seen
+
+
+def test_variables_are_set_before_anything_of_the_rank_is_unpickled(monkeypatch):
+    monkeypatch.delenv("RANK_TEST_TOKEN", raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    args = argparse.Namespace(model=_SeenWhenUnpickled())
+    process = RankProcess({"RANK_TEST_TOKEN": SECRET}, ray.cloudpickle.dumps((_Rank, args, 2, 4, 1)))
+    assert process.call("what_was_seen") == (SECRET, 2, 4, 1)
+    assert repr(process) == "rank 2"
+
+
+@pytest.mark.parametrize("name", ["LD_PRELOAD", "OMP_NUM_THREADS", "PYTHONHASHSEED", "MALLOC_ARENA_MAX"])
+def test_what_a_process_reads_when_it_starts_is_there_when_it_starts(name):
+    at_start, inside = environments({name: 7})
+    assert at_start[name] == inside[name] == "7"
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "NCCL_DEBUG", "CUDA_LAUNCH_BLOCKING", "PYTHON_KEYRING_TOKEN"])
+def test_everything_else_is_kept_from_ray(name):
+    at_start, inside = environments({name: SECRET})
+    assert name not in at_start and inside == {name: SECRET}
+
+
+def test_a_typed_variable_wins_over_ours_of_the_same_name():
+    assert environments({"NCCL_CUMEM_ENABLE": 1})[1] == {"NCCL_CUMEM_ENABLE": "1"}
+
+
+def environments(typed: dict):
+    args = argparse.Namespace(actor_num_gpus_per_node=1, train_env_vars=typed)
+    return TrainGroup(args, None, [(0, 0)])._environments()

@@ -1,0 +1,121 @@
+"""What is found in the source of a plug-in; each path is loaded as well, so that both say the same."""
+
+import sys
+
+import pytest
+
+from slime.utils.errors import UserError
+from slime.utils.plugin_loader import load_function
+from slime.utils.plugin_source import problem_of_path
+
+SOURCE = """
+import json as js
+from os import path
+try:
+    import no_such_package
+except ImportError:
+    no_such_package = None
+if True:
+    def inside(): ...
+class Plain:
+    def method(self): ...
+    inner = print
+class Derived(dict):
+    pass
+left, (right, *rest) = print, (print, print)
+def sets_global():
+    global made
+    made = print
+sets_global()
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A package with modules, on the search path of this process."""
+    package = tmp_path / "plugged_package"
+    (package / "sub").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "code.py").write_text(SOURCE)
+    (package / "sub" / "deep.py").write_text("def f(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield package
+    for name in [name for name in sys.modules if name.startswith("plugged_package")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["{p}/code.py:inside", "{p}/code.py:Plain.method", "{p}/code.py:Derived.get", "{p}/code.py:right", "{p}/code.py:made",
+     "{p}/code.py:js.dumps", "{p}/code.py:path.join", "plugged_package.code.left", "plugged_package.code:Plain.inner",
+     "plugged_package.sub.deep.f", "os.path.join", "math.sqrt", "collections:OrderedDict.fromkeys"],
+)  # fmt: skip
+def test_what_loads_is_no_problem(module, path):
+    path = path.format(p=module)
+    assert callable(load_function(path))
+    assert problem_of_path(path) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("{p}/code.py:insde", "{p}/code.py has no attribute 'insde'; did you mean 'inside'?"),
+        ("{p}/code.py:Plain.metod", "Plain has no attribute 'metod'; did you mean 'method'?"),
+        ("plugged_package.code.rihgt", "{p}/code.py has no attribute 'rihgt'; did you mean 'right'?"),
+        ("nothing", "expected module.attribute, module:attribute, file.py:attribute or file.py"),
+    ],
+)
+def test_a_wrong_name_is_told_in_the_words_of_the_loader(module, path, message):
+    path, message = path.format(p=module), message.format(p=module)
+    assert problem_of_path(path, "--flag") == f"--flag {path}: {message}"
+    with pytest.raises(UserError) as error:
+        load_function(path, "--flag")
+    assert str(error.value) == f"--flag {path}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("plugged_package.cod.f", "there is no module 'cod' in {p}"),
+        ("plugged_package.sub.depe.f", "there is no module 'depe' in {p}/sub"),
+        (
+            "plugged_package.code.Plain.method",
+            "not a package: it has no 'Plain' in it; write plugged_package.code:Plain...",
+        ),
+        ("{p}/broken.py:f", "{p}/broken.py:2: "),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_told(module, path, message):
+    (module / "broken.py").write_text("def f(): ...\ndef g(: ...\n")
+    path = path.format(p=module)
+    assert message.format(p=module) in problem_of_path(path)
+    with pytest.raises(UserError):
+        load_function(path)
+
+
+@pytest.mark.parametrize(
+    "source", ["from os import *", "globals()['f'] = print", "def __getattr__(name): return print", "exec('f = print')"]
+)
+def test_what_the_source_leaves_open_is_left_to_the_loader(module, source):
+    (module / "open.py").write_text(source + "\n")
+    assert problem_of_path(f"{module}/open.py:getcwd_or_f") is None
+
+
+def test_a_bare_file_is_resolved_as_the_loader_does(module):
+    two = module / "two.py"
+    two.write_text("def one(): ...\ndef two(): ...\n")
+    for flag in ("--custom-rm-path", "--buffer-filter-path"):
+        with pytest.raises(UserError) as error:
+            load_function(str(two), flag)
+        assert problem_of_path(str(two), flag) == str(error.value)
+    for name, source in {"only": "def any_name(): ...", "named": "def a(): ...\ndef buffer_filter(): ..."}.items():
+        (module / f"{name}.py").write_text(source + "\n")
+        assert callable(load_function(f"{module}/{name}.py", "--buffer-filter-path"))
+        assert problem_of_path(f"{module}/{name}.py", "--buffer-filter-path") is None
+    (module / "reward.py").write_text("class A: ...\nclass B(A): ...\n")
+    assert problem_of_path(f"{module}/reward.py", "--custom-rm-path") is None
+
+
+def test_nothing_is_imported(module):
+    problem_of_path("plugged_package.sub.deep.f")
+    assert not [name for name in sys.modules if name.startswith("plugged_package")]
