@@ -82,7 +82,7 @@ def ray_cluster(args: argparse.Namespace) -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is None:
-        _start_local(plan, object_store_bytes(args))
+        _start_local(args, plan)
     else:
         _join(address, plan)
         # What the driver's own machine has says nothing about the nodes that will train.
@@ -122,7 +122,7 @@ def _nodes_have_gpus() -> bool:
     return any(name.startswith("accelerator_type:") for name in ray.cluster_resources())
 
 
-def _start_local(plan: ClusterPlan, object_store: int) -> None:
+def _start_local(args: argparse.Namespace, plan: ClusterPlan) -> None:
     real, layout = gpus_on_this_machine(), plan.layout
     if real == 0:
         # Ray compares the number of logical devices with this variable, which hides nothing here.
@@ -144,7 +144,7 @@ def _start_local(plan: ClusterPlan, object_store: int) -> None:
                 num_cpus=max(cores, plan.cpus),
                 include_dashboard=False,
                 logging_level=logging.getLevelName(logging.ERROR),
-                object_store_memory=object_store,
+                object_store_memory=object_store_bytes(args),
             )
     except Exception as error:  # Ray 2.60 raises that very class when its node is not up within 30 s
         raise RunError(f"Ray did not start on this machine: {error}") from error
