@@ -40,6 +40,8 @@ def run(args: argparse.Namespace, rollout_manager, actor) -> None:
             report.add(rollout.logged)
             if actor:
                 report.add(actor.train(rollout_id, rollout))
+            # The next batch needs its place in the object store.
+            del rollout
             if actor and saves(args, rollout_id):
                 with report.phase("save_model"):
                     actor.save(rollout_id)

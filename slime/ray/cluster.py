@@ -29,14 +29,19 @@ from ray._private import ray_constants, services
 from slime.arguments.derivation import settle_precision
 from slime.arguments.layout import GpuRanges, layout_of
 from slime.arguments.plan import require_memory_of_machine
+from slime.arguments.plan.batch import train_batch_bytes
 from slime.utils import env
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import RunError, UserError
 
 logger = logging.getLogger(__name__)
 
-# Engines get little of the object store: what travels through it are train batches.
-_OBJECT_STORE_BYTES = 512 * 2**20
+# What travels through the object store are train batches; this is enough for everything else.
+_SMALLEST_OBJECT_STORE = 512 * 2**20
+# Objects need room in one piece, and are deleted a moment after they were let go.
+_OBJECT_STORE_SLACK = 1.25
+# Of the machine's memory; training ranks and engines want theirs.
+_OBJECT_STORE_SHARE = 0.3
 _CONNECT_SECONDS = 10.0
 _NODE_SECONDS = 180.0
 _NODE_POLL_SECONDS = 0.2
@@ -94,6 +99,29 @@ def ray_cluster(args: argparse.Namespace) -> Iterator[None]:
         ray.shutdown()
 
 
+def object_store_bytes(args: argparse.Namespace) -> int:
+    """Size of the object store of a Ray on this machine: room for the train batch of a step, if the machine has it.
+
+    What does not fit Ray writes to disk and reads back, at a fraction of the speed; a warning tells both numbers.
+    """
+    wanted = max(_SMALLEST_OBJECT_STORE, round(_OBJECT_STORE_SLACK * train_batch_bytes(args)))
+    limits = {f"{_OBJECT_STORE_SHARE:.0%} of the memory": _OBJECT_STORE_SHARE * ray._private.utils.get_system_memory()}
+    with contextlib.suppress(OSError):
+        # Ray refuses a store as large as what is free, or puts it on disk.
+        limits["what is free in /dev/shm"] = 0.95 * psutil.disk_usage("/dev/shm").free
+    source, limit = min(limits.items(), key=lambda entry: entry[1])
+    if wanted <= limit:
+        return wanted
+    granted = max(_SMALLEST_OBJECT_STORE, int(limit))
+    if granted < wanted:
+        logger.warning(
+            "the train batch of a rollout step may take %.1f GiB of Ray's object store, which gets %.1f GiB (%s); the rest "
+            "goes through the disk: give the machine more, or lower --rollout-batch-size or the limits of a sample's length",
+            wanted / 2**30, granted / 2**30, source,
+        )  # fmt: skip
+    return granted
+
+
 def _nodes_have_gpus() -> bool:
     """Whether the cluster's `GPU` resources are devices: Ray names their type where it found them itself."""
     return any(name.startswith("accelerator_type:") for name in ray.cluster_resources())
@@ -122,7 +150,7 @@ def _start_local(args: argparse.Namespace, plan: ClusterPlan) -> None:
                 num_cpus=max(cores, plan.cpus),
                 include_dashboard=False,
                 logging_level=logging.getLevelName(logging.ERROR),
-                object_store_memory=_OBJECT_STORE_BYTES,
+                object_store_memory=object_store_bytes(args),
             )
     except Exception as error:  # Ray 2.60 raises that very class when its node is not up within 30 s
         raise RunError(f"Ray did not start on this machine: {error}") from error

@@ -5,7 +5,7 @@ import json
 import logging
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class GenerateState(metaclass=SingletonMeta):
         # One thread, because fast tokenizers refuse to be used by two at once.
         self._encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slime-tokenize")
         # The siblings of a group share their prompt: render and tokenise it once.
-        self._start_encoding = lru_cache(maxsize=1024)(self._submit_encoding)
+        self._encode_once = lru_cache(maxsize=1024)(self._encode_json)
         init_http_client(args)
         self.reset()
 
@@ -98,19 +98,11 @@ class GenerateState(metaclass=SingletonMeta):
 
     async def encode_prompt(self, sample: Sample) -> np.ndarray:
         """As `prompt_ids`, off the event loop: a read-only int64 array that siblings share."""
-        if "tokenizer" not in self.__dict__:
-            await self.in_encoder(getattr, self, "tokenizer")
-        source = self._prompt_source(sample)
-        try:
-            key = orjson.dumps(source)
-        except TypeError:
-            return read_only(np.array(await self.in_encoder(self._encode, *source), np.int64))
-        # Shielded: a sibling that is cancelled must not take the prompt from the others.
-        return await asyncio.shield(asyncio.wrap_future(self._start_encoding(key)))
+        return await self.in_encoder(self._prompt_array, sample)
 
     def prompt_ids(self, sample: Sample) -> list[int]:
         """Token ids of the prompt. A chat template writes the special tokens itself, other text gets the tokenizer's."""
-        return self._encode(*self._prompt_source(sample))
+        return self._prompt_array(sample).tolist()
 
     async def in_encoder(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """The result of `function`, which may use the tokenizer, from the one thread that does."""
@@ -130,13 +122,21 @@ class GenerateState(metaclass=SingletonMeta):
             {**template_kwargs, **sample.apply_chat_template_kwargs},
         )
 
-    def _submit_encoding(self, key: bytes) -> "Future[np.ndarray]":
-        return self._encoder.submit(lambda: read_only(np.array(self._encode(*orjson.loads(key)), np.int64)))
+    def _prompt_array(self, sample: Sample) -> np.ndarray:
+        source = self._prompt_source(sample)
+        try:
+            key = orjson.dumps(source)
+        except TypeError:  # a user's objects among the messages
+            return self._encode(*source)
+        return self._encode_once(key)
 
-    def _encode(self, prompt: Any, rendered: bool, tools: Any, template_kwargs: dict[str, Any]) -> list[int]:
+    def _encode_json(self, key: bytes) -> np.ndarray:
+        return self._encode(*orjson.loads(key))
+
+    def _encode(self, prompt: Any, rendered: bool, tools: Any, template_kwargs: dict[str, Any]) -> np.ndarray:
         if not isinstance(prompt, str):
             prompt, rendered = render_chat(self.tokenizer, prompt, tools, template_kwargs), True
-        return self.tokenizer.encode(prompt, add_special_tokens=not rendered)
+        return read_only(np.array(self.tokenizer.encode(prompt, add_special_tokens=not rendered), np.int64))
 
 
 def rollout_sampling_params(args: Any) -> dict[str, Any]:

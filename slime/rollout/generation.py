@@ -38,6 +38,9 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     state = GenerateState(args)
     if not len(held(sample, "tokens")):
         sample.tokens = await state.encode_prompt(sample)
+        if state.aborted:
+            sample.status = Status.ABORTED
+            return sample
     if sample.response_length == 0:
         check_prompt_length(args, sample)
     budget = token_budget(args, sample, sampling_params)

@@ -10,9 +10,11 @@ free until a hook reads or replaces a field, of which it gets a list that it may
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from slime.utils.errors import UserError
 from slime.utils.token_fields import TOKEN_FIELDS, hold_arrays, token_array
 from slime.utils.types import Sample
 
@@ -44,16 +46,39 @@ def pack_sample(sample: Sample) -> PackedSample:
 
     Raises:
         ValueError: per-token fields do not fit together (`Sample.validate_lengths`), or are no flat lists of numbers.
+        UserError: the mask holds something else than 1 and 0.
     """
     sample.validate_lengths()
     hold_arrays(sample)
-    loss_mask = _packed(sample, "loss_mask")
+    loss_mask = token_array(sample, "loss_mask")
+    if loss_mask is None:
+        loss_mask = np.ones(sample.response_length, dtype=np.int32)
     return PackedSample(
         tokens=_packed(sample, "tokens"),
-        loss_mask=np.ones(sample.response_length, dtype=np.int32) if loss_mask is None else loss_mask,
+        loss_mask=as_loss_mask(loss_mask, f"sample {sample.index}: `loss_mask`"),
         rollout_log_probs=_packed(sample, "rollout_log_probs"),
         teacher_log_probs=_packed(sample, "teacher_log_probs"),
     )
+
+
+def as_loss_mask(mask: Any, name: str) -> np.ndarray:
+    """`mask`, 1 where a token is trained and else 0, as int32 [R].
+
+    Args:
+        mask: numbers of any type, or booleans.
+        name: of the sample and its field, for the message.
+
+    Raises:
+        UserError: an entry is neither 1 nor 0: a mask cannot weigh tokens.
+    """
+    entries = np.asarray(mask)
+    wrong = np.flatnonzero((entries != 0) & (entries != 1))
+    if len(wrong):
+        raise UserError(
+            f"{name} is {entries[wrong[0]].item()!r} at response token {wrong[0]}; an entry is 1 or 0, trained or not: what "
+            "weighs tokens is their advantage (--custom-advantage-function-path)"
+        )
+    return entries.astype(np.int32, copy=False)
 
 
 def _packed(sample: Sample, name: str) -> np.ndarray | None:

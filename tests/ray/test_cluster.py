@@ -1,11 +1,19 @@
-"""Our own Ray: who can read its token, and who can reach it."""
+"""Our own Ray: who can read its token, who can reach it, and how large its object store is."""
 
 import os
 import stat
+from collections import namedtuple
 
+import psutil
 import pytest
+import ray
 
 from slime.ray import cluster
+from slime.ray.cluster import object_store_bytes
+from tests.support.plans import SMALL, TWO_NODES, planned
+
+GIB, MIB = 2**30, 2**20
+Usage = namedtuple("Usage", "free")
 
 
 @pytest.fixture
@@ -72,3 +80,40 @@ def test_a_node_that_never_starts_is_given_up(monkeypatch):
     monkeypatch.setattr(cluster, "_NODE_SECONDS", 0.3)
     with cluster._patience_with_node(), pytest.raises(RuntimeError, match="not there"):
         cluster.services.get_node("address", "7")
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    def set_sizes(memory, shared):
+        monkeypatch.setattr(ray._private.utils, "get_system_memory", lambda: memory)
+        monkeypatch.setattr(psutil, "disk_usage", lambda path: Usage(shared))
+
+    return set_sizes
+
+
+def test_the_object_store_takes_the_train_batch_of_a_step(machine, caplog):
+    machine(memory=1024 * GIB, shared=512 * GIB)
+    assert object_store_bytes(planned(SMALL)) == 512 * MIB, "the least, for a batch of 32 MiB"
+    large = planned(SMALL, "--rollout-batch-size", "1024")
+    assert object_store_bytes(planned(TWO_NODES)) == 512 * MIB
+    assert object_store_bytes(large) == 1.25 * 8192 * 8192 * 16
+    assert "object store" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "memory, shared, granted, source",
+    [
+        (4 * GIB, 512 * GIB, int(0.3 * 4 * GIB), "30% of the memory"),
+        (64 * GIB, GIB, int(0.95 * GIB), "what is free in /dev/shm"),
+        # As in a container that was given none: Ray puts its store on disk and says so.
+        (64 * GIB, 64 * MIB, 512 * MIB, "what is free in /dev/shm"),
+    ],
+)
+def test_a_machine_with_less_gives_what_it_has_and_the_warning_has_both_numbers(
+    machine, caplog, memory, shared, granted, source
+):
+    machine(memory, shared)
+    large = planned(SMALL, "--rollout-batch-size", "1024")
+    assert object_store_bytes(large) == granted
+    assert f"may take 1.2 GiB of Ray's object store, which gets {granted / GIB:.1f} GiB ({source})" in caplog.text
+    assert object_store_bytes(planned(SMALL)) == 512 * MIB

@@ -1,8 +1,11 @@
+import weakref
 from types import SimpleNamespace
 
 import pytest
 
+import train
 from slime.ray.driver import StepReport, evaluates, evaluates_before_training, saves
+from slime.ray.rollout_manager import RolloutResult
 
 
 def make(**values):
@@ -33,6 +36,39 @@ def test_evaluation_is_periodic_and_at_the_end():
 )
 def test_evaluation_before_training(values, expected):
     assert evaluates_before_training(make(**values)) is expected
+
+
+class FakeManager:
+    """Generates nothing, and looks whether the rollout before is still held."""
+
+    serving = None
+
+    def __init__(self):
+        self.results, self.held = [], []
+
+    def generate(self, rollout_id):
+        self.held.append([result() is not None for result in self.results])
+        result = RolloutResult(["shard"], [], ["shard of the critic"])
+        self.results.append(weakref.ref(result))
+        return result
+
+
+@pytest.mark.parametrize("with_trainer", [True, False])
+def test_the_driver_lets_a_batch_go_before_it_asks_for_the_next(with_trainer):
+    args = make(
+        num_rollout=3,
+        has_engines=False,
+        has_trainer=True,
+        save_interval=None,
+        loss_type="policy_loss",
+        start_rollout_id=0,
+    )
+    trained = []
+    actor = SimpleNamespace(train=lambda rollout_id, rollout: trained.append(rollout.critic_shards) or [])
+    manager = FakeManager()
+    train.run(args, manager, actor if with_trainer else None)
+    assert manager.held == [[], [False], [False, False]]
+    assert trained == [["shard of the critic"]] * 3 * with_trainer
 
 
 def test_a_finished_run_says_so(caplog):

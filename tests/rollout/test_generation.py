@@ -474,3 +474,17 @@ def test_a_group_renders_and_tokenises_its_prompt_once_and_off_the_event_loop(
     assert [name for name, _ in calls] == (["render", "encode"] if messages else ["encode"])
     assert loop_thread not in {thread for _, thread in calls}
     assert group[0].tokens == group[1].tokens and group[0].tokens is not group[1].tokens
+
+
+def test_no_request_starts_when_the_abort_comes_while_the_prompt_is_tokenised(server, checkpoint, monkeypatch):
+    args = make_args(checkpoint, server.port)
+
+    async def main():
+        state = GenerateState(args)
+        encode = state.tokenizer.encode
+        monkeypatch.setattr(
+            state.tokenizer, "encode", lambda *a, **k: setattr(state, "aborted", True) or encode(*a, **k)
+        )
+        return await generate_and_rm(args, Sample(index=0, prompt="hello"), params(args))
+
+    assert run(main()).status is Status.ABORTED and server.requests == []

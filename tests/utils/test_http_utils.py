@@ -1,8 +1,10 @@
 """The HTTP client against a real local server."""
 
 import asyncio
+import json
 import logging
 import pickle
+import threading
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -10,8 +12,16 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from slime.utils import http_utils
-from slime.utils.http_utils import HttpError, close_http_client, get, init_http_client, post, post_control
+from slime.utils import engine_answers, http_utils
+from slime.utils.http_utils import (
+    HttpError,
+    close_http_client,
+    get,
+    init_http_client,
+    post,
+    post_control,
+    post_generate,
+)
 
 
 def make_args(**overrides):
@@ -88,6 +98,52 @@ def test_an_answer_that_is_no_json_is_returned_as_text():
             assert np.isnan((await get(f"{url}/nan"))[0])
 
     asyncio.run(main())
+
+
+def test_a_long_answer_is_parsed_when_its_slot_is_free_again(monkeypatch):
+    served = threading.Event()
+
+    def decode(content, decode_json):
+        assert served.wait(10), "the second request never got the slot"
+        return len(decode_json(content)["text"])
+
+    monkeypatch.setattr(engine_answers, "decode_engine_answer", decode)
+
+    async def handler(request):
+        if (await request.json())["number"] == 2:
+            served.set()
+        return web.json_response({"text": "x" * 20_000})
+
+    async def main():
+        init_http_client(make_args(sglang_server_concurrency=1, rollout_num_engines=1))
+        async with serving(handler) as url:
+            first = asyncio.create_task(post_generate(url, {"number": 1}))
+            second = asyncio.create_task(post_generate(url, {"number": 2}))
+            return await asyncio.gather(first, second)
+
+    assert asyncio.run(main()) == [20_000, 20_000]
+
+
+@pytest.mark.parametrize("length", [3, 20_000])
+def test_an_engines_answer_that_is_no_json_is_returned_as_text(length):
+    async def handler(request):
+        return web.Response(text="?" * length)
+
+    async def main():
+        init_http_client(make_args())
+        async with serving(handler) as url:
+            return await post_generate(url, {})
+
+    assert asyncio.run(main()) == "?" * length
+
+
+def test_arrays_are_sent_as_lists_beside_values_that_only_the_standard_library_writes():
+    for ids in (np.array([1, 2]), np.arange(6, dtype=np.int32)[::2]):
+        for value in (1, 2**70):
+            body = json.loads(http_utils._encode({"input_ids": ids, "value": value}))
+            assert body == {"input_ids": ids.tolist(), "value": value}
+    with pytest.raises(TypeError, match="object cannot be sent as JSON"):
+        http_utils._encode({"value": object()})
 
 
 @pytest.mark.parametrize("statuses", [[500, 503], [429, 429], [502]])

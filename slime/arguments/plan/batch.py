@@ -6,6 +6,10 @@ from slime.arguments.lengths import longest_sample, planned_sample, prompt_is_li
 from slime.arguments.plan.structure import BatchPlan
 from slime.scheduling.parallel_layout import ParallelLayout
 
+# Bytes per token of the columns that every train batch of engines has; of those that some have.
+_COLUMN_BYTES = {"tokens": 8, "loss_masks": 4, "rollout_log_probs": 4}
+_TEACHER_BYTES = _VALUE_BYTES = _EXPERT_BYTES = 4
+
 
 def plan_batch(args: argparse.Namespace, layout: ParallelLayout | None) -> BatchPlan:
     """The arithmetic; micro-batches are counted for samples of the longest allowed length."""
@@ -16,9 +20,7 @@ def plan_batch(args: argparse.Namespace, layout: ParallelLayout | None) -> Batch
     budget = None
     if layout is not None and args.use_dynamic_batch_size:
         budget = args.max_tokens_per_gpu * layout.context
-    longest, limited = longest_sample(args), prompt_is_limited(args)
-    # A prompt has a token at least.
-    sample = longest + (not limited) if longest is not None else planned_sample(args)
+    longest, limited, sample = longest_sample(args), prompt_is_limited(args), _sample_length(args)
     return BatchPlan(
         prompts=args.rollout_batch_size,
         samples_per_prompt=args.n_samples_per_prompt,
@@ -33,7 +35,33 @@ def plan_batch(args: argparse.Namespace, layout: ParallelLayout | None) -> Batch
         micro_batches=_micro_batches(args, layout, global_batch, budget, sample),
         num_rollout=args.num_rollout,
         total_optimizer_steps=None if args.num_rollout is None else args.num_rollout * steps,
+        object_store=train_batch_bytes(args) if layout is not None else None,
     )
+
+
+def train_batch_bytes(args: argparse.Namespace) -> int:
+    """Bytes of one rollout step's train batch in Ray's object store, all samples at their longest; 0 without a trainer.
+
+    A lower bound where no flag limits the prompt. The driver lets a batch go before it asks for the next.
+    """
+    if not args.has_trainer:
+        return 0
+    per_token = sum(_COLUMN_BYTES.values())
+    if args.use_opd:
+        per_token += _TEACHER_BYTES
+    if args.use_rollout_routing_replay:
+        per_token += _EXPERT_BYTES * (args.num_layers or 0) * (args.moe_router_topk or 0)
+    if args.use_critic:
+        # Its ranks may be laid out in another way, and take shards of their own; values and what the actor says about them
+        # travel as well.
+        per_token = 2 * (per_token + _VALUE_BYTES)
+    return args.rollout_batch_size * args.n_samples_per_prompt * (_sample_length(args) or 0) * per_token
+
+
+def _sample_length(args: argparse.Namespace) -> int | None:
+    longest = longest_sample(args)
+    # A prompt has a token at least.
+    return longest + (not prompt_is_limited(args)) if longest is not None else planned_sample(args)
 
 
 def _micro_batches(

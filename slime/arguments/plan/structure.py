@@ -62,6 +62,7 @@ class BatchPlan:
     assumed_sample: tokens of a sample that everything else is planned with where the flags set no limit; else None.
     micro_batches: of one optimizer step on one data-parallel rank, all samples at their longest; a lower bound unless
         `prompt_is_limited`. None: no training ranks.
+    object_store: bytes of the train batch in Ray's object store, all samples at their longest, and as `micro_batches` else.
     """
 
     prompts: int
@@ -77,6 +78,7 @@ class BatchPlan:
     micro_batches: int | None
     num_rollout: int | None
     total_optimizer_steps: int | None
+    object_store: int | None
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,9 @@ def _batch(batch: BatchPlan) -> Iterator[str]:
         yield f"no flag limits a sample: {batch.assumed_sample} tokens are assumed (--seq-length){budget}"
     if batch.micro_batches is not None:
         yield _micro_batches(batch)
+    if batch.object_store:
+        at_least = "at least " if batch.longest_sample is not None and not batch.prompt_is_limited else ""
+        yield f"train batch in Ray's object store, host memory: {at_least}{_size(batch.object_store)} of a rollout step"
     if batch.total_optimizer_steps is not None:
         yield f"{batch.num_rollout} rollout steps = {batch.total_optimizer_steps} optimizer steps in all"
 
@@ -160,6 +163,10 @@ def _cache(serving: ServingMemoryPlan, batch: BatchPlan) -> Iterator[str]:
     yield f"  {serving.cache_bytes_per_token / 1024:.1f} KiB per token and GPU{share}"
 
 
+def _size(count: int) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / 2**20:.2f} MiB"
+
+
 class _Unit:
     """Sizes in one unit."""
 
@@ -194,8 +201,7 @@ def _phase(phase: PhasePlan, unit: _Unit) -> list[str]:
 def _sync(sync: SyncPlan | None) -> Iterator[str]:
     if sync is None:
         return
-    size = f"{sync.bytes / GIB:.2f} GiB" if sync.bytes >= GIB else f"{sync.bytes / 2**20:.2f} MiB"
-    line = f"{size} to every engine by {sync.transport}, in about {sync.buckets} bucket{_s(sync.buckets)}"
+    line = f"{_size(sync.bytes)} to every engine by {sync.transport}, in about {sync.buckets} bucket{_s(sync.buckets)}"
     time = f"{sync.seconds:.2g} s or more at {sync.link_gbps:g} Gbit/s"
     if not sync.shared_handles:
         yield f"{line}: {time}"

@@ -1,15 +1,18 @@
 """What a plan holds, and what the driver does with it."""
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from slime.arguments import parse_args
-from slime.arguments.plan import make_plan, plan_as_json, render, show_plan
+from slime.arguments.plan import batch, make_plan, plan_as_json, render, show_plan
+from slime.training.rollout_batch import _TOKEN_DTYPES
 from slime.utils.errors import UserError
 from tests.support.args import command_line
 from tests.support.plans import SMALL, TWO_NODES, planned
@@ -19,11 +22,26 @@ GIB = 2**30
 
 
 def test_batch_arithmetic():
-    batch = make_plan(planned(SMALL)).batch
-    assert (batch.prompts, batch.samples_per_prompt, batch.rollouts) == (32, 8, 256)
-    assert (batch.global_batch_size, batch.optimizer_steps, batch.total_optimizer_steps) == (128, 2, 20)
+    found = make_plan(planned(SMALL)).batch
+    assert (found.prompts, found.samples_per_prompt, found.rollouts) == (32, 8, 256)
+    assert (found.global_batch_size, found.optimizer_steps, found.total_optimizer_steps) == (128, 2, 20)
     # 128 rollouts of at most 1024 + 7168 tokens, two in a micro-batch of 16384, over two data-parallel ranks.
-    assert batch.longest_sample == 8192 and batch.micro_batches == 32 and batch.rollouts_per_rank_and_step == 64
+    assert found.longest_sample == 8192 and found.micro_batches == 32 and found.rollouts_per_rank_and_step == 64
+
+
+def test_the_train_batch_is_as_large_as_its_columns():
+    plan = make_plan(planned(SMALL))
+    # 256 samples of at most 8192 tokens: ids in 8 bytes, masks and log-probs in 4 each.
+    assert plan.batch.object_store == 256 * 8192 * 16 == 32 * 2**20
+    assert "train batch in Ray's object store, host memory: 32.00 MiB of a rollout step" in render(plan)
+    for name, size in batch._COLUMN_BYTES.items():
+        assert np.dtype(_TOKEN_DTYPES[name]).itemsize == size
+    teacher = batch.train_batch_bytes(argparse.Namespace(**{**vars(planned(SMALL)), "use_opd": True}))
+    critic = batch.train_batch_bytes(argparse.Namespace(**{**vars(planned(SMALL)), "use_critic": True}))
+    assert (teacher, critic) == (256 * 8192 * 20, 256 * 8192 * 2 * 20)
+    experts = argparse.Namespace(**{**vars(planned(TWO_NODES)), "use_rollout_routing_replay": True})
+    assert batch.train_batch_bytes(experts) == 256 * 32768 * (16 + 48 * 8 * 4)
+    assert batch.train_batch_bytes(argparse.Namespace(has_trainer=False)) == 0
 
 
 def test_parts_add_up_and_phases_take_both():

@@ -1,0 +1,187 @@
+"""What long answers cost the event loop and the memory: our client beside orjson on the loop, in one run.
+
+    python tools/bench/bench_answers.py [--answers 4096] [--tokens 32768] [--in-flight 64]
+
+An engine that computes nothing answers every request with the same body: text, and a log-prob and an id per token. Each
+client runs in a process of its own, asks `--in-flight` times at once, and holds all samples until the end. `plain` parses
+with orjson on the loop and keeps lists; at full size these take 17 GB. `ours` is what the default generate function does.
+
+A stop is the time for which a heartbeat of one millisecond was late, less the time for which the machine gave the thread
+no processor (Linux tells). Bars: at most 40 bytes per token; loop CPU at most a quarter, and stops at most half, of plain.
+"""
+
+import argparse
+import asyncio
+import gc
+import multiprocessing
+import random
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import aiohttp
+import numpy as np
+import orjson
+import psutil
+from aiohttp import web
+
+from slime.rollout.generation import append_engine_output
+from slime.utils.http_utils import close_http_client, init_http_client, post_generate
+from slime.utils.types import Sample
+
+PAYLOAD = {"input_ids": [1, 2, 3], "sampling_params": {"temperature": 1.0}, "return_logprob": True}
+HEADERS = {"Content-Type": "application/json"}
+# A loop that stands still sees its own connections time out.
+PATIENCE = aiohttp.ClientTimeout(total=3600, sock_connect=3600)
+HEARTBEAT_S = 0.001
+
+
+def serve(connection, tokens: int) -> None:
+    """Run the engine until the parent closes the pipe."""
+    rng = random.Random(0)
+    log_probs = np.log(np.random.default_rng(0).random(tokens)).astype(np.float32).tolist()
+    entries = [[log_prob, rng.randrange(1000, 150_000), None] for log_prob in log_probs]
+    meta_info = {"output_token_logprobs": entries, "finish_reason": {"type": "stop"}, "completion_tokens": tokens}
+    body = orjson.dumps({"text": "word" * tokens, "meta_info": meta_info})
+
+    async def generate(request: web.Request) -> web.Response:
+        await request.read()
+        return web.Response(body=body, content_type="application/json")
+
+    async def main() -> None:
+        app = web.Application()
+        app.router.add_post("/generate", generate)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)
+        await site.start()
+        connection.send(site._server.sockets[0].getsockname()[1])
+        await asyncio.get_running_loop().run_in_executor(None, connection.poll, 24 * 3600)
+        await runner.cleanup()
+
+    asyncio.run(main())
+
+
+async def plain(session: aiohttp.ClientSession, url: str, sample: Sample) -> None:
+    async with session.post(url, data=orjson.dumps(PAYLOAD), headers=HEADERS, timeout=PATIENCE) as response:
+        output = orjson.loads(await response.read())
+    pairs = output["meta_info"]["output_token_logprobs"]
+    sample.append_response_tokens(
+        tokens=[pair[1] for pair in pairs],
+        log_probs=[pair[0] for pair in pairs],
+        meta_info=output["meta_info"],
+        text=output["text"],
+    )
+
+
+async def ours(session: aiohttp.ClientSession, url: str, sample: Sample) -> None:
+    append_engine_output(None, sample, await post_generate(url, PAYLOAD))
+
+
+class Heartbeat:
+    """Collects how late it was, in seconds: at worst, and in all."""
+
+    def __init__(self) -> None:
+        self.longest = self.total = 0.0
+        self._waiting = open(f"/proc/self/task/{threading.get_native_id()}/schedstat")  # noqa: SIM115
+        self._task = asyncio.create_task(self._beat())
+
+    async def _beat(self) -> None:
+        while True:
+            started, queued = time.perf_counter(), self._queued_s()
+            await asyncio.sleep(HEARTBEAT_S)
+            late = time.perf_counter() - started - HEARTBEAT_S - (self._queued_s() - queued)
+            self.longest, self.total = max(self.longest, late), self.total + max(0.0, late)
+
+    def _queued_s(self) -> float:
+        self._waiting.seek(0)
+        return int(self._waiting.read().split()[1]) / 1e9
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._waiting.close()
+
+
+async def measure(client, url: str, options: argparse.Namespace) -> dict[str, float]:
+    concurrency = {"sglang_server_concurrency": options.in_flight, "rollout_num_engines": 1}
+    limits = {"http_request_timeout": 3600, "http_control_timeout": 60, "http_max_retries": 60}
+    init_http_client(SimpleNamespace(**concurrency, **limits))
+    samples = [Sample(index=i, tokens=[1, 2, 3]) for i in range(options.answers)]
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=options.in_flight)) as session:
+        # Opens connections, loads what is loaded at the first use, and is not counted.
+        await asyncio.gather(*[client(session, url, Sample(tokens=[1])) for _ in range(min(4, options.in_flight))])
+        gc.collect()
+        memory, cpu, started = psutil.Process().memory_info().rss, time.thread_time(), time.perf_counter()
+        heartbeat, remaining = Heartbeat(), iter(samples)
+
+        async def worker() -> None:
+            for sample in remaining:
+                await client(session, url, sample)
+
+        await asyncio.gather(*[worker() for _ in range(options.in_flight)])
+        cpu, seconds = time.thread_time() - cpu, time.perf_counter() - started
+        await heartbeat.stop()
+    await close_http_client()
+    gc.collect()
+    tokens = sum(sample.response_length for sample in samples)
+    return {
+        "longest stop, ms": heartbeat.longest * 1e3,
+        "stopped per answer, ms": heartbeat.total / options.answers * 1e3,
+        "loop CPU per answer, ms": cpu / options.answers * 1e3,
+        "bytes per token, counted": held_bytes(samples[0]) / samples[0].response_length,
+        "bytes per token, resident": (psutil.Process().memory_info().rss - memory) / tokens,
+        "seconds in all": seconds,
+    }
+
+
+def held_bytes(sample: Sample) -> int:
+    """Bytes of the per-token fields and the text, counted object by object."""
+    total = 0
+    for name in ("tokens", "loss_mask", "rollout_log_probs", "response"):
+        value = vars(sample)[name]
+        total += value.nbytes if isinstance(value, np.ndarray) else sys.getsizeof(value)
+        if isinstance(value, list):
+            # 0 and 1 exist once for all.
+            total += sum(sys.getsizeof(entry) for entry in value if entry not in (0, 1))
+    return total
+
+
+def run_client(connection, name: str, url: str, options: argparse.Namespace) -> None:
+    connection.send(asyncio.run(measure({"plain": plain, "ours": ours}[name], url, options)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--answers", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--in-flight", type=int, default=64)
+    options = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    connection, child_connection = context.Pipe()
+    server = context.Process(target=serve, args=(child_connection, options.tokens), daemon=True)
+    server.start()
+    results = {}
+    try:
+        url = f"http://127.0.0.1:{connection.recv()}/generate"
+        for name in ("plain", "ours"):
+            receiver, sender = context.Pipe(duplex=False)
+            client = context.Process(target=run_client, args=(sender, name, url, options), daemon=True)
+            client.start()
+            # Else the end of a client that failed would not be seen.
+            sender.close()
+            results[name] = receiver.recv()
+            client.join(60)
+    finally:
+        connection.send(None)
+        server.join(10)
+    print(f"{options.answers} answers of {options.tokens} tokens, {options.in_flight} in flight")
+    print(f"{'':28}{'plain':>10}{'ours':>10}{'ratio':>8}")
+    for name, value in results["plain"].items():
+        own = results["ours"][name]
+        print(f"{name:28}{value:10.2f}{own:10.2f}{own / value:8.3f}")
+
+
+if __name__ == "__main__":
+    main()
