@@ -56,6 +56,8 @@ _COUNTS = (
     ("rollout/aborted_samples", "aborted samples"),
     ("rollout/surplus_groups", "surplus groups"),
     ("rollout/dropped_rollouts", "dropped rollouts"),
+    ("rollout/sft_cut_samples", "cut chats"),
+    ("rollout/sft_untrained_samples", "untrained chats"),
 )
 _FILTER_PREFIX = "rollout/dynamic_filter/drop_"
 

@@ -21,6 +21,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from slime.arguments.plug_ins import MANAGER_PLUG_INS, load_plug_ins
+from slime.observability.console import evaluation_name
 from slime.observability.logging_utils import LoggedMetrics, configure_logger, drain_outbox, log
 from slime.observability.progress import progress_snapshot
 from slime.ray.driver import saves
@@ -216,12 +217,12 @@ class RolloutManager:
             return load_rollout(args.load_debug_rollout_data, rollout_id, fraction), None
         flag, path = "--rollout-function-path", args.rollout_function_path
         function = load_function(path, flag=flag)
-        with _calling(flag, path, rollout_id):
+        with _calling(flag, path, f"rollout {rollout_id}"):
             output = call_rollout_fn(function, args, rollout_id, self.data_source, evaluation=False)
         if args.rollout_sample_filter_path is not None:
             flag, path = "--rollout-sample-filter-path", args.rollout_sample_filter_path
             sample_filter = load_function(path, flag=flag)
-            with _calling(flag, path, rollout_id):
+            with _calling(flag, path, f"rollout {rollout_id}"):
                 sample_filter(args, output.samples)
         return flatten_rollout_output(output.samples), output.metrics
 
@@ -258,7 +259,7 @@ class RolloutManager:
         args = self.args
         flag, path = "--eval-function-path", args.eval_function_path
         function = load_function(path, flag=flag)
-        with _calling(flag, path, rollout_id):
+        with _calling(flag, path, evaluation_name(rollout_id, before=before)):
             output = call_rollout_fn(function, args, rollout_id, self.data_source, evaluation=True)
         if args.save_debug_rollout_data is not None:
             from slime.rollout.rollout_dump import save_rollout
@@ -305,11 +306,11 @@ def _schedule(args: argparse.Namespace, batch: dict[str, Any]) -> DPSchedule:
     )
 
 
-def _calling(flag: str, path: str, rollout_id: int) -> contextlib.AbstractContextManager[None]:
+def _calling(flag: str, path: str, subject: str) -> contextlib.AbstractContextManager[None]:
     """`calling_user_code` for a plug-in; nothing for our own functions, whose errors speak for themselves."""
     if path.startswith("slime."):
         return contextlib.nullcontext()
-    return calling_user_code(flag, path, f"rollout {rollout_id}")
+    return calling_user_code(flag, path, subject)
 
 
 def _call_log_function(flag: str, path: str, *arguments: Any) -> bool:

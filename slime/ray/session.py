@@ -118,8 +118,10 @@ def _tell_what_is_kept(args: argparse.Namespace | None, words: Sequence[str], *,
     if getattr(args, "rollouts_done", None) is None and not finished:
         return
     command = shlex.split(env.start_command() or "") or [sys.executable, sys.argv[0], *words]
-    for line in closing_lines(args, command, finished=finished):
-        logger.info("%s", line)
+    # How the run went has been told; a checkpoint directory that cannot be read takes nothing from that.
+    with contextlib.suppress(UserError, OSError):
+        for line in closing_lines(args, command, finished=finished):
+            logger.info("%s", line)
 
 
 @contextlib.contextmanager

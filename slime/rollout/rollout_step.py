@@ -252,10 +252,14 @@ class RolloutStep:
         self.state.aborted = True
         # A consequence of the error, which is told by itself.
         await cancel_tasks(set(self.state.pendings), f"rollout {self.rollout_id} failed", level=logging.DEBUG)
-        for task in self.origins:
-            other = task.exception() if task.done() and not task.cancelled() else None
-            if other is not None and other is not error:
-                logger.error("%s failed as well: %s", task.get_name(), other)
+        failed = [task for task in self.origins if task.done() and not task.cancelled()]
+        others = [task for task in failed if task.exception() is not None and task.exception() is not error]
+        if others:
+            # One line: what ends a step, a dead service say, ends many of its groups.
+            first = others[0]
+            logger.error(
+                "%d other groups failed as well, %s first: %s", len(others), first.get_name(), first.exception()
+            )
         try:
             self._return_to_source([as_prompts(origin) for origin in self.origins.values()])
         except Exception:

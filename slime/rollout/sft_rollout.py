@@ -49,8 +49,7 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     responses = [sample.tokens[len(sample.tokens) - sample.response_length :] for sample in samples]
     for sample, response in zip(samples, generator.tokenizer.batch_decode(responses), strict=True):
         sample.response = response
-    if any(counts.values()):
-        logger.info("rollout %d: of %d chats, %s", rollout_id, len(samples), counts)
+    logger.debug("rollout %d: of %d chats, %s", rollout_id, len(samples), counts)
     return RolloutFnTrainOutput(groups, metrics=dict(counts))
 
 

@@ -94,6 +94,7 @@ def test_a_plug_in_that_raises_ends_the_run_with_flag_path_and_its_own_traceback
         FAILURES[case](args)
     message = str(caught.value)
     assert message.startswith(f"{flag} {plug_ins}:{name} raised KeyError for ")
+    assert ("for evaluation after rollout 3: " in message) == (flag == "--eval-function-path")
     assert 'raise KeyError("lost")' in message and "rollout_manager.py" not in message
 
 

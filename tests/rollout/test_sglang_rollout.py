@@ -516,3 +516,24 @@ async def fn(args, sample, sampling_params):
     with pytest.raises(UserError, match="KeyError"):
         run_step(args, CountingDataSource(2))
     assert [record.getMessage() for record in caplog.records if record.levelname != "DEBUG"] == []
+
+
+def test_groups_that_fail_alike_are_told_in_one_line(server, checkpoint, caplog, tmp_path):
+    path = plugin(
+        tmp_path,
+        """
+waiting = asyncio.Event()
+async def fn(args, sample, sampling_params):
+    if sample.index < 7:
+        await waiting.wait()
+    waiting.set()
+    raise KeyError(f"lost {sample.index}")
+""",
+    )
+    args = make_args(
+        checkpoint, server.port, custom_generate_function_path=path, rollout_batch_size=4, over_sampling_batch_size=4
+    )
+    with pytest.raises(UserError, match="KeyError"):
+        run_step(args, CountingDataSource(2))
+    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(told) == 1 and "3 other groups failed as well, group 0 first: " in told[0]

@@ -209,3 +209,19 @@ def test_gpu_pins_agree_with_the_proven_ones() -> None:
     cpu, gpu = pins("requirements/cpu.txt"), pins("requirements/gpu.txt")
     assert len(gpu) > 10
     assert {name: version for name, version in gpu.items() if cpu.get(name) != version} == {}
+
+
+def test_the_command_of_a_quickstart_run_names_itself_for_the_last_lines_of_the_run(tmp_path: Path) -> None:
+    """What `train.sh` tells train.py is what a person typed, in words that a shell takes again."""
+    function = re.search(
+        r"^write_train_script\(\) \{.*?^\}$", (ROOT / "scripts/quickstart.sh").read_text(), re.M | re.S
+    )[0]
+    run, python = tmp_path / "a run", tmp_path / "python"
+    run.mkdir()
+    python.write_text('#!/bin/sh\necho "$SLIME_START_COMMAND"\n')
+    python.chmod(0o755)
+    assert bash("-c", f"RUN_DIR='{run}' PYTHON_BIN='{python}'\n{function}\nwrite_train_script --lr 1").returncode == 0
+    script = run / "train.sh"
+    quoted = str(script).replace(" ", "\\ ")
+    assert bash(str(script)).stdout == f"bash {quoted}\n"
+    assert bash(str(script), "--num-rollout", "50", "a b").stdout == f"bash {quoted} --num-rollout 50 a\\ b\n"
