@@ -11,9 +11,11 @@ packing is not seen: replace the list.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from slime.utils.errors import UserError
 from slime.utils.types import Sample
 
 _SOURCE_FIELDS = ("tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs")
@@ -46,6 +48,7 @@ def pack_sample(sample: Sample) -> PackedSample:
 
     Raises:
         ValueError: per-token fields do not fit together (`Sample.validate_lengths`).
+        UserError: the mask holds something else than 1 and 0.
     """
     sources = tuple(getattr(sample, name) for name in _SOURCE_FIELDS)
     lengths = (sample.response_length, *(None if source is None else len(source) for source in sources))
@@ -55,7 +58,7 @@ def pack_sample(sample: Sample) -> PackedSample:
     if sample.loss_mask is None:
         loss_mask = np.ones(sample.response_length, dtype=np.int32)
     else:
-        loss_mask = np.asarray(sample.loss_mask, dtype=np.int32)
+        loss_mask = as_loss_mask(sample.loss_mask, f"sample {sample.index}: `loss_mask`")
     sample.packed = PackedSample(
         tokens=np.asarray(sample.tokens, dtype=np.int64),
         loss_mask=loss_mask,
@@ -65,6 +68,26 @@ def pack_sample(sample: Sample) -> PackedSample:
     # Holding the lists themselves keeps their identity from being given to new lists.
     sample.packed_sources = (sources, lengths)
     return sample.packed
+
+
+def as_loss_mask(mask: Any, name: str) -> np.ndarray:
+    """`mask`, 1 where a token is trained and else 0, as int32 [R].
+
+    Args:
+        mask: numbers of any type, or booleans.
+        name: of the sample and its field, for the message.
+
+    Raises:
+        UserError: an entry is neither 1 nor 0: a mask cannot weigh tokens.
+    """
+    entries = np.asarray(mask)
+    wrong = np.flatnonzero((entries != 0) & (entries != 1))
+    if len(wrong):
+        raise UserError(
+            f"{name} is {entries[wrong[0]].item()!r} at response token {wrong[0]}; an entry is 1 or 0, trained or not: what "
+            "weighs tokens is their advantage (--custom-advantage-function-path)"
+        )
+    return entries.astype(np.int32)
 
 
 def _is_current(sample: Sample, sources: tuple[list | None, ...], lengths: tuple[int | None, ...]) -> bool:

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from slime.utils.errors import UserError
 from slime.utils.packed_sample import pack_sample
 from slime.utils.types import Sample
 
@@ -34,6 +35,21 @@ def test_packed_once_until_a_list_is_replaced_or_grows():
     assert pack_sample(sample).tokens.tolist() == [5, 6, 7, 2**40, 9]
     sample.teacher_log_probs = [0.0, 0.0, 0.0]
     assert pack_sample(sample).teacher_log_probs.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("mask", [[True, False], [1.0, 0.0], np.array([1, 0], np.int8), np.array([1.0, 0.0])])
+def test_a_mask_of_any_type_tells_what_is_trained(mask):
+    packed = pack_sample(response_sample(loss_mask=mask))
+    assert packed.loss_mask.dtype == np.int32 and packed.loss_mask.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("mask", "shown"),
+    [([1, 0.5], "0.5"), ([1, float("nan")], "nan"), ([1, 2], "2"), ([1.0, -1.0], "-1.0")],
+)
+def test_a_mask_that_weighs_tokens_is_refused(mask, shown):
+    with pytest.raises(UserError, match=rf"sample 7: `loss_mask` is {shown} at response token 1; .* 1 or 0"):
+        pack_sample(response_sample(index=7, loss_mask=mask))
 
 
 def test_lengths_are_checked():
