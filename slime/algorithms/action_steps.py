@@ -28,6 +28,20 @@ def trained_tokens(loss_masks: Sequence[torch.Tensor], responses: Sequence[torch
     return [(mask != 0).to(response.device) for mask, response in zip(loss_masks, responses, strict=True)]
 
 
+def zero_masked_tokens(responses: Sequence[torch.Tensor], loss_masks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The responses, one tensor [R_i] each, with 0 in place of whatever stands at masked tokens.
+
+    To be called before ratios and weights are formed: a product with a mask of 0 leaves NaN what was NaN, in the value or in
+    the gradient. Raises ValueError if a mask is not as long as its response.
+    """
+    require_equal_lengths(loss_masks=loss_masks, responses=responses)
+    if not len(responses):
+        return []
+    flat = torch.cat(list(responses))
+    trained = (torch.cat(list(loss_masks)) != 0).to(flat.device)
+    return list(torch.where(trained, flat, 0.0).split([len(response) for response in responses]))
+
+
 def step_masks(trained: Sequence[torch.Tensor], count_masked_tokens: bool) -> list[torch.Tensor]:
     """Which tokens take a time step, boolean [R_i] per response: the trained ones.
 

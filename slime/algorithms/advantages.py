@@ -73,13 +73,17 @@ def ppo_advantages(
     lambd: float,
     count_masked_tokens: bool = False,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Advantages by GAE and returns, float32 [R_i] per sample; tokens that take no step: A = 0, G = V.
+    """Advantages by GAE and returns, float32 [R_i] per sample; tokens that take no step: A = 0, G = V. The value of a masked
+    token counts as 0 where it is not finite.
 
     `rewards`: one number per sample. `kl`, `values`, `loss_masks`: one tensor [R_i] per sample. Raises ValueError if counts or
     lengths differ.
     """
     require_equal_lengths(values=values, kl=kl)
-    steps = step_masks(trained_tokens(loss_masks, values), count_masked_tokens)
+    trained = trained_tokens(loss_masks, values)
+    # A masked token that takes a step brings its value along, and one that is no number would spoil all that came before.
+    values = [torch.where(mask | row.isfinite(), row, 0.0) for mask, row in zip(trained, values, strict=True)]
+    steps = step_masks(trained, count_masked_tokens)
     shaped = token_rewards(rewards, kl, loss_masks, kl_coef)
     return _gae(shaped, values, steps, partial(chunked_gae, gamma=gamma, lambd=lambd))
 
@@ -179,7 +183,8 @@ def _gae(
 
 
 def _penalty(kl: torch.Tensor, kl_coef: float) -> torch.Tensor:
-    return -kl_coef * kl.float()
+    # Without weight not even an infinite KL counts.
+    return torch.zeros_like(kl, dtype=torch.float32) if kl_coef == 0 else -kl_coef * kl.float()
 
 
 def _is_last(trained: torch.Tensor) -> torch.Tensor:

@@ -46,12 +46,12 @@ def mismatch_sums(
             f"{tuple(rollout_log_probs.shape)} and {tuple(loss_mask.shape)}"
         )
     trained = loss_mask.to(train_log_probs.device) != 0
-    log_weight = (train_log_probs.detach().double() - rollout_log_probs.detach().double())[trained]
+    log_weight = torch.where(trained, train_log_probs.detach().double() - rollout_log_probs.detach().double(), 0.0)
     bounded = log_weight.clamp(max=MAX_EXPONENT)
-    weight = bounded.exp()
+    weight = torch.where(trained, bounded.exp(), 0.0)
     difference = log_weight.abs()
     terms = (
-        torch.ones_like(weight), -log_weight, torch.expm1(bounded) - bounded, difference, weight, weight.square(),
+        trained.double(), -log_weight, torch.expm1(bounded) - bounded, difference, weight, weight.square(),
     )  # fmt: skip
     sums = torch.stack([term.sum() for term in terms])
     return sums, torch.cat([difference, difference.new_zeros(1)]).amax(dim=0, keepdim=True)

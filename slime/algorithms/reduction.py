@@ -3,7 +3,8 @@
 Per rollout: each sample contributes its masked sum over the trained tokens of its whole *execution*. Those denominators are
 computed once, over the whole rollout (`rollout_mask_sums`), before samples are packed or split; so any cut of the samples into
 micro-batches and ranks sums to the same number. Per token: plain masked sums, divided by the token count of the step later.
-A masked token contributes nothing, whatever its value (also NaN).
+A masked token contributes nothing, whatever its value (also NaN). Its gradient is 0 here; that a NaN behind it leaves no NaN
+in the gradient either is seen to where the loss begins (`slime.training.micro_batch`).
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,9 @@
 """Advantages and returns of a rank's samples, set on the rollout data before training.
 
-In order: KL of the policy against the reference; the estimator or the user's function; distillation; whitening. Per-token
-columns are this context-parallel rank's part of each response. Estimators that look ahead (ppo, reinforce_plus_plus) get whole
-responses, gathered over those ranks, since the end of a response is not the end of any rank's part; results are cut again.
+In order: KL of the policy against the reference, where both are known, whatever its weight in the reward; the estimator or
+the user's function; distillation; whitening. Per-token columns are this context-parallel rank's part of each response.
+Estimators that look ahead (ppo, reinforce_plus_plus) get whole responses, gathered over those ranks, since the end of a
+response is not the end of any rank's part; results are cut again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.algorithms.action_steps import zero_masked_tokens
 from slime.algorithms.advantages import (
     get_reinforce_plus_plus_baseline_advantages,
     grpo_advantages,
@@ -74,6 +76,11 @@ def compute_advantages_and_returns(
     return {"whiten_empty": float(whitened.is_empty)}
 
 
+def has_kl(rollout_data: dict[str, Any]) -> bool:
+    """Whether `kl` is, or will be, a comparison of policy and reference, and not zeros that hold its place."""
+    return all(rollout_data.get(name) is not None for name in ("log_probs", "ref_log_probs"))
+
+
 def apply_opd_kl_to_advantages(
     args: argparse.Namespace,
     rollout_data: dict[str, Any],
@@ -99,14 +106,17 @@ def apply_opd_kl_to_advantages(
 
 
 def _reward_kl(args: argparse.Namespace, rollout_data: dict[str, Any], cp: ContextParallel) -> Tensors:
-    """KL per token for the reward; zeros where it has no weight."""
+    """KL of the policy against the reference per token, 0 at masked ones; zeros where the data have nothing to compare."""
     lengths = local_response_lengths(rollout_data, cp)
     device = rollout_data["tokens"][0].device if rollout_data["tokens"] else None
-    if args.kl_coef == 0:
+    if args.kl_coef != 0:
+        for name in ("log_probs", "ref_log_probs"):
+            _required(rollout_data, name, f"--kl-coef {args.kl_coef}")
+    if not has_kl(rollout_data):
         return approx_kl_of_responses(None, None, lengths, args.kl_loss_type, device=device)
-    flag = f"--kl-coef {args.kl_coef}"
-    log_probs, reference = (_required(rollout_data, name, flag) for name in ("log_probs", "ref_log_probs"))
-    return approx_kl_of_responses(log_probs, reference, lengths, args.kl_loss_type, device=device)
+    masks = _local_masks(rollout_data, cp)
+    sides = (zero_masked_tokens(rollout_data[name], masks) for name in ("log_probs", "ref_log_probs"))
+    return approx_kl_of_responses(*sides, lengths, args.kl_loss_type, device=device)
 
 
 def _estimate(args: argparse.Namespace, rollout_data: dict[str, Any], cp: ContextParallel) -> tuple[Tensors, Tensors]:

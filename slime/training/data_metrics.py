@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slime.algorithms.reduction import masked_sum, sum_of_sample_mean
+from slime.training.advantages import has_kl
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel, slice_responses
 from slime.training.metric_reduction import all_reduce_sum
 
@@ -25,7 +26,8 @@ def rollout_data_metrics(
     data_group: dist.ProcessGroup,
     cp: ContextParallel = NO_CONTEXT_PARALLEL,
 ) -> dict[str, float]:
-    """Means over the data of all ranks: per-token columns reduced like the loss, others averaged over samples.
+    """Means over the data of all ranks: per-token columns reduced like the loss, others averaged over samples. Without a
+    reference to compare with there is no `kl`.
 
     Collective over `data_group`, which spans data- and context-parallel ranks; all of them must hold the same columns.
     """
@@ -33,7 +35,7 @@ def rollout_data_metrics(
     masks = slice_responses(
         rollout_data["loss_masks"], rollout_data["total_lengths"], rollout_data["response_lengths"], cp
     )
-    tokens_seen = [name for name in _PER_TOKEN if name in rollout_data]
+    tokens_seen = [name for name in _PER_TOKEN if name in rollout_data and (name != "kl" or has_kl(rollout_data))]
     samples_seen = [name for name in _PER_SAMPLE if name in rollout_data]
     sums = [_reduce(args, rollout_data, name, masks) for name in tokens_seen]
     sums += [torch.tensor(float(sum(rollout_data[name]))) for name in samples_seen]

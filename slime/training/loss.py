@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from slime.training.custom_functions import custom_loss_function
-from slime.training.micro_batch import Metrics, MicroBatch, make_reducer
+from slime.training.micro_batch import Metrics, MicroBatch, make_reducer, without_masked_tokens
 from slime.training.other_losses import sft_loss_function, value_loss_function
 from slime.training.policy_loss import policy_loss_function
 
@@ -31,6 +31,7 @@ def loss_function(
         logits: [T, V / tensor-parallel size] of `batch["stream"]`; for the role "critic", whose loss is that of its values
             whatever `--loss-type` says, [T, 1].
     """
+    batch = without_masked_tokens(batch)
     reduce = make_reducer(args, batch)
     is_custom = role == "actor" and args.loss_type == "custom_loss"
     # Made before the loss, so that its backward pass comes after that of the loss and finds the gradient there.

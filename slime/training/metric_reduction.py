@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.utils.errors import UserError
+from slime.utils.packed_sample import as_loss_mask
+
 
 def step_denominator(
     loss_masks: Sequence[torch.Tensor], global_batch_size: int, per_token: bool, data_group: dist.ProcessGroup
@@ -29,14 +32,29 @@ def refresh_mask_sums(rollout_data: dict[str, Any], data_group: dist.ProcessGrou
     """Compute `rollout_mask_sums` again, after masks were edited: trained tokens per execution, over all ranks.
 
     Collective over `data_group`.
+
+    Raises:
+        UserError: a mask of any rank holds something else than 1 and 0; on all ranks.
     """
-    local = list(zip(rollout_data["rollout_ids"], (int(m.sum()) for m in rollout_data["loss_masks"]), strict=True))
+    columns = (rollout_data[name] for name in ("rollout_ids", "sample_indices", "loss_masks"))
+    local, failure = [], None
+    try:
+        local = [(rollout_id, _trained_tokens(sample, mask)) for rollout_id, sample, mask in zip(*columns, strict=True)]
+    except UserError as error:
+        failure = str(error)
     gathered: list[Any] = [None] * dist.get_world_size(data_group)
-    dist.all_gather_object(gathered, local, group=data_group)
+    dist.all_gather_object(gathered, (local, failure), group=data_group)
+    for _, message in gathered:
+        if message is not None:
+            raise UserError(message)
     totals: dict[int, int] = {}
-    for rollout_id, mask_sum in (pair for part in gathered for pair in part):
+    for rollout_id, mask_sum in (pair for part, _ in gathered for pair in part):
         totals[rollout_id] = totals.get(rollout_id, 0) + mask_sum
-    rollout_data["rollout_mask_sums"] = [float(totals[rollout_id]) for rollout_id, _ in local]
+    rollout_data["rollout_mask_sums"] = [float(totals[rollout_id]) for rollout_id in rollout_data["rollout_ids"]]
+
+
+def _trained_tokens(sample: int, mask: torch.Tensor) -> int:
+    return int(as_loss_mask(mask.cpu(), f"--rollout-data-postprocess-path: sample {sample}: `loss_masks`").sum())
 
 
 def reduce_metrics(

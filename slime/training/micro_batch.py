@@ -4,6 +4,9 @@ A micro-batch is a dict with one entry per sample under every key (`tokens`, `lo
 packed stream that the logits belong to. Under context parallelism `tokens` and `loss_masks` are whole; what is computed per
 response token (`log_probs`, `advantages`, …) is this rank's part, as the loss's own terms are.
 
+Masked tokens hold 0 in all that a loss is made of, from the columns of the batch to the new log-probs, whatever was there: no
+ratio or weight is formed of them, so that NaN and infinity reach neither value nor gradient.
+
 Per rollout, a term is reduced to the sum over samples of masked means with the denominators of whole executions; per token, to
 the masked sum. The caller divides by the step's denominator (rollouts, or trained tokens) and by nothing else, so splitting a
 step over micro-batches and ranks changes neither loss nor gradient.
@@ -17,10 +20,12 @@ from typing import Any
 
 import torch
 
+from slime.algorithms.action_steps import zero_masked_tokens
 from slime.algorithms.reduction import masked_sum, sum_of_sample_mean
 from slime.training.context_parallel import slice_responses
 from slime.training.log_probs import calculate_log_probs_and_entropy
 from slime.training.packed_stream import PackedStream
+from slime.training.rollout_batch import PER_RESPONSE_TOKEN
 from slime.training.top_p_replay import kept_tokens
 from slime.utils.errors import UserError
 
@@ -37,14 +42,18 @@ def response_log_probs(
     *,
     with_entropy: bool,
     with_entropy_grad: bool = False,
+    temperature: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs (and entropy) of this rank's response tokens, float32 [their number].
 
     Args:
-        logits: [T, V / tensor-parallel size], divided by the rollout temperature inside. Where the batch has the sets of tokens
-            that top-p sampling kept, log-probs are those within the sets; the entropy is always that of the whole distribution.
+        logits: [T, V / tensor-parallel size], divided by the temperature inside. Where the batch has the sets of tokens that
+            top-p sampling kept, log-probs are those within the sets; the entropy is always that of the whole distribution.
+        temperature: unless set that of the rollout; 1 in supervised fine-tuning, whose tokens nobody sampled.
     """
     stream: PackedStream = batch["stream"]
+    if temperature is None:
+        temperature = 1.0 if args.loss_type == "sft_loss" else args.rollout_temperature
     log_probs, entropy = calculate_log_probs_and_entropy(
         logits,
         stream.next_tokens,
@@ -53,9 +62,22 @@ def response_log_probs(
         chunk_size=args.log_probs_chunk_size,
         log_prob_keep_mask=kept_tokens(batch),
         with_entropy_grad=with_entropy_grad,
-        temperature=args.rollout_temperature,
+        temperature=temperature,
     )
     return stream.responses(log_probs), None if entropy is None else stream.responses(entropy)
+
+
+def without_masked_tokens(batch: MicroBatch) -> MicroBatch:
+    """The batch with 0 at masked tokens in its per-token columns; columns of the user's own stay as they are."""
+    masks = local_loss_masks(batch)
+    columns = {name: zero_masked_tokens(batch[name], masks) for name in PER_RESPONSE_TOKEN if name in batch}
+    return {**batch, **columns}
+
+
+def where_trained(batch: MicroBatch, per_token: torch.Tensor) -> torch.Tensor:
+    """`per_token`, flat over this rank's response tokens, with 0 and no gradient at masked ones."""
+    masks = local_loss_masks(batch)
+    return torch.where((torch.cat(masks) != 0).to(per_token.device), per_token, 0.0) if masks else per_token
 
 
 def response_values(stream: PackedStream, outputs: torch.Tensor) -> torch.Tensor:

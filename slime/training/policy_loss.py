@@ -19,7 +19,15 @@ from slime.algorithms.sequence_ratio import compute_gspo_kl
 from slime.training.context_parallel import gather_responses
 from slime.training.corrections import compute_opsm_mask
 from slime.training.custom_functions import custom_correction, policy_gradient_reducer
-from slime.training.micro_batch import Metrics, MicroBatch, Reducer, make_reducer, per_token_column, response_log_probs
+from slime.training.micro_batch import (
+    Metrics,
+    MicroBatch,
+    Reducer,
+    make_reducer,
+    per_token_column,
+    response_log_probs,
+    where_trained,
+)
 
 
 def policy_loss_function(
@@ -40,6 +48,7 @@ def policy_loss_function(
     log_probs, entropy = response_log_probs(
         args, batch, logits, tensor_group, with_entropy=True, with_entropy_grad=args.entropy_coef != 0
     )
+    log_probs, entropy = where_trained(batch, log_probs), where_trained(batch, entropy)
     old_log_probs = _old_log_probs(args, batch, log_probs)
     pg_loss, metrics = _objective(args, batch, log_probs, old_log_probs, reduce)
     masks = batch["loss_masks"]

@@ -18,7 +18,7 @@ from slime.algorithms.reduction import rollout_mask_sums
 from slime.scheduling.dp_schedule import DPSchedule
 from slime.utils.errors import UserError
 from slime.utils.misc import Box
-from slime.utils.packed_sample import PackedSample, pack_sample
+from slime.utils.packed_sample import PackedSample, as_loss_mask, pack_sample
 from slime.utils.ragged import RaggedArray
 from slime.utils.sample_source import get_source
 from slime.utils.token_fields import held
@@ -99,7 +99,7 @@ def train_batch_from_columns(columns: dict[str, Any]) -> TrainBatch:
     """A batch from a plug-in's dict of per-sample lists.
 
     Raises:
-        UserError: a required column is missing or has another number of rows.
+        UserError: a required column is missing or has another number of rows, or a mask holds something else than 1 and 0.
     """
     missing = [name for name in _REQUIRED if name not in columns]
     if missing:
@@ -115,6 +115,8 @@ def train_batch_from_columns(columns: dict[str, Any]) -> TrainBatch:
             + ", ".join(f"`{name}` has {count}" for name, count in wrong.items())
         )
     batch = dict(columns)
+    names = [f"--custom-convert-samples-to-train-data-path: sample {i}: `loss_masks`" for i in batch["sample_indices"]]
+    batch["loss_masks"] = [as_loss_mask(mask, name) for mask, name in zip(batch["loss_masks"], names, strict=True)]
     for name, dtype in _TOKEN_DTYPES.items():
         if name in batch:
             batch[name] = [np.asarray(row, dtype) for row in batch[name]]

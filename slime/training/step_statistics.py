@@ -10,11 +10,11 @@ A function asks by two attributes:
 
 `my_statistics(*, args, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, cp)` gets what the
 function itself gets, but for all samples of the step that this rank has (perhaps none) and without a loss: log-probs are this
-context-parallel rank's part of each response, masks are whole. It returns a dict from names to tensors of any shape: this
-rank's share, with the same names and shapes on every rank. It may talk to the other ranks of `cp.group`, which have the same
-samples, and to nobody else. The trainer adds the shares of all data- and context-parallel ranks, and hands the sums to every
-call of the function as `step_statistics`: float64 tensors on the CPU. As they need stored log-probs, asking makes the trainer
-run the pass that computes them.
+context-parallel rank's part of each response, 0 at masked tokens; masks are whole. It returns a dict from names to tensors of
+any shape: this rank's share, with the same names and shapes on every rank. It may talk to the other ranks of `cp.group`, which
+have the same samples, and to nobody else. The trainer adds the shares of all data- and context-parallel ranks, and hands the
+sums to every call of the function as `step_statistics`: float64 tensors on the CPU. As they need stored log-probs, asking makes
+the trainer run the pass that computes them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.training.context_parallel import ContextParallel
+from slime.algorithms.action_steps import zero_masked_tokens
+from slime.training.context_parallel import ContextParallel, slice_responses
 from slime.training.metric_reduction import all_reduce_sum
 from slime.utils.errors import RunError, UserError
 from slime.utils.user_code import user_function_error
@@ -72,6 +73,9 @@ def compute_step_statistics(
     """
     path = args.custom_tis_function_path
     columns = {name: [rollout_data[column][i] for i in positions] for name, column in _COLUMNS.items()}
+    masks = slice_responses(columns["loss_masks"], columns["total_lengths"], columns["response_lengths"], cp)
+    for name in ("train_log_probs", "rollout_log_probs"):
+        columns[name] = zero_masked_tokens(columns[name], masks)
     shares: dict[str, torch.Tensor] = {}
     failure: Exception | None = None
     try:

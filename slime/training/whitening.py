@@ -73,16 +73,17 @@ def distributed_masked_whiten(
 def _whiten(
     values: torch.Tensor, mask: torch.Tensor, group: dist.ProcessGroup | None, shift_mean: bool, epsilon: float
 ) -> tuple[torch.Tensor, int]:
-    counted = values.double()[mask]
-    smallest, largest = (
-        counted.aminmax() if len(counted) else (counted.new_tensor(torch.inf), counted.new_tensor(-torch.inf))
-    )
-    local = torch.stack([counted.new_tensor(len(counted)), counted.sum(), smallest, largest])
+    # Not by an index, for which the host would wait until it knows how many there are.
+    values = values.double()
+    infinity = values.new_full((1,), torch.inf)
+    smallest = torch.cat([torch.where(mask, values, torch.inf).flatten(), infinity]).amin()
+    largest = torch.cat([torch.where(mask, values, -torch.inf).flatten(), -infinity]).amax()
+    local = torch.stack([mask.sum().double(), torch.where(mask, values, 0.0).sum(), smallest, largest])
     counts, sums, smallest_of_ranks, largest_of_ranks = _from_all_ranks(local, group).unbind(1)
     count = int(counts.sum())
     mean = sums.sum() / max(count, 1)
 
-    centered_squares = (counted - mean.to(counted.device)).square().sum()
+    centered_squares = torch.where(mask, values - mean.to(values.device), 0.0).square().sum()
     variance = _from_all_ranks(centered_squares[None], group).sum() / max(count - 1, 1)
 
     if count == 0:
@@ -90,7 +91,7 @@ def _whiten(
     if smallest_of_ranks.min() == largest_of_ranks.max():
         whitened = torch.zeros_like(values, dtype=torch.float64)
     else:
-        whitened = (values.double() - mean.item()) * torch.rsqrt(variance + epsilon).item()
+        whitened = (values - mean.item()) * torch.rsqrt(variance + epsilon).item()
     return (whitened if shift_mean else whitened + mean.item()).float(), count
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from slime.utils.types import Sample
+from tests.support.rounding import bounds_of_step
 
 # (prompt length, response length, execution id, mask of the response or None)
 SHAPES = (
@@ -23,6 +24,8 @@ SHAPES = (
     (2, 2, 7, None),
 )
 GLOBAL_BATCH_SIZE = 8
+ADVANTAGES = [0.9, -0.4, 0.3, 0.3, 1.1, -1.2, 0.5, -0.7, 0.2]
+TRAINED_TOKENS = 33
 
 
 def objective_args(**overrides: Any) -> SimpleNamespace:
@@ -68,6 +71,21 @@ def old_and_reference(samples: list[Sample]) -> tuple[list[np.ndarray], list[np.
     old = [-4.9 + 0.5 * generator.standard_normal(s.response_length).astype(np.float32) for s in samples]
     reference = [-4.9 + 0.5 * generator.standard_normal(s.response_length).astype(np.float32) for s in samples]
     return old, reference
+
+
+def bounds_of_batch(**objective: Any) -> dict[str, float]:
+    """What the metrics of a step on this batch, or of its data, may differ by; see `tests.support.rounding`."""
+    samples = make_samples(2)
+    old, reference = old_and_reference(samples)
+    masks = [s.loss_mask or [1] * s.response_length for s in samples]
+    trained = [sum(sum(m) for m, o in zip(masks, SHAPES, strict=True) if o[2] == row[2]) for row in SHAPES]
+    data = {
+        "loss_masks": masks, "rollout_mask_sums": trained, "log_probs": old, "ref_log_probs": reference,
+        "rollout_log_probs": [s.rollout_log_probs for s in samples],
+        "advantages": [[a] * len(mask) for a, mask in zip(ADVANTAGES, masks, strict=True)],
+        "num_microbatches": [1], "micro_batch_indices": [list(range(len(samples)))], "global_batch_sizes": [GLOBAL_BATCH_SIZE],
+    }  # fmt: skip
+    return bounds_of_step(objective_args(**{"padded_vocab_size": 144, **objective}), data, 0)
 
 
 def plain_loss(model: Any, args: SimpleNamespace, samples: list[Sample], advantages: list[float]) -> Any:

@@ -11,12 +11,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 
-from tests.support.grpo_batch import make_samples, objective_args, old_and_reference
+from tests.support.grpo_batch import ADVANTAGES, TRAINED_TOKENS, make_samples, objective_args, old_and_reference
+from tests.support.rounding import (
+    assert_equal_metrics,
+    assert_equal_rows,
+    assert_equal_weights,
+    bound_of_weights,
+    bounds_of_rollout,
+    bounds_of_step,
+)
 from tests.support.tiny_model import tiny_args
 
-ADVANTAGES = [0.9, -0.4, 0.3, 0.3, 1.1, -1.2, 0.5, -0.7, 0.2]
 STEPS = 3
 
 
@@ -73,6 +79,13 @@ class LayoutRun:
 
         return train_one_step(self.args, self.model, self.optimizer, self.scheduler, self.data, 0, 0)
 
+    def mean_gradient(self) -> float:
+        """The mean absolute entry of the last gradient, over what this rank holds."""
+        import torch
+
+        flat = torch.cat([p.main_grad.flatten() for chunk in self.model for p in chunk.parameters()])
+        return float(flat.abs().mean())
+
     def weights(self) -> dict[str, np.ndarray]:
         """Everything that an export gives, in its order."""
         from slime.backends.megatron_utils.hf_conversion import iter_hf_named_tensors
@@ -88,8 +101,11 @@ def train_steps(cases: dict[str, SimpleNamespace]) -> dict[str, dict[str, Any]]:
 def train_case(args: SimpleNamespace) -> dict[str, Any]:
     """Log-probs before training, metrics of the batch, metrics of every step, weights before and after.
 
-    `log_probs` (by sample index, of this data rank's samples) and `batch` are there on the last pipeline stage only.
+    `log_probs` (by name and sample index, of this data rank's samples) and `batch` are there on the last pipeline stage only;
+    the bounds of `rounding` are there where one rank has everything.
     """
+    import torch.distributed as dist
+
     run = LayoutRun(args)
     run.prepare()
     result: dict[str, Any] = {"loaded": run.weights()}
@@ -99,8 +115,16 @@ def train_case(args: SimpleNamespace) -> dict[str, Any]:
 
         result["batch"] = rollout_data_metrics(args, run.data, run.data_group, run.cp)
         whole = with_full_responses(run.data, run.cp)["log_probs"]
-        result["log_probs"] = {i: lp.tolist() for i, lp in zip(run.data["sample_indices"], whole, strict=True)}
-    result["steps"] = [run.step() for _ in range(STEPS)]
+        rows = zip(run.data["sample_indices"], whole, strict=True)
+        result["log_probs"] = {("log_probs", i): row.tolist() for i, row in rows}
+    if dist.get_world_size() == 1:
+        result["bounds"] = {"step": bounds_of_step(args, run.data, 0), "batch": bounds_of_rollout(args, run.data)}
+    result["steps"], gradients = [], []
+    for _ in range(STEPS):
+        result["steps"].append(run.step())
+        gradients.append(run.mean_gradient())
+    if dist.get_world_size() == 1:
+        result["bounds"]["weights"] = bound_of_weights(args, gradients, TRAINED_TOKENS)
     result["weights"] = run.weights()
     return result
 
@@ -125,20 +149,18 @@ def shard(args: SimpleNamespace, data_rank: int, cp: Any) -> dict[str, Any]:
     return data
 
 
-def assert_equal_runs(ranks: Sequence[dict[str, Any]], one_rank: dict[str, Any], relative: float = 1e-5) -> None:
+def assert_equal_runs(ranks: Sequence[dict[str, Any]], one_rank: dict[str, Any]) -> None:
     """The results of `train_case` on all ranks of a layout are those of one rank."""
-    log_probs: dict[int, list[float]] = {}
+    log_probs: dict[Any, list[float]] = {}
+    bounds = one_rank["bounds"]
     for rank in ranks:
         for step, expected in zip(rank["steps"], one_rank["steps"], strict=True):
-            assert step == pytest.approx(expected, rel=relative, abs=1e-7)
+            assert_equal_metrics(step, expected, bounds["step"])
         if "batch" in rank:
-            assert rank["batch"] == pytest.approx(one_rank["batch"], rel=relative, abs=1e-7)
+            assert_equal_metrics(rank["batch"], one_rank["batch"], bounds["batch"])
             log_probs.update(rank["log_probs"])
         for when in ("loaded", "weights"):
             assert list(rank[when]) == list(one_rank[when])
         assert all(np.array_equal(weight, one_rank["loaded"][name]) for name, weight in rank["loaded"].items())
-        for name, weight in rank["weights"].items():
-            np.testing.assert_allclose(weight, one_rank["weights"][name], rtol=relative, atol=1e-6, err_msg=name)
-    assert log_probs.keys() == one_rank["log_probs"].keys()
-    for index, expected in one_rank["log_probs"].items():
-        assert log_probs[index] == pytest.approx(expected, rel=relative, abs=1e-6)
+        assert_equal_weights(rank["weights"], one_rank["weights"], bounds["weights"])
+    assert_equal_rows(log_probs, one_rank["log_probs"])

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from tests.support.grpo_batch import objective_args
 from tests.support.plain_objective import PlainSample
+from tests.support.rounding import assert_equal_metrics, assert_equal_rows, bounds_of_rollout, bounds_of_step
 from tests.support.tiny_model import tiny_args
 
 VOCABULARY = 19
@@ -106,8 +105,6 @@ ROLES: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
 # Columns of the trainer, which are on the last pipeline stage, and of the rollout.
 TRAINERS = {"log_probs": "old", "ref_log_probs": "ref", "values": "values"}
 CONSTANT_LENGTH = 16.0
-# Of float32 numbers about as large as a log-prob: sums of them may cancel to less.
-ROUNDING = 1e-6
 
 
 def constant_length(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
@@ -190,7 +187,7 @@ def _run(rank: Any, samples: Sequence[PlainSample], objective: str) -> dict[str,
     Returns:
         `train`, `rollout`: everything that is logged, without times, by (name, step); `columns`: what there is per response
         token by (name, sample), on the last pipeline stage, for the samples of this data-parallel rank; `owned`: the number
-        of trained tokens that are this rank's.
+        of trained tokens that are this rank's; `bounds`: on one rank, those of `rounding` for `train` and `rollout`.
     """
     from slime.backends.megatron_utils.critic import forward_values
     from slime.backends.megatron_utils.forward_passes import forward_log_probs
@@ -220,7 +217,16 @@ def _run(rank: Any, samples: Sequence[PlainSample], objective: str) -> dict[str,
             kind, _, name = name.partition("/")
             if kind != "perf":
                 result[kind][name, step] = value
+    if rank.world_size == 1:
+        result["bounds"] = _bounds(args, data, result)
     return result
+
+
+def _bounds(args: SimpleNamespace, data: dict[str, Any], result: dict[str, Any]) -> dict[str, dict]:
+    of_steps = [bounds_of_step(args, data, step) for step in range(len(data["num_microbatches"]))]
+    of_rollout = bounds_of_rollout(args, data)
+    train = {key: of_steps[key[1]].get(key[0].removeprefix("critic-"), 0.0) for key in result["train"]}
+    return {"train": train, "rollout": {key: of_rollout.get(key[0], 0.0) for key in result["rollout"]}}
 
 
 def _per_token_results(data: dict[str, Any], cp: Any, is_last_stage: bool) -> dict[str, Any]:
@@ -287,11 +293,8 @@ def columns_of(ranks: Sequence[dict[str, Any]]) -> dict[tuple[str, int], list[fl
     return columns
 
 
-def assert_like_one_rank(ranks: Sequence[dict[str, Any]], expected: dict[str, Any], relative: float = 1e-5) -> None:
+def assert_like_one_rank(ranks: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
     """Training on all ranks of a layout gave what it gave on one; every rank logs all numbers."""
     for rank in ranks:
-        assert rank["train"] == pytest.approx(expected["train"], rel=relative, abs=ROUNDING)
-    columns = columns_of(ranks)
-    assert columns.keys() == expected["columns"].keys()
-    for name, row in expected["columns"].items():
-        assert columns[name] == pytest.approx(row, rel=relative, abs=ROUNDING), name
+        assert_equal_metrics(rank["train"], expected["train"], expected["bounds"]["train"])
+    assert_equal_rows(columns_of(ranks), expected["columns"])

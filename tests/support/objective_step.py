@@ -67,7 +67,7 @@ def rollout_data(samples):
         "rewards": [s.reward for s in samples],
         "rollout_mask_sums": [float(trained[s.execution]) for s in samples],
         "sample_indices": list(range(len(samples))),
-        **{name: [torch.tensor(row, dtype=torch.float32) for row in rows] for name, rows in columns.items()},
+        **{name: [torch.tensor(row) for row in rows] for name, rows in columns.items() if all(rows)},
     }
 
 

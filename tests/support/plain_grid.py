@@ -123,7 +123,7 @@ def _sft_step(args: SimpleNamespace, samples: list[PlainSample], logits: list[to
     loss = torch.zeros((), dtype=torch.float64)
     for sample, rows in zip(samples, logits, strict=True):
         for t, counts in enumerate(sample.mask):
-            row = torch.log_softmax(rows[sample.prompt + t - 1] / args.rollout_temperature, -1)
+            row = torch.log_softmax(rows[sample.prompt + t - 1], -1)
             weight = 1.0 if args.calculate_per_token_loss else 1.0 / max(trained[sample.execution], 1)
             loss = loss - counts * weight * row[sample.tokens[sample.prompt + t]]
     return PlainStep(loss / (sum(trained.values()) if args.calculate_per_token_loss else args.global_batch_size), {})

@@ -6,10 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.support.grpo_batch import make_samples, objective_args, old_and_reference
+from tests.support.grpo_batch import ADVANTAGES, make_samples, objective_args, old_and_reference
 from tests.support.tiny_model import tiny_args
-
-ADVANTAGES = [0.9, -0.4, 0.3, 0.3, 1.1, -1.2, 0.5, -0.7, 0.2]
 
 
 def make_args(hf_dir: str | Path, **overrides: Any) -> SimpleNamespace:

@@ -4,14 +4,15 @@ from tests.support.distributed import run_distributed
 from tests.support.grpo_batch import objective_args
 
 
-def worker():
+def worker(reference=None):
     import torch
     import torch.distributed as dist
 
     from slime.training.advantages import compute_advantages_and_returns
     from slime.training.data_metrics import rollout_data_metrics
 
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     student, teacher = [torch.tensor([-1.0, -3.0])], [torch.tensor([-0.5, 0.0])]
     data = {
         "tokens": [torch.arange(3)], "total_lengths": [3], "response_lengths": [2], "rewards": [0.5], "truncated": [0],
@@ -19,14 +20,31 @@ def worker():
         "values": [torch.tensor([0.25, 9.0])], "rollout_mask_sums": [1.0], "global_batch_sizes": [1], "partition": [0],
         "micro_batch_indices": [[0]], "num_microbatches": [1], "rollout_ids": [7], "sample_indices": [3],
     }  # fmt: skip
-    args = objective_args(use_opd=True)
+    if reference is not None:
+        data["ref_log_probs"] = [torch.tensor(reference)]
+    args = objective_args(use_opd=True, kl_loss_type="k1")
     compute_advantages_and_returns(args, data)
     return rollout_data_metrics(args, data, dist.group.WORLD)
 
 
+def both():
+    return worker(), worker([-1.5, 0.0])
+
+
 @pytest.fixture(scope="module")
-def metrics():
-    return run_distributed(worker, 1)[0]
+def both_metrics():
+    return run_distributed(both, 1)[0]
+
+
+@pytest.fixture(scope="module")
+def metrics(both_metrics):
+    return both_metrics[0]
+
+
+def test_the_kl_is_reported_where_there_is_a_reference(both_metrics):
+    """Whatever its weight in the reward, here 0; without a reference there is none, not one of 0."""
+    without, with_reference = both_metrics
+    assert with_reference["kl"] == 0.5 and "kl" not in without
 
 
 def test_l24_columns_of_teacher_and_critic_are_reported(metrics):
@@ -43,6 +61,6 @@ def test_l24_columns_of_teacher_and_critic_are_reported(metrics):
 def test_m4_the_schedule_is_no_metric(metrics):
     """Nor is anything else that is not about tokens, rewards or lengths."""
     assert metrics.keys() == {
-        "log_probs", "teacher_log_probs", "values", "kl", "advantages", "returns", "opd_reverse_kl", "rewards",
+        "log_probs", "teacher_log_probs", "values", "advantages", "returns", "opd_reverse_kl", "rewards",
         "truncated", "response_lengths", "total_lengths", "raw_reward",
     }  # fmt: skip

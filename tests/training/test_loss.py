@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from slime.training.loss import loss_function
+from slime.training.micro_batch import response_log_probs
 from slime.training.packed_stream import pack_stream
 from slime.utils.errors import UserError
 from tests.support.grpo_batch import objective_args
@@ -76,11 +77,30 @@ def the_policy_loss(args, batch, values, reduce):
     return policy_loss_function(args, batch, values, None, reduce)
 
 
-def test_sft_is_the_negative_log_likelihood_per_token():
-    args = objective_args(loss_type="sft_loss", calculate_per_token_loss=True, rollout_temperature=1.0)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sft_is_the_negative_log_likelihood_per_token(temperature):
+    """Of the data, which nobody sampled: at no temperature."""
+    args = objective_args(loss_type="sft_loss", calculate_per_token_loss=True, rollout_temperature=temperature)
     values = logits()
     loss, _ = loss_function(args, micro_batch(), values, None)
     assert float(loss) == pytest.approx(float(-expected_log_probs(values, 1.0).sum()), abs=1e-5)
+
+
+def test_sft_in_a_loss_of_the_users_is_at_no_temperature_either():
+    from slime.backends.megatron_utils.loss import sft_loss_function
+
+    args = objective_args(loss_type="custom_loss", calculate_per_token_loss=True)
+    loss, _ = sft_loss_function(args, micro_batch(), logits(), torch.sum)
+    assert float(loss) == pytest.approx(float(-expected_log_probs(logits(), 1.0).sum()), abs=1e-5)
+
+
+@pytest.mark.parametrize(("loss_type", "temperature"), [("sft_loss", 1.0), ("policy_loss", 0.7)])
+def test_log_probs_and_entropy_are_those_of_the_loss(loss_type, temperature):
+    args, values = objective_args(loss_type=loss_type), logits()
+    log_probs, entropy = response_log_probs(args, micro_batch(), values, None, with_entropy=True)
+    torch.testing.assert_close(log_probs, expected_log_probs(values, temperature))
+    rows = (values.detach() / temperature).log_softmax(-1)
+    torch.testing.assert_close(entropy, micro_batch()["stream"].responses(-(rows.exp() * rows).sum(-1)))
 
 
 def test_unbiased_kl_weights_by_the_ratio():

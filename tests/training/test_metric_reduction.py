@@ -1,4 +1,4 @@
-"""Metrics of a step from what micro-batches on two ranks report."""
+"""What two ranks report: metrics of a step by micro-batch, and masks by which trained tokens are counted again."""
 
 import torch
 
@@ -32,3 +32,53 @@ def test_steps_beyond_the_announced_share_the_last_number():
     assert fold_surplus_steps(steps, 4) == steps and fold_surplus_steps(steps, 9) == steps
     assert fold_surplus_steps(steps, 2) == [{"loss": 1.0, "lr": 0.5}, {"loss": 4.0, "lr": 0.25, "mtp": 3.0}]
     assert fold_surplus_steps([], 2) == []
+
+
+def refreshed(masks):
+    """Trained tokens per execution, or the error, from edited masks of samples that two ranks share."""
+    import torch.distributed as dist
+
+    from slime.training.metric_reduction import refresh_mask_sums
+    from slime.utils.errors import UserError
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    results = []
+    for of_ranks in masks:
+        data = {
+            "rollout_ids": [5, rank], "sample_indices": [10 + rank, 20 + rank],
+            "loss_masks": [torch.tensor(mask) for mask in of_ranks[rank]],
+        }  # fmt: skip
+        try:
+            refresh_mask_sums(data, dist.group.WORLD)
+            results.append(data["rollout_mask_sums"])
+        except UserError as error:
+            results.append(str(error))
+    return results
+
+
+def test_edited_masks_are_counted_and_those_that_weigh_are_refused_on_all_ranks():
+    good = ([[1, 0, 1], [1]], [[1.0, 1.0], [False]])
+    bad = ([[1, 1], [1]], [[1.0, 0.5], [0.0]])
+    found = run_distributed(refreshed, 2, ([good, bad],))
+    assert [rank[0] for rank in found] == [[4.0, 1.0], [4.0, 0.0]]
+    for rank in found:
+        assert "sample 11: `loss_masks` is 0.5 at response token 1" in rank[1]
+        assert "--rollout-data-postprocess-path" in rank[1]
+
+
+def denominators():
+    import torch.distributed as dist
+
+    from slime.training.metric_reduction import step_denominator
+
+    dist.init_process_group("gloo")
+    rank, found = dist.get_rank(), []
+    for masks in ([[1, 0, 1]], [[0, 0]], []):
+        tensors = [torch.tensor(mask[rank:]) for mask in masks]
+        found.append([step_denominator(tensors, 6, per_token, dist.group.WORLD) for per_token in (False, True)])
+    return found
+
+
+def test_a_step_is_divided_by_its_rollouts_or_by_its_trained_tokens_but_never_by_none():
+    assert run_distributed(denominators, 2) == [[[6.0, 3.0], [6.0, 1.0], [6.0, 1.0]]] * 2

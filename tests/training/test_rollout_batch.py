@@ -182,3 +182,16 @@ def test_plug_in_columns_are_completed():
         train_batch_from_columns({name: column for name, column in columns.items() if name != "loss_masks"})
     with pytest.raises(UserError, match="`tokens` has 2 rows, but `rewards` has 1"):
         train_batch_from_columns({**columns, "rewards": [1]})
+
+
+def test_a_mask_that_weighs_tokens_is_refused_from_a_function_of_the_users_too():
+    columns = {
+        "tokens": [[1, 2, 3], [1, 2]], "response_lengths": [2, 1], "rewards": [0.5, 0.5], "raw_reward": [1.0, 1.0],
+        "truncated": [0, 0], "sample_indices": [4, 9], "loss_masks": [[1.0, 0.0], [True]],
+    }  # fmt: skip
+    batch = train_batch_from_columns(columns)
+    assert [mask.tolist() for mask in batch["loss_masks"]] == [[1, 0], [1]]
+    assert {mask.dtype for mask in batch["loss_masks"]} == {np.dtype(np.int32)}
+    columns["loss_masks"][1] = [0.25]
+    with pytest.raises(UserError, match="sample 9: `loss_masks` is 0.25 at response token 0"):
+        train_batch_from_columns(columns)

@@ -39,7 +39,7 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         "--rollout-temperature",
         type=float,
         default=1.0,
-        help="sampling temperature, above 0; the trainer divides its logits by it too",
+        help="sampling temperature, above 0; the trainer divides its logits by it too, but not in sft_loss",
     )
     group.add_argument(
         "--rollout-top-p",

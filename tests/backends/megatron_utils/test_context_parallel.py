@@ -5,11 +5,10 @@ The batch of `grpo_batch` has what is awkward here: one-token responses, a fully
 and, with one sample per micro-batch, passes in which a rank owns no response token at all.
 """
 
-import numpy as np
 import pytest
 
 from tests.support.distributed import run_distributed
-from tests.support.layout_steps import layout_args, train_steps
+from tests.support.layout_steps import assert_equal_runs, layout_args, train_steps
 from tests.support.tiny_model import write_tiny_model
 
 ALONE = {"use_dynamic_batch_size": False, "micro_batch_size": 1}
@@ -64,23 +63,8 @@ def four_ranks(hf_dir):
     return run_distributed(train_steps, 4, (cases_of(hf_dir, LAYOUTS),), timeout=600)
 
 
-def assert_like_one_rank(ranks, case, expected):
-    log_probs = {}
-    for result in (rank[case] for rank in ranks):
-        assert result["steps"][0] == pytest.approx(expected["steps"][0], rel=1e-5, abs=1e-7)
-        for metrics, wanted in zip(result["steps"][1:], expected["steps"][1:], strict=True):
-            assert metrics == pytest.approx(wanted, rel=1e-4, abs=1e-5)
-        if "batch" in result:
-            assert result["batch"] == pytest.approx(expected["batch"], rel=1e-5, abs=1e-7)
-            log_probs.update(result["log_probs"])
-    assert log_probs.keys() == expected["log_probs"].keys()
-    for index, wanted in expected["log_probs"].items():
-        assert log_probs[index] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
-    for name, weights in ranks[0][case]["weights"].items():
-        np.testing.assert_allclose(weights, expected["weights"][name], rtol=1e-3, atol=1e-4, err_msg=name)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "objective"), combinations(LAYOUTS))
 def test_four_ranks_train_like_one(one_rank, four_ranks, layout, objective):
-    assert_like_one_rank(four_ranks, f"{layout}/{objective}", one_rank[f"one/{objective}"])
+    ranks = [rank[f"{layout}/{objective}"] for rank in four_ranks]
+    assert_equal_runs(ranks, one_rank[f"one/{objective}"])

@@ -11,7 +11,7 @@ import statistics
 import pytest
 
 from tests.support.distributed import run_distributed
-from tests.support.layout_steps import layout_args, train_steps
+from tests.support.layout_steps import assert_equal_runs, layout_args, train_steps
 from tests.support.objective_grid import (
     CRITIC_OBJECTIVES,
     FULL,
@@ -27,6 +27,7 @@ from tests.support.objective_grid import (
     run_layouts,
 )
 from tests.support.plain_grid import PlainGrid
+from tests.support.rounding import assert_equal_metrics, assert_equal_rows
 from tests.support.tiny_model import write_tiny_model
 
 DATA = {"data_parallel_size": 2}
@@ -91,9 +92,9 @@ def of_layout(ranks, layout, objective, batch="full"):
     return [rank["grid"][layout][objective, batch] for rank in ranks]
 
 
-def of_step(found, number):
+def of_step(train, number):
     """Metrics of an optimizer step, by name; those of a critic without its prefix."""
-    return {name.removeprefix("critic-"): value for (name, step), value in found["train"].items() if step == number}
+    return {name.removeprefix("critic-"): value for (name, step), value in train.items() if step == number}
 
 
 @pytest.mark.parametrize("objective", [name for name in ALL if name != "top-p"])
@@ -104,19 +105,19 @@ def test_one_rank_gives_what_loops_give(hf_dir, plain, one_rank, objective):
         assert len(steps) == STEPS[batch]
         found = one_rank["grid"][objective, batch]
         for number, step in enumerate(steps):
-            metrics = of_step(found, number)
-            assert metrics["loss"] == pytest.approx(float(step.loss), rel=1e-5, abs=1e-6)
-            assert {n: metrics.get(n) for n in step.metrics} == pytest.approx(step.metrics, rel=2e-5, abs=2e-6)
+            metrics, bounds = of_step(found["train"], number), of_step(found["bounds"]["train"], number)
+            expected = {**step.metrics, "loss": float(step.loss)}
+            assert_equal_metrics({name: metrics.get(name) for name in expected}, expected, bounds)
         if objective.startswith("sft"):
             continue
-        for index, sample in enumerate(plain.prepared(objective, batch, args)):
-            for name in ("advantages", "returns"):
-                assert found["columns"][name, index] == pytest.approx(getattr(sample, name), rel=1e-5, abs=2e-6)
+        samples = enumerate(plain.prepared(objective, batch, args))
+        expected = {(name, i): getattr(sample, name) for i, sample in samples for name in ("advantages", "returns")}
+        assert_equal_rows({key: found["columns"][key] for key in expected}, expected)
 
 
 def test_the_objectives_reach_every_branch(one_rank):
     """A case in which nothing is clipped, masked, rejected or weighted would prove little."""
-    metrics = {name: of_step(one_rank["grid"][name, "full"], 1) for name in ALL}
+    metrics = {name: of_step(one_rank["grid"][name, "full"]["train"], 1) for name in ALL}
     for name, found in metrics.items():
         if name != "first step" and "pg_clipfrac" in found:
             assert found["pg_clipfrac"] > 0, name
@@ -148,10 +149,11 @@ def test_m5_every_rank_logs_the_numbers_of_one_rank(one_rank, two_ranks, layout)
 def assert_same_rollout_metrics(one_rank, ranks, layout):
     for objective in OBJECTIVES:
         for batch in STEPS:
-            expected = one_rank["grid"][objective, batch]["rollout"]
+            expected, bounds = (one_rank["grid"][objective, batch][key] for key in ("rollout", "bounds"))
+            bounds = bounds["rollout"]
             assert len(expected) >= 8
             for rank in of_layout(ranks, layout, objective, batch):
-                assert rank["rollout"] == pytest.approx(expected, rel=1e-5, abs=1e-6), (objective, batch)
+                assert_equal_metrics(rank["rollout"], expected, bounds)
 
 
 def assert_sparse_like_one_rank(one_rank, ranks, layout, objective):
@@ -206,30 +208,21 @@ def test_l18_every_response_token_has_an_entropy(one_rank, two_ranks, layout):
 def test_l19_the_log_prob_pass_sees_what_training_sees(two_ranks, layout):
     """The policy has not moved: the difference of old and new log-probs is nothing at all."""
     for rank in of_layout(two_ranks, layout, "first step"):
-        assert [of_step(rank, number)["ppo_kl"] for number in range(STEPS["full"])] == [0, 0]
+        assert [of_step(rank["train"], number)["ppo_kl"] for number in range(STEPS["full"])] == [0, 0]
 
 
 @pytest.mark.parametrize("layout", ["tp2", *CONTEXT])
 def test_l21_gradients_are_not_inflated_by_work_that_is_done_twice(one_rank, two_ranks, layout):
     for objective in OBJECTIVES:
         for number in range(STEPS["full"]):
-            expected = of_step(one_rank["grid"][objective, "full"], number)["grad_norm"]
+            expected = of_step(one_rank["grid"][objective, "full"]["train"], number)["grad_norm"]
             for rank in of_layout(two_ranks, layout, objective):
-                assert of_step(rank, number)["grad_norm"] == pytest.approx(expected, rel=1e-5), objective
+                assert of_step(rank["train"], number)["grad_norm"] == pytest.approx(expected, rel=1e-5), objective
 
 
 @pytest.mark.parametrize("layout", CONTEXT)
 def test_l21_context_parallel_ranks_train_the_weights_of_one(one_rank, two_ranks, layout):
-    """Over some steps. The first has the gradient of one rank; Adam then makes more of what rounding began."""
-    expected = one_rank["trained"]
-    for rank in two_ranks:
-        found = rank["trained"][layout]
-        assert found["steps"][0] == pytest.approx(expected["steps"][0], rel=1e-5, abs=1e-6)
-        for step, wanted in zip(found["steps"][1:], expected["steps"][1:], strict=True):
-            assert step == pytest.approx(wanted, rel=1e-4, abs=1e-5)
-        assert found["weights"].keys() == expected["weights"].keys()
-        for name, weights in found["weights"].items():
-            assert weights == pytest.approx(expected["weights"][name], rel=1e-3, abs=1e-4), name
+    assert_equal_runs([rank["trained"][layout] for rank in two_ranks], one_rank["trained"])
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from tests.support.distributed import run_distributed
 from tests.support.tiny_model import tiny_args, write_tiny_model
 
 SEQUENCES = ([5, 9, 77, 100, 31, 8], [90, 3, 14, 15, 92, 65, 35])
-LR, DECAY = 3e-3, 0.1
+LR, DECAY, CLIP = 3e-3, 0.1, 0.25
 OPTIMIZER = {
     "num_rollout": 10, "rollout_batch_size": 2, "n_samples_per_prompt": 2, "global_batch_size": 4, "optimizer": "adam",
     "lr": LR, "min_lr": LR, "lr_decay_style": "constant", "lr_warmup_iters": 0, "lr_warmup_fraction": None,
@@ -172,6 +172,20 @@ def stateless_worker(cases) -> dict:
     return {**results, "usual": type(usual.inner()).__name__}
 
 
+def clipped_worker(hf_dir) -> dict:
+    """Gradient norm and first moments of a first step, by limit; the update itself hardly depends on the gradient's size."""
+    import torch
+
+    results = {}
+    for limit in (0.0, CLIP, 1e6):
+        for name, args in cases(hf_dir, clip_grad=limit).items():
+            trainer = Trainer(args)
+            update = trainer.train()
+            moments = [state["exp_avg"].flatten() for state in trainer.inner().state.values()]
+            results[name, limit] = (update.grad_norm, torch.cat(moments).double().norm().item())
+    return results
+
+
 def worker(hf_dir) -> dict:
     """One launch for all: most of a test's time is the start of its ranks."""
     fp16 = {"fp16": True, "initial_loss_scale": 2.0**10, "loss_scale_window": 1000.0, "hysteresis": 1}
@@ -179,11 +193,12 @@ def worker(hf_dir) -> dict:
         "reset": reset_worker(cases(hf_dir)),
         "refused": refused_worker(cases(hf_dir, {**KINDS, "fp16": fp16})),
         "stateless": stateless_worker(cases(hf_dir, use_stateless_adam=True)),
+        "clipped": clipped_worker(hf_dir),
     }
 
 
 def cases(hf_dir, kinds=KINDS, **flags) -> dict:
-    return {name: tiny_args(hf_dir, **OPTIMIZER, **kind, **flags) for name, kind in kinds.items()}
+    return {name: tiny_args(hf_dir, **{**OPTIMIZER, **kind, **flags}) for name, kind in kinds.items()}
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +218,17 @@ def test_reset_forgets_moments_and_steps_and_keeps_the_float32_copies(ranks):
             assert after[0] == 0 and set(after[1]) == {0}, name
             assert set(lr) == {LR}, name
             assert equals_new, f"{name}: the step after a reset is not that of a new optimizer"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_above_the_limit_are_clipped_to_it(ranks, kind):
+    for rank in ranks:
+        (norm, free), (_, clipped), (_, below) = (rank["clipped"][kind, limit] for limit in (0.0, CLIP, 1e6))
+        assert norm > CLIP
+        assert below == free
+        assert clipped == pytest.approx(free * CLIP / norm, rel=1e-5)
+        # What is reported is the norm before clipping.
+        assert rank["clipped"][kind, CLIP][0] == norm
 
 
 def test_o2_the_gradient_norm_is_reported_when_no_update_is_taken(ranks):

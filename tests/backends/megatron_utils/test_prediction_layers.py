@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from tests.support.distributed import run_distributed
-from tests.support.grpo_batch import make_samples
+from tests.support.grpo_batch import TRAINED_TOKENS, bounds_of_batch, make_samples
 from tests.support.layout_steps import LayoutRun, layout_args
 from tests.support.plain_prediction import prediction_log_probs
+from tests.support.rounding import assert_equal_gradients, assert_equal_metrics
 from tests.support.tiny_model import write_tiny_model
 
 FACTOR = 0.3
@@ -121,9 +122,10 @@ def test_losses_and_gradients_are_those_of_one_sequence_after_the_other_in_float
     found = [case["metrics"][metric] for metric in MTP]
     assert found == pytest.approx([*losses, sum(losses) / 2], rel=1e-5)
     assert {n for n in case["gradients"] if n.startswith("mtp.")} == set(gradients)
-    for parameter, expected in gradients.items():
-        torch.testing.assert_close(case["gradients"][parameter].double(), expected, rtol=1e-4, atol=1e-7, msg=parameter)
-        assert expected.abs().max() > 0
+    assert all(expected.abs().max() > 0 for expected in gradients.values())
+    assert_equal_gradients(
+        {parameter: case["gradients"][parameter] for parameter in gradients}, gradients, TRAINED_TOKENS
+    )
 
 
 @pytest.mark.parametrize("name, without", [("tied", "without, tied"), ("untied", "without")])
@@ -156,7 +158,7 @@ def test_neither_packing_nor_reduction_nor_temperature_changes_what_the_layers_l
         assert one_rank[case]["metrics"][metric] == pytest.approx(expected["metrics"][metric], rel=1e-6)
     for name, gradient in expected["gradients"].items():
         if name.startswith("mtp."):
-            torch.testing.assert_close(one_rank[case]["gradients"][name], gradient, rtol=1e-4, atol=1e-8, msg=name)
+            assert_equal_gradients({name: one_rank[case]["gradients"][name]}, {name: gradient}, TRAINED_TOKENS)
 
 
 TWO_RANKS = {
@@ -229,7 +231,7 @@ def test_checkpoints_hold_the_layers_and_their_optimizer_state_for_every_layout(
     for rank in two_ranks:
         expected, found, (frozen, deeper) = rank["resumed"]
         for step, of_saving in zip(found, expected, strict=True):
-            assert step == pytest.approx(of_saving, rel=1e-5, abs=1e-7)
+            assert_equal_metrics(step, of_saving, bounds_of_batch())
         assert expected[1]["mtp_loss"] < expected[0]["mtp_loss"]
         assert "no frozen parameters, this run has --mtp-num-layers without --enable-mtp-training" in frozen
         assert "has fewer layers for multi-token prediction than --mtp-num-layers 3: give the number that" in deeper
@@ -241,9 +243,10 @@ def test_every_layout_computes_what_one_rank_does(one_rank, two_ranks, case):
     seen = set()
     for rank in two_ranks:
         found = rank[case]
-        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-7)
+        assert_equal_metrics(found["metrics"], expected["metrics"], bounds_of_batch())
         for name, square in found["squares"].items():
-            assert square == pytest.approx(expected["squares"][name], rel=1e-4, abs=1e-12), name
+            # Its root is the norm of a gradient.
+            assert square == pytest.approx(expected["squares"][name], rel=2e-5), name
         seen |= {name for name in found["before"] if name.startswith("mtp.")}
     assert seen == {name for name in expected["before"] if name.startswith("mtp.")}
     assert np.isfinite(expected["metrics"]["grad_norm"])

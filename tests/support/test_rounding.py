@@ -1,0 +1,48 @@
+"""The bounds that layouts are compared by: wide enough for another order of the terms, too narrow for another term."""
+
+import numpy as np
+import pytest
+
+from tests.support.grpo_batch import TRAINED_TOKENS, bounds_of_batch
+from tests.support.rounding import RELATIVE, assert_equal_gradients, assert_equal_metrics, assert_equal_rows, bound
+
+
+def test_a_bound_is_rounding_unit_times_number_times_mean_of_the_terms():
+    assert bound([1.0, -3.0]) == 2.0**-23 * 2 * 2.0
+    assert bound([]) == 0.0
+
+
+def test_a_sum_that_cancels_is_compared_on_the_scale_of_its_terms():
+    """Two processors' numbers for one step: 1e-5 apart on their own scale, one rounding on that of the log-probs."""
+    found, expected = {"ppo_kl": -0.0134687610}, {"ppo_kl": -0.0134688988}
+    assert found != pytest.approx(expected, rel=RELATIVE, abs=1e-7)
+    assert_equal_metrics(found, expected, bounds_of_batch())
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_no_bound_hides_a_token(per_token):
+    """One trained token of typical size that is missing or counted twice is a hundred bounds away at least."""
+    bounds = bounds_of_batch(calculate_per_token_loss=per_token)
+    typical = {"ppo_kl": 0.01, "kl_loss": 0.1, "loss": 0.1, "pg_loss": 0.5, "advantages": 0.5}
+    for name, term in typical.items():
+        assert 0 < 100 * bounds[name] < term / TRAINED_TOKENS, name
+
+
+def test_another_name_or_a_number_beyond_both_bounds_fails():
+    expected = {"loss": 1.0, "count": 3.0}
+    assert_equal_metrics({"loss": 1.0 + 9e-6, "count": 3.0}, expected, {})
+    for found in ({"loss": 1.0}, {"loss": 1.0 + 2e-5, "count": 3.0}, {**expected, "more": 0.0}):
+        with pytest.raises(AssertionError):
+            assert_equal_metrics(found, expected, {"loss": 1e-6})
+
+
+def test_rows_and_gradients_are_bounded_by_their_own_sizes():
+    rows = {("kl", 0): [1e-4, 2e-4], ("log_probs", 0): [-2.0, -3.0], ("ref_log_probs", 0): [-2.0, -3.0]}
+    assert_equal_rows({**rows, ("kl", 0): [1e-4 + 5e-7, 2e-4]}, rows)
+    for wrong in ({("kl", 0): [1e-4 + 5e-6, 2e-4]}, {("log_probs", 0): [-2.0, -3.0001]}):
+        with pytest.raises(AssertionError):
+            assert_equal_rows({**rows, **wrong}, rows)
+    gradient = np.array([1e-9, 1e-2])
+    assert_equal_gradients({"w": gradient + 1e-8}, {"w": gradient}, tokens=33)
+    with pytest.raises(AssertionError):
+        assert_equal_gradients({"w": gradient + 1e-7}, {"w": gradient}, tokens=33)

@@ -1,0 +1,116 @@
+"""What stands at masked tokens reaches no loss, no gradient and no metric: not even what is no number."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from tests.support.distributed import run_distributed
+from tests.support.objective_grid import CRITIC_OBJECTIVES, OBJECTIVES
+from tests.support.objective_step import SHAPES, case_args, make_logits, make_samples, rollout_data, run_step
+
+HELD = ("log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs", "values")
+# Infinite, too large for an exponential, too large for a square.
+FILLINGS = (math.nan, math.inf, -math.inf, 1e3, -1e30)
+POSITIONS = range(len(SHAPES))
+OWN = {
+    "surrogate of the user": {
+        "loss_type": "custom_loss", "custom_loss_function_path": "tests.training.test_masked_tokens.surrogate"
+    },
+    "correction of the user": {
+        "use_tis": True, "custom_tis_function_path": "tests.training.test_masked_tokens.untruncated"
+    },
+    "importance weighted k2": {"kl_loss_type": "k2", "use_unbiased_kl": True},
+    "advantages of the user": {"custom_advantage_function_path": "tests.training.test_masked_tokens.penalised"},
+    "ppo without whitening": {
+        "advantage_estimator": "ppo", "gamma": 0.97, "lambd": 0.9, "kl_coef": 0.1, "discount_masked_tokens": True
+    },
+}  # fmt: skip
+CASES = {**OBJECTIVES, **CRITIC_OBJECTIVES, **OWN}
+
+
+def surrogate(args, batch, logits, sum_of_sample_mean):
+    """A loss as a user writes one: from the columns of the batch and the public helpers."""
+    from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
+
+    result = get_log_probs_and_entropy(
+        logits, args=args, unconcat_tokens=batch["tokens"], total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+    )  # fmt: skip
+    ratio = torch.exp(torch.cat(result["log_probs"]) - torch.cat(batch["rollout_log_probs"]))
+    return sum_of_sample_mean(-ratio * torch.cat(batch["advantages"])), {"ratio": sum_of_sample_mean(ratio)}
+
+
+def untruncated(*, pg_loss, train_log_probs, rollout_log_probs, loss_masks, step_statistics, **kwargs):
+    weights = torch.exp(torch.cat(train_log_probs) - torch.cat(rollout_log_probs))
+    return pg_loss * weights / step_statistics["mean"].float(), loss_masks, {"weight": weights}
+
+
+def total_weight(*, train_log_probs, rollout_log_probs, **kwargs):
+    differences = [train - rollout for train, rollout in zip(train_log_probs, rollout_log_probs, strict=True)]
+    return {"mean": sum(difference.exp().sum() for difference in differences)}
+
+
+untruncated.step_statistics = total_weight
+
+
+def penalised(args, rollout_data):
+    columns = (rollout_data[name] for name in ("rewards", "log_probs", "rollout_log_probs"))
+    rollout_data["advantages"] = [reward - (new - old) for reward, new, old in zip(*columns, strict=True)]
+    rollout_data["returns"] = rollout_data["advantages"]
+
+
+def filled(data, value):
+    """The data with `value` in the place of everything that masked tokens hold."""
+    result = copy.deepcopy(data)
+    for name in HELD:
+        for row, mask in zip(result.get(name, ()), result["loss_masks"], strict=False):
+            row[mask == 0] = value
+    return result
+
+
+def step(name, value):
+    """Loss, metrics and gradients of a step on data in which masked tokens hold `value`."""
+    import torch.distributed as dist
+
+    from slime.training.advantages import compute_advantages_and_returns
+    from slime.training.context_parallel import NO_CONTEXT_PARALLEL
+    from slime.training.step_preparation import facts_of_step
+
+    args = case_args(**CASES[name])
+    is_critic = name in CRITIC_OBJECTIVES
+    data = rollout_data(make_samples())
+    if name == "first step":
+        del data["log_probs"]
+    data = filled(data, value)
+    compute_advantages_and_returns(args, data)
+    facts = facts_of_step(args, data, POSITIONS, NO_CONTEXT_PARALLEL, dist.group.WORLD)
+    loss, metrics, gradients = run_step(
+        args, data, make_logits(make_samples(), columns=1 if is_critic else 9), [POSITIONS],
+        role="critic" if is_critic else "actor", step_statistics=facts.statistics,
+    )  # fmt: skip
+    return loss, {**metrics, **facts.metrics}, [gradient.numpy().tobytes() for gradient in gradients]
+
+
+def steps():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    return {(name, value): step(name, value) for name in CASES for value in (0.0, *FILLINGS)}
+
+
+@pytest.fixture(scope="module")
+def results():
+    (rank,) = run_distributed(steps, 1, timeout=180)
+    return {(name, str(value)): result for (name, value), result in rank.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_masked_tokens_change_neither_loss_nor_gradient_nor_metrics(results, name):
+    loss, metrics, gradients = results[name, "0.0"]
+    assert all(math.isfinite(number) for number in (loss, *metrics.values()))
+    for value in FILLINGS:
+        if abs(value) < math.inf and CASES[name].get("discount_masked_tokens"):
+            continue  # the finite values of tokens that pass time do count
+        assert results[name, str(value)] == (loss, metrics, gradients), value
