@@ -195,7 +195,7 @@ def test_an_engine_that_does_not_start_shows_the_end_of_its_log(flags, tmp_path)
 def test_a_killed_scheduler_ends_the_run_by_its_name(flags, tmp_path, asked):
     words = ["--custom-generate-function-path", f"{PLUG_INS}:marked_generate", "--rollout-num-gpus", "1"]
     with TrainProcess([*flags, *words], tmp_path, {"E2E_HOLD_ROLLOUT": "0"}) as process:
-        process.wait_for_line("holding rollout 0", 200)
+        process.wait_for_line("holding rollout 0", 400)
         (scheduler,) = [pid for pid, command in process.processes().items() if command.startswith("sglang::scheduler")]
         if asked:
             # Requests that nobody answers, and then nobody can.
