@@ -4,6 +4,7 @@ Two answers with one normal form are equal, after the string normalisation of th
 spelling variants of LaTeX, units, currency and percent signs disappear, simple fractions get one spelling.
 """
 
+import functools
 import re
 
 _WRAPPERS = r"text|mbox|mathrm|textbf|mathbf|textit|mathit|textrm|rm|bf|operatorname"
@@ -40,6 +41,7 @@ _DECIMAL = re.compile(r"(\^\s*)?(?<![\d.])(\d*)\.(?:(\d*)\\overline\s*\{(\d+)\}|
 _MAX_CHARACTERS = 2000
 
 
+@functools.lru_cache(maxsize=1024)
 def split_unit(answer: str) -> tuple[str, str]:
     r"""(tidy LaTeX, unit): `25\text{ square meters}` gives `25` and `m2`, `\$3` gives `3` and `$`; often no unit."""
     text = _tidy(answer)
