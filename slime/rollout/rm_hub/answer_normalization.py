@@ -96,7 +96,7 @@ def _tidy(answer: str) -> str:
     # A doubled backslash separates the rows of a matrix; elsewhere it is one that was escaped.
     if r"\begin" not in text or r"\\begin" in text:
         text = text.replace("\\\\", "\\")
-    text = re.sub(r"\\!\\,|\\,\\!|\\!", "", text)
+    text = re.sub(r"\\!\\,|\\,\\!|\\!", "", text).replace("<=", "\\le ").replace(">=", "\\ge ")
     text = _SPACING.sub(" ", text)
     text = re.sub(r"\\(?:t|d|c)frac(?![a-zA-Z])", r"\\frac", text)
     text = re.sub(r"\\\(|\\\)|\\\[|\\\]", "", text).replace("{,}", ",")

@@ -129,6 +129,7 @@ SYMBOLIC = [
     (r"1\frac12", r"\frac{3}{2}", True),
     (r"1\frac{2}{4}", r"\frac{3}{2}", False),
     ("(1, 2, 3)", "(1,2)", False),
+    ("x>=3", r"x\ge 3", True),
 ]
 
 
