@@ -16,7 +16,12 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         "--rm-model-path", default=None, help="model_path of class-style rewards; unset: --hf-checkpoint"
     )
     group.add_argument("--rm-concurrency", type=int, default=1024, help="reward calls in flight")
-    group.add_argument("--rm-timeout", type=float, default=600.0, help="limit of one reward call, in seconds")
+    group.add_argument(
+        "--rm-timeout",
+        type=float,
+        default=600.0,
+        help="limit of a reward call, in seconds; it is made twice before the sample fails",
+    )
     group.add_argument(
         "--custom-reward-post-process-path", default=None, help="plug-in path: replaces group normalisation"
     )

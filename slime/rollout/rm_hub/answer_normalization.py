@@ -4,6 +4,7 @@ Two answers with one normal form are equal, after the string normalisation of th
 spelling variants of LaTeX, units, currency and percent signs disappear, simple fractions get one spelling.
 """
 
+import functools
 import re
 
 _WRAPPERS = r"text|mbox|mathrm|textbf|mathbf|textit|mathit|textrm|rm|bf|operatorname"
@@ -40,6 +41,7 @@ _DECIMAL = re.compile(r"(\^\s*)?(?<![\d.])(\d*)\.(?:(\d*)\\overline\s*\{(\d+)\}|
 _MAX_CHARACTERS = 2000
 
 
+@functools.lru_cache(maxsize=1024)
 def split_unit(answer: str) -> tuple[str, str]:
     r"""(tidy LaTeX, unit): `25\text{ square meters}` gives `25` and `m2`, `\$3` gives `3` and `$`; often no unit."""
     text = _tidy(answer)
@@ -94,7 +96,7 @@ def _tidy(answer: str) -> str:
     # A doubled backslash separates the rows of a matrix; elsewhere it is one that was escaped.
     if r"\begin" not in text or r"\\begin" in text:
         text = text.replace("\\\\", "\\")
-    text = re.sub(r"\\!\\,|\\,\\!|\\!", "", text)
+    text = re.sub(r"\\!\\,|\\,\\!|\\!", "", text).replace("<=", "\\le ").replace(">=", "\\ge ")
     text = _SPACING.sub(" ", text)
     text = re.sub(r"\\(?:t|d|c)frac(?![a-zA-Z])", r"\\frac", text)
     text = re.sub(r"\\\(|\\\)|\\\[|\\\]", "", text).replace("{,}", ",")

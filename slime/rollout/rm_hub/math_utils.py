@@ -171,7 +171,7 @@ def _are_equal(given: str, truth: str) -> bool:
 
 
 def _without_plus_minus(text: str) -> str:
-    """`1\\pm\\sqrt{2}` → `1+\\sqrt{2},1-\\sqrt{2}`, element by element."""
+    r"""`1\pm\sqrt{2}` → `1+\sqrt{2},1-\sqrt{2}`, element by element."""
     if text.startswith("\\{") and text.endswith("\\}"):
         return rf"\{{{_without_plus_minus(text[2:-2])}\}}"
     elements = []

@@ -129,6 +129,7 @@ SYMBOLIC = [
     (r"1\frac12", r"\frac{3}{2}", True),
     (r"1\frac{2}{4}", r"\frac{3}{2}", False),
     ("(1, 2, 3)", "(1,2)", False),
+    ("x>=3", r"x\ge 3", True),
 ]
 
 
@@ -175,11 +176,14 @@ def test_near_misses_are_wrong():
     assert passed == []
 
 
-HOSTILE = [
+PYTHON = [
     "__import__('os').system('touch /tmp/slime_w3')",
     "exec('1')",
     "().__class__.__bases__",
     "lambda: 0",
+]
+HOSTILE = [
+    *PYTHON,
     "9^{9^{9^{9}}}",
     "9**9**9**9",
     "(((9^9)^9)^9)",
@@ -217,11 +221,11 @@ def test_w3_hostile_answers_end_quickly_with_no(given, monkeypatch):
     assert not Path("/tmp/slime_w3").exists()
 
 
-def test_w3_hostile_answers_reach_the_library_as_data():
-    """What the rules before it would refuse does no harm in the worker either."""
+def test_w3_python_reaches_the_library_as_data():
+    """What the rules before it refuse does no harm in the worker either."""
     pool = symbolic_pool.SymbolicPool(size=1)
     try:
-        assert not [given for given in HOSTILE if pool.are_equal(given, "x+1", timeout=0.3)]
+        assert not [given for given in PYTHON if pool.are_equal(given, "x+1", timeout=2.0)]
         assert not Path("/tmp/slime_w3").exists()
         assert pool.are_equal("1+x", "x+1")
     finally:
