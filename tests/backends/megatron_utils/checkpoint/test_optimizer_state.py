@@ -90,6 +90,8 @@ def settings_worker(cases) -> dict:
         trainer.save(0)
         for name, (flags, settings) in FLAGS.items():
             results[kind, name] = next_update(changed(args, **flags), args.save, {**SAVED_SETTINGS, **settings})
+        if kind == "distributed":
+            results["narrow"] = narrow_and_stateless(args, copies_of(trainer))
         fresh = {**ALL_AT_ONCE, "no_load_optim": True}
         results[kind, "checkpoint's"] = next_update(changed(args, **ALL_AT_ONCE), args.save, SAVED_SETTINGS)
         results[kind, "checkpoint's, fresh optimizer"] = next_update(changed(args, **fresh), args.save, SAVED_SETTINGS)
@@ -104,6 +106,23 @@ def settings_worker(cases) -> dict:
             changed(args, no_load_optim=True), args.save, SAVED_SETTINGS
         )
     return results
+
+
+def copies_of(trainer) -> list[torch.Tensor]:
+    """The float32 weights that the optimizer updates."""
+    groups = [group for part in trainer.optimizer.chained_optimizers for group in part.optimizer.param_groups]
+    return [parameter.detach().clone() for group in groups for parameter in group["params"]]
+
+
+def narrow_and_stateless(args, saved) -> tuple[bool, bool, int]:
+    """A float32 checkpoint in a bfloat16 run that needs no moments: whether its copies are the saved ones, and more than its
+    weights are; tensors beside them."""
+    trainer = Trainer(changed(args, bf16=True, use_stateless_adam=True, no_save_optim=True))
+    trainer.load(WeightSource("megatron", args.save, resume=True))
+    copies = copies_of(trainer)
+    kept = sum(len(state) for part in trainer.optimizer.chained_optimizers for state in part.optimizer.state.values())
+    same = all(copy.equal(old) for copy, old in zip(copies, saved, strict=True))
+    return same, any(not copy.equal(copy.bfloat16().float()) for copy in copies), kept
 
 
 def rewrite(path, change) -> None:
@@ -210,6 +229,10 @@ def test_a_fresh_optimizer_starts_at_its_first_step(one_rank, kind, name):
     difference, step = one_rank[0][kind, name]
     assert difference < 1e-6
     assert step == 1
+
+
+def test_a_stateless_run_in_16_bits_takes_the_float32_weights_and_no_moments(one_rank):
+    assert one_rank[0]["narrow"] == (True, True, 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
