@@ -155,7 +155,7 @@ def _iterate_parquet(file: DataFile, on_bad_row: BadRowHandler) -> Iterator[tupl
     try:
         with parquet.ParquetFile(file.path) as table:
             selected = _selected_rows(file, lambda: table.metadata.num_rows)
-            rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
+            rows = (row for batch in table.iter_batches(batch_size=1024) for row in batch.to_pylist())
             for number, row in itertools.islice(enumerate(rows), selected.start, selected.stop):
                 yield f"{file.path}:{number + 1}", row
     except (ArrowException, OSError) as error:

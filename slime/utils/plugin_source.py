@@ -87,7 +87,7 @@ def _problem_of_convention(names: _Names, flag: str | None, batched: bool, subje
     ]
     assigned = any(isinstance(node, ast.Name) for node in public.values())
     # Which class is a reward shows only when it is loaded: the method may be inherited.
-    classes = flag == "--custom-rm-path" and any(isinstance(public[name], ast.ClassDef) for name in own)
+    classes = "compute_reward" in tried and any(isinstance(public[name], ast.ClassDef) for name in own)
     if names.open or assigned or classes or len(own) == 1 or any(name in names.nodes for name in tried):
         return None
     return no_conventional_name(subject, own, tried)
@@ -99,27 +99,27 @@ def _file_of_module(module: str) -> tuple[str | None, str | None]:
     spec = find_top(top)
     if spec is None:
         return None, None
-    file, directories, name = spec.origin, spec.submodule_search_locations, top
+    file, directories, outer = spec.origin, spec.submodule_search_locations, top
     for part in parts:
-        if f"{name}.{part}" in sys.modules:
-            return None, None  # known under this name wherever it lies, as os.path is
-        if directories is None:
-            return (
-                None,
-                f"{name!r} is a module ({file}), not a package: it has no {part!r} in it; write {name}:{part}...",
-            )
-        places = [os.path.join(directory, part) for directory in directories]
-        found = next((place for place in places if os.path.isdir(place) or os.path.isfile(f"{place}.py")), None)
-        if found is None:
-            return None, None if _may_hold(
-                directories, part
-            ) else f"there is no module {part!r} in {', '.join(directories)}"
-        name = f"{name}.{part}"
-        package = os.path.join(found, "__init__.py")
-        if os.path.isdir(found) and (os.path.isfile(package) or not os.path.isfile(f"{found}.py")):
-            file, directories = package, [found]
+        name = f"{outer}.{part}"
+        known = sys.modules.get(name)
+        if known is not None:
+            # Loaded under this name, wherever it lies: `os` is no package and has `os.path` all the same.
+            file, directories = getattr(known, "__file__", None), getattr(known, "__path__", None)
+        elif directories is None:
+            return None, f"{outer!r} is a module ({file}), no package with a {part!r} in it; write {outer}:{part}..."
         else:
-            file, directories = f"{found}.py", None
+            places = [os.path.join(directory, part) for directory in directories]
+            found = next((place for place in places if os.path.isdir(place) or os.path.isfile(f"{place}.py")), None)
+            if found is None:
+                missing = f"there is no module {part!r} in {', '.join(directories)}"
+                return None, None if _may_hold(directories, part) else missing
+            package = os.path.join(found, "__init__.py")
+            if os.path.isdir(found) and (os.path.isfile(package) or not os.path.isfile(f"{found}.py")):
+                file, directories = package, [found]
+            else:
+                file, directories = f"{found}.py", None
+        outer = name
     return (file if file and file.endswith(".py") else None), None
 
 

@@ -1,3 +1,4 @@
+import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -69,6 +70,7 @@ def test_a_misspelt_name_is_told_before_anything_starts_and_nothing_is_run(tmp_p
 
 
 def test_a_misspelt_name_of_ours_is_told(tmp_path):
+    importlib.import_module("slime.rollout.filter_hub")  # packages may be loaded or not
     path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_sdt"
     (line,) = violations(tmp_path, ["--dynamic-sampling-filter-path", path])
     assert line.endswith("has no attribute 'check_reward_nonzero_sdt'; did you mean 'check_reward_nonzero_std'?")

@@ -80,7 +80,7 @@ def test_a_wrong_name_is_told_in_the_words_of_the_loader(module, path, message):
         ("plugged_package.sub.depe.f", "there is no module 'depe' in {p}/sub"),
         (
             "plugged_package.code.Plain.method",
-            "not a package: it has no 'Plain' in it; write plugged_package.code:Plain...",
+            "no package with a 'Plain' in it; write plugged_package.code:Plain...",
         ),
         ("{p}/broken.py:f", "{p}/broken.py:2: "),
     ],

@@ -19,6 +19,7 @@ from slime.arguments.paths import absolute_plug_in
 from slime.utils.errors import UserError
 from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs, eval_dataset_keys, value_problem
 from slime.utils.plugin_loader import file_of_path
+from slime.utils.plugin_source import problem_of_path
 
 FLAG = "--eval-config"
 _PLUG_INS = ("custom_rm_path", "custom_generate_function_path")
@@ -129,6 +130,8 @@ def _check(mapping: YamlMapping, keys: Collection[str], subject: str, violations
         file = file_of_path(value) if problem is None and key in _PLUG_INS and value else None
         if file is not None and not os.path.isfile(file):
             problem = f"{key} {value}: there is no file {os.path.realpath(file)}"
+        elif problem is None and key in _PLUG_INS and value:
+            problem = problem_of_path(value, key)
         if problem is not None:
             violations.append(f"{mapping.where(key)}: {subject}: {problem}")
 
