@@ -46,7 +46,7 @@ def leave_what_a_run_leaves(directory: Path) -> None:
     make_tiny_checkpoint(directory / "outputs/mine/hf/3")
 
 
-def test_the_blocks_of_the_page_with_the_parser_in_the_place_of_runs(tmp_path, monkeypatch, capsys):
+def test_the_blocks_of_the_page_with_the_parser_in_the_place_of_runs(tmp_path, monkeypatch, capsys, caplog):
     leave_what_a_run_leaves(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
@@ -60,6 +60,8 @@ def test_the_blocks_of_the_page_with_the_parser_in_the_place_of_runs(tmp_path, m
             commands.append(parse_args(argv=written.rstrip("\0").split("\0")))
     assert "rollout 0 with 1 samples\n0 0 pending 1.0 '85'" in capsys.readouterr().out
     assert [args.num_rollout for args in commands] == [4, 4, 6, 0]
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and re.match(r"--eval-config \S+ replaces --eval-prompt-data held_out", warnings[0])
     assert [args.dry_run for args in commands] == [True, False, False, False]
     assert [dataset.name for dataset in commands[-1].eval_datasets] == ["held_out", "greedy"]
 
@@ -84,4 +86,4 @@ def test_the_page_as_it_stands(tmp_path):
         ), line
     assert "rollout 3 (" not in longer and "rollout 4 (5/6) | " in longer and "rollout 5 (6/6) | " in longer
     assert "evaluation before rollout 6: held_out" in evaluation and "greedy" in evaluation
-    assert not any("\x1b" in output or "WARNING" in output for output in runs)
+    assert not any("\x1b" in output or "WARNING" in output for output in (first, longer))
