@@ -1,8 +1,16 @@
+import math
+
 import pytest
 import torch
 
 from slime.algorithms import action_steps
-from slime.algorithms.action_steps import require_equal_lengths, scan_steps, step_masks, trained_tokens
+from slime.algorithms.action_steps import (
+    require_equal_lengths,
+    scan_steps,
+    step_masks,
+    trained_tokens,
+    zero_masked_tokens,
+)
 
 
 def masks(*rows):
@@ -17,6 +25,17 @@ def test_trained_tokens_take_steps():
     trained = trained_tokens(masks([1, 0, 1], [0.0, 0.0], [True]), [torch.zeros(3), torch.zeros(2), torch.zeros(1)])
     assert [mask.tolist() for mask in trained] == [[True, False, True], [False, False], [True]]
     assert [mask.tolist() for mask in step_masks(trained, count_masked_tokens=False)] == [m.tolist() for m in trained]
+
+
+def test_what_masked_tokens_hold_is_replaced_by_0():
+    rows = [torch.tensor([1.0, math.nan, 2.0]), torch.tensor([]), torch.tensor([-math.inf])]
+    zeroed = zero_masked_tokens(rows, masks([1, 0, 1], [], [False]))
+    assert [row.tolist() for row in zeroed] == [[1.0, 0.0, 2.0], [], [0.0]]
+    assert {row.dtype for row in zeroed} == {torch.float32} and rows[0].isnan().any()
+    assert zero_masked_tokens([], []) == []
+    # As many in all, but not by sample.
+    with pytest.raises(ValueError, match="sample 0: loss_masks has 2 tokens and responses 1"):
+        zero_masked_tokens([torch.zeros(1), torch.zeros(2)], masks([1, 0], [1]))
 
 
 def test_counting_masked_tokens_leaves_untrained_responses_without_steps():

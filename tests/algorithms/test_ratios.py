@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from slime.algorithms.ratios import MAX_EXPONENT, importance_ratio, saturated
+from slime.algorithms.ratios import importance_ratio, saturated
 
 
 def test_the_ratio_is_the_exponential_of_minus_ppo_kl():
@@ -15,7 +15,7 @@ def test_the_ratio_is_the_exponential_of_minus_ppo_kl():
 def test_huge_exponents_stop_in_value_and_keep_a_huge_finite_gradient():
     ppo_kl = torch.tensor([-200.0, -math.inf, math.inf, 200.0], requires_grad=True)
     ratio = importance_ratio(ppo_kl)
-    largest = math.exp(MAX_EXPONENT)
+    largest = math.exp(80)
     assert ratio.tolist() == pytest.approx([largest, largest, 0.0, 0.0], rel=1e-5)
     ratio.sum().backward()
     assert ppo_kl.grad.tolist() == pytest.approx([-largest, -largest, 0.0, 0.0], rel=1e-5)

@@ -86,6 +86,12 @@ def test_opsm():
     assert keep.tolist() == [1, 1], "the mean log-ratio is .25"
 
 
+def test_opsm_rejects_neither_without_advantage_nor_at_the_threshold():
+    old, new, mask = rows([[0.0, 0.0]]), rows([[-0.5, -0.5]]), rows([[1, 1]])
+    for advantages, delta, rejected in (([0.0, -1.0], 0.25, [0, 1]), ([-1.0, -1.0], 0.5, [0, 0])):
+        assert off_policy_sequence_mask(new, old, rows([advantages]), mask, delta)[1].tolist() == rejected
+
+
 def test_opsm_carries_no_gradient():
     new = torch.tensor([-1.2], requires_grad=True)
     keep, rejected = off_policy_sequence_mask([new], [torch.zeros(1)], [-torch.ones(1)], [torch.ones(1)], 0.1)

@@ -22,6 +22,14 @@ def test_clipped_value_loss():
     assert clipfrac.tolist() == [1, 0, 1]
 
 
+def test_a_change_by_the_whole_range_is_not_clipped_and_all_dtypes_give_float32():
+    loss, clipfrac = value_loss([1.0, 1.25], [0.5, 0.5], [0.5, 0.5], 0.5)
+    assert clipfrac.tolist() == [0, 1]
+    for dtype in (torch.bfloat16, torch.float64):
+        columns = (torch.ones(2, dtype=dtype) * factor for factor in (1.0, 0.5, 0.25))
+        assert {result.dtype for result in compute_value_loss(*columns, 0.5)} == {torch.float32}
+
+
 def test_loss_and_gradient_equal_the_plain_form():
     grid = [*itertools.product([-2.03, -0.31, 0.12, 0.47, 1.9], [-0.5, 0.4], [-1.0, 0.45, 3.0])]
     values = torch.tensor([value for value, _, _ in grid], requires_grad=True)
