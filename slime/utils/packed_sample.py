@@ -50,12 +50,14 @@ def pack_sample(sample: Sample) -> PackedSample:
     """
     sample.validate_lengths()
     hold_arrays(sample)
-    loss_mask = token_array(sample, "loss_mask")
-    if loss_mask is None:
-        loss_mask = np.ones(sample.response_length, dtype=np.int32)
+    mask = token_array(sample, "loss_mask")
+    if mask is None:
+        mask = np.ones(sample.response_length, dtype=np.int32)
+    else:
+        mask = as_loss_mask(mask, f"sample {sample.index}: `loss_mask`")
     return PackedSample(
         tokens=_packed(sample, "tokens"),
-        loss_mask=as_loss_mask(loss_mask, f"sample {sample.index}: `loss_mask`"),
+        loss_mask=mask,
         rollout_log_probs=_packed(sample, "rollout_log_probs"),
         teacher_log_probs=_packed(sample, "teacher_log_probs"),
     )
