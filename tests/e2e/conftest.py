@@ -74,7 +74,7 @@ def finished_run(loop_command, tmp_path_factory) -> Iterator[LoopRun]:
     run = loop_command.run(directory, {"E2E_KEY_FILE": str(directory / "key"), "TMPDIR": str(temporary)})
     run = dataclasses.replace(run, temporary=temporary)
     with run.process as process:
-        process.wait_for_line(r"rollout \d/6\b", 300)
+        process.wait_for_line(r"rollout \d \(\d/6\)", 300)
         run.listening.extend(process.listening())
         run.ray_sessions.update(process.ray_sessions())
         scratch = [path.name for path in temporary.glob("slime-*")]

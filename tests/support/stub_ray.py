@@ -10,6 +10,7 @@ from pathlib import Path
 
 _PROGRAM = """#!/usr/bin/env bash
 printf '%s\\n' "$*" >>"$STUB_LOG"
+if [[ "${RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER:-}" == 0 ]]; then echo "$1" >>"$STUB_LOG.alone"; fi
 case "$1" in
   --version) echo "ray, version 0.0" ;;
   start)
@@ -23,7 +24,8 @@ case "$1" in
     esac
     echo "$RAY_AUTH_MODE" >"$STUB_LOG.auth"
     while (($#)); do if [[ "$1" == --port ]]; then port="$2"; fi; shift; done
-    echo "  ray start --address='127.0.0.1:${port:-0}'"
+    # As Ray does where it serves this machine alone: nothing to join is announced.
+    if [[ "${RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER:-}" != 0 ]]; then echo "  ray start --address='127.0.0.1:${port:-0}'"; fi
     echo "Ray runtime started."
     exec sleep 100
     ;;

@@ -93,7 +93,7 @@ def test_the_loss_is_that_of_the_renormalised_distribution():
         for t in range(response):
             place = start + total - response + t
             kept = batch["kept"][sample][t]
-            row = leaf[place - 1] / args.rollout_temperature
+            row = leaf[place - 1]
             expected = expected - (row[batch["tokens"][sample][total - response + t]] - torch.logsumexp(row[kept], 0))
         start += total
     expected.backward()

@@ -32,6 +32,7 @@ FLAGS = [
     ("--checkpoint-publish-timeout 60", None, 60.0, None),
     ("--train-backend fsdp", None, "fsdp", "megatron"),
     ("--max-restarts 2", None, 2, 0),
+    ("--check", None, ON, None),
     ("--dry-run", None, ON, None),
     ("--dry-run-json plan.json", None, "plan.json", None),
     ("--dry-run-gpu-memory-gib 141", None, 141.0, None),

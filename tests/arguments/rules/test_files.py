@@ -1,6 +1,5 @@
 """What must exist: a run is refused without it, a dry run tells it beside the plan."""
 
-import logging
 import re
 
 import pytest
@@ -64,14 +63,6 @@ def test_an_unreadable_config_is_reported_alone(tmp_path):
     with pytest.raises(UserError) as error:
         parse(tmp_path, "--hf-checkpoint", "/nowhere/model")
     assert str(error.value).count("\n") == 0
-
-
-def test_a_reference_that_is_no_megatron_checkpoint_is_logged(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    parse(tmp_path, "--use-kl-loss", "--ref-load", str(tmp_path / "model"))
-    assert (
-        f"--ref-load {tmp_path}/model is no Megatron checkpoint: it is loaded as Hugging Face directory" in caplog.text
-    )
 
 
 SHAPE = (
