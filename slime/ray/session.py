@@ -173,6 +173,8 @@ def _session(args: argparse.Namespace) -> Iterator[None]:
             failed = False
         finally:
             finish_tracking(failed=failed)
+            # After an error and at Ctrl-C ranks and engines are killed at once, and leave theirs.
+            sweep_scratch_directories()
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from slime.ray.rollout_manager import RolloutResult
 from slime.utils import env
 from slime.utils.errors import RunError
 from slime.utils.misc import load_function
+from slime.utils.scratch import make_scratch_directory, remove_scratch_directory
 
 _MEGATRON_RANK = "slime.backends.megatron_utils.actor.MegatronTrainActor"
 _CALL_DEADLINE_SECONDS = 24 * 3600.0
@@ -36,6 +38,9 @@ class RankProcess:
         os.environ.update(environment)
         actor_cls, args, rank, *arguments = ray.cloudpickle.loads(description)
         self._name = f"{'critic ' if getattr(args, 'role', 'actor') == 'critic' else ''}rank {rank}"
+        self._scratch = make_scratch_directory("rank")
+        # Writers of checkpoints talk over sockets in a directory of the interpreter, which a killed process would leave behind.
+        multiprocessing.current_process()._config["tempdir"] = str(self._scratch)
         rank_class = load_function(actor_cls) if isinstance(actor_cls, str) else actor_cls
         self._rank = rank_class(args, rank, *arguments)
 
@@ -45,6 +50,11 @@ class RankProcess:
     def call(self, method: str, *arguments: Any) -> Any:
         """Call `method` of the rank."""
         return getattr(self._rank, method)(*arguments)
+
+    def leave(self) -> None:
+        """End the rank's part in the run; the process is killed next."""
+        self._rank.dispose()
+        remove_scratch_directory(self._scratch)
 
 
 class TrainGroup:
@@ -154,7 +164,7 @@ class TrainGroup:
         actors, self._actors, self._starting = self._actors, [], []
         if not actors:
             return
-        leaving = [actor.call.remote("dispose") for actor in actors]
+        leaving = [actor.leave.remote() for actor in actors]
         ray.wait(leaving, num_returns=len(leaving), timeout=_DISPOSE_DEADLINE_SECONDS)
         for actor in actors:
             ray.kill(actor, no_restart=True)

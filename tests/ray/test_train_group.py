@@ -1,7 +1,10 @@
 """How a rank's process gets its environment."""
 
 import argparse
+import multiprocessing.util
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 import ray
@@ -32,6 +35,16 @@ class _Rank:
     def what_was_seen(self):
         return self.seen
 
+    def dispose(self):
+        self.seen = None
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_directory(monkeypatch, tmp_path):
+    """As a rank's process has one: what it sets for multiprocessing holds for this test only."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)
+
 
 def test_variables_are_set_before_anything_of_the_rank_is_unpickled(monkeypatch):
     monkeypatch.delenv("RANK_TEST_TOKEN", raising=False)
@@ -40,6 +53,15 @@ def test_variables_are_set_before_anything_of_the_rank_is_unpickled(monkeypatch)
     process = RankProcess({"RANK_TEST_TOKEN": SECRET}, ray.cloudpickle.dumps((_Rank, args, 2, 4, 1)))
     assert process.call("what_was_seen") == (SECRET, 2, 4, 1)
     assert repr(process) == "rank 2"
+
+
+def test_what_multiprocessing_makes_goes_with_the_rank(tmp_path):
+    args = argparse.Namespace(model=_SeenWhenUnpickled())
+    process = RankProcess({}, ray.cloudpickle.dumps((_Rank, args, 0, 1, 0)))
+    made = Path(multiprocessing.util.get_temp_dir())
+    assert made.is_dir() and tmp_path in made.parents
+    process.leave()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["LD_PRELOAD", "OMP_NUM_THREADS", "PYTHONHASHSEED", "MALLOC_ARENA_MAX"])
