@@ -39,7 +39,8 @@ _AT_LEAST_ZERO = (
     "opd_kl_coef", "rollout_health_check_first_wait", "ci_train_rollout_logprob_abs_diff_threshold",
     "mtp_loss_scaling_factor", "weight_decay", "adam_eps", "min_lr", "seed", "rollout_seed", "lr_warmup_iters",
     "lr_warmup_init", "start_weight_decay", "end_weight_decay", "rollout_stop_token_ids", "mtp_num_layers",
-    "log_samples_interval", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate", "decoupled_lr", "decoupled_min_lr",
+    "log_samples_interval",
+    "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate", "decoupled_lr", "decoupled_min_lr",
 )  # fmt: skip
 _ABOVE_ZERO = (
     "rollout_health_check_interval", "rollout_health_check_timeout", "http_request_timeout", "http_control_timeout",
