@@ -76,9 +76,15 @@ def compute_advantages_and_returns(
     return {"whiten_empty": float(whitened.is_empty)}
 
 
-def has_kl(rollout_data: dict[str, Any]) -> bool:
-    """Whether `kl` is, or will be, a comparison of policy and reference, and not zeros that hold its place."""
-    return all(rollout_data.get(name) is not None for name in ("log_probs", "ref_log_probs"))
+class _Placeholder(list):
+    """Zeros in the place of `kl`, where there is no reference to compare with."""
+
+
+def is_kl_known(rollout_data: dict[str, Any]) -> bool:
+    """Whether somebody computed this rank's `kl`: the estimator from a reference, or a function of the user's."""
+    kl = rollout_data["kl"]
+    # A function may have written into the tensors that it found.
+    return not isinstance(kl, _Placeholder) or any(bool(row.any()) for row in kl)
 
 
 def apply_opd_kl_to_advantages(
@@ -112,8 +118,8 @@ def _reward_kl(args: argparse.Namespace, rollout_data: dict[str, Any], cp: Conte
     if args.kl_coef != 0:
         for name in ("log_probs", "ref_log_probs"):
             _required(rollout_data, name, f"--kl-coef {args.kl_coef}")
-    if not has_kl(rollout_data):
-        return approx_kl_of_responses(None, None, lengths, args.kl_loss_type, device=device)
+    if any(rollout_data.get(name) is None for name in ("log_probs", "ref_log_probs")):
+        return _Placeholder(approx_kl_of_responses(None, None, lengths, args.kl_loss_type, device=device))
     masks = _local_masks(rollout_data, cp)
     sides = (zero_masked_tokens(rollout_data[name], masks) for name in ("log_probs", "ref_log_probs"))
     return approx_kl_of_responses(*sides, lengths, args.kl_loss_type, device=device)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slime.algorithms.reduction import masked_sum, sum_of_sample_mean
-from slime.training.advantages import has_kl
+from slime.training.advantages import is_kl_known
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel, slice_responses
 from slime.training.metric_reduction import all_reduce_sum
 
@@ -26,8 +26,8 @@ def rollout_data_metrics(
     data_group: dist.ProcessGroup,
     cp: ContextParallel = NO_CONTEXT_PARALLEL,
 ) -> dict[str, float]:
-    """Means over the data of all ranks: per-token columns reduced like the loss, others averaged over samples. Without a
-    reference to compare with there is no `kl`.
+    """Means over the data of all ranks: per-token columns reduced like the loss, others averaged over samples. There is no
+    `kl` where nobody computed one.
 
     Collective over `data_group`, which spans data- and context-parallel ranks; all of them must hold the same columns.
     """
@@ -35,18 +35,21 @@ def rollout_data_metrics(
     masks = slice_responses(
         rollout_data["loss_masks"], rollout_data["total_lengths"], rollout_data["response_lengths"], cp
     )
-    tokens_seen = [name for name in _PER_TOKEN if name in rollout_data and (name != "kl" or has_kl(rollout_data))]
+    tokens_seen = [name for name in _PER_TOKEN if name in rollout_data]
     samples_seen = [name for name in _PER_SAMPLE if name in rollout_data]
     sums = [_reduce(args, rollout_data, name, masks) for name in tokens_seen]
     sums += [torch.tensor(float(sum(rollout_data[name]))) for name in samples_seen]
-    counts = [float(sum(int(mask.sum()) for mask in masks)), float(len(masks))]
+    has_kl = "kl" in rollout_data and is_kl_known(rollout_data)
+    counts = [float(sum(int(mask.sum()) for mask in masks)), float(len(masks)), float(has_kl)]
     total = all_reduce_sum(torch.tensor([float(value) for value in sums] + counts, dtype=torch.float64), data_group)
-    *totals, token_count, sample_count = total.tolist()
+    *totals, token_count, sample_count, ranks_with_kl = total.tolist()
     rollouts = float(sum(rollout_data["global_batch_sizes"]))
     per_token = max(token_count if args.calculate_per_token_loss else rollouts, 1.0)
     metrics = {name: value / per_token for name, value in zip(tokens_seen, totals, strict=False)}
     for name, value in zip(samples_seen, totals[len(tokens_seen) :], strict=True):
         metrics[name] = value / max(sample_count, 1.0)
+    if not ranks_with_kl:
+        metrics.pop("kl", None)
     raw = rollout_data["raw_reward"]
     metrics["raw_reward"] = sum(raw) / max(len(raw), 1)
     return metrics

@@ -31,15 +31,17 @@ def step_denominator(
 def refresh_mask_sums(rollout_data: dict[str, Any], data_group: dist.ProcessGroup) -> None:
     """Compute `rollout_mask_sums` again, after masks were edited: trained tokens per execution, over all ranks.
 
-    Collective over `data_group`.
+    Masks that are lists or arrays become tensors. Collective over `data_group`.
 
     Raises:
-        UserError: a mask of any rank holds something else than 1 and 0; on all ranks.
+        UserError: on any rank a mask holds something else than 1 and 0, is no row of numbers or of another length than its
+            response, or there are more or fewer masks than samples; on all ranks.
     """
-    columns = (rollout_data[name] for name in ("rollout_ids", "sample_indices", "loss_masks"))
     local, failure = [], None
     try:
-        local = [(rollout_id, _trained_tokens(sample, mask)) for rollout_id, sample, mask in zip(*columns, strict=True)]
+        rollout_data["loss_masks"] = _checked_masks(rollout_data)
+        sums = (int(mask.sum()) for mask in rollout_data["loss_masks"])
+        local = list(zip(rollout_data["rollout_ids"], sums, strict=True))
     except UserError as error:
         failure = str(error)
     gathered: list[Any] = [None] * dist.get_world_size(data_group)
@@ -53,8 +55,25 @@ def refresh_mask_sums(rollout_data: dict[str, Any], data_group: dist.ProcessGrou
     rollout_data["rollout_mask_sums"] = [float(totals[rollout_id]) for rollout_id in rollout_data["rollout_ids"]]
 
 
-def _trained_tokens(sample: int, mask: torch.Tensor) -> int:
-    return int(as_loss_mask(mask.cpu(), f"--rollout-data-postprocess-path: sample {sample}: `loss_masks`").sum())
+def _checked_masks(rollout_data: dict[str, Any]) -> list[torch.Tensor]:
+    flag = "--rollout-data-postprocess-path"
+    masks, samples = rollout_data.get("loss_masks"), rollout_data["sample_indices"]
+    if not isinstance(masks, Sequence) or len(masks) != len(samples):
+        found = f"{len(masks)} masks" if isinstance(masks, Sequence) else type(masks).__name__
+        raise UserError(f"{flag}: `loss_masks` must be a list of one mask per sample, {len(samples)} here, not {found}")
+    rows = zip(samples, masks, rollout_data["response_lengths"], strict=True)
+    return [_checked_mask(f"{flag}: sample {sample}: `loss_masks`", mask, length) for sample, mask, length in rows]
+
+
+def _checked_mask(name: str, mask: Any, length: int) -> torch.Tensor:
+    try:
+        given = torch.as_tensor(mask)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{name} is no row of numbers ({error})") from error
+    if given.shape != (length,):
+        raise UserError(f"{name} has the shape {list(given.shape)}; the response has {length} tokens")
+    as_loss_mask(given.detach().cpu(), name)
+    return given
 
 
 def reduce_metrics(
@@ -73,18 +92,13 @@ def reduce_metrics(
     return dict(zip(names, total.tolist(), strict=True))
 
 
-def fold_surplus_steps(steps: Sequence[dict[str, float]], announced: int) -> list[dict[str, float]]:
-    """The metrics of a rollout's optimizer steps, one dict for each of the `announced` numbers that it has.
-
-    The steps beyond share the last number with it, as the mean of those that have the metric: the numbers after it belong to
-    the next rollout.
-    """
-    if len(steps) <= announced:
-        return list(steps)
-    surplus = steps[announced - 1 :]
-    names = dict.fromkeys(name for metrics in surplus for name in metrics)
-    values = {name: [metrics[name] for metrics in surplus if name in metrics] for name in names}
-    return [*steps[: announced - 1], {name: statistics.fmean(of_name) for name, of_name in values.items()}]
+def mean_of_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The metrics of optimizer steps that share one number: each is the mean over the steps that have it."""
+    if len(steps) == 1:
+        return steps[0]
+    names = dict.fromkeys(name for metrics in steps for name in metrics)
+    values = {name: [metrics[name] for metrics in steps if name in metrics] for name in names}
+    return {name: statistics.fmean(of_name) for name, of_name in values.items()}
 
 
 def all_reduce_sum(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -31,6 +31,7 @@ DIFFERENCES = {
 def bound(terms: Any) -> float:
     """Rounding unit × number of terms × mean absolute term, of any array."""
     terms = np.abs(np.asarray(terms, dtype=np.float64))
+    assert np.isfinite(terms).all(), "a bound made of terms that are not finite would allow everything"
     return ROUNDING_UNIT * terms.size * float(terms.mean()) if terms.size else 0.0
 
 
@@ -57,7 +58,13 @@ def bounds_of_rollout(args: argparse.Namespace, data: Mapping[str, Any]) -> dict
 def assert_equal_metrics(
     found: Mapping[Any, float], expected: Mapping[Any, float], bounds: Mapping[Any, float], relative: float = RELATIVE
 ) -> None:
-    """The same names, and numbers within `relative` of what is expected or within the bound of their name."""
+    """The same names, and finite numbers within `relative` of what is expected or within the bound of their name."""
+    assert expected and all(map(math.isfinite, bounds.values()))
+    for name, value in expected.items():
+        if "ppo_kl" in (name, name[0]) and name in bounds:
+            # The mean of old − new log-probs, which are no larger than 0, is what their mean sizes differ by. A bound is made
+            # of the old ones twice, and so holds where the new are about as large.
+            assert abs(value) < bounds[name] / ROUNDING_UNIT / 4, f"{name}: the new log-probs have left the old ones"
     assert found == {
         name: pytest.approx(value, rel=relative, abs=bounds.get(name, 0.0)) for name, value in expected.items()
     }
@@ -67,7 +74,7 @@ def assert_equal_rows(
     found: Mapping[Any, Sequence[float]], expected: Mapping[Any, Sequence[float]], relative: float = RELATIVE
 ) -> None:
     """The same values per token, by column and sample; a token's value is a sum over its response at most."""
-    assert found.keys() == expected.keys()
+    assert expected and found.keys() == expected.keys()
     columns: dict[str, list[float]] = {}
     for (name, _), row in expected.items():
         columns.setdefault(name, []).extend(row)
@@ -81,10 +88,10 @@ def assert_equal_gradients(
     found: Mapping[str, Any], expected: Mapping[str, Any], tokens: int, relative: float = RELATIVE
 ) -> None:
     """The same gradients by parameter: each entry is a sum over `tokens`, of terms no larger than the largest entry."""
+    assert expected and found.keys() == expected.keys()
     for name, gradient in found.items():
         wanted = np.asarray(expected[name], dtype=np.float64)
-        absolute = bound([np.max(np.abs(wanted))] * tokens)
-        np.testing.assert_allclose(np.asarray(gradient), wanted, rtol=relative, atol=absolute, err_msg=name)
+        _assert_close(name, gradient, wanted, relative, bound([np.max(np.abs(wanted))] * tokens))
 
 
 def bound_of_weights(args: argparse.Namespace, gradients: Sequence[float], tokens: int) -> float:
@@ -94,13 +101,24 @@ def bound_of_weights(args: argparse.Namespace, gradients: Sequence[float], token
         gradients: mean absolute entry of the gradient, per step.
         tokens: of a step, over which a gradient is a sum.
     """
-    return args.lr / args.adam_eps * sum(bound([gradient] * tokens) for gradient in gradients)
+    absolute = args.lr / args.adam_eps * sum(bound([gradient] * tokens) for gradient in gradients)
+    # Each step moves a weight by the learning rate at most: gradients that are wrongly large must not hide that.
+    assert 0 < absolute < 0.01 * args.lr * len(gradients), "the gradients are not those of a small model"
+    return absolute
 
 
 def assert_equal_weights(found: Mapping[str, Any], expected: Mapping[str, Any], absolute: float) -> None:
     """The same weights by name, within `bound_of_weights`."""
+    assert expected and found.keys() == expected.keys()
     for name, weight in found.items():
-        np.testing.assert_allclose(weight, expected[name], rtol=RELATIVE, atol=absolute, err_msg=name)
+        _assert_close(name, weight, expected[name], RELATIVE, absolute)
+
+
+def _assert_close(name: str, found: Any, expected: Any, relative: float, absolute: float) -> None:
+    """As arrays of one shape; NaN is like nothing."""
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.shape == expected.shape and math.isfinite(absolute), name
+    np.testing.assert_allclose(found, expected, rtol=relative, atol=absolute, equal_nan=False, err_msg=name)
 
 
 def _terms(

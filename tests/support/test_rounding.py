@@ -1,10 +1,21 @@
 """The bounds that layouts are compared by: wide enough for another order of the terms, too narrow for another term."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from tests.support.grpo_batch import TRAINED_TOKENS, bounds_of_batch
-from tests.support.rounding import RELATIVE, assert_equal_gradients, assert_equal_metrics, assert_equal_rows, bound
+from tests.support.rounding import (
+    RELATIVE,
+    ROUNDING_UNIT,
+    assert_equal_gradients,
+    assert_equal_metrics,
+    assert_equal_rows,
+    assert_equal_weights,
+    bound,
+    bound_of_weights,
+)
 
 
 def test_a_bound_is_rounding_unit_times_number_times_mean_of_the_terms():
@@ -46,3 +57,38 @@ def test_rows_and_gradients_are_bounded_by_their_own_sizes():
     assert_equal_gradients({"w": gradient + 1e-8}, {"w": gradient}, tokens=33)
     with pytest.raises(AssertionError):
         assert_equal_gradients({"w": gradient + 1e-7}, {"w": gradient}, tokens=33)
+
+
+@pytest.mark.parametrize(
+    "found, expected",
+    [
+        ({}, {}), ({}, {"w": [1.0]}), ({"w": [1.0], "more": [1.0]}, {"w": [1.0]}), ({"w": [np.nan]}, {"w": [np.nan]}),
+        ({"w": 1.0}, {"w": [1.0]}),
+    ],
+)  # fmt: skip
+def test_nothing_something_else_and_nan_are_not_equal(found, expected):
+    for equal in (
+        lambda: assert_equal_gradients(found, expected, tokens=3),
+        lambda: assert_equal_weights(found, expected, 1e-6),
+        lambda: assert_equal_metrics(found, expected, {}),
+    ):
+        with pytest.raises((AssertionError, TypeError)):
+            equal()
+
+
+def test_no_bound_is_made_of_numbers_that_allow_everything():
+    args = SimpleNamespace(lr=1e-3, adam_eps=1e-4)
+    assert 0 < bound_of_weights(args, [1e-2] * 3, 33) < 1e-5
+    for gradients in ([np.nan], [np.inf], [1e6], [0.0]):
+        with pytest.raises(AssertionError):
+            bound_of_weights(args, gradients, 33)
+    with pytest.raises(AssertionError):
+        assert_equal_metrics({"loss": 1.0}, {"loss": 2.0}, {"loss": np.inf})
+
+
+def test_a_difference_of_log_probs_that_have_moved_far_has_no_bound():
+    bounds = {"ppo_kl": 2 * 4.9 * ROUNDING_UNIT, ("ppo_kl", 1): 2 * 4.9 * ROUNDING_UNIT}
+    for name in bounds:
+        assert_equal_metrics({name: 0.5}, {name: 0.5}, bounds)
+        with pytest.raises(AssertionError, match="have left the old ones"):
+            assert_equal_metrics({name: 3.0}, {name: 3.0}, bounds)

@@ -4,7 +4,23 @@ from tests.support.distributed import run_distributed
 from tests.support.grpo_batch import objective_args
 
 
-def worker(reference=None):
+def new_kl(args, data):
+    import torch
+
+    data["kl"] = [torch.tensor([0.75, 9.0])]
+    data["advantages"] = data["returns"] = [torch.zeros(2)]
+
+
+def changed_kl(args, data):
+    data["kl"][0][0] += 0.5
+    data["advantages"] = data["returns"] = [0 * data["kl"][0]]
+
+
+def no_kl(args, data):
+    data["advantages"] = data["returns"] = [0 * data["kl"][0]]
+
+
+def worker(reference=None, function=None):
     import torch
     import torch.distributed as dist
 
@@ -22,13 +38,15 @@ def worker(reference=None):
     }  # fmt: skip
     if reference is not None:
         data["ref_log_probs"] = [torch.tensor(reference)]
-    args = objective_args(use_opd=True, kl_loss_type="k1")
+    path = None if function is None else f"{__name__}.{function}"
+    args = objective_args(use_opd=True, kl_loss_type="k1", custom_advantage_function_path=path)
     compute_advantages_and_returns(args, data)
     return rollout_data_metrics(args, data, dist.group.WORLD)
 
 
 def both():
-    return worker(), worker([-1.5, 0.0])
+    by_function = {name: worker(function=name).get("kl") for name in ("new_kl", "changed_kl", "no_kl")}
+    return worker(), worker([-1.5, 0.0]), by_function
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +61,12 @@ def metrics(both_metrics):
 
 def test_the_kl_is_reported_where_there_is_a_reference(both_metrics):
     """Whatever its weight in the reward, here 0; without a reference there is none, not one of 0."""
-    without, with_reference = both_metrics
+    without, with_reference, _ = both_metrics
     assert with_reference["kl"] == 0.5 and "kl" not in without
+
+
+def test_the_kl_of_a_function_of_the_users_is_reported(both_metrics):
+    assert both_metrics[2] == {"new_kl": 0.75, "changed_kl": 0.5, "no_kl": None}
 
 
 def test_l24_columns_of_teacher_and_critic_are_reported(metrics):

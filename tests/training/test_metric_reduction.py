@@ -1,8 +1,9 @@
 """What two ranks report: metrics of a step by micro-batch, and masks by which trained tokens are counted again."""
 
+import numpy as np
 import torch
 
-from slime.training.metric_reduction import fold_surplus_steps
+from slime.training.metric_reduction import mean_of_steps
 from tests.support.distributed import run_distributed
 
 # Per rank, per micro-batch. Nobody has to report everything, or in one order.
@@ -29,9 +30,8 @@ def test_metrics_are_added_by_name():
 
 def test_steps_beyond_the_announced_share_the_last_number():
     steps = [{"loss": 1.0, "lr": 0.5}, {"loss": 2.0, "lr": 0.25}, {"loss": 4.0, "lr": 0.25}, {"loss": 6.0, "mtp": 3.0}]
-    assert fold_surplus_steps(steps, 4) == steps and fold_surplus_steps(steps, 9) == steps
-    assert fold_surplus_steps(steps, 2) == [{"loss": 1.0, "lr": 0.5}, {"loss": 4.0, "lr": 0.25, "mtp": 3.0}]
-    assert fold_surplus_steps([], 2) == []
+    assert mean_of_steps(steps[1:]) == {"loss": 4.0, "lr": 0.25, "mtp": 3.0}
+    assert mean_of_steps(steps[:1]) == steps[0]
 
 
 def refreshed(masks):
@@ -47,7 +47,7 @@ def refreshed(masks):
     for of_ranks in masks:
         data = {
             "rollout_ids": [5, rank], "sample_indices": [10 + rank, 20 + rank],
-            "loss_masks": [torch.tensor(mask) for mask in of_ranks[rank]],
+            "loss_masks": of_ranks[rank], "response_lengths": [3 - rank, 1],
         }  # fmt: skip
         try:
             refresh_mask_sums(data, dist.group.WORLD)
@@ -57,14 +57,25 @@ def refreshed(masks):
     return results
 
 
+GOOD = [[1, 0, 1], [1]]
+BAD = {
+    "sample 11: `loss_masks` is 0.5 at response token 1": (GOOD, [[1.0, 0.5], [0.0]]),
+    "sample 11: `loss_masks` has the shape [3]; the response has 2 tokens": (GOOD, [[1, 0, 1], [1]]),
+    "sample 21: `loss_masks` has the shape []; the response has 1 tokens": (GOOD, [[1, 1], 1]),
+    "sample 11: `loss_masks` is no row of numbers": (GOOD, [["one", None], [1]]),
+    "must be a list of one mask per sample, 2 here, not 1 masks": (GOOD, [[1, 1]]),
+    "must be a list of one mask per sample, 2 here, not NoneType": (GOOD, None),
+}
+
+
 def test_edited_masks_are_counted_and_those_that_weigh_are_refused_on_all_ranks():
-    good = ([[1, 0, 1], [1]], [[1.0, 1.0], [False]])
-    bad = ([[1, 1], [1]], [[1.0, 0.5], [0.0]])
-    found = run_distributed(refreshed, 2, ([good, bad],))
-    assert [rank[0] for rank in found] == [[4.0, 1.0], [4.0, 0.0]]
+    good = ([torch.tensor([1, 0, 1]), torch.tensor([1])], [torch.tensor([1.0, 1.0]), torch.tensor([False])])
+    plain = ([[1, 0, 1], np.array([1])], [[True, True], np.zeros(1)])
+    found = run_distributed(refreshed, 2, ([good, plain, *BAD.values()],))
+    assert [rank[:2] for rank in found] == [[[4.0, 1.0]] * 2, [[4.0, 0.0]] * 2]
     for rank in found:
-        assert "sample 11: `loss_masks` is 0.5 at response token 1" in rank[1]
-        assert "--rollout-data-postprocess-path" in rank[1]
+        for told, message in zip(BAD, rank[2:], strict=True):
+            assert told in message and "--rollout-data-postprocess-path" in message
 
 
 def denominators():

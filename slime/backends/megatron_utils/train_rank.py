@@ -22,7 +22,7 @@ from slime.backends.megatron_utils.initialize import context_parallel
 from slime.backends.megatron_utils.initialize import init as init_megatron
 from slime.observability.logging_utils import configure_logger, log
 from slime.observability.timer import Timer
-from slime.training.metric_reduction import fold_surplus_steps
+from slime.training.metric_reduction import mean_of_steps
 from slime.training.rollout_batch import keep_own_tokens, process_rollout_data
 from slime.utils.device import get_accelerator
 from slime.utils.misc import Box
@@ -144,17 +144,26 @@ class MegatronRank:
                 "train/step, as their mean",
                 rollout_id, steps, announced, steps - announced + 1,
             )  # fmt: skip
-        metrics = [
-            train_one_step(
-                self.args, self.model, self.optimizer, self.scheduler, data, rollout_id, step, role=self.role
-            )
-            for step in range(steps)
-        ]
-        for step, of_step in enumerate(fold_surplus_steps(metrics, announced)):
-            logged = {f"{self.metric_prefix}{name}": value for name, value in of_step.items()}
-            log(self.args, {**logged, "train/step": rollout_id * announced + step}, "train/step")
+        last: list[dict[str, float]] = []
+        try:
+            for step in range(steps):
+                metrics = train_one_step(
+                    self.args, self.model, self.optimizer, self.scheduler, data, rollout_id, step, role=self.role
+                )
+                if step < announced - 1:
+                    self._log_step(rollout_id, step, metrics)
+                else:
+                    last.append(metrics)
+        finally:
+            # Also where a step ends the run: what came before it tells why.
+            if last:
+                self._log_step(rollout_id, announced - 1, mean_of_steps(last))
         if self.args.reset_optimizer_states:
             reset_optimizer_states(self.optimizer)
+
+    def _log_step(self, rollout_id: int, step: int, metrics: dict[str, float]) -> None:
+        logged = {f"{self.metric_prefix}{name}": value for name, value in metrics.items()}
+        log(self.args, {**logged, "train/step": rollout_id * self.args.num_steps_per_rollout + step}, "train/step")
 
     def _log_seconds(self, rollout_id: int) -> None:
         seconds = {f"perf/{name}_time": value for name, value in Timer().pop_seconds().items()}

@@ -8,6 +8,7 @@ The step count is of all ranks: a rank counts only in groups of which it has par
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,17 @@ from slime.backends.megatron_utils.optimizer_step import parts_of
 from slime.backends.megatron_utils.stateless_adam import StatelessAdam
 from slime.utils.errors import UserError
 
+logger = logging.getLogger(__name__)
+
 # What a parameter group is, in every layout; the other entries are its settings, and what it has counted.
-_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config")
-_NO_SETTINGS = ("params", "step")
+_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "default_config")
+# The mark of a learning rate of its own follows from `default_config`; not every checkpoint has set it.
+_NO_SETTINGS = ("params", "step", "is_decoupled_lr")
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What the optimizers of all ranks remember of earlier updates.
+    """What optimizers remember of earlier updates.
 
     exists: whether any of them has something that a fresh one has not.
     step: how many updates they have counted; None where nothing was counted.
@@ -36,15 +40,36 @@ class Memory:
     exists: bool
     step: int | None
 
+    @classmethod
+    def of_all(cls, memories: Sequence[Memory]) -> Memory:
+        """That of all ranks, each of which has its own."""
+        steps = [memory.step for memory in memories if memory.step is not None]
+        return cls(any(memory.exists for memory in memories), max(steps, default=None))
+
 
 def memory_of(optimizer: MegatronOptimizer) -> Memory:
-    """Read from the optimizers themselves. Collective over all ranks."""
-    groups = [group for part in _parts(optimizer) for group in part.optimizer.param_groups]
+    """This rank's, read from the optimizers themselves."""
+    groups = [group for part in trained_parts(optimizer) for group in part.optimizer.param_groups]
     steps = [int(group["step"]) for group in groups if group["params"] and "step" in group]
-    remembers = any(_remembers(part) for part in _parts(optimizer))
-    found: list[tuple[bool, int | None]] = [(False, None)] * dist.get_world_size()
-    dist.all_gather_object(found, (remembers, max(steps, default=None)))
-    return Memory(any(has for has, _ in found), max((step for _, step in found if step is not None), default=None))
+    return Memory(any(_remembers(part) for part in trained_parts(optimizer)), max(steps, default=None))
+
+
+def is_stateless(optimizer: MegatronOptimizer) -> bool:
+    """Whether the optimizer never has moments."""
+    return any(isinstance(part.optimizer, StatelessAdam) for part in trained_parts(optimizer))
+
+
+def loss_scales(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
+    """Where the loss scale of float16 stands, for each part of the optimizer, as plain values."""
+    states = [scaler.state_dict() for scaler in _scalers(optimizer)]
+    return [{name: _plain(value) for name, value in state.items()} for state in states]
+
+
+def put_loss_scales(optimizer: MegatronOptimizer, states: Sequence[dict[str, Any]]) -> None:
+    """Go on with the loss scale where `loss_scales` was; a scale that never changes stays this run's."""
+    for scaler, state in zip(_scalers(optimizer), states, strict=False):
+        if state and state.keys() == scaler.state_dict().keys():
+            scaler.load_state_dict({**state, "scale": torch.tensor([state["scale"]], dtype=torch.float32)})
 
 
 def optimizer_state(
@@ -52,7 +77,7 @@ def optimizer_state(
 ) -> dict[str, Any]:
     """This rank's share as Megatron describes it for torch_dist, for the chunks whose descriptions are `model`."""
     # A part none of whose parameters is trained on any rank cannot describe itself.
-    trained = ChainedOptimizer(_parts(optimizer))
+    trained = ChainedOptimizer(trained_parts(optimizer))
     return trained.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
 
 
@@ -73,15 +98,12 @@ def leave_out_groups(state: dict[str, Any]) -> None:
 def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any], directory: Path) -> None:
     """Take moments, float32 copies of the weights, step count and loss scale out of a loaded state; settings stay.
 
-    A stateless Adam takes the float32 copies alone.
-
     Raises:
         UserError: the optimizer counts its steps, and the state does not say how many there were.
     """
     steps = [int(group["step"]) for group in groups_in(state) if group.get("step") is not None]
-    parts = _parts(optimizer)
-    is_stateless = any(isinstance(part.optimizer, StatelessAdam) for part in parts)
-    if not steps and not is_stateless and optimizer.config.optimizer == "adam":
+    parts = trained_parts(optimizer)
+    if not steps and optimizer.config.optimizer == "adam":
         raise UserError(
             f"the optimizer state in {directory} lacks Adam's step count, without which the next updates would be of a wrong "
             "size; give --no-load-optim: the optimizer then starts fresh, and its schedule goes on"
@@ -91,16 +113,15 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any], director
         holder["param_groups"] = [_without(group, ("step",)) for group in part.optimizer.state_dict()["param_groups"]]
     ChainedOptimizer(parts).load_state_dict(state)
     for part in parts:
-        if is_stateless:
-            part.optimizer.state.clear()
-        elif steps:
-            for group in part.optimizer.param_groups:
-                group["step"] = max(steps)
+        for group in part.optimizer.param_groups if steps else ():
+            group["step"] = max(steps)
 
 
 def group_settings(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
     """What every parameter group is and which settings it has, as plain values."""
-    groups = [_without(group, _NO_SETTINGS) for part in _parts(optimizer) for group in part.optimizer.param_groups]
+    groups = [
+        _without(group, _NO_SETTINGS) for part in trained_parts(optimizer) for group in part.optimizer.param_groups
+    ]
     return [{name: value for name, value in group.items() if not torch.is_tensor(value)} for group in groups]
 
 
@@ -110,11 +131,26 @@ def groups_in(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def put_settings(optimizer: MegatronOptimizer, settings: Sequence[dict[str, Any]]) -> None:
-    """Give every parameter group the settings of the group of the same kind in `settings`, if there is one."""
+    """Give every parameter group the settings of the group of the same kind in `settings`, if there is one; a line tells of
+    those that find none. Collective over all ranks."""
     by_kind = {_kind(group): _without(group, (*_IDENTITY, *_NO_SETTINGS)) for group in settings}
-    for part in _parts(optimizer):
-        for group in part.optimizer.param_groups:
-            group.update(by_kind.get(_kind(group), {}))
+    groups = [group for part in trained_parts(optimizer) for group in part.optimizer.param_groups]
+    for group in groups:
+        group.update(by_kind.get(_kind(group), {}))
+    # A rank may have no parameters of a group.
+    local = [_kind(group) for group in groups if group["params"] and _kind(group) not in by_kind]
+    gathered: list[list[tuple]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(gathered, local)
+    missing = dict.fromkeys(kind for kinds in gathered for kind in kinds)
+    if missing and dist.get_rank() == 0:
+        described = "; ".join(
+            ", ".join(f"{name}={value}" for name, value in zip(_IDENTITY, kind, strict=True)) for kind in missing
+        )
+        logger.warning(
+            "--use-checkpoint-opt-param-scheduler: the checkpoint has no settings for the parameter groups with %s; those of "
+            "the command line hold there",
+            described,
+        )
 
 
 def _remembers(part: MegatronOptimizer) -> bool:
@@ -124,9 +160,18 @@ def _remembers(part: MegatronOptimizer) -> bool:
     return any(part.optimizer.state.values())
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+def trained_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """The optimizers of dense and of expert parameters, as far as any rank trains such."""
     return [part for part in parts_of(optimizer) if part.optimizer is not None]
+
+
+def _scalers(optimizer: MegatronOptimizer) -> list[Any]:
+    scalers = (getattr(part, "grad_scaler", None) for part in trained_parts(optimizer))
+    return [scaler for scaler in scalers if scaler is not None]
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if torch.is_tensor(value) else value
 
 
 def _holders_of_groups(state: dict[str, Any]) -> list[dict[str, Any]]:

@@ -17,13 +17,17 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.arguments.checkpoints import WeightSource, iteration_directory, latest_iteration
+from slime.backends.megatron_utils.checkpoint.float32_weights import has_float32_copies, prefix_in, put_copies
 from slime.backends.megatron_utils.checkpoint.optimizer_state import (
     groups_in,
+    is_stateless,
     leave_out_groups,
     load_optimizer,
+    put_loss_scales,
     put_settings,
+    trained_parts,
 )
-from slime.backends.megatron_utils.checkpoint.schedule_state import changed_length, restore_schedule
+from slime.backends.megatron_utils.checkpoint.schedule_state import changed_curves, restore_schedule
 from slime.backends.megatron_utils.checkpoint.sharded_state import (
     chunks_by_key,
     describe,
@@ -53,9 +57,10 @@ def load_checkpoint(
 ) -> int:
     """Load a Megatron checkpoint into `model` and, when given, optimizer and scheduler. Returns its iteration.
 
-    The optimizer's float32 copies of 16-bit weights are those of the checkpoint. They are made of the loaded weights where it
-    has none, and with `--no-load-optim`; the optimizer then starts fresh. Its settings, and the curves of its schedule, are
-    this run's unless `--use-checkpoint-opt-param-scheduler` asks for those of the checkpoint.
+    The optimizer's float32 copies of 16-bit weights, which a stateless Adam has too, and the loss scale are those of the
+    checkpoint. The copies are made of the loaded weights where it has none, and with `--no-load-optim`; the optimizer then
+    starts fresh. Its settings, and the curves of its schedule, are this run's unless `--use-checkpoint-opt-param-scheduler`
+    asks for those of the checkpoint.
 
     With a scheduler the run goes on where it was, random generators included, even if the optimizer starts fresh.
 
@@ -67,27 +72,17 @@ def load_checkpoint(
     if not (directory / "metadata.json").is_file():
         raise UserError(f"{directory} is no torch_dist checkpoint, although {source.path} names iteration {iteration}")
     common = dist_checkpointing.load_common_state_dict(str(directory))
-    loads_optimizer = optimizer is not None and not args.no_load_optim
-    if loads_optimizer and not common.get("has_optimizer"):
-        took_steps = common.get("scheduler", {}).get("num_steps", 0) > 0
-        logger.log(
-            logging.WARNING if took_steps else logging.INFO,
-            "%s was saved without optimizer state: the optimizer starts fresh, its schedule goes on",
-            directory,
-        )
-        loads_optimizer = False
-    _load_state(args, directory, model, optimizer if loads_optimizer else None, _advice(args, common))
-    if optimizer is not None:
-        if not loads_optimizer:
-            optimizer.reload_model_params()
+    if optimizer is None:
+        _load_state(args, directory, model, None)
+    else:
+        _load_with_optimizer(args, directory, common, model, optimizer)
         if getattr(args, "use_checkpoint_opt_param_scheduler", False):
             put_settings(optimizer, _settings_of(common))
     if scheduler is not None:
         if "scheduler" in common:
             restore_schedule(scheduler, common["scheduler"])
-            line = changed_length(args, scheduler, common["scheduler"])
-            if line is not None and dist.get_rank() == 0:
-                logger.warning(line)
+            for line in changed_curves(args, scheduler, common["scheduler"]):
+                _tell(logging.WARNING, line)
         if not args.no_load_rng:
             if common.get("layout") == layout_of(args):
                 load_generators(directory)
@@ -108,6 +103,38 @@ def load_stored_state(args: argparse.Namespace, source: WeightSource, name: str,
         return False
     _load_state(args, directory, model, None)
     return True
+
+
+def _load_with_optimizer(
+    args: argparse.Namespace, directory: Path, common: dict[str, Any], model: list[torch.nn.Module], optimizer: Any
+) -> None:
+    """Load the weights, and of the optimizer's state what there is and this run wants."""
+    has_copies, wants = has_float32_copies(optimizer), not args.no_load_optim
+    loads_all = wants and bool(common.get("has_optimizer")) and not is_stateless(optimizer)
+    prefix = prefix_in(directory) if wants and has_copies and not loads_all else None
+    advice = _advice(args, common)
+    _load_state(args, directory, model, optimizer if loads_all or prefix else None, advice, float32_prefix=prefix)
+    if wants:
+        put_loss_scales(optimizer, common.get("loss_scales", ()))
+    if loads_all:
+        return
+    level = logging.WARNING if common.get("scheduler", {}).get("num_steps", 0) > 0 else logging.INFO
+    if wants and not is_stateless(optimizer):
+        _tell(level, f"{directory} was saved without optimizer state: the optimizer starts fresh, its schedule goes on")
+    if prefix is None:
+        optimizer.reload_model_params()
+        if has_copies:
+            reason = "it holds no others" if wants else "--no-load-optim takes no others"
+            _tell(
+                level,
+                f"the optimizer's float32 copies of the weights are made of the 16-bit weights in {directory}, since {reason}: "
+                "updates too small for 16 bits are lost",
+            )
+
+
+def _tell(level: int, line: str) -> None:
+    if dist.get_rank() == 0:
+        logger.log(level, line)
 
 
 def _advice(args: argparse.Namespace, common: dict[str, Any]) -> str:
@@ -134,9 +161,11 @@ def _load_state(
     model: list[torch.nn.Module],
     optimizer: Any | None,
     advice: str = "",
+    *,
+    float32_prefix: str | None = None,
 ) -> None:
-    state = sharded_state(args, model, optimizer, is_loading=True)
-    if optimizer is not None:
+    state = sharded_state(args, model, optimizer, is_loading=True, float32_prefix=float32_prefix)
+    if "optimizer" in state:
         leave_out_groups(state["optimizer"])
     strict = getattr(args, "dist_ckpt_strictness", "assume_ok_unexpected")
     try:
@@ -146,8 +175,10 @@ def _load_state(
             loaded = dist_checkpointing.load(state, str(directory), _load_strategy(args, directory), strict=strict)
             for key, chunk in chunks.items():
                 unwrap_model(chunk).load_state_dict(loaded[key], strict=key not in headless)
-            if optimizer is not None:
+            if "optimizer" in state:
                 load_optimizer(optimizer, loaded["optimizer"], directory)
+            elif "float32_copies" in state:
+                put_copies(trained_parts(optimizer), loaded["float32_copies"])
     except UserError:
         raise
     except (CheckpointingException, CheckpointException, RuntimeError, KeyError, ValueError, OSError) as error:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slime.backends.megatron_utils.checkpoint.optimizer_state import optimizer_state
+from slime.backends.megatron_utils.checkpoint.float32_weights import describe_copies
+from slime.backends.megatron_utils.checkpoint.optimizer_state import optimizer_state, trained_parts
 from slime.backends.megatron_utils.parameter_names import unwrap_model
 from slime.backends.megatron_utils.parameter_selection import selection_of
 
@@ -22,9 +23,18 @@ _LAYOUT = (
 
 
 def sharded_state(
-    args: argparse.Namespace, model: list[torch.nn.Module], optimizer: Any | None, *, is_loading: bool
+    args: argparse.Namespace,
+    model: list[torch.nn.Module],
+    optimizer: Any | None,
+    *,
+    is_loading: bool,
+    float32_prefix: str | None = None,
 ) -> dict[str, Any]:
-    """This rank's share, as Megatron describes it for torch_dist: its chunks of the model, and the optimizer if it is given."""
+    """This rank's share, as Megatron describes it for torch_dist: its chunks of the model, and the optimizer if it is given.
+
+    Args:
+        float32_prefix: what the names of the optimizer's float32 copies begin with, if they are all that is wanted of it.
+    """
     memory_efficient = getattr(args, "distrib_optim_fully_reshardable_mem_efficient", False)
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -44,7 +54,11 @@ def sharded_state(
                 key: unwrap_model(chunk).sharded_state_dict(metadata=metadata)
                 for key, chunk in chunks_by_key(model).items()
             }
-        state["optimizer"] = optimizer_state(optimizer, described, is_loading=is_loading, metadata=metadata)
+        if float32_prefix is None:
+            state["optimizer"] = optimizer_state(optimizer, described, is_loading=is_loading, metadata=metadata)
+        else:
+            parts = trained_parts(optimizer)
+            state["float32_copies"] = describe_copies(parts, described, float32_prefix, is_loading=is_loading)
     return state
 
 

@@ -17,7 +17,15 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.arguments.checkpoints import iteration_directory
-from slime.backends.megatron_utils.checkpoint.optimizer_state import group_settings, memory_of, put_step
+from slime.backends.megatron_utils.checkpoint.float32_weights import PREFIXES, has_float32_copies
+from slime.backends.megatron_utils.checkpoint.optimizer_state import (
+    Memory,
+    group_settings,
+    is_stateless,
+    loss_scales,
+    memory_of,
+    put_step,
+)
 from slime.backends.megatron_utils.checkpoint.schedule_state import schedule_state
 from slime.backends.megatron_utils.checkpoint.sharded_state import (
     describe,
@@ -83,21 +91,38 @@ def _write(
     scheduler: Any,
 ) -> str | None:
     """Write all parts; the first error of any rank, or None."""
-    error = None
-    memory = memory_of(optimizer)
-    # An optimizer that remembers nothing has no state to save, and nothing is lost: one that starts fresh is the same.
-    has_optimizer = memory.exists and not args.no_save_optim
+    common, memory, error = {}, Memory(exists=False, step=None), None
     try:
-        state = sharded_state(args, model, optimizer if has_optimizer else None, is_loading=False)
+        memory, common = memory_of(optimizer), _common_state(args, iteration, optimizer, scheduler)
+    except Exception as cause:
+        logger.debug("the state of the run could not be read", exc_info=True)
+        error = describe(cause)
+    memories, error = _exchange(memory, error)
+    if error is not None:
+        return error
+    memory = Memory.of_all(memories)
+    # An optimizer that remembers nothing has no state to save, and nothing is lost: one that starts fresh is the same. Only
+    # its float32 copies of the weights are not.
+    has_optimizer = memory.exists and not args.no_save_optim
+    has_copies = has_float32_copies(optimizer) and (is_stateless(optimizer) or not args.no_save_optim)
+    try:
+        state = sharded_state(
+            args,
+            model,
+            optimizer if has_optimizer or has_copies else None,
+            is_loading=False,
+            float32_prefix=None if has_optimizer else PREFIXES[0],
+        )
         if has_optimizer:
             put_step(state["optimizer"], memory.step)
-        state.update(_common_state(args, iteration, optimizer, scheduler), has_optimizer=has_optimizer)
+        state.update(common, has_optimizer=has_optimizer)
         dist_checkpointing.save(state, str(directory), _save_strategy(args))
         if not getattr(args, "no_save_rng", False):
             save_generators(directory)
     except (Exception, CheckpointException) as cause:
-        # Above all a full disk, which torch and safetensors report as errors of their own. Whatever it is, the other ranks
-        # wait to hear of it.
+        # Above all a full disk, which torch and safetensors report as errors of their own, on all ranks that write. The
+        # others hear of it here. Who fails between two collectives of Megatron's leaves them to the limit of the process
+        # group (--distributed-timeout-minutes).
         logger.debug("writing %s failed", directory, exc_info=True)
         error = describe(cause)
     return _first_error(error)
@@ -132,6 +157,7 @@ def _common_state(args: argparse.Namespace, iteration: int, optimizer: Any, sche
         "iteration": iteration,
         "scheduler": schedule_state(scheduler),
         "parameter_groups": group_settings(optimizer),
+        "loss_scales": loss_scales(optimizer),
         "layout": layout_of(args),
         "parameter_selection": selection_of(args),
     }
@@ -157,6 +183,11 @@ def _run_on_rank_zero(action: Any) -> str | None:
 
 
 def _first_error(error: str | None) -> str | None:
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    return next((found for found in errors if found is not None), None)
+    return _exchange(None, error)[1]
+
+
+def _exchange(value: Any, error: str | None) -> tuple[list[Any], str | None]:
+    """Every rank's value, and the first error of any rank."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (value, error))
+    return [value for value, _ in gathered], next((found for _, found in gathered if found is not None), None)

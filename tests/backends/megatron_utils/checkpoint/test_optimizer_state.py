@@ -132,7 +132,10 @@ def rewrite(path, change) -> None:
 
 
 def forget_settings(common) -> None:
-    del common["parameter_groups"]
+    del common["parameter_groups"], common["loss_scales"]
+    state = common["optimizer"]
+    for group in state.get("optimizer", state)["param_groups"]:
+        group["is_decoupled_lr"] = False
     for name in ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style"):
         del common["scheduler"][name]
 
@@ -177,6 +180,14 @@ LENGTHS = {
     "length given": {"num_rollout": 8, "lr_decay_iters": 6},
     "length of the checkpoint given": {"num_rollout": 8, "lr_decay_iters": 4},
     "checkpoint's": {"num_rollout": 8, "use_checkpoint_opt_param_scheduler": True},
+    "growing decay": {
+        "num_rollout": 8,
+        "lr_decay_iters": 6,
+        "start_weight_decay": 0.2,
+        "end_weight_decay": 0.6,
+        "weight_decay_incr_style": "linear",
+    },
+    "other decay": {"num_rollout": 8, "lr_decay_iters": 6, "weight_decay": 0.5},
     "past its end": {"num_rollout": 2},
 }
 
@@ -252,6 +263,11 @@ def test_a_schedule_that_follows_the_length_of_the_run_is_told_with_both_curves(
     assert lines.pop("longer, critic") == [f"critic: {told}`lr_decay_iters: 4` in the critic's overrides"]
     (line,) = lines.pop("longer, other rate")
     assert "the next has lr 0.01525 (by the checkpoint's schedule 0.0055)" in line
+    assert lines.pop("growing decay") == [
+        "actor: the weight decay changes over the length of the run, 8 optimizer steps with --num-rollout 8, and did so over 4 "
+        "in the checkpoint. After 2 steps the next has 0.3 (by the checkpoint's schedule 0.1). To keep its schedules, that of "
+        "the learning rate too, give --use-checkpoint-opt-param-scheduler"
+    ]
     (line,) = lines.pop("past its end")
     assert "the next has lr 0.001 (by the checkpoint's schedule 0.0055)" in line
     # Nothing is said where the curve stays, or somebody chose its length.
@@ -264,6 +280,7 @@ UNTOUCHED = {
     "only the second stage learns": {"only_train_params_name_list": [r"layers\.1\.", "final"]},
     "plain optimizer": {"use_distributed_optimizer": False, "bf16": True},
     "stateless": {"use_stateless_adam": True, "no_save_optim": True},
+    "stateless, bf16": {"use_stateless_adam": True, "no_save_optim": True, "bf16": True},
 }
 
 

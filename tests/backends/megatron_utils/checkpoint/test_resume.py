@@ -1,11 +1,15 @@
 """A run that stops at a checkpoint and goes on is, bit for bit, the run that did not stop: in every precision and layout."""
 
+import contextlib
 import itertools
+import logging
+from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.distributed import run_distributed
-from tests.support.resumed_run import FLOAT16, ResumableRun, resumable_args, resumed
+from tests.support.resumed_run import FLOAT16, ResumableRun, changed, resumable_args, resumed
 from tests.support.tiny_model import write_tiny_model
 
 BEFORE, AFTER = 2, 3
@@ -15,11 +19,14 @@ CRITIC = {"role": "critic", "untie_embeddings_and_output_weights": True}
 DATA, CONTEXT = {"data_parallel_size": 2}, {"context_parallel_size": 2}
 TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PIPELINE = {"pipeline_model_parallel_size": 2}
+STATELESS = {"use_stateless_adam": True, "no_save_optim": True}
 SECOND_STAGE = {**PIPELINE, "only_train_params_name_list": [r"layers\.1\.", "final"]}
 CASES = {
     "bf16, data": {**BFLOAT16, **DATA},
     "fp16, tensor": {**FLOAT16, **TENSOR},
     "bf16, critic, pipeline, plain optimizer": {**BFLOAT16, **PIPELINE, **CRITIC, **PLAIN},
+    "bf16, data, stateless": {**BFLOAT16, **DATA, **STATELESS},
+    "fp16, pipeline, stateless, plain optimizer": {**FLOAT16, **PIPELINE, **STATELESS, **PLAIN},
     "only the second stage learns": SECOND_STAGE,
     "only the second stage learns, plain optimizer": {**SECOND_STAGE, **PLAIN},
 }
@@ -34,6 +41,8 @@ EXPERTS = {
 EXPERT_CASES = {
     "experts": {**EXPERTS, **DATA, "expert_model_parallel_size": 2},
     "experts, plain optimizer": {**EXPERTS, **TENSOR, **PLAIN},
+    "experts, stateless": {**EXPERTS, **DATA, **STATELESS, "expert_model_parallel_size": 2},
+    "only experts learn, stateless": {**EXPERTS, **DATA, **STATELESS, "only_train_params_name_list": ["experts"]},
     "only experts learn": {**EXPERTS, **DATA, "only_train_params_name_list": ["experts"]},
     "only experts learn, plain optimizer": {**EXPERTS, **DATA, **PLAIN, "only_train_params_name_list": ["experts"]},
 }
@@ -41,6 +50,7 @@ MODELS = {
     "bf16": {**BFLOAT16},
     "bf16, plain optimizer": {**BFLOAT16, **PLAIN},
     "bf16, critic": {**BFLOAT16, **CRITIC},
+    "bf16, stateless": {**BFLOAT16, **STATELESS},
     "fp16": {**FLOAT16},
     "fp16, critic, plain optimizer": {**FLOAT16, **CRITIC, **PLAIN},
 }
@@ -109,6 +119,60 @@ def two_ranks(hf_dir, tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_a_resumed_run_is_the_uninterrupted_one(two_ranks, name):
     assert_uninterrupted(two_ranks, name)
+
+
+def overflow_worker(args) -> dict:
+    """A run whose loss scale overflows before its first update, and what runs that resume from its checkpoint do and say."""
+    whole, again = interrupted({"run": args})["run"]
+    lines = {}
+    flags = {"no_load_optim": True}, {"use_checkpoint_opt_param_scheduler": True}
+    common = Path(args.save) / "iter_0000000/common.pt"
+    for further in flags:
+        with lines_of_slime() as lines[next(iter(further))]:
+            run = resumed(changed(args, **further), args.save)
+        if "no_load_optim" in further:
+            fresh = run.fingerprints()
+            state = torch.load(common, weights_only=True)
+            state["parameter_groups"] = [group for group in state["parameter_groups"] if group["wd_mult"]]
+            torch.save(state, common)
+    return {"whole": whole, "again": again, "fresh": fresh, **lines}
+
+
+@contextlib.contextmanager
+def lines_of_slime():
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("slime")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def _without_metrics(step) -> dict:
+    """A gradient norm that is not a number is like nothing."""
+    return {name: value for name, value in step.items() if name != "metrics"}
+
+
+def test_a_loss_scale_that_was_lowered_before_any_update_goes_on(hf_dir, tmp_path):
+    flags = {**FLOAT16, "initial_loss_scale": 2.0**40}
+    (found,) = run_distributed(overflow_worker, 1, (resumable_args(hf_dir, tmp_path / "run", **flags),), timeout=120)
+    whole = [_without_metrics(step) for step in found["whole"]]
+    assert [_without_metrics(step) for step in found["again"]] == whole
+    scales = [step["loss scale"] for step in whole]
+    # No step was taken, and each lowered the scale further.
+    assert all(step["steps"] == whole[0]["steps"] and step["masters"] == whole[0]["masters"] for step in whole)
+    assert len({str(scale) for scale in scales}) == 1 + AFTER and str(2.0**40) not in str(scales)
+    assert "1.0995e+12" in str(found["fresh"]["loss scale"])
+    (line,) = found["no_load_optim"]
+    assert (
+        "float32 copies of the weights are made of the 16-bit weights" in line
+        and "--no-load-optim takes no others" in line
+    )
+    (line,) = [line for line in found["use_checkpoint_opt_param_scheduler"] if "parameter groups" in line]
+    assert "no settings for the parameter groups with wd_mult=0.0" in line and "wd_mult=1.0" not in line
 
 
 @pytest.mark.slow
