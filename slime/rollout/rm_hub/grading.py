@@ -104,7 +104,8 @@ async def _limited(
             try:
                 if last_attempt:
                     graded = [_with_own_metadata(sample) for sample in samples]
-                result = await call(graded, args.rm_timeout)
+                # The list is the function's own: it may sort it.
+                result = await call(list(graded), args.rm_timeout)
                 if last_attempt:
                     for sample, copied in zip(samples, graded, strict=True):
                         sample.__dict__.update(copied.__dict__)
