@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from slime.utils.finite_number import finite_number
-from slime.utils.types import Sample
+from slime.utils.types import Sample, failed_and_masked
 
 _REPETITION_CHARACTERS = 10000
 _REPETITION_RATIO = 10
@@ -63,9 +63,9 @@ def compute_eval_metrics(args: Any, data: Mapping[str, Mapping[str, Sequence[Any
         samples, rewards = results.get("samples") or [], results["rewards"]
         truncated = results.get("truncated") or []
         failed = len(results.get("failed") or [])
-        if any(sample.failed for sample in samples):
+        if any(map(failed_and_masked, samples)):
             # An evaluation function of the user's may leave them among the others.
-            counted = [position for position, sample in enumerate(samples) if not sample.failed]
+            counted = [position for position, sample in enumerate(samples) if not failed_and_masked(sample)]
             failed += len(samples) - len(counted)
             samples, rewards = [samples[i] for i in counted], [rewards[i] for i in counted]
             truncated = [truncated[i] for i in counted] if len(truncated) else []

@@ -264,7 +264,9 @@ class RolloutManager:
         if args.save_debug_rollout_data is not None:
             from slime.rollout.rollout_dump import save_rollout
 
-            samples = [s for result in output.data.values() for s in [*result["samples"], *result.get("failed", [])]]
+            samples = [
+                s for result in output.data.values() for s in [*result["samples"], *(result.get("failed") or [])]
+            ]
             name = f"eval_before_{rollout_id}" if before else f"eval_{rollout_id}"
             save_rollout(args.save_debug_rollout_data, name, samples)
         flag, path = "--custom-eval-rollout-log-function-path", args.custom_eval_rollout_log_function_path

@@ -94,8 +94,9 @@ class GenerateFunction:
             raise wrong_result_error(FLAG, self.path, subject, entry, "Sample or a non-empty list of Samples")
         for leaf in found:
             if _lacks_tokens(leaf):
-                await GenerateState(args).in_encoder(_tokenise_response, args, leaf, f"{FLAG} {self.path}")
-            complete_sample(args, leaf, f"{FLAG} {self.path}")
+                await GenerateState(args).in_encoder(complete_sample, args, leaf, f"{FLAG} {self.path}")
+            else:
+                complete_sample(args, leaf, f"{FLAG} {self.path}")
         if isinstance(entry, list):
             share_rollout_id(sample, found, f"{FLAG} {self.path}")
         return entry
@@ -169,7 +170,7 @@ def _tokenise_response(args: Any, sample: Sample, source: str) -> None:
         )
     state = GenerateState(args)
     state.warn_once(f"{source} returns text without tokens; it is tokenised again, which makes it slightly off-policy")
-    response_ids = state.tokenizer.encode(sample.response, add_special_tokens=False)
+    response_ids = state.encode_text(sample.response, add_special_tokens=False)
     sample.tokens = state.prompt_ids(sample) + response_ids
     sample.response_length = len(response_ids)
     sample.loss_mask = [1] * len(response_ids)

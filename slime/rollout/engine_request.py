@@ -48,8 +48,8 @@ def build_payload(state: GenerateState, sample: Sample, sampling_params: dict[st
     params["max_new_tokens"] = budget
     payload = {"input_ids": token_array(sample, "tokens"), "sampling_params": params, "return_logprob": True}
     if state.args.use_rollout_routing_replay:
-        held = sample.rollout_routed_experts
-        payload |= {"return_routed_experts": True, "routed_experts_start_len": 0 if held is None else len(held)}
+        experts = sample.rollout_routed_experts
+        payload |= {"return_routed_experts": True, "routed_experts_start_len": 0 if experts is None else len(experts)}
     return payload
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.observability.progress import start_progress
-from slime.rollout.abort import cancel_tasks
+from slime.rollout import abort
 from slime.rollout.base_types import RolloutFnEvalOutput, leaves, sample_line
 from slime.rollout.eval_stop import finished_prompts, is_limited
 from slime.rollout.failures import FailureTally
@@ -18,7 +18,7 @@ from slime.rollout.user_functions import run_in_daemon_thread
 from slime.utils.dataset import Dataset
 from slime.utils.errors import RunError, UserError
 from slime.utils.eval_config import EvalDatasetConfig
-from slime.utils.types import Sample
+from slime.utils.types import Sample, failed_and_masked
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ async def eval_rollout(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
         try:
             results = await asyncio.gather(*tasks)
         finally:
-            await _end(tasks, f"evaluation {rollout_id} failed")
+            await _end(tasks, f"evaluation {rollout_id} failed", abort.CANCEL_TIMEOUT_S)
     data = {config.name: result for config, (result, _) in zip(configs, results, strict=True)}
     left = {
         f"eval/{config.name}-unfinished_prompts": unfinished
@@ -120,10 +120,11 @@ async def _evaluate_set(
     try:
         finished = await finished_prompts(tasks, config)
     finally:
-        await _end(tasks, f"{whole} is over")
+        # A set that is ended before its last prompt says so itself. Its end lies within that of the whole evaluation.
+        await _end(tasks, f"{whole} is over", abort.CANCEL_TIMEOUT_S / 2)
     tally.stop_when_most_failed()
-    samples = [sample for sample in leaves(finished) if not sample.failed]
-    failed = [sample for sample in leaves(finished) if sample.failed]
+    samples = [sample for sample in leaves(finished) if not failed_and_masked(sample)]
+    failed = [sample for sample in leaves(finished) if failed_and_masked(sample)]
     if failed:
         reason = failed[0].metadata.get("fail_reason", "no reason was given")
         logger.warning("%s: %d samples failed and are left out; the first: %s", whole, len(failed), reason)
@@ -151,9 +152,10 @@ async def _finished_entries(args: Any, config: EvalDatasetConfig, group: list[Sa
     raise RunError(f"evaluation set {config.name}: prompt {name} was aborted {MAX_INTERRUPTIONS} times")
 
 
-async def _end(tasks: list["asyncio.Task[Any]"], reason: str) -> None:
-    """Cancel what still runs, and see every exception. What refuses to end is left behind."""
-    await cancel_tasks({task for task in tasks if not task.done()}, reason)
+async def _end(tasks: list["asyncio.Task[Any]"], reason: str, timeout: float) -> None:
+    """Cancel what still runs, and see every exception. What has not ended after `timeout` seconds is left behind."""
+    unfinished = {task for task in tasks if not task.done()}
+    await abort.cancel_tasks(unfinished, reason, timeout, level=logging.DEBUG)
     for task in tasks:
         if task.done() and not task.cancelled():
             task.exception()

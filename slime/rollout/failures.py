@@ -5,7 +5,7 @@ from typing import Any
 
 from slime.rollout.base_types import leaves
 from slime.utils.errors import RunError
-from slime.utils.types import Sample
+from slime.utils.types import Sample, failed_and_masked
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def failed_samples(groups: list[Any]) -> list[Sample]:
 
 
 class FailureTally:
-    """How many samples there were, how many of them we marked FAILED ourselves, and why the first: without the samples.
+    """How many samples there were, how many of them are FAILED and masked, and why the first: without the samples.
 
     Args:
         whole: what the samples belong to, for the message.
@@ -56,11 +56,10 @@ class FailureTally:
 
     def add(self, group: list[Any]) -> None:
         """Count the samples of a finished group."""
-        failed = [
-            sample for sample in failed_samples(group) if sample.remove_sample and "fail_reason" in sample.metadata
-        ]
+        failed = [sample for sample in leaves(group) if failed_and_masked(sample)]
         if failed and not self._first:
-            self._first = f"sample {failed[0].index}: {failed[0].metadata['fail_reason']}"
+            reason = failed[0].metadata.get("fail_reason", "no reason was given (metadata['fail_reason'])")
+            self._first = f"sample {failed[0].index}: {reason}"
         self.samples += len(leaves(group))
         self.failed += len(failed)
 

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import logging
+import marshal
+import threading
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
 from slime.rollout.user_functions import CallKind, CallSlots
 from slime.utils.errors import UserError
@@ -38,10 +39,12 @@ class GenerateState(metaclass=SingletonMeta):
         self.sampling_params = rollout_sampling_params(args)
         self._warned: set[str] = set()
         self._shown: dict[str, int] = {}
-        # One thread, because fast tokenizers refuse to be used by two at once.
+        # One thread is enough, and its tokenizer is its own: fast tokenizers refuse to be used by two at once, and users
+        # have `tokenizer`.
+        self._encoding = threading.Lock()
         self._encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slime-tokenize")
         # The siblings of a group share their prompt: render and tokenise it once.
-        self._encode_once = lru_cache(maxsize=1024)(self._encode_json)
+        self._encode_once = lru_cache(maxsize=1024)(self._encode_marshalled)
         init_http_client(args)
         self.reset()
 
@@ -69,6 +72,15 @@ class GenerateState(metaclass=SingletonMeta):
 
     @cached_property
     def tokenizer(self) -> Any:
+        """For whoever wants to tokenise on the event loop, user functions for example."""
+        return self._load_tokenizer()
+
+    @cached_property
+    def encoder_tokenizer(self) -> Any:
+        """The one that prompts and texts are encoded with, by one thread at a time."""
+        return self._load_tokenizer()
+
+    def _load_tokenizer(self) -> Any:
         return load_tokenizer(self.args.hf_checkpoint, trust_remote_code=self.args.trust_remote_code)
 
     @cached_property
@@ -105,15 +117,20 @@ class GenerateState(metaclass=SingletonMeta):
         return self._prompt_array(sample).tolist()
 
     async def in_encoder(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of `function`, which may use the tokenizer, from the one thread that does."""
+        """The result of `function`, which may encode, from the thread for that."""
         return await asyncio.get_running_loop().run_in_executor(self._encoder, function, *arguments)
+
+    def encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`. Thread-safe."""
+        with self._encoding:
+            return self.encoder_tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _prompt_source(self, sample: Sample) -> tuple[Any, ...]:
         """What the ids of the prompt follow from: (prompt, whether it is rendered, tools, template arguments)."""
         if isinstance(sample.prompt, str):
             rendered = getattr(sample, "prompt_is_rendered", getattr(self.args, "apply_chat_template", False))
             return sample.prompt, bool(rendered), None, {}
-        require_chat_template(self.tokenizer, f"the prompt of sample {sample.index} is a list of messages")
+        require_chat_template(self.encoder_tokenizer, f"the prompt of sample {sample.index} is a list of messages")
         template_kwargs = getattr(self.args, "apply_chat_template_kwargs", None) or {}
         return (
             sample.prompt,
@@ -124,19 +141,28 @@ class GenerateState(metaclass=SingletonMeta):
 
     def _prompt_array(self, sample: Sample) -> np.ndarray:
         source = self._prompt_source(sample)
-        try:
-            key = orjson.dumps(source)
-        except TypeError:  # a user's objects among the messages
+        if not _is_plain(source):
             return self._encode(*source)
-        return self._encode_once(key)
+        # In this version of the format equal values give equal bytes, from which they come back unchanged.
+        return self._encode_once(marshal.dumps(source, 2))
 
-    def _encode_json(self, key: bytes) -> np.ndarray:
-        return self._encode(*orjson.loads(key))
+    def _encode_marshalled(self, source: bytes) -> np.ndarray:
+        return self._encode(*marshal.loads(source))
 
     def _encode(self, prompt: Any, rendered: bool, tools: Any, template_kwargs: dict[str, Any]) -> np.ndarray:
         if not isinstance(prompt, str):
-            prompt, rendered = render_chat(self.tokenizer, prompt, tools, template_kwargs), True
-        return read_only(np.array(self.tokenizer.encode(prompt, add_special_tokens=not rendered), np.int64))
+            with self._encoding:
+                prompt, rendered = render_chat(self.encoder_tokenizer, prompt, tools, template_kwargs), True
+        return read_only(np.array(self.encode_text(prompt, add_special_tokens=not rendered), np.int64))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether `value` consists of what JSON has, and of nothing derived from that."""
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return value is None or type(value) in (str, int, float, bool)
 
 
 def rollout_sampling_params(args: Any) -> dict[str, Any]:

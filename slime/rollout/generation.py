@@ -18,7 +18,7 @@ from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.utils.engine_answers import TokenLogProbs
 from slime.utils.http_utils import post_generate
-from slime.utils.token_fields import held, token_array
+from slime.utils.token_fields import first_not_finite, held, token_array
 from slime.utils.types import Sample
 
 Status = Sample.Status
@@ -57,9 +57,20 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 
 def append_engine_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
-    """Add what the engine generated. An answer without token log-probs brings no new tokens, only its status."""
+    """Add what the engine generated. An answer without token log-probs brings no new tokens, only its status.
+
+    Raises:
+        SampleFailed: a log-prob is missing, NaN or infinite: the token cannot be trained.
+    """
     meta_info = output["meta_info"]
     generated = TokenLogProbs.of(meta_info.get("output_token_logprobs"))
+    wrong = first_not_finite(generated.log_probs)
+    if wrong is not None:
+        position = sample.response_length + wrong
+        raise SampleFailed(
+            f"the engine gave response token {position} (id {generated.tokens[wrong]}) of sample {sample.index} the "
+            f"log-prob {generated.log_probs[wrong]}"
+        )
     sample.append_response_tokens(
         args,
         tokens=generated.tokens,

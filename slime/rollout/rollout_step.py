@@ -9,6 +9,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from slime.observability.progress import start_progress
@@ -61,18 +62,19 @@ class RolloutStep:
         self.done: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
         self.interruptions: Counter[Any] = Counter()
         self.packing: list[asyncio.Future[Any]] = []
-        self.next_report = time.monotonic() + REPORT_AFTER_S
+        self.busy_with = ""  # what the step itself does beside waiting for groups
 
     async def run(self) -> RolloutFnTrainOutput:
         """Collect the groups of the step, wind the rest down, and hand out what was chosen."""
         self.state.reset()
         self.state.rollout_id = self.rollout_id
         description = f"rollout {self.rollout_id}"
+        reporter = asyncio.create_task(self._report_regularly())
         try:
             with start_progress(description, self.target * self.args.n_samples_per_prompt) as self.progress:
                 while len(self.kept) < self.target:
                     await self._fetch_prompts()
-                    await self._judge(await self._next_done())
+                    await self._judge(await self.done.get())
             await self._wind_down()
             await asyncio.gather(*self.packing)
             return await self._output()
@@ -80,6 +82,7 @@ class RolloutStep:
             await self._give_up(error)
             raise
         finally:
+            reporter.cancel()
             self.state.reset()
 
     async def _fetch_prompts(self) -> None:
@@ -87,7 +90,8 @@ class RolloutStep:
         while (missing := self.target - self.state.remaining_batch_size) > 0:
             first_draw = self.counts["started"] == 0
             size = self.args.over_sampling_batch_size if first_draw else missing
-            groups = await run_in_daemon_thread(self._get_samples, size)
+            with self._busy(f"get_samples of {self.args.data_source_path}"):
+                groups = await run_in_daemon_thread(self._get_samples, size)
             if not groups:
                 raise UserError(
                     f"the data source ran dry in rollout {self.rollout_id}: {self.target} groups are needed "
@@ -122,25 +126,29 @@ class RolloutStep:
         del self.started_at[task]
         self.done.put_nowait(task)
 
-    async def _next_done(self) -> asyncio.Task[Any]:
-        """The next finished task. Reports every `REPORT_AFTER_S`, whether groups finish meanwhile or not."""
+    @contextlib.contextmanager
+    def _busy(self, what: str) -> Iterator[None]:
+        self.busy_with = what
+        try:
+            yield
+        finally:
+            self.busy_with = ""
+
+    async def _report_regularly(self) -> None:
+        """A task of its own, so that a data source or a filter that hangs is told of as well."""
         while True:
-            if time.monotonic() >= self.next_report:
-                self._report_progress()
-                self.next_report = time.monotonic() + REPORT_AFTER_S
-            # Not zero: a wait of no length never looks into the queue.
-            wait = max(0.01, self.next_report - time.monotonic())
-            with contextlib.suppress(TimeoutError):
-                return await asyncio.wait_for(self.done.get(), wait)
+            await asyncio.sleep(REPORT_AFTER_S)
+            self._report_progress()
 
     def _report_progress(self) -> None:
         oldest = sorted(self.state.pendings, key=self.started_at.__getitem__)
         names = ", ".join(task.get_name() for task in oldest[:8])
         age = time.monotonic() - self.started_at[oldest[0]] if oldest else 0.0
         dropped = f"; the filter dropped {self.counts['dropped']} ({self.gatherer})" if self.counts["dropped"] else ""
+        busy = f"; waiting for {self.busy_with}" if self.busy_with else ""
         logger.info(
-            "rollout %d: %d of %d groups; waiting for %d more (oldest since %.0f s): %s%s",
-            self.rollout_id, len(self.kept), self.target, len(oldest), age, names, dropped,
+            "rollout %d: %d of %d groups; waiting for %d more (oldest since %.0f s): %s%s%s",
+            self.rollout_id, len(self.kept), self.target, len(oldest), age, names, dropped, busy,
         )  # fmt: skip
 
     async def _judge(self, task: asyncio.Task[Any]) -> None:
@@ -178,7 +186,8 @@ class RolloutStep:
             raise UserError(f"{FILTER_FLAG}: {describe_samples(missing)} reached the filter without a reward")
         path = self.args.dynamic_sampling_filter_path
         try:
-            verdict = await run_in_daemon_thread(call_dynamic_filter, self.filter, self.args, samples)
+            with self._busy(f"{FILTER_FLAG} {path}"):
+                verdict = await run_in_daemon_thread(call_dynamic_filter, self.filter, self.args, samples)
         except Exception as error:
             raise user_function_error(FILTER_FLAG, path, describe_samples(samples), error) from error
         drop = should_drop_dynamic_filter_output(

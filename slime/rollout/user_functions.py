@@ -2,7 +2,8 @@
 
 A coroutine function is awaited, a plain one runs in a daemon thread of its own, so that one that never returns neither
 fills a pool nor keeps the process from ending. Both obey a time limit. A thread cannot be ended: it is left behind, its
-slot goes to others, and a function that leaves too many behind ends the run.
+slot goes to others, and a function that leaves too many behind ends the run. What was cancelled within its time limit,
+at the end of a step say, may yet return: where too many do so, the next call waits for them.
 
 How many calls run at a time is told by `CallSlots`, one for each kind of call and sized by its flag.
 """
@@ -14,8 +15,9 @@ import functools
 import inspect
 import logging
 import threading
+import time
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
@@ -27,6 +29,7 @@ logger = logging.getLogger(__name__)
 # least. Twice: what an abort interrupted may still be running when the calls of the next step meet their limit.
 LEFT_BEHIND_PER_SLOT = 2
 MIN_LEFT_BEHIND = 64
+_LOOK_FOR_ROOM_S = 0.05
 
 
 class CallKind(enum.IntEnum):
@@ -149,18 +152,23 @@ async def call_user_function(
 
     Raises:
         CallTimedOut: no result within `timeout` seconds, counted from when the call starts to run.
-        TooManyLeftBehind: too many earlier calls were given up and still occupy their threads.
+        TooManyLeftBehind: too many earlier calls are beyond their time limit and still occupy their threads.
         RunError: the machine gives us no further thread.
     """
     keywords = keywords or {}
     if is_coroutine_function(fn):
         return await _within(timeout, fn(*args, **keywords))
-    _check_left_behind(source, at_a_time)
+    await _wait_for_room(source, at_a_time)
     call = _ThreadCall(fn, args, keywords)
+    # A call without a limit is overdue as soon as nobody waits for it.
+    overdue_at = time.monotonic() + (timeout or 0.0)
     try:
         result = await _within(timeout, call.future)
+    except CallTimedOut:
+        overdue_at = 0.0
+        raise
     finally:
-        call.leave_behind(source)
+        call.leave_behind(source, overdue_at)
     # A plain function may still hand out an awaitable (functools.partial, decorators).
     return await _within(timeout, result) if inspect.isawaitable(result) else result
 
@@ -188,10 +196,11 @@ def run_in_daemon_thread(fn: Callable[..., Any], *args: Any, **keywords: Any) ->
 def left_behind(source: str) -> int:
     """Calls of `source` that were given up and still run."""
     with _left_behind_lock:
-        return _left_behind[source]
+        return len(_left_behind[source])
 
 
-_left_behind: Counter[str] = Counter()
+# For each source: the calls, and from which `time.monotonic()` on they are beyond their time limit.
+_left_behind: defaultdict[str, dict["_ThreadCall", float]] = defaultdict(dict)
 _left_behind_lock = threading.Lock()
 
 
@@ -214,14 +223,14 @@ class _ThreadCall:
                 "raise the limit of processes (ulimit -u)"
             ) from None
 
-    def leave_behind(self, source: str) -> None:
+    def leave_behind(self, source: str, overdue_at: float) -> None:
         """Nobody waits for the call any more. It is counted until it ends, if it has not ended yet."""
         with _left_behind_lock:
             if self._ended:
                 return
             self._left_by = source
-            _left_behind[source] += 1
-            count = _left_behind[source]
+            _left_behind[source][self] = overdue_at
+            count = len(_left_behind[source])
         # At 1, 2, 4, 8, …
         if count & (count - 1) == 0:
             logger.warning("%d calls of %s were given up and still run in their threads", count, source)
@@ -234,7 +243,7 @@ class _ThreadCall:
         with _left_behind_lock:
             self._ended = True
             if self._left_by is not None:
-                _left_behind[self._left_by] -= 1
+                del _left_behind[self._left_by][self]
         # The loop may be closed already when a call that was given up comes back.
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._settle, *outcome)
@@ -244,14 +253,22 @@ class _ThreadCall:
             setter(value)
 
 
-def _check_left_behind(source: str, at_a_time: int) -> None:
-    count, limit = left_behind(source), max(MIN_LEFT_BEHIND, LEFT_BEHIND_PER_SLOT * at_a_time)
-    if count >= limit:
-        raise TooManyLeftBehind(
-            f"{count} calls of {source} were given up and never returned; each still occupies a thread, and no more are "
-            "given to it. Give everything that it waits for a time limit of its own, or write it as `async def`, which can "
-            "be cancelled"
-        )
+async def _wait_for_room(source: str, at_a_time: int) -> None:
+    """Return when fewer calls than the limit are left behind. At the latest when all are overdue, the wait ends in an error."""
+    limit, told = max(MIN_LEFT_BEHIND, LEFT_BEHIND_PER_SLOT * at_a_time), False
+    while left_behind(source) >= limit:
+        with _left_behind_lock:
+            overdue = sum(overdue_at <= time.monotonic() for overdue_at in _left_behind[source].values())
+        if overdue >= limit:
+            raise TooManyLeftBehind(
+                f"{overdue} calls of {source} were given up and never returned; each still occupies a thread, and no more "
+                "are given to it. Give everything that it waits for a time limit of its own, or write it as `async def`, "
+                "which can be cancelled"
+            )
+        if not told:
+            logger.warning("a call of %s waits for one of the %d that were cancelled and still run", source, limit)
+            told = True
+        await asyncio.sleep(_LOOK_FOR_ROOM_S)
 
 
 def _as_exception(error: BaseException) -> BaseException:

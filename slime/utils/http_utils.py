@@ -159,7 +159,10 @@ async def post(
 
 
 async def post_generate(url: str, payload: Any, headers: dict[str, str] | None = None) -> Any:
-    """As `post`, for an engine's answer: parsed off the event loop, with its token log-probs as `TokenLogProbs`."""
+    """As `post`, for an engine's answer. A long one is parsed off the event loop, its token log-probs into `TokenLogProbs`.
+
+    Those of a short one are lists of entries; `TokenLogProbs.of` takes both.
+    """
     # Arrow takes a moment to load and is needed where engines are asked only.
     from slime.utils.engine_answers import decode_engine_answer
 
@@ -250,6 +253,8 @@ def _encode(payload: Any) -> bytes | None:
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
+    if isinstance(value, np.generic):
+        return value.item()
     raise TypeError(f"{type(value).__name__} cannot be sent as JSON")
 
 

@@ -71,9 +71,9 @@ def routed_experts(sample: Sample, meta_info: dict[str, Any], total_length: int,
     rows, earlier = flat.reshape(shape), sample.rollout_routed_experts
     if start == 0:
         return rows
-    held = 0 if earlier is None else len(earlier)
-    if held < start:
-        raise ValueError(f"{where} begin at position {start}, but the sample has those of {held} positions only")
+    known = 0 if earlier is None else len(earlier)
+    if known < start:
+        raise ValueError(f"{where} begin at position {start}, but the sample has those of {known} positions only")
     return np.concatenate([np.asarray(earlier, np.int32)[:start], rows])
 
 

@@ -8,6 +8,7 @@ takes the array's place from then on, because the reader may change it. Whoever 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,15 +23,17 @@ TOKEN_FIELDS = {
     "rollout_log_probs": np.float32,
     "teacher_log_probs": np.float32,
 }
+# A sample without tokens has an empty list; elsewhere None says that all are trained, or that nothing is known.
+_NEVER_NONE = frozenset({"tokens"})
 # Readers in two threads must get the same list: each may change it.
 _becoming_list = threading.Lock()
 
 
 class TokenField:
-    """Descriptor of a field that holds a list, an array that is read as a list, or None.
+    """Descriptor of a field that holds a list, an array that is read as a list, or None; `tokens` takes None as [].
 
     An array that is assigned is held as it is if it is read-only, else copied; so is a part of another, which it would
-    keep in memory.
+    keep in memory. Numbers of numpy in a list become Python's. A deleted field has its default.
     """
 
     def __init__(self, name: str) -> None:
@@ -39,14 +42,11 @@ class TokenField:
     def __get__(self, sample: Sample | None, owner: type | None = None) -> Any:
         if sample is None:
             return self
-        try:
-            value = sample.__dict__[self._name]
-        except KeyError:
-            raise AttributeError(f"{type(sample).__name__} has no {self._name}") from None
+        value = held(sample, self._name)
         if not isinstance(value, np.ndarray):
             return value
         with _becoming_list:
-            value = sample.__dict__[self._name]
+            value = held(sample, self._name)
             if isinstance(value, np.ndarray):
                 value = sample.__dict__[self._name] = value.tolist()
         return value
@@ -54,12 +54,33 @@ class TokenField:
     def __set__(self, sample: Sample, value: Any) -> None:
         if isinstance(value, np.ndarray) and (value.flags.writeable or not value.flags.owndata):
             value = read_only(value.copy())
+        elif isinstance(value, list) and value and isinstance(value[-1], np.generic):
+            # `+=` leaves them at the end; a look at every entry at every `+=` would be quadratic.
+            value[:] = without_numpy(value)
+        elif value is None and self._name in _NEVER_NONE:
+            value = []
         sample.__dict__[self._name] = value
+
+    def __delete__(self, sample: Sample) -> None:
+        sample.__dict__.pop(self._name, None)
 
 
 def held(sample: Sample, name: str) -> Any:
     """The field as it is held: an array, what was assigned, or None. Nothing is converted; do not change it."""
-    return sample.__dict__[name]
+    if name in _NEVER_NONE and name not in sample.__dict__:
+        sample.__dict__.setdefault(name, [])
+    return sample.__dict__.get(name)
+
+
+def without_numpy(values: Iterable[Any]) -> list[Any]:
+    """A list of `values` in which numbers of numpy are Python's: JSON knows no others."""
+    return [value.item() if isinstance(value, np.generic) else value for value in values]
+
+
+def first_not_finite(values: Any) -> int | None:
+    """Position of the first of `values` that is no finite number (NaN, infinite, None); None where all are."""
+    wrong = np.flatnonzero(~np.isfinite(np.asarray(values, np.float64)))
+    return int(wrong[0]) if len(wrong) else None
 
 
 def token_array(sample: Sample, name: str) -> np.ndarray | None:
@@ -69,9 +90,6 @@ def token_array(sample: Sample, name: str) -> np.ndarray | None:
         ValueError: the field holds something else than a flat sequence of numbers.
     """
     value = held(sample, name)
-    if isinstance(value, np.ndarray):
-        # Pickling and copying lose the flag.
-        read_only(value)
     return None if value is None else _require_array(sample, name, value)
 
 

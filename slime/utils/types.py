@@ -22,7 +22,7 @@ import numpy as np
 
 from slime.utils import sample_meta_info
 from slime.utils.errors import UserError
-from slime.utils.token_fields import TOKEN_FIELDS, TokenField, held, join
+from slime.utils.token_fields import TOKEN_FIELDS, TokenField, first_not_finite, held, join, read_only, without_numpy
 
 # One list (or tensor) entry per sample under each key.
 RolloutBatch = dict[str, Any]
@@ -128,8 +128,19 @@ class Sample:
 
     def _fields(self) -> dict[str, Any]:
         """Values by field. Whoever compares or prints samples (asyncio does, of results) leaves arrays where they are."""
-        values = {spec.name: self.__dict__[spec.name] for spec in dataclasses.fields(self)}
-        return values | {name: _as_list(values[name]) for name in TOKEN_FIELDS}
+        values = {spec.name: self.__dict__.get(spec.name) for spec in dataclasses.fields(self)}
+        return values | {name: _as_list(held(self, name)) for name in TOKEN_FIELDS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """From a pickle or a copy: fields that it lacks take their defaults, arrays are read-only as before."""
+        self.__dict__.update(state)
+        missing = [spec.name for spec in dataclasses.fields(self) if spec.name not in state]
+        if missing:
+            fresh = type(self)()
+            self.__dict__.update({name: fresh.__dict__[name] for name in missing})
+        for name in TOKEN_FIELDS:
+            if isinstance(held(self, name), np.ndarray):
+                read_only(held(self, name))
 
     def to_dict(self, *, token_arrays: bool = False) -> dict[str, Any]:
         """Plain dict of all fields and of attributes added by users; containers are copies, `status` is its value.
@@ -139,7 +150,7 @@ class Sample:
         """
         values = {name: _copy_containers(value) for name, value in self.__dict__.items()}
         if not token_arrays:
-            values |= {name: _as_list(values[name]) for name in TOKEN_FIELDS}
+            values |= {name: _as_list(values.get(name)) for name in TOKEN_FIELDS}
         values["status"] = self.status.value
         values["spec_info"] = dataclasses.asdict(self.spec_info)
         values["prefix_cache_info"] = dataclasses.asdict(self.prefix_cache_info)
@@ -189,11 +200,6 @@ class Sample:
         elif self.status in (Sample.Status.PENDING, Sample.Status.TRUNCATED):
             self.status = Sample.Status.COMPLETED
 
-    @property
-    def failed(self) -> bool:
-        """Whether the sample is FAILED and masked: it trains nothing, and an evaluation does not count it."""
-        return self.status is Sample.Status.FAILED and self.remove_sample
-
     def append_response_tokens(
         self,
         args: Any = None,
@@ -213,8 +219,8 @@ class Sample:
         status stay as they are.
 
         Raises:
-            ValueError: log-probs missing, superfluous, of another length than `tokens`, or following response tokens
-                that have none; routed experts of another shape than the tokens and the model have; or the lengths of the
+            ValueError: log-probs missing, superfluous, not finite, of another length than `tokens`, or following response
+                tokens that have none; routed experts of another shape than the tokens and the model have; or the lengths of the
                 sample do not fit together.
         """
         new_tokens = _as_list_or_array([] if tokens is None else tokens)
@@ -279,7 +285,7 @@ class Sample:
             "rollout_top_p_token_offsets": self.response_length + 1,
         }
         for name, length in expected.items():
-            value = self.__dict__[name]
+            value = self.__dict__.get(name)
             if value is not None and len(value) != length:
                 raise ValueError(f"sample {self.index}: {name} has {len(value)} entries, expected {length}")
         experts = self.rollout_routed_experts
@@ -297,6 +303,11 @@ class Sample:
             return
         if trainable and log_probs is None:
             raise ValueError(f"sample {self.index}: trainable response tokens require rollout log probabilities")
+        if trainable and (wrong := first_not_finite(log_probs)) is not None:
+            raise ValueError(
+                f"sample {self.index}: log_prob {log_probs[wrong]} of response token {self.response_length + wrong} is "
+                "no finite number"
+            )
         if not trainable and log_probs is not None:
             raise ValueError(f"sample {self.index}: untrained response tokens must not carry log_probs")
         if trainable and self.response_length and held(self, "rollout_log_probs") is None:
@@ -304,7 +315,7 @@ class Sample:
                 f"sample {self.index}: log_probs cannot follow {self.response_length} response tokens without log_probs"
             )
         for name in ("teacher_log_probs", "rollout_top_p_token_offsets"):
-            if self.__dict__[name] is not None:
+            if self.__dict__.get(name) is not None:
                 raise ValueError(f"sample {self.index}: cannot append response tokens after {name} was set")
 
     def _extend_response(
@@ -338,12 +349,20 @@ for _name in TOKEN_FIELDS:
     setattr(Sample, _name, TokenField(_name))
 
 
+def failed_and_masked(sample: Sample) -> bool:
+    """Whether `sample` trains nothing, an evaluation leaves it out, and a step or a set with mostly such ones stops.
+
+    No property of `Sample`, on which any other name is an attribute of the user's.
+    """
+    return sample.status is Sample.Status.FAILED and bool(sample.remove_sample)
+
+
 def _as_list(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def _as_list_or_array(values: Any) -> list[Any] | np.ndarray:
-    return values if isinstance(values, np.ndarray) else list(values)
+    return values if isinstance(values, np.ndarray) else without_numpy(values)
 
 
 def _copy_containers(value: Any) -> Any:

@@ -173,3 +173,16 @@ def test_pending_with_a_response_is_completed_without_one_is_an_error(checkpoint
     assert sample.status is Status.COMPLETED
     with pytest.raises(UserError, match="status PENDING"):
         complete_sample(args, Sample(index=3), "f")
+
+
+@pytest.mark.parametrize("tokens", ["None", "[]"])
+def test_text_alone_is_enough_however_its_function_says_that_there_are_no_tokens(checkpoint, make_plugin, tokens):
+    path = make_plugin(
+        f"async def fn(args, sample, sampling_params):\n    sample.tokens = {tokens}\n"
+        "    sample.response = 'thia'\n    return sample\n"
+    )
+    args = make_args(checkpoint, custom_generate_function_path=path)
+    sample = asyncio.run(generate_and_rm(args, Sample(index=1, prompt="hello"), {}))
+    encode = GenerateState(args).tokenizer.encode
+    assert sample.tokens == encode("hello") + encode("thia", add_special_tokens=False)
+    assert sample.status is Status.COMPLETED

@@ -232,7 +232,7 @@ def test_bad_rows_are_left_out_on_request(server, checkpoint, tmp_path):
     assert len(run(args).data["bad"]["samples"]) == 1
 
 
-def test_a_set_may_end_without_its_stragglers(server, checkpoint, tmp_path):
+def test_a_set_may_end_without_its_stragglers(server, checkpoint, tmp_path, caplog):
     args = make_eval_args(checkpoint, server, tmp_path)
     args.eval_datasets[0].eval_task_timeout = 2.0
     held = []
@@ -249,6 +249,8 @@ def test_a_set_may_end_without_its_stragglers(server, checkpoint, tmp_path):
     output = run(args)
     server.release()
     assert output.metrics == {"eval/easy-unfinished_prompts": 1}
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == ["evaluation set easy: 1 of 3 prompts were left unfinished"]
     assert len(output.data["easy"]["samples"]) == 4 and len(output.data["hard"]["samples"]) == 2
     assert set(output.data["easy"]) == {"rewards", "truncated", "samples"}
 
@@ -280,3 +282,22 @@ def test_a_straggler_that_refuses_to_end_does_not_stretch_the_limit_of_a_set(ser
     assert args.holding.is_set()
     assert output.metrics == {"eval/easy-unfinished_prompts": 1}
     assert len(output.data["easy"]["samples"]) == 4
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_failures_that_a_generate_function_tells_of_stop_a_set_as_well(server, checkpoint, tmp_path, failing):
+    (tmp_path / "mine.py").write_text(
+        "def generate(args, sample, sampling_params):\n"
+        f"    if sample.metadata['row'] < {failing}:\n"
+        "        sample.status = type(sample).Status.FAILED\n        return sample\n"
+        "    sample.append_response_tokens(args, tokens=[5], log_probs=[-1.0])\n"
+        "    sample.status = type(sample).Status.COMPLETED\n    return sample\n"
+    )
+    args = make_eval_args(checkpoint, server, tmp_path, custom_generate_function_path=f"{tmp_path}/mine.py:generate")
+    del args.eval_datasets[1]
+    if failing == 2:
+        with pytest.raises(RunError, match="4 of 6 samples of evaluation set easy failed.*no reason was given"):
+            run(args)
+        return
+    easy = run(args).data["easy"]
+    assert (len(easy["samples"]), len(easy["failed"])) == (4, 2)

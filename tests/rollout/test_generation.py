@@ -1,19 +1,22 @@
 """One sample and one group, against a server that speaks `/generate`."""
 
 import asyncio
+import datetime
+import enum
 import sys
 import threading
 
 import numpy as np
 import pytest
 
+from slime.rollout import generation
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate, generate_and_rm, generate_and_rm_group
 from slime.utils import async_utils, http_utils
 from slime.utils.errors import UserError
 from slime.utils.http_utils import HttpError, close_http_client
 from slime.utils.misc import SingletonMeta
-from slime.utils.types import Sample
+from slime.utils.types import Sample, failed_and_masked
 from tests.support.rollout_args import CONTEXT_LENGTH, VOCAB_SIZE, make_args
 
 Status = Sample.Status
@@ -464,7 +467,7 @@ def test_a_group_renders_and_tokenises_its_prompt_once_and_off_the_event_loop(
     monkeypatch.setattr(f"{module}.render_chat", recorded("render", lambda tokenizer, chat, *_: chat[0]["content"]))
 
     async def main():
-        tokenizer = GenerateState(args).tokenizer
+        tokenizer = GenerateState(args).encoder_tokenizer
         monkeypatch.setattr(tokenizer, "encode", recorded("encode", tokenizer.encode))
         prompt = [{"role": "user", "content": "hello"}] if messages else "hello"
         group = [Sample(index=i, group_index=0, prompt=prompt) for i in range(2)]
@@ -481,10 +484,72 @@ def test_no_request_starts_when_the_abort_comes_while_the_prompt_is_tokenised(se
 
     async def main():
         state = GenerateState(args)
-        encode = state.tokenizer.encode
+        encode = state.encoder_tokenizer.encode
         monkeypatch.setattr(
-            state.tokenizer, "encode", lambda *a, **k: setattr(state, "aborted", True) or encode(*a, **k)
+            state.encoder_tokenizer, "encode", lambda *a, **k: setattr(state, "aborted", True) or encode(*a, **k)
         )
         return await generate_and_rm(args, Sample(index=0, prompt="hello"), params(args))
 
     assert run(main()).status is Status.ABORTED and server.requests == []
+
+
+def test_users_may_pad_and_truncate_with_the_tokenizer_while_prompts_are_encoded(checkpoint):
+    SingletonMeta.clear_instances()
+    state, text = GenerateState(make_args(checkpoint)), "word " * 2000
+    whole = len(state.tokenizer.encode(text))
+
+    async def main():
+        encoding = [asyncio.ensure_future(state.encode_prompt(Sample(prompt=text + str(i)))) for i in range(30)]
+        calls = 0
+        while not all(task.done() for task in encoding):
+            assert len(state.tokenizer(text, truncation=True, max_length=10)["input_ids"]) == 10
+            state.tokenizer.pad({"input_ids": [[1], [1, 2]]}, padding=True)
+            calls += 1
+            await asyncio.sleep(0)
+        assert calls
+        return await asyncio.gather(*encoding)
+
+    assert all(len(ids) > whole for ids in asyncio.run(main()))
+    SingletonMeta.clear_instances()
+
+
+class Colour(enum.StrEnum):
+    RED = "red"
+
+
+@pytest.mark.parametrize(
+    "value", [datetime.date(2024, 1, 2), Colour.RED, float("nan"), (1, 2), np.float64(1.5), 2**70, "\ud800"]
+)
+def test_a_template_gets_the_values_of_the_messages_unchanged(checkpoint, monkeypatch, value):
+    SingletonMeta.clear_instances()
+    seen = []
+    module = "slime.rollout.generate_state"
+    monkeypatch.setattr(f"{module}.require_chat_template", lambda tokenizer, subject: None)
+    monkeypatch.setattr(f"{module}.render_chat", lambda tokenizer, chat, *_: seen.append(chat[0]["content"]) or "hello")
+    GenerateState(make_args(checkpoint)).prompt_ids(Sample(prompt=[{"role": "user", "content": value}]))
+    assert type(seen[0]) is type(value) and repr(seen[0]) == repr(value)
+    SingletonMeta.clear_instances()
+
+
+@pytest.mark.parametrize("log_prob", [None, float("nan"), float("-inf")])
+def test_a_token_without_a_finite_log_prob_is_generated_once_more_and_never_trained(
+    server, checkpoint, monkeypatch, log_prob
+):
+    answers = []
+
+    async def post(url, payload, headers=None):
+        value = -0.5 if len(answers) == recovers_at else log_prob
+        answers.append(value)
+        rows = [[-0.5, 70, None], [value, 71, None]]
+        finish = {"type": "stop"}
+        return {"text": "FG", "meta_info": {"output_token_logprobs": rows, "finish_reason": finish}}
+
+    monkeypatch.setattr(generation, "post_generate", post)
+    args = make_args(checkpoint, server.port)
+    recovers_at = None
+    failed = run(generate_and_rm(args, Sample(index=3, prompt="hello"), params(args)))
+    assert failed_and_masked(failed) and failed.response_length == 0 and len(answers) == 2
+    assert "response token 1 (id 71) of sample 3 the log-prob" in failed.metadata["fail_reason"]
+    recovers_at = 3
+    good = run(generate_and_rm(args, Sample(index=4, prompt="hello"), params(args)))
+    assert (good.status, good.rollout_log_probs) == (Status.COMPLETED, [-0.5, -0.5])

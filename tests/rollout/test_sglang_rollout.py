@@ -1,5 +1,6 @@
 """Whole steps of the default loop: what is kept, what returns to the data source, how it ends when something fails."""
 
+import threading
 import time
 
 import numpy as np
@@ -442,6 +443,31 @@ def test_the_step_reports_what_it_waits_for(server, checkpoint, monkeypatch, cap
     run_step(make_args(checkpoint, server.port), CountingDataSource(2))
     assert "0 of 2 groups; waiting for 2 more" in caplog.text
     assert "group 0, group 1" in caplog.text
+
+
+@pytest.mark.parametrize("which", ["data source", "filter"])
+def test_a_data_source_or_a_filter_that_hangs_is_told_of(server, checkpoint, monkeypatch, caplog, tmp_path, which):
+    monkeypatch.setattr(rollout_step, "REPORT_AFTER_S", 0.01)
+    caplog.set_level("INFO")
+    args, source = make_args(checkpoint, server.port), CountingDataSource(2)
+    expected = "; waiting for get_samples of tests.support.rollout_args.CountingDataSource"
+    if which == "filter":
+        path = plugin(tmp_path, "def fn(args, samples):\n    args.hang()\n    return True\n")
+        args.dynamic_sampling_filter_path = path
+        expected = f"; waiting for --dynamic-sampling-filter-path {path}"
+    told = threading.Event()
+    monkeypatch.setattr(
+        rollout_step.logger, "info", lambda text, *values: told.set() if expected in text % values else None
+    )
+
+    def hang():
+        assert told.wait(60), "nothing is said while it hangs"
+
+    args.hang = hang
+    draw = source.get_samples
+    if which == "data source":
+        source.get_samples = lambda size: hang() or draw(size)
+    assert len(run_step(args, source).samples) == 2
 
 
 def test_a_filter_that_drops_everything_is_reported_while_groups_finish(

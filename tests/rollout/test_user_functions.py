@@ -186,6 +186,54 @@ def test_calls_that_never_return_are_left_behind_until_they_are_too_many(given_u
     assert [message.split()[0] for message in warnings] == ["1", "2", "4", "8", "16", "32", "64"]
 
 
+def test_calls_cancelled_within_their_limit_are_waited_for_instead_of_ending_the_run(monkeypatch, caplog):
+    monkeypatch.setattr(user_functions, "MIN_LEFT_BEHIND", 4)
+    source, release = "--custom-generate-function-path slow.py:fn", threading.Event()
+
+    def call(function, timeout):
+        return asyncio.ensure_future(call_user_function(function, source=source, at_a_time=1, timeout=timeout))
+
+    async def main():
+        for _ in range(2):  # two steps that are wound down
+            started = [call(release.wait, 3600.0) for _ in range(2)]
+            await asyncio.sleep(0)
+            for task in started:
+                task.cancel()
+            await asyncio.wait(started)
+        assert left_behind(source) == 4
+        following = call(lambda: "done", 3600.0)
+        await until(lambda: "waits for one of the 4 that were cancelled" in caplog.text or following.done())
+        assert not following.done(), "the threads are bounded"
+        release.set()
+        assert await following == "done"
+        await until(lambda: left_behind(source) == 0)
+
+    try:
+        run(main())
+    finally:
+        release.set()
+
+
+def test_calls_that_were_cancelled_are_too_many_once_they_are_beyond_their_limit(monkeypatch):
+    monkeypatch.setattr(user_functions, "MIN_LEFT_BEHIND", 4)
+    source, release = "--custom-rm-path hung.py:fn", threading.Event()
+
+    async def main():
+        options = {"source": source, "at_a_time": 1, "timeout": 0.5}
+        hung = [asyncio.ensure_future(call_user_function(release.wait, **options)) for _ in range(4)]
+        await asyncio.sleep(0)
+        for task in hung:
+            task.cancel()
+        await asyncio.wait(hung)
+        with pytest.raises(TooManyLeftBehind, match="^4 calls of --custom-rm-path hung.py:fn were given up"):
+            await call_user_function(lambda: 1, **options)
+
+    try:
+        run(main())
+    finally:
+        release.set()
+
+
 def test_a_machine_without_further_threads_is_named(monkeypatch):
     def refuse(self):
         raise RuntimeError("can't start new thread")

@@ -347,3 +347,27 @@ def test_ports_and_hosts():
         assert http_utils.find_available_port(port) > port
     name, address = http_utils.get_host_info()
     assert name and address
+
+
+@pytest.mark.parametrize("entries", [1, 10_000])
+def test_short_and_long_answers_have_the_same_log_probs(entries):
+    rows = [[-0.5 - i, 100 + i, None] for i in range(entries)]
+
+    async def handler(request):
+        return web.json_response({"text": "x", "meta_info": {"output_token_logprobs": rows}})
+
+    async def main():
+        init_http_client(make_args())
+        async with serving(handler) as url:
+            return await post_generate(url, {})
+
+    entries_or_table = asyncio.run(main())["meta_info"]["output_token_logprobs"]
+    assert isinstance(entries_or_table, list) == (entries == 1), "the two forms that are promised"
+    found = engine_answers.TokenLogProbs.of(entries_or_table)
+    assert (found.tokens.tolist(), found.log_probs.tolist()) == ([row[1] for row in rows], [row[0] for row in rows])
+
+
+@pytest.mark.parametrize("other", [1, 2**70])
+def test_single_numbers_of_numpy_are_sent_whoever_writes_them(other):
+    body = http_utils._encode({"id": np.int64(3), "value": np.float32(0.5), "other": other})
+    assert json.loads(body) == {"id": 3, "value": 0.5, "other": other}

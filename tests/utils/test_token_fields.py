@@ -1,5 +1,6 @@
 import copy
 import dataclasses
+import json
 import pickle
 import threading
 
@@ -141,3 +142,56 @@ def test_a_refused_append_leaves_the_sample_as_it_was():
     with pytest.raises(ValueError, match="loss_mask is no flat list of numbers"):
         sample.append_response_tokens(tokens=np.array([9]), log_probs=np.array([0.0]))
     assert sample == before
+
+
+def test_no_tokens_are_an_empty_list():
+    sample = Sample(tokens=None, loss_mask=None)
+    assert (sample.tokens, sample.loss_mask) == ([], None)
+    sample.tokens = None
+    sample.validate_lengths()
+    hold_arrays(sample)
+    sample.tokens.append(5)
+    assert sample.tokens == [5]
+
+
+def test_a_deleted_field_has_its_default():
+    sample = array_sample()
+    del sample.loss_mask, sample.tokens, sample.rollout_log_probs
+    sample.response_length = 0
+    assert (sample.tokens, sample.loss_mask, sample.rollout_log_probs) == ([], None, None)
+    sample.validate_lengths()
+    assert sample == Sample(tokens=[]) and Sample.from_dict(sample.to_dict()) == sample
+
+
+@pytest.mark.parametrize("name", ["tokens", "loss_mask", "metadata", "remove_sample"])
+def test_a_sample_from_before_a_field_was_added_has_its_default(name):
+    old = Sample(index=3)
+    del old.__dict__[name]
+    for sample in (pickle.loads(pickle.dumps(old)), copy.deepcopy(old)):
+        assert sample == Sample(index=3)
+        assert getattr(sample, name) == getattr(Sample(), name)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda sample: pickle.loads(pickle.dumps(sample))])
+def test_arrays_stay_read_only_on_their_way(duplicate):
+    sample = duplicate(array_sample())
+    assert [held(sample, name).flags.writeable for name in list(TOKEN_FIELDS)[:3]] == [False] * 3
+
+
+def test_numbers_of_numpy_in_lists_become_plain():
+    sample = Sample(tokens=[1])
+    sample.append_response_tokens(tokens=[np.int64(5)], log_probs=[np.float32(-1)])
+    sample.tokens += list(np.array([6, 7]))
+    sample.loss_mask = [np.int64(1), np.int64(0)]
+    fields = {name: getattr(sample, name) for name in ("tokens", "loss_mask", "rollout_log_probs")}
+    assert json.loads(json.dumps(fields)) == {"tokens": [1, 5, 6, 7], "loss_mask": [1, 0], "rollout_log_probs": [-1.0]}
+
+
+@pytest.mark.parametrize("log_prob", [None, float("nan"), float("-inf"), float("inf")])
+def test_a_trained_token_without_a_finite_log_prob_is_refused(log_prob):
+    for log_probs in ([-0.5, log_prob], np.array([-0.5, log_prob], np.float64)):
+        sample = Sample(index=4, tokens=[1])
+        sample.append_response_tokens(tokens=[5], log_probs=[-1.0])
+        with pytest.raises(ValueError, match="sample 4: log_prob .* of response token 2 is no finite number"):
+            sample.append_response_tokens(tokens=[6, 7], log_probs=log_probs)
+        assert sample.tokens == [1, 5]

@@ -9,7 +9,7 @@ import pytest
 
 from slime.utils.errors import UserError
 from slime.utils.packed_sample import pack_sample
-from slime.utils.types import MultimodalTypes, ParamInfo, Sample
+from slime.utils.types import MultimodalTypes, ParamInfo, Sample, failed_and_masked
 
 
 def prompt_sample(**fields) -> Sample:
@@ -243,3 +243,12 @@ def test_other_types():
     info = ParamInfo(name="w", dtype="float32", shape=(2, 3), attrs={}, size=24, src_rank=0)
     with pytest.raises(AttributeError):
         info.size = 1
+
+
+def test_failed_is_an_attribute_of_the_users():
+    sample = Sample.from_dict({"failed": True})
+    assert sample.failed is True and sample.to_dict()["failed"] is True and not failed_and_masked(sample)
+    sample.status = Sample.Status.FAILED
+    assert not failed_and_masked(sample)
+    sample.remove_sample = True
+    assert failed_and_masked(sample)

@@ -3,6 +3,8 @@
 Forms: single `fn(args, sample, **kw)`; batch `fn(args, samples, **kw)`, told by the name of the second parameter (with
 `--group-rm` also when that name is neither `sample` nor `samples`); class with
 `compute_reward(prompts, responses[, labels, samples])`.
+
+A call beyond `--rm-timeout` is made once more, with copies of the samples; a plain function may then run twice at once.
 """
 
 import inspect

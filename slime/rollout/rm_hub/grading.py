@@ -1,11 +1,12 @@
 """Rewards of samples: which function grades a sample, under which limits, and what it may return.
 
 Precedence: `sample.custom_rm_path`, `--custom-rm-path`, `metadata["rm_type"]`, `--rm-type`. At most `--rm-concurrency`
-calls run, each for at most `--rm-timeout` seconds, and one that gave no reward in that time is made once more; grading
-never runs on the event loop.
+calls run, of built-in types no more than there are workers, each for at most `--rm-timeout` seconds, waiting not counted.
+One that gave no reward in that time is made once more; grading never runs on the event loop.
 """
 
 import asyncio
+import copy
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -14,6 +15,7 @@ from slime.rollout.failures import SampleFailed
 from slime.rollout.rm_hub.builtin_rewards import compute_builtin_reward
 from slime.rollout.rm_hub.custom_reward import CustomReward
 from slime.rollout.rm_hub.reward_values import checked_reward
+from slime.rollout.rm_hub.symbolic_pool import pool_size
 from slime.rollout.user_functions import CallKind, CallTimedOut, call_slots, call_user_function, describe_samples
 from slime.utils.types import Sample
 
@@ -29,12 +31,16 @@ async def async_rm(args: Any, sample: Sample, *, evaluation: bool = False, **kwa
     """
     custom = _custom_reward(args, sample)
     if custom is None:
-        reward = await _limited(args, [sample], lambda limit: call_user_function(
-            compute_builtin_reward, args, sample, source="--rm-type", at_a_time=args.rm_concurrency, timeout=limit
+        # More would wait for a worker, or for a core, within their time limit.
+        at_a_time = min(args.rm_concurrency, pool_size())
+        reward = await _limited(args, [sample], at_a_time, lambda graded, limit: call_user_function(
+            compute_builtin_reward, args, *graded, source="--rm-type", at_a_time=at_a_time, timeout=limit
         ))  # fmt: skip
         return checked_reward(args, sample, reward, "--rm-type", evaluation)
     keywords = {"evaluation": evaluation, **kwargs}
-    reward = await _limited(args, [sample], lambda limit: custom.grade_one(sample, limit, keywords))
+    reward = await _limited(
+        args, [sample], args.rm_concurrency, lambda graded, limit: custom.grade_one(*graded, limit, keywords)
+    )
     return checked_reward(args, sample, reward, custom.source, evaluation)
 
 
@@ -70,7 +76,9 @@ async def _grade_batch(args: Any, samples: list[Sample], evaluation: bool, kwarg
     if custom is None or not custom.takes_batch:
         return [await async_rm(args, sample, evaluation=evaluation, **kwargs) for sample in samples]
     keywords = {"evaluation": evaluation, **kwargs}
-    raw = await _limited(args, samples, lambda limit: custom.grade_batch(samples, limit, keywords))
+    raw = await _limited(
+        args, samples, args.rm_concurrency, lambda graded, limit: custom.grade_batch(graded, limit, keywords)
+    )
     return [
         checked_reward(args, sample, reward, custom.source, evaluation)
         for sample, reward in zip(samples, raw, strict=True)
@@ -82,15 +90,35 @@ def _custom_reward(args: Any, sample: Sample) -> CustomReward | None:
     return CustomReward(path, args) if path else None
 
 
-async def _limited(args: Any, samples: list[Sample], call: Callable[[float | None], Awaitable[Any]]) -> Any:
-    """The result of `call(time limit)`, at the second attempt if need be. What was generated is not generated again."""
+async def _limited(
+    args: Any, samples: list[Sample], at_a_time: int, call: Callable[[list[Sample], float | None], Awaitable[Any]]
+) -> Any:
+    """The result of `call(samples, time limit)`, at the second attempt if need be: nothing is generated again.
+
+    A plain function may still be at the first attempt then. The second one gets copies, with `metadata` of their own, and
+    what it set in them is taken over with its result.
+    """
+    graded = samples
     for last_attempt in (False, True):
-        async with call_slots(CallKind.REWARD, args.rm_concurrency):
+        async with call_slots(CallKind.REWARD, at_a_time):
             try:
-                return await call(args.rm_timeout)
+                if last_attempt:
+                    graded = [_with_own_metadata(sample) for sample in samples]
+                # The list is the function's own: it may sort it.
+                result = await call(list(graded), args.rm_timeout)
+                if last_attempt:
+                    for sample, copied in zip(samples, graded, strict=True):
+                        sample.__dict__.update(copied.__dict__)
+                return result
             except CallTimedOut as error:
                 reason = f"no reward for {describe_samples(samples)} within --rm-timeout {args.rm_timeout:g} s"
                 if last_attempt:
                     raise SampleFailed(f"{reason}, asked twice", retryable=False) from error
                 logger.warning("%s; asking once more", reason)
     raise AssertionError("unreachable: the last attempt returns")
+
+
+def _with_own_metadata(sample: Sample) -> Sample:
+    copied = copy.copy(sample)
+    copied.metadata = dict(sample.metadata)
+    return copied

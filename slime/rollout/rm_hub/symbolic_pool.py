@@ -121,6 +121,11 @@ class SymbolicPool:
 _pool = SymbolicPool()
 
 
+def pool_size() -> int:
+    """Comparisons that the process-wide pool makes at a time."""
+    return _pool.size
+
+
 def are_equal(given: str, truth: str, timeout: float = TIME_LIMIT_S) -> bool:
     """`SymbolicPool.are_equal` of the process-wide pool."""
     return _pool.are_equal(given, truth, timeout)

@@ -8,7 +8,7 @@ import pytest
 
 from slime.arguments.plug_ins import load_plug_ins
 from slime.rollout.failures import SampleFailed
-from slime.rollout.rm_hub import async_rm, batched_async_rm
+from slime.rollout.rm_hub import async_rm, batched_async_rm, grading
 from slime.rollout.rm_hub.custom_reward import clear_reward_instances
 from slime.utils import async_utils
 from slime.utils.errors import RunError, UserError
@@ -234,25 +234,26 @@ def test_as_many_plain_rewards_run_at_once_as_the_flag_says(tmp_path):
 def test_rewards_that_never_return_make_room_until_they_are_too_many(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
-        "def reward(args, sample):\n    if sample.index < 64:\n        args.release.wait(60)\n    return 1.0\n"
+        "def reward(args, sample):\n    if sample.index < 32:\n        args.release.wait(60)\n    return 1.0\n"
     )
     args = make_args("", custom_rm_path=f"{file}:reward", rm_concurrency=32, rm_timeout=0.05)
     args.release = threading.Event()
 
     async def main():
-        hung = [async_rm(args, sample) for sample in samples(*range(64))]
-        results = await asyncio.gather(*hung[:63], return_exceptions=True)
+        # Each is called twice.
+        hung = [async_rm(args, sample) for sample in samples(*range(32))]
+        results = await asyncio.gather(*hung[:31], return_exceptions=True)
         args.rm_timeout = 60.0
         results.append(await async_rm(args, samples(64)[0]))
         args.rm_timeout = 0.05
-        results += await asyncio.gather(hung[63], return_exceptions=True)
+        results += await asyncio.gather(hung[31], return_exceptions=True)
         return [*results, *await asyncio.gather(async_rm(args, samples(65)[0]), return_exceptions=True)]
 
     try:
         *results, last, refused = asyncio.run(main())
     finally:
         args.release.set()
-    assert [type(result) for result in results] == [SampleFailed] * 63 + [float]
+    assert [type(result) for result in results] == [SampleFailed] * 31 + [float]
     assert isinstance(last, SampleFailed)
     with pytest.raises(
         RunError, match=rf"^64 calls of --custom-rm-path {file}:reward were given up and never returned"
@@ -282,6 +283,49 @@ def test_a_plain_reward_may_combine_others(tmp_path):
         assert async_utils.run(main()) == [1.5] * 6
     finally:
         async_utils.stop_async_loop()
+
+
+def test_no_more_built_in_rewards_run_at_once_than_there_are_workers(monkeypatch):
+    running, most, lock, full = [], [], threading.Lock(), threading.Event()
+
+    def compute(args, sample):
+        with lock:
+            running.append(sample.index)
+            most.append(len(running))
+            if len(running) >= 2:
+                full.set()
+        assert full.wait(60)
+        with lock:
+            running.remove(sample.index)
+        return 1.0
+
+    monkeypatch.setattr(grading, "compute_builtin_reward", compute)
+    monkeypatch.setattr(grading, "pool_size", lambda: 2)
+    assert grade_all(make_args("", rm_concurrency=64), samples(*range(40))) == [1.0] * 40
+    assert max(most) == 2, "the others do not wait within their time limit"
+
+
+@pytest.mark.parametrize("form", ["sample", "samples"])
+def test_the_second_attempt_does_not_share_its_samples_with_the_first(tmp_path, form):
+    file = tmp_path / "mine.py"
+    one = "samples[0]" if form == "samples" else "sample"
+    file.write_text(
+        f"def reward(args, {form}):\n    sample = {one}\n    args.given.append(sample)\n"
+        "    number = len(args.given)\n    sample.metadata['attempt'] = number\n    sample.label = f'by {number}'\n"
+        "    if number == 1:\n        args.release.wait(60)\n"
+        f"    return {'[1.0]' if form == 'samples' else '1.0'}\n"
+    )
+    args = make_args("", custom_rm_path=f"{file}:reward", rm_timeout=0.2)
+    args.given, args.release = [], threading.Event()
+    (sample,) = samples(3)
+    sample.metadata["mine"] = 1
+    try:
+        assert grade_one(args, sample) == 1.0
+    finally:
+        args.release.set()
+    first, second = args.given
+    assert first is sample and second is not sample
+    assert (sample.label, sample.metadata["attempt"], sample.metadata["mine"]) == ("by 2", 2, 1)
 
 
 def test_our_time_limit_fails_the_sample_and_the_functions_own_stops_the_run(rewards):
