@@ -196,7 +196,8 @@ def scan_rows(
     deadline: float,
     advance: Callable[[], object] = lambda: None,
 ) -> RowScan:
-    """Read rows as `Dataset` does, without a tokenizer, until `deadline`, which counts for rows in front of a slice too; a few problems end it as well.
+    """Read rows as `Dataset` does, without a tokenizer, until `deadline`, which counts for rows in front of a slice too; a few
+    problems end it as well.
 
     Args:
         objection: why a row that can be read is of no use to the run all the same; None when it is.

@@ -96,8 +96,8 @@ def test_checkpoints_of_another_run_are_not_called_this_ones(saved):
     args = make(saved, load="hf", initial_weights=WeightSource("hf", "hf"))
     kept, again = closing_lines(args, words, finished=False, mark_at_start=mark)
     assert kept == (
-        f"kept: no checkpoint of this run yet (--save-interval 2); those in --save {saved} are of an earlier one; rollouts 0 to "
-        "5 are lost"
+        f"kept: no checkpoint of this run yet (--save-interval 2); those in --save {saved} are of an earlier one; rollouts "
+        "0 to 5 are lost"
     )
     assert again == f"start again: {' '.join(words)}"
     # The same number, published by this run.

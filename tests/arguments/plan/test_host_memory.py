@@ -63,7 +63,7 @@ def test_tensors_are_on_top_of_the_processes(on_cpu):
 
 
 def test_pipeline_stages_are_added_up_and_not_taken_at_the_largest(on_cpu):
-    words = "--pipeline-model-parallel-size 4 --tensor-model-parallel-size 1".split()
+    words = ["--pipeline-model-parallel-size", "4", "--tensor-model-parallel-size", "1"]
     args = planned(SMALL.replace(" --sequence-parallel", ""), *words)
     args.dry_run_gpu_memory_gib = None
     memory = make_plan(args).memory
