@@ -191,6 +191,8 @@ start_node() {
 # several nodes are switched off: by this variable on any system.
 stay_on_loopback() { export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0; }
 
+is_loopback() { [[ "$1" == 127.* || "$1" == localhost || "$1" == ::1 ]]; }
+
 # The address that Ray tells other nodes to join.
 announced_address() { sed -n "s/.*ray start --address='\([^']*\)'.*/\1/p" "$LOG" | head -n 1; }
 
@@ -222,6 +224,10 @@ start_worker() {
   local host="${1%:*}" port="$RAY_PORT"
   if [[ "$1" == *:* ]]; then port="${1##*:}"; fi
   [[ -n "$host" && "$port" =~ ^[0-9]+$ ]] || refuse "'$1' is no address of a head: give HOST or HOST:PORT, for example 10.0.0.1:6379"
+  if is_loopback "${SLIME_HOST_IP:-}" && ! is_loopback "$host"; then
+    refuse "SLIME_HOST_IP=$SLIME_HOST_IP: the head at $host would look for this node on its own machine." \
+      "Set SLIME_HOST_IP to the address of this machine that the head can reach, or leave it out."
+  fi
   require_ray
   require_no_node
   settle_gpus

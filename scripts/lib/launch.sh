@@ -12,6 +12,13 @@ RUN_NAME="${RUN_NAME#run-}"
 SCRIPTS_DIR="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 SAY_AS="run-$RUN_NAME"
 source "$SCRIPTS_DIR/lib/ray_node.sh"
+# What the user set, before defaults are put beside it: it belongs to the command that starts the run again.
+GIVEN_SETTINGS=()
+for name in MODEL NUM_GPUS BASE_DIR MODELS_DIR DATA_DIR CHECKPOINTS_DIR TOY_DIR HF_CHECKPOINT REF_LOAD LOAD SAVE PROMPT_DATA \
+  EVAL_DATA SFT_DATA ACTOR_NUM_NODES CONTEXT_PARALLEL_SIZE EXPERT_PARALLEL_SIZE WANDB_PROJECT WANDB_GROUP RAY_ADDRESS; do
+  if [[ -n "${!name:-}" ]]; then GIVEN_SETTINGS+=("$name=${!name}"); fi
+done
+unset name
 source "$SCRIPTS_DIR/lib/toy.sh"
 source "$SCRIPTS_DIR/lib/settings.sh"
 
@@ -35,6 +42,8 @@ On a small machine, without GPUs too: MODEL=toy NUM_GPUS=2 bash scripts/$SAY_AS.
 
   --dry-run         print what the run would do (placement, memory, batch arithmetic), without Ray and without GPUs
   DRY_RUN=1         the same
+  --check           say whether something stands in the run's way, and start nothing
+  --help-grep WORD  show the flags whose name or text has a word that begins so
   PRINT_COMMAND=1   print the command of the run, one word per line as the shell would read it, and end
 
 Environment variables, with the values that hold now:
@@ -69,17 +78,17 @@ build_command() {
 # Asks the run itself, without Ray, whether something stands in its way. Sets NEEDED_GPUS; ends the script with status 2
 # where something does, and with 0 where nothing is left to do.
 check_run() {
-  local result messages status=0
-  messages="$(mktemp "${TMPDIR:-/tmp}/slime-check-XXXXXX")"
-  result="$("${COMMAND[@]}" --check 2>"$messages")" || status=$?
+  local result status=0
+  CHECK_MESSAGES="$(mktemp "${TMPDIR:-/tmp}/slime-check-XXXXXX")" # `end_run` removes it
+  # On a cluster that is there, this machine's own GPUs and memory do not matter.
+  result="$(RAY_ADDRESS="$CLUSTER_ADDRESS" "${COMMAND[@]}" --check 2>"$CHECK_MESSAGES")" || status=$?
   # What it told beside a success, the run tells again.
   if ((status)); then
-    cat "$messages" >&2
+    cat "$CHECK_MESSAGES" >&2
     if [[ "${MODEL:-}" != toy ]] && (($(detect_gpus) == 0)); then
       say "to try this script on a machine without GPUs: MODEL=toy NUM_GPUS=2 bash scripts/$SAY_AS.sh" >&2
     fi
   fi
-  rm -f "$messages"
   if ((status)); then exit "$status"; fi
   if [[ "$result" == "nothing left"* ]]; then
     say "$result"
@@ -101,6 +110,27 @@ json_string() {
   text="${text//\"/\\\"}"
   printf '"%s"' "${text//$'\n'/\\n}"
 }
+
+# Prints the command that starts the run again, with the user's settings and flags ($@), as a shell reads it. Values that may
+# be secret are left out.
+start_command() {
+  local word flag=""
+  if ((${#GIVEN_SETTINGS[@]})); then printf 'env '; printf '%q ' "${GIVEN_SETTINGS[@]}"; fi
+  printf 'bash %q' "${BASH_SOURCE[-1]}"
+  for word in "$@"; do
+    if [[ "$word" == --* ]]; then flag="${word%%=*}"; fi
+    if { [[ "$word" != "$flag" ]] && may_be_secret "$flag"; } || holds_login "$word"; then
+      if [[ "$word" == --* ]]; then word="$flag=<redacted>"; else word="<redacted>"; fi
+    fi
+    printf ' %q' "$word"
+  done
+}
+
+# Whether the values of flag $1 stay out of what Ray writes down.
+may_be_secret() { [[ "${1,,}" =~ (api[-_]keys?|token|secret|password|wandb[-_]key|db[-_]url|redis[-_]url|authorization|cookie|env[-_]vars)$ ]]; }
+
+# Whether word $1 is an address with what logs in there.
+holds_login() { [[ "$1" =~ ://[^/]*@ || "$1" =~ [?\&][^=]*(key|token|secret|passw)[^=]*= ]]; }
 
 # Prints RUNTIME_ENV as the JSON that Ray reads. Secrets do not belong there: it is shown by ps and by the dashboard.
 runtime_env_json() {
@@ -157,6 +187,7 @@ start_own_head() {
 end_run() {
   local status=$?
   trap '' INT TERM
+  if [[ -n "${CHECK_MESSAGES:-}" ]]; then rm -f "$CHECK_MESSAGES"; fi
   if [[ -n "${SUBMISSION_ID:-}" ]]; then
     say "stopping job $SUBMISSION_ID"
     timeout 60 "$RAY" job stop --address "$CLUSTER_ADDRESS" "$SUBMISSION_ID" >/dev/null 2>&1 || true
@@ -169,7 +200,9 @@ end_run() {
   exit "$status"
 }
 
+# Arguments: those of the user.
 submit() {
+  RUNTIME_ENV[SLIME_START_COMMAND]="$(start_command "$@")"
   RUNTIME_ENV[NCCL_NVLS_ENABLE]="${NCCL_NVLS_ENABLE:-$(nvlink_present)}"
   SUBMISSION_ID="$RUN_NAME-$(date +%Y%m%d-%H%M%S)-$$"
   say "submitting job $SUBMISSION_ID to $CLUSTER_ADDRESS"
@@ -185,7 +218,7 @@ submit() {
 
 # Plans, prints or submits the run. Arguments: those of the user.
 launch() {
-  local argument dry_run="${DRY_RUN:-0}"
+  local argument dry_run="${DRY_RUN:-0}" ask=0
   for argument in "$@"; do
     case "$argument" in
       -h | --help)
@@ -193,6 +226,7 @@ launch() {
         exit 0
         ;;
       --dry-run | --dry-run-json | --dry-run-json=*) dry_run=1 ;;
+      --check | --help-grep | --help-grep=*) ask=1 ;;
     esac
   done
   case "${MODEL:-}" in
@@ -206,6 +240,10 @@ launch() {
     printf '%q\n' "${COMMAND[@]}"
   elif [[ "$dry_run" == 1 ]]; then
     exec "${COMMAND[@]}" --dry-run
+  elif ((ask)); then
+    find_cluster
+    if [[ -n "$CLUSTER_ADDRESS" ]]; then export RAY_ADDRESS="$CLUSTER_ADDRESS"; fi
+    exec "${COMMAND[@]}"
   else
     require_ray
     trap end_run EXIT
@@ -218,6 +256,6 @@ launch() {
     fi
     if runs_here; then check_run; fi
     if [[ -z "$CLUSTER_ADDRESS" ]]; then start_own_head; fi
-    submit
+    submit "$@"
   fi
 }

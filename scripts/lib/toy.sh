@@ -15,9 +15,19 @@ toy_paths() {
   RUN_NAME="$RUN_NAME-toy"
 }
 
+# The task is made beside its place and appears there whole: scripts that start together find it or make one each.
 make_toy_task() {
   if [[ -f "$TOY_DIR/task.json" ]]; then return; fi
-  "$PYTHON" "$REPOSITORY/tools/make_toy_task.py" "$TOY_DIR" --sft-size 512 >&2
+  mkdir -p "$(dirname "$TOY_DIR")"
+  TOY_DRAFT="$(mktemp -d "$TOY_DIR.draft-XXXXXX")"
+  trap 'rm -rf "$TOY_DRAFT"' EXIT
+  chmod 755 "$TOY_DRAFT"
+  "$PYTHON" "$REPOSITORY/tools/make_toy_task.py" "$TOY_DRAFT" --sft-size 512 >&2
+  if ! mv -T "$TOY_DRAFT" "$TOY_DIR" 2>/dev/null; then
+    rm -rf "$TOY_DRAFT"
+    [[ -f "$TOY_DIR/task.json" ]] || refuse "$TOY_DIR holds something else than a toy task; set TOY_DIR to another directory"
+  fi
+  trap - EXIT
 }
 
 # Sets array $1 to its words without the flags $2, $3, ... and their values.

@@ -103,7 +103,9 @@ def _row_problems(args: argparse.Namespace, deadline: float) -> Iterator[str]:
                 advance=bar.update,
             )
         yield from scan.problems
-        if not scan.finished and not scan.problems:
+        if not scan.finished and not scan.problems and not scan.rows:
+            logger.info("%s: its rows are read while the run starts", file.path)
+        elif not scan.finished and not scan.problems:
             logger.info(
                 "%s: the first %d rows can be used; the others are read while the run starts", file.path, scan.rows
             )

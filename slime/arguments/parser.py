@@ -114,7 +114,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return [
             _replacement(dest, given)
             for dest, given in self._given.items()
-            if any(value != given[-1][1] for _, value in given)
+            if any(not _same(value, given[-1][1]) for _, value in given[:-1])
         ]
 
     def _without_values_of_switches(self, words: list[str]) -> list[str]:
@@ -310,6 +310,11 @@ def _value_of_switch(action: argparse.Action, option: str) -> Any:
     return action.const
 
 
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values say the same: nan, which equals nothing, does."""
+    return one == other or repr(one) == repr(other)
+
+
 def _replacement(dest: str, given: list[tuple[str, Any]]) -> str:
     """`--lr 2.0 holds, not 1.0, which stands before it`: `given` are spellings and values, the last one counts."""
 
@@ -318,7 +323,7 @@ def _replacement(dest: str, given: list[tuple[str, Any]]) -> str:
         return f"{option} {words}".strip()
 
     *earlier, (option, last) = given
-    others = [(name, value) for name, value in earlier if value != last]
+    others = [(name, value) for name, value in earlier if not _same(value, last)]
     texts = dict.fromkeys(typed(name, value).removeprefix(f"{option} ") for name, value in others)
     stand = "stands" if len(texts) == 1 else "stand"
     switch = isinstance(last, bool)

@@ -70,10 +70,10 @@ def plan_cluster(args: argparse.Namespace) -> ClusterPlan:
 
 @contextlib.contextmanager
 def ray_cluster(args: argparse.Namespace) -> Iterator[None]:
-    """Connect to `RAY_ADDRESS`, or start Ray on this machine for the length of the block.
+    """Connect to `RAY_ADDRESS`, or start Ray on this machine, which `check_machine` has looked at, for the length of the block.
 
     Raises:
-        UserError: the cluster has fewer devices than the plan needs; or this machine has.
+        UserError: the cluster has fewer devices than the plan needs.
         RunError: Ray did not start, or the address does not answer.
     """
     plan = plan_cluster(args)
@@ -127,11 +127,18 @@ def _nodes_have_gpus() -> bool:
     return any(name.startswith("accelerator_type:") for name in ray.cluster_resources())
 
 
-def _start_local(args: argparse.Namespace, plan: ClusterPlan) -> None:
+def check_machine(args: argparse.Namespace) -> None:
+    """Look whether this machine can hold a run that starts Ray on it; of one that joins a cluster nothing is asked here.
+
+    Raises:
+        UserError: the machine has fewer GPUs, or without GPUs less memory, than the run needs.
+    """
+    if env.ray_address() is not None:
+        return
+    plan = plan_cluster(args)
     real, layout = gpus_on_this_machine(), plan.layout
     if real == 0:
-        # Ray compares the number of logical devices with this variable, which hides nothing here.
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        # The plan and every process of the run go by this.
         os.environ["SLIME_ACCELERATOR"] = "cpu"
     if 0 < real < plan.gpus:
         raise UserError(
@@ -139,6 +146,14 @@ def _start_local(args: argparse.Namespace, plan: ClusterPlan) -> None:
             f"this machine has {real}; lower --actor-num-gpus-per-node or --rollout-num-gpus, or join a cluster by RAY_ADDRESS"
         )
     require_memory_of_machine(args)
+
+
+def _start_local(args: argparse.Namespace, plan: ClusterPlan) -> None:
+    real = gpus_on_this_machine()
+    if real == 0:
+        # Ray compares the number of logical devices with this variable, which hides nothing here.
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        os.environ["SLIME_ACCELERATOR"] = "cpu"
     cores = os.cpu_count() or 1
     logger.info("starting Ray on this machine: %d %sGPUs", plan.gpus, "" if real else "logical ")
     try:

@@ -45,6 +45,8 @@ class StepReport:
         # Of the step that is under way or was the last one; None before the first.
         self._rollout_id: int | None = None
         self._merged: dict[str, Any] = {}
+        # From here on the end of the run has something to tell, before the first rollout is done too.
+        args.rollouts_done = args.start_rollout_id
         forget_lost_steps(args)
 
     @contextlib.contextmanager

@@ -118,7 +118,8 @@ def _wait_for_start(args: argparse.Namespace, rollout_manager: RolloutClient, gr
 
     limit, flag = args.train_start_timeout, "--train-start-timeout"
     if rollout_manager.start_deadline > limit:
-        limit, flag = rollout_manager.start_deadline, "--engine-start-timeout"
+        # Engines that take too long for their own flag end the run before.
+        limit, flag = rollout_manager.start_deadline, None
     wait_for_all([rollout_manager.starting, *ranks], "start of the run", limit, pending=name, flag=flag)
 
 

@@ -47,8 +47,8 @@ class RolloutClient:
     def wait_ready(self) -> None:
         """Wait until data source, engines and router are there. Fills in `args.num_rollout`."""
         if self.serving is None:
-            name, flag = "start of engines, router and data", "--engine-start-timeout"
-            self.serving = wait_for(self.starting, name, self.start_deadline, flag=flag)
+            # No flag is named: engines that take too long for theirs end the run before, so what is late are data.
+            self.serving = wait_for(self.starting, "start of engines, router and data", self.start_deadline)
             self._args.rollouts_per_epoch = self.serving.rollouts_per_epoch
             # An engine that dies ends whatever the driver waits for, also while nobody talks to it.
             self._ends_of_engines = [engine.wait_for_end.remote() for engine in self.serving.engines]

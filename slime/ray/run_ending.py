@@ -6,54 +6,109 @@ import argparse
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from slime.arguments.checkpoints import is_megatron_checkpoint, iteration_directory, latest_iteration
+from slime.arguments.checkpoints import POINTER, is_megatron_checkpoint, iteration_directory, latest_iteration
+from slime.arguments.plug_ins import flag_of
 from slime.observability.run_record import REDACTED, mentions_secret, redacted
 
-# They say where this start began; a start that goes on begins at the newest checkpoint.
-_OF_THIS_START = {"--ckpt-step": 1, "--start-rollout-id": 1, "--finetune": 0}
+# They say what this start took from where, and how many values they have; a start that goes on takes all of the newest
+# checkpoint: weights, optimizer, generators, place in the data.
+OF_THIS_START = {
+    "--ckpt-step": 1, "--start-rollout-id": 1, "--finetune": 0, "--no-load-optim": 0, "--no-load-rng": 0,
+    "--fresh-data-state": 0,
+}  # fmt: skip
 
 
-def closing_lines(args: argparse.Namespace, command: Sequence[str], *, finished: bool) -> list[str]:
+def checkpoint_mark(save: str | None) -> tuple[int, int] | None:
+    """What tells a newly published checkpoint in `--save` from those that were there; None where none is.
+
+    The pointer is replaced as a file with every publication, so number and time of the file say more than what it holds.
+    """
+    try:
+        status = (Path(save) / POINTER).stat() if save is not None else None
+    except OSError:
+        return None
+    return (status.st_ino, status.st_mtime_ns) if status is not None else None
+
+
+def closing_lines(
+    args: argparse.Namespace, command: Sequence[str], *, finished: bool, mark_at_start: tuple[int, int] | None = None
+) -> list[str]:
     """What a person should know at the end of a run; empty for one that trains nothing.
 
     Args:
-        args: `rollouts_done` is the number of rollouts that are finished, counted from rollout 0; None before the start of
-            the first.
+        args: `rollouts_done` is the number of rollouts that are finished, counted from rollout 0; None before the loop.
         command: the words that started the run.
         finished: whether the run came to its end by itself.
+        mark_at_start: what `checkpoint_mark` said of `--save` before the run.
     """
     if not args.has_trainer or args.num_rollout == 0:
         return []
-    done = getattr(args, "rollouts_done", None)
+    done, start = getattr(args, "rollouts_done", None), args.start_rollout_id
     if args.save is None:
-        lost = "" if done is None else f"; what rollouts {args.start_rollout_id} to {done - 1} taught is lost"
+        lost = f"; what {_rollouts(start, done - 1)} taught is lost" if done is not None and done > start else ""
         return [f"kept: no checkpoint, since --save was not given{lost}"]
-    if not is_megatron_checkpoint(args.save):
-        lost = "" if done is None else f"; {_rollouts(args.start_rollout_id, done - 1)} lost"
-        return [
-            f"kept: no checkpoint yet (--save-interval {args.save_interval}){lost}",
-            f"start again: {_shown(command)}",
-        ]
+    published = checkpoint_mark(args.save) not in (None, mark_at_start)
+    again = f"start again: {_shown(command)}"
+    if not published:
+        kept = _resumed_from(args)
+        if kept is None:
+            return [f"kept: no checkpoint of this run{_why_none(args)}{_lost(start, done)}", again]
+        line = (
+            f"kept: the checkpoint of rollout {kept} in {iteration_directory(args.save, kept)}, where this start began"
+        )
+        # The same words load the same checkpoint in the same way.
+        return [f"{line}{_lost(start, done)}", f"go on: {_shown(command)}"]
     kept = latest_iteration(args.save)
-    lost = "" if done is None or done - 1 <= kept else f"; {_rollouts(kept + 1, done - 1)} lost"
-    line = f"kept: the checkpoint of rollout {kept} in {iteration_directory(args.save, kept)}{lost}"
+    line = f"kept: the checkpoint of rollout {kept} in {iteration_directory(args.save, kept)}{_lost(kept + 1, done)}"
     if finished:
         more = {"--load": args.save, "--num-rollout": str(2 * args.num_rollout)}
-        return [line, f"to train on, raise --num-rollout: {_shown(_going_on(command, args, more))}"]
-    return [line, f"go on: {_shown(_going_on(command, args, {'--load': args.save}))}"]
+        return [line, f"to train on, raise --num-rollout: {_continuing(command, args, more)}"]
+    return [line, f"go on: {_continuing(command, args, {'--load': args.save})}"]
+
+
+def _resumed_from(args: argparse.Namespace) -> int | None:
+    """The iteration in `--save` that this start resumed from; None where it did not."""
+    source = getattr(args, "initial_weights", None)
+    if source is None or not source.resume or Path(source.path).absolute() != Path(args.save).absolute():
+        return None
+    return latest_iteration(source.path) if source.step is None else source.step
+
+
+def _why_none(args: argparse.Namespace) -> str:
+    if args.save_interval is None:
+        return ", since --save-interval was not given"
+    if is_megatron_checkpoint(args.save):
+        return f" yet (--save-interval {args.save_interval}); those in --save {args.save} are of an earlier one"
+    return f" yet (--save-interval {args.save_interval})"
+
+
+def _lost(first: int, done: int | None) -> str:
+    if done is None or done <= first:
+        return ""
+    return f"; {_rollouts(first, done - 1)} {'is' if first == done - 1 else 'are'} lost"
 
 
 def _rollouts(first: int, last: int) -> str:
-    return f"rollout {first} is" if first == last else f"rollouts {first} to {last} are"
+    return f"rollout {first}" if first == last else f"rollouts {first} to {last}"
+
+
+def _continuing(command: Sequence[str], args: argparse.Namespace, values: Mapping[str, str]) -> str:
+    """The command with `values`, and a word about flags of this start that stand where no command line reaches them."""
+    typed = {word.partition("=")[0] for word in command}
+    flags = {flag_of(name) for name in getattr(args, "typed_flags", ())}
+    elsewhere = [flag for flag in OF_THIS_START if flag in flags and flag not in typed]
+    note = f"    # without {' '.join(elsewhere)}, which the script or its file of flags gives" if elsewhere else ""
+    return f"{_shown(_going_on(command, args, values))}{note}"
 
 
 def _going_on(command: Sequence[str], args: argparse.Namespace, values: Mapping[str, str]) -> list[str]:
     """The words with `values` in the place of what they say, and without what holds for this start only."""
     changed = {flag: value for flag, value in values.items() if flag != "--load" or args.load != value}
     dropped = {
-        **_OF_THIS_START,
+        **OF_THIS_START,
         **dict.fromkeys(changed, 1),
         **({"--num-epoch": 1} if "--num-rollout" in changed else {}),
     }

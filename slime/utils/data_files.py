@@ -19,6 +19,8 @@ from typing import Any
 from slime.utils.errors import UserError
 
 BadRowHandler = Callable[[str, str], None]
+# Called after every row of a file, those that are only counted or passed too; raises to end the reading.
+RowWatch = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -70,19 +72,22 @@ def read_file(path: str, flag: str = "--prompt-data", on_bad_row: BadRowHandler 
 
 
 def iterate_rows(
-    path: str, flag: str = "--prompt-data", on_bad_row: BadRowHandler | None = None
+    path: str,
+    flag: str = "--prompt-data",
+    on_bad_row: BadRowHandler | None = None,
+    watch: RowWatch = lambda: None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Pairs of place (`file:line`) and row.
 
     `on_bad_row(place, cause)` is called for a row that cannot be read, which is then skipped; without it, such a row is
-    an error.
+    an error. `watch` is called after every row of the file, the selected ones or not: what it raises ends the reading.
 
     Raises:
         UserError: as `parse_data_path`; an unreadable file; a broken row.
     """
     file = parse_data_path(path, flag)
     read = _iterate_jsonl if file.path.endswith(".jsonl") else _iterate_parquet
-    return read(file, on_bad_row or raise_bad_row)
+    return read(file, on_bad_row or raise_bad_row, watch)
 
 
 def raise_bad_row(place: str, cause: str) -> None:
@@ -125,9 +130,9 @@ def _selected_rows(file: DataFile, count_rows: Callable[[], int]) -> range:
     return range(start, 2**62 if stop is None else max(start, stop))
 
 
-def _iterate_jsonl(file: DataFile, on_bad_row: BadRowHandler) -> Iterator[tuple[str, dict[str, Any]]]:
-    selected = _selected_rows(file, lambda: sum(1 for _ in _non_blank_lines(file.path)))
-    for number, line in itertools.islice(_non_blank_lines(file.path), selected.start, selected.stop):
+def _iterate_jsonl(file: DataFile, on_bad_row: BadRowHandler, watch: RowWatch) -> Iterator[tuple[str, dict[str, Any]]]:
+    selected = _selected_rows(file, lambda: sum(1 for _ in _non_blank_lines(file.path, watch)))
+    for number, line in itertools.islice(_non_blank_lines(file.path, watch), selected.start, selected.stop):
         place = f"{file.path}:{number}"
         try:
             row = json.loads(line.decode("utf-8"))
@@ -140,23 +145,35 @@ def _iterate_jsonl(file: DataFile, on_bad_row: BadRowHandler) -> Iterator[tuple[
         yield place, row
 
 
-def _non_blank_lines(path: str) -> Iterator[tuple[int, bytes]]:
+def _non_blank_lines(path: str, watch: RowWatch) -> Iterator[tuple[int, bytes]]:
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
                 yield number, line
+            watch()
 
 
-def _iterate_parquet(file: DataFile, on_bad_row: BadRowHandler) -> Iterator[tuple[str, dict[str, Any]]]:
+def _iterate_parquet(
+    file: DataFile, on_bad_row: BadRowHandler, watch: RowWatch
+) -> Iterator[tuple[str, dict[str, Any]]]:
     from pyarrow import ArrowException, parquet
 
     try:
         with parquet.ParquetFile(file.path) as table:
             selected = _selected_rows(file, lambda: table.metadata.num_rows)
-            rows = (row for batch in table.iter_batches(batch_size=1024) for row in batch.to_pylist())
-            for number, row in itertools.islice(enumerate(rows), selected.start, selected.stop):
+            rows = itertools.islice(_watched_rows(table, watch), selected.start, selected.stop)
+            for number, row in rows:
                 yield f"{file.path}:{number + 1}", row
     except (ArrowException, OSError) as error:
         raise UserError(f"{file.path}: no readable parquet file ({error})") from error
+
+
+def _watched_rows(table: Any, watch: RowWatch) -> Iterator[tuple[int, dict[str, Any]]]:
+    number = 0
+    for batch in table.iter_batches(batch_size=1024):
+        for row in batch.to_pylist():
+            yield number, row
+            number += 1
+            watch()

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _TOKENIZE_BATCH = 1024
 # A scan says no more than this about one file: the next ones are most often of the same kind.
 _MOST_PROBLEMS = 5
+_FIRST_ROW_SECONDS = 5.0
 
 
 class Dataset:
@@ -143,7 +144,8 @@ def check_first_row(
     flag: str = "--prompt-data",
     key_flags: tuple[str, str] = ("--input-key", "--label-key"),
 ) -> dict[str, Any] | None:
-    """Read one row, so that a wrong file is found before anything starts. Unreadable rows are left to `Dataset`.
+    """Read one row, so that a wrong file is found before anything starts. Unreadable rows are left to `Dataset`, and so is a
+    first row that lies too far inside the file to be reached within seconds.
 
     Args:
         key_flags: where the names of the prompt's and the label's field come from, for messages.
@@ -155,9 +157,18 @@ def check_first_row(
         UserError: missing or empty file; the row lacks the prompt or label field.
     """
     unreadable: list[str] = []
-    for place, row in iterate_rows(path, flag, lambda place, cause: unreadable.append(place)):
-        _Keys(prompt_key, label_key, None, None, key_flags).resolve(row, place)
-        return row
+    deadline = time.monotonic() + _FIRST_ROW_SECONDS
+
+    def watch() -> None:
+        if time.monotonic() > deadline:
+            raise _EndOfScan
+
+    try:
+        for place, row in iterate_rows(path, flag, lambda place, cause: unreadable.append(place), watch):
+            _Keys(prompt_key, label_key, None, None, key_flags).resolve(row, place)
+            return row
+    except _EndOfScan:
+        return None
     if not unreadable:
         raise UserError(f"{flag} {path}: holds no rows")
     return None
@@ -185,7 +196,8 @@ def scan_rows(
     deadline: float,
     advance: Callable[[], object] = lambda: None,
 ) -> RowScan:
-    """Read rows as `Dataset` does, without a tokenizer, until `deadline`; a few problems end it too.
+    """Read rows as `Dataset` does, without a tokenizer, until `deadline`, which counts for rows in front of a slice too; a few
+    problems end it as well.
 
     Args:
         objection: why a row that can be read is of no use to the run all the same; None when it is.
@@ -200,22 +212,30 @@ def scan_rows(
     keys: _Keys | None = None
     rows = 0
 
-    def on_bad_row(place: str, cause: str) -> None:
-        problems.append(bad_row(place, cause))
+    def tell(problem: str) -> None:
+        problems.append(problem)
+        if len(problems) >= _MOST_PROBLEMS:
+            raise _EndOfScan
 
-    for place, row in iterate_rows(path, flag, on_bad_row):
-        keys = keys or reader.keys.resolve(row, place)
-        try:
-            cause = objection(reader.read(row, keys))
-        except _BadRow as error:
-            problems.append(bad_row(place, str(error)))
-        else:
-            if cause is not None:
-                problems.append(f"{place}: {cause}")
-        rows += 1
-        advance()
-        if len(problems) >= _MOST_PROBLEMS or time.monotonic() > deadline:
-            return RowScan(tuple(problems), rows, finished=False)
+    def watch() -> None:
+        if time.monotonic() > deadline:
+            raise _EndOfScan
+
+    # Neither rows that cannot be read nor those in front of a slice come out of the loop, so it is ended from inside.
+    try:
+        for place, row in iterate_rows(path, flag, lambda place, cause: tell(bad_row(place, cause)), watch):
+            keys = keys or reader.keys.resolve(row, place)
+            rows += 1
+            advance()
+            try:
+                cause = objection(reader.read(row, keys))
+            except _BadRow as error:
+                tell(bad_row(place, str(error)))
+            else:
+                if cause is not None:
+                    tell(f"{place}: {cause}")
+    except _EndOfScan:
+        return RowScan(tuple(problems), rows, finished=False)
     return RowScan(tuple(problems), rows, finished=True)
 
 
@@ -285,6 +305,10 @@ def _prompt_text(sample: Sample, tokenizer: Any) -> str:
     if isinstance(sample.prompt, str):
         return sample.prompt
     return render_chat(tokenizer, sample.prompt, sample.metadata.get("tools"), sample.apply_chat_template_kwargs)
+
+
+class _EndOfScan(Exception):
+    """A scan has told enough, or its time is over."""
 
 
 class _BadRow(Exception):

@@ -39,15 +39,21 @@ def visible_devices() -> list[str] | None:
     return None if value is None else [part.strip() for part in value.split(",") if part.strip() not in ("", "-1")]
 
 
-# The dynamic loader, the allocator and the interpreter read these before a process runs its first line of ours, and the
-# libraries of threads when numpy is imported, which Ray does.
-_READ_AT_PROCESS_START = ("LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_")
+# The dynamic loader, the allocators and the interpreter read these before a process runs its first line of ours, the
+# libraries of threads when numpy is imported, which Ray does, and Ray its own when it starts the process.
+READ_AT_PROCESS_START = (
+    "LD_", "MALLOC_", "GLIBC_", "TCMALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "RAY_",
+)  # fmt: skip
 _OF_THE_INTERPRETER = re.compile("PYTHON[A-Z]")
+# Ray gets these from the environment of the driver; by way of an actor they would stand in its log.
+_SECRETS_OF_RAY = re.compile("RAY_.*(TOKEN|PASSWORD|SECRET)$")
 
 
 def is_read_at_process_start(name: str) -> bool:
-    """Whether the variable `name` has no effect on a process that sets it itself."""
-    return name.startswith(_READ_AT_PROCESS_START) or _OF_THE_INTERPRETER.match(name) is not None
+    """Whether the variable `name` has no effect on a process that sets it itself, and is none of Ray's secrets."""
+    if _SECRETS_OF_RAY.match(name):
+        return False
+    return name.startswith(READ_AT_PROCESS_START) or _OF_THE_INTERPRETER.match(name) is not None
 
 
 def actor_environment() -> dict[str, str]:

@@ -21,6 +21,8 @@ def no_ray(monkeypatch):
         raise AssertionError("Ray was started")
 
     monkeypatch.setattr("slime.ray.cluster.ray_cluster", start)
+    monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
 def run(directory: Path, *words: str) -> int:
@@ -75,6 +77,36 @@ def test_a_scan_ends_in_time_and_says_how_far_it_came(tmp_path, caplog):
     with caplog.at_level("INFO"):
         check_before_start(parse(tmp_path, "--prompt-data", path), scan_seconds=0)
     assert f"{path}: the first 1 rows can be used; the others are read while the run starts" in caplog.text
+
+
+def test_many_broken_rows_are_told_by_a_few(tmp_path):
+    path = write(tmp_path / "rows.jsonl", PLAIN_PROMPTS, "broken\n" * 3000)
+    assert len(problems(tmp_path, "--prompt-data", path)) == 5
+
+
+@pytest.mark.parametrize("rows", ["@[-2:]", "@[900:]"])
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_the_time_counts_for_rows_that_are_only_passed_too(tmp_path, monkeypatch, caplog, rows, ending):
+    path = tmp_path / f"rows.{ending}"
+    if ending == "jsonl":
+        write(path, PLAIN_PROMPTS * 1000)
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table({"prompt": ["a"] * 1000, "label": ["1"] * 1000}), path)
+    args = parse(tmp_path, "--prompt-data", f"{path}{rows}")
+    asked = []
+
+    def clock():
+        asked.append(None)
+        return float(len(asked))
+
+    monkeypatch.setattr("slime.utils.dataset.time.monotonic", clock)
+    with caplog.at_level("INFO"):
+        check_before_start(args, scan_seconds=20)
+    assert len(asked) < 30
+    assert f"{path}{rows}: its rows are read while the run starts" in caplog.text
 
 
 def test_only_what_the_run_reads_is_scanned(tmp_path):
@@ -158,6 +190,29 @@ def test_the_driver_ends_before_ray_with_a_status_for_each_case(tmp_path, capsys
     assert capsys.readouterr().out.startswith("nothing left to do")
     assert run(tmp_path, "--check", "--prompt-data", broken) == 2
     assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "memory", "said"),
+    [
+        (1, 2**40, "the run needs 1 GPUs for training and 1 for engines = 2, but this machine has 1"),
+        (0, 2**30, "of memory ("),
+    ],
+)
+@pytest.mark.parametrize("check", [["--check"], []])
+def test_a_machine_that_is_too_small_is_told_before_anything_is_written(
+    tmp_path, capsys, monkeypatch, check, gpus, memory, said
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("slime.ray.cluster.gpus_on_this_machine", lambda: gpus)
+    monkeypatch.setattr("slime.arguments.plan.host_memory.machine_memory", lambda: memory)
+    assert run(tmp_path, *check) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and "ready" not in shown.out
+    assert not (tmp_path / "outputs").exists()
+    # The machines of a cluster are not this one.
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert run(tmp_path, "--check") == 0
 
 
 def test_parquet_and_slices_are_scanned(tmp_path):

@@ -115,6 +115,13 @@ def test_a_value_of_a_switch_is_answered_with_what_to_type(word, message):
     assert message in first and second == "--seed: invalid int value: 'x'"
 
 
+@pytest.mark.parametrize("words", ["--lr nan", "--lr nan --lr nan", "--eval-top-p nan --seed 3"])
+def test_what_is_no_number_replaces_nothing(words):
+    parser = build_parser()
+    parser.parse(words.split())
+    assert parser.replacements() == []
+
+
 @pytest.mark.parametrize(
     ("words", "name", "value", "told"),
     [

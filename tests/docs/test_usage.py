@@ -59,10 +59,10 @@ def test_the_blocks_of_the_page_with_the_parser_in_the_place_of_runs(tmp_path, m
         if re.search(r"^bash outputs/mine/run\.sh", text, re.MULTILINE):
             commands.append(parse_args(argv=written.rstrip("\0").split("\0")))
     assert "rollout 0 with 1 samples\n0 0 pending 1.0 '85'" in capsys.readouterr().out
-    assert [args.num_rollout for args in commands] == [4, 4, 6, 0]
+    assert [args.num_rollout for args in commands] == [4, 4, 4, 6, 0]
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1 and re.match(r"--eval-config \S+ replaces --eval-prompt-data held_out", warnings[0])
-    assert [args.dry_run for args in commands] == [True, False, False, False]
+    assert [(args.dry_run, args.check) for args in commands] == [(True, False), (False, True), *[(False, False)] * 3]
     assert [dataset.name for dataset in commands[-1].eval_datasets] == ["held_out", "greedy"]
 
 

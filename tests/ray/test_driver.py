@@ -90,3 +90,12 @@ def test_an_evaluation_is_told_by_the_rollout_that_it_precedes_or_follows(caplog
         "rollout 3 (4/12)",
         "evaluation after rollout 3: math 0.7500",
     ]
+
+
+def test_a_stop_in_the_first_rollout_knows_where_the_run_stands():
+    args = make(start_rollout_id=3, loss_type="policy_loss")
+    report = StepReport(args)
+    with pytest.raises(KeyboardInterrupt), report.step(3):
+        assert args.rollouts_done == 3
+        raise KeyboardInterrupt
+    assert args.rollouts_done == 3

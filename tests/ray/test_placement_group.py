@@ -2,6 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime.ray import placement_group
 from slime.ray.cluster import plan_cluster
 from slime.ray.placement_group import check_engines_fit, sort_bundles
 from slime.utils.errors import UserError
@@ -37,3 +38,17 @@ def test_engine_needs_consecutive_devices_of_one_node(devices):
     check_engines_fit([("a", 0), ("a", 1), ("b", 4), ("b", 5)], 2)
     with pytest.raises(UserError, match="engine 1 would get the devices"):
         check_engines_fit([("a", 4), ("a", 5), *devices], 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engines", "limit", "flag"), [(900, 500, 900, "--train-start-timeout"), (300, 500, 500, None)]
+)
+def test_the_limit_of_a_start_names_the_flag_that_would_help(monkeypatch, ranks, engines, limit, flag):
+    """Engines have a limit of their own inside; what is left beyond it are data, and no flag makes them faster."""
+    seen = {}
+    monkeypatch.setattr(
+        placement_group, "wait_for_all", lambda refs, name, limit, **options: seen.update(options, limit=limit)
+    )
+    client = SimpleNamespace(start_deadline=engines, starting="manager")
+    placement_group._wait_for_start(SimpleNamespace(train_start_timeout=ranks), client, None)
+    assert (seen["limit"], seen["flag"]) == (limit, flag)

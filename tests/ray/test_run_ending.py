@@ -1,11 +1,16 @@
 """What a person reads when a run has ended, and that the command it names goes on."""
 
+import argparse
 from types import SimpleNamespace
 
 import pytest
 
-from slime.arguments.checkpoints import POINTER
-from slime.ray.run_ending import closing_lines
+from slime.arguments.checkpoints import POINTER, WeightSource
+from slime.arguments.groups.checkpoints import _add_load
+from slime.arguments.parser import build_parser
+from slime.ray import session
+from slime.ray.run_ending import OF_THIS_START, checkpoint_mark, closing_lines
+from slime.utils.atomic_io import write_text_atomically
 
 COMMAND = ["python", "train.py", "--load", "hf/model", "--num-rollout", "8", "--ckpt-step=3", "--lr", "1e-6"]
 
@@ -13,7 +18,7 @@ COMMAND = ["python", "train.py", "--load", "hf/model", "--num-rollout", "8", "--
 def make(save, **values):
     defaults = {
         "has_trainer": True, "num_rollout": 8, "save": save and str(save), "load": save and str(save), "save_interval": 2,
-        "start_rollout_id": 0, "rollouts_done": 6,
+        "start_rollout_id": 0, "rollouts_done": 6, "initial_weights": None, "typed_flags": set(),
     }  # fmt: skip
     return SimpleNamespace(**{**defaults, **values})
 
@@ -30,7 +35,7 @@ def test_an_interrupted_run_names_its_checkpoint_what_is_lost_and_the_same_comma
     assert kept == f"kept: the checkpoint of rollout 3 in {saved}/iter_0000003; rollouts 4 to 5 are lost"
     assert go_on == f"go on: python train.py --load {saved} --save {saved}"
     assert closing_lines(make(saved, rollouts_done=5), command, finished=False)[0].endswith("; rollout 4 is lost")
-    for done in (4, None):
+    for done in (4, 0, None):
         assert closing_lines(make(saved, rollouts_done=done), command, finished=False)[0].endswith("iter_0000003")
 
 
@@ -51,8 +56,80 @@ def test_without_a_checkpoint_it_is_said_why(tmp_path):
     (line,) = closing_lines(make(None), COMMAND, finished=False)
     assert line == "kept: no checkpoint, since --save was not given; what rollouts 0 to 5 taught is lost"
     kept, again = closing_lines(make(tmp_path), ["train.py", "--lr", "1"], finished=False)
-    assert kept == "kept: no checkpoint yet (--save-interval 2); rollouts 0 to 5 are lost"
+    assert kept == "kept: no checkpoint of this run yet (--save-interval 2); rollouts 0 to 5 are lost"
     assert again == "start again: train.py --lr 1"
+    kept, _ = closing_lines(make(tmp_path, save_interval=None), COMMAND, finished=True)
+    assert kept == "kept: no checkpoint of this run, since --save-interval was not given; rollouts 0 to 5 are lost"
+    kept, _ = closing_lines(make(tmp_path, rollouts_done=0), COMMAND, finished=False)
+    assert kept == "kept: no checkpoint of this run yet (--save-interval 2)"
+
+
+@pytest.mark.parametrize("flag", sorted(OF_THIS_START))
+def test_what_held_for_the_first_start_is_not_said_again(saved, flag):
+    action = build_parser()._option_string_actions[flag]
+    values = ["3"] if action.nargs is None else []
+    assert OF_THIS_START[flag] == len(values)
+    words = ["train.py", "--load", "old", flag, *values, "--seed", "5", "--save", str(saved)]
+    go_on = closing_lines(make(saved, load="old"), words, finished=False)[1]
+    assert go_on == f"go on: train.py --seed 5 --save {saved} --load {saved}"
+
+
+def test_every_flag_of_loading_is_said_again_or_left_out():
+    """A new one has to be decided about. What stays says where a reference or weights come from when --load has none."""
+    parser = argparse.ArgumentParser()
+    _add_load(parser.add_argument_group())
+    flags = {flag for flag in parser._option_string_actions if flag.startswith("--") and flag != "--help"}
+    assert flags - set(OF_THIS_START) == {"--load", "--ref-load", "--ref-ckpt-step"}
+    assert set(OF_THIS_START) - flags == {"--start-rollout-id", "--fresh-data-state"}
+
+
+def test_a_flag_of_the_first_start_that_stands_in_a_script_is_named(saved):
+    args = make(saved, typed_flags={"finetune", "lr"})
+    assert closing_lines(args, ["bash", "run.sh"], finished=False)[1].endswith(
+        "    # without --finetune, which the script or its file of flags gives"
+    )
+
+
+def test_checkpoints_of_another_run_are_not_called_this_ones(saved):
+    mark = checkpoint_mark(saved)
+    words = ["train.py", "--load", "hf", "--finetune", "--save", str(saved)]
+    args = make(saved, load="hf", initial_weights=WeightSource("hf", "hf"))
+    kept, again = closing_lines(args, words, finished=False, mark_at_start=mark)
+    assert kept == (
+        f"kept: no checkpoint of this run yet (--save-interval 2); those in --save {saved} are of an earlier one; rollouts "
+        "0 to 5 are lost"
+    )
+    assert again == f"start again: {' '.join(words)}"
+    # The same number, published by this run.
+    write_text_atomically(saved / POINTER, "3")
+    assert closing_lines(args, words, finished=False, mark_at_start=mark)[0].startswith(
+        f"kept: the checkpoint of rollout 3 in {saved}/iter_0000003; rollouts 4 to 5"
+    )
+
+
+def test_before_its_first_checkpoint_a_resumed_run_goes_on_as_it_started(saved):
+    words = ["train.py", "--load", str(saved), "--ckpt-step", "1", "--no-load-optim"]
+    source = WeightSource("megatron", str(saved), step=1, resume=True)
+    args = make(saved, initial_weights=source, start_rollout_id=2, rollouts_done=4)
+    kept, go_on = closing_lines(args, words, finished=False, mark_at_start=checkpoint_mark(saved))
+    assert kept == (
+        f"kept: the checkpoint of rollout 1 in {saved}/iter_0000001, where this start began; rollouts 2 to 3 are lost"
+    )
+    assert go_on == f"go on: {' '.join(words)}"
+
+
+@pytest.mark.parametrize("broken", ["command", "checkpoint"])
+def test_what_cannot_be_told_leaves_the_exit_status(saved, monkeypatch, caplog, broken):
+    if broken == "command":
+        monkeypatch.setenv("SLIME_START_COMMAND", "bash 'run.sh")
+    else:
+        (saved / POINTER).write_bytes(b"\xff")
+    with caplog.at_level("DEBUG"):
+        session._tell_what_is_kept(make(saved), ["--seed", "5"], None)
+    if broken == "command":
+        assert "--seed 5" in caplog.text
+    else:
+        assert "what was kept could not be told" in caplog.text
 
 
 @pytest.mark.parametrize("values", [{"has_trainer": False}, {"num_rollout": 0}])

@@ -10,6 +10,7 @@ import pytest
 import ray
 
 from slime.ray.train_group import RankProcess, TrainGroup
+from slime.utils.env import READ_AT_PROCESS_START
 
 SECRET = "value-that-nobody-may-read"
 
@@ -64,13 +65,20 @@ def test_what_multiprocessing_makes_goes_with_the_rank(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["LD_PRELOAD", "OMP_NUM_THREADS", "PYTHONHASHSEED", "MALLOC_ARENA_MAX"])
+@pytest.mark.parametrize(
+    "name",
+    ["LD_PRELOAD", "PYTHONHASHSEED", "TCMALLOC_RELEASE_RATE", "NUMEXPR_MAX_THREADS", "RAY_BACKEND_LOG_LEVEL",
+     "RAY_AUTH_TOKEN_PATH", *(f"{prefix}ANYTHING" for prefix in READ_AT_PROCESS_START)],
+)  # fmt: skip
 def test_what_a_process_reads_when_it_starts_is_there_when_it_starts(name):
     at_start, inside = environments({name: 7})
     assert at_start[name] == inside[name] == "7"
 
 
-@pytest.mark.parametrize("name", ["HF_TOKEN", "NCCL_DEBUG", "CUDA_LAUNCH_BLOCKING", "PYTHON_KEYRING_TOKEN"])
+@pytest.mark.parametrize(
+    "name",
+    ["HF_TOKEN", "NCCL_DEBUG", "CUDA_LAUNCH_BLOCKING", "PYTHON_KEYRING_TOKEN", "RAY_AUTH_TOKEN", "RAY_REDIS_PASSWORD"],
+)
 def test_everything_else_is_kept_from_ray(name):
     at_start, inside = environments({name: SECRET})
     assert name not in at_start and inside == {name: SECRET}

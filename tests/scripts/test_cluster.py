@@ -153,6 +153,20 @@ def test_a_head_of_this_machine_alone(stub) -> None:
     assert "serves this machine alone" in result.stdout and "cluster.sh worker" not in result.stdout
 
 
+def test_a_worker_of_another_machines_head_does_not_announce_itself_on_loopback(stub) -> None:
+    for address in ("127.0.0.1", "127.0.0.2", "localhost"):
+        result = bash(f"{CLUSTER} worker 192.0.2.1:6379", SLIME_HOST_IP=address, **stub)
+        assert result.returncode == 2
+        assert f"SLIME_HOST_IP={address}" in result.stderr and "192.0.2.1" in result.stderr
+    # Head and worker on one machine.
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        port = head.getsockname()[1]
+        joining = bash(
+            f"{CLUSTER} worker 127.0.0.1:{port} --dry-run", SLIME_HOST_IP="127.0.0.1", RAY_AUTH_TOKEN="t", **stub
+        )
+    assert joining.returncode == 0 and "--node-ip-address 127.0.0.1" in joining.stdout
+
+
 def test_a_head_for_other_nodes_is_not_kept_to_itself(stub) -> None:
     bash(f"{CLUSTER} head; {CLUSTER} stop", SLIME_HOST_IP="127.0.0.2", **stub)
     assert any(line.startswith("start") for line in calls(stub))

@@ -1,6 +1,7 @@
 """What a launch script does with Ray: joins or starts, submits, and ends what it started and nothing else."""
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -119,9 +120,75 @@ def test_environment_of_the_run(stub, tmp_path: Path, links: str, expected: str)
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert runtime_env(stub) == {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_NVLS_ENABLE": expected, "PYTHONPATH": str(ROOT)
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_NVLS_ENABLE": expected, "PYTHONPATH": str(ROOT),
+        "SLIME_START_COMMAND": f"env RAY_ADDRESS=http://h:1 bash {ONE_NODE}",
     }  # fmt: skip
     assert "s3cret" not in "\n".join(calls(stub)) + result.stdout + result.stderr
+
+
+def test_the_run_knows_the_command_that_starts_it_again(stub, tmp_path: Path) -> None:
+    """Settings and flags of the user as he gave them, without those of the script and without secrets."""
+    words = (
+        "--lr 5e-7 --custom-config-path 'a b.yaml' --wandb-key s3cret --wandb-key=s3cret --label-key answer "
+        '--train-env-vars \'{"A": "s3cret"}\' --rm-url http://me:s3cret@judge:1/x=1 --rm-url=http://judge/?api_key=s3cret'
+    )
+    environment = {**stub, "SAVE": str(tmp_path / "my run")}
+    assert bash(f"bash {ONE_NODE} {words}", RAY_ADDRESS="http://h:1", **environment).returncode == 0
+    command = runtime_env(stub)["SLIME_START_COMMAND"]
+    assert shlex.split(command) == [
+        "env", f"SAVE={tmp_path}/my run", "RAY_ADDRESS=http://h:1", "bash", str(ONE_NODE), "--lr", "5e-7",
+        "--custom-config-path", "a b.yaml", "--wandb-key", "<redacted>", "--wandb-key=<redacted>", "--label-key", "answer",
+        "--train-env-vars", "<redacted>", "--rm-url", "<redacted>", "--rm-url=<redacted>",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", ["--check", "--seed 7 --check", "--help-grep lr", "--help-grep=lr"])
+def test_questions_are_answered_without_ray(stub, words: str) -> None:
+    result = bash(f"bash {ONE_NODE} {words}", **stub)
+    assert (result.returncode, result.stdout) == (0, "ready; the run needs 4 GPUs\n")
+    assert calls(stub) == []
+    (asked,) = checks(stub)
+    assert asked.endswith(f" {words}")
+
+
+def test_a_check_goes_by_the_cluster_that_is_there(stub, tmp_path: Path) -> None:
+    """This machine's GPUs do not matter then."""
+    python = tmp_path / "python-of-the-run"
+    python.write_text('#!/bin/sh\necho "the run needs 4 GPUs" "${RAY_ADDRESS:-none}" | tee -a "$STUB_LOG.addresses"\n')
+    head = "bash scripts/cluster.sh"
+    program = f"{head} head && bash {ONE_NODE} --check && bash {ONE_NODE}; {head} stop; bash {ONE_NODE} --check"
+    result = bash(program, NUM_GPUS="4", RAY_PORT="21381", DASHBOARD_PORT="21267", **stub)
+    assert result.returncode == 0, result.stderr
+    addresses = [line.split()[-1] for line in Path(stub["STUB_LOG"] + ".addresses").read_text().splitlines()]
+    assert addresses == ["http://127.0.0.1:21267"] * 2 + ["none"]
+
+
+def test_an_interrupted_check_leaves_nothing(stub, tmp_path: Path) -> None:
+    python = tmp_path / "python-of-the-run"
+    python.write_text('#!/bin/sh\ntouch "$STUB_LOG.checking"\nexec sleep 60\n')
+    environment = script_environment(NUM_GPUS="8", **stub)
+    with subprocess.Popen(["bash", str(ONE_NODE)], env=environment, start_new_session=True) as process:
+        wait_until(Path(stub["STUB_LOG"] + ".checking").exists)
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(timeout=30)
+    assert process.returncode == 130
+    assert not list(tmp_path.glob("slime-check-*")) and calls(stub) == []
+
+
+def test_the_toy_task_appears_whole(stub, tmp_path: Path) -> None:
+    """Two scripts that start at once: neither sees what the other has not finished."""
+    python = tmp_path / "python-of-the-run"
+    python.write_text(
+        '#!/bin/bash\nif [[ "$1" != *make_toy_task.py ]]; then cat "$TOY_DIR/task.json" && exit; fi\n'
+        'touch "$2/part" "$STUB_LOG.$$.making"\n'
+        'until (($(ls "$STUB_LOG".*.making | wc -l) == 2)); do sleep 0.05; done\n'
+        'echo whole >"$2/task.json"\n'
+    )
+    toy = tmp_path / "tasks" / "toy"
+    program = f"for i in 1 2; do timeout 60 bash {ONE_NODE} --check & done; wait -n && wait -n"
+    result = bash(program, MODEL="toy", NUM_GPUS="2", TOY_DIR=str(toy), **stub)
+    assert (result.returncode, result.stdout) == (0, "whole\nwhole\n"), result.stderr
+    assert [path.name for path in toy.parent.iterdir()] == ["toy"] and not list(toy.glob("toy.draft*"))
 
 
 def test_scripts_add_to_the_environment(stub) -> None:

@@ -111,8 +111,8 @@ def _add_plan(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--check",
         action="store_true",
-        help="do all that a run does before it starts Ray (flags, files, rows, plug-ins, what is left to do), say which "
-        "resources it needs of Ray, then exit",
+        help="do all that a run does before it starts Ray (flags, files, rows, plug-ins, this machine, what is left to "
+        "do), say which resources it needs of Ray, then exit",
     )
     group.add_argument(
         "--dry-run-json", metavar="FILE", default=None, help="write the plan to this JSON file; implies --dry-run"

@@ -30,8 +30,8 @@ def _add_process(group: argparse._ArgumentGroup) -> None:
         type=environment_variables,
         default={},
         help="extra environment of the train actors, as JSON object; applied last. The actors set it themselves before they "
-        "import anything, so that it stands in no log; only what the dynamic loader, the interpreter and the thread "
-        "libraries read (LD_*, PYTHON*, OMP_* and the like) is handed to Ray",
+        "import anything, so that it stands in no log; only what the dynamic loader, the interpreter, the thread libraries "
+        "and Ray read (LD_*, PYTHON*, OMP_*, RAY_* and the like) is handed to Ray, but none of its tokens and passwords",
     )
     group.add_argument(
         "--trust-remote-code",

@@ -84,7 +84,7 @@ def make_plan(args: argparse.Namespace, parser: argparse.ArgumentParser | None =
 
 
 def require_memory_of_machine(args: argparse.Namespace) -> None:
-    """Refuse a run on this machine alone whose processes need more memory than it has.
+    """Refuse a run on this machine alone whose processes need more memory than it has; on GPUs, warn of it.
 
     Raises:
         UserError: with both numbers and a way out; or the plan cannot be made.
@@ -95,7 +95,8 @@ def require_memory_of_machine(args: argparse.Namespace) -> None:
     memory = None
     if shape is not None:
         memory, _, _ = plan_memory(args, shape, layout, plan_batch(args, layout).micro_batches, hf_config)
-    require_host_memory(_host_shares(args, memory, layout, on_gpus=plans_for_gpus(args)))
+    on_gpus = plans_for_gpus(args)
+    require_host_memory(_host_shares(args, memory, layout, on_gpus=on_gpus), on_gpus=on_gpus)
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:

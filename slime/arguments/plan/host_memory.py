@@ -7,6 +7,7 @@ them can be asked for. On GPUs the host holds what ranks put there; what engines
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ import psutil
 from slime.arguments.plan.placement import EnginePart
 from slime.arguments.plan.structure import MemoryPlan
 from slime.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
 
@@ -33,7 +36,11 @@ _LIMITS_OF_CONTAINERS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/mem
 
 @dataclass(frozen=True)
 class HostShare:
-    """`count` equal parts of a run and the host memory of each, in bytes. `flag` lowers the count."""
+    """`count` parts of a run and the host memory of each, in bytes, which is a mean where they differ.
+
+    `flag` lowers the count, and what each of the others takes stays as it is; empty where that is not so: fewer training
+    ranks hold larger shards.
+    """
 
     name: str
     count: int
@@ -62,14 +69,15 @@ def host_shares(
     """
     training = memory.training if memory is not None else None
     if on_gpus:
-        host = training.host if training is not None else 0
-        return (HostShare("training rank", ranks, host, "--actor-num-gpus-per-node"),) if ranks and host else ()
+        host = _mean(training.stage_hosts) if training is not None else 0
+        return (HostShare("training rank", ranks, host),) if ranks and host else ()
     shares = [HostShare("Ray, driver, manager and router", 1, RUN_BYTES)]
     if ranks:
         # Actor and critic are processes of their own; the estimate holds the tensors of both.
         processes = RANK_BYTES * (2 if args.use_critic else 1)
-        tensors = training.total + training.host if training is not None else 0
-        shares.append(HostShare("training rank", ranks, processes + tensors, "--actor-num-gpus-per-node"))
+        # Pipeline stages differ, and each has as many ranks as another.
+        tensors = _mean(training.stage_totals) + _mean(training.stage_hosts) if training is not None else 0
+        shares.append(HostShare("training rank", ranks, processes + tensors))
     tensors = memory.serving.total if memory is not None and memory.serving is not None else 0
     for part in engines:
         each = ENGINE_BYTES + (part.per_engine - 1) * FURTHER_SCHEDULER_BYTES + part.per_engine * tensors
@@ -84,7 +92,7 @@ def host_memory_problem(shares: Sequence[HostShare], machine: int) -> str | None
         return None
     listed = ", ".join(
         f"{share.count} {share.name}{'s' if share.count > 1 else ''} of {share.each / GIB:.1f} GiB"
-        if share.flag
+        if share.count > 1 or share.flag
         else f"{share.name} {share.total / GIB:.1f} GiB"
         for share in sorted(shares, key=lambda share: -share.total)
     )
@@ -94,11 +102,15 @@ def host_memory_problem(shares: Sequence[HostShare], machine: int) -> str | None
     )
 
 
-def require_host_memory(shares: Sequence[HostShare]) -> None:
-    """Raise UserError where the run needs more memory than this machine has."""
+def require_host_memory(shares: Sequence[HostShare], *, on_gpus: bool) -> None:
+    """Raise UserError where the run needs more memory than this machine has; on GPUs, whose hosts hold but a part of the
+    run, an estimate of that part is worth a warning."""
     problem = host_memory_problem(shares, machine_memory())
-    if problem is not None:
+    if problem is None:
+        return
+    if not on_gpus:
         raise UserError(problem)
+    logger.warning("%s", problem)
 
 
 def machine_memory() -> int:
@@ -112,10 +124,16 @@ def machine_memory() -> int:
     return min(limits)
 
 
+def _mean(sizes: Sequence[int]) -> int:
+    return -(-sum(sizes) // len(sizes))
+
+
 def _way_out(shares: Sequence[HostShare], missing: int) -> str:
-    largest = max((share for share in shares if share.flag), key=lambda share: share.total)
-    fits = largest.count - -(-missing // largest.each)
     elsewhere = "or join a cluster by RAY_ADDRESS"
-    if fits < 1:
-        return f"take a smaller model or fewer of its parts, {elsewhere}"
-    return f"{largest.flag} {fits * largest.per_count} would fit, {elsewhere}"
+    countable = [share for share in shares if share.flag]
+    if len(countable) == 1:
+        (share,) = countable
+        fits = share.count - -(-missing // share.each)
+        if fits >= 1:
+            return f"{share.flag} {fits * share.per_count} would fit, {elsewhere}"
+    return f"take a smaller model or fewer of its parts, {elsewhere}"

@@ -93,6 +93,7 @@ def _training(
         worst.host,
         _host_parts(args, worst),
         worst.host * min(gpus_per_node(args), setup.layout.world_size),
+        tuple(memory.host for memory in memories),
     )
 
 

@@ -103,7 +103,8 @@ class PartPlan:
 class TrainingMemoryPlan:
     """Peak of the training rank with most; `moment`: when. `stage_totals`: peak of each pipeline stage.
 
-    host: bytes of one rank in host memory, and by part in `host_parts`; host_of_node: of all ranks on a node.
+    host: bytes of one rank in host memory, and by part in `host_parts`; host_of_node: of all ranks on a node; stage_hosts: of
+    one rank of each pipeline stage.
     """
 
     parts: tuple[PartPlan, ...]
@@ -114,6 +115,7 @@ class TrainingMemoryPlan:
     host: int
     host_parts: tuple[PartPlan, ...]
     host_of_node: int
+    stage_hosts: tuple[int, ...]
 
 
 @dataclass(frozen=True)

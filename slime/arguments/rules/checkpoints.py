@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+from slime.arguments.checkpoints import POINTER, is_megatron_checkpoint
 from slime.arguments.critic import DIRECTORY, critic_args
 from slime.arguments.plug_ins import flag_of
 from slime.arguments.rules import Rule
@@ -34,6 +35,28 @@ def saving(args: argparse.Namespace) -> Iterator[str]:
         yield "--save-hf needs --hf-checkpoint: config and tokenizer are copied from it"
     elif Path(args.save_hf).absolute() == Path(args.hf_checkpoint).absolute():
         yield f"--save-hf {args.save_hf} would overwrite --hf-checkpoint; give another directory"
+
+
+def saved_at_all(args: argparse.Namespace) -> Iterator[str]:
+    """Nothing is refused: what is written where no one expects it, or never, is worth a warning."""
+    if args.save is None or not args.has_trainer or args.num_rollout == 0:
+        return
+    if args.save_interval is None:
+        logger.warning(
+            "--save %s without --save-interval: no checkpoint is written; give --save-interval N, which also writes one after "
+            "the last rollout",
+            args.save,
+        )
+        return
+    source, save = args.initial_weights, Path(args.save).absolute()
+    resumes = source is not None and source.resume and Path(source.path).absolute() == save
+    if is_megatron_checkpoint(save) and not resumes:
+        logger.warning(
+            "--save %s holds the checkpoint of rollout %s, and this run does not go on from it: it writes its own among those "
+            "of the earlier run; give --load %s to go on, or another --save",
+            args.save, (save / POINTER).read_text().strip(), args.save,
+        )  # fmt: skip
+    yield from ()
 
 
 def templates(args: argparse.Namespace) -> Iterator[str]:
@@ -83,4 +106,4 @@ def critic(args: argparse.Namespace) -> Iterator[str]:
         )
 
 
-CHECKPOINT_RULES: tuple[Rule, ...] = (saving, templates, subsample, critic)
+CHECKPOINT_RULES: tuple[Rule, ...] = (saving, saved_at_all, templates, subsample, critic)

@@ -57,8 +57,39 @@ def test_tensors_are_on_top_of_the_processes(on_cpu):
     assert [share.total for share in shares[1:]] == [
         4 * (RANK_BYTES + memory.training.total + memory.training.host), 3 * (ENGINE_BYTES + memory.serving.total),
     ]  # fmt: skip
+    assert shares[2].flag == "--rollout-num-gpus"
     # 4 B parameters in float32, and a cache of 32768 tokens.
     assert memory.serving.total > 16e9
+
+
+def test_pipeline_stages_are_added_up_and_not_taken_at_the_largest(on_cpu):
+    words = ["--pipeline-model-parallel-size", "4", "--tensor-model-parallel-size", "1"]
+    args = planned(SMALL.replace(" --sequence-parallel", ""), *words)
+    args.dry_run_gpu_memory_gib = None
+    memory = make_plan(args).memory
+    totals = memory.training.stage_totals
+    assert len(totals) == 4 and max(totals) > min(totals)
+    (_, ranks) = host_shares(args, memory, 4, [], on_gpus=False)
+    assert abs(ranks.total - (4 * RANK_BYTES + sum(totals) + sum(memory.training.stage_hosts))) < 8
+
+
+def test_no_number_is_named_where_fewer_parts_would_each_be_larger():
+    machine = 10 * GIB
+    ranks = HostShare("training rank", 4, 4 * GIB)
+    generic = "take a smaller model or fewer of its parts, or join a cluster by RAY_ADDRESS"
+    assert host_memory_problem([ranks], machine).endswith(generic)
+    engines = HostShare("engine", 4, GIB, "--rollout-num-gpus")
+    assert host_memory_problem([ranks, engines], machine).endswith(generic)
+    # What engines take can be lowered by their number, though training takes more.
+    assert "--rollout-num-gpus 1 would fit" in host_memory_problem([ranks, engines], 17 * GIB)
+    assert host_memory_problem([engines, engines], 7 * GIB).endswith(generic), "no one flag counts both"
+
+
+def test_on_gpus_an_estimate_refuses_nothing(monkeypatch, caplog):
+    memory_is(monkeypatch, 1)
+    args = planned(SMALL, "--optimizer-cpu-offload", "--use-precision-aware-optimizer")
+    require_memory_of_machine(args)
+    assert "but this machine has 1.0 GiB" in caplog.text
 
 
 def test_a_run_that_is_too_large_is_refused_with_both_numbers_and_a_way_out(on_cpu, monkeypatch):

@@ -35,6 +35,31 @@ def test_rule(tmp_path, words, message):
     assert_violation(tmp_path, words, message)
 
 
+def test_a_directory_in_which_nothing_would_be_written_is_told(tmp_path, caplog):
+    parse(tmp_path, "--save", str(tmp_path / "run"))
+    assert f"--save {tmp_path}/run without --save-interval: no checkpoint is written" in caplog.text
+    caplog.clear()
+    for words in (
+        ["--save-interval", "2"],
+        ["--num-rollout", "0", "--eval-prompt-data", "a", f"{tmp_path}/prompts.jsonl"],
+    ):
+        parse(tmp_path, "--save", str(tmp_path / "run"), *words)
+    assert "no checkpoint is written" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [("", True), ("--load {save} --finetune", True), ("--load {save}", False), ("--load {save} --ckpt-step 1", False)],
+)
+def test_checkpoints_that_the_run_does_not_go_on_from_are_told(tmp_path, caplog, words, told):
+    save = tmp_path / "earlier"
+    (save / "iter_0000001").mkdir(parents=True)
+    (save / "latest_checkpointed_iteration.txt").write_text("2\n")
+    parse(tmp_path, "--save", str(save), "--save-interval", "1", *words.format(save=save).split())
+    line = f"--save {save} holds the checkpoint of rollout 2, and this run does not go on from it"
+    assert (line in caplog.text) is told
+
+
 @pytest.mark.parametrize(
     "flag, known",
     [
