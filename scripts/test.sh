@@ -17,7 +17,7 @@ Installs what is missing (scripts/install.sh), then runs the tests that need no 
 
   --all      the slow tests too
   --dry-run  print the commands that it would run, and end
-  other arguments are given to pytest, for example: tests/rollout -k abort -x
+  other arguments are given to pytest, for example: tests/rollout -k abort -x; without any, two test files run at a time
 HELP
 }
 
@@ -36,7 +36,13 @@ for argument in "$@"; do
   esac
 done
 
-pytest_command=(.venv/bin/python -m pytest -m "$marks" ${pytest_arguments[@]+"${pytest_arguments[@]}"})
+pytest_command=(.venv/bin/python -m pytest -m "$marks")
+if ((${#pytest_arguments[@]})); then
+  pytest_command+=("${pytest_arguments[@]}")
+else
+  # Two files at a time: most tests leave one of two cores idle, or wait for servers.
+  pytest_command+=(-n 2 --dist loadfile)
+fi
 if [[ -n "$dry_run" ]]; then
   echo "bash scripts/install.sh"
   printf 'SLIME_ACCELERATOR=cpu OMP_NUM_THREADS=%s' "${OMP_NUM_THREADS:-1}"

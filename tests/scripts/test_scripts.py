@@ -172,6 +172,8 @@ def test_the_test_script_says_what_it_would_run() -> None:
     install, run = result.stdout.splitlines()
     assert install == "bash scripts/install.sh"
     assert run.endswith(r"-m pytest -m not\ slow\ and\ not\ gpu tests/utils -k a\ b")
+    whole = bash("scripts/test.sh", "--dry-run", "--all").stdout.splitlines()[1]
+    assert whole.endswith(r"-m pytest -m not\ gpu -n 2 --dist loadfile")
 
 
 def test_the_installer_says_what_it_would_run(fresh_copy: Path) -> None:
