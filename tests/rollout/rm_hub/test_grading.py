@@ -315,7 +315,7 @@ def test_the_second_attempt_does_not_share_its_samples_with_the_first(tmp_path, 
         "    if number == 1:\n        args.release.wait(60)\n"
         f"    return {'[1.0]' if form == 'samples' else '1.0'}\n"
     )
-    args = make_args("", custom_rm_path=f"{file}:reward", rm_timeout=0.2)
+    args = make_args("", custom_rm_path=f"{file}:reward", rm_timeout=1.0)
     args.given, args.release = [], threading.Event()
     (sample,) = samples(3)
     sample.metadata["mine"] = 1
