@@ -63,6 +63,8 @@ def main(
             return 0
         if finished is None:
             check_before_start(args)
+            if not args.check:
+                _sweep()
             _check_machine(args)
         if args.check or finished is not None:
             _tell_result(finished or _needs_of(args), stream)
@@ -92,6 +94,12 @@ def main(
         _tell_what_is_kept(args, words, mark_at_start)
         return 1
     return 0
+
+
+def _sweep() -> None:
+    """Remove what killed runs left, also where this one is refused: they may have filled what it lacks."""
+    for left_by_a_killed_run in sweep_scratch_directories():
+        logger.debug("removed %s, which a killed run had left", left_by_a_killed_run)
 
 
 def _check_machine(args: argparse.Namespace) -> None:
@@ -180,8 +188,6 @@ def _session(args: argparse.Namespace) -> Iterator[None]:
     args.log_dir = str(directory / "logs")
     Path(args.log_dir).mkdir(parents=True, exist_ok=True)
     failed = True
-    for left_by_a_killed_run in sweep_scratch_directories():
-        logger.debug("removed %s, which a killed run had left", left_by_a_killed_run)
     with _sigterm_as_interrupt():
         try:
             init_tracking(args, directory)
