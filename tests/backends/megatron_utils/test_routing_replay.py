@@ -247,7 +247,9 @@ def assert_same(found, expected):
     assert found["left"] == 0
     for step in range(2):
         assert_equal_metrics(found["steps"][step], expected["steps"][step], bounds_of_batch())
-        assert_equal_gradients(found["gradients"][step], expected["gradients"][step], TRAINED_TOKENS)
+        # A pipeline stage has some of the parameters.
+        of_rank, of_all = found["gradients"][step], expected["gradients"][step]
+        assert_equal_gradients(of_rank, {name: of_all[name] for name in of_rank}, TRAINED_TOKENS)
 
 
 def test_free_routers_would_choose_otherwise(one_rank):
@@ -290,6 +292,7 @@ def test_two_ranks_replay_like_one(one_rank, two_ranks, case):
     expected = one_rank["from rollout" if "rollout" in case else "recorded"]
     for rank in two_ranks:
         assert_same(rank[case], expected)
+    assert set().union(*(rank[case]["gradients"][0] for rank in two_ranks)) == set(expected["gradients"][0])
 
 
 @pytest.mark.slow
