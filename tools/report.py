@@ -37,7 +37,8 @@ class RunRecord:
 
 
 def _is_detail(name: str) -> bool:
-    return name == "step" or "/" in name or "-truncated_ratio" in name or "-pass@" in name
+    details = ("-truncated_ratio", "-pass@", "-unfinished", "-failed_samples")
+    return name == "step" or "/" in name or any(detail in name for detail in details)
 
 
 def read_event_directory(directory: Path) -> dict[str, Curve]:
