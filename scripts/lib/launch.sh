@@ -187,7 +187,7 @@ start_own_head() {
 end_run() {
   local status=$?
   trap '' INT TERM
-  if [[ -n "${CHECK_MESSAGES:-}" ]]; then rm -f "$CHECK_MESSAGES"; fi
+  rm -f ${CHECK_MESSAGES:+"$CHECK_MESSAGES"} ${SUBMIT_MESSAGES:+"$SUBMIT_MESSAGES"}
   if [[ -n "${SUBMISSION_ID:-}" ]]; then
     say "stopping job $SUBMISSION_ID"
     timeout 60 "$RAY" job stop --address "$CLUSTER_ADDRESS" "$SUBMISSION_ID" >/dev/null 2>&1 || true
@@ -206,12 +206,21 @@ submit() {
   RUNTIME_ENV[NCCL_NVLS_ENABLE]="${NCCL_NVLS_ENABLE:-$(nvlink_present)}"
   SUBMISSION_ID="$RUN_NAME-$(date +%Y%m%d-%H%M%S)-$$"
   say "submitting job $SUBMISSION_ID to $CLUSTER_ADDRESS"
-  # `env -C`: paths relative to the directory of the call stay what the caller meant.
-  "$RAY" job submit --address "$CLUSTER_ADDRESS" --submission-id "$SUBMISSION_ID" \
-    --runtime-env-json "$(runtime_env_json)" -- env -C "$PWD" "${COMMAND[@]}" &
-  SUBMIT_PID=$!
-  local status=0
-  wait "$SUBMIT_PID" || status=$?
+  SUBMIT_MESSAGES="$(mktemp "${TMPDIR:-/tmp}/slime-submit-XXXXXX")" # `end_run` removes it
+  local status=1 deadline=$((SECONDS + ${START_SECONDS:-120}))
+  while ((status)); do
+    # `env -C`: paths relative to the directory of the call stay what the caller meant.
+    "$RAY" job submit --address "$CLUSTER_ADDRESS" --submission-id "$SUBMISSION_ID" \
+      --runtime-env-json "$(runtime_env_json)" -- env -C "$PWD" "${COMMAND[@]}" 2>"$SUBMIT_MESSAGES" &
+    SUBMIT_PID=$!
+    tail --follow --sleep-interval=0.1 --lines=+1 --pid="$SUBMIT_PID" "$SUBMIT_MESSAGES" >&2 &
+    status=0
+    wait "$SUBMIT_PID" || status=$?
+    wait $!
+    # Ray gives the agent that takes jobs 10 seconds to come up, which on a busy machine may be too short.
+    if ! grep -q "No available agent" "$SUBMIT_MESSAGES" || ((SECONDS >= deadline)); then break; fi
+    say "the head takes no jobs yet; submitting again"
+  done
   SUBMISSION_ID="" # it ended by itself
   return "$status"
 }

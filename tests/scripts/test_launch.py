@@ -82,6 +82,23 @@ def test_exit_status_is_the_jobs_and_the_head_ends_all_the_same(stub) -> None:
     assert "ended the head" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("settings", "submissions", "status"),
+    [
+        ({"STUB_REFUSALS": "1"}, 2, 0),
+        ({"STUB_REFUSALS": "9", "START_SECONDS": "0"}, 1, 1),
+        ({"STUB_REFUSALS": "1", "STUB_REFUSAL": "token is invalid"}, 1, 1),
+    ],
+)
+def test_a_head_whose_agent_is_not_up_is_asked_again(stub, settings, submissions: int, status: int) -> None:
+    """Within the patience with a start, under the same name, and for no other refusal."""
+    result = bash(f"bash {ONE_NODE}", RAY_ADDRESS="http://10.0.0.1:8265", **settings, **stub)
+    assert result.returncode == status, result.stderr
+    assert len(calls(stub)) == submissions and len(set(calls(stub))) == 1
+    assert settings.get("STUB_REFUSAL", "No available agent") in result.stderr
+    assert not list(Path(stub["TMPDIR"]).glob("slime-submit-*"))
+
+
 def test_interrupt_stops_the_job_and_the_own_head(stub) -> None:
     environment = script_environment(NUM_GPUS="8", STUB_JOB_SECONDS="60", **stub)
     with subprocess.Popen(["bash", str(ONE_NODE)], env=environment, stdout=subprocess.PIPE, text=True) as process:

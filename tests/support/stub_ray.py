@@ -2,8 +2,9 @@
 down their arguments.
 
 Variables: STUB_LOG (file of calls; those of `python` stand in STUB_LOG.python), STUB_START (ok, mismatch, token, hang, or
-slow: the second start succeeds), STUB_JOB_STATUS (exit status of the job), STUB_JOB_SECONDS (how long it runs), STUB_CHECK
-(what the check of a run says), STUB_CHECK_STATUS (its exit status).
+slow: the second start succeeds), STUB_JOB_STATUS (exit status of the job), STUB_JOB_SECONDS (how long it runs), STUB_REFUSALS
+(how many submissions are refused first), STUB_REFUSAL (with what words), STUB_CHECK (what the check of a run says),
+STUB_CHECK_STATUS (its exit status).
 """
 
 from pathlib import Path
@@ -32,6 +33,9 @@ case "$1" in
   status) printf ' 0.0/8.0 CPU\\n 0.0/4.0 GPU\\n' ;;
   job)
     if [[ "$2" == submit ]]; then
+      if (($(grep -c '^job submit' "$STUB_LOG") <= ${STUB_REFUSALS:-0})); then
+        echo "${STUB_REFUSAL:-No available agent to submit job}" >&2 && exit 1
+      fi
       sleep "${STUB_JOB_SECONDS:-0}" >/dev/null 2>&1 &
       trap 'kill $!' TERM
       wait $!
