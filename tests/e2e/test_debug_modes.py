@@ -9,12 +9,13 @@ from tests.support.tiny_task import ROLLOUT_BATCH_SIZE, SAMPLES_PER_PROMPT
 from tests.support.train_process import TrainProcess
 
 ROLLOUTS = range(2)
+ONE_RANK = ["--actor-num-gpus-per-node", "1"]
+TWO_RANKS = ["--actor-num-gpus-per-node", "2"]
 LAYOUTS = {
-    "one rank": ["--actor-num-gpus-per-node", "1"],
-    "two data-parallel ranks": ["--actor-num-gpus-per-node", "2"],
-    "two tensor-parallel ranks": ["--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2"],
-    "two pipeline stages": ["--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2"],
-    "two context-parallel ranks": ["--actor-num-gpus-per-node", "2", "--context-parallel-size", "2"],
+    "two data-parallel ranks": TWO_RANKS,
+    "two tensor-parallel ranks": [*TWO_RANKS, "--tensor-model-parallel-size", "2"],
+    "two pipeline stages": [*TWO_RANKS, "--pipeline-model-parallel-size", "2"],
+    "two context-parallel ranks": [*TWO_RANKS, "--context-parallel-size", "2"],
 }
 # What is added up over ranks before and beside the loss.
 OBJECTIVE = ["--normalize-advantages", "--use-tis", "--get-mismatch-metrics"]
@@ -34,23 +35,31 @@ def rollouts(task, tmp_path_factory):
     return process, directory
 
 
+def train(task, dumps, directory, layout):
+    """Training on those dumps, with one dump of the train data per rollout."""
+    flags = [
+        "--hf-checkpoint", task.model, *task.train_flags, *layout, *OBJECTIVE, "--num-rollout", len(ROLLOUTS),
+        "--rollout-batch-size", ROLLOUT_BATCH_SIZE, "--n-samples-per-prompt", SAMPLES_PER_PROMPT,
+        "--load-debug-rollout-data", dumps / "{rollout_id}.pt",
+        "--save-debug-train-data", directory / "train_{rollout_id}.pt",
+    ]  # fmt: skip
+    with TrainProcess(flags, directory) as process:
+        process.wait_for_success(200)
+        process.assert_no_process_left()
+    return process
+
+
 @pytest.fixture(scope="module")
-def trained(task, rollouts, tmp_path_factory):
-    """A training run on that dump for every layout, with one dump of the train data each."""
-    runs = {}
-    for name, layout in LAYOUTS.items():
-        directory = tmp_path_factory.mktemp(name.replace(" ", "_"))
-        flags = [
-            "--hf-checkpoint", task.model, *task.train_flags, *layout, *OBJECTIVE, "--num-rollout", len(ROLLOUTS),
-            "--rollout-batch-size", ROLLOUT_BATCH_SIZE, "--n-samples-per-prompt", SAMPLES_PER_PROMPT,
-            "--load-debug-rollout-data", rollouts[1] / "{rollout_id}.pt",
-            "--save-debug-train-data", directory / "train_{rollout_id}.pt",
-        ]  # fmt: skip
-        with TrainProcess(flags, directory) as process:
-            process.wait_for_success(200)
-            process.assert_no_process_left()
-        runs[name] = process
-    return runs
+def one_rank(task, rollouts, tmp_path_factory):
+    return train(task, rollouts[1], tmp_path_factory.mktemp("one_rank"), ONE_RANK)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if "data" in name else [pytest.mark.slow]) for name in LAYOUTS],
+)
+def other(request, task, rollouts, tmp_path_factory):
+    return train(task, rollouts[1], tmp_path_factory.mktemp("other"), LAYOUTS[request.param])
 
 
 def test_rollouts_alone_start_no_training_rank(rollouts):
@@ -61,43 +70,42 @@ def test_rollouts_alone_start_no_training_rank(rollouts):
     assert "rollout 1 (2/2) | reward" in process.output()
 
 
-def test_training_alone_starts_no_engine(trained):
-    for process in trained.values():
-        assert "engines are ready" not in process.output()
-        assert not list(process.event_directory.rglob("engine_*.log"))
-        assert sorted(process.scalars("train/loss")) == list(ROLLOUTS)
+def test_training_alone_starts_no_engine(one_rank):
+    assert "engines are ready" not in one_rank.output()
+    assert not list(one_rank.event_directory.rglob("engine_*.log"))
+    assert sorted(one_rank.scalars("train/loss")) == list(ROLLOUTS)
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one rank"])
 @pytest.mark.parametrize(
     "tag",
     ["train/loss", "train/kl_loss", "train/entropy_loss", "train/grad_norm", "train/tis", "train/mismatch_k3",
      "rollout/advantages"],
 )  # fmt: skip
-def test_every_layout_learns_the_same(trained, layout, tag):
-    one, other = trained["one rank"].scalars(tag), trained[layout].scalars(tag)
+def test_every_layout_learns_the_same(one_rank, other, tag):
+    one, found = one_rank.scalars(tag), other.scalars(tag)
     # The first KL is zero in all of them. Whitened advantages cancel: the loss is small beside its terms, which are about 1.
-    assert other == pytest.approx(one, rel=1e-5, abs=2e-6 if tag == "train/loss" else 1e-7)
+    assert found == pytest.approx(one, rel=1e-5, abs=2e-6 if tag == "train/loss" else 1e-7)
     assert one[1] != 0
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_worst_tokens_are_told_once_per_rollout(trained, layout):
-    process = trained[layout]
-    assert process.scalars("train/whiten_empty") == dict.fromkeys(ROLLOUTS, 0.0)
-    told = [line.split("tokens with")[0] for line in process.output().splitlines() if "the largest mismatch" in line]
-    assert ["rollout 0" in told[0], "rollout 1" in told[1]] == [True, True] and len(told) == 2
-    assert process.output().count("response token") == 20
+def test_the_worst_tokens_are_told_once_per_rollout(one_rank, other):
+    for process in (one_rank, other):
+        assert process.scalars("train/whiten_empty") == dict.fromkeys(ROLLOUTS, 0.0)
+        told = [
+            line.split("tokens with")[0] for line in process.output().splitlines() if "the largest mismatch" in line
+        ]
+        assert ["rollout 0" in told[0], "rollout 1" in told[1]] == [True, True] and len(told) == 2
+        assert process.output().count("response token") == 20
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_train_dump_loads_without_pickled_code(trained, rollouts, layout):
-    dump = torch.load(trained[layout].directory / "train_1.pt", weights_only=True)
+def test_the_train_dump_loads_without_pickled_code(one_rank, other, rollouts, request):
+    whole, dump = (torch.load(run.directory / "train_1.pt", weights_only=True) for run in (one_rank, other))
     generated = torch.load(rollouts[1] / "1.pt", weights_only=True)["samples"]
-    assert [sample["sample_indices"] for sample in dump["samples"]] == [sample["index"] for sample in generated]
-    one_rank = torch.load(trained["one rank"].directory / "train_1.pt", weights_only=True)["samples"]
-    for sample, origin, sample_of_one_rank in zip(dump["samples"], generated, one_rank, strict=True):
-        assert torch.equal(sample["tokens"].cpu(), origin["tokens"])
-        assert len(sample["ref_log_probs"]) == len(sample["advantages"]) == origin["response_length"]
-        torch.testing.assert_close(sample["ref_log_probs"], sample_of_one_rank["ref_log_probs"], rtol=0, atol=1e-5)
-    assert len(dump["dp_shards"]) == (2 if layout == "two data-parallel ranks" else 1)
+    for samples in (whole["samples"], dump["samples"]):
+        assert [sample["sample_indices"] for sample in samples] == [sample["index"] for sample in generated]
+        for sample, origin, sample_of_one_rank in zip(samples, generated, whole["samples"], strict=True):
+            assert torch.equal(sample["tokens"].cpu(), origin["tokens"])
+            assert len(sample["ref_log_probs"]) == len(sample["advantages"]) == origin["response_length"]
+            torch.testing.assert_close(sample["ref_log_probs"], sample_of_one_rank["ref_log_probs"], rtol=0, atol=1e-5)
+    assert len(whole["dp_shards"]) == 1
+    assert len(dump["dp_shards"]) == (2 if "data-parallel" in request.node.callspec.id else 1)

@@ -1,20 +1,106 @@
-"""The whole loop on real parts: six GRPO rollouts, one training rank, two engines behind the router, float32."""
+"""The whole loop on real parts: six GRPO rollouts, one training rank, two engines behind the router, float32. And the same
+command killed and started again, which goes on as if nothing had happened."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
 import re
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.e2e.conftest import PLANTED_SECRET
-from tests.support.tiny_task import ROLLOUT_BATCH_SIZE, SAMPLES_PER_PROMPT
+from tests.support.tiny_task import PLUG_INS, ROLLOUT_BATCH_SIZE, SAMPLES_PER_PROMPT, TinyTask
+from tests.support.train_process import ListeningSocket, TrainProcess, checkpoint_tensors
 
 ROLLOUTS = range(6)
+RESUMED = (3, 4, 5)
 LOG_PROB_GATE = 1e-5
+PLANTED_SECRET = "a-secret-that-may-stand-nowhere"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopRun:
+    """A run of six rollouts: where it keeps what, and the process."""
+
+    process: TrainProcess
+    checkpoints: Path
+    dumps: Path
+    # What was seen while it ran: every socket that listened, and the directory of its Ray.
+    listening: list[ListeningSocket] = dataclasses.field(default_factory=list)
+    ray_sessions: set[Path] = dataclasses.field(default_factory=set)
+    shared_memory: set[Path] = dataclasses.field(default_factory=set)
+    # Its directory for temporary files, of which only the whole run knows.
+    temporary: Path | None = None
+
+
+def run_loop(task: TinyTask, directory: Path, env: dict[str, str] | None = None) -> LoopRun:
+    """The command, the same but for the directories."""
+    checkpoints, dumps = directory / "checkpoints", directory / "dumps"
+    flags = [
+        *task.loop_flags,
+        "--num-rollout", "6",
+        "--custom-generate-function-path", f"{PLUG_INS}:marked_generate",
+        "--check-weight-update-equal",
+        "--save", checkpoints, "--load", checkpoints, "--save-interval", "3",
+        "--eval-interval", "6", "--eval-prompt-data", "held_out", task.evaluation,
+        "--save-debug-rollout-data", dumps / "{rollout_id}.pt",
+        "--rollout-data-postprocess-path", f"{PLUG_INS}:hashed_token",
+        "--train-env-vars", json.dumps({"HUB_TOKEN": PLANTED_SECRET}),
+    ]  # fmt: skip
+    return LoopRun(TrainProcess(flags, directory, env), checkpoints, dumps)
+
+
+@pytest.fixture(scope="module")
+def finished_run(task, tmp_path_factory) -> Iterator[LoopRun]:
+    """Six rollouts on one training rank and two engines, with everything checked that can be."""
+    directory = tmp_path_factory.mktemp("whole")
+    # The paths of Unix sockets in it must stay short.
+    temporary = Path(tempfile.mkdtemp(prefix="e2e-", dir="/tmp"))
+    run = run_loop(task, directory, {"E2E_KEY_FILE": str(directory / "key"), "TMPDIR": str(temporary)})
+    run = dataclasses.replace(run, temporary=temporary)
+    with run.process as process:
+        process.wait_for_line(r"rollout \d \(\d/6\)", 300)
+        run.listening.extend(process.listening())
+        run.ray_sessions.update(process.ray_sessions())
+        scratch = [path.name for path in temporary.glob("slime-*")]
+        run.shared_memory.update(
+            path for path in Path("/dev/shm").iterdir() if any(name in path.name for name in scratch)
+        )
+        process.wait_for_success(400)
+        process.assert_no_process_left()
+    yield run
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def resumed_run(task, tmp_path_factory):
+    """Killed while rollout 5 of 6 generates, when the checkpoint of rollout 3 is there; then run to its end."""
+    directory = tmp_path_factory.mktemp("killed")
+    killed = run_loop(task, directory, {"E2E_HOLD_ROLLOUT": "4"})
+    with killed.process as process:
+        process.wait_for_line("holding rollout 4", 300)
+        left_alone = process.processes()
+        process.send_signal_to_driver(signal.SIGKILL)
+        assert process.wait(10) == -signal.SIGKILL
+        process.assert_no_process_left(60)
+    # Engines, ranks and Ray's own processes were there and followed their driver.
+    assert any("server_process" in command for command in left_alone.values())
+    assert any("RankProcess" in command for command in left_alone.values())
+    assert (killed.checkpoints / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+
+    resumed = run_loop(task, directory)
+    with resumed.process as process:
+        process.wait_for_success(300)
+        process.assert_no_process_left()
+    return resumed
 
 
 @pytest.fixture(scope="module")
@@ -182,3 +268,40 @@ def test_the_output_is_for_people(output):
     assert "Traceback" not in output
     # Ray's own messages about itself, and those of libraries.
     assert not re.search(r"INFO worker\.py|FutureWarning|UserWarning", output)
+
+
+# --- killed and started again ------------------------------------------------------------------------------------------
+
+
+def test_it_goes_on_after_the_published_checkpoint(resumed_run):
+    output = resumed_run.process.output()
+    assert ", resuming" in output
+    assert "rollout 2 (3/6) |" not in output and "rollout 3 (4/6) |" in output and "rollout 5 (6/6) |" in output
+    # No second evaluation before training.
+    assert "evaluation before" not in output
+
+
+@pytest.mark.parametrize("rollout_id", RESUMED)
+def test_prompts_tokens_and_rewards_are_those_of_the_whole_run(finished_run, resumed_run, rollout_id):
+    whole, resumed = load_dump(finished_run, rollout_id), load_dump(resumed_run, rollout_id)
+    assert [sample["prompt"] for sample in resumed] == [sample["prompt"] for sample in whole]
+    assert [sample["tokens"].tolist() for sample in resumed] == [sample["tokens"].tolist() for sample in whole]
+    for name in ("index", "group_index", "label", "reward", "metadata"):
+        assert [sample[name] for sample in resumed] == [sample[name] for sample in whole]
+
+
+@pytest.mark.parametrize("tag", ["train/loss", "train/pg_loss", "train/kl_loss", "train/grad_norm"])
+def test_what_was_learned_is_bitwise_the_same(finished_run, resumed_run, tag):
+    whole, resumed = finished_run.process.scalars(tag), resumed_run.process.scalars(tag)
+    # The event files of both starts lie in one directory: all steps are there.
+    assert sorted(resumed) == sorted(whole)
+    assert [resumed[step] for step in RESUMED] == [whole[step] for step in RESUMED]
+
+
+def test_data_state_and_weights_end_the_same(finished_run, resumed_run):
+    def state(run):
+        return json.loads((run.checkpoints / "rollout/global_dataset_state_dict_5/state.json").read_text())
+
+    assert state(resumed_run) == state(finished_run)
+    resumed, whole = (checkpoint_tensors(run.checkpoints / "iter_0000005") for run in (resumed_run, finished_run))
+    assert whole and resumed == whole

@@ -182,7 +182,7 @@ def test_a_check_goes_by_the_cluster_that_is_there(stub, tmp_path: Path) -> None
 
 def test_an_interrupted_check_leaves_nothing(stub, tmp_path: Path) -> None:
     python = tmp_path / "python-of-the-run"
-    python.write_text('#!/bin/sh\ntouch "$STUB_LOG.checking"\nexec sleep 60\n')
+    python.write_text('#!/bin/sh\n: >"$STUB_LOG.checking"\nexec sleep 60\n')
     environment = script_environment(NUM_GPUS="8", **stub)
     with subprocess.Popen(["bash", str(ONE_NODE)], env=environment, start_new_session=True) as process:
         wait_until(Path(stub["STUB_LOG"] + ".checking").exists)

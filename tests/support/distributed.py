@@ -2,26 +2,30 @@
 
     results = run_distributed(worker, world_size=2, args=(tmp_path,))
 
-`worker` is a module-level function of any test file; every rank calls `worker(*args)` in a fresh Python process, whose
+`worker` is a module-level function of any test file; every rank calls `worker(*args)` in a process of its own, whose
 environment holds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, so that `torch.distributed` initialises
 from the environment. Arguments and return values travel by pickle. The children share nothing with the test's process:
-what they import or patch stays with them.
+what they import or patch stays with them. They are forked from a server that has imported torch and Megatron with its lifts
+(`tests/support/preloaded.py`), which takes most of the time of a start; with `start_method="spawn"` nothing is imported yet.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
+import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _LOG_TAIL = 6000
@@ -39,8 +43,13 @@ def run_distributed(
     *,
     timeout: float = 120.0,
     env: Mapping[str, str] | None = None,
+    start_method: str = "forkserver",
 ) -> list[Any]:
     """Call `worker(*args)` on `world_size` ranks and return their return values, by rank.
+
+    Args:
+        start_method: forkserver, or spawn where the worker depends on what is imported when, or on an environment that
+            imports read.
 
     Raises:
         DistributedFailure: a rank failed (the others are then ended), or `timeout` seconds have passed.
@@ -53,7 +62,7 @@ def run_distributed(
         ranks = [_Rank(rank, world_size, store.port, Path(directory), env or {}) for rank in range(world_size)]
         try:
             for rank in ranks:
-                rank.start(worker, args)
+                rank.start(worker, args, start_method)
             _wait(ranks, timeout)
         finally:
             for rank in ranks:
@@ -67,9 +76,8 @@ class _Rank:
     def __init__(self, rank: int, world_size: int, port: int, directory: Path, env: Mapping[str, str]) -> None:
         self.rank = rank
         self._log = directory / f"rank{rank}.log"
-        self._call = directory / f"rank{rank}.call"
         self._result = directory / f"rank{rank}.result"
-        self._process: subprocess.Popen | None = None
+        self._process: multiprocessing.process.BaseProcess | None = None
         self._env = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
@@ -84,29 +92,23 @@ class _Rank:
             **env,
         }
 
-    def start(self, worker: Callable[..., Any], args: Sequence[Any]) -> None:
-        call = (inspect.getfile(worker), worker.__qualname__, tuple(args), str(self._result))
-        self._call.write_bytes(pickle.dumps(call))
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "tests.support.distributed", str(self._call)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._env,
-                cwd=REPOSITORY,
-            )
+    def start(self, worker: Callable[..., Any], args: Sequence[Any], start_method: str) -> None:
+        call = pickle.dumps((inspect.getfile(worker), worker.__qualname__, tuple(args)))
+        context = multiprocessing.get_context(start_method)
+        if start_method == "forkserver":
+            context.set_forkserver_preload(["tests.support.preloaded"])
+        self._process = context.Process(target=_run, args=(call, self._result, self._log, self._env))
+        # What is imported before `_run` sets the environment (the server's imports, a spawned interpreter) sees it too.
+        with mock.patch.dict(os.environ, self._env):
+            self._process.start()
 
     def poll(self) -> int | None:
-        return self._process.poll()
+        return self._process.exitcode
 
     def end(self) -> None:
-        if self._process is None:
-            return
-        if self._process.poll() is None:
+        if self._process is not None:
             self._process.kill()
-        self._process.stdin.close()
-        self._process.wait()
+            self._process.join()
 
     def result(self) -> Any:
         return pickle.loads(self._result.read_bytes())
@@ -135,12 +137,9 @@ def _wait(ranks: list[_Rank], timeout: float) -> None:
 
 def _end_with_parent() -> None:
     def watch() -> None:
-        # The parent never writes: this returns when its end of the pipe is closed, by whatever end it met. Not through
-        # sys.stdin, whose lock an exiting interpreter would wait for.
-        os.read(stdin, 1)
+        multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
         os._exit(1)
 
-    stdin = sys.stdin.fileno()
     threading.Thread(target=watch, daemon=True).start()
 
 
@@ -153,15 +152,20 @@ def _load(file: str, qualname: str) -> Callable[..., Any]:
     return getattr(module, qualname)
 
 
-def _main() -> None:
+def _run(call: bytes, result_file: Path, log: Path, env: Mapping[str, str]) -> None:
+    with log.open("wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(REPOSITORY)
+    warnings.simplefilter("ignore")
+    # What the worker starts itself, it starts as any program does: a child takes over how it was started.
+    multiprocessing.set_start_method(None, force=True)
     _end_with_parent()
-    file, qualname, args, result_file = pickle.loads(Path(sys.argv[1]).read_bytes())
+    file, qualname, args = pickle.loads(call)
     result = _load(file, qualname)(*args)
-    Path(result_file).write_bytes(pickle.dumps(result))
+    result_file.write_bytes(pickle.dumps(result))
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _main()

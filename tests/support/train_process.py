@@ -20,8 +20,9 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -196,3 +197,24 @@ def _read(path: Path) -> bytes:
 
 def _restore_interrupt() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def checkpoint_tensors(directory: Path) -> dict[str, bytes]:
+    """The bytes of every tensor in a checkpoint, by name."""
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    state: dict = {}
+    _load_state_dict(state, FileSystemReader(directory), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    tensors = {name: value for name, value in _flatten("", state) if torch.is_tensor(value)}
+    return {name: value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for name, value in tensors.items()}
+
+
+def _flatten(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _flatten(f"{prefix}/{name}", item)
+    else:
+        yield prefix, value

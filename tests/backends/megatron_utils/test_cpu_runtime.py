@@ -1,6 +1,7 @@
 """Each lift is needed: without it, and only it, the wheel fails on CPU. If one of these tests fails, the installed
 megatron-core no longer makes that assumption and the lift can go."""
 
+import multiprocessing
 import os
 import tempfile
 
@@ -128,6 +129,8 @@ def _error_in_fork(function, *args):
             function(*args)
         except BaseException as error:
             os.write(write, (f"{type(error).__name__}: {error}".splitlines()[0] or "error").encode()[:4000])
+        for process in multiprocessing.active_children():  # of the checkpoint's writer
+            process.kill()
         os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
@@ -136,30 +139,37 @@ def _error_in_fork(function, *args):
     return outcome or None
 
 
-def _run_each(hf_dir):
-    """{lift left out: its error or None}, for this rank's part of the lifts and for "", none left out. Forked after torch
-    and before megatron.core is imported: quick and clean."""
+def _run_each(hf_dir, left_out):
+    """{lift left out: its error or None}, for this rank's part of `left_out`; "" leaves none out. Forked after torch and
+    before megatron.core is imported: quick and clean."""
     import torch  # noqa: F401
 
-    mine = ["", *cpu_runtime.lift_names()][int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
+    mine = left_out[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
     return {lift: _error_in_fork(_scenario, hf_dir, [lift]) for lift in mine}
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
+def hf_dir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("hf")
     write_tiny_model(directory, vocab_size=40, layers=1)
-    first, second = run_distributed(_run_each, 2, (str(directory),), timeout=300)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def without_each(hf_dir):
+    lifts = cpu_runtime.lift_names()
+    first, second = run_distributed(_run_each, 2, (hf_dir, lifts), timeout=300, start_method="spawn")
     return {**first, **second}
 
 
-def test_with_all_lifts_the_wheel_trains_saves_and_loads(outcomes):
-    assert outcomes[""] is None
+def test_with_all_lifts_the_wheel_trains_saves_and_loads(hf_dir):
+    assert run_distributed(_run_each, 1, (hf_dir, [""]), start_method="spawn") == [{"": None}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lift", cpu_runtime.lift_names())
-def test_the_wheel_fails_without_the_lift(outcomes, lift):
-    assert outcomes[lift] is not None
+def test_the_wheel_fails_without_the_lift(without_each, lift):
+    assert without_each[lift] is not None
 
 
 def _look_at_torch():
@@ -179,7 +189,7 @@ def _look_at_torch():
 
 
 def test_only_megatron_sees_the_lifts():
-    ((torch_unchanged, idempotent, device),) = run_distributed(_look_at_torch, 1)
+    ((torch_unchanged, idempotent, device),) = run_distributed(_look_at_torch, 1, start_method="spawn")
     assert torch_unchanged
     assert idempotent
     assert device == "cpu"
@@ -194,7 +204,8 @@ def _install_with_cuda():
 
 
 def test_does_nothing_where_the_accelerator_is_cuda():
-    assert run_distributed(_install_with_cuda, 1, env={"SLIME_ACCELERATOR": "cuda"}) == [True]
+    cuda = {"SLIME_ACCELERATOR": "cuda"}
+    assert run_distributed(_install_with_cuda, 1, env=cuda, start_method="spawn") == [True]
 
 
 def _install_too_late():
@@ -205,4 +216,4 @@ def _install_too_late():
 
 
 def test_refuses_to_come_after_megatron():
-    run_distributed(_install_too_late, 1)
+    run_distributed(_install_too_late, 1, start_method="spawn")
