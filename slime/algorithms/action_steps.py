@@ -9,7 +9,7 @@ together, scanned, and put back in their places.
 A scan gets them padded behind the end, a few responses of similar length at a time.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -28,18 +28,24 @@ def trained_tokens(loss_masks: Sequence[torch.Tensor], responses: Sequence[torch
     return [(mask != 0).to(response.device) for mask, response in zip(loss_masks, responses, strict=True)]
 
 
-def zero_masked_tokens(responses: Sequence[torch.Tensor], loss_masks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The responses, one tensor [R_i] each, with 0 in place of whatever stands at masked tokens.
+def zero_masked_tokens(
+    columns: Mapping[str, Sequence[torch.Tensor]], loss_masks: Sequence[torch.Tensor]
+) -> dict[str, list[torch.Tensor]]:
+    """The columns, each one tensor [R_i] per response, with 0 in place of whatever stands at masked tokens.
 
     To be called before ratios and weights are formed: a product with a mask of 0 leaves NaN what was NaN, in the value or in
     the gradient. Raises ValueError if a mask is not as long as its response.
     """
-    require_equal_lengths(loss_masks=loss_masks, responses=responses)
-    if not len(responses):
-        return []
-    flat = torch.cat(list(responses))
-    trained = (torch.cat(list(loss_masks)) != 0).to(flat.device)
-    return list(torch.where(trained, flat, 0.0).split([len(response) for response in responses]))
+    require_equal_lengths(loss_masks=loss_masks, **columns)
+    if not len(loss_masks):
+        return {name: [] for name in columns}
+    trained = torch.cat(list(loss_masks)) != 0
+    zeroed = {}
+    for name, responses in columns.items():
+        flat = torch.cat(list(responses))
+        trained = trained.to(flat.device)
+        zeroed[name] = list(torch.where(trained, flat, 0.0).split([len(response) for response in responses]))
+    return zeroed
 
 
 def step_masks(trained: Sequence[torch.Tensor], count_masked_tokens: bool) -> list[torch.Tensor]:

@@ -2,13 +2,16 @@
 
 `parse_args` is the whole way: words of the command line → YAML files → other names of one setting → shape from the Hugging
 Face config → derived values → rules → initial weights. Words that are no values end it at once, because nothing can be
-concluded from them; unknown flags and all other violations are reported in one message.
+concluded from them; unknown flags and all other violations are reported in one message. Whatever these steps have to say
+beside a refusal, warnings and remarks, is said once, when the flags are accepted.
 """
 
 import argparse
+import contextlib
+import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from slime.arguments.aliases import resolve_aliases
@@ -58,8 +61,9 @@ def parse_args(
     parser = build_parser(add_custom_arguments, program="train_async.py" if asynchronous else "train.py")
     parser.set_defaults(asynchronous=asynchronous)
     unknown: list[str] = []
-    args = parse_known(parser, words, unknown)
-    _settle(args, _merge_files(args, parser), unknown)
+    with _said_when_accepted():
+        args = parse_known(parser, words, unknown)
+        _settle(args, _merge_files(args, parser), unknown)
     return args
 
 
@@ -69,7 +73,35 @@ def validate_args(args: argparse.Namespace) -> None:
     Raises:
         UserError: one message with all broken rules.
     """
-    _settle(args, [], [])
+    with _said_when_accepted():
+        _settle(args, [], [])
+
+
+@contextlib.contextmanager
+def _said_when_accepted() -> Iterator[None]:
+    """Hold back what the modules of this package log: it is said at the end of the block, each line once, and never where an
+    exception leaves the block. Somebody whose flags are refused is to read the refusal and nothing else."""
+    package, held = logging.getLogger(__name__), _HeldLines()
+    package.addHandler(held)
+    package.propagate = False
+    try:
+        yield
+    finally:
+        package.propagate = True
+        package.removeHandler(held)
+    for record in held.by_text.values():
+        logging.getLogger(record.name).handle(record)
+
+
+class _HeldLines(logging.Handler):
+    """Keeps the first record of every text, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_text: dict[str, logging.LogRecord] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.by_text.setdefault(record.getMessage(), record)
 
 
 def _merge_files(args: argparse.Namespace, parser: ArgumentParser) -> list[str]:

@@ -93,10 +93,7 @@ def _row_problems(args: argparse.Namespace, deadline: float) -> Iterator[str]:
         with tqdm(desc=f"checking {name}", total=total, unit="row", leave=False, disable=None, delay=0.5) as bar:
             scan = scan_rows(
                 file.path,
-                prompt_key=file.prompt_key,
-                label_key=file.label_key,
-                tool_key=file.tool_key,
-                metadata_key=file.metadata_key,
+                file.keys,
                 flag=file.flag,
                 objection=objection,
                 deadline=deadline,
@@ -121,5 +118,5 @@ def _objection(sample: Sample, file: OwnFile, without_template: str | None) -> s
     if file.prompts == "renderable" and chat and not file.in_template and without_template is not None:
         return no_chat_template("the prompt is a list of messages", without_template)
     if file.graded_by_row and not names_reward(sample.metadata):
-        return f"nothing says how responses are graded: no `rm_type` in {file.metadata_key!r}; give --rm-type"
+        return f"nothing says how responses are graded: no `rm_type` in {file.keys.metadata!r}; give --rm-type"
     return None

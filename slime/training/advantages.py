@@ -120,9 +120,9 @@ def _reward_kl(args: argparse.Namespace, rollout_data: dict[str, Any], cp: Conte
             _required(rollout_data, name, f"--kl-coef {args.kl_coef}")
     if any(rollout_data.get(name) is None for name in ("log_probs", "ref_log_probs")):
         return _Placeholder(approx_kl_of_responses(None, None, lengths, args.kl_loss_type, device=device))
-    masks = _local_masks(rollout_data, cp)
-    sides = (zero_masked_tokens(rollout_data[name], masks) for name in ("log_probs", "ref_log_probs"))
-    return approx_kl_of_responses(*sides, lengths, args.kl_loss_type, device=device)
+    sides = {name: rollout_data[name] for name in ("log_probs", "ref_log_probs")}
+    sides = zero_masked_tokens(sides, _local_masks(rollout_data, cp))
+    return approx_kl_of_responses(*sides.values(), lengths, args.kl_loss_type, device=device)
 
 
 def _estimate(args: argparse.Namespace, rollout_data: dict[str, Any], cp: ContextParallel) -> tuple[Tensors, Tensors]:

@@ -69,15 +69,17 @@ def response_log_probs(
 
 def without_masked_tokens(batch: MicroBatch) -> MicroBatch:
     """The batch with 0 at masked tokens in its per-token columns; columns of the user's own stay as they are."""
-    masks = local_loss_masks(batch)
-    columns = {name: zero_masked_tokens(batch[name], masks) for name in PER_RESPONSE_TOKEN if name in batch}
-    return {**batch, **columns}
+    columns = {name: batch[name] for name in PER_RESPONSE_TOKEN if name in batch}
+    return {**batch, **zero_masked_tokens(columns, local_loss_masks(batch))}
 
 
-def where_trained(batch: MicroBatch, per_token: torch.Tensor) -> torch.Tensor:
-    """`per_token`, flat over this rank's response tokens, with 0 and no gradient at masked ones."""
+def where_trained(batch: MicroBatch, *per_token: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What is `per_token`, each flat over this rank's response tokens, with 0 and no gradient at masked ones."""
     masks = local_loss_masks(batch)
-    return torch.where((torch.cat(masks) != 0).to(per_token.device), per_token, 0.0) if masks else per_token
+    if not masks:
+        return per_token
+    trained = (torch.cat(masks) != 0).to(per_token[0].device)
+    return tuple(torch.where(trained, values, 0.0) for values in per_token)
 
 
 def response_values(stream: PackedStream, outputs: torch.Tensor) -> torch.Tensor:

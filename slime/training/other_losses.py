@@ -33,7 +33,7 @@ def value_loss_function(
     """
     old_values = per_token_column(batch, "values", "the value loss")
     returns = per_token_column(batch, "returns", "the value loss")
-    values = where_trained(batch, response_values(batch["stream"], outputs))
+    (values,) = where_trained(batch, response_values(batch["stream"], outputs))
     loss, clipped = compute_value_loss(values, old_values, returns, args.value_clip)
     reduced = reduce(loss)
     return reduced, {"value_loss": reduced, "value_clipfrac": reduce(clipped)}
@@ -48,4 +48,4 @@ def sft_loss_function(
 ) -> tuple[torch.Tensor, Metrics]:
     """Negative log-likelihood of the trained tokens, at temperature 1: they are data, not samples of a rollout."""
     log_probs, _ = response_log_probs(args, batch, logits, tensor_group, with_entropy=False, temperature=1.0)
-    return -reduce(where_trained(batch, log_probs)), {}
+    return -reduce(*where_trained(batch, log_probs)), {}

@@ -48,7 +48,7 @@ def policy_loss_function(
     log_probs, entropy = response_log_probs(
         args, batch, logits, tensor_group, with_entropy=True, with_entropy_grad=args.entropy_coef != 0
     )
-    log_probs, entropy = where_trained(batch, log_probs), where_trained(batch, entropy)
+    log_probs, entropy = where_trained(batch, log_probs, entropy)
     old_log_probs = _old_log_probs(args, batch, log_probs)
     pg_loss, metrics = _objective(args, batch, log_probs, old_log_probs, reduce)
     masks = batch["loss_masks"]

@@ -74,8 +74,7 @@ def compute_step_statistics(
     path = args.custom_tis_function_path
     columns = {name: [rollout_data[column][i] for i in positions] for name, column in _COLUMNS.items()}
     masks = slice_responses(columns["loss_masks"], columns["total_lengths"], columns["response_lengths"], cp)
-    for name in ("train_log_probs", "rollout_log_probs"):
-        columns[name] = zero_masked_tokens(columns[name], masks)
+    columns |= zero_masked_tokens({name: columns[name] for name in ("train_log_probs", "rollout_log_probs")}, masks)
     shares: dict[str, torch.Tensor] = {}
     failure: Exception | None = None
     try:

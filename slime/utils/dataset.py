@@ -23,7 +23,7 @@ from slime.utils.errors import UserError
 from slime.utils.processing_utils import render_chat, require_chat_template
 from slime.utils.types import Sample
 
-__all__ = ["Dataset", "check_first_row", "epoch_permutation", "filter_long_prompt", "read_file", "scan_rows"]
+__all__ = ["Dataset", "RowKeys", "check_first_row", "epoch_permutation", "filter_long_prompt", "read_file", "scan_rows"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,34 @@ _TOKENIZE_BATCH = 1024
 # A scan says no more than this about one file: the next ones are most often of the same kind.
 _MOST_PROBLEMS = 5
 _FIRST_ROW_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class RowKeys:
+    """The fields of a row; None: `Dataset` says what is taken.
+
+    Attributes:
+        flags: where the names of the prompt's and the label's field come from, for messages.
+    """
+
+    prompt: str | None
+    label: str | None
+    tools: str | None
+    metadata: str | None
+    flags: tuple[str, str] = ("--input-key", "--label-key")
+
+    def resolve(self, row: dict[str, Any], place: str) -> RowKeys:
+        """The names for a file whose first row is `row`."""
+        prompt = self.prompt or next((name for name in ("prompt", "input") if name in row), None)
+        has = ", ".join(map(str, row))
+        if prompt is None:
+            raise UserError(
+                f"{place}: the row has neither `prompt` nor `input`, only {has}; name one with {self.flags[0]}"
+            )
+        for name, flag in zip((prompt, self.label), self.flags, strict=True):
+            if name is not None and name not in row:
+                raise UserError(f"{place}: there is no field {name!r} ({flag}); the row has {has}")
+        return replace(self, prompt=prompt)
 
 
 class Dataset:
@@ -81,7 +109,7 @@ class Dataset:
         self._flag = flag
         self._allow_bad_rows = allow_bad_rows
         self._fingerprint: list[dict[str, Any]] | None = None
-        keys = _Keys(prompt_key, label_key, tool_key, metadata_key)
+        keys = RowKeys(prompt_key, label_key, tool_key, metadata_key)
         reader = _RowReader(keys, tokenizer if apply_chat_template else None, dict(apply_chat_template_kwargs or {}))
         with _no_garbage_collection():
             samples = [sample for file in self.paths for sample in self._read_samples(file, reader)]
@@ -114,7 +142,7 @@ class Dataset:
         return self._fingerprint
 
     def _read_samples(self, path: str, reader: _RowReader) -> Iterator[Sample]:
-        keys: _Keys | None = None
+        keys: RowKeys | None = None
         empty = True
         for place, row in iterate_rows(path, self._flag, self._on_bad_row):
             if keys is None:
@@ -136,19 +164,9 @@ class Dataset:
         logger.debug("skipped %s: %s", place, cause)
 
 
-def check_first_row(
-    path: str,
-    *,
-    prompt_key: str | None = None,
-    label_key: str | None = None,
-    flag: str = "--prompt-data",
-    key_flags: tuple[str, str] = ("--input-key", "--label-key"),
-) -> dict[str, Any] | None:
+def check_first_row(path: str, keys: RowKeys, flag: str) -> dict[str, Any] | None:
     """Read one row, so that a wrong file is found before anything starts. Unreadable rows are left to `Dataset`, and so is a
     first row that lies too far inside the file to be reached within seconds.
-
-    Args:
-        key_flags: where the names of the prompt's and the label's field come from, for messages.
 
     Returns:
         The row; None where none can be read.
@@ -165,7 +183,7 @@ def check_first_row(
 
     try:
         for place, row in iterate_rows(path, flag, lambda place, cause: unreadable.append(place), watch):
-            _Keys(prompt_key, label_key, None, None, key_flags).resolve(row, place)
+            keys.resolve(row, place)
             return row
     except _EndOfScan:
         return None
@@ -186,11 +204,8 @@ class RowScan:
 
 def scan_rows(
     path: str,
+    keys: RowKeys,
     *,
-    prompt_key: str | None,
-    label_key: str | None,
-    tool_key: str | None,
-    metadata_key: str | None,
     flag: str,
     objection: Callable[[Sample], str | None],
     deadline: float,
@@ -208,8 +223,8 @@ def scan_rows(
         UserError: what is wrong with the file as a whole.
     """
     problems: list[str] = []
-    reader = _RowReader(_Keys(prompt_key, label_key, tool_key, metadata_key), None, {})
-    keys: _Keys | None = None
+    reader = _RowReader(keys, None, {})
+    of_file: RowKeys | None = None
     rows = 0
 
     def tell(problem: str) -> None:
@@ -224,11 +239,11 @@ def scan_rows(
     # Neither rows that cannot be read nor those in front of a slice come out of the loop, so it is ended from inside.
     try:
         for place, row in iterate_rows(path, flag, lambda place, cause: tell(bad_row(place, cause)), watch):
-            keys = keys or reader.keys.resolve(row, place)
+            of_file = of_file or keys.resolve(row, place)
             rows += 1
             advance()
             try:
-                cause = objection(reader.read(row, keys))
+                cause = objection(reader.read(row, of_file))
             except _BadRow as error:
                 tell(bad_row(place, str(error)))
             else:
@@ -315,39 +330,15 @@ class _BadRow(Exception):
     """A row breaks a rule; the message is the cause, the caller knows the place."""
 
 
-@dataclass(frozen=True)
-class _Keys:
-    """Field names; `None` means: not typed by the user."""
-
-    prompt: str | None
-    label: str | None
-    tools: str | None
-    metadata: str | None
-    flags: tuple[str, str] = ("--input-key", "--label-key")
-
-    def resolve(self, row: dict[str, Any], place: str) -> _Keys:
-        """The names for a file whose first row is `row`."""
-        prompt = self.prompt or next((name for name in ("prompt", "input") if name in row), None)
-        has = ", ".join(map(str, row))
-        if prompt is None:
-            raise UserError(
-                f"{place}: the row has neither `prompt` nor `input`, only {has}; name one with {self.flags[0]}"
-            )
-        for name, flag in zip((prompt, self.label), self.flags, strict=True):
-            if name is not None and name not in row:
-                raise UserError(f"{place}: there is no field {name!r} ({flag}); the row has {has}")
-        return replace(self, prompt=prompt)
-
-
 class _RowReader:
     """Turns a row into a sample. `tokenizer` is None unless prompts are rendered in its chat template."""
 
-    def __init__(self, keys: _Keys, tokenizer: Any | None, template_kwargs: dict[str, Any]):
+    def __init__(self, keys: RowKeys, tokenizer: Any | None, template_kwargs: dict[str, Any]):
         self.keys = keys
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs
 
-    def read(self, row: dict[str, Any], keys: _Keys) -> Sample:
+    def read(self, row: dict[str, Any], keys: RowKeys) -> Sample:
         """The sample of `row`; raises `_BadRow`."""
         metadata = self._metadata(row, keys)
         return Sample(
@@ -357,7 +348,7 @@ class _RowReader:
             apply_chat_template_kwargs=dict(self._template_kwargs),
         )
 
-    def _prompt(self, row: dict[str, Any], keys: _Keys, tools: list | None) -> str | list[dict[str, Any]]:
+    def _prompt(self, row: dict[str, Any], keys: RowKeys, tools: list | None) -> str | list[dict[str, Any]]:
         if keys.prompt not in row:
             raise _BadRow(f"there is no field {keys.prompt!r}; the row has {', '.join(map(str, row))}")
         prompt = row[keys.prompt]
@@ -377,14 +368,14 @@ class _RowReader:
         except Exception as error:  # a template runs arbitrary code over the row
             raise _BadRow(f"the chat template refused {keys.prompt!r} ({type(error).__name__}: {error})") from error
 
-    def _label(self, row: dict[str, Any], keys: _Keys) -> Any:
+    def _label(self, row: dict[str, Any], keys: RowKeys) -> Any:
         if keys.label is None:
             return row.get("label")
         if keys.label not in row:
-            raise _BadRow(f"there is no field {keys.label!r} (--label-key)")
+            raise _BadRow(f"there is no field {keys.label!r} ({keys.flags[1]})")
         return row[keys.label]
 
-    def _metadata(self, row: dict[str, Any], keys: _Keys) -> dict[str, Any]:
+    def _metadata(self, row: dict[str, Any], keys: RowKeys) -> dict[str, Any]:
         metadata = row.get(keys.metadata) if keys.metadata else None
         if metadata is None:
             metadata = {}

@@ -256,12 +256,18 @@ class ProcessGroupWeightUpdater:
             logger.warning("after the failed weight push: %s", error)
 
     def _finish(self, answers: list[Any], collective: _Background, name: str) -> None:
-        """Wait for the HTTP half and the collective half; the first error of either ends the wait."""
+        """Wait for the HTTP half and the collective half, which have one time limit; the first error of either ends the wait.
+
+        Raises:
+            RunError: one of them failed, or did not end in time.
+        """
         from slime.observability.waiting import wait_for_all
 
-        flag = "--distributed-timeout-minutes"
+        flag, deadline = "--distributed-timeout-minutes", time.monotonic() + self._timeout
         wait_for_all(answers, name, self._timeout, on_poll=collective.raise_error, flag=flag)
-        collective.join(self._timeout, name)
+        if not collective.ended_within(max(0.0, deadline - time.monotonic())):
+            raise RunError(f"{name}: the collective did not end within {self._timeout:.0f} s ({flag})")
+        collective.raise_error()
 
 
 class _Background:
@@ -289,13 +295,3 @@ class _Background:
         """Wait for the end, at most `timeout` seconds, whatever the outcome."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
-
-    def join(self, timeout: float, name: str) -> None:
-        """Wait for the end.
-
-        Raises:
-            RunError: the function raised, or still runs after `timeout` seconds.
-        """
-        if not self.ended_within(timeout):
-            raise RunError(f"{name}: the collective did not end within {timeout:g} s")
-        self.raise_error()

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime.algorithms import action_steps
 from slime.algorithms.action_steps import (
@@ -29,13 +30,36 @@ def test_trained_tokens_take_steps():
 
 def test_what_masked_tokens_hold_is_replaced_by_0():
     rows = [torch.tensor([1.0, math.nan, 2.0]), torch.tensor([]), torch.tensor([-math.inf])]
-    zeroed = zero_masked_tokens(rows, masks([1, 0, 1], [], [False]))
-    assert [row.tolist() for row in zeroed] == [[1.0, 0.0, 2.0], [], [0.0]]
-    assert {row.dtype for row in zeroed} == {torch.float32} and rows[0].isnan().any()
-    assert zero_masked_tokens([], []) == []
+    others = [torch.tensor([3.0, 4.0, 5.0]), torch.tensor([]), torch.tensor([6.0])]
+    zeroed = zero_masked_tokens({"rows": rows, "others": others}, masks([1, 0, 1], [], [False]))
+    assert [row.tolist() for row in zeroed["rows"]] == [[1.0, 0.0, 2.0], [], [0.0]]
+    assert [row.tolist() for row in zeroed["others"]] == [[3.0, 0.0, 5.0], [], [0.0]]
+    assert {row.dtype for row in zeroed["rows"]} == {torch.float32} and rows[0].isnan().any()
+    assert zero_masked_tokens({"rows": []}, []) == {"rows": []} and zero_masked_tokens({}, masks([1])) == {}
     # As many in all, but not by sample.
-    with pytest.raises(ValueError, match="sample 0: loss_masks has 2 tokens and responses 1"):
-        zero_masked_tokens([torch.zeros(1), torch.zeros(2)], masks([1, 0], [1]))
+    with pytest.raises(ValueError, match="sample 0: loss_masks has 2 tokens and rows 1"):
+        zero_masked_tokens({"rows": [torch.zeros(1), torch.zeros(2)]}, masks([1, 0], [1]))
+    with pytest.raises(ValueError, match="rows"):
+        zero_masked_tokens({"rows": [torch.zeros(1)]}, [])
+
+
+class Comparisons(TorchDispatchMode):
+    """Counts the comparisons of tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.ne.Scalar
+        return function(*args, **(kwargs or {}))
+
+
+def test_masks_are_read_once_for_all_columns():
+    columns = {name: [torch.ones(2), torch.ones(1)] for name in "abcdef"}
+    with Comparisons() as comparisons:
+        zero_masked_tokens(columns, masks([1, 0], [1]))
+    assert comparisons.count == 1
 
 
 def test_counting_masked_tokens_leaves_untrained_responses_without_steps():

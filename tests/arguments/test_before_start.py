@@ -62,6 +62,9 @@ def test_a_label_or_a_reward_type_that_only_later_rows_lack(tmp_path):
     assert problems(tmp_path, "--prompt-data", path, "--label-key", "answer") == [
         f"{path}:2: there is no field 'answer' (--label-key); mend the row, or skip and count such rows with --allow-bad-rows"
     ]
+    words = ["--eval-prompt-data", "held_out", path, "--eval-interval", "1", "--eval-label-key", "answer"]
+    (line,) = problems(tmp_path, *words)
+    assert line.startswith(f"{path}:2: there is no field 'answer' (--eval-label-key); mend")
     path = write(tmp_path / "typed.jsonl", {"prompt": "a", "metadata": {"rm_type": "math"}}, {"prompt": "a"})
     words = command_line(tmp_path)
     without_type = [*words[: words.index("--rm-type")], "--prompt-data", path]

@@ -110,8 +110,7 @@ def test_first_launch_may_hold_only_its_own_leftovers(tmp_path):
 def test_a_refusal_stands_alone(tmp_path, caplog):
     """What a run would have begun with is no help to somebody whose flags are refused."""
     run = str(tmp_path / "run")
-    sources = ["--load", run, "--save", run, "--save-interval", "1"]
-    sources += ["--use-kl-loss", "--ref-load", str(tmp_path / "model")]
+    sources = ["--load", run, "--save", run, "--use-kl-loss", "--ref-load", str(tmp_path / "model")]
     with caplog.at_level("INFO"), pytest.raises(UserError):
         parse(tmp_path, *sources, "--eps-clip", "-1")
     with caplog.at_level("INFO"), pytest.raises(UserError):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from slime.arguments import validate_args
+from slime.arguments import validate_args, validation
 from slime.utils.errors import UserError
 from tests.support.args import parse
 from tests.support.rules import violations
@@ -53,3 +53,33 @@ def test_checked_arguments_may_be_checked_again(tmp_path, words):
 
 def test_a_run_has_no_notes(tmp_path):
     assert parse(tmp_path).plan_notes == []
+
+
+def test_what_is_said_beside_a_refusal_waits_until_the_flags_are_accepted(tmp_path, caplog, monkeypatch):
+    """Replaced words, files, derived values and rules all have something to say; with a refusal nobody wants to hear it."""
+    # Rules may come to the same conclusion.
+    monkeypatch.setattr(validation, "RULES", validation.RULES * 2)
+    custom = tmp_path / "custom.yaml"
+    custom.write_text("seed: 7\n")
+    words = [
+        *("--num-rollout", "5", "--seed", "3", "--custom-config-path", str(custom), "--save", str(tmp_path / "run")),
+        *("--lr", "0.5", "--wandb-project", "mine"),
+    ]
+    said = {
+        "--num-rollout 5 holds, not 4": "INFO", f"{custom}:1: seed 7 replaces 3": "WARNING",
+        "--wandb-project: no effect": "WARNING", "without --save-interval": "WARNING", "--lr 0.5: that is far": "WARNING",
+    }  # fmt: skip
+    with caplog.at_level("INFO"):
+        for refused in (["--eps-clip", "-1"], ["--rollout-temperature", "0"], ["--no-such-flag"], ["--lr", "much"]):
+            with pytest.raises(UserError):
+                parse(tmp_path, *words, *refused)
+        assert [record.getMessage() for record in caplog.records] == []
+        args = parse(tmp_path, *words)
+        lines = [(record.getMessage(), record.levelname) for record in caplog.records]
+        caplog.clear()
+        validate_args(args)
+    for part, level in said.items():
+        assert [of_line for line, of_line in lines if part in line] == [level], part
+    # Checked again, the rules say the same again.
+    again = [record.getMessage() for record in caplog.records]
+    assert len(again) == len(set(again)) > 0 and set(again) < {line for line, _ in lines}

@@ -18,6 +18,8 @@ from tests.support.train_process import TrainProcess
 
 # What trackers, ranks and Ray take to end, beside eight runs on two cores.
 LEAVING_SECONDS = 30
+# From the death of an engine's process to the message that says how it ended and what it had written.
+TOLD_SECONDS = 10
 CLOCK = r"\d\d:\d\d:\d\d "
 
 
@@ -203,7 +205,11 @@ def test_a_killed_scheduler_ends_the_run_by_its_name(flags, tmp_path, asked):
             (tmp_path / "go").touch()
             process.wait_for_line("going on with rollout 0", 30)
         os.kill(scheduler, signal.SIGKILL)
-        assert process.wait(10 + LEAVING_SECONDS) == 1, process.output()
+        # Of all that is told this is the end: the last line that the engine wrote.
+        process.wait_for_line(
+            rf"^the server ends: its scheduler_0 \(process {scheduler}\): ended by SIGKILL", TOLD_SECONDS
+        )
+        assert process.wait(LEAVING_SECONDS) == 1, process.output()
         process.assert_no_process_left()
     output = process.output()
     (message,) = re.split(f"^{CLOCK}ERROR: ", output, flags=re.MULTILINE)[1:]

@@ -187,7 +187,8 @@ def _run(rank: Any, samples: Sequence[PlainSample], objective: str) -> dict[str,
     Returns:
         `train`, `rollout`: everything that is logged, without times, by (name, step); `columns`: what there is per response
         token by (name, sample), on the last pipeline stage, for the samples of this data-parallel rank; `owned`: the number
-        of trained tokens that are this rank's; `bounds`: on one rank, those of `rounding` for `train` and `rollout`.
+        of trained tokens that are this rank's; `masked`: whether top-p masks stood; `bounds`: on one rank, those of
+        `rounding` for `train` and `rollout`.
     """
     from slime.backends.megatron_utils.critic import forward_values
     from slime.backends.megatron_utils.forward_passes import forward_log_probs
@@ -196,7 +197,8 @@ def _run(rank: Any, samples: Sequence[PlainSample], objective: str) -> dict[str,
     from slime.training.advantages import compute_advantages_and_returns
 
     args = rank.args
-    data = _data_of(args, samples, rank, is_last_stage(), with_kept_sets=objective == "top-p")
+    masked = objective == "top-p"
+    data = _data_of(args, samples, rank, is_last_stage(), with_kept_sets=masked)
     if objective == "first step":
         data.update(forward_log_probs(args, rank.model, data, with_entropy=True))
     if rank.role == "critic":
@@ -210,7 +212,12 @@ def _run(rank: Any, samples: Sequence[PlainSample], objective: str) -> dict[str,
             rank._compute_advantages(0, data)
         rank._train_steps(0, data)
         rank._log_rollout(0, data)
-    result: dict[str, Any] = {"train": {}, "rollout": {}, **_per_token_results(data, rank.cp, is_last_stage())}
+    result: dict[str, Any] = {
+        "train": {},
+        "rollout": {},
+        "masked": masked,
+        **_per_token_results(data, rank.cp, is_last_stage()),
+    }
     for metrics, axis in drain_outbox():
         step = metrics.pop(axis)
         for name, value in metrics.items():
@@ -296,5 +303,6 @@ def columns_of(ranks: Sequence[dict[str, Any]]) -> dict[tuple[str, int], list[fl
 def assert_like_one_rank(ranks: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
     """Training on all ranks of a layout gave what it gave on one; every rank logs all numbers."""
     for rank in ranks:
-        assert_equal_metrics(rank["train"], expected["train"], expected["bounds"]["train"])
+        bounds, masked = expected["bounds"]["train"], expected["masked"]
+        assert_equal_metrics(rank["train"], expected["train"], bounds, masked=masked)
     assert_equal_rows(columns_of(ranks), expected["columns"])

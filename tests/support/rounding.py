@@ -3,7 +3,8 @@
 A layout decides in which order terms are added, and so does a processor; each order rounds otherwise: by up to rounding unit ×
 number of terms × mean absolute term, however little is left of the sum when its terms cancel. So that is what a comparison
 allows, beside a relative difference of the number itself. The terms are those of the columns that a run trained on: of
-`ppo_kl`, say, the old and the new log-prob of every trained token, each with its weight in the mean.
+`ppo_kl`, say, the old and the new log-prob of every trained token, each with its weight in the mean. They are those of one
+optimizer step: the samples of another step are no part of its sums, and make its bound another one.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import pytest
 
 ROUNDING_UNIT = float(np.finfo(np.float32).eps)
 RELATIVE = 1e-5
-# Made of differences of log-probs, whose terms are those log-probs themselves. The old ones stand for the new: where these
-# are smaller, a bound is at most twice as wide as it would be with them.
+# Made of differences of log-probs, whose terms are those log-probs themselves. The old ones stand for the new, which
+# `assert_equal_metrics` makes sure of.
 DIFFERENCES = {
     "ppo_kl": ("log_probs", "log_probs"),
     "kl": ("log_probs", "ref_log_probs"),
@@ -41,7 +42,7 @@ def bounds_of_step(args: argparse.Namespace, data: Mapping[str, Any], step: int)
     entry.
 
     Args:
-        data: what one rank, which has all samples, trained on.
+        data: what one rank, which has all samples, trained on; those of other steps than `step` are left out.
     """
     counts = data["num_microbatches"]
     first = sum(counts[:step])
@@ -57,13 +58,39 @@ def bounds_of_rollout(args: argparse.Namespace, data: Mapping[str, Any]) -> dict
 
 
 def assert_equal_metrics(
-    found: Mapping[Any, float], expected: Mapping[Any, float], bounds: Mapping[Any, float], relative: float = RELATIVE
+    found: Mapping[Any, float],
+    expected: Mapping[Any, float],
+    bounds: Mapping[Any, float],
+    relative: float = RELATIVE,
+    *,
+    masked: bool = False,
 ) -> None:
-    """The same names, and finite numbers within `relative` of what is expected or within the bound of their name."""
+    """The same names, and finite numbers within `relative` of what is expected or within the bound of their name.
+
+    Args:
+        found, expected: metrics of one optimizer step by name, or of several by (name, step).
+        bounds: by the same names, each made of the samples of its step.
+        masked: the new log-probs are those among the tokens that top-p kept, and the old ones those among all tokens.
+    """
     assert expected and all(map(math.isfinite, bounds.values()))
+    for name, value in expected.items():
+        if "ppo_kl" in (name, name[0]) and bounds.get(name):
+            _assert_new_are_about_as_large_as_old(name, value, bounds[name], masked=masked)
     assert found == {
         name: pytest.approx(value, rel=relative, abs=bounds.get(name, 0.0)) for name, value in expected.items()
     }
+
+
+def _assert_new_are_about_as_large_as_old(name: Any, ppo_kl: float, bound_of_it: float, *, masked: bool) -> None:
+    """What makes the old log-probs good terms in place of the new.
+
+    With o and n the mean sizes of old and new log-probs, which are no larger than 0, `ppo_kl`, the mean of old − new, is
+    n − o. Its bound is rounding unit × 2·o; with the new ones it would be rounding unit × (o + n), where o + n is
+    2·o + ppo_kl. Where |ppo_kl| < o/2, the bound is between 4/5 and 4/3 of that. Among few tokens the new ones are smaller
+    than among all by construction; the bound is then less than twice as wide, since n is not below 0.
+    """
+    half = bound_of_it / ROUNDING_UNIT / 4
+    assert ppo_kl < half and (masked or ppo_kl > -half), f"{name}: the new log-probs have left the old ones"
 
 
 def assert_equal_rows(
@@ -139,15 +166,17 @@ def _terms(
         return np.concatenate([column(name) * weight[trained] * times for name in names])
 
     has = data.keys().__contains__
+    old = "rollout_log_probs" if args.use_rollout_logprobs else "log_probs"
     terms = {name: of(name) for name in ("advantages", "returns", "values") if has(name)}
-    terms |= {name: of(*columns) for name, columns in DIFFERENCES.items() if all(map(has, columns))}
+    differences = {**DIFFERENCES, "ppo_kl": (old, old)}
+    terms |= {name: of(*columns) for name, columns in differences.items() if all(map(has, columns))}
     if has("values") and has("returns"):
         terms["value_loss"] = (column("values") + column("returns")) ** 2 * weight[trained]
     if getattr(args, "role", "actor") == "critic":
         return {**terms, "loss": terms["value_loss"]}
-    if has("advantages") and has("log_probs"):
+    if has("advantages") and has(old):
         # A = e^{new − old}·A: what the exponent is off by, the term is off by as a share of itself.
-        terms["pg_loss"] = of("advantages", times=1.0 + 2.0 * column("log_probs"))
+        terms["pg_loss"] = of("advantages", times=1.0 + 2.0 * column(old))
         parts = [terms["pg_loss"], args.entropy_coef * math.log(args.padded_vocab_size) * weight[trained]]
         if args.use_kl_loss and "kl_loss" in terms:
             parts.append(args.kl_loss_coef * terms["kl_loss"])

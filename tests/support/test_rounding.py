@@ -5,15 +5,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.support.grpo_batch import TRAINED_TOKENS, bounds_of_batch
+from tests.support.grpo_batch import TRAINED_TOKENS, bounds_of_batch, objective_args
 from tests.support.rounding import (
     RELATIVE,
+    ROUNDING_UNIT,
     assert_equal_gradients,
     assert_equal_metrics,
     assert_equal_rows,
     assert_equal_weights,
     bound,
     bound_of_weights,
+    bounds_of_step,
 )
 
 
@@ -83,3 +85,40 @@ def test_no_bound_is_made_of_numbers_that_allow_everything():
             bound_of_weights(args, gradients, 33)
     with pytest.raises(AssertionError):
         assert_equal_metrics({"loss": 1.0}, {"loss": 2.0}, {"loss": np.inf})
+
+
+@pytest.mark.parametrize("name", ["ppo_kl", ("ppo_kl", 1)])
+def test_a_difference_of_log_probs_that_have_moved_far_has_no_bound(name):
+    """Old log-probs of -4.9 on average; the new ones are half as large again, or half as large, from 2.45 on."""
+    bounds = {name: bound([4.9, 4.9]), "loss": 1e-6}
+    for value in (2.4, -2.4):
+        assert_equal_metrics({name: value}, {name: value}, bounds)
+    for value in (2.5, -2.5):
+        with pytest.raises(AssertionError, match="have left the old ones"):
+            assert_equal_metrics({name: value}, {name: value}, bounds)
+    # Among the tokens that top-p kept, log-probs are smaller, and never larger.
+    assert_equal_metrics({name: -2.5}, {name: -2.5}, bounds, masked=True)
+    with pytest.raises(AssertionError, match="have left the old ones"):
+        assert_equal_metrics({name: 2.5}, {name: 2.5}, bounds, masked=True)
+
+
+def test_the_bound_of_a_step_is_made_of_its_own_samples():
+    """Two steps of two samples: of the second, whose log-probs are ten times as large, the first knows nothing."""
+    data = {
+        "num_microbatches": [1, 2], "micro_batch_indices": [[0, 1], [2], [3]], "global_batch_sizes": [2, 2],
+        "loss_masks": [[1], [1, 1], [1], [1, 0]], "rollout_mask_sums": [1, 2, 1, 1],
+        "log_probs": [[-1.0], [-1.0, -3.0], [-15.0], [-15.0, -99.0]],
+    }  # fmt: skip
+    for flags, mean_of_first in (({}, 1.5), ({"calculate_per_token_loss": True}, 5 / 3)):
+        args = objective_args(padded_vocab_size=144, **flags)
+        means = [bounds_of_step(args, data, step)["ppo_kl"] / ROUNDING_UNIT / 2 for step in range(2)]
+        assert means == pytest.approx([mean_of_first, 15.0])
+
+
+def test_the_old_log_probs_are_those_that_the_run_has_for_old():
+    data = {
+        "num_microbatches": [1], "micro_batch_indices": [[0]], "global_batch_sizes": [1], "loss_masks": [[1]],
+        "rollout_mask_sums": [1], "log_probs": [[-1.0]], "rollout_log_probs": [[-2.0]],
+    }  # fmt: skip
+    bounds = [bounds_of_step(objective_args(use_rollout_logprobs=flag), data, 0)["ppo_kl"] for flag in (False, True)]
+    assert bounds == [bound([1.0, 1.0]), bound([2.0, 2.0])]

@@ -2,9 +2,9 @@
 
     python tools/bench/bench_answers.py [--answers 4096] [--tokens 32768] [--in-flight 64]
 
-An engine that computes nothing answers every request with the same body: text, and a log-prob and an id per token. Each
-client runs in a process of its own, asks `--in-flight` times at once, and holds all samples until the end. `plain` parses
-with orjson on the loop and keeps lists; at full size these take 17 GB. `ours` is what the default generate function does.
+Each client runs in a process of its own, asks a `null_engine` `--in-flight` times at once, and holds all samples until the
+end. `plain` parses with orjson on the loop and keeps lists; at full size these take 17 GB. `ours` is what the default
+generate function does.
 
 A stop is the time for which a heartbeat of one millisecond was late, less the time for which the machine gave the thread
 no processor (Linux tells). Bars: at most 40 bytes per token; loop CPU at most a quarter, and stops at most half, of plain.
@@ -14,53 +14,28 @@ import argparse
 import asyncio
 import gc
 import multiprocessing
-import random
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import aiohttp
 import numpy as np
 import orjson
 import psutil
-from aiohttp import web
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from slime.rollout.generation import append_engine_output
 from slime.utils.http_utils import close_http_client, init_http_client, post_generate
 from slime.utils.types import Sample
+from tools.bench.null_engine import null_engine
 
 PAYLOAD = {"input_ids": [1, 2, 3], "sampling_params": {"temperature": 1.0}, "return_logprob": True}
 HEADERS = {"Content-Type": "application/json"}
 # A loop that stands still sees its own connections time out.
 PATIENCE = aiohttp.ClientTimeout(total=3600, sock_connect=3600)
 HEARTBEAT_S = 0.001
-
-
-def serve(connection, tokens: int) -> None:
-    """Run the engine until the parent closes the pipe."""
-    rng = random.Random(0)
-    log_probs = np.log(np.random.default_rng(0).random(tokens)).astype(np.float32).tolist()
-    entries = [[log_prob, rng.randrange(1000, 150_000), None] for log_prob in log_probs]
-    meta_info = {"output_token_logprobs": entries, "finish_reason": {"type": "stop"}, "completion_tokens": tokens}
-    body = orjson.dumps({"text": "word" * tokens, "meta_info": meta_info})
-
-    async def generate(request: web.Request) -> web.Response:
-        await request.read()
-        return web.Response(body=body, content_type="application/json")
-
-    async def main() -> None:
-        app = web.Application()
-        app.router.add_post("/generate", generate)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)
-        await site.start()
-        connection.send(site._server.sockets[0].getsockname()[1])
-        await asyncio.get_running_loop().run_in_executor(None, connection.poll, 24 * 3600)
-        await runner.cleanup()
-
-    asyncio.run(main())
 
 
 async def plain(session: aiohttp.ClientSession, url: str, sample: Sample) -> None:
@@ -159,12 +134,8 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, default=64)
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
-    connection, child_connection = context.Pipe()
-    server = context.Process(target=serve, args=(child_connection, options.tokens), daemon=True)
-    server.start()
     results = {}
-    try:
-        url = f"http://127.0.0.1:{connection.recv()}/generate"
+    with null_engine(options.tokens) as url:
         for name in ("plain", "ours"):
             receiver, sender = context.Pipe(duplex=False)
             client = context.Process(target=run_client, args=(sender, name, url, options), daemon=True)
@@ -173,9 +144,6 @@ def main() -> None:
             sender.close()
             results[name] = receiver.recv()
             client.join(60)
-    finally:
-        connection.send(None)
-        server.join(10)
     print(f"{options.answers} answers of {options.tokens} tokens, {options.in_flight} in flight")
     print(f"{'':28}{'plain':>10}{'ours':>10}{'ratio':>8}")
     for name, value in results["plain"].items():

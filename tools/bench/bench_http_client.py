@@ -2,48 +2,23 @@
 
     python tools/bench/bench_http_client.py [--requests 4096] [--repeats 5] [--in-flight 64 256 1024] [--response-tokens 128]
 
-A server in another process answers every `/generate` at once; the client's own CPU time is measured. Both clients send and
-parse the same bodies, take turns, and the medians are compared. The bar is a ratio of at most 1.15.
+A `null_engine` answers; the client's own CPU time is measured. Both clients send and parse the same bodies, take turns, and
+the medians are compared. The bar is a ratio of at most 1.15.
 """
 
 import argparse
 import asyncio
-import json
-import multiprocessing
-import random
 import statistics
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import aiohttp
-from aiohttp import web
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from slime.utils.http_utils import close_http_client, init_http_client, post
-
-
-def serve(connection, response_tokens: int) -> None:
-    """Run the server until the parent closes the pipe."""
-    rng = random.Random(0)
-    pairs = [[-rng.random(), rng.randrange(150000), None] for _ in range(response_tokens)]
-    meta_info = {"output_token_logprobs": pairs, "finish_reason": {"type": "stop"}}
-    body = json.dumps({"text": "x" * 4 * response_tokens, "meta_info": meta_info}).encode()
-
-    async def generate(request: web.Request) -> web.Response:
-        await request.read()
-        return web.Response(body=body, content_type="application/json")
-
-    async def main() -> None:
-        app = web.Application()
-        app.router.add_post("/generate", generate)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)
-        await site.start()
-        connection.send(site._server.sockets[0].getsockname()[1])
-        await asyncio.get_running_loop().run_in_executor(None, connection.poll, 600)
-        await runner.cleanup()
-
-    asyncio.run(main())
+from tools.bench.null_engine import null_engine
 
 
 async def run_requests(send, payload: dict, requests: int, in_flight: int) -> float:
@@ -102,19 +77,11 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--response-tokens", type=int, default=128)
     options = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    connection, child_connection = context.Pipe()
-    server = context.Process(target=serve, args=(child_connection, options.response_tokens), daemon=True)
-    server.start()
-    try:
-        url = f"http://127.0.0.1:{connection.recv()}/generate"
+    with null_engine(options.response_tokens) as url:
         print(f"{'in flight':>9}  {'bare ms':>8}  {'ours ms':>8}  {'ratio':>6}")
         for in_flight in options.in_flight:
             bare, ours = asyncio.run(compare(url, options, in_flight))
             print(f"{in_flight:9d}  {bare:8.3f}  {ours:8.3f}  {ours / bare:6.3f}")
-    finally:
-        connection.send(None)
-        server.join(10)
 
 
 if __name__ == "__main__":

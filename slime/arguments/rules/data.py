@@ -10,7 +10,7 @@ from slime.arguments.config_files.eval_file import places_in
 from slime.arguments.plug_ins import flag_of
 from slime.arguments.rules import Rule
 from slime.utils.data_files import path_without_slice
-from slime.utils.dataset import check_first_row
+from slime.utils.dataset import RowKeys, check_first_row
 from slime.utils.errors import UserError
 
 # Where the data sources and evaluation functions live whose way of reading files is known.
@@ -51,7 +51,7 @@ class OwnFile:
     """A data file that our own code reads.
 
     Attributes:
-        flag: where the path comes from, a flag or `file:line: key`; `key_flags`: the same of prompt and label key.
+        flag: where the path comes from, a flag or `file:line: key`.
         graded_by_row: the type of reward can only stand in the metadata of the rows.
         in_template: prompts are rendered in the chat template when the file is read.
         prompts: what must be known of a prompt: that it is a list of messages, that a list of messages can be rendered
@@ -60,11 +60,7 @@ class OwnFile:
 
     path: str
     flag: str
-    prompt_key: str | None
-    label_key: str | None
-    tool_key: str | None
-    metadata_key: str | None
-    key_flags: tuple[str, str] = ("--input-key", "--label-key")
+    keys: RowKeys
     graded_by_row: bool = False
     in_template: bool = False
     prompts: Literal["messages", "renderable", "any"] = "any"
@@ -79,10 +75,7 @@ def own_files(args: argparse.Namespace) -> Iterator[OwnFile]:
             yield OwnFile(
                 path,
                 "--prompt-data",
-                args.input_key,
-                args.label_key,
-                args.tool_key,
-                args.metadata_key,
+                RowKeys(args.input_key, args.label_key, args.tool_key, args.metadata_key),
                 graded_by_row=_rows_name_rewards(args, args.rollout_function_path),
                 in_template=args.apply_chat_template,
                 prompts="any" if own_way else kinds.get(args.rollout_function_path, "any"),
@@ -93,15 +86,12 @@ def own_files(args: argparse.Namespace) -> Iterator[OwnFile]:
             in_file = place(dataset.name, "path")
             graded = dataset.rm_type or dataset.custom_rm_path or dataset.metadata_overrides.get("rm_type")
             generate = dataset.custom_generate_function_path or args.custom_generate_function_path
+            flags = tuple(_key_of_set(args, place(dataset.name, key), key) for key in ("input_key", "label_key"))
             by_row = not (dataset.custom_generate_function_path or graded)
             yield OwnFile(
                 dataset.path,
                 "--eval-prompt-data" if in_file is None else f"{in_file}: path",
-                dataset.input_key,
-                dataset.label_key,
-                dataset.tool_key,
-                dataset.metadata_key,
-                key_flags=tuple(_key_of_set(args, place(dataset.name, key), key) for key in ("input_key", "label_key")),
+                RowKeys(dataset.input_key, dataset.label_key, dataset.tool_key, dataset.metadata_key, flags),
                 graded_by_row=by_row and _rows_name_rewards(args, args.eval_function_path),
                 in_template=bool(dataset.apply_chat_template),
                 prompts="any" if generate or args.eval_function_path != _GRADING_FUNCTION else "renderable",
@@ -122,16 +112,14 @@ def _rows_name_rewards(args: argparse.Namespace, function: str) -> bool:
 
 def _row_problems(file: OwnFile) -> Iterator[str]:
     try:
-        row = check_first_row(
-            file.path, prompt_key=file.prompt_key, label_key=file.label_key, flag=file.flag, key_flags=file.key_flags
-        )
+        row = check_first_row(file.path, file.keys, file.flag)
     except UserError as error:
         yield str(error)
         return
-    if row is not None and file.graded_by_row and not names_reward(row.get(file.metadata_key)):
+    if row is not None and file.graded_by_row and not names_reward(row.get(file.keys.metadata)):
         yield (
             f"{file.flag} {file.path}: nothing says how responses are graded: the first row has no `rm_type` in its "
-            f"{file.metadata_key!r}; give --rm-type (math, for example) or --custom-rm-path"
+            f"{file.keys.metadata!r}; give --rm-type (math, for example) or --custom-rm-path"
         )
 
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from tests.support.distributed import run_distributed
-from tests.support.grpo_batch import TRAINED_TOKENS, bounds_of_batch
 from tests.support.layout_steps import LayoutRun, layout_args
-from tests.support.rounding import assert_equal_gradients, assert_equal_metrics
+from tests.support.rounding import assert_equal_gradients, assert_equal_metrics, bounds_of_step
 from tests.support.tiny_model import write_tiny_model
 
 LAYERS, EXPERTS, TOPK = 4, 4, 2
+STEPS = 2
 MODEL = {
     "num_layers": LAYERS, "num_experts": EXPERTS, "moe_router_topk": TOPK, "moe_ffn_hidden_size": 48,
     "moe_router_dtype": "fp32", "moe_router_load_balancing_type": "none", "expert_model_parallel_size": 1,
@@ -88,7 +88,14 @@ def train_cases(cases):
 
 
 def train_case(args):
-    """Both optimizer steps after a change of the routers: metrics, and the gradients of what every rank has whole."""
+    """Both optimizer steps after a change of the routers.
+
+    Returns:
+        By step: `steps` (metrics) and `gradients` of what every rank has whole; where one rank has all samples also `bounds`
+        of the metrics and `tokens`, the number of those that the gradient is a sum over. `left`: records nobody asked for.
+    """
+    import torch.distributed as dist
+
     run = prepared_run(args)
     replay = run.replay
     from slime.backends.megatron_utils.parameter_names import global_named_parameters
@@ -98,7 +105,7 @@ def train_case(args):
         move_routers(run.model)
     steps, gradients = [], []
     with replay.training():
-        for step in range(2):
+        for step in range(STEPS):
             steps.append(train_one_step(args, run.model, run.optimizer, run.scheduler, run.data, 0, step))
             gradients.append({
                 name: parameter.main_grad.numpy().copy()
@@ -107,7 +114,17 @@ def train_case(args):
                 if "router" in name or "norm" in name
             })  # fmt: skip
     left = sum(len(layer.records) + len(layer.awaited) for layers in replay.layers for layer in layers)
-    return {"steps": steps, "gradients": gradients, "left": left}
+    result = {"steps": steps, "gradients": gradients, "left": left}
+    if dist.get_world_size() == 1:
+        result["bounds"] = [bounds_of_step(args, run.data, step) for step in range(STEPS)]
+        result["tokens"] = [trained_tokens(run.data, step) for step in range(STEPS)]
+    return result
+
+
+def trained_tokens(data, step):
+    from slime.backends.megatron_utils.train_step import micro_batches_of_step
+
+    return sum(int(data["loss_masks"][i].sum()) for batch in micro_batches_of_step(data, step) for i in batch)
 
 
 def one_rank_cases(cases, plain):
@@ -119,7 +136,8 @@ def one_rank_cases(cases, plain):
 
 
 def plain_and_replayed(args):
-    """Gradients of one step of supervised fine-tuning: by the trainer, and by loops over samples and tokens."""
+    """Gradients of one step of supervised fine-tuning: by the trainer, and by loops over samples and tokens; and how many
+    tokens were trained."""
     import torch
 
     run = prepared_run(args)
@@ -131,16 +149,16 @@ def plain_and_replayed(args):
     before = {name: parameter.detach().clone() for name, parameter in named.items()}
     positions = [position for batch in micro_batches_of_step(run.data, 0) for position in batch]
     with run.replay.training():
-        for step in range(2):
+        for step in range(STEPS):
             train_one_step(args, run.model, run.optimizer, run.scheduler, run.data, 0, step)
             if step == 0:
                 replayed = {name: parameter.main_grad.numpy().copy() for name, parameter in named.items()}
     for name, parameter in named.items():
         parameter.data.copy_(before[name])
-    model, trained = unwrap_model(run.model[0]), sum(int(run.data["loss_masks"][i].sum()) for i in positions)
+    model, trained = unwrap_model(run.model[0]), trained_tokens(run.data, 0)
     loss = sum(plain_loss(args, model, run.data, position) for position in positions) / trained
     plain = torch.autograd.grad(loss, list(named.values()))
-    return replayed, {name: gradient.numpy() for name, gradient in zip(named, plain, strict=True)}
+    return replayed, {name: gradient.numpy() for name, gradient in zip(named, plain, strict=True)}, trained
 
 
 def plain_loss(args, model, data, position):
@@ -245,11 +263,18 @@ def two_ranks(hf_dir):
 
 def assert_same(found, expected):
     assert found["left"] == 0
-    for step in range(2):
-        assert_equal_metrics(found["steps"][step], expected["steps"][step], bounds_of_batch())
+    for step in range(STEPS):
+        assert_equal_metrics(found["steps"][step], expected["steps"][step], expected["bounds"][step])
         # A pipeline stage has some of the parameters.
         of_rank, of_all = found["gradients"][step], expected["gradients"][step]
-        assert_equal_gradients(of_rank, {name: of_all[name] for name in of_rank}, TRAINED_TOKENS)
+        assert_equal_gradients(of_rank, {name: of_all[name] for name in of_rank}, expected["tokens"][step])
+
+
+def assert_no_parameter_is_missing(ranks, expected):
+    """Together the ranks have compared the gradients of all parameters, in every step."""
+    for step in range(STEPS):
+        found = set().union(*(rank["gradients"][step] for rank in ranks))
+        assert found == set(expected["gradients"][step]), f"step {step}"
 
 
 def test_free_routers_would_choose_otherwise(one_rank):
@@ -267,11 +292,11 @@ def test_unchanged_weights_give_the_same_bits(one_rank):
 
 def test_gradients_are_those_of_a_plain_computation(one_rank):
     """Of all parameters: the experts that were chosen, and the routers, whose gates are those of the changed weights."""
-    replayed, plain = one_rank["plain"]
+    replayed, plain, tokens = one_rank["plain"]
     assert sum("router" in name for name in plain) == LAYERS and replayed.keys() == plain.keys()
     for name, gradient in plain.items():
         assert np.abs(gradient).max() > 1e-6, name
-    assert_equal_gradients(replayed, plain, TRAINED_TOKENS)
+    assert_equal_gradients(replayed, plain, tokens)
 
 
 def test_models_whose_routers_do_not_ask_are_refused(one_rank):
@@ -292,7 +317,7 @@ def test_two_ranks_replay_like_one(one_rank, two_ranks, case):
     expected = one_rank["from rollout" if "rollout" in case else "recorded"]
     for rank in two_ranks:
         assert_same(rank[case], expected)
-    assert set().union(*(rank[case]["gradients"][0] for rank in two_ranks)) == set(expected["gradients"][0])
+    assert_no_parameter_is_missing([rank[case] for rank in two_ranks], expected)
 
 
 @pytest.mark.slow
@@ -305,3 +330,4 @@ def test_four_ranks_replay_like_one(hf_dir, one_rank):
                 assert_same(rank[case], expected)
             except AssertionError as error:
                 raise AssertionError(f"{case}: {error}") from error
+        assert_no_parameter_is_missing([rank[case] for rank in ranks], expected)

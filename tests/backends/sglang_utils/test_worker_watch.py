@@ -13,6 +13,7 @@ import psutil
 import pytest
 import requests
 
+from slime.backends.sglang_utils import worker_watch
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.backends.sglang_utils.worker_watch import WorkerWatch
 from slime.utils.child_process import ChildProcess
@@ -26,10 +27,12 @@ def sleep_for_ever() -> None:
     signal.pause()
 
 
-def sleep_beside_a_helper(pipe) -> None:
-    """As a data-parallel controller does: the scheduler is a child of the child."""
+def sleep_beside_a_helper(pipe, waits=False) -> None:
+    """As a data-parallel controller does: the scheduler is a child of the child. `waits`: the kernel tells it how that ends."""
     with subprocess.Popen(["sglang::scheduler_DP0", *SLEEPER[1:]], executable=sys.executable) as helper:
         pipe.send(helper.pid)
+        if waits:
+            helper.wait()
         signal.pause()
 
 
@@ -55,8 +58,8 @@ def watch(tmp_path):
     "number, words", [(signal.SIGKILL, "ended by SIGKILL (by itself"), (signal.SIGTERM, "ended by SIGTERM")]
 )
 def test_the_signal_is_named(watch, tmp_path, number, words):
-    process, worker_watch, causes = watch(sleep_for_ever)
-    worker_watch.start()
+    process, of_server, causes = watch(sleep_for_ever)
+    of_server.start()
     os.kill(process.pid, number)
     cause = causes.get(timeout=20)
     assert cause.startswith(f"its scheduler_0 (process {process.pid}): {words}")
@@ -64,32 +67,40 @@ def test_the_signal_is_named(watch, tmp_path, number, words):
 
 
 def test_the_exit_code_is_named(watch):
-    process, worker_watch, causes = watch(os._exit, 3, name="detokenizer")
-    worker_watch.start()
+    process, of_server, causes = watch(os._exit, 3, name="detokenizer")
+    of_server.start()
     assert causes.get(timeout=20) == f"its detokenizer (process {process.pid}): exit code 3"
 
 
 def test_who_ended_in_order_did_not_die(watch):
-    first, worker_watch, causes = watch(os._exit, 0)
+    first, of_server, causes = watch(os._exit, 0)
     first.join(20)
-    worker_watch.start()
+    of_server.start()
     with pytest.raises(queue.Empty):
         causes.get(timeout=1)
 
 
-def test_a_scheduler_below_a_controller_is_watched_too(watch):
+@pytest.mark.parametrize(
+    "waits, end",
+    [(False, ": ended by SIGKILL (by itself"), (True, " is gone")],
+    ids=["unasked", "the controller asked"],
+)
+def test_a_scheduler_below_a_controller_is_watched_too(watch, monkeypatch, waits, end):
     ours, theirs = multiprocessing.Pipe()
-    _, worker_watch, causes = watch(sleep_beside_a_helper, theirs, name="controller")
+    _, of_server, causes = watch(sleep_beside_a_helper, theirs, waits, name="controller")
     scheduler = psutil.Process(ours.recv())
-    worker_watch.start()
+    if waits:
+        # The watch is not to come before the controller.
+        monkeypatch.setattr(worker_watch, "_runs", lambda process: psutil.pid_exists(process.pid))
+    of_server.start()
     scheduler.kill()
-    assert causes.get(timeout=20) == f"its scheduler_DP0 of controller (process {scheduler.pid}) is gone"
+    assert causes.get(timeout=20).startswith(f"its scheduler_DP0 of controller (process {scheduler.pid}){end}")
 
 
 def test_a_server_that_ends_by_itself_reports_nothing(watch):
-    process, worker_watch, causes = watch(sleep_for_ever)
-    worker_watch.start()
-    worker_watch.stop()
+    process, of_server, causes = watch(sleep_for_ever)
+    of_server.start()
+    of_server.stop()
     process.kill()
     with pytest.raises(queue.Empty):
         causes.get(timeout=1)

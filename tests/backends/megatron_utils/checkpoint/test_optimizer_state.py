@@ -12,7 +12,6 @@ from slime.arguments.checkpoints import WeightSource
 from tests.support.checkpoint_trainer import Trainer, make_args
 from tests.support.distributed import run_distributed
 from tests.support.resumed_run import ResumableRun, changed, resumable_args, resumed
-from tests.support.tiny_model import write_tiny_model
 
 STEPS = 2
 KINDS = {"distributed": {}, "plain": {"use_distributed_optimizer": False}}
@@ -80,14 +79,19 @@ def adam(old, gradient, first, second, step, settings, factor) -> torch.Tensor:
     return decayed - lr * first / (1 - settings["beta1"] ** step) / scale
 
 
+def trained_and_saved(args) -> Trainer:
+    trainer = Trainer(args)
+    for _ in range(STEPS):
+        trainer.step()
+    trainer.save(0)
+    return trainer
+
+
 def settings_worker(cases) -> dict:
     """Per kind of optimizer, and per flags: `next_update`."""
     results = {}
     for kind, args in cases.items():
-        trainer = Trainer(args)
-        for _ in range(STEPS):
-            trainer.step()
-        trainer.save(0)
+        trainer = trained_and_saved(args)
         for name, (flags, settings) in FLAGS.items():
             results[kind, name] = next_update(changed(args, **flags), args.save, {**SAVED_SETTINGS, **settings})
         if kind == "distributed":
@@ -156,10 +160,7 @@ def refusal(args) -> str:
 
 def schedule_worker(args, resumes) -> dict[str, list[str]]:
     """What is said at the resume, per case."""
-    trainer = Trainer(args)
-    for _ in range(STEPS):
-        trainer.step()
-    trainer.save(0)
+    trained_and_saved(args)
     lines = {}
     for name, flags in resumes.items():
         records: list[logging.LogRecord] = []
@@ -197,13 +198,6 @@ def one_rank_worker(cases, schedule, resumes):
 
 
 @pytest.fixture(scope="module")
-def hf_dir(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    write_tiny_model(directory, tied=False)
-    return directory
-
-
-@pytest.fixture(scope="module")
 def one_rank(hf_dir, tmp_path_factory):
     root = tmp_path_factory.mktemp("one")
     cases = {kind: make_args(hf_dir, root / kind, **SAVED, **flags) for kind, flags in KINDS.items()}
@@ -211,35 +205,33 @@ def one_rank(hf_dir, tmp_path_factory):
     return run_distributed(one_rank_worker, 1, (cases, schedule, LENGTHS), timeout=300)[0]
 
 
+def assert_by_the_formula(update, expected_step) -> None:
+    difference, step = update
+    assert difference < 1e-6
+    assert step == expected_step
+
+
 @pytest.mark.parametrize("name", FLAGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_flags_of_the_command_line_win_over_the_checkpoint(one_rank, kind, name):
-    difference, step = one_rank[0][kind, name]
-    assert difference < 1e-6
-    assert step == STEPS + 1
+    assert_by_the_formula(one_rank[0][kind, name], STEPS + 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["checkpoint's", "older checkpoint's"])
 def test_settings_of_the_checkpoint_hold_when_they_are_asked_for(one_rank, kind, name):
-    difference, step = one_rank[0][kind, name]
-    assert difference < 1e-6
-    assert step == STEPS + 1
+    assert_by_the_formula(one_rank[0][kind, name], STEPS + 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_without_the_settings_goes_on(one_rank, kind):
-    difference, step = one_rank[0][kind, "older"]
-    assert difference < 1e-6
-    assert step == STEPS + 1
+    assert_by_the_formula(one_rank[0][kind, "older"], STEPS + 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["checkpoint's, fresh optimizer", "no step count, fresh"])
 def test_a_fresh_optimizer_starts_at_its_first_step(one_rank, kind, name):
-    difference, step = one_rank[0][kind, name]
-    assert difference < 1e-6
-    assert step == 1
+    assert_by_the_formula(one_rank[0][kind, name], 1)
 
 
 def test_a_stateless_run_in_16_bits_takes_the_float32_weights_and_no_moments(one_rank):

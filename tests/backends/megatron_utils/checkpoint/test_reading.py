@@ -11,7 +11,6 @@ import torch
 from slime.arguments.checkpoints import WeightSource
 from tests.support.checkpoint_trainer import LAYOUTS, ROLLOUTS_PER_STEP, assert_same, make_args, resume, train_and_save
 from tests.support.distributed import run_distributed
-from tests.support.tiny_model import write_tiny_model
 
 
 def train_and_save_in_layouts(cases) -> dict:
@@ -20,13 +19,6 @@ def train_and_save_in_layouts(cases) -> dict:
 
 def resume_in_layouts(cases) -> dict:
     return {name: resume(args, WeightSource("megatron", path, resume=True)) for name, (args, path) in cases.items()}
-
-
-@pytest.fixture(scope="module")
-def hf_dir(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    write_tiny_model(directory, tied=False)
-    return directory
 
 
 @pytest.fixture(scope="module")

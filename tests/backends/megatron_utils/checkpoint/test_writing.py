@@ -13,14 +13,6 @@ import torch
 from slime.arguments.checkpoints import WeightSource
 from tests.support.checkpoint_trainer import LAYOUTS, ROLLOUTS_PER_STEP, Trainer, make_args, resume
 from tests.support.distributed import run_distributed
-from tests.support.tiny_model import write_tiny_model
-
-
-@pytest.fixture(scope="module")
-def hf_dir(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    write_tiny_model(directory, tied=False)
-    return directory
 
 
 def save_on_full_disk(trainer, iteration, full_ranks) -> str | None:
