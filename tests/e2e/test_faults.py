@@ -25,7 +25,8 @@ CLOCK = r"\d\d:\d\d:\d\d "
 
 @pytest.fixture
 def flags(task) -> list[str]:
-    return [*task.loop_flags, "--num-rollout", "2"]
+    one_of_each = ["--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1"]
+    return [*task.rollout_flags, *task.train_flags, *one_of_each, "--num-rollout", "2"]
 
 
 def run_to_error(flags, directory, expected_status: int, timeout: float = 200, env=None) -> str:
@@ -174,7 +175,7 @@ def small_cluster(tmp_path):
 
 def test_a_cluster_that_is_too_small_is_refused_with_both_numbers(flags, tmp_path, small_cluster):
     message = run_to_error(flags, tmp_path / "run", 2, env=small_cluster)
-    assert message.startswith("the run needs 3 GPUs (1 training, 2 engines) and 4 CPUs, but the cluster at")
+    assert message.startswith("the run needs 2 GPUs (1 training, 1 engine) and 3 CPUs, but the cluster at")
     assert "has 1 GPUs and 4 CPUs" in message and len(message.splitlines()) == 1
 
 
@@ -189,13 +190,16 @@ def test_an_address_where_no_cluster_answers(flags, tmp_path):
 def test_an_engine_that_does_not_start_shows_the_end_of_its_log(flags, tmp_path):
     message = run_to_error([*flags, "--sglang-json-model-override-args", "no_such_json"], tmp_path / "run", 1)
     first, *log = message.splitlines()
-    assert re.match(r"engine [01] failed to start: exit code \d+; log \S+/engine_[01].log ends with:", first)
+    assert re.match(r"engine 0 failed to start: exit code \d+; log \S+/engine_0.log ends with:", first)
     assert any("JSONDecodeError" in line for line in log)
 
 
-@pytest.mark.parametrize("asked", [True, False], ids=["requests in flight", "nothing asked"])
+@pytest.mark.parametrize(
+    "asked",
+    [pytest.param(True, id="requests in flight"), pytest.param(False, id="nothing asked", marks=pytest.mark.slow)],
+)
 def test_a_killed_scheduler_ends_the_run_by_its_name(flags, tmp_path, asked):
-    words = ["--custom-generate-function-path", f"{PLUG_INS}:marked_generate", "--rollout-num-gpus", "1"]
+    words = ["--custom-generate-function-path", f"{PLUG_INS}:marked_generate"]
     with TrainProcess([*flags, *words], tmp_path, {"E2E_HOLD_ROLLOUT": "0"}) as process:
         process.wait_for_line("holding rollout 0", 400)
         (scheduler,) = [pid for pid, command in process.processes().items() if command.startswith("sglang::scheduler")]
@@ -226,8 +230,10 @@ def test_a_killed_scheduler_ends_the_run_by_its_name(flags, tmp_path, asked):
 
 @pytest.mark.parametrize(
     "number, status, word",
-    [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")],
-    ids=["ctrl-c", "sigterm"],
+    [
+        pytest.param(signal.SIGINT, 130, "Ctrl-C", id="ctrl-c"),
+        pytest.param(signal.SIGTERM, 143, "SIGTERM", id="sigterm", marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_while_samples_are_generated_ends_everything(flags, tmp_path, number, status, word):
     save = tmp_path / "checkpoints"
