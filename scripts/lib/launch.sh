@@ -98,7 +98,18 @@ check_run() {
 }
 
 # Whether the files that the run will read are those of this machine: RAY_ADDRESS may lead to another one.
-runs_here() { [[ -z "${RAY_ADDRESS:-}" || "$RAY_ADDRESS" =~ ^(auto|local|(https?://|ray://)?(127\.|localhost|\[::1\])) ]]; }
+runs_here() { [[ -z "${RAY_ADDRESS:-}" || "$RAY_ADDRESS" == auto ]] || cluster_is_here; }
+
+# Whether the head at CLUSTER_ADDRESS, where jobs run, is on this machine.
+cluster_is_here() {
+  local host="$CLUSTER_ADDRESS" own
+  if [[ "$host" == auto ]]; then host="$(started_by_hand)"; fi
+  host="${host#*://}"
+  host="${host%%/*}"
+  host="${host%:*}"
+  own=" localhost 0.0.0.0 [::1] $(hostname 2>/dev/null) $(hostname -I 2>/dev/null) "
+  [[ -n "$host" ]] && [[ "$host" == 127.* || "$own" == *" $host "* ]]
+}
 
 # 1 where GPUs are joined by NVLink, whose switches NCCL may then use.
 nvlink_present() {
@@ -111,26 +122,12 @@ json_string() {
   printf '"%s"' "${text//$'\n'/\\n}"
 }
 
-# Prints the command that starts the run again, with the user's settings and flags ($@), as a shell reads it. Values that may
-# be secret are left out.
+# Prints the command that starts the run again, with the user's settings and flags ($@).
 start_command() {
-  local word flag=""
-  if ((${#GIVEN_SETTINGS[@]})); then printf 'env '; printf '%q ' "${GIVEN_SETTINGS[@]}"; fi
-  printf 'bash %q' "${BASH_SOURCE[-1]}"
-  for word in "$@"; do
-    if [[ "$word" == --* ]]; then flag="${word%%=*}"; fi
-    if { [[ "$word" != "$flag" ]] && may_be_secret "$flag"; } || holds_login "$word"; then
-      if [[ "$word" == --* ]]; then word="$flag=<redacted>"; else word="<redacted>"; fi
-    fi
-    printf ' %q' "$word"
-  done
+  local settings=()
+  if ((${#GIVEN_SETTINGS[@]})); then settings=(env "${GIVEN_SETTINGS[@]}"); fi
+  quoted ${settings[@]+"${settings[@]}"} bash "${BASH_SOURCE[-1]}" "$@"
 }
-
-# Whether the values of flag $1 stay out of what Ray writes down.
-may_be_secret() { [[ "${1,,}" =~ (api[-_]keys?|token|secret|password|wandb[-_]key|db[-_]url|redis[-_]url|authorization|cookie|env[-_]vars)$ ]]; }
-
-# Whether word $1 is an address with what logs in there.
-holds_login() { [[ "$1" =~ ://[^/]*@ || "$1" =~ [?\&][^=]*(key|token|secret|passw)[^=]*= ]]; }
 
 # Prints RUNTIME_ENV as the JSON that Ray reads. Secrets do not belong there: it is shown by ps and by the dashboard.
 runtime_env_json() {
@@ -187,7 +184,7 @@ start_own_head() {
 end_run() {
   local status=$?
   trap '' INT TERM
-  rm -f ${CHECK_MESSAGES:+"$CHECK_MESSAGES"} ${SUBMIT_MESSAGES:+"$SUBMIT_MESSAGES"}
+  rm -f ${CHECK_MESSAGES:+"$CHECK_MESSAGES"} ${SUBMIT_MESSAGES:+"$SUBMIT_MESSAGES"} ${JOB_FILE:+"$JOB_FILE"}
   if [[ -n "${SUBMISSION_ID:-}" ]]; then
     say "stopping job $SUBMISSION_ID"
     timeout 60 "$RAY" job stop --address "$CLUSTER_ADDRESS" "$SUBMISSION_ID" >/dev/null 2>&1 || true
@@ -202,16 +199,24 @@ end_run() {
 
 # Arguments: those of the user.
 submit() {
-  RUNTIME_ENV[SLIME_START_COMMAND]="$(start_command "$@")"
+  # `env -C`: paths relative to the directory of the call stay what the caller meant.
+  local job=(env -C "$PWD" "SLIME_START_COMMAND=$(start_command "$@")" "${COMMAND[@]}")
+  if cluster_is_here; then
+    # Ray writes the words of a job into its logs, and they may hold secrets: here it gets the name of a file that only its
+    # owner reads, and that the job removes. Where the job does not come to that, `end_run` does.
+    JOB_FILE="$(mktemp "${TMPDIR:-/tmp}/slime-job-XXXXXX")"
+    # shellcheck disable=SC2016 # the job expands
+    printf 'rm -f -- "$0"\nexec%s\n' "$(quoted "${job[@]}")" >"$JOB_FILE"
+    job=(bash "$JOB_FILE")
+  fi
   RUNTIME_ENV[NCCL_NVLS_ENABLE]="${NCCL_NVLS_ENABLE:-$(nvlink_present)}"
   SUBMISSION_ID="$RUN_NAME-$(date +%Y%m%d-%H%M%S)-$$"
   say "submitting job $SUBMISSION_ID to $CLUSTER_ADDRESS"
   SUBMIT_MESSAGES="$(mktemp "${TMPDIR:-/tmp}/slime-submit-XXXXXX")" # `end_run` removes it
   local status=1 deadline=$((SECONDS + ${START_SECONDS:-120}))
   while ((status)); do
-    # `env -C`: paths relative to the directory of the call stay what the caller meant.
     "$RAY" job submit --address "$CLUSTER_ADDRESS" --submission-id "$SUBMISSION_ID" \
-      --runtime-env-json "$(runtime_env_json)" -- env -C "$PWD" "${COMMAND[@]}" 2>"$SUBMIT_MESSAGES" &
+      --runtime-env-json "$(runtime_env_json)" -- "${job[@]}" 2>"$SUBMIT_MESSAGES" &
     SUBMIT_PID=$!
     tail --follow --sleep-interval=0.1 --lines=+1 --pid="$SUBMIT_PID" "$SUBMIT_MESSAGES" >&2 &
     status=0
