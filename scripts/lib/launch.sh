@@ -15,7 +15,8 @@ source "$SCRIPTS_DIR/lib/ray_node.sh"
 # What the user set, before defaults are put beside it: it belongs to the command that starts the run again.
 GIVEN_SETTINGS=()
 for name in MODEL NUM_GPUS BASE_DIR MODELS_DIR DATA_DIR CHECKPOINTS_DIR TOY_DIR HF_CHECKPOINT REF_LOAD LOAD SAVE PROMPT_DATA \
-  EVAL_DATA SFT_DATA ACTOR_NUM_NODES CONTEXT_PARALLEL_SIZE EXPERT_PARALLEL_SIZE WANDB_PROJECT WANDB_GROUP RAY_ADDRESS; do
+  EVAL_DATA SFT_DATA ACTOR_NUM_NODES CONTEXT_PARALLEL_SIZE EXPERT_PARALLEL_SIZE MODEL_ARGS_NUM_LAYERS MODEL_ARGS_ROTARY_BASE \
+  TRAIN_SCRIPT NCCL_NVLS_ENABLE WANDB_PROJECT WANDB_GROUP RAY_ADDRESS; do
   if [[ -n "${!name:-}" ]]; then GIVEN_SETTINGS+=("$name=${!name}"); fi
 done
 unset name
@@ -159,6 +160,13 @@ find_cluster() {
   use_token_if_there
 }
 
+# No head is started for a run of several nodes.
+require_nodes() {
+  if [[ -n "$CLUSTER_ADDRESS" ]] || ((NUM_NODES == 1)); then return; fi
+  refuse "this run needs $NUM_NODES nodes, and no Ray cluster runs here." \
+    "Start one: bash scripts/cluster.sh head, then what it prints on the other nodes; or set RAY_ADDRESS to a running one."
+}
+
 # Starts a head for this run alone, in directories and at ports of its own. `end_run` ends it.
 start_own_head() {
   local found
@@ -232,7 +240,7 @@ submit() {
 
 # Plans, prints or submits the run. Arguments: those of the user.
 launch() {
-  local argument dry_run="${DRY_RUN:-0}" ask=0
+  local argument dry_run="${DRY_RUN:-0}" ask=0 check=0
   for argument in "$@"; do
     case "$argument" in
       -h | --help)
@@ -240,7 +248,8 @@ launch() {
         exit 0
         ;;
       --dry-run | --dry-run-json | --dry-run-json=*) dry_run=1 ;;
-      --check | --help-grep | --help-grep=*) ask=1 ;;
+      --check) check=1 ;;
+      --help-grep | --help-grep=*) ask=1 ;;
     esac
   done
   case "${MODEL:-}" in
@@ -255,7 +264,10 @@ launch() {
   elif [[ "$dry_run" == 1 ]]; then
     exec "${COMMAND[@]}" --dry-run
   elif ((ask)); then
+    exec "${COMMAND[@]}"
+  elif ((check)); then
     find_cluster
+    require_nodes
     if [[ -n "$CLUSTER_ADDRESS" ]]; then export RAY_ADDRESS="$CLUSTER_ADDRESS"; fi
     exec "${COMMAND[@]}"
   else
@@ -264,10 +276,7 @@ launch() {
     trap 'exit 130' INT
     trap 'exit 143' TERM
     find_cluster
-    if [[ -z "$CLUSTER_ADDRESS" ]] && ((NUM_NODES > 1)); then
-      refuse "this run needs $NUM_NODES nodes, and no Ray cluster runs here." \
-        "Start one: bash scripts/cluster.sh head, then what it prints on the other nodes; or set RAY_ADDRESS to a running one."
-    fi
+    require_nodes
     if runs_here; then check_run; fi
     if [[ -z "$CLUSTER_ADDRESS" ]]; then start_own_head; fi
     submit "$@"

@@ -128,11 +128,13 @@ def test_interrupt_stops_the_job_and_the_own_head(stub) -> None:
     assert not list(Path(stub["TMPDIR"]).glob("slime-job-*"))
 
 
-def test_a_run_of_many_nodes_starts_no_head_of_its_own(stub) -> None:
-    result = bash(f"bash {MANY_NODES}", NUM_GPUS="8", **stub)
+@pytest.mark.parametrize("words", ["", "--check"])
+def test_a_run_of_many_nodes_starts_no_head_of_its_own(stub, words: str) -> None:
+    """Nor is this machine asked whether it could hold the run."""
+    result = bash(f"bash {MANY_NODES} {words}", NUM_GPUS="8", **stub)
     assert result.returncode == 2
     assert "needs 16 nodes" in result.stderr and "cluster.sh head" in result.stderr
-    assert calls(stub) == []
+    assert calls(stub) == [] and checks(stub) == []
 
 
 def test_a_missing_ray_is_said(stub) -> None:
@@ -168,7 +170,9 @@ SECRET_WORDS = (
 def test_on_this_machine_words_of_the_run_reach_its_driver_alone(stub, tmp_path: Path) -> None:
     """Ray writes down what it is given; a file that only its owner reads is there until the job has it."""
     python = tmp_path / "python-of-the-run"
-    python.write_text("""#!/usr/bin/env bash\nprintf '%s\\0' "$PWD" "$SLIME_START_COMMAND" "${@:2}" >"$STUB_LOG.words"\n""")
+    python.write_text(
+        """#!/usr/bin/env bash\nprintf '%s\\0' "$PWD" "$SLIME_START_COMMAND" "${@:2}" >"$STUB_LOG.words"\n"""
+    )
     words = shlex.join(SECRET_WORDS)
     result = bash(f"bash {ONE_NODE} {words}", cwd=tmp_path, RAY_ADDRESS="http://127.0.0.1:8265", LC_ALL="C", **stub)
     assert result.returncode == 0, result.stderr
@@ -249,6 +253,40 @@ def test_the_toy_task_appears_whole(stub, tmp_path: Path) -> None:
     result = bash(program, MODEL="toy", NUM_GPUS="2", TOY_DIR=str(toy), **stub)
     assert (result.returncode, result.stdout) == (0, "whole\nwhole\n"), result.stderr
     assert [path.name for path in toy.parent.iterdir()] == ["toy"] and not list(toy.glob("toy.draft*"))
+
+
+def test_what_stands_in_the_place_of_the_toy_task_is_refused_and_drafts_of_killed_starts_go(
+    stub, tmp_path: Path
+) -> None:
+    for name in ("toy", "toy.draft-old", "toy.draft-new"):
+        (tmp_path / "tasks" / name / "model").mkdir(parents=True)
+    killed = time.time() - 7200
+    os.utime(tmp_path / "tasks" / "toy.draft-old", (killed, killed))
+    toy = str(tmp_path / "tasks" / "toy")
+    result = bash(f"bash {ONE_NODE} --check", MODEL="toy", NUM_GPUS="2", TOY_DIR=toy, **stub)
+    assert result.returncode == 2
+    assert f"{toy} holds no whole toy task: remove it, or set TOY_DIR to another directory" in result.stderr
+    assert sorted(path.name for path in (tmp_path / "tasks").iterdir()) == ["toy", "toy.draft-new"]
+
+
+# Of one start: questions to it, programs and ports of this machine, what scripts set themselves, and a key.
+NOT_SAID_AGAIN = {
+    "DRY_RUN", "PRINT_COMMAND", "START_SECONDS", "PYTHON", "RAY", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH",
+    "RAY_PORT", "RAY_TMPDIR", "DASHBOARD_PORT", "CLUSTER_DIR", "TMPDIR", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "WANDB_API_KEY",
+    "CHECK_MESSAGES", "SUBMIT_MESSAGES", "JOB_FILE", "OWN_DIR", "SUBMISSION_ID", "CLUSTER_ADDRESS", "SAY_AS",
+}  # fmt: skip
+
+
+def test_every_setting_of_the_scripts_is_part_of_the_command_or_left_out_on_purpose() -> None:
+    patterns = ("run-*.sh", "low_precision/*.sh", "lib/*.sh", "models/**/*.sh")
+    texts = [path.read_text() for pattern in patterns for path in (ROOT / "scripts").glob(pattern)]
+    read = {name for text in texts for name in re.findall(r"\$\{([A-Z][A-Z_]+)(?::?[-+])", text)}
+    everything = " ".join(f"{name}=x" for name in read - {"MODEL", "TMPDIR"})
+    program = (
+        f"{everything} MODEL=toy; source {ROOT}/scripts/lib/launch.sh; printf '%s\\n' \"${{GIVEN_SETTINGS[@]%%=*}}\""
+    )
+    given = set(bash(program).stdout.split())
+    assert read - given == NOT_SAID_AGAIN and {"MODEL_ARGS_NUM_LAYERS", "SAVE", "TRAIN_SCRIPT"} <= given
 
 
 def test_scripts_add_to_the_environment(stub) -> None:
