@@ -62,10 +62,12 @@ def main(
             show_plan(args)
             return 0
         if finished is None:
+            from slime.ray.cluster import check_machine
+
             check_before_start(args)
             if not args.check:
                 _sweep()
-            _check_machine(args)
+            check_machine(args)
         if args.check or finished is not None:
             _tell_result(finished or _needs_of(args), stream)
             return 0
@@ -99,12 +101,6 @@ def _sweep() -> None:
     """Remove what killed runs left, also where this one is refused: they may have filled what it lacks."""
     for left_by_a_killed_run in sweep_scratch_directories():
         logger.debug("removed %s, which a killed run had left", left_by_a_killed_run)
-
-
-def _check_machine(args: argparse.Namespace) -> None:
-    from slime.ray.cluster import check_machine
-
-    check_machine(args)
 
 
 def _needs_of(args: argparse.Namespace) -> str:
