@@ -46,6 +46,7 @@ def run(args: argparse.Namespace, rollout_manager, actor) -> None:
                 with report.phase("save_model"):
                     actor.save(rollout_id)
                     rollout_manager.save(rollout_id)
+                    report.saved(rollout_id)
                     actor.publish(rollout_id)
             if sync:
                 report.add_metrics(sync.push())

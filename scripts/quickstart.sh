@@ -188,7 +188,7 @@ write_train_script() {
     printf '#!/usr/bin/env bash\n# Resumes this run; arguments are added, and win: bash %s --num-rollout 50\n' "$RUN_DIR/train.sh"
     printf 'set -euo pipefail\ncd %q\nunset PYTHONDONTWRITEBYTECODE\nexport SLIME_ACCELERATOR=cpu TENSORBOARD_DIR=%q\n' "$PWD" "$RUN_DIR/tensorboard"
     # shellcheck disable=SC2016 # the script that is written expands
-    printf 'export SLIME_START_COMMAND="%s${*:+$(printf " %%q" "$@")}"\n' "bash $(printf '%q' "$RUN_DIR/train.sh")"
+    printf 'source scripts/lib/ray_node.sh\nSLIME_START_COMMAND="$(quoted bash %q "$@")"\nexport SLIME_START_COMMAND\n' "$RUN_DIR/train.sh"
     printf 'exec'
     printf ' %q' "$PYTHON_BIN" train.py "$@"
     printf ' "$@"\n'

@@ -15,7 +15,8 @@ source "$SCRIPTS_DIR/lib/ray_node.sh"
 # What the user set, before defaults are put beside it: it belongs to the command that starts the run again.
 GIVEN_SETTINGS=()
 for name in MODEL NUM_GPUS BASE_DIR MODELS_DIR DATA_DIR CHECKPOINTS_DIR TOY_DIR HF_CHECKPOINT REF_LOAD LOAD SAVE PROMPT_DATA \
-  EVAL_DATA SFT_DATA ACTOR_NUM_NODES CONTEXT_PARALLEL_SIZE EXPERT_PARALLEL_SIZE WANDB_PROJECT WANDB_GROUP RAY_ADDRESS; do
+  EVAL_DATA SFT_DATA ACTOR_NUM_NODES CONTEXT_PARALLEL_SIZE EXPERT_PARALLEL_SIZE MODEL_ARGS_NUM_LAYERS MODEL_ARGS_ROTARY_BASE \
+  TRAIN_SCRIPT NCCL_NVLS_ENABLE WANDB_PROJECT WANDB_GROUP RAY_ADDRESS; do
   if [[ -n "${!name:-}" ]]; then GIVEN_SETTINGS+=("$name=${!name}"); fi
 done
 unset name
@@ -98,7 +99,18 @@ check_run() {
 }
 
 # Whether the files that the run will read are those of this machine: RAY_ADDRESS may lead to another one.
-runs_here() { [[ -z "${RAY_ADDRESS:-}" || "$RAY_ADDRESS" =~ ^(auto|local|(https?://|ray://)?(127\.|localhost|\[::1\])) ]]; }
+runs_here() { [[ -z "${RAY_ADDRESS:-}" || "$RAY_ADDRESS" == auto ]] || cluster_is_here; }
+
+# Whether the head at CLUSTER_ADDRESS, where jobs run, is on this machine.
+cluster_is_here() {
+  local host="$CLUSTER_ADDRESS" own
+  if [[ "$host" == auto ]]; then host="$(started_by_hand)"; fi
+  host="${host#*://}"
+  host="${host%%/*}"
+  host="${host%:*}"
+  own=" localhost 0.0.0.0 [::1] $(hostname 2>/dev/null) $(hostname -I 2>/dev/null) "
+  [[ -n "$host" ]] && [[ "$host" == 127.* || "$own" == *" $host "* ]]
+}
 
 # 1 where GPUs are joined by NVLink, whose switches NCCL may then use.
 nvlink_present() {
@@ -111,26 +123,12 @@ json_string() {
   printf '"%s"' "${text//$'\n'/\\n}"
 }
 
-# Prints the command that starts the run again, with the user's settings and flags ($@), as a shell reads it. Values that may
-# be secret are left out.
+# Prints the command that starts the run again, with the user's settings and flags ($@).
 start_command() {
-  local word flag=""
-  if ((${#GIVEN_SETTINGS[@]})); then printf 'env '; printf '%q ' "${GIVEN_SETTINGS[@]}"; fi
-  printf 'bash %q' "${BASH_SOURCE[-1]}"
-  for word in "$@"; do
-    if [[ "$word" == --* ]]; then flag="${word%%=*}"; fi
-    if { [[ "$word" != "$flag" ]] && may_be_secret "$flag"; } || holds_login "$word"; then
-      if [[ "$word" == --* ]]; then word="$flag=<redacted>"; else word="<redacted>"; fi
-    fi
-    printf ' %q' "$word"
-  done
+  local settings=()
+  if ((${#GIVEN_SETTINGS[@]})); then settings=(env "${GIVEN_SETTINGS[@]}"); fi
+  quoted ${settings[@]+"${settings[@]}"} bash "${BASH_SOURCE[-1]}" "$@"
 }
-
-# Whether the values of flag $1 stay out of what Ray writes down.
-may_be_secret() { [[ "${1,,}" =~ (api[-_]keys?|token|secret|password|wandb[-_]key|db[-_]url|redis[-_]url|authorization|cookie|env[-_]vars)$ ]]; }
-
-# Whether word $1 is an address with what logs in there.
-holds_login() { [[ "$1" =~ ://[^/]*@ || "$1" =~ [?\&][^=]*(key|token|secret|passw)[^=]*= ]]; }
 
 # Prints RUNTIME_ENV as the JSON that Ray reads. Secrets do not belong there: it is shown by ps and by the dashboard.
 runtime_env_json() {
@@ -162,6 +160,13 @@ find_cluster() {
   use_token_if_there
 }
 
+# No head is started for a run of several nodes.
+require_nodes() {
+  if [[ -n "$CLUSTER_ADDRESS" ]] || ((NUM_NODES == 1)); then return; fi
+  refuse "this run needs $NUM_NODES nodes, and no Ray cluster runs here." \
+    "Start one: bash scripts/cluster.sh head, then what it prints on the other nodes; or set RAY_ADDRESS to a running one."
+}
+
 # Starts a head for this run alone, in directories and at ports of its own. `end_run` ends it.
 start_own_head() {
   local found
@@ -187,7 +192,7 @@ start_own_head() {
 end_run() {
   local status=$?
   trap '' INT TERM
-  rm -f ${CHECK_MESSAGES:+"$CHECK_MESSAGES"} ${SUBMIT_MESSAGES:+"$SUBMIT_MESSAGES"}
+  rm -f ${CHECK_MESSAGES:+"$CHECK_MESSAGES"} ${SUBMIT_MESSAGES:+"$SUBMIT_MESSAGES"} ${JOB_FILE:+"$JOB_FILE"}
   if [[ -n "${SUBMISSION_ID:-}" ]]; then
     say "stopping job $SUBMISSION_ID"
     timeout 60 "$RAY" job stop --address "$CLUSTER_ADDRESS" "$SUBMISSION_ID" >/dev/null 2>&1 || true
@@ -202,16 +207,24 @@ end_run() {
 
 # Arguments: those of the user.
 submit() {
-  RUNTIME_ENV[SLIME_START_COMMAND]="$(start_command "$@")"
+  # `env -C`: paths relative to the directory of the call stay what the caller meant.
+  local job=(env -C "$PWD" "SLIME_START_COMMAND=$(start_command "$@")" "${COMMAND[@]}")
+  if cluster_is_here; then
+    # Ray writes the words of a job into its logs, and they may hold secrets: here it gets the name of a file that only its
+    # owner reads, and that the job removes. Where the job does not come to that, `end_run` does.
+    JOB_FILE="$(mktemp "${TMPDIR:-/tmp}/slime-job-XXXXXX")"
+    # shellcheck disable=SC2016 # the job expands
+    printf 'rm -f -- "$0"\nexec%s\n' "$(quoted "${job[@]}")" >"$JOB_FILE"
+    job=(bash "$JOB_FILE")
+  fi
   RUNTIME_ENV[NCCL_NVLS_ENABLE]="${NCCL_NVLS_ENABLE:-$(nvlink_present)}"
   SUBMISSION_ID="$RUN_NAME-$(date +%Y%m%d-%H%M%S)-$$"
   say "submitting job $SUBMISSION_ID to $CLUSTER_ADDRESS"
   SUBMIT_MESSAGES="$(mktemp "${TMPDIR:-/tmp}/slime-submit-XXXXXX")" # `end_run` removes it
   local status=1 deadline=$((SECONDS + ${START_SECONDS:-120}))
   while ((status)); do
-    # `env -C`: paths relative to the directory of the call stay what the caller meant.
     "$RAY" job submit --address "$CLUSTER_ADDRESS" --submission-id "$SUBMISSION_ID" \
-      --runtime-env-json "$(runtime_env_json)" -- env -C "$PWD" "${COMMAND[@]}" 2>"$SUBMIT_MESSAGES" &
+      --runtime-env-json "$(runtime_env_json)" -- "${job[@]}" 2>"$SUBMIT_MESSAGES" &
     SUBMIT_PID=$!
     tail --follow --sleep-interval=0.1 --lines=+1 --pid="$SUBMIT_PID" "$SUBMIT_MESSAGES" >&2 &
     status=0
@@ -227,7 +240,7 @@ submit() {
 
 # Plans, prints or submits the run. Arguments: those of the user.
 launch() {
-  local argument dry_run="${DRY_RUN:-0}" ask=0
+  local argument dry_run="${DRY_RUN:-0}" ask=0 check=0
   for argument in "$@"; do
     case "$argument" in
       -h | --help)
@@ -235,7 +248,8 @@ launch() {
         exit 0
         ;;
       --dry-run | --dry-run-json | --dry-run-json=*) dry_run=1 ;;
-      --check | --help-grep | --help-grep=*) ask=1 ;;
+      --check) check=1 ;;
+      --help-grep | --help-grep=*) ask=1 ;;
     esac
   done
   case "${MODEL:-}" in
@@ -250,7 +264,10 @@ launch() {
   elif [[ "$dry_run" == 1 ]]; then
     exec "${COMMAND[@]}" --dry-run
   elif ((ask)); then
+    exec "${COMMAND[@]}"
+  elif ((check)); then
     find_cluster
+    require_nodes
     if [[ -n "$CLUSTER_ADDRESS" ]]; then export RAY_ADDRESS="$CLUSTER_ADDRESS"; fi
     exec "${COMMAND[@]}"
   else
@@ -259,10 +276,7 @@ launch() {
     trap 'exit 130' INT
     trap 'exit 143' TERM
     find_cluster
-    if [[ -z "$CLUSTER_ADDRESS" ]] && ((NUM_NODES > 1)); then
-      refuse "this run needs $NUM_NODES nodes, and no Ray cluster runs here." \
-        "Start one: bash scripts/cluster.sh head, then what it prints on the other nodes; or set RAY_ADDRESS to a running one."
-    fi
+    require_nodes
     if runs_here; then check_run; fi
     if [[ -z "$CLUSTER_ADDRESS" ]]; then start_own_head; fi
     submit "$@"

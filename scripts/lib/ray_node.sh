@@ -15,6 +15,12 @@ refuse() {
   exit 2
 }
 
+# Prints words as any shell, and Python's shlex, take them again: printf's %q has forms that bash alone knows.
+quoted() {
+  local word quote="'\\''"
+  for word in "$@"; do printf " '%s'" "${word//\'/"$quote"}"; done
+}
+
 # Prints the program $1 of this repository's environment, else the one on PATH; nothing when there is none.
 find_program() {
   if [[ -x "$REPOSITORY/.venv/bin/$1" ]]; then

@@ -19,13 +19,15 @@ toy_paths() {
 make_toy_task() {
   if [[ -f "$TOY_DIR/task.json" ]]; then return; fi
   mkdir -p "$(dirname "$TOY_DIR")"
+  # What killed starts left: a task takes seconds.
+  find "$(dirname "$TOY_DIR")" -maxdepth 1 -name "$(basename "$TOY_DIR").draft-*" -mmin +60 -exec rm -rf {} + || true
   TOY_DRAFT="$(mktemp -d "$TOY_DIR.draft-XXXXXX")"
   trap 'rm -rf "$TOY_DRAFT"' EXIT
   chmod 755 "$TOY_DRAFT"
   "$PYTHON" "$REPOSITORY/tools/make_toy_task.py" "$TOY_DRAFT" --sft-size 512 >&2
   if ! mv -T "$TOY_DRAFT" "$TOY_DIR" 2>/dev/null; then
     rm -rf "$TOY_DRAFT"
-    [[ -f "$TOY_DIR/task.json" ]] || refuse "$TOY_DIR holds something else than a toy task; set TOY_DIR to another directory"
+    [[ -f "$TOY_DIR/task.json" ]] || refuse "$TOY_DIR holds no whole toy task: remove it, or set TOY_DIR to another directory"
   fi
   trap - EXIT
 }

@@ -47,7 +47,7 @@ def wait_for_all(
     *,
     pending: Callable[[list[int]], str] | None = None,
     on_poll: Callable[[], None] | None = None,
-    flag: str | None = None,
+    flag: str | Callable[[list[int]], str | None] | None = None,
 ) -> list[Any]:
     """The results of `refs`, in order.
 
@@ -56,7 +56,7 @@ def wait_for_all(
         timeout_s: deadline, in seconds.
         pending: describes the positions in `refs` that are still missing.
         on_poll: called several times a second, to draw progress.
-        flag: the one that sets the deadline.
+        flag: the one that sets the deadline, or says which would give the positions that are missing more time.
 
     Raises:
         UserError, RunError: raised by the awaited process, without the remote traceback.
@@ -78,7 +78,8 @@ def wait_for_all(
             on_poll()
         waited = time.monotonic() - started
         if remaining and waited > timeout_s:
-            limit = f"{timeout_s:.0f} s" + (f" ({flag})" if flag else "")
+            named = flag(sorted(remaining.values())) if callable(flag) else flag
+            limit = f"{timeout_s:.0f} s" + (f" ({named})" if named else "")
             raise RunError(f"{name}: no answer within {limit} from {_describe(remaining, pending)}")
         if remaining and waited > report_at:
             logger.info("%s: waiting for %.0f s for %s", name, waited, _describe(remaining, pending))

@@ -153,7 +153,6 @@ def _start_local(args: argparse.Namespace, plan: ClusterPlan) -> None:
     if real == 0:
         # Ray compares the number of logical devices with this variable, which hides nothing here.
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        os.environ["SLIME_ACCELERATOR"] = "cpu"
     cores = os.cpu_count() or 1
     logger.info("starting Ray on this machine: %d %sGPUs", plan.gpus, "" if real else "logical ")
     try:

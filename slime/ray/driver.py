@@ -46,7 +46,7 @@ class StepReport:
         self._rollout_id: int | None = None
         self._merged: dict[str, Any] = {}
         # From here on the end of the run has something to tell, before the first rollout is done too.
-        args.rollouts_done = args.start_rollout_id
+        args.rollouts_done, args.rollout_saved = args.start_rollout_id, None
         forget_lost_steps(args)
 
     @contextlib.contextmanager
@@ -68,6 +68,10 @@ class StepReport:
         started = time.perf_counter()
         yield
         self.add_metrics({f"perf/{name}_time": time.perf_counter() - started})
+
+    def saved(self, rollout_id: int) -> None:
+        """The checkpoint of the rollout is written, and is about to be published: the end of the run may find it."""
+        self._args.rollout_saved = rollout_id
 
     def add(self, logged: list[LoggedMetrics]) -> None:
         """Metrics that came back from an actor."""

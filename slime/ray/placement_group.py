@@ -116,10 +116,11 @@ def _wait_for_start(args: argparse.Namespace, rollout_manager: RolloutClient, gr
         parts = ["engines, router and data"] if 0 in positions else []
         return ", ".join([*parts, group.name_starting(of_ranks)] if of_ranks else parts)
 
-    limit, flag = args.train_start_timeout, "--train-start-timeout"
-    if rollout_manager.start_deadline > limit:
-        # Engines that take too long for their own flag end the run before.
-        limit, flag = rollout_manager.start_deadline, None
+    def flag(positions: list[int]) -> str | None:
+        # Engines that take too long for their own flag end the run before: without a rank among them, what is late are data.
+        return "--train-start-timeout" if limit == args.train_start_timeout or any(positions) else None
+
+    limit = max(args.train_start_timeout, rollout_manager.start_deadline)
     wait_for_all([rollout_manager.starting, *ranks], "start of the run", limit, pending=name, flag=flag)
 
 

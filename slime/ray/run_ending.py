@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.arguments.checkpoints import POINTER, is_megatron_checkpoint, iteration_directory, latest_iteration
+from slime.arguments.checkpoints import is_megatron_checkpoint, iteration_directory, latest_iteration
 from slime.arguments.plug_ins import flag_of
 from slime.observability.run_record import REDACTED, mentions_secret, redacted
 
@@ -21,28 +21,14 @@ OF_THIS_START = {
 }  # fmt: skip
 
 
-def checkpoint_mark(save: str | None) -> tuple[int, int] | None:
-    """What tells a newly published checkpoint in `--save` from those that were there; None where none is.
-
-    The pointer is replaced as a file with every publication, so number and time of the file say more than what it holds.
-    """
-    try:
-        status = (Path(save) / POINTER).stat() if save is not None else None
-    except OSError:
-        return None
-    return (status.st_ino, status.st_mtime_ns) if status is not None else None
-
-
-def closing_lines(
-    args: argparse.Namespace, command: Sequence[str], *, finished: bool, mark_at_start: tuple[int, int] | None = None
-) -> list[str]:
+def closing_lines(args: argparse.Namespace, command: Sequence[str], *, finished: bool) -> list[str]:
     """What a person should know at the end of a run; empty for one that trains nothing.
 
     Args:
         args: `rollouts_done` is the number of rollouts that are finished, counted from rollout 0; None before the loop.
+            `rollout_saved` is the last one of which this start has written a checkpoint, None before the first.
         command: the words that started the run.
         finished: whether the run came to its end by itself.
-        mark_at_start: what `checkpoint_mark` said of `--save` before the run.
     """
     if not args.has_trainer or args.num_rollout == 0:
         return []
@@ -50,23 +36,27 @@ def closing_lines(
     if args.save is None:
         lost = f"; what {_rollouts(start, done - 1)} taught is lost" if done is not None and done > start else ""
         return [f"kept: no checkpoint, since --save was not given{lost}"]
-    published = checkpoint_mark(args.save) not in (None, mark_at_start)
-    again = f"start again: {_shown(command)}"
-    if not published:
-        kept = _resumed_from(args)
-        if kept is None:
-            return [f"kept: no checkpoint of this run{_why_none(args)}{_lost(start, done)}", again]
-        line = (
-            f"kept: the checkpoint of rollout {kept} in {iteration_directory(args.save, kept)}, where this start began"
-        )
-        # The same words load the same checkpoint in the same way.
-        return [f"{line}{_lost(start, done)}", f"go on: {_shown(command)}"]
-    kept = latest_iteration(args.save)
-    line = f"kept: the checkpoint of rollout {kept} in {iteration_directory(args.save, kept)}{_lost(kept + 1, done)}"
+    kept, of_this_start = _kept(args)
+    if kept is None:
+        again = f"start again: {_shown(command)}"
+        return [f"kept: no checkpoint of this run{_why_none(args)}{_lost(start, done)}", again]
+    line = f"kept: the checkpoint of rollout {kept} in {iteration_directory(args.save, kept)}"
+    # Where this start published nothing, the same words load the same checkpoint in the same way.
+    line += _lost(kept + 1, done) if of_this_start else f", where this start began{_lost(start, done)}"
+    values = {"--load": args.save} if of_this_start else {}
     if finished:
-        more = {"--load": args.save, "--num-rollout": str(2 * args.num_rollout)}
-        return [line, f"to train on, raise --num-rollout: {_continuing(command, args, more)}"]
-    return [line, f"go on: {_continuing(command, args, {'--load': args.save})}"]
+        values["--num-rollout"] = str(2 * args.num_rollout)
+        return [line, f"to train on, raise --num-rollout: {_continuing(command, args, values)}"]
+    return [line, f"go on: {_continuing(command, args, values)}"]
+
+
+def _kept(args: argparse.Namespace) -> tuple[int | None, bool]:
+    """The iteration in `--save` that goes on, and whether this start made it; an earlier one counts if it was resumed from."""
+    if args.rollout_saved is not None and is_megatron_checkpoint(args.save):
+        newest = latest_iteration(args.save)
+        if args.start_rollout_id <= newest <= args.rollout_saved:
+            return newest, True
+    return _resumed_from(args), False
 
 
 def _resumed_from(args: argparse.Namespace) -> int | None:
@@ -98,17 +88,18 @@ def _rollouts(first: int, last: int) -> str:
 def _continuing(command: Sequence[str], args: argparse.Namespace, values: Mapping[str, str]) -> str:
     """The command with `values`, and a word about flags of this start that stand where no command line reaches them."""
     typed = {word.partition("=")[0] for word in command}
-    flags = {flag_of(name) for name in getattr(args, "typed_flags", ())}
+    flags = {flag_of(name) for name in getattr(args, "typed_flags", ())} if "--load" in values else set()
     elsewhere = [flag for flag in OF_THIS_START if flag in flags and flag not in typed]
     note = f"    # without {' '.join(elsewhere)}, which the script or its file of flags gives" if elsewhere else ""
     return f"{_shown(_going_on(command, args, values))}{note}"
 
 
 def _going_on(command: Sequence[str], args: argparse.Namespace, values: Mapping[str, str]) -> list[str]:
-    """The words with `values` in the place of what they say, and without what holds for this start only."""
+    """The words with `values` in the place of what they say, and, to load another checkpoint, without what held for the one
+    of this start."""
     changed = {flag: value for flag, value in values.items() if flag != "--load" or args.load != value}
     dropped = {
-        **OF_THIS_START,
+        **(OF_THIS_START if "--load" in values else {}),
         **dict.fromkeys(changed, 1),
         **({"--num-epoch": 1} if "--num-rollout" in changed else {}),
     }

@@ -24,7 +24,7 @@ from slime.observability.effective_config import derived_configuration, effectiv
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, tracking_directory
 from slime.observability.run_record import write_run_record
 from slime.observability.startup import StartupClock
-from slime.ray.run_ending import checkpoint_mark, closing_lines
+from slime.ray.run_ending import closing_lines
 from slime.utils import env
 from slime.utils.errors import RunError, UserError
 from slime.utils.scratch import sweep_scratch_directories
@@ -49,7 +49,7 @@ def main(
     stream = sys.stderr if plans else sys.stdout
     configure_logger(stream=stream)
     _terminated.clear()
-    args = mark_at_start = None
+    args = None
     try:
         args = parse_args(argv=argv, asynchronous=asynchronous)
         StartupClock().mark("arguments")
@@ -62,36 +62,37 @@ def main(
             show_plan(args)
             return 0
         if finished is None:
+            from slime.ray.cluster import check_machine
+
             check_before_start(args)
             if not args.check:
                 _sweep()
-            _check_machine(args)
+            check_machine(args)
         if args.check or finished is not None:
             _tell_result(finished or _needs_of(args), stream)
             return 0
-        mark_at_start = checkpoint_mark(args.save)
         with _session(args):
             train(args)
-        _tell_what_is_kept(args, words, mark_at_start, finished=True)
+        _tell_what_is_kept(args, words, finished=True)
     except (UserError, RunError) as error:
         if env.debug_enabled():
             raise
         _tell("%s", error)
-        _tell_what_is_kept(args, words, mark_at_start)
+        _tell_what_is_kept(args, words)
         return error.exit_status
     except KeyboardInterrupt:
         _tell("stopped by %s", "SIGTERM" if _terminated.is_set() else "Ctrl-C")
-        _tell_what_is_kept(args, words, mark_at_start)
+        _tell_what_is_kept(args, words)
         return 143 if _terminated.is_set() else 130
     except OSError as error:
         if env.debug_enabled():
             raise
         _tell("%s", error)
-        _tell_what_is_kept(args, words, mark_at_start)
+        _tell_what_is_kept(args, words)
         return 1
     except Exception:
         _tell("the run failed", exc_info=True)
-        _tell_what_is_kept(args, words, mark_at_start)
+        _tell_what_is_kept(args, words)
         return 1
     return 0
 
@@ -100,12 +101,6 @@ def _sweep() -> None:
     """Remove what killed runs left, also where this one is refused: they may have filled what it lacks."""
     for left_by_a_killed_run in sweep_scratch_directories():
         logger.debug("removed %s, which a killed run had left", left_by_a_killed_run)
-
-
-def _check_machine(args: argparse.Namespace) -> None:
-    from slime.ray.cluster import check_machine
-
-    check_machine(args)
 
 
 def _needs_of(args: argparse.Namespace) -> str:
@@ -129,19 +124,13 @@ def _tell(message: str, *values: object, exc_info: bool = False) -> None:
     logger.error(message, *values, exc_info=exc_info)
 
 
-def _tell_what_is_kept(
-    args: argparse.Namespace | None,
-    words: Sequence[str],
-    mark_at_start: tuple[int, int] | None,
-    *,
-    finished: bool = False,
-) -> None:
+def _tell_what_is_kept(args: argparse.Namespace | None, words: Sequence[str], *, finished: bool = False) -> None:
     """The last lines of a run, where its log went; nothing for one that ended before its loop."""
     if getattr(args, "rollouts_done", None) is None and not finished:
         return
     # How the run went has been told; whatever goes wrong with these lines, its exit status stays.
     try:
-        for line in closing_lines(args, _start_command(words), finished=finished, mark_at_start=mark_at_start):
+        for line in closing_lines(args, _start_command(words), finished=finished):
             logger.info("%s", line)
     except Exception:
         logger.debug("what was kept could not be told", exc_info=True)

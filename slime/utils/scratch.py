@@ -78,9 +78,12 @@ def _owning(path: Path) -> Iterator[bool]:
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield os.fstat(descriptor).st_uid == os.getuid()
-    except BlockingIOError:
-        yield False
+        abandoned = os.fstat(descriptor).st_uid == os.getuid()
+    except OSError:
+        # Its owner lives, or the disk cannot tell.
+        abandoned = False
+    try:
+        yield abandoned
     finally:
         os.close(descriptor)
 

@@ -1,12 +1,14 @@
 """What ends a run before Ray starts, by the way that the driver goes."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from slime.arguments import parse_args
 from slime.arguments.before_start import check_before_start, nothing_left
+from slime.ray import cluster
 from slime.ray.session import main
 from slime.utils.errors import UserError
 from tests.support.args import command_line, parse
@@ -216,6 +218,16 @@ def test_a_machine_that_is_too_small_is_told_before_anything_is_written(
     # The machines of a cluster are not this one.
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert run(tmp_path, "--check") == 0
+
+
+@pytest.mark.parametrize(("gpus", "accelerator"), [(0, "cpu"), (2, None)])
+def test_a_run_on_a_machine_without_gpus_computes_on_its_cpu(tmp_path, monkeypatch, gpus, accelerator):
+    args = parse(tmp_path)
+    monkeypatch.delenv("SLIME_ACCELERATOR", raising=False)
+    monkeypatch.setattr(cluster, "gpus_on_this_machine", lambda: gpus)
+    monkeypatch.setattr(cluster, "require_memory_of_machine", lambda args: None)
+    cluster.check_machine(args)
+    assert os.environ.get("SLIME_ACCELERATOR") == accelerator
 
 
 def test_parquet_and_slices_are_scanned(tmp_path):

@@ -21,7 +21,7 @@ def run_toy(directory: Path, *words: str, timeout: float = 600):
 def test_a_launch_script_trains_the_toy_model_and_knows_when_it_is_done(tmp_path):
     run = run_toy(tmp_path, "--num-rollout", "2")
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
-    norms = [float(norm) for norm in re.findall(r"rollout \d/2 \|.* grad_norm ([\d.]+)", run.stdout)]
+    norms = [float(norm) for norm in re.findall(r"rollout \d \(\d/2\) \|.* grad_norm ([\d.]+)", run.stdout)]
     assert len(norms) == 2 and all(norm > 0 for norm in norms)
     assert (tmp_path / "checkpoints/qwen3-4B-toy/latest_checkpointed_iteration.txt").read_text().strip() == "1"
     assert "ended the head" in run.stdout

@@ -62,7 +62,7 @@ def test_a_full_disk_is_one_message(worker):
         wait_for(worker.remote().raise_error.remote(error), "save", 60)
 
 
-def test_the_deadline_names_what_is_missing(worker):
+def test_the_deadline_names_what_is_missing(ray, worker):
     from slime.observability.waiting import wait_for_all
 
     actor = worker.remote()
@@ -70,6 +70,11 @@ def test_the_deadline_names_what_is_missing(worker):
         wait_for_all([actor.hang.remote()], "a step", 1, pending=lambda ranks: f"rank {ranks[0]}")
     with pytest.raises(RunError, match=r"^a step: no answer within 1 s \(--step-timeout\) from 1 process\(es\)$"):
         wait_for_all([actor.hang.remote()], "a step", 1, flag="--step-timeout")
+    late = {"flag": lambda positions: f"--timeout-of-{positions}"}
+    with pytest.raises(
+        RunError, match=r"^a step: no answer within 1 s \(--timeout-of-\[1, 2\]\) from 2 process\(es\)$"
+    ):
+        wait_for_all([ray.put(1), actor.hang.remote(), actor.hang.remote()], "a step", 1, **late)
 
 
 def test_the_death_behind_a_lost_connection_is_named(worker):

@@ -92,6 +92,21 @@ def test_an_evaluation_is_told_by_the_rollout_that_it_precedes_or_follows(caplog
     ]
 
 
+def test_the_end_of_a_run_knows_what_was_saved():
+    args = make(num_rollout=3, has_engines=False, has_trainer=True, save_interval=2, loss_type="policy_loss")
+    seen = []
+    actor = SimpleNamespace(
+        train=lambda rollout_id, rollout: [],
+        save=lambda rollout_id: seen.append(args.rollout_saved),
+        # Whatever ends the run from here on may find the checkpoint of this rollout to be the newest.
+        publish=lambda rollout_id: seen.append(args.rollout_saved),
+    )
+    manager = FakeManager()
+    manager.save = lambda rollout_id: None
+    train.run(args, manager, actor)
+    assert seen == [None, 1, 1, 2] and args.rollout_saved == 2
+
+
 def test_a_stop_in_the_first_rollout_knows_where_the_run_stands():
     args = make(start_rollout_id=3, loss_type="policy_loss")
     report = StepReport(args)

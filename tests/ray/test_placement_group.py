@@ -41,9 +41,13 @@ def test_engine_needs_consecutive_devices_of_one_node(devices):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "engines", "limit", "flag"), [(900, 500, 900, "--train-start-timeout"), (300, 500, 500, None)]
+    ("ranks", "engines", "limit", "flags"),
+    [
+        (900, 500, 900, ["--train-start-timeout"] * 3),
+        (300, 500, 500, [None, "--train-start-timeout", "--train-start-timeout"]),
+    ],
 )
-def test_the_limit_of_a_start_names_the_flag_that_would_help(monkeypatch, ranks, engines, limit, flag):
+def test_the_limit_of_a_start_names_the_flag_that_would_help(monkeypatch, ranks, engines, limit, flags):
     """Engines have a limit of their own inside; what is left beyond it are data, and no flag makes them faster."""
     seen = {}
     monkeypatch.setattr(
@@ -51,4 +55,5 @@ def test_the_limit_of_a_start_names_the_flag_that_would_help(monkeypatch, ranks,
     )
     client = SimpleNamespace(start_deadline=engines, starting="manager")
     placement_group._wait_for_start(SimpleNamespace(train_start_timeout=ranks), client, None)
-    assert (seen["limit"], seen["flag"]) == (limit, flag)
+    late = ([0], [2], [0, 1])  # the manager, a rank, both
+    assert (seen["limit"], [seen["flag"](positions) for positions in late]) == (limit, flags)

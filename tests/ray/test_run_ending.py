@@ -9,8 +9,7 @@ from slime.arguments.checkpoints import POINTER, WeightSource
 from slime.arguments.groups.checkpoints import _add_load
 from slime.arguments.parser import build_parser
 from slime.ray import session
-from slime.ray.run_ending import OF_THIS_START, checkpoint_mark, closing_lines
-from slime.utils.atomic_io import write_text_atomically
+from slime.ray.run_ending import OF_THIS_START, closing_lines
 
 COMMAND = ["python", "train.py", "--load", "hf/model", "--num-rollout", "8", "--ckpt-step=3", "--lr", "1e-6"]
 
@@ -18,7 +17,7 @@ COMMAND = ["python", "train.py", "--load", "hf/model", "--num-rollout", "8", "--
 def make(save, **values):
     defaults = {
         "has_trainer": True, "num_rollout": 8, "save": save and str(save), "load": save and str(save), "save_interval": 2,
-        "start_rollout_id": 0, "rollouts_done": 6, "initial_weights": None, "typed_flags": set(),
+        "start_rollout_id": 0, "rollouts_done": 6, "rollout_saved": 3, "initial_weights": None, "typed_flags": set(),
     }  # fmt: skip
     return SimpleNamespace(**{**defaults, **values})
 
@@ -47,7 +46,9 @@ def test_the_command_loads_what_was_saved_and_forgets_where_this_start_began(sav
 
 def test_a_finished_run_says_how_to_train_on(saved):
     (saved / POINTER).write_text("7")
-    kept, more = closing_lines(make(saved, rollouts_done=8), [*COMMAND, "--num-epoch", "2"], finished=True)
+    kept, more = closing_lines(
+        make(saved, rollouts_done=8, rollout_saved=7), [*COMMAND, "--num-epoch", "2"], finished=True
+    )
     assert kept == f"kept: the checkpoint of rollout 7 in {saved}/iter_0000007"
     assert more == ("to train on, raise --num-rollout: python train.py --load hf/model --lr 1e-6 --num-rollout 16")
 
@@ -91,18 +92,19 @@ def test_a_flag_of_the_first_start_that_stands_in_a_script_is_named(saved):
 
 
 def test_checkpoints_of_another_run_are_not_called_this_ones(saved):
-    mark = checkpoint_mark(saved)
     words = ["train.py", "--load", "hf", "--finetune", "--save", str(saved)]
-    args = make(saved, load="hf", initial_weights=WeightSource("hf", "hf"))
-    kept, again = closing_lines(args, words, finished=False, mark_at_start=mark)
-    assert kept == (
-        f"kept: no checkpoint of this run yet (--save-interval 2); those in --save {saved} are of an earlier one; rollouts "
-        "0 to 5 are lost"
-    )
-    assert again == f"start again: {' '.join(words)}"
-    # The same number, published by this run.
-    write_text_atomically(saved / POINTER, "3")
-    assert closing_lines(args, words, finished=False, mark_at_start=mark)[0].startswith(
+    # Nothing is published yet, or an end came while the first checkpoint was.
+    for own in (None, 1):
+        args = make(saved, load="hf", initial_weights=WeightSource("hf", "hf"), rollout_saved=own)
+        kept, again = closing_lines(args, words, finished=False)
+        assert kept == (
+            f"kept: no checkpoint of this run yet (--save-interval 2); those in --save {saved} are of an earlier one; "
+            "rollouts 0 to 5 are lost"
+        )
+        assert again == f"start again: {' '.join(words)}"
+    # An end while the next checkpoint was published: this run's older one is still the newest.
+    args = make(saved, load="hf", rollout_saved=5)
+    assert closing_lines(args, words, finished=False)[0].startswith(
         f"kept: the checkpoint of rollout 3 in {saved}/iter_0000003; rollouts 4 to 5"
     )
 
@@ -110,12 +112,22 @@ def test_checkpoints_of_another_run_are_not_called_this_ones(saved):
 def test_before_its_first_checkpoint_a_resumed_run_goes_on_as_it_started(saved):
     words = ["train.py", "--load", str(saved), "--ckpt-step", "1", "--no-load-optim"]
     source = WeightSource("megatron", str(saved), step=1, resume=True)
-    args = make(saved, initial_weights=source, start_rollout_id=2, rollouts_done=4)
-    kept, go_on = closing_lines(args, words, finished=False, mark_at_start=checkpoint_mark(saved))
+    args = make(saved, initial_weights=source, start_rollout_id=2, rollouts_done=4, rollout_saved=None)
+    kept, go_on = closing_lines(args, words, finished=False)
     assert kept == (
         f"kept: the checkpoint of rollout 1 in {saved}/iter_0000001, where this start began; rollouts 2 to 3 are lost"
     )
     assert go_on == f"go on: {' '.join(words)}"
+
+
+def test_a_finished_run_that_is_started_again_is_told_how_to_train_on(saved):
+    """Epochs are counted when the data are there, so this start could not know that nothing is left."""
+    words = ["train.py", "--load", str(saved), "--ckpt-step", "3", "--num-epoch", "2"]
+    source = WeightSource("megatron", str(saved), step=3, resume=True)
+    args = make(saved, initial_weights=source, num_rollout=4, start_rollout_id=4, rollouts_done=4, rollout_saved=None)
+    kept, more = closing_lines(args, words, finished=True)
+    assert kept == f"kept: the checkpoint of rollout 3 in {saved}/iter_0000003, where this start began"
+    assert more == f"to train on, raise --num-rollout: train.py --load {saved} --ckpt-step 3 --num-rollout 8"
 
 
 @pytest.mark.parametrize("broken", ["command", "checkpoint"])
@@ -125,7 +137,7 @@ def test_what_cannot_be_told_leaves_the_exit_status(saved, monkeypatch, caplog, 
     else:
         (saved / POINTER).write_bytes(b"\xff")
     with caplog.at_level("DEBUG"):
-        session._tell_what_is_kept(make(saved), ["--seed", "5"], None)
+        session._tell_what_is_kept(make(saved), ["--seed", "5"])
     if broken == "command":
         assert "--seed 5" in caplog.text
     else:

@@ -26,20 +26,36 @@ def stub(tmp_path: Path) -> dict[str, str]:
 
 
 def submission(stub: dict[str, str]) -> list[str]:
-    return shlex.split(next(line for line in calls(stub) if line.startswith("job submit")), posix=True)
+    return Path(stub["STUB_LOG"] + ".submission").read_text().split("\0")[:-1]
 
 
 def runtime_env(stub: dict[str, str]) -> dict[str, str]:
-    line = next(line for line in calls(stub) if line.startswith("job submit"))
-    return json.loads(re.search(r"--runtime-env-json (\{.*?\}\}) --", line)[1])["env_vars"]
+    words = submission(stub)
+    return json.loads(words[words.index("--runtime-env-json") + 1])["env_vars"]
+
+
+def job(stub: dict[str, str]) -> list[str]:
+    """The words of the job, of the command line or out of the file that is submitted in their place."""
+    words = submission(stub)
+    words = words[words.index("--") + 1 :]
+    if words[0] == "bash":
+        text = Path(stub["STUB_LOG"] + ".job").read_text()
+        words = shlex.split(text.partition("exec ")[2])
+    return words
+
+
+def start_command(stub: dict[str, str]) -> list[str]:
+    name, _, value = job(stub)[3].partition("=")
+    assert name == "SLIME_START_COMMAND"
+    return shlex.split(value)
 
 
 def test_joins_the_cluster_of_ray_address(stub, tmp_path: Path) -> None:
-    result = bash(f"bash {ONE_NODE} --seed 7", cwd=tmp_path, RAY_ADDRESS="http://10.0.0.1:8265", **stub)
+    result = bash(f"bash {ONE_NODE} --seed 7", cwd=tmp_path, RAY_ADDRESS="http://198.51.100.1:8265", **stub)
     assert result.returncode == 0, result.stderr
     words = submission(stub)
-    assert words[words.index("--address") + 1] == "http://10.0.0.1:8265"
-    assert f"-- env -C {tmp_path} " in " ".join(words)
+    assert words[words.index("--address") + 1] == "http://198.51.100.1:8265"
+    assert words[words.index("--") + 1 :][:3] == ["env", "-C", str(tmp_path)]
     assert words[-2:] == ["--seed", "7"]
     assert [line.split()[0] for line in calls(stub)] == ["job"]  # nothing started, nothing stopped
 
@@ -92,7 +108,7 @@ def test_exit_status_is_the_jobs_and_the_head_ends_all_the_same(stub) -> None:
 )
 def test_a_head_whose_agent_is_not_up_is_asked_again(stub, settings, submissions: int, status: int) -> None:
     """Within the patience with a start, under the same name, and for no other refusal."""
-    result = bash(f"bash {ONE_NODE}", RAY_ADDRESS="http://10.0.0.1:8265", **settings, **stub)
+    result = bash(f"bash {ONE_NODE}", RAY_ADDRESS="http://198.51.100.1:8265", **settings, **stub)
     assert result.returncode == status, result.stderr
     assert len(calls(stub)) == submissions and len(set(calls(stub))) == 1
     assert settings.get("STUB_REFUSAL", "No available agent") in result.stderr
@@ -109,13 +125,16 @@ def test_interrupt_stops_the_job_and_the_own_head(stub) -> None:
     assert [line.split()[:2] for line in calls(stub)][-1] == ["job", "stop"]
     assert calls(stub)[-1].split()[-1] in next(line for line in calls(stub) if line.startswith("job submit"))
     assert "ended the head" in output
+    assert not list(Path(stub["TMPDIR"]).glob("slime-job-*"))
 
 
-def test_a_run_of_many_nodes_starts_no_head_of_its_own(stub) -> None:
-    result = bash(f"bash {MANY_NODES}", NUM_GPUS="8", **stub)
+@pytest.mark.parametrize("words", ["", "--check"])
+def test_a_run_of_many_nodes_starts_no_head_of_its_own(stub, words: str) -> None:
+    """Nor is this machine asked whether it could hold the run."""
+    result = bash(f"bash {MANY_NODES} {words}", NUM_GPUS="8", **stub)
     assert result.returncode == 2
     assert "needs 16 nodes" in result.stderr and "cluster.sh head" in result.stderr
-    assert calls(stub) == []
+    assert calls(stub) == [] and checks(stub) == []
 
 
 def test_a_missing_ray_is_said(stub) -> None:
@@ -138,24 +157,52 @@ def test_environment_of_the_run(stub, tmp_path: Path, links: str, expected: str)
     assert result.returncode == 0, result.stderr
     assert runtime_env(stub) == {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_NVLS_ENABLE": expected, "PYTHONPATH": str(ROOT),
-        "SLIME_START_COMMAND": f"env RAY_ADDRESS=http://h:1 bash {ONE_NODE}",
     }  # fmt: skip
     assert "s3cret" not in "\n".join(calls(stub)) + result.stdout + result.stderr
 
 
-def test_the_run_knows_the_command_that_starts_it_again(stub, tmp_path: Path) -> None:
-    """Settings and flags of the user as he gave them, without those of the script and without secrets."""
-    words = (
-        "--lr 5e-7 --custom-config-path 'a b.yaml' --wandb-key s3cret --wandb-key=s3cret --label-key answer "
-        '--train-env-vars \'{"A": "s3cret"}\' --rm-url http://me:s3cret@judge:1/x=1 --rm-url=http://judge/?api_key=s3cret'
+SECRET_WORDS = (
+    "--lr", "5e-7", "--custom-config-path", "a 'b\t\n é.yaml", "--wandb-key", "s3cret", "--wandb-key=s3cret",
+    "--train-env-vars", '{"A": "s3cret"}', "--rm-url", "http://me:s3cret@judge:1/?X-API-KEY=s3cret",
+)  # fmt: skip
+
+
+def test_on_this_machine_words_of_the_run_reach_its_driver_alone(stub, tmp_path: Path) -> None:
+    """Ray writes down what it is given; a file that only its owner reads is there until the job has it."""
+    python = tmp_path / "python-of-the-run"
+    python.write_text(
+        """#!/usr/bin/env bash\nprintf '%s\\0' "$PWD" "$SLIME_START_COMMAND" "${@:2}" >"$STUB_LOG.words"\n"""
     )
-    environment = {**stub, "SAVE": str(tmp_path / "my run")}
-    assert bash(f"bash {ONE_NODE} {words}", RAY_ADDRESS="http://h:1", **environment).returncode == 0
-    command = runtime_env(stub)["SLIME_START_COMMAND"]
-    assert shlex.split(command) == [
-        "env", f"SAVE={tmp_path}/my run", "RAY_ADDRESS=http://h:1", "bash", str(ONE_NODE), "--lr", "5e-7",
-        "--custom-config-path", "a b.yaml", "--wandb-key", "<redacted>", "--wandb-key=<redacted>", "--label-key", "answer",
-        "--train-env-vars", "<redacted>", "--rm-url", "<redacted>", "--rm-url=<redacted>",
+    words = shlex.join(SECRET_WORDS)
+    result = bash(f"bash {ONE_NODE} {words}", cwd=tmp_path, RAY_ADDRESS="http://127.0.0.1:8265", LC_ALL="C", **stub)
+    assert result.returncode == 0, result.stderr
+    assert "s3cret" not in "\n".join(calls(stub)) + result.stdout + result.stderr
+    assert not list(tmp_path.glob("slime-job-*"))
+
+    file = Path(stub["STUB_LOG"] + ".job")
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert bash(f"bash {file}", **stub).returncode == 0 and not file.exists()
+    directory, command, *run, _ = Path(stub["STUB_LOG"] + ".words").read_text().split("\0")
+    assert directory == str(tmp_path) and tuple(run[-len(SECRET_WORDS) :]) == SECRET_WORDS
+    assert shlex.split(command) == ["env", "RAY_ADDRESS=http://127.0.0.1:8265", "bash", str(ONE_NODE), *SECRET_WORDS]
+
+
+def test_what_is_this_machine(stub) -> None:
+    """The address of a head; `auto` is the one that was started here by hand, and nobody has."""
+    own, *_ = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=True).stdout.split()
+    here = ["http://localhost:8265", "https://127.0.1.1", "ray://[::1]:10001", "http://0.0.0.0:8265/", f"{own}:6379"]
+    elsewhere = ["auto", "http://198.51.100.1:8265", "http://head:8265", "head"]
+    program = f"source {ROOT}/scripts/lib/launch.sh; for CLUSTER_ADDRESS in {' '.join([*here, *elsewhere])}; do "
+    result = bash(program + 'if cluster_is_here; then echo "$CLUSTER_ADDRESS"; fi; done', **stub)
+    assert (result.stdout.split(), result.stderr) == (here, "")
+
+
+def test_the_run_knows_the_command_that_starts_it_again(stub, tmp_path: Path) -> None:
+    """Settings and flags of the user as he gave them, without those of the script; elsewhere than here too."""
+    environment = {**stub, "SAVE": str(tmp_path / "my run"), "RAY_ADDRESS": "http://198.51.100.1:8265"}
+    assert bash(f"bash {ONE_NODE} {shlex.join(SECRET_WORDS)}", **environment).returncode == 0
+    assert start_command(stub) == [
+        "env", f"SAVE={tmp_path}/my run", "RAY_ADDRESS=http://198.51.100.1:8265", "bash", str(ONE_NODE), *SECRET_WORDS
     ]  # fmt: skip
 
 
@@ -206,6 +253,40 @@ def test_the_toy_task_appears_whole(stub, tmp_path: Path) -> None:
     result = bash(program, MODEL="toy", NUM_GPUS="2", TOY_DIR=str(toy), **stub)
     assert (result.returncode, result.stdout) == (0, "whole\nwhole\n"), result.stderr
     assert [path.name for path in toy.parent.iterdir()] == ["toy"] and not list(toy.glob("toy.draft*"))
+
+
+def test_what_stands_in_the_place_of_the_toy_task_is_refused_and_drafts_of_killed_starts_go(
+    stub, tmp_path: Path
+) -> None:
+    for name in ("toy", "toy.draft-old", "toy.draft-new"):
+        (tmp_path / "tasks" / name / "model").mkdir(parents=True)
+    killed = time.time() - 7200
+    os.utime(tmp_path / "tasks" / "toy.draft-old", (killed, killed))
+    toy = str(tmp_path / "tasks" / "toy")
+    result = bash(f"bash {ONE_NODE} --check", MODEL="toy", NUM_GPUS="2", TOY_DIR=toy, **stub)
+    assert result.returncode == 2
+    assert f"{toy} holds no whole toy task: remove it, or set TOY_DIR to another directory" in result.stderr
+    assert sorted(path.name for path in (tmp_path / "tasks").iterdir()) == ["toy", "toy.draft-new"]
+
+
+# Of one start: questions to it, programs and ports of this machine, what scripts set themselves, and a key.
+NOT_SAID_AGAIN = {
+    "DRY_RUN", "PRINT_COMMAND", "START_SECONDS", "PYTHON", "RAY", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH",
+    "RAY_PORT", "RAY_TMPDIR", "DASHBOARD_PORT", "CLUSTER_DIR", "TMPDIR", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "WANDB_API_KEY",
+    "CHECK_MESSAGES", "SUBMIT_MESSAGES", "JOB_FILE", "OWN_DIR", "SUBMISSION_ID", "CLUSTER_ADDRESS", "SAY_AS",
+}  # fmt: skip
+
+
+def test_every_setting_of_the_scripts_is_part_of_the_command_or_left_out_on_purpose() -> None:
+    patterns = ("run-*.sh", "low_precision/*.sh", "lib/*.sh", "models/**/*.sh")
+    texts = [path.read_text() for pattern in patterns for path in (ROOT / "scripts").glob(pattern)]
+    read = {name for text in texts for name in re.findall(r"\$\{([A-Z][A-Z_]+)(?::?[-+])", text)}
+    everything = " ".join(f"{name}=x" for name in read - {"MODEL", "TMPDIR"})
+    program = (
+        f"{everything} MODEL=toy; source {ROOT}/scripts/lib/launch.sh; printf '%s\\n' \"${{GIVEN_SETTINGS[@]%%=*}}\""
+    )
+    given = set(bash(program).stdout.split())
+    assert read - given == NOT_SAID_AGAIN and {"MODEL_ARGS_NUM_LAYERS", "SAVE", "TRAIN_SCRIPT"} <= given
 
 
 def test_scripts_add_to_the_environment(stub) -> None:
@@ -270,7 +351,7 @@ def test_logs_stay_only_where_something_failed(stub, tmp_path: Path) -> None:
 
 
 def test_what_lies_on_another_machine_is_not_checked_here(stub) -> None:
-    for address, count in (("http://10.0.0.1:8265", 0), ("http://127.0.0.1:8265", 1)):
+    for address, count in (("http://198.51.100.1:8265", 0), ("http://127.0.0.1:8265", 1)):
         assert bash(f"bash {ONE_NODE}", RAY_ADDRESS=address, **stub).returncode == 0
         assert len(checks(stub)) == count
 

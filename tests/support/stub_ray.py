@@ -1,5 +1,6 @@
 """Programs that stand for `ray`, and for the `python` of a run, where only what the scripts ask of them matters; they write
-down their arguments.
+down their arguments. The words of the latest submission stand in STUB_LOG.submission, with a null byte behind each; a file that
+is the job is kept as STUB_LOG.job.
 
 Variables: STUB_LOG (file of calls; those of `python` stand in STUB_LOG.python), STUB_START (ok, mismatch, token, hang, or
 slow: the second start succeeds), STUB_JOB_STATUS (exit status of the job), STUB_JOB_SECONDS (how long it runs), STUB_REFUSALS
@@ -33,6 +34,8 @@ case "$1" in
   status) printf ' 0.0/8.0 CPU\\n 0.0/4.0 GPU\\n' ;;
   job)
     if [[ "$2" == submit ]]; then
+      printf '%s\\0' "$@" >"$STUB_LOG.submission"
+      if [[ "${*: -2:1}" == bash ]]; then cp -p "${*: -1}" "$STUB_LOG.job"; fi
       if (($(grep -c '^job submit' "$STUB_LOG") <= ${STUB_REFUSALS:-0})); then
         echo "${STUB_REFUSAL:-No available agent to submit job}" >&2 && exit 1
       fi

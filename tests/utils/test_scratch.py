@@ -1,3 +1,4 @@
+import errno
 import os
 import signal
 import stat
@@ -89,4 +90,15 @@ def test_another_users_directory_stays(owner, monkeypatch):
     process.wait()
     uid = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    assert scratch.sweep_scratch_directories() == [] and path.exists()
+
+
+def test_a_disk_without_locks_leaves_the_result_of_a_run_alone(owner, temporary, monkeypatch):
+    """A sweep is the last thing that a run does; nobody knows there whether the directory has an owner."""
+    _, path = owner
+
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(scratch.fcntl, "flock", refuse)
     assert scratch.sweep_scratch_directories() == [] and path.exists()
