@@ -175,7 +175,7 @@ def small_cluster(tmp_path):
 
 def test_a_cluster_that_is_too_small_is_refused_with_both_numbers(flags, tmp_path, small_cluster):
     message = run_to_error(flags, tmp_path / "run", 2, env=small_cluster)
-    assert message.startswith("the run needs 2 GPUs (1 training, 1 engine) and 3 CPUs, but the cluster at")
+    assert message.startswith("the run needs 2 GPUs (1 for training, 1 for engines) and 3 CPUs, but the cluster at")
     assert "has 1 GPUs and 4 CPUs" in message and len(message.splitlines()) == 1
 
 
