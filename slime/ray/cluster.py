@@ -293,7 +293,7 @@ def _join(address: str, plan: ClusterPlan) -> None:
     if gpus < plan.gpus or cpus < plan.cpus:
         ray.shutdown()
         raise UserError(
-            f"the run needs {plan.gpus} GPUs ({layout.actor_gpus} for training, {layout.rollout_gpus} for engines) and {plan.cpus} "
-            f"CPUs, but the cluster at {address} has {gpus} GPUs and {cpus} CPUs; add nodes, or start the node with "
-            f"`ray start --head --num-gpus {plan.gpus} --num-cpus {plan.cpus}`"
+            f"the run needs {plan.gpus} GPUs ({layout.actor_gpus} for training, {layout.rollout_gpus} for engines) and "
+            f"{plan.cpus} CPUs, but the cluster at {address} has {gpus} GPUs and {cpus} CPUs; add nodes, or start the node "
+            f"with `ray start --head --num-gpus {plan.gpus} --num-cpus {plan.cpus}`"
         )
