@@ -95,30 +95,42 @@ async def _limited(
 ) -> Any:
     """The result of `call(samples, time limit)`, at the second attempt if need be: nothing is generated again.
 
-    A plain function may still be at the first attempt then. The second one gets copies, with `metadata` of their own, and
-    what it set in them is taken over with its result.
+    A plain function may still be at the first attempt then. Every attempt gets copies of the samples, and what the one that
+    answered did to its own is taken over.
     """
-    graded = samples
     for last_attempt in (False, True):
         async with call_slots(CallKind.REWARD, at_a_time):
+            graded = [_own_copy(sample) for sample in samples]
             try:
-                if last_attempt:
-                    graded = [_with_own_metadata(sample) for sample in samples]
                 # The list is the function's own: it may sort it.
                 result = await call(list(graded), args.rm_timeout)
-                if last_attempt:
-                    for sample, copied in zip(samples, graded, strict=True):
-                        sample.__dict__.update(copied.__dict__)
-                return result
             except CallTimedOut as error:
                 reason = f"no reward for {describe_samples(samples)} within --rm-timeout {args.rm_timeout:g} s"
                 if last_attempt:
                     raise SampleFailed(f"{reason}, asked twice", retryable=False) from error
                 logger.warning("%s; asking once more", reason)
+            else:
+                for sample, copied in zip(samples, graded, strict=True):
+                    sample.__dict__ = dict(copied.__dict__)
+                return result
     raise AssertionError("unreachable: the last attempt returns")
 
 
-def _with_own_metadata(sample: Sample) -> Sample:
+def _own_copy(sample: Sample) -> Sample:
+    """A copy with dicts and lists of its own, also within those; other objects, which may be the user's, are shared."""
     copied = copy.copy(sample)
-    copied.metadata = dict(sample.metadata)
+    copied.__dict__ = _own_containers(sample.__dict__)
+    return copied
+
+
+def _own_containers(value: Any) -> Any:
+    if not isinstance(value, dict | list):
+        return value
+    copied = copy.copy(value)
+    if isinstance(value, dict):
+        for name, entry in value.items():
+            copied[name] = _own_containers(entry)
+    # Lists per token are long and flat: their first entry decides.
+    elif value and not isinstance(value[0], int | float):
+        copied[:] = [_own_containers(entry) for entry in value]
     return copied
