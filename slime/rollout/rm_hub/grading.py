@@ -1,8 +1,8 @@
 """Rewards of samples: which function grades a sample, under which limits, and what it may return.
 
 Precedence: `sample.custom_rm_path`, `--custom-rm-path`, `metadata["rm_type"]`, `--rm-type`. At most `--rm-concurrency`
-calls run, of built-in types no more than there are workers, each for at most `--rm-timeout` seconds, waiting not counted.
-One that gave no reward in that time is made once more; grading never runs on the event loop.
+calls run, of types that compare symbolically no more than there are workers, each for at most `--rm-timeout` seconds,
+waiting not counted. One that gave no reward in that time is made once more; grading never runs on the event loop.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from slime.rollout.failures import SampleFailed
-from slime.rollout.rm_hub.builtin_rewards import compute_builtin_reward
+from slime.rollout.rm_hub.builtin_rewards import compute_builtin_reward, needs_worker
 from slime.rollout.rm_hub.custom_reward import CustomReward
 from slime.rollout.rm_hub.reward_values import checked_reward
 from slime.rollout.rm_hub.symbolic_pool import pool_size
@@ -31,8 +31,10 @@ async def async_rm(args: Any, sample: Sample, *, evaluation: bool = False, **kwa
     """
     custom = _custom_reward(args, sample)
     if custom is None:
-        # More would wait for a worker, or for a core, within their time limit.
-        at_a_time = min(args.rm_concurrency, pool_size())
+        at_a_time = args.rm_concurrency
+        if needs_worker(args, sample):
+            # More would wait for a worker within their time limit.
+            at_a_time = min(at_a_time, pool_size())
         reward = await _limited(args, [sample], at_a_time, lambda graded, limit: call_user_function(
             compute_builtin_reward, args, *graded, source="--rm-type", at_a_time=at_a_time, timeout=limit
         ))  # fmt: skip

@@ -286,24 +286,32 @@ def test_a_plain_reward_may_combine_others(tmp_path):
         async_utils.stop_async_loop()
 
 
-def test_no_more_built_in_rewards_run_at_once_than_there_are_workers(monkeypatch):
+@pytest.mark.parametrize(
+    "rm_type, at_once",
+    [("math", 2), ("deepscaler", 2), ("boxed_math", 2), ("f1", 6), ("boxed_f1", 6), ("dapo", 6), ("random", 6)],
+)
+def test_types_that_need_a_worker_run_no_more_at_once_than_there_are_workers(monkeypatch, rm_type, at_once):
     running, most, lock, full = [], [], threading.Lock(), threading.Event()
 
     def compute(args, sample):
         with lock:
             running.append(sample.index)
             most.append(len(running))
-            if len(running) >= 2:
+            if len(running) >= at_once:
                 full.set()
-        assert full.wait(60)
+        assert full.wait(20)
         with lock:
             running.remove(sample.index)
         return 1.0
 
     monkeypatch.setattr(grading, "compute_builtin_reward", compute)
     monkeypatch.setattr(grading, "pool_size", lambda: 2)
-    assert grade_all(make_args("", rm_concurrency=64), samples(*range(40))) == [1.0] * 40
-    assert max(most) == 2, "the others do not wait within their time limit"
+    batch = samples(*range(20))
+    for sample in batch[::2]:
+        sample.metadata["rm_type"] = rm_type
+    args = make_args("", rm_concurrency=6, rm_type=rm_type, rm_timeout=600.0)
+    assert grade_all(args, batch) == [1.0] * 20
+    assert max(most) == at_once, "the others do not wait within their time limit"
 
 
 @pytest.mark.parametrize("form", ["sample", "samples"])
