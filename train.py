@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, rollout_manager, actor) -> None:
             rollout = rollout_manager.generate(rollout_id)
             report.add(rollout.logged)
             if actor:
-                report.add(actor.train(rollout_id, rollout))
+                actor.train(rollout_id, rollout, report.add)
             # The next batch needs its place in the object store.
             del rollout
             if actor and saves(args, rollout_id):

@@ -13,9 +13,8 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from slime.arguments.critic import critic_args
-from slime.observability.logging_utils import LoggedMetrics
 from slime.ray.rollout_manager import RolloutResult
-from slime.ray.train_group import TrainGroup
+from slime.ray.train_group import Report, TrainGroup
 from slime.utils.errors import RunError
 
 _MEGATRON_CRITIC = "slime.backends.megatron_utils.critic.MegatronCriticActor"
@@ -70,12 +69,13 @@ class ActorCritic(TrainGroup):
             )
         return first
 
-    def train(self, rollout_id: int, rollout: RolloutResult) -> list[LoggedMetrics]:
-        """Train both models on a rollout; returns the metrics of both."""
+    def train(self, rollout_id: int, rollout: RolloutResult, report: Report) -> None:
+        """Train both models on a rollout; `report` gets the metrics of each, after an error those before it."""
         values = self._critic.values(rollout_id, rollout.critic_shards)
-        results = self._call_all("train_on_values", rollout_id, rollout.shards, values)
-        logged, parts = results[0][0], [part for _, part in results if part is not None]
-        return [*logged, *self._critic.learn(rollout_id, parts)]
+        with self._reporting_errors(report):
+            results = self._call_all("train_on_values", rollout_id, rollout.shards, values)
+        report(results[0][0])
+        self._critic.learn(rollout_id, [part for _, part in results if part is not None], report)
 
     def save(self, rollout_id: int) -> None:
         """Write the checkpoints of `rollout_id`; `publish` makes them the newest."""
@@ -115,9 +115,11 @@ class _CriticGroup(TrainGroup):
         """The parts of the column `values`."""
         return [part for part in self._call_all("values", rollout_id, shards) if part is not None]
 
-    def learn(self, rollout_id: int, parts: list) -> list[LoggedMetrics]:
+    def learn(self, rollout_id: int, parts: list, report: Report) -> None:
         """Train on the samples of the last `values`, given what the actor's ranks say about them."""
-        return self._call_all("train", rollout_id, parts)[0]
+        with self._reporting_errors(report):
+            logged = self._call_all("train", rollout_id, parts)[0]
+        report(logged)
 
     def forget(self, rollout_id: int) -> None:
         """Delete the checkpoints up to `rollout_id` that `--keep-last` lets go."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime.observability.logging_utils import LoggedMetrics
+from slime.observability.logging_utils import LoggedMetrics, drain_outbox
 from slime.observability.waiting import wait_for, wait_for_all
 from slime.ray.rollout_manager import RolloutResult
 from slime.utils import env
@@ -23,6 +26,9 @@ from slime.utils.scratch import make_scratch_directory, remove_scratch_directory
 _MEGATRON_RANK = "slime.backends.megatron_utils.actor.MegatronTrainActor"
 _CALL_DEADLINE_SECONDS = 24 * 3600.0
 _DISPOSE_DEADLINE_SECONDS = 60.0
+_LEFT_METRICS_SECONDS = 3.0
+
+Report = Callable[[list[LoggedMetrics]], None]
 
 
 class RankProcess:
@@ -50,6 +56,10 @@ class RankProcess:
     def call(self, method: str, *arguments: Any) -> Any:
         """Call `method` of the rank."""
         return getattr(self._rank, method)(*arguments)
+
+    def take_logged(self) -> list[LoggedMetrics]:
+        """What the rank logged and has not handed over."""
+        return drain_outbox()
 
     def leave(self) -> None:
         """End the rank's part in the run; the process is killed next."""
@@ -131,9 +141,11 @@ class TrainGroup:
             raise RunError(f"the {self.rank_name}s loaded different iterations: {first_ids}")
         return first_ids[0]
 
-    def train(self, rollout_id: int, rollout: RolloutResult) -> list[LoggedMetrics]:
-        """Train on a rollout; returns rank 0's metrics (all ranks report the same)."""
-        return self._call_all("train", rollout_id, rollout.shards)[0]
+    def train(self, rollout_id: int, rollout: RolloutResult, report: Report) -> None:
+        """Train on a rollout; `report` gets rank 0's metrics (all ranks log the same), after an error those before it."""
+        with self._reporting_errors(report):
+            logged = self._call_all("train", rollout_id, rollout.shards)[0]
+        report(logged)
 
     def save(self, rollout_id: int) -> None:
         """Write the checkpoint of `rollout_id`; `publish` makes it the newest."""
@@ -180,6 +192,26 @@ class TrainGroup:
         return wait_for_all(
             refs, f"{method} on the {self.rank_name}s", _CALL_DEADLINE_SECONDS, pending=self._name_ranks
         )
+
+    @contextlib.contextmanager
+    def _reporting_errors(self, report: Report) -> Iterator[None]:
+        """When a call of the ranks in the block fails, `report` what they logged before: it may tell why."""
+        try:
+            yield
+        except Exception:
+            report(self._logged_before_error())
+            raise
+
+    def _logged_before_error(self) -> list[LoggedMetrics]:
+        """The account of the first rank that gives one; those that died or hang in a collective do not."""
+        waiting = [actor.take_logged.remote() for actor in self._actors]
+        deadline = time.monotonic() + _LEFT_METRICS_SECONDS
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=left)
+            for ref in ready:
+                with contextlib.suppress(RayError):
+                    return ray.get(ref, timeout=_LEFT_METRICS_SECONDS)
+        return []
 
     def _call_first(self, method: str, *arguments: Any) -> Any:
         """Call rank 0 only, with something that moves or deletes whole checkpoints."""

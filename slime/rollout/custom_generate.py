@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from slime.rollout.base_types import leaves
 from slime.rollout.failures import SampleFailed, neutral_reward
 from slime.rollout.generate_state import GenerateState
@@ -24,7 +26,7 @@ from slime.rollout.user_functions import (
 from slime.utils.errors import UserError
 from slime.utils.http_utils import generation_concurrency
 from slime.utils.misc import load_function
-from slime.utils.token_fields import held
+from slime.utils.token_fields import first_not_finite, held
 from slime.utils.types import Sample
 from slime.utils.user_code import user_function_error
 
@@ -133,7 +135,7 @@ def complete_sample(args: Any, sample: Sample, source: str) -> None:
     response means all ones; a PENDING sample with a response is COMPLETED.
 
     Raises:
-        UserError: the lengths do not fit together.
+        UserError: the lengths do not fit together, or a trained token has a log-prob that is no finite number.
     """
     if _lacks_tokens(sample):
         _tokenise_response(args, sample, source)
@@ -151,7 +153,8 @@ def complete_sample(args: Any, sample: Sample, source: str) -> None:
         sample.reward = neutral_reward(args) if sample.reward is None else sample.reward
     try:
         sample.validate_lengths()
-    except ValueError as error:
+        _require_finite_log_probs(sample)
+    except (TypeError, ValueError) as error:
         raise UserError(f"{source} returned a sample whose fields do not fit together: {error}") from error
 
 
@@ -184,3 +187,17 @@ def _fit_loss_mask(sample: Sample, source: str) -> None:
     elif len(mask) == len(held(sample, "tokens")) != sample.response_length:
         logger.warning("%s: loss_mask covers all tokens; cut to the response (sample %s)", source, sample.index)
         sample.loss_mask = mask[-sample.response_length :]
+
+
+def _require_finite_log_probs(sample: Sample) -> None:
+    """Raise ValueError where a trained token has a log-prob that is no finite number."""
+    log_probs, mask = held(sample, "rollout_log_probs"), held(sample, "loss_mask")
+    if log_probs is None or sample.remove_sample:
+        return
+    # What stands at a token that is not trained is read by nobody.
+    trained = True if mask is None else np.asarray(mask) != 0
+    position = first_not_finite(np.where(trained, np.asarray(log_probs, np.float64), 0.0))
+    if position is not None:
+        raise ValueError(
+            f"sample {sample.index}: log_prob {log_probs[position]} of response token {position} is no finite number"
+        )

@@ -9,6 +9,8 @@ How many calls run at a time is told by `CallSlots`, one for each kind of call a
 """
 
 import asyncio
+import bisect
+import contextlib
 import contextvars
 import enum
 import functools
@@ -29,7 +31,6 @@ logger = logging.getLogger(__name__)
 # least. Twice: what an abort interrupted may still be running when the calls of the next step meet their limit.
 LEFT_BEHIND_PER_SLOT = 2
 MIN_LEFT_BEHIND = 64
-_LOOK_FOR_ROOM_S = 0.05
 
 
 class CallKind(enum.IntEnum):
@@ -196,12 +197,30 @@ def run_in_daemon_thread(fn: Callable[..., Any], *args: Any, **keywords: Any) ->
 def left_behind(source: str) -> int:
     """Calls of `source` that were given up and still run."""
     with _left_behind_lock:
-        return len(_left_behind[source])
+        return len(_left_behind[source].overdue_at)
 
 
-# For each source: the calls, and from which `time.monotonic()` on they are beyond their time limit.
-_left_behind: defaultdict[str, dict["_ThreadCall", float]] = defaultdict(dict)
+class _LeftBehind:
+    """What became of the calls of one source; read and changed under `_left_behind_lock`."""
+
+    def __init__(self) -> None:
+        # From which `time.monotonic()` on each of those that were given up is beyond its time limit.
+        self.overdue_at: dict[_ThreadCall, float] = {}
+        # Set whenever these change.
+        self.watchers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+
+    def tell_watchers(self) -> None:
+        for loop, changed in self.watchers:
+            # One that was stopped without ending its tasks has left its watchers.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(changed.set)
+
+
+_left_behind: defaultdict[str, _LeftBehind] = defaultdict(_LeftBehind)
 _left_behind_lock = threading.Lock()
+# Per event loop and source: whose turn it is to wait until fewer calls are left behind.
+_turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, defaultdict[str, asyncio.Lock]]
+_turns = weakref.WeakKeyDictionary()
 
 
 class _ThreadCall:
@@ -229,8 +248,10 @@ class _ThreadCall:
             if self._ended:
                 return
             self._left_by = source
-            _left_behind[source][self] = overdue_at
-            count = len(_left_behind[source])
+            left = _left_behind[source]
+            left.overdue_at[self] = overdue_at
+            left.tell_watchers()
+            count = len(left.overdue_at)
         # At 1, 2, 4, 8, …
         if count & (count - 1) == 0:
             logger.warning("%d calls of %s were given up and still run in their threads", count, source)
@@ -243,7 +264,9 @@ class _ThreadCall:
         with _left_behind_lock:
             self._ended = True
             if self._left_by is not None:
-                del _left_behind[self._left_by][self]
+                left = _left_behind[self._left_by]
+                del left.overdue_at[self]
+                left.tell_watchers()
         # The loop may be closed already when a call that was given up comes back.
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._settle, *outcome)
@@ -255,20 +278,39 @@ class _ThreadCall:
 
 async def _wait_for_room(source: str, at_a_time: int) -> None:
     """Return when fewer calls than the limit are left behind. At the latest when all are overdue, the wait ends in an error."""
-    limit, told = max(MIN_LEFT_BEHIND, LEFT_BEHIND_PER_SLOT * at_a_time), False
-    while left_behind(source) >= limit:
+    limit = max(MIN_LEFT_BEHIND, LEFT_BEHIND_PER_SLOT * at_a_time)
+    if left_behind(source) < limit:
+        return
+    loop, changed, told = asyncio.get_running_loop(), asyncio.Event(), False
+    # Of all calls that wait, one looks: their number must not cost the event loop, nor the threads that end, anything.
+    async with _turns.setdefault(loop, defaultdict(asyncio.Lock))[source]:
         with _left_behind_lock:
-            overdue = sum(overdue_at <= time.monotonic() for overdue_at in _left_behind[source].values())
-        if overdue >= limit:
-            raise TooManyLeftBehind(
-                f"{overdue} calls of {source} were given up and never returned; each still occupies a thread, and no more "
-                "are given to it. Give everything that it waits for a time limit of its own, or write it as `async def`, "
-                "which can be cancelled"
-            )
-        if not told:
-            logger.warning("a call of %s waits for one of the %d that were cancelled and still run", source, limit)
-            told = True
-        await asyncio.sleep(_LOOK_FOR_ROOM_S)
+            _left_behind[source].watchers.add((loop, changed))
+        try:
+            while True:
+                changed.clear()
+                with _left_behind_lock:
+                    overdue_at = sorted(_left_behind[source].overdue_at.values())
+                if len(overdue_at) < limit:
+                    return
+                now = time.monotonic()
+                if overdue_at[limit - 1] <= now:
+                    raise TooManyLeftBehind(
+                        f"{bisect.bisect(overdue_at, now)} calls of {source} were given up and never returned; each still "
+                        "occupies a thread, and no more are given to it. Give everything that it waits for a time limit of "
+                        "its own, or write it as `async def`, which can be cancelled"
+                    )
+                if not told:
+                    logger.warning(
+                        "a call of %s waits for one of the %d that were cancelled and still run", source, limit
+                    )
+                    told = True
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(overdue_at[limit - 1] - now):
+                        await changed.wait()
+        finally:
+            with _left_behind_lock:
+                _left_behind[source].watchers.remove((loop, changed))
 
 
 def _as_exception(error: BaseException) -> BaseException:

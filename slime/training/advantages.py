@@ -80,11 +80,16 @@ class _Placeholder(list):
     """Zeros in the place of `kl`, where there is no reference to compare with."""
 
 
-def is_kl_known(rollout_data: dict[str, Any]) -> bool:
-    """Whether somebody computed this rank's `kl`: the estimator from a reference, or a function of the user's."""
+def is_kl_known(rollout_data: dict[str, Any]) -> torch.Tensor:
+    """Whether somebody computed this rank's `kl`: the estimator from a reference, or a function of the user's.
+
+    A boolean scalar on the device of `kl`, where it may stay until something else is waited for.
+    """
     kl = rollout_data["kl"]
-    # A function may have written into the tensors that it found.
-    return not isinstance(kl, _Placeholder) or any(bool(row.any()) for row in kl)
+    if isinstance(kl, _Placeholder):
+        # A function may have written into the tensors that it found.
+        return torch.cat(kl).any() if kl else torch.tensor(False)
+    return torch.ones((), dtype=torch.bool, device=kl[0].device if len(kl) else None)
 
 
 def apply_opd_kl_to_advantages(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from slime.algorithms.reduction import masked_sum, sum_of_sample_mean
 from slime.training.advantages import is_kl_known
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel, slice_responses
-from slime.training.metric_reduction import all_reduce_sum
+from slime.training.metric_reduction import all_reduce_sum, trained_tokens
 
 _PER_TOKEN = (
     "log_probs", "ref_log_probs", "rollout_log_probs", "teacher_log_probs", "entropy", "values", "kl", "advantages",
@@ -37,17 +37,22 @@ def rollout_data_metrics(
     )
     tokens_seen = [name for name in _PER_TOKEN if name in rollout_data]
     samples_seen = [name for name in _PER_SAMPLE if name in rollout_data]
-    sums = [_reduce(args, rollout_data, name, masks) for name in tokens_seen]
-    sums += [torch.tensor(float(sum(rollout_data[name]))) for name in samples_seen]
-    has_kl = "kl" in rollout_data and is_kl_known(rollout_data)
-    counts = [float(sum(int(mask.sum()) for mask in masks)), float(len(masks)), float(has_kl)]
-    total = all_reduce_sum(torch.tensor([float(value) for value in sums] + counts, dtype=torch.float64), data_group)
-    *totals, token_count, sample_count, ranks_with_kl = total.tolist()
+    token_count = trained_tokens(masks)
+    has_kl = is_kl_known(rollout_data) if "kl" in rollout_data else torch.zeros_like(token_count)
+    of_tokens = [_reduce(args, rollout_data, name, masks) for name in tokens_seen]
+    # One wait for the device, however many columns and samples there are.
+    on_device = torch.stack(
+        [value.to(token_count.device, torch.float64) for value in (*of_tokens, token_count, has_kl)]
+    ).tolist()
+    of_samples = [float(sum(rollout_data[name])) for name in samples_seen]
+    local = torch.tensor([*on_device, *of_samples, len(masks)], dtype=torch.float64)
+    total = all_reduce_sum(local, data_group).tolist()
+    *of_tokens, token_count, ranks_with_kl = total[: len(on_device)]
+    *of_samples, sample_count = total[len(on_device) :]
     rollouts = float(sum(rollout_data["global_batch_sizes"]))
     per_token = max(token_count if args.calculate_per_token_loss else rollouts, 1.0)
-    metrics = {name: value / per_token for name, value in zip(tokens_seen, totals, strict=False)}
-    for name, value in zip(samples_seen, totals[len(tokens_seen) :], strict=True):
-        metrics[name] = value / max(sample_count, 1.0)
+    metrics = {name: value / per_token for name, value in zip(tokens_seen, of_tokens, strict=True)}
+    metrics |= {name: value / max(sample_count, 1.0) for name, value in zip(samples_seen, of_samples, strict=True)}
     if not ranks_with_kl:
         metrics.pop("kl", None)
     raw = rollout_data["raw_reward"]

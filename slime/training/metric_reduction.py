@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -24,24 +25,27 @@ def step_denominator(
     """
     if not per_token:
         return float(global_batch_size)
-    tokens = torch.tensor([sum(int(mask.sum()) for mask in loss_masks)], dtype=torch.float64)
-    return max(float(all_reduce_sum(tokens, data_group)[0]), 1.0)
+    return max(float(all_reduce_sum(trained_tokens(loss_masks).double(), data_group)), 1.0)
+
+
+def trained_tokens(loss_masks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of all masks, a scalar on their device: whoever needs the number waits for it once."""
+    return torch.cat(list(loss_masks)).sum() if len(loss_masks) else torch.zeros((), dtype=torch.int64)
 
 
 def refresh_mask_sums(rollout_data: dict[str, Any], data_group: dist.ProcessGroup) -> None:
     """Compute `rollout_mask_sums` again, after masks were edited: trained tokens per execution, over all ranks.
 
-    Masks that are lists or arrays become tensors. Collective over `data_group`.
+    Masks of any kind become int32 tensors on the device of the tokens. Collective over `data_group`.
 
     Raises:
         UserError: on any rank a mask holds something else than 1 and 0, is no row of numbers or of another length than its
             response, or there are more or fewer masks than samples; on all ranks.
     """
-    local, failure = [], None
+    masks, local, failure = [], [], None
     try:
-        rollout_data["loss_masks"] = _checked_masks(rollout_data)
-        sums = (int(mask.sum()) for mask in rollout_data["loss_masks"])
-        local = list(zip(rollout_data["rollout_ids"], sums, strict=True))
+        masks = _checked_masks(rollout_data)
+        local = list(zip(rollout_data["rollout_ids"], (int(mask.sum()) for mask in masks), strict=True))
     except UserError as error:
         failure = str(error)
     gathered: list[Any] = [None] * dist.get_world_size(data_group)
@@ -49,31 +53,47 @@ def refresh_mask_sums(rollout_data: dict[str, Any], data_group: dist.ProcessGrou
     for _, message in gathered:
         if message is not None:
             raise UserError(message)
+    if masks:
+        flat = torch.from_numpy(np.concatenate(masks)).to(rollout_data["tokens"][0].device)
+        rollout_data["loss_masks"] = list(flat.split([len(mask) for mask in masks]))
     totals: dict[int, int] = {}
     for rollout_id, mask_sum in (pair for part, _ in gathered for pair in part):
         totals[rollout_id] = totals.get(rollout_id, 0) + mask_sum
     rollout_data["rollout_mask_sums"] = [float(totals[rollout_id]) for rollout_id in rollout_data["rollout_ids"]]
 
 
-def _checked_masks(rollout_data: dict[str, Any]) -> list[torch.Tensor]:
+def _checked_masks(rollout_data: dict[str, Any]) -> list[np.ndarray]:
     flag = "--rollout-data-postprocess-path"
     masks, samples = rollout_data.get("loss_masks"), rollout_data["sample_indices"]
     if not isinstance(masks, Sequence) or len(masks) != len(samples):
         found = f"{len(masks)} masks" if isinstance(masks, Sequence) else type(masks).__name__
         raise UserError(f"{flag}: `loss_masks` must be a list of one mask per sample, {len(samples)} here, not {found}")
-    rows = zip(samples, masks, rollout_data["response_lengths"], strict=True)
-    return [_checked_mask(f"{flag}: sample {sample}: `loss_masks`", mask, length) for sample, mask, length in rows]
+    names = [f"{flag}: sample {sample}: `loss_masks`" for sample in samples]
+    rows = [_as_row(*given) for given in zip(names, masks, rollout_data["response_lengths"], strict=True)]
+    return [as_loss_mask(row, name) for row, name in zip(_on_host(rows), names, strict=True)]
 
 
-def _checked_mask(name: str, mask: Any, length: int) -> torch.Tensor:
+def _as_row(name: str, mask: Any, length: int) -> torch.Tensor:
     try:
-        given = torch.as_tensor(mask)
+        row = torch.as_tensor(mask).detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{name} is no row of numbers ({error})") from error
-    if given.shape != (length,):
-        raise UserError(f"{name} has the shape {list(given.shape)}; the response has {length} tokens")
-    as_loss_mask(given.detach().cpu(), name)
-    return given
+    if row.shape != (length,):
+        raise UserError(f"{name} has the shape {list(row.shape)}; the response has {length} tokens")
+    return row
+
+
+def _on_host(rows: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    """The rows as arrays. All of one device and dtype, as a rule all there are, are waited for once."""
+    arrays: list[Any] = [None] * len(rows)
+    for kind in {(row.device, row.dtype) for row in rows}:
+        positions = [position for position, row in enumerate(rows) if (row.device, row.dtype) == kind]
+        flat = torch.cat([rows[position] for position in positions]).cpu()
+        # Numpy knows no bfloat16.
+        flat = flat.double() if flat.is_floating_point() else flat
+        for position, part in zip(positions, flat.split([len(rows[p]) for p in positions]), strict=True):
+            arrays[position] = part.numpy()
+    return arrays
 
 
 def reduce_metrics(

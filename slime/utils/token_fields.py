@@ -23,8 +23,6 @@ TOKEN_FIELDS = {
     "rollout_log_probs": np.float32,
     "teacher_log_probs": np.float32,
 }
-# A sample without tokens has an empty list; elsewhere None says that all are trained, or that nothing is known.
-_NEVER_NONE = frozenset({"tokens"})
 # Readers in two threads must get the same list: each may change it.
 _becoming_list = threading.Lock()
 
@@ -33,7 +31,8 @@ class TokenField:
     """Descriptor of a field that holds a list, an array that is read as a list, or None; `tokens` takes None as [].
 
     An array that is assigned is held as it is if it is read-only, else copied; so is a part of another, which it would
-    keep in memory. Numbers of numpy in a list become Python's. A deleted field has its default.
+    keep in memory. Numbers of numpy in a list that is assigned become Python's, and so do those that `+=` puts at its end.
+    A deleted field has its default.
     """
 
     def __init__(self, name: str) -> None:
@@ -54,10 +53,10 @@ class TokenField:
     def __set__(self, sample: Sample, value: Any) -> None:
         if isinstance(value, np.ndarray) and (value.flags.writeable or not value.flags.owndata):
             value = read_only(value.copy())
-        elif isinstance(value, list) and value and isinstance(value[-1], np.generic):
-            # `+=` leaves them at the end; a look at every entry at every `+=` would be quadratic.
-            value[:] = without_numpy(value)
-        elif value is None and self._name in _NEVER_NONE:
+        elif isinstance(value, list):
+            _make_numbers_plain(value, grown=value is sample.__dict__.get(self._name))
+        elif value is None and self._name == "tokens":
+            # Elsewhere None says that all are trained, or that nothing is known.
             value = []
         sample.__dict__[self._name] = value
 
@@ -67,7 +66,7 @@ class TokenField:
 
 def held(sample: Sample, name: str) -> Any:
     """The field as it is held: an array, what was assigned, or None. Nothing is converted; do not change it."""
-    if name in _NEVER_NONE and name not in sample.__dict__:
+    if name == "tokens" and name not in sample.__dict__:
         sample.__dict__.setdefault(name, [])
     return sample.__dict__.get(name)
 
@@ -75,6 +74,19 @@ def held(sample: Sample, name: str) -> Any:
 def without_numpy(values: Iterable[Any]) -> list[Any]:
     """A list of `values` in which numbers of numpy are Python's: JSON knows no others."""
     return [value.item() if isinstance(value, np.generic) else value for value in values]
+
+
+def _make_numbers_plain(values: list[Any], *, grown: bool) -> None:
+    """Put Python's numbers in the place of numpy's; in a list that has `grown`, of those at its end."""
+    if not grown:
+        if any(issubclass(kind, np.generic) for kind in set(map(type, values))):
+            values[:] = without_numpy(values)
+        return
+    # A look at every entry at every `+=` would be quadratic.
+    position = len(values) - 1
+    while position >= 0 and isinstance(value := values[position], np.generic):
+        values[position] = value.item()
+        position -= 1
 
 
 def first_not_finite(values: Any) -> int | None:

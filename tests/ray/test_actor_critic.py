@@ -39,13 +39,37 @@ def models(tmp_path):
 
 
 def test_l8_the_critic_learns_the_returns_of_the_actor_after_it(models, calls):
-    logged = models.train(3, RolloutResult(["shard"], [], ["shard of the critic"]))
+    reported = []
+    models.train(3, RolloutResult(["shard"], [], ["shard of the critic"]), reported.extend)
     assert calls == [
         ("critic rank", "values", 3, ["shard of the critic"]),
         ("training rank", "train_on_values", 3, ["shard"], ["values 0"]),
         ("critic rank", "train", 3, ["returns 0"]),
     ]
-    assert logged == ["logged by the actor", "logged by the critic"]
+    assert reported == ["logged by the actor", "logged by the critic"]
+
+
+@pytest.mark.parametrize(
+    "failing, expected",
+    [
+        ("train_on_values", ["what the training ranks logged before"]),
+        ("train", ["logged by the actor", "what the critic ranks logged before"]),
+    ],
+)
+def test_what_was_logged_before_a_failure_of_either_model_is_reported(models, monkeypatch, failing, expected):
+    def call_all(group, method, *arguments):
+        if method == failing:
+            raise RunError("not finite")
+        return ANSWERS[method]
+
+    monkeypatch.setattr(TrainGroup, "_call_all", call_all)
+    monkeypatch.setattr(
+        TrainGroup, "_logged_before_error", lambda group: [f"what the {group.rank_name}s logged before"]
+    )
+    reported = []
+    with pytest.raises(RunError, match="^not finite$"):
+        models.train(3, RolloutResult(["shard"], [], ["shard of the critic"]), reported.extend)
+    assert reported == expected
 
 
 def test_the_actors_pointer_moves_last_and_nothing_goes_before_it_does(models, calls):

@@ -64,7 +64,7 @@ def test_the_driver_lets_a_batch_go_before_it_asks_for_the_next(with_trainer):
         start_rollout_id=0,
     )
     trained = []
-    actor = SimpleNamespace(train=lambda rollout_id, rollout: trained.append(rollout.critic_shards) or [])
+    actor = SimpleNamespace(train=lambda rollout_id, rollout, report: trained.append(rollout.critic_shards))
     manager = FakeManager()
     train.run(args, manager, actor if with_trainer else None)
     assert manager.held == [[], [False], [False, False]]

@@ -1,4 +1,4 @@
-"""How a rank's process gets its environment."""
+"""How a rank's process gets its environment, and what the driver hears of ranks that fail."""
 
 import argparse
 import multiprocessing.util
@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 import ray
 
+from slime.observability import logging_utils
+from slime.ray.driver import StepReport
+from slime.ray.rollout_manager import RolloutResult
 from slime.ray.train_group import RankProcess, TrainGroup
 from slime.utils.env import READ_AT_PROCESS_START
+from slime.utils.errors import RunError
 
 SECRET = "value-that-nobody-may-read"
 
@@ -91,3 +95,79 @@ def test_a_typed_variable_wins_over_ours_of_the_same_name():
 def environments(typed: dict):
     args = argparse.Namespace(actor_num_gpus_per_node=1, train_env_vars=typed)
     return TrainGroup(args, None, [(0, 0)])._environments()
+
+
+class _Tracker:
+    def __init__(self):
+        self.told = []
+
+    def add_scalars(self, numbers, axis, step):
+        self.told.append((axis, step, numbers))
+
+
+@pytest.fixture(scope="module")
+def make_group():
+    """Groups of two ranks, on a real Ray, that log two steps of a rollout and then end it as the shards say."""
+    ray.init(
+        address="local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
+    placement = ray.util.placement_group([{"CPU": 1, "GPU": 1}] * 2)
+    args = argparse.Namespace(
+        actor_num_gpus_per_node=2, train_env_vars={}, train_start_timeout=60.0, rollouts_done=None, start_rollout_id=0
+    )
+
+    class Rank:
+        def __init__(self, args, rank, world_size, device):
+            self.rank = rank
+
+        def rendezvous_address(self):
+            return None
+
+        def init(self, rendezvous):
+            return 0
+
+        def train(self, rollout_id, endings):
+            import threading
+
+            from slime.observability.logging_utils import drain_outbox, log
+            from slime.utils.errors import RunError
+
+            for step in range(2):
+                log(None, {"train/loss": float(step), "train/step": 2 * rollout_id + step}, "train/step")
+            if endings[self.rank] == "dies":
+                os._exit(7)
+            if endings[self.rank] == "hangs":
+                threading.Event().wait(600)
+            if endings[self.rank] is not None:
+                raise RunError(endings[self.rank])
+            return drain_outbox()
+
+        def dispose(self):
+            pass
+
+    yield lambda: TrainGroup(args, placement, [(0, 0), (1, 1)], Rank)
+    ray.shutdown()
+
+
+@pytest.mark.parametrize(
+    "endings, message",
+    [
+        (("hangs", "out of memory"), "^out of memory$"),
+        # What the death of one does to the others, in a collective.
+        (("connection lost", "dies"), "connection lost|a process of the run died"),
+    ],
+)
+def test_what_ranks_logged_before_a_failure_reaches_the_trackers(make_group, monkeypatch, endings, message):
+    tracker, group = _Tracker(), make_group()
+    monkeypatch.setattr(logging_utils, "_trackers", [tracker])
+    report = StepReport(argparse.Namespace(start_rollout_id=0, loss_type="policy_loss", num_rollout=8))
+    try:
+        group.create()
+        with report.step(3):
+            group.train(3, RolloutResult((None, None), [], None), report.add)
+        with pytest.raises(RunError, match=message), report.step(4):
+            group.train(4, RolloutResult(endings, [], None), report.add)
+    finally:
+        group.kill()
+    losses = [(step, numbers["train/loss"]) for axis, step, numbers in tracker.told if axis == "train/step"]
+    assert losses == [(6, 0.0), (7, 1.0), (8, 0.0), (9, 1.0)]

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 
+import numpy as np
 import pytest
 
 from slime.rollout.custom_generate import complete_sample, share_rollout_id
@@ -10,6 +11,7 @@ from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate_and_rm, generate_and_rm_group
 from slime.utils.errors import UserError
 from slime.utils.misc import SingletonMeta
+from slime.utils.token_fields import held
 from slime.utils.types import Sample
 from tests.support.rollout_args import make_args, make_checkpoint
 
@@ -164,6 +166,29 @@ def test_loss_masks_are_fitted(checkpoint):
     wrong = Sample(index=5, tokens=[1, 2, 3, 4], response_length=2, loss_mask=[1] * 3, status=Status.COMPLETED)
     with pytest.raises(UserError, match=r"sample 5: loss_mask has 3 entries, expected 2"):
         complete_sample(args, wrong, "f")
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("-inf"), None])
+@pytest.mark.parametrize("mask", [None, [0, 1, 1]])
+def test_a_trained_token_needs_a_finite_log_prob(checkpoint, wrong, mask):
+    args = make_args(checkpoint)
+
+    def make(log_probs):
+        return Sample(index=7, tokens=[1, 2, 3, 4], response_length=3, loss_mask=mask, rollout_log_probs=log_probs)
+
+    with pytest.raises(
+        UserError, match=f"^f returned a sample .*: sample 7: log_prob {wrong} of response token 2 is no"
+    ):
+        complete_sample(args, make([-1.0, -2.0, wrong]), "f")
+    if mask is not None:
+        # What stands at a token that is not trained is read by nobody.
+        complete_sample(args, make([wrong, -2.0, -1.0]), "f")
+        removed = make([-1.0, -2.0, wrong])
+        removed.remove_sample = True
+        complete_sample(args, removed, "f")
+    array = make(np.array([-1.0, -2.0, -3.0], np.float32))
+    complete_sample(args, array, "f")
+    assert isinstance(held(array, "rollout_log_probs"), np.ndarray)
 
 
 def test_pending_with_a_response_is_completed_without_one_is_an_error(checkpoint):

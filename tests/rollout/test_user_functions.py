@@ -234,6 +234,85 @@ def test_calls_that_were_cancelled_are_too_many_once_they_are_beyond_their_limit
         release.set()
 
 
+class CountingLoop(asyncio.SelectorEventLoop):
+    """An event loop that counts the timers set on it."""
+
+    timers = 0
+
+    def call_at(self, *arguments, **options):
+        self.timers += 1
+        return super().call_at(*arguments, **options)
+
+
+@pytest.mark.parametrize("ends_by", ["a call that returns", "the limit of the calls"])
+def test_calls_that_wait_for_room_cost_the_event_loop_one_timer(monkeypatch, ends_by):
+    monkeypatch.setattr(user_functions, "MIN_LEFT_BEHIND", 4)
+    source, release, waiting = f"--custom-rm-path slow.py:fn ({ends_by})", threading.Event(), 50
+
+    async def main():
+        limit = 3600.0 if ends_by == "a call that returns" else 0.5
+        hung = [
+            asyncio.ensure_future(call_user_function(release.wait, source=source, at_a_time=1, timeout=limit))
+            for _ in range(5)
+        ]
+        await asyncio.sleep(0)
+        for task in hung:
+            task.cancel()
+        await asyncio.wait(hung)
+        assert left_behind(source) == 5
+        loop = asyncio.get_running_loop()
+        loop.timers = 0
+        following = [
+            asyncio.ensure_future(call_user_function(lambda n=n: n, source=source, at_a_time=1)) for n in range(waiting)
+        ]
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert loop.timers == 1 and not any(task.done() for task in following)
+        if ends_by == "a call that returns":
+            release.set()
+        results = await asyncio.gather(*following, return_exceptions=True)
+        if ends_by == "a call that returns":
+            assert results == list(range(waiting))
+        else:
+            assert {type(result) for result in results} == {TooManyLeftBehind}
+
+    try:
+        with asyncio.Runner(loop_factory=CountingLoop) as runner:
+            runner.run(asyncio.wait_for(main(), LIMIT_S))
+    finally:
+        release.set()
+
+
+def test_one_that_waits_for_room_may_be_cancelled(monkeypatch):
+    monkeypatch.setattr(user_functions, "MIN_LEFT_BEHIND", 2)
+    source, release = "--custom-rm-path slow.py:cancelled", threading.Event()
+
+    async def main():
+        def start(function):
+            return asyncio.ensure_future(call_user_function(function, source=source, at_a_time=1, timeout=3600.0))
+
+        async def end(task):
+            task.cancel()
+            await asyncio.wait([task])
+
+        for _ in range(2):
+            hung = start(release.wait)
+            await asyncio.sleep(0)
+            await end(hung)
+        first, second, third = (start(lambda n=n: n) for n in range(3))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        await end(second)
+        await end(first)
+        release.set()
+        assert await third == 2
+
+    try:
+        run(main())
+    finally:
+        release.set()
+
+
 def test_a_machine_without_further_threads_is_named(monkeypatch):
     def refuse(self):
         raise RuntimeError("can't start new thread")

@@ -44,9 +44,32 @@ def worker(reference=None, function=None):
     return rollout_data_metrics(args, data, dist.group.WORLD)
 
 
+def waits(samples):
+    """How often the device is waited for in the metrics of a rank that has so many samples and no reference."""
+    import torch
+    import torch.distributed as dist
+
+    from slime.training.advantages import compute_advantages_and_returns
+    from slime.training.data_metrics import rollout_data_metrics
+    from tests.support.device_waits import counted_waits
+
+    each = dict.fromkeys(("rewards", "truncated", "raw_reward"), [0.5] * samples)
+    data = each | {
+        "tokens": [torch.arange(3)] * samples, "total_lengths": [3] * samples, "response_lengths": [2] * samples,
+        "loss_masks": [torch.tensor([1, 0])] * samples, "log_probs": [torch.tensor([-1.0, -3.0])] * samples,
+        "rollout_mask_sums": [1.0] * samples, "global_batch_sizes": [samples],
+    }  # fmt: skip
+    args = objective_args(kl_loss_type="k1")
+    compute_advantages_and_returns(args, data)
+    with counted_waits() as counted:
+        metrics = rollout_data_metrics(args, data, dist.group.WORLD)
+    assert "kl" not in metrics and metrics["log_probs"] == -1.0
+    return dict(counted)
+
+
 def both():
     by_function = {name: worker(function=name).get("kl") for name in ("new_kl", "changed_kl", "no_kl")}
-    return worker(), worker([-1.5, 0.0]), by_function
+    return worker(), worker([-1.5, 0.0]), by_function, (waits(2), waits(40))
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +84,17 @@ def metrics(both_metrics):
 
 def test_the_kl_is_reported_where_there_is_a_reference(both_metrics):
     """Whatever its weight in the reward, here 0; without a reference there is none, not one of 0."""
-    without, with_reference, _ = both_metrics
+    without, with_reference, *_ = both_metrics
     assert with_reference["kl"] == 0.5 and "kl" not in without
 
 
 def test_the_kl_of_a_function_of_the_users_is_reported(both_metrics):
     assert both_metrics[2] == {"new_kl": 0.75, "changed_kl": 0.5, "no_kl": None}
+
+
+def test_the_device_is_waited_for_once_however_many_samples_there_are(both_metrics):
+    of_two, of_forty = both_metrics[3]
+    assert of_two == of_forty and sum(of_forty.values()) <= 4
 
 
 def test_l24_columns_of_teacher_and_critic_are_reported(metrics):

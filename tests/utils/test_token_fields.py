@@ -195,3 +195,36 @@ def test_a_trained_token_without_a_finite_log_prob_is_refused(log_prob):
         with pytest.raises(ValueError, match="sample 4: log_prob .* of response token 2 is no finite number"):
             sample.append_response_tokens(tokens=[6, 7], log_probs=log_probs)
         assert sample.tokens == [1, 5]
+
+
+class CountingList(list):
+    """Counts the entries that are read."""
+
+    read = 0
+
+    def __iter__(self):
+        self.read += len(self)
+        return super().__iter__()
+
+    def __getitem__(self, position):
+        found = super().__getitem__(position)
+        self.read += len(found) if isinstance(position, slice) else 1
+        return found
+
+
+def test_a_list_that_grows_by_numbers_of_numpy_is_not_read_again_each_time():
+    sample, given, count = Sample(), CountingList([1, 2]), 500
+    sample.tokens = given
+    given.read = 0
+    for number in range(count):
+        sample.tokens += [np.int64(number), np.int64(number)]
+    assert given.read <= 4 * count
+    assert json.loads(json.dumps(sample.tokens)) == [1, 2, *(n for number in range(count) for n in (number, number))]
+
+
+def test_numbers_of_numpy_anywhere_in_an_assigned_list_become_those_of_python():
+    sample = Sample(tokens=[np.int64(5), 6], loss_mask=[np.bool_(True), 1], rollout_log_probs=[np.float32(-0.5), -1.0])
+    sample.teacher_log_probs = [-1.0, np.float32(-0.5), -2.0]
+    for name in TOKEN_FIELDS:
+        assert not [value for value in getattr(sample, name) if isinstance(value, np.generic)]
+    assert json.dumps([sample.tokens, sample.teacher_log_probs]) == "[[5, 6], [-1.0, -0.5, -2.0]]"

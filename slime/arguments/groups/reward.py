@@ -15,7 +15,12 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--rm-model-path", default=None, help="model_path of class-style rewards; unset: --hf-checkpoint"
     )
-    group.add_argument("--rm-concurrency", type=int, default=1024, help="reward calls in flight")
+    group.add_argument(
+        "--rm-concurrency",
+        type=int,
+        default=1024,
+        help="reward calls in flight; of math and deepscaler at most one per core, up to 32",
+    )
     group.add_argument(
         "--rm-timeout",
         type=float,

@@ -19,7 +19,7 @@ def compute_builtin_reward(args: Any, sample: Sample) -> Any:
     Raises:
         UserError: no or an unknown type, or a label that the type needs is missing.
     """
-    rm_type = str(sample.metadata.get("rm_type") or args.rm_type or "").strip()
+    rm_type = _type_of(args, sample)
     name = rm_type.removeprefix(BOXED)
     if name not in _REWARDS:
         source = "metadata rm_type" if sample.metadata.get("rm_type") else "--rm-type"
@@ -32,6 +32,15 @@ def compute_builtin_reward(args: Any, sample: Sample) -> Any:
     if rm_type.startswith(BOXED) and name not in ("math", "deepscaler"):
         response = extract_boxed_answer(response) or ""
     return _REWARDS[name](args, sample, response)
+
+
+def needs_worker(args: Any, sample: Sample) -> bool:
+    """Whether the reward of `sample` may be decided in a worker process for symbolic comparison."""
+    return _type_of(args, sample).removeprefix(BOXED) in _SYMBOLIC
+
+
+def _type_of(args: Any, sample: Sample) -> str:
+    return str(sample.metadata.get("rm_type") or args.rm_type or "").strip()
 
 
 def _label(sample: Sample, rm_type: str) -> str:
@@ -75,3 +84,4 @@ _REWARDS: dict[str, Callable[[Any, Sample, str], Any]] = {
     "math": _math,
     "random": _random,
 }
+_SYMBOLIC = frozenset({"deepscaler", "math"})

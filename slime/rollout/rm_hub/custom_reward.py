@@ -4,7 +4,7 @@ Forms: single `fn(args, sample, **kw)`; batch `fn(args, samples, **kw)`, told by
 `--group-rm` also when that name is neither `sample` nor `samples`); class with
 `compute_reward(prompts, responses[, labels, samples])`.
 
-A call beyond `--rm-timeout` is made once more, with copies of the samples; a plain function may then run twice at once.
+Every call gets copies of the samples. One beyond `--rm-timeout` is made once more; a plain function may then run twice at once.
 """
 
 import inspect

@@ -1,8 +1,8 @@
 """Rewards of samples: which function grades a sample, under which limits, and what it may return.
 
 Precedence: `sample.custom_rm_path`, `--custom-rm-path`, `metadata["rm_type"]`, `--rm-type`. At most `--rm-concurrency`
-calls run, of built-in types no more than there are workers, each for at most `--rm-timeout` seconds, waiting not counted.
-One that gave no reward in that time is made once more; grading never runs on the event loop.
+calls run, of types that compare symbolically no more than there are workers, each for at most `--rm-timeout` seconds,
+waiting not counted. One that gave no reward in that time is made once more; grading never runs on the event loop.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from slime.rollout.failures import SampleFailed
-from slime.rollout.rm_hub.builtin_rewards import compute_builtin_reward
+from slime.rollout.rm_hub.builtin_rewards import compute_builtin_reward, needs_worker
 from slime.rollout.rm_hub.custom_reward import CustomReward
 from slime.rollout.rm_hub.reward_values import checked_reward
 from slime.rollout.rm_hub.symbolic_pool import pool_size
@@ -31,8 +31,10 @@ async def async_rm(args: Any, sample: Sample, *, evaluation: bool = False, **kwa
     """
     custom = _custom_reward(args, sample)
     if custom is None:
-        # More would wait for a worker, or for a core, within their time limit.
-        at_a_time = min(args.rm_concurrency, pool_size())
+        at_a_time = args.rm_concurrency
+        if needs_worker(args, sample):
+            # More would wait for a worker within their time limit.
+            at_a_time = min(at_a_time, pool_size())
         reward = await _limited(args, [sample], at_a_time, lambda graded, limit: call_user_function(
             compute_builtin_reward, args, *graded, source="--rm-type", at_a_time=at_a_time, timeout=limit
         ))  # fmt: skip
@@ -95,30 +97,42 @@ async def _limited(
 ) -> Any:
     """The result of `call(samples, time limit)`, at the second attempt if need be: nothing is generated again.
 
-    A plain function may still be at the first attempt then. The second one gets copies, with `metadata` of their own, and
-    what it set in them is taken over with its result.
+    A plain function may still be at the first attempt then. Every attempt gets copies of the samples, and what the one that
+    answered did to its own is taken over.
     """
-    graded = samples
     for last_attempt in (False, True):
         async with call_slots(CallKind.REWARD, at_a_time):
+            graded = [_own_copy(sample) for sample in samples]
             try:
-                if last_attempt:
-                    graded = [_with_own_metadata(sample) for sample in samples]
                 # The list is the function's own: it may sort it.
                 result = await call(list(graded), args.rm_timeout)
-                if last_attempt:
-                    for sample, copied in zip(samples, graded, strict=True):
-                        sample.__dict__.update(copied.__dict__)
-                return result
             except CallTimedOut as error:
                 reason = f"no reward for {describe_samples(samples)} within --rm-timeout {args.rm_timeout:g} s"
                 if last_attempt:
                     raise SampleFailed(f"{reason}, asked twice", retryable=False) from error
                 logger.warning("%s; asking once more", reason)
+            else:
+                for sample, copied in zip(samples, graded, strict=True):
+                    sample.__dict__ = dict(copied.__dict__)
+                return result
     raise AssertionError("unreachable: the last attempt returns")
 
 
-def _with_own_metadata(sample: Sample) -> Sample:
+def _own_copy(sample: Sample) -> Sample:
+    """A copy with dicts and lists of its own, also within those; other objects, which may be the user's, are shared."""
     copied = copy.copy(sample)
-    copied.metadata = dict(sample.metadata)
+    copied.__dict__ = _own_containers(sample.__dict__)
+    return copied
+
+
+def _own_containers(value: Any) -> Any:
+    if not isinstance(value, dict | list):
+        return value
+    copied = copy.copy(value)
+    if isinstance(value, dict):
+        for name, entry in value.items():
+            copied[name] = _own_containers(entry)
+    # Lists per token are long and flat: their first entry decides.
+    elif value and not isinstance(value[0], int | float):
+        copied[:] = [_own_containers(entry) for entry in value]
     return copied

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.rollout.rm_hub import builtin_rewards
-from slime.rollout.rm_hub.builtin_rewards import compute_builtin_reward
+from slime.rollout.rm_hub import builtin_rewards, symbolic_pool
+from slime.rollout.rm_hub.builtin_rewards import compute_builtin_reward, needs_worker
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.math_dapo_utils import compute_score, normalize_final_answer, remove_boxed
 from slime.utils.errors import UserError
-from slime.utils.reward_types import REWARD_TYPES
+from slime.utils.reward_types import BOXED, REWARD_TYPES
 from slime.utils.types import Sample
 
 
@@ -152,3 +152,13 @@ def test_w6_grading_installs_nothing_and_needs_no_network(monkeypatch):
 
 def test_the_command_line_knows_the_same_names():
     assert tuple(sorted(builtin_rewards._REWARDS)) == REWARD_TYPES
+
+
+@pytest.mark.parametrize("rm_type", [prefix + name for name in REWARD_TYPES for prefix in ("", BOXED)])
+def test_a_worker_is_asked_by_the_types_that_say_so(monkeypatch, rm_type):
+    asked = []
+    monkeypatch.setattr(symbolic_pool, "are_equal", lambda *pair: asked.append(pair) or True)
+    sample = Sample(index=0, response="</think> Answer: \\boxed{x + 1}", label="1 + x")
+    args = SimpleNamespace(rm_type=rm_type, rollout_seed=1)
+    compute_builtin_reward(args, sample)
+    assert bool(asked) == needs_worker(args, sample)

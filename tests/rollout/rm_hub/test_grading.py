@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -285,47 +286,62 @@ def test_a_plain_reward_may_combine_others(tmp_path):
         async_utils.stop_async_loop()
 
 
-def test_no_more_built_in_rewards_run_at_once_than_there_are_workers(monkeypatch):
+@pytest.mark.parametrize(
+    "rm_type, at_once",
+    [("math", 2), ("deepscaler", 2), ("boxed_math", 2), ("f1", 6), ("boxed_f1", 6), ("dapo", 6), ("random", 6)],
+)
+def test_types_that_need_a_worker_run_no_more_at_once_than_there_are_workers(monkeypatch, rm_type, at_once):
     running, most, lock, full = [], [], threading.Lock(), threading.Event()
 
     def compute(args, sample):
         with lock:
             running.append(sample.index)
             most.append(len(running))
-            if len(running) >= 2:
+            if len(running) >= at_once:
                 full.set()
-        assert full.wait(60)
+        assert full.wait(20)
         with lock:
             running.remove(sample.index)
         return 1.0
 
     monkeypatch.setattr(grading, "compute_builtin_reward", compute)
     monkeypatch.setattr(grading, "pool_size", lambda: 2)
-    assert grade_all(make_args("", rm_concurrency=64), samples(*range(40))) == [1.0] * 40
-    assert max(most) == 2, "the others do not wait within their time limit"
+    batch = samples(*range(20))
+    for sample in batch[::2]:
+        sample.metadata["rm_type"] = rm_type
+    args = make_args("", rm_concurrency=6, rm_type=rm_type, rm_timeout=600.0)
+    assert grade_all(args, batch) == [1.0] * 20
+    assert max(most) == at_once, "the others do not wait within their time limit"
 
 
 @pytest.mark.parametrize("form", ["sample", "samples"])
-def test_the_second_attempt_does_not_share_its_samples_with_the_first(tmp_path, form):
+def test_only_the_attempt_that_answered_changes_the_sample(tmp_path, form):
     file = tmp_path / "mine.py"
     one = "samples[0]" if form == "samples" else "sample"
     file.write_text(
         f"def reward(args, {form}):\n    sample = {one}\n    args.given.append(sample)\n"
-        "    number = len(args.given)\n    sample.metadata['attempt'] = number\n    sample.label = f'by {number}'\n"
-        "    if number == 1:\n        args.release.wait(60)\n"
+        "    number = len(args.given)\n    sample.metadata['asked'].append(number)\n"
+        "    sample.loss_mask[0] = 0\n    del sample.rollout_log_probs\n"
+        "    if number == 1:\n"
+        "        sample.metadata['only'] = 'first'\n        args.release.wait(60)\n"
+        "        sample.metadata['asked'].append('late')\n        sample.loss_mask[1] = 0\n"
+        "        sample.remove_sample, sample.label = True, 'late'\n        args.woke.set()\n"
         f"    return {'[1.0]' if form == 'samples' else '1.0'}\n"
     )
     args = make_args("", custom_rm_path=f"{file}:reward", rm_timeout=1.0)
-    args.given, args.release = [], threading.Event()
+    args.given, args.release, args.woke = [], threading.Event(), threading.Event()
     (sample,) = samples(3)
-    sample.metadata["mine"] = 1
+    sample.metadata |= {"asked": [], "counts": Counter(a=1)}
+    sample.tokens, sample.response_length, sample.loss_mask = [1, 2, 3], 2, [1, 1]
+    sample.rollout_log_probs = [-1.0, -1.0]
     try:
         assert grade_one(args, sample) == 1.0
     finally:
         args.release.set()
-    first, second = args.given
-    assert first is sample and second is not sample
-    assert (sample.label, sample.metadata["attempt"], sample.metadata["mine"]) == ("by 2", 2, 1)
+    assert args.woke.wait(60)
+    assert (sample.metadata, sample.loss_mask) == ({"asked": [2], "counts": Counter(a=1)}, [0, 1])
+    assert isinstance(sample.metadata["counts"], Counter)
+    assert (sample.remove_sample, sample.label, sample.rollout_log_probs) == (False, "3", None)
 
 
 def test_our_time_limit_fails_the_sample_and_the_functions_own_stops_the_run(rewards):

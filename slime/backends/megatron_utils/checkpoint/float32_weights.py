@@ -40,7 +40,7 @@ def prefix_in(directory: Path) -> str | None:
 
 
 def describe_copies(
-    parts: list[MegatronOptimizer], model: dict[str, Any], prefix: str, *, is_loading: bool
+    parts: list[MegatronOptimizer], model: dict[str, Any], prefix: str, *, is_loading: bool, on_one_rank: bool
 ) -> dict[int, ShardedTensor | ShardedTensorFactory]:
     """The copies of this rank's weights, whole, for torch_dist. Collective over the ranks that hold the same weights.
 
@@ -48,10 +48,12 @@ def describe_copies(
         parts: the optimizers of dense and of expert parameters.
         model: the chunks' descriptions, by which the weights are found.
         is_loading: the tensors are to be filled, and hold nothing yet.
+        on_one_rank: of the data-parallel ranks of a distributed optimizer only the first describes any, and then writes all of
+            them, unless they are loaded: every rank takes its part out of whole copies.
     """
     described, _ = extract_sharded_tensors_and_factories(model)
     by_weight = {id(sharded.data): sharded for sharded in nested_values(described)}
-    copies = (pair for part in parts for pair in _whole_copies(part, is_loading))
+    copies = (pair for part in parts for pair in _whole_copies(part, is_loading, on_one_rank))
     return {
         index: make_sharded_optimizer_tensor(by_weight[id(weight)], copy, prefix)
         for index, (weight, copy) in enumerate(copies)
@@ -68,11 +70,13 @@ def put_copies(parts: list[MegatronOptimizer], loaded: Mapping[int, torch.Tensor
             copy.view(-1).copy_(loaded[index].reshape(-1)[first : first + copy.numel()])
 
 
-def _whole_copies(part: MegatronOptimizer, is_loading: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _whole_copies(
+    part: MegatronOptimizer, is_loading: bool, on_one_rank: bool
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(weight, copy) of all weights that the optimizer trains, in an order that its data-parallel ranks share."""
     own = dict(_own_copies(part))
     for weight in _weights(part):
-        # In host memory, where the copies of a whole model have room.
+        # The copies of a whole model have room in host memory alone.
         if is_loading:
             yield weight, torch.empty(weight.shape, dtype=torch.float32)
         elif isinstance(part, DistributedOptimizer):
@@ -82,7 +86,8 @@ def _whole_copies(part: MegatronOptimizer, is_loading: bool) -> Iterator[tuple[t
                 whole[first : first + copy.numel()] = copy.detach().view(-1)
             # Each entry is one rank's. As integers, sums with 0 keep all bits: that of a negative zero too.
             dist.all_reduce(whole.view(torch.int32), group=part.data_parallel_group)
-            yield weight, whole.view(weight.shape).cpu()
+            if not on_one_rank or dist.get_rank(part.data_parallel_group) == 0:
+                yield weight, whole.view(weight.shape).cpu()
         else:
             yield weight, own[weight][1].detach()
 
@@ -97,11 +102,10 @@ def _own_copies(part: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, tuple[i
     """Per weight of which this rank updates something: the first entry that it updates, and its copy from there on."""
     if isinstance(part, DistributedOptimizer):
         buckets = [bucket for ranges in part.gbuf_ranges for of_type in ranges.values() for bucket in of_type]
-        for weight, ranges in (
-            (weight, ranges) for bucket in buckets for weight, ranges in bucket["param_map"].items()
-        ):
-            group, position = part.model_param_group_index_map[weight]
-            yield weight, (ranges["param"].start, part.optimizer.param_groups[group]["params"][position])
+        for bucket in buckets:
+            for weight, ranges in bucket["param_map"].items():
+                group, position = part.model_param_group_index_map[weight]
+                yield weight, (ranges["param"].start, part.optimizer.param_groups[group]["params"][position])
     elif isinstance(part, Float16OptimizerWithFloat16Params):
         for weights, copies in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
             yield from ((weight, (0, copy)) for weight, copy in zip(weights, copies, strict=True))

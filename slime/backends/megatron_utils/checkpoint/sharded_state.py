@@ -58,7 +58,9 @@ def sharded_state(
             state["optimizer"] = optimizer_state(optimizer, described, is_loading=is_loading, metadata=metadata)
         else:
             parts = trained_parts(optimizer)
-            state["float32_copies"] = describe_copies(parts, described, float32_prefix, is_loading=is_loading)
+            state["float32_copies"] = describe_copies(
+                parts, described, float32_prefix, is_loading=is_loading, on_one_rank=memory_efficient
+            )
     return state
 
 
