@@ -1,11 +1,13 @@
 """scripts/cluster.sh: what it refuses and says, against a stand-in for `ray`; and once with real Ray nodes."""
 
+import contextlib
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -132,13 +134,13 @@ def test_a_dry_run_says_what_would_run_and_leaves_nothing(stub, tmp_path: Path) 
     assert token.endswith("get-auth-token --generate")
     ports = f"--port {stub['RAY_PORT']} --dashboard-host 127.0.0.1 --dashboard-port {stub['DASHBOARD_PORT']}"
     assert start == (
-        f"RAY_AUTH_MODE=token {stub['RAY']} start --head {ports} --num-gpus 4 --num-cpus {max(os.cpu_count(), 5)} "
-        "--disable-usage-stats --block"
+        f"RAY_AUTH_MODE=token {stub['RAY']} start --head {ports} --dashboard-agent-listen-port 0 "
+        f"--num-gpus 4 --num-cpus {max(os.cpu_count(), 5)} --disable-usage-stats --block"
     )
     with socket.create_server(("127.0.0.1", 0)) as head:
         address = f"127.0.0.1:{head.getsockname()[1]}"
         joining = bash(f"{CLUSTER} worker {address} --dry-run", RAY_AUTH_TOKEN="t", **stub).stdout
-    assert f" start --address {address} --num-gpus 4 " in joining
+    assert f" start --address {address} --dashboard-agent-listen-port 0 --num-gpus 4 " in joining
     assert calls(stub) == [] and list(home.iterdir()) == [] and not Path(stub["CLUSTER_DIR"]).exists()
     assert bash(f"{CLUSTER} head --dry-run", **{**stub, "NUM_GPUS": "many"}).returncode == 2
 
@@ -212,7 +214,17 @@ def test_stop_ends_nothing_that_it_did_not_start(stub) -> None:
     assert survived
 
 
-def test_real_nodes_form_a_cluster_and_run_a_job(tmp_path: Path) -> None:
+@pytest.fixture
+def another_ray() -> Iterator[None]:
+    """The port that every Ray's agent takes unless another is asked for is taken, by a Ray that runs here or by the test."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            stack.enter_context(socket.create_server(("", 52365)))
+        yield
+
+
+@pytest.mark.slow
+def test_real_nodes_form_a_cluster_and_run_a_job(tmp_path: Path, another_ray) -> None:
     """Head and worker of real Ray on free ports, a launch script's job on them, and the end of both."""
     directories = {"HOME": str(tmp_path / "home"), "RAY_TEMP_DIR": f"/tmp/slime-test-{os.getpid()}"}
     head = {**directories, "CLUSTER_DIR": str(tmp_path / "head"), "NUM_GPUS": "1"}

@@ -1,5 +1,6 @@
 """What a launch script does with Ray: joins or starts, submits, and ends what it started and nothing else."""
 
+import functools
 import json
 import os
 import re
@@ -231,7 +232,10 @@ def test_an_interrupted_check_leaves_nothing(stub, tmp_path: Path) -> None:
     python = tmp_path / "python-of-the-run"
     python.write_text('#!/bin/sh\n: >"$STUB_LOG.checking"\nexec sleep 60\n')
     environment = script_environment(NUM_GPUS="8", **stub)
-    with subprocess.Popen(["bash", str(ONE_NODE)], env=environment, start_new_session=True) as process:
+    # What runs in the background ignores Ctrl-C, and so would what the tests start there.
+    listens = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    script = ["bash", str(ONE_NODE)]
+    with subprocess.Popen(script, env=environment, start_new_session=True, preexec_fn=listens) as process:
         wait_until(Path(stub["STUB_LOG"] + ".checking").exists)
         os.killpg(process.pid, signal.SIGINT)
         process.wait(timeout=30)
