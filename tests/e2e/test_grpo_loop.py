@@ -273,6 +273,7 @@ def test_the_output_is_for_people(output):
 # --- killed and started again ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_goes_on_after_the_published_checkpoint(resumed_run):
     output = resumed_run.process.output()
     assert ", resuming" in output
@@ -281,6 +282,7 @@ def test_it_goes_on_after_the_published_checkpoint(resumed_run):
     assert "evaluation before" not in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rollout_id", RESUMED)
 def test_prompts_tokens_and_rewards_are_those_of_the_whole_run(finished_run, resumed_run, rollout_id):
     whole, resumed = load_dump(finished_run, rollout_id), load_dump(resumed_run, rollout_id)
@@ -290,6 +292,7 @@ def test_prompts_tokens_and_rewards_are_those_of_the_whole_run(finished_run, res
         assert [sample[name] for sample in resumed] == [sample[name] for sample in whole]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tag", ["train/loss", "train/pg_loss", "train/kl_loss", "train/grad_norm"])
 def test_what_was_learned_is_bitwise_the_same(finished_run, resumed_run, tag):
     whole, resumed = finished_run.process.scalars(tag), resumed_run.process.scalars(tag)
@@ -298,6 +301,7 @@ def test_what_was_learned_is_bitwise_the_same(finished_run, resumed_run, tag):
     assert [resumed[step] for step in RESUMED] == [whole[step] for step in RESUMED]
 
 
+@pytest.mark.slow
 def test_data_state_and_weights_end_the_same(finished_run, resumed_run):
     def state(run):
         return json.loads((run.checkpoints / "rollout/global_dataset_state_dict_5/state.json").read_text())

@@ -54,6 +54,14 @@ def test_rows_and_gradients_are_bounded_by_their_own_sizes():
     for wrong in ({("kl", 0): [1e-4 + 5e-6, 2e-4]}, {("log_probs", 0): [-2.0, -3.0001]}):
         with pytest.raises(AssertionError):
             assert_equal_rows({**rows, **wrong}, rows)
+    # A value near zero is what is left of a sum over the hidden units.
+    values = {("values", 0): [5e-3], ("values", 1): [0.5]}
+    other = {**values, ("values", 0): [5e-3 + 1.5e-7]}
+    assert_equal_rows(other, values, hidden=64)
+    with pytest.raises(AssertionError):
+        assert_equal_rows(other, values)
+    with pytest.raises(AssertionError):
+        assert_equal_rows({**values, ("values", 0): [5e-3 + 1e-6]}, values, hidden=64)
     gradient = np.array([1e-9, 1e-2])
     assert_equal_gradients({"w": gradient + 1e-8}, {"w": gradient}, tokens=33)
     with pytest.raises(AssertionError):
