@@ -36,6 +36,7 @@ def test_columns_have_the_documented_types():
     batch = build([sample(0, rollout_log_probs=[-1.0, -2.0, -3.0]), sample(1, response=1, rollout_log_probs=[-4.0])])
     assert batch["total_lengths"].tolist() == [5, 3] and batch["response_lengths"].tolist() == [3, 1]
     assert batch["rewards"].dtype == np.float32
+    assert batch["truncated"].dtype == batch["response_lengths"].dtype == batch["sample_indices"].dtype == np.int64
     shard = split_for_data_parallel(batch, DPSchedule([[0, 1]], [[[0, 1]]], [1], [2], 0))[0]
     assert shard["tokens"].values.dtype == np.int64 and shard["tokens"].lengths.tolist() == [5, 3]
     assert shard["loss_masks"].values.dtype == np.int32
