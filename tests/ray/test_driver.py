@@ -96,7 +96,7 @@ def test_the_end_of_a_run_knows_what_was_saved():
     args = make(num_rollout=3, has_engines=False, has_trainer=True, save_interval=2, loss_type="policy_loss")
     seen = []
     actor = SimpleNamespace(
-        train=lambda rollout_id, rollout: [],
+        train=lambda rollout_id, rollout, report: None,
         save=lambda rollout_id: seen.append(args.rollout_saved),
         # Whatever ends the run from here on may find the checkpoint of this rollout to be the newest.
         publish=lambda rollout_id: seen.append(args.rollout_saved),

@@ -110,7 +110,7 @@ def assert_equal_rows(
     columns: dict[str, list[float]] = {}
     for (name, _), row in expected.items():
         columns.setdefault(name, []).extend(row)
-    means = {name: np.mean(np.abs(values)) for name, values in columns.items()}
+    means = {name: np.mean(np.abs(values)) if values else 0.0 for name, values in columns.items()}
     for (name, sample), row in expected.items():
         terms = [means[of] for of in DIFFERENCES.get(name, (name,)) if of in means] or [means[name]]
         number = max(len(row), math.isqrt(hidden)) if name == "values" else len(row)
