@@ -54,10 +54,7 @@ def one_rank(task, rollouts, tmp_path_factory):
     return train(task, rollouts[1], tmp_path_factory.mktemp("one_rank"), ONE_RANK)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=[] if "data" in name else [pytest.mark.slow]) for name in LAYOUTS],
-)
+@pytest.fixture(scope="module", params=LAYOUTS)
 def other(request, task, rollouts, tmp_path_factory):
     return train(task, rollouts[1], tmp_path_factory.mktemp("other"), LAYOUTS[request.param])
 
@@ -76,6 +73,7 @@ def test_training_alone_starts_no_engine(one_rank):
     assert sorted(one_rank.scalars("train/loss")) == list(ROLLOUTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tag",
     ["train/loss", "train/kl_loss", "train/entropy_loss", "train/grad_norm", "train/tis", "train/mismatch_k3",
@@ -88,6 +86,7 @@ def test_every_layout_learns_the_same(one_rank, other, tag):
     assert one[1] != 0
 
 
+@pytest.mark.slow
 def test_the_worst_tokens_are_told_once_per_rollout(one_rank, other):
     for process in (one_rank, other):
         assert process.scalars("train/whiten_empty") == dict.fromkeys(ROLLOUTS, 0.0)
@@ -98,6 +97,7 @@ def test_the_worst_tokens_are_told_once_per_rollout(one_rank, other):
         assert process.output().count("response token") == 20
 
 
+@pytest.mark.slow
 def test_the_train_dump_loads_without_pickled_code(one_rank, other, rollouts, request):
     whole, dump = (torch.load(run.directory / "train_1.pt", weights_only=True) for run in (one_rank, other))
     generated = torch.load(rollouts[1] / "1.pt", weights_only=True)["samples"]

@@ -114,6 +114,7 @@ def test_a_plug_in_that_does_not_import_ends_the_run_before_it_generates(flags, 
     assert "No module named 'no_such_package'" in message and f'File "{plug_in}", line 1' in message
 
 
+@pytest.mark.slow
 def test_a_failing_rank_ends_the_run_while_engines_start(flags, tmp_path):
     plug_in = tmp_path / "advantages.py"
     plug_in.write_text("import no_such_package\n\n\ndef advantages(args, data):\n    pass\n")
@@ -122,6 +123,7 @@ def test_a_failing_rank_ends_the_run_while_engines_start(flags, tmp_path):
     assert "engines are ready" not in (tmp_path / "run/output.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_raising_reward_is_named_with_its_sample(flags, tmp_path):
     path = f"{PLUG_INS}:failing_reward"
     message = run_to_error([*flags, "--debug-rollout-only", "--custom-rm-path", path], tmp_path / "run", 2)
@@ -187,6 +189,7 @@ def test_an_address_where_no_cluster_answers(flags, tmp_path):
 # -- parts that fail ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_start_shows_the_end_of_its_log(flags, tmp_path):
     message = run_to_error([*flags, "--sglang-json-model-override-args", "no_such_json"], tmp_path / "run", 1)
     first, *log = message.splitlines()

@@ -69,6 +69,7 @@ def tree(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_survivors_are_named_by_file_and_line_and_the_tree_stays_as_it_is(tree, capsys):
     before = (tree / "slime/algorithms/made_up.py").read_text()
     assert mutate.main(["slime/algorithms/made_up.py"]) == 1
