@@ -153,8 +153,8 @@ start_node() {
   if [[ -n "${SLIME_HOST_IP:-}" ]]; then set -- "$@" --node-ip-address "$SLIME_HOST_IP"; fi
   if [[ -n "${RAY_TEMP_DIR:-}" ]]; then set -- "$@" --temp-dir "$RAY_TEMP_DIR"; fi
   # The agent that takes jobs has one port on every machine unless another is asked for, and beside another Ray goes without.
-  set -- start "$@" --dashboard-agent-listen-port 0
-  set -- "$@" --num-gpus "$NUM_GPUS" --num-cpus "$(cpus_for_ray)" --disable-usage-stats --block
+  set -- start "$@" --dashboard-agent-listen-port 0 --num-gpus "$NUM_GPUS" --num-cpus "$(cpus_for_ray)" \
+    --disable-usage-stats --block
   if [[ -n "$DRY_RUN" ]]; then
     printf 'RAY_AUTH_MODE=%q' "$RAY_AUTH_MODE"
     printf ' %q' "$RAY" "$@"

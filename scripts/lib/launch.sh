@@ -221,8 +221,8 @@ submit() {
   SUBMISSION_ID="$RUN_NAME-$(date +%Y%m%d-%H%M%S)-$$"
   say "submitting job $SUBMISSION_ID to $CLUSTER_ADDRESS"
   SUBMIT_MESSAGES="$(mktemp "${TMPDIR:-/tmp}/slime-submit-XXXXXX")" # `end_run` removes it
-  local status=1 deadline=$((SECONDS + ${START_SECONDS:-120}))
-  while ((status)); do
+  local status deadline=$((SECONDS + ${START_SECONDS:-120}))
+  while true; do
     "$RAY" job submit --address "$CLUSTER_ADDRESS" --submission-id "$SUBMISSION_ID" \
       --runtime-env-json "$(runtime_env_json)" -- "${job[@]}" 2>"$SUBMIT_MESSAGES" &
     SUBMIT_PID=$!
@@ -230,8 +230,9 @@ submit() {
     status=0
     wait "$SUBMIT_PID" || status=$?
     wait $!
+    if ((status == 0 || SECONDS >= deadline)); then break; fi
     # Ray gives the agent that takes jobs 10 seconds to come up, which on a busy machine may be too short.
-    if ! grep -q "No available agent" "$SUBMIT_MESSAGES" || ((SECONDS >= deadline)); then break; fi
+    if ! grep -q "No available agent" "$SUBMIT_MESSAGES"; then break; fi
     say "the head takes no jobs yet; submitting again"
   done
   SUBMISSION_ID="" # it ended by itself

@@ -70,7 +70,15 @@ def test_r3_no_prompt_of_surplus_and_unfinished_groups_is_lost(server, checkpoin
 
 def test_r3_finished_surplus_groups_are_kept_on_request(server, checkpoint, tmp_path):
     # All six groups are finished when the first is judged: four are surplus for certain.
-    filter_path = plugin(tmp_path, "import time\ndef fn(args, samples):\n    time.sleep(0.3)\n    return True\n")
+    filter_path = plugin(
+        tmp_path,
+        "import time\n"
+        "from slime.rollout.generate_state import GenerateState\n"
+        "def fn(args, samples):\n"
+        "    while GenerateState(args).pendings:\n"
+        "        time.sleep(0.001)\n"
+        "    return True\n",
+    )
     options = {"rollout_batch_size": 2, "over_sampling_batch_size": 6, "dynamic_sampling_filter_path": filter_path}
     args = make_args(checkpoint, server.port, keep_surplus_groups=True, **options)
     source = CountingDataSource(2)

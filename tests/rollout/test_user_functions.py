@@ -34,6 +34,15 @@ async def in_slot(slots, call):
         return await call()
 
 
+async def leave_behind(number, function, **options):
+    """Start calls in threads of their own, and give them up."""
+    calls = [asyncio.ensure_future(call_user_function(function, **options)) for _ in range(number)]
+    await asyncio.sleep(0)
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+
+
 async def until(condition):
     async with asyncio.timeout(LIMIT_S):
         while not condition():
@@ -160,10 +169,7 @@ def test_calls_that_never_return_are_left_behind_until_they_are_too_many(given_u
             with pytest.raises(CallTimedOut, match="no result within 0.01 s"):
                 await call_user_function(release.wait, source=source, at_a_time=1, timeout=0.01)
             return
-        task = asyncio.ensure_future(call_user_function(release.wait, source=source, at_a_time=1))
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait([task])
+        await leave_behind(1, release.wait, source=source, at_a_time=1)
 
     async def main():
         for _ in range(limit):
@@ -190,18 +196,13 @@ def test_calls_cancelled_within_their_limit_are_waited_for_instead_of_ending_the
     monkeypatch.setattr(user_functions, "MIN_LEFT_BEHIND", 4)
     source, release = "--custom-generate-function-path slow.py:fn", threading.Event()
 
-    def call(function, timeout):
-        return asyncio.ensure_future(call_user_function(function, source=source, at_a_time=1, timeout=timeout))
+    options = {"source": source, "at_a_time": 1, "timeout": 3600.0}
 
     async def main():
         for _ in range(2):  # two steps that are wound down
-            started = [call(release.wait, 3600.0) for _ in range(2)]
-            await asyncio.sleep(0)
-            for task in started:
-                task.cancel()
-            await asyncio.wait(started)
+            await leave_behind(2, release.wait, **options)
         assert left_behind(source) == 4
-        following = call(lambda: "done", 3600.0)
+        following = asyncio.ensure_future(call_user_function(lambda: "done", **options))
         await until(lambda: "waits for one of the 4 that were cancelled" in caplog.text or following.done())
         assert not following.done(), "the threads are bounded"
         release.set()
@@ -220,11 +221,7 @@ def test_calls_that_were_cancelled_are_too_many_once_they_are_beyond_their_limit
 
     async def main():
         options = {"source": source, "at_a_time": 1, "timeout": 0.5}
-        hung = [asyncio.ensure_future(call_user_function(release.wait, **options)) for _ in range(4)]
-        await asyncio.sleep(0)
-        for task in hung:
-            task.cancel()
-        await asyncio.wait(hung)
+        await leave_behind(4, release.wait, **options)
         with pytest.raises(TooManyLeftBehind, match="^4 calls of --custom-rm-path hung.py:fn were given up"):
             await call_user_function(lambda: 1, **options)
 
@@ -251,14 +248,7 @@ def test_calls_that_wait_for_room_cost_the_event_loop_one_timer(monkeypatch, end
 
     async def main():
         limit = 3600.0 if ends_by == "a call that returns" else 0.5
-        hung = [
-            asyncio.ensure_future(call_user_function(release.wait, source=source, at_a_time=1, timeout=limit))
-            for _ in range(5)
-        ]
-        await asyncio.sleep(0)
-        for task in hung:
-            task.cancel()
-        await asyncio.wait(hung)
+        await leave_behind(5, release.wait, source=source, at_a_time=1, timeout=limit)
         assert left_behind(source) == 5
         loop = asyncio.get_running_loop()
         loop.timers = 0
@@ -286,26 +276,21 @@ def test_calls_that_wait_for_room_cost_the_event_loop_one_timer(monkeypatch, end
 def test_one_that_waits_for_room_may_be_cancelled(monkeypatch):
     monkeypatch.setattr(user_functions, "MIN_LEFT_BEHIND", 2)
     source, release = "--custom-rm-path slow.py:cancelled", threading.Event()
+    options = {"source": source, "at_a_time": 1, "timeout": 3600.0}
 
     async def main():
-        def start(function):
-            return asyncio.ensure_future(call_user_function(function, source=source, at_a_time=1, timeout=3600.0))
-
         async def end(task):
             task.cancel()
             await asyncio.wait([task])
 
-        for _ in range(2):
-            hung = start(release.wait)
-            await asyncio.sleep(0)
-            await end(hung)
-        first, second, third = (start(lambda n=n: n) for n in range(3))
+        await leave_behind(2, release.wait, **options)
+        calls = [asyncio.ensure_future(call_user_function(lambda n=n: n, **options)) for n in range(3)]
         for _ in range(5):
             await asyncio.sleep(0)
-        await end(second)
-        await end(first)
+        await end(calls[1])
+        await end(calls[0])
         release.set()
-        assert await third == 2
+        assert await calls[2] == 2
 
     try:
         run(main())

@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.shell_arrays import ROOT, bash, script_environment
 from tests.support.stub_ray import calls, make_stub_ray
+from tests.support.waiting import wait_until
 
 ONE_NODE = ROOT / "scripts" / "run-qwen3-4B.sh"
 MANY_NODES = ROOT / "scripts" / "run-deepseek-r1.sh"
@@ -367,10 +368,3 @@ def bystander() -> Iterator[subprocess.Popen]:
     yield process
     process.kill()
     process.wait()
-
-
-def wait_until(condition, seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.05)

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from slime.utils.child_process import ChildProcess, describe_exit_status, environment_for_python, read_log_tail
+from tests.support.waiting import wait_until
 
 # A child that follows its parent and has a child of its own, as a server has. It holds the interpreter lock, as the
 # router does, so that no Python thread could watch the parent.
@@ -30,14 +31,6 @@ child = ChildProcess("child", [sys.executable, "-c", sys.argv[1], sys.argv[2]], 
 child.start()
 time.sleep(60)
 """
-
-
-def wait_until(condition, timeout=20.0):
-    deadline = time.monotonic() + timeout
-    while not (result := condition()):
-        assert time.monotonic() < deadline, "condition not met in time"
-        time.sleep(0.02)
-    return result
 
 
 def runs(pid: int) -> bool:
@@ -77,7 +70,7 @@ def test_a_child_and_its_helper_follow_a_parent_that_is_killed(tmp_path):
     finally:
         parent.kill()
         parent.wait()
-    wait_until(lambda: not any(runs(pid) for pid in pids), timeout=5)
+    wait_until(lambda: not any(runs(pid) for pid in pids), 5)
 
 
 def test_the_helper_of_a_killed_child_is_ended_when_the_parent_looks(tmp_path, started):
@@ -86,7 +79,7 @@ def test_the_helper_of_a_killed_child_is_ended_when_the_parent_looks(tmp_path, s
     pids = wait_until(lambda: pids_in(marker))
     os.kill(pids[0], signal.SIGKILL)
     assert wait_until(child.poll) == -signal.SIGKILL
-    wait_until(lambda: not runs(pids[1]), timeout=5)
+    wait_until(lambda: not runs(pids[1]), 5)
 
 
 def test_f5_terminate_ends_the_whole_group_and_nothing_else(tmp_path, started):
@@ -95,7 +88,7 @@ def test_f5_terminate_ends_the_whole_group_and_nothing_else(tmp_path, started):
     child = started(FOLLOWER, tmp_path / "log", str(marker))
     pids = wait_until(lambda: pids_in(marker))
     assert child.terminate(timeout=10) == -signal.SIGTERM
-    wait_until(lambda: not any(runs(pid) for pid in pids), timeout=5)
+    wait_until(lambda: not any(runs(pid) for pid in pids), 5)
     assert bystander.poll() is None
     assert runs(os.getpid())
 
