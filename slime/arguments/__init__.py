@@ -19,6 +19,7 @@ from slime.arguments.config_files.custom_config import apply_custom_config
 from slime.arguments.config_files.role_config import apply_role_config
 from slime.arguments.derivation import derive
 from slime.arguments.hf_config import apply_hf_config, read_hf_config
+from slime.arguments.model_shape import padded_vocabulary
 from slime.arguments.origins import Origin, recording
 from slime.arguments.parser import ArgumentParser, build_parser, parse_known
 from slime.arguments.paths import make_paths_absolute
@@ -26,7 +27,6 @@ from slime.arguments.plug_ins import flag_of
 from slime.arguments.serving_values import keep_names_equal
 from slime.arguments.sizes import replace_wrong_sizes, without_consequences, without_mention
 from slime.arguments.validation import violations_of
-from slime.scheduling.shape_of_args import padded_vocabulary
 from slime.utils.errors import UserError
 
 __all__ = ["build_parser", "parse_args", "validate_args"]

@@ -28,8 +28,8 @@ from ray._private import ray_constants, services
 
 from slime.arguments.derivation import settle_precision
 from slime.arguments.layout import GpuRanges, layout_of
-from slime.arguments.plan import require_memory_of_machine
-from slime.arguments.plan.batch import train_batch_bytes
+from slime.plan import require_memory_of_machine
+from slime.plan.batch import train_batch_bytes
 from slime.utils import env
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import RunError, UserError

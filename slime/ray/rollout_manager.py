@@ -25,7 +25,8 @@ from slime.observability.console import evaluation_name
 from slime.observability.logging_utils import LoggedMetrics, configure_logger, drain_outbox, log
 from slime.observability.progress import progress_snapshot
 from slime.ray.driver import saves
-from slime.scheduling.dp_schedule import DPSchedule, schedule_from_args, train_parallel_config
+from slime.scheduling.dp_schedule import DPSchedule
+from slime.training.schedule import schedule_from_args, train_parallel_config
 from slime.utils.errors import RunError
 from slime.utils.misc import Box
 from slime.utils.ports import host_for_url

@@ -19,11 +19,11 @@ from typing import Any, TextIO
 
 from slime.arguments import parse_args
 from slime.arguments.before_start import check_before_start, nothing_left
-from slime.arguments.plan import show_plan
 from slime.observability.effective_config import derived_configuration, effective_configuration
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, tracking_directory
 from slime.observability.run_record import write_run_record
 from slime.observability.startup import StartupClock
+from slime.plan import show_plan
 from slime.ray.run_ending import closing_lines
 from slime.utils import env
 from slime.utils.errors import RunError, UserError

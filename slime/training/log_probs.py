@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from slime.scheduling.chunk_sizes import ACCELERATOR_CHUNK_BYTES, ONE_THREAD_CHUNK_BYTES
+from slime.estimates.memory import ACCELERATOR_CHUNK_BYTES, ONE_THREAD_CHUNK_BYTES
 from slime.training.keep_set import KeepSet, KeptTokens
 from slime.training.row_chunks import for_row_chunks
 

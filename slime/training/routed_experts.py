@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from slime.scheduling.shape_of_args import expert_layers
+from slime.estimates.shape import expert_layers
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
 

@@ -1,5 +1,5 @@
 """Public import path of the FLOPs count; only re-exports."""
 
-from slime.scheduling.flops import calculate_fwd_flops
+from slime.arguments.model_shape import calculate_fwd_flops
 
 __all__ = ["calculate_fwd_flops"]

@@ -6,14 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slime.scheduling.dp_schedule import (
-    BatchingRule,
-    build_dp_schedule,
-    build_schedule,
-    schedule_from_args,
-    train_parallel_config,
-)
-from slime.scheduling.flops import FlopsModel
+from slime.estimates.flops import FlopsModel
+from slime.scheduling.dp_schedule import BatchingRule, build_schedule
+from slime.training.schedule import build_dp_schedule, schedule_from_args, train_parallel_config
 from slime.utils.errors import UserError
 from tests.support.tiny_shape import TINY_SHAPE
 

@@ -14,7 +14,7 @@ import pytest
 from slime.arguments import parse_args
 from slime.arguments.before_start import check_before_start
 from slime.arguments.layout import layout_of
-from slime.arguments.plan import make_plan, render
+from slime.plan import make_plan, render
 from tests.support.launch_table import Launch, launches
 from tests.support.model_tables import expected_flags
 from tests.support.published_models import PUBLISHED_MODELS

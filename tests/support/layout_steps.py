@@ -133,8 +133,8 @@ def shard(args: SimpleNamespace, data_rank: int, cp: Any) -> dict[str, Any]:
     """The tensors of one data-parallel rank, with reference log-probs."""
     import torch
 
-    from slime.scheduling.dp_schedule import schedule_from_args, train_parallel_config
     from slime.training.rollout_batch import build_train_batch, keep_own_tokens, split_for_data_parallel, to_tensors
+    from slime.training.schedule import schedule_from_args, train_parallel_config
 
     samples = make_samples(args.vocab_size)
     batch = build_train_batch(samples, ADVANTAGES, ADVANTAGES)

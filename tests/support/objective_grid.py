@@ -260,13 +260,13 @@ def _data_of(
     """A rank's shard of the samples as the trainer has it before advantages."""
     import torch
 
-    from slime.scheduling.dp_schedule import schedule_from_args, train_parallel_config
     from slime.training.rollout_batch import (
         keep_own_tokens,
         split_for_data_parallel,
         to_tensors,
         train_batch_from_columns,
     )
+    from slime.training.schedule import schedule_from_args, train_parallel_config
 
     columns = {
         "tokens": [s.tokens for s in samples], "response_lengths": [len(s.mask) for s in samples],

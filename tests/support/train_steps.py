@@ -21,8 +21,8 @@ def shard_of(args: SimpleNamespace, data_rank: int) -> dict[str, Any]:
     """This rank's tensors of the batch, old and reference log-probs included."""
     import torch
 
-    from slime.scheduling.dp_schedule import schedule_from_args
     from slime.training.rollout_batch import build_train_batch, split_for_data_parallel, to_tensors
+    from slime.training.schedule import schedule_from_args
 
     samples = make_samples(args.vocab_size)
     batch = build_train_batch(samples, ADVANTAGES, ADVANTAGES)

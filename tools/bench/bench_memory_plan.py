@@ -82,7 +82,7 @@ def case_words(model: str, layout: str, tokens: int = TOKENS) -> list[str]:
 def estimated(words: Sequence[str]) -> tuple[int, str]:
     """Bytes that the plan announces for the rank with most, and the moment of its peak."""
     from slime.arguments import parse_args
-    from slime.arguments.plan import make_plan
+    from slime.plan import make_plan
 
     memory = make_plan(parse_args(argv=[*words, "--dry-run"])).memory
     return memory.training.total, memory.training.moment
@@ -156,9 +156,9 @@ def _batch(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     from megatron.core import parallel_state
 
-    from slime.scheduling.dp_schedule import schedule_from_args
     from slime.training.advantages import compute_advantages_and_returns
     from slime.training.rollout_batch import build_train_batch, split_for_data_parallel, to_tensors
+    from slime.training.schedule import schedule_from_args
     from slime.utils.types import Sample
 
     generator = np.random.default_rng(0)

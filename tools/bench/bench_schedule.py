@@ -17,9 +17,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from slime.estimates.flops import model_flops
+from slime.estimates.shape import ModelShape
 from slime.scheduling.dp_schedule import BatchingRule, DPSchedule, build_schedule
-from slime.scheduling.flops import model_flops
-from slime.scheduling.model_shape import ModelShape
 from slime.scheduling.packing import best_fit_pack, first_fit_pack
 
 QWEN3_4B = model_flops(

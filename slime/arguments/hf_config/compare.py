@@ -7,7 +7,7 @@ from typing import Any
 from slime.arguments.hf_config.families import family_of, model_args_from_hf
 from slime.arguments.hf_config.flag_kinds import CHOICES, SUPPLEMENTS, shown, spelling
 from slime.arguments.hf_config.training_limits import training_limits
-from slime.scheduling.shape_of_args import SHAPE_FLAGS, expert_layers
+from slime.arguments.model_shape import SHAPE_FLAGS, expert_layers
 from slime.utils.errors import UserError
 
 Config = dict[str, Any]

@@ -2,7 +2,7 @@
 
 import argparse
 
-from slime.scheduling.pipeline_split import PipelineStage, split_into_stages
+from slime.estimates.layout import PipelineStage, split_into_stages
 
 
 def pipeline_stages(args: argparse.Namespace) -> tuple[PipelineStage, ...]:

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from slime.arguments.hf_config import read_hf_config
 from slime.arguments.megatron.effects import ACTS_WITH, FIXED
 from slime.arguments.megatron.names import HISTORICAL
+from slime.arguments.model_shape import SHAPE_FLAGS
 from slime.arguments.plug_ins import flag_of
 from slime.arguments.rules import Rule
 from slime.arguments.rules.advice import divisors, hint
 from slime.arguments.rules.pipeline import PIPELINE_RULES
 from slime.arguments.rules.schedule import SCHEDULE_RULES
 from slime.arguments.surface import load_surface
-from slime.scheduling.shape_of_args import SHAPE_FLAGS
 from slime.utils.errors import UserError
 
 logger = logging.getLogger(__name__)

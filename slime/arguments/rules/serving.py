@@ -14,8 +14,8 @@ from slime.arguments.plug_ins import as_typed, flag_of
 from slime.arguments.rules import Rule
 from slime.arguments.server_flags import REFUSED, share_problem
 from slime.arguments.serving_values import tensor_parallel_size
+from slime.estimates.serving import require_whole_groups
 from slime.observability.run_record import redacted
-from slime.scheduling.serving_memory import require_whole_groups
 from slime.utils.errors import UserError
 
 # Router settings that have no effect while a switch is on: beginning of the attributes, the switch, what it turns off.

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from slime.arguments import parse_args
-from slime.arguments.plan import make_plan, render
+from slime.plan import make_plan, render
 from slime.utils.errors import UserError
 from tests.support.args import command_line, parse
 from tests.support.rules import assert_violation

@@ -44,7 +44,7 @@ def test_fifty_million_parameters_and_more(monkeypatch, model, layout):
 def test_models_have_fifty_million_parameters(monkeypatch):
     monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
     from slime.arguments import parse_args
-    from slime.arguments.plan import make_plan
+    from slime.plan import make_plan
 
     totals = [
         make_plan(parse_args(argv=[*case_words(model, "1 rank"), "--dry-run"])).parameters.total for model in MODELS

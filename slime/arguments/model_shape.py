@@ -1,0 +1,146 @@
+"""The model shape that Megatron-LM's flags describe, and the FLOPs that follow from it.
+
+Only `num_layers`, `hidden_size`, `num_attention_heads` and `vocab_size` must be there: FLOPs are counted for plain
+namespaces too, which name no more than what they use. Everything else has the default that the flag has. A run asks for
+all of `SHAPE_FLAGS`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from slime.estimates.flops import FlopsModel, model_flops
+from slime.estimates.shape import (
+    IndexerShape,
+    LinearAttentionShape,
+    MlaShape,
+    ModelShape,
+    MoeShape,
+    expert_layers,
+    linear_attention_layers,
+)
+
+# Without one of these a run's model is not described.
+SHAPE_FLAGS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
+# Layer specs (the module of `--spec`) whose norms of queries and keys have a weight per channel; no flag says so.
+_FULL_WIDTH_QK_NORM_MODULES = ("slime_plugins.models.minimax_m2",)
+
+
+def model_shape_from_args(args: Any) -> ModelShape:
+    """The shape of the run's model.
+
+    Args:
+        args: the flags under the names of Megatron-LM; the shape flags have their final values.
+
+    Raises:
+        UserError: a layer pattern (`--moe-layer-freq`, `--linear-attention-freq`) that does not fit `--num-layers`.
+    """
+    heads, hidden = args.num_attention_heads, args.hidden_size
+    groups = _get(args, "num_query_groups", heads) if _get(args, "group_query_attention", True) else heads
+    return ModelShape(
+        num_layers=args.num_layers,
+        hidden_size=hidden,
+        ffn_hidden_size=_get(args, "ffn_hidden_size", 4 * hidden),
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        head_dim=_get(args, "kv_channels", hidden // heads),
+        vocab_size=args.vocab_size,
+        padded_vocab_size=_get(args, "padded_vocab_size", args.vocab_size),
+        tied_embeddings=not _get(args, "untie_embeddings_and_output_weights", True),
+        qkv_bias=_get(args, "add_qkv_bias", False),
+        linear_bias=_get(args, "add_bias_linear", False),
+        qk_norm=_qk_norm(args),
+        num_extra_norms=sum(_get(args, name, False) for name in ("post_self_attn_layernorm", "post_mlp_layernorm")),
+        norm_bias=_get(args, "normalization", "RMSNorm") == "LayerNorm",
+        gated_mlp=_get(args, "swiglu", True),
+        attention_output_gate=_get(args, "attention_output_gate", False),
+        mla=_mla(args),
+        moe=_moe(args),
+        linear_attention=_linear_attention(args),
+        mtp_num_layers=_get(args, "mtp_num_layers", 0),
+    )
+
+
+def flops_model_from_args(args: Any) -> FlopsModel:
+    """The model shape named as in Megatron's arguments (`hidden_size`, `num_query_groups`, `kv_channels`, …)."""
+    return model_flops(model_shape_from_args(args))
+
+
+def calculate_fwd_flops(seqlens: Sequence[int], args: Any) -> int:
+    """Forward FLOPs of sequences of these lengths, each attending only to itself, for the model shape in `args`."""
+    model = flops_model_from_args(args)
+    return sum(model.forward_flops(int(length)) for length in seqlens)
+
+
+def padded_vocabulary(args: Any) -> int:
+    """Rows of the embedding as they are held in memory: typed, or `--vocab-size` rounded up so that ranks share evenly.
+
+    Args:
+        args: flags of a parser; `vocab_size` is known.
+    """
+    if args.padded_vocab_size is not None:
+        return args.padded_vocab_size
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return -(-args.vocab_size // multiple) * multiple
+
+
+def _get(args: Any, name: str, default: Any) -> Any:
+    value = getattr(args, name, None)
+    return default if value is None else value
+
+
+def _qk_norm(args: Any) -> Literal["head", "full"] | None:
+    if not _get(args, "qk_layernorm", False):
+        return None
+    module = next(iter(_get(args, "spec", None) or ()), None)
+    return "full" if module in _FULL_WIDTH_QK_NORM_MODULES else "head"
+
+
+def _mla(args: Any) -> MlaShape | None:
+    if not _get(args, "multi_latent_attention", False):
+        return None
+    return MlaShape(
+        q_lora_rank=args.q_lora_rank,
+        kv_lora_rank=args.kv_lora_rank,
+        qk_head_dim=args.qk_head_dim,
+        qk_pos_emb_head_dim=args.qk_pos_emb_head_dim,
+        v_head_dim=args.v_head_dim,
+        indexer=_indexer(args),
+    )
+
+
+def _indexer(args: Any) -> IndexerShape | None:
+    heads, head_dim = _get(args, "dsa_indexer_n_heads", None), _get(args, "dsa_indexer_head_dim", None)
+    if heads is None or head_dim is None:
+        return None
+    # Which layers share an indexer is known from the Hugging Face config alone; there is no flag for it.
+    layers = _get(args, "dsa_indexer_layers", [1] * args.num_layers)
+    return IndexerShape(heads, head_dim, tuple(bool(own) for own in layers[: args.num_layers]))
+
+
+def _moe(args: Any) -> MoeShape | None:
+    num_experts = _get(args, "num_experts", None)
+    if not num_experts:
+        return None
+    return MoeShape(
+        num_experts=num_experts,
+        topk=args.moe_router_topk,
+        ffn_hidden_size=_get(args, "moe_ffn_hidden_size", _get(args, "ffn_hidden_size", 4 * args.hidden_size)),
+        shared_ffn_hidden_size=_get(args, "moe_shared_expert_intermediate_size", 0),
+        shared_gate=_get(args, "moe_shared_expert_gate", False),
+        expert_bias=_get(args, "moe_router_enable_expert_bias", False),
+        layers=expert_layers(_get(args, "moe_layer_freq", 1), args.num_layers),
+    )
+
+
+def _linear_attention(args: Any) -> LinearAttentionShape | None:
+    frequency = _get(args, "linear_attention_freq", None)
+    if frequency is None:
+        return None
+    return LinearAttentionShape(
+        num_key_heads=args.linear_num_key_heads,
+        key_head_dim=args.linear_key_head_dim,
+        num_value_heads=args.linear_num_value_heads,
+        value_head_dim=args.linear_value_head_dim,
+        conv_kernel=args.linear_conv_kernel_dim,
+        layers=linear_attention_layers(frequency, args.num_layers),
+    )

@@ -1,0 +1,254 @@
+"""Bytes that one transformer layer keeps for its backward pass, per token of a packed stream.
+
+The lists follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), adapted to what is built here: the attention kernel
+keeps no score matrix (its quadratic term is gone; a number per token and head is left), keys and values have fewer heads than
+queries, the MLP is gated, norms are RMSNorm, there is no dropout, experts see `topk` copies of a token, latent attention has
+its down- and up-projections.
+
+What is kept depends on the kernels: fused ones keep their input, plain PyTorch operations keep every step between.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from slime.estimates.layout import ParallelLayout
+from slime.estimates.shape import LinearAttentionShape, MlaShape, ModelShape
+
+
+class Kernels(StrEnum):
+    """Who computes a layer."""
+
+    TRANSFORMER_ENGINE = "Transformer Engine"
+    TORCH_CUDA = "PyTorch on CUDA"
+    TORCH_CPU = "PyTorch on CPU"
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What the backward pass computes again instead of having kept it.
+
+    granularity: None; "selective": the `modules`; "full": layers as a whole.
+    method: of "full": "uniform": every `num_layers` layers of a model chunk are one unit; "block": each of the first
+        `num_layers` layers of a chunk is one, the rest is kept.
+    distributed: the kept inputs are divided over tensor-parallel ranks.
+    """
+
+    granularity: str | None = None
+    method: str | None = None
+    num_layers: int = 1
+    modules: tuple[str, ...] = ("core_attn",)
+    distributed: bool = False
+
+    def drops(self, module: str) -> bool:
+        """Whether a module's inside is computed again."""
+        return self.granularity == "selective" and module in self.modules
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """Bytes per token that a layer keeps, by part; `backward` is what its backward pass needs on top for a while."""
+
+    norms_and_residual: float
+    attention: float
+    mlp: float
+    backward: float
+
+    @property
+    def kept(self) -> float:
+        return self.norms_and_residual + self.attention + self.mlp
+
+
+class ActivationModel:
+    """Activations of the layers of one model under one layout.
+
+    Args:
+        compute_bytes: of one element of the compute dtype.
+    """
+
+    def __init__(
+        self, shape: ModelShape, layout: ParallelLayout, kernels: Kernels, compute_bytes: int, recompute: Recompute
+    ) -> None:
+        self.shape = shape
+        self.layout = layout
+        self.kernels = kernels
+        self.bytes = compute_bytes
+        self.recompute = recompute
+
+    def layer(self, index: int) -> LayerActivations:
+        """Decoder layer `index`; -1: a layer of multi-token prediction, which is built like the last one."""
+        index = index if index >= 0 else self.shape.num_layers - 1
+        experts = self.shape.has_experts(index)
+        mlp, hidden_gradient = self._experts() if experts else self._mlp(self.shape.ffn_hidden_size, "mlp")
+        return LayerActivations(
+            norms_and_residual=self._norms_and_residual(),
+            attention=self._attention(index),
+            mlp=mlp,
+            # While the MLP is differentiated: the gradients of its two inner products, and the gradient of the residual.
+            backward=hidden_gradient + self.hidden,
+        )
+
+    @property
+    def hidden(self) -> float:
+        """One hidden state, divided over tensor-parallel ranks with sequence parallelism."""
+        return self.bytes * self.shape.hidden_size / self._sequence_ranks
+
+    @property
+    def layer_input(self) -> float:
+        """What is kept of a recomputed unit."""
+        if self.recompute.distributed:
+            return self.bytes * self.shape.hidden_size / self.layout.tensor
+        return self.hidden
+
+    def norm(self, width: float) -> float:
+        """A norm over `width` elements, without its input where another part keeps that."""
+        if self.kernels is not Kernels.TORCH_CPU:
+            return self.bytes * width
+        # Two products, x·rsqrt(…) and that times the weight; in 16 bits the first and its input are kept in float32.
+        return 8.0 * width if self.bytes == 4 else (4 + 4 + self.bytes) * width
+
+    @property
+    def _sequence_ranks(self) -> int:
+        return self.layout.tensor if self.layout.sequence_parallel else 1
+
+    def _norms_and_residual(self) -> float:
+        width = self.shape.hidden_size / self._sequence_ranks
+        norms = 2 * self.norm(width) + self.shape.num_extra_norms * (self.norm(width) + self.bytes * width)
+        if self.recompute.drops("layernorm"):
+            norms = 0.0
+        return norms + 2 * self.bytes * width
+
+    def _attention(self, index: int) -> float:
+        if self.shape.has_linear_attention(index):
+            return self._linear_attention(self.shape.linear_attention)
+        if self.shape.mla is not None:
+            return self._latent_attention(self.shape.mla)
+        shape, tensor = self.shape, self.layout.tensor
+        query, key = shape.query_width / tensor, max(shape.key_width / tensor, shape.head_dim)
+        gate = query if shape.attention_output_gate else 0.0
+        elements = query + gate + 2 * key  # the projection, which the values are a view of
+        kept = 0.0
+        if shape.qk_norm is not None:
+            kept += self._query_key_norm(query, key)
+        elements += query + key  # rotated
+        if self.kernels is not Kernels.TRANSFORMER_ENGINE:
+            elements += 4 * shape.head_dim  # cosines and sines, for queries and for keys
+        elements += 2 * gate  # its sigmoid, and the product
+        return kept + self.bytes * elements + self._core_attention(query, key, shape.num_attention_heads / tensor)
+
+    def _query_key_norm(self, query: float, key: float) -> float:
+        if self.kernels is not Kernels.TORCH_CPU:
+            return self.bytes * query  # its own copy of the queries; the outputs are rotated at once
+        if self.bytes == 4:
+            return 4.0 * (2 * query + key)
+        return 8.0 * (query + key)
+
+    def _core_attention(self, output_width: float, value_width: float, heads: float) -> float:
+        """The output (the input of the projection) and the logarithm of each row's sum."""
+        output = self.bytes * output_width
+        inside = 4.0 * heads
+        if self.kernels is Kernels.TORCH_CPU:
+            inside += output  # one tensor per sequence; the output is their concatenation
+        elif self.kernels is Kernels.TORCH_CUDA:
+            inside += self.bytes * value_width  # the kernel wants values that lie together
+        return output if self.recompute.drops("core_attn") else output + inside
+
+    def _latent_attention(self, mla: MlaShape) -> float:
+        """DeepSeek-V2 (arXiv 2405.04434, section 2.1)."""
+        tensor = self.layout.tensor
+        heads = self.shape.num_attention_heads / tensor
+        query = self.shape.query_width / tensor
+        down = mla.kv_lora_rank + mla.qk_pos_emb_head_dim + (mla.q_lora_rank or 0)
+        norms = self.norm(mla.kv_lora_rank) + (self.norm(mla.q_lora_rank) if mla.q_lora_rank else 0.0)
+        up = query + heads * (mla.qk_head_dim + mla.v_head_dim)
+        # Queries and keys with their rotated part joined on; values are cut out of the projection.
+        assembled = 2 * query + heads * mla.v_head_dim
+        kept = self.bytes * down + norms
+        if not self.recompute.drops("mla_up_proj"):
+            kept += self.bytes * (up + assembled)
+        if mla.indexer is not None:
+            kept += self.bytes * (mla.indexer.num_heads + 1) * mla.indexer.head_dim
+        return kept + self._core_attention(heads * mla.v_head_dim, heads * mla.v_head_dim, heads)
+
+    def _linear_attention(self, linear: LinearAttentionShape) -> float:
+        """Gated delta net (arXiv 2412.06464), run whole on every tensor-parallel rank.
+
+        Kept: the projections, the convolved queries, keys and values, the normalised queries and keys, the output before
+        and after its gated norm, decay and beta per head.
+        """
+        mixed = 2 * linear.key_width + linear.value_width
+        elements = 2 * mixed + linear.value_width + 2 * linear.key_width + 2 * linear.value_width
+        return self.bytes * elements + 8.0 * linear.num_value_heads
+
+    def _mlp(self, width: float, module: str) -> tuple[float, float]:
+        """(kept, gradients on the way back) of an MLP with inner width `width`, divided over tensor-parallel ranks."""
+        width /= self.layout.tensor
+        inner = self._inner_elements() * self.bytes * width
+        if self.recompute.drops(module):
+            return 0.0, inner + 2 * self.bytes * width
+        return inner, 2 * self.bytes * width
+
+    def _inner_elements(self) -> int:
+        """Tensors of the inner width: the first projection (two with a gate), and what the activation keeps."""
+        if not self.shape.gated_mlp:
+            return 2
+        # Plain PyTorch keeps SiLU(gate) and a copy of the other half beside their product.
+        return 3 if self.kernels is Kernels.TRANSFORMER_ENGINE else 5
+
+    def _experts(self) -> tuple[float, float]:
+        """Routed experts at balanced routing, router and shared expert; (kept, gradients on the way back)."""
+        moe, layout = self.shape.moe, self.layout
+        shared, shared_back = self._mlp(moe.shared_ffn_hidden_size, "shared_experts")
+        # Every tensor-parallel rank routes its part of the tokens; the ranks of an expert's own group see them all.
+        copies = moe.topk * layout.expert_tensor / layout.tensor
+        width = moe.ffn_hidden_size / layout.expert_tensor
+        inner = self._inner_elements() + 1  # the product with the router's probability
+        if self.recompute.drops("moe_act"):
+            inner -= 2
+        routed = self.bytes * copies * (self.shape.hidden_size + inner * width)
+        routed_back = self.bytes * copies * 2 * width
+        router = (
+            4.0 * 3 * moe.num_experts / self._sequence_ranks + 12.0 * moe.topk
+        )  # float32 scores, probabilities, map
+        if self.recompute.drops("moe"):
+            return router, routed + shared + max(routed_back, shared_back)
+        return routed + shared + router, max(routed_back, shared_back)
+
+
+def kept_of_chunks(model: ActivationModel, chunks: Iterable[Sequence[int]]) -> float:
+    """Bytes per token that the layers of one stage keep between forward and backward, recomputation taken into account.
+
+    Args:
+        chunks: decoder layers of each model chunk; a layer of multi-token prediction (-1) is a chunk of its own.
+    """
+    kept = 0.0
+    for chunk in chunks:
+        units = _recomputed_units(model.recompute, chunk)
+        again = {index for unit in units for index in unit}
+        kept += len(units) * model.layer_input + sum(model.layer(index).kept for index in chunk if index not in again)
+    return kept
+
+
+def backward_working_set(model: ActivationModel, chunks: Iterable[Sequence[int]]) -> float:
+    """Bytes per token that the backward pass of the costliest unit of these chunks needs on top of `kept_of_chunks`."""
+    chunks = list(chunks)
+    found = [model.layer(index) for chunk in chunks for index in chunk]
+    if not found:
+        return 0.0
+    gradients = max(layer.backward for layer in found)
+    units = [unit for chunk in chunks for unit in _recomputed_units(model.recompute, chunk)]
+    if not units:
+        # Among what the layer has freed by then is one hidden state.
+        return gradients - model.hidden
+    return max(sum(model.layer(index).kept for index in unit) for unit in units) + gradients
+
+
+def _recomputed_units(recompute: Recompute, chunk: Sequence[int]) -> list[Sequence[int]]:
+    """Runs of layers of one model chunk of which only the input is kept."""
+    if recompute.granularity != "full":
+        return []
+    if recompute.method == "block":
+        # Multi-token prediction knows no blocks.
+        return [(index,) for index in chunk[: recompute.num_layers] if index >= 0]
+    size = recompute.num_layers
+    return [chunk[start : start + size] for start in range(0, len(chunk), size)]

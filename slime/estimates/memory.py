@@ -1,0 +1,243 @@
+"""The peak memory of one training rank, by part, from plain numbers: no model is built and nothing is allocated.
+
+Some parts are always there: weights, gradient buffer, optimizer state. Others come and go within a step, never all at once;
+the peak is the largest of the moments below, and `RankMemory` shows the parts as they are in it.
+
+- "loss": the last micro-batch has gone forward, its logits and their gradient are there, every layer's activations too.
+- "backward": a layer is differentiated; with full recomputation its activations are there once more.
+- "gradient reduction": the library that reduces keeps a copy (Gloo only).
+- "optimizer step": the update's own buffers.
+- "weight push": tensors are gathered into transfer buckets.
+"""
+
+from dataclasses import dataclass, fields, replace
+
+from slime.estimates.activations import ActivationModel, Kernels, Recompute, backward_working_set, kept_of_chunks
+from slime.estimates.layout import ParallelLayout, PipelineStage, chunks_in_flight
+from slime.estimates.parameters import ParameterCounts, RankParameters, count_parameters, rank_parameters
+from slime.estimates.shape import ModelShape
+
+# Transfer buckets that exist at once: one in flight, one being filled, and the gathered tensors that go into it.
+BUCKETS_AT_ONCE = 3
+# Bytes of the float32 rows in which log-probs are computed at a time: the trainer takes them, the plan counts them. On a CPU
+# each thread works on a chunk of its own, fastest when that stays in its cache. On an accelerator a chunk is a few kernel
+# launches.
+ONE_THREAD_CHUNK_BYTES = 1 * 2**20
+ACCELERATOR_CHUNK_BYTES = 128 * 2**20
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter: weight and gradient on every rank, the rest divided over replicas with `distributed`.
+
+    main_parameter: the optimizer's own copy (0 when it updates the weights themselves).
+    step: what the update allocates for a while, beside state that is on the device.
+    vocabulary_moments: on top of `moments`, of the parameters of embedding, output head and norms.
+    offloaded: share of the optimizer's state that lives in host memory.
+    """
+
+    weight: int
+    gradient: int
+    main_parameter: int
+    moments: int
+    step: int = 0
+    vocabulary_moments: int = 0
+    distributed: bool = True
+    offloaded: float = 0.0
+
+    @property
+    def optimizer(self) -> int:
+        return self.main_parameter + self.moments
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """What the memory of a rank follows from, beside the model.
+
+    stream_tokens: tokens of one micro-batch on one rank, padding included.
+    rollout_tokens: tokens of a whole rollout step that one rank keeps as training data.
+    microbatch_group: micro-batches that go through one chunk of an interleaved stage before the next; None: one per stage.
+    log_probs_chunk: bytes of the float32 rows that log-probs of 16-bit logits are computed in at a time.
+    push_bucket: bytes of one transfer bucket of the weight push; 0: nothing is pushed.
+    gloo: collectives run on CPU, by Gloo.
+    host_copies: sets of weights kept in host memory (reference and what its swap puts aside).
+    sleeps: weights and optimizer state move to host memory while engines work.
+    overhead: bytes of the process's context and libraries.
+    """
+
+    layout: ParallelLayout
+    stages: tuple[PipelineStage, ...]
+    state: StateBytes
+    kernels: Kernels
+    recompute: Recompute
+    stream_tokens: int
+    micro_batches: int
+    rollout_tokens: int = 0
+    microbatch_group: int | None = None
+    log_probs_chunk: int = ACCELERATOR_CHUNK_BYTES
+    push_bucket: int = 0
+    gloo: bool = False
+    host_copies: int = 0
+    sleeps: bool = False
+    overhead: int = 0
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank at its peak, by part. `moment`: which one that is.
+
+    In host memory, and not in the sum: host_offloaded (optimizer state and its gradients), host_asleep (weights and optimizer
+    state while the trainer sleeps), host_copies (other sets of weights).
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    buffers: int
+    data: int
+    overhead: int
+    moment: str
+    stage: int
+    host_offloaded: int = 0
+    host_asleep: int = 0
+    host_copies: int = 0
+
+    @property
+    def host(self) -> int:
+        return self.host_offloaded + self.host_asleep + self.host_copies
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, name) for name in MEMORY_PARTS)
+
+    @property
+    def persistent(self) -> int:
+        """What is there between two steps too."""
+        return self.weights + self.gradients + self.optimizer + self.data + self.overhead
+
+
+HOST_PARTS = ("host_offloaded", "host_asleep", "host_copies")
+MEMORY_PARTS = tuple(field.name for field in fields(RankMemory) if field.name not in ("moment", "stage", *HOST_PARTS))
+
+# Tokens, positions, masks, advantages, returns and up to four kinds of log-probs of a sample that waits for its micro-batch.
+ROLLOUT_BYTES_PER_TOKEN = 40
+
+
+def training_memory(shape: ModelShape, setup: TrainingSetup) -> tuple[RankMemory, ...]:
+    """The peak of a rank of every pipeline stage, in their order."""
+    counts = count_parameters(shape, padded_vocabulary=True)
+    return tuple(_stage_memory(shape, counts, setup, stage) for stage in setup.stages)
+
+
+def worst_rank(memories: tuple[RankMemory, ...]) -> RankMemory:
+    """The stage with the highest peak; the first of equals."""
+    return max(memories, key=lambda memory: memory.total)
+
+
+def push_buffers(shape: ModelShape, setup: TrainingSetup) -> int:
+    """Bytes of the transfer buckets of a weight push: gathered tensors, at most the whole model in each."""
+    model = count_parameters(shape, padded_vocabulary=True).total_with_mtp
+    return BUCKETS_AT_ONCE * min(setup.push_bucket, model * setup.state.weight)
+
+
+def _stage_memory(shape: ModelShape, counts: ParameterCounts, setup: TrainingSetup, stage: PipelineStage) -> RankMemory:
+    held = rank_parameters(shape, counts, setup.layout, stage)
+    base = _persistent(held, setup, stage)
+    moments = [
+        *_computing(shape, setup, stage, base),
+        replace(base, moment="optimizer step", buffers=_step_buffers(held, setup)),
+        replace(base, moment="weight push", buffers=push_buffers(shape, setup)),
+    ]
+    if setup.gloo:
+        copied = setup.state.gradient if setup.state.distributed else 0
+        moments.append(replace(base, moment="gradient reduction", buffers=held.total * copied))
+    return max(moments, key=lambda memory: memory.total)
+
+
+def _persistent(held: RankParameters, setup: TrainingSetup, stage: PipelineStage) -> RankMemory:
+    state = setup.state
+    shard, optimizer = _optimizer_shard(held, setup), _optimizer_bytes(held, setup)
+    on_device = optimizer * (1 - state.offloaded)
+    weights = held.total * state.weight
+    return RankMemory(
+        weights=weights,
+        gradients=held.total * state.gradient,
+        optimizer=round(on_device),
+        activations=0,
+        logits=0,
+        buffers=0,
+        data=setup.rollout_tokens * ROLLOUT_BYTES_PER_TOKEN,
+        overhead=setup.overhead,
+        moment="",
+        stage=stage.index,
+        # The offloaded share also keeps its gradients there.
+        host_offloaded=round((optimizer + shard * state.gradient) * state.offloaded),
+        host_asleep=round(weights + on_device) if setup.sleeps else 0,
+        host_copies=setup.host_copies * weights,
+    )
+
+
+def _optimizer_shard(held: RankParameters, setup: TrainingSetup) -> float:
+    """Parameters whose optimizer state this rank keeps."""
+    if not setup.state.distributed:
+        return held.total
+    layout = setup.layout
+    return held.dense / layout.dense_replicas + held.routed_experts / layout.expert_replicas
+
+
+def _optimizer_bytes(held: RankParameters, setup: TrainingSetup) -> float:
+    """The optimizer's state, wherever it lives."""
+    replicas = setup.layout.dense_replicas if setup.state.distributed else 1
+    vocabulary = (held.embedding + held.output_head + held.norms) / replicas
+    return _optimizer_shard(held, setup) * setup.state.optimizer + vocabulary * setup.state.vocabulary_moments
+
+
+def _step_buffers(held: RankParameters, setup: TrainingSetup) -> int:
+    """Of the update on the device; what lives in host memory is updated there."""
+    return round(_optimizer_shard(held, setup) * setup.state.step * (1 - setup.state.offloaded))
+
+
+def _computing(
+    shape: ModelShape, setup: TrainingSetup, stage: PipelineStage, base: RankMemory
+) -> tuple[RankMemory, RankMemory]:
+    """The moments "loss" (on other stages than the last: the end of the forward pass) and "backward"."""
+    model = ActivationModel(shape, setup.layout, setup.kernels, setup.state.weight, setup.recompute)
+    tokens = setup.stream_tokens
+    chunks = [*stage.chunks, *([(-1,)] * shape.mtp_num_layers if stage.is_last else [])]
+    in_flight = chunks_in_flight(setup.layout, stage.index, setup.micro_batches, setup.microbatch_group)
+    kept = kept_of_chunks(model, chunks) * in_flight
+    if stage.is_first:
+        kept += model.hidden * in_flight
+    head = 0.0
+    if stage.is_last:
+        # The final norm; its output is what the head multiplies.
+        head = model.norm(shape.hidden_size / (setup.layout.tensor if setup.layout.sequence_parallel else 1))
+        if setup.recompute.granularity == "full":
+            head += model.hidden
+    # Sequence parallelism gathers into one buffer that stays.
+    gathered = model.bytes * shape.hidden_size if setup.layout.sequence_parallel and setup.layout.tensor > 1 else 0
+    logits = _logits(shape, setup) if stage.is_last else 0
+    loss = replace(
+        base, moment="loss", activations=round(tokens * (kept + head)), logits=logits, buffers=round(tokens * gathered)
+    )
+    working = backward_working_set(model, chunks)
+    backward = replace(
+        base, moment="backward", activations=round(tokens * (kept + working)), buffers=round(tokens * gathered)
+    )
+    return loss, backward
+
+
+def _logits(shape: ModelShape, setup: TrainingSetup) -> int:
+    """Logits and their gradient in the logits' dtype; float32 for one chunk of rows.
+
+    Or, for few tokens, the gradient of the logits and that of the head's weight.
+    """
+    columns = shape.padded_vocab_size // setup.layout.tensor
+    one = setup.stream_tokens * columns * setup.state.weight
+    chunk = 0
+    if setup.state.weight < 4:
+        chunk = min(setup.log_probs_chunk, setup.stream_tokens * columns * 4)
+    head_gradient = columns * shape.hidden_size * setup.state.weight
+    return one + max(one + chunk, head_gradient)

@@ -1,0 +1,322 @@
+"""Memory of one GPU of an inference engine, from plain numbers: weights, and the key/value cache that the rest holds.
+
+An engine takes `mem_fraction_static` of the GPU for weights and cache; what is left over is for activations and graphs.
+
+Weights take the bytes that the `quantization_config` of the served checkpoint tells: a quantised one its bits and its part of
+a scale. Modules that a checkpoint leaves as they are count layer by layer, told by the name of one projection of each part. A
+format that is not known counts as not quantised, and is named.
+"""
+
+import fnmatch
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from slime.estimates.parameters import LayerParameters, count_parameters
+from slime.estimates.shape import ModelShape
+from slime.utils.errors import UserError
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """Bytes of one element of a weight, scales included, by part; `rest`: vocabulary, norms and routers."""
+
+    attention: float
+    linear_attention: float
+    dense_mlp: float
+    shared_experts: float
+    routed_experts: float
+    rest: float
+
+    @classmethod
+    def everywhere(cls, size: float) -> Self:
+        """The same in all parts."""
+        return cls(**{field.name: size for field in fields(cls)})
+
+
+@dataclass(frozen=True)
+class ServingSetup:
+    """Engines of one kind.
+
+    tensor, pipeline: parallel sizes; their product is the number of GPUs of an engine.
+    attention_data: groups that each keep the cache of their own requests (data-parallel attention); 1: none.
+    sharded_head: the output head is shared by all ranks of a stage; otherwise by those of one such group.
+    cache_bytes: of one element of the cache.
+    static_fraction: share of the GPU for weights and cache; None: as many tokens as `max_total_tokens`.
+    max_total_tokens: upper limit of the cache, in tokens; None: what fits.
+    """
+
+    tensor: int
+    pipeline: int
+    attention_data: int
+    weight_bytes: WeightBytes
+    cache_bytes: float
+    gpu_memory: int
+    static_fraction: float | None
+    max_total_tokens: int | None = None
+    sharded_head: bool = True
+
+
+@dataclass(frozen=True)
+class ServingMemory:
+    """Bytes of one GPU of an engine.
+
+    reserve: for activations, graphs and communication, left free beside weights and cache.
+    cache_bytes_per_token: on this GPU. cache_tokens: of all groups of the engine; 0: the weights do not fit.
+    """
+
+    weights: int
+    kv_cache: int
+    reserve: int
+    cache_bytes_per_token: float
+    cache_tokens: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.reserve
+
+
+def serving_memory(shape: ModelShape, setup: ServingSetup) -> ServingMemory:
+    """Memory of a GPU of an engine that serves a model of this shape.
+
+    Raises:
+        UserError: the groups of data-parallel attention do not divide the engine.
+    """
+    require_whole_groups(setup.tensor, setup.attention_data)
+    weights = _weights(shape, setup)
+    per_token = _cache_bytes_per_token(shape, setup)
+    if setup.static_fraction is None:
+        tokens = setup.max_total_tokens or 0
+        return ServingMemory(weights, round(tokens * per_token), 0, per_token, tokens * setup.attention_data)
+    static = round(setup.gpu_memory * setup.static_fraction)
+    tokens = int(max(static - weights, 0) / per_token) if per_token else 0
+    if setup.max_total_tokens is not None:
+        tokens = min(tokens, setup.max_total_tokens)
+    return ServingMemory(
+        weights=weights,
+        kv_cache=round(tokens * per_token),
+        reserve=setup.gpu_memory - static,
+        cache_bytes_per_token=per_token,
+        cache_tokens=tokens * setup.attention_data,
+    )
+
+
+def require_whole_groups(tensor: int, attention_data: int) -> None:
+    """Every group of data-parallel attention has equally many of an engine's tensor-parallel ranks.
+
+    Raises:
+        UserError: it has not; names sizes that would do.
+    """
+    if tensor % attention_data:
+        raise UserError(
+            f"--sglang-dp-size {attention_data} does not divide the engine's tensor-parallel size {tensor}; give "
+            f"--sglang-dp-size 1 or --sglang-dp-size {tensor}"
+        )
+
+
+def served_bytes(shape: ModelShape, weight_bytes: WeightBytes) -> int:
+    """Bytes of all weights of a model as an engine receives them."""
+    counts = count_parameters(shape)
+    layers = sum(_layer_bytes(layer, weight_bytes, 1, 1) for layer in counts.layers)
+    return round(layers + (counts.embedding + counts.output_head + counts.final_norm) * weight_bytes.rest)
+
+
+def _weights(shape: ModelShape, setup: ServingSetup) -> int:
+    """The first of the engine's pipeline stages, which has the embedding and, rounded up, its share of the layers."""
+    counts = count_parameters(shape)
+    attention_ranks = setup.tensor // setup.attention_data
+    count = -(-shape.num_layers // setup.pipeline)
+    # The costliest run of layers: experts usually come last.
+    layers = sum(
+        _layer_bytes(layer, setup.weight_bytes, setup.tensor, attention_ranks) for layer in counts.layers[-count:]
+    )
+    # A rank looks up the tokens of its own group.
+    vocabulary = counts.embedding / attention_ranks
+    if setup.pipeline == 1:
+        vocabulary += counts.output_head / (setup.tensor if setup.sharded_head else attention_ranks)
+    return round(layers + (vocabulary + counts.final_norm) * setup.weight_bytes.rest)
+
+
+def _layer_bytes(layer: LayerParameters, size: WeightBytes, ranks: int, attention_ranks: int) -> float:
+    attention = (layer.attention / attention_ranks + layer.attention_replicated) * size.attention
+    linear = layer.linear_attention / attention_ranks * size.linear_attention
+    experts = layer.shared_experts * size.shared_experts + layer.routed_experts * size.routed_experts
+    mlp = (layer.dense_mlp * size.dense_mlp + experts) / ranks
+    return attention + linear + mlp + (layer.router + layer.norms) * size.rest
+
+
+def _cache_bytes_per_token(shape: ModelShape, setup: ServingSetup) -> float:
+    """Keys and values of one token in the layers of one stage; latent attention keeps its latent vector on every rank."""
+    layers = [not shape.has_linear_attention(layer) for layer in range(shape.num_layers)]
+    count = sum(layers) / setup.pipeline
+    if shape.mla is not None:
+        elements = shape.mla.kv_lora_rank + shape.mla.qk_pos_emb_head_dim
+        indexer = shape.mla.indexer.head_dim if shape.mla.indexer is not None else 0
+        return count * (elements + indexer) * setup.cache_bytes
+    ranks = setup.tensor // setup.attention_data
+    groups = max(1, -(-shape.num_query_groups // ranks))
+    return count * 2 * groups * shape.head_dim * setup.cache_bytes
+
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """`group` weights share a scale of `scale_bytes`; None: a whole row, or more, so that scales do not count."""
+
+    bits: int
+    group: int | None = None
+    scale_bytes: int = 2
+
+    @property
+    def bytes_per_weight(self) -> float:
+        return self.bits / 8 + (self.scale_bytes / self.group if self.group else 0.0)
+
+
+_ROWS_OF_8 = Quantisation(8)
+_NVFP4 = Quantisation(4, 16, 1)
+# Formats whose name says all.
+_FIXED = {
+    "nvfp4": _NVFP4, "modelopt_fp4": _NVFP4, "petit_nvfp4": _NVFP4, "nvfp4_online": _NVFP4, "mxfp4": Quantisation(4, 32, 1),
+    "mxfp8": Quantisation(8, 32, 1), "modelopt_fp8": _ROWS_OF_8, "w8a8_fp8": _ROWS_OF_8, "w8a8_int8": _ROWS_OF_8,
+}  # fmt: skip
+# Formats with a number of bits (4 where none is given) and a group beside the name.
+_INTEGERS = ("gptq", "gptq_marlin", "awq", "awq_marlin", "auto-round", "moe_wna16")
+# Formats of 8 bits, whose scales may be those of blocks.
+_BLOCKS = ("fp8", "blockwise_int8")
+# Bits that the `format` of a compressed checkpoint means where no group of it names them.
+_COMPRESSED_BITS = {"pack-quantized": 4, "int-quantized": 8, "float-quantized": 8, "naive-quantized": 8}
+_NVFP4_COMPRESSED = "nvfp4-pack-quantized"
+_NOT_QUANTISED = ("", "none", "dense", "unquant")
+_LEFT_OUT = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules", "exclude")
+# A projection of each part, in all its spellings.
+_PROJECTIONS = {
+    "attention": ("self_attn.o_proj",),
+    "linear_attention": ("linear_attn.out_proj",),
+    "dense_mlp": ("mlp.down_proj",),
+    "shared_experts": ("mlp.shared_experts.down_proj", "mlp.shared_expert.down_proj"),
+    "routed_experts": ("mlp.experts.0.down_proj",),
+}
+
+
+def served_weight_bytes(shape: ModelShape, plain: float, config: Config | None, method: str | None) -> WeightBytes:
+    """Bytes of one weight by part, scales included.
+
+    Args:
+        plain: of one that is not quantised.
+        config: the checkpoint's `quantization_config`; None: it has none.
+        method: `--sglang-quantization`, which counts where the checkpoint names no method.
+    """
+    found = quantisation_of(config, method)
+    if found is None:
+        return WeightBytes.everywhere(plain)
+    left_out = tuple(_left_out(config or {}))
+    sizes = {}
+    for part, layers in _layers_by_part(shape).items():
+        kept = sum(_is_left_out(left_out, layer, _PROJECTIONS[part]) for layer in layers)
+        share = kept / max(len(layers), 1)
+        sizes[part] = share * plain + (1 - share) * found.bytes_per_weight
+    return WeightBytes(**sizes, rest=plain)
+
+
+def quantisation_of(config: Config | None, method: str | None) -> Quantisation | None:
+    """How matrices are stored; None: they are not quantised, or in a format that is not known."""
+    config = config or {}
+    name = _method(config, method)
+    if name in _FIXED:
+        return _FIXED[name]
+    if name in _INTEGERS:
+        return Quantisation(_number(config, "bits", "w_bit") or 4, _group(config, "group_size", "q_group_size"))
+    if name in _BLOCKS:
+        return _blocks(config.get("weight_block_size"))
+    if name == "compressed-tensors":
+        return max(_compressed(config), key=lambda group: group.bytes_per_weight, default=None)
+    if name == "modelopt":
+        return {"FP8": _ROWS_OF_8, "NVFP4": _NVFP4}.get(str(config.get("quant_algo", "FP8")).upper())
+    if name == "bitsandbytes":
+        return Quantisation(4, 64, 4) if config.get("load_in_4bit") else _ROWS_OF_8
+    return None
+
+
+def unknown_quantisation(config: Config | None, method: str | None) -> str | None:
+    """A format whose bytes are not known, as its config calls it."""
+    config = config or {}
+    name, form = _method(config, method), config.get("format") or config.get("quant_algo")
+    if name in _NOT_QUANTISED or form in _NOT_QUANTISED or quantisation_of(config, method) is not None:
+        return None
+    return f"{name} ({form})" if form else name
+
+
+def _method(config: Config, method: str | None) -> str:
+    name = str(config.get("quant_method") or method or "").lower().removeprefix("intel/")
+    return {"compressed_tensors": "compressed-tensors", "autoround": "auto-round"}.get(name, name)
+
+
+def _compressed(config: Config) -> Iterator[Quantisation]:
+    """What the groups of a compressed checkpoint say; without groups, what its format and its own entries say."""
+    if config.get("format") == _NVFP4_COMPRESSED:
+        yield _NVFP4
+        return
+    groups = config.get("config_groups")
+    described = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else [config]
+    for weights in described:
+        bits = _number(weights or {}, "num_bits") or _COMPRESSED_BITS.get(str(config.get("format")))
+        if weights and bits:
+            blocks = weights.get("block_structure")
+            yield _blocks(blocks) if blocks else Quantisation(bits, _group(weights, "group_size"))
+
+
+def _blocks(size: Any) -> Quantisation:
+    """8 bits, with a float32 for each block of rows and columns, if there are blocks."""
+    if not isinstance(size, list | tuple) or len(size) != 2:
+        return _ROWS_OF_8
+    return Quantisation(8, size[0] * size[1], 4)
+
+
+def _group(config: Config, *names: str) -> int | None:
+    """Weights that share a scale; -1 and 0 mean a whole row."""
+    size = _number(config, *names)
+    return size if size is not None and size > 0 else None
+
+
+def _number(config: Config, *names: str) -> int | None:
+    found = (config[name] for name in names if isinstance(config.get(name), int))
+    return next(found, None)
+
+
+def _layers_by_part(shape: ModelShape) -> dict[str, list[int]]:
+    layers = range(shape.num_layers)
+    experts = [layer for layer in layers if shape.has_experts(layer)]
+    linear = [layer for layer in layers if shape.has_linear_attention(layer)]
+    return {
+        "attention": [layer for layer in layers if layer not in linear],
+        "linear_attention": linear,
+        "dense_mlp": [layer for layer in layers if layer not in experts],
+        "shared_experts": experts,
+        "routed_experts": experts,
+    }
+
+
+def _left_out(config: Config) -> Iterator[str]:
+    for key in _LEFT_OUT:
+        entries = config.get(key)
+        if isinstance(entries, list):
+            yield from (entry.replace("language_model.", "") for entry in entries if isinstance(entry, str))
+
+
+def _is_left_out(entries: tuple[str, ...], layer: int, projections: tuple[str, ...]) -> bool:
+    return any(_names(entry, f"model.layers.{layer}.{name}") for entry in entries for name in projections)
+
+
+def _names(entry: str, module: str) -> bool:
+    """Whether an entry means a module: `re:` with a regular expression, a name with `*`, or whole components of the name."""
+    if entry.startswith("re:"):
+        try:
+            return re.match(entry.removeprefix("re:"), module) is not None
+        except re.error:
+            return False
+    if "*" in entry:
+        return fnmatch.fnmatchcase(module, entry) or fnmatch.fnmatchcase(module, f"{entry}.*")
+    return f".{entry}." in f".{module}."

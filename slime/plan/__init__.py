@@ -1,0 +1,210 @@
+"""`--dry-run`: what a run would do, from its flags alone. Nothing is started, loaded or written.
+
+`make_plan` gives values, `render` the text, `show_plan` does what the driver does: print, and write the JSON if asked for.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slime.arguments.hf_config import model_args_from_hf, read_hf_config
+from slime.arguments.layout import layout_of
+from slime.arguments.megatron.stages import pipeline_stages
+from slime.arguments.parser import build_parser
+from slime.arguments.planned_device import plans_for_gpus
+from slime.estimates.layout import ParallelLayout
+from slime.estimates.shape import ModelShape
+from slime.plan.batch import plan_batch, plan_parameters
+from slime.plan.host_memory import (
+    HostShare,
+    host_memory_problem,
+    host_shares,
+    machine_memory,
+    require_host_memory,
+)
+from slime.plan.memory import over_long_warning, plan_memory
+from slime.plan.placement import engine_parts, plan_placement, plan_sync, starts_engines, unknown_format
+from slime.plan.setup import missing_shape_flags, parallel_layout, shape_of
+from slime.plan.structure import BatchPlan, LayoutPlan, MemoryPlan, Plan
+from slime.plan.text import render
+from slime.plan.values import custom_values, plan_values
+from slime.utils.atomic_io import write_json_atomically
+from slime.utils.device import gpus_on_this_machine
+from slime.utils.errors import UserError
+
+__all__ = ["Plan", "make_plan", "plan_as_json", "render", "require_memory_of_machine", "show_plan"]
+
+
+def make_plan(args: argparse.Namespace, parser: argparse.ArgumentParser | None = None) -> Plan:
+    """The plan of a checked run.
+
+    Args:
+        parser: the one that parsed `args`, for the defaults; None: the product's own.
+
+    Raises:
+        UserError: parallel sizes, layers or engines that do not divide.
+    """
+    hf_config = _hf_config(args)
+    described = _with_shape(args, hf_config)
+    shape = shape_of(described)
+    layout = parallel_layout(args) if args.has_trainer else None
+    batch = plan_batch(args, layout)
+    memory, warnings, notes = None, (), tuple(args.plan_notes)
+    if shape is not None:
+        memory, warnings, memory_notes = plan_memory(args, shape, layout, batch.micro_batches, hf_config)
+        notes += (*memory_notes, *_notes(args, hf_config))
+    if not plans_for_gpus(args):
+        # Then the run is one of processes on a machine like this one.
+        problem = host_memory_problem(_host_shares(args, memory, layout, on_gpus=False), machine_memory())
+        warnings += (problem,) if problem is not None else ()
+    if memory is None or memory.training is None:
+        warnings += tuple(_over_long(batch, layout))
+    return Plan(
+        model=_model_name(args, hf_config),
+        device="GPU" if plans_for_gpus(args) else "CPU",
+        precision=args.params_dtype_name,
+        placement=plan_placement(args, layout, engine_parts(args, layout_of(args).first_rollout_gpu)),
+        layout=_layout(args, layout, shape),
+        batch=batch,
+        parameters=plan_parameters(args, shape, layout) if shape is not None else None,
+        memory=memory,
+        sync=plan_sync(args, shape, hf_config) if shape is not None else None,
+        values=plan_values(args, parser or build_parser()),
+        custom_values=custom_values(args),
+        missing=missing_shape_flags(described),
+        warnings=warnings,
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def require_memory_of_machine(args: argparse.Namespace) -> None:
+    """Refuse a run on this machine alone whose processes need more memory than it has; on GPUs, warn of it.
+
+    Raises:
+        UserError: with both numbers and a way out; or the plan cannot be made.
+    """
+    hf_config = _hf_config(args)
+    shape = shape_of(_with_shape(args, hf_config))
+    layout = parallel_layout(args) if args.has_trainer else None
+    memory = None
+    if shape is not None:
+        memory, _, _ = plan_memory(args, shape, layout, plan_batch(args, layout).micro_batches, hf_config)
+    on_gpus = plans_for_gpus(args)
+    require_host_memory(_host_shares(args, memory, layout, on_gpus=on_gpus), on_gpus=on_gpus)
+
+
+def plan_as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON knows it: objects, lists, numbers, strings."""
+    return json.loads(json.dumps(dataclasses.asdict(plan)))
+
+
+def show_plan(args: argparse.Namespace) -> None:
+    """Print the plan; with `--dry-run-json FILE` write it there too. FILE `-` prints the JSON instead of the text.
+
+    Raises:
+        UserError: FILE cannot be written; nothing is printed then.
+    """
+    plan = make_plan(args)
+    file = args.dry_run_json
+    if file == "-":
+        print(json.dumps(plan_as_json(plan), indent=2))
+        return
+    if file is not None:
+        _write(file, plan)
+    print(render(plan))
+
+
+def _over_long(batch: BatchPlan, layout: ParallelLayout | None) -> Iterator[str]:
+    """What the memory part says with numbers, where it has none."""
+    budget, longest = batch.token_budget, batch.longest_sample
+    if layout is not None and budget is not None and longest is not None and longest > budget:
+        yield over_long_warning(longest, budget // layout.context, layout.context)
+
+
+def _write(file: str, plan: Plan) -> None:
+    try:
+        write_json_atomically(file, plan_as_json(plan))
+    except OSError as error:
+        raise UserError(
+            f"--dry-run-json {file} cannot be written: {error.strerror or error}; give a path that can, such as "
+            "/tmp/plan.json, or - for the standard output"
+        ) from None
+
+
+def _hf_config(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The config of --hf-checkpoint; None when it cannot be read, which validation has noted."""
+    if args.hf_checkpoint is None:
+        return None
+    try:
+        return read_hf_config(args.hf_checkpoint)
+    except UserError:
+        return None
+
+
+def _with_shape(args: argparse.Namespace, hf_config: dict[str, Any] | None) -> argparse.Namespace:
+    """`args`; without training ranks, whose shape is in no flag, a copy with that of the config."""
+    if args.has_trainer or hf_config is None:
+        return args
+    try:
+        derived = model_args_from_hf(hf_config)
+    except UserError:
+        return args
+    unset = {name: value for name, value in derived.items() if name not in args.typed_flags}
+    return argparse.Namespace(**{**vars(args), **unset})
+
+
+def _model_name(args: argparse.Namespace, hf_config: dict[str, Any] | None) -> str:
+    architecture = ((hf_config or {}).get("architectures") or [None])[0]
+    directory = Path(args.hf_checkpoint).name if args.hf_checkpoint else None
+    if directory and architecture:
+        return f"{directory} ({architecture})"
+    return directory or args.model_name or "the model of the flags"
+
+
+def _host_shares(
+    args: argparse.Namespace, memory: MemoryPlan | None, layout: ParallelLayout | None, *, on_gpus: bool
+) -> tuple[HostShare, ...]:
+    ranks = layout.world_size if layout is not None else 0
+    return host_shares(args, memory, ranks, engine_parts(args, 0), on_gpus=on_gpus)
+
+
+def _layout(args: argparse.Namespace, layout: ParallelLayout | None, shape: ModelShape | None) -> LayoutPlan | None:
+    if layout is None:
+        return None
+    layers = None
+    if shape is not None and not args.pipeline_model_parallel_layout:
+        layers = tuple(len(stage.layers) for stage in pipeline_stages(args))
+    return LayoutPlan(
+        tensor=layout.tensor,
+        context=layout.context,
+        expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
+        data=layout.data,
+        pipeline=layout.pipeline,
+        virtual_pipeline=layout.virtual_pipeline,
+        sequence_parallel=layout.sequence_parallel,
+        layers=layers,
+    )
+
+
+def _notes(args: argparse.Namespace, hf_config: dict[str, Any] | None) -> Iterator[str]:
+    """What the plan assumed."""
+    if starts_engines(args) and hf_config is None:
+        yield (
+            "the config.json of --hf-checkpoint was not read: engine weights and the weight sync are planned as if the "
+            "checkpoint were not quantised"
+        )
+    form = unknown_format(args, hf_config) if args.has_engines else None
+    if form is not None:
+        yield (
+            f"the format of the quantised checkpoint, {form}, is not known: engine weights and the weight sync are planned as "
+            "if it were not quantised"
+        )
+    if args.only_train_params_name_list or args.freeze_params_name_list or args.freeze_indexer:
+        yield "all parameters are planned as trained: gradients and optimizer state of the frozen ones are not taken off"
+    typed = {"bf16", "fp16"} & args.typed_flags
+    if plans_for_gpus(args) and not typed and gpus_on_this_machine() == 0:
+        yield "no dtype was typed: planned for bfloat16, as on GPUs; on this machine, without one, a run would use float32"

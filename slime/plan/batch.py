@@ -1,0 +1,98 @@
+"""The arithmetic of a run: prompts → rollouts → optimizer steps → micro-batches, and the numbers of parameters."""
+
+import argparse
+import dataclasses
+
+from slime.arguments.lengths import longest_sample, planned_sample, prompt_is_limited
+from slime.arguments.megatron.stages import pipeline_stages
+from slime.estimates.layout import ParallelLayout
+from slime.estimates.parameters import count_parameters, rank_parameters
+from slime.estimates.shape import ModelShape
+from slime.plan.structure import BatchPlan, ParameterPlan
+
+# Bytes per token of the columns that every train batch of engines has; of those that some have.
+_COLUMN_BYTES = {"tokens": 8, "loss_masks": 4, "rollout_log_probs": 4}
+_TEACHER_BYTES = _VALUE_BYTES = _EXPERT_BYTES = 4
+
+
+def plan_batch(args: argparse.Namespace, layout: ParallelLayout | None) -> BatchPlan:
+    """The arithmetic; micro-batches are counted for samples of the longest allowed length."""
+    rollouts = args.rollout_batch_size * args.n_samples_per_prompt
+    global_batch = args.global_batch_size
+    steps = max(1, rollouts // global_batch)
+    data = layout.data if layout is not None else 1
+    budget = None
+    if layout is not None and args.use_dynamic_batch_size:
+        budget = args.max_tokens_per_gpu * layout.context
+    longest, limited, sample = longest_sample(args), prompt_is_limited(args), _sample_length(args)
+    return BatchPlan(
+        prompts=args.rollout_batch_size,
+        samples_per_prompt=args.n_samples_per_prompt,
+        rollouts=rollouts,
+        global_batch_size=global_batch,
+        optimizer_steps=steps,
+        rollouts_per_rank_and_step=global_batch / data,
+        token_budget=budget,
+        longest_sample=longest,
+        prompt_is_limited=limited,
+        assumed_sample=sample if longest is None and layout is not None else None,
+        micro_batches=_micro_batches(args, layout, global_batch, budget, sample),
+        num_rollout=args.num_rollout,
+        total_optimizer_steps=None if args.num_rollout is None else args.num_rollout * steps,
+        object_store=train_batch_bytes(args) if layout is not None else None,
+    )
+
+
+def train_batch_bytes(args: argparse.Namespace) -> int:
+    """Bytes of one rollout step's train batch in Ray's object store, all samples at their longest; 0 without a trainer.
+
+    A lower bound where no flag limits the prompt. The driver lets a batch go before it asks for the next.
+    """
+    if not args.has_trainer:
+        return 0
+    per_token = sum(_COLUMN_BYTES.values())
+    if args.use_opd:
+        per_token += _TEACHER_BYTES
+    if args.use_rollout_routing_replay:
+        per_token += _EXPERT_BYTES * (args.num_layers or 0) * (args.moe_router_topk or 0)
+    if args.use_critic:
+        # Its ranks may be laid out in another way, and take shards of their own; values and what the actor says about them
+        # travel as well.
+        per_token = 2 * (per_token + _VALUE_BYTES)
+    return args.rollout_batch_size * args.n_samples_per_prompt * (_sample_length(args) or 0) * per_token
+
+
+def _sample_length(args: argparse.Namespace) -> int | None:
+    longest = longest_sample(args)
+    # A prompt has a token at least.
+    return longest + (not prompt_is_limited(args)) if longest is not None else planned_sample(args)
+
+
+def _micro_batches(
+    args: argparse.Namespace, layout: ParallelLayout | None, global_batch: int, budget: int | None, sample: int | None
+) -> int | None:
+    """Of one data-parallel rank and step; the count is the same on all ranks."""
+    if layout is None:
+        return None
+    if budget is None:
+        together = args.micro_batch_size
+    elif sample is None:
+        return None
+    else:
+        together = max(1, budget // sample)
+    count = -(-global_batch // together)
+    group = (args.microbatch_group_size_per_vp_stage or layout.pipeline) if layout.virtual_pipeline > 1 else 1
+    multiple = layout.data * group
+    return -(-count // multiple) * group
+
+
+def plan_parameters(args: argparse.Namespace, shape: ModelShape, layout: ParallelLayout | None) -> ParameterPlan:
+    """The total is that of the checkpoint; ranks hold the padded vocabulary."""
+    total = count_parameters(shape).total
+    if layout is None or args.pipeline_model_parallel_layout:
+        return ParameterPlan(total, None, ())
+    if args.train_backend != "megatron":
+        return ParameterPlan(total, -(-total // layout.world_size), ())
+    counts = count_parameters(shape, padded_vocabulary=True)
+    held = [rank_parameters(shape, counts, layout, stage) for stage in pipeline_stages(args)]
+    return ParameterPlan(total, max(rank.total for rank in held), tuple(dataclasses.asdict(rank) for rank in held))

@@ -1,0 +1,360 @@
+"""The memory part of the plan: training, serving, and both together on the GPUs that they share; which flags would make a part
+smaller.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from slime.arguments.critic import critic_args
+from slime.arguments.lengths import longest_sample, prompt_is_limited
+from slime.arguments.planned_device import gpu_memory_gib, plans_for_gpus
+from slime.estimates.layout import ParallelLayout
+from slime.estimates.memory import (
+    HOST_PARTS,
+    MEMORY_PARTS,
+    RankMemory,
+    TrainingSetup,
+    push_buffers,
+    training_memory,
+    worst_rank,
+)
+from slime.estimates.serving import ServingMemory, serving_memory
+from slime.estimates.shape import ModelShape
+from slime.plan.placement import gpus_per_node, placement_mode, serving_setup, starts_engines
+from slime.plan.setup import (
+    CUDA_OVERHEAD_BYTES,
+    host_copies,
+    padded_stream,
+    parallel_layout,
+    shape_of,
+    tokens_of_stream,
+    training_setup,
+)
+from slime.plan.structure import MemoryPlan, PartPlan, PhasePlan, ServingMemoryPlan, TrainingMemoryPlan
+
+GIB = 2**30
+
+
+def plan_memory(
+    args: argparse.Namespace,
+    shape: ModelShape,
+    layout: ParallelLayout | None,
+    micro_batches: int | None,
+    hf_config: dict[str, Any] | None,
+) -> tuple[MemoryPlan, tuple[str, ...], tuple[str, ...]]:
+    """Estimates, warnings about them, and notes on what they assume."""
+    gpu_memory, source = None, "the run uses no GPU (SLIME_ACCELERATOR=cpu)"
+    if plans_for_gpus(args):
+        gib, source = gpu_memory_gib(args)
+        gpu_memory = round(gib * GIB)
+    reason = _not_estimated(args, layout)
+    setup = worst = training = None
+    critic = 0
+    if layout is not None and reason is None:
+        setup = training_setup(args, layout, tokens_of_stream(args, layout), micro_batches)
+        memories = training_memory(shape, setup)
+        worst = worst_rank(memories)
+        critic = critic_bytes(args, worst, micro_batches) if args.use_critic else 0
+        training = _training(args, setup, memories, worst, critic, gpu_memory)
+    served, serving = _serving(args, shape, hf_config, gpu_memory)
+    buckets = push_buffers(shape, setup) if setup is not None else 0
+    phases = _phases(args, worst, critic, buckets, served, gpu_memory)
+    warnings = [_too_large(phase, gpu_memory) for phase in phases if phase.fits is False]
+    warnings += _cache_warnings(args, served, gpu_memory)
+    if setup is not None and worst is not None:
+        warnings += _over_long(args, shape, setup, worst)
+    notes = (reason,) if reason is not None else tuple(_training_notes(args) if training is not None else ())
+    return MemoryPlan(gpu_memory, source, training, serving, phases), tuple(warnings), notes
+
+
+def _training(
+    args: argparse.Namespace,
+    setup: TrainingSetup,
+    memories: tuple[RankMemory, ...],
+    worst: RankMemory,
+    critic: int,
+    gpu_memory: int | None,
+) -> TrainingMemoryPlan:
+    total = worst.total + critic
+    limit = min(total, gpu_memory or total)
+    parts = tuple(
+        PartPlan(name, size, lower_training(args, setup, name, size / limit))
+        for name in MEMORY_PARTS
+        if (size := getattr(worst, name))
+    )
+    if critic:
+        parts = (*parts, PartPlan("critic", critic, lower_training(args, setup, "critic", critic / limit)))
+    return TrainingMemoryPlan(
+        parts,
+        total,
+        worst.stage,
+        worst.moment,
+        tuple(memory.total + critic for memory in memories),
+        worst.host,
+        _host_parts(args, worst),
+        worst.host * min(gpus_per_node(args), setup.layout.world_size),
+        tuple(memory.host for memory in memories),
+    )
+
+
+def _training_notes(args: argparse.Namespace) -> Iterator[str]:
+    if args.use_critic:
+        yield NOTE
+    if longest_sample(args) is not None and not prompt_is_limited(args):
+        yield (
+            "no flag limits the prompt: samples are counted without theirs, so micro-batches and memory are lower bounds; "
+            "give --rollout-max-prompt-len or --rollout-max-context-len"
+        )
+
+
+def _host_parts(args: argparse.Namespace, worst: RankMemory) -> tuple[PartPlan, ...]:
+    names = {
+        "host_offloaded": "offloaded optimizer",
+        "host_asleep": "weights and optimizer while the trainer sleeps",
+        "host_copies": f"sets of weights ({', '.join(host_copies(args))})",
+    }
+    return tuple(PartPlan(names[part], getattr(worst, part)) for part in HOST_PARTS if getattr(worst, part))
+
+
+def _not_estimated(args: argparse.Namespace, layout: ParallelLayout | None) -> str | None:
+    """Why training ranks have no estimate; None also where there are none."""
+    if layout is None:
+        return None
+    typed = {
+        f"--train-backend {args.train_backend}": args.train_backend != "megatron",
+        "--use-megatron-fsdp": args.use_megatron_fsdp,
+        "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout,
+    }
+    if any(typed.values()):
+        return f"{next(flag for flag in typed if typed[flag])}: training memory is not estimated"
+    if tokens_of_stream(args, layout) is None:
+        return (
+            "training memory needs the size of a micro-batch: give --max-tokens-per-gpu with --use-dynamic-batch-size, "
+            "or --rollout-max-context-len"
+        )
+    return None
+
+
+def _serving(
+    args: argparse.Namespace, shape: ModelShape, hf_config: dict[str, Any] | None, gpu_memory: int | None
+) -> tuple[ServingMemory | None, ServingMemoryPlan | None]:
+    if not starts_engines(args):
+        return None, None
+    setup = serving_setup(args, shape, hf_config, gpu_memory)
+    memory = serving_memory(shape, setup)
+    parts = [
+        PartPlan(name, size, lower_serving(name, size / min(memory.total, gpu_memory or memory.total)))
+        for name in ("weights", "kv_cache", "reserve")
+        if (size := getattr(memory, name))
+    ]
+    longest = longest_sample(args)
+    plan = ServingMemoryPlan(
+        parts=tuple(parts),
+        total=memory.total,
+        static_fraction=setup.static_fraction,
+        cache_bytes_per_token=memory.cache_bytes_per_token,
+        cache_tokens=memory.cache_tokens,
+        sequences=memory.cache_tokens / longest if longest else None,
+    )
+    return memory, plan
+
+
+def _phases(
+    args: argparse.Namespace,
+    worst: RankMemory | None,
+    critic: int,
+    buckets: int,
+    served: ServingMemory | None,
+    gpu_memory: int | None,
+) -> tuple[PhasePlan, ...]:
+    """What lies on one GPU in each phase: on GPUs of their own, or with both on it."""
+    if gpu_memory is None:
+        return ()
+    engine = served.weights + served.kv_cache if served is not None else 0
+    if placement_mode(args) != "colocated" or worst is None or served is None:
+        trainer = None if worst is None else worst.total + critic
+        return _phases_apart(args, trainer, engine if served is not None else None, gpu_memory)
+    left_behind = CUDA_OVERHEAD_BYTES
+    asleep = left_behind if args.offload_train else worst.persistent
+    idle = left_behind if args.offload_rollout else engine
+    # A trainer that sleeps sends its host copies; engines take their weights back first, the cache after the sync.
+    receiving = left_behind + served.weights if args.offload_rollout else idle
+    return (
+        _phase("training", worst.total + critic, idle, gpu_memory),
+        _phase("weight sync", asleep + buckets, receiving, gpu_memory),
+        _phase("generation", asleep, engine, gpu_memory),
+    )
+
+
+def _phases_apart(
+    args: argparse.Namespace, trainer: int | None, engine: int | None, gpu_memory: int
+) -> tuple[PhasePlan, ...]:
+    """Each on its own GPUs, or on shared ones where one of them is not known."""
+    phases = []
+    unknown = args.has_trainer and trainer is None
+    if args.has_trainer:
+        phases.append(_phase("training", trainer, 0, gpu_memory))
+    if engine is not None:
+        beside = None if unknown and placement_mode(args) == "colocated" else 0
+        phases.append(_phase("generation", beside, engine, gpu_memory))
+    return tuple(phases)
+
+
+def _phase(name: str, trainer: int | None, engine: int, gpu_memory: int) -> PhasePlan:
+    if trainer is None:
+        return PhasePlan(name, None, engine, engine, None if engine <= gpu_memory else False)
+    return PhasePlan(name, trainer, engine, trainer + engine, trainer + engine <= gpu_memory)
+
+
+def _too_large(phase: PhasePlan, gpu_memory: int) -> str:
+    return (
+        f"{phase.name} needs {phase.total / GIB:.1f} GiB on a GPU of {gpu_memory / GIB:.1f} GiB: it does not fit; "
+        "the flags beside the largest parts would lower it"
+    )
+
+
+def _cache_warnings(args: argparse.Namespace, served: ServingMemory | None, gpu_memory: int | None) -> list[str]:
+    if served is None or gpu_memory is None:
+        return []
+    gpus = args.rollout_num_gpus_per_engine
+    if served.cache_tokens == 0:
+        return [
+            f"the weights of an engine take {served.weights / GIB:.1f} GiB on each of its {gpus} GPUs and leave nothing "
+            "for the KV cache; raise --rollout-num-gpus-per-engine or --sglang-mem-fraction-static"
+        ]
+    longest = longest_sample(args)
+    if longest is not None and served.cache_tokens < longest:
+        return [
+            f"the KV cache of an engine holds {served.cache_tokens} tokens, less than one sample of {longest}; raise "
+            "--rollout-num-gpus-per-engine or --sglang-mem-fraction-static"
+        ]
+    return []
+
+
+def _over_long(args: argparse.Namespace, shape: ModelShape, setup: TrainingSetup, worst: RankMemory) -> Iterator[str]:
+    """What a sample above the token budget would need."""
+    longest = longest_sample(args)
+    share = -(-longest // setup.layout.context) if longest is not None else 0
+    if share > setup.stream_tokens:
+        longer = replace(setup, stream_tokens=padded_stream(args, setup.layout, share))
+        peak = worst_rank(training_memory(shape, longer)).total
+        peaks = f"{peak / GIB:.1f} GiB instead of {worst.total / GIB:.1f} GiB"
+        yield over_long_warning(longest, setup.stream_tokens, setup.layout.context, peaks)
+
+
+def over_long_warning(longest: int, tokens: int, context: int, peaks: str | None = None) -> str:
+    """What happens to a sample above the budget; `peaks`: the training peak then, and otherwise."""
+    warning = (
+        f"the longest allowed sample ({longest} tokens) is above the token budget of a micro-batch ({tokens} x "
+        f"--context-parallel-size {context}): such a sample makes a micro-batch of its own"
+    )
+    return warning if peaks is None else f"{warning}, and the training peak is then {peaks}"
+
+
+NOTE = (
+    "the critic stays on the GPU while the actor works, and the actor while the critic works: moving one of them to the host "
+    "is not built yet"
+)
+
+
+def critic_bytes(args: argparse.Namespace, actor: RankMemory, micro_batches: int | None) -> int:
+    """What a rank needs for the critic on top of the peak of the actor.
+
+    Either the critic rests at that moment, or it works and needs so much that the peak is its own.
+
+    Args:
+        actor: the actor's memory on the rank with the highest peak.
+
+    Raises:
+        UserError: the critic's sizes do not divide the number of ranks, or its layers cannot be split.
+    """
+    critic = critic_args(args)
+    # In place of a vocabulary projection it has one row. It never pushes, and keeps no other set of weights.
+    critic.untie_embeddings_and_output_weights = False
+    critic.has_engines = critic.offload_train = False
+    layout = parallel_layout(critic)
+    setup = training_setup(critic, layout, tokens_of_stream(critic, layout), micro_batches)
+    worst = worst_rank(training_memory(shape_of(critic), setup))
+    return max(worst.persistent, worst.total - worst.logits + actor.persistent - actor.total)
+
+
+# Advice for a part that is less than this of the whole, or of the GPU where the whole is larger, would only distract.
+_WORTH_WHILE = 0.02
+
+_SERVING = {
+    "weights": "--rollout-num-gpus-per-engine",
+    "kv_cache": "--sglang-mem-fraction-static, --sglang-kv-cache-dtype fp8_e4m3",
+}
+
+
+def lower_training(args: argparse.Namespace, setup: TrainingSetup, part: str, share: float) -> str | None:
+    """Flags that would lower `part`, which is `share` of the whole or of the GPU; None: not worth while, or none known."""
+    if share < _WORTH_WHILE:
+        return None
+    find = {
+        "weights": _sharding,
+        "gradients": _gradients,
+        "optimizer": _optimizer,
+        "critic": _sharding,
+        "activations": _activations,
+        "logits": _logits,
+        "buffers": _buffers,
+    }.get(part)
+    return ", ".join(find(args, setup)) if find is not None else None
+
+
+def lower_serving(part: str, share: float) -> str | None:
+    """The same for an engine."""
+    return _SERVING.get(part) if share >= _WORTH_WHILE else None
+
+
+def _sharding(args: argparse.Namespace, setup: TrainingSetup) -> list[str]:
+    flags = ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"]
+    return ["--expert-model-parallel-size", *flags] if args.num_experts else flags
+
+
+def _gradients(args: argparse.Namespace, setup: TrainingSetup) -> list[str]:
+    in_16_bits = ["--grad-reduce-in-bf16"] if setup.state.gradient > setup.state.weight else []
+    return [*in_16_bits, *_sharding(args, setup)]
+
+
+def _optimizer(args: argparse.Namespace, setup: TrainingSetup) -> list[str]:
+    flags = []
+    if not setup.state.distributed:
+        flags.append("--use-distributed-optimizer")
+    if setup.state.offloaded < 1:
+        flags.append("--optimizer-cpu-offload")
+    if setup.state.distributed and _keeps_whole_main_parameters(args):
+        flags.append("--use-precision-aware-optimizer")
+    return [*flags, "more --actor-num-nodes"]
+
+
+def _keeps_whole_main_parameters(args: argparse.Namespace) -> bool:
+    """Where their upper half is the weight itself, so that 16 bits would do."""
+    narrow = args.use_precision_aware_optimizer or args.optimizer_cpu_offload
+    return args.params_dtype_name == "bfloat16" and args.optimizer == "adam" and not narrow
+
+
+def _activations(args: argparse.Namespace, setup: TrainingSetup) -> list[str]:
+    flags = []
+    if setup.recompute.granularity != "full":
+        flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    if setup.layout.tensor > 1 and not setup.layout.sequence_parallel:
+        flags.append("--sequence-parallel")
+    return [*flags, *_tokens(args), "--context-parallel-size"]
+
+
+def _logits(args: argparse.Namespace, setup: TrainingSetup) -> list[str]:
+    return [*_tokens(args), "--tensor-model-parallel-size"]
+
+
+def _buffers(args: argparse.Namespace, setup: TrainingSetup) -> list[str]:
+    return ["--update-weight-buffer-size", "--tensor-model-parallel-size"]
+
+
+def _tokens(args: argparse.Namespace) -> list[str]:
+    if args.use_dynamic_batch_size:
+        return ["--max-tokens-per-gpu"]
+    return ["--micro-batch-size", "--use-dynamic-batch-size --max-tokens-per-gpu"]

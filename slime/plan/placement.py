@@ -1,0 +1,221 @@
+"""Where every training rank and every engine goes, how engines divide their memory, and what a weight sync moves to them.
+
+GPUs count in order of their nodes, training first unless the two share.
+"""
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+from slime.arguments.config_files.serving_config import ModelServing, ServerGroup, serving_of
+from slime.arguments.planned_device import plans_for_gpus
+from slime.estimates.layout import ParallelLayout
+from slime.estimates.serving import ServingSetup, WeightBytes, served_bytes, served_weight_bytes, unknown_quantisation
+from slime.estimates.shape import ModelShape
+from slime.plan.structure import GpuPlan, NodePlan, PlacementPlan, SyncPlan
+
+
+@dataclass(frozen=True)
+class EnginePart:
+    """GPU `first + i` of the run holds part i % `per_engine` of an engine; engines of one kind, `worker`."""
+
+    first: int
+    count: int
+    per_engine: int
+    worker: str | None = None
+
+
+def plan_placement(
+    args: argparse.Namespace, layout: ParallelLayout | None, parts: tuple[EnginePart, ...]
+) -> PlacementPlan:
+    """The placement; `layout` None: no training ranks. `parts` count their GPUs from the first GPU of the run."""
+    mode = placement_mode(args)
+    training = layout.world_size if layout is not None else 0
+    total = max([training, *(part.first + part.count for part in parts)])
+    per_node = gpus_per_node(args)
+    engines = _engine_of_gpu(parts)
+    gpus = [_gpu(gpu, layout if gpu < training else None, engines.get(gpu)) for gpu in range(total)]
+    nodes = tuple(
+        NodePlan(start // per_node, tuple(gpus[start : start + per_node])) for start in range(0, total, per_node)
+    )
+    count = len({place[0] for place in engines.values()})
+    return PlacementPlan(mode, total, per_node, training, count, nodes)
+
+
+def placement_mode(args: argparse.Namespace) -> str:
+    """The way in which training and engines share the GPUs."""
+    if not args.has_engines:
+        return "training only"
+    if not args.has_trainer:
+        return "engines only"
+    if args.rollout_external_engine_addrs:
+        return "external engines"
+    return "colocated" if args.colocate else "disaggregated"
+
+
+def gpus_per_node(args: argparse.Namespace) -> int:
+    """GPUs of one node."""
+    if args.colocate and "num_gpus_per_node" not in args.typed_flags:
+        return args.actor_num_gpus_per_node
+    return args.num_gpus_per_node
+
+
+def _engine_of_gpu(parts: tuple[EnginePart, ...]) -> dict[int, tuple[int, int, str | None]]:
+    found: dict[int, tuple[int, int, str | None]] = {}
+    engine = 0
+    for part in parts:
+        for offset in range(part.count - part.count % part.per_engine):
+            number, rank = divmod(offset, part.per_engine)
+            found[part.first + offset] = (engine + number, rank, part.worker)
+        engine += part.count // part.per_engine
+    return found
+
+
+def _gpu(gpu: int, layout: ParallelLayout | None, engine: tuple[int, int, str | None] | None) -> GpuPlan:
+    number, engine_rank, worker = engine if engine is not None else (None, None, None)
+    if layout is None:
+        return GpuPlan(gpu, engine=number, engine_rank=engine_rank, worker=worker)
+    place = layout.place(gpu)
+    return GpuPlan(
+        gpu, gpu, place.tensor, place.context, place.data, place.pipeline, place.expert, number, engine_rank, worker
+    )
+
+
+# What SGLang chooses by itself lies between 0.8 and 0.9, depending on GPU and graph sizes.
+ASSUMED_STATIC_FRACTION = 0.85
+# What the engines of this product take on CPU, unless a flag says otherwise.
+CPU_CACHE_TOKENS = 32768
+_CACHE_BYTES = {"auto": None, "bfloat16": 2.0, "bf16": 2.0, "float32": 4.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0}
+_WEIGHT_BYTES = {"auto": None, "bfloat16": 2.0, "half": 2.0, "float16": 2.0, "float": 4.0, "float32": 4.0}
+
+
+def starts_engines(args: argparse.Namespace) -> bool:
+    """Whether the run has engines on GPUs of its own."""
+    return args.has_engines and not args.rollout_external_engine_addrs and bool(args.rollout_num_gpus)
+
+
+def engine_parts(args: argparse.Namespace, first: int) -> tuple[EnginePart, ...]:
+    """Runs of equal engines from GPU `first` on."""
+    if not starts_engines(args):
+        return ()
+    per_engine = max(1, args.rollout_num_gpus_per_engine)
+    configured = [group for model in _configured_models(args) for group in model.groups]
+    groups = [(group.num_gpus, group.num_gpus_per_engine, group.worker_type) for group in configured]
+    prefill = (args.prefill_num_servers or 0) * per_engine
+    if not groups and prefill:
+        groups = [(prefill, per_engine, "prefill"), (args.rollout_num_gpus - prefill, per_engine, "decode")]
+    groups = groups or [(args.rollout_num_gpus, per_engine, None)]
+    parts = []
+    for count, size, worker in groups:
+        if worker != "placeholder" and count > 0:
+            parts.append(EnginePart(first, count, size, None if worker == "regular" else worker))
+        first += count
+    return tuple(parts)
+
+
+def serving_setup(
+    args: argparse.Namespace, shape: ModelShape, hf_config: dict[str, Any] | None, gpu_memory: int | None
+) -> ServingSetup:
+    """How an engine of the trained model divides its memory; of its first group, where `--sglang-config` has several.
+
+    Args:
+        hf_config: the config of --hf-checkpoint, for its quantisation; None when there is none.
+        gpu_memory: bytes of one GPU; None on CPU.
+    """
+    group = _group_of_trained_model(args)
+    overrides = group.overrides if group is not None else {}
+    gpus = group.num_gpus_per_engine if group is not None else max(1, args.rollout_num_gpus_per_engine)
+
+    def field(*names: str) -> Any:
+        found = [overrides.get(name, _server_flag(args, name)) for name in names]
+        return next((value for value in found if value is not None), None)
+
+    pipeline = field("pp_size", "pp") or 1
+    attention_data = (field("dp_size", "dp") or 1) if field("enable_dp_attention") else 1
+    weights = weight_bytes(args, shape, hf_config)
+    tokens = field("max_total_tokens")
+    if gpu_memory is None and tokens is None:
+        tokens = CPU_CACHE_TOKENS
+    return ServingSetup(
+        tensor=max(1, gpus // pipeline),
+        pipeline=pipeline,
+        attention_data=attention_data,
+        weight_bytes=weights,
+        cache_bytes=_CACHE_BYTES.get(field("kv_cache_dtype") or "auto") or weights.rest,
+        gpu_memory=gpu_memory or 0,
+        static_fraction=None if gpu_memory is None else field("mem_fraction_static") or ASSUMED_STATIC_FRACTION,
+        max_total_tokens=tokens,
+        sharded_head=not field("enable_dp_lm_head"),
+    )
+
+
+def weight_bytes(args: argparse.Namespace, shape: ModelShape, hf_config: dict[str, Any] | None) -> WeightBytes:
+    """Bytes of one element of a served weight by part, as --hf-checkpoint is quantised."""
+    return served_weight_bytes(shape, _plain_bytes(args), *_quantised_as(args, hf_config))
+
+
+def unknown_format(args: argparse.Namespace, hf_config: dict[str, Any] | None) -> str | None:
+    """How --hf-checkpoint is quantised, where its bytes are not known."""
+    return unknown_quantisation(*_quantised_as(args, hf_config))
+
+
+def _quantised_as(
+    args: argparse.Namespace, hf_config: dict[str, Any] | None
+) -> tuple[dict[str, Any] | None, str | None]:
+    return (hf_config or {}).get("quantization_config"), _server_flag(args, "quantization")
+
+
+def _plain_bytes(args: argparse.Namespace) -> float:
+    """Bytes of one element of a served weight that is not quantised."""
+    named = _WEIGHT_BYTES.get(_server_flag(args, "dtype") or "auto")
+    if named is not None:
+        return named
+    if not plans_for_gpus(args):
+        return 4.0
+    return 4.0 if args.has_trainer and args.params_dtype_name == "float32" else 2.0
+
+
+def _server_flag(args: argparse.Namespace, name: str) -> Any:
+    """`--sglang-{name}`; None where it is not typed, or sglang is not installed."""
+    return getattr(args, f"sglang_{name}", None)
+
+
+def _group_of_trained_model(args: argparse.Namespace) -> ServerGroup | None:
+    """The first group with engines, of a model that gets the trainer's weights where there is one."""
+    models = sorted(_configured_models(args), key=lambda model: not model.update_weights)
+    return next((group for model in models for group in model.groups if group.num_engines), None)
+
+
+def _configured_models(args: argparse.Namespace) -> list[ModelServing]:
+    return serving_of(args)[0] if args.sglang_config else []
+
+
+_SHARED_HANDLES = "shared handles"
+
+
+def plan_sync(args: argparse.Namespace, shape: ModelShape, hf_config: dict[str, Any] | None) -> SyncPlan | None:
+    """Every engine receives every weight once; the receiving link is the bottleneck. None: nothing is pushed."""
+    if not (args.has_trainer and (args.rollout_external_engine_addrs or starts_engines(args))):
+        return None
+    total = served_bytes(shape, weight_bytes(args, shape, hf_config))
+    gbps, bucket = args.dry_run_link_gbps, args.update_weight_buffer_size
+    transport = _transport(args)
+    shared = transport == _SHARED_HANDLES
+    moves = not shared or _sharded(args)
+    return SyncPlan(transport, total, -(-total // bucket), gbps, total * 8 / (gbps * 1e9) if moves else 0.0, shared)
+
+
+def _sharded(args: argparse.Namespace) -> bool:
+    """Whether no rank holds all weights."""
+    if args.train_backend != "megatron":
+        return args.world_size > 1
+    sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size)
+    return max(sizes) > 1
+
+
+def _transport(args: argparse.Namespace) -> str:
+    if args.update_weight_mode == "delta":
+        return "disk, changed bytes only (at most)"
+    if args.update_weight_transport == "disk":
+        return "disk"
+    return _SHARED_HANDLES if placement_mode(args) == "colocated" else "process group"

@@ -1,0 +1,182 @@
+"""From checked `args` to what the memory model takes: shape, layout, precision, optimizer state, recomputation."""
+
+import argparse
+
+from slime.arguments.lengths import planned_sample
+from slime.arguments.megatron.stages import pipeline_stages
+from slime.arguments.model_shape import SHAPE_FLAGS, model_shape_from_args, padded_vocabulary
+from slime.arguments.model_states import OLD_ACTOR, REFERENCE, ROLLOUT_ACTOR, TEACHER, other_model_states
+from slime.arguments.planned_device import plans_for_gpus
+from slime.estimates.activations import Kernels, Recompute
+from slime.estimates.layout import ParallelLayout
+from slime.estimates.memory import ACCELERATOR_CHUNK_BYTES, ONE_THREAD_CHUNK_BYTES, StateBytes, TrainingSetup
+from slime.estimates.shape import ModelShape
+
+# Context of the CUDA driver, workspaces of cuBLAS, buffers of NCCL: what a rank takes before its first tensor.
+CUDA_OVERHEAD_BYTES = 2 * 2**30
+_STATES = {REFERENCE: "reference", TEACHER: "teacher", OLD_ACTOR: "old actor", ROLLOUT_ACTOR: "rollout actor"}
+_DTYPE_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "fp8": 1, "uint8": 1}
+
+
+def missing_shape_flags(args: argparse.Namespace) -> tuple[str, ...]:
+    """Flags without which the model's shape is not known."""
+    return tuple("--" + name.replace("_", "-") for name in SHAPE_FLAGS if getattr(args, name) is None)
+
+
+def shape_of(args: argparse.Namespace) -> ModelShape | None:
+    """The model's shape, its vocabulary padded as the trainer pads it; None while flags are missing."""
+    if missing_shape_flags(args):
+        return None
+    return model_shape_from_args(argparse.Namespace(**{**vars(args), "padded_vocab_size": padded_vocabulary(args)}))
+
+
+def parallel_layout(args: argparse.Namespace) -> ParallelLayout:
+    """The layout of the training ranks.
+
+    Raises:
+        UserError: the sizes do not divide the number of ranks.
+    """
+    tensor = args.tensor_model_parallel_size
+    return ParallelLayout(
+        world_size=args.world_size,
+        tensor=tensor,
+        pipeline=args.pipeline_model_parallel_size,
+        context=args.context_parallel_size,
+        expert=args.expert_model_parallel_size,
+        # Megatron's own default: experts are cut like everything else.
+        expert_tensor=(args.expert_tensor_parallel_size or tensor) if args.num_experts else 1,
+        virtual_pipeline=args.virtual_pipeline_model_parallel_size or 1,
+        sequence_parallel=args.sequence_parallel and tensor > 1,
+    )
+
+
+def state_bytes(args: argparse.Namespace, kernels: Kernels) -> StateBytes:
+    """Bytes per parameter of weights, gradients and optimizer state."""
+    weight = 4 if args.params_dtype_name == "float32" else 2
+    gradient = 4 if args.accumulate_allreduce_grads_in_fp32 else weight
+    moments, vocabulary_moments = _moments(args)
+    step = 0
+    if kernels is not Kernels.TRANSFORMER_ENGINE and args.optimizer == "adam" and moments:
+        step += 4  # the root of the second moment, for all parameters at once
+    if gradient < 4 and weight < 4 and not _narrow_optimizer(args):
+        step += 4  # the main parameters' gradients
+    return StateBytes(
+        weight=weight,
+        gradient=gradient,
+        main_parameter=_main_parameter(args) if weight < 4 else 0,
+        moments=moments,
+        step=step,
+        vocabulary_moments=vocabulary_moments,
+        distributed=args.optimizer == "dist_muon" or args.use_distributed_optimizer and args.optimizer != "muon",
+        offloaded=args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0,
+    )
+
+
+def _moments(args: argparse.Namespace) -> tuple[int, int]:
+    """Of a matrix, and what embedding, head and norms have on top."""
+    if args.optimizer == "sgd":
+        return (4 if args.sgd_momentum else 0), 0
+    if args.optimizer in ("muon", "dist_muon"):
+        return 4, 4  # one momentum; the rest is left to Adam, which has two
+    if args.use_stateless_adam:
+        return 0, 0
+    if not _narrow_optimizer(args):
+        return 8, 0
+    return _dtype_bytes(args.exp_avg_dtype) + _dtype_bytes(args.exp_avg_sq_dtype), 0
+
+
+def _main_parameter(args: argparse.Namespace) -> int:
+    if not _narrow_optimizer(args):
+        return 4
+    size = _dtype_bytes(args.main_params_dtype)
+    # The upper half of a float32 is the bfloat16 weight itself.
+    remainder = args.params_dtype_name == "bfloat16" and args.store_param_remainders and size == 4
+    return 2 if remainder else size
+
+
+def _narrow_optimizer(args: argparse.Namespace) -> bool:
+    """Whether the flags decide the dtypes of the optimizer's state; in host memory it is float32."""
+    return args.use_precision_aware_optimizer and not args.optimizer_cpu_offload
+
+
+def kernels_of(args: argparse.Namespace) -> Kernels:
+    """Who computes the layers on the planned device."""
+    if not plans_for_gpus(args):
+        return Kernels.TORCH_CPU
+    if args.transformer_impl == "transformer_engine":
+        return Kernels.TRANSFORMER_ENGINE
+    return Kernels.TORCH_CUDA
+
+
+def recompute_of(args: argparse.Namespace) -> Recompute:
+    """What the backward pass computes again."""
+    return Recompute(
+        granularity=args.recompute_granularity,
+        method=args.recompute_method,
+        num_layers=args.recompute_num_layers or 1,
+        modules=tuple(args.recompute_modules or ("core_attn",)),
+        distributed=args.distribute_saved_activations,
+    )
+
+
+def tokens_of_stream(args: argparse.Namespace, layout: ParallelLayout) -> int | None:
+    """Tokens of one full micro-batch on one rank, padding included; None where no flag says it."""
+    if args.use_dynamic_batch_size:
+        tokens = args.max_tokens_per_gpu
+    else:
+        sample = planned_sample(args)
+        if sample is None:
+            return None
+        tokens = -(-args.micro_batch_size * sample // layout.context)
+    return padded_stream(args, layout, tokens)
+
+
+def padded_stream(args: argparse.Namespace, layout: ParallelLayout, tokens: int) -> int:
+    """`tokens` rounded up to what streams are padded to."""
+    multiple = args.data_pad_size_multiplier * layout.tensor
+    return -(-tokens // multiple) * multiple
+
+
+def training_setup(
+    args: argparse.Namespace, layout: ParallelLayout, stream_tokens: int, micro_batches: int | None
+) -> TrainingSetup:
+    """What the memory of the training ranks follows from.
+
+    Raises:
+        UserError: the layers cannot be split over the pipeline stages.
+    """
+    kernels = kernels_of(args)
+    on_gpus = kernels is not Kernels.TORCH_CPU
+    rollouts = args.rollout_batch_size * args.n_samples_per_prompt
+    per_rank = -(-rollouts // layout.data)
+    return TrainingSetup(
+        layout=layout,
+        stages=pipeline_stages(args),
+        state=state_bytes(args, kernels),
+        kernels=kernels,
+        recompute=recompute_of(args),
+        stream_tokens=stream_tokens,
+        micro_batches=micro_batches or layout.pipeline,
+        rollout_tokens=per_rank * (planned_sample(args) or 0),
+        microbatch_group=args.microbatch_group_size_per_vp_stage,
+        log_probs_chunk=ACCELERATOR_CHUNK_BYTES if on_gpus else ONE_THREAD_CHUNK_BYTES,
+        push_bucket=args.update_weight_buffer_size if args.has_engines else 0,
+        gloo=not on_gpus,
+        host_copies=len(host_copies(args)),
+        # Actor and critic will take turns in GPU memory some day; today only a colocated trainer makes room.
+        sleeps=args.offload_train and (args.colocate or not args.use_critic),
+        overhead=CUDA_OVERHEAD_BYTES if on_gpus else 0,
+    )
+
+
+def host_copies(args: argparse.Namespace) -> tuple[str, ...]:
+    """Sets of weights in host memory: those that take turns with the actor, and the actor's, put aside meanwhile.
+
+    The last is kept for the whole run, because pinned memory is slow to allocate.
+    """
+    others = tuple(_STATES[name] for name in other_model_states(args))
+    return (*others, "actor put aside") if others else ()
+
+
+def _dtype_bytes(name: object) -> int:
+    return _DTYPE_BYTES[str(name).removeprefix("torch.")]

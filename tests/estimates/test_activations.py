@@ -1,0 +1,117 @@
+"""Bytes per token that a layer keeps, against lists written out by hand and the published formula."""
+
+from slime.estimates.activations import (
+    ActivationModel,
+    Kernels,
+    Recompute,
+    backward_working_set,
+    kept_of_chunks,
+)
+from slime.estimates.layout import ParallelLayout
+from slime.estimates.shape import MlaShape, ModelShape, MoeShape
+
+FUSED, CPU = Kernels.TRANSFORMER_ENGINE, Kernels.TORCH_CPU
+SHAPE = {
+    "num_layers": 4, "hidden_size": 512, "ffn_hidden_size": 1536, "num_attention_heads": 8, "num_query_groups": 4,
+    "head_dim": 64, "vocab_size": 32000, "padded_vocab_size": 32000,
+}  # fmt: skip
+
+
+def model(kernels=FUSED, compute_bytes=2, recompute=None, tensor=1, sequence_parallel=False, expert=1, **changes):
+    layout = ParallelLayout(tensor * expert, tensor=tensor, expert=expert, sequence_parallel=sequence_parallel)
+    shape = ModelShape(**{**SHAPE, **changes})
+    return ActivationModel(shape, layout, kernels, compute_bytes, recompute or Recompute())
+
+
+def test_published_formula_for_a_plain_transformer():
+    """Korthikanti et al. 2022, section 4.1: 34 bytes per token and hidden channel, with its two masks of dropout.
+
+    Without them 32. Ours has rotated queries and keys on top (2 + 2), and a float32 per head instead of scores.
+    """
+    layer = model(num_query_groups=8, ffn_hidden_size=4 * 512, gated_mlp=False).layer(0)
+    assert layer.kept == (34 - 2 + 4) * 512 + 4 * 8
+
+
+def test_pytorch_on_cpu_keeps_every_step():
+    """What a dispatch-mode listing of a real layer showed, in float32 elements per token."""
+    layer = model(CPU, 4, qk_norm="head").layer(0)
+    query, key, hidden, ffn = 512, 256, 512, 1536
+    norms = 2 * 2 * hidden
+    residual = 2 * hidden
+    projection = query + 2 * key
+    query_key_norm = query + query + key  # copy of the queries; both normalised
+    rotated = query + key + 4 * 64
+    attention = 2 * query + 8
+    assert layer.kept == 4 * (norms + residual + projection + query_key_norm + rotated + attention + 5 * ffn)
+
+
+def test_tensor_and_sequence_parallelism_divide_their_parts():
+    whole, cut, both = (model(tensor=t, sequence_parallel=s).layer(0) for t, s in ((1, False), (2, False), (2, True)))
+    assert cut.mlp == whole.mlp / 2 and cut.attention == whole.attention / 2
+    assert cut.norms_and_residual == whole.norms_and_residual == 2 * both.norms_and_residual
+
+
+def test_recomputation():
+    none, full = model(), model(recompute=Recompute("full", "uniform", 1))
+    kept = none.layer(0).kept
+    assert kept_of_chunks(none, [range(4)]) == 4 * kept
+    assert kept_of_chunks(full, [range(4)]) == 4 * 2 * 512
+    assert kept_of_chunks(model(recompute=Recompute("full", "uniform", 2)), [range(4)]) == 2 * 2 * 512
+    assert kept_of_chunks(model(recompute=Recompute("full", "block", 1)), [range(4)]) == 2 * 512 + 3 * kept
+    assert backward_working_set(full, [range(4)]) == kept + 2 * 2 * 1536 + 2 * 512
+    pairs = model(recompute=Recompute("full", "uniform", 2))
+    assert backward_working_set(pairs, [range(4)]) - backward_working_set(full, [range(4)]) == kept
+    assert backward_working_set(none, [range(4)]) == 2 * 2 * 1536 and backward_working_set(none, []) == 0
+    distributed = model(tensor=2, recompute=Recompute("full", "uniform", 1, distributed=True))
+    assert kept_of_chunks(distributed, [range(4)]) == 4 * 512
+
+
+def test_every_chunk_of_an_interleaved_stage_begins_anew():
+    """A block in each chunk; units of 3 layers do not cross from one chunk into the next."""
+    kept, chunks = model().layer(0).kept, [(0, 1, 2, 3), (8, 9, 10, 11)]
+    block, threes = (model(recompute=Recompute("full", *how), num_layers=16) for how in (("block", 1), ("uniform", 3)))
+    assert kept_of_chunks(block, chunks) == 2 * 2 * 512 + 6 * kept
+    assert kept_of_chunks(threes, chunks) == 4 * 2 * 512
+    assert backward_working_set(threes, [(0, 1), (4, 5)]) == 2 * kept + 2 * 2 * 1536 + 2 * 512
+
+
+def test_multi_token_prediction_knows_no_blocks():
+    block = model(recompute=Recompute("full", "block", 1))
+    assert kept_of_chunks(block, [(3,), (-1,)]) == 2 * 512 + block.layer(-1).kept
+
+
+def test_selective_recomputation_takes_out_its_modules():
+    plain = model(CPU, 4)
+    core = model(CPU, 4, recompute=Recompute("selective"))
+    # The output inside attention and the sums; the concatenated output stays.
+    assert plain.layer(0).kept - core.layer(0).kept == 4 * (512 + 8)
+    mlp = model(recompute=Recompute("selective", modules=("mlp",))).layer(0)
+    assert mlp.mlp == 0 and mlp.backward > model().layer(0).backward
+
+
+def test_experts_see_topk_copies():
+    moe = MoeShape(16, 4, 256, 0, False, False, (False, True, True, True))
+    one = model(moe=moe)
+    router = 4 * 3 * 16 + 12 * 4
+    assert one.layer(1).mlp == 4 * 2 * (512 + 4 * 256) + router
+    assert one.layer(0).mlp == 2 * 3 * 1536
+    # Of 2 tensor-parallel ranks each routes half of the tokens to experts that are whole.
+    two = model(moe=moe, tensor=2, sequence_parallel=True)
+    assert two.layer(1).mlp == 2 * 2 * (512 + 4 * 256) + 4 * 3 * 16 / 2 + 12 * 4
+
+
+def test_latent_attention():
+    mla = MlaShape(q_lora_rank=96, kv_lora_rank=64, qk_head_dim=32, qk_pos_emb_head_dim=16, v_head_dim=24)
+    kept = model(mla=mla, num_attention_heads=8).layer(0).attention
+    query, up = 8 * 48, 8 * (32 + 24)
+    down, norms = 64 + 16 + 96, 64 + 96
+    assembled = 2 * query + 8 * 24
+    assert kept == 2 * (down + norms + query + up + assembled + 8 * 24) + 4 * 8
+    without = model(mla=mla, recompute=Recompute("selective", modules=("mla_up_proj",))).layer(0).attention
+    assert kept - without == 2 * (query + up + assembled)
+
+
+def test_multi_token_prediction_counts_like_the_last_layer():
+    moe = MoeShape(16, 4, 256, 0, False, False, (False, True, True, True))
+    one = model(moe=moe)
+    assert one.layer(-1) == one.layer(3)

@@ -1,0 +1,136 @@
+"""The peak of a training rank: against Megatron-LM's published formula, and part by part by hand."""
+
+import dataclasses
+
+import pytest
+
+from slime.estimates.activations import Kernels, Recompute
+from slime.estimates.layout import ParallelLayout, split_into_stages
+from slime.estimates.memory import StateBytes, TrainingSetup, push_buffers, training_memory, worst_rank
+from slime.estimates.parameters import count_parameters
+from slime.estimates.shape import ModelShape, MoeShape
+
+GIB = 2**30
+QWEN3_8B = ModelShape(36, 4096, 12288, 32, 8, 128, 151936, 152064, qk_norm="head")
+BF16 = StateBytes(weight=2, gradient=4, main_parameter=4, moments=8)
+FULL = Recompute("full", "uniform", 1)
+
+
+def setup(layout, layers, state=BF16, **changes):
+    values = {
+        "layout": layout, "stages": split_into_stages(layers, layout.pipeline), "state": state,
+        "kernels": Kernels.TRANSFORMER_ENGINE, "recompute": FULL, "stream_tokens": 4096, "micro_batches": 8,
+    }  # fmt: skip
+    return TrainingSetup(**{**values, **changes})
+
+
+def published_gib(parameters, tensor, pipeline, data, *, distributed=True):
+    """Megatron-LM's theoretical estimate of weights and optimizer for the most loaded shard, without activations."""
+    per_parameter = 6 + 12 / data if distributed else 18
+    return parameters / (tensor * pipeline) * per_parameter / GIB
+
+
+def state_gib(memory):
+    return (memory.weights + memory.gradients + memory.optimizer) / GIB
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_published_formula_qwen3_8b_on_tp4_dp2(distributed):
+    assert count_parameters(QWEN3_8B).total == 8_190_735_360
+    state = dataclasses.replace(BF16, distributed=distributed)
+    memory = worst_rank(training_memory(QWEN3_8B, setup(ParallelLayout(8, tensor=4), 36, state)))
+    in_memory = 8_190_735_360 + 2 * (152064 - 151936) * 4096
+    expected = published_gib(in_memory, 4, 1, 2, distributed=distributed)
+    # Norms are whole on every rank; the published formula divides everything.
+    assert state_gib(memory) == pytest.approx(expected, rel=2e-4) and state_gib(memory) >= expected
+    assert not distributed or f"{expected:.2f}" == f"{state_gib(memory):.2f}" == "22.89"
+
+
+def test_optimizer_state_of_experts_is_divided_over_their_own_replicas():
+    moe = MoeShape(8, 2, 1024, 0, False, False, (True,) * 4)
+    shape = ModelShape(4, 512, 2048, 8, 8, 64, 1024, 1024, moe=moe)
+    memory = training_memory(shape, setup(ParallelLayout(16, tensor=2, expert=4), 4))[0]
+    experts = 4 * 8 // 4 * 3 * 512 * 1024
+    dense = memory.weights // 2 - experts
+    assert memory.optimizer == 12 * (dense / 8 + experts / 4)
+
+
+def test_parts_of_a_stage_by_hand():
+    shape = ModelShape(4, 512, 1536, 8, 4, 64, 1024, 1024)
+    memory = training_memory(shape, setup(ParallelLayout(1), 4, stream_tokens=1000, overhead=7, rollout_tokens=3))[0]
+    assert memory.moment == "backward" and memory.logits == 0
+    assert memory.data == 3 * 40 and memory.overhead == 7
+    kept_of_layer = 2 * (4 * 512 + (512 + 2 * 256) + (512 + 256) + 512 + 3 * 1536) + 4 * 8
+    inputs = 4 * 2 * 512
+    embedding = 2 * 512
+    assert memory.activations == 1000 * (inputs + embedding + kept_of_layer + 2 * 2 * 1536 + 2 * 512)
+    big = dataclasses.replace(shape, vocab_size=200_000, padded_vocab_size=200_000)
+    memory = training_memory(big, setup(ParallelLayout(1), 4, stream_tokens=1000))[0]
+    assert memory.moment == "loss"
+    # Logits and gradient in 16 bits, float32 for 128 MiB of rows.
+    assert memory.logits == 2 * 1000 * 200_000 * 2 + 128 * 2**20
+
+
+def test_first_stage_holds_most_micro_batches_and_the_last_the_logits():
+    shape = ModelShape(8, 512, 1536, 8, 8, 64, 4096, 4096)
+    memories = training_memory(shape, setup(ParallelLayout(4, pipeline=4), 8, recompute=Recompute()))
+    assert [memory.stage for memory in memories] == [0, 1, 2, 3]
+    assert memories[0].activations > memories[1].activations > memories[2].activations
+    assert worst_rank(memories).stage == 0
+    assert [memory.logits > 0 for memory in memories] == [False, False, False, True]
+
+
+def test_offloaded_state_goes_to_the_host():
+    shape = ModelShape(4, 512, 1536, 8, 4, 64, 1024, 1024)
+    on_gpu = training_memory(shape, setup(ParallelLayout(2), 4))[0]
+    half = training_memory(shape, setup(ParallelLayout(2), 4, dataclasses.replace(BF16, offloaded=0.5)))[0]
+    assert half.optimizer == on_gpu.optimizer / 2
+    shard = on_gpu.weights / 2 / 2
+    assert half.host == shard * (12 + 4) * 0.5 and on_gpu.host == 0
+    reference = training_memory(shape, setup(ParallelLayout(2), 4, host_copies=2))[0]
+    assert reference.host == 2 * reference.weights
+
+
+def test_moments_between_steps():
+    shape = ModelShape(4, 512, 1536, 8, 4, 64, 1024, 1024)
+    parameters = count_parameters(shape).total
+    tiny = {"stream_tokens": 8, "kernels": Kernels.TORCH_CPU}
+    fp32 = StateBytes(weight=4, gradient=4, main_parameter=0, moments=8, step=4)
+    alone = training_memory(shape, setup(ParallelLayout(1), 4, fp32, **tiny))[0]
+    assert (alone.moment, alone.buffers) == ("optimizer step", 4 * parameters)
+    assert alone.total == 20 * parameters
+    two = training_memory(shape, setup(ParallelLayout(2), 4, fp32, gloo=True, **tiny))[0]
+    assert (two.moment, two.buffers) == ("gradient reduction", 4 * parameters)
+    half = dataclasses.replace(fp32, offloaded=0.5)
+    assert training_memory(shape, setup(ParallelLayout(1), 4, half, **tiny))[0].buffers == 2 * parameters
+    pushing = training_memory(shape, setup(ParallelLayout(1), 4, BF16, stream_tokens=8, push_bucket=10**7))[0]
+    assert (pushing.moment, pushing.buffers) == ("weight push", 3 * 10**7)
+
+
+def test_buckets_hold_gathered_tensors_of_any_stage():
+    """8 experts of 8 ranks, on the second of two stages: a bucket takes what all ranks hold, not a share of one."""
+    moe = MoeShape(8, 2, 1024, 0, False, False, (True,) * 4)
+    shape = ModelShape(4, 512, 2048, 8, 8, 64, 1024, 1024, moe=moe)
+    model = count_parameters(shape).total
+    bounded = setup(ParallelLayout(16, pipeline=2, expert=8), 4, push_bucket=10**9)
+    assert push_buffers(shape, bounded) == 3 * 2 * model
+    assert push_buffers(shape, dataclasses.replace(bounded, push_bucket=10**6)) == 3 * 10**6
+
+
+def test_muon_leaves_the_vocabulary_to_adam():
+    shape = ModelShape(4, 512, 1536, 8, 4, 64, 1024, 1024)
+    muon = dataclasses.replace(BF16, moments=4, vocabulary_moments=4, distributed=False)
+    adam, other = (training_memory(shape, setup(ParallelLayout(2), 4, state))[0] for state in (
+        dataclasses.replace(BF16, distributed=False), muon
+    ))  # fmt: skip
+    matrices = count_parameters(shape).total - (2 * 1024 * 512 + 9 * 512)
+    assert adam.optimizer - other.optimizer == 4 * matrices
+
+
+def test_gathered_sequence_parallel_input_and_few_tokens():
+    shape = ModelShape(4, 512, 1536, 8, 4, 64, 64000, 64000)
+    memory = training_memory(shape, setup(ParallelLayout(2, tensor=2, sequence_parallel=True), 4))[0]
+    assert memory.moment == "loss" and memory.buffers == 4096 * 2 * 512
+    # Fewer tokens than hidden channels: the gradient of the head's weight is larger than that of the logits.
+    few = training_memory(shape, setup(ParallelLayout(1), 4, stream_tokens=16))[0]
+    assert few.logits == 16 * 64000 * 2 + 64000 * 512 * 2

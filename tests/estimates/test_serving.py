@@ -1,0 +1,173 @@
+"""The memory of an engine, and the bytes of quantised weights."""
+
+import dataclasses
+
+import pytest
+
+from slime.estimates.parameters import count_parameters
+from slime.estimates.serving import (
+    ServingSetup,
+    WeightBytes,
+    quantisation_of,
+    served_bytes,
+    served_weight_bytes,
+    serving_memory,
+    unknown_quantisation,
+)
+from slime.estimates.shape import LinearAttentionShape, MlaShape, ModelShape, MoeShape
+from slime.utils.errors import UserError
+
+GIB = 2**30
+SHAPE = ModelShape(4, 512, 1536, 8, 4, 64, 32000, 32000)
+PLAIN = WeightBytes.everywhere(2.0)
+SETUP = ServingSetup(1, 1, 1, PLAIN, 2.0, gpu_memory=GIB, static_fraction=0.5)
+
+
+def test_cache_takes_what_weights_leave():
+    memory = serving_memory(SHAPE, SETUP)
+    assert memory.weights == 2 * count_parameters(SHAPE).total
+    assert memory.cache_bytes_per_token == 4 * 2 * 4 * 64 * 2
+    assert memory.cache_tokens == (GIB // 2 - memory.weights) // 4096
+    assert memory.reserve == GIB // 2 and memory.total <= GIB
+    capped = serving_memory(SHAPE, dataclasses.replace(SETUP, max_total_tokens=100))
+    assert capped.kv_cache == 100 * 4096
+
+
+def test_ranks_share_weights_and_key_heads_until_there_is_one_left():
+    per_token = {
+        tensor: serving_memory(SHAPE, dataclasses.replace(SETUP, tensor=tensor)).cache_bytes_per_token
+        for tensor in (1, 2, 4, 8)
+    }
+    assert per_token == {1: 4096, 2: 2048, 4: 1024, 8: 1024}
+
+
+def test_data_parallel_attention_keeps_caches_of_their_own():
+    setup = dataclasses.replace(SETUP, tensor=4, attention_data=2)
+    memory = serving_memory(SHAPE, setup)
+    assert memory.cache_bytes_per_token == 2048
+    assert memory.cache_tokens == 2 * ((GIB // 2 - memory.weights) // 2048)
+    with pytest.raises(UserError, match="--sglang-dp-size 3 does not divide the engine's tensor-parallel size 4"):
+        serving_memory(SHAPE, dataclasses.replace(setup, attention_data=3))
+
+
+def test_latent_and_linear_attention():
+    mla = MlaShape(None, kv_lora_rank=128, qk_head_dim=32, qk_pos_emb_head_dim=16, v_head_dim=32)
+    latent = dataclasses.replace(SHAPE, mla=mla)
+    assert serving_memory(latent, dataclasses.replace(SETUP, tensor=8)).cache_bytes_per_token == 4 * (128 + 16) * 2
+    linear = LinearAttentionShape(4, 32, 4, 32, 4, (True, True, True, False))
+    assert serving_memory(dataclasses.replace(SHAPE, linear_attention=linear), SETUP).cache_bytes_per_token == 1024
+
+
+def test_linear_attention_is_shared_by_the_ranks_of_an_engine():
+    linear = LinearAttentionShape(4, 32, 4, 32, 4, (True, True, True, False))
+    shape = dataclasses.replace(SHAPE, linear_attention=linear)
+    held = {tensor: serving_memory(shape, dataclasses.replace(SETUP, tensor=tensor)).weights for tensor in (1, 4)}
+    norms = 2 * (4 * 2 + 1) * 512
+    assert held[4] - norms == (held[1] - norms) / 4
+    groups = serving_memory(shape, dataclasses.replace(SETUP, tensor=4, attention_data=4)).weights
+    # Attention of both kinds, and the embedding, are whole again; the MLP and the head stay shared.
+    layers = count_parameters(shape).layers
+    attention = sum(layer.attention + layer.linear_attention for layer in layers)
+    assert layers[0].linear_attention > 0 and groups - held[4] == 2 * (attention + 32000 * 512) * 3 / 4
+
+
+def test_embedding_and_head_of_data_parallel_attention():
+    pairs = dataclasses.replace(SETUP, tensor=4, attention_data=2)
+    whole_head = dataclasses.replace(pairs, sharded_head=False)
+    vocabulary = 2 * 32000 * 512
+    assert serving_memory(SHAPE, whole_head).weights - serving_memory(SHAPE, pairs).weights == vocabulary / 4
+    attention = sum(layer.attention for layer in count_parameters(SHAPE).layers)
+    together = serving_memory(SHAPE, dataclasses.replace(SETUP, tensor=4)).weights
+    assert serving_memory(SHAPE, pairs).weights - together == (vocabulary + 2 * attention) / 4
+
+
+def test_quantised_weights_leave_vocabulary_and_norms_alone():
+    one_byte = dataclasses.replace(WeightBytes.everywhere(1.0), rest=2.0)
+    plain, quantised = served_bytes(SHAPE, PLAIN), served_bytes(SHAPE, one_byte)
+    counts = count_parameters(SHAPE)
+    linear = sum(layer.attention + layer.attention_replicated + layer.dense_mlp for layer in counts.layers)
+    assert plain == 2 * counts.total and plain - quantised == linear
+
+
+def test_weights_that_do_not_fit_leave_no_cache_and_cpu_engines_take_a_fixed_one():
+    assert serving_memory(SHAPE, dataclasses.replace(SETUP, gpu_memory=2**20)).cache_tokens == 0
+    cpu = serving_memory(SHAPE, dataclasses.replace(SETUP, gpu_memory=0, static_fraction=None, max_total_tokens=1000))
+    assert (cpu.kv_cache, cpu.reserve, cpu.cache_tokens) == (1000 * 4096, 0, 1000)
+
+
+MOE = MoeShape(8, 2, 64, 64, False, False, (False, True, True, True))
+LINEAR = LinearAttentionShape(4, 32, 4, 32, 4, (True, True, True, False))
+MIXED = ModelShape(4, 512, 1536, 8, 4, 64, 1000, 1000, moe=MOE, linear_attention=LINEAR)
+
+
+def compressed(form, **weights):
+    return {
+        "quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": {"weights": weights}},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config, expected",
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 1 + 4 / 16384),
+        ({"quant_method": "fp8"}, 1.0),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 0.5 + 2 / 128),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1}, 0.5),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, 1 + 2 / 128),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64}, 0.5 + 2 / 64),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized", "group_size": 32}, 0.5625),
+        (compressed("pack-quantized", num_bits=4, group_size=128, strategy="group"), 0.5 + 2 / 128),
+        (compressed("pack-quantized", num_bits=8, group_size=None, strategy="channel"), 1.0),
+        (compressed("float-quantized", num_bits=8, type="float", strategy="channel"), 1.0),
+        (compressed("float-quantized", num_bits=8, strategy="block", block_structure=[128, 128]), 1 + 4 / 16384),
+        (compressed("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16), 0.5 + 1 / 16),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 0.5 + 1 / 16),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, 1.0),
+        ({"quant_method": "mxfp4"}, 0.5 + 1 / 32),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 0.5 + 4 / 64),
+    ],
+)
+def test_bytes_of_a_weight(config, expected):
+    assert quantisation_of(config, None).bytes_per_weight == expected
+    assert unknown_quantisation(config, None) is None
+    sizes = served_weight_bytes(MIXED, 2.0, config, None)
+    assert sizes.attention == sizes.routed_experts == expected and sizes.rest == 2.0
+
+
+def test_a_flag_counts_where_the_checkpoint_is_plain():
+    assert served_weight_bytes(MIXED, 2.0, None, "fp8").dense_mlp == 1.0
+    assert served_weight_bytes(MIXED, 2.0, {"quant_method": "gptq", "bits": 4}, "fp8").dense_mlp == 0.5
+    plain = served_weight_bytes(MIXED, 2.0, None, None)
+    assert plain.attention == plain.routed_experts == plain.rest == 2.0 and unknown_quantisation(None, None) is None
+
+
+@pytest.mark.parametrize(
+    "config, name",
+    [
+        ({"quant_method": "quark"}, "quark"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "modelopt (MIXED_PRECISION)"),
+        (compressed("marlin-24"), "compressed-tensors (marlin-24)"),
+    ],
+)
+def test_other_formats_are_named(config, name):
+    assert unknown_quantisation(config, None) == name
+    assert served_weight_bytes(MIXED, 2.0, config, None).routed_experts == 2.0
+
+
+def test_what_is_left_out_counts_plain():
+    int4 = compressed("pack-quantized", num_bits=4, group_size=32)
+    ignore = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]
+    sizes = served_weight_bytes(MIXED, 2.0, {**int4, "ignore": ignore}, None)
+    assert (sizes.attention, sizes.dense_mlp, sizes.shared_experts) == (2.0, 2.0, 2.0)
+    assert (sizes.routed_experts, sizes.linear_attention) == (0.5625, 0.5625)
+
+
+def test_names_with_layers_and_patterns():
+    names = ["model.layers.0.linear_attn", "model.language_model.layers.2.mlp.experts", "mlp.shared_expert", "mlp.gate"]
+    fp8 = {"quant_method": "fp8", "modules_to_not_convert": names}
+    sizes = served_weight_bytes(MIXED, 2.0, fp8, None)
+    # One of three linear layers, one of three layers with experts; a router is no projection.
+    assert sizes.linear_attention == pytest.approx((2 + 1 + 1) / 3) == sizes.routed_experts
+    assert (sizes.shared_experts, sizes.dense_mlp) == (2.0, 1.0)
+    starred = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "re:broken("]}
+    assert served_weight_bytes(MIXED, 2.0, starred, None).attention == 2.0

@@ -1,0 +1,131 @@
+"""Which GPU holds which rank and which part of an engine, and how an engine's memory is divided."""
+
+import pytest
+
+from slime.estimates.serving import WeightBytes
+from slime.plan import make_plan
+from slime.plan.placement import serving_setup
+from slime.plan.setup import shape_of
+from slime.plan.text import placement_lines
+from tests.support.plans import SMALL, TWO_NODES, planned
+
+
+def gpus(plan):
+    return [gpu for node in plan.placement.nodes for gpu in node.gpus]
+
+
+def test_engines_follow_the_trainer_unless_they_share():
+    apart = make_plan(planned(SMALL))
+    assert apart.placement.mode == "disaggregated"
+    assert [(gpu.rank, gpu.engine, gpu.engine_rank) for gpu in gpus(apart)] == [
+        (0, None, None), (1, None, None), (2, None, None), (3, None, None), (None, 0, 0), (None, 0, 1),
+    ]  # fmt: skip
+    together = make_plan(planned(TWO_NODES))
+    assert together.placement.mode == "colocated" and together.placement.num_gpus == 16
+    assert [(gpu.rank, gpu.engine) for gpu in gpus(together)][7:9] == [(7, 0), (8, 1)]
+
+
+@pytest.mark.parametrize(
+    "words, mode, training, engines",
+    [
+        (["--debug-train-only"], "training only", 4, 0),
+        (["--debug-rollout-only"], "engines only", 0, 1),
+        (["--rollout-num-gpus", "8"], "disaggregated", 4, 4),
+    ],
+)
+def test_modes(words, mode, training, engines):
+    plan = make_plan(planned(SMALL, *words)).placement
+    assert (plan.mode, plan.training_ranks, plan.engines) == (mode, training, engines)
+
+
+def test_prefill_and_decode_engines():
+    plan = make_plan(planned(SMALL, "--rollout-num-gpus", "6", "--prefill-num-servers", "1"))
+    assert [(gpu.engine, gpu.worker) for gpu in gpus(plan)[4:]] == [
+        (0, "prefill"), (0, "prefill"), (1, "decode"), (1, "decode"), (2, "decode"), (2, "decode"),
+    ]  # fmt: skip
+
+
+def test_topology_of_a_file(tmp_path):
+    path = tmp_path / "serving.yaml"
+    path.write_text(
+        "sglang:\n  - name: actor\n    server_groups:\n"
+        "      - {worker_type: placeholder, num_gpus: 2}\n"
+        "      - {worker_type: regular, num_gpus: 4, num_gpus_per_engine: 4}\n"
+        "      - {worker_type: regular, num_gpus: 2, num_gpus_per_engine: 1}\n"
+    )
+    plan = make_plan(planned(SMALL, "--rollout-num-gpus", "8", "--sglang-config", str(path)))
+    assert [(gpu.engine, gpu.engine_rank) for gpu in gpus(plan)[4:]] == [
+        (None, None), (None, None), (0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (2, 0),
+    ]  # fmt: skip
+    assert plan.placement.engines == 3
+
+
+def test_256_gpus_take_one_block_and_a_line_for_each_pipeline_stage():
+    plan = make_plan(planned(TWO_NODES, "--actor-num-nodes", "32"))
+    lines = placement_lines(plan.placement, plan.layout)
+    assert plan.placement.num_gpus == 256 and len(lines) < 13
+    assert lines[-2:] == [
+        "nodes 1-15 alike: ranks 8-127, tp 0-3, ep 0-7, dp 2-31, pp 0, engine 1-15",
+        "nodes 16-31 alike: ranks 128-255, tp 0-3, ep 0-7, dp 0-31, pp 1, engine 16-31",
+    ]
+
+
+def test_a_node_that_differs_gets_its_own_block():
+    words = ["--actor-num-nodes", "2", "--actor-num-gpus-per-node", "8", "--rollout-num-gpus", "8"]
+    plan = make_plan(planned(SMALL, *words))
+    lines = placement_lines(plan.placement, plan.layout)
+    assert any(line.startswith("node 1 alike: ranks 8-15") for line in lines)
+    assert any(line.startswith("node 2 ") and "GPU 0" in line for line in lines)
+    assert sum("engine  " in line for line in lines) == 1
+
+
+def test_nodes_of_sixteen_gpus_wrap():
+    words = ["--actor-num-gpus-per-node", "16", "--num-gpus-per-node", "16", "--rollout-num-gpus", "16"]
+    plan = make_plan(planned(SMALL, *words))
+    lines = placement_lines(plan.placement, plan.layout)
+    assert any("GPU 8" in line and "GPU 15" in line for line in lines) and max(map(len, lines)) <= 118
+
+
+def setup(args, config=None):
+    return serving_setup(args, shape_of(args), config, 80 * 2**30)
+
+
+def test_engine_sizes_and_data_parallel_attention():
+    args = planned(
+        TWO_NODES, "--sglang-enable-dp-attention", "--sglang-dp-size", "4", "--sglang-kv-cache-dtype", "fp8_e5m2"
+    )
+    found = setup(args)
+    assert (found.tensor, found.pipeline, found.attention_data, found.cache_bytes) == (8, 1, 4, 1.0)
+    assert found.static_fraction == 0.7 and found.weight_bytes == WeightBytes.everywhere(2.0) and found.sharded_head
+    two_stages = setup(planned(TWO_NODES, "--sglang-pp-size", "2"))
+    assert (two_stages.tensor, two_stages.pipeline) == (4, 2)
+    assert not setup(planned(TWO_NODES, "--sglang-enable-dp-lm-head")).sharded_head
+
+
+SERVING = """
+sglang:
+  - name: judge
+    model_path: /nowhere/judge
+    update_weights: false
+    server_groups: [{num_gpus: 2, num_gpus_per_engine: 1}]
+  - name: actor
+    server_groups:
+      - {worker_type: placeholder, num_gpus: 2, num_gpus_per_engine: 1}
+      - {num_gpus: 4, num_gpus_per_engine: 4, overrides: {mem_fraction_static: 0.6}}
+"""
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_engine_of_the_trained_model_is_planned(tmp_path, known):
+    path = tmp_path / "serving.yaml"
+    path.write_text(SERVING if known else SERVING.replace("name: actor", "name: actor\n    update_weights: false"))
+    command = SMALL.replace("--rollout-num-gpus 2", "--rollout-num-gpus 8")
+    found = setup(planned(command, "--sglang-config", str(path)))
+    # Where no model gets weights the first one with engines stands for all.
+    assert (found.tensor, found.static_fraction) == ((4, 0.6) if known else (1, 0.8))
+
+
+def test_an_unknown_format_is_a_note(monkeypatch):
+    monkeypatch.setattr("slime.plan._hf_config", lambda args: {"quantization_config": {"quant_method": "quark"}})
+    plan = make_plan(planned(SMALL))
+    assert any("the format of the quantised checkpoint, quark, is not known" in note for note in plan.notes)

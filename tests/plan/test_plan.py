@@ -1,0 +1,277 @@
+"""What a plan holds, and what the driver does with it."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slime.arguments import parse_args
+from slime.plan import batch, make_plan, plan_as_json, render, show_plan
+from slime.training.rollout_batch import _TOKEN_DTYPES
+from slime.utils.errors import UserError
+from tests.support.args import command_line
+from tests.support.plans import SMALL, TWO_NODES, planned
+
+REPOSITORY = Path(__file__).parents[2]
+GIB = 2**30
+
+
+def test_batch_arithmetic():
+    found = make_plan(planned(SMALL)).batch
+    assert (found.prompts, found.samples_per_prompt, found.rollouts) == (32, 8, 256)
+    assert (found.global_batch_size, found.optimizer_steps, found.total_optimizer_steps) == (128, 2, 20)
+    # 128 rollouts of at most 1024 + 7168 tokens, two in a micro-batch of 16384, over two data-parallel ranks.
+    assert found.longest_sample == 8192 and found.micro_batches == 32 and found.rollouts_per_rank_and_step == 64
+
+
+def test_the_train_batch_is_as_large_as_its_columns():
+    plan = make_plan(planned(SMALL))
+    # 256 samples of at most 8192 tokens: ids in 8 bytes, masks and log-probs in 4 each.
+    assert plan.batch.object_store == 256 * 8192 * 16 == 32 * 2**20
+    assert "train batch in Ray's object store, host memory: 32.00 MiB of a rollout step" in render(plan)
+    for name, size in batch._COLUMN_BYTES.items():
+        assert np.dtype(_TOKEN_DTYPES[name]).itemsize == size
+    teacher = batch.train_batch_bytes(argparse.Namespace(**{**vars(planned(SMALL)), "use_opd": True}))
+    critic = batch.train_batch_bytes(argparse.Namespace(**{**vars(planned(SMALL)), "use_critic": True}))
+    assert (teacher, critic) == (256 * 8192 * 20, 256 * 8192 * 2 * 20)
+    experts = argparse.Namespace(**{**vars(planned(TWO_NODES)), "use_rollout_routing_replay": True})
+    assert batch.train_batch_bytes(experts) == 256 * 32768 * (16 + 48 * 8 * 4)
+    assert batch.train_batch_bytes(argparse.Namespace(has_trainer=False)) == 0
+
+
+def test_parts_add_up_and_phases_take_both():
+    plan = make_plan(planned(TWO_NODES))
+    training, serving = plan.memory.training, plan.memory.serving
+    assert sum(part.bytes for part in training.parts) == training.total == max(training.stage_totals)
+    assert sum(part.bytes for part in serving.parts) == pytest.approx(80 * GIB, abs=2**20)
+    weights, cache = (
+        next(part.bytes for part in serving.parts if part.name == name) for name in ("weights", "kv_cache")
+    )
+    training_phase, sync, generation = plan.memory.phases
+    # Who waits keeps the context of its process.
+    assert training_phase.total == training.total + 2 * GIB
+    assert (sync.engine, generation.total) == (2 * GIB + weights, 2 * GIB + weights + cache)
+    assert all(phase.fits for phase in plan.memory.phases)
+
+
+def test_without_offload_both_count():
+    plan = make_plan(planned(TWO_NODES, "--no-offload-train", "--no-offload-rollout"))
+    training, _, generation = plan.memory.phases
+    assert training.engine == generation.engine > 50 * GIB and generation.trainer > 30 * GIB
+    assert not training.fits
+    assert any("training needs" in warning and "does not fit" in warning for warning in plan.warnings)
+    assert "DOES NOT FIT" in render(plan)
+
+
+def test_warnings_name_what_to_change():
+    plan = make_plan(planned(SMALL, "--dry-run-gpu-memory-gib", "40", "--rollout-max-prompt-len", "17000"))
+    assert any("training needs" in warning and "40.0 GiB" in warning for warning in plan.warnings)
+    assert any("longest allowed sample (24168 tokens)" in warning for warning in plan.warnings)
+    tiny = make_plan(planned(SMALL, "--dry-run-gpu-memory-gib", "4"))
+    assert any("leave nothing for the KV cache; raise --rollout-num-gpus-per-engine" in w for w in tiny.warnings)
+
+
+def test_advice_names_only_what_is_not_used_yet():
+    def advice(command, *words):
+        return {part.name: part.lower or "" for part in make_plan(planned(command, *words)).memory.training.parts}
+
+    assert "--recompute-granularity full" in advice(SMALL)["activations"]
+    assert "--sequence-parallel" not in advice(SMALL)["activations"]
+    assert "--optimizer-cpu-offload" in advice(TWO_NODES)["optimizer"]
+    # Far too large for a GPU, no part goes without.
+    big = advice(SMALL, "--num-layers", "360")
+    assert all(big[part] for part in ("weights", "gradients", "optimizer", "activations")), big
+    assert "--use-distributed-optimizer" in advice(SMALL, "--no-use-distributed-optimizer")["optimizer"]
+
+
+def test_what_the_advice_on_the_optimizer_brings():
+    def optimizer(*words):
+        return next(
+            part for part in make_plan(planned(SMALL, *words)).memory.training.parts if part.name == "optimizer"
+        )
+
+    plain, narrow = optimizer(), optimizer("--use-precision-aware-optimizer")
+    assert "--use-precision-aware-optimizer" in plain.lower and "--use-precision-aware" not in narrow.lower
+    assert narrow.bytes == pytest.approx(plain.bytes * 10 / 12)
+    assert "--use-precision-aware" not in optimizer("--fp16").lower
+
+
+def test_parameters_of_a_rank_may_be_unknown():
+    args = planned(SMALL)
+    assert make_plan(args).parameters.per_rank > 0
+    args.pipeline_model_parallel_layout = "Et*18|t*18L"
+    assert make_plan(args).parameters.per_rank is None
+
+
+def test_sync_cost_follows_link_and_bytes():
+    plan = make_plan(planned(SMALL, "--dry-run-link-gbps", "100"))
+    assert plan.sync.bytes == 2 * 4_022_468_096 and plan.sync.transport == "process group"
+    assert plan.sync.seconds == pytest.approx(plan.sync.bytes * 8 / 100e9)
+    assert plan.sync.buckets == -(-plan.sync.bytes // 536870912)
+    shared = make_plan(planned(TWO_NODES))
+    assert shared.sync.transport == "shared handles" and shared.sync.seconds > 0
+    assert "on the same GPU, over no link" in render(shared) and "ranks gather what they hold: 1.2 s" in render(shared)
+    whole = SMALL.replace("--tensor-model-parallel-size 2 --sequence-parallel", "")
+    alone = planned(whole, "--colocate", "--rollout-num-gpus", "4")
+    assert make_plan(alone).sync.seconds == 0
+
+
+def test_without_a_shape_the_plan_says_which_flags_are_missing():
+    words = SMALL.split()
+    start, end = words.index("--num-layers"), words.index("--actor-num-gpus-per-node")
+    plan = make_plan(planned(" ".join([*words[:start], "--num-layers", "4", *words[end:]])))
+    assert plan.memory is plan.parameters is plan.sync is None
+    assert plan.missing == ("--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--vocab-size")
+    text = render(plan)
+    assert "Missing: --hidden-size, --ffn-hidden-size, --num-attention-heads" in text and "node 0" in text
+
+
+def test_only_engines_are_planned_from_the_config(tmp_path):
+    words = [*command_line(tmp_path), "--debug-rollout-only", "--dry-run", "--dry-run-gpu-memory-gib", "80"]
+    plan = make_plan(parse_args(argv=words))
+    # 300 x 64 embedding, two layers of 64 x 64 x 3 attention and 3 x 64 x 128 MLP, norms of 16, 16, 64, 64, and the last.
+    assert plan.missing == () and plan.parameters.total == 300 * 64 + 2 * (12288 + 24576 + 160) + 64
+    assert plan.memory.training is None and plan.memory.serving.parts[0].bytes == 2 * plan.parameters.total
+    assert plan.sync is None and "not estimated" not in render(plan)
+
+
+def test_a_prompt_without_limit_makes_lower_bounds():
+    words = SMALL.replace("--rollout-max-prompt-len 1024", "").replace("7168", "8192")
+    plan = make_plan(planned(words))
+    # Two responses of 8192 fill the budget of 16384, so that their prompts do not fit.
+    assert plan.batch.micro_batches == 64 and "at least 64 micro-batches" in render(plan)
+    assert any("no flag limits the prompt" in note for note in plan.notes)
+    assert "at least" not in render(make_plan(planned(SMALL)))
+
+
+def test_an_assumed_length_is_shown():
+    words = SMALL.replace("--rollout-max-prompt-len 1024 --rollout-max-response-len 7168", "")
+    plan = make_plan(planned(words))
+    assert (plan.batch.longest_sample, plan.batch.assumed_sample) == (None, 4096)
+    text = render(plan)
+    assert (
+        "no flag limits a sample: 4096 tokens are assumed (--seq-length); token budget of a micro-batch: 16384" in text
+    )
+    assert plan.batch.micro_batches == 128 // 2 // 4 and "16 micro-batches per rank" in text
+
+
+def test_host_memory_is_explained():
+    plan = make_plan(planned(TWO_NODES, "--use-kl-loss"))
+    training = plan.memory.training
+    weights = next(part.bytes for part in training.parts if part.name == "weights")
+    asleep, copies = training.host_parts
+    # The reference, and the actor's weights that are put aside while it is in place.
+    assert copies.bytes == 2 * weights and copies.name == "sets of weights (reference, actor put aside)"
+    assert asleep.bytes + copies.bytes == training.host
+    assert "(reference, actor put aside)" in render(plan)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_trainer_that_is_not_estimated_does_not_fit_by_itself(shared):
+    placed = ["--colocate"] if shared else ["--rollout-num-gpus", "8"]
+    args = planned(SMALL, *placed)
+    args.train_backend = "fsdp"
+    plan = make_plan(args)
+    training, generation = plan.memory.phases
+    assert (training.trainer, training.fits) == (None, None)
+    assert (generation.trainer, generation.fits) == ((None, None) if shared else (0, True))
+    assert "not known" in render(plan) and not any("does not fit" in warning for warning in plan.warnings)
+
+
+def test_a_sample_above_the_budget_is_said_once(caplog):
+    words = [*SMALL.split(), "--max-tokens-per-gpu", "1000"]
+    for backend in ("megatron", "fsdp"):
+        args = planned(" ".join(words))
+        args.train_backend = backend
+        plan = make_plan(args)
+        assert sum("longest allowed sample" in warning for warning in plan.warnings) == 1
+    assert "longest allowed sample" not in caplog.text
+
+
+def test_layers_that_do_not_divide_are_an_error():
+    with pytest.raises(UserError, match="--pipeline-model-parallel-size 5"):
+        make_plan(planned(TWO_NODES, "--pipeline-model-parallel-size", "5", "--actor-num-gpus-per-node", "40"))
+
+
+def test_values_with_origins_and_without_secrets():
+    values = {value.flag: value for value in make_plan(planned(SMALL)).values}
+    assert (values["--actor-num-gpus-per-node"].value, values["--actor-num-gpus-per-node"].origin) == (
+        4,
+        "command line",
+    )
+    assert values["--global-batch-size"].origin == "derived"
+    assert values["--wandb-key"].value == "<redacted>"
+    assert "--dry-run" not in values and "--lr" not in values and "--memory-snapshot-dir" not in values
+
+
+def test_custom_values_of_yaml(tmp_path):
+    path = tmp_path / "custom.yaml"
+    path.write_text("rollout_batch_size: 64\ncustom:\n  my_margin: 0.5\n  my_token: abc\n")
+    plan = make_plan(planned(SMALL, "--custom-config-path", str(path)))
+    assert plan.custom_values == {"my_margin": 0.5, "my_token": "<redacted>"}
+    assert next(v.origin for v in plan.values if v.flag == "--rollout-batch-size") == "YAML"
+    assert "YAML (custom)" in render(plan)
+
+
+def test_json_round_trip(tmp_path, capsys):
+    args = planned(TWO_NODES, "--dry-run-json", str(tmp_path / "plan.json"))
+    show_plan(args)
+    assert capsys.readouterr().out.startswith("PLAN\n")
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written == plan_as_json(make_plan(args))
+    gpu = written["placement"]["nodes"][1]["gpus"][5]
+    assert (gpu["rank"], gpu["tensor"], gpu["data"], gpu["pipeline"], gpu["engine"], gpu["engine_rank"]) == (
+        13,
+        1,
+        1,
+        1,
+        1,
+        5,
+    )
+    args.dry_run_json = "-"
+    show_plan(args)
+    assert json.loads(capsys.readouterr().out)["memory"]["gpu_memory"] == 80 * GIB
+
+
+def test_a_file_that_cannot_be_written_is_named_before_anything_is_printed(capsys):
+    args = planned(SMALL, "--dry-run-json", "/proc/nowhere/plan.json")
+    with pytest.raises(UserError, match="--dry-run-json /proc/nowhere/plan.json cannot be written"):
+        show_plan(args)
+    assert capsys.readouterr().out == ""
+
+
+def test_cpu_runs_are_planned_for_cpu(monkeypatch):
+    monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
+    words = SMALL.replace("--dry-run-gpu-memory-gib 80", "")
+    plan = make_plan(planned(words))
+    assert (plan.device, plan.precision, plan.memory.gpu_memory, plan.memory.phases) == ("CPU", "float32", None, ())
+    assert make_plan(planned(SMALL)).precision == "bfloat16"
+    monkeypatch.delenv("SLIME_ACCELERATOR")
+    assert make_plan(planned(words)).device == "GPU"
+
+
+def test_the_driver_prints_the_plan_and_touches_nothing(tmp_path):
+    code = (
+        "import sys, train\n"
+        "from slime.ray.session import main\n"
+        "status = main(train.train)\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+        "sys.exit(status)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TENSORBOARD_DIR": str(tmp_path / "events")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *SMALL.split()],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("PLAN\n") and "4 training ranks" in done.stdout
+    assert list(tmp_path.iterdir()) == []

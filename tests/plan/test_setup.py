@@ -1,0 +1,89 @@
+"""From flags to what the memory model takes."""
+
+from slime.estimates.activations import Kernels
+from slime.plan.setup import (
+    host_copies,
+    kernels_of,
+    parallel_layout,
+    recompute_of,
+    shape_of,
+    state_bytes,
+    tokens_of_stream,
+)
+from tests.support.plans import SMALL, TWO_NODES, planned
+
+
+def state(*words):
+    args = planned(SMALL, *words)
+    return state_bytes(args, kernels_of(args))
+
+
+def test_precision_of_the_state():
+    plain = state()
+    assert (plain.weight, plain.gradient, plain.main_parameter, plain.moments, plain.step) == (2, 4, 4, 8, 0)
+    assert plain.distributed and plain.offloaded == 0
+    assert state("--grad-reduce-in-bf16").gradient == 2 and state("--grad-reduce-in-bf16").step == 4
+    assert not state("--no-use-distributed-optimizer").distributed
+    assert state("--optimizer-cpu-offload").offloaded == 1
+    assert state("--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5").offloaded == 0.5
+    assert state("--transformer-impl", "local").step == 4
+    stateless = state("--transformer-impl", "local", "--use-stateless-adam", "--no-save-optim")
+    assert (stateless.main_parameter, stateless.moments, stateless.step) == (4, 0, 0)
+
+
+def test_precision_aware_optimizer_keeps_the_lower_half_of_main_parameters():
+    aware = "--use-precision-aware-optimizer"
+    narrow = state(aware, "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16", "--grad-reduce-in-bf16")
+    assert (narrow.main_parameter, narrow.moments, narrow.step) == (2, 4, 0)
+    assert state(aware, "--no-store-param-remainders").main_parameter == 4
+    assert state(aware, "--fp16").main_parameter == 4
+    on_host = state(aware, "--exp-avg-dtype", "bf16", "--optimizer-cpu-offload")
+    assert (on_host.main_parameter, on_host.moments) == (4, 8)
+
+
+def test_moments_of_other_optimizers():
+    muon = state("--optimizer", "muon")
+    assert (muon.moments, muon.vocabulary_moments, muon.distributed) == (4, 4, False)
+    assert state("--optimizer", "dist_muon").distributed
+    sgd = state("--optimizer", "sgd", "--transformer-impl", "local")
+    assert (sgd.moments, sgd.vocabulary_moments, sgd.step) == (4, 0, 0)
+
+
+def test_sets_of_weights_in_host_memory():
+    def copies(*words):
+        return host_copies(planned(SMALL.replace("--use-kl-loss", ""), *words))
+
+    assert copies("--kl-coef", "0.1", "--ref-load", "r") == ("reference", "actor put aside")
+    teacher = ("--use-opd", "--opd-type", "megatron", "--opd-teacher-load", "t")
+    assert copies("--use-kl-loss", "--ref-load", "r", *teacher) == ("reference", "teacher", "actor put aside")
+    old = copies("--keep-old-actor")
+    assert old[-3:] == ("old actor", "rollout actor", "actor put aside")
+
+
+def test_layout_of_the_flags():
+    layout = parallel_layout(planned(TWO_NODES))
+    assert (layout.tensor, layout.pipeline, layout.expert, layout.expert_tensor, layout.data) == (4, 2, 8, 1, 2)
+    assert layout.sequence_parallel
+    # Unset, experts are cut like everything else.
+    words = TWO_NODES.replace("--expert-tensor-parallel-size 1", "").replace("--expert-model-parallel-size 8", "")
+    assert parallel_layout(planned(words)).expert_tensor == 4
+
+
+def test_vocabulary_is_padded_as_the_trainer_pads_it():
+    assert shape_of(planned(SMALL)).padded_vocab_size == 152064
+    assert shape_of(planned(SMALL, "--padded-vocab-size", "153600")).padded_vocab_size == 153600
+
+
+def test_stream_is_padded_budget_or_longest_samples():
+    args = planned(SMALL, "--max-tokens-per-gpu", "1000")
+    assert tokens_of_stream(args, parallel_layout(args)) == 1024
+    static = planned(SMALL.replace("--use-dynamic-batch-size --max-tokens-per-gpu 16384", "--micro-batch-size 2"))
+    assert tokens_of_stream(static, parallel_layout(static)) == 2 * 8192
+
+
+def test_kernels_and_recomputation(monkeypatch):
+    assert kernels_of(planned(SMALL)) is Kernels.TRANSFORMER_ENGINE
+    assert kernels_of(planned(SMALL, "--transformer-impl", "local")) is Kernels.TORCH_CUDA
+    full = recompute_of(planned(TWO_NODES))
+    assert (full.granularity, full.method, full.num_layers) == ("full", "uniform", 1)
+    assert recompute_of(planned(SMALL, "--recompute-activations")).drops("core_attn")
