@@ -16,11 +16,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from slime.arguments.elsewhere import answer_to, overridden
-from slime.arguments.groups import megatron, sglang
-from slime.arguments.groups.own import OWN_GROUPS
+from slime.arguments.flag import as_typed
+from slime.arguments.groups import OWN_GROUPS, megatron, sglang
 from slime.arguments.help_text import HelpFormatter, HelpGrepAction, print_page
 from slime.arguments.origins import start_origins
-from slime.arguments.plug_ins import as_typed
 from slime.arguments.retired import why_unknown
 from slime.arguments.surface import PACKAGES, load_surface, warm_surfaces
 from slime.observability.run_record import REDACTED, is_secret, redacted
@@ -225,10 +224,7 @@ def build_parser(
     )
     warm_surfaces()
     for group in GROUPS:
-        if hasattr(group, "add_groups"):
-            group.add_groups(parser)
-        else:
-            group.add_arguments(parser.add_argument_group(group.TITLE))
+        group.add_to(parser)
     return parser if add_custom_arguments is None else _with_flags_of_the_user(parser, add_custom_arguments)
 
 

@@ -3,18 +3,13 @@
 import argparse
 import os
 
-from slime.arguments.plug_ins import MANAGER_PLUG_INS, RANK_PLUG_INS, flag_of
+from slime.arguments.flag import Path, flag_of
+from slime.arguments.groups import OWN_FLAGS
 from slime.utils.plugin_loader import file_of_path
 
-PATHS = (
-    "hf_checkpoint", "ref_load", "load", "initial_megatron_checkpoint", "opd_teacher_load", "save", "save_hf",
-    "rm_model_path", "save_debug_rollout_data", "load_debug_rollout_data", "load_forge_rollout_data",
-    "save_debug_train_data", "dump_details", "update_weight_disk_dir", "update_weight_local_checkpoint_dir",
-    "memory_snapshot_dir", "ci_save_grad_norm", "ci_load_grad_norm", "wandb_dir",
-)  # fmt: skip
-
-# Files that only this process reads: they stay as they were typed, for the messages about them.
-_READ_HERE = ("eval_config", "sglang_config", "dry_run_json")
+PATHS = tuple(name for name, flag in OWN_FLAGS.items() if flag.path in (Path.READ, Path.WRITTEN))
+_READ_HERE = tuple(name for name, flag in OWN_FLAGS.items() if flag.path is Path.HERE)
+_PLUG_INS = tuple(name for name, flag in OWN_FLAGS.items() if flag.plug_in is not None)
 
 
 def make_paths_absolute(args: argparse.Namespace) -> dict[str, str]:
@@ -25,12 +20,12 @@ def make_paths_absolute(args: argparse.Namespace) -> dict[str, str]:
         script was not set, and the current directory is not what was meant.
     """
     empty = {}
-    for name in (*PATHS, *_READ_HERE, "prompt_data", *MANAGER_PLUG_INS, *RANK_PLUG_INS):
+    for name in (*PATHS, *_READ_HERE, "prompt_data", *_PLUG_INS):
         value = getattr(args, name, None)
         if value == "" or (isinstance(value, list) and "" in value):
             empty[name] = f"{flag_of(name)}: the path is empty; is a variable of the shell not set? Give a path"
             # An empty list is what a repeatable flag has when it was not given.
-            setattr(args, name, [] if name == "rollout_sample_hook_path" else None)
+            setattr(args, name, [] if OWN_FLAGS[name].action == "append" else None)
             args.typed_flags.discard(name)
     _absolute(args)
     return empty
@@ -54,7 +49,7 @@ def _absolute(args: argparse.Namespace) -> None:
         absolute(word) if (in_pairs and position % 2) or len(words) == 1 else word
         for position, word in enumerate(words)
     ] or None
-    for name in MANAGER_PLUG_INS + RANK_PLUG_INS:
+    for name in _PLUG_INS:
         value = getattr(args, name)
         if isinstance(value, list):
             setattr(args, name, [absolute_plug_in(path) for path in value])

@@ -9,27 +9,15 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
 
+from slime.arguments.flag import Caller, flag_of
+from slime.arguments.groups import plug_ins_of
 from slime.utils.misc import load_function
 from slime.utils.plugin_loader import file_of_path
 from slime.utils.plugin_source import find_top, problem_of_path
 
 # Attributes of `args`; each holds a path, a list of paths, or None.
-MANAGER_PLUG_INS = (
-    "rollout_function_path", "eval_function_path", "data_source_path", "custom_generate_function_path", "custom_rm_path",
-    "dynamic_sampling_filter_path", "buffer_filter_path", "rollout_sample_filter_path", "rollout_sample_hook_path",
-    "rollout_all_samples_process_path", "custom_rollout_log_function_path", "custom_eval_rollout_log_function_path",
-    "custom_reward_post_process_path", "custom_convert_samples_to_train_data_path",
-)  # fmt: skip
-RANK_PLUG_INS = (
-    "rollout_data_postprocess_path", "custom_loss_function_path", "custom_advantage_function_path",
-    "custom_pg_loss_reducer_function_path", "custom_tis_function_path", "custom_model_provider_path",
-    "custom_megatron_init_path", "custom_megatron_before_log_prob_hook_path",
-    "custom_megatron_before_train_step_hook_path", "custom_update_weight_post_write_path",
-)  # fmt: skip
-# Attributes that are better known by another spelling of their flag.
-_SPELLINGS = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
+MANAGER_PLUG_INS, RANK_PLUG_INS = plug_ins_of(Caller.MANAGER), plug_ins_of(Caller.RANKS)
 
 
 def load_plug_ins(args: argparse.Namespace, names: tuple[str, ...]) -> None:
@@ -71,16 +59,6 @@ def _is_importable(path: str) -> bool:
     top = path.strip().partition(":")[0].partition(".")[0]
     # What is no name has a message of its own.
     return not top.isidentifier() or top in sys.modules or find_top(top) is not None
-
-
-def flag_of(name: str) -> str:
-    """The spelling on the command line of the attribute `name`."""
-    return _SPELLINGS.get(name) or "--" + name.replace("_", "-")
-
-
-def as_typed(value: Any) -> Any:
-    """A value for a message: the words of a list as they stand on the command line."""
-    return " ".join(map(str, value)) if isinstance(value, list) else value
 
 
 def _paths(args: argparse.Namespace, names: tuple[str, ...]) -> Iterator[tuple[str, str]]:

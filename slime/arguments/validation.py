@@ -11,7 +11,6 @@ from slime.arguments.rules.batch import BATCH_RULES
 from slime.arguments.rules.checkpoints import CHECKPOINT_RULES
 from slime.arguments.rules.data import DATA_RULES
 from slime.arguments.rules.files import FILE_RULES
-from slime.arguments.rules.idle import IDLE_RULES
 from slime.arguments.rules.megatron import MEGATRON_RULES
 from slime.arguments.rules.model_name import MODEL_NAME_RULES
 from slime.arguments.rules.not_built import NOT_BUILT_RULES
@@ -21,13 +20,13 @@ from slime.arguments.rules.replay import REPLAY_RULES
 from slime.arguments.rules.rollout import ROLLOUT_RULES
 from slime.arguments.rules.serving import SERVING_RULES
 from slime.arguments.rules.weights import WEIGHT_RULES
-from slime.arguments.sizes import warn_of_unusual_values
+from slime.arguments.sizes import warn_of_idle_flags, warn_of_unusual_values
 from slime.arguments.tracking import tracker_violations
 
 # Own rules, then those of Megatron, then those of the engines.
 RULES: tuple[Rule, ...] = (
     *PLACEMENT_RULES, *BATCH_RULES, *ROLLOUT_RULES, *OBJECTIVE_RULES, *REPLAY_RULES, *DATA_RULES, *CHECKPOINT_RULES,
-    *WEIGHT_RULES, *MODEL_NAME_RULES, *IDLE_RULES,
+    *WEIGHT_RULES, *MODEL_NAME_RULES, warn_of_idle_flags,
     warn_of_unusual_values,
     overruled_values, critic_values, tracker_violations, *MEGATRON_RULES, *SERVING_RULES, serving_violations,
 )  # fmt: skip

@@ -62,9 +62,9 @@ def test_a_misspelt_name_is_told_before_anything_starts_and_nothing_is_run(tmp_p
     assert violations(
         tmp_path, ["--custom-rm-path", f"{plug_in}:grad", "--rollout-sample-hook-path", f"{plug_in}"]
     ) == [
-        f"--custom-rm-path {plug_in}:grad: {plug_in} has no attribute 'grad'; did you mean 'grade'?",
         f"--rollout-sample-hook-path {plug_in}: the file defines grade, other; name one after a colon (file.py:name), or use "
         "a conventional name (rollout_sample_hook)",
+        f"--custom-rm-path {plug_in}:grad: {plug_in} has no attribute 'grad'; did you mean 'grade'?",
     ]
     parse(tmp_path, "--custom-rm-path", f"{plug_in}:grade")
 

@@ -1,7 +1,7 @@
 import pytest
 
-from slime.arguments import parse_args, sizes
-from slime.arguments.groups.own import OWN_GROUPS
+from slime.arguments import parse_args
+from slime.arguments.groups import BOUNDS, OWN_GROUPS
 from slime.arguments.help_text import groups_of
 from slime.arguments.parser import build_parser
 from slime.arguments.types import human_int
@@ -37,7 +37,7 @@ from tests.support.rules import assert_violation, violations
         ("--adam-eps -1", "--adam-eps -1.0: it must be at least 0"),
         ("--weight-decay -1", "--weight-decay -1.0: it must be at least 0"),
         ("--seed -1", "--seed -1: it must be at least 0"),
-        ("--rollout-seed 99999999999999999999", "--rollout-seed 99999999999999999999: a seed is at most 2147483647"),
+        ("--rollout-seed 99999999999999999999", "--rollout-seed 99999999999999999999: it must be at most 2147483647"),
         ("--num-layers -3", "--num-layers -3: it must be at least 1"),
         ("--dry-run-link-gbps 0", "--dry-run-link-gbps 0.0: it must be above 0"),
     ],
@@ -98,7 +98,7 @@ def test_every_number_of_ours_has_bounds():
         "eps_clip_c": "rules/objective", "prefill_num_servers": "rules/serving", "sglang_router_port": "rules/serving",
         "load_debug_rollout_data_subsample": "rules/checkpoints",
     }  # fmt: skip
-    ours = {group.TITLE for group in OWN_GROUPS} | {"SGLang engines and router"}
+    ours = {group.title for group in OWN_GROUPS} | {"SGLang engines and router"}
     numbers = {
         action.dest
         for title, actions in groups_of(build_parser())
@@ -106,7 +106,7 @@ def test_every_number_of_ours_has_bounds():
         for action in actions
         if action.type in (int, float, human_int)
     }
-    bounded = {*sizes._AT_LEAST_ONE, *sizes._AT_LEAST_ZERO, *sizes._ABOVE_ZERO, *sizes._BELOW_ONE, *sizes._SHARES}
+    bounded = {name for name, bounds in BOUNDS.items() if bounds.low is not None}
     assert numbers - bounded == set(free)
 
 

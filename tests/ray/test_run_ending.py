@@ -1,12 +1,12 @@
 """What a person reads when a run has ended, and that the command it names goes on."""
 
-import argparse
+import itertools
 from types import SimpleNamespace
 
 import pytest
 
 from slime.arguments.checkpoints import POINTER, WeightSource
-from slime.arguments.groups.checkpoints import _add_load
+from slime.arguments.groups.training import CHECKPOINTS
 from slime.arguments.parser import build_parser
 from slime.ray import session
 from slime.ray.run_ending import OF_THIS_START, closing_lines
@@ -77,9 +77,8 @@ def test_what_held_for_the_first_start_is_not_said_again(saved, flag):
 
 def test_every_flag_of_loading_is_said_again_or_left_out():
     """A new one has to be decided about. What stays says where a reference or weights come from when --load has none."""
-    parser = argparse.ArgumentParser()
-    _add_load(parser.add_argument_group())
-    flags = {flag for flag in parser._option_string_actions if flag.startswith("--") and flag != "--help"}
+    of_loading = itertools.takewhile(lambda flag: flag.dest != "save", CHECKPOINTS.flags)
+    flags = {name for flag in of_loading for name in flag.names}
     assert flags - set(OF_THIS_START) == {"--load", "--ref-load", "--ref-ckpt-step"}
     assert set(OF_THIS_START) - flags == {"--start-rollout-id", "--fresh-data-state"}
 

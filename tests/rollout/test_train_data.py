@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime.arguments.groups import algorithm
+from slime.arguments.groups.objective import ALGORITHM
 from slime.rollout.train_data import convert_samples_to_train_batch, post_process_rewards
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
@@ -65,7 +65,7 @@ def test_l1_each_estimator_has_its_own_normalisation(estimator):
 
 def test_l1_every_estimator_that_can_be_chosen_is_in_that_table():
     parser = argparse.ArgumentParser()
-    algorithm.add_arguments(parser.add_argument_group())
+    ALGORITHM.add_to(parser)
     choices = next(action.choices for action in parser._actions if action.dest == "advantage_estimator")
     assert set(choices) == set(REWARDS_OF_ESTIMATORS)
 

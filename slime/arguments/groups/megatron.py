@@ -48,7 +48,7 @@ _ORDER = (
 )  # fmt: skip
 
 
-def add_groups(parser: argparse.ArgumentParser) -> None:
+def add_to(parser: argparse.ArgumentParser) -> None:
     """Add one argument group per topic.
 
     Raises:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from slime.arguments.flag import ABOVE_ZERO, AT_LEAST_ONE, AT_LEAST_ZERO, Bounds, below_one, share, weight
 from slime.arguments.surface import FlagSpec
 
 # Field of a configuration dataclass -> attribute of `args`, where Megatron-LM's parser has another name for it.
@@ -60,6 +61,31 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "main_grads_dtype": ("fp32", "bf16"),
     "main_params_dtype": ("fp32", "fp16"),
 }
+
+# Attribute -> the numbers that it takes.
+BOUNDS: dict[str, Bounds] = {
+    **dict.fromkeys((
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
+        "expert_tensor_parallel_size", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads",
+        "num_query_groups", "kv_channels", "vocab_size", "seq_length", "max_position_embeddings", "train_iters",
+        "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size", "lr_decay_iters",
+        "lr_wsd_decay_iters", "num_experts", "moe_ffn_hidden_size", "moe_router_topk", "recompute_num_layers",
+        "make_vocab_size_divisible_by", "loss_scale_window", "hysteresis",
+    ), AT_LEAST_ONE),
+    **dict.fromkeys((
+        "lr_warmup_iters", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate", "decoupled_lr",
+        "decoupled_min_lr",
+    ), AT_LEAST_ZERO),
+    **dict.fromkeys(("adam_eps", "min_lr", "lr_warmup_init", "start_weight_decay", "end_weight_decay"), weight()),
+    "weight_decay": weight(1, "0 to 0.1"),
+    **dict.fromkeys((
+        "norm_epsilon", "rotary_base", "init_method_std", "loss_scale", "initial_loss_scale", "min_loss_scale",
+    ), ABOVE_ZERO),
+    "adam_beta1": below_one(0.9), "adam_beta2": below_one(0.98), "sgd_momentum": below_one(0.9),
+    "muon_momentum": below_one(0.95), "attention_dropout": below_one(0), "hidden_dropout": below_one(0),
+    "optimizer_offload_fraction": share(1), "rotary_percent": share(1),
+}  # fmt: skip
 
 # Attribute -> type, where Megatron-LM's parser is stricter than the field.
 TYPES: dict[str, str] = {"rotary_base": "int"}

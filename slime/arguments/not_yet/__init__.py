@@ -8,11 +8,20 @@ import argparse
 import fnmatch
 from collections.abc import Iterator
 
-from slime.arguments.not_yet import megatron, own, sglang
+from slime.arguments.flag import as_typed
+from slime.arguments.groups import OWN_FLAGS
+from slime.arguments.not_yet import megatron, sglang
 from slime.arguments.not_yet.row import NotYet
 from slime.arguments.origins import Origin
-from slime.arguments.plug_ins import as_typed, flag_of
+from slime.arguments.plug_ins import flag_of
 from slime.observability.run_record import redacted
+
+# Our own declare it: nothing but the default is fine.
+OWN_ROWS = tuple(
+    NotYet(name, flag.not_yet, () if flag.default is None or flag.default is False else (flag.default,))
+    for name, flag in OWN_FLAGS.items()
+    if flag.not_yet
+)
 
 
 def not_yet_violations(args: argparse.Namespace) -> Iterator[str]:
@@ -53,4 +62,4 @@ def names_of(row: NotYet, args: argparse.Namespace) -> list[str]:
 
 def rows() -> tuple[NotYet, ...]:
     """All rows, of our own flags, Megatron's and those of the engines and the router."""
-    return (*own.ROWS, *megatron.ROWS, *sglang.ROWS)
+    return (*OWN_ROWS, *megatron.ROWS, *sglang.ROWS)

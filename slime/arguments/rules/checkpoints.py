@@ -7,20 +7,11 @@ from pathlib import Path
 
 from slime.arguments.checkpoints import POINTER, is_megatron_checkpoint
 from slime.arguments.critic import DIRECTORY, critic_args
-from slime.arguments.plug_ins import flag_of
+from slime.arguments.flag import flag_of
+from slime.arguments.groups import OWN_FLAGS
 from slime.arguments.rules import Rule
 
 logger = logging.getLogger(__name__)
-
-# Placeholders that are filled in, by attribute.
-_TEMPLATES = {
-    "save_hf": ("rollout_id",),
-    "save_debug_rollout_data": ("rollout_id",),
-    "load_debug_rollout_data": ("rollout_id",),
-    "save_debug_train_data": ("rollout_id", "rank"),
-    "ci_save_grad_norm": ("role", "rollout_id", "step_id"),
-    "ci_load_grad_norm": ("role", "rollout_id", "step_id"),
-}
 
 
 def saving(args: argparse.Namespace) -> Iterator[str]:
@@ -60,9 +51,9 @@ def saved_at_all(args: argparse.Namespace) -> Iterator[str]:
 
 
 def templates(args: argparse.Namespace) -> Iterator[str]:
-    for name, placeholders in _TEMPLATES.items():
-        template = getattr(args, name)
-        if template is None:
+    for name, flag in OWN_FLAGS.items():
+        template, placeholders = getattr(args, name, None), flag.placeholders
+        if template is None or not placeholders:
             continue
         try:
             template.format(**dict.fromkeys(placeholders, 0))

@@ -6,8 +6,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from slime.arguments import flag as flags
 from slime.arguments.checkpoints import checkpoint_source
 from slime.arguments.critic import critic_weights
+from slime.arguments.groups import OWN_FLAGS
 from slime.arguments.hf_config.reading import no_directory
 from slime.arguments.initial_weights import source_of_actor
 from slime.arguments.plug_ins import flag_of, missing_plug_ins
@@ -17,10 +19,7 @@ from slime.utils.data_files import parse_data_path, path_without_slice
 from slime.utils.errors import UserError
 from slime.utils.file_templates import existing_files
 
-_WRITTEN = (
-    "save", "save_hf", "dump_details", "save_debug_rollout_data", "save_debug_train_data", "update_weight_disk_dir",
-    "memory_snapshot_dir", "ci_save_grad_norm", "wandb_dir",
-)  # fmt: skip
+_WRITTEN = tuple(name for name, flag in OWN_FLAGS.items() if flag.path is flags.Path.WRITTEN)
 
 
 def hf_checkpoint(args: argparse.Namespace) -> Iterator[str]:

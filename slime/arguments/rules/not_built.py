@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from slime.arguments.config_files.eval_file import places_in
 from slime.arguments.layout import layout_of
-from slime.arguments.not_yet import own
+from slime.arguments.not_yet import OWN_ROWS
 from slime.arguments.plug_ins import MANAGER_PLUG_INS
 from slime.arguments.rules import Rule
 from slime.arguments.rules.model_name import built_family
@@ -119,7 +119,7 @@ def rewards(args: argparse.Namespace) -> Iterator[str]:
 
 def media_of_evaluation(args: argparse.Namespace) -> Iterator[str]:
     """The flag has a row of its own."""
-    if not any(row.name == "multimodal_keys" for row in own.ROWS):
+    if not any(row.name == "multimodal_keys" for row in OWN_ROWS):
         return
     place = places_in(args.eval_config if args.eval_datasets else None)
     for dataset in args.eval_datasets:

@@ -9,8 +9,9 @@ import functools
 import re
 from collections.abc import Iterator
 
+from slime.arguments.flag import as_typed
 from slime.arguments.hf_config.reading import read_hf_config
-from slime.arguments.plug_ins import as_typed, flag_of
+from slime.arguments.plug_ins import flag_of
 from slime.arguments.rules import Rule
 from slime.arguments.server_flags import REFUSED, share_problem
 from slime.arguments.serving_values import tensor_parallel_size

@@ -11,8 +11,8 @@ from slime.arguments.groups import megatron
 from slime.arguments.megatron.effects import ACTS_WITH, FIXED, NO_EFFECT
 from slime.arguments.megatron.names import FIELD_DESTS, OUR_DEFAULTS
 from slime.arguments.megatron.not_for_this import NOT_FOR_THIS
+from slime.arguments.not_yet import OWN_ROWS
 from slime.arguments.not_yet.megatron import ROWS
-from slime.arguments.not_yet.own import ROWS as OWN_ROWS
 from slime.arguments.parser import build_parser
 from slime.arguments.surface import VALUE_TYPES, FlagSpec, load_surface
 from slime.utils.errors import UserError
@@ -63,7 +63,7 @@ _TYPE_NAMES = {
 def bare_parser() -> argparse.ArgumentParser:
     """A parser of the Megatron family alone."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    megatron.add_groups(parser)
+    megatron.add_to(parser)
     return parser
 
 
@@ -175,7 +175,7 @@ def test_flags_that_exist_already_are_left_out():
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--num-layers", type=int, default=7)
     parser.add_argument("--no-rope-fusion", action="store_true")
-    megatron.add_groups(parser)
+    megatron.add_to(parser)
     args = parser.parse_args(["--no-rope-fusion"])
     assert args.num_layers == 7 and args.no_rope_fusion is True and args.apply_rope_fusion is True
 

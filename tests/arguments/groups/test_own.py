@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from slime.arguments import build_parser
-from slime.arguments.groups.own import OWN_GROUPS
+from slime.arguments.groups import OWN_GROUPS
 
 BASE = ["--rollout-batch-size", "8"]
 ON = object()  # a switch: off by default, True when given
@@ -331,7 +331,7 @@ def test_flag(parser, defaults, words, attribute, value, default):
 def test_the_table_is_complete():
     parser = argparse.ArgumentParser(add_help=False)
     for group in OWN_GROUPS:
-        group.add_arguments(parser.add_argument_group(group.TITLE))
+        group.add_to(parser)
     flags = {option for action in parser._actions for option in action.option_strings}
     tested = {word for row in FLAGS for word in row[0].split() if word.startswith("--")}
     assert flags - tested == BESIDE_THE_TABLE

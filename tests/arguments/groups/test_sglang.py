@@ -7,7 +7,7 @@ from slime.arguments.groups import sglang
 
 def build() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    sglang.add_groups(parser)
+    sglang.add_to(parser)
     return parser
 
 

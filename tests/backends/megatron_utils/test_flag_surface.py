@@ -163,7 +163,7 @@ def _arrival() -> dict[str, str]:
     from slime.backends.megatron_utils.config_fields import dtype_of_name, fields_from_args
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    megatron.add_groups(parser)
+    megatron.add_to(parser)
     lost = {}
     for spec in megatron.merge(flag_surface.flag_specs()):
         field = spec.metadata.get("field")

@@ -1,0 +1,221 @@
+"""One declaration for each flag of our own: how it is typed, and everything that the rest of this package asks about it.
+
+The tables stand in `slime.arguments.groups`. Whoever adds a flag adds a row there, and nothing anywhere else: its bounds, where
+its path leads, who calls its plug-in, when it changes nothing and whether its feature is built are read from the row.
+"""
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+Condition = Callable[[argparse.Namespace], bool]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The numbers that a flag takes: from `low` to `high`, both included unless the range is `open` there.
+
+    Attributes:
+        replacement: what stands in for a number out of bounds while the other rules are asked; nothing fails on it.
+        usual: what a message recommends.
+        finite: a weight, a rate or a time limit means nothing when it is infinite.
+        unusual: numbers above this are possible and nearly always a slip; what is usual instead.
+    """
+
+    low: float | None = None
+    high: float | None = None
+    low_is_open: bool = False
+    high_is_open: bool = False
+    replacement: Any = 1
+    usual: Any = None
+    finite: bool = False
+    unusual: tuple[float, str] | None = None
+
+    def problem(self, value: float) -> str | None:
+        """What is wrong with a number; None where nothing is. NaN is within no bounds."""
+        if self.finite and not math.isfinite(value):
+            return "it must be a finite number"
+        low = f"{'above' if self.low_is_open else 'at least'} {self.low}"
+        high = f"{'below' if self.high_is_open else 'at most'} {self.high}"
+        is_low = self.low is not None and not (value > self.low if self.low_is_open else value >= self.low)
+        is_high = self.high is not None and not (value < self.high if self.high_is_open else value <= self.high)
+        if (is_low or is_high) and self.usual is not None:
+            return f"it must be {low} and {high} ({self.usual} is usual)"
+        return f"it must be {low if is_low else high}" if is_low or is_high else None
+
+
+AT_LEAST_ONE = Bounds(low=1)
+AT_LEAST_ZERO = Bounds(low=0, replacement=0)
+ABOVE_ZERO = Bounds(low=0, low_is_open=True, replacement=1.0)
+SECONDS = Bounds(low=0, low_is_open=True, replacement=1.0, finite=True)
+# NumPy and the engines take seeds of 32 bits, and every engine adds its rank.
+SEED = Bounds(low=0, high=2**31 - 1, replacement=0)
+
+
+def below_one(usual: float) -> Bounds:
+    """From 0, below 1."""
+    return Bounds(low=0, high=1, high_is_open=True, replacement=usual, usual=usual)
+
+
+def share(usual: float) -> Bounds:
+    """From 0 to 1."""
+    return Bounds(low=0, high=1, replacement=usual, usual=usual)
+
+
+def weight(unusual: float | None = None, usual: str = "", *, low: float | None = 0) -> Bounds:
+    """A finite factor."""
+    replacement = 1.0 if low is None else 0
+    return Bounds(low=low, replacement=replacement, finite=True, unusual=None if unusual is None else (unusual, usual))
+
+
+class Path(Enum):
+    """What a flag's path leads to, and so how a relative one is made absolute."""
+
+    # Read by the processes of the run.
+    READ = auto()
+    # Written during the run: it must be possible before.
+    WRITTEN = auto()
+    # Read by the driver alone, which keeps it as it was typed for its messages.
+    HERE = auto()
+    # Files of prompts, each with an optional slice; and pairs of a name and such a file.
+    DATA = auto()
+    NAMED_DATA = auto()
+
+
+class Caller(Enum):
+    """The processes that call a plug-in."""
+
+    MANAGER = auto()
+    RANKS = auto()
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Where `when` holds a flag has no effect, for the `reason` that a warning ends with.
+
+    Not an error: launch scripts switch one flag off and leave those that belong to it in place. `tells_default`: who types
+    the default is told too.
+    """
+
+    when: Condition
+    reason: str
+    tells_default: bool = False
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag.
+
+    Attributes:
+        names: spellings, the usual one first.
+        action: of argparse; None stores a value.
+        placeholders: what is filled in where the value has `{name}`.
+        not_yet: the feature that the flag asks for, while it is not built: nothing but the default can be given.
+    """
+
+    names: tuple[str, ...]
+    help: str
+    dest: str
+    type: Callable[[str], Any] | None = None
+    default: Any = None
+    choices: tuple[str, ...] | None = None
+    nargs: str | None = None
+    metavar: str | None = None
+    action: Any = None
+    bounds: Bounds | None = None
+    path: Path | None = None
+    plug_in: Caller | None = None
+    placeholders: tuple[str, ...] = ()
+    idle: tuple[Idle, ...] = ()
+    not_yet: str | None = None
+
+    def add_to(self, group: argparse._ArgumentGroup) -> None:
+        """Put the flag into a group of a parser."""
+        options = {"type": self.type, "choices": self.choices and list(self.choices), "nargs": self.nargs,
+                   "metavar": self.metavar, "action": self.action}  # fmt: skip
+        given = {name: value for name, value in options.items() if value is not None}
+        # Every parser has a default of its own, which a repeated flag appends to.
+        default = self.default.copy() if isinstance(self.default, list | dict) else self.default
+        group.add_argument(*self.names, dest=self.dest, default=default, help=self.help.replace("%", "%%"), **given)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Flags that `--help` shows together."""
+
+    title: str
+    flags: tuple[Flag, ...]
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        """Put the group into a parser."""
+        group = parser.add_argument_group(self.title)
+        for flag in self.flags:
+            flag.add_to(group)
+
+
+def flag(
+    names: str,
+    type: Callable[[str], Any] | None,
+    default: Any,
+    text: str,
+    *choices: str,
+    dest: str | None = None,
+    idle: Idle | tuple[Idle, ...] = (),
+    placeholders: str = "",
+    **more: Any,
+) -> Flag:
+    """A flag that takes a value. `names` and `placeholders` are separated by spaces; further fields as in `Flag`."""
+    spellings = tuple(names.split())
+    return Flag(
+        spellings,
+        text,
+        dest or attribute_of(spellings[0]),
+        type,
+        default,
+        choices or None,
+        idle=idle if isinstance(idle, tuple) else (idle,),
+        placeholders=tuple(placeholders.split()),
+        **more,
+    )
+
+
+def switch(names: str, text: str, **more: Any) -> Flag:
+    """A flag without a value, which is off unless it is given."""
+    return flag(names, None, False, text, action="store_true", **more)
+
+
+def off(names: str, dest: str, text: str, **more: Any) -> Flag:
+    """A flag that switches `dest` off."""
+    return flag(names, None, True, text, dest=dest, action="store_false", **more)
+
+
+def either(names: str, text: str, **more: Any) -> Flag:
+    """A switch with two sides, `--x` and `--no-x`; what it is when neither is given is derived."""
+    return flag(names, None, None, text, action=argparse.BooleanOptionalAction, **more)
+
+
+def plug_in(names: str, caller: Caller, text: str, default: Any = None, **more: Any) -> Flag:
+    """A flag that names a function or class of the user."""
+    return flag(names, None, default, f"plug-in path: {text}", plug_in=caller, **more)
+
+
+def attribute_of(name: str) -> str:
+    """The attribute of `args` that holds the value of the flag `name`."""
+    return name.removeprefix("--").replace("-", "_")
+
+
+# Attributes that are better known by another spelling of their flag.
+_SPELLINGS = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
+
+
+def flag_of(name: str) -> str:
+    """The spelling on the command line of the attribute `name`."""
+    return _SPELLINGS.get(name) or "--" + name.replace("_", "-")
+
+
+def as_typed(value: Any) -> Any:
+    """A value for a message: the words of a list as they stand on the command line."""
+    return " ".join(map(str, value)) if isinstance(value, list) else value
