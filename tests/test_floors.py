@@ -16,6 +16,7 @@ FLOORS = {
     "slime.algorithms": 1,
     "slime.scheduling": 1,
     "slime.estimates": 1,
+    "slime.models": 1,
     "slime.training": 2,
     "slime.weights": 2,
     "slime.arguments": 2,

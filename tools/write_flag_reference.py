@@ -22,9 +22,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from slime.arguments.flag import NotYet  # noqa: E402
 from slime.arguments.help_text import facts_of, groups_of  # noqa: E402
 from slime.arguments.not_yet import rows  # noqa: E402
-from slime.arguments.not_yet.row import NotYet  # noqa: E402
 from slime.arguments.parser import build_parser  # noqa: E402
 from slime.arguments.surface import PACKAGES, load_surface  # noqa: E402
 from slime.utils.atomic_io import write_text_atomically  # noqa: E402

@@ -14,19 +14,33 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from slime.arguments.aliases import resolve_aliases
-from slime.arguments.config_files.custom_config import apply_custom_config
-from slime.arguments.config_files.role_config import apply_role_config
-from slime.arguments.derivation import derive
+from slime.arguments.bounds import (
+    replace_wrong_sizes,
+    warn_of_idle_flags,
+    warn_of_unusual_values,
+    without_consequences,
+    without_mention,
+)
+from slime.arguments.config_files.custom_config import apply_custom_config, overruled_values
+from slime.arguments.config_files.role_config import apply_role_config, critic_values
+from slime.arguments.config_files.serving_config import missing_models, serving_violations
+from slime.arguments.derivation import derive, resolve_aliases
+from slime.arguments.flag import flag_of
 from slime.arguments.hf_config import apply_hf_config, read_hf_config
 from slime.arguments.model_shape import padded_vocabulary
+from slime.arguments.not_yet import not_yet_violations
 from slime.arguments.origins import Origin, recording
 from slime.arguments.parser import ArgumentParser, build_parser, parse_known
 from slime.arguments.paths import make_paths_absolute
-from slime.arguments.plug_ins import flag_of
-from slime.arguments.serving_values import keep_names_equal
-from slime.arguments.sizes import replace_wrong_sizes, without_consequences, without_mention
-from slime.arguments.validation import violations_of
+from slime.arguments.rules import Rule
+from slime.arguments.rules.data import BATCH_RULES, DATA_RULES
+from slime.arguments.rules.files import CHECKPOINT_RULES, FILE_RULES
+from slime.arguments.rules.megatron import MEGATRON_RULES
+from slime.arguments.rules.not_built import MODEL_NAME_RULES, NOT_BUILT_RULES
+from slime.arguments.rules.rollout import ROLLOUT_RULES
+from slime.arguments.rules.serving import PLACEMENT_RULES, SERVING_RULES
+from slime.arguments.rules.training import OBJECTIVE_RULES, REPLAY_RULES, WEIGHT_RULES, tracker_violations
+from slime.arguments.server_flags import keep_names_equal
 from slime.utils.errors import UserError
 
 __all__ = ["build_parser", "parse_args", "validate_args"]
@@ -157,3 +171,24 @@ def _apply_shape(args: argparse.Namespace) -> list[str]:
 def _finish_shape(args: argparse.Namespace) -> None:
     if args.vocab_size is not None:
         args.padded_vocab_size = padded_vocabulary(args)
+
+
+# Own rules, then those of Megatron, then those of the engines.
+RULES: tuple[Rule, ...] = (
+    *PLACEMENT_RULES, *BATCH_RULES, *ROLLOUT_RULES, *OBJECTIVE_RULES, *REPLAY_RULES, *DATA_RULES, *CHECKPOINT_RULES,
+    *WEIGHT_RULES, *MODEL_NAME_RULES, warn_of_idle_flags,
+    warn_of_unusual_values,
+    overruled_values, critic_values, tracker_violations, *MEGATRON_RULES, *SERVING_RULES, serving_violations,
+)  # fmt: skip
+# A plan needs neither the files of a run nor features that are not built; both are notes of a dry run.
+NOTED_RULES: tuple[Rule, ...] = (*FILE_RULES, missing_models, *NOT_BUILT_RULES, not_yet_violations)
+
+
+def violations_of(args: argparse.Namespace) -> list[str]:
+    """Messages of all broken rules, in the order of the rules; under `--dry-run` some go to `args.plan_notes` instead."""
+    violations = [message for rule in RULES for message in rule(args)]
+    noted = [message for rule in NOTED_RULES for message in rule(args)]
+    if args.dry_run:
+        args.plan_notes = [*args.plan_notes, *noted]
+        return violations
+    return [*violations, *noted]

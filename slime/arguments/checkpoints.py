@@ -156,3 +156,28 @@ def _refuse_headless_checkpoint(path: Path, flag: str) -> None:
 def _require_iteration(path: Path, step: int | None, flag: str) -> None:
     if step is not None and not iteration_directory(path, step).is_dir():
         raise UserError(f"{flag} {step}: {iteration_directory(path, step)} does not exist")
+
+
+ACTOR = "actor"
+REFERENCE = "ref"
+TEACHER = "teacher"
+OLD_ACTOR = "old_actor"
+# The weights that the engines got last: what the old actor becomes at the next push.
+ROLLOUT_ACTOR = "rollout_actor"
+
+
+def other_model_states(args: argparse.Namespace) -> tuple[str, ...]:
+    """Names of the states beside the actor's, in the order in which they are loaded."""
+    states = []
+    if args.use_kl_loss or args.kl_coef:
+        states.append(REFERENCE)
+    if args.use_opd and args.opd_type == "megatron":
+        states.append(TEACHER)
+    if args.keep_old_actor:
+        states += [OLD_ACTOR, ROLLOUT_ACTOR] if lags_one_push(args) else [OLD_ACTOR]
+    return tuple(states)
+
+
+def lags_one_push(args: argparse.Namespace) -> bool:
+    """Whether the old actor is what the engines had before the last push, not what they got by it."""
+    return args.update_weights_interval == 1

@@ -19,7 +19,7 @@ from slime.arguments.config_files.role_config import CRITIC, role_args
 from slime.arguments.hf_config import is_hf_checkpoint
 from slime.arguments.megatron.values import derive_virtual_stages
 from slime.arguments.model_shape import padded_vocabulary
-from slime.arguments.parallel_sizes import data_parallel_size
+from slime.arguments.sizes import data_parallel_size
 from slime.utils.errors import UserError
 
 # Below the directory of the actor's checkpoints.

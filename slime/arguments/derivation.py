@@ -1,22 +1,28 @@
-"""Values that follow from other flags. Each function fills what was left unset; none overrides what was typed."""
+"""Values that follow from other flags: other names of one setting, sizes and modes, time limits, where the weights come from.
+
+Each function fills what was left unset; none overrides what was typed.
+"""
 
 import argparse
+import importlib.util
+import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from slime.arguments.checkpoints import WeightSource, latest_iteration, resolve_initial_weights
 from slime.arguments.config_files.eval_file import load_eval_config
-from slime.arguments.initial_weights import derive_initial_weights
+from slime.arguments.critic import critic_weights
+from slime.arguments.flag import flag_of
 from slime.arguments.megatron.values import derive_megatron_values
-from slime.arguments.parallel_sizes import MODEL_PARALLEL, data_parallel_size, divides_the_ranks, model_parallel_size
-from slime.arguments.placement import derive_placement
+from slime.arguments.origins import Origin
 from slime.arguments.planned_device import plans_for_gpus
-from slime.arguments.plug_ins import flag_of
-from slime.arguments.rules.advice import divisors
-from slime.arguments.serving_values import bracket_router_address
-from slime.arguments.time_limits import derive_time_limits
-from slime.arguments.tracking import settle_trackers
+from slime.arguments.rules import divisors
+from slime.arguments.server_flags import bracket_router_address
+from slime.arguments.sizes import MODEL_PARALLEL, data_parallel_size, divides_the_ranks, model_parallel_size
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import UserError
 from slime.utils.eval_config import build_eval_dataset_configs
@@ -166,3 +172,216 @@ def _on_policy_proof(args: argparse.Namespace) -> None:
     args.deterministic_mode = args.sglang_enable_deterministic_inference = True
     if "ci_train_rollout_logprob_abs_diff_threshold" not in args.typed_flags:
         args.ci_train_rollout_logprob_abs_diff_threshold = 0.0
+
+
+_RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations")
+
+
+def resolve_aliases(args: argparse.Namespace) -> list[str]:
+    """Write each alias into the setting that it means; returns violations of aliases that contradict it."""
+    if args.dry_run_json is not None:
+        args.dry_run = True
+    if args.use_gated_attention:
+        _type(args, "attention_output_gate", True)
+    if args.gradient_checkpointing and args.train_backend == "megatron":
+        _recompute_every_layer(args)
+    return _tis_threshold(args)
+
+
+def _recompute_every_layer(args: argparse.Namespace) -> None:
+    if args.typed_flags.isdisjoint(_RECOMPUTATION):
+        args.recompute_granularity, args.recompute_method, args.recompute_num_layers = "full", "uniform", 1
+
+
+def _tis_threshold(args: argparse.Namespace) -> list[str]:
+    if args.tis_threshold is None:
+        return []
+    if "tis_clip" in args.typed_flags and args.tis_clip != args.tis_threshold:
+        return [
+            f"--tis-threshold {args.tis_threshold} and --tis-clip {args.tis_clip} are two names of one bound with two "
+            "values; keep one"
+        ]
+    _type(args, "tis_clip", args.tis_threshold)
+    return []
+
+
+def _type(args: argparse.Namespace, name: str, value: Any) -> None:
+    """Set `name` as if it had been given in place of its alias, so that nothing derived overrules it."""
+    if name not in args.typed_flags:
+        # The alias is what was typed, so messages are about that.
+        args.origins[name] = Origin.DERIVED
+    setattr(args, name, value)
+    args.typed_flags.add(name)
+
+
+# GPUs of a usual node: how a run without training ranks counts its nodes.
+_USUAL_NODE = 8
+
+
+def derive_placement(args: argparse.Namespace) -> None:
+    """Fill modes, sizes and offloads, in place."""
+    _modes(args)
+    _external_engines(args)
+    if args.colocate and "num_gpus_per_node" not in args.typed_flags:
+        args.num_gpus_per_node = args.actor_num_gpus_per_node
+    if getattr(args, "offload", False):
+        _offload_both(args)
+    args.use_critic = args.advantage_estimator == "ppo"
+    if args.use_critic:
+        # Actor and critic take turns on the same GPUs.
+        args.offload_train = True
+    if args.debug_rollout_only:
+        _without_trainer(args)
+    if args.colocate:
+        _colocated(args)
+    args.offload_train, args.offload_rollout = bool(args.offload_train), bool(args.offload_rollout)
+    # Offloading moves these buffers itself; a second copy on the host would only take memory.
+    args.disable_param_buffer_cpu_backup = args.disable_grad_buffer_cpu_backup = args.offload_train
+    if args.use_critic:
+        args.critic_num_nodes, args.critic_num_gpus_per_node = args.actor_num_nodes, args.actor_num_gpus_per_node
+    if args.release_train and args.save_interval is None:
+        args.save_interval = 1
+
+
+def _modes(args: argparse.Namespace) -> None:
+    if args.load_debug_rollout_data is not None:
+        args.debug_train_only = True
+    if args.debug_train_only:
+        args.rollout_num_gpus = 0
+    args.has_trainer = not args.debug_rollout_only
+    args.has_engines = not args.debug_train_only
+
+
+def _external_engines(args: argparse.Namespace) -> None:
+    # What these engines are is asked when the run starts: the command line must not wait for the network.
+    args.rollout_external = bool(args.rollout_external_engine_addrs) and args.has_engines
+    args.rollout_external_engine_infos = None
+
+
+def _offload_both(args: argparse.Namespace) -> None:
+    # `--offload --no-offload-train` asks for one of them.
+    for name in ("offload_train", "offload_rollout"):
+        if getattr(args, name) is None:
+            setattr(args, name, True)
+
+
+def _without_trainer(args: argparse.Namespace) -> None:
+    """The training sizes of a run that only generates are those of its engines."""
+    if args.rollout_external:
+        return
+    if args.colocate and args.rollout_num_gpus is None:
+        args.rollout_num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
+    gpus = args.rollout_num_gpus or 0
+    args.actor_num_gpus_per_node = min(_USUAL_NODE, gpus)
+    args.actor_num_nodes = gpus // args.actor_num_gpus_per_node if gpus else 0
+    args.colocate = args.offload_train = args.offload_rollout = False
+
+
+def _colocated(args: argparse.Namespace) -> None:
+    if args.offload_train is None:
+        # A trainer that ends during generation has nothing to move.
+        args.offload_train = not args.release_train
+    if args.offload_rollout is None:
+        args.offload_rollout = True
+    if args.rollout_num_gpus is None:
+        args.rollout_num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
+
+
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+_INDEX = "model.safetensors.index.json"
+# A checkpoint of training beside the weights it trains, in bytes: 16-bit weights, and 12 bytes of optimizer state for each.
+_TRAINING_CHECKPOINT = 7
+
+
+@dataclass(frozen=True)
+class _Limit:
+    """seconds: for a model of no size. rate: bytes per second that even slow storage and a cold start reach."""
+
+    seconds: float
+    rate: float
+    of_training: bool = False
+
+
+# 0.2 GB/s is a network file system that many nodes read at the same time. A training checkpoint is read by all ranks, each
+# its part, and moved or deleted file by file.
+TIME_LIMITS = {
+    "engine_start_timeout": _Limit(600, 0.2e9),
+    "engine_load_timeout": _Limit(300, 0.2e9),
+    "train_start_timeout": _Limit(1800, 1e9, of_training=True),
+    "checkpoint_publish_timeout": _Limit(300, 1e9, of_training=True),
+}
+
+
+def derive_time_limits(args: argparse.Namespace) -> None:
+    """Fill the limits that were not typed, in whole seconds."""
+    size = checkpoint_bytes(args.hf_checkpoint)
+    for name, limit in TIME_LIMITS.items():
+        if getattr(args, name) is None:
+            read = size * (_TRAINING_CHECKPOINT if limit.of_training else 1)
+            setattr(args, name, float(math.ceil(limit.seconds + read / limit.rate)))
+
+
+def checkpoint_bytes(directory: str | None) -> int:
+    """Bytes of the weights of a Hugging Face checkpoint: of its files, else what its index says; 0 where neither is there."""
+    if directory is None:
+        return 0
+    path = Path(directory)
+    for pattern in _WEIGHT_FILES:
+        # Formats of the same weights may lie side by side: one is loaded.
+        if size := sum(file.stat().st_size for file in path.glob(pattern) if file.is_file()):
+            return size
+    try:
+        return int(json.loads((path / _INDEX).read_text())["metadata"]["total_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def derive_initial_weights(args: argparse.Namespace) -> None:
+    """Set `initial_weights` and, in a run with a critic, `critic_initial_weights`; None where a source cannot be used."""
+    args.initial_weights = None
+    if args.has_trainer:
+        args.initial_weights = _source_or_none(source_of_actor, args)
+        _start_at_the_beginning(args)
+    if args.use_critic and args.has_trainer:
+        args.critic_initial_weights = None
+        if args.initial_weights is not None:
+            args.critic_initial_weights = _source_or_none(critic_weights, args)
+
+
+def source_of_actor(args: argparse.Namespace) -> WeightSource:
+    """The source of the actor's weights, with an iteration to resume from where it resumes.
+
+    Raises:
+        UserError: there is none that can be used.
+    """
+    source = resolve_initial_weights(args)
+    if source.resume and source.step is None:
+        latest_iteration(source.path)
+    return source
+
+
+def _source_or_none(
+    find: Callable[[argparse.Namespace], WeightSource], args: argparse.Namespace
+) -> WeightSource | None:
+    try:
+        return find(args)
+    except UserError:
+        return None
+
+
+def _start_at_the_beginning(args: argparse.Namespace) -> None:
+    """What follows for a run that does not resume."""
+    source = args.initial_weights
+    if source is None or source.resume:
+        return
+    args.no_load_optim = args.no_load_rng = args.finetune = True
+    if source.step is not None:
+        args.ckpt_step = source.step
+    if args.start_rollout_id is None:
+        args.start_rollout_id = 0
+
+
+def settle_trackers(args: argparse.Namespace) -> None:
+    """Fill in `use_tensorboard` where it was not typed: yes, if no other tracker is chosen and the package is there."""
+    if args.use_tensorboard is None:
+        args.use_tensorboard = not args.use_wandb and importlib.util.find_spec("tensorboard") is not None

@@ -143,6 +143,18 @@ class Flag:
 
 
 @dataclass(frozen=True)
+class NotYet:
+    """`args.{name}` has no effect yet; `name` may be a pattern such as `sglang_lora_*`.
+
+    `works`: values that are fine (None and False always are).
+    """
+
+    name: str
+    feature: str
+    works: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
 class Group:
     """Flags that `--help` shows together."""
 

@@ -15,13 +15,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from slime.arguments.elsewhere import answer_to, overridden
 from slime.arguments.flag import as_typed
 from slime.arguments.groups import OWN_GROUPS, megatron, sglang
 from slime.arguments.help_text import HelpFormatter, HelpGrepAction, print_page
 from slime.arguments.origins import start_origins
-from slime.arguments.retired import why_unknown
 from slime.arguments.surface import PACKAGES, load_surface, warm_surfaces
+from slime.arguments.unknown_flags import answer_to, overridden, why_unknown
 from slime.observability.run_record import REDACTED, is_secret, redacted
 from slime.utils.errors import UserError
 

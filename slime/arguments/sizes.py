@@ -1,93 +1,109 @@
-"""What the declarations of flags say of their values: numbers within their bounds, flags that change nothing.
+"""Numbers that rules, plan and trainer ask of the flags: which GPUs train and which serve, how ranks are divided, how long a
+sample may be, how many optimizer steps there are.
 
-Bounds are asked for before anything is derived: nothing follows from a size of 0. A number out of its bounds is replaced by
-a harmless one, so that the other rules can be asked too; what they say about that flag is left out (`without_consequences`).
+GPUs are numbered as the run's bundles are sorted; training ranks take the first ones. Ranks are divided by tensor, pipeline and
+context parallelism; what is left is data parallelism.
 """
 
 import argparse
-import logging
-import re
-from collections.abc import Iterable, Iterator
-from typing import Any
+import math
+from dataclasses import dataclass
 
-from slime.arguments.flag import flag_of
-from slime.arguments.groups import BOUNDS, OWN_FLAGS
-
-logger = logging.getLogger(__name__)
-
-# What the number of data-parallel ranks follows from, which messages tell without these flags.
-_OF_THE_LAYOUT = {
-    "actor_num_nodes", "actor_num_gpus_per_node", "tensor_model_parallel_size", "pipeline_model_parallel_size",
-    "context_parallel_size",
-}  # fmt: skip
-# What an unset --global-batch-size follows from.
-_OF_THE_BATCH = {"rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout"}
+from slime.arguments.origins import Origin
 
 
-def replace_wrong_sizes(args: argparse.Namespace) -> dict[str, str]:
-    """A message for every number out of its bounds, by attribute, and for the one size that has no default.
+@dataclass(frozen=True)
+class GpuRanges:
+    """GPUs of a run.
 
-    Afterwards each of these attributes holds a number that nothing fails on.
+    Attributes:
+        gpus: all that the run reserves.
+        actor_gpus: the first ones, one training rank on each.
+        rollout_gpus: those of the engines that the run starts, from `first_rollout_gpu` on.
     """
-    wrong = {name: (message, value) for name, message, value in _wrong_sizes(args)}
-    for name, (_, value) in wrong.items():
-        setattr(args, name, value)
-        args.typed_flags.discard(name)
-    return {name: message for name, (message, _) in wrong.items()}
+
+    gpus: int
+    actor_gpus: int
+    rollout_gpus: int
+    first_rollout_gpu: int
 
 
-def without_consequences(messages: list[str], wrong: dict[str, str]) -> list[str]:
-    """`messages` of the rules without those about the attributes in `wrong`: the rules saw another value."""
-    silenced = [flag_of(name) for name in wrong]
-    if not _OF_THE_LAYOUT.isdisjoint(wrong):
-        silenced += ["data-parallel", "training ranks"]
-    if not _OF_THE_BATCH.isdisjoint(wrong):
-        silenced.append("--global-batch-size")
-    return without_mention(messages, silenced)
+def layout_of(args: argparse.Namespace) -> GpuRanges:
+    """The layout for derived arguments (`has_trainer`, `has_engines`, `rollout_external`, `colocate`, sizes)."""
+    actor = args.world_size if args.has_trainer else 0
+    rollout = args.rollout_num_gpus or 0
+    if not args.has_engines:
+        return GpuRanges(actor, actor, 0, 0)
+    if args.rollout_external:
+        # The sizes of the training ranks stay reserved for runs that only generate, so that both kinds place alike.
+        return GpuRanges(args.world_size, actor, 0, actor)
+    if not args.has_trainer:
+        return GpuRanges(rollout, 0, rollout, 0)
+    if args.colocate:
+        return GpuRanges(max(actor, rollout), actor, rollout, 0)
+    return GpuRanges(actor + rollout, actor, rollout, actor)
 
 
-def without_mention(messages: list[str], words: Iterable[str]) -> list[str]:
-    """`messages` without those in which one of `words` stands; a flag does not stand in a longer one."""
-    parts = "|".join(re.escape(word) for word in words)
-    pattern = re.compile(rf"(?<![\w-])(?:{parts})(?![\w-])") if parts else None
-    return [message for message in messages if pattern is None or not pattern.search(message)]
+MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
-def _wrong_sizes(args: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
-    """(attribute, message, harmless value)."""
-    if args.rollout_batch_size is None:
-        message = "--rollout-batch-size is needed: the number of prompts per rollout step, for example 32"
-        yield "rollout_batch_size", message, 1
-    for name, bounds in BOUNDS.items():
-        for number in _numbers(args, name):
-            problem = bounds.problem(number)
-            if problem is not None:
-                yield name, f"{flag_of(name)} {number}: {problem}", bounds.replacement
+def model_parallel_size(args: argparse.Namespace) -> int:
+    """The ranks that share a sample's work."""
+    return math.prod(getattr(args, name) for name in MODEL_PARALLEL)
 
 
-def _numbers(args: argparse.Namespace, name: str) -> list[Any]:
-    """The numbers that a flag was given: some take several, of which each has the bounds."""
-    value = getattr(args, name, None)
-    return [number for number in (value if isinstance(value, list) else [value]) if number is not None]
+def divides_the_ranks(args: argparse.Namespace) -> bool:
+    """Whether the training ranks can be divided into model-parallel groups."""
+    return args.world_size % model_parallel_size(args) == 0
 
 
-def warn_of_unusual_values(args: argparse.Namespace) -> Iterator[str]:
-    """Warns of numbers that can be meant and rarely are; yields nothing."""
-    for name, bounds in BOUNDS.items():
-        for number in _numbers(args, name) if bounds.unusual is not None and name in args.typed_flags else ():
-            most, usual = bounds.unusual
-            if number > most:
-                logger.warning("%s %s: that is far above what is usual, %s", flag_of(name), number, usual)
-    yield from ()
+def data_parallel_size(args: argparse.Namespace) -> int:
+    """The number of those groups; at least 1, also where the ranks cannot be divided."""
+    return max(1, args.world_size // model_parallel_size(args))
 
 
-def warn_of_idle_flags(args: argparse.Namespace) -> Iterator[str]:
-    """Warns of flags that are accepted and change nothing beside the others, once for each reason; yields nothing."""
-    for name, flag in OWN_FLAGS.items():
-        value = getattr(args, name, None)
-        if name not in args.typed_flags or value is None or value is False:
-            continue
-        for idle in flag.idle:
-            if (value != flag.default or idle.tells_default) and idle.when(args):
-                logger.warning("%s: no effect %s", flag_of(name), idle.reason)
-    yield from ()
+def longest_sample(args: argparse.Namespace) -> int | None:
+    """Tokens of the longest allowed sample, prompt and response; of the response alone where nothing limits the prompt.
+
+    None where nothing limits the response either.
+    """
+    context, prompt = args.rollout_max_context_len, args.rollout_max_prompt_len
+    response = args.rollout_max_response_len
+    both = response if prompt is None or response is None else prompt + response
+    return min((length for length in (context, both) if length is not None), default=None)
+
+
+def prompt_is_limited(args: argparse.Namespace) -> bool:
+    """Whether `longest_sample` counts the prompt."""
+    return args.rollout_max_context_len is not None or args.rollout_max_prompt_len is not None
+
+
+def planned_sample(args: argparse.Namespace) -> int | None:
+    """`longest_sample`, or where there is none the length that is assumed (`--seq-length`)."""
+    return longest_sample(args) or args.seq_length
+
+
+def positions_of_model(args: argparse.Namespace) -> int | None:
+    """Positions that the model was made for; None where neither a flag nor the Hugging Face config tells."""
+    # Derived from --seq-length it says nothing about the model: RoPE has no table.
+    derived = args.origins.get("max_position_embeddings") in (Origin.DEFAULT, Origin.DERIVED)
+    return None if derived else args.max_position_embeddings
+
+
+def train_iterations(args: argparse.Namespace) -> int | None:
+    """Optimizer steps of a model over the whole run: `--train-iters`, or the rollouts it trains on / global batch size.
+
+    Rollouts of the critic alone (`--num-critic-only-steps`) do not count: the actor takes no step in them. A run of nothing
+    else has the schedule of all its rollouts, which then nobody reads. None where only the data set knows the number.
+    """
+    if getattr(args, "train_iters", None):
+        return args.train_iters
+    if args.num_rollout is None:
+        return None
+    rollouts = _rollouts_that_train(args) * args.rollout_batch_size * args.n_samples_per_prompt
+    return rollouts // args.global_batch_size
+
+
+def _rollouts_that_train(args: argparse.Namespace) -> int:
+    """The rollouts out of `--num-rollout` that train the model of `args`; all of them if none would."""
+    return max(args.num_rollout - getattr(args, "num_critic_only_steps", 0), 0) or args.num_rollout

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slime.arguments.hf_config import model_args_from_hf, read_hf_config
-from slime.arguments.layout import layout_of
-from slime.arguments.megatron.stages import pipeline_stages
+from slime.arguments.hf_config import read_hf_config
+from slime.arguments.megatron.values import pipeline_stages
 from slime.arguments.parser import build_parser
 from slime.arguments.planned_device import plans_for_gpus
+from slime.arguments.sizes import layout_of
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.shape import ModelShape
+from slime.models.families import model_args_from_hf
 from slime.plan.batch import plan_batch, plan_parameters
 from slime.plan.host_memory import (
     HostShare,

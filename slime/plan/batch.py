@@ -3,8 +3,8 @@
 import argparse
 import dataclasses
 
-from slime.arguments.lengths import longest_sample, planned_sample, prompt_is_limited
-from slime.arguments.megatron.stages import pipeline_stages
+from slime.arguments.megatron.values import pipeline_stages
+from slime.arguments.sizes import longest_sample, planned_sample, prompt_is_limited
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.parameters import count_parameters, rank_parameters
 from slime.estimates.shape import ModelShape

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from slime.arguments.critic import critic_args
-from slime.arguments.lengths import longest_sample, prompt_is_limited
 from slime.arguments.planned_device import gpu_memory_gib, plans_for_gpus
+from slime.arguments.sizes import longest_sample, prompt_is_limited
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.memory import (
     HOST_PARTS,

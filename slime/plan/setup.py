@@ -2,11 +2,11 @@
 
 import argparse
 
-from slime.arguments.lengths import planned_sample
-from slime.arguments.megatron.stages import pipeline_stages
+from slime.arguments.checkpoints import OLD_ACTOR, REFERENCE, ROLLOUT_ACTOR, TEACHER, other_model_states
+from slime.arguments.megatron.values import pipeline_stages
 from slime.arguments.model_shape import SHAPE_FLAGS, model_shape_from_args, padded_vocabulary
-from slime.arguments.model_states import OLD_ACTOR, REFERENCE, ROLLOUT_ACTOR, TEACHER, other_model_states
 from slime.arguments.planned_device import plans_for_gpus
+from slime.arguments.sizes import planned_sample
 from slime.estimates.activations import Kernels, Recompute
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.memory import ACCELERATOR_CHUNK_BYTES, ONE_THREAD_CHUNK_BYTES, StateBytes, TrainingSetup

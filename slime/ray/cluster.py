@@ -27,7 +27,7 @@ import ray
 from ray._private import ray_constants, services
 
 from slime.arguments.derivation import settle_precision
-from slime.arguments.layout import GpuRanges, layout_of
+from slime.arguments.sizes import GpuRanges, layout_of
 from slime.plan import require_memory_of_machine
 from slime.plan.batch import train_batch_bytes
 from slime.utils import env

@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from slime.arguments.plug_ins import MANAGER_PLUG_INS, load_plug_ins
+from slime.arguments.paths import MANAGER_PLUG_INS, load_plug_ins
 from slime.observability.console import evaluation_name
 from slime.observability.logging_utils import LoggedMetrics, configure_logger, drain_outbox, log
 from slime.observability.progress import progress_snapshot
@@ -208,7 +208,7 @@ class RolloutManager:
         """The step's samples, flat, from the rollout function or from a dump."""
         from slime.ray.rollout_validation import flatten_rollout_output
         from slime.rollout.base_types import call_rollout_fn
-        from slime.utils.misc import load_function
+        from slime.utils.plugin_loader import load_function
 
         args = self.args
         if args.load_debug_rollout_data is not None:
@@ -255,7 +255,7 @@ class RolloutManager:
     def _evaluate(self, rollout_id: int, *, before: bool) -> list[LoggedMetrics]:
         from slime.observability.rollout_metrics import compute_eval_metrics, merge_extra_metrics
         from slime.rollout.base_types import call_rollout_fn
-        from slime.utils.misc import load_function
+        from slime.utils.plugin_loader import load_function
 
         args = self.args
         flag, path = "--eval-function-path", args.eval_function_path
@@ -318,7 +318,7 @@ def _calling(flag: str, path: str, subject: str) -> contextlib.AbstractContextMa
 
 def _call_log_function(flag: str, path: str, *arguments: Any) -> bool:
     """Call a user's log function; its failure is reported and never ends the run."""
-    from slime.utils.misc import load_function
+    from slime.utils.plugin_loader import load_function
 
     try:
         return bool(load_function(path, flag=flag)(*arguments))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments.checkpoints import is_megatron_checkpoint, iteration_directory, latest_iteration
-from slime.arguments.plug_ins import flag_of
+from slime.arguments.flag import flag_of
 from slime.observability.run_record import REDACTED, mentions_secret, redacted
 
 # They say what this start took from where, and how many values they have; a start that goes on takes all of the newest

@@ -28,7 +28,7 @@ from slime.rollout.data_source_files import (
 )
 from slime.utils.dataset import Dataset, epoch_permutation
 from slime.utils.errors import UserError
-from slime.utils.misc import load_function
+from slime.utils.plugin_loader import load_function
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 from slime.utils.user_code import calling_user_code

@@ -27,8 +27,8 @@ from slime.rollout.generation import generate_and_rm_group, is_aborted
 from slime.rollout.partial_rollout import as_continuable_group, as_partial_group, as_prompts
 from slime.rollout.user_functions import call_user_function, describe_samples, run_in_daemon_thread
 from slime.utils.errors import RunError, UserError
-from slime.utils.misc import load_function
 from slime.utils.packed_sample import pack_sample
+from slime.utils.plugin_loader import load_function
 from slime.utils.types import Sample
 from slime.utils.user_code import user_function_error
 

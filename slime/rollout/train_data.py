@@ -12,7 +12,7 @@ from slime.training import routed_experts
 from slime.training.rollout_batch import TrainBatch, build_train_batch, train_batch_from_columns
 from slime.utils.errors import UserError
 from slime.utils.finite_number import finite_number
-from slime.utils.misc import load_function
+from slime.utils.plugin_loader import load_function
 from slime.utils.types import Sample
 from slime.utils.user_code import calling_user_code
 

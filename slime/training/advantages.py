@@ -34,7 +34,7 @@ from slime.training.context_parallel import (
 )
 from slime.training.whitening import whiten
 from slime.utils.errors import UserError
-from slime.utils.misc import load_function
+from slime.utils.plugin_loader import load_function
 from slime.utils.user_code import calling_user_code
 
 Tensors = list[torch.Tensor]

@@ -12,7 +12,7 @@ import torch
 from slime.training.corrections import Correction, vanilla_tis_function
 from slime.training.micro_batch import Metrics, MicroBatch, Reducer, per_token_column
 from slime.utils.errors import UserError
-from slime.utils.misc import load_function
+from slime.utils.plugin_loader import load_function
 from slime.utils.user_code import calling_user_code
 
 

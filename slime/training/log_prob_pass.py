@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from slime.training.step_statistics import wants_step_statistics
-from slime.utils.misc import load_function
+from slime.utils.plugin_loader import load_function
 
 
 def needs_log_prob_pass(args: argparse.Namespace, steps: int) -> bool:

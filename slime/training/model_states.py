@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from slime.arguments.model_states import ACTOR, OLD_ACTOR, REFERENCE, ROLLOUT_ACTOR, TEACHER
+from slime.arguments.checkpoints import ACTOR, OLD_ACTOR, REFERENCE, ROLLOUT_ACTOR, TEACHER
 from slime.utils.errors import RunError
 
 __all__ = ["ACTOR", "OLD_ACTOR", "REFERENCE", "ROLLOUT_ACTOR", "TEACHER", "ModelStates"]

@@ -13,9 +13,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from slime.arguments.checkpoints import WeightSource, source_of_reference, source_of_teacher
-from slime.arguments.model_states import lags_one_push, other_model_states
-from slime.training.model_states import ACTOR, OLD_ACTOR, REFERENCE, ROLLOUT_ACTOR, TEACHER, ModelStates
+from slime.arguments.checkpoints import (
+    OLD_ACTOR,
+    ROLLOUT_ACTOR,
+    TEACHER,
+    WeightSource,
+    lags_one_push,
+    other_model_states,
+    source_of_reference,
+    source_of_teacher,
+)
+from slime.training.model_states import ACTOR, REFERENCE, ModelStates
 
 
 class StateSchedule:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from slime.training.context_parallel import ContextParallel
 from slime.training.mismatch_report import mismatch_of_step
 from slime.training.step_statistics import FLAG, compute_step_statistics, wants_step_statistics
-from slime.utils.misc import load_function
+from slime.utils.plugin_loader import load_function
 
 
 @dataclass(frozen=True)

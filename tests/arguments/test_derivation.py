@@ -1,10 +1,16 @@
+"""Values that follow from other flags: aliases, sizes and modes, time limits."""
+
+import argparse
+import json
 import os
 
 import pytest
 
+from slime.arguments import parse_args
+from slime.arguments.derivation import TIME_LIMITS, checkpoint_bytes, derive_time_limits
 from slime.arguments.origins import Origin
 from slime.utils.errors import UserError
-from tests.support.args import parse
+from tests.support.args import command_line, parse, write_config
 
 
 def test_a5_temperature_zero_is_for_evaluation_only(tmp_path):
@@ -76,3 +82,193 @@ def test_precision_of_a_plan(tmp_path, monkeypatch):
     assert parse(tmp_path, "--dry-run", "--fp16").params_dtype_name == "float16"
     monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
     assert parse(tmp_path, "--dry-run").params_dtype_name == "float32"
+
+
+def recomputation(args):
+    return args.recompute_granularity, args.recompute_method, args.recompute_num_layers
+
+
+def test_gradient_checkpointing_recomputes_every_layer(tmp_path):
+    assert recomputation(parse(tmp_path, "--gradient-checkpointing")) == ("full", "uniform", 1)
+
+
+def test_typed_recomputation_comes_before_gradient_checkpointing(tmp_path):
+    args = parse(tmp_path, "--gradient-checkpointing", "--recompute-activations", "--dry-run")
+    assert recomputation(args) == ("selective", None, None)
+    typed = "--recompute-granularity full --recompute-method block --recompute-num-layers 2"
+    assert recomputation(parse(tmp_path, "--gradient-checkpointing", *typed.split())) == ("full", "block", 2)
+
+
+def test_tis_threshold_is_tis_clip(tmp_path):
+    assert parse(tmp_path, "--tis-threshold", "3", "--dry-run").tis_clip == 3
+    assert parse(tmp_path, "--tis-threshold", "3", "--tis-clip", "3", "--dry-run").tis_clip == 3
+
+
+def test_gated_attention_is_an_attention_output_gate(tmp_path):
+    with pytest.raises(UserError, match=r"hf_validate_args failed(.|\n)*--attention-output-gate +given"):
+        parse(tmp_path, "--use-gated-attention")
+
+
+def test_a_file_for_the_plan_means_a_dry_run(tmp_path):
+    assert parse(tmp_path, "--dry-run-json", str(tmp_path / "plan.json")).dry_run
+
+
+def test_offload_optimizer_states(tmp_path):
+    assert parse(tmp_path, "--offload-optimizer-states", "--dry-run").optimizer_cpu_offload
+
+
+def test_messages_are_about_the_name_that_was_typed(tmp_path):
+    notes = parse(tmp_path, "--tis-threshold", "3", "--dry-run").plan_notes
+    assert [note for note in notes if "--tis-clip" in note] == []
+
+
+def plan(tmp_path, words: str):
+    """Derived arguments of a dry run that types no sizes but those in `words`."""
+    base = command_line(tmp_path)
+    for flag in ("--rollout-num-gpus", "--actor-num-gpus-per-node"):
+        at = base.index(flag)
+        del base[at : at + 2]
+    return parse_args(argv=[*base, *words.split(), "--dry-run"])
+
+
+def sizes(args):
+    return args.actor_num_nodes, args.actor_num_gpus_per_node, args.rollout_num_gpus
+
+
+def offloads(args):
+    return args.offload_train, args.offload_rollout
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("--colocate", (1, 8, 8)),
+        ("--colocate --actor-num-nodes 2 --actor-num-gpus-per-node 4 --global-batch-size 8", (2, 4, 8)),
+        ("--colocate --rollout-num-gpus 4", (1, 8, 4)),
+        ("--debug-rollout-only --rollout-num-gpus 4", (1, 4, 4)),
+        ("--debug-rollout-only --rollout-num-gpus 16", (2, 8, 16)),
+        ("--debug-rollout-only --rollout-num-gpus 0", (0, 0, 0)),
+        ("--debug-rollout-only --colocate --actor-num-gpus-per-node 2", (1, 2, 2)),
+        ("--debug-rollout-only --rollout-external-engine-addrs a:1 --actor-num-gpus-per-node 4", (1, 4, None)),
+        ("--debug-train-only", (1, 8, 0)),
+        ("--debug-train-only --rollout-num-gpus 4", (1, 8, 0)),
+    ],
+)
+def test_sizes(tmp_path, words, expected):
+    assert sizes(plan(tmp_path, words)) == expected
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("--rollout-num-gpus 8", (False, False)),
+        ("--rollout-num-gpus 8 --offload", (True, True)),
+        ("--rollout-num-gpus 8 --offload-train", (True, False)),
+        ("--rollout-num-gpus 8 --offload --no-offload-train", (False, True)),
+        ("--colocate --offload --no-offload-rollout", (True, False)),
+        ("--colocate", (True, True)),
+        ("--colocate --no-offload-rollout", (True, False)),
+        ("--colocate --offload", (True, True)),
+        ("--debug-rollout-only --colocate --offload", (False, False)),
+        ("--rollout-num-gpus 8 --advantage-estimator ppo", (True, False)),
+        (
+            "--colocate --release-train --save /s --update-weight-transport disk --update-weight-disk-dir /d",
+            (False, True),
+        ),
+    ],
+)  # fmt: skip
+def test_offloads(tmp_path, words, expected):
+    args = plan(tmp_path, words)
+    assert offloads(args) == expected
+    assert not hasattr(args, "offload")
+    assert (args.disable_param_buffer_cpu_backup, args.disable_grad_buffer_cpu_backup) == (expected[0],) * 2
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("--colocate --actor-num-gpus-per-node 4", 4),
+        ("--colocate --actor-num-gpus-per-node 4 --num-gpus-per-node 8", 8),
+        ("--rollout-num-gpus 8 --actor-num-gpus-per-node 4", 8),
+    ],
+)
+def test_the_node_size_of_colocated_engines(tmp_path, words, expected):
+    assert plan(tmp_path, words).num_gpus_per_node == expected
+
+
+def test_the_critic_shares_the_actors_gpus(tmp_path):
+    args = plan(tmp_path, "--rollout-num-gpus 8 --advantage-estimator ppo --actor-num-gpus-per-node 4")
+    assert args.use_critic and (args.critic_num_nodes, args.critic_num_gpus_per_node) == (1, 4)
+    assert not plan(tmp_path, "--colocate").use_critic
+
+
+def test_a_dump_means_training_only(tmp_path):
+    args = plan(tmp_path, "--load-debug-rollout-data /d/{rollout_id}.pt")
+    assert args.debug_train_only and args.has_trainer and not args.has_engines
+
+
+GB = 10**9
+
+
+def limits_of(directory, **typed) -> dict[str, float]:
+    args = argparse.Namespace(hf_checkpoint=str(directory), **{**dict.fromkeys(TIME_LIMITS), **typed})
+    derive_time_limits(args)
+    return {name: getattr(args, name) for name in TIME_LIMITS}
+
+
+def weights(directory, name, size) -> None:
+    """A file of `size` bytes that takes no room."""
+    with (directory / name).open("wb") as file:
+        file.truncate(size)
+
+
+def test_small_models_have_the_least_limits(tmp_path):
+    weights(tmp_path, "model.safetensors", 1)
+    assert limits_of(tmp_path) == {
+        "engine_start_timeout": 601, "engine_load_timeout": 301, "train_start_timeout": 1801,
+        "checkpoint_publish_timeout": 301,
+    }  # fmt: skip
+
+
+def test_large_models_have_time(tmp_path):
+    """1.5 TB, as 744 billion parameters have in 16 bits."""
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 1500 * GB}}))
+    assert limits_of(tmp_path) == {
+        "engine_start_timeout": 600 + 7500, "engine_load_timeout": 300 + 7500,
+        "train_start_timeout": 1800 + 10500, "checkpoint_publish_timeout": 300 + 10500,
+    }  # fmt: skip
+
+
+def test_a_typed_limit_stays(tmp_path):
+    weights(tmp_path, "model.safetensors", 20 * GB)
+    limits = limits_of(tmp_path, engine_start_timeout=5.0)
+    assert (limits["engine_start_timeout"], limits["engine_load_timeout"]) == (5.0, 400.0)
+
+
+def test_the_size_is_that_of_the_files_that_are_loaded(tmp_path):
+    assert checkpoint_bytes(None) == checkpoint_bytes(str(tmp_path / "nowhere")) == checkpoint_bytes(str(tmp_path)) == 0
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    assert checkpoint_bytes(str(tmp_path)) == 0
+    weights(tmp_path, "pytorch_model.bin", 9)
+    assert checkpoint_bytes(str(tmp_path)) == 9
+    for part in (1, 2):
+        weights(tmp_path, f"model-{part}.safetensors", 5)
+    assert checkpoint_bytes(str(tmp_path)) == 10
+
+
+@pytest.mark.parametrize(
+    "value, message", [("0", "above 0"), ("-3", "above 0"), ("nan", "a finite number"), ("inf", "a finite number")]
+)
+def test_a_limit_leaves_some_time(tmp_path, value, message):
+    write_config(tmp_path)
+    with pytest.raises(UserError, match=f"--engine-load-timeout .*it must be {message}"):
+        parse(tmp_path, f"--engine-load-timeout={value}")
+
+
+def test_limits_are_among_the_derived_values(tmp_path):
+    args = parse(tmp_path, "--train-start-timeout", "77")
+    assert (args.train_start_timeout, args.engine_start_timeout) == (77, 600)
+    assert {name: str(args.origins[name]) for name in TIME_LIMITS} == {
+        "engine_start_timeout": "derived", "engine_load_timeout": "derived", "train_start_timeout": "command line",
+        "checkpoint_publish_timeout": "derived",
+    }  # fmt: skip

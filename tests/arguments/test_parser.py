@@ -304,7 +304,8 @@ def sources() -> list[Path]:
 
 def settles(path: Path) -> bool:
     """Whether a module of the arguments does more with a flag than define or refuse it."""
-    return not {"groups", "rules", "not_yet", "sizes.py"} & set(path.relative_to(SOURCE / "arguments").parts)
+    telling = {"groups", "rules", "not_yet.py", "bounds.py", "effects.py", "server_flags.py"}
+    return not telling & set(path.relative_to(SOURCE / "arguments").parts)
 
 
 def words_read_by(paths: Iterable[Path]) -> set[str]:

@@ -1,119 +1,85 @@
+"""Which GPUs train and which serve, how long samples may be, how many steps there are."""
+
+from argparse import Namespace
+
 import pytest
 
-from slime.arguments import parse_args
-from slime.arguments.groups import BOUNDS, OWN_GROUPS
-from slime.arguments.help_text import groups_of
-from slime.arguments.parser import build_parser
-from slime.arguments.types import human_int
-from slime.utils.errors import UserError
+from slime.arguments.critic import critic_args
+from slime.arguments.sizes import layout_of, longest_sample, planned_sample, prompt_is_limited, train_iterations
 from tests.support.args import parse
-from tests.support.rules import assert_violation, violations
+from tests.support.rules import violations
+
+# A = 4 GPUs train, R = 2 or 6 serve: total, first GPU of an engine.
+MODES = [
+    ({"has_engines": False}, (4, 0)),
+    ({"rollout_external": True, "has_trainer": False}, (4, 0)),
+    ({"colocate": True}, (4, 0)),
+    ({"colocate": True, "rollout_num_gpus": 6}, (6, 0)),
+    ({"rollout_external": True}, (4, 4)),
+    ({"has_trainer": False}, (2, 0)),
+    ({}, (6, 4)),
+]
+
+
+@pytest.mark.parametrize("values, expected", MODES, ids=[" ".join(values) or "otherwise" for values, _ in MODES])
+def test_layout(values, expected):
+    usual = {
+        "world_size": 4, "rollout_num_gpus": 2, "has_trainer": True, "has_engines": True, "rollout_external": False,
+        "colocate": False,
+    }  # fmt: skip
+    layout = layout_of(Namespace(**{**usual, **values}))
+    assert (layout.gpus, layout.first_rollout_gpu) == expected
+
+
+def test_external_engines_take_none_of_the_runs_gpus():
+    args = Namespace(world_size=4, rollout_num_gpus=8, has_trainer=True, has_engines=True, rollout_external=True)
+    assert layout_of(args).rollout_gpus == 0
+
+
+def lengths(context=None, prompt=None, response=None):
+    return Namespace(
+        rollout_max_context_len=context,
+        rollout_max_prompt_len=prompt,
+        rollout_max_response_len=response,
+        seq_length=4096,
+    )
 
 
 @pytest.mark.parametrize(
-    "words, message",
+    "flags, longest, limited",
     [
-        ("--n-samples-per-prompt 0", "--n-samples-per-prompt 0: it must be at least 1"),
-        ("--global-batch-size 0", "--global-batch-size 0: it must be at least 1"),
-        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: it must be at least 1"),
-        ("--async-buffer-size 0", "--async-buffer-size 0: it must be at least 1"),
-        ("--num-rollout -1", "--num-rollout -1: it must be at least 0"),
-        ("--max-weight-staleness -1", "--max-weight-staleness -1: it must be at least 0"),
-        ("--rm-timeout 0", "--rm-timeout 0.0: it must be above 0"),
-        ("--lr nan", "--lr nan: it must be a finite number"),
-        ("--lr inf", "--lr inf: it must be a finite number"),
-        ("--adam-beta1 1.5", "--adam-beta1 1.5: it must be at least 0 and below 1 (0.9 is usual)"),
-        ("--adam-beta2 1.2", "--adam-beta2 1.2: it must be at least 0 and below 1 (0.98 is usual)"),
-        ("--hidden-dropout 1", "--hidden-dropout 1.0: it must be at least 0 and below 1 (0 is usual)"),
-        ("--lambd 3", "--lambd 3.0: it must be at least 0 and at most 1 (0.95 is usual)"),
-        ("--gamma -0.1", "--gamma -0.1: it must be at least 0 and at most 1 (1 is usual)"),
-        ("--gamma nan", "--gamma nan: it must be at least 0 and at most 1 (1 is usual)"),
-        ("--rollout-stop-token-ids 3 -7", "--rollout-stop-token-ids -7: it must be at least 0"),
-        ("--mtp-num-layers -1", "--mtp-num-layers -1: it must be at least 0"),
-        ("--init-method-std 0", "--init-method-std 0.0: it must be above 0"),
-        ("--make-vocab-size-divisible-by 0", "--make-vocab-size-divisible-by 0: it must be at least 1"),
-        ("--moe-router-topk 0", "--moe-router-topk 0: it must be at least 1"),
-        ("--sglang-router-request-timeout-secs 0", "--sglang-router-request-timeout-secs 0: it must be at least 1"),
-        ("--adam-eps -1", "--adam-eps -1.0: it must be at least 0"),
-        ("--weight-decay -1", "--weight-decay -1.0: it must be at least 0"),
-        ("--seed -1", "--seed -1: it must be at least 0"),
-        ("--rollout-seed 99999999999999999999", "--rollout-seed 99999999999999999999: it must be at most 2147483647"),
-        ("--num-layers -3", "--num-layers -3: it must be at least 1"),
-        ("--dry-run-link-gbps 0", "--dry-run-link-gbps 0.0: it must be above 0"),
+        ((None, 1024, 7168), 8192, True),
+        ((8000, 1024, 7168), 8000, True),
+        ((10000, 1024, 7168), 8192, True),
+        ((8192, 1000, 1000), 2000, True),
+        ((None, None, 7168), 7168, False),
+        ((None, 1024, None), None, True),
+        ((8000, None, None), 8000, True),
+        ((None, None, None), None, False),
     ],
 )
-def test_numbers_below_their_least_value(tmp_path, words, message):
-    assert_violation(tmp_path, words, message)
+def test_longest_sample(flags, longest, limited):
+    args = lengths(*flags)
+    assert longest_sample(args) == longest and prompt_is_limited(args) is limited
+    assert planned_sample(args) == (longest or 4096)
 
 
-def test_other_rules_are_told_with_them(tmp_path):
-    words = "--keep-last 0 --rollout-temperature 0 --eval-interval 3 --save-interval 2"
-    assert violations(tmp_path, words) == [
-        "--keep-last 0: it must be at least 1",
-        "--rollout-temperature 0.0: training needs a value above 0 (1.0 is usual); --eval-temperature may be 0",
-        "--eval-interval 3 needs data sets: give --eval-prompt-data name path, or --eval-config",
-        "--save-interval 2 needs --save, the directory of checkpoints, such as --save outputs/checkpoints",
-    ]
+PPO = ("--advantage-estimator", "ppo")
 
 
-def test_no_rule_speaks_of_a_number_that_was_replaced(tmp_path):
-    words = "--tensor-model-parallel-size 0 --actor-num-gpus-per-node 3 --eval-top-p 2"
-    assert violations(tmp_path, words) == [
-        "--tensor-model-parallel-size 0: it must be at least 1",
-        "--eval-top-p 2.0: it is a share of the probability, above 0 and at most 1",
-    ]
+def test_rollouts_of_the_run_over_the_global_batch_size(tmp_path):
+    assert train_iterations(parse(tmp_path, "--num-rollout", "10", "--num-steps-per-rollout", "2")) == 20
 
 
-def test_a_longer_flag_is_another_flag(tmp_path):
-    assert violations(tmp_path, "--lr -1 --lr-warmup-fraction 2") == [
-        "--lr -1.0: it must be at least 0",
-        "--lr-warmup-fraction 2.0: it must be at least 0 and below 1, 0.1 for example",
-    ]
+@pytest.mark.parametrize(("critic_only", "expected"), [(0, 10), (3, 7), (10, 10), (12, 10)])
+def test_rollouts_of_the_critic_alone_are_no_steps_of_the_actor(tmp_path, critic_only, expected):
+    args = parse(tmp_path, *PPO, "--num-rollout", "10", "--num-critic-only-steps", str(critic_only))
+    assert train_iterations(args) == expected
+    assert train_iterations(critic_args(args)) == 10
 
 
-def test_all_of_them_are_named_before_anything_is_derived(tmp_path):
-    assert violations(tmp_path, "--rollout-batch-size 0 --micro-batch-size 0") == [
-        "--rollout-batch-size 0: it must be at least 1",
-        "--micro-batch-size 0: it must be at least 1",
-    ]
-
-
-def test_a_missing_batch_size_has_no_consequences():
-    with pytest.raises(UserError) as error:
-        parse_args(argv=["--dry-run"])
-    assert "--global-batch-size" not in str(error.value) and "--rollout-batch-size is needed" in str(error.value)
-
-
-def test_every_number_of_ours_has_bounds():
-    """A new flag gets bounds, or a reason why every number is right."""
-    free = {
-        "log_probs_chunk_size": "0 or less: chosen by the run",
-        "fetch_trajectory_retry_times": "-1: no limit",
-        "entropy_coef": "a negative weight asks for less entropy",
-        "megatron_deepgemm_forward_layers": "not built", "megatron_deepgemm_moe_forward_layers": "not built",
-        "tis_threshold": "another name of --tis-clip",
-        # Bounds that stand in rules of their own, beside what else is said of the flag.
-        "rollout_temperature": "rules/rollout", "rollout_top_p": "rules/rollout", "rollout_top_k": "rules/rollout",
-        "eval_temperature": "rules/rollout", "eval_top_p": "rules/rollout", "eval_top_k": "rules/rollout",
-        "eps_clip_c": "rules/objective", "prefill_num_servers": "rules/serving", "sglang_router_port": "rules/serving",
-        "load_debug_rollout_data_subsample": "rules/checkpoints",
-    }  # fmt: skip
-    ours = {group.title for group in OWN_GROUPS} | {"SGLang engines and router"}
-    numbers = {
-        action.dest
-        for title, actions in groups_of(build_parser())
-        if title in ours
-        for action in actions
-        if action.type in (int, float, human_int)
-    }
-    bounded = {name for name, bounds in BOUNDS.items() if bounds.low is not None}
-    assert numbers - bounded == set(free)
-
-
-@pytest.mark.parametrize("flag", ["--lr", "--rollout-temperature", "--kl-coef", "--entropy-coef", "--weight-decay"])
-def test_far_too_large_weights_and_rates_are_warned_of(tmp_path, caplog, flag):
-    words = [*f"--ref-load {tmp_path}/model --advantage-estimator ppo".split(), flag]
-    parse(tmp_path, *words, "0.05")
-    assert "far above what is usual" not in caplog.text
-    parse(tmp_path, *words, "30")
-    assert f"{flag} 30.0: that is far above what is usual" in caplog.text
+def test_a_warmup_is_compared_with_the_rollouts_that_train_the_actor(tmp_path):
+    words = [*PPO, "--num-rollout", "4", "--lr-warmup-iters", "3"]
+    assert train_iterations(parse(tmp_path, *words)) == 4
+    (message,) = violations(tmp_path, [*words, "--num-critic-only-steps", "2"])
+    assert "must be below the 2 optimizer steps of the schedule (those of --num-rollout 4 without " in message

@@ -4,7 +4,8 @@ import copy
 
 import pytest
 
-from slime.arguments import validate_args, validation
+from slime import arguments as validation
+from slime.arguments import validate_args
 from slime.utils.errors import UserError
 from tests.support.args import parse
 from tests.support.rules import violations

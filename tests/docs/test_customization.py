@@ -23,7 +23,8 @@ from slime.rollout.sglang_rollout import generate_rollout, generate_rollout_asyn
 from slime.rollout.train_data import convert_samples_to_train_batch
 from slime.utils import async_utils
 from slime.utils.http_utils import close_http_client
-from slime.utils.misc import SingletonMeta, load_function
+from slime.utils.misc import SingletonMeta
+from slime.utils.plugin_loader import load_function
 from slime.utils.types import Sample
 from tests.support.args import parse
 from tests.support.fake_generate_server import FakeGenerateServer
@@ -332,7 +333,8 @@ def test_every_field_of_a_sample_is_in_the_table():
 
 
 def test_every_plug_in_of_the_manager_is_on_the_page():
-    from slime.arguments.plug_ins import MANAGER_PLUG_INS, flag_of
+    from slime.arguments.flag import flag_of
+    from slime.arguments.paths import MANAGER_PLUG_INS
 
     elsewhere = {"--custom-eval-rollout-log-function-path", "--custom-convert-samples-to-train-data-path"}
     text = PAGE.read_text()

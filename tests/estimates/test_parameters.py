@@ -137,7 +137,7 @@ def test_models_of_transformers_have_as_many(name):
     torch = pytest.importorskip("torch")
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    from slime.arguments.hf_config import model_args_from_hf
+    from slime.models.families import model_args_from_hf
 
     model_type, changes = TINY_CONFIGS[name]
     known = {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
@@ -153,7 +153,7 @@ def test_models_of_transformers_have_as_many(name):
 
 @pytest.mark.parametrize("name", PARAMETER_COUNTS)
 def test_published_models_have_as_many(name):
-    from slime.arguments.hf_config import model_args_from_hf
+    from slime.models.families import model_args_from_hf
 
     shape = model_shape_from_args(SimpleNamespace(**model_args_from_hf(PUBLISHED_MODELS[name])))
     assert count_parameters(shape).total == PARAMETER_COUNTS[name]

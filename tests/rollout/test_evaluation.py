@@ -8,7 +8,7 @@ import pytest
 
 from slime.observability.rollout_metrics import compute_eval_metrics
 from slime.rollout import abort, evaluation
-from slime.rollout.sglang_rollout import eval_rollout
+from slime.rollout.evaluation import eval_rollout
 from slime.utils.errors import RunError, UserError
 from slime.utils.eval_config import build_eval_dataset_configs
 from slime.utils.http_utils import close_http_client

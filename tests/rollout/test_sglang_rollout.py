@@ -8,12 +8,13 @@ import pytest
 
 from slime.rollout import rollout_step
 from slime.rollout.base_types import leaves
-from slime.rollout.sglang_rollout import GenerateState, generate_rollout
+from slime.rollout.generate_state import GenerateState
+from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils import async_utils
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import close_http_client
-from slime.utils.misc import load_function
 from slime.utils.packed_sample import pack_sample
+from slime.utils.plugin_loader import load_function
 from slime.utils.token_fields import held
 from slime.utils.types import Sample
 from tests.support.rollout_args import CountingDataSource, make_args

@@ -13,7 +13,7 @@ import pytest
 
 from slime.arguments import parse_args
 from slime.arguments.before_start import check_before_start
-from slime.arguments.layout import layout_of
+from slime.arguments.sizes import layout_of
 from slime.plan import make_plan, render
 from tests.support.launch_table import Launch, launches
 from tests.support.model_tables import expected_flags

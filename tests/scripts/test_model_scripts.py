@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
-from slime.arguments.hf_config import CHOICES, SUPPLEMENTS, model_args_from_hf
-from slime.arguments.model_shape import expert_layers, model_shape_from_args
+from slime.arguments.hf_config import CHOICES, SUPPLEMENTS
+from slime.arguments.model_shape import model_shape_from_args
 from slime.arguments.parser import build_parser, parse_known
 from slime.estimates.parameters import count_parameters
+from slime.estimates.shape import expert_layers
+from slime.models.families import model_args_from_hf
 from tests.support.model_tables import PARAMETER_COUNTS, expected_flags
 from tests.support.published_models import PUBLISHED_MODELS
 from tests.support.shell_arrays import ROOT, as_flags, source_all

@@ -13,8 +13,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from slime.rollout.generate_state import GenerateState
+from slime.rollout.generation import generate
 from slime.rollout.rm_hub import grade_answer_verl
-from slime.rollout.sglang_rollout import GenerateState, generate
 from slime.utils.types import Sample
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.rollout.base_types import RolloutFnTrainOutput, leaves
-from slime.rollout.sglang_rollout import GenerateState, generate_rollout_async
+from slime.rollout.generate_state import GenerateState
+from slime.rollout.sglang_rollout import generate_rollout_async
 from slime.utils.http_utils import close_http_client
 
 

@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from slime.utils.data_files import fingerprint
-from slime.utils.dataset import Dataset, epoch_permutation, filter_long_prompt, read_file
+from slime.utils.data_files import fingerprint, read_file
+from slime.utils.dataset import Dataset, epoch_permutation, filter_long_prompt
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
 from tests.support.tokenizer import build_tokenizer

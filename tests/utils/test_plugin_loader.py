@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from slime.utils.errors import UserError
-from slime.utils.misc import load_function
+from slime.utils.plugin_loader import load_function
 
 
 @pytest.fixture

@@ -11,12 +11,11 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from slime.arguments.config_files.yaml_file import YamlMapping, load_yaml, plain
-from slime.arguments.config_files.yaml_flags import FlagNames, attribute_name
-from slime.arguments.elsewhere import meant_by
+from slime.arguments.config_files.yaml_file import FlagNames, YamlMapping, attribute_name, load_yaml, plain
+from slime.arguments.flag import flag_of
 from slime.arguments.origins import Origin
-from slime.arguments.plug_ins import MANAGER_PLUG_INS, RANK_PLUG_INS, flag_of
-from slime.arguments.retired import why_unknown
+from slime.arguments.paths import MANAGER_PLUG_INS, RANK_PLUG_INS
+from slime.arguments.unknown_flags import meant_by, why_unknown
 from slime.observability.run_record import redacted, shown
 from slime.utils.errors import UserError
 

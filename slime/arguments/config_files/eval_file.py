@@ -13,8 +13,7 @@ import os
 from collections.abc import Callable, Collection
 from typing import Any
 
-from slime.arguments.config_files.yaml_file import YamlMapping, load_yaml, plain
-from slime.arguments.config_files.yaml_flags import near_name
+from slime.arguments.config_files.yaml_file import YamlMapping, load_yaml, near_name, plain
 from slime.arguments.paths import absolute_plug_in
 from slime.utils.errors import UserError
 from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs, eval_dataset_keys, value_problem

@@ -15,14 +15,15 @@ import copy
 import functools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from slime.arguments.config_files.critic import check_flags, size_violations
+from slime.arguments.bounds import replace_wrong_sizes
 from slime.arguments.config_files.custom_config import read_flag_values, set_from_file, sets_plug_in
-from slime.arguments.config_files.yaml_file import YamlMapping, load_yaml
-from slime.arguments.config_files.yaml_flags import FlagNames, attribute_name, near_name
+from slime.arguments.config_files.yaml_file import FlagNames, YamlMapping, attribute_name, load_yaml, near_name
+from slime.arguments.help_text import groups_of
 from slime.arguments.paths import PATHS
+from slime.arguments.sizes import MODEL_PARALLEL, divides_the_ranks, model_parallel_size
 from slime.observability.run_record import shown
 from slime.utils.errors import UserError
 
@@ -216,3 +217,44 @@ def _overrides_of(entry: YamlMapping) -> YamlMapping:
             f"{shown(given[0], overrides)}"
         )
     return overrides
+
+
+# Groups of flags that a run has once, for actor and critic together, and the flags in them that a critic may have alone.
+_GROUPS_OF_THE_RUN = (
+    "configuration", "cluster and placement", "rollout", "data and batches", "evaluation", "reward", "fault tolerance",
+    "network and buffer service", "logging and tracking", "debugging", "SGLang", "Router",
+)  # fmt: skip
+_OF_A_CRITIC_TOO = frozenset(
+    {"hf_checkpoint", "model_name", "micro_batch_size", "max_tokens_per_gpu", "data_pad_size_multiplier"}
+)
+
+
+def check_flags(overrides: YamlMapping, keys: dict[str, str], parser: argparse.ArgumentParser) -> Iterator[str]:
+    """A message for every override of a flag that a critic cannot have for itself. `keys`: attribute → key in the file."""
+    of_the_run = {
+        action.dest
+        for title, actions in groups_of(parser)
+        if title.startswith(_GROUPS_OF_THE_RUN)
+        for action in actions
+    }
+    for name in keys.keys() & (of_the_run - _OF_A_CRITIC_TOO):
+        key = keys[name]
+        yield f"{overrides.where(key)}: {key} is the same for actor and critic; give it on the command line"
+
+
+def size_violations(critic: argparse.Namespace, run: argparse.Namespace, place: Callable[..., str]) -> Iterator[str]:
+    """A message for every size of the critic that cannot be.
+
+    Args:
+        critic: a copy, which holds possible sizes afterwards.
+        place: `file:line` of the first override of the critic that sets one of the attributes.
+    """
+    critic.typed_flags = set(critic.typed_flags)
+    for name, message in replace_wrong_sizes(critic).items():
+        yield f"{place(name)}: role critic: {message}"
+    own = any(getattr(critic, name) != getattr(run, name) for name in MODEL_PARALLEL)
+    if own and not divides_the_ranks(critic):
+        yield (
+            f"{place(*MODEL_PARALLEL)}: role critic: {' x '.join(MODEL_PARALLEL)} = {model_parallel_size(critic)} must divide "
+            f"the {critic.world_size} training ranks, which it shares with the actor; 1 for each would do"
+        )

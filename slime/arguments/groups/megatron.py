@@ -10,12 +10,12 @@ import re
 from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
-from slime.arguments.megatron.meanings import MEANINGS
 from slime.arguments.megatron.names import (
     CHOICES,
     DEFAULTS,
     FIELD_DESTS,
     HISTORICAL,
+    MEANINGS,
     OUR_DEFAULTS,
     SHAPE,
     TYPES,

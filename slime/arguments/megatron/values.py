@@ -4,9 +4,9 @@ Nothing that the user typed is overruled; where two typed flags contradict each 
 """
 
 import argparse
+import re
 
-from slime.arguments.megatron.layout_string import parts_of_layout
-from slime.arguments.megatron.stages import counted_as_layers
+from slime.estimates.layout import PipelineStage, split_into_stages
 
 
 def derive_megatron_values(args: argparse.Namespace) -> None:
@@ -62,3 +62,33 @@ def _virtual_stages_per_rank(args: argparse.Namespace, stages: int) -> int | Non
     # Another number is refused by a rule.
     layers, per_chunk = args.num_layers + counted_as_layers(args), args.num_layers_per_virtual_pipeline_stage
     return layers // stages // per_chunk if per_chunk and layers % (stages * per_chunk) == 0 else None
+
+
+def pipeline_stages(args: argparse.Namespace) -> tuple[PipelineStage, ...]:
+    """The stages of a model whose shape is known; `--pipeline-model-parallel-layout` is not read.
+
+    Raises:
+        UserError: the layers cannot be split so.
+    """
+    return split_into_stages(
+        args.num_layers,
+        args.pipeline_model_parallel_size,
+        first=args.decoder_first_pipeline_num_layers,
+        last=args.decoder_last_pipeline_num_layers,
+        virtual_pipeline=args.virtual_pipeline_model_parallel_size or 1,
+        embedding_counts=args.account_for_embedding_in_pipeline_split,
+        loss_counts=args.account_for_loss_in_pipeline_split,
+    )
+
+
+def counted_as_layers(args: argparse.Namespace) -> int:
+    """How many of embedding and loss take the place of a layer."""
+    return bool(args.account_for_embedding_in_pipeline_split) + bool(args.account_for_loss_in_pipeline_split)
+
+
+def parts_of_layout(layout: str) -> list[str]:
+    """The letters of every stage, first to last, with repetitions written out."""
+    text = layout.replace(",", "")
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        text = re.sub(repeated, lambda found: found.group(1) * int(found.group(2)), text)
+    return text.split("|")

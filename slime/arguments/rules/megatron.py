@@ -8,15 +8,14 @@ import argparse
 import logging
 from collections.abc import Iterator
 
+from slime.arguments.flag import flag_of
 from slime.arguments.hf_config import read_hf_config
 from slime.arguments.megatron.effects import ACTS_WITH, FIXED
 from slime.arguments.megatron.names import HISTORICAL
+from slime.arguments.megatron.values import counted_as_layers, parts_of_layout, pipeline_stages
 from slime.arguments.model_shape import SHAPE_FLAGS
-from slime.arguments.plug_ins import flag_of
-from slime.arguments.rules import Rule
-from slime.arguments.rules.advice import divisors, hint
-from slime.arguments.rules.pipeline import PIPELINE_RULES
-from slime.arguments.rules.schedule import SCHEDULE_RULES
+from slime.arguments.rules import Rule, divisors, hint
+from slime.arguments.sizes import train_iterations
 from slime.arguments.surface import load_surface
 from slime.utils.errors import UserError
 
@@ -201,10 +200,165 @@ def _common(value: int, size: int) -> str:
     return f"; {fitting[-1]} would do"
 
 
+_SPLIT_OTHERWISE = (
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+)  # fmt: skip
+
+
+def pipeline_split(args: argparse.Namespace) -> Iterator[str]:
+    if args.pipeline_model_parallel_size == 1:
+        for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
+            if getattr(args, name) is not None:
+                yield (
+                    f"{flag_of(name)} {getattr(args, name)} with --pipeline-model-parallel-size 1: one stage holds all "
+                    "layers; drop it, or give a pipeline size above 1"
+                )
+        return
+    if not args.num_layers or args.pipeline_model_parallel_layout is not None:
+        return
+    try:
+        pipeline_stages(args)
+    except UserError as error:
+        yield str(error)
+
+
+def virtual_stages(args: argparse.Namespace) -> Iterator[str]:
+    per_stage, per_rank = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
+    stages, layers = args.pipeline_model_parallel_size, args.num_layers
+    if args.pipeline_model_parallel_layout is not None and (per_stage is not None or per_rank is not None):
+        return  # said by `pipeline_layout`
+    if per_stage is not None and per_rank is not None:
+        yield (
+            f"--num-layers-per-virtual-pipeline-stage {per_stage} and --num-virtual-stages-per-pipeline-rank {per_rank} "
+            "say the same in two ways; drop one"
+        )
+    elif stages == 1 and (per_stage is not None or (per_rank or 1) > 1):
+        name = (
+            "num_layers_per_virtual_pipeline_stage" if per_stage is not None else "num_virtual_stages_per_pipeline_rank"
+        )
+        yield (
+            f"{flag_of(name)} {getattr(args, name)} with --pipeline-model-parallel-size 1: nothing is interleaved there; "
+            "drop it, or give a pipeline size above 1"
+        )
+    elif stages > 1 and per_stage and layers:
+        yield from _layers_per_virtual_stage(args, layers + counted_as_layers(args))
+
+
+def _layers_per_virtual_stage(args: argparse.Namespace, layers: int) -> Iterator[str]:
+    stages, per_stage = args.pipeline_model_parallel_size, args.num_layers_per_virtual_pipeline_stage
+    for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
+        if getattr(args, name) is not None:
+            yield (
+                f"--num-layers-per-virtual-pipeline-stage {per_stage} needs equal stages, but {flag_of(name)} is "
+                f"{getattr(args, name)}; give --num-virtual-stages-per-pipeline-rank in its place"
+            )
+            return
+    # Stages that are uneven by themselves are the affair of `pipeline_split`.
+    if layers % stages == 0 and layers // stages % per_stage:
+        yield (
+            f"--num-layers-per-virtual-pipeline-stage {per_stage} does not divide the {layers // stages} layers of each of "
+            f"the --pipeline-model-parallel-size {stages} stages"
+            + hint("--num-layers-per-virtual-pipeline-stage", divisors(layers // stages))
+        )
+
+
+def interleaved_schedule(args: argparse.Namespace) -> Iterator[str]:
+    stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
+    if stages == 1 or chunks == 1:
+        return
+    if "overlap_p2p_comm" in args.typed_flags and not args.overlap_p2p_comm:
+        yield (
+            "--no-overlap-p2p-communication with virtual pipeline stages: messages for different stages of a rank could be "
+            "swapped; drop it"
+        )
+    group = args.microbatch_group_size_per_vp_stage
+    if group is not None and group < stages:
+        yield (
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below --pipeline-model-parallel-size {stages}; "
+            f"give at least {stages}, or drop it"
+        )
+
+
+def pipeline_layout(args: argparse.Namespace) -> Iterator[str]:
+    layout, stages = args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
+    if layout is None or stages == 1:
+        return
+    for name in _SPLIT_OTHERWISE:
+        if getattr(args, name):
+            yield f"{flag_of(name)} and --pipeline-model-parallel-layout both split the layers; drop one of them"
+    parts = parts_of_layout(layout)
+    unknown = sorted(set("".join(parts)) - set("EtmL"))
+    if unknown:
+        yield (
+            f"--pipeline-model-parallel-layout {layout}: {unknown[0]!r} means nothing; E stands for the embedding, t for a "
+            "layer, L for the loss, | ends a stage, and (t|)*4 repeats"
+        )
+        return
+    if len(parts) % stages:
+        yield (
+            f"--pipeline-model-parallel-layout {layout} has {len(parts)} stages, no multiple of "
+            f"--pipeline-model-parallel-size {stages}"
+        )
+    layers = sum(part.count("t") for part in parts)
+    if args.num_layers and layers != args.num_layers:
+        yield f"--pipeline-model-parallel-layout {layout} has {layers} layers, but --num-layers is {args.num_layers}"
+    if not parts[0].startswith("E") or not parts[-1].endswith("L") or "".join(parts).count("E") > 1:
+        yield f"--pipeline-model-parallel-layout {layout} must begin with E, the embedding, and end with L, the loss"
+
+
+def warmup(args: argparse.Namespace) -> Iterator[str]:
+    fraction, steps = args.lr_warmup_fraction, args.lr_warmup_iters
+    if fraction is not None and steps:
+        yield f"--lr-warmup-fraction {fraction} and --lr-warmup-iters {steps} exclude each other; drop one"
+    if fraction is not None and not 0 <= fraction < 1:
+        yield f"--lr-warmup-fraction {fraction}: it must be at least 0 and below 1, 0.1 for example"
+    if args.lr_warmup_init > args.lr:
+        yield f"--lr-warmup-init {args.lr_warmup_init} is above --lr {args.lr}; give at most {args.lr} (0 is usual)"
+    length, source = _decay_steps(args)
+    if fraction is None and steps and length and steps >= length:
+        yield (
+            f"--lr-warmup-iters {steps} must be below the {length} optimizer steps of the schedule ({source}); give at most "
+            f"{length - 1}, or --lr-decay-iters above {steps}"
+        )
+
+
+def decay(args: argparse.Namespace) -> Iterator[str]:
+    if args.min_lr is not None and args.min_lr > args.lr:
+        yield f"--min-lr {args.min_lr} is above --lr {args.lr}; give at most {args.lr}"
+    if args.use_checkpoint_opt_param_scheduler and args.override_opt_param_scheduler:
+        yield "--use-checkpoint-opt-param-scheduler and --override-opt-param-scheduler contradict each other; drop one"
+    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
+        yield "--lr-decay-style WSD needs --lr-wsd-decay-iters, the steps of its last phase"
+
+
+def weight_decay(args: argparse.Namespace) -> Iterator[str]:
+    start, end = args.start_weight_decay, args.end_weight_decay
+    if (start is None) != (end is None):
+        yield "--start-weight-decay and --end-weight-decay belong together; give both, or --weight-decay alone"
+    if start is None or end is None or start == end:
+        return
+    both = f"--start-weight-decay {start} and --end-weight-decay {end}"
+    if start > end:
+        yield f"{both}: weight decay can only grow; give --end-weight-decay {start} or more"
+    elif args.weight_decay_incr_style == "constant":
+        yield f"{both} need --weight-decay-incr-style linear or cosine, not constant"
+
+
+def _decay_steps(args: argparse.Namespace) -> tuple[int | None, str]:
+    """Optimizer steps of the learning-rate schedule, and what they follow from; None where only the data set knows."""
+    for name in ("lr_decay_iters", "train_iters"):
+        if getattr(args, name):
+            return getattr(args, name), f"--{name.replace('_', '-')}"
+    without = f" without --num-critic-only-steps {args.num_critic_only_steps}" if args.num_critic_only_steps else ""
+    return train_iterations(args), f"those of --num-rollout {args.num_rollout}{without}"
+
+
 MEGATRON_RULES: tuple[Rule, ...] = tuple(
     _for_trainers(rule)
     for rule in (
-        model_shape, parallel_sizes, tensor_parallel, heads, *PIPELINE_RULES, recomputation, precision, *SCHEDULE_RULES,
+        model_shape, parallel_sizes, tensor_parallel, heads, pipeline_split, virtual_stages, interleaved_schedule,
+        pipeline_layout, recomputation, precision, warmup, decay, weight_decay,
         experts, gathered_context, initialization, settled_values, idle_flags, extra_flags,
     )
 )  # fmt: skip

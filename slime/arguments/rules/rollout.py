@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 
 from slime.arguments.config_files.eval_file import places_in
-from slime.arguments.lengths import positions_of_model
-from slime.arguments.plug_ins import flag_of
+from slime.arguments.flag import flag_of
 from slime.arguments.rules import Rule
+from slime.arguments.sizes import positions_of_model
 from slime.utils.reward_types import is_planned_reward_type, is_reward_type, known_reward_types
 
 logger = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from slime.arguments.checkpoints import OLD_ACTOR, TEACHER
 from slime.backends.megatron_utils.column_exchange import ColumnPart, fetch_column, send_columns
 from slime.backends.megatron_utils.train_rank import MegatronRank
 from slime.observability.logging_utils import LoggedMetrics, drain_outbox, log
@@ -20,11 +21,12 @@ from slime.training.data_metrics import rollout_data_metrics
 from slime.training.log_prob_pass import needs_log_prob_pass
 from slime.training.metric_reduction import refresh_mask_sums
 from slime.training.mismatch_report import worst_token_lines
-from slime.training.model_states import ACTOR, OLD_ACTOR, REFERENCE, TEACHER, ModelStates
+from slime.training.model_states import ACTOR, REFERENCE, ModelStates
 from slime.training.rollout_batch import with_full_responses
 from slime.training.state_schedule import StateSchedule
 from slime.training.train_dump import save_train_data
-from slime.utils.misc import Box, load_function
+from slime.utils.misc import Box
+from slime.utils.plugin_loader import load_function
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.user_code import calling_user_code
 

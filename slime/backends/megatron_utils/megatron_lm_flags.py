@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from slime.arguments.retired import advice_on_foreign
 from slime.arguments.surface import FlagSpec
+from slime.arguments.unknown_flags import advice_on_foreign
 
 _ACTIONS = {"_StoreTrueAction": "store_true", "_StoreFalseAction": "store_false", "BooleanOptionalAction": "bool"}
 _PATTERNS = ("moe_freq_type", "la_freq_type", "no_rope_freq_type")

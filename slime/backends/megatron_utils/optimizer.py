@@ -15,7 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from slime.arguments.schedule_length import train_iterations
+from slime.arguments.sizes import train_iterations
 from slime.backends.megatron_utils import adam
 from slime.backends.megatron_utils.config_fields import fields_from_args, params_dtype
 from slime.backends.megatron_utils.optimizer_step import parts_of

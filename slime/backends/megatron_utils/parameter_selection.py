@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from slime.arguments.plug_ins import flag_of
+from slime.arguments.flag import flag_of
 from slime.backends.megatron_utils.parameter_names import global_named_parameters
 from slime.backends.megatron_utils.prediction_layers import has_prediction_layers, trains_prediction_layers
 from slime.backends.megatron_utils.value_head import is_value_head

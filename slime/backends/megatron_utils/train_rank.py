@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from slime.arguments.checkpoints import WeightSource
-from slime.arguments.plug_ins import RANK_PLUG_INS, load_plug_ins
+from slime.arguments.paths import RANK_PLUG_INS, load_plug_ins
 from slime.backends.megatron_utils.initialize import context_parallel
 from slime.backends.megatron_utils.initialize import init as init_megatron
 from slime.observability.logging_utils import configure_logger, log

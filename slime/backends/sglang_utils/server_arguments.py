@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from slime.arguments.rules.serving import engine_sizes
-from slime.arguments.serving_values import other_names, tensor_parallel_size
+from slime.arguments.server_flags import other_names, tensor_parallel_size
 from slime.backends.sglang_utils.flag_surface import CPU_DEFAULTS, NOT_EXPOSED, RUN_DEFAULTS
 from slime.utils.child_process import environment_for_python
 from slime.utils.errors import UserError

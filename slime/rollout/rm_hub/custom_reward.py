@@ -22,7 +22,7 @@ from slime.rollout.user_functions import (
     parameter_names,
     wrong_result_error,
 )
-from slime.utils.misc import load_function
+from slime.utils.plugin_loader import load_function
 from slime.utils.types import Sample
 from slime.utils.user_code import user_function_error
 

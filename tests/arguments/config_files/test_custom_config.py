@@ -186,7 +186,7 @@ def test_a_slip_stays_an_error_with_a_plug_in(tmp_path):
 
 
 def test_own_keys_are_no_slips_of_any_flag(tmp_path):
-    from slime.arguments.config_files.yaml_flags import FlagNames
+    from slime.arguments.config_files.yaml_file import FlagNames
     from slime.arguments.parser import build_parser
 
     names = FlagNames(build_parser())

@@ -2,8 +2,7 @@
 
 import pytest
 
-from slime.arguments.config_files.server_overrides import server_flags
-from slime.arguments.config_files.serving_config import ModelServing, ServerGroup, load_serving_config
+from slime.arguments.config_files.serving_config import ModelServing, ServerGroup, load_serving_config, server_flags
 from tests.support.args import parse
 from tests.support.config_files import written
 

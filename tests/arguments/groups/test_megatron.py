@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from slime.arguments.groups import megatron
-from slime.arguments.megatron.effects import ACTS_WITH, FIXED, NO_EFFECT
+from slime.arguments.megatron.effects import ACTS_WITH, FIXED, NO_EFFECT, NOT_YET
 from slime.arguments.megatron.names import FIELD_DESTS, OUR_DEFAULTS
-from slime.arguments.megatron.not_for_this import NOT_FOR_THIS
 from slime.arguments.not_yet import OWN_ROWS
-from slime.arguments.not_yet.megatron import ROWS
 from slime.arguments.parser import build_parser
 from slime.arguments.surface import VALUE_TYPES, FlagSpec, load_surface
+from slime.arguments.unknown_flags import NOT_FOR_THIS
 from slime.utils.errors import UserError
 from tests.support.args import parse
 
@@ -205,7 +204,7 @@ def _read_by_name() -> set[str]:
 
 def test_no_flag_is_accepted_and_ignored():
     fields = {FIELD_DESTS.get(spec.dest, spec.dest) for spec in load_surface("megatron")}
-    rows = {row.name for row in (*ROWS, *OWN_ROWS)}
+    rows = {row.name for row in (*NOT_YET, *OWN_ROWS)}
     idle = {name for group in ACTS_WITH for name in group.names}
     dests = {action.dest for action in family(build_parser())}
     # What is neither a field of Megatron's configuration nor read by us must have its answer in a table.
@@ -225,18 +224,18 @@ def _attributes_in(needs: str) -> list[str]:
 
 def test_tables_name_only_attributes_that_exist():
     dests = {action.dest for action in build_parser()._actions}
-    named = {row.name for row in ROWS} | set(FIXED) | set(NO_EFFECT) | set(OUR_DEFAULTS)
+    named = {row.name for row in NOT_YET} | set(FIXED) | set(NO_EFFECT) | set(OUR_DEFAULTS)
     named |= {name for group in ACTS_WITH for name in group.names}
     assert named - dests == set()
     spellings = {flag for group in ACTS_WITH for flag in re.findall(r"--[a-z0-9-]+", group.needs)}
     assert spellings - set(build_parser()._option_string_actions) == set()
-    names = [row.name for row in (*ROWS, *OWN_ROWS)]
+    names = [row.name for row in (*NOT_YET, *OWN_ROWS)]
     assert len(names) == len(set(names))
 
 
 def test_defaults_ask_for_nothing_that_is_not_built(tmp_path):
     args = parse(tmp_path)  # would be refused
-    for row in ROWS:
+    for row in NOT_YET:
         value = getattr(args, row.name)
         assert value is None or value is False or value in row.works, row.name
 

@@ -9,7 +9,7 @@ from slime.arguments.megatron.effects import ACTS_WITH, FIXED
 from slime.arguments.megatron.values import derive_megatron_values
 from slime.utils.errors import UserError
 from tests.support.args import command_line, parse, write_config
-from tests.support.rules import violations
+from tests.support.rules import assert_violation, violations
 
 FOUR = "--actor-num-gpus-per-node 4"
 MOE = "--num-experts 8 --moe-ffn-hidden-size 64"
@@ -247,3 +247,93 @@ def test_messages_show_what_was_typed(tmp_path):
     (line,) = violations(tmp_path, "--moe-token-dispatcher-type allgather")
     assert line.startswith("--moe-token-dispatcher-type allgather has nothing to act on without --num-experts")
     assert violations(tmp_path, "--fp8-format hybrid")[0].startswith("--fp8-format hybrid: ")
+
+
+TWO = "--num-layers 4 --actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2"
+VIRTUAL = f"{TWO} --num-virtual-stages-per-pipeline-rank 2"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (f"{VIRTUAL} --no-overlap-p2p-communication",
+         "--no-overlap-p2p-communication with virtual pipeline stages: messages for different stages of a rank could be "
+         "swapped; drop it"),
+        (f"{VIRTUAL} --microbatch-group-size-per-virtual-pipeline-stage 1",
+         "--microbatch-group-size-per-virtual-pipeline-stage 1 is below --pipeline-model-parallel-size 2; give at least 2, "
+         "or drop it"),
+        (f"{TWO} --pipeline-model-parallel-layout Ett|tt|L",
+         "--pipeline-model-parallel-layout Ett|tt|L has 3 stages, no multiple of --pipeline-model-parallel-size 2"),
+        (f"{TWO} --pipeline-model-parallel-layout Ett|tL",
+         "--pipeline-model-parallel-layout Ett|tL has 3 layers, but --num-layers is 4"),
+        (f"{TWO} --pipeline-model-parallel-layout tt|ttL",
+         "--pipeline-model-parallel-layout tt|ttL must begin with E, the embedding, and end with L, the loss"),
+        (f"{TWO} --pipeline-model-parallel-layout Ett|ttX",
+         "--pipeline-model-parallel-layout Ett|ttX: 'X' means nothing; E stands for the embedding, t for a layer, L for the "
+         "loss, | ends a stage, and (t|)*4 repeats"),
+        (f"{VIRTUAL} --pipeline-model-parallel-layout Et|t|t|tL",
+         "--num-virtual-stages-per-pipeline-rank and --pipeline-model-parallel-layout both split the layers; drop one of "
+         "them"),
+        (f"{TWO} --use-ring-exchange-p2p",
+         "--use-ring-exchange-p2p: pipeline messages by an own build of PyTorch is not built yet; drop the flag (--dry-run "
+         "plans with it)"),
+    ],
+)  # fmt: skip
+def test_rule(tmp_path, words, message):
+    assert_violation(tmp_path, words, message)
+
+
+@pytest.mark.parametrize(
+    ("words", "virtual"),
+    [
+        ("--pipeline-model-parallel-size 2", None),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 1", None),
+    ],
+)
+def test_pipelines_are_accepted(tmp_path, words, virtual):
+    args = parse(tmp_path, "--actor-num-gpus-per-node", "2", *words.split())
+    assert args.pipeline_model_parallel_size == 2
+    assert args.virtual_pipeline_model_parallel_size == virtual
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 5",
+         "--lr-warmup-fraction 0.1 and --lr-warmup-iters 5 exclude each other; drop one"),
+        ("--lr-warmup-fraction 1.5", "--lr-warmup-fraction 1.5: it must be at least 0 and below 1, 0.1 for example"),
+        ("--min-lr 1e-3 --lr 1e-4", "--min-lr 0.001 is above --lr 0.0001; give at most 0.0001"),
+        ("--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler", "contradict each other; drop one"),
+        ("--lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
+        ("--start-weight-decay 0.1", "--start-weight-decay and --end-weight-decay belong together"),
+        ("--start-weight-decay 0.2 --end-weight-decay 0.1",
+         "--start-weight-decay 0.2 and --end-weight-decay 0.1: weight decay can only grow; give --end-weight-decay 0.2"),
+        ("--start-weight-decay 0.1 --end-weight-decay 0.2",
+         "--start-weight-decay 0.1 and --end-weight-decay 0.2 need --weight-decay-incr-style linear or cosine, not constant"),
+        ("--lr-warmup-init 1e-3", "--lr-warmup-init 0.001 is above --lr 1e-06; give at most 1e-06 (0 is usual)"),
+        ("--lr-warmup-iters 4",
+         "--lr-warmup-iters 4 must be below the 4 optimizer steps of the schedule (those of --num-rollout 4); give at most 3, "
+         "or --lr-decay-iters above 4"),
+        ("--lr-warmup-iters 9 --lr-decay-iters 9",
+         "--lr-warmup-iters 9 must be below the 9 optimizer steps of the schedule (--lr-decay-iters); give at most 8, or "
+         "--lr-decay-iters above 9"),
+        ("--lr-warmup-iters -3", "--lr-warmup-iters -3: it must be at least 0"),
+        ("--lr-decay-iters 0", "--lr-decay-iters 0: it must be at least 1"),
+    ],
+)  # fmt: skip
+def test_a_broken_schedule_says_what_would_work(tmp_path, words, message):
+    assert message in "\n".join(violations(tmp_path, words))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--lr-warmup-iters 3",
+        "--lr-warmup-iters 4 --lr-decay-iters 5",
+        "--start-weight-decay 0.1 --end-weight-decay 0.1",
+        "--start-weight-decay 0.1 --end-weight-decay 0.2 --weight-decay-incr-style linear",
+        "--lr-warmup-iters 100 --debug-rollout-only",
+    ],
+)
+def test_what_the_scheduler_can_do(tmp_path, words):
+    parse(tmp_path, *words.split())

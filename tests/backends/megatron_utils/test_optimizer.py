@@ -198,7 +198,8 @@ def _schedule_worker():
     from slime.backends.megatron_utils import cpu_runtime
 
     cpu_runtime.install()
-    from slime.backends.megatron_utils.optimizer import _build_scheduler, build_optimizer_config, train_iterations
+    from slime.arguments.sizes import train_iterations
+    from slime.backends.megatron_utils.optimizer import _build_scheduler, build_optimizer_config
 
     def scheduler(**changes):
         args = SimpleNamespace(**{**SCHEDULE, "bf16": False, "fp16": False, **changes})

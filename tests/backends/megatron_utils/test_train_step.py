@@ -7,10 +7,17 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.distributed import run_distributed
-from tests.support.grpo_batch import TRAINED_TOKENS, bounds_of_batch, make_samples, objective_args, plain_loss
+from tests.support.grpo_batch import (
+    ADVANTAGES,
+    TRAINED_TOKENS,
+    bounds_of_batch,
+    make_samples,
+    objective_args,
+    plain_loss,
+)
 from tests.support.rounding import assert_equal_gradients, assert_equal_metrics
 from tests.support.tiny_model import write_tiny_model
-from tests.support.train_steps import ADVANTAGES, make_args, shard_of
+from tests.support.train_steps import make_args, shard_of
 
 LAYOUTS = {
     "dp2": {"data_parallel_size": 2},

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from slime.arguments.plug_ins import load_plug_ins
+from slime.arguments.paths import load_plug_ins
 from slime.rollout.failures import SampleFailed
 from slime.rollout.rm_hub import async_rm, batched_async_rm, grading
 from slime.rollout.rm_hub.custom_reward import clear_reward_instances
@@ -97,7 +97,7 @@ def grade_all(args, batch, **kwargs):
 
 
 def module_of(rewards):
-    from slime.utils.misc import load_function
+    from slime.utils.plugin_loader import load_function
 
     return load_function(rewards("single")).__globals__
 

@@ -94,7 +94,7 @@ def _errors(sources, tiny):
     args = tiny_args(tiny)
     chunks = megatron.load_model(args)
     from slime.backends.megatron_utils.hf_conversion import convert_to_hf, expected_hf_names, load_hf_weights
-    from slime.backends.megatron_utils.megatron_to_hf import remove_padding
+    from slime.backends.megatron_utils.hf_conversion.exporter import remove_padding
 
     before = {name: parameter.clone() for name, parameter in chunks[0].named_parameters()}
     messages = {}

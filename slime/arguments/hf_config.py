@@ -1,0 +1,288 @@
+"""The Hugging Face config as source and as check of the model's flags. Reads `config.json`; needs no transformers.
+
+`slime.models` knows what the config of each family says. Here the file is found and opened, `args` are filled and compared, and
+what cannot be trained yet is told.
+
+Invariant: after `apply_hf_config` every flag that the config knows agrees with it, or the run has not started.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from slime.arguments.model_shape import SHAPE_FLAGS
+from slime.arguments.types import written_pattern
+from slime.estimates.shape import expert_layers
+from slime.models.families import SUPPORTED_MODEL_TYPES, family_of, model_args_from_hf
+from slime.models.hf_config import rope_type
+from slime.utils.errors import UserError
+
+Config = dict[str, Any]
+ModelArgs = dict[str, Any]
+
+
+def apply_hf_config(args: argparse.Namespace, config: Config) -> list[str]:
+    """Fill the model's flags that were not typed (with `--model-args-from-hf`: all of them) and compare all others.
+
+    Under `--dry-run`, what only the training of the model lacks becomes a note in `args.plan_notes`.
+
+    Returns:
+        Violations; one table that starts with `hf_validate_args failed` when flags and config differ.
+    """
+    place = f"{args.hf_checkpoint}/config.json"
+    try:
+        family_of(config)
+    except UserError as error:
+        return _unknown_family(args, f"{place}: {error}")
+    try:
+        derived = model_args_from_hf(config)
+    except UserError as error:
+        return [f"{place}: {error}"]
+    violations = [message for limit in training_limits(config, derived) for message in _noted(args, limit)]
+    _fill(args, derived)
+    return [*violations, *_differences(args, derived)]
+
+
+def _unknown_family(args: argparse.Namespace, message: str) -> list[str]:
+    described = all(getattr(args, name) for name in SHAPE_FLAGS)
+    return _noted(args, f"{message} (planned from the typed flags alone)") if described else [message]
+
+
+def _noted(args: argparse.Namespace, message: str) -> list[str]:
+    """Under `--dry-run` the message becomes a note, else it is a violation."""
+    if not args.dry_run:
+        return [message]
+    args.plan_notes = [*args.plan_notes, message]
+    return []
+
+
+def _fill(args: argparse.Namespace, derived: ModelArgs) -> None:
+    for name, value in derived.items():
+        if name not in args.typed_flags and (args.model_args_from_hf or name in SUPPLEMENTS):
+            setattr(args, name, value)
+
+
+def _differences(args: argparse.Namespace, derived: ModelArgs) -> list[str]:
+    rows = [
+        (spelling(name), shown(name, getattr(args, name)), shown(name, value))
+        for name, value in derived.items()
+        if name not in CHOICES and hasattr(args, name) and not _agree(args, derived, name)
+    ]
+    if not rows:
+        return []
+    hint = "drop the typed flags" if args.model_args_from_hf else "correct them, or give --model-args-from-hf"
+    title = f"hf_validate_args failed: the flags and {args.hf_checkpoint}/config.json differ ({hint})"
+    return [_table(title, ("flag", "typed or default", "config.json"), rows)]
+
+
+def _table(title: str, header: tuple[str, str, str], rows: list[tuple[str, str, str]]) -> str:
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(3)]
+    lines = [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)
+    ]
+    return "\n".join([title, *(line.rstrip() for line in lines)])
+
+
+def _agree(args: argparse.Namespace, derived: ModelArgs, name: str) -> bool:
+    """Whether flag and config mean the same; an unset flag means what Megatron makes of it."""
+    mine, theirs = getattr(args, name), derived[name]
+    if mine == theirs:
+        return True
+    meaning = _MEANINGS.get(name)
+    return meaning is not None and meaning(args, derived)
+
+
+def _same_head_width(args: argparse.Namespace, derived: ModelArgs) -> bool:
+    if derived["multi_latent_attention"]:
+        return True  # the widths of latent attention have flags of their own
+    width = args.kv_channels or (args.hidden_size or 0) // (args.num_attention_heads or 1)
+    return width == derived["kv_channels"]
+
+
+def _same_grouping(args: argparse.Namespace, derived: ModelArgs) -> bool:
+    heads = args.num_attention_heads
+    groups = (args.num_query_groups or heads) if args.group_query_attention else heads
+    return groups == derived["num_query_groups"]
+
+
+def _same_ffn_width(args: argparse.Namespace, derived: ModelArgs) -> bool:
+    """A width that no layer has may differ."""
+    return bool(derived["num_experts"]) and derived["moe_layer_freq"] == 1
+
+
+def _same_expert_layers(args: argparse.Namespace, derived: ModelArgs) -> bool:
+    try:
+        mine = expert_layers(args.moe_layer_freq, args.num_layers or 0)
+        return mine == expert_layers(derived["moe_layer_freq"], derived["num_layers"])
+    except UserError:
+        return False
+
+
+def _same_expert_width(args: argparse.Namespace, derived: ModelArgs) -> bool:
+    return (args.moe_ffn_hidden_size or args.ffn_hidden_size) == derived["moe_ffn_hidden_size"]
+
+
+def _own_layers(args: argparse.Namespace, derived: ModelArgs) -> bool:
+    """Whoever names a layer spec or a model provider answers for it."""
+    return "spec" in args.typed_flags or args.custom_model_provider_path is not None
+
+
+def _equal_or(name: str, neutral: Any) -> Callable[[argparse.Namespace, ModelArgs], bool]:
+    """Unset means the neutral value."""
+    return lambda args, derived: (getattr(args, name) or neutral) == (derived[name] or neutral)
+
+
+_MEANINGS: dict[str, Callable[[argparse.Namespace, ModelArgs], bool]] = {
+    "kv_channels": _same_head_width,
+    "group_query_attention": _same_grouping,
+    "num_query_groups": _same_grouping,
+    "ffn_hidden_size": _same_ffn_width,
+    "moe_layer_freq": _same_expert_layers,
+    "moe_ffn_hidden_size": _same_expert_width,
+    "moe_shared_expert_intermediate_size": _equal_or("moe_shared_expert_intermediate_size", 0),
+    "moe_router_num_groups": _equal_or("moe_router_num_groups", 1),
+    "moe_router_group_topk": _equal_or("moe_router_group_topk", 1),
+    "moe_router_topk_scaling_factor": _equal_or("moe_router_topk_scaling_factor", 1.0),
+    "num_experts": _equal_or("num_experts", 0),
+    "add_qkv_bias": lambda args, derived: derived["multi_latent_attention"],
+    "spec": _own_layers,
+}
+
+
+# Families whose layers this trainer builds.
+TRAINED_MODEL_TYPES = ("qwen2", "qwen3", "mimo")
+
+
+def training_limits(config: Config, derived: dict[str, Any]) -> list[str]:
+    """One message for everything that would be built differently from what the engines serve.
+
+    Args:
+        config: of a known `model_type`.
+        derived: its flags (`model_args_from_hf`).
+    """
+    return [*_family(config), *_entries(config, derived)]
+
+
+def _family(config: Config) -> Iterator[str]:
+    model_type = config["model_type"]
+    if model_type not in TRAINED_MODEL_TYPES:
+        yield (
+            f"model_type {model_type!r} of --hf-checkpoint is planned by --dry-run, but its layers are not built yet; "
+            f"models of type {' or '.join(TRAINED_MODEL_TYPES)} can be trained"
+        )
+
+
+def _entries(config: Config, derived: dict[str, Any]) -> Iterator[str]:
+    rope, known = rope_type(config), family_of(config).rope_types
+    attention_bias = bool(config.get("attention_bias", False))
+    found = (
+        ("hidden_act", config.get("hidden_act", "silu"), ("silu",)),
+        ("rope_type", rope, known),
+        ("use_sliding_window", bool(config.get("use_sliding_window", False)), (False,)),
+        ("attention_bias", attention_bias, (True, False) if derived["add_qkv_bias"] else (False,)),
+        ("mlp_bias", bool(config.get("mlp_bias", False)), (False,)),
+    )
+    for name, value, supported in found:
+        if value not in supported:
+            yield (
+                f"config.json of --hf-checkpoint: {name} {value!r} cannot be trained; only "
+                f"{' or '.join(repr(option) for option in supported)} is built"
+            )
+    if derived.get("moe_router_score_function") == "sigmoid" and config.get("norm_topk_prob") is False:
+        yield (
+            "config.json of --hf-checkpoint: norm_topk_prob False cannot be trained with a sigmoid router; only True is built"
+        )
+
+
+# Filled in when `--model-args-from-hf` is given and nothing was typed, never compared: how to compute, not what.
+CHOICES = frozenset({
+    "max_position_embeddings", "mtp_num_layers", "make_vocab_size_divisible_by", "add_position_embedding",
+    "attention_softmax_in_fp32", "apply_rope_fusion", "masked_softmax_fusion", "enable_experimental", "allgather_cp",
+    "moe_grouped_gemm", "moe_permute_fusion", "moe_router_dtype", "moe_aux_loss_coeff", "moe_router_load_balancing_type",
+    "moe_router_bias_update_rate", "moe_token_dispatcher_type", "moe_token_drop_policy",
+})  # fmt: skip
+
+# Details that scripts with explicit flags usually leave out: filled in from the config unless typed, compared if typed.
+SUPPLEMENTS = frozenset({
+    "rope_scaling_factor", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim", "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_num_key_heads", "linear_num_value_heads", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk",
+    "dsa_indexer_layers",
+})  # fmt: skip
+
+# Attributes whose usual flag has another name.
+_SPELLINGS = {
+    "layernorm_epsilon": "--norm-epsilon",
+    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
+    "add_bias_linear": "--disable-bias-linear",
+}
+# Switches that set their attribute to False.
+_NEGATIVE = frozenset({"add_bias_linear"})
+
+
+def spelling(name: str) -> str:
+    """The flag that sets `args.{name}`."""
+    return _SPELLINGS.get(name, "--" + name.replace("_", "-"))
+
+
+def shown(name: str, value: object) -> str:
+    """The value of `args.{name}` as one would type it: switches are given or not, lists are written as patterns."""
+    if isinstance(value, bool):
+        return "given" if value is (name not in _NEGATIVE) else "not given"
+    if value is None:
+        return "unset"
+    if isinstance(value, list) and value and all(entry in (0, 1) for entry in value):
+        return written_pattern(value)
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+# What a multimodal config says about the whole model; the same entries inside `text_config` are only defaults.
+_OF_THE_WHOLE_MODEL = ("model_type", "architectures", "tie_word_embeddings")
+
+
+def read_hf_config(checkpoint: str | Path, flag: str = "--hf-checkpoint") -> Config:
+    """The `config.json` of a Hugging Face directory, the entries of `text_config` taken out when there is one.
+
+    Raises:
+        UserError: no such directory, no config in it, or broken JSON.
+    """
+    path = Path(checkpoint) / "config.json"
+    if not Path(checkpoint).is_dir():
+        raise UserError(no_directory(flag, checkpoint))
+    if not path.is_file():
+        raise UserError(f"{flag} {checkpoint}: it holds no config.json; give a Hugging Face checkpoint directory")
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}: broken JSON: {error.msg}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: it holds no JSON object; give a Hugging Face checkpoint directory")
+    return text_config_of(config)
+
+
+def no_directory(flag: str, path: str | Path) -> str:
+    """The message about a missing checkpoint; `OWNER/MODEL`, typed as on the hub, is no path and deserves a hint."""
+    message = f"{flag} {path}: no such directory; give a Hugging Face checkpoint directory"
+    owner = Path(path).absolute().parent
+    if owner.parent == Path.cwd() and not owner.exists():
+        message += (
+            f" (models are not downloaded here: `hf download {owner.name}/{Path(path).name} --local-dir {path}` does)"
+        )
+    return message
+
+
+def text_config_of(config: Config) -> Config:
+    """The config of the language model: `config` itself, or of a multimodal one its `text_config` in front of the rest."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    whole = {name: config[name] for name in _OF_THE_WHOLE_MODEL if config.get(name) is not None}
+    return {**config, **text, **whole}
+
+
+def is_hf_checkpoint(path: str | Path) -> bool:
+    """Whether `path` is a Hugging Face directory of a supported family."""
+    config = Path(path) / "config.json"
+    return config.is_file() and read_hf_config(path).get("model_type") in SUPPORTED_MODEL_TYPES

@@ -1,0 +1,187 @@
+"""Numbers out of their bounds, far from what is usual, and flags that change nothing."""
+
+import pytest
+
+from slime.arguments import parse_args
+from slime.arguments.groups import BOUNDS, OWN_GROUPS
+from slime.arguments.help_text import groups_of
+from slime.arguments.parser import build_parser
+from slime.arguments.types import human_int
+from slime.utils.errors import UserError
+from tests.support.args import parse
+from tests.support.rules import assert_violation, violations
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--n-samples-per-prompt 0", "--n-samples-per-prompt 0: it must be at least 1"),
+        ("--global-batch-size 0", "--global-batch-size 0: it must be at least 1"),
+        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: it must be at least 1"),
+        ("--async-buffer-size 0", "--async-buffer-size 0: it must be at least 1"),
+        ("--num-rollout -1", "--num-rollout -1: it must be at least 0"),
+        ("--max-weight-staleness -1", "--max-weight-staleness -1: it must be at least 0"),
+        ("--rm-timeout 0", "--rm-timeout 0.0: it must be above 0"),
+        ("--lr nan", "--lr nan: it must be a finite number"),
+        ("--lr inf", "--lr inf: it must be a finite number"),
+        ("--adam-beta1 1.5", "--adam-beta1 1.5: it must be at least 0 and below 1 (0.9 is usual)"),
+        ("--adam-beta2 1.2", "--adam-beta2 1.2: it must be at least 0 and below 1 (0.98 is usual)"),
+        ("--hidden-dropout 1", "--hidden-dropout 1.0: it must be at least 0 and below 1 (0 is usual)"),
+        ("--lambd 3", "--lambd 3.0: it must be at least 0 and at most 1 (0.95 is usual)"),
+        ("--gamma -0.1", "--gamma -0.1: it must be at least 0 and at most 1 (1 is usual)"),
+        ("--gamma nan", "--gamma nan: it must be at least 0 and at most 1 (1 is usual)"),
+        ("--rollout-stop-token-ids 3 -7", "--rollout-stop-token-ids -7: it must be at least 0"),
+        ("--mtp-num-layers -1", "--mtp-num-layers -1: it must be at least 0"),
+        ("--init-method-std 0", "--init-method-std 0.0: it must be above 0"),
+        ("--make-vocab-size-divisible-by 0", "--make-vocab-size-divisible-by 0: it must be at least 1"),
+        ("--moe-router-topk 0", "--moe-router-topk 0: it must be at least 1"),
+        ("--sglang-router-request-timeout-secs 0", "--sglang-router-request-timeout-secs 0: it must be at least 1"),
+        ("--adam-eps -1", "--adam-eps -1.0: it must be at least 0"),
+        ("--weight-decay -1", "--weight-decay -1.0: it must be at least 0"),
+        ("--seed -1", "--seed -1: it must be at least 0"),
+        ("--rollout-seed 99999999999999999999", "--rollout-seed 99999999999999999999: it must be at most 2147483647"),
+        ("--num-layers -3", "--num-layers -3: it must be at least 1"),
+        ("--dry-run-link-gbps 0", "--dry-run-link-gbps 0.0: it must be above 0"),
+    ],
+)
+def test_numbers_below_their_least_value(tmp_path, words, message):
+    assert_violation(tmp_path, words, message)
+
+
+def test_other_rules_are_told_with_them(tmp_path):
+    words = "--keep-last 0 --rollout-temperature 0 --eval-interval 3 --save-interval 2"
+    assert violations(tmp_path, words) == [
+        "--keep-last 0: it must be at least 1",
+        "--rollout-temperature 0.0: training needs a value above 0 (1.0 is usual); --eval-temperature may be 0",
+        "--eval-interval 3 needs data sets: give --eval-prompt-data name path, or --eval-config",
+        "--save-interval 2 needs --save, the directory of checkpoints, such as --save outputs/checkpoints",
+    ]
+
+
+def test_no_rule_speaks_of_a_number_that_was_replaced(tmp_path):
+    words = "--tensor-model-parallel-size 0 --actor-num-gpus-per-node 3 --eval-top-p 2"
+    assert violations(tmp_path, words) == [
+        "--tensor-model-parallel-size 0: it must be at least 1",
+        "--eval-top-p 2.0: it is a share of the probability, above 0 and at most 1",
+    ]
+
+
+def test_a_longer_flag_is_another_flag(tmp_path):
+    assert violations(tmp_path, "--lr -1 --lr-warmup-fraction 2") == [
+        "--lr -1.0: it must be at least 0",
+        "--lr-warmup-fraction 2.0: it must be at least 0 and below 1, 0.1 for example",
+    ]
+
+
+def test_all_of_them_are_named_before_anything_is_derived(tmp_path):
+    assert violations(tmp_path, "--rollout-batch-size 0 --micro-batch-size 0") == [
+        "--rollout-batch-size 0: it must be at least 1",
+        "--micro-batch-size 0: it must be at least 1",
+    ]
+
+
+def test_a_missing_batch_size_has_no_consequences():
+    with pytest.raises(UserError) as error:
+        parse_args(argv=["--dry-run"])
+    assert "--global-batch-size" not in str(error.value) and "--rollout-batch-size is needed" in str(error.value)
+
+
+def test_every_number_of_ours_has_bounds():
+    """A new flag gets bounds, or a reason why every number is right."""
+    free = {
+        "log_probs_chunk_size": "0 or less: chosen by the run",
+        "fetch_trajectory_retry_times": "-1: no limit",
+        "entropy_coef": "a negative weight asks for less entropy",
+        "megatron_deepgemm_forward_layers": "not built", "megatron_deepgemm_moe_forward_layers": "not built",
+        "tis_threshold": "another name of --tis-clip",
+        # Bounds that stand in rules of their own, beside what else is said of the flag.
+        "rollout_temperature": "rules/rollout", "rollout_top_p": "rules/rollout", "rollout_top_k": "rules/rollout",
+        "eval_temperature": "rules/rollout", "eval_top_p": "rules/rollout", "eval_top_k": "rules/rollout",
+        "eps_clip_c": "rules/objective", "prefill_num_servers": "rules/serving", "sglang_router_port": "rules/serving",
+        "load_debug_rollout_data_subsample": "rules/checkpoints",
+    }  # fmt: skip
+    ours = {group.title for group in OWN_GROUPS} | {"SGLang engines and router"}
+    numbers = {
+        action.dest
+        for title, actions in groups_of(build_parser())
+        if title in ours
+        for action in actions
+        if action.type in (int, float, human_int)
+    }
+    bounded = {name for name, bounds in BOUNDS.items() if bounds.low is not None}
+    assert numbers - bounded == set(free)
+
+
+@pytest.mark.parametrize("flag", ["--lr", "--rollout-temperature", "--kl-coef", "--entropy-coef", "--weight-decay"])
+def test_far_too_large_weights_and_rates_are_warned_of(tmp_path, caplog, flag):
+    words = [*f"--ref-load {tmp_path}/model --advantage-estimator ppo".split(), flag]
+    parse(tmp_path, *words, "0.05")
+    assert "far above what is usual" not in caplog.text
+    parse(tmp_path, *words, "30")
+    assert f"{flag} 30.0: that is far above what is usual" in caplog.text
+
+
+DYNAMIC = "--use-dynamic-batch-size --max-tokens-per-gpu 512"
+
+
+@pytest.mark.parametrize(
+    "words, warning",
+    [
+        ("--kl-loss-coef 0.1", "--kl-loss-coef: no effect without --use-kl-loss"),
+        ("--ref-update-interval 4 --ref-load {tmp}/model",
+         "--ref-update-interval: no effect without --use-kl-loss or --kl-coef"),
+        ("--keep-old-actor --loss-type sft_loss", "--keep-old-actor: no effect with --loss-type sft_loss"),
+        ("--use-tis --loss-type sft_loss", "--use-tis: no effect on the loss of --loss-type sft_loss"),
+        ("--entropy-coef 0.1 --loss-type sft_loss", "--entropy-coef: no effect on the loss of --loss-type sft_loss"),
+        ("--advantage-estimator ppo --loss-type sft_loss",
+         "--advantage-estimator: no effect on the loss of --loss-type sft_loss"),
+        ("--keep-old-actor --use-rollout-logprobs",
+         "--keep-old-actor: no effect on the policy loss beside --use-rollout-logprobs, whose old log-probs are the engine's"),
+        ("--opd-kl-coef 0.5", "--opd-kl-coef: no effect without --use-opd"),
+        ("--tis-clip 3", "--tis-clip: no effect without --use-tis"),
+        ("--custom-tis-function-path m.f", "--custom-tis-function-path: no effect without --use-tis"),
+        ("--opsm-delta 0.1", "--opsm-delta: no effect without --use-opsm"),
+        ("--gamma 0.9", "--gamma: no effect with an estimator that discounts nothing (ppo and reinforce_plus_plus do)"),
+        ("--discount-masked-tokens", "--discount-masked-tokens: no effect with an estimator that counts no time steps"),
+        ("--lambd 0.9", "--lambd: no effect without --advantage-estimator ppo"),
+        ("--value-clip 0.1", "--value-clip: no effect without --advantage-estimator ppo"),
+        ("--kl-coef 0.1 --ref-load {tmp}/model",
+         "--kl-coef: no effect on the advantages of grpo, gspo and cispo: the KL is only logged"),
+        ("--use-unbiased-kl", "--use-unbiased-kl: no effect without --use-kl-loss or --kl-coef"),
+        ("--kl-loss-type k2", "--kl-loss-type: no effect without --use-kl-loss or --kl-coef"),
+        ("--mask-offpolicy-in-partial-rollout", "--mask-offpolicy-in-partial-rollout: no effect without --partial-rollout"),
+        (f"--micro-batch-size 4 {DYNAMIC}", "--micro-batch-size: no effect with --use-dynamic-batch-size"),
+        ("--max-tokens-per-gpu 512", "--max-tokens-per-gpu: no effect without --use-dynamic-batch-size"),
+        ("--num-epoch 2", "--num-epoch 2 is ignored: --num-rollout 4 is given"),
+        ("--ckpt-step 7", "--ckpt-step: no effect without a Megatron checkpoint in --load"),
+        ("--ckpt-step 7 --load {tmp}/model", "--ckpt-step: no effect without a Megatron checkpoint in --load"),
+        ("--ref-ckpt-step 7", "--ref-ckpt-step: no effect without a Megatron checkpoint in --ref-load"),
+        ("--ref-ckpt-step 7 --ref-load {tmp}/model", "--ref-ckpt-step: no effect without a Megatron checkpoint in --ref-load"),
+        ("--random-init --ref-load {tmp}/model",
+         "--random-init: no effect beside --load, --initial-megatron-checkpoint or --ref-load"),
+        ("--no-save-optim", "--no-save-optim: no effect without --save"),
+        ("--custom-loss-function-path m.f", "--custom-loss-function-path: no effect without --loss-type custom_loss"),
+        ("--no-use-tensorboard --tb-project-name p", "--tb-project-name: no effect without --use-tensorboard"),
+        ("--eval-prompt-data a {tmp}/prompts.jsonl", "--eval-prompt-data: no effect without --eval-interval"),
+    ],
+)  # fmt: skip
+def test_warning(tmp_path, caplog, words, warning):
+    parse(tmp_path, *words.format(tmp=tmp_path).split(), "--dry-run")
+    assert [record.getMessage() for record in caplog.records].count(warning) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--kl-loss-coef 0.00 --kl-loss-type low_var_kl",
+        "--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k2 --use-unbiased-kl --ref-load {tmp}/model",
+        "--partial-rollout --mask-offpolicy-in-partial-rollout",
+        f"--micro-batch-size 1 {DYNAMIC}",
+        "--save {tmp}/run --no-save-optim",
+        "--random-init --load {tmp}/run --save {tmp}/run",
+        "--loss-type sft_loss --advantage-estimator grpo --entropy-coef 0.0",
+    ],
+)
+def test_no_warning(tmp_path, caplog, words):
+    parse(tmp_path, *words.format(tmp=tmp_path).split(), "--dry-run")
+    assert "no effect" not in caplog.text

@@ -1,0 +1,56 @@
+"""Flags of engines and router that a run refuses, or cannot serve yet."""
+
+import pytest
+
+from slime.arguments.not_yet import names_of
+from slime.arguments.server_flags import NOT_YET, REFUSED
+from slime.utils.errors import UserError
+from tests.support.args import parse
+
+
+@pytest.fixture(scope="module")
+def args(tmp_path_factory):
+    return parse(tmp_path_factory.mktemp("run"))
+
+
+@pytest.mark.parametrize("row", NOT_YET, ids=lambda row: row.name)
+def test_every_row_is_about_flags_that_exist(args, row):
+    assert names_of(row, args)
+
+
+def test_a_flag_has_one_reason(args):
+    names = [name for row in NOT_YET for name in names_of(row, args)]
+    assert len(names) == len(set(names))
+    assert not set(names) & set(REFUSED)
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ("--prefill-num-servers 1 --rollout-num-gpus 2", "--prefill-num-servers 1"),
+        ("--sglang-config x.yaml", "--sglang-config "),
+        ("--sglang-disaggregation-mode prefill", "--sglang-disaggregation-mode prefill"),
+        ("--sglang-speculative-algorithm EAGLE", "--sglang-speculative-algorithm EAGLE"),
+        ("--sglang-enable-lora", "--sglang-enable-lora"),
+        ("--sglang-quantization fp8", "--sglang-quantization fp8"),
+        ("--sglang-hicache-storage-backend file", "--sglang-hicache-storage-backend file"),
+        ("--sglang-enable-dp-attention", "--sglang-enable-dp-attention"),
+        ("--sglang-encoder-only", "--sglang-encoder-only"),
+        ("--router-dp-aware", "--router-dp-aware"),
+        ("--sglang-ssl-keyfile-password s3cret", "--sglang-ssl-keyfile-password <redacted>"),
+    ],
+)
+def test_a_run_refuses_what_is_not_built(tmp_path, words, flag):
+    with pytest.raises(UserError, match="is not built yet") as error:
+        parse(tmp_path, *words.split())
+    assert any(line.startswith(flag) for line in str(error.value).splitlines())
+    assert "s3cret" not in str(error.value)
+
+
+def test_values_that_mean_no_such_feature_pass(tmp_path):
+    words = "--sglang-pp-size 1 --sglang-quantization unquant --sglang-cpu-offload-gb 0 --no-sglang-enable-lora"
+    parse(tmp_path, *words.split())
+
+
+def test_a_run_that_only_trains_passes(tmp_path):
+    parse(tmp_path, "--debug-train-only", "--prefill-num-servers", "1", "--sglang-enable-lora")

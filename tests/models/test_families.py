@@ -1,0 +1,184 @@
+"""The flags derived from published configs, against the flags of each model written down by hand."""
+
+import pytest
+
+from slime.arguments.hf_config import CHOICES, SUPPLEMENTS, text_config_of
+from slime.arguments.parser import build_parser, parse_known
+from slime.models.families import FAMILIES, SUPPORTED_MODEL_TYPES, model_args_from_hf
+from slime.utils.errors import UserError
+from tests.support.args import TINY_QWEN3_CONFIG
+from tests.support.model_tables import expected_flags
+from tests.support.published_models import PUBLISHED_MODELS
+
+# transformers has no config class for these; their configs are read as they are published.
+WITHOUT_CLASS = {"kimi_k2", "mimo"}
+# What the flags of a model set and no config tells.
+UNTOLD = {
+    "use_gated_attention",
+    "seq_length",
+    "use_rotary_position_embeddings",
+    "custom_model_provider_path",
+    "masked_softmax_fusion",
+}
+WRITTEN_DOWN = expected_flags()
+
+
+@pytest.fixture(scope="module")
+def parser():
+    return build_parser()
+
+
+@pytest.fixture(scope="module")
+def rows(parser):
+    """Name of each model -> the attributes that its written-down flags set."""
+    found = {}
+    for name, flags in WRITTEN_DOWN.items():
+        words = [word for flag, values in flags.items() for word in (flag, *values)]
+        args = parse_known(parser, [*words, "--rollout-batch-size", "1"])
+        names = args.typed_flags - UNTOLD - {"rollout_batch_size"}
+        found[name] = {name: getattr(args, name) for name in names}
+    return found
+
+
+def differences(derived: dict, expected: dict) -> dict:
+    """Name -> (derived, expected) where values or types are not the same."""
+    return {
+        name: (derived.get(name, "missing"), value)
+        for name, value in expected.items()
+        if derived.get(name, "missing") != value or type(derived[name]) is not type(value)
+    }
+
+
+def differences_from_row(derived: dict, row: dict) -> dict:
+    if derived.get("moe_layer_freq") == 1:  # the same as a list of ones
+        derived = {**derived, "moe_layer_freq": [1] * derived["num_layers"]}
+    if derived["num_experts"] and derived["moe_router_score_function"] == "sigmoid":
+        row = {name: value for name, value in row.items() if name != "moe_token_drop_policy"}
+    return differences(derived, row)
+
+
+def as_transformers_writes_it(config: dict) -> dict:
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[config["model_type"]](**config).to_dict()
+
+
+def test_every_row_has_a_published_config():
+    assert set(WRITTEN_DOWN) == set(PUBLISHED_MODELS) and len(WRITTEN_DOWN) == 50
+
+
+@pytest.mark.parametrize("name", WRITTEN_DOWN)
+def test_published_config_gives_the_row(name, rows):
+    derived = model_args_from_hf(text_config_of(PUBLISHED_MODELS[name]))
+    assert differences_from_row(derived, rows[name]) == {}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, config in PUBLISHED_MODELS.items() if config["model_type"] not in WITHOUT_CLASS]
+)
+def test_config_class_of_transformers_gives_the_row(name, rows):
+    config = text_config_of(as_transformers_writes_it(PUBLISHED_MODELS[name]))
+    assert differences_from_row(model_args_from_hf(config), rows[name]) == {}
+
+
+def test_all_types_of_direct_load_are_known():
+    assert SUPPORTED_MODEL_TYPES == (
+        "deepseek_v3", "deepseek_v32", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "llama", "mimo",
+        "minimax_m2", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next",
+    )  # fmt: skip
+    published = {config["model_type"] for config in PUBLISHED_MODELS.values()}
+    assert published == set(SUPPORTED_MODEL_TYPES) - {"deepseek_v32", "qwen2_moe"}
+
+
+def test_every_derived_name_is_an_attribute_of_a_flag_and_has_its_type(parser):
+    actions = {action.dest: action for action in parser._actions}
+    for config in PUBLISHED_MODELS.values():
+        for name, value in model_args_from_hf(text_config_of(config)).items():
+            assert name in actions, name
+            kind = actions[name].type
+            if kind in (int, float) and value is not None:
+                assert type(value) is kind, (name, value)
+            if actions[name].choices and value is not None:
+                assert value in actions[name].choices, (name, value)
+
+
+def test_every_kind_of_flag_names_flags(parser):
+    known = {action.dest for action in parser._actions} | {"dsa_indexer_layers"}
+    assert known >= CHOICES | SUPPLEMENTS
+    assert not CHOICES & SUPPLEMENTS
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "deepseek_v32"])
+def test_types_without_a_published_row(model_type):
+    from transformers import CONFIG_MAPPING
+
+    args = model_args_from_hf(CONFIG_MAPPING[model_type]().to_dict())
+    expected = {
+        # Defaults of transformers' classes.
+        "qwen2_moe": {
+            "num_layers": 24, "hidden_size": 2048, "num_experts": 60, "moe_router_topk": 4, "moe_ffn_hidden_size": 1408,
+            "moe_shared_expert_intermediate_size": 5632, "moe_shared_expert_gate": True, "add_qkv_bias": True,
+            "qk_layernorm": False, "moe_router_pre_softmax": True, "moe_layer_freq": 1,
+        },
+        "deepseek_v32": {
+            "num_layers": 61, "dsa_indexer_n_heads": 64, "dsa_indexer_head_dim": 128, "dsa_indexer_topk": 2048,
+            "moe_layer_freq": [0] * 3 + [1] * 58, "multi_latent_attention": True, "moe_router_num_groups": 8,
+            "spec": ["slime_plugins.models.glm5.glm5", "get_glm5_spec"],
+        },
+    }  # fmt: skip
+    assert differences(args, expected[model_type]) == {}
+
+
+def test_dense_layers_among_experts():
+    config = {**PUBLISHED_MODELS["qwen3-30B-A3B"], "num_hidden_layers": 6}
+    frequency = {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    assert model_args_from_hf({**config, **frequency})["moe_layer_freq"] == [0, 1, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ({}, None),
+        ({"index_topk_freq": 2}, [1, 1, 0, 1, 0, 1]),
+        ({"index_topk_pattern": "FSFSSS"}, [1, 0, 1, 0, 0, 0]),
+        ({"indexer_types": ["full", "full", "shared", "full", "shared", "shared"]}, [1, 1, 0, 1, 0, 0]),
+    ],
+)
+def test_layers_that_share_an_indexer(entries, expected):
+    config = {**PUBLISHED_MODELS["glm5-744B-A40B"], "num_hidden_layers": 6, **entries}
+    assert model_args_from_hf(config).get("dsa_indexer_layers") == expected
+
+
+def test_irregular_linear_attention_is_one_entry_per_layer():
+    kinds = ["full_attention", "linear_attention", "linear_attention"]
+    config = {**PUBLISHED_MODELS["qwen3-next-80B-A3B"], "num_hidden_layers": 3, "layer_types": kinds}
+    assert model_args_from_hf(config)["linear_attention_freq"] == [0, 1, 1]
+
+
+def test_a8_rope_base_inside_rope_parameters_wins():
+    config = {**TINY_QWEN3_CONFIG, "rope_theta": 10000.0, "rope_parameters": {"rope_theta": 5000000.0}}
+    assert model_args_from_hf(config)["rotary_base"] == 5000000
+
+
+def test_unknown_type_lists_the_supported_ones():
+    with pytest.raises(UserError, match="'gpt2' .* supported: deepseek_v3, .*qwen3_next"):
+        model_args_from_hf({"model_type": "gpt2"})
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("qwen3-4B", "hidden_size"),
+        ("deepseek-v3", "kv_lora_rank"),
+        ("qwen3-30B-A3B", "num_experts"),
+        ("glm5-744B-A40B", "index_n_heads"),
+    ],
+)
+def test_incomplete_config_names_what_is_missing(name, entry):
+    config = {key: value for key, value in PUBLISHED_MODELS[name].items() if key != entry}
+    with pytest.raises(UserError, match=f"lacks .*{entry}"):
+        model_args_from_hf(config)
+
+
+def test_every_family_says_which_rope_it_knows():
+    assert all("default" in family.rope_types for family in FAMILIES.values())
