@@ -1,7 +1,7 @@
 """Change the code in small ways, one at a time, and name the changes that no test notices.
 
     python tools/mutate.py slime/algorithms --sample 60
-    python tools/mutate.py slime/training/whitening.py --tests tests/training/test_whitening.py tests/training/test_objective.py
+    python tools/mutate.py slime/training/loss.py --tests tests/training/test_loss.py tests/training/test_objective.py
 
 Works on a copy of the tree, never in place. Each change is made to the syntax tree of one file: a comparison turned round, an
 arithmetic operator exchanged, a constant moved, a condition negated, two arguments swapped, a call or an assignment left out.

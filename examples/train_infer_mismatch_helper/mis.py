@@ -3,7 +3,7 @@
     --custom-tis-function-path examples/train_infer_mismatch_helper/mis.py:compute_mis_weights_with_cp
     --custom-config-path examples/train_infer_mismatch_helper/mis.yaml
 
-The mathematics is in `slime.algorithms.masked_importance_sampling`. Here it meets the trainer: log-probs are a context-parallel
+The mathematics is in `slime.algorithms.mismatch`. Here it meets the trainer: log-probs are a context-parallel
 rank's part of each response, so per-sequence sums are added over the ranks that share the sequence.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.algorithms.masked_importance_sampling import (
+from slime.algorithms.mismatch import (
     MisSettings,
     WeightedTokens,
     mean_weight,

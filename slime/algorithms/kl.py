@@ -1,13 +1,11 @@
-"""Estimators of KL(policy ‖ base) per token from sampled log-probs (J. Schulman, "Approximating KL Divergence", 2020).
-
-With d = log π − log π_base of the sampled token: k1 = d, k2 = d²/2, k3 = e^{−d} − 1 + d. `low_var_kl` is k3 within ±10.
-"""
+"""Estimators of the KL divergence from samples, and the distillation that rests on one."""
 
 from collections.abc import Sequence
 
 import torch
 
-from slime.algorithms.ratios import saturated
+from slime.algorithms.policy_loss import saturated
+from slime.algorithms.reduction import require_equal_lengths, trained_tokens
 from slime.utils.errors import UserError
 
 KL_LOSS_TYPES = ("k1", "k2", "k3", "low_var_kl")
@@ -63,3 +61,37 @@ def approx_kl_of_responses(
         )
     with torch.no_grad():
         return [compute_approx_kl(new, base, kl_loss_type) for new, base in zip(log_probs, log_probs_base, strict=True)]
+
+
+@torch.no_grad()
+def distilled_advantages(
+    advantages: Sequence[torch.Tensor],
+    log_probs: Sequence[torch.Tensor],
+    teacher_log_probs: Sequence[torch.Tensor | None] | None,
+    loss_masks: Sequence[torch.Tensor],
+    coefficient: float,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(A − coefficient·(log_probs − teacher_log_probs), that difference), float32 [R_i] per sample; no argument is modified.
+
+    All lists hold one tensor [R_i] per sample; whole responses, or equal parts of them. A masked token is no action of the
+    student: its advantage stays as it was, and its difference is 0.
+
+    Raises ValueError if the teacher's log-probs, or those of a sample, are missing or of another length.
+    """
+    if teacher_log_probs is None:
+        raise ValueError(
+            "distillation needs teacher_log_probs, and the batch has none: does the teacher answer at all?"
+        )
+    missing = [sample for sample, teacher in enumerate(teacher_log_probs) if teacher is None]
+    if missing:
+        raise ValueError(f"teacher_log_probs are missing for {len(missing)} samples, the first ones {missing[:8]}")
+    require_equal_lengths(advantages=advantages, log_probs=log_probs, teacher_log_probs=teacher_log_probs)
+
+    reverse_kl = [
+        torch.where(trained, student.float() - teacher.to(student.device, torch.float32), 0.0)
+        for student, teacher, trained in zip(
+            log_probs, teacher_log_probs, trained_tokens(loss_masks, log_probs), strict=True
+        )
+    ]
+    distilled = [tokens.float() - coefficient * kl for tokens, kl in zip(advantages, reverse_kl, strict=True)]
+    return distilled, reverse_kl

@@ -3,8 +3,32 @@
 With log w = train − rollout of a trained token, k1 = −log w and k3 = w − 1 − log w estimate KL(rollout ‖ train) (J. Schulman,
 "Approximating KL Divergence", 2020); (Σw)²/(NΣw²) is the effective share of the tokens under weights w. Means are over all
 trained tokens of a step. Everything is float64; what masked tokens hold plays no part.
+
+Masked importance sampling: weights π_train/π_rollout that are bounded, and tokens or sequences that are rejected.
+
+Tokens were sampled by the engine, whose probabilities are not the trainer's. With log w = train − rollout of a trained token,
+the weight of a token is, by level: w itself; of its whole sequence, e^{Σ log w}; or geometric, e^{mean of log w}. Exponents
+stop at ±20. Then, in this order: the weight is bounded; what lies outside of the rejection bounds (of a level of their own)
+is rejected; a sequence with one catastrophic token (w below the veto threshold) is rejected whole; weights are divided by
+their mean over the optimizer step.
+
+A sequence may be spread over shards (context-parallel ranks), and a step over micro-batches and ranks, so what belongs to more
+than a shard is computed in three stages, and the caller adds up between them:
+
+    sums     = sequence_sums(…)                     per sequence; to be added over the shards of the sequence
+    weighted = weight_tokens(settings, …, sums)
+    total    = weight_sums(weighted)                to be added over all shards of the step; mean_weight(total) is its mean
+    weighted = normalised(weighted, mean)
+    extremes = sequence_extremes(weighted)          per sequence; to be minimised over its shards
+    metrics  = mis_metrics(weighted, extremes)
+
+Invariants: computed in float64, without gradient; what masked tokens hold plays no part, not even NaN; a step weighs the same
+however it is cut.
 """
 
+from __future__ import annotations
+
+import dataclasses
 import heapq
 import math
 from collections.abc import Iterable, Sequence
@@ -12,7 +36,8 @@ from dataclasses import dataclass
 
 import torch
 
-from slime.algorithms.ratios import MAX_EXPONENT
+from slime.algorithms.policy_loss import MAX_EXPONENT
+from slime.utils.errors import UserError
 
 _SUMS = ("count", "k1", "k3", "abs", "weight", "weight_square")
 
@@ -103,3 +128,285 @@ def merge_worst_tokens(shards: Iterable[Iterable[WorstToken]], count: int) -> li
     """The `count` worst of all shards, worst first; equal ones by sample and position."""
     everything = (token for shard in shards for token in shard)
     return heapq.nsmallest(count, everything, key=lambda token: (-token.difference, token.sample, token.position))
+
+
+LEVELS = ("token", "sequence", "geometric")
+MODES = ("truncate", "clip", "mask")
+_MAX_LOG_WEIGHT = 20.0
+
+# Columns of what `sequence_sums` returns.
+_COUNT, _TRAIN, _ROLLOUT, _CATASTROPHIC = range(4)
+
+
+@dataclass(frozen=True)
+class MisSettings:
+    """What is done to weights; names and defaults are those of the keys in a configuration file.
+
+    use_tis: weights multiply the loss. use_rs: rejection and veto act. Without them they are only measured.
+    tis_mode: truncate (weights above the upper bound become it), clip (both bounds), mask (weights outside become 0).
+    tis_lower_bound: 1 / tis_upper_bound unless set. rs_lower_bound, rs_upper_bound: those of tis unless set.
+    rs_veto_threshold: None means no veto. tis_batch_normalize: weights of a step have mean 1.
+    """
+
+    use_tis: bool = True
+    use_rs: bool = False
+    tis_level: str = "token"
+    rs_level: str = "token"
+    tis_mode: str = "truncate"
+    tis_upper_bound: float = 2.0
+    tis_lower_bound: float | None = None
+    rs_lower_bound: float | None = None
+    rs_upper_bound: float | None = None
+    rs_veto_threshold: float | None = 1e-4
+    tis_batch_normalize: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises UserError, naming the setting and a value that works."""
+        for name in ("use_tis", "use_rs", "tis_batch_normalize"):
+            self._require(name, isinstance(getattr(self, name), bool), "true or false")
+        for name, choices in (("tis_level", LEVELS), ("rs_level", LEVELS), ("tis_mode", MODES)):
+            self._require(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
+        self._require("tis_upper_bound", _is_positive(self.tis_upper_bound), "a number above 0; 2 is usual")
+        for name in ("tis_lower_bound", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"):
+            value = getattr(self, name)
+            self._require(name, value is None or _is_positive(value), "a number above 0, or left out")
+        for family, (lower, upper) in (("tis", self.tis_bounds), ("rs", self.rs_bounds)):
+            if lower > upper:
+                raise UserError(
+                    f"masked importance sampling: {family}_lower_bound {lower:g} is above {family}_upper_bound {upper:g}; "
+                    f"{1 / upper:g} would do"
+                )
+
+    @property
+    def tis_bounds(self) -> tuple[float, float]:
+        lower = 1 / self.tis_upper_bound if self.tis_lower_bound is None else self.tis_lower_bound
+        return lower, self.tis_upper_bound
+
+    @property
+    def rs_bounds(self) -> tuple[float, float]:
+        lower, upper = self.tis_bounds
+        return (
+            lower if self.rs_lower_bound is None else self.rs_lower_bound,
+            upper if self.rs_upper_bound is None else self.rs_upper_bound,
+        )
+
+    def _require(self, name: str, is_met: bool, what: str) -> None:
+        if not is_met:
+            raise UserError(f"masked importance sampling: {name} is {getattr(self, name)!r}; expected {what}")
+
+
+@dataclass(frozen=True, eq=False)
+class WeightedTokens:
+    """Weights of a shard's tokens, N of S sequences one after the other.
+
+    `weights` is what multiplies the loss of tokens that are not rejected; `kept` are the trained tokens that are not. `metrics`
+    are those that need nothing from other shards.
+    """
+
+    lengths: torch.Tensor  # [S] int64
+    trained: torch.Tensor  # [N] bool
+    kept: torch.Tensor  # [N] bool
+    weights: torch.Tensor  # [N] float64
+    batch_norm_factor: float
+    metrics: dict[str, torch.Tensor]  # [N] float64 each
+
+    @property
+    def ratios(self) -> torch.Tensor:
+        """What multiplies the loss of every token in the end, [N] float64: 0 for a rejected one."""
+        return torch.where(self.kept, self.weights, 0.0)
+
+    def split(self, per_token: torch.Tensor) -> list[torch.Tensor]:
+        """One tensor per sequence from a value per token."""
+        return list(per_token.split(self.lengths.tolist()))
+
+
+def sequence_sums(
+    settings: MisSettings,
+    train_log_probs: Sequence[torch.Tensor],
+    rollout_log_probs: Sequence[torch.Tensor],
+    loss_masks: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Over a shard's trained tokens of every sequence: their number, Σ train, Σ rollout, and how many are catastrophic.
+
+    Arguments: one tensor per sequence, over the same tokens. Returns float64 [S, 4].
+    Raises ValueError for tensors of different lengths.
+    """
+    train, rollout, trained, lengths = _flat_columns(train_log_probs, rollout_log_probs, loss_masks)
+    catastrophic = _is_catastrophic(settings, train - rollout)
+    columns = torch.stack([trained.double(), train, rollout, catastrophic.double()], dim=1)
+    return _per_sequence(columns, "sum", lengths, 0.0)
+
+
+def weight_tokens(
+    settings: MisSettings,
+    train_log_probs: Sequence[torch.Tensor],
+    rollout_log_probs: Sequence[torch.Tensor],
+    loss_masks: Sequence[torch.Tensor],
+    sums: torch.Tensor,
+) -> WeightedTokens:
+    """Bounded weights and rejections of a shard's tokens, not yet normalised.
+
+    sums: float64 [S, 4], `sequence_sums` of whole sequences. The other arguments as there.
+    """
+    train, rollout, trained, lengths = _flat_columns(train_log_probs, rollout_log_probs, loss_masks)
+    log_weights = train - rollout
+    tokens_of = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    token_sums = sums[tokens_of]
+
+    before = _level_weights(settings.tis_level, log_weights, token_sums)
+    after = _bounded(settings, before)
+    rejecting = _level_weights(settings.rs_level, log_weights, token_sums)
+    lower, upper = settings.rs_bounds
+    too_low, too_high = rejecting < lower, rejecting > upper
+    catastrophic = token_sums[:, _CATASTROPHIC] > 0
+    kept = trained & ~(too_low | too_high | catastrophic) if settings.use_rs else trained
+    weights = after if settings.use_tis else torch.ones_like(after)
+
+    metrics = {
+        **_divergences(log_weights, token_sums),
+        **_bound_fractions(settings, before),
+        "tis_weight_before_bound": before,
+        "tis_weight_after_bound": after,
+        "rs_mask_fraction_low": too_low,
+        "rs_mask_fraction_high": too_high,
+        "rs_catastrophic_token_fraction": _is_catastrophic(settings, log_weights),
+        "rs_catastrophic_seq_fraction": catastrophic,
+        "is_ratio_mean_after_tis_rs": torch.where(kept, weights, 0.0),
+    }
+    return WeightedTokens(lengths, trained, kept, weights, 1.0, metrics)
+
+
+def weight_sums(weighted: WeightedTokens) -> torch.Tensor:
+    """Σ weight and number of a shard's kept tokens, float64 [2]; add them up over all shards of an optimizer step."""
+    return torch.stack([weighted.ratios.sum(), weighted.kept.sum().double()])
+
+
+def mean_weight(sums: torch.Tensor) -> float:
+    """The mean weight of a step from the total of `weight_sums`; 1 where no kept token has a weight."""
+    total, count = sums.tolist()
+    return total / count if total > 0 else 1.0
+
+
+def normalised(weighted: WeightedTokens, batch_norm_factor: float) -> WeightedTokens:
+    """The same tokens with weights divided by `batch_norm_factor`, the mean weight of their step."""
+    return dataclasses.replace(
+        weighted, weights=weighted.weights / batch_norm_factor, batch_norm_factor=float(batch_norm_factor)
+    )
+
+
+def sequence_extremes(weighted: WeightedTokens) -> torch.Tensor:
+    """Smallest final ratio and minus the largest one over a shard's trained tokens of every sequence, float64 [S, 2].
+
+    Infinite for a shard without trained tokens; the elementwise minimum over shards is that of whole sequences.
+    """
+    ratios = weighted.ratios
+    both = torch.stack([ratios, -ratios], dim=1).masked_fill(~weighted.trained[:, None], math.inf)
+    return _per_sequence(both, "min", weighted.lengths, math.inf)
+
+
+def mis_metrics(weighted: WeightedTokens, extremes: torch.Tensor) -> dict[str, torch.Tensor]:
+    """All metrics per token, float32 [N], named `mis_…`, to be reduced with the masks from before the rejection.
+
+    extremes: float64 [S, 2], `sequence_extremes` of whole sequences. What is one number per sequence stands at every token
+    of it. Always the same names, whatever the settings.
+    """
+    extremes = extremes.masked_fill(extremes.isinf(), 0.0)
+    smallest, largest = extremes.repeat_interleave(weighted.lengths, dim=0).unbind(dim=1)
+    metrics = {
+        **weighted.metrics,
+        "batch_norm_factor": torch.full_like(weighted.weights, weighted.batch_norm_factor),
+        "is_ratio_mean_final": weighted.ratios,
+        "is_ratio_min_final": smallest,
+        "is_ratio_max_final": -largest,
+    }
+    return {f"mis_{name}": value.float() for name, value in metrics.items()}
+
+
+def _divergences(log_weights: torch.Tensor, token_sums: torch.Tensor) -> dict[str, torch.Tensor]:
+    count = token_sums[:, _COUNT].clamp(min=1.0)
+    train, rollout = -token_sums[:, _TRAIN] / count, -token_sums[:, _ROLLOUT] / count
+    bounded = log_weights.clamp(-_MAX_LOG_WEIGHT, _MAX_LOG_WEIGHT)
+    return {
+        "training_ppl": train.exp(),
+        "training_log_ppl": train,
+        "rollout_ppl": rollout.exp(),
+        "rollout_log_ppl": rollout,
+        "kl": -log_weights,
+        "k3_kl": torch.expm1(bounded) - bounded,
+        "log_ppl_diff": train - rollout,
+        "log_ppl_abs_diff": (train - rollout).abs(),
+        "ppl_ratio": (train - rollout).exp(),
+        "chi2_token": _level_weights("token", log_weights, token_sums).square() - 1.0,
+        "chi2_seq": _level_weights("sequence", log_weights, token_sums).square() - 1.0,
+    }
+
+
+def _bound_fractions(settings: MisSettings, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+    lower, upper = settings.tis_bounds
+    is_truncated = torch.full_like(weights, settings.tis_mode == "truncate", dtype=torch.bool)
+    return {
+        "tis_truncate_fraction": is_truncated & (weights > upper),
+        "tis_clip_fraction_low": ~is_truncated & (weights < lower),
+        "tis_clip_fraction_high": ~is_truncated & (weights > upper),
+    }
+
+
+def _level_weights(level: str, log_weights: torch.Tensor, token_sums: torch.Tensor) -> torch.Tensor:
+    """Weight of every token at `level`, [N]."""
+    exponents = log_weights
+    if level != "token":
+        exponents = token_sums[:, _TRAIN] - token_sums[:, _ROLLOUT]
+    if level == "geometric":
+        exponents = exponents / token_sums[:, _COUNT].clamp(min=1.0)
+    return exponents.clamp(-_MAX_LOG_WEIGHT, _MAX_LOG_WEIGHT).exp()
+
+
+def _bounded(settings: MisSettings, weights: torch.Tensor) -> torch.Tensor:
+    lower, upper = settings.tis_bounds
+    if settings.tis_mode == "truncate":
+        return weights.clamp(max=upper)
+    if settings.tis_mode == "clip":
+        return weights.clamp(lower, upper)
+    return weights.masked_fill((weights < lower) | (weights > upper), 0.0)
+
+
+def _is_catastrophic(settings: MisSettings, log_weights: torch.Tensor) -> torch.Tensor:
+    """Whether w is below the veto threshold, however far: compared as logarithms."""
+    threshold = settings.rs_veto_threshold
+    return log_weights < (-math.inf if threshold is None else math.log(threshold))
+
+
+def _flat_columns(
+    train_log_probs: Sequence[torch.Tensor],
+    rollout_log_probs: Sequence[torch.Tensor],
+    loss_masks: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Both log-probs (float64, 0 where masked) and which tokens are trained, all [N], and the lengths [S]."""
+    lengths = [len(train) for train in train_log_probs]
+    for name, column in (("rollout log-probs", rollout_log_probs), ("mask entries", loss_masks)):
+        others = [len(row) for row in column]
+        if others != lengths:
+            raise ValueError(f"sequences of {lengths} log-probs of the trainer have {others} {name}")
+    device = train_log_probs[0].device if lengths else torch.device("cpu")
+    trained = _concatenated(loss_masks, device) != 0
+    train, rollout = (
+        _concatenated(column, device).masked_fill(~trained, 0.0) for column in (train_log_probs, rollout_log_probs)
+    )
+    return train, rollout, trained, torch.tensor(lengths, dtype=torch.int64, device=device)
+
+
+def _concatenated(rows: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    empty = torch.zeros(0, dtype=torch.float64, device=device)
+    return torch.cat([empty, *(row.detach().to(device, torch.float64) for row in rows)])
+
+
+def _per_sequence(per_token: torch.Tensor, reduction: str, lengths: torch.Tensor, initial: float) -> torch.Tensor:
+    """[S, columns] from [N, columns]. Unlike scattering sums, the same bits every time."""
+    if len(lengths) == 0:
+        return per_token.new_zeros(0, per_token.shape[1])
+    return torch.segment_reduce(per_token, reduction, lengths=lengths, axis=0, initial=initial, unsafe=True)
+
+
+def _is_positive(value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value > 0

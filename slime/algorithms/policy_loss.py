@@ -1,14 +1,10 @@
-"""Policy-gradient objectives, per token.
+"""Losses of policy and values, the ratios that they clip, and the weights that correct them."""
 
-PPO clip (arXiv 1707.06347, equation 7) with separate bounds (arXiv 2503.14476, equation 10) and dual clip (arXiv 1912.09729,
-equation 5): a token with a negative advantage never costs more than c·|A|, however likely the new policy makes it.
-CISPO (arXiv 2506.13585, equations 4 and 5) clips the importance weight instead of the objective: every token keeps a gradient.
-Both take the ratio by way of `ppo_kl` = old log-prob − new log-prob; for GSPO that is `compute_gspo_kl`'s, one per sequence.
-"""
+from collections.abc import Sequence
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from slime.algorithms.ratios import importance_ratio
 from slime.utils.errors import UserError
 
 
@@ -52,3 +48,134 @@ def compute_cispo_loss(
     ratio = importance_ratio(ppo_kl.detach())
     weight = ratio.clamp(1.0 - eps_clip, 1.0 + eps_clip_high)
     return -weight * advantages.float() * log_probs.float(), (weight != ratio).float()
+
+
+def compute_value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, value_clip: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and clip indicator (0 or 1, without gradient) per token, both float32 in the shape of `values`.
+
+    loss = max((clip(V, V_old − c, V_old + c) − G)², (V − G)²), without a factor ½; gradient through `values` only. The
+    indicator tells where |V − V_old| > c.
+    """
+    values, old_values, returns = values.float(), old_values.detach().float(), returns.detach().float()
+    change = values - old_values
+    clipped = old_values + change.clamp(-value_clip, value_clip)
+    loss = torch.maximum((clipped - returns).square(), (values - returns).square())
+    return loss, (change.detach().abs() > value_clip).float()
+
+
+# e^80 ≈ 5.5e34: room for a factor of a thousand below the end of float32.
+MAX_EXPONENT = 80.0
+
+
+def saturated(exponent: torch.Tensor) -> torch.Tensor:
+    """min(exponent, 80), with the gradient of the identity; NaN stays NaN."""
+    return _Saturated.apply(exponent)
+
+
+def importance_ratio(ppo_kl: torch.Tensor) -> torch.Tensor:
+    """π/π_old = e^{−ppo_kl} per token, float32 with gradient; `ppo_kl` = old log-prob − new log-prob."""
+    return torch.exp(saturated(-ppo_kl.float()))
+
+
+class _Saturated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, exponent):
+        return exponent.clamp(max=MAX_EXPONENT)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return gradient
+
+
+def sequence_kl(
+    log_probs: Sequence[torch.Tensor], old_log_probs: Sequence[torch.Tensor], loss_masks: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """k̄ = Σ (old − new)·m / max(Σ m, 1) of every sequence, float32 [number of sequences], with gradient.
+
+    Each argument: one tensor [R_i] per sequence. What masked tokens hold, also NaN, changes neither value nor gradient.
+    """
+    means = [
+        _masked_mean(old.float() - new.float(), mask)
+        for new, old, mask in zip(log_probs, old_log_probs, loss_masks, strict=True)
+    ]
+    return torch.stack(means) if means else torch.zeros(0)
+
+
+def compute_gspo_kl(
+    full_log_probs: Sequence[torch.Tensor],
+    full_old_log_probs: Sequence[torch.Tensor],
+    local_log_probs: Sequence[torch.Tensor],
+    loss_masks: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """The sequence's old − new log-prob per token, for every local token: `ppo_kl` of GSPO (arXiv 2507.18071, equation 7).
+
+    Args:
+        full_log_probs, full_old_log_probs, loss_masks: one tensor [R_i] per sequence, the whole response.
+        local_log_probs: one tensor per sequence, as long as this rank's part of the response; only its lengths count.
+
+    Returns:
+        float32 [sum of local lengths], with gradient through `full_log_probs`.
+    """
+    kl = sequence_kl(full_log_probs, full_old_log_probs, loss_masks)
+    return _per_token(kl, local_log_probs)
+
+
+def off_policy_sequence_mask(
+    full_log_probs: Sequence[torch.Tensor],
+    full_old_log_probs: Sequence[torch.Tensor],
+    advantages: Sequence[torch.Tensor],
+    loss_masks: Sequence[torch.Tensor],
+    delta: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What to multiply the loss of each token by, and where that is zero (arXiv 2512.02556, section 3.1).
+
+    A token is rejected if its advantage is negative and its sequence's mean of old − new over trained tokens is above `delta`.
+
+    Args:
+        full_log_probs, full_old_log_probs, loss_masks: one tensor [R_i] per sequence, the whole response.
+        advantages: one tensor per sequence, this rank's part of the response.
+
+    Returns:
+        Two float32 tensors [sum of local lengths] without gradient, 1 or 0: kept, and rejected. The second, reduced like any
+        other metric, is the fraction of trained tokens that were rejected.
+    """
+    with torch.no_grad():
+        kl = _per_token(sequence_kl(full_log_probs, full_old_log_probs, loss_masks), advantages)
+        negative = torch.cat(list(advantages)) < 0 if len(advantages) else torch.zeros(0, dtype=torch.bool)
+        rejected = (negative & (kl > delta)).float()
+    return 1.0 - rejected, rejected
+
+
+def _masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    if values.shape != mask.shape:
+        raise ValueError(f"{tuple(values.shape)} log-probs for {tuple(mask.shape)} mask entries of one response")
+    mask = mask.to(values.device, torch.float32)
+    return (values.masked_fill(mask == 0, 0.0) * mask).sum() / mask.sum().clamp(min=1.0)
+
+
+def _per_token(per_sequence: torch.Tensor, local: Sequence[torch.Tensor]) -> torch.Tensor:
+    lengths = torch.tensor([len(tokens) for tokens in local], dtype=torch.int64)
+    return per_sequence.repeat_interleave(lengths.to(per_sequence.device), output_size=int(lengths.sum()))
+
+
+def importance_weights(train_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor) -> torch.Tensor:
+    """w = e^{train − rollout} per token, float32 without gradient, in the shape of the arguments."""
+    return torch.exp(saturated(train_log_probs.detach().float() - rollout_log_probs.detach().float()))
+
+
+def truncated_weights(weights: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """`weights`, moved into [low, high]."""
+    return weights.clamp(low, high)
+
+
+def icepop_weights(weights: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """`weights` where they lie in [low, high], else 0."""
+    return weights.masked_fill((weights < low) | (weights > high), 0.0)
+
+
+def weighting_metrics(weights: torch.Tensor, applied: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Per token, to be reduced: `tis` is w, `tis_clipfrac` tells where another weight is applied, `tis_abs` is |w − 1|."""
+    return {"tis": weights, "tis_clipfrac": (applied != weights).float(), "tis_abs": (weights - 1.0).abs()}

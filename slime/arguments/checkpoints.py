@@ -4,6 +4,9 @@ A Megatron checkpoint is a directory with `latest_checkpointed_iteration.txt`, w
 resume; everything else starts at rollout 0 from the first of: `--load` as Hugging Face directory,
 `--initial-megatron-checkpoint`, `--ref-load`, random weights with `--random-init`, or `--hf-checkpoint`. A path that
 exists but is no checkpoint is an error, never a silent start from scratch.
+
+Here stand too the sets of weights that a training rank holds, by name, and which of them a run needs: one truth for the
+trainer, which loads them, and for the plan, which counts their memory.
 """
 
 import argparse

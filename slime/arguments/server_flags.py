@@ -1,4 +1,8 @@
-"""What a run says of the flags of its engines and router, wherever they are given: which it refuses, and what is no share."""
+"""What a run says of the flags of its engines and router, wherever they are given: which it refuses, and what is no share.
+
+In `NOT_YET` stand, beside layouts that are not built, the features that a server would accept and that would go wrong in
+silence: weights or cached keys and values that stay those of an older version, ranks that the weight groups do not reach.
+"""
 
 import argparse
 

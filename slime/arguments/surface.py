@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 from slime.arguments.types import human_int, integers, json_object, json_value, layer_pattern
 from slime.utils import env
-from slime.utils.atomic_io import write_text_atomically
 from slime.utils.child_process import describe_exit_status, environment_for_python
 from slime.utils.errors import UserError
+from slime.utils.files import write_text_atomically
 
 logger = logging.getLogger(__name__)
 

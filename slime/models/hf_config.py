@@ -1,6 +1,8 @@
 """Groups of config entries and the flags that they become. Each function is one part of a model.
 
 Flags have the names and the types that they have in `args`. A part says nothing about what its entries do not say.
+
+Before anything is computed from entries, their kinds are asked for.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,9 +1,14 @@
-"""What the driver shows a person: a progress bar while samples are generated and one line per rollout."""
+"""What a person reads of a run: its lines, its progress bar, how long it took to start."""
 
+import os
 import sys
+import threading
+import time
 from typing import Any
 
 from tqdm import tqdm
+
+from slime.utils.misc import SingletonMeta
 
 
 class GenerationBar:
@@ -89,3 +94,82 @@ def _is_detail(name: str) -> bool:
     return name == "eval/step" or any(
         mark in name for mark in ("-truncated_ratio", "-pass@", "-unfinished", "-failed_samples")
     )
+
+
+_lock = threading.Lock()
+_current: "Progress | None" = None
+
+
+class Progress:
+    """A counter from 0 to `total`. Usable as a context manager that closes itself."""
+
+    def __init__(self, description: str, total: int) -> None:
+        self.description = description
+        self.total = total
+        self.done = 0
+
+    def advance(self, n: int = 1) -> None:
+        with _lock:
+            self.done += n
+
+    def close(self) -> None:
+        global _current
+        with _lock:
+            if _current is self:
+                _current = None
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def start_progress(description: str, total: int) -> Progress:
+    """Announce a task of `total` units; it replaces the one announced before."""
+    global _current
+    progress = Progress(description, total)
+    with _lock:
+        _current = progress
+    return progress
+
+
+def progress_snapshot() -> tuple[str, int, int] | None:
+    """(description, done, total) of the current task, or None when nothing is in progress."""
+    with _lock:
+        return None if _current is None else (_current.description, _current.done, _current.total)
+
+
+class StartupClock(metaclass=SingletonMeta):
+    """Names the stretches between milestones; the first one begins with the process itself. One per process."""
+
+    def __init__(self) -> None:
+        self._started = self._last = _process_start()
+        self._stretches: list[tuple[str, float]] = []
+        self._closed = False
+
+    def mark(self, name: str) -> None:
+        """End the current stretch and call it `name`. Nothing after `close`."""
+        if not self._closed:
+            now = time.time()
+            self._stretches.append((name, now - self._last))
+            self._last = now
+
+    def close(self, name: str) -> str | None:
+        """End the last stretch. Returns the line to print, None when it was closed before."""
+        if self._closed:
+            return None
+        self.mark(name)
+        self._closed = True
+        parts = ", ".join(f"{stretch} {seconds:.1f}" for stretch, seconds in self._stretches)
+        return f"first sample {self._last - self._started:.1f} s after the start (seconds: {parts})"
+
+
+def _process_start() -> float:
+    """Start of this process, seconds since the epoch."""
+    with open("/proc/self/stat") as stat:
+        # The command in parentheses may hold spaces; field 22 counts from the start of the line.
+        ticks = int(stat.read().rpartition(")")[2].split()[19])
+    with open("/proc/uptime") as uptime:
+        since_boot = float(uptime.read().split()[0])
+    return time.time() - since_boot + ticks / os.sysconf("SC_CLK_TCK")

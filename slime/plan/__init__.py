@@ -32,9 +32,9 @@ from slime.plan.setup import missing_shape_flags, parallel_layout, shape_of
 from slime.plan.structure import BatchPlan, LayoutPlan, MemoryPlan, Plan
 from slime.plan.text import render
 from slime.plan.values import custom_values, plan_values
-from slime.utils.atomic_io import write_json_atomically
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import UserError
+from slime.utils.files import write_json_atomically
 
 __all__ = ["Plan", "make_plan", "plan_as_json", "render", "require_memory_of_machine", "show_plan"]
 

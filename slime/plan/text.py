@@ -1,4 +1,8 @@
-"""The plan as text: aligned columns, at most 120 wide (a longer word stays whole), plain ASCII, no colour."""
+"""The plan as text: aligned columns, at most 120 wide (a longer word stays whole), plain ASCII, no colour.
+
+The placement is a picture: one column per GPU, one block per node; nodes that go on alike are told in one line for each
+pipeline stage.
+"""
 
 import itertools
 import json

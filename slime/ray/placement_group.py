@@ -16,7 +16,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime.observability.startup import StartupClock
+from slime.observability.console import StartupClock
 from slime.observability.waiting import wait_for, wait_for_all
 from slime.ray.actor_critic import ActorCritic
 from slime.ray.cluster import plan_cluster

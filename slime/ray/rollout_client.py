@@ -10,9 +10,8 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from slime.observability.console import GenerationBar, evaluation_name
+from slime.observability.console import GenerationBar, StartupClock, evaluation_name
 from slime.observability.logging_utils import LoggedMetrics
-from slime.observability.startup import StartupClock
 from slime.observability.waiting import unwatch, wait_for, watch
 from slime.ray.rollout_manager import RolloutManager, RolloutResult, ServingInfo
 from slime.utils import env

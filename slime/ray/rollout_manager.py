@@ -21,16 +21,15 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from slime.arguments.paths import MANAGER_PLUG_INS, load_plug_ins
-from slime.observability.console import evaluation_name
+from slime.observability.console import evaluation_name, progress_snapshot
 from slime.observability.logging_utils import LoggedMetrics, configure_logger, drain_outbox, log
-from slime.observability.progress import progress_snapshot
 from slime.ray.driver import saves
 from slime.scheduling.dp_schedule import DPSchedule
 from slime.training.schedule import schedule_from_args, train_parallel_config
 from slime.utils.errors import RunError
 from slime.utils.misc import Box
+from slime.utils.plugin_loader import calling_user_code
 from slime.utils.ports import host_for_url
-from slime.utils.user_code import calling_user_code
 
 logger = logging.getLogger(__name__)
 
@@ -159,14 +158,13 @@ class RolloutManager:
         logger.info("%d engines are ready behind the router %s", len(self._engine_group.urls), self._router.url)
 
     def _load_data_source(self) -> None:
-        from slime.rollout.data_source import create_data_source
-        from slime.rollout.data_source_snapshots import DataSourceSnapshots
+        from slime.rollout.data_source import DataSourceSnapshots, create_data_source
 
         self.data_source = create_data_source(self.args)
         self._states = DataSourceSnapshots(self.args, self.data_source)
 
     def _rollouts_per_epoch(self) -> int | None:
-        from slime.rollout.data_source_calls import prompts_per_epoch
+        from slime.rollout.data_source_files import prompts_per_epoch
 
         if self.data_source is None or not self.args.rollout_global_dataset:
             return None

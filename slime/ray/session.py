@@ -19,15 +19,14 @@ from typing import Any, TextIO
 
 from slime.arguments import parse_args
 from slime.arguments.before_start import check_before_start, nothing_left
-from slime.observability.effective_config import derived_configuration, effective_configuration
+from slime.observability.console import StartupClock
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, tracking_directory
-from slime.observability.run_record import write_run_record
-from slime.observability.startup import StartupClock
+from slime.observability.run_record import derived_configuration, effective_configuration, write_run_record
 from slime.plan import show_plan
 from slime.ray.run_ending import closing_lines
 from slime.utils import env
 from slime.utils.errors import RunError, UserError
-from slime.utils.scratch import sweep_scratch_directories
+from slime.utils.files import sweep_scratch_directories
 
 logger = logging.getLogger(__name__)
 

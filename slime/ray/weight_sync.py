@@ -18,12 +18,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slime.observability.startup import StartupClock
+from slime.observability.console import StartupClock
 from slime.observability.waiting import wait_for_all
 from slime.ray.rollout_manager import ServingInfo
 from slime.ray.train_group import TrainGroup
 from slime.utils.errors import RunError
-from slime.utils.scratch import make_scratch_directory, remove_scratch_directory
+from slime.utils.files import make_scratch_directory, remove_scratch_directory
 from slime.weights.equality import check_all_reset, check_equal_checksums
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from typing import Any
 
-from slime.rollout.engine_urls import list_engine_urls, router_urls
+from slime.rollout.engine_request import list_engine_urls, router_urls
 from slime.rollout.generate_state import GenerateState
 from slime.utils.errors import RunError
 from slime.utils.http_utils import HttpError, get, post_control

@@ -25,10 +25,9 @@ from slime.rollout.user_functions import (
 )
 from slime.utils.errors import UserError
 from slime.utils.http_utils import generation_concurrency
-from slime.utils.plugin_loader import load_function
-from slime.utils.token_fields import first_not_finite, held
+from slime.utils.plugin_loader import load_function, user_function_error
+from slime.utils.sample_fields import first_not_finite, held
 from slime.utils.types import Sample
-from slime.utils.user_code import user_function_error
 
 logger = logging.getLogger(__name__)
 

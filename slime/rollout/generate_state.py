@@ -19,7 +19,7 @@ from slime.utils.errors import UserError
 from slime.utils.http_utils import generation_concurrency, init_http_client
 from slime.utils.misc import SingletonMeta
 from slime.utils.processing_utils import load_tokenizer, render_chat, require_chat_template
-from slime.utils.token_fields import read_only
+from slime.utils.sample_fields import read_only
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,13 @@ from typing import Any
 
 from slime.rollout.base_types import leaves
 from slime.rollout.custom_generate import GenerateFunction, resolve_generate_function
-from slime.rollout.engine_request import build_payload, check_prompt_length, routing_headers, token_budget
-from slime.rollout.engine_urls import get_model_url
+from slime.rollout.engine_request import (
+    build_payload,
+    check_prompt_length,
+    get_model_url,
+    routing_headers,
+    token_budget,
+)
 from slime.rollout.failures import SampleFailed, mark_failed
 from slime.rollout.generate_state import GenerateState, prepare_group
 from slime.rollout.partial_rollout import as_continuable_group, mask_finished_earlier, mask_tokens_before_resumption
@@ -18,7 +23,7 @@ from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.utils.engine_answers import TokenLogProbs
 from slime.utils.http_utils import post_generate
-from slime.utils.token_fields import first_not_finite, held, token_array
+from slime.utils.sample_fields import first_not_finite, held, token_array
 from slime.utils.types import Sample
 
 Status = Sample.Status

@@ -27,7 +27,7 @@ from slime.utils.errors import RunError, UserError
 from slime.utils.finite_number import finite_number
 from slime.utils.http_utils import post_generate
 from slime.utils.processing_utils import load_tokenizer
-from slime.utils.token_fields import held, read_only, token_array
+from slime.utils.sample_fields import held, read_only, token_array
 from slime.utils.types import Sample
 
 # Teachers whose tokenizer was compared, by address.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from slime.rollout.base_types import leaves
-from slime.utils.token_fields import read_only, token_array
+from slime.utils.sample_fields import read_only, token_array
 from slime.utils.types import Sample
 
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)

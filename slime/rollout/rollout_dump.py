@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from slime.utils.errors import UserError
-from slime.utils.file_templates import existing_files
+from slime.utils.files import existing_files
 from slime.utils.packed_sample import pack_sample
-from slime.utils.token_fields import TOKEN_FIELDS, held
+from slime.utils.sample_fields import TOKEN_FIELDS, held
 from slime.utils.types import Sample
 
 _INTEGER_FIELDS = ("tokens", "loss_mask")

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from slime.observability.progress import start_progress
+from slime.observability.console import start_progress
 from slime.rollout.abort import abort, cancel_tasks
 from slime.rollout.base_types import RolloutFnTrainOutput, leaves, sample_line
-from slime.rollout.data_source_calls import draw_groups, give_back
+from slime.rollout.data_source_files import draw_groups, give_back
 from slime.rollout.failures import FailureTally, failed_samples
 from slime.rollout.filter_hub.base_types import (
     MetricGatherer,
@@ -28,9 +28,8 @@ from slime.rollout.partial_rollout import as_continuable_group, as_partial_group
 from slime.rollout.user_functions import call_user_function, describe_samples, run_in_daemon_thread
 from slime.utils.errors import RunError, UserError
 from slime.utils.packed_sample import pack_sample
-from slime.utils.plugin_loader import load_function
+from slime.utils.plugin_loader import load_function, user_function_error
 from slime.utils.types import Sample
-from slime.utils.user_code import user_function_error
 
 logger = logging.getLogger(__name__)
 

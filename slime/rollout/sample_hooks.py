@@ -5,9 +5,8 @@ from typing import Any
 from slime.rollout.user_functions import CallKind, accepted_keywords, call_slots, call_user_function
 from slime.utils.errors import UserError
 from slime.utils.http_utils import generation_concurrency
-from slime.utils.plugin_loader import load_function
+from slime.utils.plugin_loader import load_function, user_function_error
 from slime.utils.types import Sample
-from slime.utils.user_code import user_function_error
 
 FLAG = "--rollout-sample-hook-path"
 

@@ -12,7 +12,7 @@ import logging
 from typing import Any
 
 from slime.rollout.base_types import RolloutFnTrainOutput, leaves
-from slime.rollout.data_source_calls import draw_groups
+from slime.rollout.data_source_files import draw_groups
 from slime.utils.errors import UserError
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.processing_utils import load_tokenizer

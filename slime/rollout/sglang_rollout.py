@@ -9,7 +9,7 @@ from typing import Any
 
 from slime.rollout.abort import abort
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.engine_urls import get_model_url
+from slime.rollout.engine_request import get_model_url
 from slime.rollout.evaluation import eval_rollout
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate, generate_and_rm, generate_and_rm_group

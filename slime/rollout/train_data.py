@@ -8,13 +8,12 @@ from typing import Any
 
 from slime.algorithms.estimators import GROUP_CENTERED_ESTIMATORS, GROUP_SCALED_ESTIMATORS
 from slime.algorithms.reward_normalization import normalize_rewards
-from slime.training import routed_experts
+from slime.training import routing_replay as routed_experts
 from slime.training.rollout_batch import TrainBatch, build_train_batch, train_batch_from_columns
 from slime.utils.errors import UserError
 from slime.utils.finite_number import finite_number
-from slime.utils.plugin_loader import load_function
+from slime.utils.plugin_loader import calling_user_code, load_function
 from slime.utils.types import Sample
-from slime.utils.user_code import calling_user_code
 
 
 def convert_samples_to_train_batch(args: argparse.Namespace, samples: Sequence[Sample]) -> TrainBatch:

@@ -15,16 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.algorithms.action_steps import zero_masked_tokens
 from slime.algorithms.advantages import (
     get_reinforce_plus_plus_baseline_advantages,
     grpo_advantages,
     ppo_advantages,
     reinforce_plus_plus_returns,
 )
-from slime.algorithms.distillation import distilled_advantages
 from slime.algorithms.estimators import DISCOUNTING_ESTIMATORS, SAMPLE_REWARD_ESTIMATORS
-from slime.algorithms.kl import approx_kl_of_responses
+from slime.algorithms.kl import approx_kl_of_responses, distilled_advantages
+from slime.algorithms.reduction import zero_masked_tokens
 from slime.training.context_parallel import (
     NO_CONTEXT_PARALLEL,
     ContextParallel,
@@ -32,10 +31,9 @@ from slime.training.context_parallel import (
     local_response_lengths,
     slice_responses,
 )
-from slime.training.whitening import whiten
+from slime.training.metric_reduction import whiten
 from slime.utils.errors import UserError
-from slime.utils.plugin_loader import load_function
-from slime.utils.user_code import calling_user_code
+from slime.utils.plugin_loader import calling_user_code, load_function
 
 Tensors = list[torch.Tensor]
 

@@ -20,13 +20,12 @@ from typing import Any
 
 import torch
 
-from slime.algorithms.action_steps import zero_masked_tokens
-from slime.algorithms.reduction import masked_sum, sum_of_sample_mean
+from slime.algorithms.reduction import masked_sum, sum_of_sample_mean, zero_masked_tokens
 from slime.training.context_parallel import slice_responses
+from slime.training.keep_set import kept_tokens
 from slime.training.log_probs import calculate_log_probs_and_entropy
 from slime.training.packed_stream import PackedStream
 from slime.training.rollout_batch import PER_RESPONSE_TOKEN
-from slime.training.top_p_replay import kept_tokens
 from slime.utils.errors import UserError
 
 MicroBatch = dict[str, Any]

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import difflib
 
-from slime.algorithms.masked_importance_sampling import MisSettings
+from slime.algorithms.mismatch import MisSettings
 from slime.utils.errors import UserError
 
 _NAMES = tuple(field.name for field in dataclasses.fields(MisSettings))

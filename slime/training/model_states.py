@@ -3,16 +3,37 @@
 `with states("ref"):` puts the reference's weights into the live model; when the block ends, also by an error, the weights
 that were there before are back, bit for bit. The active state has a name, so that nobody pushes or saves the wrong one.
 Only the actor is trained: what any other state puts into the model is as it was stored.
+
+When the weights beside the actor's change: loaded at the start, refreshed after rollouts, shifted by weight pushes.
+
+- The reference becomes the actor after every `--ref-update-interval` rollouts. From then on it is nowhere else: it goes into
+  the checkpoints, and a resumed run takes it from there and not from `--ref-load`.
+- The old actor gives the old log-probs. With a push after every rollout the next rollout was generated before the last push,
+  so it lags one push: old actor ← rollout actor ← actor. With rarer pushes it is what the engines got last.
+- A resumed run pushes its weights before it generates, which shifts the copies once. A checkpoint therefore holds the rollout
+  actor, and after that push the copies are those of a run that was never interrupted. The old actor itself is not needed.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from slime.arguments.checkpoints import ACTOR, OLD_ACTOR, REFERENCE, ROLLOUT_ACTOR, TEACHER
+from slime.arguments.checkpoints import (
+    ACTOR,
+    OLD_ACTOR,
+    REFERENCE,
+    ROLLOUT_ACTOR,
+    TEACHER,
+    WeightSource,
+    lags_one_push,
+    other_model_states,
+    source_of_reference,
+    source_of_teacher,
+)
 from slime.utils.errors import RunError
 
 __all__ = ["ACTOR", "OLD_ACTOR", "REFERENCE", "ROLLOUT_ACTOR", "TEACHER", "ModelStates"]
@@ -82,3 +103,89 @@ class ModelStates:
         copies = self._put_aside if name == ACTOR else self._copies[name]
         for key, tensor in self._live_tensors():
             tensor.copy_(copies[key])
+
+
+class StateSchedule:
+    """Keeps the states of `states` that the flags ask for.
+
+    Args:
+        states: of the live model; nothing is captured yet.
+        tell: gets a line about each set of weights that is loaded.
+    """
+
+    def __init__(self, args: argparse.Namespace, states: ModelStates, tell: Callable[[str], None]) -> None:
+        self._args = args
+        self._states = states
+        self._tell = tell
+        self._wanted = other_model_states(args)
+        self._reference_has_moved = False
+        self._pushed = False
+
+    def load(self, load_source: Callable[[WeightSource], None], load_stored: Callable[[str], bool]) -> None:
+        """Load what does not come from the actor. The live model then holds any of it: load the actor's weights next.
+
+        Args:
+            load_source: puts the weights of a checkpoint into the live model.
+            load_stored: puts the state of that name into the live model, out of the checkpoint that the run resumes from;
+                False, and nothing done, where there is none.
+        """
+        if REFERENCE in self._wanted:
+            self._load_reference(load_source, load_stored)
+            self._states.capture(REFERENCE)
+        if TEACHER in self._wanted:
+            source = source_of_teacher(self._args)
+            load_source(source)
+            self._tell(f"teacher weights: {source}")
+            self._states.capture(TEACHER)
+        if ROLLOUT_ACTOR in self._wanted and load_stored(ROLLOUT_ACTOR):
+            self._states.capture(ROLLOUT_ACTOR)
+
+    def start(self) -> None:
+        """The live model holds the actor's weights: copy what is made of them."""
+        for name in (ROLLOUT_ACTOR, OLD_ACTOR):
+            if name in self._wanted and name not in self._states:
+                self._states.capture(name)
+
+    def before_rollout(self, rollout_id: int) -> None:
+        """The rollout `rollout_id` is about to be trained.
+
+        A run without engines never pushes; there the copies move when those of a run with engines do, so that training on
+        its dumps gives its numbers.
+        """
+        due = rollout_id % self._args.update_weights_interval == 0 or not self._pushed
+        if not self._args.has_engines and due:
+            self.after_push()
+
+    def after_rollout(self, rollout_id: int) -> None:
+        """The rollout `rollout_id` has been trained: refresh the reference if it is due."""
+        interval = self._args.ref_update_interval
+        if interval is None or REFERENCE not in self._wanted or (rollout_id + 1) % interval:
+            return
+        self._states.require_active(ACTOR)
+        self._states.capture(REFERENCE)
+        self._reference_has_moved = True
+
+    def after_push(self) -> None:
+        """The engines have the actor's weights."""
+        self._pushed = True
+        if OLD_ACTOR not in self._wanted:
+            return
+        self._states.require_active(ACTOR)
+        if lags_one_push(self._args):
+            self._states.advance(ROLLOUT_ACTOR, OLD_ACTOR)
+        else:
+            self._states.capture(OLD_ACTOR)
+
+    def stored(self) -> tuple[str, ...]:
+        """Names of the states that a checkpoint must hold."""
+        reference = (REFERENCE,) if self._reference_has_moved else ()
+        return (*reference, *(name for name in self._wanted if name == ROLLOUT_ACTOR))
+
+    def _load_reference(self, load_source: Callable[[WeightSource], None], load_stored: Callable[[str], bool]) -> None:
+        self._reference_has_moved = load_stored(REFERENCE)
+        if self._reference_has_moved:
+            self._tell("reference weights: those of the checkpoint, which an earlier rollout refreshed")
+            return
+        source = source_of_reference(self._args)
+        load_source(source)
+        self._tell(f"reference weights: {source}")

@@ -18,10 +18,8 @@ from slime.algorithms.reduction import rollout_mask_sums
 from slime.scheduling.dp_schedule import DPSchedule
 from slime.utils.errors import UserError
 from slime.utils.misc import Box
-from slime.utils.packed_sample import PackedSample, as_loss_mask, pack_sample
-from slime.utils.ragged import RaggedArray
-from slime.utils.sample_source import get_source
-from slime.utils.token_fields import held
+from slime.utils.packed_sample import PackedSample, RaggedArray, as_loss_mask, get_source, pack_sample
+from slime.utils.sample_fields import held
 from slime.utils.types import Sample
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow
 import pyarrow.csv
 
-from slime.utils.token_fields import exactly_as, read_only
+from slime.utils.sample_fields import exactly_as, read_only
 
 _TABLES = ("output_token_logprobs", "input_token_logprobs")
 _OPENING = re.compile(rb"\s*:\s*\[(?=\s*\[)")

@@ -1,21 +1,26 @@
 """A sample as flat arrays, made when its group is accepted.
 
 Turning Python lists into arrays costs more than everything the train batch does afterwards, so it happens once per
-sample, off the event loop: from then on the sample itself holds the arrays (`slime.utils.token_fields`), and packing is
+sample, off the event loop: from then on the sample itself holds the arrays (`slime.utils.sample_fields`), and packing is
 free until a hook reads or replaces a field, of which it gets a list that it may change.
 
 `remove_sample` is not part of the arrays, because filters set it after packing.
+
+Rows of different length as two flat numpy arrays: what a train batch is made of.
+
+Where a sample comes from, in a run that mixes data sets.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from slime.utils.errors import UserError
-from slime.utils.token_fields import TOKEN_FIELDS, hold_arrays, token_array
+from slime.utils.sample_fields import TOKEN_FIELDS, hold_arrays, token_array
 from slime.utils.types import Sample
 
 
@@ -89,3 +94,40 @@ def as_loss_mask(mask: Any, name: str) -> np.ndarray:
 def _packed(sample: Sample, name: str) -> np.ndarray | None:
     array = token_array(sample, name)
     return None if array is None else array.astype(TOKEN_FIELDS[name], copy=False)
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedArray:
+    """Row i is `values[offsets[i] : offsets[i + 1]]`. Rows are views."""
+
+    values: np.ndarray  # [total length, …]
+    offsets: np.ndarray  # [rows + 1] int64, first 0, last total length
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[np.ndarray], dtype: np.dtype | type) -> RaggedArray:
+        """Concatenate `rows` as `dtype`. They have one dimension, or further ones that are equal in all rows."""
+        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum([len(row) for row in rows], out=offsets[1:])
+        values = np.concatenate(rows).astype(dtype, copy=False) if rows else np.empty(0, dtype)
+        return cls(values, offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Length of every row, int64."""
+        return np.diff(self.offsets)
+
+
+# Key of a sample's metadata. A data source or a user's function sets it; the train batch has a column `source_names` then.
+SOURCE_NAME = "source_name"
+
+
+def get_source(sample: Sample) -> str | None:
+    """The name under which the metadata of `sample` say that it belongs; None where they do not."""
+    name = sample.metadata.get(SOURCE_NAME)
+    return None if name is None else str(name)

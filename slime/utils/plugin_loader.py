@@ -4,10 +4,13 @@ Forms: `pkg.mod.attr` (the last dot separates), `pkg.mod:attr.attr`, `dir/file.p
 the flag's conventional names decide. The same path gives the same object for the life of the process. Everything that
 can be wrong is a `UserError` that names the flag, the path and, for a failing import, the original traceback and search
 path.
+
+Errors of functions that users supply: flag, path and what they were called for, with the user's part of the traceback.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import hashlib
@@ -20,10 +23,11 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, TracebackType
 from typing import Any
 
-from slime.utils.errors import UserError
+from slime.utils.errors import RunError, UserError
 
 _REWARD_FLAG = "--custom-rm-path"
 _REWARD_METHOD = "compute_reward"
@@ -218,3 +222,38 @@ def no_conventional_name(subject: str, own: Iterable[str], tried: Iterable[str])
 
 def _kind_of(flag: str | None) -> str:
     return flag.removeprefix("--").replace("-", "_").removesuffix("_path") if flag else ""
+
+
+_PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
+
+
+@contextlib.contextmanager
+def calling_user_code(flag: str, path: str, subject: str) -> Iterator[None]:
+    """Turn an exception that the block raises into the error of `user_function_error`.
+
+    Args:
+        subject: what the function was called for, for example `rollout 3`.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise user_function_error(flag, path, subject, error) from error
+
+
+def user_function_error(flag: str, path: str, subject: str, error: Exception) -> Exception:
+    """What a raising plug-in becomes: an error that names flag, path and subject and holds the original traceback.
+
+    Errors that already carry a message for the user pass unchanged.
+    """
+    if isinstance(error, UserError | RunError):
+        return error
+    text = "".join(traceback.format_exception(type(error), error, _users_part(error.__traceback__))).rstrip()
+    return UserError(f"{flag} {path} raised {type(error).__name__} for {subject}: {error}\n{text}")
+
+
+def _users_part(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the first frame that is not ours; the whole one when all are (a function of this package)."""
+    part = trace
+    while part is not None and part.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        part = part.tb_next
+    return part or trace

@@ -1,16 +1,17 @@
 """Public import path of the algorithms; only re-exports."""
 
 from slime.algorithms.advantages import (
+    chunked_discounted_returns,
+    chunked_gae,
     get_advantages_and_returns_batch,
     get_grpo_returns,
     get_reinforce_plus_plus_baseline_advantages,
     get_reinforce_plus_plus_returns,
+    vanilla_gae,
 )
 from slime.algorithms.kl import compute_approx_kl
-from slime.algorithms.policy_loss import compute_cispo_loss, compute_policy_loss
-from slime.algorithms.returns import chunked_discounted_returns, chunked_gae, vanilla_gae
-from slime.algorithms.sequence_ratio import compute_gspo_kl
-from slime.training.corrections import compute_opsm_mask
+from slime.algorithms.policy_loss import compute_cispo_loss, compute_gspo_kl, compute_policy_loss
+from slime.training.custom_functions import compute_opsm_mask
 from slime.training.log_probs import calculate_log_probs_and_entropy
 
 __all__ = [

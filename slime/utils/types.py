@@ -7,7 +7,7 @@ Invariants, checked by `Sample.validate_lengths` after every mutation helper:
 * top-p offsets have `response_length + 1` entries; routed experts at most `len(tokens) - 1` rows. They have fewer while
   tokens of a tool wait for the engine's next answer, which brings the rows of both.
 
-The per-token fields read as Python lists. Until somebody reads them they may be held as arrays (`slime.utils.token_fields`).
+The per-token fields read as Python lists. Until somebody reads them they may be held as arrays (`slime.utils.sample_fields`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from slime.utils import sample_meta_info
+from slime.utils import sample_fields as sample_meta_info
 from slime.utils.errors import UserError
-from slime.utils.token_fields import TOKEN_FIELDS, TokenField, first_not_finite, held, join, read_only, without_numpy
+from slime.utils.sample_fields import TOKEN_FIELDS, TokenField, first_not_finite, held, join, read_only, without_numpy
 
 # One list (or tensor) entry per sample under each key.
 RolloutBatch = dict[str, Any]

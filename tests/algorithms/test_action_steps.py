@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slime.algorithms import action_steps
-from slime.algorithms.action_steps import (
+from slime.algorithms import reduction as action_steps
+from slime.algorithms.reduction import (
     require_equal_lengths,
     scan_steps,
     step_masks,

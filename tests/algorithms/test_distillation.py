@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from slime.algorithms.distillation import distilled_advantages
+from slime.algorithms.kl import distilled_advantages
 
 
 def test_by_hand():

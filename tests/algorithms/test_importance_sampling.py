@@ -4,7 +4,7 @@ import random
 import pytest
 import torch
 
-from slime.algorithms.importance_sampling import (
+from slime.algorithms.policy_loss import (
     icepop_weights,
     importance_weights,
     truncated_weights,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from slime.algorithms.kl import KL_LOSS_TYPES, approx_kl_of_responses, compute_approx_kl
-from slime.algorithms.ratios import importance_ratio
+from slime.algorithms.policy_loss import importance_ratio
 from slime.utils.errors import UserError
 from tests.support.plain_math import finite, numeric_gradient
 

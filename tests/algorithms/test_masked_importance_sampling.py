@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from slime.algorithms.masked_importance_sampling import (
+from slime.algorithms.mismatch import (
     LEVELS,
     MODES,
     MisSettings,

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from slime.algorithms.ratios import importance_ratio, saturated
+from slime.algorithms.policy_loss import importance_ratio, saturated
 
 
 def test_the_ratio_is_the_exponential_of_minus_ppo_kl():

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from slime.algorithms.returns import (
+from slime.algorithms.advantages import (
     chunked_discounted_returns,
     chunked_gae,
     vanilla_discounted_returns,

@@ -4,9 +4,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slime.algorithms.policy_loss import compute_policy_loss
+from slime.algorithms.policy_loss import compute_gspo_kl, compute_policy_loss, off_policy_sequence_mask, sequence_kl
 from slime.algorithms.reduction import masked_sum, rollout_mask_sums, sum_of_sample_mean
-from slime.algorithms.sequence_ratio import compute_gspo_kl, off_policy_sequence_mask, sequence_kl
 from slime.utils.ppo_utils import compute_opsm_mask
 from tests.support.plain_math import numeric_gradient
 

@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from slime.algorithms.value_loss import compute_value_loss
+from slime.algorithms.policy_loss import compute_value_loss
 from tests.support.plain_math import finite, numeric_gradient
 
 

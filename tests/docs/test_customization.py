@@ -15,7 +15,7 @@ import pytest
 
 from slime.rollout.base_types import leaves
 from slime.rollout.data_source import create_data_source
-from slime.rollout.data_source_calls import draw_groups
+from slime.rollout.data_source_files import draw_groups
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate_and_rm
 from slime.rollout.rm_hub import async_rm, batched_async_rm

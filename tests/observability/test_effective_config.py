@@ -2,7 +2,7 @@
 
 import argparse
 
-from slime.observability.effective_config import derived_configuration, effective_configuration
+from slime.observability.run_record import derived_configuration, effective_configuration
 
 ORIGINS = {
     "lr": "command line", "wandb_key": "command line", "seed": "default", "tis_mode": "YAML", "world_size": "derived",

@@ -1,4 +1,4 @@
-from slime.observability.progress import progress_snapshot, start_progress
+from slime.observability.console import progress_snapshot, start_progress
 
 
 def test_snapshot_follows_the_task():

@@ -1,5 +1,5 @@
-from slime.observability import startup
-from slime.observability.startup import StartupClock
+from slime.observability import console as startup
+from slime.observability.console import StartupClock
 from slime.utils.misc import SingletonMeta
 
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from slime.ray.rollout_manager import RolloutManager
-from slime.rollout.data_source_calls import draw_groups, give_back
-from slime.rollout.data_source_snapshots import DataSourceSnapshots
+from slime.rollout.data_source import DataSourceSnapshots
+from slime.rollout.data_source_files import draw_groups, give_back
 from slime.rollout.train_data import convert_samples_to_train_batch
 from slime.utils.errors import RunError, UserError
 from slime.utils.types import Sample

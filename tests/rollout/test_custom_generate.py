@@ -11,7 +11,7 @@ from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate_and_rm, generate_and_rm_group
 from slime.utils.errors import UserError
 from slime.utils.misc import SingletonMeta
-from slime.utils.token_fields import held
+from slime.utils.sample_fields import held
 from slime.utils.types import Sample
 from tests.support.rollout_args import make_args, make_checkpoint
 

@@ -16,7 +16,7 @@ from slime.rollout.data_source import (
 )
 from slime.rollout.data_source_files import write_state
 from slime.utils.errors import UserError
-from slime.utils.token_fields import held
+from slime.utils.sample_fields import held
 from slime.utils.types import Sample
 from tests.support.tokenizer import save_tokenizer
 

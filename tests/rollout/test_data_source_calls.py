@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.rollout.data_source_calls import check_methods, draw_groups, give_back, prompts_per_epoch
+from slime.rollout.data_source_files import check_methods, draw_groups, give_back, prompts_per_epoch
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slime.rollout.data_source_snapshots import DataSourceSnapshots
+from slime.rollout.data_source import DataSourceSnapshots
 from slime.utils.errors import UserError
 
 

@@ -1,7 +1,7 @@
 """Which router a model name leads to."""
 
-from slime.rollout import engine_urls
-from slime.rollout.engine_urls import get_model_url
+from slime.rollout import engine_request as engine_urls
+from slime.rollout.engine_request import get_model_url
 from tests.support.rollout_args import make_args
 
 

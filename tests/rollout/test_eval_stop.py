@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from slime.rollout.eval_stop import finished_prompts
+from slime.rollout.evaluation import finished_prompts
 from slime.utils.errors import RunError
 from slime.utils.eval_config import EvalDatasetConfig
 

@@ -15,7 +15,7 @@ from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import close_http_client
 from slime.utils.packed_sample import pack_sample
 from slime.utils.plugin_loader import load_function
-from slime.utils.token_fields import held
+from slime.utils.sample_fields import held
 from slime.utils.types import Sample
 from tests.support.rollout_args import CountingDataSource, make_args
 from tests.support.rollout_steps import group_numbers, plugin, prompt_number, run_step

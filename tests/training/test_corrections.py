@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slime.algorithms.reduction import sum_of_sample_mean
-from slime.training.corrections import icepop_function, vanilla_tis_function
+from slime.training.custom_functions import icepop_function, vanilla_tis_function
 
 TRAIN = [torch.tensor([-1.0, -1.2]), torch.tensor([-0.3])]
 ROLLOUT = [torch.tensor([-2.0, -1.0]), torch.tensor([-0.3])]

@@ -72,7 +72,7 @@ def test_the_tie_to_logits_that_the_loss_leaves_out_takes_no_second_gradient(mon
 
 
 def the_policy_loss(args, batch, values, reduce):
-    from slime.training.policy_loss import policy_loss_function
+    from slime.training.loss import policy_loss_function
 
     return policy_loss_function(args, batch, values, None, reduce)
 

@@ -76,7 +76,7 @@ def step(name, value):
 
     from slime.training.advantages import compute_advantages_and_returns
     from slime.training.context_parallel import NO_CONTEXT_PARALLEL
-    from slime.training.step_preparation import facts_of_step
+    from slime.training.step_statistics import facts_of_step
 
     args = case_args(**CASES[name])
     is_critic = name in CRITIC_OBJECTIVES

@@ -2,7 +2,7 @@ import argparse
 
 import pytest
 
-from slime.algorithms.masked_importance_sampling import MisSettings
+from slime.algorithms.mismatch import MisSettings
 from slime.training.mis_settings import mis_settings_from_args
 from slime.utils.errors import UserError
 

@@ -36,7 +36,7 @@ def report():
     import torch.distributed as dist
 
     from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
-    from slime.training.mismatch_report import mismatch_of_step, worst_token_lines
+    from slime.training.step_statistics import mismatch_of_step, worst_token_lines
 
     dist.init_process_group("gloo")
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -79,7 +79,7 @@ def test_mismatch_of_all_layouts():
 
 def test_the_engines_log_probs_must_be_there():
     from slime.training.context_parallel import NO_CONTEXT_PARALLEL
-    from slime.training.mismatch_report import mismatch_of_step
+    from slime.training.step_statistics import mismatch_of_step
 
     data = data_of([0], NO_CONTEXT_PARALLEL)
     del data["rollout_log_probs"]

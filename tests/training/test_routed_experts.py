@@ -5,7 +5,7 @@ import pytest
 
 from slime.scheduling.dp_schedule import DPSchedule
 from slime.training.rollout_batch import build_train_batch, split_for_data_parallel, to_tensors
-from slime.training.routed_experts import check_routed_experts, routed_experts_column
+from slime.training.routing_replay import check_routed_experts, routed_experts_column
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
 

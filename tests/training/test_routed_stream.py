@@ -5,7 +5,7 @@ import torch
 
 from slime.training.context_parallel import ContextParallel
 from slime.training.packed_stream import pack_stream
-from slime.training.routed_stream import experts_of_stream
+from slime.training.routing_replay import experts_of_stream
 
 EXPERTS, LAYERS = 64, 3
 LENGTHS = (10, 1, 16, 7, 3)

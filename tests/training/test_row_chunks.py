@@ -3,9 +3,8 @@ import threading
 import pytest
 import torch
 
-from slime.training import row_chunks
-from slime.training.log_probs import calculate_log_probs_and_entropy
-from slime.training.row_chunks import for_row_chunks
+from slime.training import log_probs as row_chunks
+from slime.training.log_probs import calculate_log_probs_and_entropy, for_row_chunks
 
 
 @pytest.fixture(params=[1, 3])

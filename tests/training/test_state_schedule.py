@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from slime.arguments.checkpoints import WeightSource
-from slime.training.model_states import ModelStates
-from slime.training.state_schedule import StateSchedule
+from slime.training.model_states import ModelStates, StateSchedule
 
 REFERENCE_LOADED, TEACHER_LOADED = 100.0, 200.0
 
@@ -33,10 +32,10 @@ class Run:
         self.start = start
         self._stored = stored or {}
         monkeypatch.setattr(
-            "slime.training.state_schedule.source_of_reference", lambda args: WeightSource("hf", args.ref_load)
+            "slime.training.model_states.source_of_reference", lambda args: WeightSource("hf", args.ref_load)
         )
         monkeypatch.setattr(
-            "slime.training.state_schedule.source_of_teacher",
+            "slime.training.model_states.source_of_teacher",
             lambda args: WeightSource("megatron", args.opd_teacher_load, args.opd_teacher_ckpt_step),
         )
         self.schedule.load(self._load_source, self._load_stored)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
+from slime.training.keep_set import kept_tokens
 from slime.training.loss import loss_function
 from slime.training.packed_stream import pack_stream
-from slime.training.top_p_replay import kept_tokens
 from tests.support.grpo_batch import objective_args
 
 VOCABULARY = 11

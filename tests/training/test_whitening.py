@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime.training.whitening import distributed_masked_whiten, whiten
+from slime.training.metric_reduction import distributed_masked_whiten, whiten
 from slime.utils import distributed_utils
 from tests.support.distributed import run_distributed
 

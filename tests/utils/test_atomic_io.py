@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from slime.utils.atomic_io import publishing_directory, replace_directory, write_json_atomically, write_text_atomically
+from slime.utils.files import publishing_directory, replace_directory, write_json_atomically, write_text_atomically
 
 
 def test_text_replaces_the_old_file_and_leaves_nothing_else(tmp_path):

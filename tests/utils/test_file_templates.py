@@ -1,4 +1,4 @@
-from slime.utils.file_templates import existing_files
+from slime.utils.files import existing_files
 
 
 def test_files_in_the_order_of_their_ids(tmp_path):

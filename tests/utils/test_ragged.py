@@ -1,6 +1,6 @@
 import numpy as np
 
-from slime.utils.ragged import RaggedArray
+from slime.utils.packed_sample import RaggedArray
 
 
 def test_rows_are_views_of_one_array():

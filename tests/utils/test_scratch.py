@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils import scratch
+from slime.utils import files as scratch
 from slime.utils.child_process import environment_for_python
 
 OWNER = """
 import sys
-from slime.utils.scratch import make_scratch_directory
+from slime.utils.files import make_scratch_directory
 print(make_scratch_directory("test"), flush=True)
 sys.stdin.read()
 """

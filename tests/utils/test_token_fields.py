@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from slime.utils.token_fields import TOKEN_FIELDS, held, hold_arrays, read_only, token_array
+from slime.utils.sample_fields import TOKEN_FIELDS, held, hold_arrays, read_only, token_array
 from slime.utils.types import Sample
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from slime.algorithms.returns import (
+from slime.algorithms.advantages import (
     chunked_discounted_returns,
     chunked_gae,
     vanilla_discounted_returns,

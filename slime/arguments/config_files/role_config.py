@@ -6,6 +6,8 @@
 
 The run's arguments are those of the actor, so its overrides are merged into them like lines of `--custom-config-path`,
 before anything is derived or checked. The critic's stay aside until `role_args` builds its arguments.
+
+The overrides of a critic may say how it is trained. What it is trained on, and where, is the run's.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@
 
 Every model has a router of its own and at least one group of equal engines. All groups of a model serve the same
 weights; the GPUs of all groups of all models are the run's `--rollout-num-gpus`.
+
+In the `overrides:` of a group of engines every server argument is checked and converted like the flag of its name.
 """
 
 from __future__ import annotations

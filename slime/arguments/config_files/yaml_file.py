@@ -3,6 +3,11 @@
 Scalars read as people mean them: `1e-5` is a number, `12:30` and `2024-01-01` are text, `on` and `no` are booleans.
 Beside its value a scalar keeps the text that stands in the file, so that a flag can convert that by its own type
 (`run_id: 0012` for a string flag is "0012"). A key that stands twice is an error: only one of its values could win.
+
+A key that sets a flag is the name of the attribute (`grpo_std_normalization`) or of the flag
+(`disable-grpo-std-normalization`), with dashes or underscores; its value is converted by the flag's own argparse action. Under
+the name of the flag, `true` gives the flag and `false` leaves it out; under the name of the attribute the value is the
+attribute's.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 The dataclasses describe most flags themselves (`slime.backends.megatron_utils.flag_surface`). Three things they cannot say
 stand here: which field Megatron-LM's parser keeps under another name (`FIELD_DESTS`), what that parser or this trainer
 changes in a field's flag (`DEFAULTS`, `CHOICES`, `TYPES`), and the flags that have no field (`HISTORICAL`).
+
+`MEANINGS` says what the flags do that model scripts and launch scripts use: what the value does, in which unit, and which
+other flags it works with. A flag that is not there shows the text of the installed Megatron-Core in `--help`.
 """
 
 from __future__ import annotations

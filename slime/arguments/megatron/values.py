@@ -1,6 +1,11 @@
 """Values of Megatron's flags that follow from other flags, and what one spelling means for another.
 
 Nothing that the user typed is overruled; where two typed flags contradict each other, a rule says so.
+
+Pipeline stages have one answer for the rules, which refuse what cannot be, and for the plan. In a
+`--pipeline-model-parallel-layout`, which says in Megatron's notation what each stage holds, `E` is the embedding, `t` a layer,
+`m` a layer of multi-token prediction, `L` the loss; `|` ends a stage, `x*3` and `(xy)*3` repeat, commas are for the eye. With
+more stages than pipeline ranks, the ranks take turns: virtual stages.
 """
 
 import argparse

@@ -22,7 +22,7 @@ from slime.arguments.rules import Rule
 from slime.arguments.rules.data import own_files
 from slime.utils.data_files import parse_data_path, path_without_slice
 from slime.utils.errors import UserError
-from slime.utils.file_templates import existing_files
+from slime.utils.files import existing_files
 
 _WRITTEN = tuple(name for name, flag in OWN_FLAGS.items() if flag.path is flags.Path.WRITTEN)
 

@@ -20,15 +20,13 @@ from slime.training.context_parallel import gather_responses
 from slime.training.data_metrics import rollout_data_metrics
 from slime.training.log_prob_pass import needs_log_prob_pass
 from slime.training.metric_reduction import refresh_mask_sums
-from slime.training.mismatch_report import worst_token_lines
-from slime.training.model_states import ACTOR, REFERENCE, ModelStates
+from slime.training.model_states import ACTOR, REFERENCE, ModelStates, StateSchedule
 from slime.training.rollout_batch import with_full_responses
-from slime.training.state_schedule import StateSchedule
+from slime.training.step_statistics import worst_token_lines
 from slime.training.train_dump import save_train_data
 from slime.utils.misc import Box
-from slime.utils.plugin_loader import load_function
+from slime.utils.plugin_loader import calling_user_code, load_function
 from slime.utils.processing_utils import load_tokenizer
-from slime.utils.user_code import calling_user_code
 
 logger = logging.getLogger(__name__)
 

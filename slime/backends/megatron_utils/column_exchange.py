@@ -16,7 +16,7 @@ import torch
 from slime.training.context_parallel import ContextParallel, slice_responses
 from slime.training.rollout_batch import PER_RESPONSE_TOKEN, with_full_responses
 from slime.utils.misc import Box
-from slime.utils.ragged import RaggedArray
+from slime.utils.packed_sample import RaggedArray
 
 
 @dataclass(frozen=True)

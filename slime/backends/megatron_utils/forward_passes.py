@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from slime.backends.megatron_utils.context_attention import packed_seq_params
+from slime.backends.megatron_utils.attention import packed_seq_params
 from slime.backends.megatron_utils.initialize import context_parallel
 from slime.backends.megatron_utils.routing_replay import routing_replay_of
 from slime.training.micro_batch import MicroBatch, response_log_probs

@@ -3,12 +3,27 @@
 With Transformer Engine installed (and `--transformer-impl transformer_engine`) Megatron's own spec for it is used.
 Otherwise the local spec, with the two parts that it lacks for packed sequences and sequence parallelism put in. Layers for
 multi-token prediction contain a layer like those of the decoder.
+
+The layer norm of the local layer spec.
+
+Megatron-Core's own fallback (`WrappedTorchNorm`) refuses sequence parallelism: there each rank normalises only its part
+of the sequence, so the gradient of the weight has to be summed over the tensor-parallel ranks. Marking the weight is
+all that takes; Megatron's `finalize_model_grads` does the rest.
+
+Rotary frequencies picked by position ids, for streams whose rows Megatron cannot place by itself.
+
+Megatron derives the positions of packed rows from sequence lengths, and with context parallelism assumes the zigzag layout.
+A rank that holds a contiguous piece of the stream (`--allgather-cp`) starts in the middle of a sequence; there each row
+gets the frequencies of its own position id.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -18,9 +33,10 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_token_prediction import get_mtp_layer_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import nn
 
 from slime.backends.megatron_utils.attention import PackedAttention
-from slime.backends.megatron_utils.normalization import RMSNorm
+from slime.utils.errors import UserError
 
 
 def transformer_engine_available() -> bool:
@@ -59,3 +75,60 @@ def _local_layer_spec(config: TransformerConfig) -> ModuleSpec:
     attention.core_attention = PackedAttention
     attention.q_layernorm = attention.k_layernorm = RMSNorm if config.qk_layernorm else IdentityOp
     return layer
+
+
+class RMSNorm(torch.nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019, arXiv 1910.07467).
+
+    The constructor takes what Megatron's layer specs pass to a norm: `config`, `hidden_size`, `eps`.
+
+    Raises:
+        UserError: `--normalization` is not RMSNorm, or the weights are stored around zero.
+    """
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__()
+        if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
+            raise UserError(
+                f"--normalization {config.normalization}"
+                f"{' --apply-layernorm-1p' if config.layernorm_zero_centered_gamma else ''} needs Transformer Engine; "
+                "the local layer spec has plain RMSNorm only"
+            )
+        self.normalized_shape = (hidden_size,)
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [..., hidden_size], any float dtype; same shape and dtype out."""
+        return F.rms_norm(hidden, self.normalized_shape, self.weight, self.eps)
+
+
+class RotaryByPosition(nn.Module):
+    """In place of a model's rotary embedding: row r of the result belongs to position `position_ids[r]`.
+
+    `position_ids`, [T] or [1, T], are those of the forward pass that is under way.
+    """
+
+    def __init__(self, rotary: nn.Module) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.position_ids: torch.Tensor | None = None
+
+    def get_rotary_seq_len(self, *args: Any, **options: Any) -> int:
+        return self.rotary.get_rotary_seq_len(*args, **options)
+
+    def forward(self, max_seq_len: int, **layout: Any) -> torch.Tensor:
+        """Frequencies [T, 1, 1, dim]; `layout` (Megatron's own rule for packed and cut sequences) does not apply."""
+        return self.rotary.get_emb(max_seq_len).index_select(0, self.position_ids.flatten())
+
+
+def rotate_by_position(model: nn.Module) -> None:
+    """Make `model` (Megatron's `GPTModel` with rotary embedding) rotate every row by the position ids that it is given."""
+    rotary = RotaryByPosition(model.rotary_pos_emb)
+    model.rotary_pos_emb = rotary
+
+    def remember(module: nn.Module, args: tuple, inputs: dict[str, Any]) -> None:
+        rotary.position_ids = inputs["position_ids"]
+
+    model.register_forward_pre_hook(remember, with_kwargs=True)

@@ -18,9 +18,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from slime.training import advantages as estimation
-from slime.training import loss, other_losses, policy_loss
+from slime.training import loss
+from slime.training import loss as other_losses
+from slime.training import loss as policy_loss
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
-from slime.training.corrections import icepop_function, vanilla_tis_function
+from slime.training.custom_functions import icepop_function, vanilla_tis_function
 from slime.training.micro_batch import Metrics, MicroBatch, Reducer, response_log_probs, response_values
 from slime.training.packed_stream import PackedStream, pack_stream
 

@@ -2,6 +2,13 @@
 
 `build_transformer_config` turns flags into Megatron's configuration, `get_model_provider_func` builds the bare model,
 `setup_model` wraps it for mixed precision and data parallelism.
+
+The critic's output: one float32 value per token in place of the logits.
+
+The head stands where the vocabulary projection was, on the last pipeline stage, after whatever function built the model. It is
+whole on every tensor-parallel rank. It starts at zeros, on all ranks alike and without a seed: a new critic then expects
+nothing and adds no noise to the first advantages, whereas random weights on normalised hidden states of width h would give
+values of a standard deviation of √h times theirs. The first step moves the head alone, all others the whole network.
 """
 
 from __future__ import annotations
@@ -21,10 +28,9 @@ from slime.arguments.config_files.role_config import ACTOR, CRITIC
 from slime.backends.megatron_utils.config_fields import fields_from_args, params_dtype
 from slime.backends.megatron_utils.initial_weights import draw_initial_weights
 from slime.backends.megatron_utils.initialize import has_contiguous_context
-from slime.backends.megatron_utils.layer_spec import get_decoder_spec, transformer_engine_available
+from slime.backends.megatron_utils.layer_spec import get_decoder_spec, rotate_by_position, transformer_engine_available
 from slime.backends.megatron_utils.parameter_selection import select_trained_parameters
 from slime.backends.megatron_utils.prediction_layers import put_prediction_layers
-from slime.backends.megatron_utils.rotary import rotate_by_position
 from slime.backends.megatron_utils.value_head import put_value_head
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError

@@ -3,22 +3,34 @@
 The scheduler counts rollouts ("samples" in Megatron's words), not iterations: a step that lost some of its rollouts
 moves the schedule on by what it really trained. Lengths given in iterations are therefore multiplied by the global
 batch size.
+
+One update of Megatron's optimizers that can still be called off when the gradients are known, and the reset of their states.
+
+Megatron's own `step` reports no gradient norm when the loss scale was too high, and updates the weights with gradients that
+are not finite. This one is made of the same parts with a question in between.
+
+Adam with the state layout that Megatron's optimizers save and reload.
+
+Megatron-Core expects the fused Adam of Transformer Engine or Apex: first and second moment per parameter, the step
+count in the parameter group. Without either it falls back to torch's AdamW, which trains but whose state its
+distributed optimizer cannot load again (0.16.1: KeyError 'step'). `install()` puts this one in place of the fallback.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.arguments.sizes import train_iterations
-from slime.backends.megatron_utils import adam
 from slime.backends.megatron_utils.config_fields import fields_from_args, params_dtype
-from slime.backends.megatron_utils.optimizer_step import parts_of
 from slime.backends.megatron_utils.stateless_adam import as_megatrons_adam
 from slime.utils.errors import UserError
 
@@ -34,7 +46,7 @@ def build_optimizer_and_scheduler(
     Raises:
         UserError: the schedule is empty, or its warmup is as long as the schedule.
     """
-    adam.install()
+    install()
     stateless = getattr(args, "use_stateless_adam", False)
     with as_megatrons_adam() if stateless else contextlib.nullcontext():
         optimizer = get_megatron_optimizer(build_optimizer_config(args), model_chunks)
@@ -121,3 +133,142 @@ def _min_lr(args: Any) -> float:
 def _given(args: Any, name: str, default: Any) -> Any:
     value = getattr(args, name, None)
     return default if value is None else value
+
+
+# What an optimizer remembers of earlier steps. Float32 copies of the weights, which may stand beside these, are not history.
+_HISTORY = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """What became of an update.
+
+    taken: whether the weights were changed.
+    grad_norm: of all parameters of all ranks, before clipping; infinite or NaN where a gradient is.
+    zeros: entries of the gradient that are zero, over all ranks; None unless `--log-num-zeros-in-grad`.
+    """
+
+    taken: bool
+    grad_norm: float
+    zeros: float | None = None
+
+
+@torch.no_grad()
+def update_weights(optimizer: ChainedOptimizer, accepts: Callable[[float, bool], bool]) -> Update:
+    """Clip the gradients and update the weights. Collective: all ranks call it, and take the update or none does.
+
+    Args:
+        optimizer: as `get_megatron_optimizer` returns it.
+        accepts: asked with the gradient norm and whether the loss scale of float16 overflowed (the scale is then lowered
+            already, and no update taken, whatever the answer); must answer the same on all ranks.
+    """
+    overflowed = optimizer.prepare_grads()
+    grad_norm = float(optimizer.get_grad_norm())
+    if not accepts(grad_norm, overflowed) or overflowed:
+        return Update(taken=False, grad_norm=grad_norm)
+    limit = optimizer.config.clip_grad
+    if limit > 0:
+        decoupled = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        for part in parts_of(optimizer):
+            if parameters := part.get_parameters():
+                clip_grad_by_total_norm_fp32(parameters, limit, grad_norm, decoupled)
+    zeros = float(optimizer.count_zeros()) if optimizer.config.log_num_zeros_in_grad else None
+    return Update(optimizer.step_with_ready_grads(), grad_norm, zeros)
+
+
+@torch.no_grad()
+def reset_optimizer_states(optimizer: MegatronOptimizer) -> None:
+    """Make the next update a first one: step count and moments are zeroed in place, weights and learning rate stay."""
+    for part in parts_of(optimizer):
+        if part.optimizer is None:
+            continue  # a rank without trained parameters
+        for group in part.optimizer.param_groups:
+            _zero(group)
+        for state in part.optimizer.state.values():
+            _zero(state)
+
+
+def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers, of dense and of expert parameters, that Megatron made into one."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _zero(entries: dict) -> None:
+    for name in _HISTORY:
+        value = entries.get(name)
+        if torch.is_tensor(value):
+            value.zero_()
+        elif value is not None:
+            entries[name] = 0
+
+
+class Adam(torch.optim.Optimizer):
+    """Adam (Kingma & Ba 2015, arXiv 1412.6980), with decoupled weight decay (Loshchilov & Hutter 2019, arXiv
+    1711.05101) when `adam_w_mode`, else with L2 regularisation.
+
+    State per parameter: `exp_avg`, `exp_avg_sq`, of the parameter's shape and dtype. Group entry `step`: int, absent
+    before the first step.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """One update of all parameters that have a gradient."""
+        if closure is not None:
+            raise TypeError("Adam.step takes no closure")
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None and param.numel()]
+            if params:
+                group["step"] = int(group.get("step", 0)) + 1
+                self._update(group, params)
+
+    def _update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        lr, decay, step, (beta1, beta2) = group["lr"], group["weight_decay"], group["step"], group["betas"]
+        gradients = [param.grad for param in params]
+        moments = [self._moments(param) for param in params]
+        exp_avg = [state["exp_avg"] for state in moments]
+        exp_avg_sq = [state["exp_avg_sq"] for state in moments]
+
+        if self.adam_w_mode:
+            torch._foreach_mul_(params, 1 - lr * decay)
+        elif decay:
+            gradients = torch._foreach_add(gradients, params, alpha=decay)
+        torch._foreach_lerp_(exp_avg, gradients, 1 - beta1)
+        torch._foreach_mul_(exp_avg_sq, beta2)
+        torch._foreach_addcmul_(exp_avg_sq, gradients, gradients, 1 - beta2)
+
+        denominator = torch._foreach_sqrt(exp_avg_sq)
+        torch._foreach_div_(denominator, (1 - beta2**step) ** 0.5)
+        torch._foreach_add_(denominator, group["eps"])
+        torch._foreach_addcdiv_(params, exp_avg, denominator, -lr / (1 - beta1**step))
+
+    def _moments(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        state = self.state[param]
+        if "exp_avg" not in state:
+            state["exp_avg"] = torch.zeros_like(param)
+            state["exp_avg_sq"] = torch.zeros_like(param)
+        return state
+
+
+def install() -> None:
+    """Make Megatron's optimizers build this Adam where they would fall back to torch's. Idempotent."""
+    import megatron.core.optimizer as optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    if not optimizer.USING_PYTORCH_OPTIMIZER:
+        return
+    # These names say "the Adam at hand has the fused layout", which is what decides how state is saved and loaded.
+    optimizer.Adam = distrib_optimizer.Adam = Adam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True

@@ -15,8 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 
 from slime.training.micro_batch import MicroBatch
-from slime.training.routed_stream import experts_of_stream
-from slime.training.routing_replay import ExpertSource, RoutingReplay
+from slime.training.routing_replay import ExpertSource, RoutingReplay, experts_of_stream
 from slime.utils.errors import UserError
 
 _ATTRIBUTE = "routing_replay"

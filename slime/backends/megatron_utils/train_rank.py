@@ -134,7 +134,7 @@ class MegatronRank:
         return data
 
     def _train_steps(self, rollout_id: int, data: dict[str, Any]) -> None:
-        from slime.backends.megatron_utils.optimizer_step import reset_optimizer_states
+        from slime.backends.megatron_utils.optimizer import reset_optimizer_states
         from slime.backends.megatron_utils.train_step import train_one_step
 
         steps, announced = len(data["num_microbatches"]), self.args.num_steps_per_rollout

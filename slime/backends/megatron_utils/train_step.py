@@ -19,17 +19,16 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.backends.megatron_utils.forward_passes import run_schedule
 from slime.backends.megatron_utils.initialize import context_parallel
-from slime.backends.megatron_utils.optimizer_step import update_weights
+from slime.backends.megatron_utils.optimizer import update_weights
 from slime.backends.megatron_utils.parameter_names import parameters_with_bad_gradient
 from slime.backends.megatron_utils.pipeline_stages import broadcast_from_last_stage, is_last_stage
-from slime.backends.megatron_utils.prediction_layers import trains_prediction_layers
-from slime.backends.megatron_utils.prediction_step import PredictionStep
+from slime.backends.megatron_utils.prediction_layers import PredictionStep, trains_prediction_layers
 from slime.training.context_parallel import ContextParallel, slice_responses
 from slime.training.loss import loss_function
 from slime.training.loss_guard import LossGuard
 from slime.training.metric_reduction import reduce_metrics, step_denominator
 from slime.training.micro_batch import Metrics, MicroBatch
-from slime.training.step_preparation import StepFacts, facts_of_step
+from slime.training.step_statistics import StepFacts, facts_of_step
 
 
 def micro_batches_of_step(rollout_data: dict[str, Any], step: int) -> list[list[int]]:

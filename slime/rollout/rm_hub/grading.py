@@ -1,22 +1,43 @@
-"""Rewards of samples: which function grades a sample, under which limits, and what it may return.
+"""Rewards of samples: which function grades a sample, ours or the user's, under which limits, and what it may return.
 
 Precedence: `sample.custom_rm_path`, `--custom-rm-path`, `metadata["rm_type"]`, `--rm-type`. At most `--rm-concurrency`
 calls run, of types that compare symbolically no more than there are workers, each for at most `--rm-timeout` seconds,
 waiting not counted. One that gave no reward in that time is made once more; grading never runs on the event loop.
 """
 
+from __future__ import annotations
+
 import asyncio
 import copy
+import inspect
 import logging
+import random
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from slime.rollout.failures import SampleFailed
-from slime.rollout.rm_hub.builtin_rewards import compute_builtin_reward, needs_worker
-from slime.rollout.rm_hub.custom_reward import CustomReward
-from slime.rollout.rm_hub.reward_values import checked_reward
+from slime.rollout.rm_hub.deepscaler import solution_part
+from slime.rollout.rm_hub.f1 import f1_score
+from slime.rollout.rm_hub.math_dapo_utils import compute_score
+from slime.rollout.rm_hub.math_utils import extract_boxed_answer, grade_answer_verl
 from slime.rollout.rm_hub.symbolic_pool import pool_size
-from slime.rollout.user_functions import CallKind, CallTimedOut, call_slots, call_user_function, describe_samples
+from slime.rollout.user_functions import (
+    CallKind,
+    CallTimedOut,
+    accepted_keywords,
+    call_slots,
+    call_user_function,
+    describe_samples,
+    is_batch_form,
+    parameter_names,
+    wrong_result_error,
+)
+from slime.utils.errors import UserError
+from slime.utils.finite_number import finite_number
+from slime.utils.plugin_loader import load_function, user_function_error
+from slime.utils.reward_types import BOXED, known_reward_types
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -136,3 +157,202 @@ def _own_containers(value: Any) -> Any:
     elif value and not isinstance(value[0], int | float):
         copied[:] = [_own_containers(entry) for entry in value]
     return copied
+
+
+def compute_builtin_reward(args: Any, sample: Sample) -> Any:
+    """The reward of `sample` by its `metadata["rm_type"]`, else `--rm-type`. May block; run it off the event loop.
+
+    Raises:
+        UserError: no or an unknown type, or a label that the type needs is missing.
+    """
+    rm_type = _type_of(args, sample)
+    name = rm_type.removeprefix(BOXED)
+    if name not in _REWARDS:
+        source = "metadata rm_type" if sample.metadata.get("rm_type") else "--rm-type"
+        raise UserError(
+            f"sample {sample.index}: {source} is {rm_type or 'missing'}; known types: {known_reward_types()}, or give "
+            "--custom-rm-path"
+        )
+    response = sample.response
+    # math looks for the box itself; deepscaler looks for the end of the reasoning before it.
+    if rm_type.startswith(BOXED) and name not in ("math", "deepscaler"):
+        response = extract_boxed_answer(response) or ""
+    return _REWARDS[name](args, sample, response)
+
+
+def needs_worker(args: Any, sample: Sample) -> bool:
+    """Whether the reward of `sample` may be decided in a worker process for symbolic comparison."""
+    return _type_of(args, sample).removeprefix(BOXED) in _SYMBOLIC
+
+
+def _type_of(args: Any, sample: Sample) -> str:
+    return str(sample.metadata.get("rm_type") or args.rm_type or "").strip()
+
+
+def _label(sample: Sample, rm_type: str) -> str:
+    if sample.label is None or sample.label == "":
+        raise UserError(f"sample {sample.index} has no label, which --rm-type {rm_type} needs; see --label-key")
+    return str(sample.label)
+
+
+def _math(args: Any, sample: Sample, response: str) -> int:
+    return int(grade_answer_verl(response, _label(sample, "math")))
+
+
+def _deepscaler(args: Any, sample: Sample, response: str) -> int:
+    label = _label(sample, "deepscaler")
+    solution = solution_part(response)
+    if solution is None:
+        sample.metadata["fail_reason"] = "no </think> and no ###Response in the response"
+        return 0
+    return int(grade_answer_verl(solution, label))
+
+
+def _dapo(args: Any, sample: Sample, response: str) -> dict[str, Any]:
+    return compute_score(response, _label(sample, "dapo"))
+
+
+def _f1(args: Any, sample: Sample, response: str) -> float:
+    return f1_score(response, _label(sample, "f1"))[0]
+
+
+def _random(args: Any, sample: Sample, response: str) -> int:
+    """A coin that falls the same way when a seeded run is repeated."""
+    if sample.index is None:
+        return random.SystemRandom().randint(0, 1)
+    return random.Random(f"{args.rollout_seed}-{sample.index}").randint(0, 1)
+
+
+_REWARDS: dict[str, Callable[[Any, Sample, str], Any]] = {
+    "dapo": _dapo,
+    "deepscaler": _deepscaler,
+    "f1": _f1,
+    "math": _math,
+    "random": _random,
+}
+_SYMBOLIC = frozenset({"deepscaler", "math"})
+
+
+FLAG = "--custom-rm-path"
+
+_instances: dict[type, Any] = {}
+
+
+def clear_reward_instances() -> None:
+    """Forget the constructed class-style rewards."""
+    _instances.clear()
+
+
+@dataclass(frozen=True)
+class CustomReward:
+    """A reward of the user, by path."""
+
+    path: str
+    args: Any
+
+    @cached_property
+    def _loaded(self) -> Any:
+        return load_function(self.path, flag=FLAG, batched=self.args.group_rm)
+
+    @property
+    def source(self) -> str:
+        return f"{FLAG} {self.path}"
+
+    @property
+    def takes_batch(self) -> bool:
+        """Whether one call grades a list."""
+        function = self._loaded
+        if inspect.isclass(function) or is_batch_form(function):
+            return True
+        return bool(self.args.group_rm) and parameter_names(function)[1:2] != ["sample"]
+
+    async def grade_one(self, sample: Sample, timeout: float | None, keywords: dict[str, Any]) -> Any:
+        """The raw reward of one sample."""
+        if self.takes_batch:
+            return (await self.grade_batch([sample], timeout, keywords))[0]
+        return await self._call(self._loaded, [sample], timeout, keywords, self.args, sample)
+
+    async def grade_batch(self, samples: list[Sample], timeout: float | None, keywords: dict[str, Any]) -> list[Any]:
+        """The raw rewards of `samples` by one call of a batch form."""
+        if inspect.isclass(self._loaded):
+            rewards = await self._grade_with_class(samples, timeout)
+        else:
+            rewards = await self._call(self._loaded, samples, timeout, keywords, self.args, samples)
+        if hasattr(rewards, "tolist") and not isinstance(rewards, list):
+            rewards = rewards.tolist()
+        if not isinstance(rewards, list | tuple) or len(rewards) != len(samples):
+            expected = f"a list of {len(samples)} rewards, one per sample"
+            raise wrong_result_error(FLAG, self.path, describe_samples(samples), rewards, expected)
+        return list(rewards)
+
+    async def _grade_with_class(self, samples: list[Sample], timeout: float | None) -> Any:
+        if self._loaded not in _instances:
+            model_path = getattr(self.args, "rm_model_path", None) or getattr(self.args, "hf_checkpoint", None)
+            offered = {"args": self.args, "model_path": model_path}
+            # Constructed on the event loop, once, so that concurrent first calls cannot construct it twice.
+            _instances[self._loaded] = self._construct(offered, samples)
+        compute_reward = _instances[self._loaded].compute_reward
+        offered = {"labels": [sample.label for sample in samples], "samples": samples}
+        keywords = accepted_keywords(compute_reward, offered)
+        prompts, responses = [sample.prompt for sample in samples], [sample.response for sample in samples]
+        return await self._call(compute_reward, samples, timeout, keywords, prompts, responses)
+
+    def _construct(self, offered: dict[str, Any], samples: list[Sample]) -> Any:
+        try:
+            return self._loaded(**accepted_keywords(self._loaded, offered))
+        except Exception as error:
+            raise user_function_error(FLAG, self.path, f"{describe_samples(samples)} (constructor)", error) from error
+
+    async def _call(
+        self,
+        function: Callable[..., Any],
+        samples: list[Sample],
+        timeout: float | None,
+        keywords: dict[str, Any],
+        *arguments: Any,
+    ) -> Any:
+        accepted = accepted_keywords(function, keywords)
+        try:
+            return await call_user_function(
+                function,
+                *arguments,
+                source=self.source,
+                at_a_time=self.args.rm_concurrency,
+                timeout=timeout,
+                keywords=accepted,
+            )
+        except CallTimedOut:
+            raise
+        except Exception as error:
+            raise user_function_error(FLAG, self.path, describe_samples(samples), error) from error
+
+
+def checked_reward(args: Any, sample: Sample, reward: Any, source: str, evaluation: bool) -> Any:
+    """`reward` as a float, or as a dict whose reward entry is one.
+
+    With `--custom-reward-post-process-path` any value passes: only that function knows what to make of it.
+
+    Raises:
+        UserError: no number, not finite, or a dict without the entry of `--reward-key` / `--eval-reward-key`.
+    """
+    if getattr(args, "custom_reward_post_process_path", None) and not evaluation:
+        return reward
+    if not isinstance(reward, dict):
+        return _number(reward, sample, source)
+    key = getattr(args, "reward_key", None)
+    if evaluation:
+        key = getattr(args, "eval_reward_key", None) or key
+    if not key or key not in reward:
+        wanted = f"has no entry {key!r}" if key else "is a dict, so --reward-key must say which entry counts"
+        raise UserError(f"{source}: the reward of sample {sample.index} {wanted}; it has {', '.join(map(str, reward))}")
+    return {**reward, key: _number(reward[key], sample, source)}
+
+
+def _number(value: Any, sample: Sample, source: str) -> float:
+    number = finite_number(value)
+    if number is None:
+        raise UserError(
+            f"{source}: the reward of sample {sample.index} is {value!r} ({type(value).__name__}); "
+            "expected a finite number, or a dict with --reward-key"
+        )
+    return number

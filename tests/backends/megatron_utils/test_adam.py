@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from slime.backends.megatron_utils.adam import Adam
+from slime.backends.megatron_utils.optimizer import Adam
 
 
 def _parameters():

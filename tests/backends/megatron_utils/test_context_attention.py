@@ -52,7 +52,7 @@ def attention_worker():
     from slime.backends.megatron_utils import cpu_runtime
 
     cpu_runtime.install()
-    from slime.backends.megatron_utils import context_attention
+    from slime.backends.megatron_utils import attention as context_attention
     from slime.training.context_parallel import ContextParallel, gather_rows
     from slime.training.packed_stream import pack_stream
 

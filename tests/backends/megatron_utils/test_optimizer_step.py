@@ -46,7 +46,7 @@ class Trainer:
         finalize_model_grads(self.chunks)
 
     def update(self, accepts=lambda norm, overflowed: True):
-        from slime.backends.megatron_utils.optimizer_step import update_weights
+        from slime.backends.megatron_utils.optimizer import update_weights
 
         return update_weights(self.optimizer, accepts)
 
@@ -87,7 +87,7 @@ def reset_worker(cases) -> dict:
     results = {}
     for name, args in cases.items():
         trainer = Trainer(args)
-        from slime.backends.megatron_utils.optimizer_step import reset_optimizer_states
+        from slime.backends.megatron_utils.optimizer import reset_optimizer_states
 
         reset_optimizer_states(trainer.optimizer)  # nothing to forget yet
         trainer.train()

@@ -287,7 +287,7 @@ def gradient_buffers(args):
     from slime.training import log_probs
     from slime.training.loss_guard import LossGuard
     from slime.training.packed_stream import pack_stream
-    from slime.training.step_preparation import StepFacts
+    from slime.training.step_statistics import StepFacts
 
     torch.distributed.init_process_group("gloo")
     parallel_state.get_tensor_model_parallel_group = lambda: None

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime.algorithms.masked_importance_sampling import LEVELS, MisSettings
+from slime.algorithms.mismatch import LEVELS, MisSettings
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel, slice_responses
 from slime.training.mis_settings import mis_settings_from_args
 from slime.training.step_statistics import compute_step_statistics, wants_step_statistics

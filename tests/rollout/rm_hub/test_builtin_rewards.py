@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.rollout.rm_hub import builtin_rewards, symbolic_pool
-from slime.rollout.rm_hub.builtin_rewards import compute_builtin_reward, needs_worker
+from slime.rollout.rm_hub import grading as builtin_rewards
+from slime.rollout.rm_hub import symbolic_pool
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
+from slime.rollout.rm_hub.grading import compute_builtin_reward, needs_worker
 from slime.rollout.rm_hub.math_dapo_utils import compute_score, normalize_final_answer, remove_boxed
 from slime.utils.errors import UserError
 from slime.utils.reward_types import BOXED, REWARD_TYPES

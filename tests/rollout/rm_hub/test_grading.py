@@ -10,7 +10,7 @@ import pytest
 from slime.arguments.paths import load_plug_ins
 from slime.rollout.failures import SampleFailed
 from slime.rollout.rm_hub import async_rm, batched_async_rm, grading
-from slime.rollout.rm_hub.custom_reward import clear_reward_instances
+from slime.rollout.rm_hub.grading import clear_reward_instances
 from slime.utils import async_utils
 from slime.utils.errors import RunError, UserError
 from slime.utils.types import Sample

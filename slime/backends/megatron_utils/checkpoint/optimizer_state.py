@@ -3,21 +3,39 @@
 Megatron keeps the settings of a parameter group (learning rates, weight decay, betas, epsilon) and Adam's step count in one
 dict, and saves those of rank 0. Here they part. The settings of the command line hold, unless the checkpoint's are asked for.
 The step count is of all ranks: a rank counts only in groups of which it has parameters, and rank 0 may have none.
+
+The float32 copies of 16-bit weights in a checkpoint that holds nothing else of an optimizer.
+
+An optimizer without moments, such as a stateless Adam, has these copies all the same: updates are smaller than what 16 bits
+resolve, so a run that made its copies of the 16-bit weights at every resume would lose them. They stand under the names that
+they have in a whole optimizer's state, and can be read out of one.
+
+The schedule of learning rate and weight decay in a checkpoint, and what a resumed run says when its own is another one.
 """
 
 from __future__ import annotations
 
+import argparse
+import copy
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from slime.backends.megatron_utils.optimizer_step import parts_of
+from slime.arguments.config_files.role_config import ACTOR, CRITIC
+from slime.backends.megatron_utils.optimizer import parts_of
 from slime.backends.megatron_utils.stateless_adam import StatelessAdam
 from slime.utils.errors import UserError
 
@@ -186,3 +204,198 @@ def _kind(group: dict[str, Any]) -> tuple:
 
 def _without(group: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in names}
+
+
+# Megatron's distributed optimizer has its own word for them. The first one is used for writing.
+PREFIXES = ("optimizer.state.fp32_param", "optimizer.state.param")
+
+
+def has_float32_copies(optimizer: MegatronOptimizer) -> bool:
+    """Whether the optimizer updates copies of the weights, which have 16 bits."""
+    return bool(optimizer.config.bf16 or optimizer.config.fp16)
+
+
+def prefix_in(directory: Path) -> str | None:
+    """What the copies' names begin with in the checkpoint in `directory`; None where it holds none.
+
+    A run in float32 may have saved its weights themselves under such names.
+    """
+    names = dist_checkpointing.load_tensors_metadata(str(directory))
+    return next((prefix for prefix in PREFIXES if any(name.startswith(f"{prefix}.") for name in names)), None)
+
+
+def describe_copies(
+    parts: list[MegatronOptimizer], model: dict[str, Any], prefix: str, *, is_loading: bool, on_one_rank: bool
+) -> dict[int, ShardedTensor | ShardedTensorFactory]:
+    """The copies of this rank's weights, whole, for torch_dist. Collective over the ranks that hold the same weights.
+
+    Args:
+        parts: the optimizers of dense and of expert parameters.
+        model: the chunks' descriptions, by which the weights are found.
+        is_loading: the tensors are to be filled, and hold nothing yet.
+        on_one_rank: of the data-parallel ranks of a distributed optimizer only the first describes any, and then writes all of
+            them, unless they are loaded: every rank takes its part out of whole copies.
+    """
+    described, _ = extract_sharded_tensors_and_factories(model)
+    by_weight = {id(sharded.data): sharded for sharded in nested_values(described)}
+    copies = (pair for part in parts for pair in _whole_copies(part, is_loading, on_one_rank))
+    return {
+        index: make_sharded_optimizer_tensor(by_weight[id(weight)], copy, prefix)
+        for index, (weight, copy) in enumerate(copies)
+    }
+
+
+@torch.no_grad()
+def put_copies(parts: list[MegatronOptimizer], loaded: Mapping[int, torch.Tensor]) -> None:
+    """Give the optimizers the copies that were loaded into what `describe_copies` gave."""
+    own = {weight: copy for part in parts for weight, copy in _own_copies(part)}
+    for index, weight in enumerate(weight for part in parts for weight in _weights(part)):
+        if weight in own:
+            first, copy = own[weight]
+            copy.view(-1).copy_(loaded[index].reshape(-1)[first : first + copy.numel()])
+
+
+def _whole_copies(
+    part: MegatronOptimizer, is_loading: bool, on_one_rank: bool
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(weight, copy) of all weights that the optimizer trains, in an order that its data-parallel ranks share."""
+    own = dict(_own_copies(part))
+    for weight in _weights(part):
+        # The copies of a whole model have room in host memory alone.
+        if is_loading:
+            yield weight, torch.empty(weight.shape, dtype=torch.float32)
+        elif isinstance(part, DistributedOptimizer):
+            whole = torch.zeros(weight.numel(), dtype=torch.float32, device=weight.device)
+            if weight in own:
+                first, copy = own[weight]
+                whole[first : first + copy.numel()] = copy.detach().view(-1)
+            # Each entry is one rank's. As integers, sums with 0 keep all bits: that of a negative zero too.
+            dist.all_reduce(whole.view(torch.int32), group=part.data_parallel_group)
+            if not on_one_rank or dist.get_rank(part.data_parallel_group) == 0:
+                yield weight, whole.view(weight.shape).cpu()
+        else:
+            yield weight, own[weight][1].detach()
+
+
+def _weights(part: MegatronOptimizer) -> list[torch.Tensor]:
+    if isinstance(part, DistributedOptimizer):
+        return [weight for buffer in part.buffers for weight in buffer.param_index_map]
+    return [weight for weight, _ in _own_copies(part)]
+
+
+def _own_copies(part: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, tuple[int, torch.Tensor]]]:
+    """Per weight of which this rank updates something: the first entry that it updates, and its copy from there on."""
+    if isinstance(part, DistributedOptimizer):
+        buckets = [bucket for ranges in part.gbuf_ranges for of_type in ranges.values() for bucket in of_type]
+        for bucket in buckets:
+            for weight, ranges in bucket["param_map"].items():
+                group, position = part.model_param_group_index_map[weight]
+                yield weight, (ranges["param"].start, part.optimizer.param_groups[group]["params"][position])
+    elif isinstance(part, Float16OptimizerWithFloat16Params):
+        for weights, copies in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            yield from ((weight, (0, copy)) for weight, copy in zip(weights, copies, strict=True))
+
+
+# What shapes the curve and is missing in the state that Megatron makes of a schedule.
+_FURTHER = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
+_POINTS = 64
+
+
+def schedule_state(scheduler: OptimizerParamScheduler) -> dict[str, Any]:
+    """Where the schedule stands and what it is, as plain values."""
+    return {**scheduler.state_dict(), **{name: getattr(scheduler, name) for name in _FURTHER}}
+
+
+def restore_schedule(scheduler: OptimizerParamScheduler, state: dict[str, Any]) -> None:
+    """Put the schedule where it was; it also becomes the checkpoint's, if that is asked for."""
+    if scheduler.use_checkpoint_opt_param_scheduler:
+        for name in _FURTHER:
+            setattr(scheduler, name, state.get(name, getattr(scheduler, name)))
+    # Megatron's loading moves the schedule on by what is loaded, so it must stand at the start. It takes the checkpoint's
+    # weight decay over only after it has set that of the parameter groups: they are set again.
+    scheduler.num_steps = 0
+    scheduler.load_state_dict(state)
+    scheduler.step(0)
+
+
+def changed_curves(args: argparse.Namespace, scheduler: OptimizerParamScheduler, state: dict[str, Any]) -> list[str]:
+    """A line for each curve, of the learning rate and of the weight decay, that changes because its length follows the length
+    of the run.
+
+    Args:
+        scheduler: this run's, where the checkpoint's was.
+        state: the checkpoint's.
+
+    Returns:
+        Nothing about a curve that stays, or whose length was given.
+    """
+    if scheduler.use_checkpoint_opt_param_scheduler:
+        return []
+    saved = copy.copy(scheduler)
+    vars(saved).update(state)
+    lines = [] if getattr(args, "lr_decay_iters", None) else [_changed_rate(args, scheduler, saved)]
+    lines.append(_changed_decay(args, scheduler, saved))
+    # `--train-iters` is the length of the run, given in optimizer steps.
+    return [] if getattr(args, "train_iters", None) else [line for line in lines if line is not None]
+
+
+def _changed_rate(
+    args: argparse.Namespace, scheduler: OptimizerParamScheduler, saved: OptimizerParamScheduler
+) -> str | None:
+    done, own_end, saved_end = scheduler.num_steps, scheduler.lr_decay_steps, saved.lr_decay_steps
+    if own_end == saved_end or not _differ(_rate, scheduler, saved, max(own_end, saved_end)):
+        return None
+    size = args.global_batch_size
+    role, steps = getattr(args, "role", ACTOR), max(round(saved_end / size), 1)
+    way = f"`lr_decay_iters: {steps}` in the critic's overrides" if role == CRITIC else f"--lr-decay-iters {steps}"
+    return (
+        f"{role}: the learning-rate schedule is as long as the run, {own_end / size:g} optimizer steps with --num-rollout "
+        f"{args.num_rollout}, and was {saved_end / size:g} in the checkpoint. After {done / size:g} steps the next has lr "
+        f"{_rate(scheduler, done):.4g} (by the checkpoint's schedule {_rate(saved, done):.4g}); the schedule ends at "
+        f"{_rate(scheduler, own_end):.4g} after {own_end / size:g} steps (the checkpoint's at "
+        f"{_rate(saved, saved_end):.4g} after {saved_end / size:g}). To keep its length, give {way}"
+    )
+
+
+def _changed_decay(
+    args: argparse.Namespace, scheduler: OptimizerParamScheduler, saved: OptimizerParamScheduler
+) -> str | None:
+    done, own_end, saved_end = scheduler.num_steps, scheduler.wd_incr_steps, saved.wd_incr_steps
+    as_long = copy.copy(scheduler)
+    as_long.wd_incr_steps = saved_end
+    if not _differ(_decay, scheduler, as_long, max(own_end, saved_end)):
+        return None
+    size = args.global_batch_size
+    return (
+        f"{getattr(args, 'role', ACTOR)}: the weight decay changes over the length of the run, {own_end / size:g} optimizer "
+        f"steps with --num-rollout {args.num_rollout}, and did so over {saved_end / size:g} in the checkpoint. After "
+        f"{done / size:g} steps the next has {_decay(scheduler, done):.4g} (by the checkpoint's schedule "
+        f"{_decay(saved, done):.4g}). To keep its schedules, that of the learning rate too, give "
+        "--use-checkpoint-opt-param-scheduler"
+    )
+
+
+def _differ(
+    curve: Callable[[OptimizerParamScheduler, int], float],
+    scheduler: OptimizerParamScheduler,
+    saved: OptimizerParamScheduler,
+    end: int,
+) -> bool:
+    """Whether two schedules differ at some point between here and `end`."""
+    done, left = scheduler.num_steps, max(end - scheduler.num_steps, 0)
+    points = {done + left * point // _POINTS for point in range(_POINTS + 1)}
+    return any(curve(scheduler, point) != curve(saved, point) for point in points)
+
+
+def _decay(scheduler: OptimizerParamScheduler, rollouts: int) -> float:
+    """The weight decay after so many rollouts."""
+    at = copy.copy(scheduler)
+    at.num_steps = rollouts
+    return at.get_wd()
+
+
+def _rate(scheduler: OptimizerParamScheduler, rollouts: int) -> float:
+    """The learning rate after so many rollouts, of parameter groups without one of their own."""
+    at = copy.copy(scheduler)
+    at.num_steps = rollouts
+    return at.get_lr({})

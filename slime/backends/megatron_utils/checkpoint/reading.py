@@ -17,18 +17,21 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.arguments.checkpoints import WeightSource, iteration_directory, latest_iteration
-from slime.backends.megatron_utils.checkpoint.float32_weights import has_float32_copies, prefix_in, put_copies
 from slime.backends.megatron_utils.checkpoint.optimizer_state import (
+    changed_curves,
     groups_in,
+    has_float32_copies,
     is_stateless,
     leave_out_groups,
     load_optimizer,
+    prefix_in,
+    put_copies,
     put_loss_scales,
     put_settings,
+    restore_schedule,
     trained_parts,
 )
-from slime.backends.megatron_utils.checkpoint.schedule_state import changed_curves, restore_schedule
-from slime.backends.megatron_utils.checkpoint.sharded_state import (
+from slime.backends.megatron_utils.checkpoint.writing import (
     chunks_by_key,
     describe,
     directory_of_state,

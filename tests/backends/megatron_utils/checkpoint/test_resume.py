@@ -94,8 +94,8 @@ def interrupted_with_copies(cases) -> tuple[dict[str, tuple], dict[str, list[int
     from slime.backends.megatron_utils import cpu_runtime
 
     cpu_runtime.install()
-    from slime.backends.megatron_utils.checkpoint import sharded_state
-    from slime.backends.megatron_utils.checkpoint.float32_weights import describe_copies
+    from slime.backends.megatron_utils.checkpoint import writing as sharded_state
+    from slime.backends.megatron_utils.checkpoint.optimizer_state import describe_copies
 
     results, held = {}, {}
     for name, args in cases.items():

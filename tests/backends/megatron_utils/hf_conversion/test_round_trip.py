@@ -48,7 +48,7 @@ def _round_trip(directories, layouts):
 
 
 def _check(results, directories):
-    from slime.backends.megatron_utils.hf_conversion.safetensors_directory import SafetensorsDirectory
+    from slime.backends.megatron_utils.hf_conversion.loader import SafetensorsDirectory
 
     for name, exported, buckets, contiguous in results:
         stored = load_file(directories[name] / "model.safetensors")

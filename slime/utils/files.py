@@ -1,0 +1,179 @@
+"""Files that exist whole or not at all, directories for what a process needs while it runs, file names with placeholders.
+
+A process that is killed leaves its scratch directory behind. Each holds a file `owner` that its process keeps locked; the
+kernel takes the lock away when that process ends, however it ends. So an `owner` that can be locked says for certain that the
+directory is one of ours and that nobody uses it, in containers and for reused process numbers too, and nothing else is
+touched. Files in shared memory whose names hold the directory's name belong to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def write_text_atomically(path: str | Path, text: str) -> None:
+    """Write `text` so that a reader (or a crash) sees the old file or the new one, never a part."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    _fsync_directory(path.parent)
+
+
+def write_json_atomically(path: str | Path, value: Any) -> None:
+    """`write_text_atomically` of `value` as indented JSON."""
+    write_text_atomically(path, json.dumps(value, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def publishing_directory(final_path: str | Path) -> Iterator[Path]:
+    """Yield a temporary sibling directory that becomes `final_path` when the block ends without an error.
+
+    An existing `final_path` is replaced. On an error the temporary directory is removed and `final_path` stays as it was.
+    """
+    final_path = Path(final_path)
+    final_path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=final_path.parent, prefix=f".{final_path.name}."))
+    try:
+        yield temporary
+        fsync_tree(temporary)
+        os.chmod(temporary, 0o755)
+        replace_directory(temporary, final_path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def replace_directory(source: Path, target: Path) -> None:
+    """Rename `source` to `target`, moving an existing `target` aside first and deleting it last."""
+    retired = None
+    if target.exists():
+        retired = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.retired."))
+        os.rename(target, retired / target.name)
+    os.rename(source, target)
+    _fsync_directory(target.parent)
+    if retired is not None:
+        shutil.rmtree(retired)
+
+
+def fsync_tree(directory: str | Path) -> None:
+    """Force every file and directory below `directory` to disk."""
+    for root, _, names in os.walk(directory):
+        for name in names:
+            with open(os.path.join(root, name), "rb") as file:
+                os.fsync(file.fileno())
+        _fsync_directory(Path(root))
+
+
+def _fsync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+_PREFIX = "slime-"
+_OWNER = "owner"
+_SHARED_MEMORY = Path("/dev/shm")
+
+# Of the directories of this process: the descriptor that holds the lock.
+_locks: dict[Path, int] = {}
+
+
+def make_scratch_directory(kind: str) -> Path:
+    """A new directory, for this user only, below the directory for temporary files. Sweeps what others left first.
+
+    Args:
+        kind: what it is for, as part of its name. The path stays short: Unix sockets may lie in it.
+    """
+    sweep_scratch_directories()
+    path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-"))
+    draft = path / f".{_OWNER}"
+    descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    # Renamed when it is locked: nobody ever sees the file without its lock.
+    draft.rename(path / _OWNER)
+    _locks[path] = descriptor
+    return path
+
+
+def remove_scratch_directory(path: Path) -> None:
+    """Delete a directory of this process and its files in shared memory. Harmless when it is gone."""
+    _delete(path)
+    descriptor = _locks.pop(path, None)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def shared_memory_of(path: Path) -> list[Path]:
+    """Files in shared memory that belong to the directory."""
+    with contextlib.suppress(OSError):
+        return [file for file in _SHARED_MEMORY.iterdir() if path.name in file.name]
+    return []
+
+
+def sweep_scratch_directories() -> list[Path]:
+    """Delete the directories of this user's processes that were killed; those are returned."""
+    swept = []
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with _owning(path) as abandoned:
+            if abandoned:
+                _delete(path)
+                swept.append(path)
+    return swept
+
+
+@contextlib.contextmanager
+def _owning(path: Path) -> Iterator[bool]:
+    """Whether the directory has no owner any more; if so we are it for the length of the block."""
+    try:
+        descriptor = os.open(path / _OWNER, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        # Not made by us, somebody else's, or deleted at this moment.
+        yield False
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        abandoned = os.fstat(descriptor).st_uid == os.getuid()
+    except OSError:
+        # Its owner lives, or the disk cannot tell.
+        abandoned = False
+    try:
+        yield abandoned
+    finally:
+        os.close(descriptor)
+
+
+def _delete(path: Path) -> None:
+    for file in shared_memory_of(path):
+        with contextlib.suppress(OSError):
+            file.unlink()
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def existing_files(template: str) -> list[str]:
+    """The files that `template` names for any rollout id, in the order of the ids."""
+    try:
+        pattern = glob.escape(template).format(rollout_id="*")
+    except (KeyError, IndexError, ValueError):
+        return []  # such as {rollout_id:04d}, which takes numbers only
+    return sorted((path for path in glob.glob(pattern) if os.path.isfile(path)), key=lambda path: (len(path), path))

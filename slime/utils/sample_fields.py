@@ -1,0 +1,277 @@
+"""The per-token fields of a sample, and what an engine's `meta_info` does to a sample.
+
+Per-token fields are read-only arrays where they come from an engine, Python lists for whoever reads them. An array takes a
+fraction of a list's memory and is shared, not copied. The first reader of a field gets a list, which takes the array's place
+from then on, because the reader may change it. Whoever only needs numbers or lengths asks `held` or `token_array` instead and
+leaves the array where it is.
+
+`meta_info` brings weight versions and their spans, counters, routed experts, the final status.
+`Sample.append_response_tokens` alone takes it; it checks first and applies afterwards, so a refused `meta_info` leaves the
+sample as it was.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from slime.utils.types import Sample
+from slime.utils.errors import UserError
+from slime.utils.misc import decode_int32_meta_array
+
+# The dtypes of the train batch; a field whose values they do not hold exactly keeps a wider one.
+TOKEN_FIELDS = {
+    "tokens": np.int64,
+    "loss_mask": np.int32,
+    "rollout_log_probs": np.float32,
+    "teacher_log_probs": np.float32,
+}
+# Readers in two threads must get the same list: each may change it.
+_becoming_list = threading.Lock()
+
+
+class TokenField:
+    """Descriptor of a field that holds a list, an array that is read as a list, or None; `tokens` takes None as [].
+
+    An array that is assigned is held as it is if it is read-only, else copied; so is a part of another, which it would
+    keep in memory. Numbers of numpy in a list that is assigned become Python's, and so do those that `+=` puts at its end.
+    A deleted field has its default.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, sample: Sample | None, owner: type | None = None) -> Any:
+        if sample is None:
+            return self
+        value = held(sample, self._name)
+        if not isinstance(value, np.ndarray):
+            return value
+        with _becoming_list:
+            value = held(sample, self._name)
+            if isinstance(value, np.ndarray):
+                value = sample.__dict__[self._name] = value.tolist()
+        return value
+
+    def __set__(self, sample: Sample, value: Any) -> None:
+        if isinstance(value, np.ndarray) and (value.flags.writeable or not value.flags.owndata):
+            value = read_only(value.copy())
+        elif isinstance(value, list):
+            _make_numbers_plain(value, grown=value is sample.__dict__.get(self._name))
+        elif value is None and self._name == "tokens":
+            # Elsewhere None says that all are trained, or that nothing is known.
+            value = []
+        sample.__dict__[self._name] = value
+
+    def __delete__(self, sample: Sample) -> None:
+        sample.__dict__.pop(self._name, None)
+
+
+def held(sample: Sample, name: str) -> Any:
+    """The field as it is held: an array, what was assigned, or None. Nothing is converted; do not change it."""
+    if name == "tokens" and name not in sample.__dict__:
+        sample.__dict__.setdefault(name, [])
+    return sample.__dict__.get(name)
+
+
+def without_numpy(values: Iterable[Any]) -> list[Any]:
+    """A list of `values` in which numbers of numpy are Python's: JSON knows no others."""
+    return [value.item() if isinstance(value, np.generic) else value for value in values]
+
+
+def _make_numbers_plain(values: list[Any], *, grown: bool) -> None:
+    """Put Python's numbers in the place of numpy's; in a list that has `grown`, of those at its end."""
+    if not grown:
+        if any(issubclass(kind, np.generic) for kind in set(map(type, values))):
+            values[:] = without_numpy(values)
+        return
+    # A look at every entry at every `+=` would be quadratic.
+    position = len(values) - 1
+    while position >= 0 and isinstance(value := values[position], np.generic):
+        values[position] = value.item()
+        position -= 1
+
+
+def first_not_finite(values: Any) -> int | None:
+    """Position of the first of `values` that is no finite number (NaN, infinite, None); None where all are."""
+    wrong = np.flatnonzero(~np.isfinite(np.asarray(values, np.float64)))
+    return int(wrong[0]) if len(wrong) else None
+
+
+def token_array(sample: Sample, name: str) -> np.ndarray | None:
+    """The values of the field as a read-only array, in the dtype of `TOKEN_FIELDS` if that holds them exactly.
+
+    Raises:
+        ValueError: the field holds something else than a flat sequence of numbers.
+    """
+    value = held(sample, name)
+    return None if value is None else _require_array(sample, name, value)
+
+
+def join(sample: Sample, name: str, present: Any, added: Any) -> np.ndarray:
+    """Two stretches of the field as one array.
+
+    Raises:
+        ValueError: one of them is something else than a flat sequence of numbers.
+    """
+    both = np.concatenate([_require_array(sample, name, values) for values in (present, added)])
+    return _require_array(sample, name, read_only(both))
+
+
+def hold_arrays(sample: Sample) -> None:
+    """Let the sample hold arrays in place of lists, where these are flat and have only numbers."""
+    for name in TOKEN_FIELDS:
+        value = held(sample, name)
+        if isinstance(value, list) and value:
+            array = _exact_array(name, value)
+            if array is not None:
+                sample.__dict__[name] = array
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    """`array` itself, which cannot be written to afterwards."""
+    array.flags.writeable = False
+    return array
+
+
+def exactly_as(array: np.ndarray, dtype: np.dtype | type) -> np.ndarray | None:
+    """`array` as `dtype`, or None if a value would change by that."""
+    if array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = array.astype(dtype)
+    return cast if np.array_equal(cast, array, equal_nan=True) else None
+
+
+def _require_array(sample: Sample, name: str, values: Any) -> np.ndarray:
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype == TOKEN_FIELDS[name]:
+        return values
+    array = _exact_array(name, values)
+    if array is None:
+        raise ValueError(f"sample {sample.index}: {name} is no flat list of numbers")
+    return array
+
+
+def _exact_array(name: str, values: Any) -> np.ndarray | None:
+    try:
+        array = np.asarray(values)
+    except ValueError:  # rows of different length
+        return None
+    if array.ndim != 1 or array.dtype.kind not in "biuf":
+        # An empty list has no kind of its own.
+        return read_only(np.empty(0, TOKEN_FIELDS[name])) if array.shape == (0,) else None
+    exact = exactly_as(array, TOKEN_FIELDS[name])
+    array = array if exact is None else exact
+    return read_only(array.copy() if array is values and array.flags.writeable else array)
+
+
+_REPLAY_KEYS = (
+    "top_p_token_ids",
+    "top_p_kept_token_ids",
+    "output_token_sampling_mask",
+)
+_STATUS_OF_FINISH_REASON = {"length": "truncated", "abort": "aborted", "stop": "completed"}
+
+# Our counter → names that engines use for it.
+_SPECULATIVE_KEYS = {
+    "spec_accept_token_num": ("spec_accept_token_num", "spec_num_correct_drafts"),
+    "spec_draft_token_num": ("spec_draft_token_num", "spec_num_proposed_drafts"),
+    "spec_verify_ct": ("spec_verify_ct",),
+    "completion_token_num": ("completion_tokens",),
+}
+
+
+def refuse_replay(meta_info: dict[str, Any]) -> None:
+    """Raise UserError when the engine sent top-p sets, which nothing here would store."""
+    present = [key for key in _REPLAY_KEYS if meta_info.get(key) is not None]
+    if present:
+        raise UserError(
+            f"the engine returned {', '.join(present)}, but replay of top-p sets is not supported; do not ask the "
+            "engine for it"
+        )
+
+
+def routed_experts(sample: Sample, meta_info: dict[str, Any], total_length: int, args: Any) -> np.ndarray | None:
+    """The sample's rows with those of the answer, int32 [total length − 1, layers, k]; None if the engine sent none.
+
+    The answer's rows begin at `routed_experts_start_len`; what the sample has before is kept, what it has from there on is
+    replaced.
+
+    Args:
+        total_length: tokens of the sample, those of the answer included.
+
+    Raises:
+        ValueError: the answer does not have one row per remaining position, or the sample has too few before it.
+    """
+    flat = decode_int32_meta_array(meta_info, "routed_experts")
+    if flat is None:
+        return None
+    where = f"sample {sample.index}: routed_experts"
+    if args is None:
+        raise ValueError(f"{where}: their shape is that of the model; give `args`")
+    start = meta_info.get("routed_experts_start_len") or 0
+    shape = (total_length - 1 - start, args.num_layers, args.moe_router_topk)
+    if start < 0 or shape[0] < 0 or flat.size != shape[0] * shape[1] * shape[2]:
+        raise ValueError(
+            f"{where} have {flat.size} entries from position {start} on, expected (tokens - 1 - start) x layers x k = "
+            f"({total_length} - 1 - {start}) x {shape[1]} x {shape[2]}"
+        )
+    rows, earlier = flat.reshape(shape), sample.rollout_routed_experts
+    if start == 0:
+        return rows
+    known = 0 if earlier is None else len(earlier)
+    if known < start:
+        raise ValueError(f"{where} begin at position {start}, but the sample has those of {known} positions only")
+    return np.concatenate([np.asarray(earlier, np.int32)[:start], rows])
+
+
+def check_version_spans(meta_info: dict[str, Any], response_length: int) -> None:
+    """Raise ValueError when the engine's version spans are longer than the whole response."""
+    spans = meta_info.get("weight_versions")
+    if spans and spans[-1]["end"] > response_length:
+        raise ValueError(f"weight_versions end at token {spans[-1]['end']} of a response of {response_length} tokens")
+
+
+def apply_terminal_info(sample: Sample, meta_info: dict[str, Any], args: Any) -> None:
+    """Apply the metadata of a finished engine call whose tokens are already part of `sample`."""
+    _add_weight_version(sample, meta_info)
+    sample.prefix_cache_info.cached_tokens += meta_info.get("cached_tokens") or 0
+    sample.prefix_cache_info.total_prompt_tokens += meta_info.get("prompt_tokens") or 0
+    if getattr(args, "sglang_speculative_algorithm", None):
+        for counter, keys in _SPECULATIVE_KEYS.items():
+            value = next((meta_info[key] for key in keys if meta_info.get(key) is not None), 0)
+            setattr(sample.spec_info, counter, getattr(sample.spec_info, counter) + value)
+    finish_reason = meta_info["finish_reason"]
+    kind = finish_reason.get("type") if isinstance(finish_reason, dict) else finish_reason
+    if kind in _STATUS_OF_FINISH_REASON:
+        sample.status = type(sample).Status(_STATUS_OF_FINISH_REASON[kind])
+
+
+def _add_weight_version(sample: Sample, meta_info: dict[str, Any]) -> None:
+    version = meta_info.get("weight_version")
+    if version is None:
+        return
+    sample.weight_versions.append(str(version))
+    engine_spans = meta_info.get("weight_versions")
+    if engine_spans:
+        # The engine counts from the first token of its call, which ends where the response ends now.
+        offset = sample.response_length - engine_spans[-1]["end"]
+        spans = [(str(span["version"]), offset + span["start"], offset + span["end"]) for span in engine_spans]
+    else:
+        spans = [(str(version), _start_of_unversioned_tokens(sample), sample.response_length)]
+    sample.weight_version_spans.extend(span for span in spans if span[1] < span[2])
+
+
+def _start_of_unversioned_tokens(sample: Sample) -> int:
+    """Start of the run of generated tokens at the end of the response that no span covers yet.
+
+    A stream appends the tokens of one call in many chunks and names the version only at the end.
+    """
+    covered = sample.weight_version_spans[-1][2] if sample.weight_version_spans else 0
+    mask = held(sample, "loss_mask")
+    untrained = [] if mask is None else np.flatnonzero(np.asarray(mask[covered : sample.response_length]) == 0)
+    return covered + int(untrained[-1]) + 1 if len(untrained) else min(covered, sample.response_length)
