@@ -1,4 +1,15 @@
-from slime.observability.console import evaluation_line, evaluation_name, rollout_line
+"""The lines of a run, its progress bar, and how long it took to start."""
+
+from slime.observability import console as startup
+from slime.observability.console import (
+    StartupClock,
+    evaluation_line,
+    evaluation_name,
+    progress_snapshot,
+    rollout_line,
+    start_progress,
+)
+from slime.utils.misc import SingletonMeta
 
 
 def test_line_of_a_step_has_its_id_the_progress_and_what_the_run_has():
@@ -20,3 +31,40 @@ def test_line_of_an_evaluation_shows_the_sets_only():
     metrics = {"eval/math": 0.5, "eval/math-truncated_ratio": 0.1, "eval/math/response_len/mean": 3, "eval/step": 7}
     assert evaluation_line(evaluation_name(6), metrics) == "evaluation after rollout 6: math 0.5000"
     assert evaluation_line(evaluation_name(0, before=True), metrics) == "evaluation before rollout 0: math 0.5000"
+
+
+def test_snapshot_follows_the_task():
+    assert progress_snapshot() is None
+    with start_progress("rollout 3", 8) as progress:
+        progress.advance()
+        progress.advance(3)
+        assert progress_snapshot() == ("rollout 3", 4, 8)
+    assert progress_snapshot() is None
+
+
+def test_a_new_task_replaces_the_old_one():
+    first = start_progress("first", 2)
+    second = start_progress("second", 5)
+    first.close()
+    assert progress_snapshot() == ("second", 0, 5)
+    second.close()
+    assert progress_snapshot() is None
+
+
+def test_stretches_add_up_from_the_start_of_the_process(monkeypatch):
+    SingletonMeta.clear_instances()
+    monkeypatch.setattr(startup, "_process_start", lambda: 100.0)
+    now = iter([102.5, 110.0])
+    monkeypatch.setattr(startup.time, "time", lambda: next(now))
+    clock = StartupClock()
+    clock.mark("parse")
+    assert clock.close("push") == "first sample 10.0 s after the start (seconds: parse 2.5, push 7.5)"
+    assert clock.close("again") is None
+    SingletonMeta.clear_instances()
+
+
+def test_the_start_of_the_process_lies_before_now_and_after_that_of_its_parent():
+    import psutil
+
+    # The kernel counts the start of a process in hundredths of a second.
+    assert abs(startup._process_start() - psutil.Process().create_time()) < 1.0

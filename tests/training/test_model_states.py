@@ -1,7 +1,12 @@
+"""Sets of weights that take turns, and when those beside the actor's change."""
+
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from slime.training.model_states import ModelStates
+from slime.arguments.checkpoints import WeightSource
+from slime.training.model_states import ModelStates, StateSchedule
 from slime.utils.errors import RunError
 
 
@@ -62,3 +67,166 @@ def test_capture_replaces():
     live["b"].zero_()
     with states("ref"):
         assert live["b"].tolist() == [9]
+
+
+REFERENCE_LOADED, TEACHER_LOADED = 100.0, 200.0
+
+
+def make_args(**overrides) -> SimpleNamespace:
+    values = {
+        "use_kl_loss": False, "kl_coef": 0.0, "use_opd": False, "opd_type": None, "keep_old_actor": False,
+        "ref_update_interval": None, "update_weights_interval": 1, "has_engines": True,
+        "ref_load": "ref", "ref_ckpt_step": None, "opd_teacher_load": "teacher", "opd_teacher_ckpt_step": 7,
+    }  # fmt: skip
+    return SimpleNamespace(**{**values, **overrides})
+
+
+class Run:
+    """A model of one number, which each rollout trains to `rollout id + 1`; it starts at 0."""
+
+    def __init__(self, monkeypatch, stored=None, start=0, **overrides) -> None:
+        self.args = make_args(**overrides)
+        self.weight = torch.zeros(1)
+        self.lines = []
+        self.states = ModelStates(lambda: [("w", self.weight)])
+        self.schedule = StateSchedule(self.args, self.states, self.lines.append)
+        self.start = start
+        self._stored = stored or {}
+        monkeypatch.setattr(
+            "slime.training.model_states.source_of_reference", lambda args: WeightSource("hf", args.ref_load)
+        )
+        monkeypatch.setattr(
+            "slime.training.model_states.source_of_teacher",
+            lambda args: WeightSource("megatron", args.opd_teacher_load, args.opd_teacher_ckpt_step),
+        )
+        self.schedule.load(self._load_source, self._load_stored)
+        self.weight.fill_(float(start))
+        self.schedule.start()
+
+    def _load_source(self, source) -> None:
+        self.weight.fill_({"ref": REFERENCE_LOADED, "teacher": TEACHER_LOADED}[source.path])
+
+    def _load_stored(self, name) -> bool:
+        if name in self._stored:
+            self.weight.fill_(self._stored[name])
+        return name in self._stored
+
+    def held(self, name) -> float:
+        with self.states(name):
+            return self.weight.item()
+
+    def push(self) -> None:
+        if self.args.has_engines:
+            self.schedule.after_push()
+
+    def train(self, rollout_id) -> None:
+        self.schedule.before_rollout(rollout_id)
+        self.trained_with = {name: self.held(name) for name in ("ref", "old_actor") if name in self.states}
+        self.weight.fill_(float(rollout_id + 1))
+        self.schedule.after_rollout(rollout_id)
+
+    def checkpoint(self) -> dict:
+        return {name: self.held(name) for name in self.schedule.stored()}
+
+
+def test_nothing_is_held_that_no_flag_asks_for(monkeypatch):
+    run = Run(monkeypatch)
+    run.train(0)
+    run.push()
+    assert run.checkpoint() == {} and run.lines == []
+    assert not any(name in run.states for name in ("ref", "teacher", "old_actor", "rollout_actor"))
+
+
+@pytest.mark.parametrize("flags", [{"use_kl_loss": True}, {"kl_coef": 0.1}])
+def test_the_reference_follows_the_actor_after_every_k_rollouts(monkeypatch, flags):
+    run = Run(monkeypatch, ref_update_interval=3, **flags)
+    seen = []
+    for rollout_id in range(7):
+        run.train(rollout_id)
+        seen.append(run.trained_with["ref"])
+    # Refreshed after rollouts 2 and 5, when the weights are 3 and 6.
+    assert seen == [100, 100, 100, 3, 3, 3, 6]
+    assert run.lines == ["reference weights: ref (hf)"]
+
+
+def test_a_refreshed_reference_survives_a_resume(monkeypatch):
+    run = Run(monkeypatch, use_kl_loss=True, ref_update_interval=2)
+    run.train(0)
+    assert run.checkpoint() == {}  # still what --ref-load holds
+    run.train(1)
+    run.train(2)
+    assert run.checkpoint() == {"ref": 2}
+    resumed = Run(monkeypatch, stored=run.checkpoint(), start=3, use_kl_loss=True, ref_update_interval=2)
+    assert resumed.checkpoint() == {"ref": 2}, "the next checkpoint holds it too"
+    for each in (run, resumed):
+        each.train(3)
+        each.train(4)
+        assert (each.trained_with["ref"], each.checkpoint()) == (4, {"ref": 4})
+    # It is the reference of the run, also when the run no longer refreshes it.
+    assert Run(monkeypatch, stored={"ref": 2.0}, start=3, use_kl_loss=True).held("ref") == 2
+
+
+def test_the_teacher_stays(monkeypatch):
+    run = Run(monkeypatch, use_opd=True, opd_type="megatron", use_kl_loss=True, ref_update_interval=1)
+    run.train(0)
+    assert (run.held("teacher"), run.held("ref"), run.held("actor")) == (TEACHER_LOADED, 1, 1)
+    assert run.lines == ["reference weights: ref (hf)", "teacher weights: teacher (megatron)"]
+    assert "teacher" not in Run(monkeypatch, use_opd=True, opd_type="sglang").states
+
+
+def test_with_a_push_after_every_rollout_the_old_actor_lags_one_push(monkeypatch):
+    run = Run(monkeypatch, keep_old_actor=True)
+    run.push()
+    seen = []
+    for rollout_id in range(4):
+        run.train(rollout_id)
+        seen.append(run.trained_with["old_actor"])
+        run.push()
+    # old actor ← rollout actor ← actor: rollout 1 trains after the push of weights 1, with those of before it.
+    assert seen == [0, 0, 1, 2]
+    assert (run.held("rollout_actor"), run.held("old_actor")) == (4, 3)
+
+
+def test_with_rarer_pushes_the_old_actor_is_what_was_pushed(monkeypatch):
+    run = Run(monkeypatch, keep_old_actor=True, update_weights_interval=2)
+    run.push()
+    seen = []
+    for rollout_id in range(5):
+        run.train(rollout_id)
+        seen.append(run.trained_with["old_actor"])
+        if (rollout_id + 1) % 2 == 0:
+            run.push()
+    assert seen == [0, 0, 2, 2, 4]
+    assert "rollout_actor" not in run.states and run.checkpoint() == {}
+
+
+@pytest.mark.parametrize("has_engines", [True, False])
+def test_the_old_actor_survives_a_resume(monkeypatch, has_engines):
+    """Also without engines, where nothing is pushed: training on dumps gives the numbers of the run that made them."""
+    whole = Run(monkeypatch, keep_old_actor=True, has_engines=has_engines)
+    whole.push()
+    seen = []
+    for rollout_id in range(5):
+        whole.train(rollout_id)
+        seen.append(whole.trained_with["old_actor"])
+        if rollout_id == 2:
+            stored = whole.checkpoint()  # the driver saves before it pushes
+        whole.push()
+    assert seen == [0, 0, 1, 2, 3] and stored == {"rollout_actor": 2}
+    resumed = Run(monkeypatch, stored=stored, start=3, keep_old_actor=True, has_engines=has_engines)
+    resumed.push()  # before the first rollout is generated
+    again = []
+    for rollout_id in (3, 4):
+        resumed.train(rollout_id)
+        again.append(resumed.trained_with["old_actor"])
+        resumed.push()
+    assert again == seen[3:]
+
+
+def test_a_run_without_engines_moves_the_copies_when_a_push_would(monkeypatch):
+    run = Run(monkeypatch, keep_old_actor=True, has_engines=False, update_weights_interval=2)
+    seen = []
+    for rollout_id in range(5):
+        run.train(rollout_id)
+        seen.append(run.trained_with["old_actor"])
+    assert seen == [0, 0, 2, 2, 4]

@@ -2,12 +2,19 @@
 
 import math
 import os
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from slime.training.routing_replay import RoutingReplay
-from slime.utils.errors import RunError
+from slime.scheduling.dp_schedule import DPSchedule
+from slime.training.context_parallel import ContextParallel
+from slime.training.packed_stream import pack_stream
+from slime.training.rollout_batch import build_train_batch, split_for_data_parallel, to_tensors
+from slime.training.routing_replay import RoutingReplay, check_routed_experts, experts_of_stream, routed_experts_column
+from slime.utils.errors import RunError, UserError
+from slime.utils.types import Sample
 
 FIRST, SECOND = {"positions": [0, 2]}, {"positions": [1]}
 
@@ -201,3 +208,138 @@ def test_without_layers_nothing_happens():
         pass
     with replay.training(), replay.forward(0, {}):
         pass
+
+
+# The first of three layers is dense.
+ARGS = SimpleNamespace(num_layers=3, moe_layer_freq=[0, 1, 1], moe_router_topk=2, num_experts=4)
+
+
+def a_sample(index=0, tokens=4, **fields):
+    generator = np.random.default_rng(index)
+    experts = np.argsort(generator.random((tokens - 1, 3, 4)), axis=-1)[..., :2].astype(np.int32)
+    experts[:, 0] = 0
+    values = {"tokens": list(range(tokens)), "response_length": 2, "rollout_routed_experts": experts, **fields}
+    return Sample(index=index, reward=0.0, **values)
+
+
+def checked_batch(samples, args=ARGS):
+    batch = build_train_batch(samples, [0.0] * len(samples), [0.0] * len(samples))
+    batch["rollout_routed_experts"] = routed_experts_column(args, samples)
+    check_routed_experts(args, batch)
+    return batch
+
+
+def test_rows_reach_the_rank_that_trains_the_sample():
+    samples = [a_sample(0, 4), a_sample(1, 6), a_sample(2, 3)]
+    schedule = DPSchedule([[2, 0], [1]], [[[0, 1]], [[0]]], [1], [3], 0)
+    shards = split_for_data_parallel(checked_batch(samples), schedule)
+    for shard, of_rank in zip(shards, ([2, 0], [1]), strict=True):
+        column = to_tensors(shard, "cpu")["rollout_routed_experts"]
+        for tensor, index in zip(column, of_rank, strict=True):
+            np.testing.assert_array_equal(tensor, samples[index].rollout_routed_experts)
+
+
+@pytest.mark.parametrize("fields", [{"remove_sample": True}, {"response_length": 0}, {"loss_mask": [0, 0]}])
+def test_a_sample_that_trains_nothing_needs_no_choices(fields):
+    column = checked_batch([a_sample(0), a_sample(1, rollout_routed_experts=None, **fields)])["rollout_routed_experts"]
+    assert column[1].shape == (0, 3, 2)
+
+
+def test_a_sample_that_trains_needs_choices():
+    samples = [a_sample(0), a_sample(5, rollout_routed_experts=None)]
+    with pytest.raises(UserError, match=r"1 of 2 samples have no `rollout_routed_experts` \(sample indices \[5\]\)"):
+        checked_batch(samples)
+
+
+def test_a_batch_without_the_column_is_refused():
+    with pytest.raises(UserError, match="has no `rollout_routed_experts`"):
+        check_routed_experts(ARGS, build_train_batch([a_sample()], [0.0], [0.0]))
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 2), (3, 2, 2), (3, 3, 1), (3, 6), (0, 3, 2)])
+def test_wrong_shapes_are_refused(shape):
+    samples = [a_sample(7)]
+    batch = checked_batch(samples)
+    batch["rollout_routed_experts"] = [np.ones(shape, np.int32)]
+    with pytest.raises(UserError, match=r"sample 7 has shape .* \[3, 3, 2\]"):
+        check_routed_experts(ARGS, batch)
+
+
+def test_a_layer_that_was_not_captured_is_refused():
+    sample = a_sample(7)
+    sample.rollout_routed_experts[:, 2] = 0
+    with pytest.raises(UserError, match="sample 7 is all zero in layer 3, which has experts"):
+        checked_batch([a_sample(0), sample])
+
+
+def test_one_expert_per_token_may_be_expert_0_for_a_whole_sample_and_not_for_all():
+    args = SimpleNamespace(**{**vars(ARGS), "moe_router_topk": 1})
+    zero, other = np.zeros((3, 3, 1), np.int32), np.ones((3, 3, 1), np.int32)
+    checked_batch([a_sample(0, rollout_routed_experts=zero), a_sample(1, rollout_routed_experts=other)], args)
+    with pytest.raises(UserError, match="of every sample is all zero in layer 2"):
+        checked_batch([a_sample(0, rollout_routed_experts=zero)], args)
+
+
+@pytest.mark.parametrize("expert", [-1, 4])
+def test_ids_that_no_expert_has_are_refused(expert):
+    sample = a_sample(7)
+    sample.rollout_routed_experts[1, 1, 1] = expert
+    with pytest.raises(UserError, match=f"sample 7 has the id {expert}; --num-experts 4 has 0 to 3"):
+        checked_batch([sample])
+
+
+EXPERTS, LAYERS = 64, 3
+LENGTHS = (10, 1, 16, 7, 3)
+CONTEXTS = [(1, False), (2, False), (3, False), (4, False), (2, True), (3, True)]
+
+
+def choices(tokens):
+    """[tokens − 1, layers, 2]: functions of the token and of the layer."""
+    ids = tokens[:-1, None, None] + 20 * torch.arange(LAYERS)[:, None] + torch.tensor([0, 5])
+    return ids.remainder(EXPERTS).to(torch.int32)
+
+
+def batch_of(cp):
+    tokens = [1 + 100 * i + torch.arange(length) for i, length in enumerate(LENGTHS)]
+    stream = pack_stream(tokens, [0] * len(LENGTHS), 4, cp=cp)
+    return {"tokens": tokens, "stream": stream, "rollout_routed_experts": [choices(sample) for sample in tokens]}
+
+
+@pytest.mark.parametrize(("size", "all_gather"), CONTEXTS)
+def test_l22_every_row_has_the_experts_of_its_token(size, all_gather):
+    found = 0
+    for rank in range(size):
+        batch = batch_of(ContextParallel(size, rank, None, all_gather))
+        experts = experts_of_stream(batch, [3, 1], EXPERTS)
+        tokens = batch["stream"].tokens
+        assert experts.shape == (len(tokens), 2, 2)
+        last = {int(sample[-1]) for sample in batch["tokens"]}
+        for row, token in enumerate(tokens.tolist()):
+            if token != 0 and token not in last:
+                of_layers = [[(token + 20 * layer) % EXPERTS, (token + 20 * layer + 5) % EXPERTS] for layer in (2, 0)]
+                assert experts[row].tolist() == of_layers
+                found += 1
+    assert found == sum(LENGTHS) - len(LENGTHS)
+
+
+@pytest.mark.parametrize(("size", "all_gather"), CONTEXTS)
+def test_l22_padding_is_spread_over_the_experts(size, all_gather):
+    tokens, experts, topk = [torch.tensor([5, 6])], 8, 2
+    counts, rows = torch.zeros(experts, dtype=torch.int64), 0
+    for rank in range(size):
+        stream = pack_stream(tokens, [1], 32, cp=ContextParallel(size, rank, None, all_gather))
+        batch = {"stream": stream, "rollout_routed_experts": [torch.tensor([[[3, 4]] * 48], dtype=torch.int32)]}
+        chosen = experts_of_stream(batch, [48], experts)
+        assert (chosen[:, 0, 0] != chosen[:, 0, 1]).all(), "a token goes to different experts"
+        counts += torch.bincount(chosen.flatten().long(), minlength=experts)
+        rows += len(stream.tokens)
+    counts -= torch.tensor([0, 0, 0, 1, 1, 0, 0, 0])
+    assert int(counts.sum()) == topk * (rows - 1)
+    assert int(counts.max() - counts.min()) <= 2
+
+
+def test_a_sample_without_choices_is_padded_as_a_whole():
+    stream = pack_stream([torch.tensor([5, 6, 7])], [1], 1)
+    nothing = torch.empty(0, LAYERS, 2, dtype=torch.int32)
+    experts = experts_of_stream({"stream": stream, "rollout_routed_experts": [nothing]}, [2], 4)
+    assert experts[:, 0].tolist() == [[0, 1], [2, 3], [0, 1]]

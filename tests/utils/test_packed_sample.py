@@ -1,8 +1,11 @@
+"""Samples as flat arrays, and rows of different length."""
+
 import numpy as np
 import pytest
 
+from slime.utils.data import get_source
 from slime.utils.errors import UserError
-from slime.utils.packed_sample import pack_sample
+from slime.utils.packed_sample import RaggedArray, pack_sample
 from slime.utils.types import Sample
 
 
@@ -61,3 +64,24 @@ def test_a_mask_that_weighs_tokens_is_refused(mask, shown):
 def test_lengths_are_checked():
     with pytest.raises(ValueError, match="loss_mask has 1 entries, expected 2"):
         pack_sample(response_sample(loss_mask=[1]))
+
+
+def test_rows_are_views_of_one_array():
+    ragged = RaggedArray.from_rows([np.array([1, 2]), np.array([], dtype=np.int64), np.array([3])], np.int32)
+    assert ragged.values.dtype == np.int32 and ragged.values.tolist() == [1, 2, 3]
+    assert ragged.offsets.tolist() == [0, 2, 2, 3] and ragged.lengths.tolist() == [2, 0, 1]
+    assert [row.tolist() for row in ragged] == [[1, 2], [], [3]]
+    assert np.shares_memory(ragged[0], ragged.values)
+
+
+def test_no_rows():
+    ragged = RaggedArray.from_rows([], np.float32)
+    assert len(ragged) == 0 and ragged.values.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [({}, None), ({"source_name": None}, None), ({"source_name": "gsm8k"}, "gsm8k"), ({"source_name": 3}, "3")],
+)
+def test_the_metadata_name_the_source(metadata, expected):
+    assert get_source(Sample(metadata=metadata)) == expected

@@ -1,4 +1,9 @@
-"""Optimizer and schedule: sharded over ranks they do what torch.optim.AdamW does on one, and they resume."""
+"""Optimizer and schedule: sharded over ranks they do what torch.optim.AdamW does on one, and they resume.
+
+Updates that are called off, states that are reset, and Adam without moments, inside Megatron's optimizers.
+
+Our Adam against torch's, and its state layout.
+"""
 
 import copy
 import math
@@ -8,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from slime.backends.megatron_utils.optimizer import Adam
 from tests.support.distributed import run_distributed
 from tests.support.tiny_model import tiny_args, write_tiny_model
 
@@ -229,3 +235,305 @@ def test_schedule_counts_rollouts():
     assert found["no_minimum"] == 0.0
     assert "--num-rollout 0" in found["empty"]
     assert "--lr-warmup-iters" in found["warmup"]
+
+
+SEQUENCES = ([5, 9, 77, 100, 31, 8], [90, 3, 14, 15, 92, 65, 35])
+LR, DECAY, CLIP = 3e-3, 0.1, 0.25
+OPTIMIZER = {
+    "num_rollout": 10, "rollout_batch_size": 2, "n_samples_per_prompt": 2, "global_batch_size": 4, "optimizer": "adam",
+    "lr": LR, "min_lr": LR, "lr_decay_style": "constant", "lr_warmup_iters": 0, "lr_warmup_fraction": None,
+    "lr_decay_iters": None, "weight_decay": DECAY, "adam_beta1": 0.9, "adam_beta2": 0.98, "adam_eps": 1e-8,
+    "clip_grad": 1.0,
+}  # fmt: skip
+KINDS = {
+    "distributed": {},
+    "plain": {"use_distributed_optimizer": False},
+    "bfloat16": {"bf16": True},
+}
+
+
+class Trainer:
+    """Model and optimizer of this rank; all ranks of a data-parallel group train on the same sequences."""
+
+    def __init__(self, args: SimpleNamespace) -> None:
+        from tests.support.megatron_worker import load_model
+
+        self.chunks = load_model(args)
+        from slime.backends.megatron_utils.optimizer import build_optimizer_and_scheduler
+
+        self.optimizer, _ = build_optimizer_and_scheduler(args, self.chunks)
+
+    def backward(self, factor: float = 1.0) -> None:
+        from megatron.core.distributed import finalize_model_grads
+
+        from tests.support.megatron_worker import next_token_loss, packed_forward
+
+        self.chunks[0].zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss = next_token_loss(packed_forward(self.chunks[0], SEQUENCES), SEQUENCES)
+        self.optimizer.scale_loss(loss * factor).backward()
+        finalize_model_grads(self.chunks)
+
+    def update(self, accepts=lambda norm, overflowed: True):
+        from slime.backends.megatron_utils.optimizer import update_weights
+
+        return update_weights(self.optimizer, accepts)
+
+    def train(self):
+        self.backward()
+        return self.update()
+
+    def weights(self) -> dict:
+        return {name: parameter.detach().clone() for name, parameter in self.chunks[0].named_parameters()}
+
+    def inner(self):
+        return self.optimizer.chained_optimizers[0].optimizer
+
+    def main_copies(self) -> list:
+        return [param.detach().clone() for group in self.inner().param_groups for param in group["params"]]
+
+    def moments(self) -> float:
+        """Largest absolute entry of all moments, and the step counts."""
+        import torch
+
+        tensors = [tensor for state in self.inner().state.values() for tensor in state.values()]
+        tensors = [tensor for tensor in tensors if torch.is_tensor(tensor) and tensor.numel()]
+        steps = [group.get("step", 0) for group in self.inner().param_groups if group["params"]]
+        return max(float(tensor.abs().max()) for tensor in tensors), steps
+
+
+def same(left, right) -> bool:
+    import torch
+
+    pairs = zip(left.values(), right.values(), strict=True) if isinstance(left, dict) else zip(left, right, strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def reset_worker(cases) -> dict:
+    """Two steps, a reset, one step; beside it one step of a new optimizer from the same weights."""
+    import torch
+
+    results = {}
+    for name, args in cases.items():
+        trainer = Trainer(args)
+        from slime.backends.megatron_utils.optimizer import reset_optimizer_states
+
+        reset_optimizer_states(trainer.optimizer)  # nothing to forget yet
+        trainer.train()
+        trainer.train()
+        before, weights, copies = trainer.moments(), trainer.weights(), trainer.main_copies()
+        reset_optimizer_states(trainer.optimizer)
+        kept = same(weights, trainer.weights()) and same(copies, trainer.main_copies())
+        after = trainer.moments()
+        lr = [group["lr"] for group in trainer.inner().param_groups]
+        trainer.train()
+
+        new = Trainer(args)
+        with torch.no_grad():
+            for parameter, weight in zip(new.chunks[0].parameters(), weights.values(), strict=True):
+                parameter.copy_(weight)
+            new.optimizer.reload_model_params()
+            for group, of_old in zip(new.inner().param_groups, split_like(new, copies), strict=True):
+                for copy, old in zip(group["params"], of_old, strict=True):
+                    copy.copy_(old)
+        new.train()
+        results[name] = (before, kept, after, lr, same(trainer.weights(), new.weights()))
+    return results
+
+
+def split_like(trainer, flat) -> list:
+    rest, groups = list(flat), []
+    for group in trainer.inner().param_groups:
+        groups.append([rest.pop(0) for _ in group["params"]])
+    return groups
+
+
+def refused_worker(cases) -> dict:
+    """Updates that nobody takes: refused ones, with gradients that are not finite, with an overflow of float16."""
+    results = {}
+    for name, args in cases.items():
+        trainer = Trainer(args)
+        asked = []
+
+        def refuse(norm, overflowed, asked=asked):
+            asked.append((norm, overflowed))
+            return False
+
+        trainer.backward()
+        weights = trainer.weights()
+        refused = trainer.update(refuse)
+        trainer.backward(math.inf)
+        infinite = trainer.update(refuse)
+        untouched = same(weights, trainer.weights()) and not any(trainer.inner().state.values())
+        taken = trainer.train()
+        results[name] = (refused, infinite, untouched, taken, same(weights, trainer.weights()), asked)
+    fp16 = Trainer(cases["fp16"])
+    weights, scale = fp16.weights(), float(fp16.optimizer.get_loss_scale())
+    fp16.backward(math.inf)
+    overflow = fp16.update()
+    lowered = float(fp16.optimizer.get_loss_scale()) < scale
+    results["overflow"] = (overflow, same(weights, fp16.weights()), lowered)
+    return results
+
+
+def stateless_worker(cases) -> dict:
+    import torch
+
+    results = {}
+    for name, args in cases.items():
+        trainer = Trainer(args)
+        steps = []
+        for _ in range(2):
+            trainer.backward()
+            before = trainer.main_copies()
+            trainer.update()
+            groups = [group for group in trainer.inner().param_groups for _ in group["params"]]
+            gradients = [param.grad for group in trainer.inner().param_groups for param in group["params"]]
+            expected = [
+                copy * (1 - LR * group["weight_decay"]) - LR * gradient / (gradient.abs() + 1e-8)
+                for copy, gradient, group in zip(before, gradients, groups, strict=True)
+            ]
+            differences = [a - b for a, b in zip(trainer.main_copies(), expected, strict=True)]
+            steps.append(max(float(d.abs().max()) for d in differences if d.numel()))
+        kept = [value for state in trainer.inner().state.values() for value in state.values() if torch.is_tensor(value)]
+        results[name] = (type(trainer.inner()).__name__, steps, len(kept))
+    usual = Trainer(SimpleNamespace(**{**vars(args), "use_stateless_adam": False}))
+    return {**results, "usual": type(usual.inner()).__name__}
+
+
+def clipped_worker(hf_dir) -> dict:
+    """Gradient norm and first moments of a first step, by limit; the update itself hardly depends on the gradient's size."""
+    import torch
+
+    results = {}
+    for limit in (0.0, CLIP, 1e6):
+        for name, args in cases(hf_dir, clip_grad=limit).items():
+            trainer = Trainer(args)
+            update = trainer.train()
+            moments = [state["exp_avg"].flatten() for state in trainer.inner().state.values()]
+            results[name, limit] = (update.grad_norm, torch.cat(moments).double().norm().item())
+    return results
+
+
+def worker(hf_dir) -> dict:
+    """One launch for all: most of a test's time is the start of its ranks."""
+    fp16 = {"fp16": True, "initial_loss_scale": 2.0**10, "loss_scale_window": 1000.0, "hysteresis": 1}
+    return {
+        "reset": reset_worker(cases(hf_dir)),
+        "refused": refused_worker(cases(hf_dir, {**KINDS, "fp16": fp16})),
+        "stateless": stateless_worker(cases(hf_dir, use_stateless_adam=True)),
+        "clipped": clipped_worker(hf_dir),
+    }
+
+
+def cases(hf_dir, kinds=KINDS, **flags) -> dict:
+    return {name: tiny_args(hf_dir, **{**OPTIMIZER, **kind, **flags}) for name, kind in kinds.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What `worker` returned on two data-parallel ranks."""
+    directory = tmp_path_factory.mktemp("model")
+    write_tiny_model(directory)
+    return run_distributed(worker, 2, (str(directory),), timeout=240)
+
+
+def test_reset_forgets_moments_and_steps_and_keeps_the_float32_copies(ranks):
+    for rank in ranks:
+        for name, (before, kept, after, lr, equals_new) in rank["reset"].items():
+            largest, steps = before
+            assert largest > 0 and set(steps) == {2}, name
+            assert kept, name
+            assert after[0] == 0 and set(after[1]) == {0}, name
+            assert set(lr) == {LR}, name
+            assert equals_new, f"{name}: the step after a reset is not that of a new optimizer"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_above_the_limit_are_clipped_to_it(ranks, kind):
+    for rank in ranks:
+        (norm, free), (_, clipped), (_, below) = (rank["clipped"][kind, limit] for limit in (0.0, CLIP, 1e6))
+        assert norm > CLIP
+        assert below == free
+        assert clipped == pytest.approx(free * CLIP / norm, rel=1e-5)
+        # What is reported is the norm before clipping.
+        assert rank["clipped"][kind, CLIP][0] == norm
+
+
+def test_o2_the_gradient_norm_is_reported_when_no_update_is_taken(ranks):
+    for rank in ranks:
+        results = rank["refused"]
+        for name in KINDS:
+            refused, infinite, untouched, taken, unchanged, asked = results[name]
+            assert not refused.taken and 0 < refused.grad_norm < math.inf, name
+            assert not infinite.taken and not math.isfinite(infinite.grad_norm), name
+            assert untouched, name
+            assert taken.taken and taken.grad_norm == refused.grad_norm and not unchanged, name
+            assert [norm for norm, _ in asked] == pytest.approx([refused.grad_norm, infinite.grad_norm], nan_ok=True)
+            assert not any(overflowed for _, overflowed in asked)
+        overflow, unchanged, lowered = results["overflow"]
+        assert not overflow.taken and not math.isfinite(overflow.grad_norm) and unchanged and lowered
+
+
+def test_stateless_adam_takes_the_place_of_megatrons(ranks):
+    for rank in ranks:
+        results = dict(rank["stateless"])
+        # The replacement ends with the building.
+        assert results.pop("usual") == "Adam"
+        for name, (kind, differences, kept) in results.items():
+            assert kind == "StatelessAdam" and kept == 0, name
+            assert max(differences) < 1e-7, name
+
+
+def _parameters():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for shape in ((4, 3), (5,), (0,))]
+
+
+def _run(optimizer, parameters, steps, first=0):
+    for step in range(first, first + steps):
+        for index, parameter in enumerate(parameters):
+            parameter.grad = torch.sin(torch.arange(parameter.numel()) + step + index).view_as(parameter)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_equals_torch(adam_w_mode):
+    ours, theirs = _parameters(), _parameters()
+    options = {"lr": 0.03, "betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.1}
+    torch_class = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    _run(Adam(ours, adam_w_mode=adam_w_mode, **options), ours, steps=5)
+    _run(torch_class(theirs, **options), theirs, steps=5)
+    for our, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our, their, rtol=1e-6, atol=1e-7)
+
+
+def test_first_step_by_hand():
+    # m = .1 g, v = .001 g^2, both bias-corrected to g and g^2: the update is -lr * g / (|g| + eps), after the decay.
+    parameter = torch.tensor([1.0])
+    parameter.grad = torch.tensor([0.5])
+    Adam([parameter], lr=0.1, weight_decay=0.01).step()
+    assert parameter.item() == pytest.approx(0.899, abs=1e-6)
+
+
+def test_state_has_the_fused_layout_and_resumes_bitwise():
+    parameters = _parameters()
+    optimizer = Adam(parameters, lr=0.03)
+    _run(optimizer, parameters, steps=2)
+    assert set(optimizer.state[parameters[0]]) == {"exp_avg", "exp_avg_sq"}
+    assert optimizer.param_groups[0]["step"] == 2
+
+    saved, weights = copy.deepcopy(optimizer.state_dict()), [parameter.clone() for parameter in parameters]
+    _run(optimizer, parameters, steps=2, first=2)
+    resumed = Adam(weights, lr=0.03)
+    resumed.load_state_dict(saved)
+    _run(resumed, weights, steps=2, first=2)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights, parameters, strict=True))
+
+
+def test_parameters_without_gradient_stay():
+    parameter = torch.ones(2)
+    optimizer = Adam([parameter], weight_decay=0.5)
+    optimizer.step()
+    assert torch.equal(parameter, torch.ones(2))
+    assert "step" not in optimizer.param_groups[0]

@@ -1,4 +1,7 @@
+"""Files that are whole or absent, scratch directories, names with placeholders."""
+
 import errno
+import json
 import os
 import signal
 import stat
@@ -10,6 +13,65 @@ import pytest
 
 from slime.utils import files as scratch
 from slime.utils.child_process import environment_for_python
+from slime.utils.files import (
+    existing_files,
+    publishing_directory,
+    replace_directory,
+    write_json_atomically,
+    write_text_atomically,
+)
+
+
+def test_text_replaces_the_old_file_and_leaves_nothing_else(tmp_path):
+    path = tmp_path / "deep" / "file.txt"
+    write_text_atomically(path, "old")
+    write_text_atomically(path, "new")
+    assert path.read_text() == "new"
+    assert os.listdir(path.parent) == ["file.txt"]
+
+
+def test_json_that_cannot_be_written_keeps_the_old_file(tmp_path):
+    path = tmp_path / "value.json"
+    write_json_atomically(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json_atomically(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+
+
+def test_a_failed_rename_removes_the_temporary_file(tmp_path):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "full").write_text("x")
+    with pytest.raises(OSError):
+        write_text_atomically(tmp_path / "target", "text")
+    assert os.listdir(tmp_path) == ["target"]
+
+
+def test_directory_appears_whole(tmp_path):
+    final = tmp_path / "state"
+    with publishing_directory(final) as directory:
+        (directory / "a").write_text("1")
+        assert not final.exists()
+    assert (final / "a").read_text() == "1"
+
+
+def test_error_in_the_block_keeps_the_old_directory(tmp_path):
+    final = tmp_path / "state"
+    with publishing_directory(final) as directory:
+        (directory / "a").write_text("old")
+    with pytest.raises(ZeroDivisionError), publishing_directory(final) as directory:
+        (directory / "a").write_text("new")
+        raise ZeroDivisionError
+    assert (final / "a").read_text() == "old"
+    assert os.listdir(tmp_path) == ["state"]
+
+
+def test_replaced_directory_is_gone(tmp_path):
+    for name in ("new", "old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text("")
+    replace_directory(tmp_path / "new", tmp_path / "old")
+    assert os.listdir(tmp_path) == ["old"] and os.listdir(tmp_path / "old") == ["new"]
+
 
 OWNER = """
 import sys
@@ -102,3 +164,18 @@ def test_a_disk_without_locks_leaves_the_result_of_a_run_alone(owner, temporary,
 
     monkeypatch.setattr(scratch.fcntl, "flock", refuse)
     assert scratch.sweep_scratch_directories() == [] and path.exists()
+
+
+def test_files_in_the_order_of_their_ids(tmp_path):
+    directory = tmp_path / "with [brackets]"
+    directory.mkdir()
+    for name in ("10.pt", "9.pt", "eval_2.pt", "3.txt"):
+        (directory / name).touch()
+    (directory / "4.pt").mkdir()
+    names = [path.rsplit("/", 1)[1] for path in existing_files(str(directory / "{rollout_id}.pt"))]
+    assert names == ["9.pt", "10.pt", "eval_2.pt"]
+
+
+def test_templates_that_take_numbers_only_match_nothing(tmp_path):
+    assert existing_files(str(tmp_path / "{rollout_id:04d}.pt")) == []
+    assert existing_files(str(tmp_path / "{step}.pt")) == []
