@@ -34,6 +34,7 @@ Invariants
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -41,6 +42,53 @@ import torch
 from slime.algorithms.reduction import require_equal_lengths, scan_steps, step_masks, trained_tokens
 
 Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What an estimator may ask for: one row per sample, whole responses if it discounts, else any equal parts of them.
+
+    values: None without a critic.
+    """
+
+    rewards: Sequence[float] | torch.Tensor
+    kl: Tensors
+    loss_masks: Tensors
+    values: Tensors | None
+    kl_coef: float
+    gamma: float
+    lambd: float
+    count_masked_tokens: bool
+
+
+Estimate = tuple[list[torch.Tensor], list[torch.Tensor]]
+
+
+def grpo(inputs: AdvantageInputs) -> Estimate:
+    """The sample's reward for every token."""
+    advantages = get_grpo_returns(inputs.rewards, inputs.kl)
+    return advantages, advantages
+
+
+def reinforce_plus_plus(inputs: AdvantageInputs) -> Estimate:
+    """Discounted sums of the token rewards."""
+    options = {"kl_coef": inputs.kl_coef, "gamma": inputs.gamma, "count_masked_tokens": inputs.count_masked_tokens}
+    returns = reinforce_plus_plus_returns(inputs.rewards, inputs.kl, inputs.loss_masks, **options)
+    return returns, returns
+
+
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Estimate:
+    """The sample's reward less the weighted KL of the token."""
+    advantages = get_reinforce_plus_plus_baseline_advantages(
+        inputs.rewards, inputs.kl, inputs.loss_masks, inputs.kl_coef
+    )
+    return advantages, advantages
+
+
+def ppo(inputs: AdvantageInputs) -> Estimate:
+    """Generalised advantage estimation over token rewards and values."""
+    options = {"kl_coef": inputs.kl_coef, "gamma": inputs.gamma, "count_masked_tokens": inputs.count_masked_tokens}
+    return ppo_advantages(inputs.rewards, inputs.kl, inputs.values, inputs.loss_masks, lambd=inputs.lambd, **options)
 
 
 def grpo_advantages(

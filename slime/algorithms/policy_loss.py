@@ -50,6 +50,20 @@ def compute_cispo_loss(
     return -weight * advantages.float() * log_probs.float(), (weight != ratio).float()
 
 
+def clipped_objective(
+    ppo_kl: torch.Tensor, log_probs: torch.Tensor, advantages: torch.Tensor, eps: tuple[float, float, float | None]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`compute_policy_loss` as an objective of `slime.algorithms.estimators`; `eps`: `--eps-clip`, `-high` and `-c`."""
+    return compute_policy_loss(ppo_kl, advantages, *eps)
+
+
+def cispo_objective(
+    ppo_kl: torch.Tensor, log_probs: torch.Tensor, advantages: torch.Tensor, eps: tuple[float, float, float | None]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`compute_cispo_loss` as such an objective; it has no dual clip."""
+    return compute_cispo_loss(ppo_kl, log_probs, advantages, *eps[:2])
+
+
 def compute_value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, value_clip: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.algorithms.estimators import estimator
 from slime.arguments.checkpoints import WeightSource, latest_iteration, resolve_initial_weights
 from slime.arguments.config_files.eval_file import load_eval_config
 from slime.arguments.critic import critic_weights
@@ -226,7 +227,7 @@ def derive_placement(args: argparse.Namespace) -> None:
         args.num_gpus_per_node = args.actor_num_gpus_per_node
     if getattr(args, "offload", False):
         _offload_both(args)
-    args.use_critic = args.advantage_estimator == "ppo"
+    args.use_critic = estimator(args.advantage_estimator).needs_critic
     if args.use_critic:
         # Actor and critic take turns on the same GPUs.
         args.offload_train = True

@@ -42,7 +42,7 @@ def compute_rollout_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, f
     """
     metrics = {f"rollout/{name}": value for name, value in _sample_metrics(args, samples).items()}
     rewards = [_number(sample.get_reward_value(args)) for sample in samples]
-    if args.advantage_estimator != "ppo":
+    if not args.use_critic:
         counts = zero_std_counts(samples, rewards)
         metrics |= {f"rollout/zero_std/count_{reward}": float(count) for reward, count in counts.items()}
     if args.log_correct_samples:

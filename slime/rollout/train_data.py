@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from slime.algorithms.estimators import GROUP_CENTERED_ESTIMATORS, GROUP_SCALED_ESTIMATORS
+from slime.algorithms.estimators import estimator
 from slime.algorithms.reward_normalization import normalize_rewards
 from slime.training import routing_replay as routed_experts
 from slime.training.rollout_batch import TrainBatch, build_train_batch, train_batch_from_columns
@@ -66,15 +66,15 @@ def relative_rewards(args: argparse.Namespace, samples: Sequence[Sample], values
     Which estimators centre and scale is told by `slime.algorithms.estimators`; for the others, for SFT and with
     `--disable-rewards-normalization` rewards stay as they are. Samples that train nothing take part all the same.
     """
-    estimator = args.advantage_estimator
-    if not args.rewards_normalization or args.loss_type == "sft_loss" or estimator not in GROUP_CENTERED_ESTIMATORS:
+    row = estimator(args.advantage_estimator)
+    if not args.rewards_normalization or args.loss_type == "sft_loss" or not row.centers:
         return values
     return normalize_rewards(
         values,
         [sample.group_index for sample in samples],
         [sample.rollout_id for sample in samples],
         center=True,
-        scale=args.grpo_std_normalization and estimator in GROUP_SCALED_ESTIMATORS,
+        scale=args.grpo_std_normalization and row.scales,
         group_size=args.n_samples_per_prompt,
     )
 

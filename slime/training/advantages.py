@@ -2,7 +2,7 @@
 
 In order: KL of the policy against the reference, where both are known, whatever its weight in the reward; the estimator or
 the user's function; distillation; whitening. Per-token columns are this context-parallel rank's part of each response.
-Estimators that look ahead (ppo, reinforce_plus_plus) get whole responses, gathered over those ranks, since the end of a
+Estimators that discount get whole responses, gathered over those ranks, since the end of a
 response is not the end of any rank's part; results are cut again.
 """
 
@@ -15,13 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.algorithms.advantages import (
-    get_reinforce_plus_plus_baseline_advantages,
-    grpo_advantages,
-    ppo_advantages,
-    reinforce_plus_plus_returns,
-)
-from slime.algorithms.estimators import DISCOUNTING_ESTIMATORS, SAMPLE_REWARD_ESTIMATORS
+from slime.algorithms import advantages as algorithms
+from slime.algorithms.advantages import AdvantageInputs
+from slime.algorithms.estimators import estimator
 from slime.algorithms.kl import approx_kl_of_responses, distilled_advantages
 from slime.algorithms.reduction import zero_masked_tokens
 from slime.training.context_parallel import (
@@ -130,30 +126,31 @@ def _reward_kl(args: argparse.Namespace, rollout_data: dict[str, Any], cp: Conte
 
 def _estimate(args: argparse.Namespace, rollout_data: dict[str, Any], cp: ContextParallel) -> tuple[Tensors, Tensors]:
     """(advantages, returns) by `--advantage-estimator`."""
-    name, kl, rewards = args.advantage_estimator, rollout_data["kl"], rollout_data["rewards"]
-    if name in SAMPLE_REWARD_ESTIMATORS:
-        advantages = grpo_advantages(rewards, [len(tokens) for tokens in kl], device=kl[0].device if kl else None)
-        return advantages, advantages
-    if name == "reinforce_plus_plus_baseline":
-        masks = _local_masks(rollout_data, cp)
-        advantages = get_reinforce_plus_plus_baseline_advantages(rewards, kl, masks, args.kl_coef)
-        return advantages, advantages
-    if name not in DISCOUNTING_ESTIMATORS:
-        raise UserError(f"--advantage-estimator {name}: unknown; grpo, for example, is not")
-
+    row = estimator(args.advantage_estimator)
+    kl, masks, values = rollout_data["kl"], rollout_data["loss_masks"], None
+    if row.needs_critic:
+        values = _required(rollout_data, "values", f"--advantage-estimator {row.name}")
     lengths = (rollout_data["total_lengths"], rollout_data["response_lengths"])
-    full_kl, masks = gather_responses(kl, *lengths, cp), rollout_data["loss_masks"]
-    options = {
-        "kl_coef": args.kl_coef,
-        "gamma": args.gamma,
-        "count_masked_tokens": getattr(args, "discount_masked_tokens", False),
-    }
-    if name == "reinforce_plus_plus":
-        returns = slice_responses(reinforce_plus_plus_returns(rewards, full_kl, masks, **options), *lengths, cp)
-        return returns, returns
-    values = gather_responses(_required(rollout_data, "values", "--advantage-estimator ppo"), *lengths, cp)
-    advantages, returns = ppo_advantages(rewards, full_kl, values, masks, lambd=args.lambd, **options)
-    return slice_responses(advantages, *lengths, cp), slice_responses(returns, *lengths, cp)
+    if row.discounts:
+        kl, values = gather_responses(kl, *lengths, cp), values and gather_responses(values, *lengths, cp)
+    else:
+        masks = _local_masks(rollout_data, cp)
+    inputs = AdvantageInputs(
+        rollout_data["rewards"],
+        kl,
+        masks,
+        values,
+        kl_coef=args.kl_coef,
+        gamma=args.gamma,
+        lambd=args.lambd,
+        count_masked_tokens=args.discount_masked_tokens,
+    )
+    advantages, returns = getattr(algorithms, row.advantages)(inputs)
+    if row.discounts:
+        are_one = advantages is returns
+        advantages = slice_responses(advantages, *lengths, cp)
+        returns = advantages if are_one else slice_responses(returns, *lengths, cp)
+    return advantages, returns
 
 
 def _distil(args: argparse.Namespace, rollout_data: dict[str, Any], cp: ContextParallel) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from slime.algorithms.estimators import estimator
 from slime.training.step_statistics import wants_step_statistics
 from slime.utils.plugin_loader import load_function
 
@@ -40,7 +41,7 @@ def _loss_compares_them(args: argparse.Namespace) -> bool:
     return (
         args.use_rollout_logprobs
         or args.get_mismatch_metrics
-        or args.advantage_estimator == "gspo"
+        or estimator(args.advantage_estimator).ratio_of_sequence
         or (args.use_routing_replay and not args.use_rollout_routing_replay)
         or _correction_asks_for_the_step(args)
     )

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from slime.algorithms import policy_loss as objectives
+from slime.algorithms.estimators import estimator
 from slime.algorithms.kl import compute_approx_kl
 from slime.algorithms.policy_loss import (
-    compute_cispo_loss,
     compute_gspo_kl,
-    compute_policy_loss,
     compute_value_loss,
     importance_ratio,
 )
@@ -182,24 +182,21 @@ def _objective(
 ) -> tuple[torch.Tensor, Metrics]:
     """The policy-gradient loss per token, without what corrections do to it but that of `--use-opsm`; and its metrics."""
     advantages = per_token_column(batch, "advantages", "--loss-type policy_loss")
-    clip = (args.eps_clip, args.eps_clip_high)
-    is_gspo = args.advantage_estimator == "gspo"
+    row = estimator(args.advantage_estimator)
     full_log_probs, full_old = (), ()
-    if is_gspo:
+    if row.ratio_of_sequence:
         full_log_probs, full_old = _full(batch, log_probs), _full(batch, old_log_probs)
         local = batch["stream"].split(log_probs)
         ppo_kl = compute_gspo_kl(full_log_probs, full_old, local, batch["loss_masks"]).to(log_probs.device)
     else:
         ppo_kl = old_log_probs - log_probs
-    if args.advantage_estimator == "cispo":
-        loss, clipped = compute_cispo_loss(ppo_kl, log_probs, advantages, *clip)
-    else:
-        loss, clipped = compute_policy_loss(ppo_kl, advantages, *clip, args.eps_clip_c)
+    eps = (args.eps_clip, args.eps_clip_high, args.eps_clip_c)
+    loss, clipped = getattr(objectives, row.objective)(ppo_kl, log_probs, advantages, eps)
     metrics = {"pg_clipfrac": reduce(clipped), "ppo_kl": reduce(ppo_kl)}
     if args.use_tis:
         metrics["ois"] = reduce(importance_ratio(ppo_kl.detach()))
     if args.use_opsm:
-        if not is_gspo:
+        if not row.ratio_of_sequence:
             full_log_probs, full_old = _full(batch, log_probs.detach()), _full(batch, old_log_probs)
         kept, rejected = compute_opsm_mask(
             args, full_log_probs, full_old, batch["stream"].split(advantages), batch["loss_masks"]

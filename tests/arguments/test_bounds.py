@@ -141,7 +141,7 @@ DYNAMIC = "--use-dynamic-batch-size --max-tokens-per-gpu 512"
         ("--tis-clip 3", "--tis-clip: no effect without --use-tis"),
         ("--custom-tis-function-path m.f", "--custom-tis-function-path: no effect without --use-tis"),
         ("--opsm-delta 0.1", "--opsm-delta: no effect without --use-opsm"),
-        ("--gamma 0.9", "--gamma: no effect with an estimator that discounts nothing (ppo and reinforce_plus_plus do)"),
+        ("--gamma 0.9", "--gamma: no effect with an estimator that discounts nothing (reinforce_plus_plus and ppo do)"),
         ("--discount-masked-tokens", "--discount-masked-tokens: no effect with an estimator that counts no time steps"),
         ("--lambd 0.9", "--lambd: no effect without --advantage-estimator ppo"),
         ("--value-clip 0.1", "--value-clip: no effect without --advantage-estimator ppo"),

@@ -20,6 +20,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from slime.algorithms.estimators import estimator, names_of_estimators
 from slime.arguments.bounds import replace_wrong_sizes
 from slime.arguments.config_files.custom_config import read_flag_values, set_from_file, sets_plug_in
 from slime.arguments.config_files.yaml_file import FlagNames, YamlMapping, attribute_name, load_yaml, near_name
@@ -60,8 +61,12 @@ def apply_role_config(args: argparse.Namespace, parser: argparse.ArgumentParser)
     args.values_before_actor_overrides = {name: getattr(args, name, None) for name in overrides}
     for name, value in overrides.items():
         set_from_file(args, name, value, f"{place_in(args.megatron_config_path, 'actor', name)}: role actor")
-    if "critic" in args.role_overrides and getattr(args, "advantage_estimator", None) != "ppo":
-        logger.warning("%s: the run has no critic (--advantage-estimator ppo has), its entry has no effect", FLAG)
+    if "critic" in args.role_overrides and not estimator(args.advantage_estimator).needs_critic:
+        logger.warning(
+            "%s: the run has no critic (--advantage-estimator %s has), its entry has no effect",
+            FLAG,
+            names_of_estimators("needs_critic"),
+        )
     return violations
 
 

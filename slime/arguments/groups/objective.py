@@ -2,7 +2,7 @@
 
 import argparse
 
-from slime.algorithms.estimators import DISCOUNTING_ESTIMATORS, SAMPLE_REWARD_ESTIMATORS
+from slime.algorithms.estimators import ESTIMATORS, estimator, names_of_estimators
 from slime.arguments.flag import (
     ABOVE_ZERO,
     AT_LEAST_ONE,
@@ -35,23 +35,30 @@ def _no_kl_by_oversight(args: argparse.Namespace) -> bool:
 
 def _discounts_nothing(args: argparse.Namespace) -> bool:
     # A function of the user's in the place of the estimator may read any flag.
-    return args.advantage_estimator not in DISCOUNTING_ESTIMATORS and args.custom_advantage_function_path is None
+    return not estimator(args.advantage_estimator).discounts and args.custom_advantage_function_path is None
 
 
 def _rewards_of_groups(args: argparse.Namespace) -> bool:
-    return args.advantage_estimator in SAMPLE_REWARD_ESTIMATORS and args.custom_advantage_function_path is None
+    return not estimator(args.advantage_estimator).counts_kl and args.custom_advantage_function_path is None
 
 
 _NO_KL_LOSS = Idle(lambda args: not args.use_kl_loss, "without --use-kl-loss")
 _NO_KL = Idle(_no_kl, "without --use-kl-loss or --kl-coef")
 _NO_KL_BY_OVERSIGHT = Idle(_no_kl_by_oversight, "without --use-kl-loss or --kl-coef")
-_KL_ONLY_LOGGED = Idle(_rewards_of_groups, "on the advantages of grpo, gspo and cispo: the KL is only logged")
+_KL_ONLY_LOGGED = Idle(
+    _rewards_of_groups,
+    f"on the advantages of {names_of_estimators('counts_kl', without=True, joined_by='and')}: the KL is only logged",
+)
 _IMITATION = Idle(lambda args: args.loss_type == "sft_loss", "on the loss of --loss-type sft_loss")
 _DISCOUNTS_NOTHING = Idle(
-    _discounts_nothing, "with an estimator that discounts nothing (ppo and reinforce_plus_plus do)"
+    _discounts_nothing,
+    f"with an estimator that discounts nothing ({names_of_estimators('discounts', joined_by='and')} do)",
 )
 _COUNTS_NO_STEPS = Idle(_discounts_nothing, "with an estimator that counts no time steps")
-_NO_CRITIC = Idle(lambda args: args.advantage_estimator != "ppo", "without --advantage-estimator ppo")
+_NO_CRITIC = Idle(
+    lambda args: not estimator(args.advantage_estimator).needs_critic,
+    f"without --advantage-estimator {names_of_estimators('needs_critic')}",
+)
 _NO_CUSTOM_LOSS = Idle(lambda args: args.loss_type != "custom_loss", "without --loss-type custom_loss")
 _NO_MTP = Idle(lambda args: not args.enable_mtp_training, "without --enable-mtp-training")
 _NO_TIS = Idle(lambda args: not args.use_tis, "without --use-tis", tells_default=True)
@@ -71,8 +78,7 @@ ALGORITHM = Group("algorithm", (
         "policy_loss", "sft_loss", "custom_loss"),
     plug_in("--custom-loss-function-path", RANKS, "the loss of custom_loss", idle=_NO_CUSTOM_LOSS),
     flag("--advantage-estimator", str, "grpo", "advantage method; ppo trains a critic on the actor's GPUs, "
-        "reinforce_plus_plus* need --normalize-advantages", "grpo", "gspo", "cispo", "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline", "ppo", idle=_IMITATION),
+        "reinforce_plus_plus* need --normalize-advantages", *ESTIMATORS, idle=_IMITATION),
     off("--disable-compute-advantages-and-returns", "compute_advantages_and_returns",
         "skip advantages (supervised fine-tuning, own losses)"),
     plug_in("--custom-advantage-function-path", RANKS, "replaces the advantage estimator"),

@@ -236,7 +236,10 @@ def fsdp(args: argparse.Namespace) -> Iterator[str]:
                 "instead; give 1, or --train-backend megatron"
             )
     if args.use_critic:
-        yield "--advantage-estimator ppo: --train-backend fsdp has no critic; give grpo, or --train-backend megatron"
+        yield (
+            f"--advantage-estimator {args.advantage_estimator}: --train-backend fsdp has no critic; give grpo, or "
+            "--train-backend megatron"
+        )
     if args.opd_type == "megatron":
         yield "--opd-type megatron needs --train-backend megatron; with fsdp give --opd-type sglang"
 

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Iterator
 
-from slime.algorithms.estimators import GROUP_CENTERED_ESTIMATORS
+from slime.algorithms.estimators import estimator, names_of_estimators
 from slime.arguments.flag import flag_of
 from slime.arguments.rules import Rule
 
@@ -25,14 +25,15 @@ def losses(args: argparse.Namespace) -> Iterator[str]:
         yield "--loss-type custom_loss needs --custom-loss-function-path, such as my_losses.py:my_loss"
     if args.eps_clip_c is not None and args.eps_clip_c <= 1:
         yield f"--eps-clip-c {args.eps_clip_c}: it must be above 1 (3.0 is usual)"
-    if args.advantage_estimator == "cispo" and args.eps_clip < 1:
+    row = estimator(args.advantage_estimator)
+    if row.clips_one_side and args.eps_clip < 1:
         logger.warning(
-            "--advantage-estimator cispo with --eps-clip %s: its lower bound is normally off (--eps-clip 1.0)",
-            args.eps_clip,
-        )
-    if args.loss_type == "policy_loss" and args.advantage_estimator != "cispo":
+            "--advantage-estimator %s with --eps-clip %s: its lower bound is normally off (--eps-clip 1.0)",
+            row.name, args.eps_clip,
+        )  # fmt: skip
+    if args.loss_type == "policy_loss" and not row.clips_one_side:
         yield from _clip_range(args)
-    centered = args.rewards_normalization and args.advantage_estimator in GROUP_CENTERED_ESTIMATORS
+    centered = args.rewards_normalization and row.centers
     if args.n_samples_per_prompt == 1 and centered and args.loss_type == "policy_loss":
         logger.warning(
             "--n-samples-per-prompt 1 with rewards normalisation: every group has one member, so all advantages are zero"
@@ -40,7 +41,7 @@ def losses(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _clip_range(args: argparse.Namespace) -> Iterator[str]:
-    """The range of the probability ratio. That of cispo is one-sided by design."""
+    """The range of the probability ratio."""
     if args.eps_clip > 1:
         yield (
             f"--eps-clip {args.eps_clip}: the probability ratio may fall to 1 - {args.eps_clip}, and it is never below 0; give "
@@ -69,12 +70,12 @@ def reference_model(args: argparse.Namespace) -> Iterator[str]:
 
 
 def estimators(args: argparse.Namespace) -> Iterator[str]:
-    if args.advantage_estimator.startswith("reinforce_plus_plus") and not args.normalize_advantages:
+    if estimator(args.advantage_estimator).needs_whitening and not args.normalize_advantages:
         yield f"--advantage-estimator {args.advantage_estimator} needs --normalize-advantages"
     if args.num_critic_only_steps and not args.use_critic:
         yield (
             f"--num-critic-only-steps {args.num_critic_only_steps}: --advantage-estimator {args.advantage_estimator} has no "
-            "critic; give --advantage-estimator ppo, or 0"
+            f"critic; give --advantage-estimator {names_of_estimators('needs_critic')}, or 0"
         )
     if args.use_critic and args.num_rollout and args.num_critic_only_steps >= args.num_rollout:
         logger.warning(
@@ -200,7 +201,7 @@ def released_trainer(args: argparse.Namespace) -> Iterator[str]:
     if args.train_backend != "megatron":
         yield f"--release-train with --train-backend {args.train_backend}: only megatron can; drop it"
     if args.use_critic:
-        yield "--release-train with --advantage-estimator ppo: the critic would be lost; drop it"
+        yield f"--release-train with --advantage-estimator {args.advantage_estimator}: the critic would be lost; drop it"
     if args.keep_old_actor:
         yield "--release-train with --keep-old-actor: the copy would be lost; drop one"
     if args.save is None:
