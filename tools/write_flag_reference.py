@@ -27,7 +27,7 @@ from slime.arguments.help_text import facts_of, groups_of  # noqa: E402
 from slime.arguments.not_yet import rows  # noqa: E402
 from slime.arguments.parser import build_parser  # noqa: E402
 from slime.arguments.surface import PACKAGES, load_surface  # noqa: E402
-from slime.utils.files import write_text_atomically  # noqa: E402
+from slime.utils.filesystem import write_text_atomically  # noqa: E402
 
 SURFACE = Path("tests/arguments/data/surface.txt")
 REFERENCE = Path("docs/en/reference")

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from slime.arguments import parse_args  # noqa: E402
 from slime.plan import Plan, make_plan  # noqa: E402
-from slime.utils.files import write_text_atomically  # noqa: E402
+from slime.utils.filesystem import write_text_atomically  # noqa: E402
 
 PAGE = ROOT / "docs" / "en" / "advanced" / "memory-plan.md"
 BEGIN, END = "<!-- memory table: begin -->", "<!-- memory table: end -->"

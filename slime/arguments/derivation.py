@@ -16,7 +16,7 @@ from typing import Any
 from slime.algorithms.estimators import estimator
 from slime.arguments.checkpoints import WeightSource, latest_iteration, resolve_initial_weights
 from slime.arguments.config_files.eval_file import load_eval_config
-from slime.arguments.critic import critic_weights
+from slime.arguments.critic_arguments import critic_weights
 from slime.arguments.flag import flag_of
 from slime.arguments.megatron.values import derive_megatron_values
 from slime.arguments.origins import Origin

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments.model_shape import SHAPE_FLAGS
-from slime.arguments.types import written_pattern
+from slime.arguments.value_types import written_pattern
 from slime.estimates.shape import expert_layers
+from slime.models.config_entries import rope_type
 from slime.models.families import SUPPORTED_MODEL_TYPES, family_of, model_args_from_hf
-from slime.models.hf_config import rope_type
 from slime.utils.errors import UserError
 
 Config = dict[str, Any]

@@ -16,7 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from slime.arguments.flag import as_typed
-from slime.arguments.groups import OWN_GROUPS, megatron, sglang
+from slime.arguments.groups import OWN_GROUPS
+from slime.arguments.groups import megatron_flags as megatron
+from slime.arguments.groups import sglang_flags as sglang
 from slime.arguments.help_text import HelpFormatter, HelpGrepAction, print_page
 from slime.arguments.origins import start_origins
 from slime.arguments.surface import PACKAGES, load_surface, warm_surfaces

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slime.arguments.types import human_int, integers, json_object, json_value, layer_pattern
+from slime.arguments.value_types import human_int, integers, json_object, json_value, layer_pattern
 from slime.utils import env
 from slime.utils.child_process import describe_exit_status, environment_for_python
 from slime.utils.errors import UserError
-from slime.utils.files import write_text_atomically
+from slime.utils.filesystem import write_text_atomically
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.models import hf_config as hf
-from slime.models.hf_config import wrong_entries
+from slime.models import config_entries as hf
+from slime.models.config_entries import wrong_entries
 from slime.utils.errors import UserError
 
 Config = dict[str, Any]

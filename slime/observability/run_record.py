@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.utils.files import write_json_atomically
+from slime.utils.filesystem import write_json_atomically
 
 REDACTED = "<redacted>"
 # Addresses of data bases hold a password.

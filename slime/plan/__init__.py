@@ -19,6 +19,7 @@ from slime.estimates.layout import ParallelLayout
 from slime.estimates.shape import ModelShape
 from slime.models.families import model_args_from_hf
 from slime.plan.batch import plan_batch, plan_parameters
+from slime.plan.changed_values import custom_values, plan_values
 from slime.plan.host_memory import (
     HostShare,
     host_memory_problem,
@@ -31,10 +32,9 @@ from slime.plan.placement import engine_parts, plan_placement, plan_sync, starts
 from slime.plan.setup import missing_shape_flags, parallel_layout, shape_of
 from slime.plan.structure import BatchPlan, LayoutPlan, MemoryPlan, Plan
 from slime.plan.text import render
-from slime.plan.values import custom_values, plan_values
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import UserError
-from slime.utils.files import write_json_atomically
+from slime.utils.filesystem import write_json_atomically
 
 __all__ = ["Plan", "make_plan", "plan_as_json", "render", "require_memory_of_machine", "show_plan"]
 

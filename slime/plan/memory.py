@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from slime.arguments.critic import critic_args
+from slime.arguments.critic_arguments import critic_args
 from slime.arguments.planned_device import gpu_memory_gib, plans_for_gpus
 from slime.arguments.sizes import longest_sample, prompt_is_limited
 from slime.estimates.layout import ParallelLayout
-from slime.estimates.memory import (
+from slime.estimates.serving_memory import ServingMemory, serving_memory
+from slime.estimates.shape import ModelShape
+from slime.estimates.training_memory import (
     HOST_PARTS,
     MEMORY_PARTS,
     RankMemory,
@@ -20,8 +22,6 @@ from slime.estimates.memory import (
     training_memory,
     worst_rank,
 )
-from slime.estimates.serving import ServingMemory, serving_memory
-from slime.estimates.shape import ModelShape
 from slime.plan.placement import gpus_per_node, placement_mode, serving_setup, starts_engines
 from slime.plan.setup import (
     CUDA_OVERHEAD_BYTES,

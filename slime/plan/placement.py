@@ -10,7 +10,13 @@ from typing import Any
 from slime.arguments.config_files.serving_config import ModelServing, ServerGroup, serving_of
 from slime.arguments.planned_device import plans_for_gpus
 from slime.estimates.layout import ParallelLayout
-from slime.estimates.serving import ServingSetup, WeightBytes, served_bytes, served_weight_bytes, unknown_quantisation
+from slime.estimates.serving_memory import (
+    ServingSetup,
+    WeightBytes,
+    served_bytes,
+    served_weight_bytes,
+    unknown_quantisation,
+)
 from slime.estimates.shape import ModelShape
 from slime.plan.structure import GpuPlan, NodePlan, PlacementPlan, SyncPlan
 

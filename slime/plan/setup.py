@@ -9,8 +9,8 @@ from slime.arguments.planned_device import plans_for_gpus
 from slime.arguments.sizes import planned_sample
 from slime.estimates.activations import Kernels, Recompute
 from slime.estimates.layout import ParallelLayout
-from slime.estimates.memory import ACCELERATOR_CHUNK_BYTES, ONE_THREAD_CHUNK_BYTES, StateBytes, TrainingSetup
 from slime.estimates.shape import ModelShape
+from slime.estimates.training_memory import ACCELERATOR_CHUNK_BYTES, ONE_THREAD_CHUNK_BYTES, StateBytes, TrainingSetup
 
 # Context of the CUDA driver, workspaces of cuBLAS, buffers of NCCL: what a rank takes before its first tensor.
 CUDA_OVERHEAD_BYTES = 2 * 2**30

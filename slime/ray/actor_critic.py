@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from slime.arguments.critic import critic_args
+from slime.arguments.critic_arguments import critic_args
 from slime.ray.rollout_manager import RolloutResult
 from slime.ray.train_group import Report, TrainGroup
 from slime.utils.errors import RunError

@@ -228,7 +228,7 @@ class RolloutManager:
     def _build_shards(self, samples: list[Any]) -> tuple[list[Box], list[Box], int]:
         """One boxed object per data-parallel rank of the actor and of the critic, if there is one, and the number of
         rollouts that fit no whole step."""
-        from slime.arguments.critic import critic_args
+        from slime.arguments.critic_arguments import critic_args
         from slime.rollout.train_data import convert_samples_to_train_batch
         from slime.training.rollout_batch import split_for_data_parallel
 

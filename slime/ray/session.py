@@ -26,7 +26,7 @@ from slime.plan import show_plan
 from slime.ray.run_ending import closing_lines
 from slime.utils import env
 from slime.utils.errors import RunError, UserError
-from slime.utils.files import sweep_scratch_directories
+from slime.utils.filesystem import sweep_scratch_directories
 
 logger = logging.getLogger(__name__)
 

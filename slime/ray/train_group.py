@@ -20,7 +20,7 @@ from slime.observability.waiting import wait_for, wait_for_all
 from slime.ray.rollout_manager import RolloutResult
 from slime.utils import env
 from slime.utils.errors import RunError
-from slime.utils.files import make_scratch_directory, remove_scratch_directory
+from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
 from slime.utils.plugin_loader import load_function
 
 _MEGATRON_RANK = "slime.backends.megatron_utils.actor.MegatronTrainActor"

@@ -23,7 +23,7 @@ from slime.observability.waiting import wait_for_all
 from slime.ray.rollout_manager import ServingInfo
 from slime.ray.train_group import TrainGroup
 from slime.utils.errors import RunError
-from slime.utils.files import make_scratch_directory, remove_scratch_directory
+from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
 from slime.weights.equality import check_all_reset, check_equal_checksums
 
 logger = logging.getLogger(__name__)

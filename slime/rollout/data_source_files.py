@@ -23,7 +23,7 @@ import numpy as np
 from slime.rollout.user_functions import accepted_keywords
 from slime.utils.dataset import Dataset
 from slime.utils.errors import UserError
-from slime.utils.files import publishing_directory
+from slime.utils.filesystem import publishing_directory
 from slime.utils.plugin_loader import calling_user_code
 from slime.utils.sample_fields import exactly_as, hold_arrays
 from slime.utils.types import Sample

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from slime.utils.errors import UserError
-from slime.utils.files import existing_files
+from slime.utils.filesystem import existing_files
 from slime.utils.packed_sample import pack_sample
 from slime.utils.sample_fields import TOKEN_FIELDS, held
 from slime.utils.types import Sample

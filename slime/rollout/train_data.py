@@ -8,8 +8,8 @@ from typing import Any
 
 from slime.algorithms.estimators import estimator
 from slime.algorithms.reward_normalization import normalize_rewards
-from slime.training import routing_replay as routed_experts
 from slime.training.rollout_batch import TrainBatch, build_train_batch, train_batch_from_columns
+from slime.training.routing_replay import ROUTED_EXPERTS, check_routed_experts, routed_experts_column
 from slime.utils.errors import UserError
 from slime.utils.finite_number import finite_number
 from slime.utils.plugin_loader import calling_user_code, load_function
@@ -34,9 +34,9 @@ def convert_samples_to_train_batch(args: argparse.Namespace, samples: Sequence[S
         raw_rewards, rewards = post_process_rewards(args, samples)
         batch = build_train_batch(samples, raw_rewards, rewards)
         if args.use_rollout_routing_replay:
-            batch[routed_experts.COLUMN] = routed_experts.routed_experts_column(args, samples)
+            batch[ROUTED_EXPERTS] = routed_experts_column(args, samples)
     if args.use_rollout_routing_replay:
-        routed_experts.check_routed_experts(args, batch)
+        check_routed_experts(args, batch)
     return batch
 
 

@@ -20,7 +20,7 @@ import requests
 from slime.serving.router_flags import OUR_DEFAULTS, REQUEST_TIMEOUT_SECONDS
 from slime.utils.child_process import ChildProcess, environment_for_python
 from slime.utils.errors import RunError, UserError
-from slime.utils.files import make_scratch_directory, remove_scratch_directory
+from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
 from slime.utils.ports import PortReservation, host_for_url, random_port_start, reserve_port, service_host
 
 _FIRST_PORT = 3000

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from slime.arguments.checkpoints import POINTER, iteration_directory
 from slime.utils.errors import RunError
-from slime.utils.files import replace_directory, write_text_atomically
+from slime.utils.filesystem import replace_directory, write_text_atomically
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Sequences and responses cut over context-parallel ranks, and put together again.
 
-Whatever layout the model's stream has, per-token results live in the zigzag layout of `slime.scheduling.context_parallel`:
+Whatever layout the model's stream has, per-token results live in the zigzag layout of `slime.scheduling.zigzag`:
 a rank holds, of every response, the tokens that its two chunks predict, in order. The ranks of a context-parallel group
 have the same samples, so each call that gathers is made by all of them, also where a rank owns nothing. The gathers are
 differentiable; all ranks of the group then have to run the backward pass through them.
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from slime.scheduling.context_parallel import chunk_size, local_response_length, response_ranges
+from slime.scheduling.zigzag import chunk_size, local_response_length, response_ranges
 
 
 @dataclass(frozen=True)

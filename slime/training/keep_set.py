@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from slime.scheduling.context_parallel import response_ranges
+from slime.scheduling.zigzag import response_ranges
 from slime.training.packed_stream import PackedStream
 
 # Kept entries whose float64 values and int64 places exist at a time: some tens of MiB.

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from slime.estimates.memory import ACCELERATOR_CHUNK_BYTES, ONE_THREAD_CHUNK_BYTES
+from slime.estimates.training_memory import ACCELERATOR_CHUNK_BYTES, ONE_THREAD_CHUNK_BYTES
 from slime.training.keep_set import KeepSet, KeptTokens
 
 # Stands for −inf where a logit is multiplied by its probability 0: its exponential is 0 and it overflows under no gradient.

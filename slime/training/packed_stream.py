@@ -20,7 +20,7 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from slime.scheduling.context_parallel import (
+from slime.scheduling.zigzag import (
     Segment,
     chunk_size,
     contiguous_segments,

@@ -258,7 +258,7 @@ def _to_host(experts: torch.Tensor) -> torch.Tensor:
     return host.copy_(experts.to(torch.int16), non_blocking=True)
 
 
-COLUMN = "rollout_routed_experts"
+ROUTED_EXPERTS = "rollout_routed_experts"
 
 
 def routed_experts_column(args: argparse.Namespace, samples: Sequence[Sample]) -> list[np.ndarray]:
@@ -270,7 +270,7 @@ def routed_experts_column(args: argparse.Namespace, samples: Sequence[Sample]) -
     lacking = [s.index for s in samples if s.rollout_routed_experts is None and _trains(s)]
     if lacking:
         raise UserError(
-            f"--use-rollout-routing-replay: {len(lacking)} of {len(samples)} samples have no `{COLUMN}` (sample indices "
+            f"--use-rollout-routing-replay: {len(lacking)} of {len(samples)} samples have no `{ROUTED_EXPERTS}` (sample indices "
             f"{lacking[:5]}); the function that generates must keep the engine's `routed_experts`"
         )
     nothing = np.empty((0, args.num_layers, args.moe_router_topk), np.int32)
@@ -294,14 +294,14 @@ def check_routed_experts(args: argparse.Namespace, batch: dict[str, Any]) -> Non
     Raises:
         UserError: naming the sample, and the layer where one is to blame.
     """
-    if COLUMN not in batch:
+    if ROUTED_EXPERTS not in batch:
         raise UserError(
-            f"--use-rollout-routing-replay: the train batch of --custom-convert-samples-to-train-data-path has no `{COLUMN}`"
+            f"--use-rollout-routing-replay: the train batch of --custom-convert-samples-to-train-data-path has no `{ROUTED_EXPERTS}`"
         )
     layers = [i for i, has in enumerate(expert_layers(args.moe_layer_freq, args.num_layers)) if has]
     seen = np.zeros(len(layers), dtype=bool)
-    for position, experts in enumerate(batch[COLUMN]):
-        where = f"`{COLUMN}` of sample {batch['sample_indices'][position]}"
+    for position, experts in enumerate(batch[ROUTED_EXPERTS]):
+        where = f"`{ROUTED_EXPERTS}` of sample {batch['sample_indices'][position]}"
         if len(experts) == 0 and not batch["loss_masks"][position].any():
             continue
         expected = (len(batch["tokens"][position]) - 1, args.num_layers, args.moe_router_topk)
@@ -315,7 +315,7 @@ def check_routed_experts(args: argparse.Namespace, batch: dict[str, Any]) -> Non
             _require_captured(captured, layers, where)
         seen |= captured
     # With one expert per token, all of a short sample can have gone to expert 0.
-    _require_captured(seen, layers, f"`{COLUMN}` of every sample")
+    _require_captured(seen, layers, f"`{ROUTED_EXPERTS}` of every sample")
 
 
 def _captured_layers(experts: np.ndarray, num_experts: int, where: str) -> np.ndarray:
@@ -345,7 +345,7 @@ def experts_of_stream(batch: dict[str, Any], layer_numbers: Sequence[int], num_e
     """
     stream: PackedStream = batch["stream"]
     layers = torch.tensor(layer_numbers) - 1
-    samples = [sample.index_select(1, layers).to(torch.int16) for sample in batch[COLUMN]]
+    samples = [sample.index_select(1, layers).to(torch.int16) for sample in batch[ROUTED_EXPERTS]]
     # The last sequence may be padding alone, without a sample.
     samples += [samples[0][:0]] * (len(stream.sequence_lengths) - len(samples))
     # Every sequence comes in its full length, so no row is left to be filled up with zeros.

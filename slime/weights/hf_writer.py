@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.utils.errors import RunError, UserError
-from slime.utils.files import publishing_directory, write_json_atomically
+from slime.utils.filesystem import publishing_directory, write_json_atomically
 from slime.weights.buckets import split_into_buckets
 
 if TYPE_CHECKING:

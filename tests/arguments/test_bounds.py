@@ -6,7 +6,7 @@ from slime.arguments import parse_args
 from slime.arguments.groups import BOUNDS, OWN_GROUPS
 from slime.arguments.help_text import groups_of
 from slime.arguments.parser import build_parser
-from slime.arguments.types import human_int
+from slime.arguments.value_types import human_int
 from slime.utils.errors import UserError
 from tests.support.args import parse
 from tests.support.rules import assert_violation, violations

@@ -8,7 +8,9 @@ import pytest
 
 from slime.arguments import parse_args
 from slime.arguments import parser as parser_module
-from slime.arguments.groups import OWN_GROUPS, rollout, sglang
+from slime.arguments.groups import OWN_GROUPS
+from slime.arguments.groups import rollout_flags as rollout
+from slime.arguments.groups import sglang_flags as sglang
 from slime.arguments.help_text import groups_of
 from slime.arguments.not_yet import OWN_ROWS
 from slime.arguments.parser import build_parser, parse_known

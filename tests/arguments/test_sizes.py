@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import pytest
 
-from slime.arguments.critic import critic_args
+from slime.arguments.critic_arguments import critic_args
 from slime.arguments.sizes import layout_of, longest_sample, planned_sample, prompt_is_limited, train_iterations
 from tests.support.args import parse
 from tests.support.rules import violations

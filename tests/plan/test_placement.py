@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime.estimates.serving import WeightBytes
+from slime.estimates.serving_memory import WeightBytes
 from slime.plan import make_plan
 from slime.plan.placement import serving_setup
 from slime.plan.setup import shape_of

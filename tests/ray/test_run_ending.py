@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime.arguments.checkpoints import POINTER, WeightSource
-from slime.arguments.groups.training import CHECKPOINTS
+from slime.arguments.groups.training_flags import CHECKPOINTS
 from slime.arguments.parser import build_parser
 from slime.ray import session
 from slime.ray.run_ending import OF_THIS_START, closing_lines

@@ -7,7 +7,7 @@ import requests
 from slime.serving import router as router_module
 from slime.serving.router import RouterHandle, compute_router_fields, start_router
 from slime.utils.errors import RunError, UserError
-from slime.utils.files import make_scratch_directory
+from slime.utils.filesystem import make_scratch_directory
 from tests.support.fake_generate_server import FakeGenerateServer
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from slime.scheduling.context_parallel import response_ranges
+from slime.scheduling.zigzag import response_ranges
 from slime.training.context_parallel import ContextParallel
 from slime.training.packed_stream import pack_stream
 

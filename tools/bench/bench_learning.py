@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from slime.utils.files import write_text_atomically  # noqa: E402
+from slime.utils.filesystem import write_text_atomically  # noqa: E402
 from tools.bench import learning_curves as curves  # noqa: E402
 from tools.bench.learning_recipes import ESTIMATORS, OFF_POLICY, RECIPES, Recipe, names_of  # noqa: E402
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from slime.utils.files import write_text_atomically
+from slime.utils.filesystem import write_text_atomically
 from tools.report import read_run
 
 ACCURACY = "eval/held_out"

@@ -1,8 +1,11 @@
 """The flags of our own, each declared once, in the order in which `--help` shows their groups."""
 
 from slime.arguments.flag import Bounds, Caller, Flag, Group
-from slime.arguments.groups import objective, rollout, run, training
-from slime.arguments.groups.sglang import SERVING
+from slime.arguments.groups import objective_flags as objective
+from slime.arguments.groups import rollout_flags as rollout
+from slime.arguments.groups import run_flags as run
+from slime.arguments.groups import training_flags as training
+from slime.arguments.groups.sglang_flags import SERVING
 from slime.arguments.megatron.names import BOUNDS as MEGATRON_BOUNDS
 
 OWN_GROUPS: tuple[Group, ...] = (

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slime.arguments import flag as flags
 from slime.arguments.checkpoints import POINTER, checkpoint_source, is_megatron_checkpoint
-from slime.arguments.critic import DIRECTORY, critic_args, critic_weights
+from slime.arguments.critic_arguments import DIRECTORY, critic_args, critic_weights
 from slime.arguments.derivation import source_of_actor
 from slime.arguments.flag import flag_of
 from slime.arguments.groups import OWN_FLAGS
@@ -22,7 +22,7 @@ from slime.arguments.rules import Rule
 from slime.arguments.rules.data import own_files
 from slime.utils.data_files import parse_data_path, path_without_slice
 from slime.utils.errors import UserError
-from slime.utils.files import existing_files
+from slime.utils.filesystem import existing_files
 
 _WRITTEN = tuple(name for name, flag in OWN_FLAGS.items() if flag.path is flags.Path.WRITTEN)
 

@@ -13,7 +13,7 @@ from slime.arguments.flag import as_typed, flag_of
 from slime.arguments.hf_config import read_hf_config
 from slime.arguments.rules import Rule
 from slime.arguments.server_flags import REFUSED, share_problem, tensor_parallel_size
-from slime.estimates.serving import require_whole_groups
+from slime.estimates.serving_memory import require_whole_groups
 from slime.observability.run_record import redacted
 from slime.utils.errors import UserError
 

@@ -41,7 +41,7 @@ class MegatronTrainActor(MegatronRank):
             rendezvous: what rank 0's `rendezvous_address` returned.
         """
         self._join(rendezvous)
-        from slime.backends.megatron_utils.routing_replay import attach_routing_replay
+        from slime.backends.megatron_utils.replaying_router import attach_routing_replay
 
         self.routing_replay = attach_routing_replay(self.args, self.model)
         tell = logger.info if self.rank == 0 else lambda line: None

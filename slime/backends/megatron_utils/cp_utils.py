@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from slime.algorithms.reduction import masked_sum, sum_of_sample_mean
-from slime.scheduling.context_parallel import Range, logits_and_tokens_offsets
+from slime.scheduling.zigzag import Range, logits_and_tokens_offsets
 from slime.training import context_parallel
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
 

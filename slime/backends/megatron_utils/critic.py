@@ -24,7 +24,7 @@ from slime.utils.misc import Box
 
 
 class MegatronCriticActor(MegatronRank):
-    """A rank of the critic's group; its `args` are those of `slime.arguments.critic.critic_args`."""
+    """A rank of the critic's group; its `args` are those of `slime.arguments.critic_arguments.critic_args`."""
 
     role = "critic"
     metric_prefix = "train/critic-"

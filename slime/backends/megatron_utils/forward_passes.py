@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from slime.backends.megatron_utils.attention import packed_seq_params
 from slime.backends.megatron_utils.initialize import context_parallel
-from slime.backends.megatron_utils.routing_replay import routing_replay_of
+from slime.backends.megatron_utils.replaying_router import routing_replay_of
 from slime.training.micro_batch import MicroBatch, response_log_probs
 from slime.training.packed_stream import PackedStream, pack_stream
 from slime.training.rollout_batch import NOT_PER_SAMPLE

@@ -22,7 +22,7 @@ from slime.backends.sglang_utils.server_process import CAUSE_FILE, write_argumen
 from slime.utils.child_process import ChildProcess
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import RunError
-from slime.utils.files import make_scratch_directory, remove_scratch_directory
+from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
 from slime.utils.ports import PortReservation, host_for_url, random_port_start, reserve_port, service_host
 
 _FIRST_PORT = 15000

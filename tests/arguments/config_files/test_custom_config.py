@@ -8,7 +8,7 @@ import pytest
 from slime.arguments.config_files.custom_config import apply_custom_config
 from slime.arguments.origins import Origin
 from slime.arguments.parser import ArgumentParser, parse_known
-from slime.arguments.types import json_object
+from slime.arguments.value_types import json_object
 from slime.observability.run_record import write_run_record
 from slime.utils.errors import UserError
 from tests.support.args import parse

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from slime.scheduling.context_parallel import chunk_size
+from slime.scheduling.zigzag import chunk_size
 from tests.support.distributed import run_distributed
 
 HEADS, GROUPS, DIM = 4, 2, 8
@@ -194,7 +194,7 @@ def test_the_variable_length_kernel_is_told_the_same_segments(ranks, layout):
 
 
 def test_zigzag_ranks_compute_the_same_number_of_scores():
-    from slime.scheduling.context_parallel import zigzag_segments
+    from slime.scheduling.zigzag import zigzag_segments
 
     length = 8 * 1024
     work = [sum(s.queries * (s.keys - s.queries / 2) for s in zigzag_segments([length], 4, rank)) for rank in range(4)]

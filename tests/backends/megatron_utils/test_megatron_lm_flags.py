@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from slime.arguments.groups import megatron
+from slime.arguments.groups import megatron_flags as megatron
 from slime.arguments.surface import FlagSpec, add_flag
 from tests.support.distributed import REPOSITORY
 

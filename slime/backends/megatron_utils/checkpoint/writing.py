@@ -40,7 +40,7 @@ from slime.backends.megatron_utils.parameter_selection import selection_of
 from slime.training.checkpoint_publication import unpublished
 from slime.training.model_states import ModelStates
 from slime.utils.errors import RunError
-from slime.utils.files import fsync_tree
+from slime.utils.filesystem import fsync_tree
 
 logger = logging.getLogger(__name__)
 

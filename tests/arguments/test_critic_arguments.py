@@ -3,7 +3,7 @@
 import pytest
 
 from slime.arguments.checkpoints import POINTER, WeightSource
-from slime.arguments.critic import critic_args
+from slime.arguments.critic_arguments import critic_args
 from slime.utils.errors import UserError
 from tests.support.args import parse, write_config
 

@@ -1,8 +1,10 @@
+"""Words of a command line as values: numbers with suffixes, JSON, layer patterns."""
+
 import argparse
 
 import pytest
 
-from slime.arguments.types import environment_variables, integers, json_object, layer_pattern, written_pattern
+from slime.arguments.value_types import environment_variables, integers, json_object, layer_pattern, written_pattern
 
 
 @pytest.mark.parametrize(

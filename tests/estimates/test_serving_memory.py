@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from slime.estimates.parameters import count_parameters
-from slime.estimates.serving import (
+from slime.estimates.serving_memory import (
     ServingSetup,
     WeightBytes,
     quantisation_of,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime.models.hf_config import wrong_entries
+from slime.models.config_entries import wrong_entries
 from slime.utils.errors import UserError
 from tests.support.args import TINY_QWEN3_CONFIG, command_line, parse, write_config
 from tests.support.published_models import PUBLISHED_MODELS

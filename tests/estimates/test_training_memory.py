@@ -6,9 +6,9 @@ import pytest
 
 from slime.estimates.activations import Kernels, Recompute
 from slime.estimates.layout import ParallelLayout, split_into_stages
-from slime.estimates.memory import StateBytes, TrainingSetup, push_buffers, training_memory, worst_rank
 from slime.estimates.parameters import count_parameters
 from slime.estimates.shape import ModelShape, MoeShape
+from slime.estimates.training_memory import StateBytes, TrainingSetup, push_buffers, training_memory, worst_rank
 
 GIB = 2**30
 QWEN3_8B = ModelShape(36, 4096, 12288, 32, 8, 128, 151936, 152064, qk_norm="head")

@@ -7,7 +7,7 @@ import shlex
 from typing import Any
 
 from slime.arguments.origins import Origin
-from slime.arguments.types import written_pattern
+from slime.arguments.value_types import written_pattern
 from slime.observability.run_record import REDACTED, plain_arguments
 from slime.plan.structure import ValuePlan
 

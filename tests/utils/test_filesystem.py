@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils import files as scratch
+from slime.utils import filesystem as scratch
 from slime.utils.child_process import environment_for_python
-from slime.utils.files import (
+from slime.utils.filesystem import (
     existing_files,
     publishing_directory,
     replace_directory,
@@ -75,7 +75,7 @@ def test_replaced_directory_is_gone(tmp_path):
 
 OWNER = """
 import sys
-from slime.utils.files import make_scratch_directory
+from slime.utils.filesystem import make_scratch_directory
 print(make_scratch_directory("test"), flush=True)
 sys.stdin.read()
 """

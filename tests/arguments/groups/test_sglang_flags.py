@@ -1,8 +1,10 @@
+"""Flags of engines and router: our own, and those that the installed packages tell."""
+
 import argparse
 
 import pytest
 
-from slime.arguments.groups import sglang
+from slime.arguments.groups import sglang_flags as sglang
 
 
 def build() -> argparse.ArgumentParser:

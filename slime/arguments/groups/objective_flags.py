@@ -19,7 +19,7 @@ from slime.arguments.flag import (
     switch,
     weight,
 )
-from slime.arguments.groups.training import not_from_megatron
+from slime.arguments.groups.training_flags import not_from_megatron
 
 RANKS = Caller.RANKS
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime.scheduling.context_parallel import (
+from slime.scheduling.zigzag import (
     chunk_size,
     contiguous_segments,
     local_response_length,

@@ -15,7 +15,7 @@ from slime.arguments.flag import (
     switch,
 )
 from slime.arguments.hf_config import is_hf_checkpoint
-from slime.arguments.types import environment_variables
+from slime.arguments.value_types import environment_variables
 
 _DELTA_WEIGHT_TRANSPORT = "delta weight transport"
 _WEIGHT_TRANSPORT_THROUGH_FILES = "weight transport through files"

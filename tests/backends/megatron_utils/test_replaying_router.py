@@ -200,7 +200,7 @@ def plain_routing(experts):
 
 def refusals(args):
     """What is said when a replay is asked of a model whose routers cannot do it."""
-    from slime.backends.megatron_utils.routing_replay import attach_routing_replay
+    from slime.backends.megatron_utils.replaying_router import attach_routing_replay
     from slime.utils.errors import UserError
 
     messages = []
@@ -223,7 +223,7 @@ def prepared_run(args):
     import torch
 
     run = LayoutRun(args, loads=False)
-    from slime.backends.megatron_utils.routing_replay import attach_routing_replay
+    from slime.backends.megatron_utils.replaying_router import attach_routing_replay
 
     run.replay = attach_routing_replay(args, run.model)
     if args.use_rollout_routing_replay:

@@ -15,7 +15,7 @@ from slime.arguments.flag import (
     switch,
     weight,
 )
-from slime.arguments.types import json_object
+from slime.arguments.value_types import json_object
 
 MANAGER, RANKS = Caller.MANAGER, Caller.RANKS
 
