@@ -267,20 +267,19 @@ def routed_experts_column(args: argparse.Namespace, samples: Sequence[Sample]) -
     Raises:
         UserError: a sample that trains has none.
     """
-    lacking = [s.index for s in samples if s.rollout_routed_experts is None and _trains(s)]
+    trains = [not s.remove_sample and s.effective_response_length > 0 for s in samples]
+    lacking = [
+        s.index for s, counts in zip(samples, trains, strict=True) if counts and s.rollout_routed_experts is None
+    ]
     if lacking:
         raise UserError(
-            f"--use-rollout-routing-replay: {len(lacking)} of {len(samples)} samples have no `{ROUTED_EXPERTS}` (sample indices "
-            f"{lacking[:5]}); the function that generates must keep the engine's `routed_experts`"
+            f"--use-rollout-routing-replay: {len(lacking)} of {len(samples)} samples have no `{ROUTED_EXPERTS}` (sample "
+            f"indices {lacking[:5]}); the function that generates must keep the engine's `routed_experts`"
         )
     nothing = np.empty((0, args.num_layers, args.moe_router_topk), np.int32)
     return [
         nothing if s.rollout_routed_experts is None else np.asarray(s.rollout_routed_experts, np.int32) for s in samples
     ]
-
-
-def _trains(sample: Sample) -> bool:
-    return not sample.remove_sample and sample.effective_response_length > 0
 
 
 def check_routed_experts(args: argparse.Namespace, batch: dict[str, Any]) -> None:
