@@ -295,7 +295,8 @@ def check_routed_experts(args: argparse.Namespace, batch: dict[str, Any]) -> Non
     """
     if ROUTED_EXPERTS not in batch:
         raise UserError(
-            f"--use-rollout-routing-replay: the train batch of --custom-convert-samples-to-train-data-path has no `{ROUTED_EXPERTS}`"
+            "--use-rollout-routing-replay: the train batch of --custom-convert-samples-to-train-data-path has no "
+            f"`{ROUTED_EXPERTS}`"
         )
     layers = [i for i, has in enumerate(expert_layers(args.moe_layer_freq, args.num_layers)) if has]
     seen = np.zeros(len(layers), dtype=bool)

@@ -20,7 +20,7 @@ from slime.utils.types import Sample
 
 ARGS = SimpleNamespace(
     reward_key=None,
-    advantage_estimator="grpo",
+    use_critic=False,
     log_correct_samples=False,
     log_passrate=False,
     log_reward_category=None,
@@ -117,7 +117,7 @@ def test_zero_std_groups_are_counted_by_reward_and_groups_of_one_are_not():
     assert zero_std_counts(samples, [s.reward for s in samples]) == {0.0: 2, 0.1: 1, 1.0: 1}
     metrics = compute_rollout_metrics(ARGS, samples)
     assert metrics["rollout/zero_std/count_0.0"] == 2
-    assert not any("zero_std" in k for k in compute_rollout_metrics(with_args(advantage_estimator="ppo"), samples))
+    assert not any("zero_std" in k for k in compute_rollout_metrics(with_args(use_critic=True), samples))
 
 
 def test_rollout_metrics_use_trained_tokens_and_reward_keys():
