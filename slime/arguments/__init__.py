@@ -77,7 +77,9 @@ def parse_args(
     unknown: list[str] = []
     with _said_when_accepted():
         args = parse_known(parser, words, unknown)
-        _settle(args, _merge_files(args, parser), unknown)
+        with recording(args, Origin.YAML):
+            violations = apply_custom_config(args, parser) + apply_role_config(args, parser)
+        _settle(args, violations, unknown)
     return args
 
 
@@ -118,11 +120,6 @@ class _HeldLines(logging.Handler):
         self.by_text.setdefault(record.getMessage(), record)
 
 
-def _merge_files(args: argparse.Namespace, parser: ArgumentParser) -> list[str]:
-    with recording(args, Origin.YAML):
-        return apply_custom_config(args, parser) + apply_role_config(args, parser)
-
-
 def _settle(args: argparse.Namespace, violations: list[str], unknown: list[str]) -> None:
     """`unknown`: messages about flags that nobody knows, of which others may be the consequence."""
     with recording(args, Origin.DERIVED):
@@ -148,7 +145,8 @@ def _derive_and_check(args: argparse.Namespace) -> list[str]:
     violations = list(dict.fromkeys([*wrong.values(), *without_consequences(violations, wrong)]))
     args.plan_notes = list(dict.fromkeys(args.plan_notes))
     if not violations:
-        _finish_shape(args)
+        if args.vocab_size is not None:
+            args.padded_vocab_size = padded_vocabulary(args)
         keep_names_equal(args)
         # A shorthand only: nobody may read it in place of what it stands for.
         vars(args).pop("offload", None)
@@ -166,11 +164,6 @@ def _apply_shape(args: argparse.Namespace) -> list[str]:
             return [] if args.debug_rollout_only else apply_hf_config(args, config)
     except UserError as error:
         return [str(error)]
-
-
-def _finish_shape(args: argparse.Namespace) -> None:
-    if args.vocab_size is not None:
-        args.padded_vocab_size = padded_vocabulary(args)
 
 
 # Own rules, then those of Megatron, then those of the engines.

@@ -114,7 +114,8 @@ def matching_entries(parser: argparse.ArgumentParser, word: str) -> str:
     )
     formatter = parser._get_formatter()
     for title, actions in groups_of(parser):
-        found = [action for action in actions if pattern.search(_plain(_searched_text(action)))]
+        texts = [f"{' '.join(action.option_strings)} {meaning_of(action)}" for action in actions]
+        found = [action for action, text in zip(actions, texts, strict=True) if pattern.search(_plain(text))]
         if found:
             formatter.start_section(title)
             formatter.add_arguments(found)
@@ -145,10 +146,6 @@ def _metavar_of(action: argparse.Action) -> str | tuple[str, ...]:
         return "{" + ",".join(map(str, action.choices)) + "}"
     name = getattr(action.type, "__name__", "str")
     return _TYPE_NAMES.get(name, name.upper())
-
-
-def _searched_text(action: argparse.Action) -> str:
-    return f"{' '.join(action.option_strings)} {meaning_of(action)}"
 
 
 def _plain(text: str) -> str:

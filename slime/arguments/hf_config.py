@@ -35,7 +35,9 @@ def apply_hf_config(args: argparse.Namespace, config: Config) -> list[str]:
     try:
         family_of(config)
     except UserError as error:
-        return _unknown_family(args, f"{place}: {error}")
+        described = all(getattr(args, name) for name in SHAPE_FLAGS)
+        message = f"{place}: {error}"
+        return _noted(args, f"{message} (planned from the typed flags alone)") if described else [message]
     try:
         derived = model_args_from_hf(config)
     except UserError as error:
@@ -43,11 +45,6 @@ def apply_hf_config(args: argparse.Namespace, config: Config) -> list[str]:
     violations = [message for limit in training_limits(config, derived) for message in _noted(args, limit)]
     _fill(args, derived)
     return [*violations, *_differences(args, derived)]
-
-
-def _unknown_family(args: argparse.Namespace, message: str) -> list[str]:
-    described = all(getattr(args, name) for name in SHAPE_FLAGS)
-    return _noted(args, f"{message} (planned from the typed flags alone)") if described else [message]
 
 
 def _noted(args: argparse.Namespace, message: str) -> list[str]:
@@ -107,21 +104,12 @@ def _same_grouping(args: argparse.Namespace, derived: ModelArgs) -> bool:
     return groups == derived["num_query_groups"]
 
 
-def _same_ffn_width(args: argparse.Namespace, derived: ModelArgs) -> bool:
-    """A width that no layer has may differ."""
-    return bool(derived["num_experts"]) and derived["moe_layer_freq"] == 1
-
-
 def _same_expert_layers(args: argparse.Namespace, derived: ModelArgs) -> bool:
     try:
         mine = expert_layers(args.moe_layer_freq, args.num_layers or 0)
         return mine == expert_layers(derived["moe_layer_freq"], derived["num_layers"])
     except UserError:
         return False
-
-
-def _same_expert_width(args: argparse.Namespace, derived: ModelArgs) -> bool:
-    return (args.moe_ffn_hidden_size or args.ffn_hidden_size) == derived["moe_ffn_hidden_size"]
 
 
 def _own_layers(args: argparse.Namespace, derived: ModelArgs) -> bool:
@@ -138,9 +126,12 @@ _MEANINGS: dict[str, Callable[[argparse.Namespace, ModelArgs], bool]] = {
     "kv_channels": _same_head_width,
     "group_query_attention": _same_grouping,
     "num_query_groups": _same_grouping,
-    "ffn_hidden_size": _same_ffn_width,
+    # A width that no layer has may differ.
+    "ffn_hidden_size": lambda args, derived: bool(derived["num_experts"]) and derived["moe_layer_freq"] == 1,
     "moe_layer_freq": _same_expert_layers,
-    "moe_ffn_hidden_size": _same_expert_width,
+    "moe_ffn_hidden_size": lambda args, derived: (
+        (args.moe_ffn_hidden_size or args.ffn_hidden_size) == derived["moe_ffn_hidden_size"]
+    ),
     "moe_shared_expert_intermediate_size": _equal_or("moe_shared_expert_intermediate_size", 0),
     "moe_router_num_groups": _equal_or("moe_router_num_groups", 1),
     "moe_router_group_topk": _equal_or("moe_router_group_topk", 1),

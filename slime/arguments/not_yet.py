@@ -33,7 +33,10 @@ def not_yet_violations(args: argparse.Namespace) -> Iterator[str]:
             continue
         for name in names_of(row, args):
             value = getattr(args, name)
-            if value is None or value is False or value in row.works or _is_not_asked_for(args, name):
+            if value is None or value is False or value in row.works:
+                continue
+            # What follows from another flag is that flag's affair: it has a row of its own.
+            if args.origins.get(name) in (Origin.DEFAULT, Origin.DERIVED):
                 continue
             shown = "" if value is True else f" {as_typed(redacted({name: value})[name])}"
             yield _message(flag_of(name), shown, row.feature, args.origins.get(name))
@@ -47,11 +50,6 @@ def _message(flag: str, value: str, feature: str, origin: Origin | None) -> str:
             "(--dry-run plans with this one)"
         )
     return f"{flag}{value}: {feature} is not built yet; drop the flag (--dry-run plans with it)"
-
-
-def _is_not_asked_for(args: argparse.Namespace, name: str) -> bool:
-    # What follows from another flag is that flag's affair: it has a row of its own.
-    return args.origins.get(name) in (Origin.DEFAULT, Origin.DERIVED)
 
 
 def names_of(row: NotYet, args: argparse.Namespace) -> list[str]:

@@ -44,7 +44,8 @@ def _drop_values(path: Path, lost: Mapping[str, range]) -> None:
     for record in RawEventFileLoader(str(path)).Load():
         event = Event.FromString(record)
         values = list(event.summary.value)
-        left = [value for value in values if event.step not in lost.get(_axis_of(value.tag), ())]
+        axes = [AXES.get(value.tag.partition("/")[0], "") for value in values]
+        left = [value for value, axis in zip(values, axes, strict=True) if event.step not in lost.get(axis, ())]
         dropped += len(values) - len(left)
         if len(left) == len(values):
             kept.append(record)
@@ -60,7 +61,3 @@ def _drop_values(path: Path, lost: Mapping[str, range]) -> None:
                 writer.write(record)
             writer.flush()
         os.replace(temporary, path)
-
-
-def _axis_of(tag: str) -> str:
-    return AXES.get(tag.partition("/")[0], "")

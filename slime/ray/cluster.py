@@ -91,7 +91,9 @@ def ray_cluster(args: argparse.Namespace) -> Iterator[None]:
     else:
         _join(address, plan)
         # What the driver's own machine has says nothing about the nodes that will train.
-        settle_precision(args, on_gpus=_nodes_have_gpus())
+        # Of `GPU` resources that are devices Ray names the type where it found them itself.
+        on_gpus = any(name.startswith("accelerator_type:") for name in ray.cluster_resources())
+        settle_precision(args, on_gpus=on_gpus)
     try:
         with _agents_follow_driver() if address is None else contextlib.nullcontext():
             yield
@@ -120,11 +122,6 @@ def object_store_bytes(args: argparse.Namespace) -> int:
             wanted / 2**30, granted / 2**30, source,
         )  # fmt: skip
     return granted
-
-
-def _nodes_have_gpus() -> bool:
-    """Whether the cluster's `GPU` resources are devices: Ray names their type where it found them itself."""
-    return any(name.startswith("accelerator_type:") for name in ray.cluster_resources())
 
 
 def check_machine(args: argparse.Namespace) -> None:

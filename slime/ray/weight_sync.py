@@ -78,7 +78,9 @@ class WeightSync:
         trainer = self._train_group.probe_log_probs(sequences)
         tolerance = LOG_PROB_TOLERANCE[self._args.params_dtype_name]
         for rank, answers in enumerate(self._call_engines("generate", _probe_request(sequences))):
-            difference = mean_difference(trainer, [_input_log_probs(answer) for answer in answers])
+            # The first entry has no log-prob: nothing predicts the first token.
+            entries = [answer["meta_info"]["input_token_logprobs"][1:] for answer in answers]
+            difference = mean_difference(trainer, [[entry[0] for entry in of_sample] for of_sample in entries])
             # Written so that a NaN fails too.
             if difference <= tolerance:
                 continue
@@ -141,8 +143,3 @@ def _probe_request(sequences: list[list[int]]) -> dict[str, Any]:
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-
-
-def _input_log_probs(answer: dict[str, Any]) -> list[float]:
-    # The first entry has no log-prob: nothing predicts the first token.
-    return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]

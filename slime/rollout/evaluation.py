@@ -206,8 +206,9 @@ async def finished_prompts(tasks: list[asyncio.Task[Any]], config: EvalDatasetCo
         task.add_done_callback(ended.put_nowait)
     started = last = now()
     finished = 0
+    limit = float("inf") if config.eval_task_timeout is None else started + config.eval_task_timeout
     while finished < len(tasks):
-        end = min(_time_limit(config, started), _early_end(config, last, len(tasks), finished))
+        end = min(limit, _early_end(config, last, len(tasks), finished))
         try:
             async with asyncio.timeout(None if end == float("inf") else end - now()):
                 task = await ended.get()
@@ -222,10 +223,6 @@ async def finished_prompts(tasks: list[asyncio.Task[Any]], config: EvalDatasetCo
             "evaluation set %s: %d of %d prompts were left unfinished", config.name, len(tasks) - finished, len(tasks)
         )
     return [task.result() for task in tasks if task.done()]
-
-
-def _time_limit(config: EvalDatasetConfig, started: float) -> float:
-    return float("inf") if config.eval_task_timeout is None else started + config.eval_task_timeout
 
 
 def _early_end(config: EvalDatasetConfig, last: float, total: int, finished: int) -> float:

@@ -132,13 +132,9 @@ def _describe_action(action: argparse.Action, known_spellings: set[str]) -> Iter
 def _spellings(action: argparse.Action, known_spellings: set[str]) -> tuple[str, ...]:
     names = [action.dest, *(option.removeprefix("--") for option in action.option_strings)]
     short = _MORE_SPELLINGS.get(action.dest, "")
-    if short and _dashed(short) not in known_spellings:
+    if short and "--" + short.replace("_", "-") not in known_spellings:
         names.append(short)
     return tuple(dict.fromkeys(f"--sglang-{name.replace('_', '-')}" for name in names))
-
-
-def _dashed(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _help(action: argparse.Action) -> str:

@@ -53,7 +53,7 @@ def load_hf_weights(args: Any, model_chunks: Iterable[torch.nn.Module], hf_dir: 
     source = SafetensorsDirectory(hf_dir)
     plan = _plan(family, model_chunks)
     needed = gather_from_stages({hf_name for *_, hf_names in plan for hf_name in hf_names})
-    _check_names(set().union(*needed), source, family, hf_dir, _is_critic(args))
+    _check_names(set().union(*needed), source, family, hf_dir, getattr(args, "role", ACTOR) == CRITIC)
     message = None
     try:
         _fill(plan, source, ModelShape.from_args(args), hf_dir)
@@ -116,10 +116,6 @@ def _speaks_for_its_stage() -> bool:
 
     is_first_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
     return is_first_replica and parallel_state.get_tensor_model_parallel_rank() == 0
-
-
-def _is_critic(args: Any) -> bool:
-    return getattr(args, "role", ACTOR) == CRITIC
 
 
 def _check_names(
