@@ -19,19 +19,19 @@ from slime.estimates.layout import ParallelLayout
 from slime.estimates.shape import ModelShape
 from slime.models.families import model_args_from_hf
 from slime.plan.batch import plan_batch, plan_parameters
-from slime.plan.changed_values import custom_values, plan_values
-from slime.plan.host_memory import (
+from slime.plan.memory import (
     HostShare,
     host_memory_problem,
     host_shares,
     machine_memory,
+    over_long_warning,
+    plan_memory,
     require_host_memory,
 )
-from slime.plan.memory import over_long_warning, plan_memory
 from slime.plan.placement import engine_parts, plan_placement, plan_sync, starts_engines, unknown_format
 from slime.plan.setup import missing_shape_flags, parallel_layout, shape_of
 from slime.plan.structure import BatchPlan, LayoutPlan, MemoryPlan, Plan
-from slime.plan.text import render
+from slime.plan.text import custom_values, plan_values, render
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import UserError
 from slime.utils.filesystem import write_json_atomically

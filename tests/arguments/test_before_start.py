@@ -210,7 +210,7 @@ def test_a_machine_that_is_too_small_is_told_before_anything_is_written(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("slime.ray.cluster.gpus_on_this_machine", lambda: gpus)
-    monkeypatch.setattr("slime.plan.host_memory.machine_memory", lambda: memory)
+    monkeypatch.setattr("slime.plan.memory.machine_memory", lambda: memory)
     assert run(tmp_path, *check) == 2
     shown = capsys.readouterr()
     assert said in shown.err and "ready" not in shown.out

@@ -1,8 +1,25 @@
-"""The memory of a critic beside the actor."""
+"""A critic's memory beside the actor, and the memory of the machine against what a run takes."""
 
+import argparse
+
+import psutil
 import pytest
 
-from slime.plan import make_plan
+from slime.plan import make_plan, require_memory_of_machine
+from slime.plan import memory as host_memory
+from slime.plan.memory import (
+    ENGINE_BYTES,
+    FURTHER_SCHEDULER_BYTES,
+    GIB,
+    RANK_BYTES,
+    RUN_BYTES,
+    HostShare,
+    host_memory_problem,
+    host_shares,
+    machine_memory,
+)
+from slime.plan.placement import EnginePart
+from slime.utils.errors import UserError
 from tests.support.plans import SMALL, TWO_NODES, planned
 
 PPO = ("--advantage-estimator", "ppo")
@@ -50,3 +67,145 @@ def test_the_phase_and_a_note_tell_of_it():
 def test_plans_without_a_critic_say_nothing_of_one(command):
     plan = make_plan(planned(command))
     assert not any("critic" in note for note in plan.notes)
+
+
+NO_CRITIC = argparse.Namespace(use_critic=False)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
+
+
+def memory_is(monkeypatch, gib: float) -> None:
+    monkeypatch.setattr("slime.plan.machine_memory", lambda: round(gib * GIB))
+    monkeypatch.setattr(host_memory, "machine_memory", lambda: round(gib * GIB))
+
+
+def cpu_arguments(engines: int) -> argparse.Namespace:
+    """A model of 4 B parameters, as a run without GPUs sees it."""
+    args = planned(SMALL, "--rollout-num-gpus", str(engines), "--rollout-num-gpus-per-engine", "1")
+    args.dry_run_gpu_memory_gib = None
+    return args
+
+
+def test_processes_count_where_the_model_is_not_known():
+    shares = host_shares(NO_CRITIC, None, 3, [EnginePart(0, 4, 2)], on_gpus=False)
+    assert [(share.count, share.each) for share in shares] == [
+        (1, RUN_BYTES), (3, RANK_BYTES), (2, ENGINE_BYTES + FURTHER_SCHEDULER_BYTES),
+    ]  # fmt: skip
+    critic = host_shares(argparse.Namespace(use_critic=True), None, 3, [], on_gpus=False)
+    assert critic[1].each == 2 * RANK_BYTES
+
+
+def test_tensors_are_on_top_of_the_processes(on_cpu):
+    args = cpu_arguments(3)
+    memory = make_plan(args).memory
+    shares = host_shares(args, memory, 4, [EnginePart(0, 3, 1)], on_gpus=False)
+    assert [share.total for share in shares[1:]] == [
+        4 * (RANK_BYTES + memory.training.total + memory.training.host), 3 * (ENGINE_BYTES + memory.serving.total),
+    ]  # fmt: skip
+    assert shares[2].flag == "--rollout-num-gpus"
+    # 4 B parameters in float32, and a cache of 32768 tokens.
+    assert memory.serving.total > 16e9
+
+
+def test_pipeline_stages_are_added_up_and_not_taken_at_the_largest(on_cpu):
+    words = ["--pipeline-model-parallel-size", "4", "--tensor-model-parallel-size", "1"]
+    args = planned(SMALL.replace(" --sequence-parallel", ""), *words)
+    args.dry_run_gpu_memory_gib = None
+    memory = make_plan(args).memory
+    totals = memory.training.stage_totals
+    assert len(totals) == 4 and max(totals) > min(totals)
+    (_, ranks) = host_shares(args, memory, 4, [], on_gpus=False)
+    assert abs(ranks.total - (4 * RANK_BYTES + sum(totals) + sum(memory.training.stage_hosts))) < 8
+
+
+def test_no_number_is_named_where_fewer_parts_would_each_be_larger():
+    machine = 10 * GIB
+    ranks = HostShare("training rank", 4, 4 * GIB)
+    generic = "take a smaller model or fewer of its parts, or join a cluster by RAY_ADDRESS"
+    assert host_memory_problem([ranks], machine).endswith(generic)
+    engines = HostShare("engine", 4, GIB, "--rollout-num-gpus")
+    assert host_memory_problem([ranks, engines], machine).endswith(generic)
+    # What engines take can be lowered by their number, though training takes more.
+    assert "--rollout-num-gpus 1 would fit" in host_memory_problem([ranks, engines], 17 * GIB)
+    assert host_memory_problem([engines, engines], 7 * GIB).endswith(generic), "no one flag counts both"
+
+
+def test_on_gpus_an_estimate_refuses_nothing(monkeypatch, caplog):
+    memory_is(monkeypatch, 1)
+    args = planned(SMALL, "--optimizer-cpu-offload", "--use-precision-aware-optimizer")
+    require_memory_of_machine(args)
+    assert "but this machine has 1.0 GiB" in caplog.text
+
+
+def test_a_run_that_is_too_large_is_refused_with_both_numbers_and_a_way_out(on_cpu, monkeypatch):
+    # It needs no plan of the batch, no weights, and no data.
+    memory_is(monkeypatch, 16)
+    with pytest.raises(UserError) as error:
+        require_memory_of_machine(cpu_arguments(64))
+    assert "of memory (64 engines of " in str(error.value) and "this machine has 16.0 GiB" in str(error.value)
+    memory_is(monkeypatch, 1e6)
+    require_memory_of_machine(cpu_arguments(64))
+
+
+def test_the_plan_warns_in_the_same_words(on_cpu, monkeypatch):
+    memory_is(monkeypatch, 16)
+    with pytest.raises(UserError) as error:
+        require_memory_of_machine(cpu_arguments(64))
+    assert str(error.value) in make_plan(cpu_arguments(64)).warnings
+    memory_is(monkeypatch, 1e6)
+    assert not any("this machine has" in warning for warning in make_plan(cpu_arguments(64)).warnings)
+
+
+def test_a_plan_for_gpus_says_nothing_about_this_machine(monkeypatch):
+    memory_is(monkeypatch, 0.1)
+    assert not any("this machine has" in warning for warning in make_plan(planned(SMALL)).warnings)
+
+
+@pytest.mark.parametrize(
+    "engines, per_engine, way_out",
+    [
+        # 10 GiB for engines of 0.75 GiB, or of pairs of GPUs with one more scheduler.
+        (64, 1, "--rollout-num-gpus 11 would fit"),
+        (64, 2, "--rollout-num-gpus 16 would fit"),
+    ],
+)
+def test_the_way_out_fits(engines, per_engine, way_out):
+    machine = 10 * GIB
+
+    def shares(gpus):
+        return host_shares(NO_CRITIC, None, 1, [EnginePart(0, gpus, per_engine)], on_gpus=False)
+
+    assert way_out in host_memory_problem(shares(engines), machine)
+    largest = int(way_out.split()[1])
+    assert host_memory_problem(shares(largest), machine) is None
+    assert host_memory_problem(shares(largest + per_engine), machine) is not None
+
+
+def test_one_engine_that_is_too_large_has_another_way_out():
+    problem = host_memory_problem([HostShare("engine", 1, 30 * GIB, "--rollout-num-gpus")], 8 * GIB)
+    assert problem == (
+        "the run needs about 30.0 GiB of memory (1 engine of 30.0 GiB), but this machine has 8.0 GiB; take a smaller model "
+        "or fewer of its parts, or join a cluster by RAY_ADDRESS"
+    )
+
+
+def test_on_gpus_what_ranks_keep_on_the_host_counts(monkeypatch):
+    plan = make_plan(planned(SMALL))
+    offloaded = make_plan(planned(SMALL, "--optimizer-cpu-offload", "--use-precision-aware-optimizer"))
+    (share,) = host_shares(NO_CRITIC, offloaded.memory, 4, [EnginePart(4, 2, 2)], on_gpus=True)
+    assert (share.count, share.each) == (4, offloaded.memory.training.host) and share.each > 0
+    assert host_shares(NO_CRITIC, None, 4, [], on_gpus=True) == ()
+    assert plan.memory.training.host < offloaded.memory.training.host
+
+
+def test_the_limit_of_a_container_is_the_machines_memory(tmp_path, monkeypatch):
+    limit, none = tmp_path / "memory.max", tmp_path / "none"
+    limit.write_text("1000000\n")
+    none.write_text("max\n")
+    monkeypatch.setattr(host_memory, "_LIMITS_OF_CONTAINERS", (str(none), str(tmp_path / "nowhere")))
+    assert machine_memory() == psutil.virtual_memory().total
+    monkeypatch.setattr(host_memory, "_LIMITS_OF_CONTAINERS", (str(none), str(limit)))
+    assert machine_memory() == 1000000

@@ -18,11 +18,10 @@ from slime.training.advantages import compute_advantages_and_returns
 from slime.training.checkpoint_publication import publish_checkpoint
 from slime.training.context_parallel import gather_responses
 from slime.training.data_metrics import rollout_data_metrics
-from slime.training.log_prob_pass import needs_log_prob_pass
 from slime.training.metric_reduction import refresh_mask_sums
 from slime.training.model_states import ACTOR, REFERENCE, ModelStates, StateSchedule
 from slime.training.rollout_batch import with_full_responses
-from slime.training.step_statistics import worst_token_lines
+from slime.training.step_statistics import needs_log_prob_pass, worst_token_lines
 from slime.training.train_dump import save_train_data
 from slime.utils.misc import Box
 from slime.utils.plugin_loader import calling_user_code, load_function

@@ -10,8 +10,8 @@ from slime.backends.megatron_utils.hf_conversion.exporter import (
     iter_hf_named_tensors,
     remove_padding,
 )
+from slime.backends.megatron_utils.hf_conversion.families import supported_model_types
 from slime.backends.megatron_utils.hf_conversion.loader import expected_hf_names, load_hf_weights
-from slime.backends.megatron_utils.hf_conversion.registry import supported_model_types
 
 __all__ = [
     "convert_to_hf",

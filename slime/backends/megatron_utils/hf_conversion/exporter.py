@@ -16,9 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.hf_conversion.family import Family, strip_wrappers
+from slime.backends.megatron_utils.hf_conversion.families import Family, family_of_args, family_of_name, strip_wrappers
 from slime.backends.megatron_utils.hf_conversion.layouts import Layout, ModelShape
-from slime.backends.megatron_utils.hf_conversion.registry import family_of_args, family_of_name
 from slime.utils.errors import UserError
 
 logger = logging.getLogger(__name__)

@@ -20,9 +20,8 @@ from safetensors import SafetensorError, safe_open
 
 from slime.arguments.config_files.role_config import ACTOR, CRITIC
 from slime.arguments.hf_config import read_hf_config
-from slime.backends.megatron_utils.hf_conversion.family import Family, Rule
+from slime.backends.megatron_utils.hf_conversion.families import Family, Rule, family_of_directory
 from slime.backends.megatron_utils.hf_conversion.layouts import ModelShape
-from slime.backends.megatron_utils.hf_conversion.registry import family_of_directory
 from slime.utils.errors import UserError
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from slime.arguments.checkpoints import POINTER, WeightSource
 from slime.arguments.groups.training_flags import CHECKPOINTS
 from slime.arguments.parser import build_parser
 from slime.ray import session
-from slime.ray.run_ending import OF_THIS_START, closing_lines
+from slime.ray.session import OF_THIS_START, closing_lines
 
 COMMAND = ["python", "train.py", "--load", "hf/model", "--num-rollout", "8", "--ckpt-step=3", "--lr", "1e-6"]
 

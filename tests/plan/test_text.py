@@ -8,7 +8,7 @@ import pytest
 from slime.arguments.origins import Origin
 from slime.arguments.parser import build_parser
 from slime.plan import make_plan, render
-from slime.plan.changed_values import plan_values
+from slime.plan.text import plan_values
 from tests.support.plans import SMALL, planned
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from slime.arguments.hf_config import TRAINED_MODEL_TYPES
-from slime.backends.megatron_utils.hf_conversion.mimo import MIMO
-from slime.backends.megatron_utils.hf_conversion.qwen_dense import QWEN_DENSE
-from slime.backends.megatron_utils.hf_conversion.registry import (
+from slime.backends.megatron_utils.hf_conversion.families import (
+    MIMO,
+    QWEN_DENSE,
     family_of_directory,
     family_of_name,
     supported_model_types,
