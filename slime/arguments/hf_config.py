@@ -16,7 +16,7 @@ from slime.arguments.model_shape import SHAPE_FLAGS
 from slime.arguments.value_types import written_pattern
 from slime.estimates.shape import expert_layers
 from slime.models.config_entries import rope_type
-from slime.models.families import SUPPORTED_MODEL_TYPES, family_of, model_args_from_hf
+from slime.models.families import SUPPORTED_MODEL_TYPES, TRAINED_MODEL_TYPES, family_of, model_args_from_hf
 from slime.utils.errors import UserError
 
 Config = dict[str, Any]
@@ -140,10 +140,6 @@ _MEANINGS: dict[str, Callable[[argparse.Namespace, ModelArgs], bool]] = {
     "add_qkv_bias": lambda args, derived: derived["multi_latent_attention"],
     "spec": _own_layers,
 }
-
-
-# Families whose layers this trainer builds.
-TRAINED_MODEL_TYPES = ("qwen2", "qwen3", "mimo")
 
 
 def training_limits(config: Config, derived: dict[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 A constant is true of every published model of the type and stands in no config. To add a family, add an entry here.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,12 +24,14 @@ class Family:
     constants: flags that hold whatever the config says.
     absent: entries that a config of this type may lack, with the value that it then means.
     rope_types: kinds of RoPE scaling that the family's layers know.
+    trained: the trainer builds its layers and converts its weights; else it is only planned.
     """
 
     parts: tuple[Part, ...]
     constants: Mapping[str, Any] = field(default_factory=dict)
     absent: Mapping[str, Any] = field(default_factory=dict)
     rope_types: tuple[str, ...] = ("default",)
+    trained: bool = False
 
     def model_args(self, config: Config) -> dict[str, Any]:
         """The flags of the model of `config`, under their names and with the types they have in `args`."""
@@ -64,10 +67,10 @@ _QWEN3_5_MOE = Family(
 )
 
 FAMILIES: dict[str, Family] = {
-    "qwen2": Family(_DENSE, {"add_qkv_bias": True}),
-    "qwen3": Family(_DENSE, {"qk_layernorm": True}),
+    "qwen2": Family(_DENSE, {"add_qkv_bias": True}, trained=True),
+    "qwen3": Family(_DENSE, {"qk_layernorm": True}, trained=True),
     "llama": Family((*_DENSE, hf.llama3_rope), rope_types=("default", "llama3")),
-    "mimo": Family((*_DENSE, hf.mtp_layers), {"add_qkv_bias": True}),
+    "mimo": Family((*_DENSE, hf.mtp_layers), {"add_qkv_bias": True}, trained=True),
     "glm4": Family(
         (*_DENSE, hf.qkv_bias, hf.partial_rope),
         {
@@ -155,6 +158,13 @@ FAMILIES: dict[str, Family] = {
 }
 
 # Text-only checkpoints of multimodal models carry the type of their language model; it is no type of its own.
+# Those whose layers the trainer builds.
+TRAINED_MODEL_TYPES = tuple(name for name, family in FAMILIES.items() if family.trained)
+# What a `--model-name` without punctuation contains, the first that fits.
+FAMILY_NAMES = (
+    "minimaxm2", "glm4moelite", "deepseekv3", "deepseekv32", "glmmoedsa", "kimi", "glm4moe", "glm4", "qwen3next", "qwen35",
+    "qwen3vl", "qwen2moe", "qwen3moe", "qwen2", "qwen3", "llama", "mimo",
+)  # fmt: skip
 SUPPORTED_MODEL_TYPES = tuple(sorted(name for name in FAMILIES if not name.endswith("_text")))
 
 
@@ -185,3 +195,9 @@ def family_of(config: Config) -> Family:
         given = "it lacks model_type" if model_type is None else f"model_type {model_type!r} is not known"
         raise UserError(f"{given}; supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
     return FAMILIES[model_type]
+
+
+def family_name(name: str) -> str | None:
+    """The family that a `--model-name` means; None where there is none."""
+    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    return next((family for family in FAMILY_NAMES if family in plain), None)

@@ -8,15 +8,9 @@ import pytest
 
 from slime.arguments import hf_config
 from slime.arguments.derivation import resolve_aliases
-from slime.arguments.hf_config import (
-    TRAINED_MODEL_TYPES,
-    apply_hf_config,
-    is_hf_checkpoint,
-    read_hf_config,
-    text_config_of,
-)
+from slime.arguments.hf_config import apply_hf_config, is_hf_checkpoint, read_hf_config, text_config_of
 from slime.arguments.parser import build_parser, parse_known
-from slime.models.families import SUPPORTED_MODEL_TYPES, model_args_from_hf
+from slime.models.families import SUPPORTED_MODEL_TYPES, TRAINED_MODEL_TYPES, model_args_from_hf
 from slime.utils.errors import UserError
 from tests.support.args import TINY_QWEN3_CONFIG, command_line, parse, write_config
 from tests.support.model_tables import expected_flags

@@ -4,16 +4,15 @@ A run is refused; `--dry-run` plans it and notes it.
 """
 
 import argparse
-import re
 from collections.abc import Iterator
 
 from slime.arguments.config_files.eval_file import places_in
-from slime.arguments.hf_config import TRAINED_MODEL_TYPES
 from slime.arguments.not_yet import OWN_ROWS
 from slime.arguments.paths import MANAGER_PLUG_INS
 from slime.arguments.rules import Rule
 from slime.arguments.rules.rollout import reward_types
 from slime.arguments.sizes import layout_of
+from slime.models.families import FAMILY_NAMES, TRAINED_MODEL_TYPES, family_name
 from slime.utils.reward_types import is_planned_reward_type, known_reward_types
 
 
@@ -129,32 +128,20 @@ def media_of_evaluation(args: argparse.Namespace) -> Iterator[str]:
             yield f"{where}: multimodal_keys: a data set with images, video or audio is not built yet; drop the line"
 
 
-# What a name without punctuation contains, the first that fits.
-_FAMILIES = (
-    "minimaxm2", "glm4moelite", "deepseekv3", "deepseekv32", "glmmoedsa", "kimi", "glm4moe", "glm4", "qwen3next", "qwen35",
-    "qwen3vl", "qwen2moe", "qwen3moe", "qwen2", "qwen3", "llama", "mimo",
-)  # fmt: skip
-
-
 def known_family(args: argparse.Namespace) -> Iterator[str]:
-    if args.model_name is not None and args.has_trainer and _family(args.model_name) is None:
-        yield f"--model-name {args.model_name}: no such family; give one of {', '.join(sorted(_FAMILIES))}, or drop the flag"
+    if args.model_name is not None and args.has_trainer and family_name(args.model_name) is None:
+        yield f"--model-name {args.model_name}: no such family; give one of {', '.join(sorted(FAMILY_NAMES))}, or drop the flag"
 
 
 def built_family(args: argparse.Namespace) -> Iterator[str]:
     if args.model_name is None or not args.has_trainer:
         return
-    family = _family(args.model_name)
+    family = family_name(args.model_name)
     if family is not None and family not in {name.replace("_", "") for name in TRAINED_MODEL_TYPES}:
         yield (
             f"--model-name {args.model_name}: the conversion of {family} is not built yet; {' or '.join(TRAINED_MODEL_TYPES)} "
             "can be trained (--dry-run plans with it)"
         )
-
-
-def _family(name: str) -> str | None:
-    plain = re.sub(r"[^a-z0-9]", "", name.lower())
-    return next((family for family in _FAMILIES if family in plain), None)
 
 
 NOT_BUILT_RULES: tuple[Rule, ...] = (

@@ -1,7 +1,7 @@
 """Conversion between Hugging Face checkpoints and Megatron models.
 
-One engine (`loader`, `exporter`) for all families; a family is a table of rules (`family`, `common`, `qwen_dense`, `mimo`) over
-a few layouts (`layouts`). Loading and exporting again gives the same bits.
+One engine (`loader`, `exporter`) for all families; a family is a table of rules (`families`) over a few layouts
+(`layouts`). Loading and exporting again gives the same bits.
 """
 
 from slime.backends.megatron_utils.hf_conversion.exporter import (

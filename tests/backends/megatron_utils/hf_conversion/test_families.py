@@ -2,7 +2,6 @@
 
 import pytest
 
-from slime.arguments.hf_config import TRAINED_MODEL_TYPES
 from slime.backends.megatron_utils.hf_conversion.families import (
     MIMO,
     QWEN_DENSE,
@@ -10,6 +9,7 @@ from slime.backends.megatron_utils.hf_conversion.families import (
     family_of_name,
     supported_model_types,
 )
+from slime.models.families import TRAINED_MODEL_TYPES
 from slime.utils.errors import UserError
 
 
