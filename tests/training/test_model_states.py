@@ -56,9 +56,11 @@ def test_unknown_state_names_the_known_ones():
 
 def test_capture_replaces():
     live, states = make()
+    assert "ref" not in states
     states.capture("ref")
     live["b"].fill_(9)
     states.capture("ref")
     live["b"].zero_()
+    assert "ref" in states and "old" not in states
     with states("ref"):
         assert live["b"].tolist() == [9]
