@@ -30,7 +30,7 @@ def compute_policy_loss(
     loss = torch.maximum(unclipped, clipped)
     if eps_clip_c is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -eps_clip_c * advantages), loss)
-    return loss, (clipped > unclipped).detach().float()
+    return loss, (clipped > unclipped).float()
 
 
 def compute_cispo_loss(

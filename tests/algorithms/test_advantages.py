@@ -215,6 +215,8 @@ class TestPpo:
             ppo_advantages([1.0], kl, values, [torch.ones(5)], kl_coef=0.0, gamma=1.0, lambd=1.0)
         with pytest.raises(ValueError, match="2 rewards and 1 responses"):
             ppo_advantages([1.0, 1.0], kl, values, [torch.ones(3)], kl_coef=0.0, gamma=1.0, lambd=1.0)
+        with pytest.raises(ValueError, match="sample 0: values has 2 tokens and kl 3"):
+            ppo_advantages([1.0], kl, [torch.zeros(2)], [torch.ones(3)], kl_coef=0.0, gamma=1.0, lambd=1.0)
 
 
 class TestReinforcePlusPlus:

@@ -270,6 +270,20 @@ def test_rejection_has_its_own_level_and_bounds():
     assert metrics["mis_is_ratio_mean_after_tis_rs"].tolist() == pytest.approx([0.0] * 3 + [math.exp(0.1)], abs=1e-6)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_weight_on_a_bound_is_inside(level, mode):
+    """Weights of exactly 1, with nothing else allowed."""
+    settings = MisSettings(
+        use_rs=True, tis_level=level, rs_level=level, tis_mode=mode, tis_lower_bound=1.0, tis_upper_bound=1.0
+    )
+    weighted, metrics = weigh(settings, [TRAIN], [TRAIN], [[1, 1, 1]])
+    assert weighted.kept.tolist() == [True] * 3 and weighted.ratios.tolist() == [1.0] * 3
+    fractions = ("tis_truncate", "tis_clip", "rs_mask")
+    outside = {name: metrics[name].tolist() for name in metrics if name.removeprefix("mis_").startswith(fractions)}
+    assert outside == dict.fromkeys(outside, [0.0] * 3) and len(outside) == 5
+
+
 def test_rejection_falls_back_to_the_bounds_of_the_weights():
     settings = MisSettings(tis_upper_bound=4.0)
     assert settings.tis_bounds == settings.rs_bounds == (0.25, 4.0)

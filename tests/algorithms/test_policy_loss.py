@@ -310,6 +310,11 @@ def test_opsm_rejects_neither_without_advantage_nor_at_the_threshold():
         assert off_policy_sequence_mask(new, old, rows([advantages]), mask, delta)[1].tolist() == rejected
 
 
+def test_opsm_of_no_samples():
+    keep, rejected = off_policy_sequence_mask([], [], [], [], 0.1)
+    assert keep.shape == rejected.shape == (0,) and keep.dtype == rejected.dtype == torch.float32
+
+
 def test_opsm_carries_no_gradient():
     new = torch.tensor([-1.2], requires_grad=True)
     keep, rejected = off_policy_sequence_mask([new], [torch.zeros(1)], [-torch.ones(1)], [torch.ones(1)], 0.1)

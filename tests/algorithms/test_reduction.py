@@ -61,6 +61,11 @@ def test_rollout_mask_sums_counts_a_missing_id_as_an_execution_of_its_own():
     assert sums.dtype == np.float32
 
 
+def test_every_sample_has_a_mask_sum():
+    with pytest.raises(ValueError, match="shorter"):
+        rollout_mask_sums([3, 4], [7, 7, 7])
+
+
 def test_l13_any_cut_into_micro_batches_sums_to_the_whole():
     generator = torch.Generator().manual_seed(1)
     lengths = [5, 1, 7, 3, 2, 6]

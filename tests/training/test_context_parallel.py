@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from slime.training.context_parallel import (
     NO_CONTEXT_PARALLEL,
     ContextParallel,
     gather_response,
+    gather_responses,
+    gather_rows,
+    local_response_lengths,
     slice_response,
     slice_responses,
     slice_with_cp,
@@ -35,16 +39,33 @@ def test_parts_of_a_response():
         slice_response(response[:3], 10, 4, ContextParallel(2, 0, None))
 
 
+def test_lengths_of_the_parts_of_responses():
+    totals, responses = zip(*LENGTHS, strict=True)
+    data = {"total_lengths": totals, "response_lengths": responses}
+    assert local_response_lengths(data, NO_CONTEXT_PARALLEL) == [4, 10, 6, 1, 0, 2]
+    assert local_response_lengths(data, ContextParallel(2, 0, None)) == [0, 3, 2, 1, 0, 1]
+    assert local_response_lengths(data, ContextParallel(2, 1, None)) == [4, 7, 4, 0, 0, 1]
+
+
 def test_without_context_parallelism_nothing_is_gathered():
     values = torch.ones(4)
     assert gather_response(values, 10, 4, NO_CONTEXT_PARALLEL) is values
 
 
+def test_every_collective_is_one_of_the_group(monkeypatch):
+    """Forward and backward; the world may hold other ranks."""
+    calls = []
+    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
+        monkeypatch.setattr(dist, name, lambda *tensors, group=None, name=name: calls.append((name, group)))
+    monkeypatch.setattr(dist, "get_world_size", lambda group: {"the group": 2}[group])
+    cp = ContextParallel(2, 0, "the group")
+    gather_responses([torch.zeros(2, requires_grad=True)], [8], [6], cp)[0].sum().backward()
+    gather_rows(torch.zeros(3, 1, requires_grad=True), cp).sum().backward()
+    names = ("all_reduce", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+    assert calls == [(name, "the group") for name in names]
+
+
 def gather_worker():
-    import torch.distributed as dist
-
-    from slime.training.context_parallel import gather_responses, gather_rows
-
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     cp = ContextParallel(size, rank, dist.group.WORLD)

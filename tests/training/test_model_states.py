@@ -8,6 +8,7 @@ import torch
 from slime.arguments.checkpoints import WeightSource
 from slime.training.model_states import ModelStates, StateSchedule
 from slime.utils.errors import RunError
+from slime.utils.errors import RunError
 
 
 def make():
@@ -61,10 +62,12 @@ def test_unknown_state_names_the_known_ones():
 
 def test_capture_replaces():
     live, states = make()
+    assert "ref" not in states
     states.capture("ref")
     live["b"].fill_(9)
     states.capture("ref")
     live["b"].zero_()
+    assert "ref" in states and "old" not in states
     with states("ref"):
         assert live["b"].tolist() == [9]
 
@@ -221,6 +224,15 @@ def test_the_old_actor_survives_a_resume(monkeypatch, has_engines):
         again.append(resumed.trained_with["old_actor"])
         resumed.push()
     assert again == seen[3:]
+
+
+def test_s12_copies_are_made_of_nothing_but_the_actor(monkeypatch):
+    run = Run(monkeypatch, use_kl_loss=True, ref_update_interval=1, keep_old_actor=True)
+    with run.states("ref"):
+        for change in (run.schedule.after_push, lambda: run.schedule.after_rollout(0)):
+            with pytest.raises(RunError, match="holds the state 'ref', not 'actor'"):
+                change()
+    assert (run.held("ref"), run.held("old_actor"), run.checkpoint()) == (REFERENCE_LOADED, 0, {"rollout_actor": 0})
 
 
 def test_a_run_without_engines_moves_the_copies_when_a_push_would(monkeypatch):

@@ -154,7 +154,8 @@ def _set_schedule_functions(
         # Only the backward pass of the last micro-batch starts reductions.
         functions = [chunk.no_sync for chunk in model]
         config.no_sync_func = functions if len(model) > 1 else functions[0]
-        if getattr(args, "align_grad_reduce", True) and config.pipeline_model_parallel_size > 1:
+        if getattr(args, "align_grad_reduce", True):
+            # Read by the schedules of pipelines alone: all stages start their reductions at one time.
             functions = [chunk.start_grad_sync for chunk in model]
             config.grad_sync_func = functions if len(model) > 1 else functions[0]
 

@@ -1,10 +1,12 @@
 """A rank in bfloat16 with dropout: what its passes see, what its optimizer starts from, and where its generators resume."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from slime.arguments.checkpoints import WeightSource
+from slime.backends.megatron_utils.forward_passes import _fill_last_group
 from tests.support.distributed import run_distributed
 from tests.support.layout_steps import layout_args
 from tests.support.tiny_model import write_tiny_model
@@ -50,6 +52,8 @@ def passes(hf_dir):
         return collect
 
     forward_per_sample(args, rank.model, data, make)
+    with pytest.raises(ValueError, match="longer"):
+        forward_per_sample(args, rank.model, data, lambda batch: lambda *_, **__: {"rows": [torch.zeros(0)] * 2})
     twice = [forward_log_probs(args, rank.model, data, with_entropy=False)["log_probs"] for _ in range(2)]
     is_training = [chunk.training for chunk in rank.model]
     probed = rank.probe_log_probs(SEQUENCES)
@@ -124,6 +128,13 @@ def test_the_optimizer_starts_from_the_loaded_weights(seen):
 
 def test_passes_without_gradient_have_no_dropout_and_leave_the_model_training(seen):
     assert seen["twice"] and seen["is_training"] == [True]
+
+
+def test_the_last_micro_batch_completes_the_groups_of_the_interleaved_schedule():
+    chunk = SimpleNamespace(config=SimpleNamespace(microbatch_group_size_per_vp_stage=3))
+    assert _fill_last_group([chunk, chunk], [[0, 3], [1], [2], [4, 5]]) == [[0, 3], [1], [2], [4, 5], [4, 5], [4, 5]]
+    assert _fill_last_group([chunk, chunk], [[0], [1], [2]]) == [[0], [1], [2]]
+    assert _fill_last_group([chunk], [[0], [1]]) == [[0], [1]]
 
 
 def test_logits_of_16_bits_are_not_copied_to_float32(seen):

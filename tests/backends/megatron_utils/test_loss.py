@@ -8,7 +8,10 @@ import torch
 
 from slime.backends.megatron_utils import loss
 from slime.training.packed_stream import pack_stream
+from tests.support.distributed import run_distributed
 from tests.support.grpo_batch import objective_args
+from tests.support.layout_steps import layout_args
+from tests.support.tiny_model import write_tiny_model
 
 VOCABULARY = 7
 TOKENS = [torch.tensor([1, 2, 3, 4]), torch.tensor([5, 6, 0])]
@@ -106,6 +109,29 @@ def test_advantages_of_a_rank_alone():
     loss.compute_advantages_and_returns(objective_args(use_opd=True), data)
     assert [a.tolist() for a in data["advantages"]] == [[1.5, 1.0], [-1.0]]
     assert data["opd_reverse_kl"][0].tolist() == [-0.5, 0.0]
+
+
+def whitening_worker(args):
+    """Whitened advantages of two responses, whose tokens two context-parallel ranks share."""
+    from tests.support import megatron_worker
+
+    megatron_worker.start(args)
+    data = {
+        "tokens": [torch.arange(8), torch.arange(4)], "total_lengths": [8, 4], "response_lengths": [4, 2],
+        "rewards": [1.0, 3.0], "loss_masks": [torch.ones(4), torch.ones(2)],
+    }  # fmt: skip
+    loss.compute_advantages_and_returns(args, data)
+    return [tokens.tolist() for tokens in data["advantages"]]
+
+
+def test_whitening_is_over_all_data_and_context_parallel_ranks(tmp_path):
+    """Four tokens with 1 and two with 3: mean 5/3, variance 16/15. The first rank alone has one of those with 1."""
+    write_tiny_model(tmp_path)
+    args = layout_args(tmp_path, context_parallel_size=2, normalize_advantages=True, use_kl_loss=False)
+    low, high = -2 / 3 / (16 / 15) ** 0.5, 4 / 3 / (16 / 15) ** 0.5
+    zero, one = run_distributed(whitening_worker, 2, (args,))
+    assert [pytest.approx(row) for row in ([low], [])] == zero
+    assert [pytest.approx(row) for row in ([low] * 3, [high] * 2)] == one
 
 
 def test_distillation_alone():

@@ -38,6 +38,12 @@ def test_a_zero_gradient_only_decays_and_none_does_nothing():
     assert decayed.tolist() == [0.75] * 3 and untouched.tolist() == [1.0] * 3
 
 
+def test_settings_that_are_not_given_are_those_of_torchs_adam():
+    ours = StatelessAdam([torch.ones(1)]).defaults
+    assert ours.keys() == {"lr", "betas", "eps", "weight_decay"}
+    assert ours.items() <= torch.optim.Adam([torch.ones(1)]).defaults.items()
+
+
 def test_coupled_decay_is_refused():
     with pytest.raises(ValueError, match="decouples"):
         StatelessAdam([torch.ones(1)], adam_w_mode=False)

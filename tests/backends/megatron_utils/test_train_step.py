@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime.backends.megatron_utils.train_step import _set_schedule_functions
 from tests.support.distributed import run_distributed
 from tests.support.grpo_batch import (
     ADVANTAGES,
@@ -150,6 +151,28 @@ def test_reductions_behind_the_backward_pass_change_nothing(one_rank, two_ranks)
         assert_equal_metrics(metrics, expected_metrics, bounds_of_batch())
         assert_equal_gradients(gradients, expected_gradients, TRAINED_TOKENS)
         assert_equal_metrics(rank["dp2/overlap-distributed"][0], expected_metrics, bounds_of_batch())
+
+
+def schedule_functions(chunks, **flags):
+    """Which functions Megatron's schedules find for reductions behind the backward pass: `no_sync_func`, `grad_sync_func`."""
+    config = SimpleNamespace(no_sync_func=None, grad_sync_func=None)
+    overlap = SimpleNamespace(overlap_grad_reduce=flags.pop("overlap_grad_reduce", True))
+    model = [
+        SimpleNamespace(config=config, ddp_config=overlap, no_sync=f"no_sync {i}", start_grad_sync=f"start {i}")
+        for i in range(chunks)
+    ]
+    _set_schedule_functions(SimpleNamespace(**flags), model, SimpleNamespace(scale_loss="scale"))
+    assert config.grad_scale_func == "scale"
+    return config.no_sync_func, config.grad_sync_func
+
+
+def test_stages_start_their_reductions_together_unless_told_otherwise():
+    """Megatron takes one function, or a list for several chunks."""
+    assert schedule_functions(1) == ("no_sync 0", "start 0")
+    assert schedule_functions(2) == (["no_sync 0", "no_sync 1"], ["start 0", "start 1"])
+    assert schedule_functions(1, align_grad_reduce=False) == ("no_sync 0", None)
+    assert schedule_functions(2, align_grad_reduce=False) == (["no_sync 0", "no_sync 1"], None)
+    assert schedule_functions(2, overlap_grad_reduce=False) == (None, None)
 
 
 def test_zeros_in_the_gradient_are_counted_when_asked_for(one_rank):

@@ -268,7 +268,7 @@ def _whole_copies(
             whole = torch.zeros(weight.numel(), dtype=torch.float32, device=weight.device)
             if weight in own:
                 first, copy = own[weight]
-                whole[first : first + copy.numel()] = copy.detach().view(-1)
+                whole[first : first + copy.numel()] = copy.detach()
             # Each entry is one rank's. As integers, sums with 0 keep all bits: that of a negative zero too.
             dist.all_reduce(whole.view(torch.int32), group=part.data_parallel_group)
             if not on_one_rank or dist.get_rank(part.data_parallel_group) == 0:

@@ -177,6 +177,7 @@ LENGTHS = {
     "longer": {"num_rollout": 8},
     "longer, critic": {"num_rollout": 8, "role": "critic", "no_load_optim": True},
     "longer, other rate": {"num_rollout": 8, "lr": 2e-2},
+    "other rate": {"lr": 2e-2},
     "same": {},
     "length given": {"num_rollout": 8, "lr_decay_iters": 6},
     "length of the checkpoint given": {"num_rollout": 8, "lr_decay_iters": 4},
@@ -193,8 +194,11 @@ LENGTHS = {
 }
 
 
-def one_rank_worker(cases, schedule, resumes):
-    return settings_worker(cases), schedule_worker(schedule, resumes)
+SGD = {"optimizer": "sgd", "sgd_momentum": 0.0, "use_distributed_optimizer": False, "bf16": True}
+
+
+def one_rank_worker(cases, schedule, resumes, sgd):
+    return settings_worker(cases), schedule_worker(schedule, resumes), schedule_worker(sgd, {"again": {}})["again"]
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +206,8 @@ def one_rank(hf_dir, tmp_path_factory):
     root = tmp_path_factory.mktemp("one")
     cases = {kind: make_args(hf_dir, root / kind, **SAVED, **flags) for kind, flags in KINDS.items()}
     schedule = make_args(hf_dir, root / "schedule", lr_decay_iters=None)
-    return run_distributed(one_rank_worker, 1, (cases, schedule, LENGTHS), timeout=300)[0]
+    sgd = make_args(hf_dir, root / "sgd", **SGD)
+    return run_distributed(one_rank_worker, 1, (cases, schedule, LENGTHS, sgd), timeout=300)[0]
 
 
 def assert_by_the_formula(update, expected_step) -> None:
@@ -236,6 +241,11 @@ def test_a_fresh_optimizer_starts_at_its_first_step(one_rank, kind, name):
 
 def test_a_stateless_run_in_16_bits_takes_the_float32_weights_and_no_moments(one_rank):
     assert one_rank[0]["narrow"] == (True, True, 0)
+
+
+def test_an_optimizer_without_moments_does_not_start_fresh(one_rank):
+    """It is the same after a resume, so nothing is said."""
+    assert one_rank[2] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,8 +9,17 @@ import pytest
 import torch
 
 from slime.arguments.checkpoints import WeightSource
-from tests.support.checkpoint_trainer import LAYOUTS, ROLLOUTS_PER_STEP, assert_same, make_args, resume, train_and_save
+from tests.support.checkpoint_trainer import (
+    LAYOUTS,
+    ROLLOUTS_PER_STEP,
+    Trainer,
+    assert_same,
+    make_args,
+    resume,
+    train_and_save,
+)
 from tests.support.distributed import run_distributed
+from tests.support.megatron_worker import start
 
 
 def train_and_save_in_layouts(cases) -> dict:
@@ -64,6 +73,40 @@ def test_the_common_part_holds_plain_values(saved, layout):
     assert common["layout"]["tensor_model_parallel_size"] == (2 if layout == "tp2" else 1)
     assert common["scheduler"].keys() >= {"init_lr", "wsd_decay_steps", "lr_wsd_decay_style"}
     assert {group["wd_mult"] for group in common["parameter_groups"]} == {0.0, 1.0}
+
+
+def strictness_worker(args, ways) -> dict:
+    """Per `--dist-ckpt-strictness`, a model that lacks some of the checkpoint's weights: what it loaded, or the error."""
+    trainer = Trainer(args)
+    trainer.save(3)
+    saved = dict(trainer.model[0].module.named_parameters())
+    from slime.backends.megatron_utils.checkpoint import load_checkpoint
+    from slime.backends.megatron_utils.model_provider import setup_model
+    from slime.utils.errors import UserError
+
+    results = {}
+    for way in ways:
+        case = SimpleNamespace(**{**vars(args), "qk_layernorm": False, "dist_ckpt_strictness": way, "seed": 99})
+        start(case)
+        model = setup_model(case)
+        try:
+            iteration = load_checkpoint(case, WeightSource("megatron", args.save), model)
+            parameters = dict(model[0].module.named_parameters())
+            same = all(parameter.equal(saved[name]) for name, parameter in parameters.items())
+            results[way] = (iteration, same, saved.keys() - parameters.keys())
+        except UserError as error:
+            results[way] = str(error)
+    return results
+
+
+def test_strictness_decides_whether_a_model_may_lack_weights_of_the_checkpoint(hf_dir, tmp_path):
+    ways = ("assume_ok_unexpected", "raise_all")
+    (results,) = run_distributed(strictness_worker, 1, (make_args(hf_dir, tmp_path / "save"), ways))
+    iteration, same, lacking = results["assume_ok_unexpected"]
+    assert iteration == 3 and same
+    assert lacking == {f"decoder.layers.{i}.self_attention.{n}_layernorm.weight" for i in range(2) for n in "qk"}
+    assert "cannot be loaded into the model that the flags describe" in results["raise_all"]
+    assert "q_layernorm" in results["raise_all"]
 
 
 def flags_worker(args) -> dict:
