@@ -126,6 +126,8 @@ def test_a_task_that_refuses_its_cancellation_does_not_stretch_the_abort(
     source = CountingDataSource(2)
 
     async def main():
+        # Else a step that waits for the task would keep the test waiting as well.
+        asyncio.get_running_loop().call_later(SOON_S, setattr, args, "released", True)
         try:
             return await asyncio.wait_for(generate_rollout_async(args, 0, source), SOON_S)
         finally:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
+from tests.support.rounding import RELATIVE
 from tests.support.tiny_model import tiny_args
 
 LAYOUTS = {
@@ -14,6 +15,8 @@ LAYOUTS = {
     "tp2": {"world_size": 2, "tensor_model_parallel_size": 2},
 }
 SEQUENCES = ([5, 9, 77, 100, 31, 8], [90, 3, 14, 15, 92, 65, 35])
+# Each predicts its next token, but the last of a sequence.
+PREDICTED_TOKENS = sum(len(sequence) - 1 for sequence in SEQUENCES)
 ROLLOUTS_PER_STEP = 8
 
 
@@ -35,7 +38,7 @@ class Trainer:
     def __init__(self, args) -> None:
         from tests.support.megatron_worker import load_model
 
-        self.args = args
+        self.args, self.mean_gradient = args, 0.0
         self.model = load_model(args)
         from slime.backends.megatron_utils.optimizer import build_optimizer_and_scheduler
 
@@ -53,6 +56,8 @@ class Trainer:
         next_token_loss(packed_forward(self.model[0], SEQUENCES), SEQUENCES).backward()
         finalize_model_grads(self.model)
         self.optimizer.step()
+        entries = torch.cat([p.main_grad.flatten() for chunk in self.model for p in chunk.parameters()])
+        self.mean_gradient = float(entries.abs().mean())
         self.scheduler.step(increment=ROLLOUTS_PER_STEP)
 
     def save(self, iteration, publish=True) -> None:
@@ -69,7 +74,7 @@ class Trainer:
         return load_checkpoint(self.args, source, self.model, self.optimizer, self.scheduler)
 
     def state(self) -> dict:
-        """Weights under their HF names, schedule, and what the generators give next."""
+        """Weights under their HF names, schedule, what the generators give next, mean absolute entry of the last gradient."""
         from slime.backends.megatron_utils.hf_conversion import iter_hf_named_tensors
 
         weights = {name: tensor.clone().numpy() for name, tensor in iter_hf_named_tensors(self.args, self.model)}
@@ -78,6 +83,7 @@ class Trainer:
             "rollouts": self.scheduler.num_steps,
             "lr": self.optimizer.param_groups[0]["lr"],
             "random": torch.rand(4).tolist(),
+            "gradient": self.mean_gradient,
         }
 
 
@@ -104,14 +110,15 @@ def train_and_save(args) -> tuple[dict, dict]:
     return saved, trainer.state()
 
 
-def assert_same(state, expected, relative) -> None:
+def assert_same(state, expected, absolute=0.0) -> None:
+    """The same weights, within `absolute`, and the same place of the schedule; without `absolute` to the last bit."""
     assert state["weights"].keys() == expected["weights"].keys()
     for name, weight in state["weights"].items():
         torch.testing.assert_close(
             torch.from_numpy(weight),
             torch.from_numpy(expected["weights"][name]),
-            rtol=relative,
-            atol=relative,
+            rtol=RELATIVE if absolute else 0,
+            atol=absolute,
             msg=name,
         )
     assert (state["rollouts"], state["lr"]) == (expected["rollouts"], expected["lr"])

@@ -20,7 +20,7 @@ def no_kl(args, data):
     data["advantages"] = data["returns"] = [0 * data["kl"][0]]
 
 
-def worker(reference=None, function=None):
+def worker(reference=None, function=None, mask=(1, 0), **flags):
     import torch
     import torch.distributed as dist
 
@@ -32,14 +32,14 @@ def worker(reference=None, function=None):
     student, teacher = [torch.tensor([-1.0, -3.0])], [torch.tensor([-0.5, 0.0])]
     data = {
         "tokens": [torch.arange(3)], "total_lengths": [3], "response_lengths": [2], "rewards": [0.5], "truncated": [0],
-        "loss_masks": [torch.tensor([1, 0])], "log_probs": student, "teacher_log_probs": teacher, "raw_reward": [0.5],
+        "loss_masks": [torch.tensor(mask)], "log_probs": student, "teacher_log_probs": teacher, "raw_reward": [0.5],
         "values": [torch.tensor([0.25, 9.0])], "rollout_mask_sums": [1.0], "global_batch_sizes": [1], "partition": [0],
         "micro_batch_indices": [[0]], "num_microbatches": [1], "rollout_ids": [7], "sample_indices": [3],
     }  # fmt: skip
     if reference is not None:
         data["ref_log_probs"] = [torch.tensor(reference)]
     path = None if function is None else f"{__name__}.{function}"
-    args = objective_args(use_opd=True, kl_loss_type="k1", custom_advantage_function_path=path)
+    args = objective_args(use_opd=True, kl_loss_type="k1", custom_advantage_function_path=path, **flags)
     compute_advantages_and_returns(args, data)
     return rollout_data_metrics(args, data, dist.group.WORLD)
 
@@ -69,7 +69,8 @@ def waits(samples):
 
 def both():
     by_function = {name: worker(function=name).get("kl") for name in ("new_kl", "changed_kl", "no_kl")}
-    return worker(), worker([-1.5, 0.0]), by_function, (waits(2), waits(40))
+    masked = worker(mask=(0, 0), calculate_per_token_loss=True)
+    return worker(), worker([-1.5, 0.0]), by_function, (waits(2), waits(40)), masked
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +91,12 @@ def test_the_kl_is_reported_where_there_is_a_reference(both_metrics):
 
 def test_the_kl_of_a_function_of_the_users_is_reported(both_metrics):
     assert both_metrics[2] == {"new_kl": 0.75, "changed_kl": 0.5, "no_kl": None}
+
+
+def test_without_a_trained_token_the_means_over_tokens_are_0(both_metrics):
+    masked = both_metrics[4]
+    assert {masked[name] for name in ("log_probs", "teacher_log_probs", "values", "advantages", "returns")} == {0.0}
+    assert masked["rewards"] == 0.5
 
 
 def test_the_device_is_waited_for_once_however_many_samples_there_are(both_metrics):

@@ -3,12 +3,21 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from tests.support.distributed import run_distributed
 from tests.support.objective_grid import CRITIC_OBJECTIVES, OBJECTIVES
-from tests.support.objective_step import SHAPES, case_args, make_logits, make_samples, rollout_data, run_step
+from tests.support.objective_step import (
+    SHAPES,
+    VOCABULARY,
+    case_args,
+    make_logits,
+    make_samples,
+    rollout_data,
+    run_step,
+)
 
 HELD = ("log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs", "values")
 # Infinite, too large for an exponential, too large for a square.
@@ -38,8 +47,10 @@ def surrogate(args, batch, logits, sum_of_sample_mean):
         logits, args=args, unconcat_tokens=batch["tokens"], total_lengths=batch["total_lengths"],
         response_lengths=batch["response_lengths"],
     )  # fmt: skip
-    ratio = torch.exp(torch.cat(result["log_probs"]) - torch.cat(batch["rollout_log_probs"]))
-    return sum_of_sample_mean(-ratio * torch.cat(batch["advantages"])), {"ratio": sum_of_sample_mean(ratio)}
+    new = torch.cat(result["log_probs"])
+    ratios = {name: torch.exp(new - torch.cat(batch[name])) for name in HELD}
+    loss = sum_of_sample_mean(-sum(ratios.values()) * torch.cat(batch["advantages"]))
+    return loss, {name: sum_of_sample_mean(ratio) for name, ratio in ratios.items()}
 
 
 def untruncated(*, pg_loss, train_log_probs, rollout_log_probs, loss_masks, step_statistics, **kwargs):
@@ -56,8 +67,10 @@ untruncated.step_statistics = total_weight
 
 
 def penalised(args, rollout_data):
-    columns = (rollout_data[name] for name in ("rewards", "log_probs", "rollout_log_probs"))
-    rollout_data["advantages"] = [reward - (new - old) for reward, new, old in zip(*columns, strict=True)]
+    columns = (rollout_data[name] for name in ("rewards", "kl", "log_probs", "rollout_log_probs"))
+    rollout_data["advantages"] = [
+        reward - kl.sum() - (new - old) for reward, kl, new, old in zip(*columns, strict=True)
+    ]
     rollout_data["returns"] = rollout_data["advantages"]
 
 
@@ -70,8 +83,19 @@ def filled(data, value):
     return result
 
 
-def step(name, value):
-    """Loss, metrics and gradients of a step on data in which masked tokens hold `value`."""
+def logits_of(samples, columns, lowered=0.0):
+    """Logits in which every masked token stands lower by `lowered`."""
+    logits = make_logits(samples, columns=columns)
+    for sample, rows in zip(samples, logits, strict=True):
+        prompt = len(sample.tokens) - len(sample.mask)
+        for position, trained in enumerate(sample.mask, start=prompt):
+            if not trained and columns > 1:
+                rows[position - 1, sample.tokens[position]] -= lowered
+    return logits
+
+
+def step(name, value, lowered=0.0):
+    """Loss, metrics and gradients of a step on data in which masked tokens hold `value`, and have logits lower by `lowered`."""
     import torch.distributed as dist
 
     from slime.training.advantages import compute_advantages_and_returns
@@ -87,7 +111,7 @@ def step(name, value):
     compute_advantages_and_returns(args, data)
     facts = facts_of_step(args, data, POSITIONS, NO_CONTEXT_PARALLEL, dist.group.WORLD)
     loss, metrics, gradients = run_step(
-        args, data, make_logits(make_samples(), columns=1 if is_critic else 9), [POSITIONS],
+        args, data, logits_of(make_samples(), 1 if is_critic else VOCABULARY, lowered), [POSITIONS],
         role="critic" if is_critic else "actor", step_statistics=facts.statistics,
     )  # fmt: skip
     return loss, {**metrics, **facts.metrics}, [gradient.numpy().tobytes() for gradient in gradients]
@@ -97,7 +121,8 @@ def steps():
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    return {(name, value): step(name, value) for name in CASES for value in (0.0, *FILLINGS)}
+    unexpected = {(name, "unexpected"): step(name, 0.0, lowered=math.inf) for name in CASES}
+    return {(name, value): step(name, value) for name in CASES for value in (0.0, *FILLINGS)} | unexpected
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +139,13 @@ def test_masked_tokens_change_neither_loss_nor_gradient_nor_metrics(results, nam
         if abs(value) < math.inf and CASES[name].get("discount_masked_tokens"):
             continue  # the finite values of tokens that pass time do count
         assert results[name, str(value)] == (loss, metrics, gradients), value
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in CRITIC_OBJECTIVES])
+def test_a_masked_token_that_the_model_holds_for_impossible_changes_nothing(results, name):
+    """The answer of a tool, say: the ratio of its probabilities is beyond all numbers."""
+    loss, metrics, gradients = results[name, "0.0"]
+    unexpected, its_metrics, its_gradients = results[name, "unexpected"]
+    assert (unexpected, its_metrics) == (loss, metrics)
+    for found, expected in zip(its_gradients, gradients, strict=True):
+        np.testing.assert_array_equal(np.frombuffer(found, np.float32), np.frombuffer(expected, np.float32))

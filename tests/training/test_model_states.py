@@ -8,7 +8,6 @@ import torch
 from slime.arguments.checkpoints import WeightSource
 from slime.training.model_states import ModelStates, StateSchedule
 from slime.utils.errors import RunError
-from slime.utils.errors import RunError
 
 
 def make():

@@ -1,5 +1,7 @@
 """Grading of mathematical answers: equality by text, by value, by symbols; and hostile input."""
 
+import contextlib
+import json
 import signal
 import subprocess
 import sys
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.rollout.rm_hub import symbolic_pool
+from slime.rollout.rm_hub import symbolic_pool, symbolic_worker
 from slime.rollout.rm_hub.math_utils import (
     extract_answer,
     extract_boxed_answer,
@@ -221,6 +223,28 @@ def test_w3_hostile_answers_end_quickly_with_no(given, monkeypatch):
     assert not Path("/tmp/slime_w3").exists()
 
 
+# At a limit of ours, and one step beyond it.
+SIZES = {
+    "characters": ("x+" * 149 + "x", "x+" * 150 + "x"),
+    "brackets": ("(" * 12 + "x" + ")" * 12, "(" * 13 + "x" + ")" * 13),
+    "exponent": ("2^{9999}x", "2^{10000}x"),
+    "bare exponent": ("x^9999", "x^-10000"),
+    "factorial": ("999!x", "1000!x"),
+    "factorial of a factorial": ("3!x", "(3!)!x"),
+    "digits": ("1" * 60 + "x", "1" * 61 + "x"),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_w3_what_is_too_large_never_reaches_the_library(size, monkeypatch):
+    asked = []
+    monkeypatch.setattr(symbolic_pool, "are_equal", lambda given, truth: asked.append((given, truth)) or True)
+    within, beyond = SIZES[size]
+    assert grade_answer_sympy(within, "x+1") and grade_answer_sympy("x+1", within) and len(asked) == 2
+    assert not grade_answer_sympy(beyond, "x+1") and not grade_answer_sympy("x+1", beyond)
+    assert len(asked) == 2
+
+
 def test_w3_python_reaches_the_library_as_data():
     """What the rules before it refuse does no harm in the worker either."""
     pool = symbolic_pool.SymbolicPool(size=1)
@@ -297,22 +321,48 @@ def test_grading_plain_numbers_loads_no_sympy():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_w3_a_worker_whose_parent_is_gone_ends_while_it_computes():
+# What a worker does that computes without end, by what it is asked; nobody else ends it, and its input stays open.
+ENDLESS = {
+    "waits, and its parent is gone": ("time.sleep(30)", 1, 9, signal.SIGALRM),
+    "computes longer than it may": ("[None for _ in itertools.count() if False]", 20, 0.1, signal.SIGPROF),
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_w3_a_worker_ends_itself_while_it_computes(what):
+    endless, alarm_s, seconds, ended_by = ENDLESS[what]
+    with worker_that(f"return {endless} if truth else True", alarm_s=alarm_s) as worker:
+        assert asked(worker, 0, 0, 9) == b"true\n"
+        assert asked(worker, 1, 1, seconds) == b""
+        assert worker.wait(60) == -ended_by
+
+
+def test_w3_a_comparison_that_wants_all_memory_is_no():
+    """Nothing of the machine's memory beyond the limit, and the worker goes on."""
+    with worker_that("return bool(bytes(given << 20)) or True") as worker:
+        limit = symbolic_worker.MEMORY_LIMIT_BYTES >> 20
+        assert [asked(worker, mib, 1, 9) for mib in (1, limit, 1)] == [b"true\n", b"false\n", b"true\n"]
+
+
+@contextlib.contextmanager
+def worker_that(body, alarm_s=60):
+    """The process of a worker that compares by `body`."""
     directory = str(Path(symbolic_pool.__file__).parent)
-    # Nobody ends this worker, and its input stays open; only the alarm can.
     code = (
-        f"import sys, time; sys.path.insert(0, {directory!r}); import symbolic_worker\n"
-        "symbolic_worker.are_equal = lambda given, truth: time.sleep(300) if truth else True\n"
-        "symbolic_worker.main(alarm_s=1)"
+        f"import itertools, sys, time; sys.path.insert(0, {directory!r}); import symbolic_worker\n"
+        f"def are_equal(given, truth):\n    {body}\n"
+        f"symbolic_worker.are_equal = are_equal\nsymbolic_worker.main(alarm_s={alarm_s})"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
         try:
             assert worker.stdout.readline() == b"ready\n"
-            worker.stdin.write(b"[0, 0, 9]\n")
-            worker.stdin.flush()
-            assert worker.stdout.readline() == b"true\n"
-            worker.stdin.write(b"[1, 1, 9]\n")
-            worker.stdin.flush()
-            assert worker.wait(60) == -signal.SIGALRM
+            yield worker
         finally:
             worker.kill()
+
+
+def asked(worker, *question):
+    """The line that the worker answers; nothing where it ends."""
+    worker.stdin.write(json.dumps(question).encode() + b"\n")
+    worker.stdin.flush()
+    return worker.stdout.readline()

@@ -11,6 +11,7 @@ import torch
 from slime.arguments.checkpoints import WeightSource
 from tests.support.checkpoint_trainer import (
     LAYOUTS,
+    PREDICTED_TOKENS,
     ROLLOUTS_PER_STEP,
     Trainer,
     assert_same,
@@ -20,6 +21,12 @@ from tests.support.checkpoint_trainer import (
 )
 from tests.support.distributed import run_distributed
 from tests.support.megatron_worker import start
+from tests.support.rounding import bound_of_weights
+
+
+def layout_args(hf_dir, save, **layout) -> SimpleNamespace:
+    """With a large epsilon: near zero Adam's update is else the gradient's sign, which differs between layouts."""
+    return make_args(hf_dir, save, adam_eps=1e-4, padded_vocab_size=144, **layout)
 
 
 def train_and_save_in_layouts(cases) -> dict:
@@ -33,7 +40,7 @@ def resume_in_layouts(cases) -> dict:
 @pytest.fixture(scope="module")
 def saved(hf_dir, tmp_path_factory):
     """Per layout the directory and what `train_and_save` returned on rank 0."""
-    cases = {name: make_args(hf_dir, tmp_path_factory.mktemp(name), **layout) for name, layout in LAYOUTS.items()}
+    cases = {name: layout_args(hf_dir, tmp_path_factory.mktemp(name), **layout) for name, layout in LAYOUTS.items()}
     two = {name: args for name, args in cases.items() if args.world_size == 2}
     results = run_distributed(train_and_save_in_layouts, 2, (two,))[0]
     results |= run_distributed(train_and_save_in_layouts, 1, ({"dp1": cases["dp1"]},))[0]
@@ -43,7 +50,7 @@ def saved(hf_dir, tmp_path_factory):
 @pytest.fixture(scope="module")
 def resumed(hf_dir, saved):
     """What `resume` returned on one rank, per layout that had saved."""
-    cases = {name: (make_args(hf_dir, "unused"), str(directory)) for name, (directory, *_) in saved.items()}
+    cases = {name: (layout_args(hf_dir, "unused"), str(directory)) for name, (directory, *_) in saved.items()}
     return run_distributed(resume_in_layouts, 1, (cases,))[0]
 
 
@@ -51,19 +58,20 @@ def test_the_same_layout_goes_on_bitwise(saved, resumed):
     _, at_checkpoint, after = saved["dp1"]
     iteration, loaded, stepped = resumed["dp1"]
     assert iteration == 3
-    assert_same(loaded, at_checkpoint, 0)
+    assert_same(loaded, at_checkpoint)
     # Equal only when the moments of the optimizer and its schedule came back too.
-    assert_same(stepped, after, 0)
+    assert_same(stepped, after)
     assert stepped["rollouts"] == 2 * ROLLOUTS_PER_STEP
     assert (loaded["random"], stepped["random"]) == (at_checkpoint["random"], after["random"])
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])
-def test_another_layout_goes_on_with_the_same_numbers(saved, resumed, layout):
-    _, at_checkpoint, after = saved[layout]
+def test_another_layout_goes_on_with_the_same_numbers(hf_dir, saved, resumed, layout):
+    directory, at_checkpoint, after = saved[layout]
     _, loaded, stepped = resumed[layout]
-    assert_same(loaded, at_checkpoint, 0)
-    assert_same(stepped, after, 1e-5)
+    assert_same(loaded, at_checkpoint)
+    absolute = bound_of_weights(layout_args(hf_dir, directory), [stepped["gradient"]], PREDICTED_TOKENS)
+    assert_same(stepped, after, absolute)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -131,8 +139,8 @@ def test_flags_of_writing_and_reading(hf_dir, tmp_path):
     for results in ranks:
         for name, (at_checkpoint, after, (iteration, loaded, stepped)) in results.items():
             assert iteration == 3
-            assert_same(loaded, at_checkpoint, 0)
-            assert_same(stepped, after, 1e-6)
+            assert_same(loaded, at_checkpoint)
+            assert_same(stepped, after)
             assert (loaded["random"] == at_checkpoint["random"]) == (name != "other"), name
     written = {
         name: [path.stat().st_size for path in sorted((tmp_path / f"save_{name}/iter_0000003").glob("*.distcp"))]
