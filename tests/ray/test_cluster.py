@@ -117,3 +117,21 @@ def test_a_machine_with_less_gives_what_it_has_and_the_warning_has_both_numbers(
     assert object_store_bytes(large) == granted
     assert f"may take 1.2 GiB of Ray's object store, which gets {granted / GIB:.1f} GiB ({source})" in caplog.text
     assert object_store_bytes(planned(SMALL)) == 512 * MIB
+
+
+def test_a_ray_of_our_own_starts_on_loopback_with_a_closed_token_and_a_store_for_the_plan(home, machine, monkeypatch):
+    machine(memory=1024 * GIB, shared=512 * GIB)
+    monkeypatch.setattr(cluster, "gpus_on_this_machine", lambda: 8)
+    started = {}
+
+    def init(**options):
+        several_nodes = cluster.ray_constants.ENABLE_RAY_CLUSTER
+        started.update(options, several_nodes=several_nodes, token=mode(home / ".ray/auth_token"))
+
+    monkeypatch.setattr(ray, "init", init)
+    before = cluster.ray_constants.ENABLE_RAY_CLUSTER
+    args = planned(SMALL, "--rollout-batch-size", "1024")
+    cluster._start_local(args, cluster.plan_cluster(args))
+    assert started["object_store_memory"] == object_store_bytes(args) > 512 * MIB
+    assert (started["several_nodes"], started["token"]) == (False, 0o600)
+    assert cluster.ray_constants.ENABLE_RAY_CLUSTER is before
