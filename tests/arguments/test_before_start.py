@@ -1,10 +1,12 @@
 """What ends a run before Ray starts, by the way that the driver goes."""
 
+import io
 import json
 import os
 from pathlib import Path
 
 import pytest
+import tqdm
 
 from slime.arguments import parse_args
 from slime.arguments.before_start import check_before_start, nothing_left
@@ -82,6 +84,19 @@ def test_a_scan_ends_in_time_and_says_how_far_it_came(tmp_path, caplog):
     with caplog.at_level("INFO"):
         check_before_start(parse(tmp_path, "--prompt-data", path), scan_seconds=0)
     assert f"{path}: the first 1 rows can be used; the others are read while the run starts" in caplog.text
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_bar_counts_the_rows_where_somebody_looks(tmp_path, monkeypatch, watched):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: watched
+    monkeypatch.setattr("sys.stderr", terminal)
+    # Drawn at once and at every row: how long a scan takes does not matter here.
+    at_once, bar = {"file": terminal, "delay": 0, "mininterval": 0}, tqdm.tqdm
+    monkeypatch.setattr(tqdm, "tqdm", lambda **options: bar(**{**options, **at_once}))
+    check_before_start(parse(tmp_path, "--prompt-data", write(tmp_path / "rows.jsonl", PLAIN_PROMPTS * 3)))
+    drawn = [line for line in terminal.getvalue().split("\r") if "checking rows.jsonl" in line]
+    assert any("3/3" in line for line in drawn) if watched else drawn == []
 
 
 def test_many_broken_rows_are_told_by_a_few(tmp_path):

@@ -1,5 +1,6 @@
 """Our own Ray: who can read its token, who can reach it, and how large its object store is."""
 
+import contextlib
 import os
 import stat
 from collections import namedtuple
@@ -117,3 +118,33 @@ def test_a_machine_with_less_gives_what_it_has_and_the_warning_has_both_numbers(
     assert object_store_bytes(large) == granted
     assert f"may take 1.2 GiB of Ray's object store, which gets {granted / GIB:.1f} GiB ({source})" in caplog.text
     assert object_store_bytes(planned(SMALL)) == 512 * MIB
+
+
+def test_a_ray_of_our_own_starts_on_loopback_with_a_closed_token_and_a_store_for_the_plan(home, machine, monkeypatch):
+    machine(memory=1024 * GIB, shared=512 * GIB)
+    monkeypatch.setattr(cluster, "gpus_on_this_machine", lambda: 8)
+    started = {}
+
+    def init(**options):
+        token = home / ".ray/auth_token"
+        started.update(options, several_nodes=cluster.ray_constants.ENABLE_RAY_CLUSTER)
+        started["token"] = mode(token) if token.exists() else "none"
+
+    monkeypatch.setattr(ray, "init", init)
+    before = cluster.ray_constants.ENABLE_RAY_CLUSTER
+    args = planned(SMALL, "--rollout-batch-size", "1024")
+    cluster._start_local(args, cluster.plan_cluster(args))
+    assert started["object_store_memory"] == object_store_bytes(args) > 512 * MIB
+    assert (started["several_nodes"], started["token"]) == (False, 0o600)
+    assert cluster.ray_constants.ENABLE_RAY_CLUSTER is before
+
+
+@pytest.mark.parametrize(("output", "errors", "plain"), [(True, True, None), (True, False, "0"), (False, True, "0")])
+def test_names_of_processes_are_coloured_for_people_only(monkeypatch, output, errors, plain):
+    monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if "RAY_" not in name})
+    monkeypatch.setattr(cluster, "_start_local", lambda args, plan: None)
+    monkeypatch.setattr(cluster, "_agents_follow_driver", contextlib.nullcontext)
+    for stream, watched in (("stdout", output), ("stderr", errors)):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda watched=watched: watched)
+    with cluster.ray_cluster(planned(SMALL)):
+        assert os.environ.get("RAY_COLOR_PREFIX") == plain

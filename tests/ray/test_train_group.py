@@ -5,11 +5,13 @@ import multiprocessing.util
 import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
 
 from slime.observability import logging_utils
+from slime.ray import train_group
 from slime.ray.driver import StepReport
 from slime.ray.rollout_manager import RolloutResult
 from slime.ray.train_group import RankProcess, TrainGroup
@@ -95,6 +97,20 @@ def test_a_typed_variable_wins_over_ours_of_the_same_name():
 def environments(typed: dict):
     args = argparse.Namespace(actor_num_gpus_per_node=1, train_env_vars=typed)
     return TrainGroup(args, None, [(0, 0)])._environments()
+
+
+def test_a_start_and_a_publication_have_the_time_that_their_flags_give(monkeypatch):
+    limits = []
+    monkeypatch.setattr(
+        train_group, "wait_for_all", lambda refs, name, limit, flag, **options: limits.append((flag, limit)) or [0]
+    )
+    monkeypatch.setattr(train_group, "wait_for", lambda ref, name, limit, flag: limits.append((flag, limit)))
+    args = argparse.Namespace(train_start_timeout=7.0, checkpoint_publish_timeout=9.0)
+    group = TrainGroup(args, None, [(0, 0)])
+    group._actors = [SimpleNamespace(call=SimpleNamespace(remote=lambda *words: words))]
+    group.wait_ready()
+    group.publish(3)
+    assert limits == [("--train-start-timeout", 7.0), ("--checkpoint-publish-timeout", 9.0)]
 
 
 class _Tracker:

@@ -44,10 +44,10 @@ def write_set(path, n):
     return str(path)
 
 
-def run(args):
+def run(args, rollout_id=4):
     async def main():
         try:
-            return await asyncio.wait_for(eval_rollout(args, 4), LIMIT_S)
+            return await asyncio.wait_for(eval_rollout(args, rollout_id), LIMIT_S)
         finally:
             await close_http_client()
 
@@ -309,6 +309,20 @@ def test_failures_that_a_generate_function_tells_of_stop_a_set_as_well(server, c
     assert (len(easy["samples"]), len(easy["failed"])) == (4, 2)
 
 
+def test_a_sample_of_every_set_is_shown_at_the_first_evaluation_and_after_every_interval(
+    server, checkpoint, tmp_path, caplog
+):
+    caplog.set_level("INFO")
+    args = make_eval_args(checkpoint, server, tmp_path, log_samples_interval=3)
+    shown = {}
+    for rollout_id in range(2, 7):
+        caplog.clear()
+        run(args, rollout_id)
+        shown[rollout_id] = sorted(line.split(",")[0] for line in caplog.messages if ", first sample: " in line)
+    both = ["evaluation set easy", "evaluation set hard"]
+    assert shown == {2: both, 3: [], 4: [], 5: both, 6: []}
+
+
 NEVER = 3600.0
 
 
@@ -329,7 +343,7 @@ def until_stopped(seconds, **limits):
             for task in tasks:
                 task.cancel()
 
-    return asyncio.until_stopped(main())
+    return asyncio.run(main())
 
 
 def test_without_limits_all_prompts_finish():
@@ -383,4 +397,4 @@ def test_a_failure_is_passed_on():
         return await finished_prompts([task], EvalDatasetConfig("a", "p", eval_task_timeout=5))
 
     with pytest.raises(ValueError, match="broken prompt"):
-        asyncio.until_stopped(main())
+        asyncio.run(main())

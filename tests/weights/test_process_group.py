@@ -45,3 +45,15 @@ def test_answers_and_collective_have_one_time_limit(monkeypatch, seconds, in_tim
     with pytest.raises(RunError, match=message):
         updater._finish([], collective, "sending weights")
     assert now[0] == 1060.0
+
+
+@pytest.mark.parametrize("control, load", [(60.0, 5000.0), (5000.0, 60.0)])
+def test_engines_that_put_weights_in_place_have_the_longer_of_their_limits(monkeypatch, control, load):
+    """How long that takes follows from the size of the model."""
+    limits = []
+    monkeypatch.setattr(
+        "slime.observability.waiting.wait_for_all", lambda answers, name, limit, **options: limits.append(limit)
+    )
+    args = SimpleNamespace(distributed_timeout_minutes=1, http_control_timeout=control, engine_load_timeout=load)
+    ProcessGroupWeightUpdater(args, lambda: iter([]), True)._call_all("end_weight_update")
+    assert limits == [5000.0 + process_group._ANSWER_SECONDS]

@@ -171,3 +171,9 @@ def test_an_engine_that_does_not_start_in_time_names_the_flag(engine, monkeypatc
 def test_an_engine_that_is_shut_down_did_not_die(engine):
     engine.shutdown()
     assert engine.wait_for_end() is None
+
+
+def test_an_engine_that_is_shut_down_leaves_nothing(engine):
+    (engine._scratch_dir / "socket").touch()
+    engine.shutdown()
+    assert not engine._scratch_dir.exists()

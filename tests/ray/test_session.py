@@ -1,0 +1,85 @@
+"""What a run tells and leaves around its loop, without Ray."""
+
+import contextlib
+import logging
+import re
+
+import pytest
+
+from slime.ray.session import main
+from slime.utils import scratch
+from slime.utils.errors import RunError
+from tests.support.args import command_line
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs `main` with `train`; gives its exit status and the lines that it printed, without their times."""
+    monkeypatch.setattr("slime.ray.cluster.ray_cluster", lambda args: contextlib.nullcontext())
+    monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
+    for name in ("RAY_ADDRESS", "TENSORBOARD_DIR", "SLIME_START_COMMAND"):
+        monkeypatch.delenv(name, raising=False)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(scratch.tempfile, "tempdir", str(temporary))
+    monkeypatch.chdir(tmp_path)
+
+    def run(train, *words):
+        status = main(train, [*command_line(tmp_path), *words])
+        shown = capsys.readouterr()
+        return status, re.sub(r"^\d\d:\d\d:\d\d ", "", shown.out + shown.err, flags=re.MULTILINE).splitlines()
+
+    handlers, level = logging.root.handlers[:], logging.root.level
+    yield run
+    # `main` has put its own in their place, which write to what is closed by now.
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
+
+
+def test_what_was_said_is_told_and_what_follows_from_it_on_request(run):
+    for words, told in (([], False), (["--log-level", "DEBUG"], True)):
+        status, lines = run(lambda args: None, *words)
+        assert status == 0 and "configuration (what differs from the defaults):" in lines
+        assert ("configuration (what follows):" in lines) is told
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "why"),
+    [
+        (None, 0, None),
+        (KeyboardInterrupt(), 130, "ERROR: stopped by Ctrl-C"),
+        (RunError("engine 0 died"), 1, "ERROR: engine 0 died"),
+        (OSError("disk full"), 1, "ERROR: disk full"),
+        (ZeroDivisionError("by us"), 1, "ZeroDivisionError: by us"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_however_a_run_ends_its_last_lines_say_what_was_kept_and_how_to_go_on(run, tmp_path, ending, status, why):
+    save = tmp_path / "checkpoints"
+
+    def train(args):
+        (save / "latest_checkpointed_iteration.txt").write_text("1")
+        args.start_rollout_id, args.rollouts_done, args.rollout_saved = 0, 2, 1
+        if ending is not None:
+            raise ending
+
+    found, lines = run(train, "--save", str(save), "--save-interval", "1")
+    *_, told, kept, go_on = lines if ending is not None else [None, *lines]
+    assert found == status and (told == why or ending is None)
+    assert kept == f"kept: the checkpoint of rollout 1 in {save}/iter_0000001"
+    assert go_on.startswith("to train on, raise --num-rollout: " if ending is None else "go on: ")
+    assert go_on.endswith("--num-rollout 8" if ending is None else f"--load {save}")
+
+
+@pytest.mark.parametrize("ending", [None, KeyboardInterrupt()], ids=lambda value: type(value).__name__)
+def test_what_killed_ranks_leave_goes_with_the_run(run, tmp_path, ending):
+    left = tmp_path / "tmp/slime-rank-abcdefgh"
+
+    def train(args):
+        left.mkdir()
+        (left / "owner").touch()
+        if ending is not None:
+            raise ending
+
+    run(train)
+    assert not left.exists()
