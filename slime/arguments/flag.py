@@ -21,8 +21,8 @@ class Bounds:
     Attributes:
         replacement: what stands in for a number out of bounds while the other rules are asked; nothing fails on it.
         usual: what a message recommends.
-        finite: a weight, a rate or a time limit means nothing when it is infinite.
-        unusual: numbers above this are possible and nearly always a slip; what is usual instead.
+        finite: it must be a finite number; weights, rates and limits of time mean nothing when they are infinite.
+        unusual: numbers above the first are possible and nearly always a slip; the second says what is usual.
     """
 
     low: float | None = None
@@ -71,8 +71,8 @@ def weight(unusual: float | None = None, usual: str = "", *, low: float | None =
     return Bounds(low=low, replacement=replacement, finite=True, unusual=None if unusual is None else (unusual, usual))
 
 
-class Path(Enum):
-    """What a flag's path leads to, and so how a relative one is made absolute."""
+class PathKind(Enum):
+    """What a flag's path leads to, and so how a relative one is made absolute. Files of prompts have a way of their own."""
 
     # Read by the processes of the run.
     READ = auto()
@@ -80,9 +80,6 @@ class Path(Enum):
     WRITTEN = auto()
     # Read by the driver alone, which keeps it as it was typed for its messages.
     HERE = auto()
-    # Files of prompts, each with an optional slice; and pairs of a name and such a file.
-    DATA = auto()
-    NAMED_DATA = auto()
 
 
 class Caller(Enum):
@@ -112,7 +109,10 @@ class Flag:
     Attributes:
         names: spellings, the usual one first.
         action: of argparse; None stores a value.
+        bounds: of its number, or of each of its numbers.
+        path: what its path leads to; plug_in: who calls what its path names.
         placeholders: what is filled in where the value has `{name}`.
+        idle: where it has no effect.
         not_yet: the feature that the flag asks for, while it is not built: nothing but the default can be given.
     """
 
@@ -126,7 +126,7 @@ class Flag:
     metavar: str | None = None
     action: Any = None
     bounds: Bounds | None = None
-    path: Path | None = None
+    path: PathKind | None = None
     plug_in: Caller | None = None
     placeholders: tuple[str, ...] = ()
     idle: tuple[Idle, ...] = ()

@@ -12,13 +12,13 @@ import os
 import sys
 from collections.abc import Iterator
 
-from slime.arguments.flag import Caller, Path, flag_of
+from slime.arguments.flag import Caller, PathKind, flag_of
 from slime.arguments.groups import OWN_FLAGS, plug_ins_of
 from slime.utils.plugin_loader import file_of_path, load_function
 from slime.utils.plugin_source import find_top, problem_of_path
 
-PATHS = tuple(name for name, flag in OWN_FLAGS.items() if flag.path in (Path.READ, Path.WRITTEN))
-_READ_HERE = tuple(name for name, flag in OWN_FLAGS.items() if flag.path is Path.HERE)
+PATHS = tuple(name for name, flag in OWN_FLAGS.items() if flag.path in (PathKind.READ, PathKind.WRITTEN))
+_READ_HERE = tuple(name for name, flag in OWN_FLAGS.items() if flag.path is PathKind.HERE)
 _PLUG_INS = tuple(name for name, flag in OWN_FLAGS.items() if flag.plug_in is not None)
 
 

@@ -11,7 +11,7 @@ from slime.arguments.flag import (
     Caller,
     Group,
     Idle,
-    Path,
+    PathKind,
     flag,
     off,
     plug_in,
@@ -151,7 +151,7 @@ DISTILLATION = Group("on-policy distillation", (
         "(--opd-teacher-load)", "sglang", "megatron", idle=_NO_OPD),
     flag("--opd-kl-coef", float, 1.0, "weight of the distillation term", bounds=weight(), idle=_NO_OPD),
     flag("--opd-teacher-load", str, None, "checkpoint of a teacher of the same architecture; --opd-type megatron only",
-        path=Path.READ),
+        path=PathKind.READ),
     flag("--opd-teacher-ckpt-step", int, None, "iteration to take from --opd-teacher-load", bounds=AT_LEAST_ZERO,
         idle=not_from_megatron("opd_teacher_load")),
 ))  # fmt: skip

@@ -8,7 +8,7 @@ from slime.arguments.flag import (
     Caller,
     Group,
     Idle,
-    Path,
+    PathKind,
     flag,
     off,
     plug_in,
@@ -35,7 +35,7 @@ ROLLOUT = Group("rollout", (
     # Model
     flag("--hf-checkpoint", str, None, "Hugging Face directory: tokenizer, config, initial engine weights; also the initial "
         "training weights when --load and --ref-load give none. Engines get the trainer's weights before they are first "
-        "used", path=Path.READ),
+        "used", path=PathKind.READ),
     flag("--model-name", str, None, "name of the model family for the conversion of weights; unset: from the config of "
         "--hf-checkpoint"),
     flag("--rollout-external-engine-addrs", str, None, "engines that this run did not start and will not stop; not with "
@@ -93,7 +93,7 @@ ROLLOUT = Group("rollout", (
 DATA = Group("data and batches", (
     # Prompts
     flag("--prompt-data", str, None, ".jsonl or .parquet files, each with an optional slice such as data.jsonl@[0:100]; read "
-        "in order", path=Path.DATA, nargs="+"),
+        "in order", nargs="+"),
     plug_in("--data-source-path", MANAGER, "data source class", "slime.rollout.data_source.RolloutDataSourceWithBuffer"),
     off("--disable-rollout-global-dataset", "rollout_global_dataset", "no built-in data set: the data source or the rollout "
         "function brings prompts"),
@@ -141,9 +141,9 @@ EVALUATION = Group("evaluation", (
     flag("--eval-interval", int, None, "evaluate every N rollouts, at epoch ends and after the last; needs "
         "--eval-prompt-data or --eval-config", bounds=AT_LEAST_ONE),
     flag("--eval-prompt-data", str, None, "pairs `name path`; repeated flags add up; one lone path is named `aime`",
-        path=Path.NAMED_DATA, idle=_NEVER_EVALUATES, action="extend", nargs="+"),
+        idle=_NEVER_EVALUATES, action="extend", nargs="+"),
     flag("--eval-config", str, None, "YAML or JSON file of evaluation sets, each with own sampling and reward; replaces "
-        "--eval-prompt-data", path=Path.HERE, idle=_NEVER_EVALUATES),
+        "--eval-prompt-data", path=PathKind.HERE, idle=_NEVER_EVALUATES),
     switch("--skip-eval-before-train", "no evaluation before the first rollout"),
     flag("--eval-input-key", str, None, "unset: --input-key"),
     flag("--eval-label-key", str, None, "unset: --label-key"),
@@ -165,7 +165,7 @@ REWARD = Group("reward", (
     flag("--eval-reward-key", str, None, "the same in evaluation; unset: --reward-key"),
     switch("--group-rm", "grade a whole prompt group in one call"),
     flag("--rm-url", str, None, "address of a remote reward service, for own reward functions"),
-    flag("--rm-model-path", str, None, "model_path of class-style rewards; unset: --hf-checkpoint", path=Path.READ),
+    flag("--rm-model-path", str, None, "model_path of class-style rewards; unset: --hf-checkpoint", path=PathKind.READ),
     flag("--rm-concurrency", int, 1024, "reward calls in flight; of math and deepscaler at most one per core, up to 32",
         bounds=AT_LEAST_ONE),
     flag("--rm-timeout", float, 600.0, "limit of a reward call, in seconds; it is made twice before the sample fails",

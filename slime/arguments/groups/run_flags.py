@@ -7,7 +7,7 @@ from slime.arguments.flag import (
     SECONDS,
     Group,
     Idle,
-    Path,
+    PathKind,
     either,
     flag,
     off,
@@ -69,7 +69,8 @@ CLUSTER = Group("cluster and placement", (
         "needs neither GPUs nor weights"),
     switch("--check", "do all that a run does before it starts Ray (flags, files, rows, plug-ins, this machine, what is left "
         "to do), say which resources it needs of Ray, then exit"),
-    flag("--dry-run-json", str, None, "write the plan to this JSON file; implies --dry-run", path=Path.HERE, metavar="FILE"),
+    flag("--dry-run-json", str, None, "write the plan to this JSON file; implies --dry-run", path=PathKind.HERE,
+        metavar="FILE"),
     flag("--dry-run-gpu-memory-gib", float, None, "memory of one GPU in the plan, in GiB; unset: that of this machine's GPU, "
         "else 80", bounds=ABOVE_ZERO),
     flag("--dry-run-link-gbps", float, 400.0, "link speed that the plan uses for the cost of a weight sync, in Gbit/s",
@@ -122,7 +123,7 @@ LOGGING = Group("logging and tracking", (
     switch("--use-wandb", "report to Weights & Biases"),
     flag("--wandb-mode", str, None, "takes precedence over WANDB_MODE; offline writes to --wandb-dir only", "online",
         "offline", "disabled"),
-    flag("--wandb-dir", str, None, "directory of its local files; unset: the run's output directory", path=Path.WRITTEN),
+    flag("--wandb-dir", str, None, "directory of its local files; unset: the run's output directory", path=PathKind.WRITTEN),
     flag("--wandb-key", str, None, "API key; better in WANDB_API_KEY. Never logged"),
     flag("--wandb-host", str, None, "address of an own server"),
     flag("--wandb-team", str, None, "team (entity) that owns the run"),
@@ -140,25 +141,25 @@ DEBUGGING = Group("debugging", (
     switch("--check-weight-update-equal", "prove that engine weights equal trainer weights: by checksums at start, by a "
         "log-prob probe after every sync"),
     # Dumps
-    flag("--save-debug-rollout-data", str, None, "dump rollouts; `{rollout_id}` is filled in", path=Path.WRITTEN,
+    flag("--save-debug-rollout-data", str, None, "dump rollouts; `{rollout_id}` is filled in", path=PathKind.WRITTEN,
         placeholders="rollout_id"),
-    flag("--load-debug-rollout-data", str, None, "train on dumped rollouts; implies --debug-train-only", path=Path.READ,
+    flag("--load-debug-rollout-data", str, None, "train on dumped rollouts; implies --debug-train-only", path=PathKind.READ,
         placeholders="rollout_id"),
     flag("--load-debug-rollout-data-subsample", float, None, "take this share of such a dump, above 0 and at most 1: its "
         "first and last halves"),
     flag("--load-forge-rollout-data", str, None, "dump that slime.rollout.forge_load.generate_rollout replays while the "
-        "engines live", path=Path.READ, not_yet="replaying a dump beside living engines"),
+        "engines live", path=PathKind.READ, not_yet="replaying a dump beside living engines"),
     flag("--save-debug-train-data", str, None, "dump train batches; `{rollout_id}` and `{rank}` are filled in",
-        path=Path.WRITTEN, placeholders="rollout_id rank"),
+        path=PathKind.WRITTEN, placeholders="rollout_id rank"),
     flag("--dump-details", str, None, "directory for both dumps: rollout_data/{rollout_id}.pt and train_data/{rollout_id}.pt",
-        path=Path.WRITTEN),
+        path=PathKind.WRITTEN),
     # Memory and time
     either("--memory-probe", "before the first step, run one micro-batch of the longest allowed length; unset: on GPUs",
         not_yet="the probe of the longest micro-batch"),
     switch("--record-memory-history", "record allocations, for snapshots of the memory", not_yet=_RECORDING_MEMORY),
     flag("--memory-recorder", str, "torch", "what records them: GPU or host memory", "torch", "memray",
         not_yet=_RECORDING_MEMORY),
-    flag("--memory-snapshot-dir", str, ".", "directory of the snapshots", path=Path.WRITTEN, not_yet=_RECORDING_MEMORY),
+    flag("--memory-snapshot-dir", str, ".", "directory of the snapshots", path=PathKind.WRITTEN, not_yet=_RECORDING_MEMORY),
     flag("--memory-snapshot-num-steps", int, None, "stop recording after that many rollouts", bounds=AT_LEAST_ONE,
         not_yet=_RECORDING_MEMORY),
     flag("--profile-target", str, ["train_overall"], "what --use-pytorch-profiler traces", "train_overall", "train_actor",
@@ -170,9 +171,9 @@ DEBUGGING = Group("debugging", (
     flag("--ci-train-rollout-logprob-abs-diff-threshold", float, 0.1, "largest mean difference between log-probs of engine "
         "and trainer that --ci-test allows", bounds=AT_LEAST_ZERO, not_yet=_CHECKED_NUMBERS),
     flag("--ci-save-grad-norm", str, None, "file for the gradient norm of every step: template with `{role}`, `{rollout_id}` "
-        "and `{step_id}`", path=Path.WRITTEN, placeholders="role rollout_id step_id",
+        "and `{step_id}`", path=PathKind.WRITTEN, placeholders="role rollout_id step_id",
         not_yet=_CHECKED_NUMBERS),
     flag("--ci-load-grad-norm", str, None, "files of an earlier run to compare with, within 1 % or 0.01: template with "
-        "`{role}`, `{rollout_id}` and `{step_id}`", path=Path.READ, placeholders="role rollout_id step_id",
+        "`{role}`, `{rollout_id}` and `{step_id}`", path=PathKind.READ, placeholders="role rollout_id step_id",
         not_yet=_CHECKED_NUMBERS),
 ))  # fmt: skip

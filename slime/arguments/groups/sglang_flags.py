@@ -8,7 +8,7 @@ only trains does without.
 import argparse
 from collections.abc import Iterable
 
-from slime.arguments.flag import AT_LEAST_ONE, Group, Path, flag
+from slime.arguments.flag import AT_LEAST_ONE, Group, PathKind, flag
 from slime.arguments.surface import FlagSpec, add_flag, load_surface, taken
 
 SERVING = Group("SGLang engines and router", (
@@ -28,7 +28,7 @@ SERVING = Group("SGLang engines and router", (
     flag("--prefill-num-servers", int, None, "engines of --rollout-num-gpus-per-engine GPUs that only prefill; the others "
         "decode. Excludes --sglang-config and --rollout-external-engine-addrs"),
     flag("--sglang-config", str, None, "YAML with the serving topology: models, groups of engines, overrides of server "
-        "arguments for each. Excludes --prefill-num-servers and --rollout-external-engine-addrs", path=Path.HERE,
+        "arguments for each. Excludes --prefill-num-servers and --rollout-external-engine-addrs", path=PathKind.HERE,
         metavar="FILE"),
 ))  # fmt: skip
 

@@ -9,7 +9,7 @@ from slime.arguments.flag import (
     Caller,
     Group,
     Idle,
-    Path,
+    PathKind,
     flag,
     plug_in,
     switch,
@@ -49,18 +49,18 @@ _NEVER_SAVES = Idle(lambda args: args.save is None, "without --save")
 CHECKPOINTS = Group("checkpoints", (
     # Load
     flag("--load", str, None, "actor checkpoint: a Megatron directory is resumed, a Hugging Face directory is where a new "
-        "run starts", path=Path.READ),
+        "run starts", path=PathKind.READ),
     flag("--ckpt-step", int, None, "iteration to take from --load; unset: the latest", bounds=AT_LEAST_ZERO,
         idle=not_from_megatron("load")),
     flag("--ref-load", str, None, "reference checkpoint, Megatron or Hugging Face directory; also the initial one when "
-        "--load gives nothing", path=Path.READ),
+        "--load gives nothing", path=PathKind.READ),
     flag("--ref-ckpt-step", int, None, "iteration to take from --ref-load", bounds=AT_LEAST_ZERO,
         idle=not_from_megatron("ref_load")),
     switch("--no-load-optim", "the optimizer starts fresh; its learning-rate schedule goes on where the checkpoint was"),
     switch("--no-load-rng", "do not restore random generator states"),
     switch("--finetune", "load weights only and start at rollout 0 with fresh data and scheduler"),
     # Save
-    flag("--save", str, None, "checkpoint directory; the data state goes to its `rollout/` folder", path=Path.WRITTEN),
+    flag("--save", str, None, "checkpoint directory; the data state goes to its `rollout/` folder", path=PathKind.WRITTEN),
     flag("--save-interval", int, None, "save every N rollouts, at epoch ends and after the last; needs --save",
         bounds=AT_LEAST_ONE),
     flag("--keep-last", int, None, "keep only the newest N checkpoints, with their data states and exports; unset: all",
@@ -69,14 +69,14 @@ CHECKPOINTS = Group("checkpoints", (
     switch("--no-save-optim", "leave the optimizer state out; a run that resumes from it starts its optimizer fresh",
         idle=_NEVER_SAVES),
     flag("--save-hf", str, None, "with every save, also export to this Hugging Face directory; `{rollout_id}` is filled in; "
-        "same quantisation as --hf-checkpoint", path=Path.WRITTEN, placeholders="rollout_id"),
+        "same quantisation as --hf-checkpoint", path=PathKind.WRITTEN, placeholders="rollout_id"),
 ))  # fmt: skip
 
 WEIGHTS = Group("weights and training process", (
     # Process
     switch("--random-init", "start from random weights instead of those of --hf-checkpoint", idle=_STARTS_ELSEWHERE),
     flag("--initial-megatron-checkpoint", str, None, "where the weights come from when --load holds no checkpoint: as "
-        "--ref-load, but no reference model; takes precedence over --ref-load there", path=Path.READ),
+        "--ref-load, but no reference model; takes precedence over --ref-load there", path=PathKind.READ),
     flag("--train-env-vars", environment_variables, {}, "extra environment of the train actors, as JSON object; applied "
         "last. The actors set it themselves before they import anything, so that it stands in no log; only what the dynamic "
         "loader, the interpreter, the thread libraries and Ray read (LD_*, PYTHON*, OMP_*, RAY_* and the like) is handed to "
@@ -104,7 +104,7 @@ WEIGHTS = Group("weights and training process", (
         "recorded", not_yet="swapping weights under running requests"),
     # Disk sync
     flag("--update-weight-disk-dir", str, None, "directory that trainer and engines share; every sync writes one "
-        "sub-directory (transport disk)", path=Path.WRITTEN, not_yet=_WEIGHT_TRANSPORT_THROUGH_FILES),
+        "sub-directory (transport disk)", path=PathKind.WRITTEN, not_yet=_WEIGHT_TRANSPORT_THROUGH_FILES),
     switch("--update-weight-disk-keep-files", "keep published full checkpoints after the engines loaded them (transport "
         "disk)", not_yet=_WEIGHT_TRANSPORT_THROUGH_FILES),
     flag("--update-weight-delta-encoding", str, "xor", "payload of --update-weight-mode delta: bit difference, to be applied "
@@ -112,7 +112,7 @@ WEIGHTS = Group("weights and training process", (
     flag("--update-weight-delta-checksum", str, "xxh3-128", "digest of every tensor, checked after a delta was applied",
         "xxh3-128", "blake3", "adler32", not_yet=_DELTA_WEIGHT_TRANSPORT),
     flag("--update-weight-local-checkpoint-dir", str, None, "host-local Hugging Face checkpoint that is kept current and "
-        "reloaded; delta cannot do without", path=Path.READ, not_yet=_WEIGHT_TRANSPORT_THROUGH_FILES),
+        "reloaded; delta cannot do without", path=PathKind.READ, not_yet=_WEIGHT_TRANSPORT_THROUGH_FILES),
     plug_in("--custom-update-weight-post-write-path", RANKS, "called on each rank after it wrote its sync files (transport "
         "disk)", not_yet=_WEIGHT_TRANSPORT_THROUGH_FILES),
     # Trained parameters

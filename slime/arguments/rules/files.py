@@ -10,11 +10,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime.arguments import flag as flags
 from slime.arguments.checkpoints import POINTER, checkpoint_source, is_megatron_checkpoint
 from slime.arguments.critic_arguments import DIRECTORY, critic_args, critic_weights
 from slime.arguments.derivation import source_of_actor
-from slime.arguments.flag import flag_of
+from slime.arguments.flag import PathKind, flag_of
 from slime.arguments.groups import OWN_FLAGS
 from slime.arguments.hf_config import no_directory
 from slime.arguments.paths import missing_plug_ins
@@ -24,7 +23,7 @@ from slime.utils.data_files import parse_data_path, path_without_slice
 from slime.utils.errors import UserError
 from slime.utils.filesystem import existing_files
 
-_WRITTEN = tuple(name for name, flag in OWN_FLAGS.items() if flag.path is flags.Path.WRITTEN)
+_WRITTEN = tuple(name for name, flag in OWN_FLAGS.items() if flag.path is PathKind.WRITTEN)
 
 
 def hf_checkpoint(args: argparse.Namespace) -> Iterator[str]:
