@@ -7,7 +7,7 @@ import re
 import pytest
 
 from slime.ray.session import main
-from slime.utils import scratch
+from slime.utils import filesystem
 from slime.utils.errors import RunError
 from tests.support.args import command_line
 
@@ -21,7 +21,7 @@ def run(tmp_path, monkeypatch, capsys):
         monkeypatch.delenv(name, raising=False)
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    monkeypatch.setattr(scratch.tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(filesystem.tempfile, "tempdir", str(temporary))
     monkeypatch.chdir(tmp_path)
 
     def run(train, *words):
