@@ -277,7 +277,7 @@ def test_a_weight_on_a_bound_is_inside(level, mode):
     settings = MisSettings(
         use_rs=True, tis_level=level, rs_level=level, tis_mode=mode, tis_lower_bound=1.0, tis_upper_bound=1.0
     )
-    weighted, metrics = weigh(settings, [TRAIN], [TRAIN], [[1, 1, 1]])
+    weighted, metrics = weigh(settings, [TRAINED], [TRAINED], [[1, 1, 1]])
     assert weighted.kept.tolist() == [True] * 3 and weighted.ratios.tolist() == [1.0] * 3
     fractions = ("tis_truncate", "tis_clip", "rs_mask")
     outside = {name: metrics[name].tolist() for name in metrics if name.removeprefix("mis_").startswith(fractions)}
