@@ -20,7 +20,7 @@ PLAIN_PROMPTS = '{"prompt": "a", "label": "1"}\n'
 
 
 @pytest.fixture(autouse=True)
-def no_ray(monkeypatch):
+def no_ray(monkeypatch, log_of_a_run):
     def start(args):
         raise AssertionError("Ray was started")
 

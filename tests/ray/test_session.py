@@ -1,7 +1,6 @@
 """What a run tells and leaves around its loop, without Ray."""
 
 import contextlib
-import logging
 import re
 
 import pytest
@@ -13,7 +12,7 @@ from tests.support.args import command_line
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
+def run(tmp_path, monkeypatch, capsys, log_of_a_run):
     """Runs `main` with `train`; gives its exit status and the lines that it printed, without their times."""
     monkeypatch.setattr("slime.ray.cluster.ray_cluster", lambda args: contextlib.nullcontext())
     monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
@@ -29,11 +28,7 @@ def run(tmp_path, monkeypatch, capsys):
         shown = capsys.readouterr()
         return status, re.sub(r"^\d\d:\d\d:\d\d ", "", shown.out + shown.err, flags=re.MULTILINE).splitlines()
 
-    handlers, level = logging.root.handlers[:], logging.root.level
-    yield run
-    # `main` has put its own in their place, which write to what is closed by now.
-    logging.root.handlers[:] = handlers
-    logging.root.setLevel(level)
+    return run
 
 
 def test_what_was_said_is_told_and_what_follows_from_it_on_request(run):
