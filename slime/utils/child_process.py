@@ -87,6 +87,7 @@ class ChildProcess:
     def wait(self, timeout: float) -> int | None:
         """Wait up to `timeout` seconds for the end; the exit status, or None when it still runs."""
         deadline = time.monotonic() + timeout
+        # Looked at again and again, as the standard library does: a wait of the kernel's has no time limit.
         while (status := self.poll()) is None and self._process is not None and time.monotonic() < deadline:
             time.sleep(_EXIT_POLL_SECONDS)
         return status

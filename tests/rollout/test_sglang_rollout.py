@@ -73,12 +73,10 @@ def test_r3_finished_surplus_groups_are_kept_on_request(server, checkpoint, tmp_
     # All six groups are finished when the first is judged: four are surplus for certain.
     filter_path = plugin(
         tmp_path,
-        "import time\n"
         "from slime.rollout.generate_state import GenerateState\n"
+        "from tests.support.waiting import wait_until\n"
         "def fn(args, samples):\n"
-        "    while GenerateState(args).pendings:\n"
-        "        time.sleep(0.001)\n"
-        "    return True\n",
+        "    return wait_until(lambda: not GenerateState(args).pendings)\n",
     )
     options = {"rollout_batch_size": 2, "over_sampling_batch_size": 6, "dynamic_sampling_filter_path": filter_path}
     args = make_args(checkpoint, server.port, keep_surplus_groups=True, **options)

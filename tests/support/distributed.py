@@ -105,6 +105,11 @@ class _Rank:
     def poll(self) -> int | None:
         return self._process.exitcode
 
+    @property
+    def sentinel(self) -> int:
+        """Is ready when the process has ended."""
+        return self._process.sentinel
+
     def end(self) -> None:
         if self._process is not None:
             self._process.kill()
@@ -121,16 +126,18 @@ class _Rank:
 def _wait(ranks: list[_Rank], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     failed_at = None
-    while any(rank.poll() is None for rank in ranks):
+    while running := [rank for rank in ranks if rank.poll() is None]:
         now = time.monotonic()
         if failed_at is None and any(rank.poll() for rank in ranks):
             failed_at = now
         # The other ranks usually notice a lost peer within moments, and then say what they were doing.
-        if failed_at is not None and now > failed_at + _GRACE_SECONDS:
+        patience = deadline if failed_at is None else min(deadline, failed_at + _GRACE_SECONDS)
+        if now < patience:
+            multiprocessing.connection.wait([rank.sentinel for rank in running], patience - now)
+        elif failed_at is not None:
             break
-        if now > deadline:
+        else:
             raise DistributedFailure("\n".join([f"not finished after {timeout} s", *(rank.report() for rank in ranks)]))
-        time.sleep(0.02)
     if any(rank.poll() != 0 for rank in ranks):
         raise DistributedFailure("\n".join(["a rank failed", *(rank.report() for rank in ranks)]))
 

@@ -2,7 +2,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -65,8 +64,8 @@ def test_a_child_and_its_helper_follow_a_parent_that_is_killed(tmp_path):
     parent = subprocess.Popen([sys.executable, "-c", PARENT, FOLLOWER, str(marker)], env=environment_for_python())
     try:
         pids = wait_until(lambda: pids_in(marker))
-        time.sleep(0.2)  # a child that ends although its parent lives would be gone by now
-        assert [runs(pid) for pid in pids] == [True, True]
+        # Both sleep: whatever they have to do about their parent is done, and they are still there.
+        wait_until(lambda: [psutil.Process(pid).status() for pid in pids] == [psutil.STATUS_SLEEPING] * 2)
     finally:
         parent.kill()
         parent.wait()
