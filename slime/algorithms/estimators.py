@@ -62,7 +62,7 @@ def estimator(name: str) -> Estimator:
         UserError: there is none of this name.
     """
     if name not in ESTIMATORS:
-        raise UserError(f"--advantage-estimator {name}: unknown; {next(iter(ESTIMATORS))}, for example, is not")
+        raise UserError(f"--advantage-estimator {name}: unknown; there are {', '.join(ESTIMATORS)}")
     return ESTIMATORS[name]
 
 

@@ -1,4 +1,11 @@
-"""Estimators of the KL divergence from samples, and the distillation that rests on one."""
+"""Estimators of KL(policy ‖ base) per token from sampled log-probs (J. Schulman, "Approximating KL Divergence", 2020).
+
+With d = log π − log π_base of the sampled token: k1 = d, k2 = d²/2, k3 = e^{−d} − 1 + d. `low_var_kl` is k3 within ±10.
+
+On-policy distillation rests on k1: the student is paid, token by token, for what the teacher finds likely in the student's own
+samples. The log-ratio log π(token) − log π_teacher(token) is the one-sample estimate of the reverse KL (arXiv 2306.13649,
+arXiv 2306.08543); taken off the advantages of any estimator, its expected gradient is that of the reverse KL.
+"""
 
 from collections.abc import Sequence
 

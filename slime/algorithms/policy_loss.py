@@ -1,4 +1,19 @@
-"""Losses of policy and values, the ratios that they clip, and the weights that correct them."""
+"""Losses of policy and values, the ratios that they clip, and the weights that correct them, all per token.
+
+PPO clip (arXiv 1707.06347, equation 7) has separate bounds (arXiv 2503.14476, equation 10) and dual clip (arXiv 1912.09729,
+equation 5): a token with a negative advantage never costs more than c·|A|, however likely the new policy makes it.
+CISPO (arXiv 2506.13585, equations 4 and 5) clips the importance weight instead of the objective: every token keeps a gradient.
+Both take the ratio by way of `ppo_kl` = old log-prob − new log-prob; for GSPO that is `compute_gspo_kl`'s, one per sequence.
+
+The log-ratio of a sequence is the mean over its trained tokens; tokens of tools or the environment have no part in it. It is a
+property of the full response, so under context parallelism the log-probs come in gathered; what is returned is laid out like
+this rank's part of the response.
+
+Importance weights w = π_train/π_rollout, before the policy moves, correct for tokens having been sampled by the engine, whose
+numerics are not the trainer's. Truncated importance sampling (E. Ionides, "Truncated Importance Sampling", 2008; here per token
+and with a lower bound too) moves w into a range; icepop (arXiv 2510.18855) drops tokens whose w is outside of it. Weights are
+constants: no gradient flows through them.
+"""
 
 from collections.abc import Sequence
 
@@ -69,7 +84,9 @@ def compute_value_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss and clip indicator (0 or 1, without gradient) per token, both float32 in the shape of `values`.
 
-    loss = max((clip(V, V_old − c, V_old + c) − G)², (V − G)²), without a factor ½; gradient through `values` only. The
+    loss = max((clip(V, V_old − c, V_old + c) − G)², (V − G)²), without a factor ½ (arXiv 2005.12729, section 3, "value function
+    clipping"); gradient through `values` only. Clipping can only make the loss larger: a value that moved more than c away from
+    the old one gets no gradient for moving on, unless it is further from the return than the edge of the range is. The
     indicator tells where |V − V_old| > c.
     """
     values, old_values, returns = values.float(), old_values.detach().float(), returns.detach().float()
@@ -84,7 +101,12 @@ MAX_EXPONENT = 80.0
 
 
 def saturated(exponent: torch.Tensor) -> torch.Tensor:
-    """min(exponent, 80), with the gradient of the identity; NaN stays NaN."""
+    """min(exponent, 80), with the gradient of the identity; NaN stays NaN.
+
+    A ratio that overflows need not matter: its token may be clipped, or masked. But zero times infinity is NaN, so one such
+    token would spoil the gradient of the whole batch. With the exponent bounded in the value only, ratio and gradient of a
+    token that does matter are finite and absurdly large, so that its loss or gradient norm is noticed instead of vanishing.
+    """
     return _Saturated.apply(exponent)
 
 

@@ -1,7 +1,7 @@
 """One declaration for each flag of our own: how it is typed, and everything that the rest of this package asks about it.
 
-The tables stand in `slime.arguments.groups`. Whoever adds a flag adds a row there, and nothing anywhere else: its bounds, where
-its path leads, who calls its plug-in, when it changes nothing and whether its feature is built are read from the row.
+The tables stand in `slime.arguments.groups`. Whoever adds a flag adds a row there: its bounds, where its path leads, who calls
+its plug-in, when it changes nothing and whether its feature is built are read from the row, and so is the flag reference.
 """
 
 import argparse

@@ -1,4 +1,8 @@
-"""What a person reads of a run: its lines, its progress bar, how long it took to start."""
+"""What a person reads of a run: one line per rollout, its progress bar, where the seconds of a start go.
+
+A generation loop calls `start_progress`, `advance` and `close`; the driver asks the rollout manager for
+`progress_snapshot()` and draws the bar, so that nothing is drawn by a process whose terminal nobody sees.
+"""
 
 import os
 import sys

@@ -1,7 +1,7 @@
-"""The memory part of the plan: training, serving, and both together on the GPUs that they share; which flags would make a part
-smaller.
+"""The memory part of the plan: training, serving, and both on the GPUs and the machine that they share; what would make it less.
 
-The memory of the machine that a run starts its processes on, against what the plan says they take.
+Of actor and critic only one works at a time, but nothing moves the other to the host yet: its weights, gradients and
+optimizer state stay where they are.
 
 On a machine without GPUs every engine and every rank is processes with their tensors in its memory, and any number of
 them can be asked for. On GPUs the host holds what ranks put there; what engines keep beside it is not known.

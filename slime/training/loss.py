@@ -1,14 +1,11 @@
 """The loss of one micro-batch: which function gives it, and what holds for all of them.
 
-Parts stand in files of their own: `policy_loss`, `other_losses`, `custom_functions`; what they share in `micro_batch`.
+A user's own functions are called from `custom_functions`; what all of them read stands in `micro_batch`.
 
-Losses beside that of the policy: a critic's values, and supervised fine-tuning.
-
-The policy loss of a micro-batch: objective, corrections, entropy and KL, each per token, then reduced.
-
-A correction may reject tokens. They leave the loss altogether (its policy-gradient, entropy and KL terms are summed with the
-smaller masks), but neither what the sums are divided by nor what is reported: metrics, those of the rejection first of all,
-speak of all trained tokens. Only `pg_loss` is the term as it enters the loss.
+Each term of the policy loss (objective, corrections, entropy and KL) is one number per token, then reduced. A correction may
+reject tokens. They leave the loss altogether (its policy-gradient, entropy and KL terms are summed with the smaller masks), but
+neither what the sums are divided by nor what is reported: metrics, those of the rejection first of all, speak of all trained
+tokens. Only `pg_loss` is the term as it enters the loss.
 """
 
 from __future__ import annotations

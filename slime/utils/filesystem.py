@@ -1,5 +1,7 @@
 """Files that exist whole or not at all, directories for what a process needs while it runs, file names with placeholders.
 
+What is whole or not there is written under a temporary name, brought to the disk with fsync, and renamed.
+
 A process that is killed leaves its scratch directory behind. Each holds a file `owner` that its process keeps locked; the
 kernel takes the lock away when that process ends, however it ends. So an `owner` that can be locked says for certain that the
 directory is one of ours and that nobody uses it, in containers and for reused process numbers too, and nothing else is

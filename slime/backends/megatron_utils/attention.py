@@ -3,12 +3,11 @@
 Megatron-Core's own `DotProductAttention` refuses packed input. Here a packed stream holds many sequences end to end;
 each attends to itself only. On CPU every sequence is one call of PyTorch's fused attention: its result depends on
 nothing else in the stream, to the last bit, and no score matrix of the whole stream is ever made. On CUDA one
-variable-length kernel does the stream. A rank that holds part of the stream only is `context_attention`'s matter.
+variable-length kernel does the stream.
 
-Core attention of a context-parallel rank: keys and values of all ranks are gathered, queries stay where they are.
-
-A rank's rows are pieces of sequences (`Segment`), each of which attends to its sequence from the start up to itself. The
-gather is one collective per layer; in the backward pass the ranks' gradients are summed and each keeps its own rows.
+A context-parallel rank holds pieces of sequences (`Segment`), each of which attends to its sequence from the start up to
+itself. Keys and values of all ranks are gathered, queries stay where they are. The gather is one collective per layer; in the
+backward pass the ranks' gradients are summed and each keeps its own rows.
 """
 
 from __future__ import annotations

@@ -1,16 +1,8 @@
 """From `args` to the model of one training rank.
 
 `build_transformer_config` turns flags into Megatron's configuration, `get_model_provider_func` builds the bare model,
-`setup_model` wraps it for mixed precision and data parallelism.
-
-The critic's output: one float32 value per token in place of the logits.
-
-The head stands where the vocabulary projection was, on the last pipeline stage, after whatever function built the model. It is
-whole on every tensor-parallel rank. It starts at zeros, on all ranks alike and without a seed: a new critic then expects
-nothing and adds no noise to the first advantages, whereas random weights on normalised hidden states of width h would give
-values of a standard deviation of √h times theirs. The first step moves the head alone, all others the whole network.
-
-Random weights that depend on the seed and on the parameter's global name alone.
+`setup_model` wraps it for mixed precision and data parallelism, and where no checkpoint gives weights, random ones are drawn
+that depend on the seed and on the parameter's global name alone.
 
 Megatron draws one weight after the other from a single generator, so what a layer gets depends on which layers came before
 it on the same rank: every pipeline stage would start like the first one. Here every matrix is drawn whole from a seed of its

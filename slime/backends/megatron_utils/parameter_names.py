@@ -3,13 +3,6 @@
 Megatron numbers the layers of every pipeline stage from 0, and the experts of every expert-parallel rank. A global name has
 the numbers of the whole model, such as `decoder.layers.17.self_attention.linear_qkv.weight`, and no wrapper's prefix. A copy
 of a tied embedding on the last stage has the embedding's name. Tensor-parallel parts of a parameter share its name.
-
-Which parameters are trained: `--only-train-params-name-list`, `--freeze-params-name-list`, `--freeze-indexer`.
-
-The regular expressions are searched in global names, so a list means the same in every parallel layout. A frozen parameter
-needs no gradient: Megatron's wrappers give it no gradient buffer and no optimizer state, so the choice is made before the
-model is wrapped. It stays in checkpoints and weight pushes. Layers for multi-token prediction are frozen where nothing trains
-them, that is without `--enable-mtp-training`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,13 @@
 Precedence: `sample.custom_rm_path`, `--custom-rm-path`, `metadata["rm_type"]`, `--rm-type`. At most `--rm-concurrency`
 calls run, of types that compare symbolically no more than there are workers, each for at most `--rm-timeout` seconds,
 waiting not counted. One that gave no reward in that time is made once more; grading never runs on the event loop.
+
+`boxed_` before a type of ours grades the content of the last box instead of the response.
+
+Forms of a function by path: single `fn(args, sample, **kw)`; batch `fn(args, samples, **kw)`, told by the name of the second
+parameter (with `--group-rm` also when that name is neither `sample` nor `samples`); class with
+`compute_reward(prompts, responses[, labels, samples])`. Every call gets copies of the samples. A plain function that is called
+once more may run twice at once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Families that are converted: which HF tensors make up each Megatron parameter, in which layout, and how one is found.
 
-A family is a table of rules over a few layouts (`layouts`); most rules are shared by all decoder-only families.
+A family is a table of rules over a few layouts (`layouts`); most rules are shared by all decoder-only families. Qwen2 and
+Qwen2.5 have biases of query, key and value, Qwen3 has norms of query and key; all are dense. MiMo has the layers of Qwen2, and
+layers for multi-token prediction beside them, whose projection takes [state; embedding] where Megatron's takes
+[embedding; state].
 """
 
 from __future__ import annotations
