@@ -23,7 +23,8 @@ COPY slime slime
 COPY slime_plugins slime_plugins
 COPY tools tools
 COPY scripts scripts
-COPY train.py ./
+COPY examples examples
+COPY train.py train_async.py ./
 RUN python3 -m pip install --no-cache-dir --no-deps -e .
 
 # One connection, so that kernels are launched in program order and communication overlaps as Megatron expects.

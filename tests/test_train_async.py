@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.args import command_line
+from tests.support.models.args import command_line
 
 ROOT = Path(__file__).parents[1]
 

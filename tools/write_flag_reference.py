@@ -1,11 +1,11 @@
-"""Writes what the repository says about all flags: the reference in `docs/` and the frozen surface of the tests.
+"""Writes what the repository says about all flags: the reference in `docs/` and the frozen command line of the tests.
 
     python tools/write_flag_reference.py           # writes the files that changed
     python tools/write_flag_reference.py --check   # writes nothing; status 1 when a file is out of date
 
-Everything comes from the parser. The surface has one line for each flag, sorted, so that a changed, added or lost flag
-is one line of a diff; the reference has one table for each group of `--help`. What a package says of its own options is
-not repeated there: `--help` shows it, in the words of the version that is installed.
+Everything comes from the parser and the declarations. The command line has one line for each flag, sorted, so that a changed,
+added or lost flag is one line of a diff; the reference has one table for each group of `--help`. What a package says of its own
+options is not repeated there: `--help` shows it, in the words of the version that is installed.
 """
 
 import argparse
@@ -22,14 +22,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from slime.arguments.flag import NotYet  # noqa: E402
-from slime.arguments.help_text import facts_of, groups_of  # noqa: E402
-from slime.arguments.not_yet import rows  # noqa: E402
+from slime.arguments.flag import Bounds, NotYet  # noqa: E402
+from slime.arguments.groups import BOUNDS, OWN_FLAGS  # noqa: E402
+from slime.arguments.help_text import default_of, groups_of, meaning_of, value_of  # noqa: E402
 from slime.arguments.parser import build_parser  # noqa: E402
+from slime.arguments.rules.not_built import rows  # noqa: E402
 from slime.arguments.surface import PACKAGES, load_surface  # noqa: E402
 from slime.utils.filesystem import write_text_atomically  # noqa: E402
 
-SURFACE = Path("tests/arguments/data/surface.txt")
+COMMAND_LINE = Path("tests/arguments/data/command_line.txt")
 REFERENCE = Path("docs/en/reference")
 COMMAND = "python tools/write_flag_reference.py"
 
@@ -57,9 +58,10 @@ _PAGES: dict[str, tuple[str, str]] = {
 _PREFIXES = {"flags-megatron.md": ("Megatron: ",), "flags-sglang.md": ("SGLang", "Router"), "flags.md": ("",)}
 
 
-def surface(parser: argparse.ArgumentParser) -> str:
-    """One line for each flag: spellings, attribute, action and type, number of values, choices, default."""
-    lines = [_surface_line(action) for action in parser._actions]
+def command_line(parser: argparse.ArgumentParser) -> str:
+    """One line for each flag: spellings, action and type, attribute, number of values, choices, default, then what is declared:
+    bounds, what its path leads to, who calls what it names, placeholders, what is not built."""
+    lines = [_line(action) for action in parser._actions]
     return "".join(f"{line}\n" for line in [f"# {_versions()}", *sorted(lines)])
 
 
@@ -75,7 +77,7 @@ def reference(parser: argparse.ArgumentParser) -> dict[Path, str]:
 def generated_files() -> dict[Path, str]:
     """Everything that this tool writes: path in the repository -> text."""
     parser = build_parser()
-    return {SURFACE: surface(parser), **reference(parser)}
+    return {COMMAND_LINE: command_line(parser), **reference(parser)}
 
 
 def difference(path: Path, expected: str) -> str:
@@ -112,7 +114,7 @@ def _versions() -> str:
     return ", ".join(f"{package.distribution} {version(package.distribution)}" for package in PACKAGES.values())
 
 
-def _surface_line(action: argparse.Action) -> str:
+def _line(action: argparse.Action) -> str:
     kind = type(action).__name__.strip("_").removesuffix("Action")
     if action.nargs != 0:
         kind += f"({getattr(action.type, '__name__', 'str')})"
@@ -125,7 +127,28 @@ def _surface_line(action: argparse.Action) -> str:
     if isinstance(action.choices, Iterable):
         facts["choices"] = list(action.choices)
     shown = [f"{name}={value!r}" for name, value in facts.items() if name == "default" or value is not None]
-    return f"{' '.join(action.option_strings)}  {kind} {' '.join(shown)}"
+    return f"{' '.join(action.option_strings)}  {' '.join([kind, *shown, *_declared(action.dest)])}"
+
+
+def _declared(dest: str) -> Iterable[str]:
+    if dest in BOUNDS:
+        yield f"bounds={_interval(BOUNDS[dest])}"
+    flag = OWN_FLAGS.get(dest)
+    if flag is not None and flag.path is not None:
+        yield f"path={flag.path.name.lower()}"
+    if flag is not None and flag.plug_in is not None:
+        yield f"plug_in={flag.plug_in.name.lower()}"
+    if flag is not None and flag.placeholders:
+        yield f"placeholders={','.join(flag.placeholders)}"
+    for row in rows():
+        if fnmatch.fnmatchcase(dest, row.name):
+            yield "not_built" + (f"_beside={','.join(map(str, row.works))}" if row.works else "")
+
+
+def _interval(bounds: Bounds) -> str:
+    low = "(-inf" if bounds.low is None else f"{'(' if bounds.low_is_open else '['}{bounds.low}"
+    high = "inf)" if bounds.high is None else f"{bounds.high}{')' if bounds.high_is_open else ']'}"
+    return f"{low},{high}" + ("finite" if bounds.finite else "")
 
 
 def _page(name: str, sections: list[str]) -> str:
@@ -140,13 +163,12 @@ def _section(title: str, actions: list[argparse.Action]) -> str:
 
 
 def _table_row(action: argparse.Action) -> str:
-    facts = facts_of(action)
     planned = " ".join(_planned(row) for row in rows() if fnmatch.fnmatchcase(action.dest, row.name))
     cells = (
-        " ".join(map(_code, facts.spellings)),
-        _code(facts.value),
-        _code(facts.default),
-        " ".join(filter(None, (_escaped(_own_words(facts.meaning)), planned))),
+        " ".join(map(_code, action.option_strings)),
+        _code(value_of(action)),
+        _code(default_of(action)),
+        " ".join(filter(None, (_escaped(_own_words(meaning_of(action))), planned))),
     )
     return f"| {' | '.join(cells)} |"
 

@@ -10,6 +10,8 @@ rank's part of each response, so per-sequence sums are added over the ranks that
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,10 +30,12 @@ from slime.algorithms.mismatch import (
     weight_tokens,
 )
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel, gather_responses, slice_responses
-from slime.training.mis_settings import mis_settings_from_args
 from slime.utils.errors import UserError
 
 Tensors = Sequence[torch.Tensor]
+
+_NAMES = tuple(field.name for field in dataclasses.fields(MisSettings))
+_PREFIXES = ("tis_", "rs_", "use_rs", "use_tis")
 
 
 def compute_mis_weights_with_cp(
@@ -102,6 +106,20 @@ def needs_mis_step_statistics(args: argparse.Namespace) -> bool:
 
 compute_mis_weights_with_cp.step_statistics = mis_step_statistics
 compute_mis_weights_with_cp.needs_step_statistics = needs_mis_step_statistics
+
+
+def mis_settings_from_args(args: argparse.Namespace) -> MisSettings:
+    """The settings as far as `args` has them, where `--custom-config-path` has put them, else their defaults.
+
+    Raises:
+        UserError: a value that cannot be, or a key of the configuration file that is none but looks like one.
+    """
+    for key in args.custom_config:
+        if key.startswith(_PREFIXES) and key not in _NAMES:
+            near = difflib.get_close_matches(key, _NAMES, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_NAMES)}"
+            raise UserError(f"masked importance sampling: unknown setting {key}; {hint}")
+    return MisSettings(**{name: value for name, value in vars(args).items() if name in _NAMES})
 
 
 def _weigh(

@@ -42,6 +42,7 @@ Further flags come after those of the script, and win. All flags: python train.p
 On a small machine, without GPUs too: MODEL=toy NUM_GPUS=2 bash scripts/$SAY_AS.sh
 
   --dry-run         print what the run would do (placement, memory, batch arithmetic), without Ray and without GPUs
+  --rehearse        do one step of a training rank on fake GPU tensors, print what it takes; without Ray and without GPUs
   DRY_RUN=1         the same
   --check           say whether something stands in the run's way, and start nothing
   --help-grep WORD  show the flags whose name or text has a word that begins so
@@ -248,7 +249,7 @@ launch() {
         launch_usage
         exit 0
         ;;
-      --dry-run | --dry-run-json | --dry-run-json=*) dry_run=1 ;;
+      --dry-run | --dry-run-json | --dry-run-json=* | --rehearse) dry_run=1 ;;
       --check) check=1 ;;
       --help-grep | --help-grep=*) ask=1 ;;
     esac

@@ -124,7 +124,7 @@ PRECISION_ARGS=(
   --hidden-dropout 0.0
   --accumulate-allreduce-grads-in-fp32
   --attention-softmax-in-fp32
-  --attention-backend flash
+  --attention-backend auto
 )
 
 # --- engines ------------------------------------------------------------------------------------------------------------

@@ -1,18 +1,29 @@
 #!/usr/bin/env bash
 # THUDM/GLM-4-32B-0414 (dense).
-source "$(dirname "${BASH_SOURCE[0]}")/lib/dense.sh"
+# Written by `python tools/write_model_scripts.py`; to change the flags, change a copy.
+source "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 
 MODEL_ARGS=(
-  "${GLM4_ARGS[@]}"
   --num-layers "$(num_layers 61)"
   --hidden-size 6144
   --ffn-hidden-size 23040
   --num-attention-heads 48
-  --num-query-groups 2
-  --norm-epsilon 1e-5
-  --rotary-base "$(rotary_base 10000)"
   --vocab-size 151552
   --untie-embeddings-and-output-weights
+  --normalization RMSNorm
+  --norm-epsilon 1e-5
+  --swiglu
+  --use-rotary-position-embeddings
+  --rotary-base "$(rotary_base 10000)"
   --max-position-embeddings 32768
+  --disable-bias-linear
+  --post-self-attn-layernorm
+  --post-mlp-layernorm
+  --rotary-interleaved
+  --rotary-percent 0.5
+  --group-query-attention
+  --num-query-groups 2
+  --no-rope-fusion
+  --spec slime_plugins.models.glm4 get_glm_spec
   --seq-length 32768
 )

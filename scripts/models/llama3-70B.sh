@@ -1,18 +1,23 @@
 #!/usr/bin/env bash
 # meta-llama/Meta-Llama-3-70B (dense).
-source "$(dirname "${BASH_SOURCE[0]}")/lib/dense.sh"
+# Written by `python tools/write_model_scripts.py`; to change the flags, change a copy.
+source "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 
 MODEL_ARGS=(
-  "${LLAMA3_ARGS[@]}"
   --num-layers "$(num_layers 80)"
   --hidden-size 8192
   --ffn-hidden-size 28672
   --num-attention-heads 64
-  --num-query-groups 8
-  --kv-channels 128
-  --norm-epsilon 1e-5
-  --rotary-base "$(rotary_base 500000)"
   --vocab-size 128256
   --untie-embeddings-and-output-weights
+  --normalization RMSNorm
+  --norm-epsilon 1e-5
+  --swiglu
+  --use-rotary-position-embeddings
+  --rotary-base "$(rotary_base 500000)"
   --max-position-embeddings 8192
+  --disable-bias-linear
+  --group-query-attention
+  --num-query-groups 8
+  --kv-channels 128
 )

@@ -1,16 +1,22 @@
 #!/usr/bin/env bash
 # Qwen/Qwen3-4B (dense).
-source "$(dirname "${BASH_SOURCE[0]}")/lib/dense.sh"
+# Written by `python tools/write_model_scripts.py`; to change the flags, change a copy.
+source "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 
 MODEL_ARGS=(
-  "${QWEN3_ARGS[@]}"
   --num-layers "$(num_layers 36)"
   --hidden-size 2560
   --ffn-hidden-size 9728
   --num-attention-heads 32
+  --vocab-size 151936
+  --normalization RMSNorm
+  --norm-epsilon 1e-6
+  --swiglu
+  --use-rotary-position-embeddings
+  --rotary-base "$(rotary_base 1000000)"
+  --disable-bias-linear
+  --qk-layernorm
+  --group-query-attention
   --num-query-groups 8
   --kv-channels 128
-  --norm-epsilon 1e-6
-  --rotary-base "$(rotary_base 1000000)"
-  --vocab-size 151936
 )

@@ -1,16 +1,27 @@
 #!/usr/bin/env bash
 # Qwen/Qwen3.5-0.8B (dense).
-source "$(dirname "${BASH_SOURCE[0]}")/lib/dense.sh"
+# Written by `python tools/write_model_scripts.py`; to change the flags, change a copy.
+source "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 
 MODEL_ARGS=(
-  "${QWEN3_5_ARGS[@]}"
   --num-layers "$(num_layers 24)"
   --hidden-size 1024
   --ffn-hidden-size 3584
   --num-attention-heads 8
+  --vocab-size 248320
+  --normalization RMSNorm
+  --norm-epsilon 1e-6
+  --swiglu
+  --position-embedding-type rope
+  --rotary-base "$(rotary_base 10000000)"
+  --disable-bias-linear
+  --qk-layernorm
+  --use-gated-attention
+  --attention-output-gate
+  --apply-layernorm-1p
+  --rotary-percent 0.25
+  --group-query-attention
   --num-query-groups 2
   --kv-channels 256
-  --norm-epsilon 1e-6
-  --rotary-base "$(rotary_base 10000000)"
-  --vocab-size 248320
+  --spec slime_plugins.models.qwen3_5 get_qwen3_5_spec
 )

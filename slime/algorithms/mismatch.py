@@ -111,17 +111,27 @@ def worst_tokens(
         samples: the number that names each sample, unique over ranks.
         positions: places of those tokens in the response, where they are not 0, 1, … (a part of a response).
     """
-    found: list[WorstToken] = []
-    columns = zip(samples, train_log_probs, rollout_log_probs, loss_masks, strict=True)
-    for row, (sample, train, rollout, mask) in enumerate(columns):
-        trained = mask.to(train.device).nonzero()[:, 0]
-        train, rollout = train.detach().double()[trained], rollout.detach().double()[trained]
-        difference = (train - rollout).abs().nan_to_num(nan=math.inf, posinf=math.inf)
-        top = difference.topk(min(count, len(difference))).indices
-        places = trained[top] if positions is None else positions[row].to(trained.device)[trained[top]]
-        values = zip(places.tolist(), train[top].tolist(), rollout[top].tolist(), strict=True)
-        found += [WorstToken(int(sample), *value) for value in values]
-    return merge_worst_tokens([found], count)
+    if positions is None:
+        positions = [torch.arange(len(mask)) for mask in loss_masks]
+    columns = zip(samples, train_log_probs, rollout_log_probs, loss_masks, positions, strict=True)
+    # In the order that breaks ties, so that a stable sort keeps it.
+    rows = sorted(columns, key=lambda row: int(row[0]))
+    if not rows:
+        return []
+    numbers, *per_token = zip(*rows, strict=True)
+    train, rollout, trained, places = (torch.cat([tokens.detach() for tokens in column]) for column in per_token)
+    train, rollout, trained = train.double(), rollout.to(train.device).double(), trained.to(train.device) != 0
+    difference = (train - rollout).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    worst = torch.where(trained, difference, -1.0).sort(descending=True, stable=True).indices[:count]
+    lengths = torch.tensor([len(tokens) for tokens in per_token[0]])
+    sample_of = torch.repeat_interleave(torch.tensor(numbers), lengths, output_size=len(train))
+    host = [column.to(train.device, torch.float64, non_blocking=True) for column in (sample_of, places)]
+    # One wait, however many samples there are; float64 holds the whole numbers exactly.
+    found = torch.stack([trained.double(), *host, train, rollout], dim=1)[worst].tolist()
+    tokens = [
+        WorstToken(int(sample), int(place), *values) for is_trained, sample, place, *values in found if is_trained
+    ]
+    return merge_worst_tokens([tokens], count)
 
 
 def merge_worst_tokens(shards: Iterable[Iterable[WorstToken]], count: int) -> list[WorstToken]:
@@ -203,7 +213,8 @@ class WeightedTokens:
     are those that need nothing from other shards.
     """
 
-    lengths: torch.Tensor  # [S] int64
+    sizes: tuple[int, ...]  # tokens of each sequence
+    lengths: torch.Tensor  # the same, [S] int64
     trained: torch.Tensor  # [N] bool
     kept: torch.Tensor  # [N] bool
     weights: torch.Tensor  # [N] float64
@@ -217,7 +228,7 @@ class WeightedTokens:
 
     def split(self, per_token: torch.Tensor) -> list[torch.Tensor]:
         """One tensor per sequence from a value per token."""
-        return list(per_token.split(self.lengths.tolist()))
+        return list(per_token.split(self.sizes))
 
 
 def sequence_sums(
@@ -250,7 +261,8 @@ def weight_tokens(
     """
     train, rollout, trained, lengths = _flat_columns(train_log_probs, rollout_log_probs, loss_masks)
     log_weights = train - rollout
-    tokens_of = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    sequences = torch.arange(len(lengths), device=lengths.device)
+    tokens_of = torch.repeat_interleave(sequences, lengths, output_size=len(trained))
     token_sums = sums[tokens_of]
 
     before = _level_weights(settings.tis_level, log_weights, token_sums)
@@ -273,7 +285,7 @@ def weight_tokens(
         "rs_catastrophic_seq_fraction": catastrophic,
         "is_ratio_mean_after_tis_rs": torch.where(kept, weights, 0.0),
     }
-    return WeightedTokens(lengths, trained, kept, weights, 1.0, metrics)
+    return WeightedTokens(tuple(map(len, train_log_probs)), lengths, trained, kept, weights, 1.0, metrics)
 
 
 def weight_sums(weighted: WeightedTokens) -> torch.Tensor:
@@ -311,7 +323,8 @@ def mis_metrics(weighted: WeightedTokens, extremes: torch.Tensor) -> dict[str, t
     of it. Always the same names, whatever the settings.
     """
     extremes = extremes.masked_fill(extremes.isinf(), 0.0)
-    smallest, largest = extremes.repeat_interleave(weighted.lengths, dim=0).unbind(dim=1)
+    of_tokens = extremes.repeat_interleave(weighted.lengths, dim=0, output_size=len(weighted.weights))
+    smallest, largest = of_tokens.unbind(dim=1)
     metrics = {
         **weighted.metrics,
         "batch_norm_factor": torch.full_like(weighted.weights, weighted.batch_norm_factor),
@@ -392,7 +405,7 @@ def _flat_columns(
     train, rollout = (
         _concatenated(column, device).masked_fill(~trained, 0.0) for column in (train_log_probs, rollout_log_probs)
     )
-    return train, rollout, trained, torch.tensor(lengths, dtype=torch.int64, device=device)
+    return train, rollout, trained, torch.tensor(lengths, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def _concatenated(rows: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -193,8 +193,9 @@ def _masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _per_token(per_sequence: torch.Tensor, local: Sequence[torch.Tensor]) -> torch.Tensor:
-    lengths = torch.tensor([len(tokens) for tokens in local], dtype=torch.int64)
-    return per_sequence.repeat_interleave(lengths.to(per_sequence.device), output_size=int(lengths.sum()))
+    lengths = [len(tokens) for tokens in local]
+    on_device = torch.tensor(lengths, dtype=torch.int64).to(per_sequence.device, non_blocking=True)
+    return per_sequence.repeat_interleave(on_device, output_size=sum(lengths))
 
 
 def importance_weights(train_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ Per rollout: each sample contributes its masked sum over the trained tokens of i
 computed once, over the whole rollout (`rollout_mask_sums`), before samples are packed or split; so any cut of the samples into
 micro-batches and ranks sums to the same number. Per token: plain masked sums, divided by the token count of the step later.
 A masked token contributes nothing, whatever its value (also NaN). Its gradient is 0 here; that a NaN behind it leaves no NaN
-in the gradient either is seen to where the loss begins (`slime.training.micro_batch`).
+in the gradient either is seen to where the loss begins (`slime.training.loss`).
 
 Which tokens of a response are time steps, and how recursions run over those alone.
 
@@ -17,20 +17,22 @@ together, scanned, and put back in their places.
 A scan gets them padded behind the end, a few responses of similar length at a time.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 
 
-def rollout_mask_sums(loss_mask_sums: Sequence[float], rollout_ids: Sequence[int | None]) -> np.ndarray:
+def rollout_mask_sums(loss_mask_sums: Sequence[float], execution_ids: Sequence[int | None]) -> np.ndarray:
     """Trained tokens of the execution that each sample belongs to, float32 [number of samples].
 
-    `loss_mask_sums[i]`: trained tokens of sample i. A sample whose rollout id is None is an execution of its own.
+    `loss_mask_sums[i]`: trained tokens of sample i. A sample whose execution id is None is an execution of its own.
     """
     totals: dict[object, float] = {}
     keys = [
-        ("alone", position) if rollout_id is None else rollout_id for position, rollout_id in enumerate(rollout_ids)
+        ("alone", position) if execution_id is None else execution_id
+        for position, execution_id in enumerate(execution_ids)
     ]
     for key, mask_sum in zip(keys, loss_mask_sums, strict=True):
         totals[key] = totals.get(key, 0) + mask_sum
@@ -47,26 +49,35 @@ def sum_of_sample_mean(
     `values`: one tensor [R_i] per sample, or all of them concatenated in the order of `loss_masks`, which are always per
     sample. `sample_denominators` D: one per sample, from `rollout_mask_sums`.
     """
-    flat_values = _flat(values)
-    mask = _flat(loss_masks).to(flat_values.device, torch.float32)
-    lengths = torch.tensor([len(sample_mask) for sample_mask in loss_masks], dtype=torch.int64, device=mask.device)
-    denominators = torch.as_tensor(sample_denominators, dtype=torch.float32, device=mask.device).clamp(min=1.0)
-    per_token_denominators = torch.repeat_interleave(denominators, lengths, output_size=len(mask))
-    return _masked_sum(flat_values, mask / per_token_denominators)
+    return masked_sum(values, token_weights(loss_masks, sample_denominators))
+
+
+def token_weights(
+    loss_masks: Sequence[torch.Tensor], sample_denominators: Sequence[float] | torch.Tensor | None = None
+) -> torch.Tensor:
+    """m_t / max(D_i, 1) of every token, float32, flat, on the device of the masks; m_t without denominators.
+
+    `masked_sum` with these weights is `sum_of_sample_mean`; who reduces many values makes them once. Nothing is waited for.
+    """
+    mask = _flat(loss_masks).float()
+    if sample_denominators is None:
+        return mask
+    lengths = torch.tensor([len(sample_mask) for sample_mask in loss_masks], dtype=torch.int64)
+    denominators = torch.as_tensor(sample_denominators, dtype=torch.float32).to(mask.device, non_blocking=True)
+    lengths = lengths.to(mask.device, non_blocking=True)
+    return mask / torch.repeat_interleave(denominators.clamp(min=1.0), lengths, output_size=len(mask))
 
 
 def masked_sum(
     values: torch.Tensor | Sequence[torch.Tensor], loss_masks: torch.Tensor | Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Σ x·m over all tokens, a float32 scalar with gradient; each argument per sample or concatenated."""
+    """Σ x·m over all tokens, a float32 scalar with gradient; each argument per sample or concatenated. Instead of masks there
+    may be weights, as of `token_weights`."""
     flat_values = _flat(values)
-    return _masked_sum(flat_values, _flat(loss_masks).to(flat_values.device, torch.float32))
-
-
-def _masked_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    if values.shape != weights.shape:
-        raise ValueError(f"{tuple(values.shape)} values for {tuple(weights.shape)} mask entries")
-    return (values.float().masked_fill(weights == 0, 0.0) * weights).sum()
+    weights = _flat(loss_masks).to(flat_values.device, torch.float32)
+    if flat_values.shape != weights.shape:
+        raise ValueError(f"{tuple(flat_values.shape)} values for {tuple(weights.shape)} mask entries")
+    return (flat_values.float().masked_fill(weights == 0, 0.0) * weights).sum()
 
 
 def _flat(tensors: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
@@ -125,24 +136,27 @@ def scan_steps(scan: Scan, columns: Sequence[Sequence[torch.Tensor]], steps: Seq
     `columns`: what the scan takes, in order, each a list with one tensor [R_i] per response. `scan`: a function of that many
     tensors [B, T], zero behind the end of a row, to a tuple of tensors [B, T]. Tokens that are no steps come back as 0.
     """
+    # The one wait: batches are cut by these numbers.
     counts = torch.stack([mask.sum() for mask in steps]).tolist() if len(steps) else []
     results: list[list] = []
     for members in _batches_of_similar_length(counts):
-        tokens = [steps[member] for member in members]
-        taken = torch.cat(tokens).nonzero().squeeze(1)
-        rows, places = _coordinates([counts[member] for member in members], taken.device)
+        lengths = [len(steps[member]) for member in members]
+        shape = len(members), counts[members[-1]]
+        cells = _cells(
+            torch.cat([steps[member] for member in members]), lengths, [counts[m] for m in members], shape[1]
+        )
         padded = []
         for column in columns:
-            cells = torch.zeros(len(members), counts[members[-1]], device=taken.device)
-            cells[rows, places] = torch.cat([column[member] for member in members]).float()[taken]
-            padded.append(cells)
+            # With one more cell, for the tokens that take no step.
+            batch = torch.zeros(shape[0] * shape[1] + 1, device=cells.device)
+            batch[cells] = torch.cat([column[member] for member in members]).float()
+            padded.append(batch[:-1].view(shape))
         outputs = scan(*padded)
         if not results:
             results = [[None] * len(steps) for _ in outputs]
         for result, output in zip(results, outputs, strict=True):
-            flat = torch.zeros(sum(map(len, tokens)), device=taken.device)
-            flat[taken] = output[rows, places]
-            for member, part in zip(members, flat.split([len(mask) for mask in tokens]), strict=True):
+            flat = torch.nn.functional.pad(output.flatten().float(), (0, 1))[cells]
+            for member, part in zip(members, flat.split(lengths), strict=True):
                 result[member] = part
     return results
 
@@ -173,9 +187,14 @@ def _batches_of_similar_length(counts: Sequence[int]) -> Iterator[list[int]]:
         yield batch
 
 
-def _coordinates(counts: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and place in the row of every step, rows in order."""
-    per_row = torch.tensor(counts, device=device)
-    rows = torch.repeat_interleave(torch.arange(len(counts), device=device), per_row)
-    starts = per_row.cumsum(0) - per_row
-    return rows, torch.arange(len(rows), device=device) - starts[rows]
+def _cells(taken: torch.Tensor, lengths: Sequence[int], counts: Sequence[int], width: int) -> torch.Tensor:
+    """Where each token stands in a batch of rows of `width` steps, laid end to end; behind the last row if it takes no step.
+
+    Args:
+        taken: boolean, the tokens of all rows one after the other.
+        lengths, counts: tokens and steps of each row.
+    """
+    starts = [row * width - before for row, before in enumerate([0, *itertools.accumulate(counts)][:-1])]
+    on_device = [torch.tensor(numbers).to(taken.device, non_blocking=True) for numbers in (starts, lengths)]
+    first_cells = torch.repeat_interleave(*on_device, output_size=len(taken))
+    return torch.where(taken, first_cells + taken.cumsum(0) - 1, len(lengths) * width)

@@ -2,7 +2,7 @@
 
 Invariants
 - A group is what shares a `group_index`; order and count of the samples play no part.
-- The unit of a group's statistics is the execution (`rollout_id`): siblings of one execution count once, with their mean.
+- The unit of a group's statistics is the execution: siblings of one execution count once, with their mean.
 - Every sibling gets the full reward of its own; the loss averages siblings, so nothing is divided here.
 - A group of one unit has no spread to divide by: its rewards are only centred. No input gives NaN.
 - Equal rewards are exactly 0 afterwards, whatever their size: rounding noise of a mean is not a spread to be scaled up.
@@ -24,7 +24,7 @@ STD_EPSILON = 1e-6
 def normalize_rewards(
     rewards: Sequence[float],
     group_indices: Sequence[int | None],
-    rollout_ids: Sequence[int | None],
+    execution_ids: Sequence[int | None],
     *,
     center: bool,
     scale: bool,
@@ -35,18 +35,18 @@ def normalize_rewards(
     r' = r − μ, and with `scale` r' = (r − μ) / (σ + 1e-6), where μ and the unbiased σ run over the units of the group
     (GRPO, arXiv 2402.03300, section 4.1.2). Without `center` the rewards come back as they are, whatever `scale` says.
 
-    `rollout_ids[i] is None`: the sample is an execution of its own. If no sample has a group index, groups are runs of
+    `execution_ids[i] is None`: the sample is an execution of its own. If no sample has a group index, groups are runs of
     `group_size` neighbours when that divides the number of samples, else the whole list is one group.
 
     Raises UserError for a reward that is not a finite number and for group indices that only some samples have.
     """
-    _require_equal_lengths(rewards, group_indices, rollout_ids)
+    _require_equal_lengths(rewards, group_indices, execution_ids)
     values = _finite_rewards(rewards, group_indices)
     if not center or values.size == 0:
         return values.astype(np.float32)
 
     group_of_sample = _dense_ids(_complete_group_indices(group_indices, group_size))
-    unit_of_sample = _dense_ids(_unit_keys(group_of_sample, rollout_ids))
+    unit_of_sample = _dense_ids(_unit_keys(group_of_sample, execution_ids))
     values -= _first_of_each(group_of_sample, values)[group_of_sample]
     unit_rewards = np.bincount(unit_of_sample, values) / np.bincount(unit_of_sample)
     group_of_unit = np.empty(len(unit_rewards), dtype=np.int64)
@@ -63,11 +63,11 @@ def normalize_rewards(
     return centered.astype(np.float32)
 
 
-def _require_equal_lengths(rewards: Sequence, group_indices: Sequence, rollout_ids: Sequence) -> None:
-    if not len(rewards) == len(group_indices) == len(rollout_ids):
+def _require_equal_lengths(rewards: Sequence, group_indices: Sequence, execution_ids: Sequence) -> None:
+    if not len(rewards) == len(group_indices) == len(execution_ids):
         raise ValueError(
-            f"one reward, group index and rollout id per sample: "
-            f"got {len(rewards)}, {len(group_indices)} and {len(rollout_ids)}"
+            f"one reward, group index and execution id per sample: "
+            f"got {len(rewards)}, {len(group_indices)} and {len(execution_ids)}"
         )
 
 
@@ -106,10 +106,10 @@ def _complete_group_indices(group_indices: Sequence[int | None], group_size: int
     return [0] * count
 
 
-def _unit_keys(group_of_sample: np.ndarray, rollout_ids: Sequence[int | None]) -> list[tuple]:
+def _unit_keys(group_of_sample: np.ndarray, execution_ids: Sequence[int | None]) -> list[tuple]:
     return [
-        (group, "alone", position) if rollout_id is None else (group, "execution", rollout_id)
-        for position, (group, rollout_id) in enumerate(zip(group_of_sample.tolist(), rollout_ids, strict=True))
+        (group, "alone", position) if execution_id is None else (group, "execution", execution_id)
+        for position, (group, execution_id) in enumerate(zip(group_of_sample.tolist(), execution_ids, strict=True))
     ]
 
 

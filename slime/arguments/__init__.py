@@ -9,43 +9,32 @@ beside a refusal, warnings and remarks, is said once, when the flags are accepte
 import argparse
 import contextlib
 import logging
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from slime.arguments.bounds import (
-    replace_wrong_sizes,
-    warn_of_idle_flags,
-    warn_of_unusual_values,
-    without_consequences,
-    without_mention,
-)
+from slime.arguments.bounds import missing_needs, replace_wrong_sizes, warn_of_idle_flags, warn_of_unusual_values
 from slime.arguments.config_files.custom_config import apply_custom_config, overruled_values
 from slime.arguments.config_files.role_config import apply_role_config, critic_values
 from slime.arguments.config_files.serving_config import missing_models, serving_violations
 from slime.arguments.derivation import derive, resolve_aliases
 from slime.arguments.flag import flag_of
-from slime.arguments.hf_config import apply_hf_config, read_hf_config
+from slime.arguments.hf_config import apply_hf_config, read_hf_config, takes_shape_of_config
 from slime.arguments.model_shape import padded_vocabulary
-from slime.arguments.not_yet import not_yet_violations
 from slime.arguments.origins import Origin, recording
 from slime.arguments.parser import ArgumentParser, build_parser, parse_known
 from slime.arguments.paths import make_paths_absolute
-from slime.arguments.rules import Rule
-from slime.arguments.rules.data import BATCH_RULES, DATA_RULES
-from slime.arguments.rules.files import CHECKPOINT_RULES, FILE_RULES
-from slime.arguments.rules.megatron import MEGATRON_RULES
+from slime.arguments.rules.algorithm import OBJECTIVE_RULES, REPLAY_RULES, ROLLOUT_RULES, TRACKER_RULES, WEIGHT_RULES
+from slime.arguments.rules.data import BATCH_RULES, CHECKPOINT_RULES, DATA_RULES, FILE_RULES
+from slime.arguments.rules.megatron import EXTENSION_RULES, MEGATRON_RULES
 from slime.arguments.rules.not_built import MODEL_NAME_RULES, NOT_BUILT_RULES
-from slime.arguments.rules.rollout import ROLLOUT_RULES
 from slime.arguments.rules.serving import PLACEMENT_RULES, SERVING_RULES
-from slime.arguments.rules.training import OBJECTIVE_RULES, REPLAY_RULES, WEIGHT_RULES, tracker_violations
 from slime.arguments.server_flags import keep_names_equal
+from slime.arguments.violations import NOTED, Kind, Refusal, Rule, Violation, about, of_kind, without_consequences
 from slime.utils.errors import UserError
 
 __all__ = ["build_parser", "parse_args", "validate_args"]
 
-_FLAG = re.compile(r"--[a-z][\w-]*")
 _NO_FLAGS = (
     "no flags were given. A run needs at least --hf-checkpoint, --prompt-data, --rollout-batch-size, --num-rollout, "
     "--actor-num-gpus-per-node and --rollout-num-gpus. `python train.py --help` lists all flags, --help-grep WORD those "
@@ -74,11 +63,14 @@ def parse_args(
         raise UserError(_NO_FLAGS)
     parser = build_parser(add_custom_arguments, program="train_async.py" if asynchronous else "train.py")
     parser.set_defaults(asynchronous=asynchronous)
-    unknown: list[str] = []
+    unknown: list[Violation] = []
     with _said_when_accepted():
         args = parse_known(parser, words, unknown)
         with recording(args, Origin.YAML):
-            violations = apply_custom_config(args, parser) + apply_role_config(args, parser)
+            violations = [
+                *about(apply_custom_config(args, parser), "--custom-config-path"),
+                *about(apply_role_config(args, parser), "--megatron-config-path"),
+            ]
         _settle(args, violations, unknown)
     return args
 
@@ -120,19 +112,18 @@ class _HeldLines(logging.Handler):
         self.by_text.setdefault(record.getMessage(), record)
 
 
-def _settle(args: argparse.Namespace, violations: list[str], unknown: list[str]) -> None:
-    """`unknown`: messages about flags that nobody knows, of which others may be the consequence."""
+def _settle(args: argparse.Namespace, violations: list[Violation], unknown: list[Violation]) -> None:
+    """`unknown`: flags that nobody knows, of which other violations may be the consequence."""
     with recording(args, Origin.DERIVED):
         violations += _derive_and_check(args)
-    meant = {flag for message in unknown for flag in _FLAG.findall(message)} - set(map(flag_of, args.typed_flags))
-    violations = [*unknown, *without_mention(violations, meant)]
+    meant = {flag for violation in unknown for flag in violation.flags} - set(map(flag_of, args.typed_flags))
+    violations = [*unknown, *without_consequences(violations, meant)]
     if violations:
-        raise UserError("\n".join(violations))
+        raise Refusal(violations)
 
 
-def _derive_and_check(args: argparse.Namespace) -> list[str]:
-    # What a dry run tells beside its plan; a run has violations in their place.
-    args.plan_notes = []
+def _derive_and_check(args: argparse.Namespace) -> list[Violation]:
+    """What a plan only takes note of goes to `args.plan_notes` where one is asked for."""
     wrong = make_paths_absolute(args)
     if args.prompt_data is not None and len(args.prompt_data) == 1:
         args.prompt_data = args.prompt_data[0]
@@ -140,10 +131,16 @@ def _derive_and_check(args: argparse.Namespace) -> list[str]:
     wrong |= replace_wrong_sizes(args)
     if args.hf_checkpoint is not None:
         violations += _apply_shape(args)
-    violations += derive(args) + violations_of(args)
+    violations += derive(args)
+    violations += [violation for rule in RULES for violation in rule(args)]
+    violations = [*wrong.values(), *without_consequences(violations, set(map(flag_of, wrong)))]
     # A missing file may stand in the way of several rules, which then say the same.
-    violations = list(dict.fromkeys([*wrong.values(), *without_consequences(violations, wrong)]))
-    args.plan_notes = list(dict.fromkeys(args.plan_notes))
+    first: dict[str, Violation] = {}
+    for violation in violations:
+        first.setdefault(violation.message, violation)
+    noted = [message for message, violation in first.items() if args.dry_run and violation.kind in NOTED]
+    violations = [violation for message, violation in first.items() if message not in noted]
+    args.plan_notes = noted
     if not violations:
         if args.vocab_size is not None:
             args.padded_vocab_size = padded_vocabulary(args)
@@ -154,8 +151,8 @@ def _derive_and_check(args: argparse.Namespace) -> list[str]:
     return violations
 
 
-def _apply_shape(args: argparse.Namespace) -> list[str]:
-    if args.dry_run and not args.model_args_from_hf and not Path(args.hf_checkpoint).is_dir():
+def _apply_shape(args: argparse.Namespace) -> list[Violation]:
+    if args.dry_run and not takes_shape_of_config(args) and not Path(args.hf_checkpoint).is_dir():
         return []  # the typed flags say all that a plan needs; that the directory is missing is noted
     try:
         config = read_hf_config(args.hf_checkpoint)
@@ -163,25 +160,13 @@ def _apply_shape(args: argparse.Namespace) -> list[str]:
         with recording(args, Origin.HF_CONFIG):
             return [] if args.debug_rollout_only else apply_hf_config(args, config)
     except UserError as error:
-        return [str(error)]
+        return [*about([error], "--hf-checkpoint")]
 
 
 # Own rules, then those of Megatron, then those of the engines.
 RULES: tuple[Rule, ...] = (
-    *PLACEMENT_RULES, *BATCH_RULES, *ROLLOUT_RULES, *OBJECTIVE_RULES, *REPLAY_RULES, *DATA_RULES, *CHECKPOINT_RULES,
-    *WEIGHT_RULES, *MODEL_NAME_RULES, warn_of_idle_flags,
-    warn_of_unusual_values,
-    overruled_values, critic_values, tracker_violations, *MEGATRON_RULES, *SERVING_RULES, serving_violations,
+    *PLACEMENT_RULES, *BATCH_RULES, *ROLLOUT_RULES, *OBJECTIVE_RULES, *REPLAY_RULES, *DATA_RULES, missing_needs,
+    *CHECKPOINT_RULES, *WEIGHT_RULES, *MODEL_NAME_RULES, warn_of_idle_flags, warn_of_unusual_values, overruled_values,
+    critic_values, *TRACKER_RULES, *MEGATRON_RULES, *SERVING_RULES, serving_violations,
+    *of_kind(Kind.MISSING, *FILE_RULES, *EXTENSION_RULES, missing_models), *of_kind(Kind.NOT_BUILT, *NOT_BUILT_RULES),
 )  # fmt: skip
-# A plan needs neither the files of a run nor features that are not built; both are notes of a dry run.
-NOTED_RULES: tuple[Rule, ...] = (*FILE_RULES, missing_models, *NOT_BUILT_RULES, not_yet_violations)
-
-
-def violations_of(args: argparse.Namespace) -> list[str]:
-    """Messages of all broken rules, in the order of the rules; under `--dry-run` some go to `args.plan_notes` instead."""
-    violations = [message for rule in RULES for message in rule(args)]
-    noted = [message for rule in NOTED_RULES for message in rule(args)]
-    if args.dry_run:
-        args.plan_notes = [*args.plan_notes, *noted]
-        return violations
-    return [*violations, *noted]

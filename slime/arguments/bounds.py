@@ -1,77 +1,48 @@
-"""What the declarations of flags say of their values: numbers within their bounds, flags that change nothing.
+"""What the declarations of flags say of their values: numbers within bounds, flags that lack another or change nothing.
 
 Bounds are asked for before anything is derived: nothing follows from a size of 0. A number out of its bounds is replaced by
-a harmless one, so that the other rules can be asked too; what they say about that flag is left out (`without_consequences`).
+a harmless one, so that the other rules can be asked too; what they say about that flag is left out.
 """
 
 import argparse
 import logging
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from slime.arguments.flag import flag_of
+from slime.arguments.flag import attribute_of, flag_of
 from slime.arguments.groups import BOUNDS, OWN_FLAGS
+from slime.arguments.violations import Kind, Violation, broken
 
 logger = logging.getLogger(__name__)
 
-# What the number of data-parallel ranks follows from, which messages tell without these flags.
-_OF_THE_LAYOUT = {
-    "actor_num_nodes", "actor_num_gpus_per_node", "tensor_model_parallel_size", "pipeline_model_parallel_size",
-    "context_parallel_size",
-}  # fmt: skip
-# What an unset --global-batch-size follows from.
-_OF_THE_BATCH = {"rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout"}
 
-
-def replace_wrong_sizes(args: argparse.Namespace) -> dict[str, str]:
-    """A message for every number out of its bounds, by attribute, and for the one size that has no default.
+def replace_wrong_sizes(args: argparse.Namespace) -> dict[str, Violation]:
+    """A violation for every number out of its bounds, by attribute, and for the one size that has no default.
 
     Afterwards each of these attributes holds a number that nothing fails on.
     """
-    wrong = {name: (message, value) for name, message, value in _wrong_sizes(args)}
-    for name, (_, value) in wrong.items():
-        setattr(args, name, value)
-        args.typed_flags.discard(name)
-    return {name: message for name, (message, _) in wrong.items()}
-
-
-def without_consequences(messages: list[str], wrong: dict[str, str]) -> list[str]:
-    """`messages` of the rules without those about the attributes in `wrong`: the rules saw another value."""
-    silenced = [flag_of(name) for name in wrong]
-    if not _OF_THE_LAYOUT.isdisjoint(wrong):
-        silenced += ["data-parallel", "training ranks"]
-    if not _OF_THE_BATCH.isdisjoint(wrong):
-        silenced.append("--global-batch-size")
-    return without_mention(messages, silenced)
-
-
-def without_mention(messages: list[str], words: Iterable[str]) -> list[str]:
-    """`messages` without those in which one of `words` stands; a flag does not stand in a longer one."""
-    parts = "|".join(re.escape(word) for word in words)
-    pattern = re.compile(rf"(?<![\w-])(?:{parts})(?![\w-])") if parts else None
-    return [message for message in messages if pattern is None or not pattern.search(message)]
-
-
-def _wrong_sizes(args: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
-    """(attribute, message, harmless value)."""
+    wrong: dict[str, Violation] = {}
     if args.rollout_batch_size is None:
-        message = "--rollout-batch-size is needed: the number of prompts per rollout step, for example 32"
-        yield "rollout_batch_size", message, 1
+        template = "{--rollout-batch-size} is needed: the number of prompts per rollout step, for example 32"
+        wrong["rollout_batch_size"] = broken(args, template, kind=Kind.OUT_OF_BOUNDS)
+        args.rollout_batch_size = 1
     for name, bounds in BOUNDS.items():
         for number in _numbers(args, name):
             problem = bounds.problem(number)
             if problem is not None:
-                yield name, f"{flag_of(name)} {number}: {problem}", bounds.replacement
+                wrong[name] = Violation((flag_of(name),), f"{flag_of(name)} {number}: {problem}", Kind.OUT_OF_BOUNDS)
+                setattr(args, name, bounds.replacement)
+                args.typed_flags.discard(name)
+    return wrong
 
 
 def _numbers(args: argparse.Namespace, name: str) -> list[Any]:
     """The numbers that a flag was given: some take several, of which each has the bounds."""
-    value = getattr(args, name, None)
+    value = vars(args)[name]
     return [number for number in (value if isinstance(value, list) else [value]) if number is not None]
 
 
-def warn_of_unusual_values(args: argparse.Namespace) -> Iterator[str]:
+def warn_of_unusual_values(args: argparse.Namespace) -> Iterator[Violation]:
     """Warns of numbers that can be meant and rarely are; yields nothing."""
     for name, bounds in BOUNDS.items():
         for number in _numbers(args, name) if bounds.unusual is not None and name in args.typed_flags else ():
@@ -81,13 +52,26 @@ def warn_of_unusual_values(args: argparse.Namespace) -> Iterator[str]:
     yield from ()
 
 
-def warn_of_idle_flags(args: argparse.Namespace) -> Iterator[str]:
+def missing_needs(args: argparse.Namespace) -> Iterator[Violation]:
+    """A violation for every flag that was typed without the one that it needs.
+
+    What follows from another flag is that flag's affair: `--release-train` needs `--save` by itself.
+    """
+    for name, flag in OWN_FLAGS.items():
+        if flag.needs is None or name not in args.typed_flags or vars(args)[name] is None or vars(args)[name] is False:
+            continue
+        violation = broken(args, "{0=} needs " + flag.needs, flag_of(name))
+        if not vars(args)[attribute_of(violation.flags[1])]:
+            yield violation
+
+
+def warn_of_idle_flags(args: argparse.Namespace) -> Iterator[Violation]:
     """Warns of flags that are accepted and change nothing beside the others, once for each reason; yields nothing."""
     for name, flag in OWN_FLAGS.items():
-        value = getattr(args, name, None)
-        if name not in args.typed_flags or value is None or value is False:
-            continue
-        for idle in flag.idle:
+        for idle in flag.idle if name in args.typed_flags else ():
+            value = vars(args)[name]
+            if value is None or value is False:
+                continue
             if (value != flag.default or idle.tells_default) and idle.when(args):
                 logger.warning("%s: no effect %s", flag_of(name), idle.reason)
     yield from ()

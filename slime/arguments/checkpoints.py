@@ -146,13 +146,10 @@ def _refuse_headless_checkpoint(path: Path, flag: str) -> None:
     iterations = sorted(path.glob("iter_*")) if path.is_dir() else []
     complete = [directory for directory in iterations if (directory / "metadata.json").is_file()]
     if iterations:
-        newest = complete[-1].name if complete else None
-        number = int(re.sub(r"\D", "", newest)) if newest else None
-        way_out = (
-            f"the newest complete one is {newest}: write {number} into {path / POINTER}"
-            if newest
-            else "none is complete"
-        )
+        way_out = "none is complete"
+        if complete:
+            number = int(re.sub(r"\D", "", complete[-1].name))
+            way_out = f"the newest complete one is {complete[-1].name}: write {number} into {path / POINTER}"
         raise UserError(f"{flag} {path} holds iter_* directories but no {POINTER}; {way_out}")
 
 

@@ -4,11 +4,12 @@ Each function fills what was left unset; none overrides what was typed.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,22 @@ from typing import Any
 from slime.algorithms.estimators import estimator
 from slime.arguments.checkpoints import WeightSource, latest_iteration, resolve_initial_weights
 from slime.arguments.config_files.eval_file import load_eval_config
-from slime.arguments.critic_arguments import critic_weights
+from slime.arguments.config_files.role_config import critic_weights
 from slime.arguments.flag import flag_of
 from slime.arguments.megatron.values import derive_megatron_values
 from slime.arguments.origins import Origin
-from slime.arguments.planned_device import plans_for_gpus
-from slime.arguments.rules import divisors
-from slime.arguments.server_flags import bracket_router_address
-from slime.arguments.sizes import MODEL_PARALLEL, data_parallel_size, divides_the_ranks, model_parallel_size
+from slime.arguments.sizes import (
+    MODEL_PARALLEL,
+    data_parallel_size,
+    divides_the_ranks,
+    model_parallel_size,
+    plans_for_gpus,
+)
+from slime.arguments.violations import Violation, about, broken, divisors
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import UserError
 from slime.utils.eval_config import build_eval_dataset_configs
+from slime.utils.ports import host_for_url
 
 logger = logging.getLogger(__name__)
 
@@ -34,38 +40,33 @@ logger = logging.getLogger(__name__)
 _OWN_ROLLOUTS = "slime.rollout."
 
 
-def derive(args: argparse.Namespace) -> list[str]:
+def derive(args: argparse.Namespace) -> list[Violation]:
     """Derive all values in dependency order; returns violations that make a value impossible to derive."""
-    violations: list[str] = []
+    violations: list[Violation] = []
     derive_placement(args)
     _parallel_sizes(args, violations)
     settle_precision(args, on_gpus=gpus_on_this_machine() > 0 or (args.dry_run and plans_for_gpus(args)))
     derive_megatron_values(args)
     _batch_sizes(args, violations)
-    _rollout_limits(args)
-    _algorithm(args)
+    _unset_values(args)
     _evaluation(args, violations)
-    _dumps(args)
-    _on_policy_proof(args)
     settle_trackers(args)
-    bracket_router_address(args)
     derive_initial_weights(args)
     derive_time_limits(args)
     return violations
 
 
-def _parallel_sizes(args: argparse.Namespace, violations: list[str]) -> None:
+def _parallel_sizes(args: argparse.Namespace, violations: list[Violation]) -> None:
     args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
     if args.has_trainer and not divides_the_ranks(args):
         model_parallel = model_parallel_size(args)
-        typed = [f"{flag_of(name)} {getattr(args, name)}" for name in MODEL_PARALLEL if getattr(args, name) > 1]
-        product = f" = {model_parallel}" if len(typed) > 1 else ""
-        per_node = model_parallel // math.gcd(model_parallel, args.actor_num_nodes)
-        violations.append(
-            f"{' x '.join(typed)}{product} must divide the number of training ranks, {args.world_size} (--actor-num-nodes "
-            f"{args.actor_num_nodes} x --actor-num-gpus-per-node {args.actor_num_gpus_per_node}); "
-            f"--actor-num-gpus-per-node {per_node} would do, or smaller sizes"
+        typed = [f"{{{flag_of(name)}=}}" for name in MODEL_PARALLEL if vars(args)[name] > 1]
+        template = f"{' x '.join(typed)}{f' = {model_parallel}' if len(typed) > 1 else ''}" + (
+            " must divide the number of training ranks, {world_size} ({--actor-num-nodes=} x {--actor-num-gpus-per-node=}); "
+            "{--actor-num-gpus-per-node} {per_node} would do, or smaller sizes"
         )
+        per_node = model_parallel // math.gcd(model_parallel, args.actor_num_nodes)
+        violations.append(broken(args, template, per_node=per_node))
     args.data_parallel_size = data_parallel_size(args)
     args.rollout_num_engines = (args.rollout_num_gpus or 0) // args.rollout_num_gpus_per_engine
 
@@ -77,48 +78,43 @@ def settle_precision(args: argparse.Namespace, *, on_gpus: bool) -> None:
     args.params_dtype_name = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
 
 
-def _batch_sizes(args: argparse.Namespace, violations: list[str]) -> None:
+def _batch_sizes(args: argparse.Namespace, violations: list[Violation]) -> None:
     """rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout."""
     per_rollout = args.rollout_batch_size * args.n_samples_per_prompt
-    product = (
-        f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt} "
-        f"= {per_rollout} rollouts per step"
-    )
     steps, batch = args.num_steps_per_rollout, args.global_batch_size
     if steps is None and batch is None:
         steps = 1
     # An own rollout function may return another number of rollouts; the schedule counts what came.
     if args.rollout_function_path.startswith(_OWN_ROLLOUTS):
-        violations += _identity_violations(product, per_rollout, steps, batch)
+        violations += _identity_violations(args, per_rollout, steps, batch)
     args.num_steps_per_rollout = steps or max(1, per_rollout // batch)
     args.global_batch_size = batch or max(1, per_rollout // args.num_steps_per_rollout)
     args.over_sampling_batch_size = args.over_sampling_batch_size or args.rollout_batch_size
 
 
-def _identity_violations(product: str, per_rollout: int, steps: int | None, batch: int | None) -> Iterator[str]:
+def _identity_violations(
+    args: argparse.Namespace, per_rollout: int, steps: int | None, batch: int | None
+) -> Iterator[Violation]:
+    product = "{--rollout-batch-size=} x {--n-samples-per-prompt=} = {all} rollouts per step"
+    values = {"all": per_rollout, "steps": steps, "fitting": ", ".join(map(str, divisors(per_rollout)))}
     if steps is not None and per_rollout % steps:
-        yield f"{product} cannot be split into --num-steps-per-rollout {steps}; {_listed(divisors(per_rollout))} would do"
+        template = " cannot be split into {--num-steps-per-rollout} {steps}; {fitting} would do"
+        yield broken(args, product + template, **values)
     elif steps is not None and batch is not None and batch * steps != per_rollout:
-        yield (
-            f"{product}, but --global-batch-size {batch} x --num-steps-per-rollout {steps} = {batch * steps}; "
-            f"drop one of them, or give --global-batch-size {per_rollout // steps}"
+        template = (
+            ", but {--global-batch-size=} x {--num-steps-per-rollout} {steps} = {product}; drop one of them, or give "
+            "{--global-batch-size} {each}"
         )
+        yield broken(args, product + template, product=batch * steps, each=per_rollout // steps, **values)
     elif steps is None and per_rollout % batch:
-        yield f"{product} is no multiple of --global-batch-size {batch}; {_listed(divisors(per_rollout))} would do"
+        yield broken(args, product + " is no multiple of {--global-batch-size=}; {fitting} would do", **values)
 
 
-def _listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))
-
-
-def _rollout_limits(args: argparse.Namespace) -> None:
+def _unset_values(args: argparse.Namespace) -> None:
     if args.rollout_max_context_len is not None and args.rollout_max_prompt_len is None:
         args.rollout_max_prompt_len = args.rollout_max_context_len - 1
     if args.eval_max_context_len is None:
         args.eval_max_context_len = args.rollout_max_context_len
-
-
-def _algorithm(args: argparse.Namespace) -> None:
     if args.eps_clip_high is None:
         args.eps_clip_high = args.eps_clip
     if args.balance_by_flops:
@@ -130,16 +126,26 @@ def _algorithm(args: argparse.Namespace) -> None:
     args.eval_reward_key = args.eval_reward_key or args.reward_key
     args.eval_function_path = args.eval_function_path or args.rollout_function_path
     args.rm_model_path = args.rm_model_path or args.hf_checkpoint
+    for name in ("rollout", "train") if args.dump_details is not None else ():
+        if f"save_debug_{name}_data" not in args.typed_flags:
+            setattr(args, f"save_debug_{name}_data", f"{args.dump_details}/{name}_data/{{rollout_id}}.pt")
+    if args.true_on_policy_mode:
+        args.deterministic_mode = args.sglang_enable_deterministic_inference = True
+        if "ci_train_rollout_logprob_abs_diff_threshold" not in args.typed_flags:
+            args.ci_train_rollout_logprob_abs_diff_threshold = 0.0
+    if args.sglang_router_ip is not None and args.sglang_router_ip.count(":") > 1:
+        # URLs need an IPv6 address in brackets.
+        args.sglang_router_ip = host_for_url(args.sglang_router_ip)
 
 
-def _evaluation(args: argparse.Namespace, violations: list[str]) -> None:
+def _evaluation(args: argparse.Namespace, violations: list[Violation]) -> None:
     args.eval_datasets = []
     words = args.eval_prompt_data
     if args.eval_config is not None:
         if words:
             logger.warning("--eval-config %s replaces --eval-prompt-data %s", args.eval_config, " ".join(words))
         args.eval_datasets, found = load_eval_config(args, args.eval_config)
-        violations += found
+        violations += about(found, "--eval-config")
         args.eval_prompt_data = [
             word for dataset in args.eval_datasets for word in (dataset.name, dataset.path)
         ] or None
@@ -149,59 +155,32 @@ def _evaluation(args: argparse.Namespace, violations: list[str]) -> None:
     if len(words) == 1:
         words = ["aime", *words]
     if len(words) % 2:
-        violations.append(f"--eval-prompt-data needs pairs `name path`, but has {len(words)} words: {' '.join(words)}")
+        template = "{--eval-prompt-data} needs pairs `name path`, but has {count} words: {words}"
+        violations.append(broken(args, template, count=len(words), words=" ".join(words)))
         return
     args.eval_prompt_data = words
     entries: list[dict[str, Any]] = [{"name": words[i], "path": words[i + 1]} for i in range(0, len(words), 2)]
     try:
         args.eval_datasets = build_eval_dataset_configs(args, entries, {})
     except UserError as error:
-        violations.append(str(error))
+        violations += about([error], "--eval-prompt-data")
 
 
-def _dumps(args: argparse.Namespace) -> None:
-    if args.dump_details is None:
-        return
-    for name in ("rollout", "train"):
-        if f"save_debug_{name}_data" not in args.typed_flags:
-            setattr(args, f"save_debug_{name}_data", f"{args.dump_details}/{name}_data/{{rollout_id}}.pt")
-
-
-def _on_policy_proof(args: argparse.Namespace) -> None:
-    if not args.true_on_policy_mode:
-        return
-    args.deterministic_mode = args.sglang_enable_deterministic_inference = True
-    if "ci_train_rollout_logprob_abs_diff_threshold" not in args.typed_flags:
-        args.ci_train_rollout_logprob_abs_diff_threshold = 0.0
-
-
-_RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations")
-
-
-def resolve_aliases(args: argparse.Namespace) -> list[str]:
+def resolve_aliases(args: argparse.Namespace) -> list[Violation]:
     """Write each alias into the setting that it means; returns violations of aliases that contradict it."""
-    if args.dry_run_json is not None:
+    if args.dry_run_json is not None or args.rehearse:
         args.dry_run = True
     if args.use_gated_attention:
         _type(args, "attention_output_gate", True)
-    if args.gradient_checkpointing and args.train_backend == "megatron":
-        _recompute_every_layer(args)
-    return _tis_threshold(args)
-
-
-def _recompute_every_layer(args: argparse.Namespace) -> None:
-    if args.typed_flags.isdisjoint(_RECOMPUTATION):
+    recomputation = {"recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations"}
+    megatron_recomputes = args.gradient_checkpointing and args.train_backend == "megatron"
+    if megatron_recomputes and args.typed_flags.isdisjoint(recomputation):
         args.recompute_granularity, args.recompute_method, args.recompute_num_layers = "full", "uniform", 1
-
-
-def _tis_threshold(args: argparse.Namespace) -> list[str]:
     if args.tis_threshold is None:
         return []
     if "tis_clip" in args.typed_flags and args.tis_clip != args.tis_threshold:
-        return [
-            f"--tis-threshold {args.tis_threshold} and --tis-clip {args.tis_clip} are two names of one bound with two "
-            "values; keep one"
-        ]
+        template = "{--tis-threshold=} and {--tis-clip=} are two names of one bound with two values; keep one"
+        return [broken(args, template)]
     _type(args, "tis_clip", args.tis_threshold)
     return []
 
@@ -221,12 +200,21 @@ _USUAL_NODE = 8
 
 def derive_placement(args: argparse.Namespace) -> None:
     """Fill modes, sizes and offloads, in place."""
-    _modes(args)
-    _external_engines(args)
+    if args.load_debug_rollout_data is not None:
+        args.debug_train_only = True
+    if args.debug_train_only:
+        args.rollout_num_gpus = 0
+    args.has_trainer, args.has_engines = not args.debug_rollout_only, not args.debug_train_only
+    # What these engines are is asked when the run starts: the command line must not wait for the network.
+    args.rollout_external = bool(args.rollout_external_engine_addrs) and args.has_engines
+    args.rollout_external_engine_infos = None
     if args.colocate and "num_gpus_per_node" not in args.typed_flags:
         args.num_gpus_per_node = args.actor_num_gpus_per_node
-    if getattr(args, "offload", False):
-        _offload_both(args)
+    # A shorthand, which is gone where these arguments have been checked before.
+    if vars(args).get("offload"):
+        # `--offload --no-offload-train` asks for one of them.
+        args.offload_train = args.offload_train is not False
+        args.offload_rollout = args.offload_rollout is not False
     args.use_critic = estimator(args.advantage_estimator).needs_critic
     if args.use_critic:
         # Actor and critic take turns on the same GPUs.
@@ -242,28 +230,6 @@ def derive_placement(args: argparse.Namespace) -> None:
         args.critic_num_nodes, args.critic_num_gpus_per_node = args.actor_num_nodes, args.actor_num_gpus_per_node
     if args.release_train and args.save_interval is None:
         args.save_interval = 1
-
-
-def _modes(args: argparse.Namespace) -> None:
-    if args.load_debug_rollout_data is not None:
-        args.debug_train_only = True
-    if args.debug_train_only:
-        args.rollout_num_gpus = 0
-    args.has_trainer = not args.debug_rollout_only
-    args.has_engines = not args.debug_train_only
-
-
-def _external_engines(args: argparse.Namespace) -> None:
-    # What these engines are is asked when the run starts: the command line must not wait for the network.
-    args.rollout_external = bool(args.rollout_external_engine_addrs) and args.has_engines
-    args.rollout_external_engine_infos = None
-
-
-def _offload_both(args: argparse.Namespace) -> None:
-    # `--offload --no-offload-train` asks for one of them.
-    for name in ("offload_train", "offload_rollout"):
-        if getattr(args, name) is None:
-            setattr(args, name, True)
 
 
 def _without_trainer(args: argparse.Namespace) -> None:
@@ -304,11 +270,12 @@ class _Limit:
 
 
 # 0.2 GB/s is a network file system that many nodes read at the same time. A training checkpoint is read by all ranks, each
-# its part, and moved or deleted file by file.
+# its part, and moved or deleted file by file. In the worst case one rank writes all of it.
 TIME_LIMITS = {
     "engine_start_timeout": _Limit(600, 0.2e9),
     "engine_load_timeout": _Limit(300, 0.2e9),
     "train_start_timeout": _Limit(1800, 1e9, of_training=True),
+    "checkpoint_write_timeout": _Limit(600, 0.2e9, of_training=True),
     "checkpoint_publish_timeout": _Limit(300, 1e9, of_training=True),
 }
 
@@ -317,7 +284,7 @@ def derive_time_limits(args: argparse.Namespace) -> None:
     """Fill the limits that were not typed, in whole seconds."""
     size = checkpoint_bytes(args.hf_checkpoint)
     for name, limit in TIME_LIMITS.items():
-        if getattr(args, name) is None:
+        if vars(args)[name] is None:
             read = size * (_TRAINING_CHECKPOINT if limit.of_training else 1)
             setattr(args, name, float(math.ceil(limit.seconds + read / limit.rate)))
 
@@ -341,12 +308,19 @@ def derive_initial_weights(args: argparse.Namespace) -> None:
     """Set `initial_weights` and, in a run with a critic, `critic_initial_weights`; None where a source cannot be used."""
     args.initial_weights = None
     if args.has_trainer:
-        args.initial_weights = _source_or_none(source_of_actor, args)
-        _start_at_the_beginning(args)
-    if args.use_critic and args.has_trainer:
+        with contextlib.suppress(UserError):
+            args.initial_weights = source_of_actor(args)
+    source = args.initial_weights
+    if source is not None and not source.resume:
+        args.no_load_optim = args.no_load_rng = args.finetune = True
+        if source.step is not None:
+            args.ckpt_step = source.step
+        if args.start_rollout_id is None:
+            args.start_rollout_id = 0
+    if args.use_critic:
         args.critic_initial_weights = None
-        if args.initial_weights is not None:
-            args.critic_initial_weights = _source_or_none(critic_weights, args)
+        with contextlib.suppress(UserError):
+            args.critic_initial_weights = critic_weights(args) if source is not None else None
 
 
 def source_of_actor(args: argparse.Namespace) -> WeightSource:
@@ -359,27 +333,6 @@ def source_of_actor(args: argparse.Namespace) -> WeightSource:
     if source.resume and source.step is None:
         latest_iteration(source.path)
     return source
-
-
-def _source_or_none(
-    find: Callable[[argparse.Namespace], WeightSource], args: argparse.Namespace
-) -> WeightSource | None:
-    try:
-        return find(args)
-    except UserError:
-        return None
-
-
-def _start_at_the_beginning(args: argparse.Namespace) -> None:
-    """What follows for a run that does not resume."""
-    source = args.initial_weights
-    if source is None or source.resume:
-        return
-    args.no_load_optim = args.no_load_rng = args.finetune = True
-    if source.step is not None:
-        args.ckpt_step = source.step
-    if args.start_rollout_id is None:
-        args.start_rollout_id = 0
 
 
 def settle_trackers(args: argparse.Namespace) -> None:

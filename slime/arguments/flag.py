@@ -113,6 +113,7 @@ class Flag:
         path: what its path leads to; plug_in: who calls what its path names.
         placeholders: what is filled in where the value has `{name}`.
         idle: where it has no effect.
+        needs: what it cannot do without: the other flag in braces, and more about it, as they end "--x needs …".
         not_yet: the feature that the flag asks for, while it is not built: nothing but the default can be given.
     """
 
@@ -130,6 +131,7 @@ class Flag:
     plug_in: Caller | None = None
     placeholders: tuple[str, ...] = ()
     idle: tuple[Idle, ...] = ()
+    needs: str | None = None
     not_yet: str | None = None
 
     def add_to(self, group: argparse._ArgumentGroup) -> None:
@@ -152,6 +154,11 @@ class NotYet:
     name: str
     feature: str
     works: tuple[Any, ...] = ()
+
+
+def features(feature: str, *names: str) -> tuple[NotYet, ...]:
+    """Rows of one feature, without values that are fine."""
+    return tuple(NotYet(name, feature) for name in names)
 
 
 @dataclass(frozen=True)
@@ -214,13 +221,14 @@ def plug_in(names: str, caller: Caller, text: str, default: Any = None, **more: 
     return flag(names, None, default, f"plug-in path: {text}", plug_in=caller, **more)
 
 
+# Attributes that are better known by another spelling of their flag.
+_SPELLINGS = {"fp8": "--fp8-format", "fp4": "--fp4-format", "layernorm_epsilon": "--norm-epsilon"}
+_ATTRIBUTES = {spelling: name for name, spelling in _SPELLINGS.items()}
+
+
 def attribute_of(name: str) -> str:
     """The attribute of `args` that holds the value of the flag `name`."""
-    return name.removeprefix("--").replace("-", "_")
-
-
-# Attributes that are better known by another spelling of their flag.
-_SPELLINGS = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
+    return _ATTRIBUTES.get(name) or name.removeprefix("--").replace("-", "_")
 
 
 def flag_of(name: str) -> str:

@@ -1,4 +1,4 @@
-"""How flags are shown: what `--help` and `--help-grep` print, and the facts about a flag that the reference lists."""
+"""How flags are shown: what `--help` and `--help-grep` print, and the words in which the reference tells them, too."""
 
 import argparse
 import json
@@ -7,7 +7,6 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, TextIO
 
 from slime.observability.run_record import REDACTED, is_secret
@@ -20,21 +19,6 @@ _TYPE_NAMES = {
 }  # fmt: skip
 # Python 3.11 and 3.12 append this themselves to the help of switches with two sides.
 _OWN_SUFFIX = " (default: %(default)s)"
-
-
-@dataclass(frozen=True)
-class FlagFacts:
-    """One flag in words. `default` is empty where there is none to tell: a switch that is off, or an unset value."""
-
-    spellings: tuple[str, ...]
-    value: str
-    default: str
-    meaning: str
-
-
-def facts_of(action: argparse.Action) -> FlagFacts:
-    """What a person wants to know about the flag."""
-    return FlagFacts(tuple(action.option_strings), value_of(action), default_of(action), meaning_of(action))
 
 
 def meaning_of(action: argparse.Action) -> str:

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from slime.arguments.flag import flag_of
 from slime.arguments.model_shape import SHAPE_FLAGS
 from slime.arguments.value_types import written_pattern
+from slime.arguments.violations import Kind, Violation, about
 from slime.estimates.shape import expert_layers
 from slime.models.config_entries import rope_type
 from slime.models.families import SUPPORTED_MODEL_TYPES, TRAINED_MODEL_TYPES, family_of, model_args_from_hf
@@ -23,72 +25,60 @@ Config = dict[str, Any]
 ModelArgs = dict[str, Any]
 
 
-def apply_hf_config(args: argparse.Namespace, config: Config) -> list[str]:
+def apply_hf_config(args: argparse.Namespace, config: Config) -> list[Violation]:
     """Fill the model's flags that were not typed (with `--model-args-from-hf`: all of them) and compare all others.
 
-    Under `--dry-run`, what only the training of the model lacks becomes a note in `args.plan_notes`.
-
     Returns:
-        Violations; one table that starts with `hf_validate_args failed` when flags and config differ.
+        What the training of the model lacks, which is not built; one table that starts with `hf_validate_args failed` when
+        flags and config differ.
     """
     place = f"{args.hf_checkpoint}/config.json"
     try:
         family_of(config)
     except UserError as error:
-        described = all(getattr(args, name) for name in SHAPE_FLAGS)
         message = f"{place}: {error}"
-        return _noted(args, f"{message} (planned from the typed flags alone)") if described else [message]
+        if not all(vars(args)[name] for name in SHAPE_FLAGS):
+            return [*about([message], "--hf-checkpoint")]
+        return [*about([f"{message} (planned from the typed flags alone)"], "--hf-checkpoint", kind=Kind.NOT_BUILT)]
     try:
         derived = model_args_from_hf(config)
     except UserError as error:
-        return [f"{place}: {error}"]
-    violations = [message for limit in training_limits(config, derived) for message in _noted(args, limit)]
-    _fill(args, derived)
-    return [*violations, *_differences(args, derived)]
-
-
-def _noted(args: argparse.Namespace, message: str) -> list[str]:
-    """Under `--dry-run` the message becomes a note, else it is a violation."""
-    if not args.dry_run:
-        return [message]
-    args.plan_notes = [*args.plan_notes, message]
-    return []
-
-
-def _fill(args: argparse.Namespace, derived: ModelArgs) -> None:
+        return [*about([f"{place}: {error}"], "--hf-checkpoint")]
     for name, value in derived.items():
-        if name not in args.typed_flags and (args.model_args_from_hf or name in SUPPLEMENTS):
+        if name not in args.typed_flags and (takes_shape_of_config(args) or name in SUPPLEMENTS):
             setattr(args, name, value)
+    limits = about(training_limits(config, derived), "--hf-checkpoint", kind=Kind.NOT_BUILT)
+    return [*limits, *_differences(args, derived)]
 
 
-def _differences(args: argparse.Namespace, derived: ModelArgs) -> list[str]:
+def takes_shape_of_config(args: argparse.Namespace) -> bool:
+    """Whether flags of the model's shape that are not typed are those of the config: FSDP builds the model of the config."""
+    return args.model_args_from_hf or args.train_backend == "fsdp"
+
+
+def _differences(args: argparse.Namespace, derived: ModelArgs) -> list[Violation]:
     rows = [
-        (spelling(name), shown(name, getattr(args, name)), shown(name, value))
+        (spelling(name), shown(name, vars(args)[name]), shown(name, value))
         for name, value in derived.items()
         if name not in CHOICES and hasattr(args, name) and not _agree(args, derived, name)
     ]
     if not rows:
         return []
-    hint = "drop the typed flags" if args.model_args_from_hf else "correct them, or give --model-args-from-hf"
+    hint = "drop the typed flags" if takes_shape_of_config(args) else "correct them, or give --model-args-from-hf"
     title = f"hf_validate_args failed: the flags and {args.hf_checkpoint}/config.json differ ({hint})"
-    return [_table(title, ("flag", "typed or default", "config.json"), rows)]
-
-
-def _table(title: str, header: tuple[str, str, str], rows: list[tuple[str, str, str]]) -> str:
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(3)]
+    rows.insert(0, ("flag", "typed or default", "config.json"))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
-    return "\n".join([title, *(line.rstrip() for line in lines)])
+    flags = ("--hf-checkpoint", "--model-args-from-hf", *(flag for flag, _, _ in rows[1:]))
+    return [Violation(flags, "\n".join([title, *lines]))]
 
 
 def _agree(args: argparse.Namespace, derived: ModelArgs, name: str) -> bool:
     """Whether flag and config mean the same; an unset flag means what Megatron makes of it."""
-    mine, theirs = getattr(args, name), derived[name]
-    if mine == theirs:
-        return True
     meaning = _MEANINGS.get(name)
-    return meaning is not None and meaning(args, derived)
+    return vars(args)[name] == derived[name] or (meaning is not None and meaning(args, derived))
 
 
 def _same_head_width(args: argparse.Namespace, derived: ModelArgs) -> bool:
@@ -112,16 +102,14 @@ def _same_expert_layers(args: argparse.Namespace, derived: ModelArgs) -> bool:
         return False
 
 
-def _own_layers(args: argparse.Namespace, derived: ModelArgs) -> bool:
-    """Whoever names a layer spec or a model provider answers for it."""
-    return "spec" in args.typed_flags or args.custom_model_provider_path is not None
-
-
 def _equal_or(name: str, neutral: Any) -> Callable[[argparse.Namespace, ModelArgs], bool]:
-    """Unset means the neutral value."""
-    return lambda args, derived: (getattr(args, name) or neutral) == (derived[name] or neutral)
+    return lambda args, derived: (vars(args)[name] or neutral) == (derived[name] or neutral)
 
 
+_NEUTRAL = {
+    "moe_shared_expert_intermediate_size": 0, "moe_router_num_groups": 1, "moe_router_group_topk": 1,
+    "moe_router_topk_scaling_factor": 1.0, "num_experts": 0,
+}  # fmt: skip
 _MEANINGS: dict[str, Callable[[argparse.Namespace, ModelArgs], bool]] = {
     "kv_channels": _same_head_width,
     "group_query_attention": _same_grouping,
@@ -132,36 +120,27 @@ _MEANINGS: dict[str, Callable[[argparse.Namespace, ModelArgs], bool]] = {
     "moe_ffn_hidden_size": lambda args, derived: (
         (args.moe_ffn_hidden_size or args.ffn_hidden_size) == derived["moe_ffn_hidden_size"]
     ),
-    "moe_shared_expert_intermediate_size": _equal_or("moe_shared_expert_intermediate_size", 0),
-    "moe_router_num_groups": _equal_or("moe_router_num_groups", 1),
-    "moe_router_group_topk": _equal_or("moe_router_group_topk", 1),
-    "moe_router_topk_scaling_factor": _equal_or("moe_router_topk_scaling_factor", 1.0),
-    "num_experts": _equal_or("num_experts", 0),
     "add_qkv_bias": lambda args, derived: derived["multi_latent_attention"],
-    "spec": _own_layers,
+    # Whoever names a layer spec or a model provider answers for it.
+    "spec": lambda args, derived: "spec" in args.typed_flags or args.custom_model_provider_path is not None,
+    # Unset means the neutral value.
+    **{name: _equal_or(name, neutral) for name, neutral in _NEUTRAL.items()},
 }
 
 
-def training_limits(config: Config, derived: dict[str, Any]) -> list[str]:
+def training_limits(config: Config, derived: ModelArgs) -> Iterator[str]:
     """One message for everything that would be built differently from what the engines serve.
 
     Args:
         config: of a known `model_type`.
         derived: its flags (`model_args_from_hf`).
     """
-    return [*_family(config), *_entries(config, derived)]
-
-
-def _family(config: Config) -> Iterator[str]:
     model_type = config["model_type"]
     if model_type not in TRAINED_MODEL_TYPES:
         yield (
             f"model_type {model_type!r} of --hf-checkpoint is planned by --dry-run, but its layers are not built yet; "
             f"models of type {' or '.join(TRAINED_MODEL_TYPES)} can be trained"
         )
-
-
-def _entries(config: Config, derived: dict[str, Any]) -> Iterator[str]:
     rope, known = rope_type(config), family_of(config).rope_types
     attention_bias = bool(config.get("attention_bias", False))
     found = (
@@ -201,23 +180,21 @@ SUPPLEMENTS = frozenset({
 
 # Attributes whose usual flag has another name.
 _SPELLINGS = {
-    "layernorm_epsilon": "--norm-epsilon",
     "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
     "add_bias_linear": "--disable-bias-linear",
 }
-# Switches that set their attribute to False.
-_NEGATIVE = frozenset({"add_bias_linear"})
 
 
 def spelling(name: str) -> str:
     """The flag that sets `args.{name}`."""
-    return _SPELLINGS.get(name, "--" + name.replace("_", "-"))
+    return _SPELLINGS.get(name) or flag_of(name)
 
 
 def shown(name: str, value: object) -> str:
     """The value of `args.{name}` as one would type it: switches are given or not, lists are written as patterns."""
     if isinstance(value, bool):
-        return "given" if value is (name not in _NEGATIVE) else "not given"
+        # The switch of `add_bias_linear` sets it to False.
+        return "given" if value is (name != "add_bias_linear") else "not given"
     if value is None:
         return "unset"
     if isinstance(value, list) and value and all(entry in (0, 1) for entry in value):

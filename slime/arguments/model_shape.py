@@ -18,11 +18,10 @@ from slime.estimates.shape import (
     expert_layers,
     linear_attention_layers,
 )
+from slime.models.families import qk_norm_spans_heads
 
 # Without one of these a run's model is not described.
 SHAPE_FLAGS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
-# Layer specs (the module of `--spec`) whose norms of queries and keys have a weight per channel; no flag says so.
-_FULL_WIDTH_QK_NORM_MODULES = ("slime_plugins.models.minimax_m2",)
 
 
 def model_shape_from_args(args: Any) -> ModelShape:
@@ -91,30 +90,25 @@ def _get(args: Any, name: str, default: Any) -> Any:
 def _qk_norm(args: Any) -> Literal["head", "full"] | None:
     if not _get(args, "qk_layernorm", False):
         return None
-    module = next(iter(_get(args, "spec", None) or ()), None)
-    return "full" if module in _FULL_WIDTH_QK_NORM_MODULES else "head"
+    return "full" if qk_norm_spans_heads(_get(args, "spec", ())) else "head"
 
 
 def _mla(args: Any) -> MlaShape | None:
     if not _get(args, "multi_latent_attention", False):
         return None
+    indexer, heads, head_dim = None, _get(args, "dsa_indexer_n_heads", None), _get(args, "dsa_indexer_head_dim", None)
+    if heads is not None and head_dim is not None:
+        # Which layers share an indexer is known from the Hugging Face config alone; there is no flag for it.
+        layers = _get(args, "dsa_indexer_layers", [1] * args.num_layers)
+        indexer = IndexerShape(heads, head_dim, tuple(bool(own) for own in layers[: args.num_layers]))
     return MlaShape(
         q_lora_rank=args.q_lora_rank,
         kv_lora_rank=args.kv_lora_rank,
         qk_head_dim=args.qk_head_dim,
         qk_pos_emb_head_dim=args.qk_pos_emb_head_dim,
         v_head_dim=args.v_head_dim,
-        indexer=_indexer(args),
+        indexer=indexer,
     )
-
-
-def _indexer(args: Any) -> IndexerShape | None:
-    heads, head_dim = _get(args, "dsa_indexer_n_heads", None), _get(args, "dsa_indexer_head_dim", None)
-    if heads is None or head_dim is None:
-        return None
-    # Which layers share an indexer is known from the Hugging Face config alone; there is no flag for it.
-    layers = _get(args, "dsa_indexer_layers", [1] * args.num_layers)
-    return IndexerShape(heads, head_dim, tuple(bool(own) for own in layers[: args.num_layers]))
 
 
 def _moe(args: Any) -> MoeShape | None:

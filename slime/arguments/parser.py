@@ -8,6 +8,7 @@ serves both kinds of run.
 """
 
 import argparse
+import dataclasses
 import difflib
 import logging
 import math
@@ -15,21 +16,20 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from slime.arguments.config_files.role_config import ACTOR
 from slime.arguments.flag import as_typed
 from slime.arguments.groups import OWN_GROUPS
-from slime.arguments.groups import megatron_flags as megatron
-from slime.arguments.groups import sglang_flags as sglang
+from slime.arguments.groups.package_flags import add_megatron_flags, add_server_flags
+from slime.arguments.groups.run_flags import SERVING
 from slime.arguments.help_text import HelpFormatter, HelpGrepAction, print_page
 from slime.arguments.origins import start_origins
 from slime.arguments.surface import PACKAGES, load_surface, warm_surfaces
 from slime.arguments.unknown_flags import answer_to, overridden, why_unknown
+from slime.arguments.violations import Kind, Refusal, Violation
 from slime.observability.run_record import REDACTED, is_secret, redacted
 from slime.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
-
-# In the order in which `--help` shows them.
-GROUPS = (*OWN_GROUPS, megatron, sglang)
 
 # Flags of these packages begin with a prefix of their own, so they are recognised where the package is not installed.
 _PREFIXES = {"--sglang-": "sglang", "--router-": "router"}
@@ -66,32 +66,17 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
 
-    def known_flags(self) -> list[str]:
-        """Every `--flag` spelling that this parser accepts."""
-        return [option for option in self._option_string_actions if option.startswith("--")]
-
     def print_help(self, file: Any = None) -> None:
         print_page(self.format_help(), file)
 
-    def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Like `parse_args`, but everything that is wrong with the words is reported together.
-
-        Raises:
-            UserError: unknown and retired flags, wrong values, stray words, missing flags.
-        """
-        args, unknown = self.parse_what_is_known(words)
-        if unknown:
-            raise UserError("\n".join(unknown))
-        return args
-
-    def parse_what_is_known(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """The arguments without unknown and retired flags, and one message for each of those.
+    def parse_what_is_known(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[Violation]]:
+        """The arguments without unknown and retired flags, and one violation for each of those.
 
         Raises:
             UserError: wrong values, stray words, missing flags; with the messages about unknown flags.
         """
         known_words, flags = _split(_with_searched_word(words), self._option_string_actions)
-        unknown = [self._describe_unknown(flag) for flag in flags]
+        unknown_flags = [self._describe_unknown(flag) for flag in flags]
         self._problems = []
         self._given = {}
         try:
@@ -102,8 +87,8 @@ class ArgumentParser(argparse.ArgumentParser):
             self._problems.append(str(error))
         problems, self._problems = self._problems, None
         if problems:
-            raise UserError("\n".join([*unknown, *problems]))
-        return args, unknown
+            raise UserError("\n".join([*(violation.message for violation in unknown_flags), *problems]))
+        return args, unknown_flags
 
     def note_given(self, dest: str, option: str, value: Any) -> None:
         """Remember that `option` gave the attribute `dest` this value."""
@@ -125,7 +110,8 @@ class ArgumentParser(argparse.ArgumentParser):
             if action is None or action.nargs != 0 or word == _name(word):
                 kept.append(word)
                 if action is not None and action.nargs == 0:
-                    self.note_given(action.dest, word, _value_of_switch(action, word))
+                    two_sided = isinstance(action, argparse.BooleanOptionalAction)
+                    self.note_given(action.dest, word, not word.startswith("--no-") if two_sided else action.const)
                 continue
             off = f"--no-{word.removeprefix('--').split('=')[0]}"
             other = f"{off} turns it off" if off in self._option_string_actions else "leave it out to keep it off"
@@ -151,28 +137,29 @@ class ArgumentParser(argparse.ArgumentParser):
     def _describe_override(self, word: str, name: str) -> str:
         """What to type in place of `trainer.nnodes=2`."""
         shown_word = f"{name}={REDACTED}" if is_secret(name) else word
-        hint = answer_to(name, self._option_string_actions)
-        if hint is None:
-            last = name.rpartition(".")[2].replace("_", "-")
-            hint = f"flags are written `--name value` here; `python {self.prog} --help-grep {last}` looks for one"
+        answer = answer_to(name, self._option_string_actions)
+        if answer is not None:
+            return answer.at(f"unexpected word {shown_word!r}").message
+        last = name.rpartition(".")[2].replace("_", "-")
+        hint = f"flags are written `--name value` here; `python {self.prog} --help-grep {last}` looks for one"
         return f"unexpected word {shown_word!r}: {hint}"
 
-    def _describe_unknown(self, flag: str) -> str:
+    def _describe_unknown(self, flag: str) -> Violation:
         reason = why_unknown(flag.replace("_", "-"))
         if reason is not None:
-            return f"{flag} {reason}"
+            return dataclasses.replace(reason, message=f"{flag} {reason.message}")
         answer = answer_to(flag, self._option_string_actions)
         if answer is not None:
-            return f"unknown flag {flag}: {answer}"
+            return answer.at(f"unknown flag {flag}")
         # Without the dashes, which all flags have in common: `--foo` is not much like `--fp8`.
-        names = {known.removeprefix("--"): known for known in self.known_flags()}
+        names = {known.removeprefix("--"): known for known in self._option_string_actions if known.startswith("--")}
         near = difflib.get_close_matches(flag.lstrip("-").replace("_", "-"), names, n=3, cutoff=0.6)
         nearest = [names[name] for name in near]
         hint = f"did you mean {' or '.join(nearest)}?" if nearest else f"see `python {self.prog} --help` for all flags"
         package = next((package for prefix, package in _PREFIXES.items() if flag.startswith(prefix)), None)
         if package is not None and load_surface(package) is None:
             hint = f"it may be a flag of {PACKAGES[package].distribution}, which is not installed"
-        return f"unknown flag {flag}: {hint}"
+        return Violation(tuple(nearest), f"unknown flag {flag}: {hint}", Kind.UNKNOWN)
 
     def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
         try:
@@ -224,14 +211,15 @@ def build_parser(
         help="show only the flags whose name or text has a word that begins so, or one whole flag (--lr), and exit",
     )
     warm_surfaces()
-    for group in GROUPS:
+    for group in OWN_GROUPS:
         group.add_to(parser)
-    return parser if add_custom_arguments is None else _with_flags_of_the_user(parser, add_custom_arguments)
-
-
-def _with_flags_of_the_user(
-    parser: ArgumentParser, add_custom_arguments: Callable[[ArgumentParser], ArgumentParser]
-) -> ArgumentParser:
+    add_megatron_flags(parser)
+    SERVING.add_to(parser)
+    add_server_flags(parser)
+    # A run's arguments are those of its actor; the critic's are made of them.
+    parser.set_defaults(role=ACTOR)
+    if add_custom_arguments is None:
+        return parser
     try:
         extended = add_custom_arguments(parser)
     except argparse.ArgumentError as error:
@@ -243,23 +231,26 @@ def _with_flags_of_the_user(
     return extended
 
 
-def parse_known(parser: ArgumentParser, argv: Sequence[str], unknown: list[str] | None = None) -> argparse.Namespace:
+def parse_known(
+    parser: ArgumentParser, argv: Sequence[str], unknown: list[Violation] | None = None
+) -> argparse.Namespace:
     """Parse `argv`; `args.typed_flags` and `args.origins` tell afterwards what was typed.
 
     Args:
-        unknown: gets the messages about unknown flags where nothing else is wrong; without it they are an error.
+        unknown: gets the unknown flags where nothing else is wrong with the words; without it they are an error.
 
     Raises:
         UserError: one message with everything that is wrong with the words.
     """
-    args, messages = parser.parse_what_is_known(_without_ignored(parser, argv))
-    if messages and unknown is None:
-        raise UserError("\n".join(messages))
+    args, found = parser.parse_what_is_known(_without_ignored(parser, argv))
+    if found and unknown is None:
+        raise Refusal(found)
     if unknown is not None:
-        unknown += messages
+        unknown += found
     for line in parser.replacements():
         logger.info("%s", line)
-    start_origins(args, _typed_destinations(parser, argv))
+    actions = parser._option_string_actions
+    start_origins(args, {actions[name].dest for name in map(_name, argv) if name in actions})
     return args
 
 
@@ -282,8 +273,8 @@ def _split(
     unknown: dict[str, None] = {}
     taking_out = False
     for word in words:
-        if _looks_like_flag(word, known):
-            name = _name(word)
+        name = _name(word)
+        if name in known or (_FLAG.fullmatch(name) is not None and not _NEGATIVE_NUMBER.match(word)):
             taking_out = name not in known and (ignored is None or name.startswith(ignored))
             if taking_out:
                 unknown[name] = None
@@ -292,19 +283,8 @@ def _split(
     return kept, list(unknown)
 
 
-def _looks_like_flag(word: str, known: dict[str, argparse.Action]) -> bool:
-    name = _name(word)
-    return name in known or (_FLAG.fullmatch(name) is not None and not _NEGATIVE_NUMBER.match(word))
-
-
 def _name(word: str) -> str:
     return word.split("=", 1)[0]
-
-
-def _value_of_switch(action: argparse.Action, option: str) -> Any:
-    if isinstance(action, argparse.BooleanOptionalAction):
-        return not option.startswith("--no-")
-    return action.const
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -347,8 +327,3 @@ def _with_searched_word(words: Sequence[str]) -> list[str]:
         at = joined.index("--help-grep")
         joined[at : at + 2] = [f"--help-grep={joined[at + 1]}"]
     return joined
-
-
-def _typed_destinations(parser: ArgumentParser, argv: Sequence[str]) -> set[str]:
-    actions = parser._option_string_actions
-    return {actions[name].dest for name in map(_name, argv) if name in actions}

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from slime.arguments.flag import Caller, PathKind, flag_of
 from slime.arguments.groups import OWN_FLAGS, plug_ins_of
+from slime.arguments.violations import Violation, about, broken
 from slime.utils.plugin_loader import file_of_path, load_function
 from slime.utils.plugin_source import find_top, problem_of_path
 
@@ -22,18 +23,19 @@ _READ_HERE = tuple(name for name, flag in OWN_FLAGS.items() if flag.path is Path
 _PLUG_INS = tuple(name for name, flag in OWN_FLAGS.items() if flag.plug_in is not None)
 
 
-def make_paths_absolute(args: argparse.Namespace) -> dict[str, str]:
+def make_paths_absolute(args: argparse.Namespace) -> dict[str, Violation]:
     """Replace every relative path by an absolute one; data files keep their slice, plug-ins their attribute.
 
     Returns:
-        A message by attribute for every path that is empty, and unset afterwards: most likely a variable of a shell
+        A violation by attribute for every path that is empty, and unset afterwards: most likely a variable of a shell
         script was not set, and the current directory is not what was meant.
     """
     empty = {}
     for name in (*PATHS, *_READ_HERE, "prompt_data", *_PLUG_INS):
-        value = getattr(args, name, None)
+        value = vars(args)[name]
         if value == "" or (isinstance(value, list) and "" in value):
-            empty[name] = f"{flag_of(name)}: the path is empty; is a variable of the shell not set? Give a path"
+            template = "{0}: the path is empty; is a variable of the shell not set? Give a path"
+            empty[name] = broken(args, template, flag_of(name))
             # An empty list is what a repeatable flag has when it was not given.
             setattr(args, name, [] if OWN_FLAGS[name].action == "append" else None)
             args.typed_flags.discard(name)
@@ -43,11 +45,11 @@ def make_paths_absolute(args: argparse.Namespace) -> dict[str, str]:
 
 def _absolute(args: argparse.Namespace) -> None:
     for name in PATHS:
-        if getattr(args, name) is not None:
-            setattr(args, name, absolute(getattr(args, name)))
+        if vars(args)[name] is not None:
+            setattr(args, name, absolute(vars(args)[name]))
     for name in _READ_HERE:
-        if getattr(args, name, None) is not None:
-            setattr(args, name, os.path.expanduser(getattr(args, name)))
+        if vars(args)[name] is not None:
+            setattr(args, name, os.path.expanduser(vars(args)[name]))
     if args.prompt_data is not None:
         # Checked arguments have a lone path for a list of one.
         files = [args.prompt_data] if isinstance(args.prompt_data, str) else args.prompt_data
@@ -60,7 +62,7 @@ def _absolute(args: argparse.Namespace) -> None:
         for position, word in enumerate(words)
     ] or None
     for name in _PLUG_INS:
-        value = getattr(args, name)
+        value = vars(args)[name]
         if isinstance(value, list):
             setattr(args, name, [absolute_plug_in(path) for path in value])
         elif value is not None:
@@ -93,8 +95,8 @@ def load_plug_ins(args: argparse.Namespace, names: tuple[str, ...]) -> None:
             load_function(path, flag=flag_of(name), batched=name == "custom_rm_path" and args.group_rm)
 
 
-def missing_plug_ins(args: argparse.Namespace) -> Iterator[str]:
-    """A message for every plug-in path whose file, package, module or name does not exist, as far as the source tells."""
+def missing_plug_ins(args: argparse.Namespace) -> Iterator[Violation]:
+    """A violation for every plug-in path whose file, package, module or name does not exist, as far as the source tells."""
     # A variable of the ranks may lead them to packages that this process does not see.
     elsewhere = "PYTHONPATH" in (args.train_env_vars or {})
     for name, path in _paths(args, MANAGER_PLUG_INS + RANK_PLUG_INS):
@@ -102,18 +104,17 @@ def missing_plug_ins(args: argparse.Namespace) -> Iterator[str]:
             continue
         file = file_of_path(path)
         if file is not None and not os.path.isfile(file):
-            yield f"{flag_of(name)} {path}: there is no file {os.path.realpath(file)}"
+            problem = f"{flag_of(name)} {path}: there is no file {os.path.realpath(file)}"
         elif file is None and elsewhere and name in RANK_PLUG_INS:
             continue
         elif file is None and not _is_importable(path):
-            yield (
+            problem = (
                 f"{flag_of(name)} {path}: there is no module or package {path.split('.')[0]!r}; install it, put its directory "
                 "into PYTHONPATH, or give a file: path/to/file.py:function"
             )
         else:
             problem = problem_of_path(path, flag_of(name), batched=name == "custom_rm_path" and args.group_rm)
-            if problem is not None:
-                yield problem
+        yield from about([problem] if problem is not None else [], flag_of(name))
 
 
 def _is_importable(path: str) -> bool:
@@ -125,7 +126,7 @@ def _is_importable(path: str) -> bool:
 
 def _paths(args: argparse.Namespace, names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     for name in names:
-        value = getattr(args, name)
+        value = vars(args)[name]
         for path in value if isinstance(value, list) else [value]:
             if path is not None:
                 yield name, path

@@ -6,9 +6,8 @@ silence: weights or cached keys and values that stay those of an older version, 
 
 import argparse
 
-from slime.arguments.flag import NotYet
+from slime.arguments.flag import NotYet, features
 from slime.arguments.origins import Origin
-from slime.utils.ports import host_for_url
 
 _OWN_ENGINES = "the run starts its engines and registers them with the router; drop it"
 _FOUND_ENGINES = "engines that the router finds by itself would not get the trainer's weights; drop it"
@@ -54,10 +53,12 @@ REFUSED: dict[str, str] = {
 }
 
 
-def share_problem(share: float | None) -> str | None:
-    """What is wrong with a share of the GPU's memory; None (unset) is right."""
-    wrong = share is not None and not 0 < share < 1
-    return "it is a share of the GPU's memory, such as 0.8" if wrong else None
+NO_SHARE = "it is a share of the GPU's memory, such as 0.8"
+
+
+def is_share(share: float | None) -> bool:
+    """Whether engines can be given this share of the GPU's memory; None leaves it to the server."""
+    return share is None or 0 < share < 1
 
 
 # Server fields that are known by other names too: field → those, all without `sglang_`.
@@ -71,19 +72,12 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
-def bracket_router_address(args: argparse.Namespace) -> None:
-    """Write an IPv6 `--sglang-router-ip` as URLs need it, in brackets."""
-    ip = getattr(args, "sglang_router_ip", None)
-    if ip is not None and ip.count(":") > 1:
-        args.sglang_router_ip = host_for_url(ip)
-
-
 def keep_names_equal(args: argparse.Namespace) -> None:
     """Give every other name of a server field the value of the field, for functions of the user that read it there."""
     for field, names in OTHER_NAMES.items():
         attribute = f"sglang_{field}"
         for name in names if hasattr(args, attribute) else ():
-            setattr(args, f"sglang_{name}", getattr(args, attribute))
+            setattr(args, f"sglang_{name}", vars(args)[attribute])
             args.origins[f"sglang_{name}"] = args.origins.get(attribute, Origin.DEFAULT)
 
 
@@ -94,70 +88,45 @@ def other_names(args: argparse.Namespace) -> set[str]:
 
 def tensor_parallel_size(args: argparse.Namespace) -> int:
     """Ranks that share each layer of an engine: its GPUs over its pipeline stages."""
-    return args.rollout_num_gpus_per_engine // (getattr(args, "sglang_pp_size", None) or 1)
+    return args.rollout_num_gpus_per_engine // (args.sglang_pp_size or 1)
 
 
-_LAYOUTS = (
-    ("prefill and decode on different engines", (
-        "prefill_num_servers", "sglang_disaggregation_*", "sglang_enable_pd_role_switch", "sglang_optimistic_prefill_attempts",
-        "sglang_num_reserved_decode_tokens", "router_pd_disaggregation", "router_prefill_policy", "router_decode_policy",
-        "router_bootstrap_port_annotation",
-    )),
-    ("a serving topology from YAML", ("sglang_config",)),
-    ("engines that only encode media", (
-        "sglang_encoder_*", "sglang_language_only", "sglang_enable_adaptive_dispatch_to_encoder",
-    )),
-    ("data-parallel attention (weight groups and routing over its ranks)", (
-        "sglang_enable_dp_attention*", "sglang_enable_dp_lm_head", "router_dp_aware",
-    )),
-    ("growing and shrinking expert-parallel engines", (
-        "sglang_ep_join_*", "sglang_elastic_ep_*", "sglang_max_ep_size", "sglang_enable_elastic_expert_backup",
-    )),
-)  # fmt: skip
-_WEIGHTS = (
-    ("speculative decoding with weights that change (nothing trains the draft)", (
-        "sglang_speculative_*", "sglang_decoupled_spec_*", "sglang_enable_multi_layer_eagle", "sglang_uno_lora_path",
-    )),
-    ("LoRA adapters in the engines", (
-        "sglang_enable_lora*", "sglang_lora_*", "sglang_max_lora*", "sglang_max_loaded_loras",
-        "sglang_experts_shared_outer_loras",
-    )),
-    ("quantisation by the engine (pushed weights would not be quantised; give a quantised --hf-checkpoint)", (
-        "sglang_modelopt_*", "sglang_quantize_and_serve", "sglang_rl_quant_profile",
-    )),
-    ("engine weights in host memory (pushed weights would not reach them)", (
-        "sglang_kt_*",
-    )),
-)  # fmt: skip
-_CACHES = (
-    ("a KV cache outside the engines (it would outlive the weights it was computed with)", (
-        "sglang_hicache_storage_*", "sglang_enable_lmcache", "sglang_lmcache_*", "sglang_enable_flexkv", "sglang_flexkv_*",
-        "sglang_enable_unified_cache_external_linker", "sglang_unified_cache_external_linker_backend",
-    )),
-)  # fmt: skip
-_SECURITY = (
-    ("TLS between our processes", (
-        "sglang_ssl_*", "sglang_enable_ssl_refresh", "router_client_cert_path", "router_client_key_path",
-        "router_ca_cert_paths", "router_server_cert_path", "router_server_key_path",
-    )),
-    ("separate keys for the router's control plane", ("router_control_plane_*", "router_jwt_*")),
-)  # fmt: skip
+_DATA_PARALLEL_ATTENTION = "data-parallel attention (weight groups and routing over its ranks)"
+_WEIGHTS_ON_THE_HOST = "engine weights in host memory (pushed weights would not reach them)"
 
 NOT_YET: tuple[NotYet, ...] = (
-    *(NotYet(name, feature) for feature, names in (*_LAYOUTS, *_WEIGHTS, *_CACHES, *_SECURITY) for name in names),
+    # Layouts
+    *features("prefill and decode on different engines", "prefill_num_servers", "sglang_disaggregation_*",
+        "sglang_enable_pd_role_switch", "sglang_optimistic_prefill_attempts", "sglang_num_reserved_decode_tokens",
+        "router_pd_disaggregation", "router_prefill_policy", "router_decode_policy", "router_bootstrap_port_annotation"),
+    *features("a serving topology from YAML", "sglang_config"),
+    *features("engines that only encode media", "sglang_encoder_*", "sglang_language_only",
+        "sglang_enable_adaptive_dispatch_to_encoder"),
+    *features(_DATA_PARALLEL_ATTENTION, "sglang_enable_dp_attention*", "sglang_enable_dp_lm_head", "router_dp_aware"),
+    *features("growing and shrinking expert-parallel engines", "sglang_ep_join_*", "sglang_elastic_ep_*",
+        "sglang_max_ep_size", "sglang_enable_elastic_expert_backup"),
+    # Weights
+    *features("speculative decoding with weights that change (nothing trains the draft)", "sglang_speculative_*",
+        "sglang_decoupled_spec_*", "sglang_enable_multi_layer_eagle", "sglang_uno_lora_path"),
+    *features("LoRA adapters in the engines", "sglang_enable_lora*", "sglang_lora_*", "sglang_max_lora*",
+        "sglang_max_loaded_loras", "sglang_experts_shared_outer_loras"),
+    *features("quantisation by the engine (pushed weights would not be quantised; give a quantised --hf-checkpoint)",
+        "sglang_modelopt_*", "sglang_quantize_and_serve", "sglang_rl_quant_profile"),
+    *features(_WEIGHTS_ON_THE_HOST, "sglang_kt_*"),
+    # Caches
+    *features("a KV cache outside the engines (it would outlive the weights it was computed with)",
+        "sglang_hicache_storage_*", "sglang_enable_lmcache", "sglang_lmcache_*", "sglang_enable_flexkv", "sglang_flexkv_*",
+        "sglang_enable_unified_cache_external_linker", "sglang_unified_cache_external_linker_backend"),
+    # Security
+    *features("TLS between our processes", "sglang_ssl_*", "sglang_enable_ssl_refresh", "router_client_cert_path",
+        "router_client_key_path", "router_ca_cert_paths", "router_server_cert_path", "router_server_key_path"),
+    *features("separate keys for the router's control plane", "router_control_plane_*", "router_jwt_*"),
+    # Other values than these
     NotYet("sglang_pp_size", "a weight group over pipeline stages of an engine", works=(1,)),
-    NotYet("sglang_dp_size", "data-parallel attention (weight groups and routing over its ranks)", works=(1,)),
-    NotYet(
-        "sglang_quantization", "quantisation by the engine (pushed weights would not be quantised)", works=("unquant",)
-    ),
-    NotYet("sglang_cpu_offload_gb", "engine weights in host memory (pushed weights would not reach them)", works=(0,)),
-    NotYet(
-        "sglang_offload_group_size", "engine weights in host memory (pushed weights would not reach them)", works=(-1,)
-    ),
-    NotYet(
-        "sglang_weight_cache_mode",
-        "a cache of weights beside the engines (it would keep the first ones)",
-        works=("off",),
-    ),
+    NotYet("sglang_dp_size", _DATA_PARALLEL_ATTENTION, works=(1,)),
+    NotYet("sglang_quantization", "quantisation by the engine (pushed weights would not be quantised)", works=("unquant",)),
+    NotYet("sglang_cpu_offload_gb", _WEIGHTS_ON_THE_HOST, works=(0,)),
+    NotYet("sglang_offload_group_size", _WEIGHTS_ON_THE_HOST, works=(-1,)),
+    NotYet("sglang_weight_cache_mode", "a cache of weights beside the engines (it would keep the first ones)", works=("off",)),
     NotYet("sglang_tokenizer_worker_num", "one weight version over several tokenizer processes", works=(1,)),
-)
+)  # fmt: skip

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from slime.arguments.origins import Origin
+from slime.utils import env
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", 
 
 def model_parallel_size(args: argparse.Namespace) -> int:
     """The ranks that share a sample's work."""
-    return math.prod(getattr(args, name) for name in MODEL_PARALLEL)
+    return math.prod(vars(args)[name] for name in MODEL_PARALLEL)
 
 
 def divides_the_ranks(args: argparse.Namespace) -> bool:
@@ -73,16 +74,6 @@ def longest_sample(args: argparse.Namespace) -> int | None:
     return min((length for length in (context, both) if length is not None), default=None)
 
 
-def prompt_is_limited(args: argparse.Namespace) -> bool:
-    """Whether `longest_sample` counts the prompt."""
-    return args.rollout_max_context_len is not None or args.rollout_max_prompt_len is not None
-
-
-def planned_sample(args: argparse.Namespace) -> int | None:
-    """`longest_sample`, or where there is none the length that is assumed (`--seq-length`)."""
-    return longest_sample(args) or args.seq_length
-
-
 def positions_of_model(args: argparse.Namespace) -> int | None:
     """Positions that the model was made for; None where neither a flag nor the Hugging Face config tells."""
     # Derived from --seq-length it says nothing about the model: RoPE has no table.
@@ -96,14 +87,17 @@ def train_iterations(args: argparse.Namespace) -> int | None:
     Rollouts of the critic alone (`--num-critic-only-steps`) do not count: the actor takes no step in them. A run of nothing
     else has the schedule of all its rollouts, which then nobody reads. None where only the data set knows the number.
     """
-    if getattr(args, "train_iters", None):
+    if args.train_iters:
         return args.train_iters
     if args.num_rollout is None:
         return None
-    rollouts = _rollouts_that_train(args) * args.rollout_batch_size * args.n_samples_per_prompt
-    return rollouts // args.global_batch_size
+    rollouts = max(args.num_rollout - args.num_critic_only_steps, 0) or args.num_rollout
+    return rollouts * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
 
 
-def _rollouts_that_train(args: argparse.Namespace) -> int:
-    """The rollouts out of `--num-rollout` that train the model of `args`; all of them if none would."""
-    return max(args.num_rollout - getattr(args, "num_critic_only_steps", 0), 0) or args.num_rollout
+def plans_for_gpus(args: argparse.Namespace) -> bool:
+    """Whether the run would train and serve on GPUs; a plan is often made on a laptop, for GPUs that are elsewhere.
+
+    It would, unless `SLIME_ACCELERATOR=cpu` says that it uses none; `--dry-run-gpu-memory-gib` says that it does.
+    """
+    return args.dry_run_gpu_memory_gib is not None or env.forced_accelerator() != "cpu"

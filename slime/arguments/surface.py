@@ -93,12 +93,8 @@ PACKAGES = {
         ),
         beside=("megatron.training",),
     ),
-    "sglang": Package(
-        "sglang", "sglang", "slime.backends.sglang_utils.flag_surface", watched=("srt/server_args.py",)
-    ),
-    "router": Package(
-        "sglang_router", "sglang-router", "slime.serving.router_flags", watched=("router_args.py",)
-    ),
+    "sglang": Package("sglang", "sglang", "slime.backends.sglang_utils.server_arguments", watched=("srt/server_args.py",)),
+    "router": Package("sglang_router", "sglang-router", "slime.serving.router", watched=("router_args.py",)),
 }  # fmt: skip
 
 
@@ -165,7 +161,7 @@ def read_or_describe(package: Package, directory: Path | None) -> tuple[FlagSpec
     place = _place_of(package.module)
     if place is None:
         return None
-    version = _version_of(package.distribution)
+    version = version_of(package.distribution)
     name = f"flags-{package.distribution}-{version}-{_fingerprint(package, place)}.json"
     path = None if directory is None else directory / name
     specs = None if path is None else _read(path)
@@ -185,7 +181,8 @@ def _place_of(module: str) -> Path | None:
     return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 
 
-def _version_of(distribution: str) -> str:
+def version_of(distribution: str) -> str:
+    """The installed version; `source` for a checkout that was never installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -245,9 +242,9 @@ def _describe(package: Package, version: str) -> str:
 
 
 def _specs_from(text: str) -> tuple[FlagSpec, ...]:
-    return tuple(_spec_from(row) for row in json.loads(text))
-
-
-def _spec_from(row: dict[str, Any]) -> FlagSpec:
-    choices = row.get("choices")
-    return FlagSpec(**{**row, "flags": tuple(row["flags"]), "choices": None if choices is None else tuple(choices)})
+    rows = json.loads(text)
+    choices = [None if row.get("choices") is None else tuple(row["choices"]) for row in rows]
+    return tuple(
+        FlagSpec(**{**row, "flags": tuple(row["flags"]), "choices": of_row})
+        for row, of_row in zip(rows, choices, strict=True)
+    )

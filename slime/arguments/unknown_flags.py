@@ -6,8 +6,11 @@ dotted name the longest ending that a row has counts. Every other such flag is a
 ignored.
 """
 
+import argparse
 import re
 from collections.abc import Collection
+
+from slime.arguments.violations import Kind, Violation, broken
 
 # Names that nobody would give to a value of their own, so that they are answered in files too -> the flags that are meant.
 SAME: dict[str, tuple[str, ...]] = {
@@ -21,20 +24,26 @@ SAME: dict[str, tuple[str, ...]] = {
     "--warmup-steps": ("--lr-warmup-iters",),
 }
 
-_LORA = "LoRA is not here yet: every parameter is trained; --only-train-params-name-list trains some of them"
+_LORA = "LoRA is not here yet: every parameter is trained; {--only-train-params-name-list} trains some of them"
 _REWARD_MODEL = (
-    "reward models are not here yet: serve yours and ask it in a function of your own (--custom-rm-path, --rm-url)"
+    "reward models are not here yet: serve yours and ask it in a function of your own ({--custom-rm-path}, {--rm-url})"
 )
-_QUANTISED = "training on quantised weights is not here yet; engines serve what --hf-checkpoint holds"
+_QUANTISED = "training on quantised weights is not here yet; engines serve what {--hf-checkpoint} holds"
 _ENGINE = "the engines are SGLang servers: set them up with --sglang-*"
-_ZERO = "training is Megatron-Core: shard the optimizer with --use-distributed-optimizer"
-_SHARDED = "FSDP is not here yet (--train-backend fsdp plans it): training is Megatron-Core"
-_CRITIC = "values of the critic alone stand in --megatron-config-path; --advantage-estimator ppo switches it on"
-_EPOCHS = "one rollout is trained once, in --num-steps-per-rollout steps; drop it"
-_STEPS = "count rollouts: --num-rollout"
+_ZERO = "training is Megatron-Core: shard the optimizer with {--use-distributed-optimizer}"
+_SHARDED = "FSDP is not here yet ({--train-backend} fsdp plans it): training is Megatron-Core"
+_CRITIC = "values of the critic alone stand in {--megatron-config-path}; {--advantage-estimator} ppo switches it on"
+_EPOCHS = "one rollout is trained once, in {--num-steps-per-rollout} steps; drop it"
+_STEPS = "count rollouts: {--num-rollout}"
 
-# Names, separated by spaces -> the answer: flags alone ("did you mean"), or a sentence.
-_ROWS: tuple[tuple[str, str], ...] = (
+
+def _by_name(*rows: tuple[str, str]) -> dict[str, str]:
+    """Rows of names, separated by spaces, and their answer."""
+    return {name: answer for names, answer in rows for name in names.split()}
+
+
+# Name -> the answer: flags alone ("did you mean"), or a sentence with its flags in braces.
+ANSWERS: dict[str, str] = _by_name(
     # model and checkpoints
     ("model-name-or-path model-path pretrain actor-pretrain base-model model.path policy.model-name", "--hf-checkpoint"),
     ("ref-model ref-pretrain ref-model-path reference-model ref.model.path", "--ref-load"),
@@ -42,7 +51,7 @@ _ROWS: tuple[tuple[str, str], ...] = (
     ("reward-pretrain reward-model reward-model-path reward-model.path reward-model.enable reward-model.*", _REWARD_MODEL),
     ("output-dir save-path default-local-dir checkpoint-dir save-dir", "--save"),
     ("ckpt-path resume-from-checkpoint resume-from resume-from-path load-checkpoint resume-mode resume",
-     "a run resumes from the checkpoint in --load; give --load and --save the same directory"),
+     "a run resumes from the checkpoint in {--load}; give {--load} and {--save} the same directory"),
     ("save-steps save-freq save-period save-every", "--save-interval"),
     ("save-total-limit max-ckpt-num max-actor-ckpt-to-keep keep-top-k", "--keep-last"),
     ("save-hf-ckpt save-hf-model", "--save-hf"),
@@ -72,7 +81,7 @@ _ROWS: tuple[tuple[str, str], ...] = (
     ("use-dynamic-bsz dynamic-batching dynamic-batching.enabled", "--use-dynamic-batch-size"),
     ("ppo-max-token-len-per-gpu log-prob-max-token-len-per-gpu max-token-len-per-gpu", "--max-tokens-per-gpu"),
     ("gradient-accumulation-steps grad-accum-steps",
-     "gradients are accumulated over all micro-batches of --global-batch-size; drop it"),
+     "gradients are accumulated over all micro-batches of {--global-batch-size}; drop it"),
     ("num-generations num-generations-per-prompt rollout.n n-samples group-size num-samples-per-prompt",
      "--n-samples-per-prompt"),
     ("max-steps total-training-steps max-num-steps num-iterations-total train-steps num-steps", _STEPS),
@@ -117,11 +126,11 @@ _ROWS: tuple[tuple[str, str], ...] = (
     ("init-kl-coef kl-ctrl.kl-coef use-kl-in-reward kl-penalty-in-reward", "--kl-coef"),
     ("beta kl-beta reference-policy-kl-penalty", "--kl-loss-coef with --use-kl-loss"),
     ("kl-penalty kl-estimator", "--kl-loss-type"),
-    ("kl-target kl-horizon target-kl", "an adaptive weight of the KL is not here yet; --kl-coef is constant"),
+    ("kl-target kl-horizon target-kl", "an adaptive weight of the KL is not here yet; {--kl-coef} is constant"),
     ("entropy-coeff entropy-loss-coef ent-coef", "--entropy-coef"),
-    ("loss-agg-mode token-level-loss dr-grpo-loss", "--calculate-per-token-loss averages over tokens; else over rollouts"),
+    ("loss-agg-mode token-level-loss dr-grpo-loss", "{--calculate-per-token-loss} averages over tokens; else over rollouts"),
     ("scale-rewards norm-adv-by-std-in-grpo normalize-reward",
-     "rewards of a group are centred and divided by their deviation; --disable-grpo-std-normalization only centres them"),
+     "rewards of a group are centred and divided by their deviation; {--disable-grpo-std-normalization} only centres them"),
     ("whiten-rewards whiten-advantages normalize-advantage advantage-whitening", "--normalize-advantages"),
     ("freezing-actor-steps critic-warmup", "--num-critic-only-steps"),
     ("reward-funcs reward-fn reward-function custom-reward-function.path compute-score", "--custom-rm-path"),
@@ -129,22 +138,21 @@ _ROWS: tuple[tuple[str, str], ...] = (
     ("filter-groups filter-groups.enable dynamic-filtering dynamic-sampling use-dynamic-sampling",
      "--dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"),
     ("overlong-buffer overlong-buffer.enable overlong-buffer.len overlong-buffer.penalty-factor",
-     "a penalty for long answers is not here yet; give one in a reward function of your own (--custom-rm-path)"),
-    ("dpo simpo orpo kto", "preference losses are not here yet; a loss of your own is --custom-loss-function-path"),
+     "a penalty for long answers is not here yet; give one in a reward function of your own ({--custom-rm-path})"),
+    ("dpo simpo orpo kto", "preference losses are not here yet; a loss of your own is {--custom-loss-function-path}"),
     ("tool-config-path multi-turn.enable multi-turn max-assistant-turns max-user-turns",
-     "dialogues are a generate function of your own: --custom-generate-function-path, --max-turns"),
+     "dialogues are a generate function of your own: {--custom-generate-function-path}, {--max-turns}"),
     ("tis-imp-ratio-cap truncated-importance-sampling rollout-is-threshold", "--use-tis with --tis-clip"),
     # optimizer
     ("grad-clip gradient-clipping max-norm", "--clip-grad"),
     ("l2", "--weight-decay"),
     ("beta1 adam.beta1 adam-betas betas beta2", "--adam-beta1 and --adam-beta2"),
     ("lr-scheduler lr-scheduler-type warmup-style", "--lr-decay-style"),
-    ("lr-warmup-ratio lr-warmup-steps-ratio num-warmup-steps lr-warmup-steps",
-     "--lr-warmup-fraction or --lr-warmup-iters"),
+    ("lr-warmup-ratio lr-warmup-steps-ratio num-warmup-steps lr-warmup-steps", "--lr-warmup-fraction or --lr-warmup-iters"),
     ("mixed-precision torch-dtype dtype precision", "--bf16 or --fp16"),
     # evaluation, logging
     ("eval-steps test-freq eval-freq val-period eval-every", "--eval-interval"),
-    ("val-before-train val-at-start eval-on-start", "evaluation before training is on; --skip-eval-before-train"),
+    ("val-before-train val-at-start eval-on-start", "evaluation before training is on; {--skip-eval-before-train}"),
     ("eval-n-samples-per-prompt val-kwargs.n", "--n-samples-per-eval-prompt"),
     ("logging-steps log-freq", "every rollout is logged; drop it"),
     ("report-to logger trainer.logger logger.wandb-enabled", "--use-wandb or --use-tensorboard"),
@@ -152,18 +160,12 @@ _ROWS: tuple[tuple[str, str], ...] = (
     ("project-name wandb-project-name logger.wandb.project", "--wandb-project or --tb-project-name"),
     ("wandb-org", "--wandb-team"),
 )  # fmt: skip
-ANSWERS: dict[str, str] = {name: answer for names, answer in _ROWS for name in names.split()}
 
 # A stray word of this form is an override: `trainer.nnodes=2`, `+actor.lr=1e-6`, `lr=1e-6`.
 _OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*)*)=")
 
 
-def meant_by(flag: str) -> tuple[str, ...]:
-    """The flags that somebody who comes from another program means, where the name leaves no doubt."""
-    return SAME.get(flag, ())
-
-
-def answer_to(name: str, known: Collection[str]) -> str | None:
+def answer_to(name: str, known: Collection[str]) -> Violation | None:
     """What to tell somebody who typed `name`, a flag or the name in an override; None for a name that nobody uses.
 
     Args:
@@ -173,19 +175,18 @@ def answer_to(name: str, known: Collection[str]) -> str | None:
     for start in range(len(parts)):
         ending = ".".join(parts[start:])
         if f"--{ending}" in known and f"--{ending}" != name:
-            return f"did you mean --{ending}?"
-        same = SAME.get(f"--{ending}")
-        answer = ANSWERS.get(ending) or (" or ".join(same) if same else None) or _answer_of_family(ending)
-        if answer is not None:
-            only_flags = answer.startswith("--") and " is " not in answer and " averages " not in answer
-            return f"did you mean {answer}?" if only_flags else answer
+            return unknown("did you mean {0}?", f"--{ending}")
+        answer = looked_up(ANSWERS, ending) or " or ".join(SAME.get(f"--{ending}", ()))
+        if answer.startswith("--"):
+            return unknown(f"did you mean {answer}?", *(word for word in answer.split() if word.startswith("--")))
+        if answer:
+            return unknown(answer)
     return None
 
 
-def _answer_of_family(name: str) -> str | None:
-    """The answer of a row whose name ends with `*`."""
-    families = (family for family in ANSWERS if family.endswith("*") and name.startswith(family[:-1]))
-    return next((ANSWERS[family] for family in families), None)
+def unknown(template: str, *flags: str) -> Violation:
+    """What is told about a name that nobody knows; `flags`, and those in the template, may be meant."""
+    return broken(argparse.Namespace(), template, *flags, kind=Kind.UNKNOWN)
 
 
 def overridden(word: str) -> str | None:
@@ -195,165 +196,136 @@ def overridden(word: str) -> str | None:
 
 
 # Name (a final `*` stands for any ending) -> what replaces it.
-RETIRED: dict[str, str] = {
-    "--rollout-external": "give --rollout-external-engine-addrs; it switches external engines on",
-    "--use-slime-router": "there is one router; drop it and set it up with --router-*",
-    "--slime-router-*": "there is one router; set it up with --router-*",
-    "--qkv-format": "sequences are always packed; drop it",
-    "--critic-load": "write `load` in the overrides of the critic in --megatron-config-path",
-    "--critic-save": "write `save` in the overrides of the critic in --megatron-config-path",
-    "--critic-lr": "write `lr` in the overrides of the critic in --megatron-config-path",
-    "--critic-lr-warmup-iters": "write `lr_warmup_iters` in the overrides of the critic in --megatron-config-path",
-    "--critic-config-path": "describe the critic in --megatron-config-path",
-    "--critic-num-nodes": "the critic shares the GPUs of the actor; drop it (critic first: --num-critic-only-steps)",
-    "--critic-num-gpus-per-node": "the critic shares the GPUs of the actor; drop it (critic first: --num-critic-only-steps)",
-    "--critic-train-only": "give --num-critic-only-steps, the number of leading rollouts that train only the critic",
-    "--megatron-to-hf-mode": "the conversion is built in; drop it (model flags from the config: --model-args-from-hf)",
-    "--use-hf-config-for-megatron": "give --model-args-from-hf",
-    "--use-dynamic-global-batch-size": "the schedule handles steps of varying size; drop it",
-    "--disable-rollout-trim-samples": "the schedule handles any number of samples; drop it",
-    "--train-memory-margin-bytes": "it has no effect; drop it",
-    "--disable-weights-backuper": "it has no effect; drop it",
-    "--offload-train-mode": "it has no effect; drop it",
-    "--use-http2": "it has no effect; drop it",
-    "--use-token-output": "it has no effect; drop it",
-    "--enable-off-policy-correction": "it has no effect; drop it",
-    "--http-proxy": "it has no effect; drop it",
-    "--min-batch-collection-ratio": "it has no effect; drop it",
-    "--log-probs-max-tokens-per-gpu": "the log-prob pass uses --max-tokens-per-gpu; drop it",
-    "--ci-metric-checker-*": "check metrics in a function of your own: --custom-rollout-log-function-path",
-    "--update-weight-delta-dir": "give --update-weight-disk-dir",
-    "--update-weight-delta-keep-files": "give --update-weight-disk-keep-files",
-    "--update-weight-encoding": "give --update-weight-delta-encoding",
-    "--custom-delta-pre-push-path": "give --custom-update-weight-post-write-path",
-    "--custom-delta-pre-read-path": "prepare the files in a hook of the engine before it reads them; drop it",
-    "--update-rollout-weights-interval": "give --update-weights-interval",
-    "--over-sampling-filter-*": "give --dynamic-sampling-filter-path",
-    "--partial-rollout-min-tokens": "give --partial-rollout and choose groups with --buffer-filter-path",
-    "--partial-rollout-min-response-length": "give --partial-rollout and choose groups with --buffer-filter-path",
-    "--partial-rollout-mix-ratio": "give --partial-rollout and choose groups with --buffer-filter-path",
-    "--partial-rollout-filter-path": "give --partial-rollout and choose groups with --buffer-filter-path",
-    "--agent-rollout-buffer-url": "give --rollout-buffer-url",
-    "--int4-params-rollout": "the quantisation is that of --hf-checkpoint; drop it",
-    "--config": "give --custom-config-path",
-    "--warmup-ratio": "give --lr-warmup-fraction",
-    "--fsdp-state-dict-cpu-offload": "give --fsdp-cpu-offload",
-    "--fsdp-cpu-backend": "give --fsdp-cpu-offload",
-}
+RETIRED: dict[str, str] = _by_name(
+    ("--rollout-external", "give {--rollout-external-engine-addrs}; it switches external engines on"),
+    ("--use-slime-router", "there is one router; drop it and set it up with --router-*"),
+    ("--slime-router-*", "there is one router; set it up with --router-*"),
+    ("--qkv-format", "sequences are always packed; drop it"),
+    *((f"--critic-{name.replace('_', '-')}", f"write `{name}` in the overrides of the critic in {{--megatron-config-path}}")
+      for name in ("load", "save", "lr", "lr_warmup_iters")),
+    ("--critic-config-path", "describe the critic in {--megatron-config-path}"),
+    ("--critic-num-nodes --critic-num-gpus-per-node",
+     "the critic shares the GPUs of the actor; drop it (critic first: {--num-critic-only-steps})"),
+    ("--critic-train-only", "give {--num-critic-only-steps}, the number of leading rollouts that train only the critic"),
+    ("--megatron-to-hf-mode", "the conversion is built in; drop it (model flags from the config: {--model-args-from-hf})"),
+    ("--use-hf-config-for-megatron", "give {--model-args-from-hf}"),
+    ("--use-dynamic-global-batch-size", "the schedule handles steps of varying size; drop it"),
+    ("--disable-rollout-trim-samples", "the schedule handles any number of samples; drop it"),
+    ("--train-memory-margin-bytes --disable-weights-backuper --offload-train-mode --use-http2 "
+     "--use-token-output --enable-off-policy-correction --http-proxy --min-batch-collection-ratio",
+     "it has no effect; drop it"),
+    ("--log-probs-max-tokens-per-gpu", "the log-prob pass uses {--max-tokens-per-gpu}; drop it"),
+    ("--ci-metric-checker-*", "check metrics in a function of your own: {--custom-rollout-log-function-path}"),
+    ("--update-weight-delta-dir", "give {--update-weight-disk-dir}"),
+    ("--update-weight-delta-keep-files", "give {--update-weight-disk-keep-files}"),
+    ("--update-weight-encoding", "give {--update-weight-delta-encoding}"),
+    ("--custom-delta-pre-push-path", "give {--custom-update-weight-post-write-path}"),
+    ("--custom-delta-pre-read-path", "prepare the files in a hook of the engine before it reads them; drop it"),
+    ("--update-rollout-weights-interval", "give {--update-weights-interval}"),
+    ("--over-sampling-filter-*", "give {--dynamic-sampling-filter-path}"),
+    ("--partial-rollout-min-tokens --partial-rollout-min-response-length --partial-rollout-mix-ratio "
+     "--partial-rollout-filter-path",
+     "give {--partial-rollout} and choose groups with {--buffer-filter-path}"),
+    ("--agent-rollout-buffer-url", "give {--rollout-buffer-url}"),
+    ("--int4-params-rollout", "the quantisation is that of {--hf-checkpoint}; drop it"),
+    ("--config", "give {--custom-config-path}"),
+    ("--warmup-ratio", "give {--lr-warmup-fraction}"),
+    ("--fsdp-state-dict-cpu-offload --fsdp-cpu-backend", "give {--fsdp-cpu-offload}"),
+)  # fmt: skip
 
 # Settings of a server that follow from the run, so that a value could only contradict it -> what they follow from.
 DERIVED: dict[str, str] = {
-    "--sglang-model-path": "it follows from --hf-checkpoint",
-    "--sglang-trust-remote-code": "it follows from --trust-remote-code",
-    "--sglang-random-seed": "it follows from --seed",
+    "--sglang-model-path": "it follows from {--hf-checkpoint}",
+    "--sglang-trust-remote-code": "it follows from {--trust-remote-code}",
+    "--sglang-random-seed": "it follows from {--seed}",
     "--sglang-port": "every engine takes a free port of its node",
     "--sglang-nccl-port": "every engine takes a free port of its node",
     "--sglang-dist-init-addr": "every engine announces an address of its own",
-    "--sglang-nnodes": "it follows from --rollout-num-gpus-per-engine",
+    "--sglang-nnodes": "it follows from {--rollout-num-gpus-per-engine}",
     "--sglang-node-rank": "it follows from where the engine was placed",
     "--sglang-base-gpu-id": "it follows from where the engine was placed",
     "--sglang-gpu-id-step": "it follows from where the engine was placed",
-    "--sglang-enable-memory-saver": "it follows from --offload-rollout",
-    "--sglang-enable-return-routed-experts": "it follows from --use-rollout-routing-replay",
+    "--sglang-enable-memory-saver": "it follows from {--offload-rollout}",
+    "--sglang-enable-return-routed-experts": "it follows from {--use-rollout-routing-replay}",
     "--sglang-skip-server-warmup": "the run decides how its engines start",
 }
 
 
-def why_unknown(flag: str) -> str | None:
+def why_unknown(flag: str) -> Violation | None:
     """A sentence about a flag that is not known and that somebody may well expect; None for all others."""
-    replacement = replacement_of(flag)
-    if replacement is not None:
-        return f"does not exist any more: {replacement}"
-    advice = advice_on_foreign(flag)
-    if advice is not None:
-        return f"of Megatron-LM has no meaning here: {advice}"
-    source = DERIVED.get(flag)
-    return None if source is None else f"is set by the run: {source}; drop it"
+    replacement = looked_up(RETIRED, flag)
+    if replacement:
+        return unknown(f"does not exist any more: {replacement}")
+    advice = looked_up(NOT_FOR_THIS, flag)
+    if advice:
+        return unknown(f"of Megatron-LM has no meaning here: {advice}")
+    return unknown(f"is set by the run: {DERIVED[flag]}; drop it") if flag in DERIVED else None
 
 
-def replacement_of(flag: str) -> str | None:
-    """What to do instead of `flag`; None when no version knew it."""
-    return _look_up(RETIRED, flag)
-
-
-def advice_on_foreign(flag: str) -> str | None:
-    """What to do instead of a flag of Megatron-LM that has no meaning here; None for all others."""
-    return _look_up(NOT_FOR_THIS, flag)
-
-
-def _look_up(table: dict[str, str], flag: str) -> str | None:
-    if flag in table:
-        return table[flag]
-    families = (name for name in table if name.endswith("*") and flag.startswith(name[:-1]))
-    return next((table[name] for name in families), None)
+def looked_up(table: dict[str, str], name: str) -> str:
+    """The entry of `name`, or of a family that it belongs to; empty where there is none."""
+    families = (entry for entry in table if entry.endswith("*") and name.startswith(entry[:-1]))
+    return table.get(name) or next((table[family] for family in families), "")
 
 
 # Megatron-LM's flags that a script may bring along although they mean nothing here -> what to do instead. A final `*`
 # stands for any ending.
-NOT_FOR_THIS: dict[str, str] = {
-    "--data-path": "prompts come from --prompt-data; drop it",
-    "--train-data-path": "prompts come from --prompt-data; drop it",
-    "--valid-data-path": "evaluation sets are given with --eval-prompt-data; drop it",
-    "--test-data-path": "evaluation sets are given with --eval-prompt-data; drop it",
-    "--data-args-path": "prompts come from --prompt-data; drop it",
-    "--data-cache-path": "prompts come from --prompt-data and need no index; drop it",
-    "--split": "training and evaluation sets are files of their own: --prompt-data, --eval-prompt-data",
-    "--mock-data": "--disable-rollout-global-dataset with a rollout function of your own makes up data",
-    "--dataloader-type": "the data source is --data-source-path; drop it",
-    "--num-workers": "give --num-data-workers",
-    "--reset-position-ids": "packed samples always have positions of their own; drop it",
-    "--reset-attention-mask": "packed samples never see each other; drop it",
-    "--eod-mask-loss": "the loss mask comes from the rollout; drop it",
-    "--no-create-attention-mask-in-dataloader": "no attention mask is ever built; drop it",
-    "--train-samples": "give --num-rollout x --rollout-batch-size x --n-samples-per-prompt",
-    "--lr-decay-samples": "give --lr-decay-iters",
-    "--lr-warmup-samples": "give --lr-warmup-iters",
-    "--lr-wsd-decay-samples": "give --lr-wsd-decay-iters",
-    "--rampup-batch-size": "the batch is --rollout-batch-size x --n-samples-per-prompt in every step; drop it",
-    "--decrease-batch-size-if-needed": "batch sizes never change by themselves; drop it",
-    "--eval-iters": "every evaluation runs over its whole sets (--eval-prompt-data); drop it",
-    "--full-validation": "every evaluation runs over its whole sets (--eval-prompt-data); drop it",
-    "--skip-train": "give --debug-rollout-only, or --num-rollout 0 with evaluation",
-    "--exit-interval": "give --num-rollout",
-    "--exit-duration-in-mins": "end the job from outside; --save-interval bounds what is lost",
-    "--exit-signal-handler": "the run ends cleanly on a signal; drop it",
-    "--tokenizer-model": "the tokenizer is that of --hf-checkpoint; drop it",
-    "--vocab-file": "the tokenizer is that of --hf-checkpoint; drop it",
-    "--merge-file": "the tokenizer is that of --hf-checkpoint; drop it",
-    "--vocab-extra-ids": "the vocabulary is --vocab-size; drop it",
-    "--tiktoken-*": "the tokenizer is that of --hf-checkpoint; drop it",
-    "--use-mcore-models": "there are no others; drop it",
-    "--use-legacy-models": "models are built with Megatron-Core; drop it",
-    "--use-flash-attn": "give --attention-backend flash, or drop it: attention never builds its score matrix",
-    "--attention-dropout-prob": "give --attention-dropout",
-    "--checkpoint-activations": "give --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    "--use-checkpoint-args": "give --model-args-from-hf",
-    "--use-mp-args-from-checkpoint-args": "a checkpoint loads into any layout; give the sizes that this run has",
-    "--pretrained-checkpoint": "give --ref-load, the initial weights when --load holds no checkpoint",
-    "--ckpt-convert-format": "checkpoints are torch_dist; drop it",
-    "--ckpt-convert-save": "checkpoints are torch_dist; drop it",
-    "--use-dist-ckpt": "checkpoints are always torch_dist; drop it",
-    "--dist-ckpt-format": "give --ckpt-format",
-    "--save-retain-interval": "give --keep-last",
-    "--non-persistent-*": "checkpoints are written to --save every --save-interval rollouts; drop it",
-    "--replication*": "checkpoints are written to --save every --save-interval rollouts; drop it",
-    "--model-parallel-size": "give --tensor-model-parallel-size",
-    "--warmup": "give --lr-warmup-fraction",
-    "--local-rank": "ranks are started by the run itself; drop it",
-    "--lazy-mpu-init": "ranks are started by the run itself; drop it",
-    "--use-torch-fsdp2": "give --train-backend fsdp",
-    "--wandb-exp-name": "give --wandb-group",
-    "--wandb-save-dir": "give --wandb-dir",
-    "--wandb-entity": "give --wandb-team",
-    "--yaml-cfg": "give --custom-config-path",
-    "--rerun-mode": "no step is run twice; drop it",
-    "--no-one-logger": "drop it; trackers are --use-tensorboard and --use-wandb",
-    "--one-logger-*": "trackers are --use-tensorboard and --use-wandb; drop it",
-    "--log-straggler": "phase times of all ranks are logged anyway; drop it",
-    "--rl-*": "rollouts are described by --rollout-*; drop it",
-    "--grpo-*": "give --advantage-estimator grpo and its flags: --eps-clip, --kl-loss-coef, --n-samples-per-prompt",
-    "--perform-rl-step": "this is what the run does; drop it",
-    "--sft": "give --loss-type sft_loss",
-    "--inference-dynamic-*": "the engines generate; set them up with --sglang-*",
-    "--inference-max-*": "the engines generate; set them up with --sglang-*",
-}
+NOT_FOR_THIS: dict[str, str] = _by_name(
+    ("--data-path --train-data-path", "prompts come from {--prompt-data}; drop it"),
+    ("--valid-data-path --test-data-path", "evaluation sets are given with {--eval-prompt-data}; drop it"),
+    ("--data-args-path", "prompts come from {--prompt-data}; drop it"),
+    ("--data-cache-path", "prompts come from {--prompt-data} and need no index; drop it"),
+    ("--split", "training and evaluation sets are files of their own: {--prompt-data}, {--eval-prompt-data}"),
+    ("--mock-data", "--disable-rollout-global-dataset with a rollout function of your own makes up data"),
+    ("--dataloader-type", "the data source is {--data-source-path}; drop it"),
+    ("--num-workers", "give {--num-data-workers}"),
+    ("--reset-position-ids", "packed samples always have positions of their own; drop it"),
+    ("--reset-attention-mask", "packed samples never see each other; drop it"),
+    ("--eod-mask-loss", "the loss mask comes from the rollout; drop it"),
+    ("--no-create-attention-mask-in-dataloader", "no attention mask is ever built; drop it"),
+    ("--train-samples", "give {--num-rollout} x {--rollout-batch-size} x {--n-samples-per-prompt}"),
+    ("--lr-decay-samples", "give {--lr-decay-iters}"),
+    ("--lr-warmup-samples", "give {--lr-warmup-iters}"),
+    ("--lr-wsd-decay-samples", "give {--lr-wsd-decay-iters}"),
+    ("--rampup-batch-size", "the batch is {--rollout-batch-size} x {--n-samples-per-prompt} in every step; drop it"),
+    ("--decrease-batch-size-if-needed", "batch sizes never change by themselves; drop it"),
+    ("--eval-iters --full-validation", "every evaluation runs over its whole sets ({--eval-prompt-data}); drop it"),
+    ("--skip-train", "give {--debug-rollout-only}, or {--num-rollout} 0 with evaluation"),
+    ("--exit-interval", "give {--num-rollout}"),
+    ("--exit-duration-in-mins", "end the job from outside; {--save-interval} bounds what is lost"),
+    ("--exit-signal-handler", "the run ends cleanly on a signal; drop it"),
+    ("--tokenizer-model --vocab-file --merge-file", "the tokenizer is that of {--hf-checkpoint}; drop it"),
+    ("--vocab-extra-ids", "the vocabulary is {--vocab-size}; drop it"),
+    ("--tiktoken-*", "the tokenizer is that of {--hf-checkpoint}; drop it"),
+    ("--use-mcore-models", "there are no others; drop it"),
+    ("--use-legacy-models", "models are built with Megatron-Core; drop it"),
+    ("--use-flash-attn", "give {--attention-backend} flash, or drop it: attention never builds its score matrix"),
+    ("--attention-dropout-prob", "give {--attention-dropout}"),
+    ("--checkpoint-activations",
+     "give {--recompute-granularity} full {--recompute-method} uniform {--recompute-num-layers} 1"),
+    ("--use-checkpoint-args", "give {--model-args-from-hf}"),
+    ("--use-mp-args-from-checkpoint-args", "a checkpoint loads into any layout; give the sizes that this run has"),
+    ("--pretrained-checkpoint", "give {--ref-load}, the initial weights when {--load} holds no checkpoint"),
+    ("--ckpt-convert-format --ckpt-convert-save", "checkpoints are torch_dist; drop it"),
+    ("--use-dist-ckpt", "checkpoints are always torch_dist; drop it"),
+    ("--dist-ckpt-format", "give {--ckpt-format}"),
+    ("--save-retain-interval", "give {--keep-last}"),
+    ("--non-persistent-* --replication*", "checkpoints are written to {--save} every {--save-interval} rollouts; drop it"),
+    ("--model-parallel-size", "give {--tensor-model-parallel-size}"),
+    ("--warmup", "give {--lr-warmup-fraction}"),
+    ("--local-rank --lazy-mpu-init", "ranks are started by the run itself; drop it"),
+    ("--use-torch-fsdp2", "give {--train-backend} fsdp"),
+    ("--wandb-exp-name", "give {--wandb-group}"),
+    ("--wandb-save-dir", "give {--wandb-dir}"),
+    ("--wandb-entity", "give {--wandb-team}"),
+    ("--yaml-cfg", "give {--custom-config-path}"),
+    ("--rerun-mode", "no step is run twice; drop it"),
+    ("--no-one-logger", "drop it; trackers are {--use-tensorboard} and {--use-wandb}"),
+    ("--one-logger-*", "trackers are {--use-tensorboard} and {--use-wandb}; drop it"),
+    ("--log-straggler", "phase times of all ranks are logged anyway; drop it"),
+    ("--rl-*", "rollouts are described by --rollout-*; drop it"),
+    ("--grpo-*", "give {--advantage-estimator} grpo and its flags: {--eps-clip}, {--kl-loss-coef}, {--n-samples-per-prompt}"),
+    ("--perform-rl-step", "this is what the run does; drop it"),
+    ("--sft", "give {--loss-type} sft_loss"),
+    ("--inference-dynamic-* --inference-max-*", "the engines generate; set them up with --sglang-*"),
+)  # fmt: skip

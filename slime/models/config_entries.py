@@ -18,7 +18,7 @@ _PLAIN: ModelArgs = {
     "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False, "attention_output_gate": False,
     "multi_latent_attention": False, "post_self_attn_layernorm": False, "post_mlp_layernorm": False,
     "layernorm_zero_centered_gamma": False, "rotary_interleaved": False, "rotary_percent": 1.0, "use_rope_scaling": False,
-    "num_experts": None, "spec": None,
+    "num_experts": None,
 }  # fmt: skip
 _NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "rms_norm_eps", "vocab_size")
 _NEEDED_BY_LATENT_ATTENTION = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

@@ -1,7 +1,7 @@
 """What a person reads of a run: one line per rollout, its progress bar, where the seconds of a start go.
 
-A generation loop calls `start_progress`, `advance` and `close`; the driver asks the rollout manager for
-`progress_snapshot()` and draws the bar, so that nothing is drawn by a process whose terminal nobody sees.
+A generation loop announces a task at the `Progress` of its call and advances it; the driver asks the rollout manager for a
+snapshot and draws the bar, so that nothing is drawn by a process whose terminal nobody sees.
 """
 
 import os
@@ -82,6 +82,11 @@ def rollout_line(rollout_id: int, num_rollout: int, metrics: dict[str, Any]) -> 
     return f"rollout {rollout_id} ({rollout_id + 1}/{num_rollout}) | {' | '.join(parts)} | seconds: {', '.join(phases)}"
 
 
+def generation_name(rollout_id: int) -> str:
+    """What the generation of a step is called: `generation of rollout 3`."""
+    return f"generation of rollout {rollout_id}"
+
+
 def evaluation_name(rollout_id: int, *, before: bool = False) -> str:
     """What an evaluation is called: `evaluation before rollout 0`, `evaluation after rollout 3`."""
     return f"evaluation {'before' if before else 'after'} rollout {rollout_id}"
@@ -100,48 +105,49 @@ def _is_detail(name: str) -> bool:
     )
 
 
-_lock = threading.Lock()
-_current: "Progress | None" = None
-
-
-class Progress:
+class ProgressTask:
     """A counter from 0 to `total`. Usable as a context manager that closes itself."""
 
-    def __init__(self, description: str, total: int) -> None:
+    def __init__(self, board: "Progress", description: str, total: int) -> None:
         self.description = description
         self.total = total
         self.done = 0
+        self._board = board
 
     def advance(self, n: int = 1) -> None:
-        with _lock:
+        with self._board.lock:
             self.done += n
 
     def close(self) -> None:
-        global _current
-        with _lock:
-            if _current is self:
-                _current = None
+        with self._board.lock:
+            if self._board.task is self:
+                self._board.task = None
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressTask":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
-def start_progress(description: str, total: int) -> Progress:
-    """Announce a task of `total` units; it replaces the one announced before."""
-    global _current
-    progress = Progress(description, total)
-    with _lock:
-        _current = progress
-    return progress
+class Progress:
+    """How far one call has come: with the task that it announced last, as long as that is not closed."""
 
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.task: ProgressTask | None = None
 
-def progress_snapshot() -> tuple[str, int, int] | None:
-    """(description, done, total) of the current task, or None when nothing is in progress."""
-    with _lock:
-        return None if _current is None else (_current.description, _current.done, _current.total)
+    def start(self, description: str, total: int) -> ProgressTask:
+        """Announce a task of `total` units; it replaces the one announced before."""
+        task = ProgressTask(self, description, total)
+        with self.lock:
+            self.task = task
+        return task
+
+    def snapshot(self) -> tuple[str, int, int] | None:
+        """(description, done, total) of the current task, or None when nothing is in progress."""
+        with self.lock:
+            return None if self.task is None else (self.task.description, self.task.done, self.task.total)
 
 
 class StartupClock(metaclass=SingletonMeta):

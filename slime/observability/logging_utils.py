@@ -1,24 +1,26 @@
 """Log lines and metrics of a run.
 
 Lines: every process writes one line per event to its standard output; Ray prefixes those of actors with the actor's
-name. Metrics: only the driver owns trackers (TensorBoard event files, a W&B run). `log` may be called in any process:
-outside the driver the metrics wait in an outbox that travels back with the next answer to the driver, so that one writer
-orders them and no event file is written by two processes.
+name. Metrics: only the driver owns trackers (TensorBoard event files, a W&B run). `log` may be called in any process: what it
+is given travels back with the answer of the call that it was made in, so that one writer orders them and no event file is
+written by two processes.
 """
 
 import argparse
+import contextlib
+import contextvars
 import datetime
 import logging
 import math
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 from slime.observability.run_record import plain_arguments
-from slime.observability.tensorboard_utils import TensorBoardTracker
-from slime.observability.wandb_utils import WandbTracker, new_run_id
+from slime.observability.trackers import TensorBoardTracker, WandbTracker
 from slime.utils import env
 
 # Libraries that tell their users too much; errors still pass.
@@ -34,7 +36,11 @@ _ROLLOUT_AXES = ("rollout/step", "eval/step")
 
 _trackers: list[TensorBoardTracker | WandbTracker] = []
 _steps_per_rollout = 1
+# What was logged outside of `collected_metrics`.
 _outbox: list[LoggedMetrics] = []
+_collected: contextvars.ContextVar[list[LoggedMetrics]] = contextvars.ContextVar("collected_metrics", default=_outbox)
+# Lists of the blocks that have not ended: work that outlives its block has its context still.
+_collecting: list[list[LoggedMetrics]] = [_outbox]
 
 
 def configure_logger(level: str = "INFO", stream: TextIO | None = None) -> None:
@@ -61,7 +67,7 @@ def _mark_level(record: logging.LogRecord) -> bool:
 
 def tracking_directory(args: argparse.Namespace) -> Path:
     """Directory of the event files: `TENSORBOARD_DIR`, `--tensorboard-dir`, `outputs/{project}/{experiment or time}`."""
-    override = env.tensorboard_dir() or getattr(args, "tensorboard_dir", None)
+    override = env.tensorboard_dir() or args.tensorboard_dir
     if override is not None:
         return Path(override)
     experiment = args.tb_experiment_name or datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -69,7 +75,7 @@ def tracking_directory(args: argparse.Namespace) -> Path:
 
 
 def init_tracking(args: argparse.Namespace, directory: Path | None = None) -> None:
-    """Open the trackers. Called once, by the driver. Fills in `args.wandb_run_id`, which all processes then know.
+    """Open the trackers. Called once, by the driver. A W&B run goes on under `args.wandb_run_id`; None: a new one begins.
 
     Raises:
         UserError: a tracker's package is missing, or W&B refuses its settings.
@@ -82,30 +88,27 @@ def init_tracking(args: argparse.Namespace, directory: Path | None = None) -> No
         _trackers.append(TensorBoardTracker(directory))
         logger.info("TensorBoard event files: %s", os.fspath(directory))
     if args.use_wandb:
-        args.wandb_run_id = args.wandb_run_id or new_run_id()
         tracker = WandbTracker(args, directory, plain_arguments(args))
         _trackers.append(tracker)
-        logger.info("W&B run %s: files in %s", args.wandb_run_id, os.fspath(tracker.directory / "wandb"))
+        logger.info("W&B run %s: files in %s", tracker.run_id, os.fspath(tracker.directory / "wandb"))
 
 
-def forget_lost_steps(args: argparse.Namespace) -> None:
-    """Driver only, before the first metric of a run whose start is known: no value is to come twice at one step.
+def forget_lost_steps(args: argparse.Namespace, start_rollout_id: int, num_rollout: int) -> None:
+    """Driver only, before the first metric of a run: no value is to come twice at one step.
 
     A run that resumes repeats the rollouts that its predecessor trained after its last checkpoint; what the predecessor told
     about those in the same place is taken back. A new run takes nothing back: what lies there is another run's.
     """
-    source = getattr(args, "initial_weights", None)
-    if not _trackers or source is None or not source.resume:
+    if not _trackers or args.initial_weights is None or not args.initial_weights.resume:
         return
-    first = args.start_rollout_id
-    # An evaluation stands at the number of rollouts before it: the one at `first` was made with the resumed weights.
+    # An evaluation stands at the number of rollouts before it: the one at `start_rollout_id` was made with the resumed weights.
     firsts = {
-        "train/step": first * args.num_steps_per_rollout,
-        "rollout/step": first * _steps_per_rollout,
-        "eval/step": first * _steps_per_rollout + 1,
+        "train/step": start_rollout_id * args.num_steps_per_rollout,
+        "rollout/step": start_rollout_id * _steps_per_rollout,
+        "eval/step": start_rollout_id * _steps_per_rollout + 1,
     }
     lost = {axis: range(step, sys.maxsize) for axis, step in firsts.items()}
-    if args.num_rollout == 0:
+    if num_rollout == 0:
         # Nothing is trained: that one evaluation is made again.
         lost = {"eval/step": range(firsts["eval/step"] - 1, firsts["eval/step"])}
     for tracker in _trackers:
@@ -123,13 +126,28 @@ def log(args: argparse.Namespace, metrics: dict[str, Any], step_key: str) -> Non
 
     Values that are no finite numbers are left out of the trackers.
     """
-    _outbox.append((dict(metrics), step_key))
+    own = _collected.get()
+    target = own if any(own is each for each in tuple(_collecting)) else _outbox
+    target.append((dict(metrics), step_key))
+
+
+@contextlib.contextmanager
+def collected_metrics() -> Iterator[list[LoggedMetrics]]:
+    """What is logged in the block, in order: by its own code, and by the tasks and threads that it starts."""
+    collected: list[LoggedMetrics] = []
+    token = _collected.set(collected)
+    _collecting.append(collected)
+    try:
+        yield collected
+    finally:
+        _collecting[:] = [each for each in _collecting if each is not collected]
+        _collected.reset(token)
 
 
 def drain_outbox() -> list[LoggedMetrics]:
-    """Metrics logged in this process since the last call, in order."""
+    """Metrics that users logged in this process, outside of `collected_metrics`, since the last call; in order."""
     drained = list(_outbox)
-    _outbox.clear()
+    del _outbox[: len(drained)]
     return drained
 
 

@@ -185,8 +185,8 @@ def _speculative_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 def _executions_correct(samples: Sequence[Sample], rewards: Sequence[float], positions: Sequence[int]) -> list[bool]:
     executions: dict[Any, list[float]] = {}
     for position in positions:
-        rollout_id = samples[position].rollout_id
-        key = ("own", position) if rollout_id is None else ("shared", rollout_id)
+        execution_id = samples[position].rollout_id
+        key = ("own", position) if execution_id is None else ("shared", execution_id)
         executions.setdefault(key, []).append(rewards[position])
     return [math.isclose(sum(values) / len(values), 1.0, abs_tol=1e-6) for values in executions.values()]
 

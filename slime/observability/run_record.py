@@ -83,7 +83,7 @@ def write_run_record(args: argparse.Namespace, directory: str | Path) -> Path:
     `arguments[name]` is `{"value": …, "origin": "command line" | "YAML" | "HF config" | "derived" | "default"}`; the
     origin of what the run itself found out is null.
     """
-    origins = getattr(args, "origins", {})
+    origins = args.origins
     record = {
         "arguments": {
             name: {"value": value, "origin": origins.get(name)} for name, value in plain_arguments(args).items()
@@ -174,7 +174,7 @@ def derived_configuration(args: argparse.Namespace) -> str:
 def _told(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, Any]]:
     values = plain_arguments(args).items()
     shown = {name: value for name, value in values if name not in _LEFT_OUT and value not in ([], {})}
-    return getattr(args, "origins", {}), shown
+    return args.origins, shown
 
 
 def _lines(chosen: tuple[str, ...], origins: dict[str, str], values: dict[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ process watches (`watch`): what is awaited may go on trying for long, or have no
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ray
@@ -21,9 +21,12 @@ _POLL_SECONDS = 0.25
 _REPORT_AFTER_SECONDS = 30.0
 _DEATH_SECONDS = 5.0
 _WATCHED_SECONDS = 1.0
+_ASK_SECONDS = 1.0
 
 # References whose error ends every wait of this process.
 _watched: list[ray.ObjectRef] = []
+# Actors whose death does so: the question that each has not answered yet (None: it has), and when it was asked last.
+_asked: dict[Any, tuple[ray.ObjectRef | None, float]] = {}
 
 
 def watch(refs: Sequence[ray.ObjectRef]) -> None:
@@ -38,6 +41,20 @@ def unwatch(refs: Sequence[ray.ObjectRef]) -> None:
     """Undo `watch`."""
     gone = set(refs)
     _watched[:] = [ref for ref in _watched if ref not in gone]
+
+
+def watch_actors(actors: Sequence[Any]) -> None:
+    """End every wait of this process, from now on, when one of `actors` dies, whatever is awaited.
+
+    They are asked once a second whether they live; one that is busy answers when it is done, and is no news meanwhile.
+    """
+    _asked.update({actor: (None, 0.0) for actor in actors})
+
+
+def unwatch_actors(actors: Sequence[Any]) -> None:
+    """Undo `watch_actors`: what becomes of them is of no interest any more."""
+    for actor in actors:
+        _asked.pop(actor, None)
 
 
 def wait_for_all(
@@ -62,29 +79,80 @@ def wait_for_all(
         UserError, RunError: raised by the awaited process, without the remote traceback.
         RunError: the deadline passed, or a process died, of those that are watched too.
     """
+    results: list[Any] = [None] * len(refs)
+    for ref, position, others in _arriving(refs, name, timeout_s, pending, on_poll, flag):
+        results[position] = _get(ref, name, others)
+    return results
+
+
+def wait_for_each(refs: Sequence[ray.ObjectRef], name: str, timeout_s: float) -> list[Any]:
+    """As `wait_for_all`, but what goes wrong with one of `refs` does not end the wait: the RunError stands in its place.
+
+    Raises:
+        UserError: raised by the awaited process.
+        RunError: a process died that is watched.
+    """
+    results: list[Any] = [None] * len(refs)
+    missing = set(range(len(refs)))
+    try:
+        for ref, position, _ in _arriving(refs, name, timeout_s):
+            missing.remove(position)
+            try:
+                results[position] = _get(ref, name, others=[])
+            except _WatchedDied:
+                raise
+            except RunError as error:
+                results[position] = error
+    except _DeadlinePassed as error:
+        for position in missing:
+            results[position] = error
+    return results
+
+
+class _DeadlinePassed(RunError):
+    pass
+
+
+class _WatchedDied(RunError):
+    """Not what was awaited has failed, but what this process watches."""
+
+
+def _arriving(
+    refs: Sequence[ray.ObjectRef],
+    name: str,
+    timeout_s: float,
+    pending: Callable[[list[int]], str] | None = None,
+    on_poll: Callable[[], None] | None = None,
+    flag: str | Callable[[list[int]], str | None] | None = None,
+) -> Iterator[tuple[ray.ObjectRef, int, list[ray.ObjectRef]]]:
+    """Each of `refs` when it is ready, its position, and those that are not."""
     started = time.monotonic()
     report_at = _REPORT_AFTER_SECONDS
     remaining = {ref: position for position, ref in enumerate(refs)}
-    results: list[Any] = [None] * len(refs)
     while remaining:
-        ready, _ = ray.wait([*remaining, *_watched], num_returns=1, timeout=_POLL_SECONDS)
+        questions = _open_questions()
+        ready, _ = ray.wait([*remaining, *_watched, *questions], num_returns=1, timeout=_POLL_SECONDS)
         for ref in ready:
-            if ref not in remaining:
+            if ref in questions:
+                actor = questions[ref]
+                _asked[actor] = (None, _asked[actor][1])
+                _get(ref, name, others=[])
+            elif ref not in remaining:
                 unwatch([ref])
                 _get(ref, name, others=[])
-                continue
-            results[remaining.pop(ref)] = _get(ref, name, others=list(remaining))
+            else:
+                position = remaining.pop(ref)
+                yield ref, position, list(remaining)
         if on_poll is not None:
             on_poll()
         waited = time.monotonic() - started
         if remaining and waited > timeout_s:
             named = flag(sorted(remaining.values())) if callable(flag) else flag
             limit = f"{timeout_s:.0f} s" + (f" ({named})" if named else "")
-            raise RunError(f"{name}: no answer within {limit} from {_describe(remaining, pending)}")
+            raise _DeadlinePassed(f"{name}: no answer within {limit} from {_describe(remaining, pending)}")
         if remaining and waited > report_at:
             logger.info("%s: waiting for %.0f s for %s", name, waited, _describe(remaining, pending))
             report_at *= 2
-    return results
 
 
 def wait_for(ref: ray.ObjectRef, name: str, timeout_s: float, **options: Any) -> Any:
@@ -117,6 +185,15 @@ def _get(ref: ray.ObjectRef, name: str, others: Sequence[ray.ObjectRef]) -> Any:
         raise RunError(f"{name}: the result is ready but could not be fetched within 60 s") from None
 
 
+def _open_questions() -> dict[ray.ObjectRef, Any]:
+    """What the watched actors have not answered yet, after asking those whose turn it is: question → actor."""
+    now = time.monotonic()
+    for actor, (question, asked_at) in _asked.items():
+        if question is None and now - asked_at > _ASK_SECONDS:
+            _asked[actor] = (actor.__ray_ready__.remote(), now)
+    return {question: actor for actor, (question, _) in _asked.items() if question is not None}
+
+
 def _raise_if_one_died(others: Sequence[ray.ObjectRef], name: str) -> None:
     """When a process dies, its peers' lost connections are often heard of first: look for the death behind an error."""
     ready, _ = ray.wait(list(others), num_returns=len(others), timeout=_DEATH_SECONDS) if others else ([], [])
@@ -134,7 +211,10 @@ def _raise_if_watched_died(name: str) -> None:
     ready, _ = ray.wait(_watched, num_returns=1, timeout=_WATCHED_SECONDS) if _watched else ([], [])
     unwatch(ready)
     for ref in ready:
-        _get(ref, name, others=[])
+        try:
+            _get(ref, name, others=[])
+        except RunError as error:
+            raise _WatchedDied(str(error)) from None
 
 
 def _death_cause(error: RayActorError) -> str:

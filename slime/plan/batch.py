@@ -4,10 +4,11 @@ import argparse
 import dataclasses
 
 from slime.arguments.megatron.values import pipeline_stages
-from slime.arguments.sizes import longest_sample, planned_sample, prompt_is_limited
+from slime.arguments.sizes import longest_sample
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.parameters import count_parameters, rank_parameters
 from slime.estimates.shape import ModelShape
+from slime.plan.setup import planned_sample, prompt_is_limited
 from slime.plan.structure import BatchPlan, ParameterPlan
 
 # Bytes per token of the columns that every train batch of engines has; of those that some have.

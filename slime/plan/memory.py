@@ -1,4 +1,4 @@
-"""The memory part of the plan: training, serving, and both on the GPUs and the machine that they share; what would make it less.
+"""The memory part of the plan: training, serving, both on the GPUs and the machine that they share; what would make it less.
 
 Of actor and critic only one works at a time, but nothing moves the other to the host yet: its weights, gradients and
 optimizer state stay where they are.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,9 +19,8 @@ from typing import Any
 
 import psutil
 
-from slime.arguments.critic_arguments import critic_args
-from slime.arguments.planned_device import gpu_memory_gib, plans_for_gpus
-from slime.arguments.sizes import longest_sample, prompt_is_limited
+from slime.arguments.config_files.role_config import critic_args
+from slime.arguments.sizes import longest_sample, plans_for_gpus
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.serving_memory import ServingMemory, serving_memory
 from slime.estimates.shape import ModelShape
@@ -39,14 +39,19 @@ from slime.plan.setup import (
     host_copies,
     padded_stream,
     parallel_layout,
+    prompt_is_limited,
     shape_of,
     tokens_of_stream,
     training_setup,
 )
 from slime.plan.structure import MemoryPlan, PartPlan, PhasePlan, ServingMemoryPlan, TrainingMemoryPlan
+from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import UserError
 
 GIB = 2**30
+_USUAL_GPU_MEMORY_GIB = 80.0
+_QUERY = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+_QUERY_SECONDS = 10.0
 
 
 def plan_memory(
@@ -490,3 +495,21 @@ def _way_out(shares: Sequence[HostShare], missing: int) -> str:
         if fits >= 1:
             return f"{share.flag} {fits * share.per_count} would fit, {elsewhere}"
     return f"take a smaller model or fewer of its parts, {elsewhere}"
+
+
+def gpu_memory_gib(args: argparse.Namespace) -> tuple[float, str]:
+    """Memory of one GPU in GiB, and where the number comes from."""
+    if args.dry_run_gpu_memory_gib is not None:
+        return args.dry_run_gpu_memory_gib, "--dry-run-gpu-memory-gib"
+    found = _smallest_gpu_gib() if gpus_on_this_machine() > 0 else None
+    if found is not None:
+        return found, "this machine's GPU"
+    return _USUAL_GPU_MEMORY_GIB, "assumed: no GPU on this machine, and no --dry-run-gpu-memory-gib"
+
+
+def _smallest_gpu_gib() -> float | None:
+    try:
+        output = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True).stdout
+        return min(int(line) for line in output.split()) / 1024
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None

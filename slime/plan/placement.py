@@ -7,8 +7,8 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from slime.arguments.config_files.serving_config import ModelServing, ServerGroup, serving_of
-from slime.arguments.planned_device import plans_for_gpus
+from slime.arguments.config_files.serving_config import ServerGroup, served_models
+from slime.arguments.sizes import plans_for_gpus
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.serving_memory import (
     ServingSetup,
@@ -104,18 +104,14 @@ def engine_parts(args: argparse.Namespace, first: int) -> tuple[EnginePart, ...]
     """Runs of equal engines from GPU `first` on."""
     if not starts_engines(args):
         return ()
-    per_engine = max(1, args.rollout_num_gpus_per_engine)
-    configured = [group for model in _configured_models(args) for group in model.groups]
-    groups = [(group.num_gpus, group.num_gpus_per_engine, group.worker_type) for group in configured]
-    prefill = (args.prefill_num_servers or 0) * per_engine
-    if not groups and prefill:
-        groups = [(prefill, per_engine, "prefill"), (args.rollout_num_gpus - prefill, per_engine, "decode")]
-    groups = groups or [(args.rollout_num_gpus, per_engine, None)]
     parts = []
-    for count, size, worker in groups:
-        if worker != "placeholder" and count > 0:
-            parts.append(EnginePart(first, count, size, None if worker == "regular" else worker))
-        first += count
+    for group in (group for model in served_models(args) for group in model.groups):
+        worker = group.worker_type
+        if worker != "placeholder":
+            parts.append(
+                EnginePart(first, group.num_gpus, group.num_gpus_per_engine, None if worker == "regular" else worker)
+            )
+        first += group.num_gpus
     return tuple(parts)
 
 
@@ -133,7 +129,7 @@ def serving_setup(
     gpus = group.num_gpus_per_engine if group is not None else max(1, args.rollout_num_gpus_per_engine)
 
     def field(*names: str) -> Any:
-        found = [overrides.get(name, _server_flag(args, name)) for name in names]
+        found = [overrides.get(name, vars(args).get(f"sglang_{name}")) for name in names]
         return next((value for value in found if value is not None), None)
 
     pipeline = field("pp_size", "pp") or 1
@@ -168,12 +164,12 @@ def unknown_format(args: argparse.Namespace, hf_config: dict[str, Any] | None) -
 def _quantised_as(
     args: argparse.Namespace, hf_config: dict[str, Any] | None
 ) -> tuple[dict[str, Any] | None, str | None]:
-    return (hf_config or {}).get("quantization_config"), _server_flag(args, "quantization")
+    return (hf_config or {}).get("quantization_config"), args.sglang_quantization
 
 
 def _plain_bytes(args: argparse.Namespace) -> float:
     """Bytes of one element of a served weight that is not quantised."""
-    named = _WEIGHT_BYTES.get(_server_flag(args, "dtype") or "auto")
+    named = _WEIGHT_BYTES.get(args.sglang_dtype or "auto")
     if named is not None:
         return named
     if not plans_for_gpus(args):
@@ -181,19 +177,10 @@ def _plain_bytes(args: argparse.Namespace) -> float:
     return 4.0 if args.has_trainer and args.params_dtype_name == "float32" else 2.0
 
 
-def _server_flag(args: argparse.Namespace, name: str) -> Any:
-    """`--sglang-{name}`; None where it is not typed, or sglang is not installed."""
-    return getattr(args, f"sglang_{name}", None)
-
-
 def _group_of_trained_model(args: argparse.Namespace) -> ServerGroup | None:
     """The first group with engines, of a model that gets the trainer's weights where there is one."""
-    models = sorted(_configured_models(args), key=lambda model: not model.update_weights)
+    models = sorted(served_models(args), key=lambda model: not model.update_weights)
     return next((group for model in models for group in model.groups if group.num_engines), None)
-
-
-def _configured_models(args: argparse.Namespace) -> list[ModelServing]:
-    return serving_of(args)[0] if args.sglang_config else []
 
 
 _SHARED_HANDLES = "shared handles"

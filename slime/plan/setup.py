@@ -5,8 +5,7 @@ import argparse
 from slime.arguments.checkpoints import OLD_ACTOR, REFERENCE, ROLLOUT_ACTOR, TEACHER, other_model_states
 from slime.arguments.megatron.values import pipeline_stages
 from slime.arguments.model_shape import SHAPE_FLAGS, model_shape_from_args, padded_vocabulary
-from slime.arguments.planned_device import plans_for_gpus
-from slime.arguments.sizes import planned_sample
+from slime.arguments.sizes import longest_sample, plans_for_gpus
 from slime.estimates.activations import Kernels, Recompute
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.shape import ModelShape
@@ -20,7 +19,7 @@ _DTYPE_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "f
 
 def missing_shape_flags(args: argparse.Namespace) -> tuple[str, ...]:
     """Flags without which the model's shape is not known."""
-    return tuple("--" + name.replace("_", "-") for name in SHAPE_FLAGS if getattr(args, name) is None)
+    return tuple("--" + name.replace("_", "-") for name in SHAPE_FLAGS if vars(args)[name] is None)
 
 
 def shape_of(args: argparse.Namespace) -> ModelShape | None:
@@ -117,6 +116,16 @@ def recompute_of(args: argparse.Namespace) -> Recompute:
         modules=tuple(args.recompute_modules or ("core_attn",)),
         distributed=args.distribute_saved_activations,
     )
+
+
+def prompt_is_limited(args: argparse.Namespace) -> bool:
+    """Whether `longest_sample` counts the prompt."""
+    return args.rollout_max_context_len is not None or args.rollout_max_prompt_len is not None
+
+
+def planned_sample(args: argparse.Namespace) -> int | None:
+    """`longest_sample`, or where there is none the length that is assumed (`--seq-length`)."""
+    return longest_sample(args) or args.seq_length
 
 
 def tokens_of_stream(args: argparse.Namespace, layout: ParallelLayout) -> int | None:

@@ -392,7 +392,7 @@ def _range(values: Iterable[int | None]) -> str:
 
 
 # They say that a plan is wanted, nothing about the run.
-_LEFT_OUT = {"help", "help_grep", "dry_run", "dry_run_json"}
+_LEFT_OUT = {"help", "help_grep", "dry_run", "dry_run_json", "rehearse", "rehearse_ranks"}
 
 
 def plan_values(args: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[ValuePlan, ...]:
@@ -406,14 +406,14 @@ def plan_values(args: argparse.Namespace, parser: argparse.ArgumentParser) -> tu
         origin = args.origins.get(name, Origin.DEFAULT)
         if name in _LEFT_OUT or name not in plain or origin is Origin.DEFAULT:
             continue
-        if not _is_default(getattr(args, name), parser.get_default(name), origin):
+        if not _is_default(vars(args)[name], parser.get_default(name), origin):
             found.append(_value(same, plain[name], str(origin)))
     return tuple(found)
 
 
 def custom_values(args: argparse.Namespace) -> dict[str, Any]:
     """What YAML brought that belongs to no flag."""
-    return plain_arguments(argparse.Namespace(**(getattr(args, "custom_config", None) or {})))
+    return plain_arguments(argparse.Namespace(**args.custom_config))
 
 
 def _is_default(value: Any, default: Any, origin: Origin) -> bool:

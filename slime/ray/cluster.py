@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import logging
 import os
 import secrets
@@ -69,8 +70,10 @@ def plan_cluster(args: argparse.Namespace) -> ClusterPlan:
 
 
 @contextlib.contextmanager
-def ray_cluster(args: argparse.Namespace) -> Iterator[None]:
+def ray_cluster(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
     """Connect to `RAY_ADDRESS`, or start Ray on this machine, which `check_machine` has looked at, for the length of the block.
+
+    Gives the arguments of a run there: the precision follows the devices of the cluster.
 
     Raises:
         UserError: the cluster has fewer devices than the plan needs.
@@ -93,10 +96,11 @@ def ray_cluster(args: argparse.Namespace) -> Iterator[None]:
         # What the driver's own machine has says nothing about the nodes that will train.
         # Of `GPU` resources that are devices Ray names the type where it found them itself.
         on_gpus = any(name.startswith("accelerator_type:") for name in ray.cluster_resources())
+        args = copy.copy(args)
         settle_precision(args, on_gpus=on_gpus)
     try:
         with _agents_follow_driver() if address is None else contextlib.nullcontext():
-            yield
+            yield args
     finally:
         ray.shutdown()
 

@@ -1,4 +1,4 @@
-"""What the driver's loop decides and reports: when to save and evaluate, and what a step printed and logged."""
+"""What the driver's loop hands on, decides and reports: a rollout, when to save and evaluate, what a step told."""
 
 from __future__ import annotations
 
@@ -7,47 +7,117 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from slime.observability.console import evaluation_line, evaluation_name, rollout_line
 from slime.observability.logging_utils import LoggedMetrics, forget_lost_steps, write_to_trackers
-from slime.utils.misc import should_run_periodic_action
+from slime.utils.misc import Box, should_run_periodic_action
+
+if TYPE_CHECKING:
+    from slime.ray.rollout_client import RolloutClient
+    from slime.ray.train_group import TrainGroup
 
 logger = logging.getLogger(__name__)
 
 
-def saves(args: argparse.Namespace, rollout_id: int) -> bool:
+@dataclass(frozen=True)
+class RunLength:
+    """How long a run is, by its flags and its data.
+
+    Attributes:
+        num_rollout: the number of its rollouts, those of earlier starts included.
+        rollouts_per_epoch: None without a global data set, or where the data source does not tell its length.
+    """
+
+    num_rollout: int
+    rollouts_per_epoch: int | None = None
+
+    def is_due(self, interval: int | None, rollout_id: int) -> bool:
+        """Whether what happens every `interval` rollouts (None: never), at ends of epochs and at the end is due after this."""
+        return should_run_periodic_action(rollout_id, interval, self.rollouts_per_epoch, self.num_rollout)
+
+
+@dataclass(frozen=True)
+class StartedRun:
+    """A run whose processes are there, and which has all that it starts from.
+
+    Attributes:
+        actor: the training ranks; None where nothing is trained.
+        start_rollout_id: the first rollout of this start.
+    """
+
+    rollout_manager: RolloutClient
+    actor: TrainGroup | None
+    length: RunLength
+    start_rollout_id: int
+
+
+@dataclass
+class RunProgress:
+    """How far a run has come: its loop says so, and whoever ends the run tells by it what is kept and what is lost.
+
+    Attributes:
+        start_rollout_id, num_rollout: the first rollout of this start, and the number of all; None before the loop.
+        rollouts_done: the number of rollouts that are finished, counted from rollout 0; None before the loop.
+        rollout_saved: the last one of which this start has written a checkpoint, None before the first.
+    """
+
+    start_rollout_id: int | None = None
+    num_rollout: int | None = None
+    rollouts_done: int | None = None
+    rollout_saved: int | None = None
+
+
+def saves(args: argparse.Namespace, length: RunLength, rollout_id: int) -> bool:
     """Whether a checkpoint is due after this rollout. Driver and rollout manager must agree."""
-    return should_run_periodic_action(rollout_id, args.save_interval, args.rollouts_per_epoch, args.num_rollout)
+    return length.is_due(args.save_interval, rollout_id)
 
 
-def evaluates_before_training(args: argparse.Namespace) -> bool:
+def evaluates_before_training(args: argparse.Namespace, run: StartedRun) -> bool:
     """Whether to evaluate before the first rollout: of a new run, or as all that a run with `--num-rollout 0` does."""
-    if args.start_rollout_id >= args.num_rollout > 0:
-        logger.info("nothing left to do: %d of %d rollouts are done", args.start_rollout_id, args.num_rollout)
+    start, num_rollout = run.start_rollout_id, run.length.num_rollout
+    if start >= num_rollout > 0:
+        logger.info("nothing left to do: %d of %d rollouts are done", start, num_rollout)
     if not args.has_engines or args.eval_interval is None:
         return False
-    return args.num_rollout == 0 or (args.start_rollout_id == 0 and not args.skip_eval_before_train)
+    return num_rollout == 0 or (start == 0 and not args.skip_eval_before_train)
 
 
-def evaluates(args: argparse.Namespace, rollout_id: int) -> bool:
+def evaluates(args: argparse.Namespace, length: RunLength, rollout_id: int) -> bool:
     """Whether an evaluation is due after this rollout."""
-    if not args.has_engines:
-        return False
-    return should_run_periodic_action(rollout_id, args.eval_interval, args.rollouts_per_epoch, args.num_rollout)
+    return args.has_engines and length.is_due(args.eval_interval, rollout_id)
+
+
+@dataclass(frozen=True)
+class RolloutResult:
+    """A generated rollout: one boxed shard per data-parallel rank (empty without a trainer), and what was logged.
+
+    `critic_shards`: the same samples as a critic's ranks take them; empty without a critic.
+    """
+
+    shards: list[Box]
+    logged: list[LoggedMetrics]
+    critic_shards: list[Box] = field(default_factory=list)
 
 
 class StepReport:
-    """Collects the metrics of a step, hands them to the trackers and prints the step's line."""
+    """Collects the metrics of a step, hands them to the trackers and prints the step's line.
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    Args:
+        progress: gets what becomes of the steps.
+    """
+
+    def __init__(self, args: argparse.Namespace, run: StartedRun, progress: RunProgress) -> None:
         self._args = args
+        self._progress = progress
         # Of the step that is under way or was the last one; None before the first.
         self._rollout_id: int | None = None
         self._merged: dict[str, Any] = {}
         # From here on the end of the run has something to tell, before the first rollout is done too.
-        args.rollouts_done, args.rollout_saved = args.start_rollout_id, None
-        forget_lost_steps(args)
+        progress.start_rollout_id = progress.rollouts_done = run.start_rollout_id
+        progress.num_rollout = run.length.num_rollout
+        forget_lost_steps(args, run.start_rollout_id, run.length.num_rollout)
 
     @contextlib.contextmanager
     def step(self, rollout_id: int) -> Iterator[None]:
@@ -59,8 +129,8 @@ class StepReport:
         if self._args.loss_type == "sft_loss":
             # Nothing is graded: a reward of zero in the line would look like a failure.
             self._merged.pop("rollout/raw_reward", None)
-        self._args.rollouts_done = rollout_id + 1
-        logger.info("%s", rollout_line(rollout_id, self._args.num_rollout, self._merged))
+        self._progress.rollouts_done = rollout_id + 1
+        logger.info("%s", rollout_line(rollout_id, self._progress.num_rollout, self._merged))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -71,7 +141,7 @@ class StepReport:
 
     def saved(self, rollout_id: int) -> None:
         """The checkpoint of the rollout is written, and is about to be published: the end of the run may find it."""
-        self._args.rollout_saved = rollout_id
+        self._progress.rollout_saved = rollout_id
 
     def add(self, logged: list[LoggedMetrics]) -> None:
         """Metrics that came back from an actor."""
@@ -87,7 +157,7 @@ class StepReport:
         """Metrics of an evaluation, before the first step or after the last one; prints its line."""
         write_to_trackers(logged)
         before = self._rollout_id is None
-        name = evaluation_name(self._args.start_rollout_id if before else self._rollout_id, before=before)
+        name = evaluation_name(self._progress.start_rollout_id if before else self._rollout_id, before=before)
         for metrics, step_key in logged:
             if step_key == "eval/step":
                 logger.info("%s", evaluation_line(name, metrics))

@@ -7,6 +7,7 @@ neighbouring ranks share a node and device 10 comes after device 2.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import ipaddress
 import socket
 from dataclasses import dataclass
@@ -18,12 +19,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.observability.console import StartupClock
 from slime.observability.waiting import wait_for, wait_for_all
-from slime.ray.actor_critic import ActorCritic
 from slime.ray.cluster import plan_cluster
+from slime.ray.driver import StartedRun
 from slime.ray.rollout_client import RolloutClient
-from slime.ray.train_group import TrainGroup
+from slime.ray.train_group import ActorCritic, TrainGroup
 from slime.utils import env
 from slime.utils.errors import UserError
+from slime.utils.run_values import with_run_values
 
 _PLACEMENT_DEADLINE_SECONDS = 1800.0
 
@@ -72,32 +74,28 @@ def create_training_models(
     bundles: dict[str, Bundles],
     rollout_manager: RolloutClient,
     actor_cls: type | None = None,
-) -> TrainGroup | None:
-    """Start the training ranks beside the engines and wait for both; None when the run trains nothing.
+) -> StartedRun:
+    """Start the training ranks, if the run trains, beside the engines, wait for both, and restore the data state.
 
     Args:
         actor_cls: own train actor class in place of the Megatron one.
-
-    Sets `args.num_rollout` and `args.start_rollout_id` where they were left open.
     """
     group = None
     if args.has_trainer:
-        # Without --num-rollout the schedule's length follows from the size of the data set.
+        rank_args = args
         if args.num_rollout is None:
-            rollout_manager.wait_ready()
-        group = _train_group(args, bundles["actor"], actor_cls)
+            # The length of the schedule follows from the size of the data set.
+            length = rollout_manager.wait_ready()
+            rank_args = with_run_values(args, **dataclasses.asdict(length))
+        group = _train_group(rank_args, bundles["actor"], actor_cls)
         group.start()
     _wait_for_start(args, rollout_manager, group)
-    rollout_manager.wait_ready()
-    if group is not None:
-        first = group.wait_ready()
-        if args.start_rollout_id is None:
-            args.start_rollout_id = first
-    if args.start_rollout_id is None:
-        args.start_rollout_id = 0
-    rollout_manager.load(args.start_rollout_id - 1)
+    length = rollout_manager.wait_ready()
+    found = 0 if group is None else group.wait_ready()
+    start = found if args.start_rollout_id is None else args.start_rollout_id
+    rollout_manager.load(start - 1)
     StartupClock().mark("engines and ranks")
-    return group
+    return StartedRun(rollout_manager, group, length, start)
 
 
 def _train_group(args: argparse.Namespace, bundles: Bundles, actor_cls: type | None) -> TrainGroup:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from slime.arguments import parse_args
-from slime.arguments.before_start import check_before_start, nothing_left
 from slime.arguments.checkpoints import is_megatron_checkpoint, iteration_directory, latest_iteration
 from slime.arguments.flag import flag_of
 from slime.observability.console import StartupClock
@@ -34,10 +33,13 @@ from slime.observability.run_record import (
     redacted,
     write_run_record,
 )
-from slime.plan import show_plan
+from slime.observability.trackers import new_run_id
+from slime.plan import check_before_start, nothing_left, show_plan
+from slime.ray.driver import RunProgress
 from slime.utils import env
 from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import sweep_scratch_directories
+from slime.utils.run_values import with_run_values
 
 logger = logging.getLogger(__name__)
 
@@ -47,19 +49,22 @@ _terminated = threading.Event()
 
 
 def main(
-    train: Callable[[argparse.Namespace], None], argv: list[str] | None = None, *, asynchronous: bool = False
+    train: Callable[[argparse.Namespace, RunProgress], None],
+    argv: list[str] | None = None,
+    *,
+    asynchronous: bool = False,
 ) -> int:
-    """Parse the command line, run `train(args)` in a session, and return the exit status.
+    """Parse the command line, run `train(args, progress)` in a session, and return the exit status.
 
     `asynchronous`: the loop generates while it trains, which some flags do not go with.
     """
     # A plan and the result of a check have the standard output for themselves: a program may read them.
     words = sys.argv[1:] if argv is None else argv
-    plans = any(word in ("--check", "--dry-run") or word.startswith("--dry-run-json") for word in words)
+    plans = any(word in ("--check", "--dry-run", "--rehearse") or word.startswith("--dry-run-json") for word in words)
     stream = sys.stderr if plans else sys.stdout
     configure_logger(stream=stream)
     _terminated.clear()
-    args = None
+    args, progress = None, RunProgress()
     try:
         args = parse_args(argv=argv, asynchronous=asynchronous)
         StartupClock().mark("arguments")
@@ -69,7 +74,12 @@ def main(
         if args.dry_run:
             if finished is not None:
                 logger.warning("%s", finished)
-            show_plan(args)
+            if args.rehearse:
+                from slime.rehearsal.run import show_rehearsal
+
+                show_rehearsal(args)
+            else:
+                show_plan(args)
             return 0
         if finished is None:
             from slime.ray.cluster import check_machine
@@ -81,28 +91,28 @@ def main(
         if args.check or finished is not None:
             _tell_result(finished or _needs_of(args), stream)
             return 0
-        with _session(args):
-            train(args)
-        _tell_what_is_kept(args, words, finished=True)
+        with _session(args) as args_of_run:
+            train(args_of_run, progress)
+        _tell_what_is_kept(args, progress, words, finished=True)
     except (UserError, RunError) as error:
         if env.debug_enabled():
             raise
         _tell("%s", error)
-        _tell_what_is_kept(args, words)
+        _tell_what_is_kept(args, progress, words)
         return error.exit_status
     except KeyboardInterrupt:
         _tell("stopped by %s", "SIGTERM" if _terminated.is_set() else "Ctrl-C")
-        _tell_what_is_kept(args, words)
+        _tell_what_is_kept(args, progress, words)
         return 143 if _terminated.is_set() else 130
     except OSError as error:
         if env.debug_enabled():
             raise
         _tell("%s", error)
-        _tell_what_is_kept(args, words)
+        _tell_what_is_kept(args, progress, words)
         return 1
     except Exception:
         _tell("the run failed", exc_info=True)
-        _tell_what_is_kept(args, words)
+        _tell_what_is_kept(args, progress, words)
         return 1
     return 0
 
@@ -134,13 +144,15 @@ def _tell(message: str, *values: object, exc_info: bool = False) -> None:
     logger.error(message, *values, exc_info=exc_info)
 
 
-def _tell_what_is_kept(args: argparse.Namespace | None, words: Sequence[str], *, finished: bool = False) -> None:
+def _tell_what_is_kept(
+    args: argparse.Namespace, progress: RunProgress, words: Sequence[str], *, finished: bool = False
+) -> None:
     """The last lines of a run, where its log went; nothing for one that ended before its loop."""
-    if getattr(args, "rollouts_done", None) is None and not finished:
+    if progress.rollouts_done is None:
         return
     # How the run went has been told; whatever goes wrong with these lines, its exit status stays.
     try:
-        for line in closing_lines(args, _start_command(words), finished=finished):
+        for line in closing_lines(args, progress, _start_command(words), finished=finished):
             logger.info("%s", line)
     except Exception:
         logger.debug("what was kept could not be told", exc_info=True)
@@ -180,11 +192,13 @@ def _end(end: Callable[[], None] | None, part: Any) -> None:
 
 
 @contextlib.contextmanager
-def _session(args: argparse.Namespace) -> Iterator[None]:
+def _session(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
+    """Gives the arguments for the processes of the run: `args` with what is known before they start."""
     from slime.ray.cluster import ray_cluster
 
     directory = tracking_directory(args).absolute()
-    args.log_dir = str(directory / "logs")
+    run_id = args.wandb_run_id or (new_run_id() if args.use_wandb else None)
+    args = with_run_values(args, log_dir=str(directory / "logs"), wandb_run_id=run_id)
     Path(args.log_dir).mkdir(parents=True, exist_ok=True)
     failed = True
     with _sigterm_as_interrupt():
@@ -195,9 +209,9 @@ def _session(args: argparse.Namespace) -> Iterator[None]:
             record = write_run_record(args, args.save or directory)
             logger.info("every value and where it came from: %s", record)
             # Ray puts a SIGTERM handler of its own in place of ours when it starts.
-            with ray_cluster(args), _sigterm_as_interrupt():
+            with ray_cluster(args) as args_of_cluster, _sigterm_as_interrupt():
                 StartupClock().mark("Ray")
-                yield
+                yield args_of_cluster
             failed = False
         finally:
             finish_tracking(failed=failed)
@@ -243,22 +257,23 @@ OF_THIS_START = {
 }  # fmt: skip
 
 
-def closing_lines(args: argparse.Namespace, command: Sequence[str], *, finished: bool) -> list[str]:
+def closing_lines(
+    args: argparse.Namespace, progress: RunProgress, command: Sequence[str], *, finished: bool
+) -> list[str]:
     """What a person should know at the end of a run; empty for one that trains nothing.
 
     Args:
-        args: `rollouts_done` is the number of rollouts that are finished, counted from rollout 0; None before the loop.
-            `rollout_saved` is the last one of which this start has written a checkpoint, None before the first.
+        progress: how far the loop has come; it had begun.
         command: the words that started the run.
         finished: whether the run came to its end by itself.
     """
-    if not args.has_trainer or args.num_rollout == 0:
+    if not args.has_trainer or progress.num_rollout == 0:
         return []
-    done, start = getattr(args, "rollouts_done", None), args.start_rollout_id
+    done, start = progress.rollouts_done, progress.start_rollout_id
     if args.save is None:
-        lost = f"; what {_rollouts(start, done - 1)} taught is lost" if done is not None and done > start else ""
+        lost = f"; what {_rollouts(start, done - 1)} taught is lost" if done > start else ""
         return [f"kept: no checkpoint, since --save was not given{lost}"]
-    kept, of_this_start = _kept(args)
+    kept, of_this_start = _kept(args, progress)
     if kept is None:
         again = f"start again: {_shown(command)}"
         return [f"kept: no checkpoint of this run{_why_none(args)}{_lost(start, done)}", again]
@@ -267,23 +282,23 @@ def closing_lines(args: argparse.Namespace, command: Sequence[str], *, finished:
     line += _lost(kept + 1, done) if of_this_start else f", where this start began{_lost(start, done)}"
     values = {"--load": args.save} if of_this_start else {}
     if finished:
-        values["--num-rollout"] = str(2 * args.num_rollout)
+        values["--num-rollout"] = str(2 * progress.num_rollout)
         return [line, f"to train on, raise --num-rollout: {_continuing(command, args, values)}"]
     return [line, f"go on: {_continuing(command, args, values)}"]
 
 
-def _kept(args: argparse.Namespace) -> tuple[int | None, bool]:
+def _kept(args: argparse.Namespace, progress: RunProgress) -> tuple[int | None, bool]:
     """The iteration in `--save` that goes on, and whether this start made it; an earlier one counts if it was resumed from."""
-    if args.rollout_saved is not None and is_megatron_checkpoint(args.save):
+    if progress.rollout_saved is not None and is_megatron_checkpoint(args.save):
         newest = latest_iteration(args.save)
-        if args.start_rollout_id <= newest <= args.rollout_saved:
+        if progress.start_rollout_id <= newest <= progress.rollout_saved:
             return newest, True
     return _resumed_from(args), False
 
 
 def _resumed_from(args: argparse.Namespace) -> int | None:
     """The iteration in `--save` that this start resumed from; None where it did not."""
-    source = getattr(args, "initial_weights", None)
+    source = args.initial_weights
     if source is None or not source.resume or Path(source.path).absolute() != Path(args.save).absolute():
         return None
     return latest_iteration(source.path) if source.step is None else source.step
@@ -297,8 +312,8 @@ def _why_none(args: argparse.Namespace) -> str:
     return f" yet (--save-interval {args.save_interval})"
 
 
-def _lost(first: int, done: int | None) -> str:
-    if done is None or done <= first:
+def _lost(first: int, done: int) -> str:
+    if done <= first:
         return ""
     return f"; {_rollouts(first, done - 1)} {'is' if first == done - 1 else 'are'} lost"
 
@@ -310,7 +325,7 @@ def _rollouts(first: int, last: int) -> str:
 def _continuing(command: Sequence[str], args: argparse.Namespace, values: Mapping[str, str]) -> str:
     """The command with `values`, and a word about flags of this start that stand where no command line reaches them."""
     typed = {word.partition("=")[0] for word in command}
-    flags = {flag_of(name) for name in getattr(args, "typed_flags", ())} if "--load" in values else set()
+    flags = {flag_of(name) for name in args.typed_flags} if "--load" in values else set()
     elsewhere = [flag for flag in OF_THIS_START if flag in flags and flag not in typed]
     note = f"    # without {' '.join(elsewhere)}, which the script or its file of flags gives" if elsewhere else ""
     return f"{_shown(_going_on(command, args, values))}{note}"

@@ -1,4 +1,8 @@
-"""The training ranks as one object: created, used, disposed of, and created again."""
+"""The training ranks as one object: created, used, disposed of, and created again. A run with a critic has those of two models.
+
+Both models live on the same devices and take turns. A rollout has one order, with and without a KL penalty: the critic's
+values; the actor's log-probs, advantages, returns and training; the critic's training on these very returns.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +19,20 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from slime.arguments.config_files.role_config import critic_args
 from slime.observability.logging_utils import LoggedMetrics, drain_outbox
-from slime.observability.waiting import wait_for, wait_for_all
-from slime.ray.rollout_manager import RolloutResult
+from slime.observability.waiting import unwatch_actors, wait_for, wait_for_all, watch_actors
+from slime.ray.driver import RolloutResult
 from slime.utils import env
 from slime.utils.errors import RunError
 from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
 from slime.utils.plugin_loader import load_function
+from slime.weights.push import Opening
+from slime.weights.source import Sent
+from slime.weights.transports import Receiver, communicator_environment
 
-_MEGATRON_RANK = "slime.backends.megatron_utils.actor.MegatronTrainActor"
+_ACTOR_RANK = "slime.training.actor_rank.ActorRank"
+_CRITIC_RANK = "slime.training.critic_rank.CriticRank"
 _CALL_DEADLINE_SECONDS = 24 * 3600.0
 _DISPOSE_DEADLINE_SECONDS = 60.0
 _LEFT_METRICS_SECONDS = 3.0
@@ -43,7 +52,7 @@ class RankProcess:
     def __init__(self, environment: dict[str, str], description: bytes) -> None:
         os.environ.update(environment)
         actor_cls, args, rank, *arguments = ray.cloudpickle.loads(description)
-        self._name = f"{'critic ' if getattr(args, 'role', 'actor') == 'critic' else ''}rank {rank}"
+        self._name = f"{'critic ' if args.role == 'critic' else ''}rank {rank}"
         self._scratch = make_scratch_directory("rank")
         # Writers of checkpoints talk over sockets in a directory of the interpreter, which a killed process would leave behind.
         multiprocessing.current_process()._config["tempdir"] = str(self._scratch)
@@ -58,7 +67,10 @@ class RankProcess:
         return getattr(self._rank, method)(*arguments)
 
     def take_logged(self) -> list[LoggedMetrics]:
-        """What the rank logged and has not handed over."""
+        """What the rank logged in work that failed, and so has not handed over."""
+        if hasattr(self._rank, "take_logged"):
+            return self._rank.take_logged()
+        # A rank of a user's own, which need not be made of ours: what it logged lies in this process.
         return drain_outbox()
 
     def leave(self) -> None:
@@ -72,7 +84,7 @@ class TrainGroup:
 
     Args:
         places: (bundle index, device id) per rank.
-        actor_cls: class of a rank, or the path of one; None takes the Megatron rank.
+        actor_cls: class of a rank, or the path of one; None takes the trainer's own.
     """
 
     # What messages call a rank.
@@ -88,7 +100,7 @@ class TrainGroup:
         self._args = args
         self._group = group
         self._places = places
-        self._actor_cls = actor_cls or _MEGATRON_RANK
+        self._actor_cls = actor_cls or _ACTOR_RANK
         self._actors: list[Any] = []
         self._starting: list[ray.ObjectRef] = []
 
@@ -137,6 +149,8 @@ class TrainGroup:
             pending=self._name_ranks,
             flag="--train-start-timeout",
         )
+        # Also while they have nothing to do.
+        watch_actors(self._actors)
         if len(set(first_ids)) != 1:
             raise RunError(f"the {self.rank_name}s loaded different iterations: {first_ids}")
         return first_ids[0]
@@ -155,13 +169,26 @@ class TrainGroup:
         """Make the checkpoint of `rollout_id` the one that a resume takes."""
         self._call_first("publish", rollout_id)
 
-    def connect_rollout_engines(self, engines: list[Any], gpu_counts: list[int], gpu_offsets: list[int]) -> None:
-        """Join the engines' weight-update group."""
-        self._call_all("connect_rollout_engines", engines, gpu_counts, gpu_offsets)
+    def open_weight_push(self) -> Opening:
+        """Make the ranks ready for pushes of their weights."""
+        return self._call_all("open_weight_push")[0]
 
-    def update_weights(self) -> dict[str, float]:
-        """Push the weights to the engines; returns transfer metrics."""
-        return self._call_all("update_weights")[0]
+    def connect_engines(self, source: int, engines: Sequence[Receiver]) -> dict[int, str]:
+        """Connect a source of weights to `engines`. Returns those that broke it, with the reason of each."""
+        failed = self._call_all("connect_engines", source, engines)
+        return {id: reason for of_rank in failed for id, reason in of_rank.items()}
+
+    def send_weights(self, source: int, version: int) -> Sent:
+        """Send the weights of a source to the engines that it is connected to, as `version`."""
+        return next(sent for sent in self._call_all("send_weights", source, version) if sent is not None)
+
+    def weights_pushed(self, version: int) -> None:
+        """Tell all ranks that engines serve their weights as `version`."""
+        self._call_all("weights_pushed", version)
+
+    def weights_settled(self) -> None:
+        """Tell all ranks that engines have in place what was sent, under the version of the last push."""
+        self._call_all("weights_settled")
 
     def export_hf(self, directory: str) -> None:
         """Write the weights as a Hugging Face checkpoint."""
@@ -176,6 +203,7 @@ class TrainGroup:
         actors, self._actors, self._starting = self._actors, [], []
         if not actors:
             return
+        unwatch_actors(actors)
         leaving = [actor.leave.remote() for actor in actors]
         ray.wait(leaving, num_returns=len(leaving), timeout=_DISPOSE_DEADLINE_SECONDS)
         for actor in actors:
@@ -184,6 +212,7 @@ class TrainGroup:
     def kill(self) -> None:
         """End all ranks at once, without leaving their groups: the way out after an error."""
         actors, self._actors, self._starting = self._actors, [], []
+        unwatch_actors(actors)
         for actor in actors:
             ray.kill(actor, no_restart=True)
 
@@ -234,10 +263,122 @@ class TrainGroup:
         early = {name: value for name, value in typed.items() if env.is_read_at_process_start(name)}
         at_start = {
             **env.actor_environment(),
+            **env.library_environment(),
             "OMP_NUM_THREADS": str(threads),
             "NCCL_CUMEM_ENABLE": "0",
+            **communicator_environment(self._args),
             # Kernels are launched in program order, which sequence parallelism relies on; read when CUDA starts.
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            # Transformer Engine reads it when it is imported, and Megatron-Core refuses its attention without it.
+            **({"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"} if self._args.deterministic_mode else {}),
             **early,
         }
         return at_start, typed
+
+
+class ActorCritic(TrainGroup):
+    """The actor's ranks, with a critic's beside them.
+
+    Args:
+        places: (bundle index, device id) per rank, for both models.
+        actor_cls: class of the actor's ranks, or the path of one; None takes the trainer's own.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        group: PlacementGroup,
+        places: Sequence[tuple[int, int]],
+        actor_cls: type | str | None = None,
+    ) -> None:
+        super().__init__(args, group, places, actor_cls)
+        self._critic = _CriticGroup(critic_args(args), group, places, _CRITIC_RANK)
+
+    @property
+    def starting(self) -> list[ray.ObjectRef]:
+        """A reference per rank of both models that is ready when the rank is."""
+        return [*super().starting, *self._critic.starting]
+
+    def name_starting(self, positions: Sequence[int]) -> str:
+        """What to call the ranks at these positions of `starting`."""
+        ranks = len(super().starting)
+        actor, critic = [p for p in positions if p < ranks], [p - ranks for p in positions if p >= ranks]
+        parts = [super().name_starting(actor)] if actor else []
+        return ", ".join([*parts, self._critic.name_starting(critic)] if critic else parts)
+
+    def start(self) -> None:
+        """Start all ranks of both models without waiting for them."""
+        super().start()
+        self._critic.start()
+
+    def wait_ready(self) -> int:
+        """Wait until every rank holds its model. Returns the first rollout id to train.
+
+        Raises:
+            RunError: the ranks of a model, or the two models, disagree about it.
+        """
+        first, of_critic = super().wait_ready(), self._critic.wait_ready()
+        if self._critic.resumes and of_critic != first:
+            raise RunError(
+                f"the actor's checkpoint continues with rollout {first}, the critic's with rollout {of_critic}; load both "
+                "from the same iteration"
+            )
+        return first
+
+    def train(self, rollout_id: int, rollout: RolloutResult, report: Report) -> None:
+        """Train both models on a rollout; `report` gets the metrics of each, after an error those before it."""
+        # The critic has not handed over what it logged with the values, whichever of the two fails.
+        with self._critic._reporting_errors(report):
+            values = self._critic.values(rollout_id, rollout.critic_shards)
+            with self._reporting_errors(report):
+                results = self._call_all("train_on_values", rollout_id, rollout.shards, values)
+        report(results[0][0])
+        self._critic.learn(rollout_id, [part for _, part in results if part is not None], report)
+
+    def save(self, rollout_id: int) -> None:
+        """Write the checkpoints of `rollout_id`; `publish` makes them the newest."""
+        self._critic.save(rollout_id)
+        super().save(rollout_id)
+
+    def publish(self, rollout_id: int) -> None:
+        """Make the checkpoints of `rollout_id` those that a resume takes.
+
+        The actor's pointer decides for both; whenever the run ends, the critic has the checkpoint that belongs to it.
+        """
+        self._critic.publish(rollout_id)
+        super().publish(rollout_id)
+        self._critic.forget(rollout_id)
+
+    def dispose(self) -> None:
+        """End all ranks of both models; they leave no process and no group behind."""
+        self._critic.dispose()
+        super().dispose()
+
+    def kill(self) -> None:
+        """End all ranks of both models at once."""
+        self._critic.kill()
+        super().kill()
+
+
+class _CriticGroup(TrainGroup):
+    """The critic's ranks."""
+
+    rank_name = "critic rank"
+
+    @property
+    def resumes(self) -> bool:
+        return self._args.initial_weights.resume
+
+    def values(self, rollout_id: int, shards: list) -> list:
+        """The parts of the column `values`."""
+        return [part for part in self._call_all("values", rollout_id, shards) if part is not None]
+
+    def learn(self, rollout_id: int, parts: list, report: Report) -> None:
+        """Train on the samples of the last `values`, given what the actor's ranks say about them."""
+        with self._reporting_errors(report):
+            logged = self._call_all("train", rollout_id, parts)[0]
+        report(logged)
+
+    def forget(self, rollout_id: int) -> None:
+        """Delete the checkpoints up to `rollout_id` that `--keep-last` lets go."""
+        self._call_first("forget", rollout_id)

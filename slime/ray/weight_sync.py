@@ -2,29 +2,33 @@
 
 Before the first generation, with `--check-weight-update-equal`: the engines load the trainer's weights from a scratch
 checkpoint and report checksums, their tensors are overwritten, the weights are pushed in the normal way, and the
-checksums must be the same. After the first push (with the flag: after every push) the log-probs of fixed tokens are
-compared between trainer and engines.
+checksums must be the same. After the first push that an engine gets (with the flag: after every push) the log-probs of fixed
+tokens are compared between trainer and engine.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from slime.observability.console import StartupClock
-from slime.observability.waiting import wait_for_all
-from slime.ray.rollout_manager import ServingInfo
+from slime.observability.waiting import wait_for_all, wait_for_each
+from slime.ray.rollout_client import RolloutClient
 from slime.ray.train_group import TrainGroup
+from slime.serving.fleet import EngineName, FleetSnapshot
 from slime.utils.errors import RunError
 from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
-from slime.weights.equality import check_all_reset, check_equal_checksums
+from slime.weights.push import PushReport, WeightPush
+from slime.weights.transports import Receiver
+from slime.weights.verification import check_all_reset, check_equal_checksums
 
 logger = logging.getLogger(__name__)
 
@@ -33,51 +37,104 @@ LOG_PROB_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 1e-2}
 _PROBE_SEQUENCES, _PROBE_LENGTH = 4, 24
 # Between the end of an engine's own time limit and its answer.
 _ANSWER_SECONDS = 60.0
+# So often all engines may fail one push, and are replaced, before the run ends.
+_ROUNDS = 3
 
 
 class WeightSync:
-    """Pushes the trainer's weights to the engines of a run."""
+    """Pushes the trainer's weights to the engines of a run, which the rollout manager has."""
 
-    def __init__(self, args: argparse.Namespace, train_group: TrainGroup, serving: ServingInfo) -> None:
+    def __init__(self, args: argparse.Namespace, train_group: TrainGroup, rollout_manager: RolloutClient) -> None:
         self._args = args
         self._train_group = train_group
-        self._engines = serving.engines
+        self._rollout_manager = rollout_manager
+        self._weight_push = WeightPush(args, train_group)
         self._pushes = 0
-        train_group.connect_rollout_engines(serving.engines, serving.gpu_counts, serving.gpu_offsets)
+        # Engines whose log-probs were compared.
+        self._proven: set[EngineName] = set()
+        rollout_manager.bring_weights_by(self.push_to_stale)
 
     def push(self) -> dict[str, float]:
         """Push the weights, check what the flags ask for, and return transfer metrics.
+
+        With `--use-fault-tolerance` engines that fail are replaced: their successors get the weights while samples are
+        generated, or at once if nobody else serves.
 
         Raises:
             RunError: an engine does not hold the trainer's weights.
         """
         first = self._pushes == 0
         check = self._args.check_weight_update_equal
-        metrics = self._push_with_checksums() if first and check else self._train_group.update_weights()
+        for _ in range(_ROUNDS):
+            fleet = self._rollout_manager.begin_push()
+            report = self._push_with_checksums(fleet) if first and check else self._weight_push.push(_receivers(fleet))
+            served = _without(fleet, report.failed.keys())
+            failed = dict(report.failed)
+            if not failed or self._args.use_fault_tolerance:
+                failed |= self._compare_log_probs(served if check else _without(served, self._proven))
+            self._rollout_manager.end_push(fleet.names, report.version, failed)
+            served = _without(fleet, failed.keys())
+            if served.engines or not self._args.use_fault_tolerance:
+                break
+        if failed and not (self._args.use_fault_tolerance and served.engines):
+            raise RunError(next(iter(failed.values())))
         self._pushes += 1
-        if first or check:
-            self._compare_log_probs()
         if first:
             StartupClock().mark("first weights")
-        return metrics
+        return report.metrics
 
-    def _push_with_checksums(self) -> dict[str, float]:
+    def push_to_stale(self) -> None:
+        """Give engines that have missed the last push its weights, under its version, and prove it; the others go on."""
+        fleet = self._rollout_manager.begin_push_to_stale()
+        if not fleet.engines:
+            return
+        report = self._weight_push.repeat(_receivers(fleet))
+        failed = {**report.failed, **self._compare_log_probs(_without(fleet, report.failed.keys()))}
+        self._rollout_manager.end_push(fleet.names, report.version, failed)
+        served = _without(fleet, failed.keys())
+        if served.engines:
+            logger.info("%s: weights of version %d", ", ".join(map(str, served.names)), report.version)
+
+    def _push_with_checksums(self, fleet: FleetSnapshot) -> PushReport:
         with self._scratch_directory() as directory:
             self._train_group.export_hf(str(directory))
-            self._call_engines("update_weights_from_disk", str(directory))
-        from_disk = self._call_engines("weights_checksum")
-        self._call_engines("reset_weights")
-        check_all_reset(from_disk, self._call_engines("weights_checksum"))
-        metrics = self._train_group.update_weights()
-        check_equal_checksums(from_disk, self._call_engines("weights_checksum"))
-        logger.info("weight check: %d tensors equal on %d engines", len(from_disk[0]), len(self._engines))
-        return metrics
+            self._call(fleet, "update_weights_from_disk", str(directory))
+        from_disk = self._checksums(fleet)
+        self._call(fleet, "reset_weights")
+        check_all_reset(from_disk, self._checksums(fleet))
+        report = self._weight_push.push(_receivers(fleet))
+        served = _without(fleet, report.failed.keys())
+        # An engine that failed ends the run, or another takes its place: the others go on serving, so they are checked.
+        if served.engines and (not report.failed or self._args.use_fault_tolerance):
+            after_push = self._checksums(served)
+            check_equal_checksums({engine: from_disk[engine] for engine in after_push}, after_push)
+            tensors = len(next(iter(after_push.values())))
+            logger.info("weight check: %d tensors equal on %d engines", tensors, len(after_push))
+        return report
 
-    def _compare_log_probs(self) -> None:
+    def _checksums(self, fleet: FleetSnapshot) -> dict[int, dict[str, str]]:
+        """Engine id → tensor name → checksum."""
+        reports = self._call(fleet, "weights_checksum")
+        return {name.engine_id: report for name, report in zip(fleet.names, reports, strict=True)}
+
+    def _compare_log_probs(self, fleet: FleetSnapshot) -> dict[int, str]:
+        """The engines that tell no log-probs, and why: engine id → reason. Those whose log-probs differ end the run."""
+        failed: dict[int, str] = {}
+        if not fleet.engines:
+            return failed
         sequences = probe_sequences(self._args.vocab_size)
         trainer = self._train_group.probe_log_probs(sequences)
         tolerance = LOG_PROB_TOLERANCE[self._args.params_dtype_name]
-        for rank, answers in enumerate(self._call_engines("generate", _probe_request(sequences))):
+        refs = [handle.generate.remote(_probe_request(sequences)) for handle in fleet.handles]
+        limit = self._args.engine_load_timeout + _ANSWER_SECONDS
+        for name, answers in zip(fleet.names, wait_for_each(refs, "log-probs of the engines", limit), strict=True):
+            if isinstance(answers, RunError):
+                if not self._args.use_fault_tolerance:
+                    raise answers
+                logger.warning("weight check: %s", answers)
+                failed[name.engine_id] = str(answers)
+                continue
+            self._proven.add(name)
             # The first entry has no log-prob: nothing predicts the first token.
             entries = [answer["meta_info"]["input_token_logprobs"][1:] for answer in answers]
             difference = mean_difference(trainer, [[entry[0] for entry in of_sample] for of_sample in entries])
@@ -85,13 +142,14 @@ class WeightSync:
             if difference <= tolerance:
                 continue
             message = (
-                f"weight check: the log-probs of engine {rank} differ from the trainer's by {difference:.2e} on average "
+                f"weight check: the log-probs of {name} differ from the trainer's by {difference:.2e} on average "
                 f"(allowed: {tolerance:.0e}); it does not serve the weights that were pushed, or computes differently"
             )
             # In 16 bits two right implementations differ by more on some models: then only who asked for proof is stopped.
             if self._args.params_dtype_name == "float32" or self._args.check_weight_update_equal:
                 raise RunError(message)
             logger.warning("%s", message)
+        return failed
 
     @contextmanager
     def _scratch_directory(self) -> Iterator[Path]:
@@ -113,15 +171,27 @@ class WeightSync:
         finally:
             shutil.rmtree(root, ignore_errors=True)
 
-    def _call_engines(self, method: str, *arguments: Any) -> list[Any]:
-        refs = [getattr(engine, method).remote(*arguments) for engine in self._engines]
+    def _call(self, fleet: FleetSnapshot, method: str, *arguments: Any) -> list[Any]:
+        refs = [getattr(handle, method).remote(*arguments) for handle in fleet.handles]
         return wait_for_all(
             refs,
             f"{method} on the engines",
             self._args.engine_load_timeout + _ANSWER_SECONDS,
-            pending=lambda ranks: "engine " + ", ".join(map(str, ranks)),
+            pending=lambda positions: ", ".join(str(fleet.names[position]) for position in positions),
             flag="--engine-load-timeout",
         )
+
+
+def _receivers(fleet: FleetSnapshot) -> list[Receiver]:
+    return [
+        Receiver(engine.name.engine_id, engine.handle, engine.num_gpus, engine.gpu_offset) for engine in fleet.engines
+    ]
+
+
+def _without(fleet: FleetSnapshot, left_out: Collection[int | EngineName]) -> FleetSnapshot:
+    """`left_out`: ids of engines, or lives."""
+    engines = tuple(e for e in fleet.engines if e.name not in left_out and e.name.engine_id not in left_out)
+    return dataclasses.replace(fleet, engines=engines)
 
 
 def probe_sequences(vocab_size: int) -> list[list[int]]:

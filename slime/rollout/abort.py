@@ -1,4 +1,7 @@
-"""Ends the generation of a step: the engines of every served model become idle, and every task comes to an end.
+"""Ends the generation of one call: the engines of every served model let its requests go, and every task comes to an end.
+
+A call that is alone has the engines abort all that they do, until they are idle. Where another call of this process is under
+way, they are told the requests one by one, and what the other one asked for goes on.
 
 `--abort-timeout` bounds all of it: whoever has not answered by then, router, engine or task, is named and left behind.
 """
@@ -8,7 +11,7 @@ import logging
 from typing import Any
 
 from slime.rollout.engine_request import list_engine_urls, router_urls
-from slime.rollout.generate_state import GenerateState
+from slime.rollout.generation_call import GenerationCall, current_call
 from slime.utils.errors import RunError
 from slime.utils.http_utils import HttpError, get, post_control
 
@@ -16,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 LIST_ATTEMPTS = 3
 REPEAT_S = 3.0
+# Of one call, at one engine at a time.
+ABORTS_AT_A_TIME = 32
 POLL_S = 0.1
 CANCEL_TIMEOUT_S = 10.0
 # A cancelled task needs a few turns of the event loop to end, also when the loop is late.
@@ -25,15 +30,15 @@ CANCEL_SHARE = 0.1
 
 
 async def abort(args: Any, rollout_id: int | None = None) -> None:
-    """Set the abort flag, abort all requests on all engines, and wait for the tasks in `GenerateState.pendings`."""
-    state = GenerateState(args)
-    state.aborted = True
-    tasks = set(state.pendings)
+    """Set the abort flag of the call that is under way here, abort its requests on all engines, and wait for its tasks."""
+    call = current_call()
+    call.aborted = True
+    tasks = set(call.pendings)
     now = asyncio.get_running_loop().time
     deadline = now() + args.abort_timeout
     cancel_at = deadline - min(CANCEL_TIMEOUT_S, CANCEL_SHARE * args.abort_timeout)
     await asyncio.gather(
-        *[_abort_model(rollout_id, name, url, tasks, cancel_at) for name, url in router_urls(args).items()],
+        *[_abort_model(call, rollout_id, name, url, tasks, cancel_at) for name, url in router_urls(args).items()],
         _wait_for(tasks, cancel_at),
     )
     unfinished = {task for task in tasks if not task.done()}
@@ -70,7 +75,12 @@ async def _wait_for(tasks: set[asyncio.Task[Any]], deadline: float) -> None:
 
 
 async def _abort_model(
-    rollout_id: int | None, name: str, router_url: str, tasks: set[asyncio.Task[Any]], deadline: float
+    call: GenerationCall,
+    rollout_id: int | None,
+    name: str,
+    router_url: str,
+    tasks: set[asyncio.Task[Any]],
+    deadline: float,
 ) -> None:
     try:
         async with asyncio.timeout_at(deadline):
@@ -79,20 +89,20 @@ async def _abort_model(
         reason = str(error) or f"its router at {router_url} did not answer"
         logger.warning("rollout %s: no abort was sent to the engines of model %r: %s", rollout_id, name, reason)
         return
-    await asyncio.gather(*[_abort_engine(url, tasks, deadline) for url in urls])
+    await asyncio.gather(*[_abort_engine(call, url, tasks, deadline) for url in urls])
 
 
-async def _abort_engine(url: str, tasks: set[asyncio.Task[Any]], deadline: float) -> None:
-    """Send abort-all every 3 s until the engine is idle and no task can send it anything more."""
+async def _abort_engine(call: GenerationCall, url: str, tasks: set[asyncio.Task[Any]], deadline: float) -> None:
+    """Send the abort every 3 s until no task can send anything more, and an engine that works for no other call is idle."""
     answered = False
     try:
         async with asyncio.timeout_at(deadline):
             next_abort = now = asyncio.get_running_loop().time()
             while True:
                 if now >= next_abort:
-                    await post_control(f"{url}/abort_request", {"abort_all": True}, max_retries=1)
+                    await _send_abort(call, url)
                     next_abort = now + REPEAT_S
-                idle = await _is_idle(url)
+                idle = not call.is_alone() or await _is_idle(url)
                 answered = True
                 if idle and all(task.done() for task in tasks):
                     return
@@ -103,6 +113,20 @@ async def _abort_engine(url: str, tasks: set[asyncio.Task[Any]], deadline: float
     except TimeoutError:
         what = "is still busy at" if answered else "did not answer before"
         logger.warning("engine %s %s the end of --abort-timeout", url, what)
+
+
+async def _send_abort(call: GenerationCall, url: str) -> None:
+    if call.is_alone():
+        await post_control(f"{url}/abort_request", {"abort_all": True}, max_retries=1)
+        return
+    slots = asyncio.Semaphore(ABORTS_AT_A_TIME)
+
+    async def abort_one(request_id: str) -> None:
+        async with slots:
+            # An engine that does not have the request takes no notice.
+            await post_control(f"{url}/abort_request", {"rid": request_id}, max_retries=1)
+
+    await asyncio.gather(*[abort_one(request_id) for request_id in call.request_ids])
 
 
 async def _is_idle(url: str) -> bool:

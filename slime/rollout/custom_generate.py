@@ -1,8 +1,12 @@
-"""`--custom-generate-function-path`: which function produces a sample, how it is called, and what it must return.
+"""The functions of users that make a sample: generate functions, and the hooks that it passes before it is graded.
+
+`--custom-generate-function-path`: which function produces a sample, how it is called, and what it must return.
 
 Two forms, told apart by signature: `fn(args, sample, sampling_params[, evaluation])` for one sample, and
 `fn(args, samples, evaluation)` for a whole group. What comes back is brought into the shape that training needs, or
 refused with an error that names flag, path and sample.
+
+`--rollout-sample-hook-path`: functions that every generated sample goes through, in the order of the flags.
 """
 
 import logging
@@ -16,8 +20,10 @@ from slime.rollout.base_types import leaves
 from slime.rollout.failures import SampleFailed, neutral_reward
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.user_functions import (
+    CallKind,
     CallTimedOut,
     accepted_keywords,
+    call_slots,
     call_user_function,
     describe_samples,
     is_batch_form,
@@ -31,7 +37,8 @@ from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
-FLAG = "--custom-generate-function-path"
+GENERATE_FLAG = "--custom-generate-function-path"
+HOOK_FLAG = "--rollout-sample-hook-path"
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ class GenerateFunction:
         result = await self._call(args, group, list(group), keywords=keywords)
         if not isinstance(result, list) or len(result) != len(group):
             expected = f"a list of {len(group)} entries, one per sample, in order"
-            raise wrong_result_error(FLAG, self.path, describe_samples(group), result, expected)
+            raise wrong_result_error(GENERATE_FLAG, self.path, describe_samples(group), result, expected)
         return [await self._checked_entry(args, sample, entry) for sample, entry in zip(group, result, strict=True)]
 
     async def _call(self, args: Any, samples: list[Sample], *arguments: Any, keywords: dict[str, Any]) -> Any:
@@ -75,41 +82,41 @@ class GenerateFunction:
                 self.function,
                 args,
                 *arguments,
-                source=f"{FLAG} {self.path}",
+                source=f"{GENERATE_FLAG} {self.path}",
                 at_a_time=generation_concurrency(args),
                 timeout=limit,
                 keywords=keywords,
             )
         except CallTimedOut as error:
-            reason = f"{FLAG} {self.path} did not return within --http-request-timeout {limit:g} s"
+            reason = f"{GENERATE_FLAG} {self.path} did not return within --http-request-timeout {limit:g} s"
             raise SampleFailed(reason, retryable=False) from error
         except SampleFailed:
             raise
         except Exception as error:
-            raise user_function_error(FLAG, self.path, describe_samples(samples), error) from error
+            raise user_function_error(GENERATE_FLAG, self.path, describe_samples(samples), error) from error
 
     async def _checked_entry(self, args: Any, sample: Sample, entry: Any) -> Sample | list[Any]:
         subject = f"sample {sample.index}"
         found = leaves(entry) if isinstance(entry, Sample | list) else []
         if not found or not all(isinstance(leaf, Sample) for leaf in found):
-            raise wrong_result_error(FLAG, self.path, subject, entry, "Sample or a non-empty list of Samples")
+            raise wrong_result_error(GENERATE_FLAG, self.path, subject, entry, "Sample or a non-empty list of Samples")
         for leaf in found:
             if _lacks_tokens(leaf):
-                await GenerateState(args).in_encoder(complete_sample, args, leaf, f"{FLAG} {self.path}")
+                await GenerateState(args).in_encoder(complete_sample, args, leaf, f"{GENERATE_FLAG} {self.path}")
             else:
-                complete_sample(args, leaf, f"{FLAG} {self.path}")
+                complete_sample(args, leaf, f"{GENERATE_FLAG} {self.path}")
         if isinstance(entry, list):
-            share_rollout_id(sample, found, f"{FLAG} {self.path}")
+            share_execution_id(sample, found, f"{GENERATE_FLAG} {self.path}")
         return entry
 
 
 def resolve_generate_function(args: Any, sample: Sample) -> GenerateFunction | None:
     """The user's function for `sample`: its own path (set by the user or an eval set) before the flag; None = default."""
     path = sample.generate_function_path or args.custom_generate_function_path
-    return GenerateFunction(path, load_function(path, flag=FLAG)) if path else None
+    return GenerateFunction(path, load_function(path, flag=GENERATE_FLAG)) if path else None
 
 
-def share_rollout_id(origin: Sample, siblings: list[Sample], source: str) -> None:
+def share_execution_id(origin: Sample, siblings: list[Sample], source: str) -> None:
     """Give the leaves of one execution a common `rollout_id`, that of the sample they came from, if they have none.
 
     Raises:
@@ -117,9 +124,9 @@ def share_rollout_id(origin: Sample, siblings: list[Sample], source: str) -> Non
     """
     ids = {sample.rollout_id for sample in siblings}
     if ids == {None}:
-        own = origin.rollout_id if origin.rollout_id is not None else origin.index
+        execution_id = origin.rollout_id if origin.rollout_id is not None else origin.index
         for sample in siblings:
-            sample.rollout_id = own
+            sample.rollout_id = execution_id
     elif len(ids) > 1:
         raise UserError(
             f"{source} returned a list with different rollout_id for sample {origin.index}: "
@@ -163,9 +170,9 @@ def _lacks_tokens(sample: Sample) -> bool:
 
 def _tokenise_response(args: Any, sample: Sample, source: str) -> None:
     """Make tokens from text. They may differ from those the engine generated, so corrections by its log-probs are off."""
-    flags = [flag for flag in ("use_tis", "use_rollout_logprobs") if getattr(args, flag, False)]
-    if flags:
-        names = ", ".join("--" + flag.replace("_", "-") for flag in flags)
+    needed_by = {"--use-tis": args.use_tis, "--use-rollout-logprobs": args.use_rollout_logprobs}
+    if any(needed_by.values()):
+        names = ", ".join(flag for flag, given in needed_by.items() if given)
         raise UserError(
             f"{source} returned text without tokens for sample {sample.index}: re-tokenised text has no engine "
             f"log-probs, which {names} needs; return tokens and rollout_log_probs (append_response_tokens)"
@@ -200,3 +207,45 @@ def _require_finite_log_probs(sample: Sample) -> None:
         raise ValueError(
             f"sample {sample.index}: log_prob {log_probs[position]} of response token {position} is no finite number"
         )
+
+
+async def apply_rollout_sample_hooks(
+    args: Any, sample: Sample | list[Any], *, rollout_id: int | None = None, evaluation: bool = False
+) -> Sample | list[Any]:
+    """`sample` (or every leaf of a nested list) after all hooks, in the order of the flags.
+
+    Raises:
+        TypeError: a hook returned neither a Sample nor None.
+        UserError: a hook raised (its traceback is part of the message), or left lengths that do not fit together.
+    """
+    if isinstance(sample, list):
+        return [
+            await apply_rollout_sample_hooks(args, entry, rollout_id=rollout_id, evaluation=evaluation)
+            for entry in sample
+        ]
+    for path in args.rollout_sample_hook_path or []:
+        sample = await _apply_hook(args, path, sample, rollout_id, evaluation)
+    return sample
+
+
+async def _apply_hook(args: Any, path: str, sample: Sample, rollout_id: int | None, evaluation: bool) -> Sample:
+    hook = load_function(path, flag=HOOK_FLAG)
+    keywords = accepted_keywords(hook, {"rollout_id": rollout_id, "evaluation": evaluation})
+    # A hook follows each generation, so that as many as generations are enough.
+    slots = call_slots(CallKind.HOOK, generation_concurrency(args))
+    options = {"source": f"{HOOK_FLAG} {path}", "at_a_time": slots.size, "timeout": args.http_request_timeout}
+    try:
+        async with slots:
+            result = await call_user_function(hook, args, sample, **options, keywords=keywords)
+    except Exception as error:
+        raise user_function_error(HOOK_FLAG, path, f"sample {sample.index}", error) from error
+    result = sample if result is None else result
+    if not isinstance(result, Sample):
+        raise TypeError(
+            f"{HOOK_FLAG} {path} returned {type(result).__name__} for sample {sample.index}; expected Sample or None"
+        )
+    try:
+        result.validate_lengths()
+    except ValueError as error:
+        raise UserError(f"{HOOK_FLAG} {path} left a sample whose fields do not fit together: {error}") from error
+    return result

@@ -2,25 +2,23 @@
 
 The directory has `state.json`, and `arrays.safetensors` where there are arrays. No pickle: what is read back can only be
 plain values and numpy arrays. Tuples, dicts with keys that are no strings, and arrays are written as objects whose keys
-start with `__`; arrays in a narrow type that holds their values exactly. The directory appears whole or not at all.
+start with `__`; arrays in a narrow type that holds their values exactly. The directory appears whole or not at all. What
+rollouts behind the state had drawn by then lies in a directory of its own in it, in the same form.
 
-How the framework calls a data source, be it ours or a user's: checked, and with errors that name flag and class.
-
-A source may hand out groups, or prompts of which `n_samples_per_prompt` numbered copies are made here.
+What a data source, be it ours or a user's, has to have, and errors of its methods that name flag and class.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from slime.rollout.user_functions import accepted_keywords
 from slime.utils.dataset import Dataset
 from slime.utils.errors import UserError
 from slime.utils.filesystem import publishing_directory
@@ -32,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _JSON_FILE = "state.json"
 _ARRAY_FILE = "arrays.safetensors"
+_DRAWN_AHEAD = "drawn_ahead"
 # Token ids take four bytes, masks one, and log-probs four where the engine computes them in float32.
 _NARROW_TYPES = {"i": (np.int8, np.int32), "f": (np.float32,)}
 _SCALARS = (bool, int, float, str, type(None))
@@ -93,6 +92,25 @@ def read_state(directory: str | Path) -> dict[str, Any]:
         return _decode(value, arrays)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{directory}: no readable data-source state ({type(error).__name__}: {error})") from error
+
+
+def write_drawn_ahead(directory: str | Path, entries: list[dict[str, Any]]) -> None:
+    """Put what rollouts behind a state have drawn into its directory, in the place of what lies there of an earlier save.
+
+    Raises:
+        UserError: an entry is not plain.
+    """
+    place = Path(directory) / _DRAWN_AHEAD
+    if entries:
+        write_state(place, {"entries": entries})
+    elif place.exists():
+        shutil.rmtree(place)
+
+
+def read_drawn_ahead(directory: str | Path) -> list[dict[str, Any]]:
+    """What `write_drawn_ahead` wrote, which may be nothing. Raises as `read_state`."""
+    place = Path(directory) / _DRAWN_AHEAD
+    return read_state(place)["entries"] if place.is_dir() else []
 
 
 def groups_to_plain(entry: Any) -> Any:
@@ -186,8 +204,6 @@ def _decode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
 
 FLAG = "--data-source-path"
 
-# Groups made of plain prompts are numbered rollout · this + position, so that numbers of a resumed run are new as well.
-_NUMBERS_PER_ROLLOUT = 2**20
 _DEFAULT_LOOP = "slime.rollout.sglang_rollout.generate_rollout"
 
 
@@ -236,57 +252,8 @@ def prompts_per_epoch(args: Any, source: Any) -> int | None:
         return len(source)
 
 
-def draw_groups(args: Any, source: Any, num_samples: int, rollout_id: int, drawn: int = 0) -> list[list[Any]]:
-    """The next groups of `source`; what it gives as single prompts is copied `n_samples_per_prompt` times.
-
-    `drawn`: how many entries were drawn for this rollout before; numbers the groups that are made here.
-
-    Raises:
-        UserError: the source raised, or returned something else than a list of groups or prompts.
-    """
-    with calling_source(args, source, "get_samples", f"rollout {rollout_id}"):
-        keywords = accepted_keywords(source.get_samples, {"rollout_id": rollout_id})
-        entries = source.get_samples(num_samples, **keywords)
-    if not isinstance(entries, list | tuple):
-        raise UserError(
-            f"{FLAG} {args.data_source_path}: get_samples returned {type(entries).__name__}; expected a list of groups "
-            "of Samples, or of prompts"
-        )
-    first = rollout_id * _NUMBERS_PER_ROLLOUT + drawn
-    return [_as_group(args, entry, first + position) for position, entry in enumerate(entries)]
-
-
-def give_back(args: Any, source: Any, groups: list[list[Any]], rollout_id: int) -> None:
-    """Hand `groups` to the source's `add_samples`.
-
-    Raises:
-        UserError: the source raised, or has no such method.
-    """
-    if not has_method(source, "add_samples"):
-        raise UserError(
-            f"{FLAG} {args.data_source_path}: {type(source).__name__} has no add_samples(groups), but rollout "
-            f"{rollout_id} has {len(groups)} unfinished groups to give back"
-        )
-    with calling_source(args, source, "add_samples", f"rollout {rollout_id}"):
-        source.add_samples(groups)
-
-
 def _groups_come_back(args: Any) -> bool:
     if args.rollout_function_path != _DEFAULT_LOOP:
         return False
     # What a filter drops is replaced one for one, so only the first draw can bring more than the step needs.
     return args.over_sampling_batch_size > args.rollout_batch_size
-
-
-def _as_group(args: Any, entry: Any, number: int) -> list[Any]:
-    is_chat = isinstance(entry, list) and bool(entry) and all(isinstance(message, dict) for message in entry)
-    if isinstance(entry, str) or is_chat:
-        entry = Sample(prompt=entry)
-    if not isinstance(entry, Sample):
-        return entry
-    size = args.n_samples_per_prompt
-    group = [copy.deepcopy(entry) for _ in range(size)]
-    for position, sample in enumerate(group):
-        sample.group_index = number
-        sample.index = number * size + position
-    return group

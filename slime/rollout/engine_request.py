@@ -87,7 +87,7 @@ def check_prompt_length(args: Any, sample: Sample) -> None:
 
 def routing_headers(args: Any, sample: Sample) -> dict[str, str] | None:
     """The header by which a consistent-hashing router keeps a session on one engine."""
-    if getattr(args, "router_policy", None) == "consistent_hashing" and sample.session_id:
+    if args.router_policy == "consistent_hashing" and sample.session_id:
         return {"X-SMG-Routing-Key": sample.session_id}
     return None
 
@@ -97,7 +97,7 @@ logger = logging.getLogger(__name__)
 
 def router_urls(args: Any) -> dict[str, str]:
     """Served model → base URL of its router; the first router of the run has the name `default` if none is given."""
-    routers = dict(getattr(args, "sglang_model_routers", None) or {})
+    routers = dict(getattr(args, "sglang_model_routers", {}))
     first = (args.sglang_router_ip, args.sglang_router_port)
     if first not in [tuple(address) for address in routers.values()]:
         routers = {"default": first, **routers}

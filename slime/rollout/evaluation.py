@@ -12,21 +12,22 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
 
-from slime.observability.console import start_progress
 from slime.rollout import abort
+from slime.rollout.attempts import as_continuable_group
 from slime.rollout.base_types import RolloutFnEvalOutput, leaves, sample_line
 from slime.rollout.failures import FailureTally
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate_and_rm_group, is_aborted
+from slime.rollout.generation_call import GenerationCall, current_call
 from slime.rollout.user_functions import run_in_daemon_thread
 from slime.utils.dataset import Dataset
 from slime.utils.errors import RunError, UserError
 from slime.utils.eval_config import EvalDatasetConfig
+from slime.utils.run_values import with_run_values
 from slime.utils.types import Sample, failed_and_masked
 
 logger = logging.getLogger(__name__)
@@ -56,10 +57,9 @@ async def eval_rollout(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
     if not configs:
         raise UserError("evaluation was asked for without an evaluation set; give --eval-prompt-data NAME PATH")
     state = GenerateState(args)
-    state.rollout_id = rollout_id
     prompts = [await run_in_daemon_thread(load_prompts, args, state, config) for config in configs]
     total = sum(len(p) * config.n_samples_per_eval_prompt for p, config in zip(prompts, configs, strict=True))
-    with start_progress("evaluation", total) as progress:
+    with GenerationCall(rollout_id).under_way() as call, call.progress.start("evaluation", total) as progress:
         tasks = [
             asyncio.create_task(_evaluate_set(args, config, samples, progress.advance), name=f"eval {config.name}")
             for config, samples in zip(configs, prompts, strict=True)
@@ -81,9 +81,7 @@ def evaluation_args(args: Any) -> Any:
     """`args` with `--eval-max-context-len` in the place of `--rollout-max-context-len`, for all that generates."""
     if args.eval_max_context_len == args.rollout_max_context_len:
         return args
-    args = copy.copy(args)
-    args.rollout_max_context_len = args.eval_max_context_len
-    return args
+    return with_run_values(args, rollout_max_context_len=args.eval_max_context_len)
 
 
 def load_prompts(args: Any, state: GenerateState, config: EvalDatasetConfig) -> list[Sample]:
@@ -137,12 +135,11 @@ async def _evaluate_set(
     if failed:
         reason = failed[0].metadata.get("fail_reason", "no reason was given")
         logger.warning("%s: %d samples failed and are left out; the first: %s", whole, len(failed), reason)
-    state = GenerateState(args)
-    if samples and state.shows_samples(whole, state.rollout_id):
+    if samples and GenerateState(args).shows_samples(whole, current_call().rollout_id):
         logger.info("evaluation set %s, first sample: %s", config.name, sample_line(samples[0]))
-    reward_of = functools.partial(_reward_value, args)
+    key, rewards = args.eval_reward_key or args.reward_key, [sample.reward for sample in samples]
     result = {
-        "rewards": [reward_of(sample) for sample in samples],
+        "rewards": [reward[key] if key and isinstance(reward, dict) else reward for reward in rewards],
         "truncated": [sample.truncated for sample in samples],
         "samples": samples,
     }
@@ -153,11 +150,13 @@ async def _evaluate_set(
 
 async def _finished_entries(args: Any, config: EvalDatasetConfig, group: list[Sample]) -> list[Any]:
     """The entries of a group; what an engine interrupted is continued, a few times at most."""
+    attempts: list[Any] = group
     for _ in range(MAX_INTERRUPTIONS):
-        group = await generate_and_rm_group(args, group, config.sampling_params(), evaluation=True)
-        if not is_aborted(group):
-            return group
-    name = leaves(group)[0].group_index
+        attempts = await generate_and_rm_group(args, attempts, config.sampling_params(), evaluation=True)
+        if not is_aborted(attempts):
+            return attempts
+        attempts = as_continuable_group(group, attempts)
+    name = group[0].group_index
     raise RunError(f"evaluation set {config.name}: prompt {name} was aborted {MAX_INTERRUPTIONS} times")
 
 
@@ -178,11 +177,6 @@ def _copies(config: EvalDatasetConfig, prompt: Sample, number: int) -> list[Samp
         sample.index = number * n + position
         config.apply_to(sample)
     return copies
-
-
-def _reward_value(args: Any, sample: Sample) -> Any:
-    key = args.eval_reward_key or args.reward_key
-    return sample.reward[key] if key and isinstance(sample.reward, dict) else sample.reward
 
 
 def is_limited(config: EvalDatasetConfig) -> bool:
@@ -217,12 +211,12 @@ async def finished_prompts(tasks: list[asyncio.Task[Any]], config: EvalDatasetCo
         task.result()
         finished += 1
         last = now()
-    if finished < len(tasks):
-        _check_enough(config, finished, len(tasks))
-        logger.warning(
-            "evaluation set %s: %d of %d prompts were left unfinished", config.name, len(tasks) - finished, len(tasks)
-        )
-    return [task.result() for task in tasks if task.done()]
+    # One may have finished at the very end.
+    done = [task for task in tasks if task.done()]
+    if left := len(tasks) - len(done):
+        _check_enough(config, len(done), len(tasks))
+        logger.warning("evaluation set %s: %d of %d prompts were left unfinished", config.name, left, len(tasks))
+    return [task.result() for task in done]
 
 
 def _early_end(config: EvalDatasetConfig, last: float, total: int, finished: int) -> float:

@@ -1,10 +1,13 @@
 """Samples that could not be produced or graded: they stay in their group, masked and counted, with a reason."""
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from slime.rollout.base_types import leaves
-from slime.utils.errors import RunError
+from slime.utils.errors import RunError, UserError
+from slime.utils.http_utils import HttpError
 from slime.utils.types import Sample, failed_and_masked
 
 logger = logging.getLogger(__name__)
@@ -17,6 +20,21 @@ class SampleFailed(Exception):
         super().__init__(reason)
         self.reason = reason
         self.retryable = retryable
+
+
+@contextlib.contextmanager
+def failing_alone(args: Any) -> Iterator[None]:
+    """With `--use-fault-tolerance`, what a user's function or a request raises in the block fails its sample, and not the run.
+
+    Raises:
+        SampleFailed: in the place of UserError and HttpError.
+    """
+    try:
+        yield
+    except (UserError, HttpError) as error:
+        if not args.use_fault_tolerance:
+            raise
+        raise SampleFailed(str(error), retryable=False) from error
 
 
 def mark_failed(args: Any, sample: Sample, reason: str) -> Sample:
@@ -32,7 +50,7 @@ def mark_failed(args: Any, sample: Sample, reason: str) -> Sample:
 
 def neutral_reward(args: Any) -> float | dict[str, float]:
     """Zero, in the shape that `--reward-key` and `--eval-reward-key` ask for."""
-    keys = [key for key in (getattr(args, "reward_key", None), getattr(args, "eval_reward_key", None)) if key]
+    keys = [key for key in (args.reward_key, args.eval_reward_key) if key]
     return dict.fromkeys(keys, 0.0) if keys else 0.0
 
 

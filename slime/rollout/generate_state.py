@@ -1,11 +1,10 @@
-"""What all requests of one process share: tokenizer, limits, sampling parameters, and how far the step has come."""
+"""What all calls of one process share: tokenizer, limits, slots, sampling parameters."""
 
 import asyncio
 import json
 import logging
 import marshal
 import threading
-import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.rollout.generation_call import current_call
 from slime.rollout.user_functions import CallKind, CallSlots
 from slime.utils.errors import UserError
 from slime.utils.http_utils import generation_concurrency, init_http_client
@@ -25,12 +25,24 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 
+def _of_current_call(name: str) -> property:
+    return property(
+        lambda state: getattr(current_call(), name), lambda state, value: setattr(current_call(), name, value)
+    )
+
+
 class GenerateState(metaclass=SingletonMeta):
     """One per process; `GenerateState.clear_instances()` forgets it.
 
-    `remaining_batch_size` counts the groups of the step that are kept or may still be: started, minus dropped, minus
-    given back. `aborted` is True while the step is being wound down; no request may start then.
+    Nothing of a step is held here. For plug-ins, `rollout_id`, `remaining_batch_size`, `pendings` and `aborted` show those
+    of the call that the asking code works for (`GenerationCall`). Threads of a pool of one's own work for a call when they are
+    given its context: `pool.submit(contextvars.copy_context().run, function)`.
     """
+
+    rollout_id = _of_current_call("rollout_id")
+    remaining_batch_size = _of_current_call("remaining_batch_size")
+    pendings = _of_current_call("pendings")
+    aborted = _of_current_call("aborted")
 
     def __init__(self, args: Any) -> None:
         self.args = args
@@ -46,14 +58,10 @@ class GenerateState(metaclass=SingletonMeta):
         # The siblings of a group share their prompt: render and tokenise it once.
         self._encode_once = lru_cache(maxsize=1024)(self._encode_marshalled)
         init_http_client(args)
-        self.reset()
 
     def reset(self) -> None:
-        """Back to where no step is under way."""
-        self.rollout_id: int | None = None
-        self.remaining_batch_size = 0
-        self.pendings: set[asyncio.Task[Any]] = set()
-        self.aborted = False
+        """`GenerationCall.reset` of the call that is under way here."""
+        current_call().reset()
 
     def warn_once(self, message: str) -> None:
         """Log a warning the first time this process has it."""
@@ -105,7 +113,7 @@ class GenerateState(metaclass=SingletonMeta):
 
         Ours is `args.rollout_max_context_len`: evaluation passes arguments of its own (`evaluation_args`).
         """
-        engine_limit = getattr(args, "sglang_context_length", None) or self._hf_config.get("max_position_embeddings")
+        engine_limit = args.sglang_context_length or self._hf_config.get("max_position_embeddings")
         return min([limit for limit in (args.rollout_max_context_len, engine_limit) if limit], default=None)
 
     async def encode_prompt(self, sample: Sample) -> np.ndarray:
@@ -128,10 +136,10 @@ class GenerateState(metaclass=SingletonMeta):
     def _prompt_source(self, sample: Sample) -> tuple[Any, ...]:
         """What the ids of the prompt follow from: (prompt, whether it is rendered, tools, template arguments)."""
         if isinstance(sample.prompt, str):
-            rendered = getattr(sample, "prompt_is_rendered", getattr(self.args, "apply_chat_template", False))
+            rendered = getattr(sample, "prompt_is_rendered", self.args.apply_chat_template)
             return sample.prompt, bool(rendered), None, {}
         require_chat_template(self.encoder_tokenizer, f"the prompt of sample {sample.index} is a list of messages")
-        template_kwargs = getattr(self.args, "apply_chat_template_kwargs", None) or {}
+        template_kwargs = self.args.apply_chat_template_kwargs or {}
         return (
             sample.prompt,
             False,
@@ -182,14 +190,4 @@ def rollout_sampling_params(args: Any) -> dict[str, Any]:
 
 def deterministic_inference(args: Any) -> bool:
     """Whether the engines sample by seed."""
-    return bool(getattr(args, "sglang_enable_deterministic_inference", False))
-
-
-def prepare_group(args: Any, group: list[Any]) -> list[dict[str, Any]]:
-    """Give every sample its session and return what each adds to its sampling parameters: its seed, if seeds count."""
-    additions: list[dict[str, Any]] = []
-    for position, entry in enumerate(group):
-        if isinstance(entry, Sample) and entry.session_id is None:
-            entry.session_id = str(uuid.uuid4())
-        additions.append({"sampling_seed": args.rollout_seed + position} if deterministic_inference(args) else {})
-    return additions
+    return bool(args.sglang_enable_deterministic_inference)

@@ -7,8 +7,21 @@ outside the semaphore; tokens and log-probs are the engine's own and are never m
 import asyncio
 from typing import Any
 
+from slime.rollout.attempts import (
+    FINISHED,
+    can_be_continued,
+    mask_finished_earlier,
+    mask_tokens_before_resumption,
+    new_attempt,
+    prompt_of,
+    tokens_to_continue,
+)
 from slime.rollout.base_types import leaves
-from slime.rollout.custom_generate import GenerateFunction, resolve_generate_function
+from slime.rollout.custom_generate import (
+    GenerateFunction,
+    apply_rollout_sample_hooks,
+    resolve_generate_function,
+)
 from slime.rollout.engine_request import (
     build_payload,
     check_prompt_length,
@@ -16,18 +29,16 @@ from slime.rollout.engine_request import (
     routing_headers,
     token_budget,
 )
-from slime.rollout.failures import SampleFailed, mark_failed
-from slime.rollout.generate_state import GenerateState, prepare_group
-from slime.rollout.partial_rollout import as_continuable_group, mask_finished_earlier, mask_tokens_before_resumption
+from slime.rollout.failures import SampleFailed, failing_alone, mark_failed
+from slime.rollout.generate_state import GenerateState, deterministic_inference
+from slime.rollout.generation_call import current_call
 from slime.rollout.rm_hub import async_rm, batched_async_rm
-from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.utils.engine_answers import TokenLogProbs
 from slime.utils.http_utils import post_generate
-from slime.utils.sample_fields import first_not_finite, held, token_array
+from slime.utils.sample_fields import first_not_finite, held
 from slime.utils.types import Sample
 
 Status = Sample.Status
-FINISHED = (Status.COMPLETED, Status.TRUNCATED)
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -40,10 +51,10 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         UserError: an id outside the vocabulary, or settings that no engine survives.
         HttpError: the engine refused the request, or did not answer.
     """
-    state = GenerateState(args)
+    state, call = GenerateState(args), current_call()
     if not len(held(sample, "tokens")):
         sample.tokens = await state.encode_prompt(sample)
-        if state.aborted:
+        if call.aborted:
             sample.status = Status.ABORTED
             return sample
     if sample.response_length == 0:
@@ -53,7 +64,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         sample.status = Status.TRUNCATED
         return sample
     payload = build_payload(state, sample, sampling_params, budget)
-    output = await post_generate(get_model_url(args, "default"), payload, headers=routing_headers(args, sample))
+    url, headers = get_model_url(args, "default"), routing_headers(args, sample)
+    output = await post_generate(url, payload, headers=headers, request_ids=call.request_ids)
     if "routed_experts_start_len" in payload:
         # Stock engines honour it without saying so.
         output["meta_info"].setdefault("routed_experts_start_len", payload["routed_experts_start_len"])
@@ -88,33 +100,36 @@ def append_engine_output(args: Any, sample: Sample, output: dict[str, Any]) -> N
 async def generate_and_rm(
     args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Any]:
-    """Generate and grade one sample; a custom function may return a list, which is one execution.
+    """An attempt on `sample`, which stays as it is, generated and graded; a list, from a custom function, is one execution.
 
-    A generation that fails for a reason of ours is tried once more from the prompt, then the sample is marked FAILED; so is
+    A generation that fails for a reason of ours is tried once more from the prompt, then the attempt is marked FAILED; so is
     one whose reward fails.
     """
-    for last_attempt in (False, True):
-        try:
-            return await _generate_and_rm_once(args, sample, sampling_params, evaluation)
-        except SampleFailed as failure:
-            if last_attempt or not failure.retryable:
-                return mark_failed(args, sample, failure.reason)
-            sample.reset_for_retry()
-    raise AssertionError("unreachable: the last attempt returns")
+    attempt = new_attempt(sample)
+    try:
+        return await _generate_and_rm_once(args, attempt, sampling_params, evaluation)
+    except SampleFailed as failure:
+        if not failure.retryable:
+            return mark_failed(args, attempt, failure.reason)
+    attempt = new_attempt(prompt_of(sample))
+    try:
+        return await _generate_and_rm_once(args, attempt, sampling_params, evaluation)
+    except SampleFailed as failure:
+        return mark_failed(args, attempt, failure.reason)
 
 
 async def _generate_and_rm_once(
-    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+    args: Any, attempt: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> Sample | list[Any]:
-    entry: Sample | list[Any] = sample
-    if sample.status in FINISHED:
-        mask_finished_earlier(args, sample)
+    entry: Sample | list[Any] = attempt
+    if attempt.status in FINISHED:
+        mask_finished_earlier(args, attempt)
     else:
-        entry = await _generate_entry(args, sample, sampling_params, evaluation)
+        entry = await _generate_entry(args, attempt, sampling_params, evaluation)
         if is_aborted(entry):
             return entry
         entry = await apply_rollout_sample_hooks(
-            args, entry, rollout_id=GenerateState(args).rollout_id, evaluation=evaluation
+            args, entry, rollout_id=current_call().rollout_id, evaluation=evaluation
         )
     if evaluation or not args.group_rm:
         await _grade_or_fail(args, entry, evaluation)
@@ -124,19 +139,18 @@ async def _generate_and_rm_once(
 async def _generate_entry(
     args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> Sample | list[Any]:
-    state = GenerateState(args)
     function = resolve_generate_function(args, sample)
-    async with state.semaphore:
-        if state.aborted:
+    async with GenerateState(args).semaphore:
+        if current_call().aborted:
             sample.status = Status.ABORTED
             return sample
-        tokens_before = token_array(sample, "tokens") if sample.response_length else None
-        if function is None:
-            entry: Sample | list[Any] = await generate(args, sample, dict(sampling_params))
-        else:
-            entry = await function.call_single(args, sample, sampling_params, evaluation)
-    if tokens_before is not None:
-        mask_tokens_before_resumption(args, entry, tokens_before)
+        tokens_before = tokens_to_continue(sample)
+        with failing_alone(args):
+            if function is None:
+                entry: Sample | list[Any] = await generate(args, sample, dict(sampling_params))
+            else:
+                entry = await function.call_single(args, sample, sampling_params, evaluation)
+    mask_tokens_before_resumption(args, entry, tokens_before)
     return entry
 
 
@@ -158,7 +172,8 @@ async def grade(args: Any, entry: Sample | list[Any], evaluation: bool) -> None:
 async def _grade_or_fail(args: Any, entry: Sample | list[Any], evaluation: bool) -> None:
     """`grade`; without a reward all leaves of `entry` are FAILED, with what was generated."""
     try:
-        await grade(args, entry, evaluation)
+        with failing_alone(args):
+            await grade(args, entry, evaluation)
     except SampleFailed as failure:
         for sample in leaves(entry):
             mark_failed(args, sample, failure.reason)
@@ -175,18 +190,20 @@ async def generate_and_rm_group(
     """Generate and grade all entries of a group side by side; with `--group-rm` grading follows for all at once.
 
     Entries that failed before start from their prompts: a group comes from a step that was wound down, from an
-    interrupted evaluation, or from wherever a user's data source has it.
+    interrupted evaluation, or from wherever a user's data source has it. With deterministic inference each has a seed, by its
+    place.
 
     Returns:
-        One entry per entry of `group`, in its order: a Sample, or the list of an execution that fanned out.
+        One attempt per entry of `group`, in its order: a Sample, or the list of an execution that fanned out. The entries
+        stay as they are.
     """
-    state = GenerateState(args)
-    group = as_continuable_group(group, group)
-    if state.aborted:
-        for sample in leaves(group):
-            sample.status = sample.status if sample.status in FINISHED else Status.ABORTED
-        return group
-    additions = prepare_group(args, group)
+    group = [entry if can_be_continued(entry) else prompt_of(entry) for entry in group]
+    if current_call().aborted:
+        return _as_aborted(group)
+    additions = [
+        {"sampling_seed": args.rollout_seed + position} if deterministic_inference(args) else {}
+        for position in range(len(group))
+    ]
     function = resolve_generate_function(args, group[0]) if isinstance(group[0], Sample) else None
     if function is not None and function.takes_group and _all_need_generation(args, group, function):
         finished = await _generate_batch(args, group, function, {**sampling_params, **additions[0]}, evaluation)
@@ -206,9 +223,18 @@ async def generate_and_rm_group(
 
 async def _already_finished(args: Any, entry: list[Any]) -> list[Any]:
     """An execution that fanned out in an earlier step and was finished then."""
-    for sample in leaves(entry):
+    attempt = new_attempt(entry)
+    for sample in leaves(attempt):
         mask_finished_earlier(args, sample)
-    return entry
+    return attempt
+
+
+def _as_aborted(group: list[Any]) -> list[Any]:
+    """Attempts that end before they begin; what is finished already stays so."""
+    attempts = [new_attempt(entry) for entry in group]
+    for sample in leaves(attempts):
+        sample.status = sample.status if sample.status in FINISHED else Status.ABORTED
+    return attempts
 
 
 def _all_need_generation(args: Any, group: list[Any], function: GenerateFunction) -> bool:
@@ -224,23 +250,25 @@ async def _generate_batch(
     args: Any, group: list[Sample], function: GenerateFunction, sampling_params: dict[str, Any], evaluation: bool
 ) -> list[Any]:
     """One call of a batch-form function for the whole group, then hooks and rewards entry by entry."""
-    state = GenerateState(args)
-    async with state.semaphore:
-        if state.aborted:
-            for sample in group:
-                sample.status = Status.ABORTED
-            return group
+    async with GenerateState(args).semaphore:
+        if current_call().aborted:
+            return _as_aborted(group)
+        attempts = [new_attempt(sample) for sample in group]
+        tokens_before = [tokens_to_continue(attempt) for attempt in attempts]
         try:
-            entries = await function.call_group(args, group, sampling_params, evaluation)
+            with failing_alone(args):
+                entries = await function.call_group(args, attempts, sampling_params, evaluation)
         except SampleFailed as failure:
-            return [mark_failed(args, sample, failure.reason) for sample in group]
+            return [mark_failed(args, attempt, failure.reason) for attempt in attempts]
+    for entry, before in zip(entries, tokens_before, strict=True):
+        mask_tokens_before_resumption(args, entry, before)
     return await _run_side_by_side([_hook_and_grade(args, entry, evaluation) for entry in entries])
 
 
 async def _hook_and_grade(args: Any, entry: Sample | list[Any], evaluation: bool) -> Sample | list[Any]:
     if is_aborted(entry):
         return entry
-    rollout_id = GenerateState(args).rollout_id
+    rollout_id = current_call().rollout_id
     entry = await apply_rollout_sample_hooks(args, entry, rollout_id=rollout_id, evaluation=evaluation)
     if evaluation or not args.group_rm:
         await _grade_or_fail(args, entry, evaluation)

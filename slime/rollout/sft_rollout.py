@@ -11,8 +11,9 @@ import json
 import logging
 from typing import Any
 
+from slime.rollout.attempts import new_attempt
 from slime.rollout.base_types import RolloutFnTrainOutput, leaves
-from slime.rollout.data_source_files import draw_groups
+from slime.rollout.draws import draw_groups
 from slime.utils.errors import UserError
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.processing_utils import load_tokenizer
@@ -34,7 +35,7 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
             "--eval-function-path: supervised fine-tuning has no evaluation of its own; give "
             "slime.rollout.sglang_rollout.generate_rollout (it needs engines), or no --eval-interval"
         )
-    groups = draw_groups(args, data_source, args.rollout_batch_size, rollout_id)
+    groups = new_attempt(draw_groups(args, data_source, args.rollout_batch_size, rollout_id))
     samples = leaves(groups)
     generator = _mask_generator(
         args.hf_checkpoint,

@@ -1,20 +1,42 @@
 """The default rollout function, and the public names of generation.
 
 `generate_rollout` is what `--rollout-function-path` names by default: one step of training rollouts, or an evaluation,
-against SGLang engines behind a router. The parts: `rollout_step` (groups of a step), `generation` (one sample),
-`abort`, `evaluation`.
+against SGLang engines behind a router.
+
+A step goes from prompts to the chosen groups, with nothing lost on the way: every group taken from the data source ends in
+exactly one place: kept, dropped by the dynamic filter, or back in the data source (as prompts, as a partial group, or finished
+with `--keep-surplus-groups`).
 """
 
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
-from slime.rollout.abort import abort
-from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.abort import CANCEL_TIMEOUT_S, abort, cancel_tasks
+from slime.rollout.attempts import as_continuable_group, as_partial_group, as_prompts
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, leaves, sample_line
+from slime.rollout.draws import draw_groups, give_back
 from slime.rollout.engine_request import get_model_url
 from slime.rollout.evaluation import eval_rollout
+from slime.rollout.failures import FailureTally, failed_samples
+from slime.rollout.filter_hub.base_types import (
+    MetricGatherer,
+    call_dynamic_filter,
+    should_drop_dynamic_filter_output,
+)
 from slime.rollout.generate_state import GenerateState
-from slime.rollout.generation import generate, generate_and_rm, generate_and_rm_group
-from slime.rollout.rollout_step import RolloutStep
+from slime.rollout.generation import generate, generate_and_rm, generate_and_rm_group, is_aborted
+from slime.rollout.generation_call import GenerationCall
+from slime.rollout.user_functions import call_user_function, describe_samples, run_in_daemon_thread
 from slime.utils.async_utils import run
+from slime.utils.errors import RunError, UserError
+from slime.utils.packed_sample import pack_sample
+from slime.utils.plugin_loader import load_function, user_function_error
+from slime.utils.types import Sample
 
 __all__ = [
     "GenerateState",
@@ -27,6 +49,13 @@ __all__ = [
     "generate_rollout_async",
     "get_model_url",
 ]
+
+logger = logging.getLogger(__name__)
+
+REPORT_AFTER_S = 30.0
+MAX_INTERRUPTIONS_OF_A_GROUP = 5
+FILTER_FLAG = "--dynamic-sampling-filter-path"
+ALL_SAMPLES_FLAG = "--rollout-all-samples-process-path"
 
 
 async def generate_rollout_async(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
@@ -48,3 +77,304 @@ def generate_rollout(
     if evaluation:
         return run(eval_rollout(args, rollout_id))
     return run(generate_rollout_async(args, rollout_id, data_source))
+
+
+class RolloutStep:
+    """State of one step; `run` is called once."""
+
+    def __init__(self, args: Any, rollout_id: int, data_source: Any) -> None:
+        self.args = args
+        self.rollout_id = rollout_id
+        self.data_source = data_source
+        self.state = GenerateState(args)
+        self.call = GenerationCall(rollout_id)
+        self.target = args.rollout_batch_size
+        path = args.dynamic_sampling_filter_path
+        self.filter = load_function(path, flag=FILTER_FLAG) if path else None
+        self.gatherer = MetricGatherer()
+        self.counts: Counter[str] = Counter()
+        self.kept: list[list[Any]] = []
+        self.failures = FailureTally()
+        # Groups that are not kept are held only for the hook that asks for them.
+        self.all_finished: list[list[Any]] | None = [] if args.rollout_all_samples_process_path else None
+        self.origins: dict[asyncio.Task[Any], list[Any]] = {}
+        self.started_at: dict[asyncio.Task[Any], float] = {}
+        self.done: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
+        self.interruptions: Counter[Any] = Counter()
+        self.packing: list[asyncio.Future[Any]] = []
+        self.busy_with = ""  # what the step itself does beside waiting for groups
+        self.exchange: asyncio.Future[None] | None = None  # the last one with the data source
+
+    async def run(self) -> RolloutFnTrainOutput:
+        """Collect the groups of the step, wind the rest down, and hand out what was chosen."""
+        with self.call.under_way():
+            reporter = asyncio.create_task(self._report_regularly())
+            try:
+                samples = self.target * self.args.n_samples_per_prompt
+                with self.call.progress.start(f"rollout {self.rollout_id}", samples) as self.progress:
+                    while len(self.kept) < self.target:
+                        await self._fetch_prompts()
+                        await self._judge(await self.done.get())
+                await self._wind_down()
+                await asyncio.gather(*self.packing)
+                return await self._output()
+            except BaseException as error:
+                await self._give_up(error)
+                raise
+            finally:
+                reporter.cancel()
+
+    async def _fetch_prompts(self) -> None:
+        """Draw until the target can be met: over-sampling at first, later one group for each that was lost."""
+        while (missing := self.target - self.call.remaining_batch_size) > 0:
+            first_draw = self.counts["started"] == 0
+            size = self.args.over_sampling_batch_size if first_draw else missing
+            await self._exchange(self._draw(size))
+
+    async def _exchange(self, with_source: Coroutine[Any, Any, None]) -> None:
+        """Await it. Where the step is cancelled meanwhile it goes on: what the source gave or took must be known at the end."""
+        self.exchange = asyncio.ensure_future(with_source)
+        await asyncio.shield(self.exchange)
+
+    async def _draw(self, size: int) -> None:
+        with self._busy(f"get_samples of {self.args.data_source_path}"):
+            groups = await run_in_daemon_thread(
+                draw_groups, self.args, self.data_source, size, self.rollout_id, self.counts["started"]
+            )
+        if not groups:
+            raise UserError(
+                f"the data source ran dry in rollout {self.rollout_id}: {self.target} groups are needed "
+                f"(--rollout-batch-size), only {self.call.remaining_batch_size} can still be had "
+                f"({len(self.kept)} kept, {self.counts['dropped']} dropped by the filter)"
+            )
+        for group in groups:
+            self._start(group)
+
+    def _start(self, group: list[Any]) -> None:
+        n = self.args.n_samples_per_prompt
+        if not isinstance(group, list) or len(group) != n:
+            size = f"{len(group)} entries" if isinstance(group, list) else type(group).__name__
+            raise UserError(
+                f"--data-source-path: get_samples returned a group of {size}; expected a list of {n} Samples"
+            )
+        coroutine = generate_and_rm_group(self.args, group, self.state.sampling_params)
+        task = asyncio.create_task(coroutine, name=f"group {leaves(group)[0].group_index}")
+        self.origins[task] = group
+        self.started_at[task] = time.monotonic()
+        self.call.pendings.add(task)
+        self.call.remaining_batch_size += 1
+        self.counts["started"] += 1
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[Any]) -> None:
+        self.call.pendings.discard(task)
+        # A task holds its group.
+        del self.started_at[task]
+        self.done.put_nowait(task)
+
+    @contextlib.contextmanager
+    def _busy(self, what: str) -> Iterator[None]:
+        self.busy_with = what
+        try:
+            yield
+        finally:
+            self.busy_with = ""
+
+    async def _report_regularly(self) -> None:
+        """A task of its own, so that a data source or a filter that hangs is told of as well."""
+        while True:
+            await asyncio.sleep(REPORT_AFTER_S)
+            self._report_progress()
+
+    def _report_progress(self) -> None:
+        oldest = sorted(self.call.pendings, key=self.started_at.__getitem__)
+        names = ", ".join(task.get_name() for task in oldest[:8])
+        age = time.monotonic() - self.started_at[oldest[0]] if oldest else 0.0
+        dropped = f"; the filter dropped {self.counts['dropped']} ({self.gatherer})" if self.counts["dropped"] else ""
+        busy = f"; waiting for {self.busy_with}" if self.busy_with else ""
+        logger.info(
+            "rollout %d: %d of %d groups; waiting for %d more (oldest since %.0f s): %s%s%s",
+            self.rollout_id, len(self.kept), self.target, len(oldest), age, names, dropped, busy,
+        )  # fmt: skip
+
+    async def _judge(self, task: asyncio.Task[Any]) -> None:
+        """Keep, drop or give back the group of a finished task; its exception is raised."""
+        group = task.result()
+        n = self.args.n_samples_per_prompt
+        if len(group) != n:
+            raise RunError(f"{task.get_name()} came back with {len(group)} entries, expected {n}")
+        if is_aborted(group):
+            await self._give_back_interrupted(task, group)
+            return
+        self._count_finished(group)
+        if self.filter is not None and await self._filter_drops(group):
+            self.call.remaining_batch_size -= 1
+            self.counts["dropped"] += 1
+            del self.origins[task]
+            # Those that failed look alike to a filter: without this, a dead reward service would be asked for ever.
+            if self.counts["finished"] >= self.target:
+                self.failures.stop_when_most_failed()
+            return
+        self.kept.append(group)
+        self.packing.append(asyncio.ensure_future(asyncio.to_thread(_pack_group, group)))
+        self.progress.advance(n)
+
+    def _count_finished(self, group: list[Any]) -> None:
+        self.counts["finished"] += 1
+        self.failures.add(group)
+        if self.all_finished is not None:
+            self.all_finished.append(group)
+
+    async def _filter_drops(self, group: list[Any]) -> bool:
+        samples = leaves(group)
+        missing = [sample for sample in samples if sample.reward is None]
+        if missing:
+            raise UserError(f"{FILTER_FLAG}: {describe_samples(missing)} reached the filter without a reward")
+        path = self.args.dynamic_sampling_filter_path
+        try:
+            with self._busy(f"{FILTER_FLAG} {path}"):
+                verdict = await run_in_daemon_thread(call_dynamic_filter, self.filter, self.args, samples)
+        except Exception as error:
+            raise user_function_error(FILTER_FLAG, path, describe_samples(samples), error) from error
+        drop = should_drop_dynamic_filter_output(
+            verdict, remaining_batch_size=self.call.remaining_batch_size, target_data_size=self.target
+        )
+        if drop:
+            self.gatherer.on_dynamic_filter_drop(verdict.reason)
+        return drop
+
+    async def _give_back_interrupted(self, task: asyncio.Task[Any], group: list[Any]) -> None:
+        """An engine or a custom function interrupted the group although the step goes on: it takes its turn again."""
+        origin = self.origins[task]
+        name = leaves(origin)[0].group_index
+        self.interruptions[name] += 1
+        if self.interruptions[name] > MAX_INTERRUPTIONS_OF_A_GROUP:
+            raise RunError(
+                f"group {name} was aborted {self.interruptions[name]} times in rollout {self.rollout_id} while the step "
+                "was running; does something abort the engines, or does a custom function always return ABORTED?"
+            )
+        self.call.remaining_batch_size -= 1
+        await self._return_to_source({task: self._unfinished(origin, group)})
+
+    def _unfinished(self, origin: list[Any], group: list[Any]) -> list[Any]:
+        aborted = [sample for sample in leaves(group) if sample.status is Sample.Status.ABORTED]
+        self.counts["aborted_samples"] += len(aborted)
+        if self.args.partial_rollout:
+            return as_partial_group(origin, group, self.rollout_id)
+        return as_prompts(origin)
+
+    async def _wind_down(self) -> None:
+        """Abort what still runs; unfinished groups and finished surplus groups return, ordered, to the data source."""
+        if self.call.pendings:
+            await abort(self.args, self.rollout_id)
+        kept = {id(group) for group in self.kept}
+        returning = {}
+        for task, origin in self.origins.items():
+            if not task.done() or task.cancelled() or task.exception() is not None:
+                returning[task] = self._after_failed_task(task, origin)
+            elif is_aborted(task.result()):
+                returning[task] = self._unfinished(origin, task.result())
+            elif id(task.result()) not in kept:
+                returning[task] = self._surplus(origin, task.result())
+        await self._return_to_source(returning)
+
+    def _surplus(self, origin: list[Any], group: list[Any]) -> list[Any]:
+        """A finished group beyond the target: itself with `--keep-surplus-groups`, else its prompts.
+
+        What failed in it starts again. With `--group-rm` all of it does: its reward is one verdict over all answers.
+        """
+        self._count_finished(group)
+        self.counts["surplus_groups"] += 1
+        if not self.args.keep_surplus_groups or (self.args.group_rm and failed_samples(group)):
+            return as_prompts(origin)
+        return as_continuable_group(origin, group)
+
+    def _after_failed_task(self, task: asyncio.Task[Any], origin: list[Any]) -> list[Any]:
+        """The prompts of a group whose task failed or was cancelled while the step was being wound down."""
+        self.counts["aborted_samples"] += len(origin)
+        if task.done() and not task.cancelled():
+            logger.error("%s failed during the abort; its prompts return", task.get_name(), exc_info=task.exception())
+        return as_prompts(origin)
+
+    async def _return_to_source(self, groups: dict[asyncio.Task[Any], list[Any]]) -> None:
+        """Give back what is left of the groups of these tasks; the step has their origins until the source has taken them."""
+        if groups:
+            await self._exchange(self._give_back(sorted(groups.items(), key=lambda item: _first_index(item[1]))))
+
+    async def _give_back(self, groups: list[tuple[asyncio.Task[Any], list[Any]]]) -> None:
+        origins = [self.origins[task] for task, _ in groups]
+        with self._busy(f"add_samples of {self.args.data_source_path}"):
+            await run_in_daemon_thread(
+                give_back, self.args, self.data_source, [group for _, group in groups], self.rollout_id, origins
+            )
+        for task, _ in groups:
+            del self.origins[task]
+
+    async def _give_up(self, error: BaseException) -> None:
+        """The step fails: end its tasks and let no prompt be lost, so that whoever goes on finds all of them."""
+        self.call.aborted = True
+        busy = False
+        if self.exchange is not None:
+            await asyncio.wait([self.exchange], timeout=CANCEL_TIMEOUT_S)
+            busy = not self.exchange.done()
+        # A consequence of the error, which is told by itself.
+        await cancel_tasks(set(self.call.pendings), f"rollout {self.rollout_id} failed", level=logging.DEBUG)
+        failed = [task for task in self.origins if task.done() and not task.cancelled()]
+        others = [task for task in failed if task.exception() is not None and task.exception() is not error]
+        if others:
+            # One line: what ends a step, a dead service say, ends many of its groups.
+            first = others[0]
+            logger.error(
+                "%d other groups failed as well, %s first: %s", len(others), first.get_name(), first.exception()
+            )
+        if busy:
+            logger.error("the prompts of rollout %d are lost: %s did not return", self.rollout_id, self.busy_with)
+            return
+        try:
+            await self._return_to_source({task: as_prompts(origin) for task, origin in self.origins.items()})
+        except Exception:
+            # The error that ends the step is raised, not this one.
+            logger.exception("the prompts of rollout %d could not be given back to the data source", self.rollout_id)
+
+    async def _output(self) -> RolloutFnTrainOutput:
+        self.kept.sort(key=_first_index)
+        self.failures.stop_when_most_failed()
+        await self._process_all_samples()
+        shown = (("first", leaves(self.kept[0])[0]), ("last", leaves(self.kept[-1])[-1]))
+        for name, sample in shown if self.state.shows_samples("rollouts", self.rollout_id) else ():
+            logger.info("rollout %d, %s sample: %s", self.rollout_id, name, sample_line(sample))
+        reported = ("started", "finished", "dropped", "surplus_groups", "aborted_samples")
+        counts = ", ".join(f"{name} {self.counts[name]}" for name in reported)
+        # What was dropped, surplus or aborted is a metric as well.
+        logger.debug("rollout %d, groups: %s", self.rollout_id, counts)
+        metrics = {
+            **self.gatherer.collect(),
+            "rollout/surplus_groups": self.counts["surplus_groups"],
+            "rollout/aborted_samples": self.counts["aborted_samples"],
+            "rollout/failed_samples": len(failed_samples(self.kept)),
+        }
+        return RolloutFnTrainOutput(samples=self.kept, metrics=metrics)
+
+    async def _process_all_samples(self) -> None:
+        path = self.args.rollout_all_samples_process_path
+        if self.all_finished is None:
+            return
+        self.all_finished.sort(key=_first_index)
+        try:
+            await call_user_function(
+                load_function(path, flag=ALL_SAMPLES_FLAG),
+                self.args, self.all_finished, self.data_source,
+                source=f"{ALL_SAMPLES_FLAG} {path}", at_a_time=1, timeout=self.args.http_request_timeout,
+            )  # fmt: skip
+        except Exception as error:
+            raise user_function_error(ALL_SAMPLES_FLAG, path, f"rollout {self.rollout_id}", error) from error
+
+
+def _first_index(group: list[Any]) -> int:
+    index = leaves(group)[0].index
+    return -1 if index is None else index
+
+
+def _pack_group(group: list[Any]) -> None:
+    for sample in leaves(group):
+        pack_sample(sample)

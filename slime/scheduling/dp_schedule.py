@@ -61,21 +61,21 @@ class BatchingRule:
 
 def build_schedule(
     total_lengths: Sequence[int],
-    rollout_indices: Sequence[int],
+    execution_ids: Sequence[int],
     rule: BatchingRule,
     *,
     global_batch_size: int,
     dp_size: int,
     microbatch_group_size: int = 1,
 ) -> DPSchedule:
-    """Schedule samples of `total_lengths` tokens (prompt and response) that belong to executions `rollout_indices`.
+    """Schedule samples of `total_lengths` tokens (prompt and response) that belong to executions `execution_ids`.
 
     Executions are taken in the order in which they first occur, `global_batch_size` to a step; an incomplete last step is
     dropped. Each rank gets a multiple of `microbatch_group_size` micro-batches per step.
     Raises UserError if not even one step is full, or if a step's micro-batches cannot be made a multiple of dp × group size.
     """
     lengths = [int(length) for length in total_lengths]
-    steps, dropped = _cut_steps(lengths, rollout_indices, global_batch_size)
+    steps, dropped = _cut_steps(lengths, execution_ids, global_batch_size)
     partitions: Bins = [[] for _ in range(dp_size)]
     micro_batch_indices: list[Bins] = [[] for _ in range(dp_size)]
     num_microbatches = []
@@ -92,16 +92,14 @@ def build_schedule(
     return DPSchedule(partitions, micro_batch_indices, num_microbatches, [global_batch_size] * len(steps), dropped)
 
 
-def _cut_steps(
-    lengths: list[int], rollout_indices: Sequence[int], global_batch_size: int
-) -> tuple[list[list[int]], int]:
+def _cut_steps(lengths: list[int], execution_ids: Sequence[int], global_batch_size: int) -> tuple[list[list[int]], int]:
     """Samples of each full step, in order of position, and the number of executions left over."""
-    if len(lengths) != len(rollout_indices):
-        raise ValueError(f"one rollout index per sample: got {len(rollout_indices)} for {len(lengths)} samples")
+    if len(lengths) != len(execution_ids):
+        raise ValueError(f"one rollout index per sample: got {len(execution_ids)} for {len(lengths)} samples")
     if global_batch_size < 1:
         raise UserError(f"--global-batch-size must be at least 1, got {global_batch_size}")
     step_of_rollout = {
-        rollout: number // global_batch_size for number, rollout in enumerate(dict.fromkeys(rollout_indices))
+        rollout: number // global_batch_size for number, rollout in enumerate(dict.fromkeys(execution_ids))
     }
     num_rollouts = len(step_of_rollout)
     num_steps, dropped = divmod(num_rollouts, global_batch_size)
@@ -111,7 +109,7 @@ def _cut_steps(
             "lower --global-batch-size, or generate more (--rollout-batch-size, --n-samples-per-prompt)"
         )
     steps: list[list[int]] = [[] for _ in range(num_steps + 1)]
-    for sample, rollout in enumerate(rollout_indices):
+    for sample, rollout in enumerate(execution_ids):
         steps[step_of_rollout[rollout]].append(sample)
     return steps[:num_steps], dropped
 

@@ -20,30 +20,19 @@ from slime.algorithms.advantages import AdvantageInputs
 from slime.algorithms.estimators import estimator
 from slime.algorithms.kl import approx_kl_of_responses, distilled_advantages
 from slime.algorithms.reduction import zero_masked_tokens
-from slime.training.context_parallel import (
-    NO_CONTEXT_PARALLEL,
-    ContextParallel,
-    gather_responses,
-    local_response_lengths,
-    slice_responses,
-)
 from slime.training.metric_reduction import whiten
+from slime.training.rollout_data import RolloutData, Tensors
 from slime.utils.errors import UserError
 from slime.utils.plugin_loader import calling_user_code, load_function
 
-Tensors = list[torch.Tensor]
-
 
 def compute_advantages_and_returns(
-    args: argparse.Namespace,
-    rollout_data: dict[str, Any],
-    cp: ContextParallel = NO_CONTEXT_PARALLEL,
-    data_group: dist.ProcessGroup | None = None,
+    args: argparse.Namespace, rollout_data: RolloutData, data_group: dist.ProcessGroup | None = None
 ) -> dict[str, float]:
     """Set `kl`, `advantages` and `returns` (and with `--use-opd` `opd_reverse_kl`): one float32 tensor per sample.
 
-    Collective over `cp.group`, and with `--normalize-advantages` over `data_group`, the data- and context-parallel ranks
-    (None: the default group, or this process alone).
+    Collective over the context-parallel group, and with `--normalize-advantages` over `data_group`, the data- and
+    context-parallel ranks (None: the default group, or this process alone).
 
     Args:
         rollout_data: has `log_probs` (for KL and distillation), `ref_log_probs` (with `kl_coef`), `values` (ppo),
@@ -56,16 +45,18 @@ def compute_advantages_and_returns(
         UserError: a column is missing that the arguments need, or a custom function sets tensors of another number or length.
         ValueError: distillation without the teacher's log-probs.
     """
-    rollout_data["kl"] = _reward_kl(args, rollout_data, cp)
+    rollout_data["kl"] = _reward_kl(args, rollout_data)
     if args.custom_advantage_function_path is not None:
-        _call_custom_function(args, rollout_data, cp)
+        _call_custom_function(args, rollout_data)
     else:
-        rollout_data["advantages"], rollout_data["returns"] = _estimate(args, rollout_data, cp)
+        rollout_data["advantages"], rollout_data["returns"] = _estimate(args, rollout_data)
     if args.use_opd:
-        _distil(args, rollout_data, cp)
+        # A list of its own: returns may be the same one, and stay as they are.
+        rollout_data["advantages"] = list(rollout_data["advantages"])
+        apply_opd_kl_to_advantages(args, rollout_data, rollout_data["advantages"], rollout_data.get("log_probs"))
     if not args.normalize_advantages:
         return {}
-    whitened = whiten(rollout_data["advantages"], _local_masks(rollout_data, cp), data_group)
+    whitened = whiten(rollout_data["advantages"], rollout_data.local_masks, data_group)
     rollout_data["advantages"] = whitened.values
     return {"whiten_empty": float(whitened.is_empty)}
 
@@ -74,7 +65,7 @@ class _Placeholder(list):
     """Zeros in the place of `kl`, where there is no reference to compare with."""
 
 
-def is_kl_known(rollout_data: dict[str, Any]) -> torch.Tensor:
+def is_kl_known(rollout_data: RolloutData) -> torch.Tensor:
     """Whether somebody computed this rank's `kl`: the estimator from a reference, or a function of the user's.
 
     A boolean scalar on the device of `kl`, where it may stay until something else is waited for.
@@ -88,10 +79,9 @@ def is_kl_known(rollout_data: dict[str, Any]) -> torch.Tensor:
 
 def apply_opd_kl_to_advantages(
     args: argparse.Namespace,
-    rollout_data: dict[str, Any],
+    rollout_data: RolloutData,
     advantages: Tensors,
     student_log_probs: Sequence[torch.Tensor] | None,
-    cp: ContextParallel = NO_CONTEXT_PARALLEL,
 ) -> None:
     """Take `opd_kl_coef` times the log-ratio of student and teacher off `advantages`, a list that is changed in place.
 
@@ -102,7 +92,7 @@ def apply_opd_kl_to_advantages(
     """
     if student_log_probs is None:
         raise ValueError("distillation needs log_probs, those of the student, and the batch has none")
-    masks = _local_masks(rollout_data, cp) if "loss_masks" in rollout_data else [torch.ones_like(a) for a in advantages]
+    masks = rollout_data.local_masks if "loss_masks" in rollout_data else [torch.ones_like(a) for a in advantages]
     distilled, reverse_kl = distilled_advantages(
         advantages, student_log_probs, rollout_data.get("teacher_log_probs"), masks, args.opd_kl_coef
     )
@@ -110,31 +100,30 @@ def apply_opd_kl_to_advantages(
     rollout_data["opd_reverse_kl"] = reverse_kl
 
 
-def _reward_kl(args: argparse.Namespace, rollout_data: dict[str, Any], cp: ContextParallel) -> Tensors:
+def _reward_kl(args: argparse.Namespace, rollout_data: RolloutData) -> Tensors:
     """KL of the policy against the reference per token, 0 at masked ones; zeros where the data have nothing to compare."""
-    lengths = local_response_lengths(rollout_data, cp)
+    lengths = rollout_data.local_lengths
     device = rollout_data["tokens"][0].device if rollout_data["tokens"] else None
     if args.kl_coef != 0:
         for name in ("log_probs", "ref_log_probs"):
-            _required(rollout_data, name, f"--kl-coef {args.kl_coef}")
+            rollout_data.column(name, f"--kl-coef {args.kl_coef}")
     if any(rollout_data.get(name) is None for name in ("log_probs", "ref_log_probs")):
         return _Placeholder(approx_kl_of_responses(None, None, lengths, args.kl_loss_type, device=device))
     sides = {name: rollout_data[name] for name in ("log_probs", "ref_log_probs")}
-    sides = zero_masked_tokens(sides, _local_masks(rollout_data, cp))
+    sides = zero_masked_tokens(sides, rollout_data.local_masks)
     return approx_kl_of_responses(*sides.values(), lengths, args.kl_loss_type, device=device)
 
 
-def _estimate(args: argparse.Namespace, rollout_data: dict[str, Any], cp: ContextParallel) -> tuple[Tensors, Tensors]:
+def _estimate(args: argparse.Namespace, rollout_data: RolloutData) -> tuple[Tensors, Tensors]:
     """(advantages, returns) by `--advantage-estimator`."""
     row = estimator(args.advantage_estimator)
     kl, masks, values = rollout_data["kl"], rollout_data["loss_masks"], None
     if row.needs_critic:
-        values = _required(rollout_data, "values", f"--advantage-estimator {row.name}")
-    lengths = (rollout_data["total_lengths"], rollout_data["response_lengths"])
+        values = rollout_data.column("values", f"--advantage-estimator {row.name}")
     if row.discounts:
-        kl, values = gather_responses(kl, *lengths, cp), values and gather_responses(values, *lengths, cp)
+        kl, values = rollout_data.gather(kl), values and rollout_data.gather(values)
     else:
-        masks = _local_masks(rollout_data, cp)
+        masks = rollout_data.local_masks
     inputs = AdvantageInputs(
         rollout_data["rewards"],
         kl,
@@ -148,21 +137,14 @@ def _estimate(args: argparse.Namespace, rollout_data: dict[str, Any], cp: Contex
     advantages, returns = getattr(algorithms, row.advantages)(inputs)
     if row.discounts:
         are_one = advantages is returns
-        advantages = slice_responses(advantages, *lengths, cp)
-        returns = advantages if are_one else slice_responses(returns, *lengths, cp)
+        advantages = rollout_data.cut(advantages)
+        returns = advantages if are_one else rollout_data.cut(returns)
     return advantages, returns
 
 
-def _distil(args: argparse.Namespace, rollout_data: dict[str, Any], cp: ContextParallel) -> None:
-    # A list of its own: returns may be the same one, and stay as they are.
-    advantages = list(rollout_data["advantages"])
-    apply_opd_kl_to_advantages(args, rollout_data, advantages, rollout_data.get("log_probs"), cp)
-    rollout_data["advantages"] = advantages
-
-
-def _call_custom_function(args: argparse.Namespace, rollout_data: dict[str, Any], cp: ContextParallel) -> None:
+def _call_custom_function(args: argparse.Namespace, rollout_data: RolloutData) -> None:
     path, flag = args.custom_advantage_function_path, "--custom-advantage-function-path"
-    lengths = local_response_lengths(rollout_data, cp)
+    lengths = rollout_data.local_lengths
     with calling_user_code(flag, path, f"{len(lengths)} samples"):
         load_function(path, flag=flag)(args, rollout_data)
     for name in ("advantages", "returns"):
@@ -189,17 +171,3 @@ def _first_difference(expected: Sequence[int], found: list[int | None] | None) -
     row = next(row for row, (wanted, length) in enumerate(zip(expected, found, strict=True)) if wanted != length)
     got = "no tensor of one dimension" if found[row] is None else f"length {found[row]}"
     return f"expected length {expected[row]} in place {row}, got {got}"
-
-
-def _local_masks(rollout_data: dict[str, Any], cp: ContextParallel) -> Tensors:
-    if cp.size == 1:
-        return rollout_data["loss_masks"]
-    return slice_responses(
-        rollout_data["loss_masks"], rollout_data["total_lengths"], rollout_data["response_lengths"], cp
-    )
-
-
-def _required(rollout_data: dict[str, Any], name: str, needed_by: str) -> Tensors:
-    if rollout_data.get(name) is None:
-        raise UserError(f"{needed_by} needs `{name}`, and the data of this rollout has none")
-    return rollout_data[name]

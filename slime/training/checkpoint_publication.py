@@ -54,7 +54,9 @@ def forget_checkpoints(args: argparse.Namespace, iteration: int) -> None:
     """
     if args.keep_last is None:
         return
-    for directory in _older_checkpoints(Path(args.save), iteration)[: -args.keep_last or None]:
+    found = [path for path in Path(args.save).glob("iter_*") if re.fullmatch(r"iter_\d{7}", path.name)]
+    older = sorted(path for path in found if int(path.name.removeprefix("iter_")) <= iteration)
+    for directory in older[: -args.keep_last or None]:
         try:
             _forget(args, directory)
         except OSError as error:
@@ -64,11 +66,6 @@ def forget_checkpoints(args: argparse.Namespace, iteration: int) -> None:
 def unpublished(final: Path) -> Path:
     """The hidden name of the checkpoint that will be `final`."""
     return final.with_name(f".{final.name}.writing")
-
-
-def _older_checkpoints(save: Path, newest: int) -> list[Path]:
-    found = [path for path in save.glob("iter_*") if re.fullmatch(r"iter_\d{7}", path.name)]
-    return sorted(path for path in found if int(path.name.removeprefix("iter_")) <= newest)
 
 
 def _forget(args: argparse.Namespace, directory: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,16 +71,6 @@ def slice_responses(
     return [
         slice_response(per_token, total, response, cp)
         for per_token, total, response in zip(column, total_lengths, response_lengths, strict=True)
-    ]
-
-
-def local_response_lengths(rollout_data: dict[str, Any], cp: ContextParallel) -> list[int]:
-    """Per sample the number of response tokens that the rank owns."""
-    if cp.size == 1:
-        return list(rollout_data["response_lengths"])
-    return [
-        local_response_length(total, response, cp.size, cp.rank)
-        for total, response in zip(rollout_data["total_lengths"], rollout_data["response_lengths"], strict=True)
     ]
 
 

@@ -1,10 +1,9 @@
 """Functions of the user inside the loss, with what they return checked: loss, correction, and reducer.
 
-Off-policy corrections as the trainer calls them: the shipped functions for `--custom-tis-function-path`, and `--use-opsm`.
-
-A correction takes the loss per token and gives it back weighted. Rejected tokens may be expressed by a weight of zero (as
-here) or by smaller masks; either way the denominators of the reduction stay as they were, and metrics are reduced with the
-masks that came in: a metric of what was rejected must still see it.
+Beside them stand the shipped functions for `--custom-tis-function-path`, and what `--use-opsm` asks for. A correction takes
+the loss per token and gives it back weighted. Rejected tokens may be expressed by a weight of zero (as here) or by smaller
+masks; either way the denominators of the reduction stay as they were, and metrics are reduced with the masks that came in: a
+metric of what was rejected must still see it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from slime.algorithms.policy_loss import (
     truncated_weights,
     weighting_metrics,
 )
-from slime.training.micro_batch import Metrics, MicroBatch, Reducer, per_token_column
+from slime.training.rollout_data import Metrics, MicroBatch, Reducer
 from slime.utils.errors import UserError
 from slime.utils.plugin_loader import calling_user_code, load_function
 
@@ -61,11 +60,11 @@ def custom_correction(
         pg_loss, train_log_probs: flat over this rank's response tokens.
 
     Returns:
-        (loss, masks of whole responses, {name: metric per token}).
+        (loss, masks of whole responses, which a user's function may have edited in place, {name: metric per token}).
     """
     path, flag = args.custom_tis_function_path, "--custom-tis-function-path"
-    rollout = per_token_column(batch, "rollout_log_probs", "--use-tis")
-    stream = batch["stream"]
+    rollout = batch.flat("rollout_log_probs", "--use-tis")
+    stream = batch.stream
     arguments = {
         "args": args,
         "pg_loss": pg_loss,
@@ -79,6 +78,8 @@ def custom_correction(
     }
     if path is None:
         return vanilla_tis_function(**arguments)
+    # Masks of its own: an edit in place is a rejection like new masks, and the rank's data stay as they are.
+    arguments["loss_masks"] = [mask.clone() for mask in batch["loss_masks"]]
     with calling_user_code(flag, path, _subject(batch)):
         result = load_function(path, flag=flag)(**arguments)
     return _checked_correction(f"{flag} {path}", result, pg_loss, batch)

@@ -9,24 +9,22 @@ Invariants
   picked out in float64, block of rows by block of rows.
 - Pairs (row, column) come sorted by row and are distinct, so sums over rows are segment sums: the same bits every time.
 
-The tokens that the engine's top-p sampling kept, laid out over the rows of a micro-batch's logits.
-
-Engines report them per response token, as ids and offsets. The trainer's softmax then runs over the same tokens, so that its
-log-probs are those of the distribution that was sampled from. The columns are whole on every context-parallel rank, and on the
-host: they are taken apart sample by sample.
+`kept_tokens` lays the sets out over the rows of a micro-batch's logits. Engines report them per response token, as ids and
+offsets. The trainer's softmax then runs over the same tokens, so that its log-probs are those of the distribution that was
+sampled from. The columns are whole on every context-parallel rank, and on the host: they are taken apart sample by sample.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from slime.scheduling.zigzag import response_ranges
-from slime.training.packed_stream import PackedStream
+from slime.training.rollout_data import MicroBatch
 
 # Kept entries whose float64 values and int64 places exist at a time: some tens of MiB.
 PAIRS_PER_BLOCK = 1 << 20
@@ -69,8 +67,13 @@ class KeepSet:
         self._tokens_T = tokens_T
         self._first_id, self._column_count = first_id, column_count
         if isinstance(kept, KeptTokens):
+            # `kept_tokens` leaves both on the host, where nobody has to wait for these numbers.
             self._offsets: list[int] = kept.offsets.tolist()
             _check_offsets(self._offsets, len(kept.token_ids), len(tokens_T))
+            device = tokens_T.device
+            self._kept = KeptTokens(
+                kept.token_ids.to(device, non_blocking=True), kept.offsets.to(device, non_blocking=True)
+            )
         else:
             _check_mask(kept, len(tokens_T), column_count)
 
@@ -167,8 +170,9 @@ TOKEN_IDS = "rollout_top_p_token_ids"
 OFFSETS = "rollout_top_p_token_offsets"
 
 
-def kept_tokens(batch: dict[str, Any]) -> KeptTokens | None:
-    """The sets of this rank's rows; rows that predict no response token keep nothing. None if the batch has no sets.
+def kept_tokens(batch: MicroBatch) -> KeptTokens | None:
+    """The sets of this rank's rows, on the host; rows that predict no response token keep nothing. None if the batch has no
+    sets.
 
     `batch[TOKEN_IDS]`: per sample int32 [K], `batch[OFFSETS]`: per sample int32 [R + 1]; response token t keeps
     ids[offsets[t] : offsets[t + 1]].
@@ -178,25 +182,23 @@ def kept_tokens(batch: dict[str, Any]) -> KeptTokens | None:
     """
     if OFFSETS not in batch:
         return None
-    stream: PackedStream = batch["stream"]
+    stream = batch.stream
     ids, sizes, rows = [torch.empty(0, dtype=torch.int32)], [torch.empty(0, dtype=torch.int64)], []
-    for sample, start, end, first_row in _pieces(batch, stream):
+    for sample, start, end, first_row in _pieces(batch):
         offsets = batch[OFFSETS][sample].long()
         ids.append(batch[TOKEN_IDS][sample][int(offsets[start]) : int(offsets[end])])
         sizes.append(offsets[start : end + 1].diff())
         rows.append(torch.arange(first_row, first_row + end - start))
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cat(sizes).cumsum(0)])
-    device = stream.tokens.device
-    kept = KeptTokens(torch.cat(ids).to(device), offsets.to(device))
     rows = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
-    return kept.at_rows(rows.to(device), len(stream.tokens))
+    return KeptTokens(torch.cat(ids), offsets).at_rows(rows, len(stream.tokens))
 
 
-def _pieces(batch: dict[str, Any], stream: PackedStream) -> Iterator[tuple[int, int, int, int]]:
+def _pieces(batch: MicroBatch) -> Iterator[tuple[int, int, int, int]]:
     """(sample, start, end, row): response tokens start … end − 1 of a sample are predicted by the rank's rows from `row` on."""
-    done = 0
-    begins = stream.cu_seqlens.tolist()
-    rows = stream.response_rows.cpu()
+    done, stream = 0, batch.stream
+    begins = [0, *itertools.accumulate(stream.sequence_lengths)]
+    rows = stream.host_response_rows
     for sample, (total, response) in enumerate(zip(batch["total_lengths"], batch["response_lengths"], strict=True)):
         if len(batch[OFFSETS][sample]) != response + 1:
             raise ValueError(

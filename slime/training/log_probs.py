@@ -11,13 +11,10 @@ Invariants
 - Two collectives of a few numbers per token, however large the vocabulary; none in backward.
 - With a keep set the log-probs are those of the softmax over the kept tokens; the entropy stays that of the whole softmax.
 
-Work on the rows of a large tensor, chunk by chunk, with one chunk per thread at a time on a CPU.
-
-An operation that PyTorch spreads over threads ends with a barrier. Many short operations on a chunk that fits into a cache
-would mostly wait there, above all where other processes want the same cores. So each thread takes whole chunks: operations of
-a worker thread do not spread, and nothing waits until all rows are done.
-
-Invariants
+`for_row_chunks` works on the rows of a large tensor, chunk by chunk, with one chunk per thread at a time on a CPU. An operation
+that PyTorch spreads over threads ends with a barrier. Many short operations on a chunk that fits into a cache would mostly wait
+there, above all where other processes want the same cores. So each thread takes whole chunks: operations of a worker thread do
+not spread, and nothing waits until all rows are done.
 - A chunk is computed by the same operations whoever does it, so results do not depend on the number of threads.
 - The number of threads of everybody else stays as it is.
 """

@@ -1,11 +1,18 @@
-"""The loss of one micro-batch: which function gives it, and what holds for all of them.
+"""The loss of one micro-batch: which function gives it, what holds for all of them, and what they are made of.
 
-A user's own functions are called from `custom_functions`; what all of them read stands in `micro_batch`.
+A user's own functions are called from `custom_functions`.
 
 Each term of the policy loss (objective, corrections, entropy and KL) is one number per token, then reduced. A correction may
 reject tokens. They leave the loss altogether (its policy-gradient, entropy and KL terms are summed with the smaller masks), but
 neither what the sums are divided by nor what is reported: metrics, those of the rejection first of all, speak of all trained
 tokens. Only `pg_loss` is the term as it enters the loss.
+
+Masked tokens hold 0 in all that a loss is made of, from the columns of the batch to the new log-probs, whatever was there: no
+ratio or weight is formed of them, so that NaN and infinity reach neither value nor gradient.
+
+Per rollout, a term is reduced to the sum over samples of masked means with the denominators of whole executions; per token, to
+the masked sum. The caller divides by the step's denominator (rollouts, or trained tokens) and by nothing else, so splitting a
+step over micro-batches and ranks changes neither loss nor gradient.
 """
 
 from __future__ import annotations
@@ -24,24 +31,18 @@ from slime.algorithms.policy_loss import (
     compute_value_loss,
     importance_ratio,
 )
-from slime.training.context_parallel import gather_responses
+from slime.algorithms.reduction import masked_sum, token_weights, zero_masked_tokens
+from slime.training.columns import Kind, names_of
 from slime.training.custom_functions import (
     compute_opsm_mask,
     custom_correction,
     custom_loss_function,
     policy_gradient_reducer,
 )
-from slime.training.micro_batch import (
-    Metrics,
-    MicroBatch,
-    Reducer,
-    make_reducer,
-    per_token_column,
-    response_log_probs,
-    response_values,
-    where_trained,
-    without_masked_tokens,
-)
+from slime.training.keep_set import kept_tokens
+from slime.training.log_probs import calculate_log_probs_and_entropy
+from slime.training.packed_stream import PackedStream
+from slime.training.rollout_data import Metrics, MicroBatch, Reducer
 
 
 def loss_function(
@@ -55,18 +56,24 @@ def loss_function(
     """The un-normalised loss of a micro-batch and its metrics (without gradient), both sums over its samples.
 
     Args:
-        logits: [T, V / tensor-parallel size] of `batch["stream"]`; for the role "critic", whose loss is that of its values
+        logits: [T, V / tensor-parallel size] of `batch.stream`; for the role "critic", whose loss is that of its values
             whatever `--loss-type` says, [T, 1].
     """
-    batch = without_masked_tokens(batch)
+    # Columns of the user's own stay as they are.
+    per_token = {name: batch[name] for name in names_of(Kind.RESPONSE_PART) if name in batch}
+    batch = batch.with_columns(**zero_masked_tokens(per_token, batch.local_masks))
     reduce = make_reducer(args, batch)
     is_custom = role == "actor" and args.loss_type == "custom_loss"
-    # Made before the loss, so that its backward pass comes after that of the loss and finds the gradient there.
-    zero = _NoGradient.apply(logits) if is_custom or _may_leave_logits_out(batch) else None
+    # The loss may have no path back to this rank's logits, though other ranks wait for its backward pass. Zero is made before
+    # the loss, so that its backward pass comes after that of the loss and finds the gradient there.
+    stream = batch.stream
+    may_leave_logits_out = is_custom or stream.cp.all_gather or sum(stream.local_response_lengths) == 0
+    zero = _NoGradient.apply(logits) if may_leave_logits_out else None
     if role == "critic":
         loss, metrics = value_loss_function(args, batch, logits, reduce)
     elif is_custom:
-        loss, metrics = custom_loss_function(args, batch, logits, reduce)
+        # Of the masks as they are when it is called: the user's function may edit them.
+        loss, metrics = custom_loss_function(args, batch, logits, lambda values: make_reducer(args, batch)(values))
     elif args.loss_type == "sft_loss":
         loss, metrics = sft_loss_function(args, batch, logits, tensor_group, reduce)
     else:
@@ -74,12 +81,6 @@ def loss_function(
     if zero is not None:
         loss = loss + zero
     return loss, {"loss": loss.detach(), **{name: value.detach() for name, value in metrics.items()}}
-
-
-def _may_leave_logits_out(batch: MicroBatch) -> bool:
-    """Whether the loss may have no path back to this rank's logits, though other ranks wait for its backward pass."""
-    stream = batch["stream"]
-    return stream.cp.all_gather or sum(stream.local_response_lengths) == 0
 
 
 class _NoGradient(torch.autograd.Function):
@@ -110,9 +111,9 @@ def value_loss_function(
     Returns:
         (loss, {`value_loss`, `value_clipfrac`}): sums over this rank's tokens.
     """
-    old_values = per_token_column(batch, "values", "the value loss")
-    returns = per_token_column(batch, "returns", "the value loss")
-    (values,) = where_trained(batch, response_values(batch["stream"], outputs))
+    old_values = batch.flat("values", "the value loss")
+    returns = batch.flat("returns", "the value loss")
+    (values,) = where_trained(batch, response_values(batch.stream, outputs))
     loss, clipped = compute_value_loss(values, old_values, returns, args.value_clip)
     reduced = reduce(loss)
     return reduced, {"value_loss": reduced, "value_clipfrac": reduce(clipped)}
@@ -149,24 +150,33 @@ def policy_loss_function(
         args, batch, logits, tensor_group, with_entropy=True, with_entropy_grad=args.entropy_coef != 0
     )
     log_probs, entropy = where_trained(batch, log_probs, entropy)
-    old_log_probs = _old_log_probs(args, batch, log_probs)
+    stored_log_probs = batch.flat("log_probs") if "log_probs" in batch else log_probs.detach()
+    old_log_probs = stored_log_probs
+    if args.use_rollout_logprobs:
+        old_log_probs = batch.flat("rollout_log_probs", "--use-rollout-logprobs")
     pg_loss, metrics = _objective(args, batch, log_probs, old_log_probs, reduce)
     masks = batch["loss_masks"]
     if args.use_tis:
-        train = per_token_column(batch, "log_probs", "") if "log_probs" in batch else log_probs.detach()
-        pg_loss, masks, of_tokens = custom_correction(args, batch, pg_loss, train)
+        pg_loss, masks, of_tokens = custom_correction(args, batch, pg_loss, stored_log_probs)
         metrics |= {name: reduce(values) for name, values in of_tokens.items()}
     is_rejecting = any(new is not old for new, old in zip(masks, batch["loss_masks"], strict=True))
-    loss_reduce = make_reducer(args, batch, masks) if is_rejecting else reduce
+    loss_reduce = make_reducer(args, batch.with_columns(loss_masks=masks)) if is_rejecting else reduce
 
     metrics["pg_loss"] = policy_gradient_reducer(args, batch, masks, loss_reduce)(pg_loss)
     metrics["entropy_loss"] = reduce(entropy)
     loss = metrics["pg_loss"] - args.entropy_coef * (loss_reduce(entropy) if is_rejecting else metrics["entropy_loss"])
     if args.use_kl_loss:
-        kl = _reference_kl(args, batch, log_probs, old_log_probs)
+        reference = batch.flat("ref_log_probs", "--use-kl-loss")
+        # Of the token itself, whatever ratio the objective takes.
+        ratio = importance_ratio(old_log_probs - log_probs) if args.use_unbiased_kl else None
+        kl = compute_approx_kl(log_probs, reference, args.kl_loss_type, ratio)
         metrics["kl_loss"] = reduce(kl)
         loss = loss + args.kl_loss_coef * (loss_reduce(kl) if is_rejecting else metrics["kl_loss"])
-    metrics |= _comparisons(args, batch, log_probs, old_log_probs, reduce)
+    if "rollout_log_probs" in batch:
+        trainer = log_probs.detach() if args.use_rollout_logprobs else old_log_probs
+        metrics["train_rollout_logprob_abs_diff"] = reduce((trainer - batch.flat("rollout_log_probs")).abs())
+    if "opd_reverse_kl" in batch:
+        metrics["opd_reverse_kl"] = reduce(batch.flat("opd_reverse_kl"))
     return loss, metrics
 
 
@@ -178,12 +188,17 @@ def _objective(
     reduce: Reducer,
 ) -> tuple[torch.Tensor, Metrics]:
     """The policy-gradient loss per token, without what corrections do to it but that of `--use-opsm`; and its metrics."""
-    advantages = per_token_column(batch, "advantages", "--loss-type policy_loss")
+
+    def whole(per_token: torch.Tensor) -> list[torch.Tensor]:
+        # Differentiable, and collective under context parallelism.
+        return batch.gather(batch.stream.split(per_token))
+
+    advantages = batch.flat("advantages", "--loss-type policy_loss")
     row = estimator(args.advantage_estimator)
     full_log_probs, full_old = (), ()
     if row.ratio_of_sequence:
-        full_log_probs, full_old = _full(batch, log_probs), _full(batch, old_log_probs)
-        local = batch["stream"].split(log_probs)
+        full_log_probs, full_old = whole(log_probs), whole(old_log_probs)
+        local = batch.stream.split(log_probs)
         ppo_kl = compute_gspo_kl(full_log_probs, full_old, local, batch["loss_masks"]).to(log_probs.device)
     else:
         ppo_kl = old_log_probs - log_probs
@@ -194,47 +209,69 @@ def _objective(
         metrics["ois"] = reduce(importance_ratio(ppo_kl.detach()))
     if args.use_opsm:
         if not row.ratio_of_sequence:
-            full_log_probs, full_old = _full(batch, log_probs.detach()), _full(batch, old_log_probs)
+            full_log_probs, full_old = whole(log_probs.detach()), whole(old_log_probs)
         kept, rejected = compute_opsm_mask(
-            args, full_log_probs, full_old, batch["stream"].split(advantages), batch["loss_masks"]
+            args, full_log_probs, full_old, batch.stream.split(advantages), batch["loss_masks"]
         )
         loss = loss.masked_fill(kept.to(loss.device) == 0, 0.0)
         metrics["opsm_clipfrac"] = reduce(rejected)
     return loss, metrics
 
 
-def _full(batch: MicroBatch, per_token: torch.Tensor) -> list[torch.Tensor]:
-    """Whole responses from this rank's tokens of all of them; differentiable, and collective under context parallelism."""
-    stream = batch["stream"]
-    return gather_responses(stream.split(per_token), batch["total_lengths"], batch["response_lengths"], stream.cp)
+def response_log_probs(
+    args: argparse.Namespace,
+    batch: MicroBatch,
+    logits: torch.Tensor,
+    tensor_group: dist.ProcessGroup | None,
+    *,
+    with_entropy: bool,
+    with_entropy_grad: bool = False,
+    temperature: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probs (and entropy) of this rank's response tokens, float32 [their number].
+
+    Args:
+        logits: [T, V / tensor-parallel size], divided by the temperature inside. Where the batch has the sets of tokens that
+            top-p sampling kept, log-probs are those within the sets; the entropy is always that of the whole distribution.
+        temperature: unless set that of the rollout; 1 in supervised fine-tuning, whose tokens nobody sampled.
+    """
+    stream = batch.stream
+    if temperature is None:
+        temperature = 1.0 if args.loss_type == "sft_loss" else args.rollout_temperature
+    log_probs, entropy = calculate_log_probs_and_entropy(
+        logits,
+        stream.next_tokens,
+        tensor_group,
+        with_entropy=with_entropy,
+        chunk_size=args.log_probs_chunk_size,
+        log_prob_keep_mask=kept_tokens(batch),
+        with_entropy_grad=with_entropy_grad,
+        temperature=temperature,
+    )
+    return stream.responses(log_probs), None if entropy is None else stream.responses(entropy)
 
 
-def _old_log_probs(args: argparse.Namespace, batch: MicroBatch, log_probs: torch.Tensor) -> torch.Tensor:
-    if args.use_rollout_logprobs:
-        return per_token_column(batch, "rollout_log_probs", "--use-rollout-logprobs")
-    if "log_probs" in batch:
-        return per_token_column(batch, "log_probs", "")
-    return log_probs.detach()
+def response_values(stream: PackedStream, outputs: torch.Tensor) -> torch.Tensor:
+    """A critic's value before every response token of this rank, float32 [their number], from its outputs [T, 1].
+
+    The value of a token is what was predicted before it was chosen, like its log-prob. No temperature scales it.
+    """
+    return stream.responses(outputs.squeeze(-1).float())
 
 
-def _reference_kl(
-    args: argparse.Namespace, batch: MicroBatch, log_probs: torch.Tensor, old_log_probs: torch.Tensor
-) -> torch.Tensor:
-    reference = per_token_column(batch, "ref_log_probs", "--use-kl-loss")
-    # Of the token itself, whatever ratio the objective takes.
-    ratio = importance_ratio(old_log_probs - log_probs) if args.use_unbiased_kl else None
-    return compute_approx_kl(log_probs, reference, args.kl_loss_type, ratio)
+def where_trained(batch: MicroBatch, *per_token: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What is `per_token`, each flat over this rank's response tokens, with 0 and no gradient at masked ones."""
+    masks = batch.local_masks
+    if not masks:
+        return per_token
+    trained = (torch.cat(masks) != 0).to(per_token[0].device)
+    return tuple(torch.where(trained, values, 0.0) for values in per_token)
 
 
-def _comparisons(
-    args: argparse.Namespace, batch: MicroBatch, log_probs: torch.Tensor, old_log_probs: torch.Tensor, reduce: Reducer
-) -> Metrics:
-    """Metrics of the policy against the engine and the teacher, where the batch has theirs."""
-    metrics = {}
-    if "rollout_log_probs" in batch:
-        trainer = log_probs.detach() if args.use_rollout_logprobs else old_log_probs
-        difference = (trainer - per_token_column(batch, "rollout_log_probs", "")).abs()
-        metrics["train_rollout_logprob_abs_diff"] = reduce(difference)
-    if "opd_reverse_kl" in batch:
-        metrics["opd_reverse_kl"] = reduce(per_token_column(batch, "opd_reverse_kl", ""))
-    return metrics
+def make_reducer(args: argparse.Namespace, batch: MicroBatch) -> Reducer:
+    """Reduce a flat tensor over this rank's response tokens of `batch` to the sum that the step's denominator divides.
+
+    Smaller masks change what is summed, never what it is divided by.
+    """
+    weights = token_weights(batch.local_masks, None if args.calculate_per_token_loss else batch["rollout_mask_sums"])
+    return lambda values: masked_sum(values, weights)

@@ -1,6 +1,6 @@
 """From sums per micro-batch and rank to the one number that is reported, the same for every parallel layout.
 
-Advantages brought to mean 0 and variance 1 over the trained tokens of all ranks (`--normalize-advantages`).
+`whiten` brings advantages to mean 0 and variance 1 over the trained tokens of all ranks (`--normalize-advantages`).
 
 Invariants
 - Every rank joins both collectives, whatever it holds: also one without tokens, also when no rank has any.
@@ -17,12 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from slime.utils.errors import UserError
-from slime.utils.packed_sample import as_loss_mask
+from slime.utils.device import get_accelerator
 
 
 def step_denominator(
@@ -44,69 +42,6 @@ def trained_tokens(loss_masks: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(loss_masks)).sum() if len(loss_masks) else torch.zeros((), dtype=torch.int64)
 
 
-def refresh_mask_sums(rollout_data: dict[str, Any], data_group: dist.ProcessGroup) -> None:
-    """Compute `rollout_mask_sums` again, after masks were edited: trained tokens per execution, over all ranks.
-
-    Masks of any kind become int32 tensors on the device of the tokens. Collective over `data_group`.
-
-    Raises:
-        UserError: on any rank a mask holds something else than 1 and 0, is no row of numbers or of another length than its
-            response, or there are more or fewer masks than samples; on all ranks.
-    """
-    masks, local, failure = [], [], None
-    try:
-        masks = _checked_masks(rollout_data)
-        local = list(zip(rollout_data["rollout_ids"], (int(mask.sum()) for mask in masks), strict=True))
-    except UserError as error:
-        failure = str(error)
-    gathered: list[Any] = [None] * dist.get_world_size(data_group)
-    dist.all_gather_object(gathered, (local, failure), group=data_group)
-    for _, message in gathered:
-        if message is not None:
-            raise UserError(message)
-    if masks:
-        flat = torch.from_numpy(np.concatenate(masks)).to(rollout_data["tokens"][0].device)
-        rollout_data["loss_masks"] = list(flat.split([len(mask) for mask in masks]))
-    totals: dict[int, int] = {}
-    for rollout_id, mask_sum in (pair for part, _ in gathered for pair in part):
-        totals[rollout_id] = totals.get(rollout_id, 0) + mask_sum
-    rollout_data["rollout_mask_sums"] = [float(totals[rollout_id]) for rollout_id in rollout_data["rollout_ids"]]
-
-
-def _checked_masks(rollout_data: dict[str, Any]) -> list[np.ndarray]:
-    flag = "--rollout-data-postprocess-path"
-    masks, samples = rollout_data.get("loss_masks"), rollout_data["sample_indices"]
-    if not isinstance(masks, Sequence) or len(masks) != len(samples):
-        found = f"{len(masks)} masks" if isinstance(masks, Sequence) else type(masks).__name__
-        raise UserError(f"{flag}: `loss_masks` must be a list of one mask per sample, {len(samples)} here, not {found}")
-    names = [f"{flag}: sample {sample}: `loss_masks`" for sample in samples]
-    rows = [_as_row(*given) for given in zip(names, masks, rollout_data["response_lengths"], strict=True)]
-    return [as_loss_mask(row, name) for row, name in zip(_on_host(rows), names, strict=True)]
-
-
-def _as_row(name: str, mask: Any, length: int) -> torch.Tensor:
-    try:
-        row = torch.as_tensor(mask).detach()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{name} is no row of numbers ({error})") from error
-    if row.shape != (length,):
-        raise UserError(f"{name} has the shape {list(row.shape)}; the response has {length} tokens")
-    return row
-
-
-def _on_host(rows: Sequence[torch.Tensor]) -> list[np.ndarray]:
-    """The rows as arrays. All of one device and dtype, as a rule all there are, are waited for once."""
-    arrays: list[Any] = [None] * len(rows)
-    for kind in {(row.device, row.dtype) for row in rows}:
-        positions = [position for position, row in enumerate(rows) if (row.device, row.dtype) == kind]
-        flat = torch.cat([rows[position] for position in positions]).cpu()
-        # Numpy knows no bfloat16.
-        flat = flat.double() if flat.is_floating_point() else flat
-        for position, part in zip(positions, flat.split([len(rows[p]) for p in positions]), strict=True):
-            arrays[position] = part.numpy()
-    return arrays
-
-
 def reduce_metrics(
     sums: Sequence[dict[str, torch.Tensor]], denominator: float, data_group: dist.ProcessGroup
 ) -> dict[str, float]:
@@ -118,9 +53,19 @@ def reduce_metrics(
     named: list[Any] = [None] * dist.get_world_size(data_group)
     dist.all_gather_object(named, {name for metrics in sums for name in metrics}, group=data_group)
     names = sorted(set().union(*named))
-    local = [sum(float(metrics[name]) for metrics in sums if name in metrics) for name in names]
+    numbers = iter(joined([value for metrics in sums for value in metrics.values()]).tolist())
+    on_host = [{name: next(numbers) for name in metrics} for metrics in sums]
+    local = [sum(metrics[name] for metrics in on_host if name in metrics) for name in names]
     total = all_reduce_sum(torch.tensor(local, dtype=torch.float64), data_group) / denominator
     return dict(zip(names, total.tolist(), strict=True))
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The entries of all tensors one after the other, float64 without gradient; on the host only where all of them are."""
+    devices = [tensor.device for tensor in tensors]
+    device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+    flat = [tensor.detach().to(device, torch.float64, non_blocking=True).flatten() for tensor in tensors]
+    return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64)
 
 
 def mean_of_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -143,7 +88,7 @@ def all_reduce_max(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
 
 
 def _all_reduce(values: torch.Tensor, group: dist.ProcessGroup, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
-    values = values.cuda() if dist.get_backend(group) == "nccl" else values.cpu()
+    values = values.to(get_accelerator().group_device(group))
     dist.all_reduce(values, operation, group=group)
     return values.cpu()
 
@@ -230,8 +175,7 @@ def _from_all_ranks(local: torch.Tensor, group: dist.ProcessGroup | None) -> tor
     """float64 [ranks, n] on the CPU: `local` [n] of every rank."""
     if not dist.is_initialized():
         return local[None].cpu()
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    local = local.to(device)
+    local = local.to(get_accelerator().group_device(group))
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, local, group=group)
     return torch.stack(gathered).cpu()

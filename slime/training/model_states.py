@@ -95,14 +95,15 @@ class ModelStates:
         for name, tensor in self._live_tensors():
             if name not in copies:
                 copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            copies[name].copy_(tensor)
+            # Nobody reads the copies on the host: what puts them back is queued behind this on the same stream.
+            copies[name].copy_(tensor, non_blocking=True)
         return copies
 
     @torch.no_grad()
     def _restore(self, name: str) -> None:
         copies = self._put_aside if name == ACTOR else self._copies[name]
         for key, tensor in self._live_tensors():
-            tensor.copy_(copies[key])
+            tensor.copy_(copies[key], non_blocking=True)
 
 
 class StateSchedule:

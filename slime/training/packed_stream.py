@@ -6,6 +6,9 @@ Logit at stream position t predicts token t + 1, so the log-probs of a response 
 With context parallelism a rank holds part of the stream. Zigzag: two chunks of every sequence, each sequence (that of
 padding too) padded to whole chunks. All-gather: one contiguous piece of the whole stream. In both, results per response
 token come out in the zigzag layout, and the token that a row predicts is known to the row, also where it stands elsewhere.
+
+What follows from lengths is made on the host and copied without waiting for the device. Where the host's memory is not pinned,
+the copy has left it when it returns, so it may go.
 """
 
 from __future__ import annotations
@@ -44,9 +47,9 @@ class PackedStream:
     position_ids: torch.Tensor  # [T] int64, the place of each row in its sequence
     cu_seqlens: torch.Tensor  # [sequences + 1] int32
     sequence_lengths: tuple[int, ...]
-    # int64, one per response token that this rank owns: the row whose logits predict it. With all-gather context
+    # On the host, int64, one per response token that this rank owns: the row whose logits predict it. With all-gather context
     # parallelism a row of the whole stream, else one of this rank's.
-    response_rows: torch.Tensor
+    host_response_rows: torch.Tensor
     local_response_lengths: tuple[int, ...]  # response tokens that this rank owns, per sample
     cp: ContextParallel = NO_CONTEXT_PARALLEL
 
@@ -74,6 +77,11 @@ class PackedStream:
             return torch.cat(padded).narrow(0, self.cp.rank * len(self.tokens), len(self.tokens))
         return torch.cat([slice_with_cp(values, 0, self.cp) for values in padded])
 
+    @cached_property
+    def response_rows(self) -> torch.Tensor:
+        """`host_response_rows` on the device of the tokens."""
+        return self.host_response_rows.to(self.tokens.device, non_blocking=True)
+
     def split(self, per_response_token: torch.Tensor) -> list[torch.Tensor]:
         """One tensor per sample from values concatenated over samples."""
         return list(per_response_token.split(self.local_response_lengths))
@@ -89,7 +97,7 @@ class PackedStream:
     def segment_keys(self) -> torch.Tensor:
         """Rows of the whole stream, int64: those that the segments see, one segment after the other."""
         seen = [torch.arange(s.first_key, s.first_key + s.keys) for s in self.segments]
-        return torch.cat(seen).to(self.tokens.device)
+        return torch.cat(seen).to(self.tokens.device, non_blocking=True)
 
     @cached_property
     def query_boundaries(self) -> torch.Tensor:
@@ -107,7 +115,7 @@ class PackedStream:
         if self.cp.all_gather or self.cp.size == 1:
             return None
         runs = [torch.arange(start, end) for start, end in zigzag_runs(self.sequence_lengths, self.cp.size)]
-        return torch.cat(runs).to(self.tokens.device)
+        return torch.cat(runs).to(self.tokens.device, non_blocking=True)
 
 
 def pack_stream(
@@ -144,10 +152,10 @@ def _whole_stream(
     return PackedStream(
         tokens=stream,
         next_tokens=torch.roll(stream, -1),
-        position_ids=torch.cat([torch.arange(length) for length in padded_lengths]).to(device),
+        position_ids=torch.cat([torch.arange(length) for length in padded_lengths]).to(device, non_blocking=True),
         cu_seqlens=_boundaries(padded_lengths, device),
         sequence_lengths=tuple(padded_lengths),
-        response_rows=rows.to(device),
+        host_response_rows=rows,
         local_response_lengths=counts,
         cp=cp,
     )
@@ -195,10 +203,10 @@ def _zigzag_part(
     return PackedStream(
         tokens=torch.cat([slice_with_cp(sample, pad_token, cp) for sample in tokens]),
         next_tokens=torch.cat([slice_with_cp(sample, pad_token, cp) for sample in following]),
-        position_ids=torch.cat(positions).to(device),
+        position_ids=torch.cat(positions).to(device, non_blocking=True),
         cu_seqlens=_boundaries(padded_lengths, device),
         sequence_lengths=tuple(padded_lengths),
-        response_rows=rows.to(device),
+        host_response_rows=rows,
         local_response_lengths=counts,
         cp=cp,
     )
@@ -234,4 +242,4 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 
 
 def _boundaries(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)

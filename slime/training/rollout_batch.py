@@ -16,6 +16,7 @@ import numpy as np
 
 from slime.algorithms.reduction import rollout_mask_sums
 from slime.scheduling.dp_schedule import DPSchedule
+from slime.training.columns import COLUMNS, column_of
 from slime.utils.errors import UserError
 from slime.utils.misc import Box
 from slime.utils.packed_sample import PackedSample, RaggedArray, as_loss_mask, get_source, pack_sample
@@ -25,28 +26,9 @@ from slime.utils.types import Sample
 if TYPE_CHECKING:
     import torch
 
-    from slime.training.context_parallel import ContextParallel
+    from slime.training.rollout_data import RolloutData
 
 TrainBatch = dict[str, Any]
-
-# Columns that every rank gets whole: lengths for scheduling and rewards for metrics over all samples.
-GLOBAL_COLUMNS = ("total_lengths", "raw_reward")
-SCHEDULE = ("partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes")
-# Everything else in a rank's data has one entry per sample, columns of plug-ins included.
-NOT_PER_SAMPLE = (*SCHEDULE, "raw_reward")
-# Columns with one value per response token: with context parallelism a rank has those of the tokens that it owns. `tokens`
-# and `loss_masks` are whole on every rank.
-PER_RESPONSE_TOKEN = (
-    "log_probs", "ref_log_probs", "teacher_log_probs", "rollout_log_probs", "entropy", "values", "kl", "advantages",
-    "returns", "opd_reverse_kl",
-)  # fmt: skip
-_TOKEN_DTYPES = {
-    "tokens": np.int64, "loss_masks": np.int32, "rollout_log_probs": np.float32, "teacher_log_probs": np.float32,
-    "rollout_top_p_token_ids": np.int32, "rollout_top_p_token_offsets": np.int32, "rollout_routed_experts": np.int32,
-}  # fmt: skip
-# Large, or taken apart by offsets, and read on the host: not moved to the device.
-_ON_HOST = ("rollout_routed_experts", "rollout_top_p_token_ids", "rollout_top_p_token_offsets")
-_REQUIRED = ("tokens", "response_lengths", "rewards", "raw_reward", "truncated", "sample_indices", "loss_masks")
 
 
 def build_train_batch(samples: Sequence[Sample], raw_rewards: Sequence[float], rewards: Sequence[float]) -> TrainBatch:
@@ -99,11 +81,12 @@ def train_batch_from_columns(columns: dict[str, Any]) -> TrainBatch:
     Raises:
         UserError: a required column is missing or has another number of rows, or a mask holds something else than 1 and 0.
     """
-    missing = [name for name in _REQUIRED if name not in columns]
+    required = [name for name, known in COLUMNS.items() if known.required]
+    missing = [name for name in required if name not in columns]
     if missing:
         raise UserError(
             f"--custom-convert-samples-to-train-data-path: the returned dict lacks {', '.join(missing)}; "
-            f"required are {', '.join(_REQUIRED)}"
+            f"required are {', '.join(required)}"
         )
     rows = len(columns["tokens"])
     wrong = {name: len(column) for name, column in columns.items() if len(column) != rows}
@@ -115,12 +98,13 @@ def train_batch_from_columns(columns: dict[str, Any]) -> TrainBatch:
     batch = dict(columns)
     names = [f"--custom-convert-samples-to-train-data-path: sample {i}: `loss_masks`" for i in batch["sample_indices"]]
     batch["loss_masks"] = [as_loss_mask(mask, name) for mask, name in zip(batch["loss_masks"], names, strict=True)]
-    for name, dtype in _TOKEN_DTYPES.items():
-        if name in batch:
-            batch[name] = [np.asarray(row, dtype) for row in batch[name]]
-    for name, dtype in (("response_lengths", np.int64), ("rewards", np.float32), ("raw_reward", np.float64)):
-        batch[name] = np.asarray(batch[name], dtype)
     batch["rollout_ids"] = execution_ids(list(batch.get("rollout_ids", [None] * rows)))
+    for name in columns:
+        known = column_of(name)
+        if known.is_ragged:
+            batch[name] = [np.asarray(row, known.dtype) for row in batch[name]]
+        elif known.dtype is not None:
+            batch[name] = np.asarray(batch[name], known.dtype)
     return _complete(batch)
 
 
@@ -139,23 +123,26 @@ def split_for_data_parallel(batch: TrainBatch, schedule: DPSchedule) -> list[Tra
     return [_shard(batch, schedule, rank) for rank in range(len(schedule.partitions))]
 
 
-def to_tensors(shard: TrainBatch, device: torch.device | str) -> dict[str, Any]:
-    """A shard as the trainer and its plug-ins see it: per-token columns as lists with one tensor per sample.
+def to_tensors(shard: TrainBatch, device: torch.device | str) -> RolloutData:
+    """A shard as the trainer and its plug-ins see it: per-token columns, still whole responses, as lists with one tensor per
+    sample.
 
     `total_lengths` is cut to the shard's samples; `raw_reward` stays whole and `local_raw_reward` is added.
     """
     import torch
 
+    from slime.training.rollout_data import RolloutData
+
     partition = shard["partition"]
-    data: dict[str, Any] = {}
-    for name, column in shard.items():
-        if isinstance(column, RaggedArray):
-            flat = torch.from_numpy(column.values.copy()).to("cpu" if name in _ON_HOST else device)
-            data[name] = list(flat.split(column.lengths.tolist()))
-        elif isinstance(column, np.ndarray):
-            data[name] = column.tolist()
+    data = RolloutData()
+    for name, rows in shard.items():
+        if isinstance(rows, RaggedArray):
+            flat = torch.from_numpy(rows.values.copy()).to("cpu" if column_of(name).on_host else device)
+            data[name] = list(flat.split(rows.lengths.tolist()))
+        elif isinstance(rows, np.ndarray):
+            data[name] = rows.tolist()
         else:
-            data[name] = column
+            data[name] = rows
     data["total_lengths"] = [data["total_lengths"][i] for i in partition]
     data["local_raw_reward"] = [data["raw_reward"][i] for i in partition]
     return data
@@ -163,8 +150,8 @@ def to_tensors(shard: TrainBatch, device: torch.device | str) -> dict[str, Any]:
 
 def process_rollout_data(
     args: argparse.Namespace, refs: Sequence[Box], dp_rank: int, dp_size: int, device: torch.device | str = "cpu"
-) -> dict[str, Any]:
-    """This data-parallel rank's shard as `to_tensors` gives it; per-token columns are still whole responses.
+) -> RolloutData:
+    """This data-parallel rank's shard as `to_tensors` gives it.
 
     Args:
         refs: boxed references to the shards of all data-parallel ranks.
@@ -177,28 +164,6 @@ def process_rollout_data(
     if len(refs) != dp_size:
         raise ValueError(f"the rollout is cut into {len(refs)} shards, and there are {dp_size} data-parallel ranks")
     return to_tensors(ray.get(refs[dp_rank].inner, timeout=args.http_control_timeout), device)
-
-
-def keep_own_tokens(data: dict[str, Any], cp: ContextParallel) -> None:
-    """Cut the per-token columns that come whole from the rollout to the tokens that this context-parallel rank owns."""
-    from slime.training.context_parallel import slice_responses
-
-    for name in PER_RESPONSE_TOKEN:
-        if name in data:
-            data[name] = slice_responses(data[name], data["total_lengths"], data["response_lengths"], cp)
-
-
-def with_full_responses(data: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
-    """`data` with its per-token columns whole again. Collective over the context-parallel group, whose ranks hold the same
-    columns."""
-    from slime.training.context_parallel import gather_responses
-
-    full = {
-        name: gather_responses(data[name], data["total_lengths"], data["response_lengths"], cp)
-        for name in PER_RESPONSE_TOKEN
-        if name in data
-    }
-    return {**data, **full}
 
 
 def _complete(batch: TrainBatch) -> TrainBatch:
@@ -268,13 +233,13 @@ def _optional_rows(
 
 def _neutral_row(field: str, response_length: int) -> np.ndarray:
     lengths = {"rollout_top_p_token_ids": 0, "rollout_top_p_token_offsets": response_length + 1}
-    return np.zeros(lengths.get(field, response_length), _TOKEN_DTYPES[field])
+    return np.zeros(lengths.get(field, response_length), COLUMNS[field].dtype)
 
 
 def _shard(batch: TrainBatch, schedule: DPSchedule, rank: int) -> TrainBatch:
     partition = schedule.partitions[rank]
     shard: TrainBatch = {
-        name: column if name in GLOBAL_COLUMNS else _take(name, column, partition) for name, column in batch.items()
+        name: rows if column_of(name).sent_whole else _take(name, rows, partition) for name, rows in batch.items()
     }
     shard["partition"] = partition
     shard["micro_batch_indices"] = schedule.micro_batch_indices[rank]
@@ -283,7 +248,7 @@ def _shard(batch: TrainBatch, schedule: DPSchedule, rank: int) -> TrainBatch:
     return shard
 
 
-def _take(name: str, column: Any, rows: list[int]) -> Any:
-    if name in _TOKEN_DTYPES:
-        return RaggedArray.from_rows([column[row] for row in rows], _TOKEN_DTYPES[name])
-    return column[rows] if isinstance(column, np.ndarray) else [column[row] for row in rows]
+def _take(name: str, rows: Any, positions: list[int]) -> Any:
+    if column_of(name).is_ragged:
+        return RaggedArray.from_rows([rows[position] for position in positions], column_of(name).dtype)
+    return rows[positions] if isinstance(rows, np.ndarray) else [rows[position] for position in positions]

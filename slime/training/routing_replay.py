@@ -17,16 +17,11 @@ Invariants
   error; then, or at the end, the records are gone.
 - Outside of `log_prob_pass` and `training` routers choose freely: a reference, a teacher, a probe never replays.
 
-The train batch's column of expert choices that the engine made: per sample `[len(tokens) − 1, layers, k]`.
-
-Rows are positions of the sample; the engine never runs the last token through the model, so it has none. Layers are all layers
-of the model, those without experts included; what stands there is not read.
-
-Expert choices that came with the rollout, laid out over the rows of a packed stream.
-
-A sample has no row for its last token, and padding has none at all. A missing row at position t gets the ids t·k, t·k + 1, …
-modulo the number of experts: nothing depends on where these tokens go, but all on one expert they would make that one, and its
-rank, slow.
+Choices that the engine made are a column of the train batch: per sample `[len(tokens) − 1, layers, k]`. Rows are positions of
+the sample; the engine never runs the last token through the model, so it has none. Layers are all layers of the model, those
+without experts included; what stands there is not read. Over the rows of a packed stream a sample has none for its last token,
+and padding has none at all. A missing row at position t gets the ids t·k, t·k + 1, … modulo the number of experts: nothing
+depends on where these tokens go, but all on one expert they would make that one, and its rank, slow.
 """
 
 from __future__ import annotations
@@ -44,8 +39,7 @@ import numpy as np
 import torch
 
 from slime.estimates.shape import expert_layers
-from slime.training.micro_batch import MicroBatch
-from slime.training.packed_stream import PackedStream
+from slime.training.rollout_data import MicroBatch
 from slime.utils.errors import RunError, UserError
 from slime.utils.types import Sample
 
@@ -206,8 +200,11 @@ class RoutingReplay:
             return
         during, afterwards = self._stages
         self._pass.micro_batch = tuple(batch["positions"])
-        if self._source is not None:
-            self._supply(self.layers[chunk], batch)
+        layers = self.layers[chunk]
+        if self._source is not None and layers:
+            experts = self._source(batch, [layer.number for layer in layers])
+            for index, layer in enumerate(layers):
+                layer.records[self._pass.micro_batch] = experts[:, index]
         self._enter(during)
         try:
             yield
@@ -232,13 +229,6 @@ class RoutingReplay:
     def _enter(self, stage: Stage) -> None:
         self._pass.stage = stage
         os.environ["ROUTING_REPLAY_STAGE"] = stage.value
-
-    def _supply(self, layers: Sequence[LayerReplay], batch: MicroBatch) -> None:
-        if not layers:
-            return
-        experts = self._source(batch, [layer.number for layer in layers])
-        for index, layer in enumerate(layers):
-            layer.records[self._pass.micro_batch] = experts[:, index]
 
     def _require_used(self) -> None:
         found = [(layer.number, words) for layer in self._all_layers() if (words := layer.left_over())]
@@ -336,14 +326,14 @@ def _require_captured(captured: np.ndarray, layers: Sequence[int], where: str) -
         )
 
 
-def experts_of_stream(batch: dict[str, Any], layer_numbers: Sequence[int], num_experts: int) -> torch.Tensor:
+def experts_of_stream(batch: MicroBatch, layer_numbers: Sequence[int], num_experts: int) -> torch.Tensor:
     """Expert ids [T, layers, k] int16, on the host, for the rows of this rank's part of the batch's stream.
 
     Args:
         batch: micro-batch with the column, whose tensors are on the host.
         layer_numbers: the layers wanted, from 1.
     """
-    stream: PackedStream = batch["stream"]
+    stream = batch.stream
     layers = torch.tensor(layer_numbers) - 1
     samples = [sample.index_select(1, layers).to(torch.int16) for sample in batch[ROUTED_EXPERTS]]
     # The last sequence may be padding alone, without a sample.

@@ -1,5 +1,3 @@
 """Public import path of the device backends; their home is `slime.utils.device`."""
 
-from slime.utils.device import get_accelerator, register_accelerator
-
-__all__ = ["get_accelerator", "register_accelerator"]
+from slime.utils.device import get_accelerator, register_accelerator  # noqa: F401

@@ -1,7 +1,7 @@
 """The one door to the device: which accelerator a process uses and what differs because of it.
 
-Everything else in the package asks `get_accelerator()` and never `torch.cuda.is_available()`. A new device is a subclass
-of `Accelerator` given to `register_accelerator`.
+Everything else in the package asks `get_accelerator()`: nobody else names `torch.cuda`, but for the adapters that lift what
+wheels assume about it. A new device is a subclass of `Accelerator` given to `register_accelerator`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from slime.utils.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 
 class Accelerator:
@@ -24,6 +25,8 @@ class Accelerator:
 
     name = "cpu"
     process_group_backend = "gloo"
+    # Of groups whose collectives are on tensors of the host and on objects.
+    host_group_backend = "gloo"
 
     def device(self, index: int = 0) -> torch.device:
         """The device that the process with local index `index` computes on."""
@@ -31,11 +34,26 @@ class Accelerator:
 
         return torch.device("cpu")
 
+    def current_device(self) -> torch.device:
+        """This process's default device."""
+        return self.device()
+
+    def group_device(self, group: dist.ProcessGroup | None) -> torch.device:
+        """Where tensors have to be for the collectives of `group` (None: the default group)."""
+        return self.device()
+
     def set_device(self, index: int) -> None:
         """Make `index` this process's default device."""
 
     def synchronize(self) -> None:
         """Wait until all work queued on the device is done."""
+
+    def generator_state(self) -> torch.Tensor | None:
+        """The state of the device's random generator, uint8 on the host; None where it is the one of the host."""
+        return None
+
+    def set_generator_state(self, state: torch.Tensor) -> None:
+        """Put the device's generator where it was; does nothing where it is the one of the host."""
 
     def memory_allocated(self) -> int:
         """Bytes in use by this process: resident memory on CPU."""
@@ -54,6 +72,19 @@ class CudaAccelerator(Accelerator):
 
         return torch.device("cuda", index)
 
+    def current_device(self) -> torch.device:
+        import torch
+
+        return self.device(torch.cuda.current_device())
+
+    def group_device(self, group: dist.ProcessGroup | None) -> torch.device:
+        import torch
+        import torch.distributed as dist
+
+        # Every other backend carries what is on the GPU, whatever its name.
+        on_host = dist.get_backend(group) == self.host_group_backend
+        return torch.device("cpu") if on_host else self.current_device()
+
     def set_device(self, index: int) -> None:
         import torch
 
@@ -63,6 +94,16 @@ class CudaAccelerator(Accelerator):
         import torch
 
         torch.cuda.synchronize()
+
+    def generator_state(self) -> torch.Tensor:
+        import torch
+
+        return torch.cuda.get_rng_state()
+
+    def set_generator_state(self, state: torch.Tensor) -> None:
+        import torch
+
+        torch.cuda.set_rng_state(state)
 
     def memory_allocated(self) -> int:
         import torch

@@ -71,6 +71,23 @@ def actor_environment() -> dict[str, str]:
     return {**variables, **{name: os.environ[name] for name in handed_on if name in os.environ}}
 
 
+# Libraries that compute and communicate in ranks and engines read these: NCCL, Gloo, Transformer Engine, SGLang.
+_OF_LIBRARIES = ("NCCL_", "GLOO_", "NVTE_", "SGLANG_")
+# What an actor is started with stands in logs of Ray that everybody on the machine may read. A name says at its end whether it
+# stands for a key or a token. Elsewhere the words are of counts and switches, as in SGLANG_INIT_NEW_TOKEN_RATIO; so are TOKENS
+# and PER_TOKEN at the end, and NCCL_IB_PKEY is an index.
+_SECRET = re.compile(
+    "PASSWORD|SECRET|CREDENTIAL|((API|AUTH|ACCESS|BEARER)_?TOKENS|(?<!_PER_)TOKEN|(?<!_IB_P)KEYS?|KEY_ID)(_?[0-9]+)?$"
+)
+
+
+def library_environment() -> dict[str, str]:
+    """What the libraries of ranks and engines find in our environment, for actors on nodes that have one of their own."""
+    return {
+        name: value for name, value in os.environ.items() if name.startswith(_OF_LIBRARIES) and not _SECRET.search(name)
+    }
+
+
 def start_command() -> str | None:
     """`SLIME_START_COMMAND`: the command of the script that started this run, for messages that say how to start again."""
     return os.environ.get("SLIME_START_COMMAND") or None

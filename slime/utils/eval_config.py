@@ -204,7 +204,7 @@ def _build(args: Any, entry: dict[str, Any], defaults: Mapping[str, Any]) -> Eva
     values = dict(given)
     for name, flags in _FLAGS.items():
         if values.get(name) is None:
-            values[name] = next((v for flag in flags if (v := getattr(args, flag, None)) is not None), None)
+            values[name] = next((v for flag in flags if (v := vars(args).get(flag)) is not None), None)
     for name, value in _FALLBACKS.items():
         values[name] = value if values.get(name) is None else values[name]
     config = EvalDatasetConfig(**values)

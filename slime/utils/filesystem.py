@@ -6,6 +6,8 @@ A process that is killed leaves its scratch directory behind. Each holds a file 
 kernel takes the lock away when that process ends, however it ends. So an `owner` that can be locked says for certain that the
 directory is one of ours and that nobody uses it, in containers and for reused process numbers too, and nothing else is
 touched. Files in shared memory whose names hold the directory's name belong to it.
+
+A directory that a person named is claimed in the same way, by a file `.lock`, and never deleted.
 """
 
 from __future__ import annotations
@@ -95,6 +97,7 @@ def _fsync_directory(directory: Path) -> None:
 
 _PREFIX = "slime-"
 _OWNER = "owner"
+_LOCK = ".lock"
 _SHARED_MEMORY = Path("/dev/shm")
 
 # Of the directories of this process: the descriptor that holds the lock.
@@ -124,6 +127,28 @@ def remove_scratch_directory(path: Path) -> None:
     descriptor = _locks.pop(path, None)
     if descriptor is not None:
         os.close(descriptor)
+
+
+def claim_directory(path: Path) -> bool:
+    """Take a directory, made if need be, for this process until that ends; False if another process has it.
+
+    On a disk that knows no locks every claim is granted.
+    """
+    path = path.resolve()
+    if path in _locks:
+        return True
+    path.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return False
+    except OSError:
+        # Nobody can tell here.
+        pass
+    _locks[path] = descriptor
+    return True
 
 
 def shared_memory_of(path: Path) -> list[Path]:

@@ -5,22 +5,27 @@ Invariants:
   (`get`, `post_control`) are not counted: an abort must pass while every generation slot is busy.
 - Proxies of the environment are ignored.
 - Connection errors, 429 and 5xx are tried again after one second, up to the limit. Every other status from 400 on fails
-  at once with the body of the answer. A request that exceeds its total time fails at once.
+  at once with the body of the answer. A request that exceeds its total time fails at once. Nobody else tries again: neither
+  the router nor who calls. All attempts bear one `X-Request-Id`.
+- Where engines are replaced (`set_engine_supply`), a generation waits while there is none, and an attempt that an engine took
+  with it into its death does not count. One that outlives several engines is suspected of ending them, and fails.
 - What is parsed in a thread (`post_generate`) is parsed when its slot and its connection are free again.
 - The bearer token travels only to the router and the engines of this run, and appears in no message.
 """
 
 import asyncio
 import contextlib
+import contextvars
 import json as standard_json
 import logging
 import socket
 import time
+import uuid
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import numpy as np
@@ -35,11 +40,16 @@ logger = logging.getLogger(__name__)
 
 RETRY_DELAY_S = 1.0
 CONNECT_TIMEOUT_S = 30.0
+# So many engines a request may outlive: any may have been under way when others' requests ended one.
+SURVIVED_ENGINES = 5
+_SUPPLY_POLL_SECONDS = 0.2
 # A failure of the same address and status is told of again after this time.
 _SAME_FAILURE_SECONDS = 30.0
 _BODY_CHARACTERS_IN_MESSAGES = 2000
 # Below this a thread costs more than parsing: 400 tokens, a tenth of a millisecond.
 _THREAD_FROM_BYTES = 16 * 2**10
+# How deeply lists are nested in one prompt, in the order in which engines look for it.
+_LEVELS_OF_A_PROMPT = {"text": 0, "input_ids": 1, "input_embeds": 2}
 _ORJSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
@@ -65,6 +75,26 @@ class HttpSettings:
     trusted_origins: frozenset[str] = frozenset()
 
 
+class EngineSupply(Protocol):
+    """Who has the engines behind a router, as requests see it. Methods may be called from any thread."""
+
+    def is_serving(self) -> bool:
+        """Whether requests find an engine."""
+        ...
+
+    def doubt_all(self, cause: str) -> None:
+        """A request failed: look after the engines."""
+        ...
+
+    def is_decided(self) -> bool:
+        """Whether no engine is doubted: each of them is known to live, or to be dead."""
+        ...
+
+    def deaths(self) -> int:
+        """How many engines have died so far."""
+        ...
+
+
 @dataclass
 class _LoopClient:
     """The connections of one event loop. `settings` tells whether they are out of date.
@@ -85,6 +115,9 @@ _settings = HttpSettings()
 # Parsing leaves the interpreter to others, so more threads than a few only help where cores are idle.
 _decoders = ThreadPoolExecutor(max_workers=4, thread_name_prefix="slime-decode")
 _engine_origins: set[str] = set()
+# Of the call that this code works for.
+_noted_ids: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("noted_ids", default=None)
+_supplies: dict[str, EngineSupply] = {}
 _told_until: dict[tuple[str, int | None], float] = {}
 _clients: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopClient]" = weakref.WeakKeyDictionary()
 
@@ -125,6 +158,14 @@ def trust_engine_urls(urls: Iterable[str]) -> None:
     _engine_origins.update(_origin(url) for url in urls)
 
 
+def set_engine_supply(router_url: str, supply: EngineSupply | None) -> None:
+    """Requests to this router ask `supply` about the engines behind it; None: they no longer do."""
+    if supply is None:
+        _supplies.pop(_origin(router_url), None)
+    else:
+        _supplies[_origin(router_url)] = supply
+
+
 async def close_http_client() -> None:
     """Close the sessions of the running event loop."""
     client = _clients.pop(asyncio.get_running_loop(), None)
@@ -152,38 +193,105 @@ async def post(
     Raises:
         HttpError: no success within the attempts, a status of 400 and above that is not retried, or too late.
     """
-    client = _client()
-    body = _encode(payload if json is None else json)
+    client, content = _client(), payload if json is None else json
     timeout = _timeout(client.settings.request_timeout)
-    return await _send(client.generation_slots, timeout, "POST", url, body, headers, max_retries)
+    supply, ids = _supplies.get(_origin(url)), _noted_ids.get()
+    if not _asks_our_engines(url) or not isinstance(content, dict) or "rid" in content:
+        ids = None
+    with _identified(content, ids) as body:
+        return await _send(client.generation_slots, timeout, "POST", url, body, headers, max_retries, supply)
 
 
-async def post_generate(url: str, payload: Any, headers: dict[str, str] | None = None) -> Any:
+async def post_generate(
+    url: str, payload: dict[str, Any], headers: dict[str, str] | None = None, *, request_ids: set[str] | None = None
+) -> Any:
     """As `post`, for an engine's answer. A long one is parsed off the event loop, its token log-probs into `TokenLogProbs`.
 
     Those of a short one are lists of entries; `TokenLogProbs.of` takes both.
+
+    Args:
+        request_ids: holds the ids (`rid`) by which engines know this request until it is answered.
     """
     # Arrow takes a moment to load and is needed where engines are asked only.
     from slime.utils.engine_answers import decode_engine_answer
 
-    client = _client()
+    client, supply = _client(), _supplies.get(_origin(url))
     timeout = _timeout(client.settings.request_timeout)
-    content = await _send(client.generation_slots, timeout, "POST", url, _encode(payload), headers, None, decode=False)
+    with _identified(payload, request_ids) as body:
+        content = await _send(client.generation_slots, timeout, "POST", url, body, headers, None, supply, decode=False)
     if len(content) < _THREAD_FROM_BYTES:
         return _decode(content)
     return await asyncio.get_running_loop().run_in_executor(_decoders, decode_engine_answer, content, _decode)
 
 
+@contextlib.contextmanager
+def noting_request_ids(ids: set[str]) -> Iterator[None]:
+    """What is sent by `post` to engines of this run in the block, in their own protocol, has ids, which `ids` holds as those of
+    `post_generate`. Goes along with tasks."""
+    token = _noted_ids.set(ids)
+    try:
+        yield
+    finally:
+        _noted_ids.reset(token)
+
+
+@contextlib.contextmanager
+def _identified(payload: Any, ids: set[str] | None) -> Iterator[Callable[[], bytes | None]]:
+    """What makes the body of an attempt, with an id where `ids` takes it. Each has one of its own: an engine refuses one that
+    it still works on, as it may after its connection broke."""
+    if ids is None or _is_multiplied(payload):
+        plain = _encode(payload)
+        yield lambda: plain
+        return
+    own: list[str] = []
+    prompts = _num_prompts(payload)
+
+    def body() -> bytes:
+        request_id = uuid.uuid4().hex
+        # SGLang numbers the prompts of a list, and knows none by the id alone. The router takes no list of ids.
+        names = [request_id] if prompts is None else [f"{request_id}_{place}" for place in range(prompts)]
+        own.extend(names)
+        ids.update(names)
+        return _encode({**payload, "rid": request_id})
+
+    try:
+        yield body
+    finally:
+        ids.difference_update(own)
+
+
+def _is_multiplied(payload: dict[str, Any]) -> bool:
+    """Whether several answers to a prompt are asked for: SGLang makes requests of them whose ids it tells nobody.
+
+    Only the end of the connection ends those.
+    """
+    params = payload.get("sampling_params")
+    first = params[0] if isinstance(params, list) and params else params
+    return isinstance(first, dict) and first.get("n") not in (None, 1)
+
+
+def _num_prompts(payload: dict[str, Any]) -> int | None:
+    """How many prompts there are in the list of a request in the engines' protocol; None: it has one, and no list."""
+    for name, levels in _LEVELS_OF_A_PROMPT.items():
+        prompts = payload.get(name)
+        if prompts is not None:
+            inner = prompts
+            while levels >= 0 and isinstance(inner, list | tuple | np.ndarray) and len(inner):
+                inner, levels = inner[0], levels - 1
+            return len(prompts) if levels < 0 else None
+    return None
+
+
 async def post_control(url: str, payload: Any = None, max_retries: int | None = None) -> Any:
     """As `post`, for control requests: past the limit of generation, and within `--http-control-timeout`."""
-    return await _send(
-        _UNLIMITED, _timeout(_settings.control_timeout), "POST", url, _encode(payload), None, max_retries
-    )
+    body = _encode(payload)
+    timeout = _timeout(_settings.control_timeout)
+    return await _send(_UNLIMITED, timeout, "POST", url, lambda: body, None, max_retries)
 
 
 async def get(url: str, max_retries: int | None = None) -> Any:
     """GET within `--http-control-timeout`; returns and raises as `post`."""
-    return await _send(_UNLIMITED, _timeout(_settings.control_timeout), "GET", url, None, None, max_retries)
+    return await _send(_UNLIMITED, _timeout(_settings.control_timeout), "GET", url, lambda: None, None, max_retries)
 
 
 async def _send(
@@ -191,22 +299,30 @@ async def _send(
     timeout: aiohttp.ClientTimeout,
     method: str,
     url: str,
-    body: bytes | None,
+    body: Callable[[], bytes | None],
     headers: dict[str, str] | None,
     max_retries: int | None,
+    supply: EngineSupply | None = None,
     decode: bool = True,
 ) -> Any:
-    """The answer: parsed, or its bytes."""
+    """The answer: parsed, or its bytes. `body` makes that of an attempt, when its turn has come."""
     session = _client().session
-    headers = _with_token(url, headers)
+    request_id = uuid.uuid4().hex
+    headers = {"X-Request-Id": request_id, **(_with_token(url, headers) or {})}
     attempts = max(1, _settings.max_retries if max_retries is None else max_retries)
-    for attempt in range(1, attempts + 1):
+    attempt, survived = 1, 0
+    while True:
+        if supply is not None:
+            await _wait_until(supply.is_serving, url, timeout.total)
         try:
-            async with slots, session.request(method, url, data=body, headers=headers, timeout=timeout) as response:
-                content = await response.read()
-                if response.status < 400:
-                    return _decode(content) if decode else content
-                failure = _status_error(method, url, response.status, content)
+            async with slots:
+                # It outlives no engine that dies while it waits for its slot.
+                deaths = 0 if supply is None else supply.deaths()
+                async with session.request(method, url, data=body(), headers=headers, timeout=timeout) as response:
+                    content = await response.read()
+                    if response.status < 400:
+                        return _decode(content) if decode else content
+                    failure = _status_error(method, url, response.status, content)
             if failure.status != 429 and failure.status < 500:
                 raise failure
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
@@ -217,11 +333,38 @@ async def _send(
                 "(--http-request-timeout for generation, --http-control-timeout for control requests)",
                 url=url,
             ) from error
-        if attempt < attempts:
+        if supply is not None:
+            supply.doubt_all(str(failure))
+        if attempt < attempts or supply is not None:
             told = attempt == 1 and _is_news(url, failure.status)
-            logger.log(logging.WARNING if told else logging.DEBUG, "%s; attempt %d", failure, attempt)
+            level = logging.WARNING if told else logging.DEBUG
+            logger.log(level, "%s; attempt %d of request %s", failure, attempt, request_id)
             await asyncio.sleep(RETRY_DELAY_S)
-    raise HttpError(f"{failure} ({attempts} attempts)", url=url, status=failure.status, body=failure.body)
+        if supply is not None:
+            await _wait_until(supply.is_decided, url, timeout.total)
+            if supply.deaths() != deaths:
+                survived += 1
+                if survived == SURVIVED_ENGINES:
+                    raise HttpError(
+                        f"{failure} (request {request_id} was under way when engines died, {survived} times: it may be what "
+                        "they die of)",
+                        url=url,
+                        status=failure.status,
+                        body=failure.body,
+                    )
+                continue
+        if attempt == attempts:
+            raise HttpError(f"{failure} ({attempts} attempts)", url=url, status=failure.status, body=failure.body)
+        attempt += 1
+
+
+async def _wait_until(condition: Callable[[], bool], url: str, limit: float) -> None:
+    """Wait for the engines behind a router; HttpError after `limit` seconds."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        if time.monotonic() > deadline:
+            raise HttpError(f"{url}: no engine served requests for {limit:g} s (--http-request-timeout)", url=url)
+        await asyncio.sleep(_SUPPLY_POLL_SECONDS)
 
 
 def _is_news(url: str, status: int | None) -> bool:
@@ -309,6 +452,10 @@ def _with_token(url: str, headers: dict[str, str] | None) -> dict[str, str] | No
     if origin not in _settings.trusted_origins and origin not in _engine_origins:
         return headers
     return {"Authorization": f"Bearer {_settings.api_key}", **(headers or {})}
+
+
+def _asks_our_engines(url: str) -> bool:
+    return url.endswith("/generate") and _origin(url) in _settings.trusted_origins | _engine_origins
 
 
 def _origin(url: str) -> str:

@@ -20,6 +20,7 @@ import inspect
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,9 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from slime.utils.errors import RunError, UserError
+
+# While one thread runs a file, others find an unfinished module; the file may ask for further ones.
+_running_a_file = threading.RLock()
 
 _REWARD_FLAG = "--custom-rm-path"
 _REWARD_METHOD = "compute_reward"
@@ -121,18 +125,19 @@ def _load_file(file: str, subject: str) -> ModuleType:
     if not os.path.isfile(real_path):
         raise UserError(f"{subject}: there is no file {real_path}")
     name = "_slime_plugin_" + hashlib.sha256(real_path.encode()).hexdigest()[:16]
-    if name in sys.modules:
-        return sys.modules[name]
-    module_spec = importlib.util.spec_from_file_location(name, real_path)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module
-    try:
-        with _importable(os.path.dirname(real_path)):
-            module_spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise UserError(_import_failure(subject)) from error
-    return module
+    with _running_a_file:
+        if name in sys.modules:
+            return sys.modules[name]
+        module_spec = importlib.util.spec_from_file_location(name, real_path)
+        module = importlib.util.module_from_spec(module_spec)
+        sys.modules[name] = module
+        try:
+            with _importable(os.path.dirname(real_path)):
+                module_spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[name]
+            raise UserError(_import_failure(subject)) from error
+        return module
 
 
 @contextmanager

@@ -1,11 +1,16 @@
-"""Process groups beside the default one: with peers that are not in our world (the engines), and of our world on the host."""
+"""Where process groups are made: the default one, that of its ranks on the host, and those with peers that are not in our
+world (the engines). Only Megatron lays out its parallel groups by itself, inside the default one."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
+
+from slime.utils.device import get_accelerator
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -16,10 +21,22 @@ if TYPE_CHECKING:
 _on_host: tuple[weakref.ref[dist.ProcessGroup], weakref.ref[dist.ProcessGroup]] | None = None
 
 
+def join_world(backend: str, timeout: timedelta) -> None:
+    """Join the default group that the environment names, unless this process is in one, and that of its ranks on the host.
+
+    Collective. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, as torch.distributed expects.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group(backend=backend, timeout=timeout)
+    init_gloo_group(timeout)
+
+
 def init_gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """The Gloo group of all ranks of the default group, for collectives on tensors of the host and on objects.
 
-    Collective; later calls return the same group. A default group that is one of Gloo is that group itself.
+    Collective; later calls return the same group. A default group with the backend of groups on the host is that group itself.
     """
     import torch.distributed as dist
 
@@ -28,7 +45,8 @@ def init_gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     if world is None:
         raise RuntimeError("there is no default process group yet: call torch.distributed.init_process_group first")
     if _on_host is None or _on_host[0]() is not world:
-        group = world if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+        backend = get_accelerator().host_group_backend
+        group = world if dist.get_backend() == backend else dist.new_group(backend=backend, timeout=timeout)
         _on_host = (weakref.ref(world), weakref.ref(group))
     return _on_host[1]()
 
@@ -44,6 +62,28 @@ def get_gloo_group() -> dist.ProcessGroup:
     if _on_host is None or dist.group.WORLD is None or _on_host[0]() is not dist.group.WORLD:
         raise RuntimeError("there is no Gloo group of all ranks: call init_gloo_group on every rank first")
     return _on_host[1]()
+
+
+@contextlib.contextmanager
+def patient_groups(seconds: float) -> Iterator[None]:
+    """In the block a collective of any group of this process waits `seconds` for the other ranks, where its limit is shorter.
+
+    For work whose time depends on bytes, and which some ranks do while the others wait: nobody hangs, somebody writes.
+    """
+    from torch.distributed import distributed_c10d
+
+    backends = [
+        group._get_backend(device) for group in distributed_c10d._world.pg_map for device in group._device_types
+    ]
+    # Groups that stand for others, of ranks that are not there, wait for nobody.
+    limits = [(backend, backend.options._timeout) for backend in backends if hasattr(backend, "_set_default_timeout")]
+    for backend, limit in limits:
+        backend._set_default_timeout(max(limit, timedelta(seconds=seconds)))
+    try:
+        yield
+    finally:
+        for backend, limit in limits:
+            backend._set_default_timeout(limit)
 
 
 def create_store(host: str, timeout: timedelta) -> dist.TCPStore:

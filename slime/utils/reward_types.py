@@ -1,7 +1,13 @@
 """Names of the built-in rewards: one list for the check of `--rm-type` and for the graders themselves."""
 
 BOXED = "boxed_"
-REWARD_TYPES = ("dapo", "deepscaler", "f1", "math", "random")
+REWARD_TYPES = (
+    "dapo",
+    "deepscaler",
+    "f1",
+    "math",
+    "random",
+)
 # Known names whose graders are not built yet: a plan takes them, a run does not.
 PLANNED_REWARD_TYPES = ("gpqa", "ifbench", "remote_rm")
 

@@ -8,10 +8,9 @@ in one bucket.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
-
-from slime.utils.errors import RunError
 
 if TYPE_CHECKING:
     import torch
@@ -53,14 +52,23 @@ class FlatBucket:
 
 
 class BucketFlattener:
-    """Flattens buckets into `count` buffers taken in turn, so that a steady push allocates nothing.
+    """Flattens buckets into `count` buffers taken in turn, so that within a push nothing is allocated twice.
 
     A returned bucket stays valid until `flatten` was called `count` more times: with 2, the bucket in flight survives
     the preparation of the next one.
+
+    Args:
+        max_bytes: a larger tensor, which is a bucket of its own, is not copied: its bytes are the bucket, and must stay as they
+            are while it travels.
     """
 
-    def __init__(self, count: int = 2):
-        self._buffers: list[torch.Tensor | None] = [None] * count
+    def __init__(self, count: int = 2, max_bytes: float = math.inf):
+        self._count, self._max_bytes = count, max_bytes
+        self.release()
+
+    def release(self) -> None:
+        """Give up the buffers: nothing travels any more."""
+        self._buffers: list[torch.Tensor | None] = [None] * self._count
         self._turn = 0
 
     def flatten(self, named_tensors: NamedTensors) -> FlatBucket:
@@ -68,13 +76,17 @@ class BucketFlattener:
         import torch
 
         ordered = sorted(named_tensors, key=lambda item: -item[1].element_size())
-        buffer = self._next_buffer(sum(tensor.nbytes for _, tensor in ordered), ordered[0][1].device)
-        start = 0
-        for _, tensor in ordered:
-            target = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            with torch.no_grad():
-                target.copy_(tensor)
-            start += tensor.nbytes
+        size, first = sum(tensor.nbytes for _, tensor in ordered), ordered[0][1]
+        if len(ordered) == 1 and size > self._max_bytes:
+            buffer = first.detach().contiguous().flatten().view(torch.uint8)
+        else:
+            buffer = self._next_buffer(size, first.device)
+            start = 0
+            for _, tensor in ordered:
+                target = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                with torch.no_grad():
+                    target.copy_(tensor)
+                start += tensor.nbytes
         return FlatBucket(
             names=[name for name, _ in ordered],
             dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
@@ -90,42 +102,3 @@ class BucketFlattener:
         if buffer is None or buffer.numel() < size or buffer.device != device:
             buffer = self._buffers[self._turn] = torch.empty(size, dtype=torch.uint8, device=device)
         return buffer[:size]
-
-
-class PushedNames:
-    """Compares the names of one push with the names that the engines' checkpoint has (engines accept any in silence).
-
-    `check_bucket` refuses a bucket before it is sent; `check_complete` is called when all buckets were sent.
-    """
-
-    def __init__(self, expected: set[str] | None):
-        self._expected = expected
-        self._pushed: set[str] = set()
-
-    def check_bucket(self, names: Iterable[str]) -> None:
-        """Raises RunError for a name that is unknown or was pushed before."""
-        names = list(names)
-        repeated = sorted({name for name in names if name in self._pushed or names.count(name) > 1})
-        if repeated:
-            raise RunError(f"weight push: sent twice: {_shorten(repeated)}")
-        self._pushed.update(names)
-        surplus = sorted(self._pushed - self._expected) if self._expected is not None else []
-        if surplus:
-            raise RunError(
-                f"weight push: {len(surplus)} tensors that the checkpoint of the engines does not have: "
-                f"{_shorten(surplus)}. The conversion of the model and --hf-checkpoint do not fit together"
-            )
-
-    def check_complete(self) -> None:
-        """Raises RunError if an expected tensor was not pushed."""
-        missing = sorted(self._expected - self._pushed) if self._expected is not None else []
-        if missing:
-            raise RunError(
-                f"weight push: {len(missing)} tensors of the checkpoint of the engines were not sent: "
-                f"{_shorten(missing)}. The conversion of the model and --hf-checkpoint do not fit together"
-            )
-
-
-def _shorten(names: list[str], limit: int = 10) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

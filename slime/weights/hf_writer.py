@@ -6,8 +6,9 @@ memory. The source checkpoint is never written to.
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ from slime.weights.buckets import split_into_buckets
 
 if TYPE_CHECKING:
     import torch
+
+    from slime.weights.buckets import NamedTensors
 
 _DEFAULT_SHARD_BYTES = 5 * 1024**3
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
@@ -67,30 +70,49 @@ def _refuse_source(directory: Path, source: Path) -> None:
 
 
 def _write_shards(directory: Path, named_tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int) -> None:
-    from safetensors.torch import save_file
-
-    shard_names: list[list[str]] = []
     seen: set[str] = set()
-    total_size = 0
-    for bucket in split_into_buckets(named_tensors, max_shard_bytes):
-        shard = {}
-        for name, tensor in bucket:
+    for index, bucket in enumerate(split_into_buckets(named_tensors, max_shard_bytes)):
+        for name, _ in bucket:
             if name in seen:
                 raise RunError(f"checkpoint {directory}: tensor {name} occurs twice")
             seen.add(name)
-            shard[name] = _own_storage(tensor)
-            total_size += tensor.nbytes
-        save_file(shard, directory / f"shard-{len(shard_names)}", metadata={"format": "pt"})
-        shard_names.append(list(shard))
-    if not shard_names:
+        write_shard(directory / f"shard-{index:05d}", bucket)()
+    if not seen:
         raise RunError(f"checkpoint {directory}: there are no tensors to write")
-    weight_map = {}
-    for index, names in enumerate(shard_names):
-        file_name = f"model-{index + 1:05d}-of-{len(shard_names):05d}.safetensors"
-        (directory / f"shard-{index}").rename(directory / file_name)
-        weight_map.update(dict.fromkeys(names, file_name))
+    number_shards(directory)
+
+
+def write_shard(path: Path, bucket: NamedTensors) -> Callable[[], None]:
+    """A function that writes the tensors to `path`; what it writes lies on the CPU when it is returned.
+
+    `number_shards` takes files whose names begin with `shard-`, in the order of their names.
+    """
+    from safetensors.torch import save_file
+
+    shard = {name: _own_storage(tensor) for name, tensor in bucket}
+    return lambda: save_file(shard, path, metadata={"format": "pt"})
+
+
+def number_shards(directory: Path) -> None:
+    """Give the shards in `directory` the names that a checkpoint has, and write their index."""
+    shards = sorted(directory.glob("shard-*"))
+    weight_map: dict[str, str] = {}
+    total_size = 0
+    for index, shard in enumerate(shards):
+        file_name = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+        ends = _ends_of_tensors(shard)
+        weight_map.update(dict.fromkeys(ends, file_name))
+        total_size += max(ends.values())
+        shard.rename(directory / file_name)
     index_file = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     write_json_atomically(directory / "model.safetensors.index.json", index_file)
+
+
+def _ends_of_tensors(shard: Path) -> dict[str, int]:
+    """Where each tensor of a safetensors file ends, in bytes from the first one; they lie back to back."""
+    with open(shard, "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:

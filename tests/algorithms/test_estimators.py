@@ -6,8 +6,9 @@ import torch
 from slime.algorithms import advantages, policy_loss
 from slime.algorithms.estimators import ESTIMATORS, Estimator, estimator, names_of_estimators
 from slime.training.advantages import compute_advantages_and_returns
+from slime.training.rollout_data import RolloutData
 from slime.utils.errors import UserError
-from tests.support.grpo_batch import objective_args
+from tests.support.models.grpo_batch import objective_args
 
 
 @pytest.mark.parametrize("row", ESTIMATORS.values(), ids=ESTIMATORS)
@@ -50,10 +51,10 @@ def test_a_row_and_a_function_are_a_new_estimator(monkeypatch):
 
     monkeypatch.setattr(advantages, "halved", halved, raising=False)
     monkeypatch.setitem(ESTIMATORS, "half", Estimator("half", "halved"))
-    data = {
+    data = RolloutData({
         "tokens": [torch.arange(4), torch.arange(5)], "total_lengths": [4, 5], "response_lengths": [2, 3],
         "loss_masks": [torch.ones(2), torch.ones(3)], "rewards": [0.5, -1.5],
-    }  # fmt: skip
+    })  # fmt: skip
     compute_advantages_and_returns(objective_args(advantage_estimator="half"), data)
     assert [tokens.tolist() for tokens in data["advantages"]] == [[0.25] * 2, [-0.75] * 3]
     assert [tokens.tolist() for tokens in data["returns"]] == [[0.5] * 2, [-1.5] * 3]

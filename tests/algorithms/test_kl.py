@@ -8,7 +8,7 @@ import torch
 from slime.algorithms.kl import KL_LOSS_TYPES, approx_kl_of_responses, compute_approx_kl, distilled_advantages
 from slime.algorithms.policy_loss import importance_ratio
 from slime.utils.errors import UserError
-from tests.support.plain_math import finite, numeric_gradient
+from tests.support.oracles.plain_math import finite, numeric_gradient
 
 
 def plain_kl(kind, log_prob, base, old=None):
@@ -49,7 +49,7 @@ def test_low_var_kl_is_clamped_after_weighting():
     assert kl("low_var_kl", -1.0, -1.5, ratio=1e6) == 10.0
 
 
-def test_k3_keeps_its_digits_when_the_policies_are_close():
+def test_the_k3_estimate_keeps_its_digits_when_the_policies_are_close():
     # d²/2 to leading order; e^{−d} − 1 + d computed plainly would lose every digit in float32.
     assert kl("k3", -1.0, -1.0 - 2**-14) == pytest.approx(2**-29, rel=1e-3)
 

@@ -26,7 +26,7 @@ from slime.algorithms.mismatch import (
     worst_tokens,
 )
 from slime.utils.errors import UserError
-from tests.support.plain_mis import plain_step
+from tests.support.oracles.plain_mis import plain_step
 
 
 def measure(train, rollout, mask):
@@ -85,7 +85,7 @@ def test_equal_log_probs_and_no_tokens_at_all():
     assert measure([], [], []) == same
 
 
-def test_k3_keeps_its_digits_when_the_log_probs_are_close():
+def test_the_k3_estimate_keeps_its_digits_when_the_log_probs_are_close():
     assert measure([-1.0], [-1.0 - 2**-14], [1])["mismatch_k3"] == pytest.approx(2**-29, rel=1e-4)
 
 
@@ -112,6 +112,13 @@ def test_worst_tokens_are_trained_ones_with_sample_and_position():
     ]  # fmt: skip
     assert worst[0].difference == 1.0
     assert len(worst_tokens(TRAIN, ROLLOUT, MASKS, [40, 41], 10)) == 4
+
+
+def test_a_trained_token_without_a_difference_comes_before_masked_ones():
+    """Which stand before it, and would otherwise take its place among the worst."""
+    train, masks = [torch.tensor([-1.0, -2.0, -3.0])], [torch.tensor([0, 0, 1])]
+    worst = worst_tokens(train, train, masks, [40], 1)
+    assert [dataclasses.astuple(token) for token in worst] == [(40, 2, -3.0, -3.0)]
 
 
 def test_worst_tokens_of_a_part_of_a_response_have_positions_in_the_whole():

@@ -25,7 +25,7 @@ from slime.algorithms.policy_loss import (
 from slime.algorithms.reduction import masked_sum, rollout_mask_sums, sum_of_sample_mean
 from slime.utils.errors import UserError
 from slime.utils.ppo_utils import compute_opsm_mask
-from tests.support.plain_math import finite, numeric_gradient
+from tests.support.oracles.plain_math import finite, numeric_gradient
 
 RATIOS = (0.05, 0.5, 0.79, 0.81, 0.999, 1.1, 1.27, 1.29, 1.5, 1.99, 2.01, 3.5, 20.0)
 ADVANTAGES = (-3.0, -0.4, 0.0, 0.3, 2.0)

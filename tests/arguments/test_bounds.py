@@ -3,49 +3,17 @@
 import pytest
 
 from slime.arguments import parse_args
-from slime.arguments.groups import BOUNDS, OWN_GROUPS
+from slime.arguments.flag import attribute_of
+from slime.arguments.groups import BOUNDS, OWN_FLAGS, OWN_GROUPS
 from slime.arguments.help_text import groups_of
+from slime.arguments.megatron.effects import ACTS_WITH, FIXED, NO_EFFECT
+from slime.arguments.megatron.names import MEANINGS
 from slime.arguments.parser import build_parser
+from slime.arguments.rules.not_built import rows
 from slime.arguments.value_types import human_int
 from slime.utils.errors import UserError
-from tests.support.args import parse
-from tests.support.rules import assert_violation, violations
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--n-samples-per-prompt 0", "--n-samples-per-prompt 0: it must be at least 1"),
-        ("--global-batch-size 0", "--global-batch-size 0: it must be at least 1"),
-        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: it must be at least 1"),
-        ("--async-buffer-size 0", "--async-buffer-size 0: it must be at least 1"),
-        ("--num-rollout -1", "--num-rollout -1: it must be at least 0"),
-        ("--max-weight-staleness -1", "--max-weight-staleness -1: it must be at least 0"),
-        ("--rm-timeout 0", "--rm-timeout 0.0: it must be above 0"),
-        ("--lr nan", "--lr nan: it must be a finite number"),
-        ("--lr inf", "--lr inf: it must be a finite number"),
-        ("--adam-beta1 1.5", "--adam-beta1 1.5: it must be at least 0 and below 1 (0.9 is usual)"),
-        ("--adam-beta2 1.2", "--adam-beta2 1.2: it must be at least 0 and below 1 (0.98 is usual)"),
-        ("--hidden-dropout 1", "--hidden-dropout 1.0: it must be at least 0 and below 1 (0 is usual)"),
-        ("--lambd 3", "--lambd 3.0: it must be at least 0 and at most 1 (0.95 is usual)"),
-        ("--gamma -0.1", "--gamma -0.1: it must be at least 0 and at most 1 (1 is usual)"),
-        ("--gamma nan", "--gamma nan: it must be at least 0 and at most 1 (1 is usual)"),
-        ("--rollout-stop-token-ids 3 -7", "--rollout-stop-token-ids -7: it must be at least 0"),
-        ("--mtp-num-layers -1", "--mtp-num-layers -1: it must be at least 0"),
-        ("--init-method-std 0", "--init-method-std 0.0: it must be above 0"),
-        ("--make-vocab-size-divisible-by 0", "--make-vocab-size-divisible-by 0: it must be at least 1"),
-        ("--moe-router-topk 0", "--moe-router-topk 0: it must be at least 1"),
-        ("--sglang-router-request-timeout-secs 0", "--sglang-router-request-timeout-secs 0: it must be at least 1"),
-        ("--adam-eps -1", "--adam-eps -1.0: it must be at least 0"),
-        ("--weight-decay -1", "--weight-decay -1.0: it must be at least 0"),
-        ("--seed -1", "--seed -1: it must be at least 0"),
-        ("--rollout-seed 99999999999999999999", "--rollout-seed 99999999999999999999: it must be at most 2147483647"),
-        ("--num-layers -3", "--num-layers -3: it must be at least 1"),
-        ("--dry-run-link-gbps 0", "--dry-run-link-gbps 0.0: it must be above 0"),
-    ],
-)
-def test_numbers_below_their_least_value(tmp_path, words, message):
-    assert_violation(tmp_path, words, message)
+from tests.support.models.args import parse
+from tests.support.tables.rules import assert_violation, violations
 
 
 def test_other_rules_are_told_with_them(tmp_path):
@@ -56,6 +24,15 @@ def test_other_rules_are_told_with_them(tmp_path):
         "--eval-interval 3 needs data sets: give --eval-prompt-data name path, or --eval-config",
         "--save-interval 2 needs --save, the directory of checkpoints, such as --save outputs/checkpoints",
     ]
+
+
+def test_what_a_flag_needs_is_another_flag(tmp_path):
+    args = parse(tmp_path, "--dry-run")
+    needing = {name: flag.needs for name, flag in OWN_FLAGS.items() if flag.needs is not None}
+    assert len(needing) >= 8
+    for name, needs in needing.items():
+        other = attribute_of(needs.partition("}")[0].removeprefix("{"))
+        assert other in vars(args) and other != name, name
 
 
 def test_no_rule_speaks_of_a_number_that_was_replaced(tmp_path):
@@ -110,6 +87,20 @@ def test_every_number_of_ours_has_bounds():
     }
     bounded = {name for name, bounds in BOUNDS.items() if bounds.low is not None}
     assert numbers - bounded == set(free)
+
+
+def test_every_declared_attribute_exists():
+    """What is declared under another name is never asked for."""
+    existing = {action.dest for action in build_parser()._actions}
+    declared = {
+        *BOUNDS, *OWN_FLAGS, *FIXED, *NO_EFFECT, *MEANINGS, *(name for group in ACTS_WITH for name in group.names),
+        *(row.name for row in rows() if "*" not in row.name),
+    }  # fmt: skip
+    assert declared - existing == set()
+
+
+def test_bounds_hold_for_attributes_with_another_name_than_their_flag(tmp_path):
+    assert_violation(tmp_path, "--norm-epsilon 0", "--norm-epsilon 0.0: it must be above 0")
 
 
 @pytest.mark.parametrize("flag", ["--lr", "--rollout-temperature", "--kl-coef", "--entropy-coef", "--weight-decay"])

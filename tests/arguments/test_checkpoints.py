@@ -2,7 +2,7 @@ import pytest
 
 from slime.arguments.checkpoints import POINTER
 from slime.utils.errors import UserError
-from tests.support.args import parse, write_config
+from tests.support.models.args import parse, write_config
 
 
 def megatron_checkpoint(directory, iteration=3):

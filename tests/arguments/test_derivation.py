@@ -10,7 +10,7 @@ from slime.arguments import parse_args
 from slime.arguments.derivation import TIME_LIMITS, checkpoint_bytes, derive_time_limits
 from slime.arguments.origins import Origin
 from slime.utils.errors import UserError
-from tests.support.args import command_line, parse, write_config
+from tests.support.models.args import command_line, parse, write_config
 
 
 def test_a5_temperature_zero_is_for_evaluation_only(tmp_path):
@@ -226,7 +226,7 @@ def test_small_models_have_the_least_limits(tmp_path):
     weights(tmp_path, "model.safetensors", 1)
     assert limits_of(tmp_path) == {
         "engine_start_timeout": 601, "engine_load_timeout": 301, "train_start_timeout": 1801,
-        "checkpoint_publish_timeout": 301,
+        "checkpoint_write_timeout": 601, "checkpoint_publish_timeout": 301,
     }  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def test_large_models_have_time(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 1500 * GB}}))
     assert limits_of(tmp_path) == {
         "engine_start_timeout": 600 + 7500, "engine_load_timeout": 300 + 7500,
-        "train_start_timeout": 1800 + 10500, "checkpoint_publish_timeout": 300 + 10500,
+        "train_start_timeout": 1800 + 10500, "checkpoint_write_timeout": 600 + 52500, "checkpoint_publish_timeout": 300 + 10500,
     }  # fmt: skip
 
 
@@ -270,5 +270,5 @@ def test_limits_are_among_the_derived_values(tmp_path):
     assert (args.train_start_timeout, args.engine_start_timeout) == (77, 600)
     assert {name: str(args.origins[name]) for name in TIME_LIMITS} == {
         "engine_start_timeout": "derived", "engine_load_timeout": "derived", "train_start_timeout": "command line",
-        "checkpoint_publish_timeout": "derived",
+        "checkpoint_write_timeout": "derived", "checkpoint_publish_timeout": "derived",
     }  # fmt: skip

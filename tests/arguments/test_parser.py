@@ -9,14 +9,14 @@ import pytest
 from slime.arguments import parse_args
 from slime.arguments import parser as parser_module
 from slime.arguments.groups import OWN_GROUPS
-from slime.arguments.groups import rollout_flags as rollout
-from slime.arguments.groups import sglang_flags as sglang
+from slime.arguments.groups import package_flags as packages
+from slime.arguments.groups import run_flags as run
 from slime.arguments.help_text import groups_of
-from slime.arguments.not_yet import OWN_ROWS
 from slime.arguments.parser import build_parser, parse_known
+from slime.arguments.rules.not_built import OWN_ROWS
 from slime.utils.errors import UserError
-from tests.support.args import command_line, parse, write_rows
-from tests.support.rules import violations
+from tests.support.models.args import command_line, parse, write_rows
+from tests.support.tables.rules import violations
 
 SOURCE = Path(__file__).parents[2] / "slime"
 
@@ -111,7 +111,7 @@ def test_a_value_given_to_a_switch_is_reported_with_the_rest(tmp_path):
 )
 def test_a_value_of_a_switch_is_answered_with_what_to_type(word, message):
     with pytest.raises(UserError) as error:
-        build_parser().parse([word, "--seed", "x"])
+        parse_known(build_parser(), [word, "--seed", "x"])
     first, second = sorted(str(error.value).splitlines(), key=lambda line: "--seed" in line)
     assert message in first and second == "--seed: invalid int value: 'x'"
 
@@ -119,7 +119,7 @@ def test_a_value_of_a_switch_is_answered_with_what_to_type(word, message):
 @pytest.mark.parametrize("words", ["--lr nan", "--lr nan --lr nan", "--eval-top-p nan --seed 3"])
 def test_what_is_no_number_replaces_nothing(words):
     parser = build_parser()
-    parser.parse(words.split())
+    parse_known(parser, words.split())
     assert parser.replacements() == []
 
 
@@ -172,7 +172,7 @@ def test_what_a_launch_script_sets_is_replaced_behind_it(tmp_path):
 @pytest.mark.parametrize("words", ["--wandb-key a SEKRET", "--wandb-key=a SEKRET"])
 def test_a_stray_word_after_a_secret_is_not_shown(words):
     with pytest.raises(UserError, match="unexpected word .*--wandb-key") as error:
-        build_parser().parse(words.split())
+        parse_known(build_parser(), words.split())
     assert "SEKRET" not in str(error.value)
 
 
@@ -180,9 +180,9 @@ def test_after_an_error_the_parser_is_as_before(tmp_path):
     parser = build_parser()
     for _ in range(2):
         with pytest.raises(UserError) as error:
-            parser.parse(["--seed", "x"])
+            parse_known(parser, ["--seed", "x"])
         assert str(error.value) == "--seed: invalid int value: 'x'"
-    assert parser.parse(["--seed", "7"]).seed == 7
+    assert parse_known(parser, ["--seed", "7"]).seed == 7
     with pytest.raises(UserError, match="--seed"):
         parser.parse_args(["--seed", "x"])
 
@@ -191,19 +191,19 @@ def test_after_an_error_the_parser_is_as_before(tmp_path):
     "words", [["--adam-eps", "-1e-8"], ["--adam-eps=-1e-8"], ["--adam-eps", "1", "--adam-eps", "-1e-8"]]
 )
 def test_negative_numbers_repetitions_and_equal_signs(words):
-    assert build_parser().parse(words).adam_eps == -1e-8
+    assert parse_known(build_parser(), words).adam_eps == -1e-8
 
 
 def test_values_that_look_like_flags_are_values():
-    args = build_parser().parse(
-        ["--rollout-top-k", "-1", "--rollout-stop", "- a", "-.5", '--train-env-vars={"A": "b c"}']
+    args = parse_known(
+        build_parser(), ["--rollout-top-k", "-1", "--rollout-stop", "- a", "-.5", '--train-env-vars={"A": "b c"}']
     )
     assert (args.rollout_top_k, args.rollout_stop, args.train_env_vars) == (-1, ["- a", "-.5"], {"A": "b c"})
 
 
 def test_a_slip_of_one_dash_is_an_unknown_flag():
     with pytest.raises(UserError, match="unknown flag -seed: did you mean --seed"):
-        build_parser().parse(["-seed", "3"])
+        parse_known(build_parser(), ["-seed", "3"])
 
 
 def test_the_batch_size_may_come_from_yaml_and_must_come(tmp_path):
@@ -225,7 +225,7 @@ def test_the_loop_tells_whether_it_is_asynchronous(tmp_path):
 @pytest.fixture
 def without_engines(monkeypatch):
     """SGLang and router look as if they were not installed."""
-    for module in (parser_module, sglang):
+    for module in (parser_module, packages):
         installed = module.load_surface
         monkeypatch.setattr(
             module, "load_surface", lambda name, ask=installed: ask(name) if name == "megatron" else None
@@ -253,7 +253,7 @@ def test_with_sglang_a_run_that_only_trains_refuses_misspelt_flags():
 
 
 def test_two_groups_cannot_define_one_flag(monkeypatch):
-    monkeypatch.setattr(parser_module, "GROUPS", (rollout.DATA, rollout.DATA))
+    monkeypatch.setattr(parser_module, "OWN_GROUPS", (run.DATA, run.DATA))
     with pytest.raises(argparse.ArgumentError, match="conflicting option string"):
         build_parser()
 
@@ -272,7 +272,6 @@ def test_every_flag_has_a_help_text():
 
 # Where nothing of ours names the attribute.
 EFFECT_ELSEWHERE = {
-    "clip_grad": "copied into Megatron's optimizer configuration by the name of the field",
     "max_turns": "own generate functions read it",
 }
 
@@ -306,7 +305,7 @@ def sources() -> list[Path]:
 
 def settles(path: Path) -> bool:
     """Whether a module of the arguments does more with a flag than define or refuse it."""
-    telling = {"groups", "rules", "not_yet.py", "bounds.py", "effects.py", "server_flags.py"}
+    telling = {"groups", "rules", "bounds.py", "effects.py", "server_flags.py"}
     return not telling & set(path.relative_to(SOURCE / "arguments").parts)
 
 
@@ -318,7 +317,7 @@ def words_read_by(paths: Iterable[Path]) -> set[str]:
 def test_a_stray_word_behind_each_flag_is_told():
     words = "--seed 1 --bf16 1 --colocate True --rollout-stop a b --balance-data 1 2"
     with pytest.raises(UserError) as error:
-        build_parser().parse(words.split())
+        parse_known(build_parser(), words.split())
     assert str(error.value).splitlines() == [
         "unexpected word '1': --bf16 takes no such value",
         "unexpected word 'True': --colocate takes no such value",
@@ -347,4 +346,4 @@ def test_add_custom_arguments_must_return_the_parser():
 
 @pytest.mark.parametrize("level", ["debug", "Debug", "DEBUG"])
 def test_log_levels_in_any_case(level):
-    assert build_parser().parse(["--log-level", level]).log_level == "DEBUG"
+    assert parse_known(build_parser(), ["--log-level", level]).log_level == "DEBUG"

@@ -9,8 +9,8 @@ import pytest
 from slime.arguments import build_parser
 from slime.arguments.paths import MANAGER_PLUG_INS, RANK_PLUG_INS, load_plug_ins, make_paths_absolute
 from slime.utils.errors import UserError
-from tests.support.args import parse
-from tests.support.rules import violations
+from tests.support.models.args import parse
+from tests.support.tables.rules import violations
 
 
 def test_relative_paths_become_absolute(tmp_path, monkeypatch):

@@ -2,10 +2,10 @@
 
 import pytest
 
-from slime.arguments.not_yet import names_of
+from slime.arguments.rules.not_built import names_of
 from slime.arguments.server_flags import NOT_YET, REFUSED
 from slime.utils.errors import UserError
-from tests.support.args import parse
+from tests.support.models.args import parse
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,13 @@
-"""Which GPUs train and which serve, how long samples may be, how many steps there are."""
+"""Which GPUs train and which serve, how many steps there are."""
 
 from argparse import Namespace
 
 import pytest
 
-from slime.arguments.critic_arguments import critic_args
-from slime.arguments.sizes import layout_of, longest_sample, planned_sample, prompt_is_limited, train_iterations
-from tests.support.args import parse
-from tests.support.rules import violations
+from slime.arguments.config_files.role_config import critic_args
+from slime.arguments.sizes import layout_of, plans_for_gpus, train_iterations
+from tests.support.models.args import parse
+from tests.support.tables.rules import violations
 
 # A = 4 GPUs train, R = 2 or 6 serve: total, first GPU of an engine.
 MODES = [
@@ -36,34 +36,6 @@ def test_external_engines_take_none_of_the_runs_gpus():
     assert layout_of(args).rollout_gpus == 0
 
 
-def lengths(context=None, prompt=None, response=None):
-    return Namespace(
-        rollout_max_context_len=context,
-        rollout_max_prompt_len=prompt,
-        rollout_max_response_len=response,
-        seq_length=4096,
-    )
-
-
-@pytest.mark.parametrize(
-    "flags, longest, limited",
-    [
-        ((None, 1024, 7168), 8192, True),
-        ((8000, 1024, 7168), 8000, True),
-        ((10000, 1024, 7168), 8192, True),
-        ((8192, 1000, 1000), 2000, True),
-        ((None, None, 7168), 7168, False),
-        ((None, 1024, None), None, True),
-        ((8000, None, None), 8000, True),
-        ((None, None, None), None, False),
-    ],
-)
-def test_longest_sample(flags, longest, limited):
-    args = lengths(*flags)
-    assert longest_sample(args) == longest and prompt_is_limited(args) is limited
-    assert planned_sample(args) == (longest or 4096)
-
-
 PPO = ("--advantage-estimator", "ppo")
 
 
@@ -83,3 +55,14 @@ def test_a_warmup_is_compared_with_the_rollouts_that_train_the_actor(tmp_path):
     assert train_iterations(parse(tmp_path, *words)) == 4
     (message,) = violations(tmp_path, [*words, "--num-critic-only-steps", "2"])
     assert "must be below the 2 optimizer steps of the schedule (those of --num-rollout 4 without " in message
+
+
+@pytest.mark.parametrize(
+    "accelerator, typed, expected",
+    [(None, None, True), ("cpu", None, False), ("cpu", 24.0, True), ("cuda", None, True)],
+)
+def test_a_plan_is_for_gpus_unless_the_run_says_cpu(monkeypatch, accelerator, typed, expected):
+    monkeypatch.delenv("SLIME_ACCELERATOR", raising=False)
+    if accelerator is not None:
+        monkeypatch.setenv("SLIME_ACCELERATOR", accelerator)
+    assert plans_for_gpus(Namespace(dry_run_gpu_memory_gib=typed)) is expected

@@ -8,9 +8,9 @@ import pytest
 from slime.arguments import surface
 from slime.arguments.surface import Package, add_flag, read_or_describe, taken
 from slime.utils.errors import UserError
-from tests.support.fake_flag_surface import SPECS
+from tests.support.processes.fake_flag_surface import SPECS
 
-FAKE = Package("fake_engine", "fake-engine", "tests.support.fake_flag_surface", watched=("options.py",))
+FAKE = Package("fake_engine", "fake-engine", "tests.support.processes.fake_flag_surface", watched=("options.py",))
 
 
 @pytest.fixture

@@ -4,16 +4,16 @@ import re
 
 import pytest
 
-from slime.arguments.parser import build_parser
-from slime.arguments.unknown_flags import ANSWERS, DERIVED, RETIRED, SAME, answer_to, replacement_of, why_unknown
-from slime.backends.sglang_utils.flag_surface import NOT_EXPOSED
+from slime.arguments.parser import build_parser, parse_known
+from slime.arguments.unknown_flags import ANSWERS, DERIVED, RETIRED, SAME, answer_to, unknown, why_unknown
+from slime.backends.sglang_utils.server_arguments import NOT_EXPOSED
 from slime.utils.errors import UserError
-from tests.support.args import parse
+from tests.support.models.args import parse
 
 
 def lines_of(words: str) -> list[str]:
     with pytest.raises(UserError) as error:
-        build_parser().parse(words.split())
+        parse_known(build_parser(), words.split())
     return str(error.value).splitlines()
 
 
@@ -22,6 +22,8 @@ def test_every_answer_names_flags_that_exist_and_no_name_is_a_flag_of_ours():
     named = {flag for answer in ANSWERS.values() for flag in re.findall(r"--[a-z][\w-]*(?!\w|-?\*)", answer)}
     named |= {flag for flags in SAME.values() for flag in flags}
     assert {flag for flag in named if flag not in known} - {"--sglang-"} == set()
+    meant = {flag for name in (*ANSWERS, *SAME) for flag in answer_to(name.replace("*", "x"), known).flags}
+    assert meant == named - {"--sglang-"}, "a sentence has its flags in braces"
     names = {f"--{name}" for name in ANSWERS} | set(SAME)
     assert [name for name in names if name in known or why_unknown(name) is not None] == []
 
@@ -29,18 +31,6 @@ def test_every_answer_names_flags_that_exist_and_no_name_is_a_flag_of_ours():
 @pytest.mark.parametrize(
     ("typed", "answer"),
     [
-        ("--learning_rate 1e-6", "unknown flag --learning_rate: did you mean --lr?"),
-        ("--learning-rate=1e-6", "unknown flag --learning-rate: did you mean --lr?"),
-        ("--rollout_batch_size 4", "unknown flag --rollout_batch_size: did you mean --rollout-batch-size?"),
-        ("--actor.lr 1e-6", "unknown flag --actor.lr: did you mean --lr?"),
-        ("--actor_learning_rate 1e-6", "unknown flag --actor_learning_rate: did you mean --lr?"),
-        ("--use_http2", "--use_http2 does not exist any more: it has no effect; drop it"),
-        ("--use_lora", "unknown flag --use_lora: LoRA is not here yet: every parameter is trained; "),
-        ("--lora-rank 8", "unknown flag --lora-rank: LoRA is not here yet"),
-        ("--zero_stage 3", "unknown flag --zero_stage: training is Megatron-Core: shard the optimizer with --use-distri"),
-        ("--vllm_num_engines 2", "unknown flag --vllm_num_engines: did you mean --rollout-num-gpus and --rollout-num-gpus"),
-        ("--vllm_disable_logging", "unknown flag --vllm_disable_logging: the engines are SGLang servers: set them up with"),
-        ("--beta 0.01", "unknown flag --beta: did you mean --kl-loss-coef with --use-kl-loss?"),
         ("trainer.nnodes=2", "unexpected word 'trainer.nnodes=2': did you mean --actor-num-nodes?"),
         ("+ref.actor.optim.lr=1e-6", "unexpected word '+ref.actor.optim.lr=1e-6': did you mean --lr?"),
         ("actor_rollout_ref.rollout.n=8", "unexpected word 'actor_rollout_ref.rollout.n=8': did you mean --n-samples-per-prom"),
@@ -53,7 +43,7 @@ def test_every_answer_names_flags_that_exist_and_no_name_is_a_flag_of_ours():
         ("a.b.c=1", "unexpected word 'a.b.c=1': flags are written `--name value` here; `python train.py --help-grep c` looks"),
     ],
 )  # fmt: skip
-def test_answers(typed, answer):
+def test_answers_to_overrides(typed, answer):
     (line,) = lines_of(f"--seed 1 {typed}")
     assert line.startswith(answer) and "abc" not in line
 
@@ -68,7 +58,7 @@ def test_every_override_is_answered_wherever_it_stands():
 
 
 def test_values_of_flags_are_no_overrides():
-    args = build_parser().parse(["--rollout-stop", "a=1", "x.y=2", "--prompt-data", "rows.jsonl@[0:1]"])
+    args = parse_known(build_parser(), ["--rollout-stop", "a=1", "x.y=2", "--prompt-data", "rows.jsonl@[0:1]"])
     assert args.rollout_stop == ["a=1", "x.y=2"]
 
 
@@ -90,40 +80,19 @@ def test_words_that_are_common_elsewhere_in_a_file(tmp_path):
 FLAG = re.compile(r"--[a-z][a-z0-9-]*\*?")
 
 
-@pytest.mark.parametrize(
-    ("words", "instead"),
-    [
-        (["--rollout-external"], "--rollout-external-engine-addrs"),
-        (["--slime-router-policy", "random"], "--router-*"),
-        (["--critic-lr=1e-5"], "--megatron-config-path"),
-        (["--critic-num-nodes", "1"], "--num-critic-only-steps"),
-        (["--over-sampling-filter-path", "f.py"], "--dynamic-sampling-filter-path"),
-        (["--ci-metric-checker-key", "x"], "--custom-rollout-log-function-path"),
-        (["--config", "x.yaml"], "--custom-config-path"),
-        (["--warmup-ratio", "0.1"], "--lr-warmup-fraction"),
-        (["--use-http2"], "drop it"),
-    ],
-)
-def test_a_retired_flag_names_its_replacement(tmp_path, words, instead):
-    with pytest.raises(UserError) as error:
-        parse(tmp_path, *words)
-    (message,) = str(error.value).splitlines()
-    flag = words[0].split("=")[0]
-    assert message.startswith(f"{flag} does not exist any more") and instead in message
-
-
 def test_no_retired_flag_is_known_and_every_replacement_is():
     known = build_parser()._option_string_actions
     assert [name for name in RETIRED if name in known] == []
     patterns = tuple(name[:-1] for name in RETIRED if name.endswith("*"))
     assert [flag for flag in known if flag.startswith(patterns)] == []
-    named = {flag for text in RETIRED.values() for flag in FLAG.findall(text)}
-    assert [flag for flag in named if not flag.endswith("*") and flag not in known] == []
+    named = {flag for text in RETIRED.values() for flag in FLAG.findall(text) if not flag.endswith("*")}
+    assert [flag for flag in named if flag not in known] == []
+    assert {flag for text in RETIRED.values() for flag in unknown(text).flags} == named, "they stand in braces"
 
 
 def test_a_family_covers_every_ending_and_nothing_else():
-    assert replacement_of("--slime-router-anything") is not None
-    assert replacement_of("--slime-routers") is None and replacement_of("--config-file") is None
+    assert why_unknown("--slime-router-anything") is not None
+    assert why_unknown("--slime-routers") is None and why_unknown("--config-file") is None
 
 
 def test_settings_of_a_server_that_follow_from_the_run(tmp_path):

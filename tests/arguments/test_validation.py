@@ -6,20 +6,21 @@ import pytest
 
 from slime import arguments as validation
 from slime.arguments import validate_args
+from slime.arguments.violations import Kind, Violation, broken, without_consequences
 from slime.utils.errors import UserError
-from tests.support.args import parse
-from tests.support.rules import violations
+from tests.support.models.args import parse
+from tests.support.tables.rules import violations
 
 
 def test_all_violations_come_in_one_message(tmp_path):
     words = (
-        "--rollout-temperature -1 --global-batch-size 3 --save-interval 1 --prompt-data /nowhere/a.jsonl --use-fault-tolerance "
-        "--sequence-parallel --sglang-dp-size 2 --rm-url host"
+        "--rollout-temperature -1 --global-batch-size 3 --save-interval 1 --prompt-data /nowhere/a.jsonl "
+        "--use-distributed-post --sequence-parallel --sglang-dp-size 2 --rm-url host"
     )
     lines = "\n".join(violations(tmp_path, words))
     families = (
         "--rollout-temperature -1.0", "no multiple of --global-batch-size 3", "--save-interval 1 needs --save",
-        "there is no file /nowhere/a.jsonl", "--use-fault-tolerance: fault tolerance", "--sequence-parallel needs",
+        "there is no file /nowhere/a.jsonl", "--use-distributed-post: a client process", "--sequence-parallel needs",
         "--sglang-dp-size 2", "--rm-url host: it must start",
     )  # fmt: skip
     assert [part for part in families if part not in lines] == []
@@ -30,17 +31,17 @@ def test_a_dry_run_has_errors_and_notes(tmp_path):
         parse(
             tmp_path,
             "--dry-run",
-            "--use-fault-tolerance",
+            "--use-distributed-post",
             "--prompt-data",
             "/nowhere/a.jsonl",
             "--rollout-temperature",
             "0",
         )
     assert str(error.value).startswith("--rollout-temperature 0.0") and str(error.value).count("\n") == 0
-    args = parse(tmp_path, "--dry-run", "--use-fault-tolerance", "--prompt-data", "/nowhere/a.jsonl")
+    args = parse(tmp_path, "--dry-run", "--use-distributed-post", "--prompt-data", "/nowhere/a.jsonl")
     assert [note.split(":")[0] for note in args.plan_notes] == [
         "--prompt-data /nowhere/a.jsonl",
-        "--use-fault-tolerance",
+        "--use-distributed-post",
     ]
 
 
@@ -84,3 +85,24 @@ def test_what_is_said_beside_a_refusal_waits_until_the_flags_are_accepted(tmp_pa
     # Checked again, the rules say the same again.
     again = [record.getMessage() for record in caplog.records]
     assert len(again) == len(set(again)) > 0 and set(again) < {line for line, _ in lines}
+
+
+def test_a_violation_says_which_flags_it_is_about(tmp_path):
+    args = parse(tmp_path, "--dry-run")
+    args.world_size, args.lr = 6, 0.5
+    template = "{--lr=} and {--use-wandb}, {0} as {1=}, {world_size} ranks, {num_layers} layers, {word}"
+    violation = broken(args, template, "--save", "--fp8-format", word="--seed", kind=Kind.MISSING)
+    assert violation.message == "--lr 0.5 and --use-wandb, --save as --fp8-format None, 6 ranks, 2 layers, --seed"
+    assert violation.flags == ("--save", "--fp8-format", "--lr", "--use-wandb", "world_size", "--num-layers")
+    assert violation.kind is Kind.MISSING and violation.at("run.yaml:3").message.startswith("run.yaml:3: --lr 0.5 and")
+
+
+def test_what_follows_from_a_flag_is_left_out_with_it():
+    one, ranks, batch = (Violation((name,), name) for name in ("--lr", "data_parallel_size", "--global-batch-size"))
+    assert without_consequences([one, ranks, batch], {"--tensor-model-parallel-size"}) == [one, batch]
+    assert without_consequences([one, ranks, batch], {"--n-samples-per-prompt"}) == [one, ranks]
+    assert without_consequences([one, ranks, batch], {"--lr", "--l"}) == [ranks, batch]
+
+
+def test_secrets_are_no_part_of_a_message(tmp_path):
+    assert "s3cret" not in broken(parse(tmp_path, "--wandb-key", "s3cret"), "{--wandb-key=}").message

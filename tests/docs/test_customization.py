@@ -15,7 +15,7 @@ import pytest
 
 from slime.rollout.base_types import leaves
 from slime.rollout.data_source import create_data_source
-from slime.rollout.data_source_files import draw_groups
+from slime.rollout.draws import draw_groups
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate_and_rm
 from slime.rollout.rm_hub import async_rm, batched_async_rm
@@ -26,10 +26,10 @@ from slime.utils.http_utils import close_http_client
 from slime.utils.misc import SingletonMeta
 from slime.utils.plugin_loader import load_function
 from slime.utils.types import Sample
-from tests.support.args import parse
-from tests.support.fake_generate_server import FakeGenerateServer
-from tests.support.page import blocks
-from tests.support.rollout_args import CountingDataSource, make_args, make_checkpoint
+from tests.support.models.args import parse
+from tests.support.models.rollout_args import CountingDataSource, make_args, make_checkpoint
+from tests.support.processes.fake_generate_server import FakeGenerateServer
+from tests.support.tables.page import blocks
 
 PAGE = Path(__file__).parents[2] / "docs/en/get_started/customization.md"
 PLUG_INS = {re.match(r"# (\S+\.py)\n", text)[1]: text for kind, text in blocks(PAGE) if kind == "python"}
@@ -220,11 +220,11 @@ def clips_rewards(given):
 @check("my_log.py")
 def logs_a_metric(given):
     from slime.observability.logging_utils import drain_outbox
-    from slime.ray.rollout_manager import RolloutManager
+    from slime.ray.rollout_pipeline import RolloutPipeline
 
     args = parse(given.directory, "--custom-rollout-log-function-path", "my_log.py:log_questions")
     drain_outbox()
-    assert RolloutManager(args)._logged_by_user(3, answers("85?", "86"), {}, 1.0) is False
+    assert RolloutPipeline(args)._logged_by_user(3, answers("85?", "86"), {}, 1.0) is False
     assert drain_outbox() == [({"rollout/questions": 0.5, "rollout/step": 3}, "rollout/step")]
 
 
@@ -245,7 +245,8 @@ def goes_on_where_it_was(given):
     again.load_state_dict(state)
     assert [group[0].label for group in draw_groups(args, again, 2, 1)] == following
     source.add_samples(first[:1])
-    assert draw_groups(args, source, 1, 2) == first[:1]
+    again.load_state_dict(copy.deepcopy(source.state_dict()))
+    assert draw_groups(args, source, 1, 2) == draw_groups(args, again, 1, 2) == first[:1]
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -254,7 +255,7 @@ def goes_on_where_it_was(given):
 @check("my_advantages.py")
 def shares_the_reward(given):
     from slime.training.advantages import compute_advantages_and_returns
-    from tests.support.objective_step import case_args, make_samples, rollout_data
+    from tests.support.models.objective_step import case_args, make_samples, rollout_data
 
     data = rollout_data(make_samples())
     compute_advantages_and_returns(case_args(custom_advantage_function_path="my_advantages.py:reward_per_token"), data)
@@ -264,7 +265,7 @@ def shares_the_reward(given):
 @check("my_loss.py")
 def reinforce_is_the_policy_gradient_where_nothing_is_clipped(given):
     from slime.training.advantages import compute_advantages_and_returns
-    from tests.support.objective_step import (
+    from tests.support.models.objective_step import (
         assert_equal_gradients,
         case_args,
         make_logits,

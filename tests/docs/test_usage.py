@@ -12,8 +12,8 @@ import pytest
 
 from slime.arguments import parse_args
 from slime.utils.reward_types import REWARD_TYPES
-from tests.support.page import blocks
-from tests.support.tiny_checkpoint import make_tiny_checkpoint
+from tests.support.models.tiny_checkpoint import make_tiny_checkpoint
+from tests.support.tables.page import blocks
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/en/get_started/usage.md"

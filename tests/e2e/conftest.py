@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.tiny_task import TinyTask, make_tiny_task
+from tests.support.models.tiny_task import TinyTask, make_tiny_task
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.tiny_task import ROLLOUT_BATCH_SIZE, SAMPLES_PER_PROMPT
-from tests.support.train_process import TrainProcess
+from tests.support.models.tiny_task import ROLLOUT_BATCH_SIZE, SAMPLES_PER_PROMPT
+from tests.support.processes.train_process import TrainProcess
 
 ROLLOUTS = range(2)
 ONE_RANK = ["--actor-num-gpus-per-node", "1"]

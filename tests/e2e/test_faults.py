@@ -13,8 +13,8 @@ import threading
 
 import pytest
 
-from tests.support.tiny_task import PLUG_INS
-from tests.support.train_process import TrainProcess
+from tests.support.models.tiny_task import PLUG_INS
+from tests.support.processes.train_process import TrainProcess
 
 # What trackers, ranks and Ray take to end, beside eight runs on two cores.
 LEAVING_SECONDS = 30
@@ -210,7 +210,7 @@ def test_a_killed_scheduler_ends_the_run_by_its_name(flags, tmp_path, asked):
             # Requests that nobody answers, and then nobody can.
             os.kill(scheduler, signal.SIGSTOP)
             (tmp_path / "go").touch()
-            process.wait_for_line("going on with rollout 0", 30)
+            process.wait_for_line("going on with rollout 0", 120)
         os.kill(scheduler, signal.SIGKILL)
         # Of all that is told this is the end: the last line that the engine wrote.
         process.wait_for_line(
@@ -224,8 +224,8 @@ def test_a_killed_scheduler_ends_the_run_by_its_name(flags, tmp_path, asked):
     assert re.match(rf"engine 0 died: its scheduler_0 \(process {scheduler}\): ended by SIGKILL .*ends with:$", first)
     # What was kept is told behind it.
     assert 0 < len([line for line in log if not re.match(CLOCK, line)]) <= 12
-    # All samples' requests failed at once, in one of a few ways each.
-    assert output.count("WARNING") <= 3 and "Traceback" not in output
+    # All samples' requests failed at once, in one of a few ways each. (The engine's last lines may hold warnings of its own.)
+    assert len(re.findall(f"^{CLOCK}WARNING", output, flags=re.MULTILINE)) <= 3 and "Traceback" not in output
 
 
 # -- the end by signal -------------------------------------------------------------------------------------------------

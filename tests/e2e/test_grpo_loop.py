@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.tiny_task import PLUG_INS, ROLLOUT_BATCH_SIZE, SAMPLES_PER_PROMPT, TinyTask
-from tests.support.train_process import ListeningSocket, TrainProcess, checkpoint_tensors
+from tests.support.models.tiny_task import PLUG_INS, ROLLOUT_BATCH_SIZE, SAMPLES_PER_PROMPT, TinyTask
+from tests.support.processes.train_process import ListeningSocket, TrainProcess, checkpoint_tensors
 
 ROLLOUTS = range(6)
 RESUMED = (3, 4, 5)
@@ -89,7 +89,7 @@ def resumed_run(task, tmp_path_factory):
         process.wait_for_line("holding rollout 4", 300)
         left_alone = process.processes()
         process.send_signal_to_driver(signal.SIGKILL)
-        assert process.wait(10) == -signal.SIGKILL
+        assert process.wait(60) == -signal.SIGKILL
         process.assert_no_process_left(60)
     # Engines, ranks and Ray's own processes were there and followed their driver.
     assert any("server_process" in command for command in left_alone.values())
@@ -211,7 +211,7 @@ def test_checkpoints_lie_where_they_should(finished_run):
     ]  # fmt: skip
     for rollout_id in (2, 5):
         names = {path.name for path in (save / f"iter_{rollout_id:07d}").iterdir()}
-        assert {"common.pt", "metadata.json", "rng_00000.safetensors"} <= names
+        assert {"common.pt", "metadata.json", "rng_00000.safetensors", "weight_version.json"} <= names
         state = json.loads((save / f"rollout/global_dataset_state_dict_{rollout_id}/state.json").read_text())
         drawn = ROLLOUT_BATCH_SIZE * (rollout_id + 1)
         assert (state["sample_group_index"], state["sample_offset"]) == (drawn, drawn - 14 * state["epoch_id"])
@@ -288,7 +288,7 @@ def test_prompts_tokens_and_rewards_are_those_of_the_whole_run(finished_run, res
     whole, resumed = load_dump(finished_run, rollout_id), load_dump(resumed_run, rollout_id)
     assert [sample["prompt"] for sample in resumed] == [sample["prompt"] for sample in whole]
     assert [sample["tokens"].tolist() for sample in resumed] == [sample["tokens"].tolist() for sample in whole]
-    for name in ("index", "group_index", "label", "reward", "metadata"):
+    for name in ("index", "group_index", "label", "reward", "metadata", "weight_versions", "weight_version_spans"):
         assert [sample[name] for sample in resumed] == [sample[name] for sample in whole]
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.support.train_process import TrainProcess, checkpoint_tensors
+from tests.support.processes.train_process import TrainProcess, checkpoint_tensors
 
 
 @pytest.fixture(scope="module")

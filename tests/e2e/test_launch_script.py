@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.shell_arrays import ROOT, bash
+from tests.support.tables.shell_arrays import ROOT, bash
 
 
 def run_toy(directory: Path, *words: str, timeout: float = 600):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from tests.support.train_process import TrainProcess
+from tests.support.processes.train_process import TrainProcess
 
 ROLLOUTS = range(3)
-PLUG_INS = "tests.support.plug_ins"
+PLUG_INS = "tests.support.processes.plug_ins"
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +23,7 @@ def directory(tmp_path_factory):
 def flags(task, directory):
     return [
         *task.loop_flags, "--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1", "--check-weight-update-equal",
+        "--sglang-log-level", "info",
         "--custom-advantage-function-path", f"{PLUG_INS}.noted_advantages",
         "--rollout-data-postprocess-path", f"{PLUG_INS}.noted_postprocess",
         "--save", directory / "checkpoints", "--load", directory / "checkpoints", "--save-interval", "3",
@@ -45,6 +47,15 @@ def test_engines_hold_the_weights_of_both_stages(finished):
     differences = finished.scalars("train/train_rollout_logprob_abs_diff")
     assert sorted(differences) == list(ROLLOUTS)
     assert all(0 < difference <= 1e-5 for difference in differences.values()), differences
+
+
+@pytest.mark.slow
+def test_every_stage_feeds_the_engine_through_a_group_of_its_own(finished):
+    (log,) = finished.directory.rglob("engine_0.log")
+    joined = re.findall(
+        r"init custom process group: .*world_size=2, group_name=(\S+?),", log.read_text(errors="replace")
+    )
+    assert joined == ["slime-pp_0", "slime-pp_1"]
 
 
 @pytest.mark.slow
@@ -79,12 +90,20 @@ def test_the_export_is_whole(finished, task, directory):
 
 
 @pytest.mark.slow
-def test_the_checkpoint_goes_on_with_tensor_parallelism(finished, flags, directory):
+def test_the_checkpoint_goes_on_with_tensor_parallelism_and_a_transport_through_files(finished, flags, directory):
     notes = directory / "notes_of_resume"
     notes.mkdir()
-    more = ["--tensor-model-parallel-size", "2", "--num-rollout", len(ROLLOUTS) + 1]
+    pushes, dump = directory / "pushes", directory / "resumed.pt"
+    more = [
+        "--tensor-model-parallel-size", "2", "--num-rollout", len(ROLLOUTS) + 1, "--update-weight-transport", "disk",
+        "--update-weight-disk-dir", pushes, "--update-weight-disk-keep-files", "--save-debug-rollout-data", dump,
+    ]  # fmt: skip
     with TrainProcess([*flags, *more], directory / "resumed", {"E2E_NOTES": str(notes)}) as process:
         process.wait_for_success(500)
         process.assert_no_process_left()
     assert list(process.scalars("train/loss")) == [len(ROLLOUTS)]
     assert process.scalars("train/train_rollout_logprob_abs_diff")[len(ROLLOUTS)] <= 1e-5
+    # Four pushes before the end of the first start: one before each rollout, and one after the last.
+    samples = torch.load(dump, weights_only=True)["samples"]
+    assert {tuple(sample["weight_versions"]) for sample in samples} == {("4",)}
+    assert sorted(path.name for path in pushes.iterdir()) == [".lock", "weight_v000004", "weight_v000005"]

@@ -17,7 +17,7 @@ args = SimpleNamespace(
     rollout_max_prompt_len=None, rollout_max_response_len=None, use_opd=False, use_rollout_routing_replay=False,
     use_critic=False,
 )
-with ray_cluster(args):
+with ray_cluster(args) as args:
     bundles = create_placement_groups(args)
     print("devices", [device for _, device in bundles["actor"].places + bundles["rollout"].places])
 """

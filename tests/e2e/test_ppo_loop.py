@@ -8,8 +8,8 @@ import shutil
 import pytest
 import torch
 
-from tests.support.tiny_checkpoint import make_tiny_checkpoint
-from tests.support.train_process import TrainProcess
+from tests.support.models.tiny_checkpoint import make_tiny_checkpoint
+from tests.support.processes.train_process import TrainProcess
 
 KL_COEF = 0.1
 
@@ -23,7 +23,7 @@ def flags(task, tmp_path_factory):
         "--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--advantage-estimator", "ppo",
         "--num-critic-only-steps", "1", "--kl-coef", str(KL_COEF), "--ref-load", str(reference), "--save-interval", "10",
         "--initial-megatron-checkpoint", str(task.model),
-        "--rollout-data-postprocess-path", "tests.support.plug_ins.masked_first_token",
+        "--rollout-data-postprocess-path", "tests.support.processes.plug_ins.masked_first_token",
     ]  # fmt: skip
 
 

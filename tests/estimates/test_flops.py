@@ -6,7 +6,7 @@ import pytest
 
 from slime.arguments.model_shape import calculate_fwd_flops, flops_model_from_args
 from slime.estimates.flops import mla_attention_flops
-from tests.support.tiny_shape import TINY_SHAPE
+from tests.support.models.tiny_shape import TINY_SHAPE
 
 
 @pytest.mark.parametrize(("length", "expected"), [(1, 17472), (4, 70656), (10, 180480)])

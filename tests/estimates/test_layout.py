@@ -117,7 +117,7 @@ def test_uneven_stages_in_virtual_stages():
     assert [stage.chunks for stage in stages] == [((0, 1), (5, 6)), ((2, 3, 4), (7, 8, 9))]
 
 
-def test_m1_embedding_and_loss_take_a_layer_of_one_chunk_each():
+def test_embedding_and_loss_take_a_layer_of_one_chunk_each():
     """Megatron-Core cuts a stage into chunks first, then takes the layer out of its first or last chunk."""
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import get_num_layers_to_build

@@ -9,8 +9,8 @@ from slime.arguments.model_shape import model_shape_from_args
 from slime.estimates.layout import ParallelLayout, split_into_stages
 from slime.estimates.parameters import LayerParameters, count_parameters, rank_parameters
 from slime.estimates.shape import LinearAttentionShape, MlaShape, ModelShape, MoeShape
-from tests.support.model_tables import PARAMETER_COUNTS
-from tests.support.published_models import PUBLISHED_MODELS
+from tests.support.tables.model_scripts import PARAMETER_COUNTS
+from tools.published_models import PUBLISHED_MODELS
 
 TINY = ModelShape(
     num_layers=2, hidden_size=8, ffn_hidden_size=12, num_attention_heads=4, num_query_groups=2, head_dim=3, vocab_size=10,

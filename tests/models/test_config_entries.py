@@ -4,8 +4,8 @@ import pytest
 
 from slime.models.config_entries import wrong_entries
 from slime.utils.errors import UserError
-from tests.support.args import TINY_QWEN3_CONFIG, command_line, parse, write_config
-from tests.support.published_models import PUBLISHED_MODELS
+from tests.support.models.args import TINY_QWEN3_CONFIG, command_line, parse, write_config
+from tools.published_models import PUBLISHED_MODELS
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,14 @@ import pytest
 
 from slime.arguments.hf_config import CHOICES, SUPPLEMENTS, text_config_of
 from slime.arguments.parser import build_parser, parse_known
-from slime.models.families import FAMILIES, SUPPORTED_MODEL_TYPES, model_args_from_hf
+from slime.models.families import FAMILIES, FAMILIES_BY_NAME, SUPPORTED_MODEL_TYPES, family_name, model_args_from_hf
+from slime.models.mimo import MIMO
+from slime.models.qwen2 import QWEN2
+from slime.models.qwen3 import QWEN3
 from slime.utils.errors import UserError
-from tests.support.args import TINY_QWEN3_CONFIG
-from tests.support.model_tables import expected_flags
-from tests.support.published_models import PUBLISHED_MODELS
+from tests.support.models.args import TINY_QWEN3_CONFIG
+from tests.support.tables.model_scripts import script_flags
+from tools.published_models import PUBLISHED_MODELS
 
 # transformers has no config class for these; their configs are read as they are published.
 WITHOUT_CLASS = {"kimi_k2", "mimo"}
@@ -20,7 +23,7 @@ UNTOLD = {
     "custom_model_provider_path",
     "masked_softmax_fusion",
 }
-WRITTEN_DOWN = expected_flags()
+WRITTEN_DOWN = script_flags()
 
 
 @pytest.fixture(scope="module")
@@ -182,3 +185,32 @@ def test_incomplete_config_names_what_is_missing(name, entry):
 
 def test_every_family_says_which_rope_it_knows():
     assert all("default" in family.rope_types for family in FAMILIES.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("qwen3", QWEN3), ("Qwen3ForCausalLM", QWEN3), ("qwen3-4B-Instruct-2507", QWEN3), ("qwen2config", QWEN2),
+        ("qwen2.5-0.5B", QWEN2), ("mimo", MIMO), ("MiMoForCausalLM", MIMO), ("MiMo-7B-RL", MIMO),
+        ("qwen3-next-80B", FAMILIES["qwen3_next"]), ("qwen3_5", FAMILIES["qwen3_5"]), ("Qwen2_moe", FAMILIES["qwen2_moe"]),
+        ("qwen3moe", FAMILIES["qwen3_moe"]), ("Glm4MoeLite", FAMILIES["glm4_moe_lite"]), ("glm4moe", FAMILIES["glm4_moe"]),
+        ("DeepseekV32ForCausalLM", FAMILIES["deepseek_v32"]), ("KimiK2", FAMILIES["kimi_k2"]), ("llama", FAMILIES["llama"]),
+    ],
+)  # fmt: skip
+def test_the_family_of_a_name(name, family):
+    assert FAMILIES_BY_NAME.get(family_name(name)) is family
+
+
+@pytest.mark.parametrize(
+    "name", ["MiMoV2FlashForCausalLM", "Qwen2VLConfig", "qwen2.5-vl", "Qwen3Omni", "qwen", "mamba"]
+)
+def test_names_that_mean_no_family(name):
+    assert family_name(name) is None
+
+
+def test_names_of_all_families():
+    assert sorted(FAMILIES_BY_NAME) == [
+        "deepseekv3", "deepseekv32", "glm4", "glm4moe", "glm4moelite", "glmmoedsa", "kimi", "llama", "mimo", "minimaxm2",
+        "qwen2", "qwen2moe", "qwen3", "qwen35", "qwen3moe", "qwen3next", "qwen3vl",
+    ]  # fmt: skip
+    assert {name for name in FAMILIES_BY_NAME if FAMILIES_BY_NAME[name].is_trained} == {"mimo", "qwen2", "qwen3"}

@@ -2,12 +2,11 @@
 
 from slime.observability import console as startup
 from slime.observability.console import (
+    Progress,
     StartupClock,
     evaluation_line,
     evaluation_name,
-    progress_snapshot,
     rollout_line,
-    start_progress,
 )
 from slime.utils.misc import SingletonMeta
 
@@ -34,21 +33,24 @@ def test_line_of_an_evaluation_shows_the_sets_only():
 
 
 def test_snapshot_follows_the_task():
-    assert progress_snapshot() is None
-    with start_progress("rollout 3", 8) as progress:
-        progress.advance()
-        progress.advance(3)
-        assert progress_snapshot() == ("rollout 3", 4, 8)
-    assert progress_snapshot() is None
+    progress = Progress()
+    assert progress.snapshot() is None
+    with progress.start("rollout 3", 8) as task:
+        task.advance()
+        task.advance(3)
+        assert progress.snapshot() == ("rollout 3", 4, 8)
+        assert Progress().snapshot() is None, "calls do not know of each other"
+    assert progress.snapshot() is None
 
 
 def test_a_new_task_replaces_the_old_one():
-    first = start_progress("first", 2)
-    second = start_progress("second", 5)
+    progress = Progress()
+    first = progress.start("first", 2)
+    second = progress.start("second", 5)
     first.close()
-    assert progress_snapshot() == ("second", 0, 5)
+    assert progress.snapshot() == ("second", 0, 5)
     second.close()
-    assert progress_snapshot() is None
+    assert progress.snapshot() is None
 
 
 def test_stretches_add_up_from_the_start_of_the_process(monkeypatch):

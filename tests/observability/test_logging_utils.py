@@ -1,13 +1,18 @@
+import asyncio
+import contextvars
 import importlib
 import logging
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 
 from slime.observability.logging_utils import (
+    collected_metrics,
     drain_outbox,
     finish_tracking,
     forget_lost_steps,
@@ -34,9 +39,44 @@ def test_outbox_hands_metrics_over_once():
     assert drain_outbox() == []
 
 
+def test_what_is_logged_in_a_block_stays_with_it_also_from_its_threads():
+    def block(number, both_inside):
+        with collected_metrics() as collected:
+            both_inside.wait(10)
+            log(None, {"rollout/x": number, "rollout/step": number}, "rollout/step")
+            asyncio.run(asyncio.to_thread(log, None, {"eval/x": number, "eval/step": number}, "eval/step"))
+        return [(metrics, key) for metrics, key in collected]
+
+    barrier = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as threads:
+        results = list(threads.map(block, (1, 2), (barrier, barrier)))
+    for number, result in enumerate(results, start=1):
+        steps = {"rollout": number, "eval": number}
+        assert result == [({f"{name}/x": n, f"{name}/step": n}, f"{name}/step") for name, n in steps.items()]
+    assert drain_outbox() == []
+
+
+def test_what_outlives_its_block_or_has_no_context_goes_to_the_outbox():
+    def ended():
+        log(None, {"rollout/late": 1, "rollout/step": 0}, "rollout/step")
+
+    with collected_metrics() as collected:
+        late = contextvars.copy_context()
+        stranger = threading.Thread(target=log, args=(None, {"rollout/x": 2, "rollout/step": 0}, "rollout/step"))
+        stranger.start()
+        stranger.join()
+    late.run(ended)
+    assert collected == []
+    assert [metrics for metrics, _ in drain_outbox()] == [
+        {"rollout/x": 2, "rollout/step": 0}, {"rollout/late": 1, "rollout/step": 0},
+    ]  # fmt: skip
+
+
 def test_numbers_reach_the_event_file(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path))
-    init_tracking(SimpleNamespace(use_tensorboard=True, use_wandb=False, wandb_always_use_train_step=False))
+    init_tracking(
+        SimpleNamespace(use_tensorboard=True, use_wandb=False, wandb_always_use_train_step=False, tensorboard_dir=None)
+    )
     metrics = {"a/x": 0.5, "a/text": "no", "a/nan": float("nan"), "a/step": 7}
     write_to_trackers([(metrics, "a/step")])
     finish_tracking()
@@ -59,17 +99,16 @@ def test_over_optimizer_steps_the_axes_of_a_run_agree_and_no_step_comes_twice(tm
         assert [step for step, _ in events["eval/x"]] == [steps, 2 * steps, 3 * steps]
 
 
-def told_by_a_run(directory, rollouts, **values):
+def told_by_a_run(directory, rollouts, start=None, num_rollout=9, **values):
     """Two optimizer steps per rollout and an evaluation after each; returns the steps of every metric in `directory`."""
     defaults = {
         "use_tensorboard": True, "use_wandb": False, "wandb_always_use_train_step": False, "num_steps_per_rollout": 2,
-        "num_rollout": 9, "start_rollout_id": rollouts[0],
         "initial_weights": SimpleNamespace(resume=rollouts[0] > 0),
     }  # fmt: skip
     args = SimpleNamespace(**{**defaults, **values})
     init_tracking(args, directory)
-    forget_lost_steps(args)
-    for rollout in rollouts if args.num_rollout else ():
+    forget_lost_steps(args, rollouts[0] if start is None else start, num_rollout)
+    for rollout in rollouts if num_rollout else ():
         for step in (2 * rollout, 2 * rollout + 1):
             write_to_trackers([({"train/loss": step, "train/step": step}, "train/step")])
         write_to_trackers([({"perf/time": rollout, "mine/x": rollout, "rollout/step": rollout}, "rollout/step")])
@@ -93,7 +132,7 @@ def test_a_resumed_run_takes_back_what_its_predecessor_told_about_the_rollouts_i
 def test_an_evaluation_of_a_checkpoint_replaces_the_one_that_was_made_with_the_same_weights(tmp_path):
     told_by_a_run(tmp_path, [0, 1, 2, 3])
     # `--num-rollout 0` after rollout 1: the evaluation before rollout 2.
-    steps = told_by_a_run(tmp_path, [1], start_rollout_id=2, num_rollout=0)
+    steps = told_by_a_run(tmp_path, [1], start=2, num_rollout=0)
     assert steps["eval/x"] == [1, 2, 3, 4] and steps["train/loss"] == list(range(8))
 
 
@@ -104,7 +143,7 @@ def test_a_new_run_leaves_the_event_files_of_another_one_alone(tmp_path):
 
 def test_default_directory(monkeypatch):
     monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
-    args = SimpleNamespace(tb_project_name=None, tb_experiment_name="first")
+    args = SimpleNamespace(tb_project_name=None, tb_experiment_name="first", tensorboard_dir=None)
     assert str(tracking_directory(args)) == "outputs/slime/first"
 
 
@@ -112,15 +151,15 @@ def test_default_directory(monkeypatch):
     ("module", "name", "arguments"),
     [
         ("slime.ray.rollout_manager", "RolloutManager", ()),
-        ("slime.serving.engine_group", "EngineActor", (0, "logs")),
-        ("slime.backends.megatron_utils.train_rank", "MegatronRank", (0, 1, 0)),
+        ("slime.serving.engines", "EngineActor", (0, "logs")),
+        ("slime.training.train_rank", "TrainRank", (0, 1, 0)),
     ],
 )
 def test_every_process_of_a_run_logs_at_its_level(monkeypatch, module, name, arguments):
     levels = []
     process = importlib.import_module(module)
     monkeypatch.setattr(process, "configure_logger", levels.append)
-    getattr(process, name)(SimpleNamespace(log_level="DEBUG"), *arguments)
+    getattr(process, name)(SimpleNamespace(log_level="DEBUG", train_backend="megatron"), *arguments)
     assert levels == ["DEBUG"]
 
 

@@ -28,7 +28,7 @@ class EvaluationSet:
 
 
 def record_of(directory, **values):
-    write_run_record(argparse.Namespace(**values), directory)
+    write_run_record(argparse.Namespace(**{"origins": {}, **values}), directory)
     text = (directory / "args.json").read_text()
     return text, json.loads(text)
 

@@ -5,13 +5,14 @@ import os
 import pytest
 
 from slime.utils.errors import RunError, UserError
+from tests.support.processes.local_ray import start_ray
 
 
 @pytest.fixture(scope="module")
 def ray():
     import ray
 
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    start_ray(num_cpus=4)
     yield ray
     ray.shutdown()
 
@@ -52,6 +53,54 @@ def test_the_first_error_ends_the_wait_although_others_hang(worker):
     hanging, failing = worker.remote(), worker.remote()
     with pytest.raises(UserError, match="^--flag 3: wrong$"):
         wait_for_all([hanging.hang.remote(), failing.raise_error.remote(UserError("--flag 3: wrong"))], "a step", 60)
+
+
+def test_who_fails_does_not_end_the_wait_for_each(worker):
+    from slime.observability.waiting import wait_for_each
+
+    one, other, dying, hanging = (worker.remote() for _ in range(4))
+    refs = [
+        one.raise_error.remote(RunError("broken")),
+        dying.die.remote(),
+        hanging.hang.remote(),
+        other.answer.remote(4),
+    ]
+    broken, dead, late, answer = wait_for_each(refs, "an order", 20)
+    assert answer == 4 and str(broken) == "broken"
+    assert str(dead).startswith("an order: a process of the run died. ")
+    assert str(late) == "an order: no answer within 20 s from 1 process(es)"
+    assert all(isinstance(error, RunError) for error in (broken, dead, late))
+
+
+def test_a_watched_death_ends_the_wait_for_each(worker):
+    from slime.observability.waiting import unwatch, wait_for_each, watch
+
+    watched = [worker.remote().raise_error.remote(RunError("the router died"))]
+    watch(watched)
+    try:
+        with pytest.raises(RunError, match="^the router died$"):
+            wait_for_each([worker.remote().hang.remote()], "an order", 60)
+    finally:
+        unwatch(watched)
+
+
+def test_a_watched_death_behind_an_error_is_not_blamed_on_who_told_the_error(ray, worker, monkeypatch):
+    from slime.observability.waiting import wait_for_each, watch
+
+    rank, engine = worker.remote(), worker.remote()
+    failed = rank.raise_error.remote(RunError("engine 3 answered 500"))
+    death = engine.raise_error.remote(RunError("the router died"))
+    wait = ray.wait
+    assert len(wait([failed, death], num_returns=2, timeout=60)[0]) == 2
+    watch([death])
+    # Ray hands out what is ready in any order: here the error comes first.
+    monkeypatch.setattr(
+        ray, "wait", lambda refs, **options: ([failed], []) if failed in refs else wait(refs, **options)
+    )
+    with pytest.raises(RunError, match="^the router died$"):
+        wait_for_each([failed], "push", 60)
+    (told,) = wait_for_each([failed], "push", 60)
+    assert str(told) == "engine 3 answered 500"
 
 
 def test_a_full_disk_is_one_message(worker):
@@ -139,3 +188,21 @@ def test_what_is_watched_no_longer_ends_nothing(worker):
     watch([end])
     unwatch([end])
     assert wait_for(actor.answer.remote(2), "an answer", 60) == 2
+
+
+def test_the_death_of_a_watched_actor_ends_a_wait_that_has_nothing_to_do_with_it(worker):
+    from slime.observability.waiting import unwatch_actors, wait_for, watch_actors
+
+    watched, busy, hanging = worker.remote(), worker.remote(), worker.remote()
+    busy.hang.remote()
+    watch_actors([watched, busy])
+    try:
+        with pytest.raises(RunError, match=r"^an answer: no answer within 3 s"):
+            wait_for(hanging.hang.remote(), "an answer", 3)
+        watched.die.remote()
+        with pytest.raises(RunError, match=r"^an answer: a process of the run died\."):
+            wait_for(hanging.answer.remote(1), "an answer", 60)
+    finally:
+        unwatch_actors([watched, busy])
+    free = worker.remote()
+    assert wait_for(free.answer.remote(1), "an answer", 60) == 1

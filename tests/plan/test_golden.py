@@ -9,7 +9,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from slime.plan import make_plan, render
-from tests.support.plans import SMALL, TWO_NODES, planned
+from tests.support.tables.plans import SMALL, TWO_NODES, planned
 
 DATA = Path(__file__).parent / "data"
 GOLDENS = {"small": SMALL, "two_nodes": TWO_NODES}

@@ -14,13 +14,14 @@ from slime.plan.memory import (
     RANK_BYTES,
     RUN_BYTES,
     HostShare,
+    gpu_memory_gib,
     host_memory_problem,
     host_shares,
     machine_memory,
 )
 from slime.plan.placement import EnginePart
 from slime.utils.errors import UserError
-from tests.support.plans import SMALL, TWO_NODES, planned
+from tests.support.tables.plans import SMALL, TWO_NODES, planned
 
 PPO = ("--advantage-estimator", "ppo")
 AT_REST = ("weights", "gradients", "optimizer", "data", "overhead")
@@ -209,3 +210,16 @@ def test_the_limit_of_a_container_is_the_machines_memory(tmp_path, monkeypatch):
     assert machine_memory() == psutil.virtual_memory().total
     monkeypatch.setattr(host_memory, "_LIMITS_OF_CONTAINERS", (str(none), str(limit)))
     assert machine_memory() == 1000000
+
+
+def test_memory_is_typed_detected_or_assumed(monkeypatch):
+    untyped = argparse.Namespace(dry_run_gpu_memory_gib=None)
+    assert gpu_memory_gib(argparse.Namespace(dry_run_gpu_memory_gib=24.0)) == (24.0, "--dry-run-gpu-memory-gib")
+    monkeypatch.setattr(host_memory, "gpus_on_this_machine", lambda: 2)
+    monkeypatch.setattr(host_memory, "_QUERY", ["printf", "81920\\n40960\\n"])
+    assert gpu_memory_gib(untyped) == (40.0, "this machine's GPU")
+    monkeypatch.setattr(host_memory, "_QUERY", ["false"])
+    gib, source = gpu_memory_gib(untyped)
+    assert gib == 80.0 and source.startswith("assumed")
+    monkeypatch.setattr(host_memory, "gpus_on_this_machine", lambda: 0)
+    assert gpu_memory_gib(untyped)[0] == 80.0

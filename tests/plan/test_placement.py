@@ -7,7 +7,7 @@ from slime.plan import make_plan
 from slime.plan.placement import serving_setup
 from slime.plan.setup import shape_of
 from slime.plan.text import placement_lines
-from tests.support.plans import SMALL, TWO_NODES, planned
+from tests.support.tables.plans import SMALL, TWO_NODES, planned
 
 
 def gpus(plan):

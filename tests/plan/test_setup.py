@@ -1,16 +1,23 @@
-"""From flags to what the memory model takes."""
+"""From flags to what the memory model takes, and how long its samples are."""
 
+from argparse import Namespace
+
+import pytest
+
+from slime.arguments.sizes import longest_sample
 from slime.estimates.activations import Kernels
 from slime.plan.setup import (
     host_copies,
     kernels_of,
     parallel_layout,
+    planned_sample,
+    prompt_is_limited,
     recompute_of,
     shape_of,
     state_bytes,
     tokens_of_stream,
 )
-from tests.support.plans import SMALL, TWO_NODES, planned
+from tests.support.tables.plans import SMALL, TWO_NODES, planned
 
 
 def state(*words):
@@ -87,3 +94,31 @@ def test_kernels_and_recomputation(monkeypatch):
     full = recompute_of(planned(TWO_NODES))
     assert (full.granularity, full.method, full.num_layers) == ("full", "uniform", 1)
     assert recompute_of(planned(SMALL, "--recompute-activations")).drops("core_attn")
+
+
+def lengths(context=None, prompt=None, response=None):
+    return Namespace(
+        rollout_max_context_len=context,
+        rollout_max_prompt_len=prompt,
+        rollout_max_response_len=response,
+        seq_length=4096,
+    )
+
+
+@pytest.mark.parametrize(
+    "flags, longest, limited",
+    [
+        ((None, 1024, 7168), 8192, True),
+        ((8000, 1024, 7168), 8000, True),
+        ((10000, 1024, 7168), 8192, True),
+        ((8192, 1000, 1000), 2000, True),
+        ((None, None, 7168), 7168, False),
+        ((None, 1024, None), None, True),
+        ((8000, None, None), 8000, True),
+        ((None, None, None), None, False),
+    ],
+)
+def test_longest_sample(flags, longest, limited):
+    args = lengths(*flags)
+    assert longest_sample(args) == longest and prompt_is_limited(args) is limited
+    assert planned_sample(args) == (longest or 4096)

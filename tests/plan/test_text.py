@@ -9,7 +9,7 @@ from slime.arguments.origins import Origin
 from slime.arguments.parser import build_parser
 from slime.plan import make_plan, render
 from slime.plan.text import plan_values
-from tests.support.plans import SMALL, planned
+from tests.support.tables.plans import SMALL, planned
 
 
 def typed(*words: str) -> list[str]:

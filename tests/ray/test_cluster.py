@@ -11,7 +11,7 @@ import ray
 
 from slime.ray import cluster
 from slime.ray.cluster import object_store_bytes
-from tests.support.plans import SMALL, TWO_NODES, planned
+from tests.support.tables.plans import SMALL, TWO_NODES, planned
 
 GIB, MIB = 2**30, 2**20
 Usage = namedtuple("Usage", "free")
@@ -148,3 +148,20 @@ def test_names_of_processes_are_coloured_for_people_only(monkeypatch, output, er
         monkeypatch.setattr(f"sys.{stream}.isatty", lambda watched=watched: watched)
     with cluster.ray_cluster(planned(SMALL)):
         assert os.environ.get("RAY_COLOR_PREFIX") == plain
+
+
+@pytest.mark.parametrize(
+    ("resources", "precision"), [({"GPU": 4.0, "accelerator_type:H200": 1.0}, "bfloat16"), ({"GPU": 4.0}, "float32")]
+)
+def test_the_precision_follows_the_devices_of_the_cluster_that_is_joined(monkeypatch, resources, precision):
+    """Whatever the driver's own machine has. Arguments that were parsed stay as they are."""
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(cluster, "_join", lambda address, plan: None)
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: resources)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    args = planned(SMALL)
+    parsed = dict(vars(args))
+    with cluster.ray_cluster(args) as of_cluster:
+        assert of_cluster.params_dtype_name == precision and of_cluster.bf16 is (precision == "bfloat16")
+    assert vars(args) == parsed

@@ -1,9 +1,11 @@
+import argparse
 from types import SimpleNamespace
 
 import pytest
 
 from slime.ray import placement_group
 from slime.ray.cluster import plan_cluster
+from slime.ray.driver import RunLength
 from slime.ray.placement_group import check_engines_fit, sort_bundles
 from slime.utils.errors import UserError
 
@@ -57,3 +59,42 @@ def test_the_limit_of_a_start_names_the_flag_that_would_help(monkeypatch, ranks,
     placement_group._wait_for_start(SimpleNamespace(train_start_timeout=ranks), client, None)
     late = ([0], [2], [0, 1])  # the manager, a rank, both
     assert (seen["limit"], [seen["flag"](positions) for positions in late]) == (limit, flags)
+
+
+@pytest.mark.parametrize(
+    "typed, trains, expected",
+    [
+        ({"num_rollout": 7, "start_rollout_id": None}, True, (7, None, 3)),
+        ({"num_rollout": 7, "start_rollout_id": 5}, True, (7, None, 5)),
+        # Epochs: the ranks are told what the data say.
+        ({"num_rollout": None, "start_rollout_id": None}, True, (6, 2, 3)),
+        ({"num_rollout": None, "start_rollout_id": None}, False, (None, None, 0)),
+    ],
+)
+def test_a_started_run_is_returned_and_what_was_parsed_stays(monkeypatch, typed, trains, expected):
+    class Group:
+        def __init__(self, args, *arguments):
+            self.args = args
+
+        def start(self):
+            events.append("ranks")
+
+        def wait_ready(self):
+            return 3
+
+    events = []
+    manager = SimpleNamespace(
+        wait_ready=lambda: events.append("manager") or RunLength(typed["num_rollout"] or 6, 2),
+        load=lambda rollout_id: events.append(rollout_id),
+    )
+    monkeypatch.setattr(placement_group, "TrainGroup", Group)
+    monkeypatch.setattr(placement_group, "_wait_for_start", lambda *arguments: None)
+    args = argparse.Namespace(has_trainer=trains, use_critic=False, **typed)
+    bundles = {"actor": placement_group.Bundles(None, ())}
+    run = placement_group.create_training_models(args, bundles, manager)
+    told = (run.actor.args.num_rollout, getattr(run.actor.args, "rollouts_per_epoch", None)) if trains else (None, None)
+    assert (*told, run.start_rollout_id) == expected
+    assert run.length == RunLength(typed["num_rollout"] or 6, 2) and run.rollout_manager is manager
+    assert args == argparse.Namespace(has_trainer=trains, use_critic=False, **typed)
+    first = ["manager", "ranks"] if typed["num_rollout"] is None else ["ranks"]
+    assert events == [*(first if trains else []), "manager", run.start_rollout_id - 1]

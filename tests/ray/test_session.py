@@ -1,20 +1,22 @@
 """What a run tells and leaves around its loop, without Ray."""
 
 import contextlib
+import json
 import re
 
 import pytest
 
+from slime.ray import session
 from slime.ray.session import main
 from slime.utils import filesystem
 from slime.utils.errors import RunError
-from tests.support.args import command_line
+from tests.support.models.args import command_line
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys, log_of_a_run):
     """Runs `main` with `train`; gives its exit status and the lines that it printed, without their times."""
-    monkeypatch.setattr("slime.ray.cluster.ray_cluster", lambda args: contextlib.nullcontext())
+    monkeypatch.setattr("slime.ray.cluster.ray_cluster", contextlib.nullcontext)
     monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
     for name in ("RAY_ADDRESS", "TENSORBOARD_DIR", "SLIME_START_COMMAND"):
         monkeypatch.delenv(name, raising=False)
@@ -33,7 +35,7 @@ def run(tmp_path, monkeypatch, capsys, log_of_a_run):
 
 def test_what_was_said_is_told_and_what_follows_from_it_on_request(run):
     for words, told in (([], False), (["--log-level", "DEBUG"], True)):
-        status, lines = run(lambda args: None, *words)
+        status, lines = run(lambda args, progress: None, *words)
         assert status == 0 and "configuration (what differs from the defaults):" in lines
         assert ("configuration (what follows):" in lines) is told
 
@@ -52,9 +54,9 @@ def test_what_was_said_is_told_and_what_follows_from_it_on_request(run):
 def test_however_a_run_ends_its_last_lines_say_what_was_kept_and_how_to_go_on(run, tmp_path, ending, status, why):
     save = tmp_path / "checkpoints"
 
-    def train(args):
+    def train(args, progress):
         (save / "latest_checkpointed_iteration.txt").write_text("1")
-        args.start_rollout_id, args.rollouts_done, args.rollout_saved = 0, 2, 1
+        progress.start_rollout_id, progress.num_rollout, progress.rollouts_done, progress.rollout_saved = 0, 4, 2, 1
         if ending is not None:
             raise ending
 
@@ -70,7 +72,7 @@ def test_however_a_run_ends_its_last_lines_say_what_was_kept_and_how_to_go_on(ru
 def test_what_killed_ranks_leave_goes_with_the_run(run, tmp_path, ending):
     left = tmp_path / "tmp/slime-rank-abcdefgh"
 
-    def train(args):
+    def train(args, progress):
         left.mkdir()
         (left / "owner").touch()
         if ending is not None:
@@ -78,3 +80,29 @@ def test_what_killed_ranks_leave_goes_with_the_run(run, tmp_path, ending):
 
     run(train)
     assert not left.exists()
+
+
+def test_a_run_that_ends_before_its_loop_has_nothing_to_keep(run, tmp_path):
+    def train(args, progress):
+        raise RunError("engine 0 did not start")
+
+    status, lines = run(train, "--save", str(tmp_path / "checkpoints"))
+    assert (status, lines[-1]) == (1, "ERROR: engine 0 did not start")
+    assert not [line for line in lines if line.startswith("kept:")]
+
+
+def test_processes_of_a_run_are_told_where_its_logs_are_and_the_parsed_arguments_stay(run, tmp_path, monkeypatch):
+    parsed, given = [], []
+    parse_args = session.parse_args
+    monkeypatch.setattr(session, "parse_args", lambda **options: parsed.append(parse_args(**options)) or parsed[0])
+    before = {}
+
+    def train(args, progress):
+        given.append(args)
+        before.update(vars(parsed[0]))
+
+    run(train)
+    assert given[0].log_dir.endswith("/logs") and "log_dir" not in before
+    assert vars(given[0]) == {**vars(parsed[0]), "log_dir": given[0].log_dir}
+    record = json.loads(next(tmp_path.rglob("args.json")).read_text())
+    assert record["arguments"]["log_dir"] == {"value": given[0].log_dir, "origin": None}

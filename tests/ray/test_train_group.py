@@ -3,7 +3,9 @@
 import argparse
 import multiprocessing.util
 import os
+import signal
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,12 +13,13 @@ import pytest
 import ray
 
 from slime.observability import logging_utils
+from slime.observability.waiting import wait_for
 from slime.ray import train_group
-from slime.ray.driver import StepReport
-from slime.ray.rollout_manager import RolloutResult
+from slime.ray.driver import RolloutResult, RunLength, RunProgress, StartedRun, StepReport
 from slime.ray.train_group import RankProcess, TrainGroup
 from slime.utils.env import READ_AT_PROCESS_START
 from slime.utils.errors import RunError
+from tests.support.processes.local_ray import start_ray
 
 SECRET = "value-that-nobody-may-read"
 
@@ -56,14 +59,14 @@ def own_temporary_directory(monkeypatch, tmp_path):
 def test_variables_are_set_before_anything_of_the_rank_is_unpickled(monkeypatch):
     monkeypatch.delenv("RANK_TEST_TOKEN", raising=False)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    args = argparse.Namespace(model=_SeenWhenUnpickled())
+    args = argparse.Namespace(model=_SeenWhenUnpickled(), role="actor")
     process = RankProcess({"RANK_TEST_TOKEN": SECRET}, ray.cloudpickle.dumps((_Rank, args, 2, 4, 1)))
     assert process.call("what_was_seen") == (SECRET, 2, 4, 1)
     assert repr(process) == "rank 2"
 
 
 def test_what_multiprocessing_makes_goes_with_the_rank(tmp_path):
-    args = argparse.Namespace(model=_SeenWhenUnpickled())
+    args = argparse.Namespace(model=_SeenWhenUnpickled(), role="actor")
     process = RankProcess({}, ray.cloudpickle.dumps((_Rank, args, 0, 1, 0)))
     made = Path(multiprocessing.util.get_temp_dir())
     assert made.is_dir() and tmp_path in made.parents
@@ -94,8 +97,30 @@ def test_a_typed_variable_wins_over_ours_of_the_same_name():
     assert environments({"NCCL_CUMEM_ENABLE": 1})[1] == {"NCCL_CUMEM_ENABLE": "1"}
 
 
-def environments(typed: dict):
-    args = argparse.Namespace(actor_num_gpus_per_node=1, train_env_vars=typed)
+def test_ranks_on_all_nodes_get_what_the_libraries_find_in_our_environment(monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    at_start, _ = environments({})
+    assert at_start["NCCL_SOCKET_IFNAME"] == "eth7" and at_start["NCCL_CUMEM_ENABLE"] == "0"
+
+
+def test_transformer_engine_is_told_of_the_deterministic_mode_before_it_is_imported(monkeypatch):
+    name = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+    monkeypatch.setenv(name, "1")
+    assert environments({}, deterministic_mode=True)[0][name] == "0"
+    monkeypatch.delenv(name)
+    assert name not in environments({})[0]
+
+
+def environments(typed: dict, *, deterministic_mode: bool = False):
+    args = argparse.Namespace(
+        deterministic_mode=deterministic_mode,
+        actor_num_gpus_per_node=1,
+        train_env_vars=typed,
+        has_trainer=True,
+        has_engines=True,
+        sglang_enable_nccl_nvls=None,
+    )
     return TrainGroup(args, None, [(0, 0)])._environments()
 
 
@@ -108,6 +133,7 @@ def test_a_start_and_a_publication_have_the_time_that_their_flags_give(monkeypat
     args = argparse.Namespace(train_start_timeout=7.0, checkpoint_publish_timeout=9.0)
     group = TrainGroup(args, None, [(0, 0)])
     group._actors = [SimpleNamespace(call=SimpleNamespace(remote=lambda *words: words))]
+    monkeypatch.setattr(train_group, "watch_actors", lambda actors: None)
     group.wait_ready()
     group.publish(3)
     assert limits == [("--train-start-timeout", 7.0), ("--checkpoint-publish-timeout", 9.0)]
@@ -124,12 +150,16 @@ class _Tracker:
 @pytest.fixture(scope="module")
 def make_group():
     """Groups of two ranks, on a real Ray, that log two steps of a rollout and then end it as the shards say."""
-    ray.init(
-        address="local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
-    )
+    start_ray(num_cpus=2, num_gpus=2)
     placement = ray.util.placement_group([{"CPU": 1, "GPU": 1}] * 2)
     args = argparse.Namespace(
-        actor_num_gpus_per_node=2, train_env_vars={}, train_start_timeout=60.0, rollouts_done=None, start_rollout_id=0
+        actor_num_gpus_per_node=2,
+        train_env_vars={},
+        deterministic_mode=False,
+        has_trainer=True,
+        has_engines=False,
+        train_start_timeout=60.0,
+        role="actor",
     )
 
     class Rank:
@@ -145,26 +175,44 @@ def make_group():
         def train(self, rollout_id, endings):
             import threading
 
-            from slime.observability.logging_utils import drain_outbox, log
             from slime.utils.errors import RunError
 
-            for step in range(2):
-                log(None, {"train/loss": float(step), "train/step": 2 * rollout_id + step}, "train/step")
+            self.logged = [
+                ({"train/loss": float(step), "train/step": 2 * rollout_id + step}, "train/step") for step in range(2)
+            ]
             if endings[self.rank] == "dies":
                 os._exit(7)
             if endings[self.rank] == "hangs":
                 threading.Event().wait(600)
             if endings[self.rank] is not None:
                 raise RunError(endings[self.rank])
-            return drain_outbox()
+            return self.logged
 
         def dispose(self):
             pass
 
-    yield lambda: TrainGroup(args, placement, [(0, 0), (1, 1)], Rank)
+    class RankOfOurs(Rank):
+        def take_logged(self):
+            return self.logged
+
+    class RankOfAUser(Rank):
+        def train(self, rollout_id, endings):
+            from slime.observability.logging_utils import drain_outbox, log
+
+            try:
+                super().train(rollout_id, endings)
+            finally:
+                for metrics, step_key in self.logged:
+                    log(None, metrics, step_key)
+            return drain_outbox()
+
+    yield lambda of_a_user=False: TrainGroup(
+        args, placement, [(0, 0), (1, 1)], RankOfAUser if of_a_user else RankOfOurs
+    )
     ray.shutdown()
 
 
+@pytest.mark.parametrize("of_a_user", [False, True], ids=["our rank", "a user's rank"])
 @pytest.mark.parametrize(
     "endings, message",
     [
@@ -173,10 +221,11 @@ def make_group():
         (("connection lost", "dies"), "connection lost|a process of the run died"),
     ],
 )
-def test_what_ranks_logged_before_a_failure_reaches_the_trackers(make_group, monkeypatch, endings, message):
-    tracker, group = _Tracker(), make_group()
+def test_what_ranks_logged_before_a_failure_reaches_the_trackers(make_group, monkeypatch, endings, message, of_a_user):
+    tracker, group = _Tracker(), make_group(of_a_user)
     monkeypatch.setattr(logging_utils, "_trackers", [tracker])
-    report = StepReport(argparse.Namespace(start_rollout_id=0, loss_type="policy_loss", num_rollout=8))
+    args = argparse.Namespace(loss_type="policy_loss", initial_weights=None)
+    report = StepReport(args, StartedRun(None, group, RunLength(8), 0), RunProgress())
     try:
         group.create()
         with report.step(3):
@@ -187,3 +236,18 @@ def test_what_ranks_logged_before_a_failure_reaches_the_trackers(make_group, mon
         group.kill()
     losses = [(step, numbers["train/loss"]) for axis, step, numbers in tracker.told if axis == "train/step"]
     assert losses == [(6, 0.0), (7, 1.0), (8, 0.0), (9, 1.0)]
+
+
+def test_a_rank_that_dies_while_it_has_nothing_to_do_ends_whatever_is_awaited(make_group):
+    group = make_group()
+    try:
+        group.create()
+        pid = ray.get(group._actors[1].__ray_call__.remote(lambda rank: os.getpid()), timeout=30)
+        never = ray.remote(num_cpus=0)(lambda: time.sleep(600)).remote()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RunError, match=r"^generation of rollout 1: a process of the run died\."):
+            wait_for(never, "generation of rollout 1", 60)
+        ray.cancel(never, force=True)
+    finally:
+        group.kill()
+    assert wait_for(ray.put(1), "what follows", 60) == 1, "a group that was killed is not watched"

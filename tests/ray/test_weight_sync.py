@@ -1,11 +1,15 @@
 """What the driver does around a weight push, without trainer and engines."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 
 from slime.ray import weight_sync
 from slime.ray.weight_sync import WeightSync, mean_difference, probe_sequences
+from slime.serving.fleet import EngineName, EngineSnapshot, EngineState, FleetSnapshot
+from slime.utils.errors import RunError
+from slime.weights.push import PushReport
 
 
 def test_probe_is_fixed_and_inside_the_vocabulary():
@@ -28,8 +32,235 @@ def test_engines_have_the_time_to_load_that_their_flag_gives_and_a_moment_more(m
         weight_sync, "wait_for_all", lambda refs, name, limit, flag, **options: limits.append((flag, limit))
     )
     engine = SimpleNamespace(update_weights_from_disk=SimpleNamespace(remote=lambda directory: "its answer"))
-    group = SimpleNamespace(connect_rollout_engines=lambda *arguments: None)
-    serving = SimpleNamespace(engines=[engine], gpu_counts=[1], gpu_offsets=[0])
-    sync = WeightSync(SimpleNamespace(engine_load_timeout=5000.0), group, serving)
-    sync._call_engines("update_weights_from_disk", "directory")
+    monkeypatch.setattr(weight_sync, "WeightPush", lambda args, train_group: None)
+    manager = SimpleNamespace(bring_weights_by=lambda bring: None)
+    sync = WeightSync(SimpleNamespace(engine_load_timeout=5000.0), None, manager)
+    sync._call(fleet_of(engine), "update_weights_from_disk", "directory")
     assert limits == [("--engine-load-timeout", 5000.0 + weight_sync._ANSWER_SECONDS)]
+
+
+def fleet_of(*handles, version=None, first=0) -> FleetSnapshot:
+    engines = [
+        EngineSnapshot(EngineName(first + position), EngineState.STALE, None, handle, 1, first + position)
+        for position, handle in enumerate(handles)
+    ]
+    return FleetSnapshot(version, tuple(engines))
+
+
+class Pushes:
+    """Stands for `WeightPush`: the versions count from 5; `failed` is what fails, push by push, and nothing after that."""
+
+    def __init__(self, events):
+        self.events, self.version, self.failed = events, 4, []
+
+    def push(self, receivers):
+        failed = self.failed.pop(0) if self.failed else {}
+        self.version += len(failed) < len(receivers)
+        return self._report(receivers, failed)
+
+    def repeat(self, receivers):
+        self.events.append("again")
+        return self._report(receivers, self.failed.pop(0) if self.failed else {})
+
+    def _report(self, receivers, failed):
+        self.events.append([(of.id, of.handle, of.num_gpus, of.gpu_offset) for of in receivers])
+        return PushReport(self.version, failed, {"perf/update_weights_time": 1.0})
+
+
+@pytest.fixture
+def events():
+    return []
+
+
+@pytest.fixture
+def sync(monkeypatch, events):
+    """`sync.fleets` are those that pushes go to, one after the other; `sync.stale` the one that lacks weights.
+
+    `sync.unproven`: whose log-probs are not told once, and why.
+    """
+    fleets = [fleet_of("a", "b"), fleet_of("a", "b"), fleet_of("b", first=1)]
+    pushes = Pushes(events)
+    monkeypatch.setattr(weight_sync, "WeightPush", lambda args, train_group: pushes)
+    manager = SimpleNamespace(
+        begin_push=lambda: fleets.pop(0),
+        begin_push_to_stale=lambda: sync.stale,
+        end_push=lambda names, *rest: events.append((*map(str, names), *rest)),
+        bring_weights_by=lambda bring: events.append(bring),
+    )
+    sync = WeightSync(SimpleNamespace(check_weight_update_equal=False, use_fault_tolerance=False), None, manager)
+    assert events.pop() == sync.push_to_stale
+
+    def compare(fleet):
+        if fleet.engines:
+            events.append(("log-probs", *map(str, fleet.names)))
+        unproven = {name.engine_id: sync.unproven.pop(name) for name in fleet.names if name in sync.unproven}
+        sync._proven.update(name for name in fleet.names if name.engine_id not in unproven)
+        return unproven
+
+    sync._compare_log_probs = compare
+    sync.pushes, sync.fleets, sync.unproven = pushes, fleets, {}
+    return sync
+
+
+def test_a_push_goes_to_the_engines_that_are_there_and_the_fleet_hears_of_its_end(sync, events):
+    for _ in range(3):
+        assert sync.push() == {"perf/update_weights_time": 1.0}
+    assert events == [
+        [(0, "a", 1, 0), (1, "b", 1, 1)], ("log-probs", "engine 0", "engine 1"), ("engine 0", "engine 1", 5, {}),
+        [(0, "a", 1, 0), (1, "b", 1, 1)], ("engine 0", "engine 1", 6, {}),
+        [(1, "b", 1, 1)], ("engine 1", 7, {}),
+    ]  # fmt: skip
+
+
+def test_a_new_server_proves_its_first_weights_and_nobody_later_ones(sync, events):
+    sync.push()
+    second_life = dataclasses.replace(sync.fleets[0].engines[1], name=EngineName(1, 1))
+    sync.fleets[0] = dataclasses.replace(sync.fleets[0], engines=(sync.fleets[0].engines[0], second_life))
+    events.clear()
+    sync.push()
+    assert events[1:-1] == [("log-probs", "engine 1")]
+    sync._args.check_weight_update_equal = True
+    events.clear()
+    sync.push()
+    assert events[1:-1] == [("log-probs", "engine 1")], "with the flag, after every push"
+
+
+def test_an_engine_that_fails_ends_the_run_with_its_message_and_the_fleet_knows_it(sync, events):
+    sync.pushes.failed = [{1: "engine 1 died"}]
+    with pytest.raises(RunError, match="^engine 1 died$"):
+        sync.push()
+    assert events[1:] == [("engine 0", "engine 1", 5, {1: "engine 1 died"})]
+
+
+def test_with_fault_tolerance_the_others_go_on_without_the_one_that_failed(sync, events):
+    sync._args.use_fault_tolerance = True
+    sync.pushes.failed = [{1: "engine 1 died"}]
+    assert sync.push() == {"perf/update_weights_time": 1.0}
+    assert events[1:] == [("log-probs", "engine 0"), ("engine 0", "engine 1", 5, {1: "engine 1 died"})]
+
+
+@pytest.fixture
+def checksums(sync, monkeypatch, tmp_path):
+    """What engines report before the push, after their reset and after the push: handle → checksum of the only tensor."""
+    sync._args.check_weight_update_equal, sync._args.save = True, str(tmp_path)
+    sync._train_group = SimpleNamespace(export_hf=lambda directory: None)
+    reports = [{"a": "1", "b": "1"}, {"a": "2", "b": "3"}, {"a": "1", "b": "1"}]
+    asked = []
+
+    def call(fleet, method, *arguments):
+        if method != "weights_checksum":
+            return [None] * len(fleet.engines)
+        asked.append(fleet.handles)
+        return [{"norm": reports[len(asked) - 1][handle]} for handle in fleet.handles]
+
+    monkeypatch.setattr(sync, "_call", call)
+    return SimpleNamespace(reports=reports, asked=asked)
+
+
+def test_with_fault_tolerance_those_that_go_on_are_checked_when_another_fails_the_first_push(sync, checksums, events):
+    sync._args.use_fault_tolerance = True
+    sync.pushes.failed = [{0: "engine 0 died"}]
+    sync.push()
+    assert checksums.asked == [["a", "b"], ["a", "b"], ["b"]]
+    assert events[-1] == ("engine 0", "engine 1", 5, {0: "engine 0 died"})
+
+
+def test_one_that_goes_on_with_other_weights_is_named_also_when_another_failed(sync, checksums):
+    sync._args.use_fault_tolerance = True
+    sync.pushes.failed = [{0: "engine 0 died"}]
+    checksums.reports[2]["b"] = "3"
+    with pytest.raises(
+        RunError, match="^weight check: engine 1 does not hold the trainer's weights after the push: .* norm$"
+    ):
+        sync.push()
+
+
+def test_nobody_is_checked_where_a_failure_ends_the_run_or_none_is_left(sync, checksums):
+    sync.pushes.failed = [{0: "engine 0 died"}]
+    with pytest.raises(RunError, match="^engine 0 died$"):
+        sync.push()
+    assert len(checksums.asked) == 2
+    sync._args.use_fault_tolerance = True
+    sync.fleets.append(sync.fleets[-1])
+    sync.pushes.failed = [{0: "engine 0 died", 1: "engine 1 died"}]
+    checksums.asked.clear()
+    checksums.reports.extend([{"b": "7"}, {"b": "8"}, {"b": "7"}])
+    del checksums.reports[2]
+    sync.push()
+    assert checksums.asked == [["a", "b"], ["a", "b"], ["b"], ["b"], ["b"]], "all failed: the next one in its place is"
+
+
+def test_with_fault_tolerance_one_that_does_not_prove_its_weights_does_not_serve_and_is_not_taken_for_proven(
+    sync, events
+):
+    sync._args.use_fault_tolerance = True
+    sync.unproven[EngineName(1)] = "engine 1 hangs"
+    sync.push()
+    assert events[1:] == [
+        ("log-probs", "engine 0", "engine 1"),
+        ("engine 0", "engine 1", 5, {1: "engine 1 hangs"}),
+    ]
+    assert sync._proven == {EngineName(0)}
+    events.clear()
+    sync.stale = fleet_of("new", first=1)
+    sync.unproven[EngineName(1)] = "engine 1 hangs again"
+    sync.push_to_stale()
+    assert events[2:] == [("log-probs", "engine 1"), ("engine 1", 5, {1: "engine 1 hangs again"})]
+
+
+def test_where_none_proves_its_weights_their_successors_are_tried(sync, events):
+    sync._args.use_fault_tolerance = True
+    sync.unproven = {EngineName(0): "engine 0 hangs", EngineName(1): "engine 1 hangs"}
+    sync.push()
+    assert events[2::3] == [
+        ("engine 0", "engine 1", 5, {0: "engine 0 hangs", 1: "engine 1 hangs"}),
+        ("engine 0", "engine 1", 6, {}),
+    ]
+
+
+def test_where_all_failed_their_successors_get_the_same_weights_at_once_but_not_for_ever(sync, events):
+    sync._args.use_fault_tolerance = True
+    lost = {0: "engine 0 died", 1: "engine 1 died"}
+    sync.pushes.failed = [lost]
+    sync.push()
+    ends = [event for event in events if event[0] == "engine 0"]
+    assert ends == [("engine 0", "engine 1", 4, lost), ("engine 0", "engine 1", 5, {})]
+    sync.fleets[:] = [fleet_of("a", "b") for _ in range(9)]
+    sync.pushes.failed = [lost] * 9
+    with pytest.raises(RunError, match="^engine 0 died$"):
+        sync.push()
+    assert len(sync.fleets) == 9 - weight_sync._ROUNDS
+
+
+def test_engines_that_missed_a_push_get_it_under_its_version_and_prove_it_before_they_serve(sync, events):
+    sync._args.use_fault_tolerance = True
+    sync.push()
+    events.clear()
+    sync.stale = fleet_of("new", first=1)
+    sync.push_to_stale()
+    assert events == ["again", [(1, "new", 1, 1)], ("log-probs", "engine 1"), ("engine 1", 5, {})]
+    events.clear()
+    sync.pushes.failed = [{1: "engine 1 died"}]
+    sync.push_to_stale()
+    assert events[2:] == [("engine 1", 5, {1: "engine 1 died"})]
+    events.clear()
+    sync.stale = fleet_of()
+    sync.push_to_stale()
+    assert events == []
+
+
+@pytest.mark.parametrize("tolerant", [False, True])
+def test_an_engine_that_does_not_tell_its_log_probs_is_left_to_who_watches_it(sync, monkeypatch, tolerant, caplog):
+    compare = WeightSync._compare_log_probs
+    engine = SimpleNamespace(generate=SimpleNamespace(remote=lambda request: None))
+    monkeypatch.setattr(weight_sync, "wait_for_each", lambda refs, name, limit: [RunError("engine 0 died")])
+    sync._args = SimpleNamespace(
+        use_fault_tolerance=tolerant, vocab_size=50, params_dtype_name="float32", engine_load_timeout=1.0
+    )
+    sync._train_group = SimpleNamespace(probe_log_probs=lambda sequences: [])
+    if not tolerant:
+        with pytest.raises(RunError, match="^engine 0 died$"):
+            compare(sync, fleet_of(engine))
+        return
+    assert compare(sync, fleet_of(engine)) == {0: "engine 0 died"}
+    assert "weight check: engine 0 died" in caplog.text and not sync._proven

@@ -3,8 +3,8 @@
 import pytest
 
 from slime.utils.misc import SingletonMeta
-from tests.support.fake_generate_server import FakeGenerateServer
-from tests.support.rollout_args import make_checkpoint
+from tests.support.models.rollout_args import make_checkpoint
+from tests.support.processes.fake_generate_server import FakeGenerateServer
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """How a step is wound down: who is aborted, and that nobody stretches the time limit."""
 
 import asyncio
+import functools
 import socket
 
 import pytest
@@ -9,24 +10,35 @@ from slime.rollout import abort
 from slime.rollout.sglang_rollout import generate_rollout_async
 from slime.utils.http_utils import close_http_client
 from slime.utils.types import Sample
-from tests.support.fake_generate_server import FakeGenerateServer
-from tests.support.rollout_args import CountingDataSource, make_args
-from tests.support.rollout_steps import group_numbers, plugin, prompt_number, run_step
+from tests.support.models.rollout_args import CountingDataSource, make_args
+from tests.support.models.rollout_steps import group_numbers, plugin, prompt_number, run_step
+from tests.support.processes.clocks import LeapingLoop, has_ended
+from tests.support.processes.fake_generate_server import FakeGenerateServer
 
 Status = Sample.Status
 
 # Every other limit is far above the one of the abort: whoever waits for another one does not come back in time.
 PATIENT = {"abort_timeout": 0.5, "http_control_timeout": 600.0, "http_request_timeout": 600.0, "http_max_retries": 600}
-SOON_S = 60.0
-# In this time a server that answers is told to abort and does so, on a busy machine as well.
-ENOUGH_FOR_OTHERS_S = 2.0
+SOON_S = 200.0
+# Of the abort, in tests where others have to answer before it is over: the clock leaps to its end when they have.
+LONG_S = 100.0
+LATER_S = 400.0
+
+
+def leaping(when):
+    """A loop on which the abort is over as soon as `when` holds."""
+    return functools.partial(LeapingLoop, when, LONG_S)
 
 
 def test_r6_an_engine_that_stays_busy_does_not_hold_the_step(server, checkpoint, caplog):
     args = make_args(checkpoint, server.port, over_sampling_batch_size=3, **PATIENT)
+    args.abort_timeout = LONG_S
     server.hold = lambda payload: prompt_number(payload, args) == 0
     server.always_busy = True
-    output = run_step(args, CountingDataSource(2), limit_s=SOON_S)
+    # When it is asked again, its first answer was seen.
+    output = run_step(
+        args, CountingDataSource(2), limit_s=LATER_S, loop_factory=leaping(lambda _: server.loads_asked >= 2)
+    )
     assert len(output.samples) == 2
     assert "still busy at the end of --abort-timeout" in caplog.text
 
@@ -78,11 +90,11 @@ def held_answer(source):
 
 def test_an_engine_that_never_answers_does_not_stretch_the_abort(server, checkpoint, silent_port, caplog):
     args = make_args(checkpoint, server.port, over_sampling_batch_size=3, partial_rollout=True, **PATIENT)
-    args.abort_timeout = ENOUGH_FOR_OTHERS_S
+    args.abort_timeout = LONG_S
     server.other_workers = [f"http://127.0.0.1:{silent_port}"]
     server.hold = lambda payload: prompt_number(payload, args) == 0
     source = CountingDataSource(2)
-    output = run_step(args, source, limit_s=SOON_S)
+    output = run_step(args, source, limit_s=LATER_S, loop_factory=leaping(has_ended("group 0")))
     assert group_numbers(output.samples) == [1, 2]
     assert held_answer(source) == {(Status.ABORTED, "F")}, "the other engine is aborted all the same"
     assert f"engine http://127.0.0.1:{silent_port} did not answer before the end of --abort-timeout" in caplog.text
@@ -90,11 +102,11 @@ def test_an_engine_that_never_answers_does_not_stretch_the_abort(server, checkpo
 
 def test_a_router_that_never_answers_does_not_stretch_the_abort(server, checkpoint, silent_port, caplog):
     args = make_args(checkpoint, server.port, over_sampling_batch_size=3, partial_rollout=True, **PATIENT)
-    args.abort_timeout = ENOUGH_FOR_OTHERS_S
+    args.abort_timeout = LONG_S
     args.sglang_model_routers = {"judge": ("127.0.0.1", silent_port), "default": ("127.0.0.1", server.port)}
     server.hold = lambda payload: prompt_number(payload, args) == 0
     source = CountingDataSource(2)
-    run_step(args, source, limit_s=SOON_S)
+    run_step(args, source, limit_s=LATER_S, loop_factory=leaping(has_ended("group 0")))
     assert held_answer(source) == {(Status.ABORTED, "F")}, "the engines of the other model are aborted all the same"
     assert "no abort was sent to the engines of model 'judge': its router" in caplog.text
 

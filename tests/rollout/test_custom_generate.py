@@ -1,19 +1,21 @@
-"""Custom generate functions: forms, precedence, and what is made of their results."""
+"""Custom generate functions: forms, precedence, and what is made of their results. What sample hooks may leave behind."""
 
 import asyncio
 import logging
+import threading
 
 import numpy as np
 import pytest
 
-from slime.rollout.custom_generate import complete_sample, share_rollout_id
+from slime.rollout.custom_generate import apply_rollout_sample_hooks, complete_sample, share_execution_id
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate_and_rm, generate_and_rm_group
+from slime.rollout.rm_hub import async_rm
 from slime.utils.errors import UserError
 from slime.utils.misc import SingletonMeta
 from slime.utils.sample_fields import held
 from slime.utils.types import Sample
-from tests.support.rollout_args import make_args, make_checkpoint
+from tests.support.models.rollout_args import make_args, make_checkpoint
 
 Status = Sample.Status
 
@@ -82,6 +84,36 @@ def test_batch_form_gets_the_whole_group(checkpoint, make_plugin, prefix):
     assert all(s.reward is not None for s in result)
 
 
+CONTINUES = """
+def one(args, sample, sampling_params):
+    sample.append_response_tokens(args, tokens=[7], log_probs=[-1.0])
+    sample.status = Sample.Status.COMPLETED
+    return [sample] if sample.index == 3 else sample
+
+def group(args, samples, evaluation):
+    return [one(args, sample, {}) for sample in samples]
+"""
+
+
+@pytest.mark.parametrize("form", ["one", "group"])
+def test_both_forms_train_only_what_was_written_after_a_resumption(checkpoint, make_plugin, form):
+    args = make_args(
+        checkpoint,
+        custom_generate_function_path=make_plugin(CONTINUES, name=form),
+        partial_rollout=True,
+        mask_offpolicy_in_partial_rollout=True,
+    )
+    fresh = Sample(index=0, tokens=[9])
+    interrupted = [
+        Sample(index=index, tokens=[9, 5, 6], response_length=2, rollout_log_probs=[-1.0] * 2, status=Status.ABORTED)
+        for index in (1, 2, 3)
+    ]
+    interrupted[1].loss_mask = [0, 1]
+    entries = asyncio.run(generate_and_rm_group(args, [fresh, *interrupted], {}))
+    samples = [*entries[:3], *entries[3]]
+    assert [sample.loss_mask for sample in samples] == [[1], [0, 0, 1], [0, 0, 1], [0, 0, 1]]
+
+
 def test_batch_form_must_return_as_many(checkpoint, make_plugin):
     path = make_plugin("def fn(args, samples, evaluation):\n    return samples[:1]\n")
     args = make_args(checkpoint, custom_generate_function_path=path)
@@ -125,13 +157,13 @@ def test_failed_by_the_user_is_left_as_returned_and_masked_only_without_response
 
 def test_executions_share_one_rollout_id():
     siblings = [Sample(), Sample()]
-    share_rollout_id(Sample(index=12), siblings, "f")
+    share_execution_id(Sample(index=12), siblings, "f")
     assert [s.rollout_id for s in siblings] == [12, 12]
-    share_rollout_id(Sample(index=13), siblings, "f")
+    share_execution_id(Sample(index=13), siblings, "f")
     assert [s.rollout_id for s in siblings] == [12, 12]
     for ids in ([1, 2], [1, None]):
         with pytest.raises(UserError, match=r"different rollout_id for sample 12"):
-            share_rollout_id(Sample(index=12), [Sample(rollout_id=i) for i in ids], "f")
+            share_execution_id(Sample(index=12), [Sample(rollout_id=i) for i in ids], "f")
 
 
 def test_text_without_tokens_is_tokenised_with_one_warning(checkpoint, caplog):
@@ -211,3 +243,58 @@ def test_text_alone_is_enough_however_its_function_says_that_there_are_no_tokens
     encode = GenerateState(args).tokenizer.encode
     assert sample.tokens == encode("hello") + encode("thia", add_special_tokens=False)
     assert sample.status is Status.COMPLETED
+
+
+HOOKS = """
+def breaks(args, sample):
+    sample.loss_mask = [1, 1, 1]
+
+def repairs(args, sample):
+    sample.loss_mask = None
+
+async def replaces(args, sample):
+    sample.response_length = 5
+    return sample
+"""
+
+
+@pytest.mark.parametrize(("name", "field"), [("breaks", "loss_mask has 3 entries"), ("replaces", "response_length 5")])
+def test_a_hook_that_breaks_lengths_is_named_at_once(tmp_path, name, field):
+    file = tmp_path / "hooks.py"
+    file.write_text(HOOKS)
+    hooks = [f"{file}:{name}", f"{file}:repairs"]
+    args = make_args("", rollout_sample_hook_path=hooks)
+    sample = Sample(index=3, tokens=[1, 2, 3], response_length=2)
+    with pytest.raises(UserError, match=f"^--rollout-sample-hook-path .*:{name} left a sample .*sample 3: {field}"):
+        asyncio.run(apply_rollout_sample_hooks(args, sample))
+
+
+def test_as_many_hooks_run_at_once_as_generations_and_rewards_pass_them(tmp_path):
+    file = tmp_path / "hooks.py"
+    file.write_text(
+        "def hook(args, sample):\n"
+        "    args.running.append(sample.index)\n    args.most.append(len(args.running))\n"
+        "    args.waiting.release()\n"
+        "    assert args.graded.wait(60)\n    args.running.remove(sample.index)\n"
+        "def reward(args, sample):\n    args.graded.set()\n    return 1.0\n"
+    )
+    args = make_args(
+        "",
+        rollout_sample_hook_path=[f"{file}:hook"],
+        custom_rm_path=f"{file}:reward",
+        sglang_server_concurrency=3,
+        rollout_num_engines=2,
+    )
+    args.running, args.most, args.graded, args.waiting = [], [], threading.Event(), threading.Semaphore(0)
+
+    async def main():
+        async with asyncio.timeout(60):
+            hooks = [asyncio.ensure_future(apply_rollout_sample_hooks(args, Sample(index=i))) for i in range(20)]
+            for _ in range(6):
+                await asyncio.to_thread(args.waiting.acquire, timeout=60)
+            # Every hook waits for this reward.
+            await async_rm(args, Sample())
+            await asyncio.gather(*hooks)
+
+    asyncio.run(main())
+    assert max(args.most) == 6

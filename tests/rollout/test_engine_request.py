@@ -2,7 +2,7 @@
 
 from slime.rollout import engine_request as engine_urls
 from slime.rollout.engine_request import get_model_url
-from tests.support.rollout_args import make_args
+from tests.support.models.rollout_args import make_args
 
 
 def test_unknown_names_lead_to_the_first_router_with_one_warning(caplog):
@@ -13,6 +13,9 @@ def test_unknown_names_lead_to_the_first_router_with_one_warning(caplog):
     assert get_model_url(args, "reward", "/x") == "http://10.0.0.1:6/x"
     assert get_model_url(args, "default") == "http://[::1]:5/generate"
     assert caplog.messages == []
+    del args.sglang_model_routers
+    assert get_model_url(args, "default", "/x") == "http://[::1]:5/x"
+    args.sglang_model_routers = routers
     for _ in range(2):
         assert get_model_url(args, "rewrad") == "http://[::1]:5/generate"
     assert caplog.messages == ["no model is served under the name 'rewrad'; 'actor' is asked. Known: actor, reward"]

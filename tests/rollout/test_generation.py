@@ -17,7 +17,7 @@ from slime.utils.errors import UserError
 from slime.utils.http_utils import HttpError, close_http_client
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample, failed_and_masked
-from tests.support.rollout_args import CONTEXT_LENGTH, VOCAB_SIZE, make_args
+from tests.support.models.rollout_args import CONTEXT_LENGTH, VOCAB_SIZE, make_args
 
 Status = Sample.Status
 
@@ -52,6 +52,7 @@ def test_default_generation_takes_tokens_and_log_probs_from_the_engine(server, c
     assert sample.loss_mask == [1, 1, 1]
     assert sample.status is Status.COMPLETED
     assert sample.weight_versions == ["1"]
+    assert len(server.requests[0].pop("rid")) == 32
     assert server.requests == [
         {
             "input_ids": prompt_ids,
@@ -197,7 +198,8 @@ def test_failed_entries_of_a_group_start_from_their_prompts_wherever_it_comes_fr
     result = run(generate_and_rm_group(args, group, params(args)))
     assert [sample.response for sample in result] == ["FGH", "Z[", "FGH"]
     assert [sample.index for sample in result] == [0, 1, 2]
-    assert result[1] is group[1] and result[1].reward == 0.25
+    assert result[1].to_dict() == {**group[1].to_dict(), "session_id": result[1].session_id}
+    assert result[1].reward == 0.25
     assert not result[0].remove_sample and result[0].reward in (0, 1)
     prompts = [GenerateState(args).prompt_ids(sample) for sample in (result[0], result[2])]
     assert sorted(request["input_ids"] for request in server.requests) == sorted(prompts)
@@ -235,9 +237,20 @@ def test_the_semaphore_limits_requests_and_rewards_run_outside_it(server, checkp
     )
     args = make_args(checkpoint, server.port, sglang_server_concurrency=3, custom_rm_path=path)
     group = [Sample(index=i, prompt="p") for i in range(12)]
-    run(generate_and_rm_group(args, group, params(args)))
+    server.hold = lambda payload: True
+
+    async def graded():
+        task = asyncio.create_task(generate_and_rm_group(args, group, params(args)))
+        async with asyncio.timeout(60):
+            while server.in_flight < 3:
+                await asyncio.sleep(0.01)
+        server.release()
+        return await task
+
+    result = run(graded())
     assert server.max_in_flight == 3
-    assert [sample.reward for sample in group] == [1.0] * 12
+    assert [sample.reward for sample in result] == [1.0] * 12
+    assert group == [Sample(index=i, prompt="p") for i in range(12)], "the prompts stay as they are"
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -297,6 +310,39 @@ def test_r14_a_reward_that_never_returns_fails_the_sample_after_a_second_attempt
     assert len(server.requests) == 1, "what was generated is there; only its reward is asked for again"
     assert args.asked == [sample.response] * 2
     assert sample.remove_sample
+
+
+RAISING = "def fn(args, sample, *arguments):\n    raise KeyError('no entry')\n"
+RAISING_FOR_GROUPS = "def fn(args, samples, evaluation):\n    raise KeyError('no entry')\n"
+FAULTS = {
+    "a generate function": ("custom_generate_function_path", RAISING),
+    "one for groups": ("custom_generate_function_path", RAISING_FOR_GROUPS),
+    "a reward": ("custom_rm_path", RAISING),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_with_fault_tolerance_a_function_that_raises_fails_its_samples_and_not_the_run(
+    server, checkpoint, tmp_path, fault
+):
+    flag, program = FAULTS[fault]
+    args = make_args(checkpoint, server.port, **{flag: plugin(tmp_path, program)})
+    prompts = [Sample(index=index, prompt="p") for index in (4, 5)]
+    with pytest.raises(UserError, match="raised KeyError for sample"):
+        run(generate_and_rm_group(args, prompts, params(args)))
+    args.use_fault_tolerance = True
+    for sample in run(generate_and_rm_group(args, prompts, params(args))):
+        assert (sample.status, sample.remove_sample, sample.reward) == (Status.FAILED, True, 0.0)
+        assert "raised KeyError for sample" in sample.metadata["fail_reason"]
+
+
+def test_with_fault_tolerance_a_request_that_is_refused_fails_its_sample(server, checkpoint):
+    args = make_args(checkpoint, 9, http_max_retries=1)
+    with pytest.raises(HttpError):
+        run(generate_and_rm(args, Sample(index=4, prompt="p"), params(args)))
+    args.use_fault_tolerance = True
+    sample = run(generate_and_rm(args, Sample(index=4, prompt="p"), params(args)))
+    assert sample.status is Status.FAILED and "failed: ClientConnectorError" in sample.metadata["fail_reason"]
 
 
 def test_a_reward_that_comes_at_the_second_attempt_is_taken(server, checkpoint, tmp_path):
@@ -400,7 +446,7 @@ def test_engines_are_asked_for_the_experts_that_the_sample_does_not_have(server,
     args.num_layers, args.moe_router_topk = 2, 1
     asked = []
 
-    async def answer(url, payload, headers=None):
+    async def answer(url, payload, headers=None, request_ids=None):
         asked.append((payload["return_routed_experts"], payload["routed_experts_start_len"]))
         start, end = payload["routed_experts_start_len"], len(payload["input_ids"]) + 1
         rows = [[position, position] for position in range(start, end)]
@@ -537,7 +583,7 @@ def test_a_token_without_a_finite_log_prob_is_generated_once_more_and_never_trai
 ):
     answers = []
 
-    async def post(url, payload, headers=None):
+    async def post(url, payload, headers=None, request_ids=None):
         value = -0.5 if len(answers) == recovers_at else log_prob
         answers.append(value)
         rows = [[-0.5, 70, None], [value, 71, None]]

@@ -11,7 +11,7 @@ from slime.rollout.train_data import convert_samples_to_train_batch
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import HttpError, close_http_client
 from slime.utils.types import Sample
-from tests.support.rollout_args import make_args
+from tests.support.models.rollout_args import make_args
 
 MODULE = "slime.rollout.on_policy_distillation"
 

@@ -8,7 +8,7 @@ from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.sft_rollout import generate_rollout
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
-from tests.support.tokenizer import build_tokenizer, save_tokenizer
+from tests.support.models.tokenizer import build_tokenizer, save_tokenizer
 
 USER = {"role": "user", "content": "hello"}
 ASSISTANT = {"role": "assistant", "content": "hi"}

@@ -1,15 +1,15 @@
 """Whole steps of the default loop: what is kept, what returns to the data source, how it ends when something fails."""
 
+import asyncio
 import threading
-import time
 
 import numpy as np
 import pytest
 
-from slime.rollout import rollout_step
+from slime.rollout import sglang_rollout
 from slime.rollout.base_types import leaves
 from slime.rollout.generate_state import GenerateState
-from slime.rollout.sglang_rollout import generate_rollout
+from slime.rollout.sglang_rollout import generate_rollout, generate_rollout_async
 from slime.utils import async_utils
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import close_http_client
@@ -17,8 +17,8 @@ from slime.utils.packed_sample import pack_sample
 from slime.utils.plugin_loader import load_function
 from slime.utils.sample_fields import held
 from slime.utils.types import Sample
-from tests.support.rollout_args import CountingDataSource, make_args
-from tests.support.rollout_steps import group_numbers, plugin, prompt_number, run_step
+from tests.support.models.rollout_args import CountingDataSource, make_args
+from tests.support.models.rollout_steps import group_numbers, plugin, prompt_number, run_step
 
 Status = Sample.Status
 
@@ -74,7 +74,7 @@ def test_r3_finished_surplus_groups_are_kept_on_request(server, checkpoint, tmp_
     filter_path = plugin(
         tmp_path,
         "from slime.rollout.generate_state import GenerateState\n"
-        "from tests.support.waiting import wait_until\n"
+        "from tests.support.processes.waiting import wait_until\n"
         "def fn(args, samples):\n"
         "    return wait_until(lambda: not GenerateState(args).pendings)\n",
     )
@@ -106,7 +106,8 @@ def hook(args, sample):
         all_generated.set()
 
 def keep(args, samples):
-    return all_generated.wait(10)
+    assert all_generated.wait(60)
+    return True
 
 def rm(args, samples):
     return [float(len(samples)) for _ in samples]
@@ -175,14 +176,12 @@ def test_r5_a_raising_task_stops_the_step_and_its_prompts_return(server, checkpo
         tmp_path,
         "async def fn(args, sample, sampling_params):\n"
         "    if sample.group_index == 1:\n        raise ValueError('broken tool')\n"
-        "    await asyncio.sleep(30)\n",
+        "    await asyncio.Event().wait()\n",
     )
     args = make_args(checkpoint, server.port, custom_generate_function_path=path, over_sampling_batch_size=3)
     source = CountingDataSource(2)
-    started = time.monotonic()
     with pytest.raises(UserError, match=r"(?s)fn.py:fn raised ValueError for sample 2.*broken tool"):
-        run_step(args, source)
-    assert time.monotonic() - started < 10
+        run_step(args, source, limit_s=60)
     assert sorted(group_numbers(source.returned)) == [0, 1, 2]
     assert all(sample.status is Status.PENDING for sample in leaves(source.returned))
 
@@ -402,7 +401,7 @@ def test_plain_generate_functions_that_ask_for_rewards_leave_room_for_them(serve
         "import threading\nfrom slime.rollout.rm_hub import async_rm\nfrom slime.utils import async_utils\n"
         "meeting = threading.Barrier(140)\n"
         "def generate(args, sample, sampling_params):\n"
-        "    meeting.wait(20)\n"
+        "    meeting.wait(60)\n"
         "    sample.tokens = [4]\n"
         "    sample.append_response_tokens(args, tokens=[5], log_probs=[-1.0])\n"
         "    sample.status = type(sample).Status.COMPLETED\n"
@@ -443,28 +442,35 @@ def test_failed_samples_are_counted_and_too_many_stop_the_run(server, checkpoint
         run_step(args, CountingDataSource(2))
 
 
-def test_the_step_reports_what_it_waits_for(server, checkpoint, monkeypatch, caplog):
-    monkeypatch.setattr(rollout_step, "REPORT_AFTER_S", 0.05)
-    caplog.set_level("INFO")
-    server.delay_s = 0.3
+def test_the_step_reports_what_it_waits_for(server, checkpoint, monkeypatch):
+    monkeypatch.setattr(sglang_rollout, "REPORT_AFTER_S", 0.01)
+    server.hold = lambda payload: True
+    told = []
+
+    def info(text, *values):
+        line = text % values
+        if "0 of 2 groups; waiting for 2 more" in line and "group 0, group 1" in line:
+            told.append(line)
+            server.release()
+
+    monkeypatch.setattr(sglang_rollout.logger, "info", info)
     run_step(make_args(checkpoint, server.port), CountingDataSource(2))
-    assert "0 of 2 groups; waiting for 2 more" in caplog.text
-    assert "group 0, group 1" in caplog.text
+    assert told
 
 
 @pytest.mark.parametrize("which", ["data source", "filter"])
 def test_a_data_source_or_a_filter_that_hangs_is_told_of(server, checkpoint, monkeypatch, caplog, tmp_path, which):
-    monkeypatch.setattr(rollout_step, "REPORT_AFTER_S", 0.01)
+    monkeypatch.setattr(sglang_rollout, "REPORT_AFTER_S", 0.01)
     caplog.set_level("INFO")
     args, source = make_args(checkpoint, server.port), CountingDataSource(2)
-    expected = "; waiting for get_samples of tests.support.rollout_args.CountingDataSource"
+    expected = "; waiting for get_samples of tests.support.models.rollout_args.CountingDataSource"
     if which == "filter":
         path = plugin(tmp_path, "def fn(args, samples):\n    args.hang()\n    return True\n")
         args.dynamic_sampling_filter_path = path
         expected = f"; waiting for --dynamic-sampling-filter-path {path}"
     told = threading.Event()
     monkeypatch.setattr(
-        rollout_step.logger, "info", lambda text, *values: told.set() if expected in text % values else None
+        sglang_rollout.logger, "info", lambda text, *values: told.set() if expected in text % values else None
     )
 
     def hang():
@@ -480,7 +486,7 @@ def test_a_data_source_or_a_filter_that_hangs_is_told_of(server, checkpoint, mon
 def test_a_filter_that_drops_everything_is_reported_while_groups_finish(
     server, checkpoint, monkeypatch, caplog, tmp_path
 ):
-    monkeypatch.setattr(rollout_step, "REPORT_AFTER_S", 0.0)
+    monkeypatch.setattr(sglang_rollout, "REPORT_AFTER_S", 0.0)
     caplog.set_level("INFO")
     path = plugin(
         tmp_path,
@@ -542,7 +548,7 @@ def test_tasks_that_end_with_a_failed_step_are_not_told(server, checkpoint, capl
 async def fn(args, sample, sampling_params):
     if sample.index == 3:
         raise KeyError("lost")
-    await asyncio.sleep(60)
+    await asyncio.Event().wait()
 """,
     )
     args = make_args(checkpoint, server.port, custom_generate_function_path=path)
@@ -570,3 +576,48 @@ async def fn(args, sample, sampling_params):
         run_step(args, CountingDataSource(2))
     told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert len(told) == 1 and "3 other groups failed as well, group 0 first: " in told[0]
+
+
+@pytest.mark.parametrize("during", ["get_samples", "add_samples"])
+def test_a_step_that_is_cancelled_while_its_source_is_busy_gives_everything_back_once(server, checkpoint, during):
+    args = make_args(checkpoint, server.port, over_sampling_batch_size=4)
+    source = CountingDataSource(2)
+    # Two groups finish and are kept, the others return.
+    server.hold = lambda payload: prompt_number(payload, args) >= 2
+    busy, goes_on = threading.Event(), threading.Event()
+    method = getattr(source, during)
+
+    def waiting(*arguments):
+        if not goes_on.is_set():
+            busy.set()
+            assert goes_on.wait(60)
+        return method(*arguments)
+
+    setattr(source, during, waiting)
+
+    async def main():
+        try:
+            step = asyncio.create_task(generate_rollout_async(args, 0, source))
+            assert await asyncio.to_thread(busy.wait, 60)
+            step.cancel()
+            # Its end begins while the source is still busy.
+            for _ in range(10):
+                await asyncio.sleep(0)
+            goes_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(step, 60)
+        finally:
+            await close_http_client()
+
+    asyncio.run(main())
+    assert sorted(group_numbers(source.returned)) == source.handed_out == [0, 1, 2, 3]
+    assert {(sample.status, sample.response) for sample in leaves(source.returned)} == {(Status.PENDING, "")}
+
+
+def test_a_step_that_fails_at_its_very_end_gives_back_what_it_kept(server, checkpoint, tmp_path):
+    path = plugin(tmp_path, "def fn(args, groups, data_source):\n    raise KeyError('lost')\n")
+    args = make_args(checkpoint, server.port, rollout_all_samples_process_path=path)
+    source = CountingDataSource(2)
+    with pytest.raises(UserError, match="KeyError"):
+        run_step(args, source)
+    assert group_numbers(source.returned) == [0, 1]

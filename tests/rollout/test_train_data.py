@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 
-from slime.arguments.groups.objective_flags import ALGORITHM
+from slime.arguments.groups.training_flags import ALGORITHM
 from slime.rollout.train_data import convert_samples_to_train_batch, post_process_rewards
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
-from tests.support.args import parse
+from tests.support.models.args import parse
 
 
 def make(rewards, groups, **fields):

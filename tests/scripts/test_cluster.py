@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.shell_arrays import ROOT, bash
-from tests.support.stub_ray import calls, make_stub_ray
+from tests.support.processes.stub_ray import calls, make_stub_ray
+from tests.support.tables.shell_arrays import ROOT, bash
 
 CLUSTER = "bash scripts/cluster.sh"
 

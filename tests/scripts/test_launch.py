@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.shell_arrays import ROOT, bash, script_environment
-from tests.support.stub_ray import calls, make_stub_ray
-from tests.support.waiting import wait_until
+from tests.support.processes.stub_ray import calls, make_stub_ray
+from tests.support.processes.waiting import wait_until
+from tests.support.tables.shell_arrays import ROOT, bash, script_environment
 
 ONE_NODE = ROOT / "scripts" / "run-qwen3-4B.sh"
 MANY_NODES = ROOT / "scripts" / "run-deepseek-r1.sh"
@@ -254,7 +254,8 @@ def test_the_toy_task_appears_whole(stub, tmp_path: Path) -> None:
         'echo whole >"$2/task.json"\n'
     )
     toy = tmp_path / "tasks" / "toy"
-    program = f"for i in 1 2; do timeout 60 bash {ONE_NODE} --check & done; wait -n && wait -n"
+    start = f"timeout 60 bash {ONE_NODE} --check &"
+    program = f"{start} first=$!; {start} second=$!; wait $first && wait $second"
     result = bash(program, MODEL="toy", NUM_GPUS="2", TOY_DIR=str(toy), **stub)
     assert (result.returncode, result.stdout) == (0, "whole\nwhole\n"), result.stderr
     assert [path.name for path in toy.parent.iterdir()] == ["toy"] and not list(toy.glob("toy.draft*"))

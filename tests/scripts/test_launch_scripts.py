@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from slime.arguments import parse_args
-from slime.arguments.before_start import check_before_start
 from slime.arguments.sizes import layout_of
-from slime.plan import make_plan, render
-from tests.support.launch_table import Launch, launches
-from tests.support.model_tables import expected_flags
-from tests.support.published_models import PUBLISHED_MODELS
-from tests.support.shell_arrays import ROOT, bash, script_environment
+from slime.plan import check_before_start, make_plan, render
+from tests.support.tables.launch_table import Launch, launches
+from tests.support.tables.model_scripts import script_flags
+from tests.support.tables.shell_arrays import ROOT, bash, script_environment
+from tools.published_models import PUBLISHED_MODELS
 
 SCRIPTS_DIR = ROOT / "scripts"
 SCRIPTS = {
@@ -26,7 +25,7 @@ SCRIPTS = {
     for path in sorted([*SCRIPTS_DIR.glob("run-*.sh"), *SCRIPTS_DIR.glob("low_precision/run-*.sh")])
 }
 TABLE = launches()
-MODELS = expected_flags()
+MODELS = script_flags()
 # The engines' weights are planned in BF16 here, because the configs of the tests name no quantisation; and MiniMax-M2 says
 # in its script what larger GPUs it wants. Everything else is meant to run on GPUs of 80 GB.
 TOO_LARGE_FOR_80_GIB = {
@@ -137,6 +136,16 @@ def test_dry_run_as_a_process(arguments: list[str], variables: dict[str, str], h
     assert json.loads((tmp_path / "plan.json").read_text())
 
 
+def test_a_rehearsal_needs_no_ray(home: Path, commands) -> None:
+    """The script hands the flag to the driver, whose word about another flag of a plan comes at once."""
+    environment = script_environment(HOME=str(home), XDG_CACHE_HOME=str(Path.home() / ".cache"), RAY="/bin/false")
+    result = subprocess.run(
+        ["bash", str(SCRIPTS["run-qwen3-4B"]), "--rehearse", "--dry-run-json", "plan.json"],
+        capture_output=True, text=True, timeout=120, env=environment,
+    )  # fmt: skip
+    assert result.returncode == 2 and "--rehearse makes no plan" in result.stderr
+
+
 def test_serving_file_covers_all_gpus_of_the_run() -> None:
     text = (SCRIPTS_DIR / "run-glm5.2-744B-A40B.serving.yaml").read_text()
     assert sum(int(number) for number in re.findall(r" num_gpus: (\d+)", text)) == 32 * 8
@@ -147,6 +156,11 @@ def test_nodes_and_context_parallelism_come_from_the_environment() -> None:
     result = bash(f"bash {script}", PRINT_COMMAND="1", ACTOR_NUM_NODES="8", CONTEXT_PARALLEL_SIZE="4")
     words = shlex.split(result.stdout)
     assert (value_of(words, "--actor-num-nodes"), value_of(words, "--context-parallel-size")) == ("8", "4")
+
+
+def test_no_script_asks_for_an_attention_kernel_that_may_not_be_there(commands) -> None:
+    """`flash` switches the others off, and flash-attn is optional beside Transformer Engine."""
+    assert {value_of(words, "--attention-backend") for words in commands.values()} <= {None, "auto"}
 
 
 def test_the_shape_of_another_model_replaces_that_of_the_script() -> None:

@@ -1,4 +1,4 @@
-"""Every model script against three sources: hand-written tables, the real parser, and the published configs."""
+"""Every model script against the real parser and the published configs."""
 
 import argparse
 from pathlib import Path
@@ -12,20 +12,12 @@ from slime.arguments.parser import build_parser, parse_known
 from slime.estimates.parameters import count_parameters
 from slime.estimates.shape import expert_layers
 from slime.models.families import model_args_from_hf
-from tests.support.model_tables import PARAMETER_COUNTS, expected_flags
-from tests.support.published_models import PUBLISHED_MODELS
-from tests.support.shell_arrays import ROOT, as_flags, source_all
+from tests.support.tables.model_scripts import PARAMETER_COUNTS, SCRIPTS, script_arrays
+from tests.support.tables.shell_arrays import as_flags, source_all
+from tools.published_models import PUBLISHED_MODELS
 
-SCRIPTS = {path.stem: path for path in sorted((ROOT / "scripts" / "models").glob("*.sh"))}
-EXPECTED = expected_flags()
 ARRAYS = ("MODEL_ARGS", "CKPT_ARGS")
 EVERY_SCRIPT = pytest.mark.parametrize("name", SCRIPTS)
-
-
-@pytest.fixture(scope="module")
-def sourced() -> dict[str, dict[str, list[str]]]:
-    """The arrays of all scripts, sourced by one bash from another directory, with no variable set."""
-    return source_all(SCRIPTS, ARRAYS, cwd=Path("/"))
 
 
 @pytest.fixture(scope="module")
@@ -34,24 +26,19 @@ def parser() -> argparse.ArgumentParser:
 
 
 @pytest.fixture(scope="module")
-def parsed(sourced, parser) -> dict[str, argparse.Namespace]:
+def parsed(parser) -> dict[str, argparse.Namespace]:
     """What the real parser makes of the flags; an unknown one or a wrong type is an error here."""
     needed = ["--rollout-batch-size", "1"]
-    return {name: parse_known(parser, [*arrays["MODEL_ARGS"], *needed]) for name, arrays in sourced.items()}
+    return {name: parse_known(parser, [*arrays["MODEL_ARGS"], *needed]) for name, arrays in script_arrays().items()}
 
 
-def test_there_is_a_script_for_every_model_of_the_table() -> None:
-    assert sorted(SCRIPTS) == sorted(EXPECTED)
-
-
-@EVERY_SCRIPT
-def test_flags_are_those_of_the_table(name: str, sourced) -> None:
-    assert as_flags(sourced[name]["MODEL_ARGS"]) == EXPECTED[name]
+def test_there_is_a_script_for_every_published_model() -> None:
+    assert sorted(SCRIPTS) == sorted(PUBLISHED_MODELS)
 
 
 @EVERY_SCRIPT
-def test_checkpoint_flags_are_empty_without_variables(name: str, sourced) -> None:
-    assert sourced[name]["CKPT_ARGS"] == []
+def test_checkpoint_flags_are_empty_without_variables(name: str) -> None:
+    assert script_arrays()[name]["CKPT_ARGS"] == []
 
 
 @EVERY_SCRIPT

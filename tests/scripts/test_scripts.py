@@ -1,5 +1,6 @@
 """The shell scripts: they parse, explain themselves, keep to one style, and refuse what they cannot serve."""
 
+import importlib.metadata
 import os
 import re
 import shlex
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted([*ROOT.glob("scripts/**/*.sh"), ROOT / ".ci" / "run"])
@@ -212,6 +214,44 @@ def test_gpu_pins_agree_with_the_proven_ones() -> None:
     cpu, gpu = pins("requirements/cpu.txt"), pins("requirements/gpu.txt")
     assert len(gpu) > 10
     assert {name: version for name, version in gpu.items() if cpu.get(name) != version} == {}
+
+
+def test_transformer_engine_is_installed_in_the_range_that_megatron_core_declares() -> None:
+    """Megatron-Core asks for it among the extras of its developers, so that an installation by name takes the newest."""
+    declared = [Requirement(text) for text in importlib.metadata.requires("megatron-core") or ()]
+    (wanted,) = {str(found.specifier) for found in declared if found.name == "transformer-engine"}
+    text = (ROOT / "requirements/gpu.txt").read_text()
+    written = [Requirement(found) for found in re.findall(r"transformer-engine\[pytorch\][^'\"\s]+", text)]
+    assert [str(found.specifier) for found in written] == [wanted]
+
+
+def test_gpu_pins_go_together() -> None:
+    """Each satisfies what the others ask of it, as far as they are installed here."""
+    text = (ROOT / "requirements/gpu.txt").read_text()
+    pins = {found.name.lower(): str(found.specifier).removeprefix("==") for found in map(Requirement, pin_lines(text))}
+    wrong, asked = {}, 0
+    for name in pins:
+        for other in map(Requirement, importlib.metadata.requires(name) or ()):
+            version = pins.get(other.name.lower())
+            if version is not None and (other.marker is None or other.marker.evaluate({"extra": ""})):
+                asked += 1
+                if not other.specifier.contains(version, prereleases=True):
+                    wrong[f"{name} asks for {other}"] = version
+    assert wrong == {} and asked >= 10
+
+
+def pin_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def test_the_image_has_what_a_run_needs() -> None:
+    """Both loops, every package of the repository, and what trackers need."""
+    copied = {word for line in (ROOT / "Dockerfile").read_text().splitlines() if line.startswith("COPY ")
+              for word in line.split()[1:-1]}  # fmt: skip
+    needed = {path.name for path in ROOT.glob("*.py")} | {"slime", "slime_plugins", "scripts", "tools", "examples"}
+    assert needed - copied == set()
+    names = {Requirement(line).name for line in pin_lines((ROOT / "requirements/gpu.txt").read_text())}
+    assert {"wandb", "tensorboard"} <= names
 
 
 def test_the_command_of_a_quickstart_run_names_itself_for_the_last_lines_of_the_run(tmp_path: Path) -> None:

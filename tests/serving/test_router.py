@@ -1,14 +1,18 @@
+import argparse
+import dataclasses
 import stat
 from types import SimpleNamespace
 
 import pytest
 import requests
+from sglang_router.router_args import RouterArgs
 
+from slime.arguments.surface import FlagSpec, add_flag, load_surface
 from slime.serving import router as router_module
-from slime.serving.router import RouterHandle, compute_router_fields, start_router
+from slime.serving.router import OUR_DEFAULTS, RouterHandle, compute_router_fields, start_router
 from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import make_scratch_directory
-from tests.support.fake_generate_server import FakeGenerateServer
+from tests.support.processes.fake_generate_server import FakeGenerateServer
 
 
 def compute(**flags):
@@ -55,7 +59,7 @@ def test_f6_a_router_that_cannot_start_shows_its_last_log_lines(tmp_path):
     with pytest.raises(
         RunError, match="the router failed to start: exit code 1; log .*router.log(.|\n)*no_such_policy"
     ):
-        router.wait_ready(30)
+        router.wait_ready(120)
     router.shutdown()
     assert router._scratch.name.startswith("slime-router-") and not router._scratch.exists()
 
@@ -64,7 +68,7 @@ def test_f4_a_router_is_awaited_by_polling_and_ends_with_shutdown(tmp_path):
     args = SimpleNamespace(router_api_key="s3cret", router_log_level="debug")
     router = start_router(args, tmp_path)
     try:
-        router.wait_ready(30)
+        router.wait_ready(120)
         assert router.workers() == []
     finally:
         router.shutdown()
@@ -156,3 +160,53 @@ def test_a_slow_or_silent_router_does_not_stretch_a_time_limit(monkeypatch, call
         call(RouterHandle("10.0.0.9", 80, None, None), urls, 11.0)
     # A last look after a last pause.
     assert slow.now <= 11.0 + 3 * router_module._POLL_SECONDS
+
+
+# -- flags ---------------------------------------------------------------------------------------------------------------
+
+SPECS = load_surface("router")
+
+
+@pytest.fixture(scope="module")
+def parser():
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    group = parser.add_argument_group("router")
+    for spec in SPECS:
+        add_flag(group, spec)
+    return parser
+
+
+def test_every_field_has_a_flag_of_its_name():
+    assert [(spec.dest, spec.flags) for spec in SPECS] == [
+        (f"router_{field.name}", (f"--router-{field.name.replace('_', '-')}",))
+        for field in dataclasses.fields(RouterArgs)
+    ]
+
+
+def test_defaults_are_ours_or_none(parser):
+    given = {name: value for name, value in vars(parser.parse_args([])).items() if value is not None}
+    assert given == {f"router_{name}": value for name, value in OUR_DEFAULTS.items()}
+    assert (given["router_log_level"], given["router_balance_abs_threshold"]) == ("warn", 10)
+    assert given["router_balance_rel_threshold"] == 1.2
+
+
+def test_types_follow_the_annotations_of_the_dataclass(parser):
+    words = (
+        "--router-cache-threshold 0.5 --router-max-tree-size 7 --no-router-disable-circuit-breaker "
+        "--router-prometheus-duration-buckets 1 2.5 --router-request-id-headers a b --router-selector {} "
+        '--router-jwt-role-mapping {"a":"admin"} --router-control-plane-api-keys [["i","n","k","admin"]] '
+        "--router-prometheus-port 9 --router-policy consistent_hashing"
+    )
+    args = parser.parse_args(words.split())
+    assert (args.router_cache_threshold, args.router_max_tree_size) == (0.5, 7)
+    assert args.router_disable_circuit_breaker is False
+    assert args.router_prometheus_duration_buckets == [1.0, 2.5]
+    assert args.router_request_id_headers == ["a", "b"]
+    assert (args.router_selector, args.router_jwt_role_mapping) == ({}, {"a": "admin"})
+    assert args.router_control_plane_api_keys == [["i", "n", "k", "admin"]]
+    assert (args.router_prometheus_port, args.router_policy) == (9, "consistent_hashing")
+
+
+def test_help_tells_the_default_of_the_router():
+    (spec,) = [spec for spec in SPECS if spec.dest == "router_cache_threshold"]
+    assert isinstance(spec, FlagSpec) and spec.help.endswith("[router default: 0.3]")

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.support.shell_arrays import ROOT
+from tests.support.tables.shell_arrays import ROOT
 
 TOOLS = sorted(
     path.relative_to(ROOT).as_posix()

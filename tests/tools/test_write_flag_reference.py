@@ -2,17 +2,18 @@ from pathlib import Path
 
 import pytest
 
+from slime.arguments.flag import Caller, PathKind, below_one, flag, plug_in, weight
 from slime.arguments.parser import ArgumentParser
 from tools import write_flag_reference
 from tools.write_flag_reference import (
     COMMAND,
+    COMMAND_LINE,
     REFERENCE,
-    SURFACE,
+    command_line,
     difference,
     generated_files,
     main,
     reference,
-    surface,
 )
 
 
@@ -21,8 +22,8 @@ def generated() -> dict[Path, str]:
     return generated_files()
 
 
-def test_the_surface_is_the_frozen_one(generated):
-    changes = difference(SURFACE, generated[SURFACE])
+def test_the_command_line_is_the_frozen_one(generated):
+    changes = difference(COMMAND_LINE, generated[COMMAND_LINE])
     assert not changes, f"the flags changed; if that is meant, run `{COMMAND}`:\n{changes}"
 
 
@@ -42,13 +43,25 @@ def example() -> ArgumentParser:
     return parser
 
 
-def test_a_line_of_the_surface_holds_what_makes_a_flag():
-    header, *lines = surface(example()).splitlines()
+def test_a_line_holds_what_makes_a_flag(monkeypatch):
+    declared = {
+        "size": flag("--size --sz", int, 3, "text", bounds=below_one(0)),
+        "save": flag("--save", str, None, "text", path=PathKind.WRITTEN, placeholders="rank role"),
+        "hook": plug_in("--hook", Caller.RANKS, "text"),
+    }
+    monkeypatch.setattr(write_flag_reference, "OWN_FLAGS", declared)
+    monkeypatch.setattr(write_flag_reference, "BOUNDS", {"size": below_one(0), "lr_x": weight()})
+    parser = example()
+    for own in ("save", "hook"):
+        declared[own].add_to(parser)
+    header, *lines = command_line(parser).splitlines()
     assert header.startswith("# megatron-core ") and lines == [
-        "--colocate  StoreTrue dest='colocate' nargs=0 default=False",
-        "--lr-x  Store(float) dest='lr_x' nargs='+' default=None",
-        "--size --sz  Store(int) dest='size' choices=[1, 3] default=3",
-        "--train-backend  Store(str) dest='train_backend' default='megatron'",
+        "--colocate  StoreTrue dest='colocate' nargs=0 default=False not_built",
+        "--hook  Store(str) dest='hook' default=None plug_in=ranks",
+        "--lr-x  Store(float) dest='lr_x' nargs='+' default=None bounds=[0,inf)finite",
+        "--save  Store(str) dest='save' default=None path=written placeholders=rank,role",
+        "--size --sz  Store(int) dest='size' choices=[1, 3] default=3 bounds=[0,1)",
+        "--train-backend  Store(str) dest='train_backend' default='megatron' not_built_beside=megatron",
     ]
 
 
@@ -77,4 +90,5 @@ def test_check_writes_nothing_and_names_the_command(tmp_path, monkeypatch, capsy
     assert main(["--check"]) == 1
     assert list(tmp_path.iterdir()) == [] and COMMAND in capsys.readouterr().out
     assert main([]) == 0 and main(["--check"]) == 0
-    assert "+--size" in difference(SURFACE, "--size") and difference(SURFACE, surface(example())) == ""
+    assert "+--size" in difference(COMMAND_LINE, "--size")
+    assert difference(COMMAND_LINE, command_line(example())) == ""

@@ -6,21 +6,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slime.training import advantages
 from slime.training.advantages import compute_advantages_and_returns
-from slime.training.context_parallel import ContextParallel, slice_response, slice_responses
+from slime.training.context_parallel import ContextParallel, slice_response
 from slime.training.rollout_batch import split_for_data_parallel, to_tensors, train_batch_from_columns
+from slime.training.rollout_data import RolloutData
 from slime.utils.errors import UserError
-from tests.support.grpo_batch import objective_args
+from tests.support.models.grpo_batch import objective_args
 
 CPU = torch.device("cpu")
 
 
 def data(**columns):
-    return {
+    return RolloutData({
         "tokens": [torch.arange(4), torch.arange(5)], "total_lengths": [4, 5], "response_lengths": [2, 3],
         "loss_masks": [torch.ones(2), torch.ones(3)], "rewards": [0.5, -1.5], **columns,
-    }  # fmt: skip
+    })  # fmt: skip
 
 
 def doubled(args, rollout_data):
@@ -188,10 +188,7 @@ def simulate_ranks(monkeypatch, args, full, size):
     ranks = []
     for rank in range(size):
         cp = ContextParallel(size, rank, None)
-        local = {
-            name: slice_responses(column, *lengths, cp) if name in ("log_probs", "ref_log_probs", "values") else column
-            for name, column in full.items()
-        }
+        local = RolloutData.of_rank(full, cp)
         known = {
             "values": full["values"],
             "kl": [a - b for a, b in zip(full["log_probs"], full["ref_log_probs"], strict=True)],
@@ -200,8 +197,8 @@ def simulate_ranks(monkeypatch, args, full, size):
         def gather(column, totals, responses, cp, local=local, known=known):
             return known["values" if column is local["values"] else "kl"]
 
-        monkeypatch.setattr(advantages, "gather_responses", gather)
-        compute_advantages_and_returns(args, local, cp)
+        monkeypatch.setattr("slime.training.rollout_data.gather_responses", gather)
+        compute_advantages_and_returns(args, local)
         ranks.append((cp, local))
     whole = {}
     for name in ("advantages", "returns", "kl"):
@@ -268,7 +265,7 @@ def assert_rewards_at_the_end(monkeypatch, estimator, size, totals, masks):
         assert torch.allclose(whole["returns"][i], expected, rtol=1e-5, atol=1e-5), (totals[i], responses[i])
     # With a discount, the answer of one rank that has everything.
     few = {name: column[::20] for name, column in full.items()}
-    alone = dict(few)
+    alone = RolloutData(few)
     monkeypatch.undo()
     args.gamma = 0.99
     compute_advantages_and_returns(args, alone)

@@ -9,10 +9,14 @@ import torch
 
 from slime.algorithms.reduction import sum_of_sample_mean
 from slime.training.advantages import compute_advantages_and_returns
+from slime.training.context_parallel import ContextParallel
 from slime.training.custom_functions import icepop_function, vanilla_tis_function
+from slime.training.loss import loss_function
+from slime.training.rollout_data import RolloutData
 from slime.utils.errors import UserError
-from tests.support.objective_step import (
+from tests.support.models.objective_step import (
     ROLLOUTS,
+    VOCABULARY,
     assert_equal_gradients,
     case_args,
     make_logits,
@@ -60,6 +64,68 @@ def test_rejection_keeps_the_denominators():
     loss, _, _ = run_step(args, data, make_logits(make_samples()[:1]), [[0]])
     # One of five trained tokens is left, and the sum is still divided by five.
     assert loss == pytest.approx(-2.0 / 5 / ROLLOUTS)
+
+
+def edit_masks(*, pg_loss, loss_masks, **kwargs):
+    for mask in loss_masks:
+        mask[1:] = 0
+    return pg_loss, loss_masks, {"kept": torch.ones_like(pg_loss)}
+
+
+def edit_masks_unseen(*, pg_loss, loss_masks, **kwargs):
+    """Through memory that torch does not watch."""
+    for mask in loss_masks:
+        mask.numpy()[1:] = 0
+    return pg_loss, loss_masks, {"kept": torch.ones_like(pg_loss)}
+
+
+def loss_that_edits_masks(args, batch, logits, reduce):
+    batch["loss_masks"][0][1:] = 0
+    values = logits.new_full((sum(batch.local_lengths),), -2.0)
+    return reduce(values), {}
+
+
+def loss_that_replaces_a_mask(args, batch, logits, reduce):
+    reduce(logits.new_zeros(sum(batch.local_lengths)))
+    batch["loss_masks"][0] = batch["loss_masks"][0] * (torch.arange(5) == 0)
+    return reduce(logits.new_full((sum(batch.local_lengths),), -2.0)), {}
+
+
+def losses_of_ranks(args, size):
+    """Loss and metrics of a sample with five trained tokens of advantage 2, added up over `size` context-parallel ranks."""
+    whole, total = rollout_data(make_samples()[:1]), {}
+    whole["advantages"] = [torch.full((5,), 2.0)]
+    for rank in range(size):
+        columns = {name: column for name, column in whole.items() if name != "log_probs"}
+        data = RolloutData.of_rank(columns, ContextParallel(size, rank, None))
+        batch = data.micro_batch([0], pad_multiple=4)
+        _, metrics = loss_function(args, batch, torch.zeros(len(batch.stream.next_tokens), VOCABULARY), None)
+        total = {name: total.get(name, 0.0) + float(value) for name, value in metrics.items()}
+        assert all(mask.sum() == 5 for mask in data["loss_masks"]) or args.loss_type == "custom_loss"
+    return total
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("function", ["keep_first_token", "edit_masks", "edit_masks_unseen"])
+def test_masks_that_a_correction_edits_in_place_reject_tokens(function, size):
+    args = case_args(
+        use_tis=True, custom_tis_function_path=f"{__file__}:{function}", use_kl_loss=False, entropy_coef=0.5
+    )
+    total = losses_of_ranks(args, size)
+    entropy = math.log(VOCABULARY)
+    assert total["pg_loss"] == pytest.approx(-2.0 / 5)
+    assert total["loss"] == pytest.approx(-2.0 / 5 - 0.5 * entropy / 5)
+    # Metrics speak of all trained tokens.
+    assert total["entropy_loss"] == pytest.approx(entropy) and total.get("kept", 1.0) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("function", ["loss_that_edits_masks", "loss_that_replaces_a_mask"])
+def test_masks_that_a_custom_loss_edits_count(function, per_token, size):
+    path = f"{__file__}:{function}"
+    args = case_args(loss_type="custom_loss", custom_loss_function_path=path, calculate_per_token_loss=per_token)
+    assert losses_of_ranks(args, size)["loss"] == pytest.approx(-2.0 if per_token else -2.0 / 5)
 
 
 def wrong_kind(**kwargs):

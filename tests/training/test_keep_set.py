@@ -11,12 +11,12 @@ import torch.distributed as dist
 from slime.training import keep_set
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
 from slime.training.keep_set import KeepSet, KeptTokens, kept_tokens
-from slime.training.live_tensors import LiveTensors
 from slime.training.log_probs import calculate_log_probs_and_entropy
 from slime.training.loss import loss_function
-from slime.training.packed_stream import pack_stream
-from tests.support.distributed import run_distributed
-from tests.support.grpo_batch import objective_args
+from slime.training.rollout_data import MicroBatch, RolloutData
+from tests.support.models.grpo_batch import objective_args
+from tests.support.processes.distributed import run_distributed
+from tools.bench.live_tensors import LiveTensors
 
 VOCAB_SIZE, TOKEN_COUNT = 24, 17
 
@@ -264,8 +264,8 @@ LENGTHS = ((9, 5), (4, 1), (17, 12), (3, 2))
 
 def make_batch(cp, multiple=4):
     generator = random.Random(5)
-    batch = {"tokens": [], "total_lengths": [], "response_lengths": [], "rollout_top_p_token_ids": [], "kept": [],
-             "rollout_top_p_token_offsets": []}  # fmt: skip
+    data = {"tokens": [], "total_lengths": [], "response_lengths": [], "rollout_top_p_token_ids": [], "kept": [],
+            "rollout_top_p_token_offsets": []}  # fmt: skip
     for total, response in LENGTHS:
         tokens = [generator.randrange(VOCABULARY) for _ in range(total)]
         kept = [sorted(generator.sample(range(VOCABULARY), generator.randint(1, 4))) for _ in range(response)]
@@ -274,14 +274,13 @@ def make_batch(cp, multiple=4):
         offsets = [0]
         for ids in kept:
             offsets.append(offsets[-1] + len(ids))
-        batch["tokens"].append(torch.tensor(tokens))
-        batch["total_lengths"].append(total)
-        batch["response_lengths"].append(response)
-        batch["kept"].append(kept)
-        batch["rollout_top_p_token_ids"].append(torch.tensor([i for ids in kept for i in ids], dtype=torch.int32))
-        batch["rollout_top_p_token_offsets"].append(torch.tensor(offsets, dtype=torch.int32))
-    batch["stream"] = pack_stream(batch["tokens"], batch["response_lengths"], multiple, cp=cp)
-    return batch
+        data["tokens"].append(torch.tensor(tokens))
+        data["total_lengths"].append(total)
+        data["response_lengths"].append(response)
+        data["kept"].append(kept)
+        data["rollout_top_p_token_ids"].append(torch.tensor([i for ids in kept for i in ids], dtype=torch.int32))
+        data["rollout_top_p_token_offsets"].append(torch.tensor(offsets, dtype=torch.int32))
+    return RolloutData(data, cp).micro_batch(range(len(LENGTHS)), multiple)
 
 
 def sets_of_rows(batch):
@@ -293,7 +292,7 @@ def sets_of_rows(batch):
 
 
 def test_no_sets_no_replay():
-    assert kept_tokens({"stream": None}) is None
+    assert kept_tokens(MicroBatch({"stream": None})) is None
 
 
 def places_of_rows(stream, rank, size):

@@ -5,24 +5,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slime.training.loss import loss_function
-from slime.training.micro_batch import response_log_probs
-from slime.training.packed_stream import pack_stream
+from slime.training.loss import loss_function, response_log_probs
+from slime.training.rollout_data import RolloutData
 from slime.utils.errors import UserError
-from tests.support.grpo_batch import objective_args
+from tests.support.models.grpo_batch import objective_args
 
 VOCABULARY = 7
 
 
 def micro_batch(**columns):
     tokens = [torch.tensor([1, 2, 3, 4]), torch.tensor([5, 6, 0])]
-    batch = {
+    data = RolloutData({
         "tokens": tokens, "total_lengths": [4, 3], "response_lengths": [2, 1], "rollout_mask_sums": [2.0, 1.0],
         "loss_masks": [torch.tensor([1, 1]), torch.tensor([1])],
         "advantages": [torch.tensor([1.0, 1.0]), torch.tensor([-1.0])],
-        "ref_log_probs": [torch.zeros(2), torch.zeros(1)], "stream": pack_stream(tokens, [2, 1], 4), **columns,
-    }  # fmt: skip
-    return batch
+        "ref_log_probs": [torch.zeros(2), torch.zeros(1)], **columns,
+    })  # fmt: skip
+    return data.micro_batch([0, 1], pad_multiple=4)
 
 
 def logits(seed=0):

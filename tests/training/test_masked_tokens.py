@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.distributed import run_distributed
-from tests.support.objective_grid import CRITIC_OBJECTIVES, OBJECTIVES
-from tests.support.objective_step import (
+from slime.training.rollout_data import RolloutData
+from tests.support.models.objective_step import (
     SHAPES,
     VOCABULARY,
     case_args,
@@ -18,6 +17,8 @@ from tests.support.objective_step import (
     rollout_data,
     run_step,
 )
+from tests.support.processes.distributed import run_distributed
+from tests.support.processes.objective_grid import CRITIC_OBJECTIVES, OBJECTIVES
 
 HELD = ("log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs", "values")
 # Infinite, too large for an exponential, too large for a square.
@@ -76,7 +77,7 @@ def penalised(args, rollout_data):
 
 def filled(data, value):
     """The data with `value` in the place of everything that masked tokens hold."""
-    result = copy.deepcopy(data)
+    result = RolloutData(copy.deepcopy(data))
     for name in HELD:
         for row, mask in zip(result.get(name, ()), result["loss_masks"], strict=False):
             row[mask == 0] = value
@@ -99,8 +100,8 @@ def step(name, value, lowered=0.0):
     import torch.distributed as dist
 
     from slime.training.advantages import compute_advantages_and_returns
-    from slime.training.context_parallel import NO_CONTEXT_PARALLEL
-    from slime.training.step_statistics import facts_of_step
+    from slime.training.reports import mismatch_of_step
+    from slime.training.step_statistics import statistics_for_correction
 
     args = case_args(**CASES[name])
     is_critic = name in CRITIC_OBJECTIVES
@@ -109,12 +110,12 @@ def step(name, value, lowered=0.0):
         del data["log_probs"]
     data = filled(data, value)
     compute_advantages_and_returns(args, data)
-    facts = facts_of_step(args, data, POSITIONS, NO_CONTEXT_PARALLEL, dist.group.WORLD)
+    mismatch = mismatch_of_step(data, dist.group.WORLD) if args.get_mismatch_metrics else {}
     loss, metrics, gradients = run_step(
         args, data, logits_of(make_samples(), 1 if is_critic else VOCABULARY, lowered), [POSITIONS],
-        role="critic" if is_critic else "actor", step_statistics=facts.statistics,
+        role="critic" if is_critic else "actor", step_statistics=statistics_for_correction(args, data, dist.group.WORLD),
     )  # fmt: skip
-    return loss, {**metrics, **facts.metrics}, [gradient.numpy().tobytes() for gradient in gradients]
+    return loss, {**metrics, **mismatch}, [gradient.numpy().tobytes() for gradient in gradients]
 
 
 def steps():

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime.arguments.checkpoints import WeightSource
 from slime.training.model_states import ModelStates, StateSchedule
@@ -69,6 +70,28 @@ def test_capture_replaces():
     assert "ref" in states and "old" not in states
     with states("ref"):
         assert live["b"].tolist() == [9]
+
+
+class Copies(TorchDispatchMode):
+    """Whether each copy into another tensor is waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.waited_for = []
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        if operation is torch.ops.aten.copy_.default:
+            self.waited_for.append(True not in arguments[2:])
+        return operation(*arguments, **(options or {}))
+
+
+def test_no_copy_is_waited_for():
+    live, states = make()
+    with Copies() as copies:
+        states.capture("ref")
+        with states("ref"):
+            pass
+    assert copies.waited_for == [False] * 2 * 4
 
 
 REFERENCE_LOADED, TEACHER_LOADED = 100.0, 200.0

@@ -8,9 +8,9 @@ import torch
 
 from slime.training.advantages import compute_advantages_and_returns
 from slime.training.loss import loss_function
-from slime.training.packed_stream import pack_stream
+from slime.training.rollout_data import RolloutData
 from slime.utils.errors import UserError
-from tests.support.objective_step import (
+from tests.support.models.objective_step import (
     ROLLOUTS,
     SHAPES,
     VOCABULARY,
@@ -22,7 +22,7 @@ from tests.support.objective_step import (
     rollout_data,
     run_step,
 )
-from tests.support.plain_objective import PlainSample, policy_step, set_advantages, value_step
+from tests.support.oracles.plain_objective import PlainSample, policy_step, set_advantages, value_step
 
 REINFORCE = {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "gamma": 0.9, "kl_coef": 0.1}
 PPO = {"advantage_estimator": "ppo", "gamma": 0.97, "lambd": 0.9, "kl_coef": 0.1, "kl_loss_type": "k1"}
@@ -193,11 +193,11 @@ def test_l24_the_reverse_kl_of_distillation_is_a_metric_of_training():
 def test_a_batch_without_response_tokens_still_reaches_the_logits():
     """All ranks run their backward pass; and what is not read cannot spoil the gradient."""
     tokens = [torch.tensor([1, 2, 3])]
-    batch = {
+    data = RolloutData({
         "tokens": tokens, "total_lengths": [3], "response_lengths": [0], "rollout_mask_sums": [4.0],
         "loss_masks": [torch.zeros(0, dtype=torch.int32)], "advantages": [torch.zeros(0)],
-        "stream": pack_stream(tokens, [0], 4),
-    }  # fmt: skip
+    })  # fmt: skip
+    batch = data.micro_batch([0], pad_multiple=4)
     logits = torch.full((4, VOCABULARY), -torch.inf).requires_grad_()
     args = case_args(use_kl_loss=False, loss_type="custom_loss", custom_loss_function_path=f"{__file__}:no_loss")
     loss, _ = loss_function(args, batch, logits, None)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from slime.scheduling.dp_schedule import DPSchedule
+from slime.training.columns import COLUMNS
 from slime.training.rollout_batch import (
     build_train_batch,
     execution_ids,
@@ -67,6 +68,16 @@ def test_a_rank_fetches_its_shard(monkeypatch):
     assert data["total_lengths"] == [3] and data["raw_reward"] == [1.0, 1.0] and data["local_raw_reward"] == [1.0]
     with pytest.raises(ValueError, match="cut into 2 shards, and there are 4 data-parallel ranks"):
         process_rollout_data(args, refs, 0, 4)
+
+
+def test_every_column_that_a_rollout_brings_is_declared():
+    samples = [sample(0, train_metadata={"a": 1}, metadata={"data_source": "math"}, **COMPLETE), sample(1, **COMPLETE)]
+    batch = build(samples)
+    shard = split_for_data_parallel(batch, DPSchedule([[0, 1]], [[[0, 1]]], [1], [2], 0))[0]
+    data = to_tensors(shard, "cpu")
+    assert {"rollout_ids", "rollout_mask_sums", "local_raw_reward", "metadata"} <= data.keys() <= COLUMNS.keys()
+    own = train_batch_from_columns({**batch, "rollout_ids": [7, None], "rollout_mask_sums": [2.0, 4.0]})
+    assert own["rollout_ids"].tolist() == [7, 8] and own["rollout_mask_sums"].tolist() == [2.0, 4.0]
 
 
 def test_removed_sample_gets_a_zero_mask():

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from slime.scheduling.dp_schedule import DPSchedule
-from slime.training.context_parallel import ContextParallel
-from slime.training.packed_stream import pack_stream
+from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
 from slime.training.rollout_batch import build_train_batch, split_for_data_parallel, to_tensors
+from slime.training.rollout_data import RolloutData
 from slime.training.routing_replay import RoutingReplay, check_routed_experts, experts_of_stream, routed_experts_column
 from slime.utils.errors import RunError, UserError
 from slime.utils.types import Sample
@@ -301,8 +301,12 @@ def choices(tokens):
 
 def batch_of(cp):
     tokens = [1 + 100 * i + torch.arange(length) for i, length in enumerate(LENGTHS)]
-    stream = pack_stream(tokens, [0] * len(LENGTHS), 4, cp=cp)
-    return {"tokens": tokens, "stream": stream, "rollout_routed_experts": [choices(sample) for sample in tokens]}
+    return packed(tokens, [0] * len(LENGTHS), [choices(sample) for sample in tokens], 4, cp)
+
+
+def packed(tokens, response_lengths, experts, pad_multiple, cp=NO_CONTEXT_PARALLEL):
+    columns = {"tokens": tokens, "response_lengths": response_lengths, "rollout_routed_experts": experts}
+    return RolloutData(columns, cp).micro_batch(range(len(tokens)), pad_multiple)
 
 
 @pytest.mark.parametrize(("size", "all_gather"), CONTEXTS)
@@ -327,19 +331,18 @@ def test_l22_padding_is_spread_over_the_experts(size, all_gather):
     tokens, experts, topk = [torch.tensor([5, 6])], 8, 2
     counts, rows = torch.zeros(experts, dtype=torch.int64), 0
     for rank in range(size):
-        stream = pack_stream(tokens, [1], 32, cp=ContextParallel(size, rank, None, all_gather))
-        batch = {"stream": stream, "rollout_routed_experts": [torch.tensor([[[3, 4]] * 48], dtype=torch.int32)]}
+        chosen_before = [torch.tensor([[[3, 4]] * 48], dtype=torch.int32)]
+        batch = packed(tokens, [1], chosen_before, 32, ContextParallel(size, rank, None, all_gather))
         chosen = experts_of_stream(batch, [48], experts)
         assert (chosen[:, 0, 0] != chosen[:, 0, 1]).all(), "a token goes to different experts"
         counts += torch.bincount(chosen.flatten().long(), minlength=experts)
-        rows += len(stream.tokens)
+        rows += len(batch.stream.tokens)
     counts -= torch.tensor([0, 0, 0, 1, 1, 0, 0, 0])
     assert int(counts.sum()) == topk * (rows - 1)
     assert int(counts.max() - counts.min()) <= 2
 
 
 def test_a_sample_without_choices_is_padded_as_a_whole():
-    stream = pack_stream([torch.tensor([5, 6, 7])], [1], 1)
     nothing = torch.empty(0, LAYERS, 2, dtype=torch.int32)
-    experts = experts_of_stream({"stream": stream, "rollout_routed_experts": [nothing]}, [2], 4)
+    experts = experts_of_stream(packed([torch.tensor([5, 6, 7])], [1], [nothing], 1), [2], 4)
     assert experts[:, 0].tolist() == [[0, 1], [2, 3], [0, 1]]

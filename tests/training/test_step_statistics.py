@@ -1,17 +1,17 @@
 """What is known about an optimizer step before its first micro-batch, and when log-probs have a pass of their own."""
 
 import argparse
-import math
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from slime.training.context_parallel import ContextParallel, slice_responses
+from slime.training.rollout_data import RolloutData
 from slime.training.step_statistics import compute_step_statistics, needs_log_prob_pass, wants_step_statistics
 from slime.utils.errors import RunError, UserError
-from tests.support.distributed import run_distributed
-from tests.support.grpo_batch import objective_args
+from tests.support.models.grpo_batch import objective_args
+from tests.support.processes.distributed import run_distributed
 
 ARGS = argparse.Namespace(custom_tis_function_path="my.py:function")
 # Four samples of one step: two data-parallel ranks with three and one, or three and none in the second step.
@@ -44,11 +44,11 @@ def make_data(indices, cp):
     masks = [torch.arange(RESPONSE_LENGTHS[i]) % 3 != 0 for i in indices]
     train = [torch.arange(RESPONSE_LENGTHS[i]) + 100.0 * i for i in indices]
     totals, lengths = [TOTAL_LENGTHS[i] for i in indices], [RESPONSE_LENGTHS[i] for i in indices]
-    return {
-        "log_probs": slice_responses(train, totals, lengths, cp),
-        "rollout_log_probs": slice_responses([2 * row for row in train], totals, lengths, cp),
-        "loss_masks": masks, "total_lengths": totals, "response_lengths": lengths,
+    columns = {
+        "log_probs": train, "rollout_log_probs": [2 * row for row in train], "loss_masks": masks, "total_lengths": totals,
+        "response_lengths": lengths,
     }  # fmt: skip
+    return RolloutData.of_rank(columns, cp)
 
 
 def expected_sum(indices):
@@ -63,8 +63,8 @@ def four_ranks_worker():
     data = make_data([0, 1, 2] if rank < 2 else [3], cp)
     results = []
     for positions in ([0, 1, 2] if rank < 2 else [0], [1, 0] if rank < 2 else []):
-        results.append(compute_step_statistics(make_function(sums), ARGS, data, positions, cp, dist.group.WORLD))
-    results.append(compute_step_statistics(make_function(lambda **_: {}), ARGS, data, [], cp, dist.group.WORLD))
+        results.append(compute_step_statistics(make_function(sums), ARGS, data.take(positions), dist.group.WORLD))
+    results.append(compute_step_statistics(make_function(lambda **_: {}), ARGS, data.take([]), dist.group.WORLD))
 
     def fails_on_rank_2(**_):
         return {} if rank != 2 else {}["missing"]
@@ -75,7 +75,7 @@ def four_ranks_worker():
     errors = []
     for statistics in (fails_on_rank_2, another_shape, lambda **_: 5):
         try:
-            compute_step_statistics(make_function(statistics), ARGS, data, [], cp, dist.group.WORLD)
+            compute_step_statistics(make_function(statistics), ARGS, data.take([]), dist.group.WORLD)
         except (RunError, UserError) as error:
             errors.append(str(error))
     return results, errors
@@ -111,85 +111,6 @@ def test_shares_of_data_and_context_ranks_are_added_up():
 )
 def test_who_asks_for_statistics(function, wanted):
     assert wants_step_statistics(function, ARGS) is wanted
-
-
-# (tokens, prompt length, trainer, engine, mask, sample index)
-SAMPLES = (
-    ([5, 6, 7, 8, 9], 2, [-1.0, -1.2, -0.3], [-2.0, -1.0, -0.3], [1, 1, 1], 40),
-    ([1, 2, 3, 4], 1, [-1.0, -9.0, -0.5], [-1.5, -0.1, -0.5], [1, 0, 1], 41),
-    ([3, 3, 3], 1, [-2.0, -2.0], [-2.25, -2.125], [1, 1], 42),
-)
-
-
-def data_of(positions, cp):
-    from slime.training.context_parallel import slice_responses
-
-    rows = [SAMPLES[i] for i in positions]
-    totals, responses = [len(row[0]) for row in rows], [len(row[2]) for row in rows]
-    columns = {
-        name: slice_responses([torch.tensor(row[place]) for row in rows], totals, responses, cp)
-        for name, place in (("log_probs", 2), ("rollout_log_probs", 3))
-    }
-    return {
-        "tokens": [torch.tensor(row[0]) for row in rows], "total_lengths": totals, "response_lengths": responses,
-        "loss_masks": [torch.tensor(row[4]) for row in rows], "sample_indices": [row[5] for row in rows], **columns,
-    }  # fmt: skip
-
-
-def report():
-    """(metrics, lines) of this rank: two data-parallel ranks with two context-parallel ones each."""
-    import torch.distributed as dist
-
-    from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
-    from slime.training.step_statistics import mismatch_of_step, worst_token_lines
-
-    dist.init_process_group("gloo")
-    world, rank = dist.get_world_size(), dist.get_rank()
-    cp, positions = NO_CONTEXT_PARALLEL, [0, 1, 2]
-    if world > 1:
-        groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-        cp, positions = ContextParallel(2, rank % 2, groups[rank // 2]), [[1], [2, 0]][rank // 2]
-    data = data_of(positions, cp)
-    metrics = mismatch_of_step(data, range(len(positions)), cp, dist.group.WORLD)
-    nothing = mismatch_of_step(data, [], cp, dist.group.WORLD)
-    lines = worst_token_lines(data, lambda ids: "".join(f"<{i}>" for i in ids), cp, dist.group.WORLD)
-    return metrics, nothing, lines
-
-
-def test_mismatch_of_all_layouts():
-    alone = run_distributed(report, 1)[0]
-    for metrics, nothing, lines in run_distributed(report, 4):
-        assert metrics == pytest.approx(alone[0]) and nothing == alone[1] and lines == alone[2]
-    metrics, nothing, lines = alone
-    pairs = [(t, r) for _, _, train, roll, mask, _ in SAMPLES for t, r, m in zip(train, roll, mask, strict=True) if m]
-    weights = [math.exp(t - r) for t, r in pairs]
-    assert metrics == pytest.approx(
-        {
-            "mismatch_k1": sum(r - t for t, r in pairs) / len(pairs),
-            "mismatch_k3": sum(w - 1 - math.log(w) for w in weights) / len(pairs),
-            "mismatch_abs": sum(abs(t - r) for t, r in pairs) / len(pairs),
-            "mismatch_ess": sum(weights) ** 2 / (len(pairs) * sum(w * w for w in weights)),
-            "mismatch_max_abs": 1.0,
-        }
-    )
-    assert nothing["mismatch_ess"] == 1
-    assert lines[:4] == [
-        "sample 40, response token 0, '<7>': trainer -1.0000, engine -2.0000, difference 1.0e+00",
-        "sample 41, response token 0, '<2>': trainer -1.0000, engine -1.5000, difference 5.0e-01",
-        "sample 42, response token 0, '<3>': trainer -2.0000, engine -2.2500, difference 2.5e-01",
-        "sample 40, response token 1, '<8>': trainer -1.2000, engine -1.0000, difference 2.0e-01",
-    ]
-    assert len(lines) == 7, "masked tokens have no part in it"
-
-
-def test_the_engines_log_probs_must_be_there():
-    from slime.training.context_parallel import NO_CONTEXT_PARALLEL
-    from slime.training.step_statistics import mismatch_of_step
-
-    data = data_of([0], NO_CONTEXT_PARALLEL)
-    del data["rollout_log_probs"]
-    with pytest.raises(UserError, match="--get-mismatch-metrics needs `rollout_log_probs`"):
-        mismatch_of_step(data, [0], NO_CONTEXT_PARALLEL, None)
 
 
 def skipping(**changes):

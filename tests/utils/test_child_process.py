@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from slime.utils.child_process import ChildProcess, describe_exit_status, environment_for_python, read_log_tail
-from tests.support.waiting import wait_until
+from tests.support.processes.waiting import wait_until
 
 # A child that follows its parent and has a child of its own, as a server has. It holds the interpreter lock, as the
 # router does, so that no Python thread could watch the parent.

@@ -9,7 +9,7 @@ from slime.utils.data_files import fingerprint, read_file
 from slime.utils.dataset import Dataset, epoch_permutation, filter_long_prompt
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
-from tests.support.tokenizer import build_tokenizer
+from tests.support.models.tokenizer import build_tokenizer
 
 
 @pytest.fixture

@@ -1,7 +1,21 @@
+import ast
+from pathlib import Path
+
 import pytest
+import torch
+import torch.distributed as dist
 
 from slime.utils import device, env
 from slime.utils.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+# The one door, what stands in its place in a rehearsal, and the adapters that lift what wheels assume about CUDA.
+MAY_NAME_CUDA = {
+    "slime/utils/device.py",
+    "slime/rehearsal/fake_device.py",
+    "slime/backends/megatron_utils/cpu_runtime.py",
+    "slime/backends/sglang_utils/cpu_runtime.py",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -64,3 +78,50 @@ def test_actors_get_our_variables(monkeypatch):
     environment = env.actor_environment()
     assert environment["SLIME_DEBUG"] == "1" and "SLIME_ACCELERATOR" not in environment
     assert environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "1"
+
+
+def names_of_cuda(source: str) -> list[str]:
+    """What in `source` asks CUDA itself: the module, a tensor's move, or a backend of process groups in its place."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr == "cuda":
+            found.append(f"line {node.lineno}: {ast.unparse(node)}")
+        if isinstance(node, ast.ImportFrom | ast.Import) and "torch.cuda" in ast.unparse(node):
+            found.append(f"line {node.lineno}: {ast.unparse(node)}")
+        if isinstance(node, ast.Compare) and "get_backend" in ast.unparse(node) and "nccl" in ast.unparse(node):
+            found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def test_what_asks_cuda_is_found():
+    source = (
+        "torch.cuda.synchronize()\nvalues.cuda()\nfrom torch.cuda import Event\ndist.get_backend(group) == 'nccl'\n"
+    )
+    assert sorted(line.split(":")[0] for line in names_of_cuda(source)) == [f"line {line}" for line in range(1, 5)]
+
+
+def test_nobody_else_asks_cuda():
+    files = {str(path.relative_to(ROOT)): path for path in sorted((ROOT / "slime").rglob("*.py"))}
+    assert set(files) >= MAY_NAME_CUDA
+    found = {name: names_of_cuda(path.read_text("utf-8")) for name, path in files.items() if name not in MAY_NAME_CUDA}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_cpu_keeps_everything_on_the_host():
+    accelerator = device.Accelerator()
+    assert accelerator.current_device() == accelerator.group_device(None) == torch.device("cpu")
+    assert accelerator.generator_state() is None
+    before = torch.get_rng_state()
+    accelerator.set_generator_state(torch.zeros_like(before))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    "backend, expected", [("gloo", "cpu"), ("nccl", "cuda:5"), ("fake", "cuda:5"), ("ucc", "cuda:5")]
+)
+def test_collectives_are_on_the_gpu_unless_their_group_is_of_the_host(monkeypatch, backend, expected):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: backend)
+    accelerator = device.CudaAccelerator()
+    assert accelerator.current_device() == torch.device("cuda:5")
+    assert accelerator.group_device(None) == torch.device(expected)

@@ -1,27 +1,30 @@
 """Where the values of an evaluation set come from."""
 
 from dataclasses import fields
-from types import SimpleNamespace
 
 import pytest
 
+from slime.arguments.parser import build_parser
 from slime.utils.errors import UserError
 from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs
 from slime.utils.types import Sample
 
-ARGS = SimpleNamespace(
-    eval_temperature=0.5,
-    rollout_temperature=1.0,
-    eval_top_p=None,
-    rollout_top_p=0.9,
-    eval_max_response_len=None,
-    rollout_max_response_len=64,
-    n_samples_per_eval_prompt=3,
-    eval_input_key=None,
-    input_key="question",
-    metadata_key="metadata",
-    apply_chat_template=True,
-    rollout_stop=["END"],
+ARGS = build_parser().parse_args(
+    [
+        "--eval-temperature",
+        "0.5",
+        "--rollout-top-p",
+        "0.9",
+        "--rollout-max-response-len",
+        "64",
+        "--n-samples-per-eval-prompt",
+        "3",
+        "--input-key",
+        "question",
+        "--apply-chat-template",
+        "--rollout-stop",
+        "END",
+    ]
 )
 
 

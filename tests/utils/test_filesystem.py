@@ -166,6 +166,36 @@ def test_a_disk_without_locks_leaves_the_result_of_a_run_alone(owner, temporary,
     assert scratch.sweep_scratch_directories() == [] and path.exists()
 
 
+CLAIM = """
+import sys
+from pathlib import Path
+from slime.utils.filesystem import claim_directory
+print(claim_directory(Path(sys.argv[1])), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_directory_belongs_to_one_process_until_that_ends(tmp_path):
+    path = tmp_path / "new"
+    with subprocess.Popen(
+        [sys.executable, "-c", CLAIM, str(path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment_for_python(), text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout.readline() == "True\n"
+        assert not scratch.claim_directory(path)
+        process.kill()
+        process.wait()
+    assert scratch.claim_directory(path) and scratch.claim_directory(path / "." / ".." / "new")
+
+
+def test_a_disk_without_locks_grants_every_claim(tmp_path, monkeypatch):
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(scratch.fcntl, "flock", refuse)
+    assert scratch.claim_directory(tmp_path)
+
+
 def test_files_in_the_order_of_their_ids(tmp_path):
     directory = tmp_path / "with [brackets]"
     directory.mkdir()

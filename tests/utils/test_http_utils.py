@@ -18,9 +18,11 @@ from slime.utils.http_utils import (
     close_http_client,
     get,
     init_http_client,
+    noting_request_ids,
     post,
     post_control,
     post_generate,
+    trust_engine_urls,
 )
 
 
@@ -43,6 +45,8 @@ def short_delay(monkeypatch):
     monkeypatch.setattr(http_utils, "RETRY_DELAY_S", 0.01)
     monkeypatch.setattr(http_utils, "_settings", http_utils.HttpSettings())
     monkeypatch.setattr(http_utils, "_engine_origins", set())
+    monkeypatch.setattr(http_utils, "_supplies", {})
+    monkeypatch.setattr(http_utils, "_SUPPLY_POLL_SECONDS", 0.01)
 
 
 @asynccontextmanager
@@ -137,6 +141,67 @@ def test_an_engines_answer_that_is_no_json_is_returned_as_text(length):
     assert asyncio.run(main()) == "?" * length
 
 
+def test_every_attempt_of_a_request_has_an_id_of_its_own_until_it_is_answered():
+    """An engine that still works on the attempt before would refuse the same id."""
+    seen, known = [], set()
+
+    async def handler(request):
+        payload = await request.json()
+        seen.append(payload.pop("rid"))
+        assert payload == {"number": 1} and seen[-1] in known
+        return web.json_response({}, status=503 if len(seen) < 3 else 200)
+
+    async def main():
+        init_http_client(make_args())
+        async with serving(handler) as url:
+            await post_generate(url, {"number": 1}, request_ids=known)
+            assert len(set(seen)) == 3 and known == set()
+            with pytest.raises(HttpError):
+                await post_generate("http://127.0.0.1:1", {}, request_ids=known)
+            assert known == set()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("payload", "suffixes"),
+    [
+        ({"text": "a"}, [""]),
+        ({"input_ids": [1, 2, 3]}, [""]),
+        ({"input_ids": np.array([1, 2, 3])}, [""]),
+        ({"input_ids": [1, 2], "sampling_params": {"n": 1}}, [""]),
+        ({"input_embeds": [[0.5, 0.25], [0.5, 0.75]]}, [""]),
+        ({"text": ["a", "b"]}, ["_0", "_1"]),
+        ({"input_ids": [[1, 2], [3], [4]]}, ["_0", "_1", "_2"]),
+        ({"input_ids": np.array([[1, 2]])}, ["_0"]),
+        ({"input_embeds": [[[0.5, 0.25]], [[0.5, 0.75]]]}, ["_0", "_1"]),
+        # The engine draws ids of its own, and takes none.
+        ({"text": "a", "sampling_params": {"n": 4}}, None),
+        ({"text": ["a", "b"], "sampling_params": [{"n": 2}, {"n": 2}]}, None),
+    ],
+)
+def test_requests_of_several_prompts_are_known_by_the_ids_that_the_engine_makes_of_theirs(payload, suffixes):
+    """What a user's function posts. Its engine is told these ids one by one where another call goes on."""
+    known, noted = set(), []
+
+    async def handler(request):
+        noted.append(((await request.json()).get("rid"), set(known)))
+        return web.json_response([])
+
+    async def main():
+        init_http_client(make_args())
+        async with serving(handler) as url:
+            trust_engine_urls([url])
+            with noting_request_ids(known):
+                await post(f"{url}/generate", payload)
+        assert known == set()
+
+    asyncio.run(main())
+    [(sent, ids)] = noted
+    assert (sent is None) == (suffixes is None)
+    assert ids == {f"{sent}{suffix}" for suffix in suffixes or []}
+
+
 def test_arrays_are_sent_as_lists_beside_values_that_only_the_standard_library_writes():
     for ids in (np.array([1, 2]), np.arange(6, dtype=np.int32)[::2]):
         for value in (1, 2**70):
@@ -169,6 +234,171 @@ def test_the_number_of_attempts_is_limited_and_the_message_names_it():
             with pytest.raises(HttpError):
                 await post(url, {}, max_retries=1)
             assert len(seen) == 4
+
+    asyncio.run(main())
+
+
+def test_all_attempts_of_a_request_bear_one_id_and_no_two_requests_the_same():
+    async def main():
+        seen = []
+
+        async def handler(request):
+            seen.append(request.headers["X-Request-Id"])
+            return web.json_response({}, status=503 if len(seen) < 3 else 200)
+
+        async with serving(handler) as url:
+            await post(url, {})
+            await post(url, {})
+        assert len(seen) == 4 and seen[0] == seen[1] == seen[2] != seen[3]
+
+    asyncio.run(main())
+
+
+class Supply:
+    """Engines as requests see them. A failed request leaves it open whether one has died, until the test says so."""
+
+    def __init__(self):
+        self.served, self.dead, self.decided, self.doubts = True, 0, True, []
+
+    def is_serving(self):
+        return self.served
+
+    def is_decided(self):
+        return self.decided
+
+    def deaths(self):
+        return self.dead
+
+    def doubt_all(self, cause):
+        self.doubts.append(cause)
+
+
+def test_a_request_waits_for_an_engine_before_its_first_attempt():
+    async def main():
+        seen, supply = [], Supply()
+        supply.served = False
+        async with serving(answering([], seen)) as url:
+            http_utils.set_engine_supply(url, supply)
+            waiting = asyncio.create_task(post(f"{url}/generate", {}, max_retries=1))
+            await asyncio.sleep(0.1)
+            assert seen == [] and not waiting.done()
+            supply.served = True
+            assert await waiting == {"status": 200}
+
+    asyncio.run(main())
+
+
+def test_a_request_does_not_wait_for_what_becomes_of_a_doubted_engine_while_it_has_not_failed():
+    """It may compile for minutes, and others serve."""
+
+    async def main():
+        supply = Supply()
+        supply.decided = False
+        async with serving(answering([], [])) as url:
+            http_utils.set_engine_supply(url, supply)
+            assert await asyncio.wait_for(post(f"{url}/generate", {}), 5) == {"status": 200}
+
+    asyncio.run(main())
+
+
+def test_an_attempt_that_an_engine_took_into_its_death_does_not_count():
+    async def main():
+        seen, supply = [], Supply()
+
+        def doubt_all(cause):
+            supply.doubts.append(cause)
+            supply.decided = False
+
+        supply.doubt_all = doubt_all
+        async with serving(answering([502, 502, 500, 500], seen)) as url:
+            http_utils.set_engine_supply(url, supply)
+            request = asyncio.create_task(post(f"{url}/generate", {}, max_retries=2))
+            for number in (1, 2):
+                await asyncio.sleep(0.15)
+                assert len(seen) == len(supply.doubts) == number, "it waits until it is known what became of the engine"
+                assert "answered 502" in supply.doubts[-1]
+                supply.dead, supply.decided = number, True
+            for _ in range(2):
+                await asyncio.sleep(0.15)
+                supply.decided = True  # nobody died of these
+            with pytest.raises(HttpError, match=r"answered 500.*\(2 attempts\)"):
+                await request
+            assert len(seen) == 4
+
+    asyncio.run(main())
+
+
+def test_a_request_that_outlives_several_engines_fails_and_is_named():
+    async def main():
+        seen, supply = [], Supply()
+
+        async def handler(request):
+            seen.append(request.headers["X-Request-Id"])
+            supply.dead += 1
+            request.transport.close()
+
+        async with serving(handler) as url:
+            http_utils.set_engine_supply(url, supply)
+            with pytest.raises(HttpError) as error:
+                await post(f"{url}/generate", {}, max_retries=60)
+            assert len(seen) == http_utils.SURVIVED_ENGINES
+            assert f"request {seen[0]} was under way when engines died, 5 times" in str(error.value)
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_dies_while_a_request_waits_for_its_slot_is_not_outlived_by_it():
+    async def main():
+        supply, started, may_end = Supply(), asyncio.Event(), asyncio.Event()
+
+        async def handler(request):
+            if await request.json() == "first":
+                started.set()
+                await may_end.wait()
+                return web.json_response({})
+            return web.json_response({}, status=500)
+
+        init_http_client(make_args(sglang_server_concurrency=1, rollout_num_engines=1))
+        async with serving(handler) as url:
+            http_utils.set_engine_supply(url, supply)
+            first = asyncio.create_task(post(url, "first"))
+            await started.wait()
+            second = asyncio.create_task(post(url, "second", max_retries=1))
+            await asyncio.sleep(0.1)
+            supply.dead += 1
+            may_end.set()
+            await first
+            with pytest.raises(HttpError, match=r"answered 500.*\(1 attempts\)"):
+                await second
+            assert len(supply.doubts) == 1
+
+    asyncio.run(main())
+
+
+def test_a_request_waits_no_longer_than_it_may_take():
+    async def main():
+        supply = Supply()
+        supply.served = False
+        async with serving(answering([], [])) as url:
+            init_http_client(make_args(http_request_timeout=0.1))
+            http_utils.set_engine_supply(url, supply)
+            with pytest.raises(HttpError, match=r"no engine served requests for 0.1 s \(--http-request-timeout\)"):
+                await post(f"{url}/generate", {})
+
+    asyncio.run(main())
+
+
+def test_only_requests_to_its_own_router_ask_the_supply():
+    async def main():
+        supply = Supply()
+        supply.served = False
+        http_utils.set_engine_supply("http://127.0.0.1:1", supply)
+        async with serving(answering([], [])) as url:
+            assert await post(url, {}) == {"status": 200}
+            http_utils.set_engine_supply(url, supply)
+            assert await get(url) == await post_control(url) == {"status": 200}, "an abort must not wait for an engine"
+            http_utils.set_engine_supply(url, None)
+            assert await post(url, {}) == {"status": 200}
 
     asyncio.run(main())
 

@@ -4,7 +4,7 @@ import pytest
 
 from slime.utils.errors import UserError
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
-from tests.support.tokenizer import CHATML_TEMPLATE, build_tokenizer
+from tests.support.models.tokenizer import CHATML_TEMPLATE, build_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be kind."}
 HELLO = {"role": "user", "content": "hello"}

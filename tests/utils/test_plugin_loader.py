@@ -1,5 +1,6 @@
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -104,3 +105,9 @@ def test_wrong_paths_are_user_errors_that_name_the_flag(path, message):
     with pytest.raises(UserError, match=message) as caught:
         load_function(path, flag="--data-source-path")
     assert "--data-source-path" in str(caught.value)
+
+
+def test_threads_that_ask_for_a_file_while_it_runs_wait_for_it(write_plugin):
+    path = write_plugin("import time\ntime.sleep(0.3)\ndef f(): return 1\n")
+    with ThreadPoolExecutor(4) as threads:
+        assert [function() for function in threads.map(load_function, [f"{path}:f"] * 4)] == [1] * 4

@@ -11,8 +11,14 @@ import torch.distributed as dist
 
 from slime.utils import process_groups
 from slime.utils.child_process import environment_for_python
-from slime.utils.process_groups import create_store, get_gloo_group, init_gloo_group, init_process_group
-from tests.support.distributed import run_distributed
+from slime.utils.process_groups import (
+    create_store,
+    get_gloo_group,
+    init_gloo_group,
+    init_process_group,
+    patient_groups,
+)
+from tests.support.processes.distributed import run_distributed
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -84,3 +90,39 @@ def test_without_a_default_group_there_is_no_gloo_group():
     assert process_groups._on_host is None
     with pytest.raises(RuntimeError, match="no default process group"):
         init_gloo_group()
+
+
+def patience_worker(seconds):
+    """Limits of the default group and of a second one: before, in the block, and after an error in it."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+    groups = [dist.group.WORLD, dist.new_group(timeout=timedelta(seconds=90))]
+
+    def limits():
+        return [group._get_backend(torch.device("cpu")).options._timeout.seconds for group in groups]
+
+    found = [limits()]
+    try:
+        with patient_groups(seconds):
+            found.append(limits())
+            dist.barrier()
+            raise OSError("disk full")
+    except OSError:
+        found.append(limits())
+    dist.destroy_process_group()
+    return found
+
+
+def test_who_waits_for_a_writer_has_patience_and_afterwards_none():
+    expected = [[40, 90], [60, 90], [40, 90]]
+    assert run_distributed(patience_worker, 2, (60,)) == [expected] * 2
+
+
+def test_groups_that_stand_for_others_wait_for_nobody():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with patient_groups(60.0):
+            dist.barrier()
+    finally:
+        dist.destroy_process_group()

@@ -4,7 +4,7 @@ import pytest
 
 from slime.utils.errors import UserError
 from slime.utils.processing_utils import load_tokenizer, render_chat
-from tests.support.tokenizer import build_tokenizer, save_tokenizer
+from tests.support.models.tokenizer import build_tokenizer, save_tokenizer
 
 
 def test_a_tokenizer_directory_gives_the_same_ids_also_beside_a_model_config(tmp_path):

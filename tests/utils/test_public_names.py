@@ -43,7 +43,9 @@ PUBLIC_NAMES = {
     "slime.rollout.sft_rollout": "generate_rollout",
     "slime.rollout.on_policy_distillation": "reward_func post_process_rewards",
     "slime.ray.placement_group": "create_placement_groups create_rollout_manager create_training_models",
+    "slime.ray.rollout_validation": "flatten_rollout_output",
     "slime.observability.logging_utils": "configure_logger init_tracking finish_tracking log",
+    "slime.observability.tensorboard_utils": "TensorBoardTracker",
     "slime.observability.timer": "Timer timer",
     "slime.backends.megatron_utils.cp_utils": "get_logits_and_tokens_offset_with_cp get_sum_of_sample_mean "
     "all_gather_with_cp slice_with_cp slice_log_prob_with_cp",

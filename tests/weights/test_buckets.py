@@ -1,8 +1,6 @@
-import pytest
 import torch
 
-from slime.utils.errors import RunError
-from slime.weights.buckets import BucketFlattener, PushedNames, split_into_buckets
+from slime.weights.buckets import BucketFlattener, split_into_buckets
 
 
 def tensors(*sizes):
@@ -70,31 +68,21 @@ def test_two_buffers_in_turn_and_no_growth():
     assert second.buffer.view(torch.float32).tolist() == [2.0] * 8
 
 
-def test_s11_a_name_that_the_engine_does_not_know_is_refused():
-    names = PushedNames({"a", "b"})
-    names.check_bucket(["a"])
-    with pytest.raises(RunError, match="does not have: c"):
-        names.check_bucket(["c"])
+def test_a_tensor_that_is_larger_than_a_bucket_is_not_copied():
+    flattener = BucketFlattener(max_bytes=31)
+    large, small = torch.randn(4, 2).to(torch.float32), torch.randn(4)
+    flat = flattener.flatten([("large", large)])
+    assert flat.buffer.data_ptr() == large.data_ptr() and flat.nbytes == 32 and flat.shapes == [[4, 2]]
+    assert flattener.flatten([("small", small)]).buffer.data_ptr() != small.data_ptr()
+    # Several tensors, and one that does not lie in one piece, have to be brought together.
+    transposed = flattener.flatten([("large", large.t())])
+    assert transposed.buffer.view(torch.float32).tolist() == large.t().flatten().tolist()
+    assert flattener.flatten([("a", large), ("b", large)]).nbytes == 64
 
 
-def test_s11_a_name_that_was_not_sent_is_reported():
-    names = PushedNames({"a", "b"})
-    names.check_bucket(["a"])
-    with pytest.raises(RunError, match="1 tensors .* were not sent: b"):
-        names.check_complete()
-
-
-def test_a_name_sent_twice_is_refused():
-    names = PushedNames(None)
-    names.check_bucket(["a"])
-    with pytest.raises(RunError, match="twice: a"):
-        names.check_bucket(["a"])
-    with pytest.raises(RunError, match="twice: b"):
-        PushedNames(None).check_bucket(["b", "b"])
-
-
-def test_a_complete_push_passes():
-    names = PushedNames({"a", "b"})
-    names.check_bucket(["b"])
-    names.check_bucket(["a"])
-    names.check_complete()
+def test_buffers_are_given_up():
+    flattener = BucketFlattener(count=1)
+    first = flattener.flatten([("a", torch.ones(8))])
+    assert flattener.flatten([("a", torch.ones(8))]).buffer.data_ptr() == first.buffer.data_ptr()
+    flattener.release()
+    assert flattener.flatten([("a", torch.ones(8))]).buffer.data_ptr() != first.buffer.data_ptr()

@@ -9,14 +9,17 @@ logits is the gradient itself, so no memory below 1.00 of the logits is possible
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from slime.training.keep_set import KeptTokens
-from slime.training.live_tensors import LiveTensors
 from slime.training.log_probs import calculate_log_probs_and_entropy
+from tools.bench.live_tensors import LiveTensors
 
 KEPT_PER_ROW = 20
 

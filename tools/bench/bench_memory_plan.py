@@ -9,12 +9,20 @@ bytes of live tensors: every storage that an operation returns, from then until 
 model on (so without what imports take). What a kernel allocates and frees inside itself is not seen. The highest rank counts.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+if TYPE_CHECKING:
+    from slime.training.rollout_data import RolloutData
 
 MIB = 2**20
 MODELS = {
@@ -130,27 +138,25 @@ def peak_of_training(words: Sequence[str]) -> int:
 
     torch.set_num_threads(1)
     from slime.arguments import parse_args
-    from slime.backends.megatron_utils import initialize
+    from slime.arguments.checkpoints import WeightSource
+    from slime.training.backend import make_backend
+    from slime.training.train_step import train_one_step
+    from tools.bench.live_tensors import LiveTensors
 
     args = parse_args(argv=list(words))
-    initialize.init(args)
+    backend = make_backend(args)
+    with LiveTensors() as live:
+        backend.place()
+        backend.load(WeightSource("random"))
+        for step in range(2):
+            train_one_step(args, backend, _batch(args), step, 0)
     from megatron.core import parallel_state
 
-    from slime.backends.megatron_utils.model_provider import setup_model
-    from slime.backends.megatron_utils.optimizer import build_optimizer_and_scheduler
-    from slime.backends.megatron_utils.train_step import train_one_step
-    from slime.training.live_tensors import LiveTensors
-
-    with LiveTensors() as live:
-        model = setup_model(args)
-        optimizer, scheduler = build_optimizer_and_scheduler(args, model)
-        for step in range(2):
-            train_one_step(args, model, optimizer, scheduler, _batch(args), step, 0)
     parallel_state.destroy_model_parallel()
     return live.peak
 
 
-def _batch(args: argparse.Namespace) -> dict[str, Any]:
+def _batch(args: argparse.Namespace) -> RolloutData:
     """This rank's data of one rollout step: samples that fill the token budget."""
     import numpy as np
     import torch
@@ -176,7 +182,7 @@ def _batch(args: argparse.Namespace) -> dict[str, Any]:
         {"dp_size": args.data_parallel_size, "cp_size": 1},
         batch["total_lengths"].tolist(),
         global_batch_size=args.global_batch_size,
-        rollout_indices=batch["rollout_ids"].tolist(),
+        execution_ids=batch["rollout_ids"].tolist(),
     )
     shard = split_for_data_parallel(batch, schedule)[parallel_state.get_data_parallel_rank()]
     data = to_tensors(shard, torch.device("cpu"))

@@ -11,13 +11,15 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from slime.arguments.config_files.yaml_file import FlagNames, YamlMapping, attribute_name, load_yaml, plain
+from slime.arguments.config_files.flag_names import FlagNames, attribute_name
 from slime.arguments.flag import flag_of
 from slime.arguments.origins import Origin
 from slime.arguments.paths import MANAGER_PLUG_INS, RANK_PLUG_INS
-from slime.arguments.unknown_flags import meant_by, why_unknown
+from slime.arguments.unknown_flags import SAME, why_unknown
+from slime.arguments.violations import Violation, about
 from slime.observability.run_record import redacted, shown
 from slime.utils.errors import UserError
+from slime.utils.yaml_file import YamlMapping, load_yaml, plain
 
 logger = logging.getLogger(__name__)
 
@@ -36,18 +38,17 @@ def apply_custom_config(args: argparse.Namespace, parser: argparse.ArgumentParse
         One message per wrong line.
     """
     args.custom_config = {}
-    path = getattr(args, "custom_config_path", None)
-    if path is None:
+    if args.custom_config_path is None:
         return []
     try:
-        mapping = load_yaml(path, FLAG)
+        mapping = load_yaml(args.custom_config_path, FLAG)
     except UserError as error:
         return [str(error)]
     names = FlagNames(parser)
     values, custom, violations = read_flag_values(mapping, names, plug_ins_set=sets_plug_in(args, mapping, names))
     if "custom_config_path" in values:
-        violations.append(f"{mapping.where(_key_of(mapping, names))}: a file cannot name another {FLAG}")
-        del values["custom_config_path"]
+        key, _ = values.pop("custom_config_path")
+        violations.append(f"{mapping.where(key)}: a file cannot name another {FLAG}")
     for dest, (key, value) in values.items():
         set_from_file(args, dest, value, mapping.where(key))
     for name, value in custom.items():
@@ -56,19 +57,19 @@ def apply_custom_config(args: argparse.Namespace, parser: argparse.ArgumentParse
     return violations
 
 
-def overruled_values(args: argparse.Namespace) -> Iterator[str]:
-    """A message for every value of the user's own whose name the run uses itself; to be asked after derivation."""
+def overruled_values(args: argparse.Namespace) -> Iterator[Violation]:
+    """A violation for every value of the user's own whose name the run uses itself; to be asked after derivation."""
     for name, value in args.custom_config.items():
-        if getattr(args, name, value) != value:
+        if vars(args).get(name, value) != value:
             taken = f"{args.custom_config_path}: {name} is set by the run itself"
-            yield f"{taken}; take another name for the value {shown(name, value)}"
+            yield from about([f"{taken}; take another name for the value {shown(name, value)}"], FLAG)
 
 
 def set_from_file(args: argparse.Namespace, dest: str, value: Any, where: str) -> None:
     """Give the flag `dest` the value of a file; a warning shows both values when the command line had another."""
     typed = args.origins.get(dest) is Origin.COMMAND_LINE
-    if typed and getattr(args, dest) != value:
-        both = (redacted({dest: each})[dest] for each in (value, getattr(args, dest)))
+    if typed and vars(args)[dest] != value:
+        both = (redacted({dest: each})[dest] for each in (value, vars(args)[dest]))
         logger.warning("%s: %s %s replaces %s of the command line", where, dest, *both)
     setattr(args, dest, value)
     # Written here too, because a value that equals the default is no change and still is the user's.
@@ -116,8 +117,8 @@ def _accept_unknown(mapping: YamlMapping, key: str, names: FlagNames, plug_ins_s
     flag = flag_of(attribute_name(key))
     known = why_unknown(flag)
     if known is not None:
-        raise UserError(f"{mapping.where(key)}: {key} {known} (a value of your own: {CUSTOM}:)")
-    meant = [attribute_name(other) for other in meant_by(flag)] or [names.near(key)]
+        raise UserError(f"{mapping.where(key)}: {key} {known.message} (a value of your own: {CUSTOM}:)")
+    meant = [attribute_name(other) for other in SAME.get(flag, ())] or [names.near(key)]
     if meant != [None]:
         raise UserError(
             f"{mapping.where(key)}: unknown key {key}: did you mean {' or '.join(meant)}? (a value of your own: {CUSTOM}:)"
@@ -152,7 +153,3 @@ def _check_name(mapping: YamlMapping, key: str) -> None:
     name = attribute_name(key)
     if name in RESERVED or name.startswith("_") or not name.isidentifier():
         raise UserError(f"{mapping.where(key)}: {key!r} cannot be the name of a value of your own; take another")
-
-
-def _key_of(mapping: YamlMapping, names: FlagNames) -> str:
-    return next(key for key in mapping if (flag := names.find(key)) is not None and flag.dest == "custom_config_path")

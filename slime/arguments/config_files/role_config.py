@@ -7,7 +7,10 @@
 The run's arguments are those of the actor, so its overrides are merged into them like lines of `--custom-config-path`,
 before anything is derived or checked. The critic's stay aside until `role_args` builds its arguments.
 
-The overrides of a critic may say how it is trained. What it is trained on, and where, is the run's.
+The overrides of a critic may say how it is trained. What it is trained on, and where, is the run's: it is a second model on the
+devices of the training ranks. Its arguments (`critic_args`) are the run's with its overrides and with what does not concern it
+switched off. It follows the actor: it starts where the actor starts, and resumes at the iteration at which the actor resumes.
+Unless its overrides say otherwise, its checkpoints lie in `critic/` below the actor's.
 """
 
 from __future__ import annotations
@@ -17,18 +20,31 @@ import copy
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from slime.algorithms.estimators import estimator, names_of_estimators
 from slime.arguments.bounds import replace_wrong_sizes
+from slime.arguments.checkpoints import (
+    WeightSource,
+    checkpoint_source,
+    is_megatron_checkpoint,
+    iteration_directory,
+    latest_iteration,
+)
 from slime.arguments.config_files.custom_config import read_flag_values, set_from_file, sets_plug_in
-from slime.arguments.config_files.yaml_file import FlagNames, YamlMapping, attribute_name, load_yaml, near_name
+from slime.arguments.config_files.flag_names import FlagNames, attribute_name, near_name
 from slime.arguments.help_text import groups_of
+from slime.arguments.hf_config import is_hf_checkpoint
+from slime.arguments.megatron.values import derive_virtual_stages
+from slime.arguments.model_shape import padded_vocabulary
 from slime.arguments.paths import PATHS
-from slime.arguments.sizes import MODEL_PARALLEL, divides_the_ranks, model_parallel_size
+from slime.arguments.sizes import MODEL_PARALLEL, data_parallel_size, divides_the_ranks, model_parallel_size
+from slime.arguments.violations import Violation, broken
 from slime.observability.run_record import shown
 from slime.utils.errors import UserError
+from slime.utils.yaml_file import YamlMapping, load_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +74,7 @@ def apply_role_config(args: argparse.Namespace, parser: argparse.ArgumentParser)
     args.role_overrides, violations = load_role_configs(args, parser)
     overrides = args.role_overrides.get("actor", {})
     # The critic inherits what the run has, not what its actor was given.
-    args.values_before_actor_overrides = {name: getattr(args, name, None) for name in overrides}
+    args.values_before_actor_overrides = {name: vars(args).get(name) for name in overrides}
     for name, value in overrides.items():
         set_from_file(args, name, value, f"{place_in(args.megatron_config_path, 'actor', name)}: role actor")
     if "critic" in args.role_overrides and not estimator(args.advantage_estimator).needs_critic:
@@ -78,7 +94,7 @@ def load_role_configs(
     Returns:
         Role → attribute → value, with the values of the user's own among them; one message per wrong line.
     """
-    path = getattr(args, "megatron_config_path", None)
+    path = args.megatron_config_path
     if path is None:
         return {}, []
     roles: dict[str, dict[str, Any]] = {}
@@ -98,7 +114,11 @@ def load_role_configs(
                 violations.append(f"{overrides.where(values.pop(dest)[0])}: a role cannot name another file")
         if role == "critic":
             violations += check_flags(overrides, {dest: key for dest, (key, _) in values.items()}, parser)
-        flags = {dest: _absolute(dest, value) for dest, (_, value) in values.items()}
+        # The processes that use a role's paths do not run where the command was typed.
+        flags = {
+            dest: os.path.abspath(value) if dest in PATHS and value is not None else value
+            for dest, (_, value) in values.items()
+        }
         roles[role] = {**flags, **custom}
         if roles[role]:
             logger.info("%s, role %s: %s", path, role, ", ".join(roles[role]))
@@ -115,18 +135,29 @@ def role_args(args: argparse.Namespace, role: str) -> argparse.Namespace:
         raise ValueError(f"role {role!r}: it must be one of {', '.join(ROLES)}")
     result = copy.copy(args)
     if role == "critic":
-        inherited = getattr(args, "values_before_actor_overrides", {})
-        overrides = getattr(args, "role_overrides", {}).get("critic", {})
-        for name, value in {**inherited, **CRITIC_DEFAULTS, **overrides}.items():
+        overrides = args.role_overrides.get("critic", {})
+        for name, value in {**args.values_before_actor_overrides, **CRITIC_DEFAULTS, **overrides}.items():
             setattr(result, name, value)
     return result
 
 
-def critic_values(args: argparse.Namespace) -> Iterator[str]:
-    """A message for every size in the overrides of the critic that cannot be; to be asked after derivation."""
-    if getattr(args, "role_overrides", {}).get("critic"):
-        place = functools.partial(place_in, args.megatron_config_path, "critic")
-        yield from size_violations(role_args(args, "critic"), args, place)
+def critic_values(args: argparse.Namespace) -> Iterator[Violation]:
+    """A violation for every size in the overrides of the critic that cannot be; to be asked after derivation."""
+    if not args.role_overrides.get("critic"):
+        return
+    place = functools.partial(place_in, args.megatron_config_path, "critic")
+    critic = role_args(args, "critic")
+    critic.typed_flags = set(critic.typed_flags)
+    for name, violation in replace_wrong_sizes(critic).items():
+        yield violation.at(f"{place(name)}: role critic")
+    own = any(vars(critic)[name] != vars(args)[name] for name in MODEL_PARALLEL)
+    if own and not divides_the_ranks(critic):
+        template = (
+            "{sizes} = {product} must divide the {world_size} training ranks, which it shares with the actor; 1 for each would "
+            "do"
+        )
+        sizes = {"sizes": " x ".join(MODEL_PARALLEL), "product": model_parallel_size(critic)}
+        yield broken(critic, template, FLAG, **sizes).at(f"{place(*MODEL_PARALLEL)}: role critic")
 
 
 def place_in(path: str, role: str, *names: str) -> str:
@@ -136,11 +167,6 @@ def place_in(path: str, role: str, *names: str) -> str:
     """
     overrides = dict(_entries(load_yaml(path, FLAG), []))[role]
     return overrides.where(next((key for key in overrides if attribute_name(key) in names), None))
-
-
-def _absolute(name: str, value: Any) -> Any:
-    # The processes that use a role's paths do not run where the command was typed.
-    return os.path.abspath(value) if name in PATHS and value is not None else value
 
 
 def _entries(mapping: YamlMapping, violations: list[str]) -> list[tuple[str, YamlMapping]]:
@@ -187,16 +213,10 @@ def _add_old_form(mapping: YamlMapping, found: dict[str, YamlMapping]) -> None:
 def _role_of(entry: YamlMapping) -> str:
     unknown = [key for key in entry if attribute_name(key) not in _ENTRY_KEYS]
     if unknown:
-        key = unknown[0]
-        hint = near_name(attribute_name(key), _ENTRY_KEYS)
-        raise UserError(
-            f"{entry.where(key)}: unknown key {key}: "
-            + (
-                f"did you mean {hint}?"
-                if hint
-                else f"flags of the role go below `overrides:`; known: {', '.join(_ENTRY_KEYS)}"
-            )
-        )
+        near = near_name(attribute_name(unknown[0]), _ENTRY_KEYS)
+        hint = f"flags of the role go below `overrides:`; known: {', '.join(_ENTRY_KEYS)}"
+        hint = f"did you mean {near}?" if near else hint
+        raise UserError(f"{entry.where(unknown[0])}: unknown key {unknown[0]}: {hint}")
     _drop_ignored(entry)
     role = entry.get("role", entry.get("name"))
     if role not in ROLES:
@@ -244,24 +264,103 @@ def check_flags(overrides: YamlMapping, keys: dict[str, str], parser: argparse.A
         if title.startswith(_GROUPS_OF_THE_RUN)
         for action in actions
     }
-    for name in keys.keys() & (of_the_run - _OF_A_CRITIC_TOO):
-        key = keys[name]
+    for key in (key for name, key in keys.items() if name in of_the_run - _OF_A_CRITIC_TOO):
         yield f"{overrides.where(key)}: {key} is the same for actor and critic; give it on the command line"
 
 
-def size_violations(critic: argparse.Namespace, run: argparse.Namespace, place: Callable[..., str]) -> Iterator[str]:
-    """A message for every size of the critic that cannot be.
+# Below the directory of the actor's checkpoints.
+DIRECTORY = "critic"
+# What belongs to the actor alone. The critic has no other set of weights, its loss is its own, it is not exported, and it
+# learns in every rollout.
+_OF_THE_ACTOR = {
+    "use_kl_loss": False, "keep_old_actor": False, "ref_update_interval": None, "opd_type": None, "save_hf": None,
+    "custom_loss_function_path": None, "rollout_data_postprocess_path": None, "save_debug_train_data": None,
+    "num_critic_only_steps": 0, "use_routing_replay": False,
+}  # fmt: skip
 
-    Args:
-        critic: a copy, which holds possible sizes afterwards.
-        place: `file:line` of the first override of the critic that sets one of the attributes.
+
+def critic_args(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments of the critic's ranks: a copy of the checked arguments of the run, changed."""
+    critic = role_args(args, CRITIC)
+    for name, value in _OF_THE_ACTOR.items():
+        setattr(critic, name, value)
+    critic.role = CRITIC
+    critic.initial_weights = args.critic_initial_weights
+    if "save" not in _overrides(args):
+        critic.save = None if args.save is None else str(Path(args.save) / DIRECTORY)
+    _derive_layout(critic)
+    return critic
+
+
+def _derive_layout(critic: argparse.Namespace) -> None:
+    """Values that follow from parallel sizes, which may be overridden."""
+    critic.data_parallel_size = data_parallel_size(critic)
+    critic.sequence_parallel = critic.sequence_parallel and critic.tensor_model_parallel_size > 1
+    if "virtual_pipeline_model_parallel_size" not in critic.typed_flags | _overrides(critic).keys():
+        critic.virtual_pipeline_model_parallel_size = None
+        derive_virtual_stages(critic)
+    if "padded_vocab_size" not in critic.typed_flags and critic.vocab_size is not None:
+        critic.padded_vocab_size = None
+        critic.padded_vocab_size = padded_vocabulary(critic)
+
+
+def critic_weights(args: argparse.Namespace) -> WeightSource:
+    """The source of the critic's weights; `args.initial_weights` says where the actor's come from.
+
+    Raises:
+        UserError: the actor resumes, and the critic has no checkpoint of that iteration; the actor starts anew, and the
+            critic would resume; a directory is no checkpoint.
     """
-    critic.typed_flags = set(critic.typed_flags)
-    for name, message in replace_wrong_sizes(critic).items():
-        yield f"{place(name)}: role critic: {message}"
-    own = any(getattr(critic, name) != getattr(run, name) for name in MODEL_PARALLEL)
-    if own and not divides_the_ranks(critic):
-        yield (
-            f"{place(*MODEL_PARALLEL)}: role critic: {' x '.join(MODEL_PARALLEL)} = {model_parallel_size(critic)} must divide "
-            f"the {critic.world_size} training ranks, which it shares with the actor; 1 for each would do"
+    overrides, actor = _overrides(args), args.initial_weights
+    load, from_weights_only = overrides.get("load"), bool(overrides.get("finetune"))
+    if actor.resume and not from_weights_only:
+        return _resumed(args, load)
+    # Its own directory of checkpoints, which holds none yet, is where it is to resume from later.
+    is_first_launch = load is not None and overrides.get("save") == load and not is_hf_checkpoint(load)
+    if load is not None and (is_megatron_checkpoint(load) or not is_first_launch):
+        return _started(args, load, overrides)
+    if "hf_checkpoint" in overrides:
+        return checkpoint_source(overrides["hf_checkpoint"], None, _key(args, "hf_checkpoint"))
+    # Its own resume is the actor's affair; here only the weights are meant.
+    return WeightSource(actor.kind, actor.path, actor.step)
+
+
+def _resumed(args: argparse.Namespace, load: str | None) -> WeightSource:
+    actor = args.initial_weights
+    iteration = latest_iteration(actor.path) if actor.step is None else actor.step
+    path = Path(load) if load is not None else Path(actor.path) / DIRECTORY
+    anew = "give `finetune: true` in the overrides of the critic in --megatron-config-path, and it starts anew"
+    step = _overrides(args).get("ckpt_step", iteration)
+    if step != iteration:
+        raise UserError(
+            f"{_key(args, 'ckpt_step')} {step}: the actor resumes at iteration {iteration}, and both have to be at the same "
+            f"one; drop it, or {anew}"
         )
+    # A run that ended while it published may have a newer critic than actor: the actor's pointer decides.
+    if not (iteration_directory(path, iteration) / "metadata.json").is_file():
+        found = sorted(directory.name for directory in path.glob("iter_*")) if path.is_dir() else []
+        raise UserError(
+            f"the actor resumes at iteration {iteration} of {actor.path}, but {path} has no checkpoint of the critic of that "
+            f"iteration (it has {', '.join(found[-5:]) or 'none'}); give the directory as `load` of the critic in "
+            f"--megatron-config-path, or {anew}"
+        )
+    return WeightSource("megatron", str(path), iteration, resume=True)
+
+
+def _started(args: argparse.Namespace, load: str, overrides: dict) -> WeightSource:
+    source = checkpoint_source(load, overrides.get("ckpt_step"), _key(args, "load"), _key(args, "ckpt_step"))
+    if source.kind == "megatron" and not overrides.get("finetune"):
+        raise UserError(
+            f"{_key(args, 'load')} {load} is at iteration {latest_iteration(load)}, but the actor starts at 0 from "
+            f"{args.initial_weights}; give the actor its checkpoint in --load, or the critic `finetune: true` to take only "
+            "the weights"
+        )
+    return source
+
+
+def _overrides(args: argparse.Namespace) -> dict:
+    return args.role_overrides.get(CRITIC, {})
+
+
+def _key(args: argparse.Namespace, name: str) -> str:
+    return f"{args.megatron_config_path}, role critic: {name}"

@@ -23,12 +23,14 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from slime.arguments.config_files.yaml_file import FlagNames, YamlMapping, attribute_name, load_yaml, near_name, plain
+from slime.arguments.config_files.flag_names import FlagNames, attribute_name, near_name
 from slime.arguments.flag import flag_of
-from slime.arguments.server_flags import REFUSED, share_problem
+from slime.arguments.server_flags import NO_SHARE, REFUSED, is_share
 from slime.arguments.surface import add_flag, load_surface
-from slime.arguments.unknown_flags import DERIVED
+from slime.arguments.unknown_flags import DERIVED, unknown
+from slime.arguments.violations import Violation, about
 from slime.utils.errors import UserError
+from slime.utils.yaml_file import YamlMapping, load_yaml, plain
 
 logger = logging.getLogger(__name__)
 
@@ -79,24 +81,38 @@ def serving_of(args: argparse.Namespace) -> tuple[list[ModelServing], list[str]]
     )
 
 
-def serving_violations(args: argparse.Namespace) -> Iterator[str]:
-    """One message for every wrong line of `--sglang-config`; a run that only trains ignores the file."""
+def served_models(args: argparse.Namespace) -> list[ModelServing]:
+    """The models that the run serves on its own GPUs: those of the file, else the one that the flags describe."""
+    models = serving_of(args)[0] if args.sglang_config else []
+    if models:
+        return models
+    per_engine = max(1, args.rollout_num_gpus_per_engine)
+    gpus, prefill = args.rollout_num_gpus or 0, (args.prefill_num_servers or 0) * per_engine
+    sizes = {"prefill": prefill, "decode": gpus - prefill} if prefill else {"regular": gpus}
+    groups = tuple(ServerGroup(worker_type, size, per_engine, {}) for worker_type, size in sizes.items() if size > 0)
+    return [ModelServing("default", args.hf_checkpoint, True, groups)]
+
+
+def serving_violations(args: argparse.Namespace) -> Iterator[Violation]:
+    """One violation for every wrong line of `--sglang-config`; a run that only trains ignores the file."""
     if args.sglang_config is not None and args.has_engines:
-        yield from serving_of(args)[1]
+        yield from about(
+            serving_of(args)[1], FLAG, "--rollout-num-gpus", "--rollout-num-gpus-per-engine", "--hf-checkpoint"
+        )
 
 
-def missing_models(args: argparse.Namespace) -> Iterator[str]:
-    """A message for every model of the file whose directory does not exist."""
+def missing_models(args: argparse.Namespace) -> Iterator[Violation]:
+    """A violation for every model of the file whose directory does not exist."""
     if args.sglang_config is None or not args.has_engines:
         return
     for model in serving_of(args)[0]:
         # That --hf-checkpoint is missing is said elsewhere.
         of_run = args.hf_checkpoint is not None and model.model_path == os.path.abspath(args.hf_checkpoint)
         if not of_run and not os.path.isdir(model.model_path):
-            yield (
-                f"{args.sglang_config}: model {model.name}: model_path {model.model_path}: no such directory; give a Hugging "
-                "Face directory"
+            problem = (
+                f"model {model.name}: model_path {model.model_path}: no such directory; give a Hugging Face directory"
             )
+            yield Violation((FLAG,), problem).at(args.sglang_config)
 
 
 def load_serving_config(
@@ -316,7 +332,9 @@ def _converted(overrides: YamlMapping, key: str, name: str, flags: FlagNames) ->
     dest = PREFIX + name if flag is None else flag.dest
     field = dest.removeprefix(PREFIX)
     follows = DERIVED.get(flag_of(dest))
-    reason = _TENSOR_PARALLEL if field == "tp_size" else REFUSED.get(dest) or (follows and f"{follows}; drop it")
+    reason = _TENSOR_PARALLEL if field == "tp_size" else REFUSED.get(dest)
+    if reason is None and follows is not None:
+        reason = f"{unknown(follows).message}; drop it"
     if reason is not None:
         raise UserError(f"{overrides.where(key)}: {key} is set by the run: {reason}")
     if flag is None:
@@ -326,7 +344,6 @@ def _converted(overrides: YamlMapping, key: str, name: str, flags: FlagNames) ->
         )
         raise UserError(f"{overrides.where(key)}: unknown server argument {key}: {hint}")
     value = flags.convert(flag, overrides, key)
-    problem = share_problem(value) if field == "mem_fraction_static" else None
-    if problem is not None:
-        raise UserError(f"{overrides.where(key)}: {key} {value}: {problem}")
+    if field == "mem_fraction_static" and not is_share(value):
+        raise UserError(f"{overrides.where(key)}: {key} {value}: {NO_SHARE}")
     return field, value

@@ -1,26 +1,45 @@
-"""Flags of the run as a whole: its machines, requests, log, trackers, dumps and proofs."""
+"""Flags of a run but for its trainer: machines, prompts, generation, evaluation, rewards, engines, trackers, dumps."""
 
 from slime.arguments.flag import (
     ABOVE_ZERO,
     AT_LEAST_ONE,
     AT_LEAST_ZERO,
     SECONDS,
+    SEED,
+    Caller,
     Group,
     Idle,
     PathKind,
     either,
     flag,
     off,
+    plug_in,
     switch,
+    weight,
 )
+from slime.arguments.value_types import integers, json_object
+
+MANAGER, RANKS = Caller.MANAGER, Caller.RANKS
 
 _SHARED_GPUS = "sharing GPUs between training and engines"
-_FAULT_TOLERANCE = "fault tolerance"
 _BUFFER_SERVICE = "the client of the rollout buffer service"
 _RECORDING_MEMORY = "recording memory"
 _CHECKED_NUMBERS = "checking the numbers of a test run"
 
+_NO_FAULT_TOLERANCE = Idle(lambda args: not args.use_fault_tolerance, "without --use-fault-tolerance")
 _NO_TENSORBOARD = Idle(lambda args: not args.use_tensorboard, "without --use-tensorboard")
+_OLD_ACTOR_UNREAD = (
+    Idle(lambda args: args.loss_type == "sft_loss", "with --loss-type sft_loss"),
+    Idle(
+        lambda args: args.use_rollout_logprobs and args.loss_type == "policy_loss",
+        "on the policy loss beside --use-rollout-logprobs, whose old log-probs are the engine's",
+    ),
+)
+_NO_PARTIAL_ROLLOUT = Idle(lambda args: not args.partial_rollout, "without --partial-rollout")
+_DYNAMIC_BATCHES = Idle(lambda args: args.use_dynamic_batch_size, "with --use-dynamic-batch-size")
+_STATIC_BATCHES = Idle(lambda args: not args.use_dynamic_batch_size, "without --use-dynamic-batch-size")
+_NEVER_EVALUATES = Idle(lambda args: args.eval_interval is None, "without --eval-interval")
+_NO_REHEARSAL = Idle(lambda args: not args.rehearse, "without --rehearse")
 
 CONFIGURATION = Group("configuration", (
     flag("--custom-config-path", str, None, "YAML file whose keys are merged into the arguments before anything is derived; "
@@ -53,13 +72,15 @@ CLUSTER = Group("cluster and placement", (
         "seconds; unset: from the size of the weights of --hf-checkpoint", bounds=SECONDS),
     flag("--train-start-timeout", float, None, "time limit of the training ranks from their start until they hold the model, "
         "in seconds; unset: from the size of the weights of --hf-checkpoint", bounds=SECONDS),
+    flag("--checkpoint-write-timeout", float, None, "time limit of ranks that wait while others write a checkpoint or an "
+        "export, in seconds, where --distributed-timeout-minutes is less; unset: from the size of the weights of "
+        "--hf-checkpoint", bounds=SECONDS),
     flag("--checkpoint-publish-timeout", float, None, "time limit of publishing a checkpoint that is written, and deleting "
         "those that --keep-last lets go, in seconds; unset: from the size of the weights of --hf-checkpoint", bounds=SECONDS),
     # Offload
     switch("--colocate", "training and engines share the same GPUs and take turns; implies --offload-train and "
         "--offload-rollout unless those are typed", not_yet=_SHARED_GPUS),
-    switch("--offload", "shorthand for --offload-train --offload-rollout",
-        not_yet=_SHARED_GPUS),
+    switch("--offload", "shorthand for --offload-train --offload-rollout", not_yet=_SHARED_GPUS),
     either("--offload-train", "move the trainer's memory to the host while engines work; unset: on with --colocate",
         not_yet=_SHARED_GPUS),
     either("--offload-rollout", "free engine memory while the trainer works; unset: on with --colocate",
@@ -73,19 +94,23 @@ CLUSTER = Group("cluster and placement", (
         metavar="FILE"),
     flag("--dry-run-gpu-memory-gib", float, None, "memory of one GPU in the plan, in GiB; unset: that of this machine's GPU, "
         "else 80", bounds=ABOVE_ZERO),
+    switch("--rehearse", "do one step of some training ranks at the real size on fake GPU tensors, print what memory, waits "
+        "and messages it takes, then exit; needs neither GPUs nor weights"),
+    flag("--rehearse-ranks", integers, None, "training ranks to rehearse, 0,7 for example; unset: the first one of every "
+        "pipeline stage", bounds=AT_LEAST_ZERO, idle=_NO_REHEARSAL),
     flag("--dry-run-link-gbps", float, 400.0, "link speed that the plan uses for the cost of a weight sync, in Gbit/s",
         bounds=ABOVE_ZERO),
 ))  # fmt: skip
 
 FAULT_TOLERANCE = Group("fault tolerance", (
     switch("--use-fault-tolerance", "watch the engines, replace dead ones, and record failing samples instead of stopping "
-        "the run", not_yet=_FAULT_TOLERANCE),
+        "the run"),
     flag("--rollout-health-check-interval", float, 30.0, "pause between two checks while engines generate, in seconds",
-        bounds=ABOVE_ZERO, not_yet=_FAULT_TOLERANCE),
+        bounds=ABOVE_ZERO, idle=_NO_FAULT_TOLERANCE),
     flag("--rollout-health-check-timeout", float, 30.0, "an engine that has not answered a check after this many seconds is "
-        "dead", bounds=ABOVE_ZERO, not_yet=_FAULT_TOLERANCE),
+        "dead, unless it computes something: a kernel, a load", bounds=ABOVE_ZERO, idle=_NO_FAULT_TOLERANCE),
     flag("--rollout-health-check-first-wait", float, 0.0, "grace before the first check, in seconds; raise it when engines "
-        "compile kernels for long", bounds=AT_LEAST_ZERO, not_yet=_FAULT_TOLERANCE),
+        "compile kernels for long", bounds=AT_LEAST_ZERO, idle=_NO_FAULT_TOLERANCE),
 ))  # fmt: skip
 
 NETWORK = Group("network and buffer service", (
@@ -98,12 +123,10 @@ NETWORK = Group("network and buffer service", (
     switch("--use-distributed-post", "spread generation requests over one client process per node",
         not_yet="a client process on every node"),
     # Buffer service
-    flag("--rollout-buffer-url", str, None, "address of an external rollout buffer service",
-        not_yet=_BUFFER_SERVICE),
+    flag("--rollout-buffer-url", str, None, "address of an external rollout buffer service", not_yet=_BUFFER_SERVICE),
     flag("--fetch-trajectory-retry-times", int, -1, "polls of that service per step; -1: no limit",
         not_yet=_BUFFER_SERVICE),
-    flag("--rollout-task-type", str, "math", "task name in requests to that service",
-        not_yet=_BUFFER_SERVICE),
+    flag("--rollout-task-type", str, "math", "task name in requests to that service", not_yet=_BUFFER_SERVICE),
 ))  # fmt: skip
 
 LOGGING = Group("logging and tracking", (
@@ -146,7 +169,7 @@ DEBUGGING = Group("debugging", (
     flag("--load-debug-rollout-data", str, None, "train on dumped rollouts; implies --debug-train-only", path=PathKind.READ,
         placeholders="rollout_id"),
     flag("--load-debug-rollout-data-subsample", float, None, "take this share of such a dump, above 0 and at most 1: its "
-        "first and last halves"),
+        "first and last halves", needs="{--load-debug-rollout-data}, the dump to take it from"),
     flag("--load-forge-rollout-data", str, None, "dump that slime.rollout.forge_load.generate_rollout replays while the "
         "engines live", path=PathKind.READ, not_yet="replaying a dump beside living engines"),
     flag("--save-debug-train-data", str, None, "dump train batches; `{rollout_id}` and `{rank}` are filled in",
@@ -165,8 +188,7 @@ DEBUGGING = Group("debugging", (
     flag("--profile-target", str, ["train_overall"], "what --use-pytorch-profiler traces", "train_overall", "train_actor",
         "train_log_probs", not_yet="profiling", nargs="+"),
     # Assertions
-    switch("--ci-test", "stop when a number leaves the range that a healthy test run has",
-        not_yet=_CHECKED_NUMBERS),
+    switch("--ci-test", "stop when a number leaves the range that a healthy test run has", not_yet=_CHECKED_NUMBERS),
     switch("--ci-disable-kl-checker", "leave out --ci-test's checks of the KL", not_yet=_CHECKED_NUMBERS),
     flag("--ci-train-rollout-logprob-abs-diff-threshold", float, 0.1, "largest mean difference between log-probs of engine "
         "and trainer that --ci-test allows", bounds=AT_LEAST_ZERO, not_yet=_CHECKED_NUMBERS),
@@ -176,4 +198,170 @@ DEBUGGING = Group("debugging", (
     flag("--ci-load-grad-norm", str, None, "files of an earlier run to compare with, within 1 % or 0.01: template with "
         "`{role}`, `{rollout_id}` and `{step_id}`", path=PathKind.READ, placeholders="role rollout_id step_id",
         not_yet=_CHECKED_NUMBERS),
+))  # fmt: skip
+
+ROLLOUT = Group("rollout", (
+    # Model
+    flag("--hf-checkpoint", str, None, "Hugging Face directory: tokenizer, config, initial engine weights; also the initial "
+        "training weights when --load and --ref-load give none. Engines get the trainer's weights before they are first "
+        "used", path=PathKind.READ),
+    flag("--model-name", str, None, "name of the model family for the conversion of weights; unset: from the config of "
+        "--hf-checkpoint"),
+    flag("--rollout-external-engine-addrs", str, None, "engines that this run did not start and will not stop; not with "
+        "--prefill-num-servers or --sglang-config", metavar="HOST:PORT",
+        not_yet="serving by engines that the run did not start", nargs="+"),
+    # Sampling
+    flag("--rollout-temperature", float, 1.0, "sampling temperature, above 0; the trainer divides its logits by it too, but "
+        "not in sft_loss", bounds=weight(2, "0.6 to 1.2", low=None)),
+    flag("--rollout-top-p", float, 1.0, "nucleus mass; below 1 the trainer's log-probs cover the same kept set of tokens as "
+        "the engine's"),
+    flag("--rollout-top-k", int, -1, "sample among this many tokens only; -1: off"),
+    flag("--rollout-max-context-len", int, None, "limit of prompt plus response, in tokens; keep it within the model's "
+        "position limit; unset: that limit", bounds=AT_LEAST_ONE),
+    flag("--rollout-max-prompt-len", int, None, "longer prompts are dropped when the data set loads; unset: "
+        "--rollout-max-context-len minus 1, if given", bounds=AT_LEAST_ONE),
+    flag("--rollout-max-response-len", int, None, "token budget of one response; unset: what the context limit leaves",
+        bounds=AT_LEAST_ONE),
+    switch("--rollout-skip-special-tokens", "drop special tokens from the response text"),
+    flag("--rollout-stop", str, None, "stop strings", nargs="+"),
+    flag("--rollout-stop-token-ids", int, None, "stop token ids", bounds=AT_LEAST_ZERO, nargs="+"),
+    # Scheduling
+    switch("--rollout-shuffle", "permute the data set every epoch"),
+    flag("--rollout-seed", int, 42, "seed of that permutation and of deterministic sampling", bounds=SEED),
+    flag("--over-sampling-batch-size", int, None, "prompts of the first draw of a step, at least --rollout-batch-size; what "
+        "a filter drops is replaced one for one; unset: --rollout-batch-size", bounds=AT_LEAST_ONE),
+    switch("--keep-surplus-groups", "use finished groups beyond the target in the next step, one weight version older, "
+        "instead of returning their prompts"),
+    switch("--partial-rollout", "aborted responses go back to the buffer and continue later"),
+    switch("--mask-offpolicy-in-partial-rollout", "with --partial-rollout, train only the tokens written after the "
+        "resumption", idle=_NO_PARTIAL_ROLLOUT),
+    flag("--max-turns", int, None, "turns of a dialogue; custom generate functions read args.max_turns", bounds=AT_LEAST_ONE),
+    flag("--rollout-data-transport", str, "object-store", "how batches travel from the rollout manager to the training ranks",
+        "object-store", "nixl", not_yet="another transport of batches than the object store"),
+    # Staleness
+    switch("--keep-old-actor", "keep a lagging copy of the actor that supplies the old log-probs", idle=_OLD_ACTOR_UNREAD),
+    flag("--async-buffer-size", int, 1, "rollouts that train_async.py may generate or queue beyond the one being trained, at "
+        "least 1", bounds=AT_LEAST_ONE, not_yet="the asynchronous loop"),
+    flag("--max-weight-staleness", int, None, "largest allowed age of a trained sample, in weight versions; older ones are "
+        "generated again; unset: any", bounds=AT_LEAST_ZERO, not_yet="a limit on the age of samples"),
+    # Plug ins
+    plug_in("--rollout-function-path", MANAGER, "function that produces one rollout step",
+        "slime.rollout.sglang_rollout.generate_rollout"),
+    plug_in("--dynamic-sampling-filter-path", MANAGER, "decides per group whether it is kept"),
+    plug_in("--custom-generate-function-path", MANAGER, "replaces the generation of one sample inside the default loop"),
+    plug_in("--custom-rollout-log-function-path", MANAGER, "custom rollout logging; a true result suppresses the default"),
+    plug_in("--custom-eval-rollout-log-function-path", MANAGER, "the same for evaluation"),
+    plug_in("--buffer-filter-path", MANAGER, "picks groups out of the buffer"),
+    plug_in("--rollout-sample-filter-path", MANAGER, "marks samples whose loss is masked"),
+    plug_in("--rollout-all-samples-process-path", MANAGER, "sees every finished group, filtered ones included"),
+    plug_in("--rollout-data-postprocess-path", RANKS, "runs on each train rank after advantages, before training"),
+    flag("--rollout-sample-hook-path", str, [], "plug-in path, repeatable and applied in order: hook on every generated "
+        "sample before its reward", plug_in=MANAGER, action="append"),
+))  # fmt: skip
+
+DATA = Group("data and batches", (
+    # Prompts
+    flag("--prompt-data", str, None, ".jsonl or .parquet files, each with an optional slice such as data.jsonl@[0:100]; read "
+        "in order", nargs="+"),
+    plug_in("--data-source-path", MANAGER, "data source class", "slime.rollout.data_source.RolloutDataSourceWithBuffer"),
+    off("--disable-rollout-global-dataset", "rollout_global_dataset", "no built-in data set: the data source or the rollout "
+        "function brings prompts"),
+    switch("--streaming-data", "read rows on demand through an index of offsets instead of loading the files; same order",
+        not_yet="reading data on demand"),
+    flag("--num-data-workers", int, 0, "processes that render templates and tokenise prompts; 0: none beside the rollout "
+        "manager", bounds=AT_LEAST_ZERO, not_yet="preparing prompts in further processes"),
+    switch("--allow-bad-rows", "skip and count unreadable rows instead of stopping at file:line"),
+    switch("--apply-chat-template", "render prompts through the tokenizer's chat template, with generation prompt"),
+    flag("--apply-chat-template-kwargs", json_object, {}, "extra template arguments, as JSON object"),
+    flag("--input-key", str, None, "prompt field; unset: `prompt`, else `input`"),
+    flag("--label-key", str, None, "label field; unset: `label` if the rows have it"),
+    flag("--multimodal-keys", json_object, None, "fields with media, as JSON object from media type to field: {\"image\": "
+        "\"image_file\"}", not_yet="a data set with images, video or audio"),
+    flag("--metadata-key", str, "metadata", "field with the metadata object"),
+    flag("--tool-key", str, "tools", "field with tool schemas for the chat template"),
+    switch("--fresh-data-state", "start the data source from zero although the checkpoint has no state for it"),
+    flag("--loss-mask-type", str, "qwen", "how supervised fine-tuning finds assistant tokens", "qwen", "qwen3", "qwen3_5",
+        "distill_qwen"),
+    # Batches
+    flag("--num-rollout", int, None, "number of rollout steps", bounds=AT_LEAST_ZERO),
+    flag("--num-epoch", int, None, "passes over the data, when --num-rollout is unset", bounds=AT_LEAST_ONE),
+    flag("--start-rollout-id", int, None, "first rollout id; unset: from the checkpoint, else 0", bounds=AT_LEAST_ZERO),
+    flag("--rollout-batch-size", int, None, "prompts per rollout step; must be given", bounds=AT_LEAST_ONE),
+    flag("--n-samples-per-prompt", int, 1, "rollouts per prompt", bounds=AT_LEAST_ONE),
+    flag("--global-batch-size", int, None, "rollouts (not samples) per optimizer step; --rollout-batch-size x "
+        "--n-samples-per-prompt must be a multiple; unset: from --num-steps-per-rollout", bounds=AT_LEAST_ONE),
+    flag("--num-steps-per-rollout", int, None, "optimizer steps per rollout step; sets --global-batch-size; neither given: "
+        "one step", bounds=AT_LEAST_ONE),
+    # Micro batches
+    flag("--micro-batch-size", int, 1, "samples per micro-batch when batching is static", bounds=AT_LEAST_ONE,
+        idle=_DYNAMIC_BATCHES),
+    switch("--use-dynamic-batch-size", "pack samples into micro-batches up to a token budget",
+        needs="{--max-tokens-per-gpu}, the token budget of a micro-batch (8192 is usual)"),
+    flag("--max-tokens-per-gpu", int, None, "that budget, in tokens per GPU; a micro-batch holds this times "
+        "--context-parallel-size", bounds=AT_LEAST_ONE, idle=_STATIC_BATCHES),
+    flag("--packing", str, "best-fit", "how dynamic batching fills micro-batches", "best-fit", "first-fit"),
+    switch("--balance-data", "equalise estimated FLOPs over data-parallel ranks"),
+    switch("--balance-by-flops", "pack micro-batches by estimated FLOPs instead of tokens; implies --balance-data",
+        needs="{--use-dynamic-batch-size}"),
+    flag("--data-pad-size-multiplier", int, 128, "packed streams are padded to a multiple of tensor-parallel size times this",
+        bounds=AT_LEAST_ONE),
+))  # fmt: skip
+
+EVALUATION = Group("evaluation", (
+    flag("--eval-function-path", str, None, "plug-in path; unset: the rollout function", plug_in=MANAGER),
+    flag("--eval-interval", int, None, "evaluate every N rollouts, at epoch ends and after the last; needs "
+        "--eval-prompt-data or --eval-config", bounds=AT_LEAST_ONE),
+    flag("--eval-prompt-data", str, None, "pairs `name path`; repeated flags add up; one lone path is named `aime`",
+        idle=_NEVER_EVALUATES, action="extend", nargs="+"),
+    flag("--eval-config", str, None, "YAML or JSON file of evaluation sets, each with own sampling and reward; replaces "
+        "--eval-prompt-data", path=PathKind.HERE, idle=_NEVER_EVALUATES),
+    switch("--skip-eval-before-train", "no evaluation before the first rollout"),
+    flag("--eval-input-key", str, None, "unset: --input-key"),
+    flag("--eval-label-key", str, None, "unset: --label-key"),
+    flag("--eval-tool-key", str, None, "unset: --tool-key"),
+    flag("--n-samples-per-eval-prompt", int, 1, "responses per eval prompt", bounds=AT_LEAST_ONE),
+    flag("--eval-temperature", float, None, "unset: the rollout's; 0 is greedy", bounds=weight(2, "0 to 1", low=None)),
+    flag("--eval-top-p", float, None, "unset: the rollout's"),
+    flag("--eval-top-k", int, None, "unset: the rollout's"),
+    flag("--eval-max-response-len", int, None, "unset: the rollout's", bounds=AT_LEAST_ONE),
+    flag("--eval-max-prompt-len", int, None, "prompt length filter of eval sets", bounds=AT_LEAST_ONE),
+    flag("--eval-min-new-tokens", int, None, "lower bound of generated tokens", bounds=AT_LEAST_ZERO),
+    flag("--eval-max-context-len", int, None, "unset: --rollout-max-context-len", bounds=AT_LEAST_ONE),
+))  # fmt: skip
+
+REWARD = Group("reward", (
+    flag("--rm-type", str, None, "built-in grader; sample metadata may override it"),
+    plug_in("--custom-rm-path", MANAGER, "own reward function or class"),
+    flag("--reward-key", str, None, "entry to use when rewards are dictionaries"),
+    flag("--eval-reward-key", str, None, "the same in evaluation; unset: --reward-key"),
+    switch("--group-rm", "grade a whole prompt group in one call"),
+    flag("--rm-url", str, None, "address of a remote reward service, for own reward functions"),
+    flag("--rm-model-path", str, None, "model_path of class-style rewards; unset: --hf-checkpoint", path=PathKind.READ),
+    flag("--rm-concurrency", int, 1024, "reward calls in flight; of math and deepscaler at most one per core, up to 32",
+        bounds=AT_LEAST_ONE),
+    flag("--rm-timeout", float, 600.0, "limit of a reward call, in seconds; it is made twice before the sample fails",
+        bounds=ABOVE_ZERO),
+    plug_in("--custom-reward-post-process-path", MANAGER, "replaces group normalisation"),
+    plug_in("--custom-convert-samples-to-train-data-path", MANAGER, "replaces the conversion to the train batch"),
+))  # fmt: skip
+
+SERVING = Group("SGLang engines and router", (
+    flag("--sglang-router-ip", str, None, "use the router that runs at this address (IPv4, IPv6 or host name) instead of "
+        "starting one; needs --sglang-router-port. It must not serve engines of others", metavar="ADDRESS"),
+    flag("--sglang-router-port", int, None, "port of the router of --sglang-router-ip"),
+    flag("--sglang-router-request-timeout-secs --router-request-timeout-secs", int, 14400, "seconds that our router gives one "
+        "request. A router of --sglang-router-ip keeps its own limit; --http-request-timeout is the limit of our client",
+        bounds=AT_LEAST_ONE),
+    flag("--router-policy --sglang-router-policy --sglang-router-strategy", str, None, "how the router chooses the engine of a "
+        "request; unset: its own default, cache_aware. With consistent_hashing all requests of one session go to one engine",
+        "cache_aware", "round_robin", "random", "power_of_two", "consistent_hashing"),
+    flag("--router-api-key", str, None, "key that router and engines ask for; unset: one is generated for the run. Give that "
+        "of the router of --sglang-router-ip if it has one. Never logged", metavar="KEY"),
+    flag("--sglang-server-concurrency", int, 512, "requests in flight per engine; times the number of engines it bounds what "
+        "the rollout generates at a time", bounds=AT_LEAST_ONE),
+    flag("--prefill-num-servers", int, None, "engines of --rollout-num-gpus-per-engine GPUs that only prefill; the others "
+        "decode. Excludes --sglang-config and --rollout-external-engine-addrs"),
+    flag("--sglang-config", str, None, "YAML with the serving topology: models, groups of engines, overrides of server "
+        "arguments for each. Excludes --prefill-num-servers and --rollout-external-engine-addrs", path=PathKind.HERE,
+        metavar="FILE"),
 ))  # fmt: skip

@@ -1,10 +1,11 @@
 """What every flag of the Megatron family does here, where it does not simply reach Megatron's configuration.
 
-Three answers stand here, a fourth (a feature that is not built) in `not_yet/megatron.py`:
+Four answers stand here:
 
 * `FIXED`: this trainer sets the value itself; typing another one is an error.
 * `ACTS_WITH`: the flag qualifies another one and means nothing without it; typing it alone is an error.
 * `NO_EFFECT`: what the flag asks for is the case anyway; it may be typed and changes nothing.
+* `NOT_YET`: the flag asks for a feature that is not built.
 
 A test sees to it that no flag is left out: none is accepted and ignored.
 """
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from slime.arguments.flag import NotYet
+from slime.arguments.flag import NotYet, features
 
 # Attribute -> (the value here, why).
 FIXED: dict[str, tuple[Any, str]] = {
@@ -29,15 +30,12 @@ FIXED: dict[str, tuple[Any, str]] = {
     "fp8_interval": (1, "Transformer Engine ignores it"),
     "apply_residual_connection_post_layernorm": (False, "Megatron-Core has no such layer any more"),
     "test_mode": (False, "it is for Megatron's own tests"),
-    "flash_decode": (False, "the engines generate, not Megatron"),
-    "inference_rng_tracker": (False, "the engines generate, not Megatron"),
-    "inference_sampling_seed": (42, "the engines generate, not Megatron"),
-    "inference_fuse_tp_communication": (False, "the engines generate, not Megatron"),
-    "use_inference_optimized_layers": (False, "the engines generate, not Megatron"),
-    "symmetric_ar_type": (None, "the engines generate, not Megatron"),
-    "mlp_chunks_for_prefill": (1, "the engines generate, not Megatron"),
-    "cache_mla_latents": (False, "the engines generate, not Megatron"),
-}
+    **{name: (value, "the engines generate, not Megatron") for name, value in {
+        "flash_decode": False, "inference_rng_tracker": False, "inference_sampling_seed": 42,
+        "inference_fuse_tp_communication": False, "use_inference_optimized_layers": False, "symmetric_ar_type": None,
+        "mlp_chunks_for_prefill": 1, "cache_mla_latents": False,
+    }.items()},
+}  # fmt: skip
 
 # Attribute -> why nothing changes.
 NO_EFFECT: dict[str, str] = {
@@ -66,7 +64,7 @@ _ON_BY_DEFAULT = frozenset((
 
 @dataclass(frozen=True)
 class ActsWith:
-    """The attributes `names` mean something only where `condition` holds, which the flags `needs` bring about."""
+    """The attributes `names` mean something only where `condition` holds; the flags in the template `needs` see to that."""
 
     needs: str
     condition: Callable[[argparse.Namespace], bool]
@@ -76,7 +74,7 @@ class ActsWith:
         """The typed attributes that have nothing to act on."""
         if self.condition(args):
             return []
-        return [name for name in self.names if name in args.typed_flags and _asks(name, getattr(args, name))]
+        return [name for name in self.names if name in args.typed_flags and _asks(name, vars(args)[name])]
 
 
 def _asks(name: str, value: Any) -> bool:
@@ -86,21 +84,21 @@ def _asks(name: str, value: Any) -> bool:
 
 
 def _given(name: str) -> Callable[[argparse.Namespace], bool]:
-    return lambda args: bool(getattr(args, name))
+    return lambda args: bool(vars(args)[name])
 
 
 def _is(name: str, *values: Any) -> Callable[[argparse.Namespace], bool]:
-    return lambda args: getattr(args, name) in values
+    return lambda args: vars(args)[name] in values
 
 
 def _above_one(name: str) -> Callable[[argparse.Namespace], bool]:
-    return lambda args: (getattr(args, name) or 1) > 1
+    return lambda args: (vars(args)[name] or 1) > 1
 
 
-_LINEAR_ATTENTION = "--experimental-attention-variant gated_delta_net or a --spec with such layers"
+_LINEAR_ATTENTION = "{--experimental-attention-variant} gated_delta_net or a {--spec} with such layers"
 
 ACTS_WITH: tuple[ActsWith, ...] = (
-    ActsWith("--pipeline-model-parallel-size above 1", _above_one("pipeline_model_parallel_size"), (
+    ActsWith("{--pipeline-model-parallel-size} above 1", _above_one("pipeline_model_parallel_size"), (
         "pipeline_model_parallel_comm_backend", "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout",
         "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "overlap_p2p_comm",
         "batch_p2p_comm", "batch_p2p_sync", "use_ring_exchange_p2p", "defer_embedding_wgrad_compute",
@@ -108,16 +106,16 @@ ACTS_WITH: tuple[ActsWith, ...] = (
         "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "align_param_gather",
         "align_grad_reduce", "num_microbatches_with_partial_activation_checkpoints",
     )),
-    ActsWith("--context-parallel-size above 1", _above_one("context_parallel_size"), (
+    ActsWith("{--context-parallel-size} above 1", _above_one("context_parallel_size"), (
         "hierarchical_context_parallel_sizes", "cp_comm_type", "hybrid_context_parallel",
     )),
-    ActsWith("--hybrid-context-parallel", _given("hybrid_context_parallel"), ("max_seqlen_per_dp_cp_rank",)),
-    ActsWith("--tp-comm-overlap", _given("tp_comm_overlap"), (
+    ActsWith("{--hybrid-context-parallel}", _given("hybrid_context_parallel"), ("max_seqlen_per_dp_cp_rank",)),
+    ActsWith("{--tp-comm-overlap}", _given("tp_comm_overlap"), (
         "tp_comm_bulk_wgrad", "tp_comm_bulk_dgrad", "tp_comm_overlap_ag", "tp_comm_overlap_rs", "tp_comm_overlap_rs_dgrad",
         "tp_comm_split_ag", "tp_comm_atomic_ag", "tp_comm_split_rs", "tp_comm_atomic_rs", "tp_comm_overlap_disable_qkv",
         "tp_comm_overlap_disable_fc1", "tp_comm_bootstrap_backend", "tp_comm_overlap_cfg",
     )),
-    ActsWith("--num-experts", _given("num_experts"), (
+    ActsWith("{--num-experts}", _given("num_experts"), (
         "expert_model_parallel_size", "expert_tensor_parallel_size", "overlap_moe_expert_parallel_comm",
         "ep_overlap_early_attn_memory_release", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
         "moe_shared_expert_overlap", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_load_balancing_type",
@@ -132,14 +130,14 @@ ACTS_WITH: tuple[ActsWith, ...] = (
         "moe_router_fusion", "moe_apply_probs_on_input", "moe_latent_size", "moe_deepep_num_sms", "moe_hybridep_num_sms",
         "use_fused_weighted_squared_relu",
     )),
-    ActsWith("--multi-latent-attention", _given("multi_latent_attention"), (
+    ActsWith("{--multi-latent-attention}", _given("multi_latent_attention"), (
         "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "mscale",
         "mscale_all_dim", "beta_fast", "beta_slow", "original_max_position_embeddings",
     )),
-    ActsWith("--multi-latent-attention or --use-rope-scaling",
+    ActsWith("{--multi-latent-attention} or {--use-rope-scaling}",
              lambda args: args.multi_latent_attention or args.use_rope_scaling, ("rotary_scaling_factor",)),
-    ActsWith("--use-rope-scaling", _given("use_rope_scaling"), ("rope_scaling_factor",)),
-    ActsWith("--experimental-attention-variant dsa or a --spec with such layers",
+    ActsWith("{--use-rope-scaling}", _given("use_rope_scaling"), ("rope_scaling_factor",)),
+    ActsWith("{--experimental-attention-variant} dsa or a {--spec} with such layers",
              lambda args: args.experimental_attention_variant == "dsa" or bool(args.spec), (
         "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "dsa_indexer_loss_coeff",
         "dsa_indexer_use_sparse_loss",
@@ -148,78 +146,78 @@ ACTS_WITH: tuple[ActsWith, ...] = (
         "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
         "linear_num_key_heads", "linear_num_value_heads",
     )),
-    ActsWith("--group-query-attention", _given("group_query_attention"), ("num_query_groups",)),
-    ActsWith("--window-size", _given("window_size"), ("window_attn_skip_freq",)),
-    ActsWith("--qk-clip", _given("qk_clip"), ("qk_clip_alpha", "qk_clip_threshold")),
-    ActsWith("--fp8-format", _given("fp8"), (
+    ActsWith("{--group-query-attention}", _given("group_query_attention"), ("num_query_groups",)),
+    ActsWith("{--window-size}", _given("window_size"), ("window_attn_skip_freq",)),
+    ActsWith("{--qk-clip}", _given("qk_clip"), ("qk_clip_alpha", "qk_clip_threshold")),
+    ActsWith("{--fp8-format}", _given("fp8"), (
         "fp8_recipe", "fp8_param_gather", "fp8_quantizer_factory", "fp8_margin", "fp8_amax_history_len",
         "fp8_amax_compute_algo", "fp8_wgrad", "fp8_dot_product_attention", "fp8_multi_head_attention", "tp_only_amax_red",
         "reuse_grad_buf_for_mxfp8_param_ag", "keep_fp8_transpose_cache", "activation_func_fp8_input_store",
         "disable_parameter_transpose_cache",
     )),
-    ActsWith("--fp4-format", _given("fp4"), ("fp4_recipe", "fp4_param_gather", "fp4_quantizer_factory")),
-    ActsWith("--fp8-format or --fp4-format", lambda args: bool(args.fp8 or args.fp4), (
+    ActsWith("{--fp4-format}", _given("fp4"), ("fp4_recipe", "fp4_param_gather", "fp4_quantizer_factory")),
+    ActsWith("{--fp8-format} or {--fp4-format}", lambda args: bool(args.fp8 or args.fp4), (
         "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
     )),
-    ActsWith("--use-kitchen", _given("use_kitchen"), ("use_kitchen_attention", "kitchen_attention_backend")),
-    ActsWith("--fp16", _given("fp16"), (
+    ActsWith("{--use-kitchen}", _given("use_kitchen"), ("use_kitchen_attention", "kitchen_attention_backend")),
+    ActsWith("{--fp16}", _given("fp16"), (
         "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis",
     )),
-    ActsWith("--bf16", _given("bf16"), ("disable_bf16_reduced_precision_matmul", "grad_reduce_in_bf16")),
-    ActsWith("--enable-autocast", _given("enable_autocast"), ("autocast_dtype",)),
-    ActsWith("--overlap-grad-reduce", _given("overlap_grad_reduce"), ("ddp_bucket_size", "ddp_num_buckets")),
-    ActsWith("--use-megatron-fsdp", _given("use_megatron_fsdp"), (
+    ActsWith("{--bf16}", _given("bf16"), ("disable_bf16_reduced_precision_matmul", "grad_reduce_in_bf16")),
+    ActsWith("{--enable-autocast}", _given("enable_autocast"), ("autocast_dtype",)),
+    ActsWith("{--overlap-grad-reduce}", _given("overlap_grad_reduce"), ("ddp_bucket_size", "ddp_num_buckets")),
+    ActsWith("{--use-megatron-fsdp}", _given("use_megatron_fsdp"), (
         "data_parallel_sharding_strategy", "outer_dp_sharding_strategy", "suggested_communication_unit_size",
         "preserve_fp32_weights", "fsdp_double_buffer", "fsdp_manual_registration", "init_model_with_meta_device",
         "gradient_reduce_div_fusion",
     )),
-    ActsWith("--use-nccl-ub", _given("nccl_ub"), ("disable_symmetric_registration",)),
-    ActsWith("--use-sharp", _given("use_sharp"), ("sharp_enabled_group",)),
-    ActsWith("--optimizer sgd", _is("optimizer", "sgd"), ("sgd_momentum",)),
-    ActsWith("--optimizer muon", _is("optimizer", "muon", "dist_muon"), (
+    ActsWith("{--use-nccl-ub}", _given("nccl_ub"), ("disable_symmetric_registration",)),
+    ActsWith("{--use-sharp}", _given("use_sharp"), ("sharp_enabled_group",)),
+    ActsWith("{--optimizer} sgd", _is("optimizer", "sgd"), ("sgd_momentum",)),
+    ActsWith("{--optimizer} muon", _is("optimizer", "muon", "dist_muon"), (
         "muon_momentum", "muon_split_qkv", "muon_use_nesterov", "muon_scale_mode", "muon_fp32_matmul_prec",
         "muon_num_ns_steps", "muon_tp_mode", "muon_extra_scale_factor",
     )),
-    ActsWith("--decoupled-lr", _given("decoupled_lr"), ("decoupled_min_lr",)),
-    ActsWith("--lr-decay-style WSD", _is("lr_decay_style", "WSD"), ("lr_wsd_decay_style", "lr_wsd_decay_iters")),
-    ActsWith("--start-weight-decay and --end-weight-decay", lambda args: args.start_weight_decay is not None
+    ActsWith("{--decoupled-lr}", _given("decoupled_lr"), ("decoupled_min_lr",)),
+    ActsWith("{--lr-decay-style} WSD", _is("lr_decay_style", "WSD"), ("lr_wsd_decay_style", "lr_wsd_decay_iters")),
+    ActsWith("{--start-weight-decay} and {--end-weight-decay}", lambda args: args.start_weight_decay is not None
              and args.end_weight_decay is not None, (
         "weight_decay_incr_style", "start_weight_decay", "end_weight_decay",
     )),
-    ActsWith("--use-precision-aware-optimizer", _given("use_precision_aware_optimizer"), (
+    ActsWith("{--use-precision-aware-optimizer}", _given("use_precision_aware_optimizer"), (
         "store_param_remainders", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
     )),
-    ActsWith("--optimizer-cpu-offload", _given("optimizer_cpu_offload"), (
+    ActsWith("{--optimizer-cpu-offload}", _given("optimizer_cpu_offload"), (
         "optimizer_offload_fraction", "use_torch_optimizer_for_cpu_offload", "overlap_cpu_optimizer_d2h_h2d",
         "pin_cpu_grads", "pin_cpu_params",
     )),
-    ActsWith("--recompute-granularity selective", _is("recompute_granularity", "selective"), ("recompute_modules",)),
-    ActsWith("--recompute-granularity full", _is("recompute_granularity", "full"), ("distribute_saved_activations",)),
-    ActsWith("--cpu-offloading", _given("cpu_offloading"), (
+    ActsWith("{--recompute-granularity} selective", _is("recompute_granularity", "selective"), ("recompute_modules",)),
+    ActsWith("{--recompute-granularity} full", _is("recompute_granularity", "full"), ("distribute_saved_activations",)),
+    ActsWith("{--cpu-offloading}", _given("cpu_offloading"), (
         "cpu_offloading_num_layers", "cpu_offloading_activations", "cpu_offloading_weights",
         "cpu_offloading_double_buffering",
     )),
-    ActsWith("--fine-grained-activation-offloading", _given("fine_grained_activation_offloading"), (
+    ActsWith("{--fine-grained-activation-offloading}", _given("fine_grained_activation_offloading"), (
         "offload_modules", "min_offloaded_tensor_size",
     )),
-    ActsWith("--cuda-graph-impl", lambda args: args.cuda_graph_impl != "none", (
+    ActsWith("{--cuda-graph-impl}", lambda args: args.cuda_graph_impl != "none", (
         "cuda_graph_scope", "cuda_graph_warmup_steps", "cuda_graph_use_single_mempool", "cuda_graph_retain_backward_graph",
     )),
-    ActsWith("--async-save", _given("async_save"), ("use_persistent_ckpt_worker", "async_strategy")),
-    ActsWith("--ckpt-fully-parallel-load", _given("ckpt_fully_parallel_load"), ("ckpt_fully_parallel_load_exchange_algo",)),
-    ActsWith("--use-pytorch-profiler", _given("use_pytorch_profiler"), (
+    ActsWith("{--async-save}", _given("async_save"), ("use_persistent_ckpt_worker", "async_strategy")),
+    ActsWith("{--ckpt-fully-parallel-load}", _given("ckpt_fully_parallel_load"), ("ckpt_fully_parallel_load_exchange_algo",)),
+    ActsWith("{--use-pytorch-profiler}", _given("use_pytorch_profiler"), (
         "profile_step_start", "profile_step_end", "profile_ranks", "pytorch_profiler_collect_shapes",
         "pytorch_profiler_collect_callstack",
     )),
-    ActsWith("--timing-log-level", _given("timing_log_level"), (
+    ActsWith("{--timing-log-level}", _given("timing_log_level"), (
         "timing_log_option", "barrier_with_L1_time", "log_timers_to_tensorboard",
     )),
-    ActsWith("--manual-gc", _given("manual_gc"), ("manual_gc_interval",)),
-    ActsWith("--is-hybrid-model", _given("is_hybrid_model"), (
+    ActsWith("{--manual-gc}", _given("manual_gc"), ("manual_gc_interval",)),
+    ActsWith("{--is-hybrid-model}", _given("is_hybrid_model"), (
         "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "use_mamba_mem_eff_path",
     )),
-    ActsWith("--position-embedding-type mrope", _is("position_embedding_type", "mrope"), ("mrope_section",)),
-    ActsWith("--heterogeneous-block-specs", _given("heterogeneous_block_specs"), ("hetereogenous_dist_checkpoint",)),
+    ActsWith("{--position-embedding-type} mrope", _is("position_embedding_type", "mrope"), ("mrope_section",)),
+    ActsWith("{--heterogeneous-block-specs}", _given("heterogeneous_block_specs"), ("hetereogenous_dist_checkpoint",)),
 )  # fmt: skip
 
 
@@ -239,116 +237,75 @@ _LOGGING = "Megatron's own logging"
 _PROFILING = "profiling of training steps"
 _PROCESS = "that control of the training process"
 
-_PARALLELISM = (
+NOT_YET: tuple[NotYet, ...] = (
+    # Parallelism
     NotYet("use_ring_exchange_p2p", "pipeline messages by an own build of PyTorch"),
     NotYet("pipeline_model_parallel_comm_backend", "pipeline messages over UCC", works=("nccl",)),
     NotYet("overlap_p2p_comm_warmup_flush", "overlapping the first messages of a pipeline (streams differ in length)"),
     NotYet("defer_embedding_wgrad_compute", _ENGINE),
     NotYet("num_microbatches_with_partial_activation_checkpoints", "recomputing some micro-batches only"),
-    NotYet("cp_comm_type", _CONTEXT),
-    NotYet("hierarchical_context_parallel_sizes", _CONTEXT),
-    NotYet("hybrid_context_parallel", _CONTEXT),
+    *features(_CONTEXT, "cp_comm_type", "hierarchical_context_parallel_sizes", "hybrid_context_parallel"),
     NotYet("expert_model_parallel_size", _EXPERTS, works=(1,)),
     NotYet("tp_comm_overlap", "overlap of tensor-parallel communication"),
     NotYet("delay_wgrad_compute", "delayed weight gradients"),
-    NotYet("overlap_param_gather", _GATHER),
-    NotYet("overlap_param_gather_with_optimizer_step", _GATHER),
-    NotYet("create_all_gather_group", _GATHER),
+    *features(_GATHER, "overlap_param_gather", "overlap_param_gather_with_optimizer_step", "create_all_gather_group"),
     NotYet("num_distributed_optimizer_instances", "several distributed optimizers", works=(1,)),
-    NotYet("use_megatron_fsdp", _FSDP),
-    NotYet("use_custom_fsdp", _FSDP),
+    *features(_FSDP, "use_megatron_fsdp", "use_custom_fsdp"),
     NotYet("nccl_ub", "registered communication buffers"),
     NotYet("use_tp_pp_dp_mapping", "another order of the ranks"),
     NotYet("ddp_num_buckets", "a number of gradient buckets (--ddp-bucket-size works)"),
     NotYet("distributed_timeout_seconds_after_init", "a second collective timeout"),
     NotYet("data_parallel_random_init", "different random weights per data-parallel rank"),
     NotYet("check_weight_hash_across_dp_replicas_interval", "comparing weights of data-parallel ranks"),
-    NotYet("ddp_reduce_scatter_with_fp32_accumulation", "that reduction of gradients"),
-    NotYet("ddp_average_in_collective", "that reduction of gradients"),
-)
-
-_SHAPE = (
+    *features("that reduction of gradients", "ddp_reduce_scatter_with_fp32_accumulation", "ddp_average_in_collective"),
+    # Shape
     NotYet("spec", "layer specs of one's own"),
     NotYet("transformer_impl", "that layer implementation", works=("transformer_engine", "local")),
     NotYet("position_embedding_type", "another position embedding than RoPE", works=("rope",)),
     NotYet("layernorm_zero_centered_gamma", _NORM),
-    NotYet("gated_linear_unit", "another MLP than gated SiLU (--swiglu)"),
-    NotYet("squared_relu", "another MLP than gated SiLU (--swiglu)"),
-    NotYet("quick_geglu", "another MLP than gated SiLU (--swiglu)"),
+    *features("another MLP than gated SiLU (--swiglu)", "gated_linear_unit", "squared_relu", "quick_geglu"),
     NotYet("glu_linear_offset", "another MLP than gated SiLU (--swiglu)", works=(0.0,)),
     NotYet("activation_func_clamp_value", "another MLP than gated SiLU (--swiglu)"),
     NotYet("use_te_activation_func", _ENGINE),
     NotYet("attention_dropout", "dropout in attention", works=(0.0,)),
     NotYet("softmax_type", _ATTENTION, works=("vanilla",)),
-    NotYet("window_size", _ATTENTION),
-    NotYet("qk_l2_norm", _ATTENTION),
-    NotYet("qk_clip", _ATTENTION),
+    *features(_ATTENTION, "window_size", "qk_l2_norm", "qk_clip"),
     NotYet("log_max_attention_logit", _LOGGING),
-    NotYet("attention_output_gate", _ATTENTION),
-    NotYet("no_rope_freq", _ATTENTION),
-    NotYet("apply_query_key_layer_scaling", _ATTENTION),
+    *features(_ATTENTION, "attention_output_gate", "no_rope_freq", "apply_query_key_layer_scaling"),
     NotYet("attention_backend", "choosing between attention kernels", works=("auto", "flash")),
     NotYet("experimental_attention_variant", _ATTENTION),
     NotYet("multi_latent_attention", _MLA),
     NotYet("num_experts", _EXPERTS),
     NotYet("heterogeneous_block_specs", "layers that differ"),
     NotYet("is_hybrid_model", "Mamba layers"),
-)
-
-_PRECISION = (
-    NotYet("fp8", _ENGINE),
-    NotYet("fp4", _ENGINE),
-    NotYet("use_kitchen", _ENGINE),
-    NotYet("te_precision_config_file", _ENGINE),
-    NotYet("te_rng_tracker", _ENGINE),
-    NotYet("fused_single_qkv_rope", _ENGINE),
-    NotYet("memory_efficient_layer_norm", _ENGINE),
+    # Precision
+    *features(_ENGINE, "fp8", "fp4", "use_kitchen", "te_precision_config_file", "te_rng_tracker",
+        "fused_single_qkv_rope", "memory_efficient_layer_norm"),
     NotYet("batch_invariant_mode", "batch-invariant training kernels"),
     NotYet("fp32_residual_connection", "residuals in float32"),
     NotYet("enable_autocast", "autocast; parameters have one dtype"),
-)
-
-_OPTIMIZER_AND_MEMORY = (
+    # Optimizer and memory
     NotYet("optimizer", _OPTIMIZER, works=("adam",)),
     NotYet("use_precision_aware_optimizer", _ENGINE),
-    NotYet("optimizer_cpu_offload", _MEMORY),
-    NotYet("cpu_offloading", _MEMORY),
-    NotYet("fine_grained_activation_offloading", _MEMORY),
+    *features(_MEMORY, "optimizer_cpu_offload", "cpu_offloading", "fine_grained_activation_offloading"),
     NotYet("cuda_graph_impl", _GRAPHS, works=("none",)),
-    NotYet("enable_cuda_graph", _GRAPHS),
-    NotYet("external_cuda_graph", _GRAPHS),
+    *features(_GRAPHS, "enable_cuda_graph", "external_cuda_graph"),
     NotYet("empty_unused_memory_level", "emptying the allocator's cache", works=(0,)),
-    NotYet("manual_gc", _PROCESS),
-    NotYet("train_sync_interval", _PROCESS),
-)
-
-_CHECKPOINTS = (
+    *features(_PROCESS, "manual_gc", "train_sync_interval"),
+    # Checkpoints
     NotYet("ckpt_format", _CHECKPOINT, works=("torch_dist",)),
     NotYet("dist_ckpt_workers", _CHECKPOINT, works=(1,)),
-    NotYet("dist_ckpt_save_pre_mcore_014", _CHECKPOINT),
-    NotYet("load_main_params_from_ckpt", _CHECKPOINT),
+    *features(_CHECKPOINT, "dist_ckpt_save_pre_mcore_014", "load_main_params_from_ckpt"),
     NotYet("exit_on_missing_checkpoint", "refusing a first launch"),
-)
-
-_LOGGING_AND_PROFILING = (
+    # Logging and profiling
     NotYet("log_interval", "logging less often than every step", works=(1,)),
-    NotYet("log_throughput", _LOGGING),
-    NotYet("log_params_norm", _LOGGING),
-    NotYet("log_progress", _LOGGING),
-    NotYet("log_timers_to_tensorboard", _LOGGING),
-    NotYet("log_memory_to_tensorboard", _LOGGING),
-    NotYet("log_world_size_to_tensorboard", _LOGGING),
-    NotYet("log_validation_ppl_to_tensorboard", _LOGGING),
-    NotYet("log_memory_interval", _LOGGING),
+    *features(_LOGGING, "log_throughput", "log_params_norm", "log_progress", "log_timers_to_tensorboard",
+        "log_memory_to_tensorboard", "log_world_size_to_tensorboard", "log_validation_ppl_to_tensorboard",
+        "log_memory_interval"),
     NotYet("timing_log_level", _LOGGING, works=(0,)),
     NotYet("tensorboard_log_interval", _LOGGING, works=(1,)),
     NotYet("tensorboard_queue_size", _LOGGING, works=(1000,)),
     NotYet("logging_level", "log levels as numbers (--log-level takes names)"),
-    NotYet("profile", _PROFILING),
-    NotYet("use_pytorch_profiler", _PROFILING),
+    *features(_PROFILING, "profile", "use_pytorch_profiler"),
     NotYet("memory_snapshot_path", _PROFILING, works=("snapshot.pickle",)),
-)
-
-NOT_YET: tuple[NotYet, ...] = (
-    *_PARALLELISM, *_SHAPE, *_PRECISION, *_OPTIMIZER_AND_MEMORY, *_CHECKPOINTS, *_LOGGING_AND_PROFILING,
 )  # fmt: skip

@@ -83,7 +83,7 @@ BOUNDS: dict[str, Bounds] = {
     **dict.fromkeys(("adam_eps", "min_lr", "lr_warmup_init", "start_weight_decay", "end_weight_decay"), weight()),
     "weight_decay": weight(1, "0 to 0.1"),
     **dict.fromkeys((
-        "norm_epsilon", "rotary_base", "init_method_std", "loss_scale", "initial_loss_scale", "min_loss_scale",
+        "layernorm_epsilon", "rotary_base", "init_method_std", "loss_scale", "initial_loss_scale", "min_loss_scale",
     ), ABOVE_ZERO),
     "adam_beta1": below_one(0.9), "adam_beta2": below_one(0.98), "sgd_momentum": below_one(0.9),
     "muon_momentum": below_one(0.95), "attention_dropout": below_one(0), "hidden_dropout": below_one(0),
@@ -115,7 +115,36 @@ def _either(flag: str, default: bool | None, text: str) -> FlagSpec:
     return _value(flag, "str", default, text, action="bool")
 
 
-_PARALLELISM = (
+_SHAPE = (
+    _value("--spec", "str", None, "module and function that return the layer spec: `module function`", nargs="*"),
+    _on("--group-query-attention", "fewer key/value heads than query heads; needs --num-query-groups"),
+    _value("--seq-length", "int", 4096, "sequence length that fixed-size buffers are made for; packed streams need none"),
+    _value("--max-position-embeddings", "int", None, "longest sequence of the model; unset: --seq-length"),
+    _value("--position-embedding-type", "str", "rope", "how positions enter the model", ("learned_absolute", "rope",
+           "mrope", "relative", "none")),
+    _on("--use-rotary-position-embeddings", "same as --position-embedding-type rope"),
+    _off("--no-position-embedding", "add_position_embedding", "add no learned position embedding (rotary ones stay)"),
+    _value("--rotary-base", "int", 10000, "RoPE base"),
+    _value("--rotary-percent", "float", 1.0, "share of each head that is rotated"),
+    _value("--rotary-seq-len-interpolation-factor", "int", None, "divide positions by this before rotating"),
+    _on("--use-rope-scaling", "scale RoPE frequencies as Llama 3.1 does"),
+    _value("--rope-scaling-factor", "float", 8.0, "factor of --use-rope-scaling"),
+    _value("--vocab-size", "int", None, "vocabulary of the model, without padding"),
+    _value("--make-vocab-size-divisible-by", "int", 128, "the vocabulary is padded to a multiple of this x the "
+           "tensor-parallel size"),
+    _on("--untie-embeddings-and-output-weights", "the output layer has its own weights"),
+    _on("--swiglu", "gated SiLU in the MLP"),
+    _on("--squared-relu", "squared ReLU in the MLP"),
+    _on("--quick-geglu", "gated quick GELU in the MLP"),
+    _value("--num-experts", "int", None, "routed experts per layer; unset: a dense model"),
+    _off("--no-initialization", "perform_initialization", "leave weights as they are allocated (a checkpoint fills them)"),
+    _on("--enable-experimental", "allow Megatron's experimental parts"),
+    _value("--transformer-impl", "str", "transformer_engine", "layer implementation; without Transformer Engine always "
+           "local", ("local", "transformer_engine", "inference_optimized")),
+)  # fmt: skip
+
+HISTORICAL: tuple[FlagSpec, ...] = (
+    # Parallelism
     _value("--decoder-first-pipeline-num-layers", "int", None, "layers of the first pipeline stage; unset: an even split"),
     _value("--decoder-last-pipeline-num-layers", "int", None, "layers of the last pipeline stage; unset: an even split"),
     _value("--num-layers-per-virtual-pipeline-stage", "int", None, "layers of one virtual stage (interleaved schedule)"),
@@ -145,38 +174,8 @@ _PARALLELISM = (
     _value("--tp-comm-overlap-cfg", "str", None, "YAML file that tunes --tp-comm-overlap"),
     _value("--microbatch-group-size-per-virtual-pipeline-stage", "int", None, "consecutive micro-batches of one virtual "
            "stage", dest="microbatch_group_size_per_vp_stage"),
-)  # fmt: skip
-
-_SHAPE = (
-    _value("--spec", "str", None, "module and function that return the layer spec: `module function`", nargs="*"),
-    _on("--group-query-attention", "fewer key/value heads than query heads; needs --num-query-groups"),
-    _value("--seq-length", "int", 4096, "sequence length that fixed-size buffers are made for; packed streams need none"),
-    _value("--max-position-embeddings", "int", None, "longest sequence of the model; unset: --seq-length"),
-    _value("--position-embedding-type", "str", "rope", "how positions enter the model", ("learned_absolute", "rope",
-           "mrope", "relative", "none")),
-    _on("--use-rotary-position-embeddings", "same as --position-embedding-type rope"),
-    _off("--no-position-embedding", "add_position_embedding", "add no learned position embedding (rotary ones stay)"),
-    _value("--rotary-base", "int", 10000, "RoPE base"),
-    _value("--rotary-percent", "float", 1.0, "share of each head that is rotated"),
-    _value("--rotary-seq-len-interpolation-factor", "int", None, "divide positions by this before rotating"),
-    _on("--use-rope-scaling", "scale RoPE frequencies as Llama 3.1 does"),
-    _value("--rope-scaling-factor", "float", 8.0, "factor of --use-rope-scaling"),
-    _value("--vocab-size", "int", None, "vocabulary of the model, without padding"),
-    _value("--make-vocab-size-divisible-by", "int", 128, "the vocabulary is padded to a multiple of this x the "
-           "tensor-parallel size"),
-    _value("--padded-vocab-size", "int", None, "force the padded vocabulary size; unset: computed"),
-    _on("--untie-embeddings-and-output-weights", "the output layer has its own weights"),
-    _on("--swiglu", "gated SiLU in the MLP"),
-    _on("--squared-relu", "squared ReLU in the MLP"),
-    _on("--quick-geglu", "gated quick GELU in the MLP"),
-    _value("--num-experts", "int", None, "routed experts per layer; unset: a dense model"),
-    _off("--no-initialization", "perform_initialization", "leave weights as they are allocated (a checkpoint fills them)"),
-    _on("--enable-experimental", "allow Megatron's experimental parts"),
-    _value("--transformer-impl", "str", "transformer_engine", "layer implementation; without Transformer Engine always "
-           "local", ("local", "transformer_engine", "inference_optimized")),
-)  # fmt: skip
-
-_PRECISION_AND_FUSION = (
+    *_SHAPE,
+    # Precision and fusion
     _off("--no-gradient-accumulation-fusion", "gradient_accumulation_fusion", "no fused accumulation of weight gradients"),
     _off("--no-masked-softmax-fusion", "masked_softmax_fusion", "no fused softmax"),
     _off("--no-bias-dropout-fusion", "bias_dropout_fusion", "no fused bias and dropout"),
@@ -185,9 +184,7 @@ _PRECISION_AND_FUSION = (
     _off("--no-bias-swiglu-fusion", "bias_swiglu_fusion", "no fused bias and SwiGLU"),
     _value("--te-precision-config-file", "str", None, "YAML file with the precision of single layers"),
     _on("--data-parallel-random-init", "every data-parallel rank starts from other random weights"),
-)  # fmt: skip
-
-_OPTIMIZER = (
+    # Optimizer
     _value("--lr-decay-style", "str", "linear", "shape of the learning-rate schedule", ("constant", "linear", "cosine",
            "inverse-square-root", "WSD")),
     _value("--lr-wsd-decay-style", "str", "exponential", "decay of the WSD schedule", ("exponential", "linear", "cosine",
@@ -219,22 +216,12 @@ _OPTIMIZER = (
     _value("--train-sync-interval", "int", None, "synchronise host and device every N steps"),
     _value("--check-weight-hash-across-dp-replicas-interval", "int", None, "compare weights of the data-parallel ranks "
            "every N steps"),
-)  # fmt: skip
-
-_CHECKPOINT = (
-    _value("--load", "str", None, "checkpoint to start from"),
-    _value("--save", "str", None, "checkpoint directory"),
+    # Checkpoints
     _value("--save-interval --persistent-save-interval", "int", None, "save every N rollouts"),
-    _value("--ckpt-step", "int", None, "iteration to take from --load"),
     _value("--ckpt-format", "str", "torch_dist", "format of checkpoints", ("torch", "torch_dist", "torch_dcp",
            "fsdp_dtensor")),
     _on("--auto-detect-ckpt-format", "find out the format of --load"),
-    _on("--no-save-optim", "leave the optimizer state out"),
     _on("--no-save-rng", "leave the random generators out"),
-    _on("--no-load-optim", "do not load the optimizer state"),
-    _on("--no-load-rng", "do not load the random generators"),
-    _on("--finetune", "load weights only and start at rollout 0"),
-    _on("--async-save", "write checkpoints in the background"),
     _on("--exit-on-missing-checkpoint", "stop when --load holds no checkpoint"),
     _either("--use-persistent-ckpt-worker", True, "one process writes all checkpoints of --async-save"),
     _either("--ckpt-fully-parallel-load", True, "data-parallel ranks read a share each and exchange it"),
@@ -251,9 +238,7 @@ _CHECKPOINT = (
     _on("--distrib-optim-fully-reshardable-mem-efficient", "the same with less memory, through Gloo"),
     _on("--load-main-params-from-ckpt", "take the optimizer's float32 weights from the checkpoint's parameters"),
     _value("--async-strategy", "str", "nvrx", "library of --async-save", ("nvrx", "mcore")),
-)  # fmt: skip
-
-_LOGGING = (
+    # Logging
     _value("--log-interval", "int", 1, "optimizer steps between two log lines"),
     _on("--log-throughput", "log model FLOP per second"),
     _on("--log-params-norm", "log the norm of all parameters"),
@@ -278,19 +263,8 @@ _LOGGING = (
     _value("--profile-step-start", "int", 10, "first profiled step"),
     _value("--profile-step-end", "int", 12, "step at which profiling ends"),
     _value("--profile-ranks", "int", [], "ranks that are profiled; unset: 0", nargs="+"),
-    _on("--record-memory-history", "record every allocation"),
     _value("--memory-snapshot-path", "str", "snapshot.pickle", "file of the memory snapshot"),
-    _value("--distributed-backend", "str", "nccl", "backend of the process groups", ("nccl", "gloo")),
-    _value("--distributed-timeout-minutes", "int", 10, "time limit of one collective, minutes"),
     _value("--tokenizer-type", "str", None, "the tokenizer is that of --hf-checkpoint", ("HuggingFaceTokenizer",)),
-    _value("--seed", "int", 1234, "training seed"),
-    _value("--micro-batch-size", "int", None, "samples per micro-batch when batching is static"),
-    _value("--global-batch-size", "int", None, "rollouts per optimizer step"),
-    _value("--eval-interval", "int", None, "evaluate every N rollouts"),
-)  # fmt: skip
-
-HISTORICAL: tuple[FlagSpec, ...] = (
-    *_PARALLELISM, *_SHAPE, *_PRECISION_AND_FUSION, *_OPTIMIZER, *_CHECKPOINT, *_LOGGING,
 )  # fmt: skip
 
 # Attributes that describe the model, wherever else their names might put them.
@@ -366,8 +340,8 @@ MEANINGS: dict[str, str] = {
     "fp8_recipe": "how FP8 is scaled: per tensor, or blockwise as DeepSeek does; needs --fp8-format",
     "attention_softmax_in_fp32": "compute the softmax of attention in float32, as the kernels do in any case",
     "masked_softmax_fusion": "mask and softmax in one kernel, where attention is not fused as a whole",
-    "gradient_accumulation_fusion": "add weight gradients into their buffer inside the matrix product; needs APEX or "
-    "Transformer Engine",
+    "gradient_accumulation_fusion": "add weight gradients into their buffer inside the matrix product; on where Transformer "
+    "Engine and the extension fused_weight_gradient_mlp_cuda of Apex are installed",
     "deterministic_mode": "only kernels that give the same bits again; slower",
     # Optimizer
     "optimizer": "which optimizer updates the weights",

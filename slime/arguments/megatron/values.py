@@ -16,19 +16,6 @@ from slime.estimates.layout import PipelineStage, split_into_stages
 
 def derive_megatron_values(args: argparse.Namespace) -> None:
     """Fill what was left open, in place. The precision is settled before."""
-    _synonyms(args)
-    _positions(args)
-    if args.num_experts and args.moe_token_dispatcher_type == "allgather":
-        # It cannot handle micro-batches of different length.
-        args.moe_token_dispatcher_type = "alltoall"
-    if args.bf16 and not args.grad_reduce_in_bf16:
-        args.accumulate_allreduce_grads_in_fp32 = True
-    if args.rope_type is None:
-        args.rope_type = "yarn" if args.multi_latent_attention else "rope"
-    derive_virtual_stages(args)
-
-
-def _synonyms(args: argparse.Namespace) -> None:
     if args.recompute_activations and args.recompute_granularity is None:
         args.recompute_granularity = "selective"
     if args.use_custom_fsdp:
@@ -40,13 +27,18 @@ def _synonyms(args: argparse.Namespace) -> None:
     if args.use_rope_scaling and not args.multi_latent_attention and "rotary_scaling_factor" in args.typed_flags:
         # Scripts of Llama models give the factor under this name.
         args.rope_scaling_factor = args.rotary_scaling_factor
-
-
-def _positions(args: argparse.Namespace) -> None:
     if args.use_rotary_position_embeddings and "position_embedding_type" not in args.typed_flags:
         args.position_embedding_type = "rope"
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
+    if args.num_experts and args.moe_token_dispatcher_type == "allgather":
+        # It cannot handle micro-batches of different length.
+        args.moe_token_dispatcher_type = "alltoall"
+    if args.bf16 and not args.grad_reduce_in_bf16:
+        args.accumulate_allreduce_grads_in_fp32 = True
+    if args.rope_type is None:
+        args.rope_type = "yarn" if args.multi_latent_attention else "rope"
+    derive_virtual_stages(args)
 
 
 def derive_virtual_stages(args: argparse.Namespace) -> None:

@@ -1,51 +1,43 @@
-"""Rules about prompts, evaluation sets, the number of rollouts and their batches; what must exist on disk stands in `files`."""
+"""Rules about data and files: prompts, evaluation sets, batches, what must exist on disk, what is saved, dumps and exports.
+
+A plan can do without the files: under `--dry-run` the messages of `FILE_RULES` are notes.
+"""
 
 import argparse
 import logging
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from slime.arguments.checkpoints import POINTER, is_megatron_checkpoint, source_of_reference, source_of_teacher
 from slime.arguments.config_files.eval_file import places_in
-from slime.arguments.flag import flag_of
-from slime.arguments.rules import Rule
+from slime.arguments.config_files.role_config import DIRECTORY, critic_args, critic_weights
+from slime.arguments.derivation import source_of_actor
+from slime.arguments.flag import PathKind, flag_of
+from slime.arguments.groups import OWN_FLAGS
+from slime.arguments.hf_config import no_directory
+from slime.arguments.paths import missing_plug_ins
 from slime.arguments.sizes import longest_sample, positions_of_model
-from slime.utils.data_files import path_without_slice
+from slime.arguments.violations import Rule, Violation, about, broken, refused, warned
+from slime.utils.data_files import parse_data_path, path_without_slice
 from slime.utils.dataset import RowKeys, check_first_row
 from slime.utils.errors import UserError
+from slime.utils.filesystem import existing_files
+
+logger = logging.getLogger(__name__)
+
+# Where weights come from; what is wrong with one of these flags is told by itself.
+_SOURCES = ("--load", "--ref-load", "--initial-megatron-checkpoint", "--hf-checkpoint", "--random-init", "--ckpt-step")
+_WRITTEN = tuple(name for name, flag in OWN_FLAGS.items() if flag.path is PathKind.WRITTEN)
 
 # Where the data sources and evaluation functions live whose way of reading files is known.
 _OWN = "slime.rollout."
 # Those of them that ask for rewards, and that train on chats as they stand.
 _GRADING_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
 SFT_FUNCTION = "slime.rollout.sft_rollout.generate_rollout"
-
-
-def prompts(args: argparse.Namespace) -> Iterator[str]:
-    if args.rollout_global_dataset and not args.prompt_data and args.load_debug_rollout_data is None:
-        yield "--prompt-data is needed (or --disable-rollout-global-dataset with an own data source)"
-
-
-def evaluation(args: argparse.Namespace) -> Iterator[str]:
-    # A set that was given and could not be read has a message of its own.
-    if args.eval_interval is not None and not args.eval_prompt_data and args.eval_config is None:
-        yield f"--eval-interval {args.eval_interval} needs data sets: give --eval-prompt-data name path, or --eval-config"
-
-
-def chats_as_they_are(args: argparse.Namespace) -> Iterator[str]:
-    if args.apply_chat_template and args.rollout_function_path == SFT_FUNCTION and args.prompt_data:
-        yield (
-            "--apply-chat-template: supervised fine-tuning takes lists of messages and renders them itself, to know which "
-            "tokens the assistant said; drop it"
-        )
-
-
-def first_rows(args: argparse.Namespace) -> Iterator[str]:
-    """The first row of every file that exists must have the fields that are asked for, and say how it is graded."""
-    for file in own_files(args):
-        if os.path.isfile(path_without_slice(file.path)):
-            yield from _row_problems(file)
 
 
 @dataclass(frozen=True)
@@ -66,6 +58,11 @@ class OwnFile:
     graded_by_row: bool = False
     in_template: bool = False
     prompts: Literal["messages", "renderable", "any"] = "any"
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Those of the path and of the fields, where they do not stand in a file."""
+        return tuple(place for place in (self.flag, *self.keys.flags) if place.startswith("--"))
 
 
 def own_files(args: argparse.Namespace) -> Iterator[OwnFile]:
@@ -103,7 +100,7 @@ def own_files(args: argparse.Namespace) -> Iterator[OwnFile]:
 def _key_of_set(args: argparse.Namespace, in_file: str | None, key: str) -> str:
     if in_file is not None:
         return f"{key}, {in_file}"
-    return flag_of(f"eval_{key}" if getattr(args, f"eval_{key}") is not None else key)
+    return flag_of(f"eval_{key}" if vars(args)[f"eval_{key}"] is not None else key)
 
 
 def _rows_name_rewards(args: argparse.Namespace, function: str) -> bool:
@@ -112,72 +109,229 @@ def _rows_name_rewards(args: argparse.Namespace, function: str) -> bool:
     return args.has_engines and function == _GRADING_FUNCTION and not any(elsewhere)
 
 
-def _row_problems(file: OwnFile) -> Iterator[str]:
-    try:
-        row = check_first_row(file.path, file.keys, file.flag)
-    except UserError as error:
-        yield str(error)
-        return
-    if row is not None and file.graded_by_row and not names_reward(row.get(file.keys.metadata)):
-        yield (
-            f"{file.flag} {file.path}: nothing says how responses are graded: the first row has no `rm_type` in its "
-            f"{file.keys.metadata!r}; give --rm-type (math, for example) or --custom-rm-path"
-        )
-
-
 def names_reward(metadata: object) -> bool:
     """Whether the metadata of a row says how its responses are graded."""
     return isinstance(metadata, dict) and bool(metadata.get("rm_type"))
 
 
-logger = logging.getLogger(__name__)
+def first_rows(args: argparse.Namespace) -> Iterator[Violation]:
+    """The first row of every file that exists must have the fields that are asked for, and say how it is graded."""
+    for file in own_files(args):
+        if not os.path.isfile(path_without_slice(file.path)):
+            continue
+        try:
+            row = check_first_row(file.path, file.keys, file.flag)
+        except UserError as error:
+            yield from about([error], *file.flags)
+            continue
+        if row is not None and file.graded_by_row and not names_reward(row.get(file.keys.metadata)):
+            template = (
+                "{file}: nothing says how responses are graded: the first row has no `rm_type` in its {key}; give {--rm-type} "
+                "(math, for example) or {--custom-rm-path}"
+            )
+            yield broken(args, template, *file.flags, file=f"{file.flag} {file.path}", key=repr(file.keys.metadata))
 
 
-def rollout_count(args: argparse.Namespace) -> Iterator[str]:
-    if args.num_rollout is None and args.num_epoch is None:
-        yield "give --num-rollout (rollout steps) or --num-epoch (passes over the data)"
-    if args.num_rollout is not None and args.num_epoch is not None:
-        logger.warning("--num-epoch %d is ignored: --num-rollout %d is given", args.num_epoch, args.num_rollout)
-    if args.num_rollout is None and args.load_debug_rollout_data is not None:
-        yield "--load-debug-rollout-data needs --num-rollout: a dump does not tell how many there are"
-    if args.num_rollout is None and args.num_epoch is not None and not args.rollout_global_dataset:
-        yield (
-            f"--num-epoch {args.num_epoch} needs the built-in data set; give --num-rollout with "
-            "--disable-rollout-global-dataset"
-        )
-    if args.over_sampling_batch_size < args.rollout_batch_size:
-        yield (
-            f"--over-sampling-batch-size {args.over_sampling_batch_size} must be at least --rollout-batch-size "
-            f"{args.rollout_batch_size}"
-        )
-
-
-def static_batches(args: argparse.Namespace) -> Iterator[str]:
-    unit = args.micro_batch_size * args.data_parallel_size
-    if args.has_trainer and not args.use_dynamic_batch_size and args.global_batch_size % unit:
-        yield (
-            f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size {args.micro_batch_size} x "
-            f"{args.data_parallel_size} data-parallel ranks; change one, or give --use-dynamic-batch-size"
-        )
-
-
-def dynamic_batches(args: argparse.Namespace) -> Iterator[str]:
-    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
-        yield "--use-dynamic-batch-size needs --max-tokens-per-gpu, the token budget of a micro-batch (8192 is usual)"
-    if args.balance_by_flops and not args.use_dynamic_batch_size:
-        yield "--balance-by-flops needs --use-dynamic-batch-size"
+def over_long_samples(args: argparse.Namespace) -> Iterator[Violation]:
+    """Warns; yields nothing. A plan says it among its own warnings."""
     # Where no flag limits a sample, the model and the engines do.
-    longest = longest_sample(args) or getattr(args, "sglang_context_length", None) or positions_of_model(args)
-    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is not None and longest is not None:
-        budget = args.max_tokens_per_gpu * args.context_parallel_size
-        # A plan says it among its own warnings.
-        if longest > budget and not args.dry_run:
-            logger.warning(
-                "the longest allowed sample has %d tokens, more than --max-tokens-per-gpu %d x --context-parallel-size %d = "
-                "%d: it makes a micro-batch of its own that needs more memory than the others",
-                longest, args.max_tokens_per_gpu, args.context_parallel_size, budget,
-            )  # fmt: skip
+    longest = longest_sample(args) or args.sglang_context_length or positions_of_model(args)
+    budget = (args.max_tokens_per_gpu or 0) * args.context_parallel_size
+    if args.use_dynamic_batch_size and not args.dry_run and longest is not None and longest > budget > 0:
+        logger.warning(
+            "the longest allowed sample has %d tokens, more than --max-tokens-per-gpu %d x --context-parallel-size %d = "
+            "%d: it makes a micro-batch of its own that needs more memory than the others",
+            longest, args.max_tokens_per_gpu, args.context_parallel_size, budget,
+        )  # fmt: skip
+    yield from ()
 
 
-DATA_RULES: tuple[Rule, ...] = (prompts, evaluation, chats_as_they_are, first_rows)
-BATCH_RULES: tuple[Rule, ...] = (rollout_count, static_batches, dynamic_batches)
+def hf_checkpoint(args: argparse.Namespace) -> Iterator[Violation]:
+    if args.hf_checkpoint is not None and not Path(args.hf_checkpoint).is_dir():
+        yield from about([no_directory("--hf-checkpoint", args.hf_checkpoint)], "--hf-checkpoint")
+
+
+def data_files(args: argparse.Namespace) -> Iterator[Violation]:
+    for file in own_files(args):
+        if not os.path.isfile(path_without_slice(file.path)):
+            try:
+                parse_data_path(file.path, file.flag)
+            except UserError as error:
+                yield from about([error], *file.flags)
+
+
+def rollout_dumps(args: argparse.Namespace) -> Iterator[Violation]:
+    """The first dump must be there before anything starts; which one is the first, a resume decides later."""
+    template, first = args.load_debug_rollout_data, args.start_rollout_id or 0
+    if template is None:
+        return
+    try:
+        path = template.format(rollout_id=first)
+    except (KeyError, IndexError, ValueError):
+        return  # a rule about templates says so
+    known = existing_files(template)
+    if not os.path.isfile(path) and not (known and args.load is not None):
+        there = f"there is {known[0]} … {known[-1]}; give --start-rollout-id" if known else "give the path of a dump"
+        template = "{--load-debug-rollout-data=}: {path} does not exist; {there}"
+        yield broken(args, template, "--start-rollout-id", path=path, there=there)
+
+
+def other_models(args: argparse.Namespace) -> Iterator[Violation]:
+    """Reference and teacher: each must be a checkpoint, with the iteration that is asked for."""
+    models = [(source_of_reference, args.ref_load, "--ref-load", "--ref-ckpt-step")]
+    if args.use_opd and args.opd_type == "megatron":
+        models.append((source_of_teacher, args.opd_teacher_load, "--opd-teacher-load", "--opd-teacher-ckpt-step"))
+    for source, path, *flags in models:
+        try:
+            if path is not None:
+                source(args)
+        except UserError as error:
+            yield from about([error], *flags)
+
+
+def initial_weights(args: argparse.Namespace) -> Iterator[Violation]:
+    """Why the weights come from nowhere. The critic follows the actor."""
+    if not args.has_trainer:
+        return
+    try:
+        if args.initial_weights is None:
+            source_of_actor(args)
+        elif args.use_critic and args.critic_initial_weights is None:
+            critic_weights(args)
+    except UserError as error:
+        yield from about([error], *_SOURCES)
+
+
+def writable_places(args: argparse.Namespace) -> Iterator[Violation]:
+    """What is written during the run must not fail after the first hours of it."""
+    for name in _WRITTEN:
+        path = vars(args)[name]
+        # What follows from --dump-details is told as that.
+        if path is None or name not in args.typed_flags:
+            continue
+        there = existing_parent(path)
+        if there == Path(path) and there.is_file():
+            continue  # a dump without a placeholder, written again
+        reason = unwritable(there)
+        if reason is not None:
+            template = "{0=}: {there} {reason}; give a place where you may write"
+            yield broken(args, template, flag_of(name), there=there, reason=reason)
+
+
+def existing_parent(path: str) -> Path:
+    """The nearest directory or file above or at `path` that exists; the part behind the first placeholder is open."""
+    place = Path(path.partition("{")[0])
+    while not os.path.lexists(place):
+        place = place.parent
+    return place
+
+
+def unwritable(directory: Path) -> str | None:
+    """Why nothing can be created in `directory`; None when it can. A file without a name is created to find out."""
+    if not directory.is_dir():
+        return "is a file, not a directory"
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return None
+    except OSError as error:
+        return f"cannot be written ({error.strerror})"
+
+
+def _saves(args: argparse.Namespace) -> bool:
+    return args.save is not None and args.has_trainer and args.num_rollout != 0
+
+
+def saved_among_others(args: argparse.Namespace) -> Iterator[Violation]:
+    """Warns of checkpoints among which no one expects those of this run; yields nothing."""
+    if not _saves(args) or args.save_interval is None:
+        return
+    source, save = args.initial_weights, Path(args.save).absolute()
+    resumes = source is not None and source.resume and Path(source.path).absolute() == save
+    if is_megatron_checkpoint(save) and not resumes:
+        logger.warning(
+            "--save %s holds the checkpoint of rollout %s, and this run does not go on from it: it writes its own among those "
+            "of the earlier run; give --load %s to go on, or another --save",
+            args.save, (save / POINTER).read_text().strip(), args.save,
+        )  # fmt: skip
+    yield from ()
+
+
+def templates(args: argparse.Namespace) -> Iterator[Violation]:
+    for name, flag in OWN_FLAGS.items():
+        placeholders = flag.placeholders
+        template = vars(args)[name] if placeholders else None
+        if template is None:
+            continue
+        more = ""
+        try:
+            template.format(**dict.fromkeys(placeholders, 0))
+            continue
+        except KeyError as error:
+            problem = f"nothing fills in {{{error.args[0]}}}"
+        except (IndexError, ValueError, AttributeError) as error:
+            problem, more = str(error), ", and {{ stands for one brace"
+        known = [f"{{{placeholder}}}" for placeholder in placeholders]
+        only = f"only {' '.join(known)} {'is' if len(known) == 1 else 'are'} filled in{more}"
+        yield broken(args, "{0=}: {problem}; {only}", flag_of(name), problem=problem, only=only)
+
+
+def _is_saved_beside_the_actor(args: argparse.Namespace) -> bool:
+    return args.use_critic and args.save is not None and critic_args(args).save == args.save
+
+
+BATCH_RULES: tuple[Rule, ...] = (
+    refused(lambda args: args.num_rollout is None and args.num_epoch is None,
+        "give {--num-rollout} (rollout steps) or {--num-epoch} (passes over the data)"),
+    warned(lambda args: args.num_rollout is not None and args.num_epoch is not None,
+        "{--num-epoch=} is ignored: {--num-rollout=} is given"),
+    refused(lambda args: args.num_rollout is None and args.load_debug_rollout_data is not None,
+        "{--load-debug-rollout-data} needs {--num-rollout}: a dump does not tell how many there are"),
+    refused(lambda args: args.num_rollout is None and args.num_epoch is not None and not args.rollout_global_dataset,
+        "{--num-epoch=} needs the built-in data set; give {--num-rollout} with {--disable-rollout-global-dataset}"),
+    refused(lambda args: args.over_sampling_batch_size < args.rollout_batch_size,
+        "{--over-sampling-batch-size=} must be at least {--rollout-batch-size=}"),
+    refused(lambda args: args.has_trainer and not args.use_dynamic_batch_size
+            and args.global_batch_size % (args.micro_batch_size * args.data_parallel_size),
+        "{--global-batch-size=} is no multiple of {--micro-batch-size=} x {data_parallel_size} data-parallel ranks; change "
+        "one, or give {--use-dynamic-batch-size}"),
+    over_long_samples,
+)  # fmt: skip
+DATA_RULES: tuple[Rule, ...] = (
+    refused(lambda args: args.rollout_global_dataset and not args.prompt_data and args.load_debug_rollout_data is None,
+        "{--prompt-data} is needed (or {--disable-rollout-global-dataset} with an own data source)"),
+    # A set that was given and could not be read has a message of its own.
+    refused(lambda args: args.eval_interval is not None and not args.eval_prompt_data and args.eval_config is None,
+        "{--eval-interval=} needs data sets: give {--eval-prompt-data} name path, or {--eval-config}"),
+    refused(lambda args: args.apply_chat_template and args.rollout_function_path == SFT_FUNCTION and args.prompt_data,
+        "{--apply-chat-template}: supervised fine-tuning takes lists of messages and renders them itself, to know which "
+        "tokens the assistant said; drop it"),
+    first_rows,
+)  # fmt: skip
+FILE_RULES: tuple[Rule, ...] = (
+    hf_checkpoint, data_files, rollout_dumps, other_models, initial_weights, missing_plug_ins, writable_places,
+)  # fmt: skip
+CHECKPOINT_RULES: tuple[Rule, ...] = (
+    refused(lambda args: args.save_hf is not None and args.hf_checkpoint is None,
+        "{--save-hf} needs {--hf-checkpoint}: config and tokenizer are copied from it"),
+    refused(lambda args: args.save_hf is not None and args.hf_checkpoint is not None
+            and Path(args.save_hf).absolute() == Path(args.hf_checkpoint).absolute(),
+        "{--save-hf=} would overwrite {--hf-checkpoint}; give another directory"),
+    warned(lambda args: _saves(args) and args.save_interval is None,
+        "{--save=} without --save-interval: no checkpoint is written; give --save-interval N, which also writes one after the "
+        "last rollout"),
+    saved_among_others,
+    templates,
+    warned(lambda args: args.save_debug_rollout_data is not None and "{" not in args.save_debug_rollout_data,
+        "{--save-debug-rollout-data=}: every rollout writes over the one before; put {{rollout_id}} into the name to keep "
+        "them"),
+    refused(lambda args: args.save_debug_rollout_data is not None
+            and args.save_debug_rollout_data == args.save_debug_train_data,
+        "{--save-debug-rollout-data} and {--save-debug-train-data} name the same file {save_debug_rollout_data}; give two, or "
+        "{--dump-details} DIRECTORY"),
+    refused(lambda args: args.load_debug_rollout_data_subsample is not None
+            and not 0 < args.load_debug_rollout_data_subsample <= 1,
+        "{--load-debug-rollout-data-subsample=}: it must be above 0 and at most 1"),
+    refused(_is_saved_beside_the_actor,
+        "{megatron_config_path}, role critic: save {save}: the actor's checkpoints go there; drop it, and those of the critic "
+        f"go to {{save}}/{DIRECTORY}"),
+)  # fmt: skip

@@ -5,16 +5,14 @@ rules applies to it.
 """
 
 import argparse
-import functools
 import re
 from collections.abc import Iterator
 
-from slime.arguments.flag import as_typed, flag_of
+from slime.arguments.flag import flag_of
 from slime.arguments.hf_config import read_hf_config
-from slime.arguments.rules import Rule
-from slime.arguments.server_flags import REFUSED, share_problem, tensor_parallel_size
+from slime.arguments.server_flags import NO_SHARE, REFUSED, is_share, tensor_parallel_size
+from slime.arguments.violations import Kind, Rule, Violation, about, broken, refused, refused_each, where
 from slime.estimates.serving_memory import require_whole_groups
-from slime.observability.run_record import redacted
 from slime.utils.errors import UserError
 
 # Router settings that have no effect while a switch is on: beginning of the attributes, the switch, what it turns off.
@@ -25,47 +23,48 @@ _SWITCHED_OFF = (
 )
 # What counts for a router that somebody else started, too: our client reads these.
 _OF_ANY_ROUTER = {"router_policy", "router_api_key"}
+_ADDRESS = re.compile(r"[\w.-]+|\[[0-9a-fA-F:.]+(%\w+)?\]")
 
 
-def engine_sizes(args: argparse.Namespace) -> Iterator[str]:
+def engine_sizes(args: argparse.Namespace) -> Iterator[Violation]:
     """Pipeline and tensor-parallel size must give the GPUs of an engine."""
-    gpus, stages = args.rollout_num_gpus_per_engine, getattr(args, "sglang_pp_size", None) or 1
+    gpus, stages = args.rollout_num_gpus_per_engine, args.sglang_pp_size or 1
     if stages < 1 or gpus % stages:
-        yield (
-            f"--rollout-num-gpus-per-engine {gpus} is not divisible by --sglang-pp-size {stages}; give "
-            f"--sglang-pp-size 1, or --rollout-num-gpus-per-engine {max(1, stages) * gpus}"
+        template = (
+            "{--rollout-num-gpus-per-engine=} is not divisible by {--sglang-pp-size=}; give {--sglang-pp-size} 1, or "
+            "{--rollout-num-gpus-per-engine} {fitting}"
         )
+        yield broken(args, template, fitting=max(1, stages) * gpus)
         return
-    typed, derived = getattr(args, "sglang_tp_size", None), tensor_parallel_size(args)
+    typed, derived = args.sglang_tp_size, tensor_parallel_size(args)
     if typed not in (None, derived):
-        yield (
-            f"--sglang-tp-size {typed} contradicts the tensor-parallel size {derived} of --rollout-num-gpus-per-engine "
-            f"{gpus}; leave it out, or give --rollout-num-gpus-per-engine {typed * stages}"
+        template = (
+            "{--sglang-tp-size=} contradicts the tensor-parallel size {derived} of {--rollout-num-gpus-per-engine=}; leave it "
+            "out, or give {--rollout-num-gpus-per-engine} {fitting}"
         )
+        yield broken(args, template, derived=derived, fitting=typed * stages)
 
 
-def attention_heads(args: argparse.Namespace) -> Iterator[str]:
+def attention_heads(args: argparse.Namespace) -> Iterator[Violation]:
     """Tensor-parallel ranks of an engine share the heads; key-value heads may also be repeated on equally many ranks."""
     found, latent = _heads(args)
     size = tensor_parallel_size(args)
-    if getattr(args, "sglang_enable_dp_attention", None):
-        size //= max(1, getattr(args, "sglang_dp_size", None) or 1)
+    if args.sglang_enable_dp_attention:
+        size //= max(1, args.sglang_dp_size or 1)
     if found is None or size < 1 or _fits(*found, size):
         return
     heads, groups = found
     fitting = [n for n in range(1, heads + 1) if _fits(heads, groups, n)]
     nearest = [n for n in fitting if n < size][-1:] + [n for n in fitting if n > size][:1]
-    message = (
-        f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}: {size} tensor-parallel ranks cannot share the "
-        f"model's {heads} attention heads and {groups} key-value heads evenly; {' or '.join(map(str, nearest))} would do"
+    template = (
+        "{--rollout-num-gpus-per-engine=}: {size} tensor-parallel ranks cannot share the model's {heads} attention heads and "
+        "{groups} key-value heads evenly; {nearest} would do"
     )
+    numbers = {"size": size, "heads": heads, "groups": groups, "nearest": " or ".join(map(str, nearest))}
     if latent:
-        message += ", or --sglang-enable-dp-attention with an equal --sglang-dp-size"
-    if latent and args.dry_run:
-        # Whether a server can pad the heads of latent attention is an affair of its version.
-        args.plan_notes = [*args.plan_notes, message]
-    else:
-        yield message
+        template += ", or {--sglang-enable-dp-attention} with an equal {--sglang-dp-size}"
+    # Whether a server can pad the heads of latent attention is an affair of its version, which a plan does not know.
+    yield broken(args, template, kind=Kind.NOT_BUILT if latent else Kind.WRONG, **numbers)
 
 
 def _fits(heads: int, groups: int, size: int) -> bool:
@@ -74,7 +73,7 @@ def _fits(heads: int, groups: int, size: int) -> bool:
 
 def _heads(args: argparse.Namespace) -> tuple[tuple[int, int] | None, bool]:
     """Attention heads and key-value heads of the model that the engines load, None where they are not known; latent?"""
-    if args.hf_checkpoint is None or getattr(args, "sglang_config", None) is not None:
+    if args.hf_checkpoint is None or args.sglang_config is not None:
         return None, False  # that file gives groups of engines sizes of their own
     try:
         config = read_hf_config(args.hf_checkpoint)
@@ -88,167 +87,129 @@ def _heads(args: argparse.Namespace) -> tuple[tuple[int, int] | None, bool]:
     return ((heads, groups) if known else None), latent
 
 
-def data_parallel_size(args: argparse.Namespace) -> Iterator[str]:
-    size = getattr(args, "sglang_dp_size", None) or 1
-    if size > 1 and not getattr(args, "sglang_enable_dp_attention", None):
-        yield (
-            f"--sglang-dp-size {size} needs --sglang-enable-dp-attention (whole copies of the model are more engines: a "
-            "smaller --rollout-num-gpus-per-engine)"
-        )
-        return
+def data_parallel_size(args: argparse.Namespace) -> Iterator[Violation]:
+    size = args.sglang_dp_size or 1
     try:
-        require_whole_groups(tensor_parallel_size(args), size)
+        if size == 1 or args.sglang_enable_dp_attention:
+            require_whole_groups(tensor_parallel_size(args), size)
     except UserError as error:
-        yield str(error)
+        yield from about([error], "--sglang-dp-size", "--rollout-num-gpus-per-engine")
 
 
-def server_limits(args: argparse.Namespace) -> Iterator[str]:
-    share = getattr(args, "sglang_mem_fraction_static", None)
-    problem = share_problem(share)
-    if problem is not None:
-        yield f"--sglang-mem-fraction-static {share}: {problem}"
-    context = getattr(args, "sglang_context_length", None)
-    for name in ("rollout_max_context_len", "eval_max_context_len"):
-        wanted = getattr(args, name, None)
-        if context is not None and wanted is not None and wanted > context:
-            yield (
-                f"{flag_of(name)} {wanted} is above --sglang-context-length {context}: engines would refuse the longest "
-                f"requests; give --sglang-context-length {wanted}, or leave it out"
-            )
-
-
-def one_topology(args: argparse.Namespace) -> Iterator[str]:
+def one_topology(args: argparse.Namespace) -> Iterator[Violation]:
     """Three ways to say which engines there are; one run takes one of them."""
     names = ("prefill_num_servers", "sglang_config", "rollout_external_engine_addrs")
-    given = [flag_of(name) for name in names if getattr(args, name, None)]
+    given = [flag_of(name) for name in names if vars(args)[name]]
     if len(given) > 1:
-        yield f"{' and '.join(given)} exclude each other: each of them says which engines there are; keep one"
-    prefill, engines = getattr(args, "prefill_num_servers", None), args.rollout_num_engines
+        template = "{given} exclude each other: each of them says which engines there are; keep one"
+        yield broken(args, template, *given, given=" and ".join(given))
+    prefill, engines = args.prefill_num_servers, args.rollout_num_engines
     if prefill is not None and engines > 0 and not 0 < prefill < engines:
         numbers = {1: f"1, and --rollout-num-gpus {2 * args.rollout_num_gpus}", 2: "1"}
-        yield (
-            f"--prefill-num-servers {prefill}: of the {engines} engines (--rollout-num-gpus over "
-            "--rollout-num-gpus-per-engine) at least one must prefill and one decode; give "
-            + numbers.get(engines, f"1 to {engines - 1}")
+        template = (
+            "{--prefill-num-servers=}: of the {engines} engines ({--rollout-num-gpus} over {--rollout-num-gpus-per-engine}) at "
+            "least one must prefill and one decode; give {numbers}"
         )
+        yield broken(args, template, engines=engines, numbers=numbers.get(engines, f"1 to {engines - 1}"))
 
 
-def router_address(args: argparse.Namespace) -> Iterator[str]:
-    ip, port = args.sglang_router_ip, args.sglang_router_port
-    if (ip is None) != (port is None):
-        yield "--sglang-router-ip and --sglang-router-port belong together; give both, or none and a router is started"
-    if ip is not None and not re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:.]+(%\w+)?\]", ip):
-        yield f"--sglang-router-ip {ip}: give the address alone, such as 10.0.0.1 or [fd00::1]; its port has a flag"
-    if port is not None and not 0 < port < 65536:
-        yield f"--sglang-router-port {port}: a port is a number from 1 to 65535, such as 30000"
-
-
-def router_settings(args: argparse.Namespace) -> Iterator[str]:
+def router_settings(args: argparse.Namespace) -> Iterator[Violation]:
     """Settings that would be accepted and have no effect."""
     names = ("router_", "sglang_router_request_timeout_secs")
     typed = [name for name in vars(args) if name.startswith(names) and name in args.typed_flags]
     if args.sglang_router_ip is not None:
         for name in typed:
             if name not in _OF_ANY_ROUTER:
-                yield (
-                    f"{flag_of(name)} has no effect on the router of --sglang-router-ip {args.sglang_router_ip}, which was "
-                    "started with settings of its own; drop it"
+                template = (
+                    "{0} has no effect on the router of {--sglang-router-ip=}, which was started with settings of its own; "
+                    "drop it"
                 )
+                yield broken(args, template, flag_of(name))
         return
     for prefix, switch, what in _SWITCHED_OFF:
         idle = [flag_of(name) for name in typed if name.startswith(prefix)]
-        if idle and getattr(args, switch, None):
-            yield (
-                f"{', '.join(idle)}: no effect while the {what} of the router is off; add "
-                f"--no-{flag_of(switch).removeprefix('--')}"
+        if idle and vars(args)[switch]:
+            yield broken(
+                args,
+                "{idle}: no effect while the {what} of the router is off; add {switch}",
+                *idle,
+                idle=", ".join(idle),
+                what=what,
+                switch=f"--no-{flag_of(switch).removeprefix('--')}",
             )
-    backend = getattr(args, "router_backend", None)
-    if backend not in (None, "sglang"):
-        yield f"--router-backend {backend}: the engines are SGLang servers; give sglang, or leave it out"
 
 
-def refused_flags(args: argparse.Namespace) -> Iterator[str]:
+def refused_flags(args: argparse.Namespace) -> Iterator[Violation]:
     for name, reason in REFUSED.items():
-        value = getattr(args, name, None)
-        if value is None or value is False:
-            continue
-        shown = "" if value is True else f" {as_typed(redacted({name: value})[name])}"
-        yield f"{flag_of(name)}{shown}: {reason}"
+        value = vars(args).get(name)
+        if value is not None and value is not False:
+            yield broken(args, "{0=}: {reason}", flag_of(name), reason=reason)
 
 
-def _with_engines(rule: Rule) -> Rule:
-    """`rule` for runs that have engines of their own."""
-
-    @functools.wraps(rule)
-    def applied(args: argparse.Namespace) -> Iterator[str]:
-        return rule(args) if args.has_engines else iter(())
-
-    return applied
-
-
-_MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
-
-
-def modes(args: argparse.Namespace) -> Iterator[str]:
-    if args.debug_rollout_only and args.debug_train_only:
-        other = "--load-debug-rollout-data implies --debug-train-only" if args.load_debug_rollout_data else ""
-        yield f"--debug-rollout-only and --debug-train-only exclude each other; drop one. {other}".strip()
-    if args.has_engines and args.rollout_num_gpus is None and not args.rollout_external:
-        yield (
-            "--rollout-num-gpus is not set: give the number of GPUs for the engines, or --colocate, or --debug-train-only"
-        )
-    if args.has_engines and args.hf_checkpoint is None:
-        yield "--hf-checkpoint is needed: the engines load their config and tokenizer from it"
-
-
-def whole_engines(args: argparse.Namespace) -> Iterator[str]:
+def whole_engines(args: argparse.Namespace) -> Iterator[Violation]:
     total, each = args.rollout_num_gpus or 0, args.rollout_num_gpus_per_engine
     if total % each:
         nearest = sorted({max(each, total // each * each), (total // each + 1) * each})
-        yield (
-            f"--rollout-num-gpus {total} is no multiple of --rollout-num-gpus-per-engine {each}; give "
-            + " or ".join(str(number) for number in nearest)
-        )
-    if each > args.num_gpus_per_node and each % args.num_gpus_per_node:
-        yield (
-            f"--rollout-num-gpus-per-engine {each} is above --num-gpus-per-node {args.num_gpus_per_node} and no multiple of "
-            "it: an engine fills whole nodes or a part of one"
-        )
+        template = "{--rollout-num-gpus=} is no multiple of {--rollout-num-gpus-per-engine=}; give {nearest}"
+        yield broken(args, template, nearest=" or ".join(str(number) for number in nearest))
 
 
-def external_addresses(args: argparse.Namespace) -> Iterator[str]:
+def external_addresses(args: argparse.Namespace) -> Iterator[Violation]:
     for address in args.rollout_external_engine_addrs or []:
         host, _, port = address.removeprefix("http://").rpartition(":")
         if not host or not re.fullmatch(r"\d{1,5}/?", port):
-            yield f"--rollout-external-engine-addrs {address}: give host:port, such as 10.0.0.5:30000"
+            template = "{--rollout-external-engine-addrs} {address}: give host:port, such as 10.0.0.5:30000"
+            yield broken(args, template, address=address)
 
 
-def fsdp(args: argparse.Namespace) -> Iterator[str]:
-    if args.train_backend != "fsdp":
-        for name, off in (("attn_implementation", "auto"), ("fsdp_cpu_offload", False)):
-            if getattr(args, name) != off:
-                yield f"--{name.replace('_', '-')} has no effect with --train-backend {args.train_backend}; drop it"
-        return
-    for name in _MODEL_PARALLEL:
-        if getattr(args, name) > 1:
-            yield (
-                f"--{name.replace('_', '-')} {getattr(args, name)}: --train-backend fsdp shards parameters over all ranks "
-                "instead; give 1, or --train-backend megatron"
-            )
-    if args.use_critic:
-        yield (
-            f"--advantage-estimator {args.advantage_estimator}: --train-backend fsdp has no critic; give grpo, or "
-            "--train-backend megatron"
-        )
-    if args.opd_type == "megatron":
-        yield "--opd-type megatron needs --train-backend megatron; with fsdp give --opd-type sglang"
-
-
-SERVING_RULES: tuple[Rule, ...] = tuple(
-    _with_engines(rule)
-    for rule in (
-        one_topology, engine_sizes, attention_heads, data_parallel_size, server_limits, router_address, router_settings,
-        refused_flags,
-    )
+# A run that only trains ignores the flags of engines and router.
+SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
+    one_topology, engine_sizes, attention_heads,
+    refused(lambda args: (args.sglang_dp_size or 1) > 1 and not args.sglang_enable_dp_attention,
+        "{--sglang-dp-size=} needs {--sglang-enable-dp-attention} (whole copies of the model are more engines: a smaller "
+        "{--rollout-num-gpus-per-engine})"),
+    data_parallel_size,
+    refused(lambda args: not is_share(args.sglang_mem_fraction_static), f"{{--sglang-mem-fraction-static=}}: {NO_SHARE}"),
+    refused_each(("rollout_max_context_len", "eval_max_context_len"),
+        lambda args, wanted: None not in (args.sglang_context_length, wanted) and wanted > args.sglang_context_length,
+        "{0=} is above {--sglang-context-length=}: engines would refuse the longest requests; give {--sglang-context-length} "
+        "{value}, or leave it out"),
+    refused(lambda args: (args.sglang_router_ip is None) != (args.sglang_router_port is None),
+        "{--sglang-router-ip} and {--sglang-router-port} belong together; give both, or none and a router is started"),
+    refused(lambda args: args.sglang_router_ip is not None and not _ADDRESS.fullmatch(args.sglang_router_ip),
+        "{--sglang-router-ip=}: give the address alone, such as 10.0.0.1 or [fd00::1]; its port has a flag"),
+    refused(lambda args: args.sglang_router_port is not None and not 0 < args.sglang_router_port < 65536,
+        "{--sglang-router-port=}: a port is a number from 1 to 65535, such as 30000"),
+    router_settings,
+    refused(lambda args: args.sglang_router_ip is None and args.router_backend not in (None, "sglang"),
+        "{--router-backend=}: the engines are SGLang servers; give sglang, or leave it out"),
+    refused_flags,
 )  # fmt: skip
-PLACEMENT_RULES: tuple[Rule, ...] = (modes, whole_engines, external_addresses, fsdp)
+PLACEMENT_RULES: tuple[Rule, ...] = (
+    refused(lambda args: args.debug_rollout_only and args.debug_train_only and not args.load_debug_rollout_data,
+        "{--debug-rollout-only} and {--debug-train-only} exclude each other; drop one."),
+    refused(lambda args: args.debug_rollout_only and args.debug_train_only and args.load_debug_rollout_data,
+        "{--debug-rollout-only} and {--debug-train-only} exclude each other; drop one. {--load-debug-rollout-data} implies "
+        "{--debug-train-only}"),
+    refused(lambda args: args.has_engines and args.rollout_num_gpus is None and not args.rollout_external,
+        "{--rollout-num-gpus} is not set: give the number of GPUs for the engines, or {--colocate}, or {--debug-train-only}"),
+    refused(lambda args: args.has_engines and args.hf_checkpoint is None,
+        "{--hf-checkpoint} is needed: the engines load their config and tokenizer from it"),
+    whole_engines,
+    refused(lambda args: args.rollout_num_gpus_per_engine > args.num_gpus_per_node
+            and args.rollout_num_gpus_per_engine % args.num_gpus_per_node,
+        "{--rollout-num-gpus-per-engine=} is above {--num-gpus-per-node=} and no multiple of it: an engine fills whole nodes "
+        "or a part of one"),
+    external_addresses,
+    refused_each(("attn_implementation", "fsdp_cpu_offload"),
+        lambda args, value: args.train_backend != "fsdp" and value not in ("auto", False),
+        "{0} has no effect with {--train-backend=}; drop it"),
+    *where(lambda args: args.train_backend == "fsdp",
+        refused_each(("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
+            lambda args, size: size > 1,
+            "{0=}: {--train-backend=} shards parameters over all ranks instead; give 1, or {--train-backend} megatron"),
+        refused(lambda args: args.use_critic,
+            "{--advantage-estimator=}: {--train-backend=} has no critic; give grpo, or {--train-backend} megatron"),
+        refused(lambda args: args.opd_type == "megatron",
+            "{--opd-type=} needs {--train-backend} megatron; with fsdp give {--opd-type} sglang")),
+)  # fmt: skip

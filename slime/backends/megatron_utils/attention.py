@@ -64,39 +64,46 @@ class PackedAttention(MegatronModule):
         """Attend.
 
         Args:
-            query: packed [tokens, heads, dim] (with a contiguous part of a stream [tokens, 1, heads, dim]), or
+            query: packed [tokens, heads, dim] (in another format than "thd" [tokens, 1, heads, dim]), or
                 [length, batch, heads, dim] without `packed_seq_params`.
             key, value: as query, with the number of query groups in place of heads.
             attention_mask: unused; the mask is causal within each sequence.
-            packed_seq_params: cumulative lengths of the packed sequences (qkv_format "thd").
+            packed_seq_params: cumulative lengths of the packed sequences.
 
         Returns:
-            packed [tokens, heads * dim], or [length, batch, heads * dim].
+            packed [tokens, heads * dim], with the dimension of 1 if the query has it, or [length, batch, heads * dim].
         """
         if packed_seq_params is None:
             return self._attend_batch(query, key, value)
-        if is_context_parallel(packed_seq_params):
-            return self._attend_part(query, key, value, packed_seq_params)
+        rows = [tensor if tensor.dim() == 3 else tensor.squeeze(1) for tensor in (query, key, value)]
+        output = self._attend_packed(*rows, packed_seq_params)
+        return output if query.dim() == 3 else output.unsqueeze(1)
+
+    def _attend_packed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
+    ) -> torch.Tensor:
+        if is_context_parallel(packed):
+            return attend_over_context(query, key, value, packed.stream, self.softmax_scale)
         if query.is_cuda:
-            return self._attend_packed_cuda(query, key, value, packed_seq_params)
-        return self._attend_each_sequence(query, key, value, packed_seq_params)
+            return self._attend_packed_cuda(query, key, value, packed)
+        return self._attend_each_sequence(query, key, value, packed)
 
     def _attend_batch(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         return self._causal_attention(query, key, value).permute(2, 0, 1, 3).flatten(2)
 
-    def _attend_part(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
-    ) -> torch.Tensor:
-        rows = [tensor if tensor.dim() == 3 else tensor.squeeze(1) for tensor in (query, key, value)]
-        output = attend_over_context(*rows, packed.stream, self.softmax_scale)
-        return output if query.dim() == 3 else output.unsqueeze(1)
-
     def _attend_each_sequence(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
     ) -> torch.Tensor:
-        boundaries = packed.cu_seqlens_q.tolist()
-        lengths = [end - start for start, end in itertools.pairwise(boundaries) if end > start]
+        stream = getattr(packed, "stream", None)
+        # In a description of somebody else's only the device knows the lengths.
+        boundaries = [] if stream is not None else packed.cu_seqlens_q.tolist()
+        lengths = (
+            [end - start for start, end in itertools.pairwise(boundaries)]
+            if stream is None
+            else stream.sequence_lengths
+        )
+        lengths = [length for length in lengths if length]
         # One split for the whole stream: the gradient of a slice is as long as the stream, so slicing per sequence
         # would make the backward pass quadratic in the number of sequences.
         pieces = (tensor.transpose(0, 1).split(lengths, dim=1) for tensor in (query, key, value))
@@ -145,16 +152,18 @@ class StreamParams(PackedSeqParams):
     stream: PackedStream | None = None
 
 
-def packed_seq_params(stream: PackedStream) -> StreamParams:
+def packed_seq_params(stream: PackedStream, *, by_position: bool) -> StreamParams:
     """What the model is told about `stream`.
 
-    The zigzag layout is Megatron's own for packed sequences ("thd"), whose rotary embedding finds the positions from the
-    lengths of whole sequences. It has no contiguous one. Any other format name makes it rotate row by row, by the
-    frequencies that `rotary.rotate_by_position` then provides.
+    Megatron's rotary embedding finds the positions of its own format for packed sequences ("thd") from the lengths of whole
+    sequences. Any other format name makes it rotate row by row, by frequencies that `layer_spec.rotate_by_position` provides.
+
+    Args:
+        by_position: whether the model's rotary embedding is that one.
     """
     longest = max(stream.sequence_lengths)
     return StreamParams(
-        qkv_format="contiguous" if stream.cp.all_gather else "thd",
+        qkv_format="by position" if by_position else "thd",
         cu_seqlens_q=stream.cu_seqlens,
         cu_seqlens_kv=stream.cu_seqlens,
         max_seqlen_q=longest,

@@ -31,9 +31,9 @@ def params_dtype(args: Any):
     """The dtype of the model's parameters: `--bf16`, `--fp16`, else float32."""
     import torch
 
-    if getattr(args, "bf16", False):
+    if args.bf16:
         return torch.bfloat16
-    if getattr(args, "fp16", False):
+    if args.fp16:
         return torch.float16
     return torch.float32
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from slime.algorithms.reduction import masked_sum, sum_of_sample_mean
+from slime.algorithms.reduction import masked_sum, token_weights
 from slime.scheduling.zigzag import Range, logits_and_tokens_offsets
 from slime.training import context_parallel
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
@@ -50,16 +50,20 @@ def get_sum_of_sample_mean(
     """A function from this rank's per-token values (concatenated over samples) to this rank's share of the reduced sum.
 
     Args:
-        loss_masks: full responses, one tensor per sample.
+        loss_masks: full responses, one tensor per sample; read when the function is called.
         sample_denoms: trained tokens that each sample is averaged over (`rollout_mask_sums` of a batch); None: its own.
         calculate_per_token_loss: the plain masked sum instead of a sum of means.
     """
     cp = _context_parallel()
-    masks = context_parallel.slice_responses(loss_masks, total_lengths, response_lengths, cp)
-    if calculate_per_token_loss:
-        return lambda values: masked_sum(values, masks)
-    denominators = [float(mask.sum()) for mask in loss_masks] if sample_denoms is None else sample_denoms
-    return lambda values: sum_of_sample_mean(values, masks, denominators)
+    if sample_denoms is None:
+        sample_denoms = torch.stack([mask.sum() for mask in loss_masks]) if len(loss_masks) else []
+
+    def reduce(values: torch.Tensor) -> torch.Tensor:
+        # Here, because the caller may edit the masks in between; a part of a response is a copy of its mask.
+        masks = context_parallel.slice_responses(loss_masks, total_lengths, response_lengths, cp)
+        return masked_sum(values, token_weights(masks, None if calculate_per_token_loss else sample_denoms))
+
+    return reduce
 
 
 def all_gather_with_cp(tensor: torch.Tensor, total_length: int, response_length: int) -> torch.Tensor:

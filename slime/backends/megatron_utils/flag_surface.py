@@ -5,24 +5,31 @@ description as JSON on its last line. Everything comes from the dataclasses them
 sentence of the text below each field. A new version brings its new fields without a line here.
 
 A field becomes a flag unless no word on a command line could be its value; `EXCLUDED` and `unrepresentable` say why not.
+
+The flags of Megatron-LM's own parser follow, where the installed megatron-core brings it (`megatron.training`): they are
+accepted so that code of the user can read them. What the dataclasses describe already is left out, and so are names that mean
+nothing here: those keep their explanation.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import collections.abc
 import dataclasses
 import enum
+import importlib.util
 import inspect
 import json
 import re
+import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from slime.arguments.surface import FlagSpec
-from slime.backends.megatron_utils.megatron_lm_flags import extra_specs
+from slime.arguments.unknown_flags import NOT_FOR_THIS, looked_up
 
 # Fields that are no flags although their type would allow it.
 EXCLUDED: dict[str, str] = {
@@ -215,10 +222,57 @@ def _first_sentence(text: str) -> str:
     return sentence[:_LONGEST_HELP].rsplit(" ", 1)[0] + " ..."
 
 
+_ACTIONS = {"_StoreTrueAction": "store_true", "_StoreFalseAction": "store_false", "BooleanOptionalAction": "bool"}
+_PATTERNS = ("moe_freq_type", "la_freq_type", "no_rope_freq_type")
+
+
+def megatron_lm_specs(known: Iterable[FlagSpec]) -> Iterator[FlagSpec]:
+    """One description per option that `known` lacks; `metadata["megatron_lm"]` is True."""
+    if importlib.util.find_spec("megatron.training") is None:
+        return
+    try:
+        from megatron.training.arguments import add_megatron_arguments
+    except ImportError as error:
+        print(f"the flags of megatron.training are left out, it cannot be imported: {error}", file=sys.stderr)
+        return
+    known = list(known)
+    dests, flags = {spec.dest for spec in known}, {flag for spec in known for flag in spec.flags}
+    for action in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions:
+        free = [flag for flag in action.option_strings if flag not in flags and not looked_up(NOT_FOR_THIS, flag)]
+        if free and action.dest not in dests and action.dest != "help":
+            yield _spec_of_action(action, tuple(free))
+
+
+def _spec_of_action(action: argparse.Action, flags: tuple[str, ...]) -> FlagSpec:
+    kind = getattr(action.type, "__name__", "str")
+    positive = tuple(flag for flag in flags if not flag.startswith("--no-"))
+    is_either = type(action).__name__ == "BooleanOptionalAction"
+    return FlagSpec(
+        flags=positive if is_either else flags,
+        dest=action.dest,
+        action=_ACTIONS.get(type(action).__name__, "store"),
+        type="layer_pattern" if kind in _PATTERNS else kind if kind in ("int", "float") else "str",
+        nargs=None if action.nargs == 0 else action.nargs,
+        choices=None if action.choices is None else tuple(_plain_of_parser(choice) for choice in action.choices),
+        default=_plain_of_parser(action.default),
+        help=" ".join((action.help or action.dest).split()).replace("%%", "%"),
+        metadata={"megatron_lm": True},
+    )
+
+
+def _plain_of_parser(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.name
+    try:
+        return json.loads(json.dumps(value))
+    except TypeError:
+        return str(value)
+
+
 def main() -> None:
     """Print the description as JSON on one line."""
     specs = flag_specs()
-    specs += extra_specs(specs)
+    specs += megatron_lm_specs(specs)
     print(json.dumps([dataclasses.asdict(spec) for spec in specs]))
 
 

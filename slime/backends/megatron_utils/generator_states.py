@@ -10,10 +10,13 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 from safetensors.torch import load_file, save_file
 
+from slime.utils.device import get_accelerator
+
 logger = logging.getLogger(__name__)
 
 # Of torch's own generators apart from those that Megatron keeps for tensor-parallel regions.
 _TRACKER = "tracker."
+_DEVICE = "cuda"
 
 
 def save_generators(directory: Path) -> None:
@@ -21,8 +24,9 @@ def save_generators(directory: Path) -> None:
     states = {"torch": torch.get_rng_state()}
     tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
     states.update({_TRACKER + name: state.cpu() for name, state in tracker.items()})
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
+    of_device = get_accelerator().generator_state()
+    if of_device is not None:
+        states[_DEVICE] = of_device
     save_file(states, _file(directory))
 
 
@@ -35,8 +39,8 @@ def load_generators(directory: Path) -> None:
     torch.set_rng_state(states["torch"])
     tracker = {name.removeprefix(_TRACKER): state for name, state in states.items() if name.startswith(_TRACKER)}
     tensor_parallel.get_cuda_rng_tracker().set_states(tracker)
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
+    if _DEVICE in states:
+        get_accelerator().set_generator_state(states[_DEVICE])
 
 
 def _file(directory: Path) -> Path:

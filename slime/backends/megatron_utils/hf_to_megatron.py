@@ -1,5 +1,3 @@
 """Public import path of the checkpoint loader; only re-exports."""
 
-from slime.backends.megatron_utils.hf_conversion import load_hf_weights
-
-__all__ = ["load_hf_weights"]
+from slime.backends.megatron_utils.hf_conversion import load_hf_weights as load_hf_weights

@@ -12,10 +12,11 @@ import warnings
 from typing import Any
 
 from slime.backends.megatron_utils import cpu_runtime
+from slime.training.backend import RankGroups
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
-from slime.utils.process_groups import init_gloo_group
+from slime.utils.process_groups import join_world
 
 # What Megatron adds to a seed stays below it: some thousand, and 100 for each expert-parallel rank.
 _SEEDS_OF_A_STAGE = 2**20
@@ -36,7 +37,7 @@ def init(args: Any) -> None:
     # Megatron's sequence parallelism relies on kernels being launched in the order in which they are issued.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
-    _init_process_group(process_group_backend(args), timeout)
+    join_world(process_group_backend(args), timeout)
     _set_process_wide_modes(args)
     _init_model_parallel(args)
     _seed(args.seed)
@@ -52,6 +53,25 @@ def destroy() -> None:
         dist.destroy_process_group()
 
 
+def rank_groups(args: Any) -> RankGroups:
+    """This rank's place in Megatron's groups."""
+    from megatron.core import parallel_state
+
+    return RankGroups(
+        data_rank=parallel_state.get_data_parallel_rank(),
+        sample_group=parallel_state.get_data_parallel_group(),
+        token_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        replica=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        cp=context_parallel(args),
+        # With virtual stages logits come out of the last model chunk of the last rank.
+        is_last_stage=parallel_state.is_pipeline_last_stage(),
+        stage=parallel_state.get_pipeline_model_parallel_rank(),
+        num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+
+
 def context_parallel(args: Any) -> ContextParallel:
     """This rank's place in its context-parallel group."""
     from megatron.core import parallel_state
@@ -65,30 +85,22 @@ def context_parallel(args: Any) -> ContextParallel:
 
 def has_contiguous_context(args: Any) -> bool:
     """Whether context-parallel ranks hold contiguous pieces of the stream instead of zigzag chunks."""
-    return getattr(args, "context_parallel_size", 1) > 1 and getattr(args, "allgather_cp", False)
+    return args.context_parallel_size > 1 and args.allgather_cp
 
 
 def process_group_backend(args: Any) -> str:
     """`--distributed-backend` on a GPU that has NCCL; elsewhere what the device works with."""
     of_device = get_accelerator().process_group_backend
-    return getattr(args, "distributed_backend", of_device) if of_device == "nccl" else of_device
-
-
-def _init_process_group(backend: str, timeout: datetime.timedelta) -> None:
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        dist.init_process_group(backend=backend, timeout=timeout)
-    init_gloo_group(timeout)
+    return args.distributed_backend if of_device == "nccl" else of_device
 
 
 def _set_process_wide_modes(args: Any) -> None:
     """Switches of torch and Megatron that hold for the whole process; each is only ever switched on."""
-    if getattr(args, "enable_experimental", False):
+    if args.enable_experimental:
         from megatron.core.config import set_experimental_flag
 
         set_experimental_flag(True)
-    if getattr(args, "deterministic_mode", False):
+    if args.deterministic_mode:
         import torch
 
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -100,8 +112,8 @@ def _init_model_parallel(args: Any) -> None:
     from megatron.core import parallel_state
 
     tensor = args.tensor_model_parallel_size
-    pipeline = getattr(args, "pipeline_model_parallel_size", 1)
-    context = getattr(args, "context_parallel_size", 1)
+    pipeline = args.pipeline_model_parallel_size
+    context = args.context_parallel_size
     model_parallel_size = tensor * pipeline * context
     if dist.get_world_size() % model_parallel_size:
         raise UserError(
@@ -112,15 +124,16 @@ def _init_model_parallel(args: Any) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
-        virtual_pipeline_model_parallel_size=getattr(args, "virtual_pipeline_model_parallel_size", None),
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
         context_parallel_size=context,
-        expert_model_parallel_size=getattr(args, "expert_model_parallel_size", 1),
-        expert_tensor_parallel_size=getattr(args, "expert_tensor_parallel_size", None),
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
-        nccl_communicator_config_path=getattr(args, "nccl_communicator_config_path", None),
-        high_priority_stream_groups=getattr(args, "high_priority_stream_groups", None) or None,
-        use_sharp=getattr(args, "use_sharp", False),
-        sharp_enabled_group=getattr(args, "sharp_enabled_group", None),
+        nccl_communicator_config_path=args.nccl_communicator_config_path,
+        high_priority_stream_groups=args.high_priority_stream_groups or None,
+        use_sharp=args.use_sharp,
+        sharp_enabled_group=args.sharp_enabled_group,
+        create_gloo_process_groups=get_accelerator().host_group_backend == "gloo",
     )
 
 

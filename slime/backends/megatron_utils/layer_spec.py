@@ -10,11 +10,12 @@ Megatron-Core's own fallback (`WrappedTorchNorm`) refuses sequence parallelism: 
 of the sequence, so the gradient of the weight has to be summed over the tensor-parallel ranks. Marking the weight is
 all that takes; Megatron's `finalize_model_grads` does the rest.
 
-Rotary frequencies picked by position ids, for streams whose rows Megatron cannot place by itself.
+Rotary frequencies picked by position ids, once for all layers.
 
-Megatron derives the positions of packed rows from sequence lengths, and with context parallelism assumes the zigzag layout.
-A rank that holds a contiguous piece of the stream (`--allgather-cp`) starts in the middle of a sequence; there each row
-gets the frequencies of its own position id.
+Megatron derives the positions of packed rows from sequence lengths, which each layer brings to the host for queries and for
+keys, and with context parallelism assumes the zigzag layout. A rank that holds a contiguous piece of the stream
+(`--allgather-cp`) starts in the middle of a sequence. Here each row gets the frequencies of its own position id, and nothing is
+waited for.
 """
 
 from __future__ import annotations
@@ -123,12 +124,17 @@ class RotaryByPosition(nn.Module):
         return self.rotary.get_emb(max_seq_len).index_select(0, self.position_ids.flatten())
 
 
+def rotates_by_position(model: nn.Module) -> bool:
+    """Whether `rotate_by_position` was called for the bare `model`."""
+    return any(isinstance(module, RotaryByPosition) for module in model.children())
+
+
 def rotate_by_position(model: nn.Module) -> None:
     """Make `model` (Megatron's `GPTModel` with rotary embedding) rotate every row by the position ids that it is given."""
     rotary = RotaryByPosition(model.rotary_pos_emb)
     model.rotary_pos_emb = rotary
 
     def remember(module: nn.Module, args: tuple, inputs: dict[str, Any]) -> None:
-        rotary.position_ids = inputs["position_ids"]
+        rotary.position_ids = inputs["position_ids"] if "position_ids" in inputs else args[1]
 
     model.register_forward_pre_hook(remember, with_kwargs=True)

@@ -8,9 +8,10 @@ and may have a leading dimension of 1.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +19,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from slime.training import advantages as estimation
-from slime.training import loss
-from slime.training import loss as other_losses
-from slime.training import loss as policy_loss
+from slime.training import loss as losses
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
 from slime.training.custom_functions import icepop_function, vanilla_tis_function
-from slime.training.micro_batch import Metrics, MicroBatch, Reducer, response_log_probs, response_values
 from slime.training.packed_stream import PackedStream, pack_stream
+from slime.training.rollout_data import Metrics, MicroBatch, Reducer, RolloutData
 
 __all__ = [
     "apply_opd_kl_to_advantages",
@@ -57,7 +56,8 @@ def compute_advantages_and_returns(args: argparse.Namespace, rollout_data: dict[
     """
     parallel_state = _laid_out()
     group = None if parallel_state is None else parallel_state.get_data_parallel_group(with_context_parallel=True)
-    estimation.compute_advantages_and_returns(args, rollout_data, _context_parallel(args), group)
+    with _as_rollout_data(args, rollout_data) as data:
+        estimation.compute_advantages_and_returns(args, data, group)
 
 
 def apply_opd_kl_to_advantages(
@@ -67,36 +67,36 @@ def apply_opd_kl_to_advantages(
     student_log_probs: Sequence[torch.Tensor] | None,
 ) -> None:
     """Distillation: change the list `advantages` in place and set `rollout_data["opd_reverse_kl"]`."""
-    cp = _context_parallel(args)
-    estimation.apply_opd_kl_to_advantages(args, rollout_data, advantages, student_log_probs, cp)
+    with _as_rollout_data(args, rollout_data) as data:
+        estimation.apply_opd_kl_to_advantages(args, data, advantages, student_log_probs)
 
 
 def loss_function(
-    args: argparse.Namespace, batch: MicroBatch, logits: torch.Tensor, *, role: str = "actor"
+    args: argparse.Namespace, batch: dict[str, Any], logits: torch.Tensor, *, role: str = "actor"
 ) -> tuple[torch.Tensor, Metrics]:
     """The un-normalised loss of a micro-batch by `--loss-type`, and its metrics; see `slime.training.loss`."""
-    return loss.loss_function(args, batch, _rows(logits), _tensor_group(), role=role)
+    return losses.loss_function(args, _typed(batch), _rows(logits), _tensor_group(), role=role)
 
 
 def policy_loss_function(
-    args: argparse.Namespace, batch: MicroBatch, logits: torch.Tensor, sum_of_sample_mean: Reducer
+    args: argparse.Namespace, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
 ) -> tuple[torch.Tensor, Metrics]:
     """The policy loss, for a custom loss that adds to it: takes the arguments of one."""
-    return policy_loss.policy_loss_function(args, batch, _rows(logits), _tensor_group(), sum_of_sample_mean)
+    return losses.policy_loss_function(args, _typed(batch), _rows(logits), _tensor_group(), sum_of_sample_mean)
 
 
 def value_loss_function(
-    args: argparse.Namespace, batch: MicroBatch, logits: torch.Tensor, sum_of_sample_mean: Reducer
+    args: argparse.Namespace, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
 ) -> tuple[torch.Tensor, Metrics]:
     """The critic's loss; `logits` are its outputs [T, 1]."""
-    return other_losses.value_loss_function(args, batch, _rows(logits), sum_of_sample_mean)
+    return losses.value_loss_function(args, _typed(batch), _rows(logits), sum_of_sample_mean)
 
 
 def sft_loss_function(
-    args: argparse.Namespace, batch: MicroBatch, logits: torch.Tensor, sum_of_sample_mean: Reducer
+    args: argparse.Namespace, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
 ) -> tuple[torch.Tensor, Metrics]:
     """The loss of supervised fine-tuning."""
-    return other_losses.sft_loss_function(args, batch, _rows(logits), _tensor_group(), sum_of_sample_mean)
+    return losses.sft_loss_function(args, _typed(batch), _rows(logits), _tensor_group(), sum_of_sample_mean)
 
 
 def get_log_probs_and_entropy(
@@ -116,12 +116,13 @@ def get_log_probs_and_entropy(
         unconcat_tokens: whole sequences, one tensor per sample.
     """
     rows = _rows(logits)
-    batch = {"stream": _stream(args, unconcat_tokens, response_lengths, rows)}
-    log_probs, entropy = response_log_probs(
+    stream = _stream(args, unconcat_tokens, response_lengths, rows)
+    batch = MicroBatch({"stream": stream}, stream.cp)
+    log_probs, entropy = losses.response_log_probs(
         args, batch, rows, _tensor_group(), with_entropy=with_entropy, with_entropy_grad=with_entropy_grad
     )
-    results = {"log_probs": batch["stream"].split(log_probs)}
-    return results if entropy is None else {**results, "entropy": batch["stream"].split(entropy)}
+    results = {"log_probs": stream.split(log_probs)}
+    return results if entropy is None else {**results, "entropy": stream.split(entropy)}
 
 
 def get_values(
@@ -135,7 +136,21 @@ def get_values(
     """`values`: a critic's outputs [T, 1] cut to responses, float32; arguments as in `get_log_probs_and_entropy`."""
     rows = _rows(logits)
     stream = _stream(args, unconcat_tokens, response_lengths, rows)
-    return {"values": stream.split(response_values(stream, rows))}
+    return {"values": stream.split(losses.response_values(stream, rows))}
+
+
+@contextlib.contextmanager
+def _as_rollout_data(args: argparse.Namespace, rollout_data: dict[str, Any]) -> Iterator[RolloutData]:
+    """`rollout_data` with the rank's place; what is set in it or taken out of it is so in `rollout_data` afterwards."""
+    data = RolloutData(rollout_data, _context_parallel(args))
+    yield data
+    rollout_data.clear()
+    rollout_data.update(data)
+
+
+def _typed(batch: dict[str, Any]) -> MicroBatch:
+    """What the user's function made of the batch that it was given may be a plain dict."""
+    return MicroBatch(batch, batch["stream"].cp)
 
 
 def _rows(logits: torch.Tensor) -> torch.Tensor:

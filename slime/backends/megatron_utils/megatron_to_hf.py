@@ -1,5 +1,3 @@
 """Public import path of the checkpoint export; only re-exports."""
 
-from slime.backends.megatron_utils.hf_conversion import convert_to_hf, remove_padding
-
-__all__ = ["convert_to_hf", "remove_padding"]
+from slime.backends.megatron_utils.hf_conversion import convert_to_hf, remove_padding  # noqa: F401

@@ -12,6 +12,7 @@ own, and each tensor-parallel rank keeps its part. The whole matrix is made on t
 from __future__ import annotations
 
 import hashlib
+import importlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from slime.arguments.config_files.role_config import ACTOR, CRITIC
+from slime.arguments.config_files.role_config import CRITIC
 from slime.backends.megatron_utils.config_fields import fields_from_args, params_dtype
 from slime.backends.megatron_utils.initialize import has_contiguous_context
 from slime.backends.megatron_utils.layer_spec import get_decoder_spec, rotate_by_position, transformer_engine_available
@@ -34,6 +35,7 @@ from slime.backends.megatron_utils.prediction_layers import put_prediction_layer
 from slime.backends.megatron_utils.value_head import put_value_head
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
+from slime.utils.plugin_loader import load_function
 
 ModelProvider = Callable[..., GPTModel]
 
@@ -46,6 +48,8 @@ _FUSIONS = (
     "apply_rope_fusion",
     "persist_layer_norm",
 )
+# Megatron's output layer adds weight gradients into their buffer by it, also beside Transformer Engine, and raises without it.
+_FUSED_GRADIENTS = "fused_weight_gradient_mlp_cuda"
 
 
 def build_transformer_config(args: Any) -> TransformerConfig:
@@ -56,7 +60,7 @@ def build_transformer_config(args: Any) -> TransformerConfig:
     Raises:
         UserError: a kernel of Transformer Engine is asked for and not installed (the local layer spec would ignore it).
     """
-    config_class = MLATransformerConfig if getattr(args, "multi_latent_attention", False) else TransformerConfig
+    config_class = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     fields = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **fields_from_args(config_class, args)}
     fields.update(_model_fields(args))
     fields.update(_layer_implementation_fields(args))
@@ -65,7 +69,7 @@ def build_transformer_config(args: Any) -> TransformerConfig:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         # Weights then start the same for every tensor-parallel size; on a GPU that would cost host memory for nothing.
-        use_cpu_initialization=get_accelerator().name == "cpu" or bool(getattr(args, "use_cpu_initialization", False)),
+        use_cpu_initialization=get_accelerator().name == "cpu" or args.use_cpu_initialization,
         # Packed streams differ in length from micro-batch to micro-batch; Megatron allows that with this dispatcher
         # only, for dense models as well.
         variable_seq_lengths=True,
@@ -79,17 +83,16 @@ def build_transformer_config(args: Any) -> TransformerConfig:
 
 
 def _dispatcher(args: Any) -> str:
-    wanted = getattr(args, "moe_token_dispatcher_type", None)
-    return "alltoall" if wanted in (None, "allgather") else wanted
+    wanted = args.moe_token_dispatcher_type
+    return "alltoall" if wanted == "allgather" else wanted
 
 
 def _model_fields(args: Any) -> dict[str, Any]:
     """Fields that several flags make up."""
     fields: dict[str, Any] = {
         "num_query_groups": args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        "bias_activation_fusion": bool(
-            getattr(args, "bias_activation_fusion", False)
-            and getattr(args, "bias_swiglu_fusion" if args.swiglu else "bias_gelu_fusion", True)
+        "bias_activation_fusion": (
+            args.bias_activation_fusion and (args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion)
         ),
         **_pipeline_fields(args),
         **_initialization_fields(args),
@@ -100,13 +103,13 @@ def _model_fields(args: Any) -> dict[str, Any]:
 
 
 def _pipeline_fields(args: Any) -> dict[str, Any]:
-    pipelined = (getattr(args, "pipeline_model_parallel_size", None) or 1) > 1
+    pipelined = args.pipeline_model_parallel_size > 1
     interleaved = virtual_stages(args) > 1
     return {
         # Only the interleaved schedule can overlap messages with computation, and it must: with both directions in one
         # batch of messages, Gloo hands a stage the message that was meant for its other chunk.
         "overlap_p2p_comm": interleaved,
-        "batch_p2p_comm": not interleaved and getattr(args, "batch_p2p_comm", True),
+        "batch_p2p_comm": not interleaved and args.batch_p2p_comm,
         # A stage's output is not needed any more once it is sent; backward asks for its shape only. The interleaved schedule
         # frees it when the sending is merely queued before, which streams on a GPU put in order, and Gloo's threads do not.
         "deallocate_pipeline_outputs": pipelined and not (interleaved and get_accelerator().name == "cpu"),
@@ -114,7 +117,7 @@ def _pipeline_fields(args: Any) -> dict[str, Any]:
 
 
 def _initialization_fields(args: Any) -> dict[str, Any]:
-    if getattr(args, "perform_initialization", True):
+    if args.perform_initialization:
         return {}
     # Where Megatron is told to draw nothing, it does not mark the parts of tensor-parallel ranks either, and gradient norms
     # then count the first rank's only. So it draws, by functions that do nothing.
@@ -127,24 +130,38 @@ def _leave_as_allocated(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _layer_implementation_fields(args: Any) -> dict[str, Any]:
-    wanted = getattr(args, "transformer_impl", None) or "transformer_engine"
+    wanted = args.transformer_impl
     if wanted == "transformer_engine" and transformer_engine_available() and get_accelerator().name != "cpu":
         if has_contiguous_context(args):
             raise UserError(
                 "--allgather-cp: Transformer Engine's attention knows only zigzag chunks; give --transformer-impl local"
             )
-        return {"transformer_impl": "transformer_engine"}
-    fp8 = getattr(args, "fp8", None)
-    if fp8:
-        raise UserError(f"--fp8-format {fp8} needs Transformer Engine; install it or leave the flag out")
-    typed = getattr(args, "typed_flags", ())
+        fused = args.gradient_accumulation_fusion
+        if fused and not _imports(_FUSED_GRADIENTS):
+            if "gradient_accumulation_fusion" in args.typed_flags:
+                raise UserError(
+                    f"--gradient-accumulation-fusion needs the module {_FUSED_GRADIENTS} of Apex, which does not import here; "
+                    "install Apex with its CUDA extensions, or leave the flag out"
+                )
+            fused = False
+        return {"transformer_impl": "transformer_engine", "gradient_accumulation_fusion": fused}
+    if args.fp8:
+        raise UserError(f"--fp8-format {args.fp8} needs Transformer Engine; install it or leave the flag out")
     for name in _FUSIONS:
-        if name in typed and getattr(args, name):
+        if name in args.typed_flags and getattr(args, name):
             raise UserError(
                 f"--{name.replace('_', '-')} needs Transformer Engine and --transformer-impl transformer_engine; install "
                 "it or leave the flag out"
             )
     return {"transformer_impl": "local", **dict.fromkeys(_FUSIONS, False)}
+
+
+def _imports(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
 
 
 def get_model_provider_func(args: Any) -> ModelProvider:
@@ -154,22 +171,24 @@ def get_model_provider_func(args: Any) -> ModelProvider:
         config = build_transformer_config(args)
         model = GPTModel(
             config=config,
-            transformer_layer_spec=get_decoder_spec(config, vp_stage),
+            transformer_layer_spec=_decoder_spec(args, config, vp_stage),
             vocab_size=args.padded_vocab_size,
             max_sequence_length=args.max_position_embeddings,
             pre_process=pre_process,
             post_process=post_process,
             parallel_output=True,
             share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-            position_embedding_type=getattr(args, "position_embedding_type", None) or "rope",
-            rotary_percent=getattr(args, "rotary_percent", 1.0),
+            position_embedding_type=args.position_embedding_type,
+            rotary_percent=args.rotary_percent,
             rotary_base=args.rotary_base,
-            rope_scaling=getattr(args, "use_rope_scaling", False),
-            rope_scaling_factor=getattr(args, "rope_scaling_factor", 8.0),
-            seq_len_interpolation_factor=getattr(args, "rotary_seq_len_interpolation_factor", None),
+            rope_scaling=args.use_rope_scaling,
+            rope_scaling_factor=args.rope_scaling_factor,
+            seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
             vp_stage=vp_stage,
         )
-        if has_contiguous_context(args):
+        # A spec of a family's own may have attention that asks for Megatron's packed format.
+        is_local = config.transformer_impl == "local" and args.spec is None and not config.multi_latent_attention
+        if is_local or has_contiguous_context(args):
             rotate_by_position(model)
         if post_process and args.padded_vocab_size > args.vocab_size:
             _mask_vocabulary_padding(model.output_layer, args)
@@ -177,6 +196,13 @@ def get_model_provider_func(args: Any) -> ModelProvider:
         return model
 
     return provider
+
+
+def _decoder_spec(args: Any, config: TransformerConfig, vp_stage: int | None) -> Any:
+    """What the function says that the family names as its layer spec; of a family without, the layers of all decoders."""
+    if args.spec is None:
+        return get_decoder_spec(config, vp_stage)
+    return load_function(".".join(args.spec), flag="--spec")(args, config, vp_stage)
 
 
 def _mask_vocabulary_padding(output_layer: torch.nn.Module, args: Any) -> None:
@@ -202,7 +228,7 @@ def _mask_vocabulary_padding(output_layer: torch.nn.Module, args: Any) -> None:
 def build_ddp_config(args: Any) -> DistributedDataParallelConfig:
     """Megatron's data-parallel configuration for `args`."""
     fields = fields_from_args(DistributedDataParallelConfig, args)
-    fields["use_distributed_optimizer"] = bool(getattr(args, "use_distributed_optimizer", True))
+    fields["use_distributed_optimizer"] = args.use_distributed_optimizer
     # `train_one_step` looks at the loss and at the gradient norm, and can say which samples are to blame.
     fields["check_for_nan_in_grad"] = False
     return DistributedDataParallelConfig(**fields)
@@ -222,8 +248,7 @@ def setup_model(args: Any) -> list[DistributedDataParallel]:
     config, ddp_config = models[0].config, build_ddp_config(args)
     chunks = []
     for index, model in enumerate(models):
-        if get_accelerator().name != "cpu":
-            model = model.to(torch.cuda.current_device())
+        model = model.to(get_accelerator().current_device())
         if config.fp16 or config.bf16:
             model = Float16Module(config, model)
         # Buckets let the first chunk's gradients travel during backward; those of later chunks have time in any case.
@@ -234,7 +259,7 @@ def setup_model(args: Any) -> list[DistributedDataParallel]:
 
 def virtual_stages(args: Any) -> int:
     """Model chunks per rank: 1 unless the pipeline is interleaved."""
-    return getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
+    return args.virtual_pipeline_model_parallel_size or 1
 
 
 def _build_chunk(args: Any, vp_stage: int | None) -> GPTModel:
@@ -244,9 +269,9 @@ def _build_chunk(args: Any, vp_stage: int | None) -> GPTModel:
         post_process=parallel_state.is_pipeline_last_stage(**place),
         vp_stage=vp_stage,
     )
-    if model.config.use_cpu_initialization and getattr(args, "perform_initialization", True):
+    if model.config.use_cpu_initialization and args.perform_initialization:
         draw_initial_weights(model, args.seed)
-    if getattr(args, "role", ACTOR) == CRITIC:
+    if args.role == CRITIC:
         put_value_head(model)
     _mark_experts(model)
     return model

@@ -19,7 +19,6 @@ distributed optimizer cannot load again (0.16.1: KeyError 'step'). `install()` p
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -32,6 +31,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from slime.arguments.sizes import train_iterations
 from slime.backends.megatron_utils.config_fields import fields_from_args, params_dtype
 from slime.backends.megatron_utils.stateless_adam import as_megatrons_adam
+from slime.training.backend import Update
+from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
 
 
@@ -47,9 +48,12 @@ def build_optimizer_and_scheduler(
         UserError: the schedule is empty, or its warmup is as long as the schedule.
     """
     install()
-    stateless = getattr(args, "use_stateless_adam", False)
-    with as_megatrons_adam() if stateless else contextlib.nullcontext():
-        optimizer = get_megatron_optimizer(build_optimizer_config(args), model_chunks)
+    with as_megatrons_adam() if args.use_stateless_adam else contextlib.nullcontext():
+        optimizer = get_megatron_optimizer(
+            build_optimizer_config(args),
+            model_chunks,
+            use_gloo_process_groups=get_accelerator().host_group_backend == "gloo",
+        )
     for group in optimizer.param_groups:
         # Megatron tells groups apart by this mark when it loads their state, and does not set it.
         group["is_decoupled_lr"] = not group["default_config"]
@@ -72,8 +76,8 @@ def build_optimizer_config(args: Any) -> OptimizerConfig:
     fields = fields_from_args(OptimizerConfig, args)
     fields.update(
         params_dtype=params_dtype(args),
-        min_lr=_min_lr(args),
-        use_distributed_optimizer=bool(getattr(args, "use_distributed_optimizer", True)),
+        min_lr=args.min_lr,
+        use_distributed_optimizer=args.use_distributed_optimizer,
     )
     return OptimizerConfig(**fields)
 
@@ -81,43 +85,41 @@ def build_optimizer_config(args: Any) -> OptimizerConfig:
 def _build_scheduler(args: Any, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     decay_steps, warmup_steps = _schedule_lengths(args)
     weight_decay = args.weight_decay
-    from_checkpoint = bool(getattr(args, "use_checkpoint_opt_param_scheduler", False))
-    wsd_iterations = getattr(args, "lr_wsd_decay_iters", None)
+    from_checkpoint, wsd_iterations = args.use_checkpoint_opt_param_scheduler, args.lr_wsd_decay_iters
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=getattr(args, "lr_warmup_init", None) or 0.0,
+        init_lr=args.lr_warmup_init,
         max_lr=args.lr,
-        min_lr=_min_lr(args),
+        min_lr=args.min_lr,
         lr_warmup_steps=warmup_steps,
         lr_decay_steps=decay_steps,
         lr_decay_style=args.lr_decay_style,
-        start_wd=_given(args, "start_weight_decay", weight_decay),
-        end_wd=_given(args, "end_weight_decay", weight_decay),
+        start_wd=weight_decay if args.start_weight_decay is None else args.start_weight_decay,
+        end_wd=weight_decay if args.end_weight_decay is None else args.end_weight_decay,
         wd_incr_steps=train_iterations(args) * args.global_batch_size,
-        wd_incr_style=_given(args, "weight_decay_incr_style", "constant"),
+        wd_incr_style=args.weight_decay_incr_style,
         # On resume the flags of this run hold, unless the checkpoint's are asked for; Megatron's third way, to stop
         # when they differ, would forbid to prolong a run, since the schedule's length follows --num-rollout.
         use_checkpoint_opt_param_scheduler=from_checkpoint,
         override_opt_param_scheduler=not from_checkpoint,
         wsd_decay_steps=None if wsd_iterations is None else wsd_iterations * args.global_batch_size,
-        lr_wsd_decay_style=_given(args, "lr_wsd_decay_style", "exponential"),
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
     )
 
 
 def _schedule_lengths(args: Any) -> tuple[int, int]:
     """(decay, warmup) in rollouts."""
-    decay_iterations = getattr(args, "lr_decay_iters", None) or train_iterations(args)
+    decay_iterations = args.lr_decay_iters or train_iterations(args)
     decay_steps = decay_iterations * args.global_batch_size
     if decay_steps <= 0:
         raise UserError(
             f"the learning-rate schedule is empty: --num-rollout {args.num_rollout} gives no optimizer step with "
             f"--global-batch-size {args.global_batch_size}; raise --num-rollout or set --lr-decay-iters"
         )
-    fraction = getattr(args, "lr_warmup_fraction", None)
-    if fraction is not None:
-        warmup_steps = int(fraction * decay_steps)
+    if args.lr_warmup_fraction is not None:
+        warmup_steps = int(args.lr_warmup_fraction * decay_steps)
     else:
-        warmup_steps = (getattr(args, "lr_warmup_iters", None) or 0) * args.global_batch_size
+        warmup_steps = args.lr_warmup_iters * args.global_batch_size
     if warmup_steps >= decay_steps:
         raise UserError(
             f"the learning-rate warmup ({warmup_steps} rollouts) is not shorter than the schedule ({decay_steps} "
@@ -126,31 +128,8 @@ def _schedule_lengths(args: Any) -> tuple[int, int]:
     return decay_steps, warmup_steps
 
 
-def _min_lr(args: Any) -> float:
-    return _given(args, "min_lr", 0.0)
-
-
-def _given(args: Any, name: str, default: Any) -> Any:
-    value = getattr(args, name, None)
-    return default if value is None else value
-
-
 # What an optimizer remembers of earlier steps. Float32 copies of the weights, which may stand beside these, are not history.
 _HISTORY = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
-
-
-@dataclasses.dataclass(frozen=True)
-class Update:
-    """What became of an update.
-
-    taken: whether the weights were changed.
-    grad_norm: of all parameters of all ranks, before clipping; infinite or NaN where a gradient is.
-    zeros: entries of the gradient that are zero, over all ranks; None unless `--log-num-zeros-in-grad`.
-    """
-
-    taken: bool
-    grad_norm: float
-    zeros: float | None = None
 
 
 @torch.no_grad()
@@ -261,11 +240,25 @@ class Adam(torch.optim.Optimizer):
         return state
 
 
-def install() -> None:
-    """Make Megatron's optimizers build this Adam where they would fall back to torch's. Idempotent."""
-    import megatron.core.optimizer as optimizer
-    from megatron.core.optimizer import distrib_optimizer
+def l2_norm(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], per_tensor: bool
+) -> tuple[torch.Tensor, None]:
+    """The norm of all tensors together, float32 [1] on their device, with the arguments of Transformer Engine's and Apex's.
 
+    In place of Megatron's own, which brings the norm of every tensor to the host.
+    """
+    (tensors,) = tensor_lists
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)).float())[None], None
+
+
+def install() -> None:
+    """Make Megatron's optimizers use this Adam, and `l2_norm`, where they would fall back to others. Idempotent."""
+    import megatron.core.optimizer as optimizer
+    from megatron.core.optimizer import clip_grads, distrib_optimizer
+    from megatron.core.utils import local_multi_tensor_l2_norm
+
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = l2_norm
     if not optimizer.USING_PYTORCH_OPTIMIZER:
         return
     # These names say "the Adam at hand has the fused layout", which is what decides how state is saved and loaded.

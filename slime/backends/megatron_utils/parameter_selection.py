@@ -58,7 +58,7 @@ def select_trained_parameters(args: argparse.Namespace, model: Sequence[torch.nn
         raise UserError(
             f"{', '.join(sorted({flag for flag, _ in patterns}))}: all parameters are frozen; free some of them"
         )
-    if getattr(args, "recompute_granularity", None):
+    if args.recompute_granularity:
         for chunk in model:
             _let_gradients_reach_layers(chunk)
     if dist.get_rank() == 0:
@@ -83,9 +83,9 @@ def _let_gradients_reach_layers(chunk: torch.nn.Module) -> None:
 
 def selection_of(args: argparse.Namespace) -> dict[str, list[str]]:
     """Regular expressions by attribute, of the flags that are given; empty where everything is trained."""
-    given = {name: getattr(args, name, None) for name in _LISTS}
+    given = {name: getattr(args, name) for name in _LISTS}
     selection = {name: list(expressions) for name, expressions in given.items() if expressions}
-    if getattr(args, "freeze_indexer", False):
+    if args.freeze_indexer:
         selection["freeze_indexer"] = [INDEXER]
     if has_prediction_layers(args) and not trains_prediction_layers(args):
         selection["mtp_num_layers"] = [PREDICTION_LAYERS]

@@ -6,13 +6,21 @@ and averages that per micro-batch. Here the model stays as it is, in every pass 
 hidden states are remembered, and the layers run on them as constants, with constant embeddings and output weights. So nothing
 but the layers learns from their loss.
 
-Multi-token prediction in one optimizer step: the term of the objective, and its metrics.
+The model's own logits at position t of a sequence predict token t + 1. Prediction layer i = 1, 2, … has at position t the
+state of the layer before it (of the model itself, for the first) and the embedding of token t + i, and predicts token
+t + 1 + i (Gloeckle et al. 2024, arXiv 2404.19737; in this chained form DeepSeek-V3, arXiv 2412.19437).
+
+A prediction counts if the predicted token is trained: in the response, with loss mask 1. Where it is made does not matter:
+the last prompt positions count, predictions past the end of a sequence do not, and only after prompts of i tokens or fewer is
+there a trained token that layer i cannot predict. The loss of a layer is the mean of −log p, at temperature 1, over all
+predictions of the optimizer step that count. Executions, micro-batches and ranks weigh nothing, so that any split gives the
+same number.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +36,13 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionLayer,
 )
 
+from slime.algorithms.reduction import masked_sum
 from slime.arguments.config_files.role_config import ACTOR
 from slime.backends.megatron_utils.layer_spec import get_prediction_layer_spec
 from slime.backends.megatron_utils.parameter_names import unwrap_model
-from slime.training.micro_batch import Metrics, MicroBatch
-from slime.training.multi_token_prediction import counted_predictions, prediction_loss, tokens_ahead
+from slime.training.log_probs import calculate_log_probs_and_entropy
+from slime.training.metric_reduction import all_reduce_sum
+from slime.training.rollout_data import Metrics, MicroBatch, RolloutData
 
 # Of what the decoder is called with, that which a layer needs to know of the stream.
 _STREAM_OPTIONS = (
@@ -66,12 +76,12 @@ class PredictionLayer(MultiTokenPredictionLayer):
 
 def has_prediction_layers(args: Any) -> bool:
     """Whether the model of `args` has such layers; a critic has none."""
-    return bool(getattr(args, "mtp_num_layers", None)) and getattr(args, "role", ACTOR) == ACTOR
+    return bool(args.mtp_num_layers) and args.role == ACTOR
 
 
 def trains_prediction_layers(args: Any) -> bool:
     """Whether they are trained; else they only stand in checkpoints."""
-    return has_prediction_layers(args) and getattr(args, "enable_mtp_training", False)
+    return has_prediction_layers(args) and args.enable_mtp_training
 
 
 def put_prediction_layers(args: Any, model: GPTModel, vp_stage: int | None) -> None:
@@ -152,12 +162,56 @@ def embed_tokens(weight: torch.Tensor, tokens: torch.Tensor, config: Transformer
     return tensor_parallel.reduce_from_tensor_model_parallel_region(rows)
 
 
+def tokens_ahead(batch: MicroBatch, shift: int) -> torch.Tensor:
+    """Per row of this rank's stream the token `shift` positions later in the same sequence, int64 [T]; 0 past its end."""
+    return batch.stream.rows_of([tokens[shift:] for tokens in batch["tokens"]])
+
+
+def counted_rows(batch: MicroBatch, layer: int) -> torch.Tensor:
+    """Per row of this rank's stream whether the prediction of layer `layer` (from 1) counts: 1 or 0, [T]."""
+    masks = zip(batch["loss_masks"], batch.prompt_lengths, strict=True)
+    return batch.stream.rows_of([F.pad(mask, (prompt, 0))[1 + layer :] for mask, prompt in masks])
+
+
+def counted_predictions(data: RolloutData, layers: int, data_group: dist.ProcessGroup | None) -> list[float]:
+    """How many predictions of each layer count in an optimizer step, over all ranks; at least 1. Collective over `data_group`.
+
+    Args:
+        data: the samples of the step that this rank has.
+        data_group: data-parallel ranks, without those of context parallelism, which have the same samples.
+    """
+    counts = torch.zeros(layers, dtype=torch.float64)
+    if data["loss_masks"]:
+        masks = list(zip(data["loss_masks"], data.prompt_lengths, strict=True))
+        of_layers = [[mask[max(1 + layer - prompt, 0) :] for mask, prompt in masks] for layer in range(1, layers + 1)]
+        counts = torch.stack([torch.cat(counted).sum() for counted in of_layers]).double()
+    return all_reduce_sum(counts, data_group).clamp(min=1.0).tolist()
+
+
+def prediction_loss(
+    batch: MicroBatch,
+    logits: torch.Tensor,
+    layer: int,
+    tensor_group: dist.ProcessGroup | None,
+    chunk_size: int = -1,
+) -> torch.Tensor:
+    """Sum of −log p over the predictions of layer `layer` (from 1) that count on this rank, a float32 scalar.
+
+    Args:
+        logits: [T, V / tensor-parallel size], the layer's, for the rows of `batch.stream`.
+        chunk_size: rows per float32 chunk; 0 or less: by device.
+    """
+    labels = tokens_ahead(batch, 1 + layer)
+    log_probs, _ = calculate_log_probs_and_entropy(logits, labels, tensor_group, chunk_size=chunk_size)
+    return masked_sum(-log_probs, counted_rows(batch, layer))
+
+
 class PredictionStep:
     """What the steps of all micro-batches share. Collective over data-parallel ranks and pipeline stages.
 
     Args:
         model: this rank's wrapped chunks, whose layers are trained.
-        positions: the step's samples in this rank's data.
+        step_data: the step's samples that this rank has.
         denominator: of the step; what `loss` returns is to be divided by it, as the sums of all losses are.
     """
 
@@ -165,16 +219,13 @@ class PredictionStep:
         self,
         args: argparse.Namespace,
         model: list[torch.nn.Module],
-        rollout_data: dict[str, Any],
-        positions: Sequence[int],
+        step_data: RolloutData,
         denominator: float,
     ) -> None:
         self._args = args
         self._model = unwrap_model(model[-1])
         self._embedding = embedding_weight(model)
-        masks, totals = ([rollout_data[name][i] for i in positions] for name in ("loss_masks", "total_lengths"))
-        data_group = parallel_state.get_data_parallel_group()
-        counts = counted_predictions(masks, totals, args.mtp_num_layers, data_group)
+        counts = counted_predictions(step_data, args.mtp_num_layers, parallel_state.get_data_parallel_group())
         self._weights = [denominator / count for count in counts]
 
     def loss(self, batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:

@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 
-from slime.training.micro_batch import MicroBatch
+from slime.training.rollout_data import MicroBatch
 from slime.training.routing_replay import ExpertSource, RoutingReplay, experts_of_stream
 from slime.utils.errors import UserError
 

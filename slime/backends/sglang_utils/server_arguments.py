@@ -1,20 +1,75 @@
-"""The arguments of one SGLang server, computed from ours. Pure: no sglang, no torch, no processes.
+"""The arguments of one SGLang server, computed from ours, and the flags by which a user sets them.
 
 Order of precedence: values that follow from the run (addresses, sizes, paths) cannot be set by the user; then every
 `args.sglang_<field>` that is not None, which means that its flag was given; then our defaults, which depend on the device.
+To compute them needs no sglang, no torch and no processes.
+
+`python -m slime.backends.sglang_utils.server_arguments` prints the flags of the installed server as JSON. Every field of
+`ServerArgs` is `--sglang-<field>` and lives in `args.sglang_<field>`. All spellings that a field has on sglang's own command
+line, and the short ones in common use, set that one attribute, so they cannot disagree. Values are converted while they are
+parsed, in the driver. The few types that only sglang knows stay text and are converted in the server process by sglang's own
+parser (`server_process`).
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import json
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from slime.arguments.rules.serving import engine_sizes
 from slime.arguments.server_flags import other_names, tensor_parallel_size
-from slime.backends.sglang_utils.flag_surface import CPU_DEFAULTS, NOT_EXPOSED, RUN_DEFAULTS
+from slime.arguments.surface import FlagSpec
 from slime.utils.child_process import environment_for_python
 from slime.utils.errors import UserError
+
+# Fields that follow from the run, so that a value of the user could only contradict them.
+NOT_EXPOSED = frozenset(
+    {
+        "base_gpu_id",
+        "config",
+        "dist_init_addr",
+        "enable_memory_saver",
+        "enable_return_routed_experts",
+        "gpu_id_step",
+        "model_path",
+        "nccl_port",
+        "nnodes",
+        "node_rank",
+        "port",
+        "random_seed",
+        "skip_server_warmup",
+        "trust_remote_code",
+    }
+)
+
+# What a run gives a server where the user says nothing.
+RUN_DEFAULTS: dict[str, Any] = {
+    "log_level": "warning",
+    "enable_metrics": True,
+    "enable_draft_weights_cpu_backup": True,
+}
+
+# Without a GPU: the attention and sampling code that torch has, full precision (the log-probs of trainer and engine are
+# compared in float32), no graphs or overlap (both are CUDA features), a small KV cache (else 16 GB are taken), a
+# scheduler that sleeps when idle (else it burns a core).
+CPU_DEFAULTS: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "dtype": "float32",
+    "disable_overlap_schedule": True,
+    "cuda_graph_backend_decode": "disabled",
+    "cuda_graph_backend_prefill": "disabled",
+    "max_total_tokens": 32768,
+    "max_running_requests": 64,
+    "sleep_on_idle": True,
+    "enable_metrics": False,
+}
 
 # Attributes `args.sglang_<name>` that configure the router or our client, not the server.
 _NOT_SERVER_FIELDS = frozenset(
@@ -41,6 +96,20 @@ _ENVIRONMENT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "false",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
+}
+
+# Where compilers keep what they made, below SGLANG_CACHE_DIR. sglang 0.5.21 sets most of these, too late for torch: whoever
+# imported that first has its kernels in the directory for temporary files, which ends with the server.
+_KERNEL_CACHES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "TILELANG_CACHE_DIR": "tilelang",
+    "TVM_FFI_CACHE_DIR": "tvm_ffi",
+    "SGLANG_JIT_CACHE_DIR": "jit",
+    "SGLANG_DG_CACHE_DIR": "deep_gemm",
+    "CUDA_CACHE_PATH": "nv",
+    # FlashInfer adds `.cache/flashinfer` itself.
+    "FLASHINFER_WORKSPACE_BASE": "",
 }
 
 
@@ -71,17 +140,17 @@ def compute_server_arguments(
         UserError: `--sglang-tp-size` contradicts `--rollout-num-gpus-per-engine`, or the sizes do not divide.
     """
     for problem in engine_sizes(args):
-        raise UserError(problem)
+        raise UserError(problem.message)
     typed = _typed_fields(args)
     values: dict[str, Any] = {**RUN_DEFAULTS, **(CPU_DEFAULTS if on_cpu else {})}
-    if not on_cpu and getattr(args, "fp16", False):
+    if not on_cpu and args.fp16:
         values["dtype"] = "float16"
-    if getattr(args, "use_rollout_routing_replay", False):
+    if args.use_rollout_routing_replay:
         values["enable_return_routed_experts"] = True
     values.update(typed)
     values.update(
         model_path=args.hf_checkpoint,
-        trust_remote_code=bool(getattr(args, "trust_remote_code", False)),
+        trust_remote_code=args.trust_remote_code,
         random_seed=args.seed + rank * args.num_gpus_per_node,
         host=host,
         port=port,
@@ -93,18 +162,25 @@ def compute_server_arguments(
         gpu_id_step=1,
         tp_size=tensor_parallel_size(args),
         skip_server_warmup=True,
-        api_key=getattr(args, "router_api_key", None),
+        api_key=args.router_api_key,
     )
     return ServerArguments(values, frozenset(typed))
 
 
-def compute_server_environment(arguments: ServerArguments, on_cpu: bool) -> dict[str, str]:
+def compute_server_environment(arguments: ServerArguments, on_cpu: bool, cache: Path | None = None) -> dict[str, str]:
     """The whole environment of the server process: ours, SGLang's settings where the user did not set them himself.
 
     The trainer's allocator settings are removed; internal traffic ignores proxies; on CPU every server process computes
     with one thread (more oversubscribe the cores and cost a factor of 20) and tensor-parallel ranks get a core each.
+
+    Args:
+        cache: where the server keeps compiled kernels; None: where SGLang does.
     """
     environment = {**_ENVIRONMENT, **environment_for_python()}
+    if cache is not None:
+        root = environment.setdefault("SGLANG_CACHE_DIR", str(cache))
+        for name, part in _KERNEL_CACHES.items():
+            environment.setdefault(name, os.path.join(root, part))
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         environment.pop(name, None)
     environment["NO_PROXY"] = environment["no_proxy"] = "*"
@@ -131,3 +207,98 @@ def _typed_fields(args: Any) -> dict[str, Any]:
     }
     not_fields = _NOT_SERVER_FIELDS | DERIVED_FIELDS | other_names(args)
     return {name: value for name, value in fields.items() if name not in not_fields}
+
+
+# -- flags ---------------------------------------------------------------------------------------------------------------
+
+# Spellings in common use that sglang 0.5.21 does not have (itself it takes any unique beginning of a name).
+_MORE_SPELLINGS = {
+    "cuda_graph_bs_decode": "cuda_graph_bs",
+    "cuda_graph_max_bs_decode": "cuda_graph_max_bs",
+    "dp_size": "dp",
+    "ep_size": "ep",
+    "pp_size": "pp",
+    "tp_size": "tp",
+}
+
+# Name of the function by which sglang's command line reads a value → name of our type. Others are kept as text.
+_TYPES = {
+    "str": "str",
+    "int": "int",
+    "float": "float",
+    "human_readable_int": "human_int",
+    "loads": "json_any",
+    "json_list_type": "json_any",
+}
+
+
+def describe() -> list[FlagSpec]:
+    """One description for every field that sglang's command line knows; imports sglang.
+
+    Fields that even sglang keeps off its command line (callbacks, notes of its own resolution) are left out.
+    """
+    from slime.backends.sglang_utils import cpu_runtime
+
+    cpu_runtime.install()
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    ServerArgs.add_cli_args(parser)
+    fields = set(ServerArgs.__struct_fields__) - NOT_EXPOSED
+    known_spellings = {option for action in parser._actions for option in action.option_strings}
+    return [
+        spec
+        for action in parser._actions
+        if action.dest in fields
+        for spec in _describe_action(action, known_spellings)
+    ]
+
+
+def _describe_action(action: argparse.Action, known_spellings: set[str]) -> Iterator[FlagSpec]:
+    flags = _spellings(action, known_spellings)
+    negative = tuple(flag for flag in flags if flag.startswith("--sglang-no-"))
+    common: dict[str, Any] = {
+        "dest": f"sglang_{action.dest}",
+        "help": _help(action),
+        "metadata": {"field": action.dest, "server_default": action.default},
+    }
+    if action.nargs == 0:
+        yield FlagSpec(tuple(flag for flag in flags if flag not in negative), action="bool", **common)
+    else:
+        yield FlagSpec(
+            flags,
+            type=_TYPES.get(getattr(action.type, "__name__", "str"), "str"),
+            nargs=action.nargs,
+            const=action.const,
+            choices=tuple(sorted(action.choices)) if action.choices else None,
+            **common,
+        )
+    if negative:
+        off = {**common, "help": f"same as --no-{flags[0].removeprefix('--')}"}
+        yield FlagSpec(negative, action="store_false", **off)
+
+
+def _spellings(action: argparse.Action, known_spellings: set[str]) -> tuple[str, ...]:
+    names = [action.dest, *(option.removeprefix("--") for option in action.option_strings)]
+    short = _MORE_SPELLINGS.get(action.dest, "")
+    if short and "--" + short.replace("_", "-") not in known_spellings:
+        names.append(short)
+    return tuple(dict.fromkeys(f"--sglang-{name.replace('_', '-')}" for name in names))
+
+
+def _help(action: argparse.Action) -> str:
+    text = "" if action.help in (None, argparse.SUPPRESS) else " ".join(action.help.split())
+    default = f"server default: {'none' if action.default is None else json.dumps(action.default)}"
+    for table, where in ((RUN_DEFAULTS, "in a run"), (CPU_DEFAULTS, "on CPU")):
+        if action.dest in table:
+            default += f"; {where}: {json.dumps(table[action.dest])}"
+    return f"{text or 'field of ServerArgs'} [{default}]"
+
+
+def main() -> None:
+    """Print the descriptions as one line of JSON."""
+    print(json.dumps([dataclasses.asdict(spec) for spec in describe()]))
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,8 @@ The class is plain; the serving layer makes it a Ray actor. Invariants:
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 import threading
 import time
@@ -17,13 +19,18 @@ from typing import Any
 
 import requests
 
+from slime.arguments.surface import version_of
 from slime.backends.sglang_utils.server_arguments import compute_server_arguments, compute_server_environment
 from slime.backends.sglang_utils.server_process import CAUSE_FILE, write_arguments_file
+from slime.backends.sglang_utils.worker_watch import computing_seconds
+from slime.utils import env
 from slime.utils.child_process import ChildProcess
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import RunError
 from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
 from slime.utils.ports import PortReservation, host_for_url, random_port_start, reserve_port, service_host
+
+logger = logging.getLogger(__name__)
 
 _FIRST_PORT = 15000
 _READY_POLL_SECONDS = 0.1
@@ -34,6 +41,27 @@ _CONNECT_TIMEOUT_SECONDS = 10.0
 _LOADING = frozenset({"/update_weights_from_disk", "/weights_checker", "/end_weight_update"})
 _WATCH_POLL_SECONDS = 0.2
 _LINES_OF_A_DEAD_SERVER = 12
+_HEALTH_SECONDS = 5.0
+# Of the time of a check: what an engine that compiles or loads computes at least, and one that hangs never does.
+_COMPUTING_SHARE = 0.02
+
+
+def kernel_cache() -> Path | None:
+    """The user's directory for what servers of the installed versions compile, made if need be; nobody deletes from it.
+
+    None: there is no home directory, it cannot be written, or others may write there, whose code a server would load.
+    """
+    home = env.cache_home()
+    if home is None:
+        return None
+    path = home / "slime" / "-".join(f"{name}-{version_of(name)}" for name in ("sglang", "torch"))
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.stat()
+    except OSError as error:
+        logger.info("servers keep no compiled kernels of their versions: %s", error)
+        return None
+    return path if found.st_uid == os.getuid() and not found.st_mode & 0o022 and os.access(path, os.W_OK) else None
 
 
 class SGLangEngine:
@@ -101,8 +129,12 @@ class SGLangEngine:
             RunError: the server, or its scheduler or detokenizer, has died; says how, with the log's last lines.
         """
         while not self._ending.wait(_WATCH_POLL_SECONDS):
-            if self._process is not None and self._process.poll() is not None and not self._ending.is_set():
-                raise RunError(f"engine {self.rank} died: {self._describe_end()}")
+            self.raise_if_dead()
+
+    def raise_if_dead(self) -> None:
+        """Raise RunError when the server has ended without `shutdown`."""
+        if self._process is not None and self._process.poll() is not None and not self._ending.is_set():
+            raise RunError(f"engine {self.rank} died: {self._describe_end()}")
 
     def shutdown(self) -> None:
         """End the server and everything it started. Harmless when it already ended."""
@@ -122,6 +154,32 @@ class SGLangEngine:
             RunError: it does not answer, or is dead.
         """
         self._call("GET", "/health", timeout=timeout)
+
+    def makes_progress(self, timeout: float) -> bool:
+        """Whether the server generates: it is asked for a token, again and again, for `timeout` seconds.
+
+        Returns:
+            True when it answered; False when it did not, and computed something else meanwhile: a kernel, a load.
+
+        Raises:
+            RunError: it did not answer, and computed nothing; or it is dead.
+        """
+        deadline, before = time.monotonic() + timeout, computing_seconds(self._process.pid)
+        while (left := deadline - time.monotonic()) > 0:
+            # While it generates for others, any token of theirs counts: nothing is computed for the question.
+            if self._answers("/health_generate", left):
+                return True
+            self.raise_if_dead()
+            time.sleep(_READY_POLL_SECONDS)
+        worked = computing_seconds(self._process.pid) - before
+        # The process that answers compiles and loads nothing: it has no reason to be silent.
+        if worked < _COMPUTING_SHARE * timeout or not self._answers("/health", _HEALTH_SECONDS):
+            self.raise_if_dead()
+            raise RunError(
+                f"engine {self.rank} hangs: it gave no token within {timeout:g} s (--rollout-health-check-timeout), in which "
+                f"it computed for {worked:.1f} s; {self._process.describe_log(_LINES_OF_A_DEAD_SERVER)}"
+            )
+        return False
 
     def generate(self, payload: dict[str, Any], timeout: float | None = None) -> Any:
         """POST `payload` to `/generate` of this engine, past the router; the parsed answer."""
@@ -226,7 +284,7 @@ class SGLangEngine:
         self._call("POST", "/update_weights_from_distributed", payload, timeout=timeout)
 
     def update_weights_from_disk(self, path: str, weight_version: str | None = None) -> None:
-        """Load the HF checkpoint at `path`. When that fails the server keeps the weights it had."""
+        """Load the HF checkpoint at `path`. When that fails the server may have new tensors beside old ones."""
         payload: dict[str, Any] = {"model_path": str(path), "flush_cache": True}
         if weight_version is not None:
             payload["weight_version"] = weight_version
@@ -264,7 +322,7 @@ class SGLangEngine:
             [sys.executable, "-m", module, "--arguments-file", str(arguments_file)],
             self._log_dir / f"engine_{self.rank}.log",
             {
-                **compute_server_environment(arguments, on_cpu),
+                **compute_server_environment(arguments, on_cpu, kernel_cache()),
                 "TMPDIR": str(self._scratch_dir),
                 # The server's ranks meet through a file: the store that they would use else listens on all interfaces.
                 "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{self._scratch_dir}/rendezvous",
@@ -277,15 +335,19 @@ class SGLangEngine:
         while time.monotonic() - started < timeout:
             if self._process.poll() is not None:
                 raise RunError(f"engine {self.rank} failed to start: {self._process.describe_end()}")
-            try:
-                if self._session.get(f"{self._url}/health", timeout=5).ok:
-                    return
-            except requests.RequestException:
-                pass  # not listening yet
+            if self._answers("/health", _HEALTH_SECONDS):
+                return
             time.sleep(_READY_POLL_SECONDS)
         raise RunError(
             f"engine {self.rank} was not healthy after {timeout:g} s (--engine-start-timeout): {self._process.describe_end()}"
         )
+
+    def _answers(self, path: str, timeout: float) -> bool:
+        """Whether a GET of `path` succeeds within `timeout` seconds."""
+        try:
+            return self._session.get(f"{self._url}{path}", timeout=timeout).ok
+        except requests.RequestException:
+            return False
 
     def _describe_end(self) -> str:
         """How the server ended: what it wrote down itself, else its exit status; and the last lines of its log."""

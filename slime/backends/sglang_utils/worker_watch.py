@@ -1,4 +1,4 @@
-"""A server that lost one of its processes ends, and says which one and why.
+"""A server that lost one of its processes ends, and says which one and why; and whether its processes do anything.
 
 SGLang's server is several processes: HTTP and tokenizer, scheduler (one per GPU), detokenizer. Without one of them it goes
 on answering its health endpoint and every request with an error, or never.
@@ -76,6 +76,25 @@ class WorkerWatch:
         draft.write_text(cause)
         draft.rename(self._cause_path)
         self._end(cause)
+
+
+def computing_seconds(server_pid: int) -> float:
+    """Processor seconds that the server's schedulers have used so far, and whatever they have started: compilers, loaders.
+
+    0 while one of its processes is stopped: whatever the others compute, nothing comes of it.
+    """
+    seconds = 0.0
+    for process in _children_of(server_pid):
+        try:
+            if process.status() == psutil.STATUS_STOPPED:
+                return 0.0
+            times, name = process.cpu_times(), _sglang_name(process)
+        except psutil.Error:
+            continue
+        if name is None or name.startswith("scheduler"):
+            # Of children that have ended, too.
+            seconds += times.user + times.system + times.children_user + times.children_system
+    return seconds
 
 
 def _end_this_process(cause: str) -> None:

@@ -1,4 +1,7 @@
-"""The verdict of a dynamic sampling filter, and the counters of what it dropped."""
+"""The verdict of a dynamic sampling filter, the counters of what it dropped, and the filters that are shipped.
+
+Those drop groups whose rewards carry no signal (arXiv 2503.14476).
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -8,6 +11,10 @@ from typing import Any
 import numpy as np
 
 from slime.utils.errors import UserError
+from slime.utils.types import Sample
+
+# Rewards such as 0.1, summed and averaged in floating point, have a standard deviation near 1e-17 instead of 0.
+ZERO_STD_THRESHOLD = 1e-6
 
 
 @dataclass
@@ -66,3 +73,18 @@ class MetricGatherer:
     def collect(self) -> dict[str, int]:
         """`rollout/dynamic_filter/drop_{reason}` → number of groups."""
         return {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in sorted(self._drops.items())}
+
+
+def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+    """Keep a group iff the unbiased standard deviation of its rewards exceeds 1e-6; one sample alone has none."""
+    rewards = np.asarray([sample.get_reward_value(args) for sample in samples], dtype=np.float64)
+    if rewards.size > 1 and rewards.std(ddof=1) > ZERO_STD_THRESHOLD:
+        return DynamicFilterOutput(keep=True)
+    return DynamicFilterOutput(keep=False, reason=f"zero_std_{round(float(rewards[0]), 1)}")
+
+
+def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+    """As `check_reward_nonzero_std`, but a rejected group stays when there would be too few groups without it."""
+    output = check_reward_nonzero_std(args, samples, **kwargs)
+    output.keep_when_insufficient = True
+    return output

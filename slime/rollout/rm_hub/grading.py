@@ -15,7 +15,6 @@ once more may run twice at once.
 from __future__ import annotations
 
 import asyncio
-import copy
 import inspect
 import logging
 import random
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from slime.rollout.attempts import own_copy
 from slime.rollout.failures import SampleFailed
 from slime.rollout.rm_hub.deepscaler import solution_part
 from slime.rollout.rm_hub.f1 import f1_score
@@ -130,7 +130,7 @@ async def _limited(
     """
     for last_attempt in (False, True):
         async with call_slots(CallKind.REWARD, at_a_time):
-            graded = [_own_copy(sample) for sample in samples]
+            graded = [own_copy(sample) for sample in samples]
             try:
                 # The list is the function's own: it may sort it.
                 result = await call(list(graded), args.rm_timeout)
@@ -144,26 +144,6 @@ async def _limited(
                     sample.__dict__ = dict(copied.__dict__)
                 return result
     raise AssertionError("unreachable: the last attempt returns")
-
-
-def _own_copy(sample: Sample) -> Sample:
-    """A copy with dicts and lists of its own, also within those; other objects, which may be the user's, are shared."""
-    copied = copy.copy(sample)
-    copied.__dict__ = _own_containers(sample.__dict__)
-    return copied
-
-
-def _own_containers(value: Any) -> Any:
-    if not isinstance(value, dict | list):
-        return value
-    copied = copy.copy(value)
-    if isinstance(value, dict):
-        for name, entry in value.items():
-            copied[name] = _own_containers(entry)
-    # Lists per token are long and flat: their first entry decides.
-    elif value and not isinstance(value[0], int | float):
-        copied[:] = [_own_containers(entry) for entry in value]
-    return copied
 
 
 def compute_builtin_reward(args: Any, sample: Sample) -> Any:
@@ -294,7 +274,7 @@ class CustomReward:
 
     async def _grade_with_class(self, samples: list[Sample], timeout: float | None) -> Any:
         if self._loaded not in _instances:
-            model_path = getattr(self.args, "rm_model_path", None) or getattr(self.args, "hf_checkpoint", None)
+            model_path = self.args.rm_model_path or self.args.hf_checkpoint
             offered = {"args": self.args, "model_path": model_path}
             # Constructed on the event loop, once, so that concurrent first calls cannot construct it twice.
             _instances[self._loaded] = self._construct(offered, samples)
@@ -342,13 +322,13 @@ def checked_reward(args: Any, sample: Sample, reward: Any, source: str, evaluati
     Raises:
         UserError: no number, not finite, or a dict without the entry of `--reward-key` / `--eval-reward-key`.
     """
-    if getattr(args, "custom_reward_post_process_path", None) and not evaluation:
+    if args.custom_reward_post_process_path and not evaluation:
         return reward
     if not isinstance(reward, dict):
         return _number(reward, sample, source)
-    key = getattr(args, "reward_key", None)
+    key = args.reward_key
     if evaluation:
-        key = getattr(args, "eval_reward_key", None) or key
+        key = args.eval_reward_key or key
     if not key or key not in reward:
         wanted = f"has no entry {key!r}" if key else "is a dict, so --reward-key must say which entry counts"
         raise UserError(f"{source}: the reward of sample {sample.index} {wanted}; it has {', '.join(map(str, reward))}")

@@ -11,8 +11,8 @@ from slime.arguments.parser import ArgumentParser, parse_known
 from slime.arguments.value_types import json_object
 from slime.observability.run_record import write_run_record
 from slime.utils.errors import UserError
-from tests.support.args import parse
-from tests.support.config_files import parsed_with_file, written
+from tests.support.models.args import parse
+from tests.support.tables.config_files import parsed_with_file, written
 
 
 def make_parser() -> ArgumentParser:
@@ -186,7 +186,7 @@ def test_a_slip_stays_an_error_with_a_plug_in(tmp_path):
 
 
 def test_own_keys_are_no_slips_of_any_flag(tmp_path):
-    from slime.arguments.config_files.yaml_file import FlagNames
+    from slime.arguments.config_files.flag_names import FlagNames
     from slime.arguments.parser import build_parser
 
     names = FlagNames(build_parser())

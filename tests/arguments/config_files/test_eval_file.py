@@ -1,22 +1,27 @@
 """`--eval-config`: evaluation sets from a file."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
 from slime.arguments.config_files.eval_file import load_eval_config
 from slime.arguments.origins import Origin
+from slime.arguments.parser import build_parser
 from slime.utils.errors import UserError
-from tests.support.args import parse, write_rows
-from tests.support.config_files import written
+from tests.support.models.args import parse, write_rows
+from tests.support.tables.config_files import written
 
-ARGS = SimpleNamespace(
-    eval_temperature=0.5,
-    rollout_temperature=1.0,
-    rollout_top_p=0.9,
-    rollout_max_response_len=64,
-    n_samples_per_eval_prompt=3,
+ARGS = build_parser().parse_args(
+    [
+        "--eval-temperature",
+        "0.5",
+        "--rollout-top-p",
+        "0.9",
+        "--rollout-max-response-len",
+        "64",
+        "--n-samples-per-eval-prompt",
+        "3",
+    ]
 )
 
 

@@ -6,8 +6,8 @@ from slime.arguments.config_files.role_config import apply_role_config, role_arg
 from slime.arguments.origins import Origin
 from slime.arguments.parser import ArgumentParser
 from slime.utils.errors import UserError
-from tests.support.args import parse
-from tests.support.config_files import parsed_with_file, written
+from tests.support.models.args import parse
+from tests.support.tables.config_files import parsed_with_file, written
 
 
 def make_parser() -> ArgumentParser:

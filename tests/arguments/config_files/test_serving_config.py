@@ -3,8 +3,8 @@
 import pytest
 
 from slime.arguments.config_files.serving_config import ModelServing, ServerGroup, load_serving_config, server_flags
-from tests.support.args import parse
-from tests.support.config_files import written
+from tests.support.models.args import parse
+from tests.support.tables.config_files import written
 
 
 def load(tmp_path, text, **changes):

@@ -6,25 +6,8 @@ import pytest
 
 from slime.arguments import parse_args
 from slime.utils.errors import UserError
-from tests.support.args import command_line, parse
-from tests.support.rules import assert_violation, violations
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (
-            "--eval-interval 2",
-            "--eval-interval 2 needs data sets: give --eval-prompt-data name path, or --eval-config",
-        ),
-        (
-            "--input-key question",
-            "{tmp}/prompts.jsonl:1: there is no field 'question' (--input-key); the row has prompt, label",
-        ),
-    ],
-)
-def test_rule(tmp_path, words, message):
-    assert_violation(tmp_path, words, message)
+from tests.support.models.args import command_line, parse
+from tests.support.tables.rules import assert_violation, violations
 
 
 def test_pairs_of_evaluation_sets(tmp_path):
@@ -104,44 +87,6 @@ def test_an_evaluation_set_may_say_it_alone(tmp_path):
     with pytest.raises(UserError, match=r"eval.yaml:3: path .*: nothing says how responses are graded"):
         parse_args(argv=[*words, *eval_file(tmp_path).split()])
     parse_args(argv=[*words, *eval_file(tmp_path, "rm_type: math").split()])
-
-
-PRODUCT = "--rollout-batch-size 4 x --n-samples-per-prompt 2 = 8 rollouts per step"
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--global-batch-size 3", f"{PRODUCT} is no multiple of --global-batch-size 3; 1, 2, 4, 8 would do"),
-        ("--num-steps-per-rollout 3", f"{PRODUCT} cannot be split into --num-steps-per-rollout 3; 1, 2, 4, 8 would do"),
-        (
-            "--num-steps-per-rollout 2 --global-batch-size 8",
-            f"{PRODUCT}, but --global-batch-size 8 x --num-steps-per-rollout 2 = 16; drop one of them, or give "
-            "--global-batch-size 4",
-        ),
-        (
-            "--over-sampling-batch-size 2",
-            "--over-sampling-batch-size 2 must be at least --rollout-batch-size 4",
-        ),
-        (
-            "--micro-batch-size 3",
-            "--global-batch-size 8 is no multiple of --micro-batch-size 3 x 1 data-parallel ranks; change one, or give "
-            "--use-dynamic-batch-size",
-        ),
-        (
-            "--use-dynamic-batch-size",
-            "--use-dynamic-batch-size needs --max-tokens-per-gpu, the token budget of a micro-batch (8192 is usual)",
-        ),
-        ("--balance-by-flops", "--balance-by-flops needs --use-dynamic-batch-size"),
-        (
-            "--tensor-model-parallel-size 2",
-            "--tensor-model-parallel-size 2 must divide the number of training ranks, 1 (--actor-num-nodes 1 x "
-            "--actor-num-gpus-per-node 1); --actor-num-gpus-per-node 2 would do, or smaller sizes",
-        ),
-    ],
-)  # fmt: skip
-def test_rule_of_batches(tmp_path, words, message):
-    assert_violation(tmp_path, words, message)
 
 
 @pytest.mark.parametrize(

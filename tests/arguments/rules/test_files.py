@@ -7,50 +7,8 @@ import pytest
 from slime.arguments import parse_args
 from slime.plan import make_plan, render
 from slime.utils.errors import UserError
-from tests.support.args import command_line, parse
-from tests.support.rules import assert_violation, violations
-
-MISSING = [
-    (
-        "--prompt-data /nowhere/data.jsonl@[0:5]",
-        "--prompt-data /nowhere/data.jsonl@[0:5]: there is no file /nowhere/data.jsonl",
-    ),
-    (
-        "--eval-prompt-data a /nowhere/eval.parquet",
-        "--eval-prompt-data /nowhere/eval.parquet: there is no file /nowhere/eval.parquet",
-    ),
-    (
-        "--ref-load /nowhere/ref",
-        "--ref-load /nowhere/ref: no such directory; give a Megatron or Hugging Face checkpoint",
-    ),
-    (
-        "--initial-megatron-checkpoint /nowhere/first",
-        "--initial-megatron-checkpoint /nowhere/first: no such directory; give a Megatron or Hugging Face checkpoint",
-    ),
-    (
-        "--load /nowhere/run",
-        "--load /nowhere/run is missing or empty; give a Megatron directory (with latest_checkpointed_iteration.txt) or a "
-        "Hugging Face directory. A directory that does not exist yet is allowed only when --save names it too",
-    ),
-    (
-        "--custom-rm-path /nowhere/reward.py:grade",
-        "--custom-rm-path /nowhere/reward.py:grade: there is no file /nowhere/reward.py",
-    ),
-    (
-        "--rollout-sample-hook-path /nowhere/hook.py",
-        "--rollout-sample-hook-path /nowhere/hook.py: there is no file /nowhere/hook.py",
-    ),
-    (
-        "--use-opd --opd-type megatron --opd-teacher-load /nowhere/teacher",
-        "--opd-teacher-load /nowhere/teacher: no such directory; give a Megatron or Hugging Face checkpoint",
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("words, message", MISSING, ids=[words for words, _ in MISSING])
-def test_a_run_is_refused_and_a_dry_run_notes_it(tmp_path, words, message):
-    assert_violation(tmp_path, words, message)
-    assert message in parse(tmp_path, *words.split(), "--dry-run").plan_notes
+from tests.support.models.args import command_line, parse
+from tests.support.tables.rules import assert_violation, violations
 
 
 def test_one_missing_checkpoint_is_said_once(tmp_path):
@@ -120,38 +78,6 @@ def test_a_name_of_the_hub_gets_a_hint(tmp_path, monkeypatch):
     with pytest.raises(UserError) as error:
         parse(tmp_path, "--hf-checkpoint", "Qwen/Qwen3-4B")
     assert "`hf download Qwen/Qwen3-4B --local-dir " in str(error.value) and "\n" not in str(error.value)
-
-
-SAVE = "the directory of checkpoints, such as --save outputs/checkpoints"
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--save-interval 2", f"--save-interval 2 needs --save, {SAVE}"),
-        ("--keep-last 2", f"--keep-last 2 needs --save, {SAVE}"),
-        ("--save-hf /export", f"--save-hf /export needs --save, {SAVE}"),
-        (
-            "--save {tmp}/run --save-hf {tmp}/model",
-            "--save-hf {tmp}/model would overwrite --hf-checkpoint; give another directory",
-        ),
-        (
-            "--save-debug-rollout-data /d/a.pt --save-debug-train-data /d/a.pt",
-            "--save-debug-rollout-data and --save-debug-train-data name the same file /d/a.pt; give two, or --dump-details "
-            "DIRECTORY",
-        ),
-        (
-            "--load-debug-rollout-data x.pt --load-debug-rollout-data-subsample 2",
-            "--load-debug-rollout-data-subsample 2.0: it must be above 0 and at most 1",
-        ),
-        (
-            "--load-debug-rollout-data-subsample 0.5",
-            "--load-debug-rollout-data-subsample 0.5 needs --load-debug-rollout-data, the dump to take it from",
-        ),
-    ],
-)  # fmt: skip
-def test_rule(tmp_path, words, message):
-    assert_violation(tmp_path, words, message)
 
 
 def test_a_directory_in_which_nothing_would_be_written_is_told(tmp_path, caplog):

@@ -4,49 +4,8 @@ import pytest
 
 from slime.arguments import parse_args
 from slime.arguments.rules.not_built import prediction_layers
-from tests.support.args import command_line, parse
-from tests.support.rules import assert_violation, violations
-
-CASES = [
-    (
-        "--rollout-top-p 0.9",
-        "--rollout-top-p 0.9: the trainer's log-probs must be those among the tokens that sampling kept, and asking the "
-        "engines for these is not built yet; give 1.0 (--eval-top-p is free)",
-    ),
-    (
-        "--rollout-top-k 5",
-        "--rollout-top-k 5: the trainer's log-probs must be those among the tokens that sampling kept, and asking the "
-        "engines for these is not built yet; give -1 (--eval-top-k is free)",
-    ),
-    (
-        "--rollout-num-gpus 0",
-        "--rollout-num-gpus 0: give the number of GPUs for the engines, or --debug-train-only; a run of routers alone is not "
-        "built yet",
-    ),
-    (
-        "--rollout-num-gpus 4 --rollout-num-gpus-per-engine 4 --num-gpus-per-node 2",
-        "--rollout-num-gpus-per-engine 4 is above --num-gpus-per-node 2: engines over several nodes are not built yet; an "
-        "engine must fit on one node",
-    ),
-    (
-        "--actor-num-gpus-per-node 2 --global-batch-size 8 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2 "
-        "--num-gpus-per-node 3",
-        "--rollout-num-gpus-per-engine 2: an engine would have the GPUs 2 to 3 of the run, which lie on two nodes "
-        "(--num-gpus-per-node 3, training takes the first 2): engines over several nodes are not built yet; give "
-        "--rollout-num-gpus-per-engine 1",
-    ),
-    (
-        "--debug-rollout-only --rollout-num-gpus 8 --rollout-num-gpus-per-engine 4 --num-gpus-per-node 6",
-        "--rollout-num-gpus-per-engine 4: an engine would have the GPUs 4 to 7 of the run, which lie on two nodes "
-        "(--num-gpus-per-node 6): engines over several nodes are not built yet; give --rollout-num-gpus-per-engine 1 or 2",
-    ),
-]
-
-
-@pytest.mark.parametrize("words, message", CASES, ids=[words for words, _ in CASES])
-def test_a_run_is_refused_and_a_dry_run_notes_it(tmp_path, words, message):
-    assert_violation(tmp_path, words, message)
-    assert message in parse(tmp_path, *words.split(), "--dry-run").plan_notes
+from tests.support.models.args import command_line, parse
+from tests.support.tables.rules import assert_violation, violations
 
 
 def test_prediction_layers(tmp_path):
@@ -54,10 +13,12 @@ def test_prediction_layers(tmp_path):
     args = parse(tmp_path, *words.split())
     assert (args.mtp_num_layers, args.enable_mtp_training, args.mtp_loss_scaling_factor) == (1, True, 0.1)
     args.num_experts = 8
-    (message,) = prediction_layers(args)
+    (violation,) = prediction_layers(args)
+    message = violation.message
     assert message.startswith("--mtp-num-layers 1 with --num-experts 8: ") and "leave --mtp-num-layers out" in message
     args.num_experts, args.pipeline_model_parallel_layout = None, "Et|tmL"
-    (message,) = prediction_layers(args)
+    (violation,) = prediction_layers(args)
+    message = violation.message
     assert message.startswith("--pipeline-model-parallel-layout Et|tmL: m, ") and message.endswith("leave m out")
 
 

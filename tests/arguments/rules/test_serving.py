@@ -8,8 +8,7 @@ from slime.arguments import parse_args
 from slime.arguments.server_flags import REFUSED
 from slime.backends.sglang_utils.server_arguments import compute_server_arguments
 from slime.utils.errors import UserError
-from tests.support.args import command_line, parse, write_config
-from tests.support.rules import assert_violation
+from tests.support.models.args import command_line, parse, write_config
 
 
 def refusal(directory, words: str) -> str:
@@ -155,59 +154,6 @@ def test_a_server_field_has_the_same_value_under_all_its_names(tmp_path):
     assert args.sglang_dp is None and args.origins["sglang_ep"] == "command line"
     typed = compute_server_arguments(args, 0, host="h", port=1, nccl_port=2, on_cpu=True).typed
     assert typed >= {"cuda_graph_bs_decode", "ep_size"} and not typed & {"cuda_graph_bs", "ep", "expert_parallel_size"}
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (
-            "--debug-rollout-only --debug-train-only",
-            "--debug-rollout-only and --debug-train-only exclude each other; drop one.",
-        ),
-        (
-            "--debug-rollout-only --load-debug-rollout-data x.pt",
-            "--debug-rollout-only and --debug-train-only exclude each other; drop one. --load-debug-rollout-data implies "
-            "--debug-train-only",
-        ),
-        (
-            "--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2",
-            "--rollout-num-gpus 3 is no multiple of --rollout-num-gpus-per-engine 2; give 2 or 4",
-        ),
-        (
-            "--rollout-num-gpus 1 --rollout-num-gpus-per-engine 2",
-            "--rollout-num-gpus 1 is no multiple of --rollout-num-gpus-per-engine 2; give 2",
-        ),
-        (
-            "--rollout-num-gpus 12 --rollout-num-gpus-per-engine 12",
-            "--rollout-num-gpus-per-engine 12 is above --num-gpus-per-node 8 and no multiple of it: an engine fills whole "
-            "nodes or a part of one",
-        ),
-        (
-            "--rollout-external-engine-addrs 10.0.0.5",
-            "--rollout-external-engine-addrs 10.0.0.5: give host:port, such as 10.0.0.5:30000",
-        ),
-        (
-            "--attn-implementation sdpa",
-            "--attn-implementation has no effect with --train-backend megatron; drop it",
-        ),
-        ("--fsdp-cpu-offload", "--fsdp-cpu-offload has no effect with --train-backend megatron; drop it"),
-        (
-            "--train-backend fsdp --tensor-model-parallel-size 2 --actor-num-gpus-per-node 2",
-            "--tensor-model-parallel-size 2: --train-backend fsdp shards parameters over all ranks instead; give 1, or "
-            "--train-backend megatron",
-        ),
-        (
-            "--train-backend fsdp --advantage-estimator ppo",
-            "--advantage-estimator ppo: --train-backend fsdp has no critic; give grpo, or --train-backend megatron",
-        ),
-        (
-            "--train-backend fsdp --use-opd --opd-type megatron --opd-teacher-load {tmp}/model",
-            "--opd-type megatron needs --train-backend megatron; with fsdp give --opd-type sglang",
-        ),
-    ],
-)  # fmt: skip
-def test_rule(tmp_path, words, message):
-    assert_violation(tmp_path, words, message)
 
 
 def test_engines_need_a_number_of_gpus(tmp_path):

@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from tests.support.distributed import run_distributed
-from tests.support.tiny_model import write_tiny_model
-from tests.support.train_steps import shard_of
+from tests.support.models.tiny_model import write_tiny_model
+from tests.support.models.train_steps import shard_of
+from tests.support.processes.distributed import run_distributed
 
 EXPERTS = {
     "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "moe_router_dtype": "fp32", "moe_layer_freq": 1,
@@ -20,15 +20,16 @@ def worker(words):
     """Stages in which routers asked, runs of equal ones once, per pass of the actor; and records that were left."""
     from slime.arguments import parse_args
     from slime.arguments.checkpoints import WeightSource
-    from slime.backends.megatron_utils.actor import MegatronTrainActor
+    from slime.training.actor_rank import ActorRank
     from slime.training.model_states import REFERENCE
+    from slime.training.rollout_data import RolloutData
     from slime.training.routing_replay import LayerReplay
 
     args = parse_args(argv=words)
     # Flags cannot ask for experts yet.
     vars(args).update(EXPERTS, initial_weights=WeightSource("random"))
-    actor = MegatronTrainActor(args, 0, 1, 0)
-    data = {}
+    actor = ActorRank(args, 0, 1, 0)
+    data = RolloutData()
 
     def fetch(shards):
         data.update(shard_of(args, 0))
@@ -52,11 +53,11 @@ def worker(words):
         return [stage for stage, _ in itertools.groupby(stages)]
 
     training = stages_of(lambda: actor.train(0, []))
-    left = sum(len(layer.records) + len(layer.awaited) for layer in actor.routing_replay.layers[0])
+    left = sum(len(layer.records) + len(layer.awaited) for layer in actor.backend.routing_replay.layers[0])
     probe = stages_of(lambda: actor.probe_log_probs([[1, 2, 3]]))
     args.num_critic_only_steps = 2
     critic_only = stages_of(lambda: actor.train(1, []))
-    left += sum(len(layer.records) for layer in actor.routing_replay.layers[0])
+    left += sum(len(layer.records) for layer in actor.backend.routing_replay.layers[0])
     return training, sum(data["num_microbatches"]), probe, critic_only, left
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slime.scheduling.zigzag import chunk_size
-from tests.support.distributed import run_distributed
+from tests.support.processes.distributed import run_distributed
 
 HEADS, GROUPS, DIM = 4, 2, 8
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils import cp_utils
-from tests.support.distributed import run_distributed
+from tests.support.models.args import default_args
+from tests.support.processes.distributed import run_distributed
 
 TOTALS, RESPONSES = [10, 16, 8, 2], [4, 10, 6, 1]
 
@@ -72,8 +73,19 @@ def test_reducer_of_one_rank():
     assert float(per_token(flat)) == 19.0
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+def test_masks_that_were_edited_before_the_reduction_count(second_of_two, per_token):
+    """The second of two ranks owns the middle of a response, tokens 1 to 4; the denominators are those from before the edit."""
+    mask = torch.ones(6, dtype=torch.int32)
+    reduce = cp_utils.get_sum_of_sample_mean([8], [6], [mask], calculate_per_token_loss=per_token)
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert float(reduce(values)) == pytest.approx(10.0 if per_token else 10.0 / 6)
+    mask[2:] = 0
+    assert float(reduce(values)) == pytest.approx(1.0 if per_token else 1.0 / 6)
+
+
 def megatron_worker():
-    from tests.support.megatron_worker import start
+    from tests.support.processes.megatron_worker import start
 
     # In a process group that Megatron has not laid out yet
     torch.distributed.init_process_group("gloo")
@@ -83,9 +95,7 @@ def megatron_worker():
     import megatron.core.parallel_state  # noqa: F401
 
     before = cp_utils.slice_log_prob_with_cp([1.0, 2.0, 3.0, 4.0], 10, 4)
-    start(SimpleNamespace(
-        tensor_model_parallel_size=1, context_parallel_size=2, seed=1, distributed_timeout_minutes=1,
-    ))  # fmt: skip
+    start(default_args(context_parallel_size=2, seed=1, distributed_timeout_minutes=1))
     full = [torch.arange(float(response)) for response in RESPONSES]
     masks = [(values % 3 != 1).int() for values in full]
     parts = [cp_utils.slice_log_prob_with_cp(*each) for each in zip(full, TOTALS, RESPONSES, strict=True)]

@@ -8,8 +8,8 @@ import tempfile
 import pytest
 
 from slime.backends.megatron_utils import cpu_runtime
-from tests.support.distributed import run_distributed
-from tests.support.tiny_model import tiny_args, write_tiny_model
+from tests.support.models.tiny_model import tiny_args, write_tiny_model
+from tests.support.processes.distributed import run_distributed
 
 TRAINING = {
     "num_rollout": 1,
@@ -40,7 +40,7 @@ def _check_imports():
 def _check_seeds(args):
     import torch
 
-    from tests.support import megatron_worker as megatron
+    from tests.support.processes import megatron_worker as megatron
 
     drawn = set()
     for args.seed in (1, 2):
@@ -58,7 +58,7 @@ def _train(args):
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from tests.support import megatron_worker as megatron
+    from tests.support.processes import megatron_worker as megatron
 
     if getattr(args, "num_experts", None):
         megatron.start(args)
@@ -97,7 +97,7 @@ def _save_and_load(chunks, optimizer):
     import torch
     from megatron.core import dist_checkpointing
 
-    from tests.support import megatron_worker as megatron
+    from tests.support.processes import megatron_worker as megatron
 
     with tempfile.TemporaryDirectory() as directory, torch.no_grad():
         dist_checkpointing.save(megatron.sharded_state(chunks, optimizer, is_loading=False), directory)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils import flag_surface
-from tests.support.args import TINY_QWEN3_CONFIG, parse
-from tests.support.distributed import REPOSITORY, run_distributed
+from tests.support.models.args import TINY_QWEN3_CONFIG, parse
+from tests.support.processes.distributed import REPOSITORY, run_distributed
 
 
 class Engine(enum.Enum):
@@ -159,11 +159,11 @@ def _arrival() -> dict[str, str]:
     import argparse
 
     configs = {config.__name__: _without_checks(config) for config in flag_surface.config_classes()}
-    from slime.arguments.groups import megatron_flags as megatron
+    from slime.arguments.groups import package_flags as megatron
     from slime.backends.megatron_utils.config_fields import dtype_of_name, fields_from_args
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    megatron.add_to(parser)
+    megatron.add_megatron_flags(parser)
     lost = {}
     for spec in megatron.merge(flag_surface.flag_specs()):
         field = spec.metadata.get("field")

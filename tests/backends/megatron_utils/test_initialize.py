@@ -6,20 +6,13 @@ import pytest
 
 from slime.backends.megatron_utils import initialize
 from slime.utils.device import Accelerator, CudaAccelerator
-from tests.support.distributed import run_distributed
-from tests.support.tiny_model import tiny_args, write_tiny_model
+from tests.support.models.args import default_args
+from tests.support.models.tiny_model import tiny_args, write_tiny_model
+from tests.support.processes.distributed import run_distributed
 
 
 def _arguments(**changes):
-    values = {
-        "tensor_model_parallel_size": 2,
-        "pipeline_model_parallel_size": 1,
-        "context_parallel_size": 1,
-        "expert_model_parallel_size": 1,
-        "distributed_timeout_minutes": 1,
-        "seed": 7,
-    }
-    return SimpleNamespace(**{**values, **changes})
+    return default_args(**{"tensor_model_parallel_size": 2, "distributed_timeout_minutes": 1, "seed": 7, **changes})
 
 
 def _worker():

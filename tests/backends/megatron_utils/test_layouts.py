@@ -10,12 +10,16 @@ import statistics
 
 import pytest
 
-from tests.support.distributed import run_distributed
-from tests.support.layout_steps import assert_equal_runs, layout_args, train_steps
-from tests.support.objective_grid import (
+from tests.support.models.tiny_model import write_tiny_model
+from tests.support.oracles.plain_grid import PlainGrid, assert_like_loops
+from tests.support.oracles.rounding import assert_equal_metrics, bound
+from tests.support.processes.distributed import run_distributed
+from tests.support.processes.layout_steps import assert_equal_runs, layout_args, train_steps
+from tests.support.processes.objective_grid import (
     CRITIC_OBJECTIVES,
     FULL,
     HIDDEN,
+    LAYERS,
     OBJECTIVES,
     PADDED_VOCABULARY,
     ROLES,
@@ -23,12 +27,9 @@ from tests.support.objective_grid import (
     VOCABULARY,
     assert_like_one_rank,
     columns_of,
-    grid_args,
+    of_step,
     run_layouts,
 )
-from tests.support.plain_grid import PlainGrid
-from tests.support.rounding import assert_equal_metrics, assert_equal_rows, bound
-from tests.support.tiny_model import write_tiny_model
 
 DATA = {"data_parallel_size": 2}
 TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -56,7 +57,7 @@ TRAINED = {"calculate_per_token_loss": True, "padded_vocab_size": PADDED_VOCABUL
 @pytest.fixture(scope="module")
 def hf_dir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
-    write_tiny_model(directory, vocab_size=VOCABULARY, layers=4, hidden=HIDDEN, head_dim=8)
+    write_tiny_model(directory, vocab_size=VOCABULARY, layers=LAYERS, hidden=HIDDEN, head_dim=8)
     return str(directory)
 
 
@@ -92,27 +93,9 @@ def of_layout(ranks, layout, objective, batch="full"):
     return [rank["grid"][layout][objective, batch] for rank in ranks]
 
 
-def of_step(train, number):
-    """Metrics of an optimizer step, by name; those of a critic without its prefix."""
-    return {name.removeprefix("critic-"): value for (name, step), value in train.items() if step == number}
-
-
 @pytest.mark.parametrize("objective", [name for name in ALL if name != "top-p"])
 def test_one_rank_gives_what_loops_give(hf_dir, plain, one_rank, objective):
-    for batch in STEPS:
-        args = grid_args(hf_dir, batch, **{"value_clip": 0.05, **ALL[objective]})
-        steps = plain.steps(objective, batch, args)
-        assert len(steps) == STEPS[batch]
-        found = one_rank["grid"][objective, batch]
-        for number, step in enumerate(steps):
-            metrics, bounds = of_step(found["train"], number), of_step(found["bounds"]["train"], number)
-            expected = {**step.metrics, "loss": float(step.loss)}
-            assert_equal_metrics({name: metrics.get(name) for name in expected}, expected, bounds)
-        if objective.startswith("sft"):
-            continue
-        samples = enumerate(plain.prepared(objective, batch, args))
-        expected = {(name, i): getattr(sample, name) for i, sample in samples for name in ("advantages", "returns")}
-        assert_equal_rows({key: found["columns"][key] for key in expected}, expected)
+    assert_like_loops(hf_dir, plain, objective, one_rank["grid"])
 
 
 def test_the_objectives_reach_every_branch(one_rank):

@@ -8,10 +8,10 @@ import torch
 
 from slime.backends.megatron_utils import loss
 from slime.training.packed_stream import pack_stream
-from tests.support.distributed import run_distributed
-from tests.support.grpo_batch import objective_args
-from tests.support.layout_steps import layout_args
-from tests.support.tiny_model import write_tiny_model
+from tests.support.models.grpo_batch import objective_args
+from tests.support.models.tiny_model import write_tiny_model
+from tests.support.processes.distributed import run_distributed
+from tests.support.processes.layout_steps import layout_args
 
 VOCABULARY = 7
 TOKENS = [torch.tensor([1, 2, 3, 4]), torch.tensor([5, 6, 0])]
@@ -111,9 +111,28 @@ def test_advantages_of_a_rank_alone():
     assert data["opd_reverse_kl"][0].tolist() == [-0.5, 0.0]
 
 
+def without_log_probs(args, rollout_data):
+    rollout_data["advantages"] = rollout_data["returns"] = [
+        torch.zeros_like(mask) for mask in rollout_data["loss_masks"]
+    ]
+    rollout_data["mine"] = rollout_data.pop("log_probs")
+
+
+def test_what_a_function_of_the_users_takes_out_of_the_data_is_gone():
+    data = {
+        "tokens": TOKENS, "total_lengths": [4, 3], "response_lengths": [2, 1], "rewards": [1.0, -1.0],
+        "loss_masks": [torch.ones(2), torch.ones(1)], "log_probs": [-torch.ones(2), -torch.ones(1)],
+    }  # fmt: skip
+    log_probs = data["log_probs"]
+    args = objective_args(custom_advantage_function_path=f"{__file__}:without_log_probs")
+    loss.compute_advantages_and_returns(args, data)
+    assert data["mine"] is log_probs and "log_probs" not in data
+    assert {"tokens", "kl", "advantages", "returns"} <= data.keys()
+
+
 def whitening_worker(args):
     """Whitened advantages of two responses, whose tokens two context-parallel ranks share."""
-    from tests.support import megatron_worker
+    from tests.support.processes import megatron_worker
 
     megatron_worker.start(args)
     data = {
@@ -141,5 +160,10 @@ def test_distillation_alone():
     student = [torch.tensor([-1.0]), torch.tensor([-0.2])]
     loss.apply_opd_kl_to_advantages(objective_args(), data, advantages, student)
     assert [float(a) for a in advantages] == pytest.approx([1.5, 0.3])
+    # With masks beside them, and without lengths of sequences.
+    data["loss_masks"] = [torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)]
+    advantages = [torch.ones(1), torch.ones(1)]
+    loss.apply_opd_kl_to_advantages(objective_args(), data, advantages, student)
+    assert [float(a) for a in advantages] == pytest.approx([1.5, 1.0])
     with pytest.raises(ValueError, match="teacher_log_probs"):
         loss.apply_opd_kl_to_advantages(objective_args(), {}, advantages, student)

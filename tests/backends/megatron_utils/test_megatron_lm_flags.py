@@ -6,9 +6,9 @@ import os
 import subprocess
 import sys
 
-from slime.arguments.groups import megatron_flags as megatron
+from slime.arguments.groups import package_flags as megatron
 from slime.arguments.surface import FlagSpec, add_flag
-from tests.support.distributed import REPOSITORY
+from tests.support.processes.distributed import REPOSITORY
 
 PARSER = """
 import enum

@@ -1,13 +1,14 @@
 """The model against transformers: the same weights give the same logits and gradients in every layout."""
 
+import sys
 from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 
 from slime.utils.errors import UserError
-from tests.support.distributed import run_distributed
-from tests.support.tiny_model import tiny_args, write_tiny_model
+from tests.support.models.tiny_model import tiny_args, write_tiny_model
+from tests.support.processes.distributed import run_distributed
 
 VOCABULARY = 131
 LENGTHS = (7, 16, 33, 2, 6)
@@ -36,7 +37,7 @@ def _reference(model, sequences):
 
 
 def _logits_and_gradients(directories, sequences, overrides):
-    from tests.support import megatron_worker as megatron
+    from tests.support.processes import megatron_worker as megatron
 
     results = {}
     for name, directory in directories.items():
@@ -94,7 +95,7 @@ def test_logits_and_gradients_equal_transformers_in_every_layout(tmp_path):
 
 
 def _isolation(directory, sequences):
-    from tests.support import megatron_worker as megatron
+    from tests.support.processes import megatron_worker as megatron
 
     args = tiny_args(directory)
     chunks = megatron.load_model(args)
@@ -119,7 +120,7 @@ def test_l20_packed_samples_do_not_see_each_other(tmp_path):
 
 
 def _random_start(directory, layouts):
-    from tests.support import megatron_worker as megatron
+    from tests.support.processes import megatron_worker as megatron
 
     weights = []
     for layout in layouts:
@@ -205,8 +206,74 @@ def test_configuration_follows_the_flags(tmp_path):
     assert latent == 48
 
 
+def _fusion_beside_transformer_engine(directory):
+    """What the accumulation of weight gradients is with Transformer Engine: without Apex, typed, with Apex."""
+    from slime.backends.megatron_utils import cpu_runtime
+
+    cpu_runtime.install()
+    from slime.backends.megatron_utils import model_provider
+
+    model_provider.transformer_engine_available = lambda: True
+    model_provider.get_accelerator = lambda: SimpleNamespace(name="cuda")
+    args = tiny_args(directory, transformer_impl="transformer_engine", gradient_accumulation_fusion=True)
+    args.typed_flags = set()
+    found = [model_provider._layer_implementation_fields(args)]
+    args.typed_flags = {"gradient_accumulation_fusion"}
+    found.append(_refusal_of(model_provider._layer_implementation_fields, args))
+    sys.modules["fused_weight_gradient_mlp_cuda"] = SimpleNamespace()
+    found.append(model_provider._layer_implementation_fields(args))
+    return found
+
+
+def _refusal_of(function, args):
+    try:
+        function(args)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def test_weight_gradients_are_fused_where_the_extension_of_apex_imports(tmp_path):
+    """Megatron's output layer asks for it beside Transformer Engine, too, and raises without it."""
+    write_tiny_model(tmp_path)
+    ((without, refusal, with_apex),) = run_distributed(_fusion_beside_transformer_engine, 1, (str(tmp_path),))
+    assert without == {"transformer_impl": "transformer_engine", "gradient_accumulation_fusion": False}
+    assert "--gradient-accumulation-fusion" in refusal and "fused_weight_gradient_mlp_cuda" in refusal
+    assert with_apex == {"transformer_impl": "transformer_engine", "gradient_accumulation_fusion": True}
+
+
+def decoder_without_final_norm(args, config, vp_stage):
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    from slime.backends.megatron_utils.layer_spec import get_decoder_spec
+
+    assert args.hf_checkpoint
+    spec = get_decoder_spec(config, vp_stage)
+    spec.layer_norm = IdentityOp
+    return spec
+
+
+def _final_norms(directory, specs):
+    from tests.support.processes import megatron_worker as megatron
+
+    names = []
+    for spec in specs:
+        args = tiny_args(directory, spec=spec)
+        megatron.start(args)
+        from slime.backends.megatron_utils.model_provider import get_model_provider_func
+
+        names.append(type(get_model_provider_func(args)().decoder.final_layernorm).__name__)
+    return names
+
+
+def test_a_family_names_the_function_that_says_its_layers(tmp_path):
+    write_tiny_model(tmp_path)
+    specs = [None, [__name__, "decoder_without_final_norm"]]
+    assert run_distributed(_final_norms, 1, (str(tmp_path), specs)) == [["RMSNorm", "IdentityOp"]]
+
+
 def _rope_frequencies(directory, changes):
-    from tests.support import megatron_worker as megatron
+    from tests.support.processes import megatron_worker as megatron
 
     found = []
     for change in changes:
@@ -214,7 +281,7 @@ def _rope_frequencies(directory, changes):
         megatron.start(args)
         from slime.backends.megatron_utils.model_provider import get_model_provider_func
 
-        rope = get_model_provider_func(args)().rotary_pos_emb
+        rope = get_model_provider_func(args)().rotary_pos_emb.rotary
         found.append((rope.inv_freq.tolist(), rope.seq_len_interpolation_factor))
     return found
 

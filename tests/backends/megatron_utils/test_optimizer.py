@@ -13,9 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slime.backends.megatron_utils.optimizer import Adam
-from tests.support.distributed import run_distributed
-from tests.support.tiny_model import tiny_args, write_tiny_model
+from slime.backends.megatron_utils.optimizer import Adam, l2_norm
+from tests.support.models.args import default_args
+from tests.support.models.tiny_model import tiny_args, write_tiny_model
+from tests.support.oracles.device_waits import Waiting, counted_waits
+from tests.support.processes.distributed import run_distributed
 
 VOCABULARY = 131
 GLOBAL_BATCH_SIZE = 4
@@ -77,7 +79,7 @@ def _reference(model):
 
 
 def _start_training(args):
-    from tests.support import megatron_worker as megatron
+    from tests.support.processes import megatron_worker as megatron
 
     chunks = megatron.load_model(args)
     from slime.backends.megatron_utils.optimizer import build_optimizer_and_scheduler
@@ -90,7 +92,7 @@ def _train(chunks, optimizer, scheduler, steps):
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
 
-    from tests.support import megatron_worker as megatron
+    from tests.support.processes import megatron_worker as megatron
 
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     sequences = _sequences()
@@ -124,7 +126,7 @@ def _save_then_load_into_fresh_ones(args, directory, training):
     from megatron.core import dist_checkpointing
 
     from slime.backends.megatron_utils.parameter_names import unwrap_model
-    from tests.support import megatron_worker as megatron
+    from tests.support.processes import megatron_worker as megatron
 
     chunks, optimizer, scheduler = training
     if dist.get_rank() == 0:
@@ -208,15 +210,15 @@ def _schedule_worker():
     from slime.backends.megatron_utils.optimizer import _build_scheduler, build_optimizer_config
 
     def scheduler(**changes):
-        args = SimpleNamespace(**{**SCHEDULE, "bf16": False, "fp16": False, **changes})
+        args = default_args(**{**SCHEDULE, **changes})
         return _build_scheduler(args, SimpleNamespace(param_groups=[{"wd_mult": 0.5}, {}]))
 
     found = {
-        "iterations": train_iterations(SimpleNamespace(**{**SCHEDULE, "global_batch_size": 3})),
+        "iterations": train_iterations(default_args(**{**SCHEDULE, "global_batch_size": 3})),
         "fraction": scheduler(lr_warmup_fraction=0.3).lr_warmup_steps,
         "decay_iterations": scheduler(lr_decay_iters=7).lr_decay_steps,
         "weight_decay": [group["weight_decay"] for group in scheduler().optimizer.param_groups],
-        "no_minimum": build_optimizer_config(SimpleNamespace(lr=1.0, min_lr=None)).min_lr,
+        "no_minimum": build_optimizer_config(default_args(lr=1.0)).min_lr,
     }
     for name, changes in (("empty", {"num_rollout": 0}), ("warmup", {"lr_warmup_iters": 10})):
         try:
@@ -256,7 +258,7 @@ class Trainer:
     """Model and optimizer of this rank; all ranks of a data-parallel group train on the same sequences."""
 
     def __init__(self, args: SimpleNamespace) -> None:
-        from tests.support.megatron_worker import load_model
+        from tests.support.processes.megatron_worker import load_model
 
         self.chunks = load_model(args)
         from slime.backends.megatron_utils.optimizer import build_optimizer_and_scheduler
@@ -266,7 +268,7 @@ class Trainer:
     def backward(self, factor: float = 1.0) -> None:
         from megatron.core.distributed import finalize_model_grads
 
-        from tests.support.megatron_worker import next_token_loss, packed_forward
+        from tests.support.processes.megatron_worker import next_token_loss, packed_forward
 
         self.chunks[0].zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -537,3 +539,14 @@ def test_parameters_without_gradient_stay():
     optimizer.step()
     assert torch.equal(parameter, torch.ones(2))
     assert "step" not in optimizer.param_groups[0]
+
+
+def test_the_norm_of_all_tensors_is_that_of_their_norms_and_nothing_is_waited_for():
+    tensors = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (1, 7, 300, 4096)]
+    for dtype in (torch.float32, torch.bfloat16):
+        of_dtype = [tensor.to(dtype) for tensor in tensors]
+        with Waiting() as waiting, counted_waits() as counted:
+            norm, per_tensor = l2_norm(2048 * 32, torch.zeros(1, dtype=torch.int), [of_dtype], False)
+        assert waiting.operations == [] and not counted
+        expected = torch.norm(torch.tensor([[float(torch.norm(tensor)) for tensor in of_dtype]]))
+        assert norm.tolist() == [float(expected)] and norm.dtype == torch.float32 and per_tensor is None

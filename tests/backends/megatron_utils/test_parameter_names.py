@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.distributed import run_distributed
+from tests.support.processes.distributed import run_distributed
 
 LAYERS = {"decoder.layers.0": 4, "decoder.layers.1": 5, "decoder.layers.10": 14}
 CASES = [

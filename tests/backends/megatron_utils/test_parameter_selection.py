@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.distributed import run_distributed
-from tests.support.grpo_batch import TRAINED_TOKENS, bounds_of_batch
-from tests.support.rounding import assert_equal_metrics, assert_equal_weights, bound_of_weights
-from tests.support.tiny_model import write_tiny_model
-from tests.support.train_steps import make_args, shard_of
+from tests.support.models.grpo_batch import TRAINED_TOKENS, bounds_of_batch
+from tests.support.models.tiny_model import write_tiny_model
+from tests.support.models.train_steps import make_args, shard_of
+from tests.support.oracles.rounding import assert_equal_metrics, assert_equal_weights, bound_of_weights
+from tests.support.processes.distributed import run_distributed
+from tests.support.processes.megatron_worker import load_backend
 
 LAYOUTS = {
     "dp2": {"data_parallel_size": 2},
@@ -46,53 +47,41 @@ def selection_worker(cases, hf_dir, save) -> dict:
     return results
 
 
-def start(args):
-    from tests.support.megatron_worker import load_model
-
-    chunks = load_model(args)
-    from slime.backends.megatron_utils.optimizer import build_optimizer_and_scheduler
-
-    return (chunks, *build_optimizer_and_scheduler(args, chunks))
-
-
-def train(args, chunks, optimizer, scheduler) -> dict:
+def train(args, backend) -> dict:
     """Metrics of one step."""
     import torch
-    from megatron.core import parallel_state
 
-    from slime.backends.megatron_utils.train_step import train_one_step
+    from slime.training.train_step import train_one_step
 
-    data = shard_of(args, parallel_state.get_data_parallel_rank())
+    data = shard_of(args, backend.groups.data_rank)
     lengths = zip(data["response_lengths"], data["rewards"], strict=True)
     data["advantages"] = [torch.full((length,), reward) for length, reward in lengths]
-    return train_one_step(args, chunks, optimizer, scheduler, data, 0, 0)
+    return train_one_step(args, backend, data, 0, 0)
 
 
-def exported(args, chunks) -> dict:
-    from slime.backends.megatron_utils.hf_conversion import iter_hf_named_tensors
-
-    return {name: tensor.clone() for name, tensor in iter_hf_named_tensors(args, chunks)}
+def exported(backend) -> dict:
+    return {name: tensor.clone() for name, tensor in backend.named_tensors()}
 
 
 def train_selected(args) -> tuple:
     """Global names that this rank trains; HF names whose tensors two steps changed; weights after them; metrics; the mean
     absolute entry of each step's gradient, over what is trained here."""
-    chunks, optimizer, scheduler = start(args)
+    backend = load_backend(args)
     import torch
 
     from slime.backends.megatron_utils.parameter_names import global_named_parameters
 
-    trained = {name: parameter.requires_grad for name, parameter in global_named_parameters(chunks[0])}
-    before = exported(args, chunks)
+    trained = {name: parameter.requires_grad for name, parameter in global_named_parameters(backend.model[0])}
+    before = exported(backend)
     metrics, gradients = [], []
     for _ in range(2):
-        metrics.append(train(args, chunks, optimizer, scheduler))
+        metrics.append(train(args, backend))
         # A stage may have none.
         entries = torch.cat(
-            [torch.zeros(0), *(p.main_grad.flatten() for p in chunks[0].parameters() if p.requires_grad)]
+            [torch.zeros(0), *(p.main_grad.flatten() for p in backend.model[0].parameters() if p.requires_grad)]
         )
         gradients.append(float(entries.abs().mean()))
-    after = exported(args, chunks)
+    after = exported(backend)
     changed = {name for name, tensor in after.items() if not tensor.equal(before[name])}
     return trained, changed, {name: tensor.numpy() for name, tensor in after.items()}, metrics, gradients
 
@@ -104,39 +93,30 @@ def resume(args, save) -> tuple:
 
     import torch.distributed as dist
 
-    args = SimpleNamespace(
-        **vars(args),
-        save=save,
-        save_hf=None,
-        no_save_optim=False,
-        no_load_optim=False,
-        no_load_rng=False,
-        keep_last=None,
-    )
-    args.world_size = 2
-    training = start(args)
+    args = SimpleNamespace(**{**vars(args), "save": save, "world_size": 2})
+    backend = load_backend(args)
     from slime.arguments.checkpoints import WeightSource
-    from slime.backends.megatron_utils.checkpoint import load_checkpoint, publish_checkpoint, save_checkpoint
+    from slime.training.checkpoint_publication import publish_checkpoint
     from slime.utils.errors import UserError
 
-    train(args, *training)
-    save_checkpoint(args, 0, *training)
+    train(args, backend)
+    backend.save(0)
     if dist.get_rank() == 0:
         publish_checkpoint(args, 0)
     dist.barrier()
-    train(args, *training)
-    expected = exported(args, training[0])
+    train(args, backend)
+    expected = exported(backend)
 
     source = WeightSource("megatron", save, resume=True)
-    chunks, optimizer, scheduler = start(args)
-    load_checkpoint(args, source, chunks, optimizer, scheduler)
-    train(args, chunks, optimizer, scheduler)
-    resumed = exported(args, chunks)
+    backend = load_backend(args)
+    backend.load(source)
+    train(args, backend)
+    resumed = exported(backend)
 
     args.only_train_params_name_list = None
-    chunks, optimizer, scheduler = start(args)
+    backend = load_backend(args)
     try:
-        load_checkpoint(args, source, chunks, optimizer, scheduler)
+        backend.load(source)
         message = None
     except UserError as error:
         message = str(error)
@@ -151,7 +131,7 @@ def recompute(args) -> tuple[float, float]:
     norms = []
     for flags in ({}, full):
         case = SimpleNamespace(**{**vars(args), **flags})
-        norms.append(train(case, *start(case))["grad_norm"])
+        norms.append(train(case, load_backend(case))["grad_norm"])
     return tuple(norms)
 
 
@@ -170,7 +150,7 @@ def errors(args) -> dict:
     for name, flags in wrong.items():
         case = SimpleNamespace(**{**vars(args), "only_train_params_name_list": None, **flags})
         try:
-            start(case)
+            load_backend(case)
         except UserError as error:
             messages[name] = str(error)
     return messages

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from slime.arguments.checkpoints import WeightSource
-from tests.support.distributed import run_distributed
-from tests.support.grpo_batch import TRAINED_TOKENS, bounds_of_batch
-from tests.support.layout_steps import LayoutRun, assert_equal_runs, layout_args, train_steps
-from tests.support.rounding import assert_equal_gradients, assert_equal_metrics, assert_equal_weights
-from tests.support.tiny_model import write_tiny_model
+from tests.support.models.grpo_batch import TRAINED_TOKENS, bounds_of_batch
+from tests.support.models.tiny_model import write_tiny_model
+from tests.support.oracles.rounding import assert_equal_gradients, assert_equal_metrics, assert_equal_weights
+from tests.support.processes.distributed import run_distributed
+from tests.support.processes.layout_steps import LayoutRun, assert_equal_runs, layout_args, train_steps
 
 PIPELINE = {"pipeline_model_parallel_size": 2}
 VIRTUAL = {**PIPELINE, "virtual_pipeline_model_parallel_size": 2}

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.support.distributed import run_distributed
-from tests.support.layout_steps import LayoutRun, layout_args
-from tests.support.rounding import assert_equal_gradients, assert_equal_metrics, bounds_of_step
-from tests.support.tiny_model import write_tiny_model
+from tests.support.models.tiny_model import write_tiny_model
+from tests.support.oracles.rounding import assert_equal_gradients, assert_equal_metrics, bounds_of_step
+from tests.support.processes.distributed import run_distributed
+from tests.support.processes.layout_steps import LayoutRun, layout_args
 
 LAYERS, EXPERTS, TOPK = 4, 4, 2
 STEPS = 2
@@ -99,14 +99,14 @@ def train_case(args):
     run = prepared_run(args)
     replay = run.replay
     from slime.backends.megatron_utils.parameter_names import global_named_parameters
-    from slime.backends.megatron_utils.train_step import train_one_step
+    from slime.training.train_step import train_one_step
 
     if args.moves_routers:
         move_routers(run.model)
     steps, gradients = [], []
     with replay.training():
         for step in range(STEPS):
-            steps.append(train_one_step(args, run.model, run.optimizer, run.scheduler, run.data, 0, step))
+            steps.append(train_one_step(args, run.backend, run.data, 0, step))
             gradients.append({
                 name: parameter.main_grad.numpy().copy()
                 for chunk in run.model
@@ -122,7 +122,7 @@ def train_case(args):
 
 
 def trained_tokens(data, step):
-    from slime.backends.megatron_utils.train_step import micro_batches_of_step
+    from slime.training.train_step import micro_batches_of_step
 
     return sum(int(data["loss_masks"][i].sum()) for batch in micro_batches_of_step(data, step) for i in batch)
 
@@ -143,14 +143,14 @@ def plain_and_replayed(args):
     run = prepared_run(args)
     move_routers(run.model)
     from slime.backends.megatron_utils.parameter_names import global_named_parameters, unwrap_model
-    from slime.backends.megatron_utils.train_step import micro_batches_of_step, train_one_step
+    from slime.training.train_step import micro_batches_of_step, train_one_step
 
     named = dict(global_named_parameters(run.model[0]))
     before = {name: parameter.detach().clone() for name, parameter in named.items()}
     positions = [position for batch in micro_batches_of_step(run.data, 0) for position in batch]
     with run.replay.training():
         for step in range(STEPS):
-            train_one_step(args, run.model, run.optimizer, run.scheduler, run.data, 0, step)
+            train_one_step(args, run.backend, run.data, 0, step)
             if step == 0:
                 replayed = {name: parameter.main_grad.numpy().copy() for name, parameter in named.items()}
     for name, parameter in named.items():
@@ -165,7 +165,7 @@ def plain_loss(args, model, data, position):
     """Summed negative log-likelihood of a sample's trained tokens, every token sent to the experts of the engine."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from tests.support.megatron_worker import packed_forward
+    from tests.support.processes.megatron_worker import packed_forward
 
     tokens, response = data["tokens"][position].tolist(), data["response_lengths"][position]
     experts = engine_experts(data["sample_indices"][position], len(tokens) - 1)
@@ -223,9 +223,7 @@ def prepared_run(args):
     import torch
 
     run = LayoutRun(args, loads=False)
-    from slime.backends.megatron_utils.replaying_router import attach_routing_replay
-
-    run.replay = attach_routing_replay(args, run.model)
+    run.replay = run.backend.routing_replay
     if args.use_rollout_routing_replay:
         run.data["rollout_routed_experts"] = [
             torch.from_numpy(engine_experts(index, total - 1))

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from tests.support.distributed import run_distributed
+from tests.support.processes.distributed import run_distributed
 
 
 def _worker():

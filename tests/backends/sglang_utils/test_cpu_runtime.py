@@ -29,7 +29,7 @@ def run_python(code: str) -> str:
         env={**environment_for_python(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert result.returncode == 0, result.stderr[-2000:]
     return result.stdout.strip()

@@ -7,20 +7,22 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import types
 
 import psutil
 import pytest
 import requests
 
-from slime.backends.sglang_utils import worker_watch
+from slime.backends.sglang_utils import sglang_engine, worker_watch
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.backends.sglang_utils.worker_watch import WorkerWatch
 from slime.utils.child_process import ChildProcess
 from slime.utils.errors import RunError
+from tests.support.processes.waiting import wait_until
 
 FORK = multiprocessing.get_context("fork")
-SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]
+SLEEPER = [sys.executable, "-c", "import time; time.sleep(3600)"]
 
 
 def sleep_for_ever() -> None:
@@ -61,7 +63,7 @@ def test_the_signal_is_named(watch, tmp_path, number, words):
     process, of_server, causes = watch(sleep_for_ever)
     of_server.start()
     os.kill(process.pid, number)
-    cause = causes.get(timeout=20)
+    cause = causes.get(timeout=60)
     assert cause.startswith(f"its scheduler_0 (process {process.pid}): {words}")
     assert [path.name for path in tmp_path.iterdir()] == ["cause"] and (tmp_path / "cause").read_text() == cause
 
@@ -69,15 +71,18 @@ def test_the_signal_is_named(watch, tmp_path, number, words):
 def test_the_exit_code_is_named(watch):
     process, of_server, causes = watch(os._exit, 3, name="detokenizer")
     of_server.start()
-    assert causes.get(timeout=20) == f"its detokenizer (process {process.pid}): exit code 3"
+    assert causes.get(timeout=60) == f"its detokenizer (process {process.pid}): exit code 3"
 
 
-def test_who_ended_in_order_did_not_die(watch):
+def test_who_ended_in_order_did_not_die(watch, monkeypatch):
     first, of_server, causes = watch(os._exit, 0)
-    first.join(20)
+    first.join(60)
+    looks = []
+    is_set = of_server._stopped.wait
+    monkeypatch.setattr(of_server._stopped, "wait", lambda seconds: looks.append(seconds) or is_set(0.01))
     of_server.start()
-    with pytest.raises(queue.Empty):
-        causes.get(timeout=1)
+    wait_until(lambda: len(looks) > 3)
+    assert causes.empty()
 
 
 @pytest.mark.parametrize(
@@ -94,7 +99,7 @@ def test_a_scheduler_below_a_controller_is_watched_too(watch, monkeypatch, waits
         monkeypatch.setattr(worker_watch, "_runs", lambda process: psutil.pid_exists(process.pid))
     of_server.start()
     scheduler.kill()
-    assert causes.get(timeout=20).startswith(f"its scheduler_DP0 of controller (process {scheduler.pid}){end}")
+    assert causes.get(timeout=60).startswith(f"its scheduler_DP0 of controller (process {scheduler.pid}){end}")
 
 
 def test_a_server_that_ends_by_itself_reports_nothing(watch):
@@ -102,8 +107,57 @@ def test_a_server_that_ends_by_itself_reports_nothing(watch):
     of_server.start()
     of_server.stop()
     process.kill()
-    with pytest.raises(queue.Empty):
-        causes.get(timeout=1)
+    process.join()
+    wait_until(lambda: not any(thread.name == "worker watch" for thread in threading.enumerate()))
+    assert causes.empty()
+
+
+# -- what the processes of a server do ------------------------------------------------------------------------------------
+
+# A scheduler, or a compiler that one has started, beside a process that only answers.
+COMPUTING = "import time; end = time.monotonic() + 3600\nwhile time.monotonic() < end: pass"
+
+
+@pytest.fixture
+def server():
+    """Starts a program with children of the given titles, which compute; returns their processes."""
+    started = []
+
+    def begin(*titles):
+        program = (
+            f"import subprocess, sys, time\nfor title in {titles!r}:\n"
+            f"    subprocess.Popen([title, '-c', {COMPUTING!r}], executable=sys.executable)\ntime.sleep(3600)"
+        )
+        process = psutil.Process(subprocess.Popen([sys.executable, "-c", program]).pid)
+        started.append(process)
+        return process, wait_until(lambda: found if len(found := process.children()) == len(titles) else None)
+
+    yield begin
+    for process in started:
+        for each in [*process.children(), process]:
+            each.kill()
+        process.wait(60)
+
+
+@pytest.mark.parametrize("title", ["sglang::scheduler_TP0", "nvcc"])
+def test_schedulers_and_what_they_start_compute(server, title):
+    process, _ = server(title)
+    wait_until(lambda: worker_watch.computing_seconds(process.pid) > 0.05)
+
+
+def test_other_processes_of_a_server_do_not_count(server):
+    process, (detokenizer,) = server("sglang::detokenizer")
+    wait_until(lambda: detokenizer.cpu_times().user > 0.2)
+    assert worker_watch.computing_seconds(process.pid) == 0
+
+
+def test_a_server_with_a_stopped_process_computes_nothing(server):
+    process, children = server("sglang::scheduler_TP0", "sglang::detokenizer")
+    wait_until(lambda: worker_watch.computing_seconds(process.pid) > 0)
+    children[1].suspend()
+    wait_until(lambda: worker_watch.computing_seconds(process.pid) == 0)
+    children[1].resume()
+    wait_until(lambda: worker_watch.computing_seconds(process.pid) > 0)
 
 
 # -- what the engine makes of it ----------------------------------------------------------------------------------------
@@ -166,6 +220,34 @@ def test_an_engine_that_does_not_start_in_time_names_the_flag(engine, monkeypatc
     monkeypatch.setattr(engine, "_launch", lambda *arguments: None)
     with pytest.raises(RunError, match=r"was not healthy after 0.2 s \(--engine-start-timeout\): still running"):
         engine.init()
+
+
+@pytest.mark.parametrize(
+    ("answers", "computed", "timeout", "outcome"),
+    [
+        (["/health_generate", "/health"], 0.0, 600.0, True),
+        (["/health"], 1.0, 0.2, False),
+        (["/health"], 0.0, 0.2, "engine 3 hangs: it gave no token within 0.2 s .* computed for 0.0 s; log "),
+        ([], 1.0, 0.2, "engine 3 hangs: "),
+    ],
+    ids=["answers", "compiles", "hangs", "front end hangs"],
+)
+def test_an_engine_makes_progress_when_it_answers_or_computes(engine, monkeypatch, answers, computed, timeout, outcome):
+    seconds = iter([5.0, 5.0 + computed])
+    monkeypatch.setattr(sglang_engine, "computing_seconds", lambda pid: next(seconds))
+    monkeypatch.setattr(engine, "_answers", lambda path, timeout: path in answers)
+    if isinstance(outcome, bool):
+        assert engine.makes_progress(timeout) is outcome
+        return
+    with pytest.raises(RunError, match=outcome):
+        engine.makes_progress(timeout)
+
+
+def test_a_check_of_a_dead_engine_says_how_it_died(engine):
+    engine._url = "http://127.0.0.1:1"
+    os.kill(engine.server_pid(), signal.SIGKILL)
+    with pytest.raises(RunError, match="^engine 3 died: ended by SIGKILL"):
+        engine.makes_progress(600.0)
 
 
 def test_an_engine_that_is_shut_down_did_not_die(engine):

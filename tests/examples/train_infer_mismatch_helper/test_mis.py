@@ -8,15 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from examples.train_infer_mismatch_helper.mis import mis_settings_from_args
 from slime.algorithms.mismatch import LEVELS, MisSettings
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel, slice_responses
-from slime.training.mis_settings import mis_settings_from_args
+from slime.training.rollout_data import RolloutData
 from slime.training.step_statistics import compute_step_statistics, wants_step_statistics
 from slime.utils.errors import UserError
 from slime.utils.plugin_loader import load_function
-from tests.support.args import parse
-from tests.support.distributed import run_distributed
-from tests.support.plain_mis import plain_step
+from tests.support.models.args import parse
+from tests.support.oracles.plain_mis import plain_step
+from tests.support.processes.distributed import run_distributed
 
 EXAMPLE = Path(__file__).parents[3] / "examples/train_infer_mismatch_helper"
 PATH = f"{EXAMPLE}/mis.py:compute_mis_weights_with_cp"
@@ -50,7 +51,7 @@ def rank_data(indices, cp):
     totals = [PROMPT_LENGTHS[i] + RESPONSE_LENGTHS[i] for i in indices]
     for name in ("log_probs", "rollout_log_probs"):
         step[name] = slice_responses(step[name], totals, responses, cp)
-    return {**step, "total_lengths": totals, "response_lengths": responses}
+    return RolloutData({**step, "total_lengths": totals, "response_lengths": responses}, cp)
 
 
 def call(args, data, positions, **further):
@@ -143,9 +144,7 @@ def parallel_worker(cp_size, data_ranks):
     results = []
     for settings in SETTINGS:
         args, found = make_args(**settings), {}
-        statistics = compute_step_statistics(
-            load_function(PATH, FLAG), args, data, range(len(samples)), cp, dist.group.WORLD
-        )
+        statistics = compute_step_statistics(load_function(PATH, FLAG), args, data, dist.group.WORLD)
         for batch in packing:
             positions = [samples.index(i) for i in batch]
             loss, masks, metrics = call(args, data, positions, cp=cp, step_statistics=statistics)

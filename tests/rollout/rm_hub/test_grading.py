@@ -14,7 +14,7 @@ from slime.rollout.rm_hub.grading import clear_reward_instances
 from slime.utils import async_utils
 from slime.utils.errors import RunError, UserError
 from slime.utils.types import Sample
-from tests.support.rollout_args import make_args
+from tests.support.models.rollout_args import make_args
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_as_many_plain_rewards_run_at_once_as_the_flag_says(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "import threading\nmeeting = threading.Barrier(200)\n"
-        "def reward(args, sample):\n    meeting.wait(20)\n    return 1.0\n"
+        "def reward(args, sample):\n    meeting.wait(60)\n    return 1.0\n"
     )
     args = make_args("", custom_rm_path=f"{file}:reward", rm_concurrency=200)
     assert grade_all(args, samples(*range(400))) == [1.0] * 400
@@ -299,7 +299,7 @@ def test_types_that_need_a_worker_run_no_more_at_once_than_there_are_workers(mon
             most.append(len(running))
             if len(running) >= at_once:
                 full.set()
-        assert full.wait(20)
+        assert full.wait(60)
         with lock:
             running.remove(sample.index)
         return 1.0
@@ -323,6 +323,8 @@ def test_only_the_attempt_that_answered_changes_the_sample(tmp_path, form):
         "    number = len(args.given)\n    sample.metadata['asked'].append(number)\n"
         "    sample.loss_mask[0] = 0\n    del sample.rollout_log_probs\n"
         "    if number == 1:\n"
+        # The limit of the second attempt is none.
+        "        args.rm_timeout = 60.0\n"
         "        sample.metadata['only'] = 'first'\n        args.release.wait(60)\n"
         "        sample.metadata['asked'].append('late')\n        sample.loss_mask[1] = 0\n"
         "        sample.remove_sample, sample.label = True, 'late'\n        args.woke.set()\n"

@@ -294,7 +294,7 @@ def test_as_many_workers_as_cores_and_none_before_it_is_needed(monkeypatch):
             started.append(self)
 
         def ask(self, given, truth, timeout):
-            together.wait(30)
+            together.wait(60)
             return True
 
         def close(self):

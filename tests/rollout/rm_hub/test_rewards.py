@@ -22,7 +22,7 @@ def grade(rm_type, response, label, metadata=None):
     return compute_builtin_reward(args, Sample(index=3, response=response, label=label, metadata=metadata or {}))
 
 
-def test_f1_vector():
+def test_a_vector_of_f1():
     assert f1_score("the cat sat", "cat sat down") == (pytest.approx(0.8), 1.0, pytest.approx(2 / 3))
 
 
@@ -31,7 +31,7 @@ def test_f1_vector():
     [("Yes!", "yes", 1.0), ("yes it is", "yes", 2 * (1 / 3) / (1 / 3 + 1)), ("no", "yes", 0.0), ("no", "no idea", 0.0),
      ("A dog", "the DOG.", 1.0), ("noanswer", "noanswer", 1.0), ("", "x", 0.0), (None, "x", 0.0)],
 )  # fmt: skip
-def test_f1_exact_words_and_normalisation(prediction, truth, score):
+def test_exact_words_and_normalisation_of_f1(prediction, truth, score):
     expected = 0.0 if truth == "yes" and prediction == "yes it is" else score
     assert f1_score(prediction, truth)[0] == pytest.approx(expected)
 

@@ -9,7 +9,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.utils.types import Sample
-from tests.support.args import parse
+from tests.support.models.args import parse
 from tools.bench import bench_learning, delayed_rollout, learning_curves
 from tools.bench.delayed_rollout import DelayLine
 from tools.bench.learning_curves import Run

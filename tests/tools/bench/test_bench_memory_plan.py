@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.distributed import run_distributed
+from tests.support.processes.distributed import run_distributed
 from tools.bench.bench_memory_plan import FULL, LAYOUTS, MODELS, case_words, estimated, peak_of_training
 
 TOLERANCE = 0.15

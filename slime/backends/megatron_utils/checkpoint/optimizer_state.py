@@ -34,7 +34,7 @@ from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, Mega
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from slime.arguments.config_files.role_config import ACTOR, CRITIC
+from slime.arguments.config_files.role_config import CRITIC
 from slime.backends.megatron_utils.optimizer import parts_of
 from slime.backends.megatron_utils.stateless_adam import StatelessAdam
 from slime.utils.errors import UserError
@@ -333,10 +333,10 @@ def changed_curves(args: argparse.Namespace, scheduler: OptimizerParamScheduler,
         return []
     saved = copy.copy(scheduler)
     vars(saved).update(state)
-    lines = [] if getattr(args, "lr_decay_iters", None) else [_changed_rate(args, scheduler, saved)]
+    lines = [] if args.lr_decay_iters else [_changed_rate(args, scheduler, saved)]
     lines.append(_changed_decay(args, scheduler, saved))
     # `--train-iters` is the length of the run, given in optimizer steps.
-    return [] if getattr(args, "train_iters", None) else [line for line in lines if line is not None]
+    return [] if args.train_iters else [line for line in lines if line is not None]
 
 
 def _changed_rate(
@@ -346,7 +346,7 @@ def _changed_rate(
     if own_end == saved_end or not _differ(_rate, scheduler, saved, max(own_end, saved_end)):
         return None
     size = args.global_batch_size
-    role, steps = getattr(args, "role", ACTOR), max(round(saved_end / size), 1)
+    role, steps = args.role, max(round(saved_end / size), 1)
     way = f"`lr_decay_iters: {steps}` in the critic's overrides" if role == CRITIC else f"--lr-decay-iters {steps}"
     return (
         f"{role}: the learning-rate schedule is as long as the run, {own_end / size:g} optimizer steps with --num-rollout "
@@ -367,7 +367,7 @@ def _changed_decay(
         return None
     size = args.global_batch_size
     return (
-        f"{getattr(args, 'role', ACTOR)}: the weight decay changes over the length of the run, {own_end / size:g} optimizer "
+        f"{args.role}: the weight decay changes over the length of the run, {own_end / size:g} optimizer "
         f"steps with --num-rollout {args.num_rollout}, and did so over {saved_end / size:g} in the checkpoint. After "
         f"{done / size:g} steps the next has {_decay(scheduler, done):.4g} (by the checkpoint's schedule "
         f"{_decay(saved, done):.4g}). To keep its schedules, that of the learning rate too, give "

@@ -79,7 +79,7 @@ def load_checkpoint(
         _load_state(args, directory, model, None)
     else:
         _load_with_optimizer(args, directory, common, model, optimizer)
-        if getattr(args, "use_checkpoint_opt_param_scheduler", False):
+        if args.use_checkpoint_opt_param_scheduler:
             put_settings(optimizer, _settings_of(common))
     if scheduler is not None:
         if "scheduler" in common:
@@ -170,7 +170,7 @@ def _load_state(
     state = sharded_state(args, model, optimizer, is_loading=True, float32_prefix=float32_prefix)
     if "optimizer" in state:
         leave_out_groups(state["optimizer"])
-    strict = getattr(args, "dist_ckpt_strictness", "assume_ok_unexpected")
+    strict = args.dist_ckpt_strictness
     try:
         with torch.no_grad():
             chunks = chunks_by_key(model)
@@ -200,7 +200,7 @@ def _load_state(
 
 def _load_strategy(args: argparse.Namespace, directory: Path) -> Any:
     strategy = get_default_load_sharded_strategy(str(directory))
-    if getattr(args, "ckpt_fully_parallel_load", True):
-        algorithm = getattr(args, "ckpt_fully_parallel_load_exchange_algo", "broadcast")
+    if args.ckpt_fully_parallel_load:
+        algorithm = args.ckpt_fully_parallel_load_exchange_algo
         return FullyParallelLoadStrategyWrapper(strategy, replicas(), exchange_algo=algorithm)
     return strategy

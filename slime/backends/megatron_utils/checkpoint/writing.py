@@ -118,12 +118,12 @@ def _write(
             put_step(state["optimizer"], memory.step)
         state.update(common, has_optimizer=has_optimizer)
         dist_checkpointing.save(state, str(directory), _save_strategy(args))
-        if not getattr(args, "no_save_rng", False):
+        if not args.no_save_rng:
             save_generators(directory)
     except (Exception, CheckpointException) as cause:
         # Above all a full disk, which torch and safetensors report as errors of their own, on all ranks that write. The
-        # others hear of it here. Who fails between two collectives of Megatron's leaves them to the limit of the process
-        # group (--distributed-timeout-minutes).
+        # others hear of it here. Who fails between two collectives of Megatron's leaves them to the limit of their wait
+        # (--checkpoint-write-timeout).
         logger.debug("writing %s failed", directory, exc_info=True)
         error = describe(cause)
     return _first_error(error)
@@ -146,7 +146,7 @@ def _write_state(
 
 def _save_strategy(args: argparse.Namespace) -> Any:
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
-    if getattr(args, "ckpt_fully_parallel_save", True):
+    if args.ckpt_fully_parallel_save:
         # What data-parallel ranks hold alike is written by all of them, a share each.
         return FullyParallelSaveStrategyWrapper(strategy, replicas())
     return strategy
@@ -213,7 +213,7 @@ def sharded_state(
     Args:
         float32_prefix: what the names of the optimizer's float32 copies begin with, if they are all that is wanted of it.
     """
-    memory_efficient = getattr(args, "distrib_optim_fully_reshardable_mem_efficient", False)
+    memory_efficient = args.distrib_optim_fully_reshardable_mem_efficient
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": memory_efficient,

@@ -1,6 +1,6 @@
 import pytest
 
-from tests.support.tiny_model import write_tiny_model
+from tests.support.models.tiny_model import write_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from slime.arguments.checkpoints import WeightSource
-from tests.support.checkpoint_trainer import Trainer, make_args
-from tests.support.distributed import run_distributed
-from tests.support.resumed_run import ResumableRun, changed, resumable_args, resumed
+from tests.support.processes.checkpoint_trainer import Trainer, make_args
+from tests.support.processes.distributed import run_distributed
+from tests.support.processes.resumed_run import ResumableRun, changed, resumable_args, resumed
 
 STEPS = 2
 KINDS = {"distributed": {}, "plain": {"use_distributed_optimizer": False}}

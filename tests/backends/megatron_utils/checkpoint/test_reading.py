@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from slime.arguments.checkpoints import WeightSource
-from tests.support.checkpoint_trainer import (
+from tests.support.oracles.rounding import bound_of_weights
+from tests.support.processes.checkpoint_trainer import (
     LAYOUTS,
     PREDICTED_TOKENS,
     ROLLOUTS_PER_STEP,
@@ -19,9 +20,8 @@ from tests.support.checkpoint_trainer import (
     resume,
     train_and_save,
 )
-from tests.support.distributed import run_distributed
-from tests.support.megatron_worker import start
-from tests.support.rounding import bound_of_weights
+from tests.support.processes.distributed import run_distributed
+from tests.support.processes.megatron_worker import start
 
 
 def layout_args(hf_dir, save, **layout) -> SimpleNamespace:

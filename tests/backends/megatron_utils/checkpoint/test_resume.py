@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.distributed import run_distributed
-from tests.support.resumed_run import FLOAT16, ResumableRun, changed, resumable_args, resumed
-from tests.support.tiny_model import write_tiny_model
+from tests.support.models.tiny_model import write_tiny_model
+from tests.support.processes.distributed import run_distributed
+from tests.support.processes.resumed_run import FLOAT16, ResumableRun, changed, resumable_args, resumed
 
 BEFORE, AFTER = 2, 3
 BFLOAT16 = {"bf16": True}
@@ -77,9 +77,11 @@ def interrupted(cases) -> dict[str, tuple]:
     """Per case what the next step depends on, at the checkpoint and after each further step: uninterrupted, and resumed."""
     results = {}
     for name, args in cases.items():
-        run = ResumableRun(args, loads="num_experts" not in vars(args))
+        from slime.training.rollout_data import RolloutData
+
+        run = ResumableRun(args, loads=args.num_experts is None)
         run.prepare()
-        data = dict(run.data)
+        data = RolloutData(run.data, run.cp)
         for _ in range(BEFORE):
             run.step()
         run.save()

@@ -1,0 +1,341 @@
+"""Rules about what is generated and what is learned from it: sampling, lengths, staleness, rewards; the objective, replay,
+distillation, trained parameters and how they reach the engines; trackers."""
+
+import argparse
+import importlib.util
+import logging
+import math
+import re
+from collections.abc import Iterator
+
+from slime.algorithms.estimators import estimator, names_of_estimators
+from slime.arguments.config_files.eval_file import places_in
+from slime.arguments.flag import flag_of
+from slime.arguments.sizes import positions_of_model
+from slime.arguments.violations import Rule, Violation, broken, refused, refused_each, warned, where
+from slime.utils.reward_types import is_planned_reward_type, is_reward_type, known_reward_types
+
+logger = logging.getLogger(__name__)
+
+_SCHEMES = ("http://", "https://")
+_LENGTHS = tuple(f"{kind}_max_{part}_len" for kind in ("rollout", "eval") for part in ("context", "prompt", "response"))
+
+
+def lengths(args: argparse.Namespace) -> Iterator[Violation]:
+    """Prompt and response must fit into the context, and the context into the positions of the model."""
+    for kind in ("rollout", "eval"):
+        context = vars(args)[f"{kind}_max_context_len"]
+        for part in ("prompt", "response"):
+            flag, length = f"--{kind}-max-{part}-len", vars(args)[f"{kind}_max_{part}_len"]
+            if context is not None and length is not None and length >= context:
+                most = {"most": context - 1}
+                yield broken(args, "{0=} must be below {1=}, at most {most}", flag, f"--{kind}-max-context-len", **most)
+    limit = positions_of_model(args)
+    for name in _LENGTHS if limit is not None else ():
+        length = vars(args)[name]
+        # What follows from the context is too long only together with it.
+        if name in args.typed_flags and length is not None and length > limit:
+            yield broken(
+                args, "{0=} is above the model's {--max-position-embeddings=}; give at most that", flag_of(name)
+            )
+
+
+def lengths_of_sets(args: argparse.Namespace) -> Iterator[Violation]:
+    """The same for lengths that stand in `--eval-config`."""
+    limit, context = positions_of_model(args), args.eval_max_context_len
+    place = places_in(args.eval_config if args.eval_datasets else None)
+    for dataset in args.eval_datasets:
+        where, length = place(dataset.name, "max_response_len"), dataset.max_response_len
+        if where is None:
+            continue
+        if context is not None and length >= context:
+            template = "max_response_len {length} must be below {--eval-max-context-len=}, at most {most}"
+            yield broken(args, template, length=length, most=context - 1).at(where)
+        elif limit is not None and length > limit:
+            template = "max_response_len {length} is above the model's {--max-position-embeddings=}; give at most that"
+            yield broken(args, template, length=length).at(where)
+
+
+def summed_lengths(args: argparse.Namespace) -> Iterator[Violation]:
+    """Warns of prompts and responses that fit alone and not together; yields nothing. Engines refuse such requests."""
+    for kind, response in (
+        ("rollout", args.rollout_max_response_len),
+        ("eval", args.eval_max_response_len or args.rollout_max_response_len),
+    ):
+        prompt = vars(args)[f"{kind}_max_prompt_len"]
+        if vars(args)[f"{kind}_max_context_len"] is not None or prompt is None or response is None:
+            continue
+        limits = {"--max-position-embeddings": positions_of_model(args)}
+        limits["--sglang-context-length"] = args.sglang_context_length
+        flag, limit = min(((flag, n) for flag, n in limits.items() if n), key=lambda pair: pair[1], default=("", 0))
+        if limit and prompt + response > limit:
+            logger.warning(
+                "--%s-max-prompt-len %d and a response of %d tokens are together above %s %d, and engines refuse such "
+                "requests; --%s-max-context-len %d shortens the responses", kind, prompt, response, flag, limit, kind, limit,
+            )  # fmt: skip
+    yield from ()
+
+
+def staleness(args: argparse.Namespace) -> Iterator[Violation]:
+    least = unavoidable_staleness(args)
+    if args.max_weight_staleness is not None and args.max_weight_staleness < least:
+        template = (
+            "{--max-weight-staleness=}: with {--async-buffer-size=} and {--update-weights-interval=} samples are up to {least} "
+            "versions old when they are trained; give at least {least}, or a smaller buffer"
+        )
+        yield broken(args, template, least=least)
+
+
+def unavoidable_staleness(args: argparse.Namespace) -> int:
+    """Weight versions that the trainer is ahead of the oldest sample that the loop hands it.
+
+    The synchronous loop pushes before it generates. In the asynchronous one a rollout may wait while
+    `async_buffer_size` others are trained, with a push after every `update_weights_interval` of those.
+    """
+    return math.ceil(args.async_buffer_size / args.update_weights_interval) if args.asynchronous else 0
+
+
+def on_policy_proof(args: argparse.Namespace) -> Iterator[Violation]:
+    if not args.true_on_policy_mode:
+        return
+    reason = "with {--true-on-policy-mode} samples must come from the weights that train on them"
+    found = (
+        (args.asynchronous, "train_async.py trains on older samples", "use train.py"),
+        (args.num_steps_per_rollout != 1, "{num_steps_per_rollout} optimizer steps per rollout",
+         "give {--num-steps-per-rollout} 1"),
+        (args.update_weights_interval != 1, "{--update-weights-interval=}", "give 1"),
+        (args.keep_old_actor, "{--keep-old-actor}", "drop it"),
+        (args.partial_rollout and not args.mask_offpolicy_in_partial_rollout, "{--partial-rollout}",
+         "add {--mask-offpolicy-in-partial-rollout}"),
+    )  # fmt: skip
+    for holds, what, way_out in found:
+        if holds:
+            yield broken(args, f"{what}: {reason}; {way_out}")
+
+
+def reward_types(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """(where it stands, name) of every built-in reward that is asked for."""
+    # An own reward function may give names of its own a meaning.
+    if args.custom_rm_path is not None:
+        return
+    if args.rm_type:
+        yield "--rm-type", args.rm_type
+    place = places_in(args.eval_config if args.eval_datasets else None)
+    for dataset in args.eval_datasets:
+        if dataset.rm_type and dataset.custom_rm_path is None:
+            yield f"{place(dataset.name, 'rm_type')}: rm_type", dataset.rm_type
+
+
+def rewards(args: argparse.Namespace) -> Iterator[Violation]:
+    for place, name in reward_types(args):
+        if not is_reward_type(name) and not is_planned_reward_type(name):
+            yield broken(
+                args,
+                "{place} {name} is no built-in reward; known types: {known}, or give {--custom-rm-path}",
+                *([place] if place == "--rm-type" else []),
+                place=place,
+                name=name,
+                known=known_reward_types(),
+            )
+
+
+ROLLOUT_RULES: tuple[Rule, ...] = (
+    refused(lambda args: not args.rollout_temperature > 0,
+        "{--rollout-temperature=}: training needs a value above 0 (1.0 is usual); {--eval-temperature} may be 0"),
+    refused(lambda args: args.eval_temperature is not None and args.eval_temperature < 0,
+        "{--eval-temperature=}: it must not be negative; 0 is greedy"),
+    refused_each(("rollout_top_p", "eval_top_p"), lambda args, mass: mass is not None and not 0 < mass <= 1,
+        "{0=}: it is a share of the probability, above 0 and at most 1"),
+    refused_each(("rollout_top_k", "eval_top_k"), lambda args, count: count is not None and count != -1 and count < 1,
+        "{0=}: give -1 for no cut, or at least 1"),
+    refused(lambda args: "" in (args.rollout_stop or []),
+        "{--rollout-stop}: an empty stop string would end every response at once; give text, or drop the flag"),
+    lengths, lengths_of_sets, summed_lengths,
+    refused(lambda args: args.asynchronous and args.colocate,
+        "{--colocate}: train_async.py generates while it trains, so both need GPUs of their own; use train.py, or drop it"),
+    staleness, on_policy_proof, rewards,
+    refused_each(("rm_url", "rollout_buffer_url"), lambda args, url: url is not None and not url.startswith(_SCHEMES),
+        "{0=}: it must start with http:// or https://"),
+)  # fmt: skip
+
+_SERVED_TEACHER = "slime.rollout.on_policy_distillation.reward_func"
+# Functions that can set `teacher_log_probs` of a sample, or of the train batch.
+_SETS_TEACHER_LOG_PROBS = (
+    "custom_rm_path", "custom_generate_function_path", "rollout_function_path", "rollout_sample_hook_path",
+    "custom_reward_post_process_path", "custom_convert_samples_to_train_data_path",
+)  # fmt: skip
+
+
+def _clips_both_sides(args: argparse.Namespace) -> bool:
+    return args.loss_type == "policy_loss" and not estimator(args.advantage_estimator).clips_one_side
+
+
+def _has_groups_of_one(args: argparse.Namespace) -> bool:
+    centered = args.rewards_normalization and estimator(args.advantage_estimator).centers
+    return args.n_samples_per_prompt == 1 and centered and args.loss_type == "policy_loss"
+
+
+_LOSS_RULES = (
+    refused(lambda args: args.loss_type == "custom_loss" and args.custom_loss_function_path is None,
+        "{--loss-type=} needs {--custom-loss-function-path}, such as my_losses.py:my_loss"),
+    refused(lambda args: args.eps_clip_c is not None and args.eps_clip_c <= 1,
+        "{--eps-clip-c=}: it must be above 1 (3.0 is usual)"),
+    warned(lambda args: estimator(args.advantage_estimator).clips_one_side and args.eps_clip < 1,
+        "{--advantage-estimator=} with {--eps-clip=}: its lower bound is normally off (--eps-clip 1.0)"),
+    refused(lambda args: _clips_both_sides(args) and args.eps_clip > 1,
+        "{--eps-clip=}: the probability ratio may fall to 1 - {eps_clip}, and it is never below 0; give at most 1, which "
+        "switches the lower bound off (0.2 is usual)"),
+    warned(lambda args: _clips_both_sides(args) and args.eps_clip_high < args.eps_clip <= 1,
+        "{--eps-clip-high=} is below {--eps-clip=}: probabilities may rise by less than they may fall; the other way round "
+        "is usual (0.28 and 0.2)"),
+    warned(_has_groups_of_one,
+        "{--n-samples-per-prompt=} with rewards normalisation: every group has one member, so all advantages are zero"),
+)  # fmt: skip
+_REFERENCE_RULES = (
+    refused(lambda args: args.kl_coef != 0 and args.kl_loss_coef != 0,
+        "{--kl-coef=} and {--kl-loss-coef=} count the KL twice, in the reward and in the loss; set one of them to 0"),
+    *where(lambda args: args.ref_load is None and args.has_trainer,
+        refused(lambda args: args.kl_coef != 0,
+            "{--kl-coef=} needs {--ref-load}, the reference checkpoint; {--hf-checkpoint}'s directory would do"),
+        refused(lambda args: args.use_kl_loss,
+            "{--use-kl-loss} needs {--ref-load}, the reference checkpoint; {--hf-checkpoint}'s directory would do"),
+        refused(lambda args: args.ref_update_interval is not None,
+            "{--ref-update-interval=} needs {--ref-load}, the reference checkpoint")),
+)  # fmt: skip
+_ESTIMATOR_RULES = (
+    refused(lambda args: estimator(args.advantage_estimator).needs_whitening and not args.normalize_advantages,
+        "{--advantage-estimator=} needs {--normalize-advantages}"),
+    refused(lambda args: args.num_critic_only_steps and not args.use_critic,
+        "{--num-critic-only-steps=}: {--advantage-estimator=} has no critic; give {--advantage-estimator} "
+        f"{names_of_estimators('needs_critic')}, or 0"),
+    warned(lambda args: args.use_critic and args.num_rollout and args.num_critic_only_steps >= args.num_rollout,
+        "{--num-critic-only-steps=} of {--num-rollout=}: the critic alone is trained, the actor never"),
+)  # fmt: skip
+_IMPORTANCE_RULES = (
+    refused(lambda args: args.use_rollout_logprobs and args.use_tis,
+        "{--use-rollout-logprobs} and {--use-tis} exclude each other: with the engine's log-probs as old ones there is no "
+        "difference left to correct; keep one"),
+    refused(lambda args: args.tis_clip_low > args.tis_clip, "{--tis-clip-low=} is above {--tis-clip=}; 0 is usual"),
+    warned(lambda args: args.use_tis and not args.tis_clip_low <= 1 <= args.tis_clip,
+        "{--tis-clip-low=} and {--tis-clip=} leave 1 out: tokens on which engine and trainer agree are weighted too (0 and 2 "
+        "are usual)"),
+)  # fmt: skip
+_DISTILLATION_RULES = (
+    refused(lambda args: not args.use_opd and args.opd_teacher_load is not None,
+        "{--opd-teacher-load=} has no effect without {--use-opd}; add {--use-opd} {--opd-type} megatron, or drop it"),
+    refused(lambda args: args.use_opd and args.opd_type == "megatron" and args.opd_teacher_load is None,
+        "{--opd-type=} needs {--opd-teacher-load}, the teacher's checkpoint; or give {--opd-type} sglang"),
+    # The teacher is behind HTTP, and a function of the run asks it for the log-probs of every sample.
+    *where(lambda args: args.use_opd and args.opd_type == "sglang",
+        refused(lambda args: args.opd_teacher_load is not None,
+            "{--opd-type=}: the teacher is behind {--rm-url}; drop {--opd-teacher-load=}, or give {--opd-type} megatron"),
+        refused(lambda args: args.has_engines and args.typed_flags.isdisjoint(_SETS_TEACHER_LOG_PROBS),
+            f"{{--opd-type=}} needs a function that asks the teacher: {{--custom-rm-path}} {_SERVED_TEACHER}, or one of yours "
+            "that sets teacher_log_probs"),
+        refused(lambda args: args.has_engines and args.custom_rm_path == _SERVED_TEACHER and args.rm_url is None,
+            "{--custom-rm-path=} needs {--rm-url}, the teacher's address, such as http://10.0.0.1:30000"),
+        warned(lambda args: args.has_engines and args.rollout_temperature != 1,
+            "{--opd-type=} with {--rollout-temperature=}: the teacher is asked for log-probs at that temperature, but many "
+            "engines give those of a prompt at 1.0 whatever they are asked; make sure that the teacher's does not, or give "
+            "1.0")),
+)  # fmt: skip
+OBJECTIVE_RULES: tuple[Rule, ...] = (
+    *_LOSS_RULES, *_REFERENCE_RULES, *_ESTIMATOR_RULES, *_IMPORTANCE_RULES, *_DISTILLATION_RULES,
+)  # fmt: skip
+
+
+def routing_replay(args: argparse.Namespace) -> Iterator[Violation]:
+    if not args.use_routing_replay or not args.has_trainer or args.num_layers is None:
+        return
+    flag = "--use-rollout-routing-replay" if args.use_rollout_routing_replay else "--use-routing-replay"
+    if not args.num_experts:
+        template = "{0}: the model has no experts ({--num-experts}), so there is no routing to replay; drop the flag"
+        yield broken(args, template, flag)
+        return
+    types = args.moe_router_load_balancing_type
+    found = (
+        (args.loss_type == "sft_loss",
+         "{0} with {--loss-type=}: nobody has chosen experts for these samples before; drop the flag"),
+        (args.moe_router_fusion, "{0}: the kernel of {--moe-router-fusion} chooses experts by itself; drop one of them"),
+        ("sinkhorn" in ([types] if isinstance(types, str) else types or ()),
+         "{0}: {--moe-router-load-balancing-type} sinkhorn assigns experts over all tokens at once, which cannot be replayed; "
+         "give none or aux_loss"),
+    )  # fmt: skip
+    yield from (broken(args, template, flag) for holds, template in found if holds)
+
+
+REPLAY_RULES: tuple[Rule, ...] = (routing_replay,)
+
+
+def parameter_patterns(args: argparse.Namespace) -> Iterator[Violation]:
+    for name in ("only_train_params_name_list", "freeze_params_name_list"):
+        for pattern in vars(args)[name] or []:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                template = "{0} {pattern}: it is no regular expression ({error}); write one such as 'layers\\.0\\.'"
+                yield broken(args, template, flag_of(name), pattern=pattern, error=error)
+
+
+WEIGHT_RULES: tuple[Rule, ...] = (
+    refused(lambda args: args.only_train_params_name_list and args.freeze_params_name_list,
+        "{--only-train-params-name-list} and {--freeze-params-name-list} exclude each other: each says which parameters are "
+        "trained; keep one"),
+    parameter_patterns,
+    refused(lambda args: args.update_weight_transport == "disk" and args.update_weight_disk_dir is None,
+        "{--update-weight-transport=} needs {--update-weight-disk-dir}, a directory that trainer and engines share"),
+    refused(lambda args: args.update_weight_mode == "delta" and args.colocate,
+        "{--update-weight-mode=} with {--colocate}: weights are handed over in memory there; give {--update-weight-mode} full"),
+    *where(lambda args: args.update_weight_mode == "delta" and not args.colocate,
+        refused(lambda args: args.update_weight_transport != "disk",
+            "{--update-weight-mode=} with {--update-weight-transport=}: deltas travel as files; give "
+            "{--update-weight-transport} disk"),
+        refused(lambda args: args.update_weight_local_checkpoint_dir is None,
+            "{--update-weight-mode=} needs {--update-weight-local-checkpoint-dir}, a directory on every engine host to which "
+            "the deltas are applied")),
+    *where(lambda args: args.release_train,
+        refused(lambda args: args.train_backend != "megatron",
+            "{--release-train} with {--train-backend=}: only megatron can; drop it"),
+        refused(lambda args: args.use_critic,
+            "{--release-train} with {--advantage-estimator=}: the critic would be lost; drop it"),
+        refused(lambda args: args.keep_old_actor,
+            "{--release-train} with {--keep-old-actor}: the copy would be lost; drop one"),
+        refused(lambda args: args.save is None,
+            "{--release-train} recreates the trainer from a checkpoint for each step; give {--save}"),
+        refused(lambda args: args.save_interval not in (None, 1),
+            "{--release-train} recreates the trainer from a checkpoint for each step, so {--save-interval=} must be 1"),
+        refused(lambda args: (args.update_weight_mode, args.update_weight_transport) != ("full", "disk"),
+            "{--release-train} recreates the trainer from a checkpoint for each step and hands weights over as files: give "
+            "{--update-weight-mode} full {--update-weight-transport} disk instead of {update_weight_mode} over "
+            "{update_weight_transport}")),
+    *where(lambda args: args.use_stateless_adam,
+        refused(lambda args: args.optimizer != "adam",
+            "{--use-stateless-adam} with {--optimizer=}: give {--optimizer} adam"),
+        refused(lambda args: not args.decoupled_weight_decay,
+            "{--use-stateless-adam} with {--no-decoupled-weight-decay}: its decay is decoupled; drop one of them"),
+        refused(lambda args: not args.no_save_optim,
+            "{--use-stateless-adam} has no optimizer state to save: add {--no-save-optim}")),
+    warned(lambda args: args.keep_old_actor and args.loss_type == "policy_loss" and not args.use_rollout_logprobs
+           and not args.asynchronous and not args.debug_train_only,
+        "{--keep-old-actor} without train_async.py: a rollout trains on the weights that generated it, and the old log-probs "
+        "come from those before"),
+)  # fmt: skip
+
+
+def idle_tracker_flags(args: argparse.Namespace) -> Iterator[Violation]:
+    """Warns in one line; yields nothing."""
+    idle = sorted(name for name in args.typed_flags if name.startswith("wandb_") and not args.use_wandb)
+    if idle:
+        logger.warning("%s: no effect without --use-wandb", ", ".join(map(flag_of, idle)))
+    yield from ()
+
+
+TRACKER_RULES: tuple[Rule, ...] = (
+    refused(lambda args: args.use_wandb and importlib.util.find_spec("wandb") is None,
+        "{--use-wandb} needs the package wandb: pip install wandb"),
+    refused(lambda args: args.use_tensorboard and importlib.util.find_spec("tensorboard") is None,
+        "{--use-tensorboard} needs the package tensorboard: pip install tensorboard"),
+    refused(lambda args: args.wandb_host is not None and not args.wandb_host.startswith(_SCHEMES),
+        "{--wandb-host=}: it must start with http:// or https://, as in https://wandb.example.com"),
+    idle_tracker_flags,
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""Training with PyTorch's FSDP2 and models of transformers."""

@@ -1,0 +1,150 @@
+"""The trainer's protocol on Megatron-Core.
+
+Nothing of megatron.core may be imported before `initialize.init` has prepared the process, so modules of this folder that do
+so are imported in the methods.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from slime.arguments.checkpoints import WeightSource
+from slime.backends.megatron_utils import initialize
+from slime.training.backend import Collect, StepLoss, StepResult
+from slime.training.model_states import ModelStates
+from slime.training.passes import MicroBatches
+from slime.training.routing_replay import RoutingReplay
+
+
+class MegatronBackend:
+    """Megatron-Core's model chunks, optimizer and learning-rate schedule of one rank.
+
+    Attributes:
+        model: the wrapped chunks, one without virtual pipeline stages.
+        optimizer, scheduler: None in a run without training.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.model: list[Any] = []
+        self.optimizer: Any = None
+        self.scheduler: Any = None
+        self.routing_replay = RoutingReplay()
+
+    def place(self) -> None:
+        """Join Megatron's groups and build the model."""
+        initialize.init(self.args)
+        from slime.backends.megatron_utils.model_provider import setup_model
+        from slime.backends.megatron_utils.replaying_router import attach_routing_replay
+
+        self.groups = initialize.rank_groups(self.args)
+        self.model = setup_model(self.args)
+        self.routing_replay = attach_routing_replay(self.args, self.model)
+
+    def load(self, source: WeightSource) -> int:
+        """Load the weights, and with them build the optimizer; unless it resumes, which fills one that was built before."""
+        from slime.backends.megatron_utils.checkpoint import load_checkpoint
+        from slime.backends.megatron_utils.optimizer import build_optimizer_and_scheduler
+
+        if not source.resume:
+            self.load_weights(source)
+        if self.args.num_rollout > 0:
+            self.optimizer, self.scheduler = build_optimizer_and_scheduler(self.args, self.model)
+        if not source.resume:
+            return -1
+        return load_checkpoint(self.args, source, self.model, self.optimizer, self.scheduler)
+
+    def load_weights(self, source: WeightSource, state: str | None = None) -> bool:
+        from slime.backends.megatron_utils.checkpoint import load_checkpoint, load_stored_state
+        from slime.backends.megatron_utils.hf_conversion import load_hf_weights
+
+        if state is not None:
+            return load_stored_state(self.args, source, state, self.model)
+        if source.kind == "hf":
+            load_hf_weights(self.args, self.model, source.path)
+        elif source.kind == "megatron":
+            load_checkpoint(self.args, source, self.model)
+        return True
+
+    def save(self, rollout_id: int, states: ModelStates | None = None, stored: Sequence[str] = ()) -> None:
+        from slime.backends.megatron_utils.checkpoint import save_checkpoint
+
+        save_checkpoint(self.args, rollout_id, self.model, self.optimizer, self.scheduler, states, stored)
+
+    def forward(self, batches: MicroBatches, collect: Collect) -> list[dict[str, list[torch.Tensor]]]:
+        from slime.backends.megatron_utils.schedules import forward_only
+
+        return forward_only(self.args, self.model, batches, collect)
+
+    def step(
+        self,
+        batches: MicroBatches,
+        loss: StepLoss,
+        *,
+        denominator: float,
+        accepts: Callable[[float, bool], bool],
+        rollouts: int,
+    ) -> StepResult:
+        from slime.backends.megatron_utils.optimizer import update_weights
+        from slime.backends.megatron_utils.prediction_layers import PredictionStep, trains_prediction_layers
+        from slime.backends.megatron_utils.schedules import forward_backward
+
+        prediction = None
+        if trains_prediction_layers(self.args):
+            prediction = PredictionStep(self.args, self.model, batches.samples, denominator).loss
+        metrics = forward_backward(
+            self.args,
+            self.model,
+            self.optimizer,
+            batches,
+            lambda batch, logits: loss(batch, logits, prediction),
+            denominator,
+        )
+        learning_rates = [group["lr"] for group in self.optimizer.param_groups]
+        update = update_weights(self.optimizer, accepts)
+        if update.taken:
+            self.scheduler.step(increment=rollouts)
+        return StepResult(metrics, learning_rates, update)
+
+    def bad_gradients(self) -> list[str]:
+        from slime.backends.megatron_utils.parameter_names import parameters_with_bad_gradient
+
+        return parameters_with_bad_gradient(self.model)
+
+    def reset_optimizer(self) -> None:
+        from slime.backends.megatron_utils.optimizer import reset_optimizer_states
+
+        reset_optimizer_states(self.optimizer)
+
+    def broadcast(self, value: Any) -> Any:
+        from slime.backends.megatron_utils.schedules import broadcast_from_last_stage
+
+        return broadcast_from_last_stage(value)
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        from slime.backends.megatron_utils.hf_conversion import iter_hf_named_tensors
+
+        return iter_hf_named_tensors(self.args, self.model)
+
+    def stage_tensors(self) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
+        from slime.backends.megatron_utils.hf_conversion import iter_stage_named_tensors, names_of_stage
+
+        names = names_of_stage(self.args, self.model)
+        return lambda: iter_stage_named_tensors(self.args, self.model, names)
+
+    def expected_names(self) -> set[str]:
+        from slime.backends.megatron_utils.hf_conversion import expected_hf_names
+
+        return expected_hf_names(self.args.hf_checkpoint)
+
+    def live_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, chunk in enumerate(self.model):
+            for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
+                yield f"{index}.{name}", tensor
+
+    def close(self) -> None:
+        initialize.destroy()

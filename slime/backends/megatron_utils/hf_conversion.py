@@ -1,0 +1,320 @@
+"""Conversion between Hugging Face checkpoints and Megatron models: one engine for all families.
+
+Which tensors make up which parameter is told by the family (`slime.models`). Loading and exporting again gives the same bits.
+
+Loading: tensors are streamed. Each is read, arranged, cut and copied into its parameter before the next, so the memory needed
+beside the model is that of the largest parameter. Names are compared first; nothing is loaded from a checkpoint whose names do
+not fit.
+
+Exporting: all ranks walk through the parameters of the whole model in the same order. Each comes from the pipeline stage that
+holds it, one at a time, and is then gathered over tensor-parallel ranks. Every rank gets every tensor, and a rank that has no
+use for it drops it. Tied embeddings are one parameter, however many stages hold a copy, and are therefore sent once. Layers for
+multi-token prediction are left out where the family's checkpoints have none.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.arguments.config_files.role_config import CRITIC
+from slime.arguments.hf_config import read_hf_config
+from slime.models.families import FAMILIES, FAMILIES_BY_NAME, TRAINED_MODEL_TYPES, family_name
+from slime.models.family import Family, Rule, strip_wrappers
+from slime.models.tensor_layouts import Layout, TensorSizes
+from slime.utils.errors import UserError
+from slime.weights.hf_reader import SafetensorsDirectory
+
+logger = logging.getLogger(__name__)
+
+# Global name, parameter, and what it is made of.
+Plan = list[tuple[str, torch.nn.Parameter, Rule, tuple[str, ...]]]
+NamedTensor = tuple[str, torch.Tensor]
+
+_LISTED = 20
+_HEAD = "lm_head.weight"
+
+
+@torch.no_grad()
+def load_hf_weights(args: Any, model_chunks: Iterable[torch.nn.Module], hf_dir: str | Path) -> int:
+    """Fill the parameters of `model_chunks` from the HF directory `hf_dir`, converted to the parameters' dtype.
+
+    Collective over the pipeline group; all its stages raise the same error.
+
+    Returns:
+        0, the iteration at which such a run starts.
+
+    Raises:
+        UserError: unsupported `model_type`; tensors missing or surplus (all are listed); a shape that the flags
+        contradict.
+    """
+    from slime.backends.megatron_utils.schedules import gather_from_stages
+
+    family = family_of_directory(hf_dir)
+    source = SafetensorsDirectory(hf_dir)
+    plan = _plan(family, model_chunks)
+    needed = gather_from_stages({hf_name for *_, hf_names in plan for hf_name in hf_names})
+    _check_names(set().union(*needed), source, family, hf_dir, args.role == CRITIC)
+    message = None
+    try:
+        _fill(plan, source, tensor_sizes(args), hf_dir)
+    except UserError as error:
+        message = str(error)
+    # A tensor that does not fit is met by the stage that holds it; the others are not left alone with what comes next.
+    messages = [found for found in gather_from_stages(message) if found is not None]
+    if messages:
+        raise UserError(messages[0])
+    return 0
+
+
+def family_of_directory(hf_dir: str | Path) -> Family:
+    """The family of an HF model directory, by `model_type` in its config.json.
+
+    Raises:
+        UserError: no config, or the weights of its type are not converted.
+    """
+    model_type = read_hf_config(hf_dir, flag="checkpoint").get("model_type")
+    if model_type not in TRAINED_MODEL_TYPES:
+        raise UserError(f"{hf_dir}/config.json: model_type {model_type!r} is not one of {sorted(TRAINED_MODEL_TYPES)}")
+    return FAMILIES[model_type]
+
+
+def tensor_sizes(args: Any) -> TensorSizes:
+    """The sizes of the run's model that the layouts of its tensors need."""
+    return TensorSizes(
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        vocab_size=args.vocab_size,
+        padded_vocab_size=args.padded_vocab_size,
+    )
+
+
+def _fill(plan: Plan, source: SafetensorsDirectory, sizes: TensorSizes, hf_dir: str | Path) -> None:
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    for name, parameter, rule, hf_names in plan:
+        tensors = [source.tensor(hf_name) for hf_name in hf_names]
+        shard = rule.layout.shard(rule.layout.merge(tensors, sizes), rank, size)
+        if shard.shape != parameter.shape:
+            raise UserError(
+                f"{hf_dir}: {', '.join(hf_names)} of shape {[list(tensor.shape) for tensor in tensors]} give "
+                f"{list(shard.shape)} for {name}, but the model flags ask for {list(parameter.shape)}; make the shape flags "
+                "agree with the checkpoint's config.json"
+            )
+        parameter.copy_(shard)
+
+
+def expected_hf_names(hf_dir: str | Path) -> set[str]:
+    """Names of the tensors that the export of a model of this directory has: those on disk, a tied head and buffers
+    without weights left out.
+
+    Raises:
+        UserError: unsupported `model_type`, or no safetensors files.
+    """
+    names = SafetensorsDirectory(hf_dir).names()
+    family = family_of_directory(hf_dir)
+    return {name for name in names if not _may_be_ignored(name, family, hf_dir)}
+
+
+def _plan(family: Family, model_chunks: Iterable[torch.nn.Module]) -> Plan:
+    from slime.backends.megatron_utils.parameter_names import global_named_parameters
+    from slime.backends.megatron_utils.value_head import is_value_head
+
+    named = [item for chunk in model_chunks for item in global_named_parameters(chunk)]
+    # No directory of a language model has a critic's head, and not all have layers for multi-token prediction; those keep
+    # the weights that they have.
+    kept = [(name, parameter) for name, parameter in named if not is_value_head(parameter)]
+    found = [(name, parameter, *family.find(name)) for name, parameter in kept if not family.leaves_out(name)]
+    if len(found) < len(kept) and _speaks_for_its_stage():
+        logger.info(
+            "layers for multi-token prediction are not in this checkpoint and keep their weights, at first random ones"
+        )
+    return found
+
+
+def _speaks_for_its_stage() -> bool:
+    from megatron.core import parallel_state
+
+    is_first_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    return is_first_replica and parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def _check_names(
+    needed: set[str], source: SafetensorsDirectory, family: Family, hf_dir: str | Path, is_critic: bool
+) -> None:
+    """Args: is_critic: the model has a head of its own, and predicts no tokens."""
+    present = source.names()
+    if is_critic:
+        present = {name for name in present if name != _HEAD and not family.is_prediction(name)}
+    missing = sorted(needed - present)
+    surplus = sorted(name for name in present - needed if not _may_be_ignored(name, family, hf_dir))
+    problems = [
+        f"{len(names)} {what}: {', '.join(names[:_LISTED])}{', ...' if len(names) > _LISTED else ''}"
+        for what, names in (("missing", missing), ("not in the model", surplus))
+        if names
+    ]
+    if problems:
+        raise UserError(
+            f"{hf_dir} does not fit the model flags (layers, tied or untied embeddings, biases, norms): "
+            f"{'; '.join(problems)}"
+        )
+
+
+def _may_be_ignored(name: str, family: Family, hf_dir: str | Path) -> bool:
+    if name == _HEAD:
+        return bool(read_hf_config(hf_dir, flag="checkpoint").get("tie_word_embeddings", False))
+    return family.ignored.search(name) is not None
+
+
+@torch.no_grad()
+def iter_hf_named_tensors(args: Any, model_chunks: Iterable[torch.nn.Module]) -> Iterator[NamedTensor]:
+    """Yield (HF name, tensor) for every parameter, in the order of the model. Collective over the tensor-parallel and
+    pipeline groups.
+
+    Tensors are whole, contiguous, detached, on the parameters' device and in their dtype, without vocabulary padding.
+    They may share memory with the model: use or copy them before the next optimizer step.
+    """
+    family, sizes = _family_of(args), tensor_sizes(args)
+    for name, local in _parameters_of_all_stages(model_chunks, family):
+        layout = family.find(name)[0].layout
+        yield from _to_hf(family, sizes, name, _gather(layout, local))
+
+
+def names_of_stage(args: Any, model_chunks: Iterable[torch.nn.Module]) -> set[str]:
+    """Global names of the parameters that this pipeline stage sends: those that it has, and no stage before it.
+
+    Collective over the pipeline group.
+    """
+    from megatron.core import parallel_state
+
+    chunks = _named_chunks(model_chunks)
+    own_stage = parallel_state.get_pipeline_model_parallel_rank()
+    return {name for _, stage, name, _ in _parameters_in_order(chunks, _family_of(args)) if stage == own_stage}
+
+
+@torch.no_grad()
+def iter_stage_named_tensors(
+    args: Any, model_chunks: Iterable[torch.nn.Module], names: set[str]
+) -> Iterator[NamedTensor]:
+    """Yield what `iter_hf_named_tensors` does for the parameters `names` of this stage. Collective over the tensor-parallel
+    group; all stages together, each with what `names_of_stage` says, yield the whole model."""
+    family, sizes = _family_of(args), tensor_sizes(args)
+    for chunk in _named_chunks(model_chunks):
+        for name, parameter in chunk.items():
+            if name in names:
+                yield from _to_hf(family, sizes, name, _gather(family.find(name)[0].layout, parameter.detach()))
+
+
+def convert_to_hf(
+    args: Any, model_name: str, name: str, param: torch.Tensor, quantization_config: dict[str, Any] | None = None
+) -> list[NamedTensor]:
+    """Translate one whole Megatron parameter (gathered over tensor-parallel ranks, vocabulary padding or not).
+
+    Args:
+        model_name: decides the family ("qwen3", "Qwen3ForCausalLM", ...).
+        name: the parameter's global name; `module.` prefixes are allowed.
+
+    Raises:
+        UserError: unknown family, or a `quantization_config` (conversion to quantised checkpoints does not exist).
+        KeyError: the family has no such parameter.
+    """
+    if quantization_config:
+        raise UserError(
+            f"export to a quantised checkpoint ({quantization_config.get('quant_method')}) is not supported"
+        )
+    return list(_to_hf(_trained_family(model_name), tensor_sizes(args), name, param))
+
+
+def remove_padding(name: str, param: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """The parameter without the padding rows of the vocabulary, if `name` is the embedding or the output layer."""
+    if strip_wrappers(name) in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        return param[:vocab_size]
+    return param
+
+
+def _family_of(args: Any) -> Family:
+    return _trained_family(args.model_name) if args.model_name else family_of_directory(args.hf_checkpoint)
+
+
+def _trained_family(model_name: str) -> Family:
+    name = family_name(model_name)
+    if name is None or not FAMILIES_BY_NAME[name].is_trained:
+        supported = sorted(TRAINED_MODEL_TYPES)
+        raise UserError(f"--model-name {model_name}: no conversion for this family; supported: {supported}")
+    return FAMILIES_BY_NAME[name]
+
+
+def _to_hf(family: Family, sizes: TensorSizes, name: str, whole: torch.Tensor) -> Iterator[NamedTensor]:
+    rule, hf_names = family.find(name)
+    for hf_name, tensor in zip(hf_names, rule.layout.split(whole, sizes), strict=True):
+        yield hf_name, tensor.contiguous()
+
+
+def _named_chunks(model_chunks: Iterable[torch.nn.Module]) -> list[dict[str, torch.nn.Parameter]]:
+    from slime.backends.megatron_utils.parameter_names import global_named_parameters
+
+    return [dict(global_named_parameters(chunk)) for chunk in model_chunks]
+
+
+def _parameters_of_all_stages(model_chunks: Iterable[torch.nn.Module], family: Family) -> Iterator[NamedTensor]:
+    """(global name, this tensor-parallel rank's part) of every parameter that `family` has, in the model's order, each once."""
+    from megatron.core import parallel_state
+
+    from slime.backends.megatron_utils.schedules import broadcast_tensor
+
+    chunks = _named_chunks(model_chunks)
+    own_stage = parallel_state.get_pipeline_model_parallel_rank()
+    for index, stage, name, like in _parameters_in_order(chunks, family):
+        own = chunks[index][name].detach() if stage == own_stage else None
+        yield name, broadcast_tensor(stage, own, like)
+
+
+def _parameters_in_order(
+    chunks: Sequence[dict[str, torch.nn.Parameter]], family: Family
+) -> Iterator[tuple[int, int, str, torch.Tensor]]:
+    """(chunk, stage, global name, its like on the meta device) of every parameter that `family` has, in the model's order.
+
+    Each stands once, at the first stage that has it. Collective over the pipeline group.
+    """
+    from slime.backends.megatron_utils.schedules import gather_from_stages
+
+    contents = gather_from_stages([{name: p.detach().to("meta") for name, p in chunk.items()} for chunk in chunks])
+    sent = {name for of_stage in contents for chunk in of_stage for name in chunk if family.leaves_out(name)}
+    if sent and dist.get_rank() == 0:
+        _tell_what_stays(family.model_types)
+    # Of interleaved stages the first chunks of all come before the second chunks.
+    for index in range(len(chunks)):
+        for stage, of_stage in enumerate(contents):
+            for name, like in of_stage[index].items():
+                if name not in sent:
+                    sent.add(name)
+                    yield index, stage, name, like
+
+
+@functools.cache
+def _tell_what_stays(model_types: tuple[str, ...]) -> None:
+    logger.info(
+        "Hugging Face checkpoints of %s have no layers for multi-token prediction: exports and engines do not get them",
+        " and ".join(model_types),
+    )
+
+
+def _gather(layout: Layout, local: torch.Tensor) -> torch.Tensor:
+    from megatron.core import parallel_state
+
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    if size == 1 or not layout.sharded:
+        return local
+    shards = local.new_empty(size, *local.shape)
+    group = parallel_state.get_tensor_model_parallel_group()
+    # Gloo takes the parts only end to end.
+    dist.all_gather_into_tensor(shards.flatten(0, 1), local.contiguous(), group=group)
+    return layout.gather(shards)

@@ -1,0 +1,198 @@
+"""Passes over packed micro-batches with Megatron's schedules.
+
+A function of the logits runs on the last pipeline stage only, once per micro-batch, in the order of the micro-batches; the
+other stages get nothing back. So losses, log-probs and everything that follows from them exist there, while rank 0, which logs
+and talks to the engines, is on the first stage: stages tell each other what only one of them knows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from slime.backends.megatron_utils.attention import packed_seq_params
+from slime.backends.megatron_utils.layer_spec import rotates_by_position
+from slime.backends.megatron_utils.parameter_names import unwrap_model
+from slime.backends.megatron_utils.replaying_router import routing_replay_of
+from slime.training.backend import Collect
+from slime.training.packed_stream import PackedStream
+from slime.training.passes import MicroBatches
+from slime.training.rollout_data import Metrics, MicroBatch
+from slime.utils.device import get_accelerator
+
+# Of the batch that it is made for: what Megatron's schedule calls with the logits [1, T, V / tensor-parallel size].
+LogitsFunction = Callable[[MicroBatch], Callable[..., Any]]
+
+
+def forward_only(
+    args: argparse.Namespace, model: list[DistributedDataParallel], batches: MicroBatches, collect: Collect
+) -> list[dict[str, list[torch.Tensor]]]:
+    """A pass without gradient and without dropout; on the last pipeline stage what `collect` gave, per micro-batch."""
+
+    def make(batch: MicroBatch) -> Callable[..., dict[str, list[torch.Tensor]]]:
+        return lambda logits, non_loss_data=True: collect(batch, logits.squeeze(0))
+
+    with torch.no_grad(), _evaluating(model):
+        outputs = _run_schedule(args, model, fill_last_group(model, batches), make, forward_only=True)
+    return outputs[: len(batches)]
+
+
+def forward_backward(
+    args: argparse.Namespace,
+    model: list[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    batches: MicroBatches,
+    loss: Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Metrics]],
+    denominator: float,
+) -> list[Metrics]:
+    """Gradients in place, of the sums of `loss` over all ranks divided by `denominator`. Returns the metrics per micro-batch;
+    none before the last stage."""
+    # Megatron divides by the number of micro-batches and averages gradients over data- and context-parallel ranks. All is
+    # undone, because the denominator of the step already is the whole normalisation: the context-parallel size by its
+    # schedule itself, which multiplies the loss by it, the other two here.
+    scale = len(batches) * parallel_state.get_data_parallel_world_size() / denominator
+
+    def make(batch: MicroBatch) -> Callable[..., tuple[torch.Tensor, Metrics]]:
+        def scaled_loss(logits: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+            # Not by an index, whose backward pass copies the gradient into a second tensor of the logits' size.
+            value, metrics = loss(batch, logits.squeeze(0))
+            return value * scale, metrics
+
+        return scaled_loss
+
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    set_schedule_functions(args, model, optimizer)
+    return _run_schedule(args, model, batches, make, forward_only=False)
+
+
+def _run_schedule(
+    args: argparse.Namespace,
+    model: list[DistributedDataParallel],
+    batches: MicroBatches,
+    make_logits_function: LogitsFunction,
+    *,
+    forward_only: bool,
+) -> list[Any]:
+    """One pass.
+
+    Returns:
+        On the last pipeline stage what the logits functions returned (forward only) or the second part of it (their
+        first being the loss), per micro-batch; on other stages an empty list.
+    """
+
+    replay = routing_replay_of(model)
+
+    def forward_step(iterator: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+        batch = next(iterator)
+        with replay.forward(model.index(chunk), batch):
+            output = _forward(chunk, batch.stream)
+        return output, make_logits_function(batch)
+
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        # One iterator for each virtual stage: they come to the same micro-batch at different times.
+        data_iterator=[iter(batches) for _ in model],
+        model=model,
+        num_microbatches=len(batches),
+        # Streams differ in length; Megatron reads this only to size pipeline messages of fixed-length batches.
+        seq_length=args.seq_length or 1,
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def fill_last_group(model: list[DistributedDataParallel], batches: MicroBatches) -> MicroBatches:
+    """`batches`, the last one repeated until the count is what the interleaved schedule can do."""
+    if len(model) == 1:
+        return batches
+    missing = -len(batches) % model[0].config.microbatch_group_size_per_vp_stage
+    return dataclasses.replace(batches, indices=[*batches.indices, *[batches.indices[-1]] * missing])
+
+
+def set_schedule_functions(
+    args: argparse.Namespace, model: list[DistributedDataParallel], optimizer: MegatronOptimizer
+) -> None:
+    """Tell Megatron's schedules how losses are scaled and gradients reduced."""
+    config = model[0].config
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if model[0].ddp_config.overlap_grad_reduce:
+        # Only the backward pass of the last micro-batch starts reductions.
+        functions = [chunk.no_sync for chunk in model]
+        config.no_sync_func = functions if len(model) > 1 else functions[0]
+        if args.align_grad_reduce:
+            # Read by the schedules of pipelines alone: all stages start their reductions at one time.
+            functions = [chunk.start_grad_sync for chunk in model]
+            config.grad_sync_func = functions if len(model) > 1 else functions[0]
+
+
+@contextlib.contextmanager
+def _evaluating(model: list[DistributedDataParallel]) -> Iterator[None]:
+    for chunk in model:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk in model:
+            chunk.train()
+
+
+def _forward(chunk: torch.nn.Module, stream: PackedStream) -> torch.Tensor:
+    """Logits [1, T, V / tensor-parallel size] of the stream; before the last stage hidden states [T, 1, hidden]."""
+    # In 16 bits Megatron's wrapper would copy all logits to float32; the loss does that chunk by chunk.
+    options = {"fp32_output": False} if chunk.config.bf16 or chunk.config.fp16 else {}
+    return chunk(
+        input_ids=stream.tokens[None],
+        position_ids=stream.position_ids[None],
+        attention_mask=None,
+        packed_seq_params=packed_seq_params(stream, by_position=rotates_by_position(unwrap_model(chunk))),
+        **options,
+    )
+
+
+def broadcast_from_last_stage(value: Any) -> Any:
+    """`value` of the last stage, on all stages. Collective over the pipeline group; small picklable things only."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return value
+    group = parallel_state.get_pipeline_model_parallel_group()
+    box = [value]
+    dist.broadcast_object_list(box, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+    return box[0]
+
+
+def gather_from_stages(value: Any) -> list[Any]:
+    """`value` of every stage, first to last, on all of them. Collective over the pipeline group; small things only."""
+    size = parallel_state.get_pipeline_model_parallel_world_size()
+    if size == 1:
+        return [value]
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, value, group=parallel_state.get_pipeline_model_parallel_group())
+    return gathered
+
+
+def broadcast_tensor(stage: int, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """`tensor` of pipeline stage `stage`, on all stages; elsewhere `like` (a meta tensor does) tells shape and dtype.
+
+    Collective over the pipeline group. The stage itself gets back what it gave.
+    """
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return tensor
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if tensor is None:
+        tensor = torch.empty(like.shape, dtype=like.dtype, device=get_accelerator().group_device(group))
+    tensor = tensor.contiguous()
+    dist.broadcast(tensor, src=dist.get_global_rank(group, stage), group=group)
+    return tensor

@@ -1,0 +1,172 @@
+"""What a family of models is: how its config becomes flags, how its weights are called, and what its layers are made of.
+
+A family that trains is a file of its own beside this one, those that are planned share `planned`; `families` registers them.
+
+Its config is a list of parts (`config_entries`); its weights are a table of rules over a few layouts (`tensor_layouts`), most
+of which all decoder-only families share and stand here. Nobody else compares the names of families.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from slime.models.tensor_layouts import GatedLinear, Layout, QueryKeyValue, Replicated, Sharded, Vocabulary
+
+Config = dict[str, Any]
+Part = Callable[[Config], dict[str, Any]]
+
+LAYER = "{layer}"
+_LAYER_NUMBER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
+_PREDICTION_LAYERS = "mtp."
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One kind of Megatron parameter.
+
+    megatron: its names, with `{layer}` for the layer's number; several where the layer specs name it differently.
+    hf: the HF tensors it is made of, with `{layer}`, in the order that the layout expects.
+    """
+
+    megatron: tuple[str, ...]
+    hf: tuple[str, ...]
+    layout: Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One family of models.
+
+    model_types: `model_type` values of its configs.
+    names: what a `--model-name` of it contains, in lower case without punctuation ("qwen3").
+    other_models: longer names that contain one of `names` and mean models that nobody here knows.
+
+    parts: functions from a config to flags; later ones win where two say something about one flag.
+    constants: flags that hold whatever the config says: true of every published model of the type.
+    absent: entries that a config of this type may lack, with the value that it then means.
+    rope_types: kinds of RoPE scaling that the family's layers know.
+
+    layer_spec: import path of what builds its decoder layers, which the backend resolves (`--spec`); None: the layers
+        that the backend has for every decoder-only model.
+    qk_norm_spans_heads: a norm of queries or keys has a weight for each channel of all heads.
+
+    rules: which HF tensors make up each Megatron parameter; a family without is planned and not trained.
+    ignored: matches HF tensors that carry no weights of the model.
+    predictions: matches HF tensors of layers for multi-token prediction; None where the family's checkpoints have none.
+    """
+
+    model_types: tuple[str, ...]
+    names: tuple[str, ...]
+    other_models: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
+    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rope_types: tuple[str, ...] = ("default",)
+    layer_spec: str | None = None
+    qk_norm_spans_heads: bool = False
+    rules: tuple[Rule, ...] = ()
+    ignored: re.Pattern[str] = re.compile(r"\.rotary_emb\.inv_freq$")
+    predictions: re.Pattern[str] | None = None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the trainer builds its layers and converts its weights."""
+        return bool(self.rules)
+
+    def model_args(self, config: Config) -> dict[str, Any]:
+        """The flags of the model of `config`, under their names and with the types they have in `args`."""
+        complete = {**self.absent, **config}
+        found: dict[str, Any] = {}
+        for part in self.parts:
+            found.update(part(complete))
+        return {**found, **self.constants, "spec": self.layer_spec.rsplit(".", 1) if self.layer_spec else None}
+
+    def find(self, megatron_name: str) -> tuple[Rule, tuple[str, ...]]:
+        """The rule for a global Megatron name (wrapper prefixes allowed), and the HF names with the layer's number.
+
+        Raises:
+            KeyError: no rule has this name.
+        """
+        name = strip_wrappers(megatron_name)
+        match = _LAYER_NUMBER.search(name)
+        layer = match.group() if match else ""
+        rule = self._rule(name)
+        if rule is None:
+            raise KeyError(f"no conversion rule for the Megatron parameter {name}")
+        return rule, tuple(hf_name.replace(LAYER, layer) for hf_name in rule.hf)
+
+    def leaves_out(self, megatron_name: str) -> bool:
+        """Whether a parameter of a multi-token-prediction layer has no place in the family's HF checkpoints."""
+        name = strip_wrappers(megatron_name)
+        return name.startswith(_PREDICTION_LAYERS) and self._rule(name) is None
+
+    def is_prediction(self, hf_name: str) -> bool:
+        """Whether an HF tensor belongs to a layer for multi-token prediction."""
+        return self.predictions is not None and self.predictions.search(hf_name) is not None
+
+    def _rule(self, name: str) -> Rule | None:
+        generic = _LAYER_NUMBER.sub(LAYER, name, count=1)
+        return next((rule for rule in self.rules if generic in rule.megatron), None)
+
+
+def strip_wrappers(name: str) -> str:
+    """A parameter's name without the `module.` prefixes of data-parallel and mixed-precision wrappers."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def layer_rule(megatron: str | tuple[str, ...], hf: str | tuple[str, ...], layout: Layout) -> Rule:
+    """A rule for a parameter of a decoder layer, names given relative to the layer."""
+    megatron = (megatron,) if isinstance(megatron, str) else megatron
+    hf = (hf,) if isinstance(hf, str) else hf
+    return Rule(
+        tuple(f"decoder.layers.{LAYER}.{name}" for name in megatron),
+        tuple(f"model.layers.{LAYER}.{name}" for name in hf),
+        layout,
+    )
+
+
+def _query_key_value(kind: str) -> Rule:
+    hf = tuple(f"self_attn.{part}_proj.{kind}" for part in "qkv")
+    return layer_rule(f"self_attention.linear_qkv.{kind}", hf, QueryKeyValue())
+
+
+ENDS = (
+    Rule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), Vocabulary()),
+    Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",), Replicated()),
+    Rule(("output_layer.weight",), ("lm_head.weight",), Vocabulary()),
+)
+
+# Transformer Engine fuses a norm with the linear layer behind it and keeps the norm's weight there.
+LAYER_NORMS = (
+    layer_rule(
+        ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+        "input_layernorm.weight",
+        Replicated(),
+    ),
+    layer_rule(
+        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+        "post_attention_layernorm.weight",
+        Replicated(),
+    ),
+)
+
+# With the biases that some families have, and the norms of queries and keys that others have.
+ATTENTION = (
+    _query_key_value("weight"),
+    _query_key_value("bias"),
+    layer_rule("self_attention.linear_proj.weight", "self_attn.o_proj.weight", Sharded(dim=1)),
+    layer_rule("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", Replicated()),
+    layer_rule("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", Replicated()),
+)
+
+GATED_MLP = (
+    layer_rule("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), GatedLinear()),
+    layer_rule("mlp.linear_fc2.weight", "mlp.down_proj.weight", Sharded(dim=1)),
+)
+
+DENSE_LAYER = LAYER_NORMS + ATTENTION + GATED_MLP

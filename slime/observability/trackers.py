@@ -1,0 +1,194 @@
+"""Where the metrics of a run go: TensorBoard event files, a Weights & Biases run. Both are written by the driver only.
+
+Three axes: everything is plotted over `train/step`, `rollout/step` or `eval/step`, whichever it was logged with. W&B sees
+redacted arguments, and neither the command line, nor the console, nor the repository: each may hold a secret. Event files are
+written without torch so that the driver stays light.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import secrets
+import string
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slime.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PROJECT = "slime"
+_SUFFIX_LENGTH = 6
+_INIT_SECONDS = 90.0
+_FINISH_SECONDS = 120.0
+_LETTERS = string.ascii_lowercase + string.digits
+# Metrics without a step of their own belong to the rollout that they were logged with.
+AXES = {"train": "train/step", "eval": "eval/step", "rollout": "rollout/step", "perf": "rollout/step",
+        "passrate": "rollout/step", "multi_turn": "rollout/step"}  # fmt: skip
+
+
+class TensorBoardTracker:
+    """Scalars by tag and step in one event file below `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        from tensorboard.summary import Writer
+
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self._older = sorted(directory.glob("events.out.tfevents.*"))
+        self._writer = Writer(str(directory))
+
+    def add_scalars(self, values: dict[str, float], step_key: str, step: int) -> None:
+        """Write all `values` at `step` and flush: a killed run loses nothing that was logged."""
+        for tag, value in values.items():
+            self._writer.add_scalar(tag, value, step)
+        self._writer.flush()
+
+    def forget(self, lost: Mapping[str, range]) -> None:
+        """Take the values at the steps `lost[axis]` out of the event files that were here before this one."""
+        for path in self._older:
+            _drop_values(path, lost)
+
+    def close(self, *, failed: bool = False) -> None:
+        """End the event file, which does not tell how the run went."""
+        self._writer.close()
+
+
+def _drop_values(path: Path, lost: Mapping[str, range]) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    kept, dropped = [], 0
+    # A killed run's file may end within a record; what comes before it is read.
+    for record in RawEventFileLoader(str(path)).Load():
+        event = Event.FromString(record)
+        values = list(event.summary.value)
+        axes = [AXES.get(value.tag.partition("/")[0], "") for value in values]
+        left = [value for value, axis in zip(values, axes, strict=True) if event.step not in lost.get(axis, ())]
+        dropped += len(values) - len(left)
+        if len(left) == len(values):
+            kept.append(record)
+        elif left:
+            del event.summary.value[:]
+            event.summary.value.extend(left)
+            kept.append(event.SerializeToString())
+    if dropped:
+        temporary = path.with_name(f".{path.name}.writing")
+        with open(temporary, "wb") as file:
+            writer = RecordWriter(file)
+            for record in kept:
+                writer.write(record)
+            writer.flush()
+        os.replace(temporary, path)
+
+
+def new_run_id() -> str:
+    """An id that no other run has."""
+    return "".join(secrets.choice(_LETTERS) for _ in range(8))
+
+
+class WandbTracker:
+    """One W&B run.
+
+    Args:
+        args: the `wandb_*` arguments. Without `wandb_run_id` the run gets an id that no other one has.
+        directory: where its files go when `--wandb-dir` is not given.
+        config: what the run shows as its configuration, redacted.
+
+    Raises:
+        UserError: the package is missing, or it refuses the settings (address, key, login).
+    """
+
+    def __init__(self, args: argparse.Namespace, directory: Path, config: dict[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError("--use-wandb needs the package wandb: pip install wandb") from error
+        self.directory = Path(args.wandb_dir or directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self._run = wandb.init(
+                id=args.wandb_run_id,
+                resume="allow",
+                name=run_name(args),
+                project=args.wandb_project or DEFAULT_PROJECT,
+                entity=args.wandb_team,
+                group=args.wandb_group,
+                dir=str(self.directory),
+                mode=args.wandb_mode,
+                config=config,
+                settings=_settings(wandb, args),
+            )
+        except (wandb.errors.Error, ValueError) as error:
+            raise UserError(
+                f"--use-wandb: {_reason(error)}; --wandb-key (or WANDB_API_KEY) and --wandb-host say where to report, "
+                "--wandb-mode offline writes files only"
+            ) from None
+        self.run_id: str = self._run.id
+        for axis in sorted(set(AXES.values())):
+            self._run.define_metric(axis, hidden=True)
+        for prefix, axis in AXES.items():
+            self._run.define_metric(f"{prefix}/*", step_metric=axis)
+        self._told: dict[str, int] = {}
+
+    def add_scalars(self, values: dict[str, float], step_key: str, step: int) -> None:
+        """Log all `values` over the axis `step_key` at `step`."""
+        if step <= self._told.get(step_key, step - 1):
+            return
+        self._run.log({**values, step_key: step})
+
+    def forget(self, lost: Mapping[str, range]) -> None:
+        """A run that W&B continues takes nothing back: of the steps that it was told already, it keeps what it has."""
+        if self._run.resumed:
+            known = {axis: self._run.summary.get(axis) for axis in lost}
+            self._told = {axis: int(step) for axis, step in known.items() if step is not None}
+
+    def close(self, *, failed: bool = False) -> None:
+        """Upload what is left and mark the run as finished or failed; files stay where the upload takes too long."""
+        ending = threading.Thread(target=self._run.finish, args=(1 if failed else 0,), daemon=True, name="wandb finish")
+        ending.start()
+        ending.join(_FINISH_SECONDS)
+        if ending.is_alive():
+            logger.warning(
+                "W&B did not take the rest of the run within %d s; `wandb sync` sends what lies in %s",
+                _FINISH_SECONDS, self.directory / "wandb",
+            )  # fmt: skip
+
+
+def run_name(args: argparse.Namespace) -> str:
+    """The group (or experiment) and, unless switched off or a run is continued, 6 random characters."""
+    name = args.wandb_group or args.tb_experiment_name or DEFAULT_PROJECT
+    if not args.wandb_random_suffix or "wandb_run_id" in args.typed_flags:
+        return name
+    return f"{name}_{''.join(secrets.choice(_LETTERS) for _ in range(_SUFFIX_LENGTH))}"
+
+
+def _settings(wandb: Any, args: argparse.Namespace) -> Any:
+    settings = wandb.Settings(
+        init_timeout=_INIT_SECONDS,
+        console="off",
+        disable_code=True,
+        disable_git=True,
+        disable_job_creation=True,
+        save_code=False,
+        silent=True,
+        x_disable_meta=True,
+    )
+    if args.wandb_host is not None:
+        settings.base_url = args.wandb_host
+    if args.wandb_key is not None:
+        # Set apart from the others: a message about those may show them all.
+        settings.api_key = args.wandb_key
+    return settings
+
+
+def _reason(error: Exception) -> str:
+    details = getattr(error, "errors", None)
+    if callable(details):  # pydantic's text is a page, and quotes the input
+        return "; ".join(f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in details())
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,261 @@
+"""From the data source to the batches of the training ranks: what a rollout and an evaluation consist of, beside serving.
+
+Methods block, and several may run at a time, each in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import ray
+
+from slime.arguments.config_files.role_config import critic_args
+from slime.observability.console import Progress, evaluation_name, generation_name
+from slime.observability.logging_utils import LoggedMetrics, collected_metrics, drain_outbox
+from slime.observability.rollout_metrics import (
+    compute_eval_metrics,
+    compute_rollout_metrics,
+    compute_rollout_perf_metrics,
+    merge_extra_metrics,
+)
+from slime.ray.driver import RolloutResult, RunLength, saves
+from slime.rollout.base_types import call_rollout_fn
+from slime.rollout.data_source import create_data_source
+from slime.rollout.data_source_files import prompts_per_epoch
+from slime.rollout.draws import DataSourceSnapshots
+from slime.rollout.generation_call import GenerationCall
+from slime.rollout.rollout_dump import load_rollout, save_rollout
+from slime.rollout.train_data import convert_samples_to_train_batch
+from slime.scheduling.dp_schedule import DPSchedule
+from slime.training.rollout_batch import split_for_data_parallel
+from slime.training.schedule import schedule_from_args, train_parallel_config
+from slime.utils.errors import UserError
+from slime.utils.finite_number import finite_number
+from slime.utils.misc import Box
+from slime.utils.plugin_loader import calling_user_code, load_function
+from slime.utils.run_values import add_run_values, with_run_values
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+# The leaf rule: a list that holds samples directly, this deep or deeper and more than one of them, is one execution; its
+# samples share one `rollout_id`. Depth 0 is the list of groups, depth 1 a group.
+_EXECUTION_DEPTH = 2
+
+
+class RolloutPipeline:
+    """Owns the data source, which a run that trains on dumps has not, and its states.
+
+    Attributes:
+        length: how long the run is, by its flags and its data.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.data_source: Any = None
+        self.states: DataSourceSnapshots | None = None
+        # Of the calls that are under way, by their names.
+        self._progress: dict[str, Progress] = {}
+        self.args = with_run_values(args)
+        if args.load_debug_rollout_data is None:
+            self.data_source = create_data_source(self.args)
+            self.states = DataSourceSnapshots(self.args, self.data_source)
+        self.length = self._length(args)
+        add_run_values(self.args, **dataclasses.asdict(self.length))
+
+    def _length(self, args: argparse.Namespace) -> RunLength:
+        epoch = None
+        if self.data_source is not None and args.rollout_global_dataset:
+            prompts = prompts_per_epoch(args, self.data_source)
+            epoch = None if prompts is None else max(1, prompts // args.rollout_batch_size)
+        return RunLength(args.num_epoch * epoch if args.num_rollout is None else args.num_rollout, epoch)
+
+    def progress(self, name: str) -> tuple[str, int, int] | None:
+        """(description, done, total) of what the call with this name generates (`generation_name`, `evaluation_name`)."""
+        progress = self._progress.get(name)
+        return None if progress is None else progress.snapshot()
+
+    @contextlib.contextmanager
+    def _call(self, name: str, rollout_id: int) -> Iterator[list[LoggedMetrics]]:
+        """The block is a call of its own; gives what functions of the user's log in it."""
+        call = GenerationCall(rollout_id)
+        self._progress[name] = call.progress
+        try:
+            with call.under_way(), collected_metrics() as logged:
+                yield logged
+            # Threads of a user's own have no context: what they log belongs to no call, and leaves with the next that ends.
+            logged += drain_outbox()
+        finally:
+            del self._progress[name]
+
+    def generate(self, rollout_id: int) -> RolloutResult:
+        """Run the rollout function for one step and build the shards of its train batch."""
+        drawing = contextlib.nullcontext() if self.states is None else self.states.of_rollout(rollout_id)
+        with self._call(generation_name(rollout_id), rollout_id) as logged, drawing:
+            started = time.perf_counter()
+            samples, extra_metrics = self._samples_of(rollout_id)
+            seconds = time.perf_counter() - started
+            self._remember_state(rollout_id)
+            if self.args.save_debug_rollout_data is not None:
+                save_rollout(self.args.save_debug_rollout_data, rollout_id, samples)
+            shards, critic_shards, dropped = self._build_shards(samples) if self.args.has_trainer else ([], [], 0)
+            metrics = merge_extra_metrics({"rollout/dropped_rollouts": dropped}, extra_metrics, "rollout/")
+            if not self._logged_by_user(rollout_id, samples, metrics, seconds):
+                metrics.update(compute_rollout_metrics(self.args, samples))
+                if not self.args.has_trainer:
+                    metrics["rollout/raw_reward"] = _mean_reward(self.args, samples)
+                metrics.update(compute_rollout_perf_metrics(self.args, samples, seconds))
+                logged.append(({**metrics, "rollout/step": rollout_id}, "rollout/step"))
+        return RolloutResult(shards, logged, critic_shards)
+
+    def _remember_state(self, rollout_id: int) -> None:
+        """Keep the data state for the checkpoint of `rollout_id`, if one will be written."""
+        args = self.args
+        if (
+            self.states is not None
+            and args.save is not None
+            and args.has_trainer
+            and saves(args, self.length, rollout_id)
+        ):
+            self.states.remember(rollout_id)
+
+    def _samples_of(self, rollout_id: int) -> tuple[list[Any], dict[str, Any] | None]:
+        """The step's samples, flat, from the rollout function or from a dump."""
+        args = self.args
+        if args.load_debug_rollout_data is not None:
+            fraction = args.load_debug_rollout_data_subsample
+            return load_rollout(args.load_debug_rollout_data, rollout_id, fraction), None
+        flag, path = "--rollout-function-path", args.rollout_function_path
+        function = load_function(path, flag=flag)
+        with _calling(flag, path, f"rollout {rollout_id}"):
+            output = call_rollout_fn(function, args, rollout_id, self.data_source, evaluation=False)
+        if args.rollout_sample_filter_path is not None:
+            flag, path = "--rollout-sample-filter-path", args.rollout_sample_filter_path
+            sample_filter = load_function(path, flag=flag)
+            with _calling(flag, path, f"rollout {rollout_id}"):
+                sample_filter(args, output.samples)
+        return flatten_rollout_output(output.samples), output.metrics
+
+    def _build_shards(self, samples: list[Any]) -> tuple[list[Box], list[Box], int]:
+        """One boxed object per data-parallel rank of the actor and of the critic, if there is one, and the number of
+        rollouts that fit no whole step."""
+        batch = convert_samples_to_train_batch(self.args, samples)
+        schedule = _schedule(self.args, batch)
+        shards = [Box(ray.put(shard)) for shard in split_for_data_parallel(batch, schedule)]
+        if not self.args.use_critic:
+            return shards, [], schedule.dropped
+        # A layout or a token budget of its own; else the ranks of both models take the same objects.
+        of_critic = _schedule(critic_args(self.args), batch)
+        if of_critic == schedule:
+            return shards, shards, schedule.dropped
+        return shards, [Box(ray.put(shard)) for shard in split_for_data_parallel(batch, of_critic)], schedule.dropped
+
+    def _logged_by_user(self, rollout_id: int, samples: list[Any], metrics: dict[str, Any], seconds: float) -> bool:
+        path = self.args.custom_rollout_log_function_path
+        if path is None:
+            return False
+        flag = "--custom-rollout-log-function-path"
+        return _call_log_function(flag, path, rollout_id, self.args, samples, metrics, seconds)
+
+    def evaluate(self, rollout_id: int, *, before: bool = False) -> list[LoggedMetrics]:
+        """Evaluate all data sets, `before` training on `rollout_id` or after it, and return what was logged."""
+        args, name = self.args, evaluation_name(rollout_id, before=before)
+        flag, path = "--eval-function-path", args.eval_function_path
+        function = load_function(path, flag=flag)
+        with self._call(name, rollout_id) as logged:
+            with _calling(flag, path, name):
+                output = call_rollout_fn(function, args, rollout_id, self.data_source, evaluation=True)
+            if args.save_debug_rollout_data is not None:
+                samples = [
+                    s for result in output.data.values() for s in [*result["samples"], *(result.get("failed") or [])]
+                ]
+                dump = f"eval_before_{rollout_id}" if before else f"eval_{rollout_id}"
+                save_rollout(args.save_debug_rollout_data, dump, samples)
+            flag, path = "--custom-eval-rollout-log-function-path", args.custom_eval_rollout_log_function_path
+            if path is None or not _call_log_function(flag, path, rollout_id, args, output.data, output.metrics):
+                metrics = merge_extra_metrics(compute_eval_metrics(args, output.data), output.metrics, "eval/")
+                # An evaluation stands at the number of rollouts that its weights were trained on: at the step of the
+                # rollout that is generated with the same weights.
+                logged.append(({**metrics, "eval/step": rollout_id + (not before)}, "eval/step"))
+        return logged
+
+
+def _schedule(args: argparse.Namespace, batch: dict[str, Any]) -> DPSchedule:
+    return schedule_from_args(
+        args,
+        train_parallel_config(args),
+        batch["total_lengths"].tolist(),
+        global_batch_size=args.global_batch_size,
+        execution_ids=batch["rollout_ids"].tolist(),
+    )
+
+
+def _calling(flag: str, path: str, subject: str) -> contextlib.AbstractContextManager[None]:
+    """`calling_user_code` for a plug-in; nothing for our own functions, whose errors speak for themselves."""
+    if path.startswith("slime."):
+        return contextlib.nullcontext()
+    return calling_user_code(flag, path, subject)
+
+
+def _call_log_function(flag: str, path: str, *arguments: Any) -> bool:
+    """Call a user's log function; its failure is reported and never ends the run."""
+    try:
+        return bool(load_function(path, flag=flag)(*arguments))
+    except Exception:
+        logger.exception("%s %s failed; default logging is used", flag, path)
+        return False
+
+
+def _mean_reward(args: argparse.Namespace, samples: Sequence[Any]) -> float:
+    values = [finite_number(sample.get_reward_value(args)) for sample in samples]
+    rewards = [value for value in values if value is not None]
+    return sum(rewards) / len(rewards) if rewards else 0.0
+
+
+def flatten_rollout_output(groups: list[Any]) -> list[Sample]:
+    """All samples in order, with all nesting removed.
+
+    Raises:
+        UserError: something that is neither a list nor a Sample, an empty output, or an execution whose samples do not
+            share a `rollout_id`.
+    """
+    if not isinstance(groups, list | tuple):
+        raise UserError(
+            f"--rollout-function-path returned {type(groups).__name__} as samples; expected a list of groups of Samples"
+        )
+    samples = list(_flatten(groups, "samples", 0))
+    if not samples:
+        raise UserError("--rollout-function-path returned no samples")
+    return samples
+
+
+def validate_execution_id(siblings: list[Sample], place: str) -> None:
+    """Raise UserError, naming the ids and the place, unless all samples share one `rollout_id` that is not None."""
+    ids = {sample.rollout_id for sample in siblings}
+    if len(ids) == 1 and None not in ids:
+        return
+    raise UserError(
+        f"--rollout-function-path: {place} holds {len(siblings)} samples of one execution with rollout_id "
+        f"{sorted(ids, key=str)}; all samples of one execution must share one rollout_id that is not None"
+    )
+
+
+def _flatten(node: list[Any] | tuple[Any, ...], place: str, depth: int) -> Iterator[Sample]:
+    for position, entry in enumerate(node):
+        if not isinstance(entry, Sample | list | tuple):
+            raise UserError(
+                f"--rollout-function-path: {place}[{position}] is {type(entry).__name__}; expected Sample or a list of them"
+            )
+    own = [entry for entry in node if isinstance(entry, Sample)]
+    if depth >= _EXECUTION_DEPTH and len(own) > 1:
+        validate_execution_id(own, place)
+    for position, entry in enumerate(node):
+        if isinstance(entry, Sample):
+            yield entry
+        else:
+            yield from _flatten(entry, f"{place}[{position}]", depth + 1)

@@ -1,0 +1,1 @@
+"""`--rehearse`: one step of chosen ranks at the real size, on fake tensors, by the trainer's own code."""

@@ -1,0 +1,188 @@
+"""The actor's rank as it is, with made-up samples and a transport that keeps nothing."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slime.arguments.checkpoints import REFERENCE, TEACHER, WeightSource, other_model_states
+from slime.rehearsal.recorder import Recorder
+from slime.rehearsal.task import Task
+from slime.training.actor_rank import ActorRank
+from slime.training.model_states import ModelStates, StateSchedule
+from slime.training.rollout_data import RolloutData
+from slime.utils.device import get_accelerator
+from slime.weights.buckets import BucketFlattener, FlatBucket
+from slime.weights.hf_reader import SafetensorsDirectory
+from slime.weights.transports import TRANSPORTS
+from slime.weights.transports.transport import Transport
+from slime.weights.verification import PushedNames
+
+if TYPE_CHECKING:
+    from slime.weights.buckets import NamedTensors
+
+_TRANSPORT = "rehearsal"
+
+
+class SwallowingTransport(Transport):
+    """Flattens buckets, as a transfer does, and forgets them."""
+
+    def __init__(self, args: Any, source: int, num_sources: int) -> None:
+        self._flattener = BucketFlattener(max_bytes=args.update_weight_buffer_size)
+        self._in_flight: FlatBucket | None = None
+
+    def send(self, bucket: NamedTensors) -> None:
+        # The bucket before it arrives when this one has been made.
+        self._in_flight = self._flattener.flatten(bucket)
+
+    def finish(self) -> None:
+        self._in_flight = None
+        self._flattener.release()
+
+
+class RehearsedActor(ActorRank):
+    """A rank of the actor whose phases are called one by one.
+
+    Attributes:
+        vocabulary_columns: of its logits.
+        pushed: tensors and buckets of its push; None before it, and on a rank that only helps.
+        not_rehearsed: what was left out, in words.
+    """
+
+    def __init__(self, task: Task, recorder: Recorder) -> None:
+        args = task.args
+        self._task = task
+        self._recorder = recorder
+        self.not_rehearsed: list[str] = []
+        self.pushed: tuple[int, int] | None = None
+        self.vocabulary_columns = args.padded_vocab_size // args.tensor_model_parallel_size
+        TRANSPORTS[_TRANSPORT] = SwallowingTransport
+        changed = {"initial_weights": self._weights(args), "update_weight_transport": _TRANSPORT}
+        args = argparse.Namespace(**{**vars(args), **changed})
+        super().__init__(args, task.rank, args.world_size, 0)
+
+    def phases(self) -> dict[str, Callable[[], None]]:
+        """What it does, in this order."""
+        return {
+            "model": lambda: self._join(("localhost", 0)),
+            "load": self._load,
+            "data": self._make_data,
+            "log-probs": lambda: self._prepare(0, self._data, []),
+            # The optimizer makes its state in the first one, which needs no more than a micro-batch.
+            "first step": lambda: self._train_steps(
+                0, RolloutData({**self._data, "num_microbatches": [1]}, self._data.cp), []
+            ),
+            "step": lambda: self._train_steps(0, self._data, []),
+            "push": self._push,
+        }
+
+    def kinds(self) -> dict[int, str]:
+        """The kinds of the storages that a model and its optimizer hold, by number."""
+        found: dict[int, str] = {}
+
+        def note(kind: str, tensors: Iterable[Any]) -> None:
+            for tensor in tensors:
+                number = self._recorder.note_storage(tensor) if torch.is_tensor(tensor) else None
+                if number is not None:
+                    found.setdefault(number, kind)
+
+        for chunk in self.backend.model:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                note("gradients", [buffer.grad_data])
+                note("weights", [buffer.param_data])
+        note("weights", (tensor for _, tensor in self.backend.live_tensors()))
+        if self.backend.optimizer is not None:
+            from slime.backends.megatron_utils.optimizer import parts_of
+
+            for part in parts_of(self.backend.optimizer):
+                if part.optimizer is not None:
+                    note("optimizer", (p for group in part.optimizer.param_groups for p in group["params"]))
+                    note("optimizer", (value for state in part.optimizer.state.values() for value in state.values()))
+        return found
+
+    def _weights(self, args: Any) -> WeightSource:
+        """Where weights come from: a checkpoint that can be read here gives its shapes, nothing else is loaded."""
+        source = args.initial_weights
+        self._has_files = args.hf_checkpoint is not None and any(Path(args.hf_checkpoint).glob("*.safetensors"))
+        if source is not None and source.kind == "hf" and any(Path(source.path).glob("*.safetensors")):
+            SafetensorsDirectory.tensor = _shape_alone
+            return source
+        self.not_rehearsed.append("loading: no checkpoint that can be read here gives the weights of the model")
+        return WeightSource("random")
+
+    def _load(self) -> None:
+        self.states = ModelStates(self.backend.live_tensors)
+        self.state_schedule = StateSchedule(self.args, self.states, lambda line: None)
+        self.weight_source, self.tokenizer, self.weight_version = None, None, 0
+        # As if they had been loaded: where their weights are does not matter.
+        for name in (REFERENCE, TEACHER):
+            if name in other_model_states(self.args):
+                self.states.capture(name)
+        self._load_model()
+        self.state_schedule.start()
+
+    def _push(self) -> None:
+        if not self.args.has_engines:
+            self.not_rehearsed.append("a weight push: the run has no engines")
+            return
+        if self.args.model_name is None and not (Path(self.args.hf_checkpoint) / "config.json").is_file():
+            self.not_rehearsed.append(
+                "a weight push: without --model-name only the config.json of --hf-checkpoint names the family"
+            )
+            return
+        if not self._has_files:
+            self.backend.expected_names = lambda: None
+            self.not_rehearsed.append("the names of the push: --hf-checkpoint has no weights to compare with")
+        opening = self.open_weight_push()
+        sent = self.send_weights(self.groups.stage, 1)
+        if sent is None:
+            return
+        self.pushed = len(sent.names), sent.num_buckets
+        if sent.refusal is not None:
+            raise RuntimeError(sent.refusal)
+        if opening.num_sources == 1:
+            names = PushedNames(opening.expected_names)
+            names.check_bucket(sent.names)
+            names.check_complete()
+
+    def _make_data(self) -> None:
+        """Samples of the task's lengths; of values nothing is asked."""
+        batches = self._task.micro_batches
+        totals, responses = ([lengths[side] for batch in batches for lengths in batch] for side in (0, 1))
+        count, device = len(totals), get_accelerator().current_device()
+        places = iter(range(count))
+
+        def column(lengths: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
+            return list(torch.zeros(sum(lengths), dtype=dtype, device=device).split(lengths))
+
+        columns = {
+            "tokens": column(totals, torch.int64),
+            "total_lengths": totals,
+            "response_lengths": responses,
+            "loss_masks": column(responses, torch.int32),
+            "rollout_log_probs": column(responses, torch.float32),
+            "rewards": [0.0] * count,
+            "raw_reward": [0.0] * count,
+            "local_raw_reward": [0.0] * count,
+            "truncated": [0] * count,
+            "sample_indices": list(range(count)),
+            "rollout_ids": list(range(count)),
+            "rollout_mask_sums": [float(length) for length in responses],
+            "partition": list(range(count)),
+            "micro_batch_indices": [[next(places) for _ in batch] for batch in batches],
+            "num_microbatches": [len(batches)],
+            "global_batch_sizes": [count * self.args.data_parallel_size],
+        }
+        self._data = RolloutData.of_rank(columns, self.groups.cp)
+
+
+def _shape_alone(directory: SafetensorsDirectory, name: str) -> torch.Tensor:
+    """A tensor of the shape and the dtype that the file tells, of which nothing is read."""
+    from safetensors import torch as dtypes
+
+    part = directory._open(directory._file_of[name]).get_slice(name)
+    return torch.empty(part.get_shape(), dtype=dtypes._TYPES[part.get_dtype()])

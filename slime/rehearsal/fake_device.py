@@ -1,0 +1,168 @@
+"""A device that is not there: fake tensors, process groups that send nothing, and what is lifted for them.
+
+`enter` prepares the process for the rest of its life, which is why every rehearsed rank has one of its own. Each lift names
+the assumption that it removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from slime.rehearsal.recorder import Recorder, placeholders
+from slime.utils.device import Accelerator, CudaAccelerator, register_accelerator
+
+BACKEND = "fake"
+
+
+class FakeCuda(CudaAccelerator):
+    """CUDA as fake tensors know it: one device, and nothing to wait for."""
+
+    process_group_backend = host_group_backend = BACKEND
+
+    def current_device(self) -> torch.device:
+        return self.device(0)
+
+    def device(self, index: int = 0) -> torch.device:
+        return torch.device("cuda", 0)
+
+    def group_device(self, group: dist.ProcessGroup | None) -> torch.device:
+        return self.current_device()
+
+
+class FakeCpu(Accelerator):
+    """The CPU, where nothing can be built that lets fake tensors be on CUDA."""
+
+    process_group_backend = host_group_backend = BACKEND
+
+
+class _Stream:
+    """A CUDA stream on which nothing is queued."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Any:
+        return event
+
+    def synchronize(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def _on_stream(stream: Any) -> Iterator[None]:
+    yield
+
+
+def torch_cuda_lifts(recorder: Recorder) -> dict[str, Any]:
+    """Assumption: there is a driver."""
+
+    def synchronize(device: Any = None) -> None:
+        recorder.wait("the device")
+
+    return {
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "device_count": lambda: 1,
+        "is_available": lambda: True,
+        "synchronize": synchronize,
+        "manual_seed": lambda seed: None,
+        "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+        "set_rng_state": lambda state, device="cuda": None,
+        "memory_allocated": lambda device=None: 0,
+        "Stream": _Stream,
+        "current_stream": lambda device=None: _Stream(),
+        "stream": _on_stream,
+    }
+
+
+def enter(device_type: str, rank: int, world_size: int) -> tuple[Recorder, FakeTensorMode]:
+    """Make `device_type`, "cuda" or "cpu", the fake device of this process, which becomes rank `rank` of a world of fakes.
+
+    Returns:
+        The modes to enter: that of the fake tensors first, in it the recorder.
+    """
+    recorder = Recorder(device_type)
+    register_accelerator("rehearsal", FakeCuda if device_type == "cuda" else FakeCpu)
+    dist.init_process_group(BACKEND, store=FakeStore(), rank=rank, world_size=world_size)
+    # Assumption: a fake tensor on CUDA makes sure that the driver is there.
+    FakeTensorMode.avoid_device_init = property(lambda mode: True)
+    if device_type == "cuda":
+        for name, lift in torch_cuda_lifts(recorder).items():
+            setattr(torch.cuda, name, lift)
+    for (owner, name), lift in {**placeholders(recorder), **_lifts_of_torch()}.items():
+        setattr(owner, name, lift)
+    # Tensors that were made before the modes were entered, as constants of modules are, count as fake ones.
+    return recorder, FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _lifts_of_torch() -> dict[tuple[Any, str], Callable[..., Any]]:
+    def apply(module: torch.nn.Module, function: Callable[..., Any], recurse: bool = True) -> torch.nn.Module:
+        # Assumption: a parameter that is moved can be swapped with a new one, which a fake tensor refuses.
+        for child in module.children() if recurse else ():
+            child._apply(function)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                moved = torch.nn.Parameter(function(parameter.detach()), requires_grad=parameter.requires_grad)
+                # Megatron's marks, but not what makes the new one a fake tensor, its device above all.
+                moved.__dict__.update({**parameter.__dict__, **moved.__dict__})
+                module._parameters[name] = moved
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = function(buffer)
+        return module
+
+    def all_gather_object(objects: list[Any], own: Any, group: Any = None) -> None:
+        # Assumption: peers answer. Here all of them say what this rank says.
+        objects[:] = [own] * len(objects)
+
+    def broadcast_object_list(objects: list[Any], src: Any = None, group: Any = None, **options: Any) -> None:
+        # The same.
+        return None
+
+    return {
+        (torch.nn.Module, "_apply"): apply,
+        (dist, "all_gather_object"): all_gather_object,
+        (dist, "broadcast_object_list"): broadcast_object_list,
+    }
+
+
+def lift_megatron() -> None:
+    """What Megatron-Core assumes about values; called when it may be imported.
+
+    Megatron-Core 0.16.1.
+    """
+    import megatron.core.models.common.embeddings.rope_utils as rope_utils
+    import megatron.core.tensor_parallel.random as random
+
+    @contextlib.contextmanager
+    def fork(tracker: Any, name: str | None = None) -> Iterator[None]:
+        # Assumption: states of generators can be compared.
+        yield
+
+    def rotate(
+        t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *args: Any, **options: Any
+    ) -> torch.Tensor:
+        # Assumption: lengths of sequences are known on the host, so the stream can be cut by them.
+        cu_seqlens.tolist()
+        own = freqs.index_select(0, torch.zeros(t.shape[0], dtype=torch.int64, device=t.device))
+        return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), own).squeeze(1)
+
+    random.CudaRNGStatesTracker.fork = fork
+    random._get_cuda_rng_state = lambda *args, **options: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda *args, **options: None
+    rope_utils._apply_rotary_pos_emb_thd = rotate

@@ -1,0 +1,85 @@
+"""The process of one rehearsed rank: `python -m slime.rehearsal.rank`, with a pickled `Task` on its standard input.
+
+It writes what it found as JSON to the file that the task names. Nothing here may import torch before the stand-in for CUDA is
+loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import sys
+import time
+import traceback
+
+from slime.rehearsal.task import Failure, Rehearsed, Task
+
+
+def main() -> int:
+    task: Task = pickle.load(sys.stdin.buffer)
+    if task.library is not None:
+        from slime.rehearsal.stand_in import load
+
+        load(task.library)
+    os.environ["SLIME_ACCELERATOR"] = "rehearsal"
+    task.answer.write_text(json.dumps(dataclasses.asdict(_rehearse(task))))
+    return 0
+
+
+def _rehearse(task: Task) -> Rehearsed:
+    import torch
+
+    torch.set_num_threads(1)
+    from slime.backends.megatron_utils import cpu_runtime
+    from slime.rehearsal.fake_device import enter, lift_megatron
+
+    recorder, fake = enter("cpu" if task.library is None else "cuda", task.rank, task.args.world_size)
+    cpu_runtime.install()
+    lift_megatron()
+    from slime.rehearsal.actor import RehearsedActor
+
+    seconds: dict[str, float] = {}
+    failure = None
+    with fake, recorder:
+        actor = RehearsedActor(task, recorder)
+        for name, phase in actor.phases().items():
+            started = time.monotonic()
+            try:
+                with recorder.during(name):
+                    phase()
+            except Exception as error:
+                failure = _failure(name, error)
+                break
+            finally:
+                seconds[name] = time.monotonic() - started
+        kinds = actor.kinds()
+    return Rehearsed(
+        rank=task.rank,
+        seconds=seconds,
+        peaks=recorder.peaks(kinds, actor.vocabulary_columns),
+        operations=dict(recorder.operations),
+        waits={phase: dict(waits) for phase, waits in recorder.waits.items()},
+        collectives={
+            phase: [(*key, *entry) for key, entry in entries.items()] for phase, entries in recorder.collectives.items()
+        },
+        data_dependent=dict(recorder.data_dependent),
+        pushed=actor.pushed,
+        not_rehearsed=actor.not_rehearsed,
+        failure=failure,
+    )
+
+
+def _failure(phase: str, error: Exception) -> Failure:
+    from slime.rehearsal.recorder import place_of
+
+    frames = [place_of(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    places = [place for place in frames if place is not None]
+    # Errors of missing kernels list all kernels that there are.
+    text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return Failure(phase, text, places[-1] if places else "", traceback.format_exc())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""What rehearsed ranks took, as text: plain ASCII, at most 120 wide where words allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from slime.estimates.layout import RankPlace
+from slime.rehearsal.task import Rehearsed
+
+GIB = 2**30
+# Rehearsal and plan that are further apart are marked, unless it is less than this much.
+_APART = 0.10
+_KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "data", "push")
+_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Bytes that the plan has for a rank: in a step by kind, at the moment `moment`; and in a push for its buckets."""
+
+    step: dict[str, int]
+    push: int
+    moment: str
+
+
+@dataclass(frozen=True)
+class RankReport:
+    place: RankPlace
+    result: Rehearsed
+    planned: Planned
+
+
+def render(reports: Sequence[RankReport], batches: list[list[tuple[int, int]]], left_out: tuple[str, ...]) -> str:
+    """The whole text, without a newline at its end.
+
+    Args:
+        batches: the micro-batches that each rank rehearsed.
+        left_out: what none of them rehearsed.
+    """
+    tokens = sum(total for total, _ in batches[0])
+    lines = [
+        "REHEARSAL",
+        f"  {_many(len(reports), 'rank')}, {_many(len(batches), 'micro-batch', 'micro-batches')} of {tokens:,} tokens "
+        f"in {_many(len(batches[0]), 'sample')} each",
+    ]
+    for report in reports:
+        lines += ["", *_rank(report)]
+    return "\n".join([*lines, "", "NOT REHEARSED", *(f"  {line}" for line in left_out)])
+
+
+def apart(rehearsed: int, planned: int) -> float:
+    """By which share of the plan the two differ; infinite where nothing is planned."""
+    if rehearsed == planned:
+        return 0.0
+    return abs(rehearsed - planned) / planned if planned else float("inf")
+
+
+def _rank(report: RankReport) -> Iterator[str]:
+    result, place = report.result, report.place
+    yield (
+        f"RANK {result.rank}: tensor {place.tensor}, context {place.context}, data {place.data}, pipeline {place.pipeline}; "
+        f"rehearsed in {sum(result.seconds.values()):.0f} s"
+    )
+    if result.failure is not None:
+        yield f"  STOPPED in the phase {result.failure.phase}, at {result.failure.place}: {result.failure.error}"
+    if "step" in result.peaks:
+        yield f"  memory of a step at its peak    rehearsed      planned ({report.planned.moment})"
+        yield from _memory(result.peaks["step"], report.planned.step)
+    if result.pushed is not None:
+        tensors, buckets = result.pushed
+        yield f"  weight push: {_many(tensors, 'tensor')} in {_many(buckets, 'bucket')}"
+        yield from _memory({"push": result.peaks["push"].get("push", 0)}, {"push": report.planned.push})
+    yield "  operations launched"
+    yield from (f"    {count:>9,}  {phase}" for phase, count in result.operations.items())
+    for phase, waits in result.waits.items():
+        if phase in ("log-probs", "step", "push") and waits:
+            yield f"  the host waits for the device in the phase {phase}: {sum(waits.values())}"
+            yield from _counted(waits)
+    if result.data_dependent:
+        yield "  shapes that depend on values"
+        yield from _counted(result.data_dependent)
+    for phase, collectives in result.collectives.items():
+        if phase in ("log-probs", "step", "push"):
+            yield f"  collectives in the phase {phase}"
+            yield from (
+                f"    {count:>9,}  {_bytes(size):>10}  {name} over {group.lower().removesuffix('_group')}"
+                for group, name, count, size in sorted(collectives, key=lambda entry: -entry[3])
+            )
+    if result.not_rehearsed:
+        yield "  not rehearsed"
+        yield from (f"    {line}" for line in result.not_rehearsed)
+
+
+def _memory(rehearsed: dict[str, int], planned: dict[str, int]) -> Iterator[str]:
+    for kind in _KINDS:
+        found, expected = rehearsed.get(kind, 0), planned.get(kind, 0)
+        if found or expected:
+            yield _compared(kind, found, expected, kind in planned)
+    if len(planned) > 1:
+        yield _compared("together", sum(rehearsed.values()), sum(planned.values()), True)
+
+
+def _compared(name: str, rehearsed: int, planned: int, is_planned: bool) -> str:
+    line = f"    {name:<24}{_bytes(rehearsed):>13}{_bytes(planned) if is_planned else '-':>13}"
+    share = apart(rehearsed, planned)
+    if not is_planned or share <= _APART:
+        return line
+    return f"{line}   apart by {share:.0%}" if planned else f"{line}   not planned"
+
+
+def _counted(places: dict[str, int]) -> Iterator[str]:
+    return (f"    {count:>9,}  {place}" for place, count in sorted(places.items(), key=lambda entry: -entry[1]))
+
+
+def _bytes(size: int) -> str:
+    for unit, name in _UNITS:
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size} B"
+
+
+def _many(count: int, one: str, more: str | None = None) -> str:
+    return f"{count:,} {one if count == 1 else more or f'{one}s'}"

@@ -1,0 +1,185 @@
+"""The driver's side of `--rehearse`: which ranks, with which samples, each in a process of its own; and the report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from slime.estimates.layout import ParallelLayout
+from slime.estimates.training_memory import RankMemory, push_buffers, training_memory
+from slime.plan.batch import plan_batch
+from slime.plan.setup import parallel_layout, planned_sample, shape_of, tokens_of_stream, training_setup
+from slime.rehearsal.report import Planned, RankReport, render
+from slime.rehearsal.stand_in import StandIn, find_or_build
+from slime.rehearsal.task import Failure, Rehearsed, Task
+from slime.utils.errors import RunError, UserError
+
+# Of a step: in the second one the activations of the first are gone, and its gradients are added to what is there.
+_MICRO_BATCHES = 2
+_RANK_SECONDS = 1800.0
+# Of a sample whose prompt no flag limits.
+_PROMPT_SHARE = 8
+
+
+def show_rehearsal(args: argparse.Namespace) -> None:
+    """Rehearse the chosen ranks of a checked run, and print what they take beside what is planned for them.
+
+    Raises:
+        UserError: the run has nothing that can be rehearsed, or `--rehearse-ranks` names a rank that it has not.
+        RunError: a rank could not be rehearsed to its end; what was found until then is printed.
+    """
+    _require_rehearsable(args)
+    # The kernels of Transformer Engine do not go through fake tensors.
+    args = argparse.Namespace(**{**vars(args), "transformer_impl": "local"})
+    layout = parallel_layout(args)
+    ranks = _ranks(args, layout)
+    batches = micro_batches(args, layout)
+    memory = _planned(args, layout, len(batches))
+    stand_in = find_or_build()
+    reports = []
+    for rank in ranks:
+        place = layout.place(rank)
+        result = rehearse_rank(args, rank, batches, stand_in)
+        reports.append(RankReport(place, result, memory[place.pipeline]))
+    print(render(reports, batches, tuple(_left_out(args, layout, batches, stand_in))))
+    stopped = [report.result for report in reports if report.result.failure is not None]
+    if stopped:
+        failure: Failure = stopped[0].failure
+        raise RunError(f"the rehearsal of rank {stopped[0].rank} stopped in the phase {failure.phase}: {failure.error}")
+
+
+def rehearse_rank(
+    args: argparse.Namespace, rank: int, batches: list[list[tuple[int, int]]], stand_in: StandIn
+) -> Rehearsed:
+    """What one rank of the actor does in a process of its own.
+
+    Args:
+        batches: of each micro-batch its samples, as tokens of the sample and of its response.
+
+    Raises:
+        RunError: the process ended without an answer, or not in time.
+    """
+    with tempfile.TemporaryDirectory(prefix="slime-rehearsal-") as directory:
+        task = Task(args, rank, stand_in.library, batches, Path(directory) / "answer.json")
+        command = [sys.executable, "-W", "ignore", "-m", "slime.rehearsal.rank"]
+        try:
+            ended = subprocess.run(
+                command,
+                input=pickle.dumps(task),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=_RANK_SECONDS,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise RunError(f"the rehearsal of rank {rank} did not end within {_RANK_SECONDS:.0f} s") from error
+        if ended.returncode:
+            said = ended.stdout.decode(errors="replace").strip().splitlines()
+            raise RunError(f"the rehearsal of rank {rank} failed: {said[-1] if said else f'status {ended.returncode}'}")
+        answer = json.loads(task.answer.read_text())
+    failure = answer.pop("failure")
+    return Rehearsed(**answer, failure=None if failure is None else Failure(**failure))
+
+
+def micro_batches(args: argparse.Namespace, layout: ParallelLayout) -> list[list[tuple[int, int]]]:
+    """Full micro-batches of samples as long as they may be: of each sample its tokens, and those of its response.
+
+    Raises:
+        UserError: no flag says how large a micro-batch is.
+    """
+    sample, plan = planned_sample(args), plan_batch(args, layout)
+    budget = plan.token_budget or (args.micro_batch_size * sample if sample else None)
+    if budget is None:
+        raise UserError(
+            "--rehearse needs the size of a micro-batch: give --max-tokens-per-gpu with --use-dynamic-batch-size, or "
+            "--rollout-max-context-len"
+        )
+    longest = min(sample or budget, budget)
+    lengths = [longest] * (budget // longest)
+    # What is left of the budget holds a shorter sample.
+    if budget % longest > 1:
+        lengths.append(budget % longest)
+    batch = [(length, _response(args, length)) for length in lengths]
+    return [batch] * min(plan.micro_batches or _MICRO_BATCHES, _MICRO_BATCHES)
+
+
+def _response(args: argparse.Namespace, length: int) -> int:
+    limit = args.rollout_max_response_len
+    return min(length - max(1, length // _PROMPT_SHARE), limit if limit is not None else length)
+
+
+def _ranks(args: argparse.Namespace, layout: ParallelLayout) -> list[int]:
+    """Those that are asked for; else the first of every pipeline stage."""
+    if args.rehearse_ranks is None:
+        return list(range(0, layout.world_size, layout.world_size // layout.pipeline))
+    absent = [rank for rank in args.rehearse_ranks if rank >= layout.world_size]
+    if absent:
+        raise UserError(
+            f"--rehearse-ranks {absent[0]}: the run has {layout.world_size} training ranks, 0 to {layout.world_size - 1}"
+        )
+    return list(dict.fromkeys(args.rehearse_ranks))
+
+
+def _require_rehearsable(args: argparse.Namespace) -> None:
+    """Raises UserError for what cannot be rehearsed at all."""
+    if args.dry_run_json is not None:
+        raise UserError("--rehearse makes no plan: leave --dry-run-json out, or --rehearse")
+    if not args.has_trainer:
+        raise UserError("--rehearse rehearses training ranks, and this run has none")
+    reasons = {
+        f"--train-backend {args.train_backend}": args.train_backend != "megatron",
+        f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}": args.pipeline_model_parallel_size > 1,
+        f"--num-experts {args.num_experts}": bool(args.num_experts),
+    }
+    for flag, stands_in_the_way in reasons.items():
+        if stands_in_the_way:
+            raise UserError(f"{flag} cannot be rehearsed yet: --rehearse knows dense models without pipeline stages")
+    if shape_of(args) is None:
+        raise UserError(
+            "--rehearse needs the model's shape: give --model-args-from-hf, or source a file of scripts/models"
+        )
+
+
+def _planned(args: argparse.Namespace, layout: ParallelLayout, count: int) -> tuple[Planned, ...]:
+    """What the plan says of a rank of every pipeline stage: its step, and its push."""
+    shape = shape_of(args)
+    setup = training_setup(args, layout, tokens_of_stream(args, layout), count)
+    push = push_buffers(shape, setup)
+    # Nothing of the driver is a tensor, and the rehearsal's data are those of its own micro-batches.
+    step = replace(setup, push_bucket=0, overhead=0, rollout_tokens=0)
+    return tuple(_parts(memory, push) for memory in training_memory(shape, step))
+
+
+def _parts(memory: RankMemory, push: int) -> Planned:
+    step = {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "activations": memory.activations + memory.buffers,
+        "logits": memory.logits,
+    }
+    return Planned(step, push, memory.moment)
+
+
+def _left_out(
+    args: argparse.Namespace, layout: ParallelLayout, batches: list[list[tuple[int, int]]], stand_in: StandIn
+) -> Iterator[str]:
+    """What no rank rehearses, in words."""
+    if stand_in.library is None:
+        yield f"branches for CUDA, and waits of the host: the tensors are fake CPU tensors, because {stand_in.why_none}"
+    in_step = plan_batch(args, layout).micro_batches
+    if in_step is not None and in_step > len(batches):
+        yield f"{in_step - len(batches)} of the {in_step} micro-batches of a step"
+    if args.use_critic:
+        yield "the critic: only the actor is rehearsed"
+    yield "layers of Transformer Engine: those of --transformer-impl local stand in for them"
+    yield "values: no loss, no overflow, no skipped step; what depends on them goes its usual way"
+    yield "saving a checkpoint"
+    yield "what CUDA, NCCL and the allocator take beside the tensors"
+    yield from (f"what the run would refuse: {note}" for note in args.plan_notes)

@@ -1,0 +1,150 @@
+"""A prompt as it left the data source, and the attempts that are made on it.
+
+Generation works on attempts, which are copies, and so do the functions of users that it calls: the prompt stays what it is.
+An attempt that failed leaves nothing to the next one, which starts from the prompt. One that was interrupted may be gone on
+with in a later step: it returns to the data source with what it has, and with its prompt beside it.
+
+Invariants: no prompt is lost; a returned group has as many entries as it was given; finished siblings stay finished.
+"""
+
+import copy
+import uuid
+from typing import Any
+
+import numpy as np
+
+from slime.rollout.base_types import leaves
+from slime.utils.sample_fields import read_only, token_array
+from slime.utils.types import PrefixCacheInfo, Sample, SpecInfo
+
+FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+
+# Attribute of an attempt that returned to the data source: its prompt, in plain values, because both may be saved.
+PROMPT_BESIDE = "prompt_beside"
+
+
+def new_attempt(entry: Any) -> Any:
+    """What generation may change of `entry`, a prompt or an attempt to be gone on with: a copy, in a session of its own.
+
+    An execution that fanned out gives a list of copies.
+    """
+    if not isinstance(entry, Sample):
+        return [new_attempt(inner) for inner in entry]
+    attempt = own_copy(entry)
+    attempt.__dict__.pop(PROMPT_BESIDE, None)
+    attempt.session_id = attempt.session_id or str(uuid.uuid4())
+    return attempt
+
+
+def own_copy(sample: Sample) -> Sample:
+    """A copy with dicts, lists and sets of its own, also within those; other objects, which may be the user's, are shared."""
+    copied = copy.copy(sample)
+    copied.__dict__ = _own_containers(sample.__dict__)
+    return copied
+
+
+def _own_containers(value: Any) -> Any:
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(map(_own_containers, value))
+    if not isinstance(value, dict | list | set | SpecInfo | PrefixCacheInfo):
+        return value
+    copied = copy.copy(value)
+    if isinstance(value, dict):
+        for name, entry in value.items():
+            copied[name] = _own_containers(entry)
+    # Lists per token are long and flat: their first entry decides.
+    elif isinstance(value, list) and value and not isinstance(value[0], int | float):
+        copied[:] = [_own_containers(entry) for entry in value]
+    return copied
+
+
+def prompt_of(entry: Any) -> Sample:
+    """The prompt that `entry` is, or that it is an attempt on. An execution that fanned out has one.
+
+    Of an attempt that came here without its prompt, from a user's data source say, everything is kept that generation and
+    grading do not write.
+    """
+    sample = leaves(entry)[0]
+    beside = sample.__dict__.get(PROMPT_BESIDE)
+    if beside is not None:
+        return Sample.from_dict(beside)
+    if sample.status is Sample.Status.PENDING and not sample.response_length:
+        return sample
+    prompt = own_copy(sample)
+    prompt.reset_for_retry()
+    return prompt
+
+
+def as_prompts(original: list[Any]) -> list[Sample]:
+    """The group that was taken from the data source, as the prompts that it consists of."""
+    return [prompt_of(entry) for entry in original]
+
+
+def can_be_continued(entry: Any) -> bool:
+    """Whether `entry` is an attempt that is finished, or that has something to go on from.
+
+    A failed one starts again: what it holds is what went wrong. So does an execution that fanned out, unless all of it is
+    finished.
+    """
+    if all(sample.status in FINISHED for sample in leaves(entry)):
+        return True
+    if not isinstance(entry, Sample) or entry.status is Sample.Status.FAILED:
+        return False
+    return bool(entry.response_length or entry.response)
+
+
+def as_continuable_group(original: list[Any], group: list[Any]) -> list[Any]:
+    """The attempts `group` on `original`, to be gone on with: each with its prompt beside it, or the prompt instead of it."""
+    prompts = as_prompts(original)
+    for prompt, entry in zip(prompts, group, strict=True):
+        if can_be_continued(entry):
+            setattr(leaves(entry)[0], PROMPT_BESIDE, prompt.to_dict())
+    return [entry if can_be_continued(entry) else prompt for prompt, entry in zip(prompts, group, strict=True)]
+
+
+def as_partial_group(original: list[Any], group: list[Any], rollout_id: int) -> list[Any]:
+    """The unfinished `group` with what its samples have so far, to be continued in a later step.
+
+    `metadata["start_rollout_id"]` of an attempt keeps the rollout in which it was returned first.
+    """
+    for sample in leaves([entry for entry in group if can_be_continued(entry)]):
+        sample.metadata.setdefault("start_rollout_id", rollout_id)
+    return as_continuable_group(original, group)
+
+
+def mask_finished_earlier(args: Any, sample: Sample) -> None:
+    """With `--mask-offpolicy-in-partial-rollout`: a sibling that was finished before its group came back trains nothing."""
+    if _masking(args) and "start_rollout_id" in sample.metadata:
+        sample.loss_mask = np.zeros(sample.response_length, np.int32)
+
+
+def tokens_to_continue(attempt: Sample) -> np.ndarray | None:
+    """Prompt and response so far of an attempt that is gone on with, int64; None of one that starts from its prompt."""
+    return token_array(attempt, "tokens") if attempt.response_length else None
+
+
+def mask_tokens_before_resumption(args: Any, entry: Any, tokens_before: np.ndarray | None) -> None:
+    """With `--mask-offpolicy-in-partial-rollout`: train only what was written after the resumption.
+
+    In each leaf of `entry` the response tokens that it shares with `tokens_before` (`tokens_to_continue`) get mask 0. The mask
+    has `response_length` entries afterwards.
+    """
+    if tokens_before is None or not _masking(args):
+        return
+    for sample in leaves(entry):
+        tokens, mask = token_array(sample, "tokens"), token_array(sample, "loss_mask")
+        prompt_length = len(tokens) - sample.response_length
+        stale = max(0, _common_prefix_length(tokens, tokens_before) - prompt_length)
+        mask = np.ones(sample.response_length, np.int32) if mask is None else mask.copy()
+        mask[:stale] = 0
+        sample.loss_mask = read_only(mask)
+
+
+def _masking(args: Any) -> bool:
+    return bool(args.partial_rollout and args.mask_offpolicy_in_partial_rollout)
+
+
+def _common_prefix_length(left: np.ndarray, right: np.ndarray) -> int:
+    shorter = min(len(left), len(right))
+    different = left[:shorter] != right[:shorter]
+    return int(different.argmax()) if different.any() else shorter

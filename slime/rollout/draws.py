@@ -1,0 +1,428 @@
+"""What is drawn from a data source and what comes back to it, whoever asks it: our functions, or a user's.
+
+A source may hand out groups, or prompts of which `n_samples_per_prompt` numbered copies are made here.
+
+The states of a source on their way to checkpoints and back. A checkpoint may be written when later prompts are drawn already,
+so the state is taken when a rollout that will be saved, and all before it, have their prompts, and kept until then. What those
+behind it have drawn by then, even if they are over already, is missing in it: `Draws` notes that, for no longer than there is
+such an earlier rollout, and a run that resumes draws it first. Which of its methods a source is asked by:
+
+* `state_dict()` and `save(rollout_id, state)`, as our own sources have them;
+* `state_dict()` and `load_state_dict(state)` alone: the state is written and read here, as `data_source_files` does;
+* `save(rollout_id)` and `load(rollout_id)` alone: the state is the one of the moment of saving.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+import functools
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from slime.rollout.base_types import leaves
+from slime.rollout.data_source_files import (
+    FLAG,
+    calling_source,
+    find_state,
+    groups_from_plain,
+    groups_to_plain,
+    has_method,
+    read_drawn_ahead,
+    read_state,
+    state_directory,
+    write_drawn_ahead,
+    write_state,
+)
+from slime.rollout.user_functions import accepted_keywords
+from slime.utils.errors import RunError, UserError
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+# A source need not know of threads: where several rollouts are under way, it is called by one at a time.
+source_turn = threading.RLock()
+
+# Groups made of plain prompts are numbered rollout · this + position, so that numbers of a resumed run are new as well.
+_NUMBERS_PER_ROLLOUT = 2**20
+
+# The rollout that draws here, and where that is noted. Goes along with tasks and threads as the call does.
+_drawing: contextvars.ContextVar[tuple[Draws, int] | None] = contextvars.ContextVar("drawing", default=None)
+# What the groups that go back here were when they were drawn, where that is known.
+_origins: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("origins", default=None)
+
+
+@dataclass(eq=False)
+class _Drawn:
+    """A group, or a prompt: as whoever drew it has it, and as it was then, in plain values."""
+
+    held: Any
+    plain: dict[str, Any]
+
+
+class Draws:
+    """What rollouts have of `source` that a state lacks which is yet to be taken.
+
+    Args:
+        saves: whether states are taken at all.
+
+    Attributes:
+        awaited: rollouts after which a state is yet to be taken.
+        again: what the source gave to rollouts of an earlier run; it is drawn before what the source has.
+    """
+
+    def __init__(self, source: Any, saves: bool) -> None:
+        self.awaited: set[int] = set()
+        self.again: list[Any] = []
+        # Held for moments, never while a source works: it may wait for threads that ask it themselves.
+        self.lock = threading.RLock()
+        self._source, self._saves = source, saves
+        self._observing = False
+        self._told = False
+        self._begun: set[int] = set()
+        self._under_way: set[int] = set()
+        self._noted: dict[int, list[_Drawn]] = {}
+
+    def _observe(self) -> None:
+        """See what `get_samples` and `add_samples` of the source give and take from now on: its class becomes one that tells.
+
+        Only where something is to be noted, or drawn again: the source of a loop with one rollout at a time stays as it is.
+        """
+        if self._observing:
+            return
+        self._observing, own = True, type(self._source)
+        about = {
+            "__slots__": (),
+            "__module__": own.__module__,
+            "__qualname__": own.__qualname__,
+            "__doc__": own.__doc__,
+        }
+        try:
+            telling = type(own)(own.__name__, (own,), about)
+            object.__setattr__(self._source, "__class__", telling)
+        except Exception as error:
+            logger.warning(
+                "%s: a %s cannot be observed (%s): where several rollouts are under way, a checkpoint lacks the prompts that "
+                "those behind it have drawn",
+                FLAG, own.__name__, error,
+            )  # fmt: skip
+            return
+        for name, told in (("get_samples", self._drawn_from), ("add_samples", self._taken_by)):
+            if has_method(own, name):
+                setattr(telling, name, _telling(telling, name, told))
+        telling.__reduce_ex__ = _reducing_as(own, telling)
+
+    def resume_after(self, rollout_id: int, again: list[dict[str, Any]]) -> None:
+        """The next rollout is the one behind `rollout_id`; what `behind` gave is drawn first."""
+        self._begun.add(rollout_id)
+        if again:
+            self._observe()
+        self.again = [groups_from_plain(plain["samples"]) if "samples" in plain else plain["prompt"] for plain in again]
+
+    @contextlib.contextmanager
+    def of_rollout(self, rollout_id: int) -> Iterator[None]:
+        """What is drawn in the block is drawn for `rollout_id`."""
+        with self.lock:
+            self._begun.add(rollout_id)
+            self._under_way.add(rollout_id)
+            if self._saves and self._is_needed(rollout_id):
+                self._observe()
+        token = _drawing.set((self, rollout_id))
+        try:
+            yield
+        finally:
+            _drawing.reset(token)
+            with self.lock:
+                self._under_way.discard(rollout_id)
+                self.release()
+
+    def is_complete(self, rollout_id: int) -> bool:
+        """Whether no rollout before `rollout_id` is under way, which might draw more, or give back."""
+        return all(other >= rollout_id for other in self._under_way)
+
+    def behind(self, rollout_id: int) -> list[dict[str, Any]]:
+        """In plain values what rollouts behind `rollout_id` have, in their order, and what is still to be drawn again."""
+        later = [drawn.plain for number in sorted(self._noted) if number > rollout_id for drawn in self._noted[number]]
+        return later + [_as_plain(entry) for entry in self.again]
+
+    def release(self) -> None:
+        """Forget what no state needs that is yet to be taken."""
+        self._noted = {number: noted for number, noted in self._noted.items() if self._is_needed(number)}
+
+    def hold(self, rollout_id: int, entry: Any, group: list[Any]) -> None:
+        """`rollout_id` has made `group` of `entry`, which it has drawn."""
+        with self.lock:
+            for drawn in self._noted.get(rollout_id, []):
+                if drawn.held is entry:
+                    drawn.held = group
+                    return
+
+    def _is_needed(self, rollout_id: int) -> bool:
+        if any(other < rollout_id for other in self._under_way | self.awaited):
+            return True
+        # The one before may be about to begin, in another thread.
+        return rollout_id in self._under_way and rollout_id - 1 not in self._begun and len(self._begun) > 1
+
+    def _drawn_from(self, get_samples: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        """What was drawn by an earlier run, and as much of the source as is missing then."""
+        if self.again:
+            call = inspect.signature(get_samples).bind(*args, **keywords)
+            size = next(iter(call.arguments))
+            with self.lock:
+                again, self.again = self.again[: call.arguments[size]], self.again[call.arguments[size] :]
+            call.arguments[size] -= len(again)
+            entries = [*again, *(get_samples(*call.args, **call.kwargs) if call.arguments[size] else ())]
+        else:
+            entries = get_samples(*args, **keywords)
+        if isinstance(entries, list | tuple):
+            with self.lock:
+                self._note(entries)
+        return entries
+
+    def _taken_by(self, add_samples: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        """A copy that shares no sample with what was drawn counts as another group: better drawn twice than never."""
+        result = add_samples(*args, **keywords)
+        back = {id(sample) for sample in leaves(_origins.get() or [*args, *keywords.values()])}
+        with self.lock:
+            for noted in self._noted.values():
+                noted[:] = [drawn for drawn in noted if not back.intersection(map(id, leaves(drawn.held)))]
+        return result
+
+    def _note(self, entries: list[Any] | tuple[Any, ...]) -> None:
+        drawing = _drawing.get()
+        if drawing is not None:
+            if self._is_needed(drawing[1]):
+                self._noted.setdefault(drawing[1], []).extend(_Drawn(entry, _as_plain(entry)) for entry in entries)
+        elif self._under_way and not self._told:
+            self._told = True
+            logger.warning(
+                "%s: prompts are drawn in a thread that works for no rollout; a checkpoint lacks those that are not used yet. "
+                "Give threads the context of the rollout: pool.submit(contextvars.copy_context().run, function)", FLAG,
+            )  # fmt: skip
+
+
+def _telling(cls: type, name: str, told: Callable[..., Any]) -> Callable[..., Any]:
+    """The method `name` of `cls` that has `told` call the inherited one."""
+
+    @functools.wraps(getattr(cls, name))
+    def method(source: Any, *args: Any, **keywords: Any) -> Any:
+        return told(getattr(super(cls, source), name), *args, **keywords)
+
+    return method
+
+
+def _reducing_as(own: type, telling: type) -> Callable[..., Any]:
+    """`__reduce_ex__` of a class that nobody can import, as that of the class which it stands for."""
+
+    def reduced(source: Any, protocol: Any) -> Any:
+        how = super(telling, source).__reduce_ex__(protocol)
+        if isinstance(how, str):
+            return how
+        make, arguments, *rest = how
+        # Pickling wants the object's own class where it knows the function that makes it.
+        return (_made, (make, *(own if argument is telling else argument for argument in arguments)), *rest)
+
+    return reduced
+
+
+def _made(make: Callable[..., Any], *arguments: Any) -> Any:
+    return make(*arguments)
+
+
+def _as_plain(entry: Any) -> dict[str, Any]:
+    """A group or a sample as `samples`, a text or a chat as `prompt`."""
+    if all(isinstance(leaf, Sample) for leaf in leaves(entry)):
+        return {"samples": groups_to_plain(entry)}
+    return {"prompt": copy.deepcopy(entry)}
+
+
+def draw_groups(args: Any, source: Any, num_samples: int, rollout_id: int, drawn: int = 0) -> list[list[Any]]:
+    """The next groups of `source`; what it gives as single prompts is copied `n_samples_per_prompt` times.
+
+    `drawn`: how many entries were drawn for this rollout before; numbers the groups that are made here.
+
+    Raises:
+        UserError: the source raised, or returned something else than a list of groups or prompts.
+    """
+    with source_turn:
+        with calling_source(args, source, "get_samples", f"rollout {rollout_id}"):
+            keywords = accepted_keywords(source.get_samples, {"rollout_id": rollout_id})
+            entries = source.get_samples(num_samples, **keywords)
+        if not isinstance(entries, list | tuple):
+            raise UserError(
+                f"{FLAG} {args.data_source_path}: get_samples returned {type(entries).__name__}; expected a list of groups "
+                "of Samples, or of prompts"
+            )
+        first = rollout_id * _NUMBERS_PER_ROLLOUT + drawn
+        groups = [_as_group(args, entry, first + position) for position, entry in enumerate(entries)]
+        if (drawing := _drawing.get()) is not None:
+            draws, number = drawing
+            for entry, group in zip(entries, groups, strict=True):
+                draws.hold(number, entry, group)
+        return groups
+
+
+def give_back(
+    args: Any, source: Any, groups: list[list[Any]], rollout_id: int, origins: list[list[Any]] | None = None
+) -> None:
+    """Hand `groups` to the source's `add_samples`.
+
+    `origins`: what `draw_groups` gave in their place; None: themselves.
+
+    Raises:
+        UserError: the source raised, or has no such method.
+    """
+    if not has_method(source, "add_samples"):
+        raise UserError(
+            f"{FLAG} {args.data_source_path}: {type(source).__name__} has no add_samples(groups), but rollout "
+            f"{rollout_id} has {len(groups)} unfinished groups to give back"
+        )
+    token = _origins.set(origins)
+    try:
+        with source_turn, calling_source(args, source, "add_samples", f"rollout {rollout_id}"):
+            source.add_samples(groups)
+    finally:
+        _origins.reset(token)
+
+
+def _as_group(args: Any, entry: Any, number: int) -> list[Any]:
+    is_chat = isinstance(entry, list) and bool(entry) and all(isinstance(message, dict) for message in entry)
+    if isinstance(entry, str) or is_chat:
+        entry = Sample(prompt=entry)
+    if not isinstance(entry, Sample):
+        if other := [leaf for leaf in leaves(entry) if not isinstance(leaf, Sample)]:
+            raise UserError(
+                f"{FLAG} {args.data_source_path}: get_samples returned a group that holds {type(other[0]).__name__}; expected "
+                "Samples (a prompt stands alone, not in a list)"
+            )
+        return entry
+    size = args.n_samples_per_prompt
+    group = [copy.deepcopy(entry) for _ in range(size)]
+    for position, sample in enumerate(group):
+        sample.group_index = number
+        sample.index = number * size + position
+    return group
+
+
+class DataSourceSnapshots:
+    """Remembers, saves and loads the states of `source`."""
+
+    def __init__(self, args: Any, source: Any) -> None:
+        self._args = args
+        self._source = source
+        # Of a rollout: the state after it, and what rollouts behind it had drawn by then.
+        self._kept: dict[int, tuple[Any, list[Any]]] = {}
+        self._saves_given_state = has_method(source, "save") and "state" in inspect.signature(source.save).parameters
+        has_state = has_method(source, "state_dict")
+        self._written_here = has_state and has_method(source, "load_state_dict") and not self._saves_given_state
+        self._has_snapshots = self._written_here or (has_state and self._saves_given_state)
+        self._draws = Draws(source, saves=args.save is not None)
+
+    @contextlib.contextmanager
+    def of_rollout(self, rollout_id: int) -> Iterator[None]:
+        """What is drawn from the source in the block is drawn for `rollout_id`."""
+        with self._draws.of_rollout(rollout_id):
+            yield
+        self._take_states()
+
+    def remember(self, rollout_id: int) -> None:
+        """Keep the state after `rollout_id`, which has its prompts and will be saved, as soon as those before it are over."""
+        with self._draws.lock:
+            self._draws.awaited.add(rollout_id)
+        self._take_states()
+
+    def _take_states(self) -> None:
+        if not self._has_snapshots or not self._draws.awaited:
+            return
+        with source_turn:
+            for rollout_id in sorted(filter(self._draws.is_complete, self._draws.awaited)):
+                with calling_source(self._args, self._source, "state_dict", f"rollout {rollout_id}"):
+                    state = self._source.state_dict()
+                    # A user's source may hand out what it goes on changing.
+                    state = copy.deepcopy(state) if self._written_here else state
+                self._kept[rollout_id] = state, self._draws.behind(rollout_id)
+                self._draws.awaited.remove(rollout_id)
+            self._draws.release()
+
+    def save(self, rollout_id: int) -> None:
+        """Write the state after `rollout_id` below `args.save`; of a source that cannot tell it, the present one.
+
+        Raises:
+            RunError: no state was kept for this rollout.
+            UserError: the source raised, or its state is not plain.
+            OSError: the state cannot be written.
+        """
+        directory = state_directory(self._args.save, rollout_id)
+        if not self._has_snapshots:
+            with source_turn:
+                with calling_source(self._args, self._source, "save", f"rollout {rollout_id}"):
+                    self._source.save(rollout_id)
+                again = self._draws.behind(rollout_id)
+                self._draws.awaited = {other for other in self._draws.awaited if other > rollout_id}
+                self._draws.release()
+            write_drawn_ahead(directory, again)
+            return
+        if rollout_id not in self._kept:
+            raise RunError(
+                f"the data state after rollout {rollout_id} cannot be saved: none was taken when its prompts were drawn, as is "
+                "done for the rollouts that --save-interval names"
+            )
+        state, again = self._kept[rollout_id]
+        if self._written_here:
+            write_state(directory, state)
+        else:
+            with calling_source(self._args, self._source, "save", f"rollout {rollout_id}"):
+                self._source.save(rollout_id, state)
+        write_drawn_ahead(directory, again)
+        # Saves come in order.
+        for old in [kept for kept in tuple(self._kept) if kept <= rollout_id]:
+            del self._kept[old]
+
+    def load(self, rollout_id: int) -> None:
+        """Restore the state after `rollout_id`; nothing to do for a negative id.
+
+        Raises:
+            UserError: there is no such state (unless `args.fresh_data_state`), it is unreadable, or the source raised.
+        """
+        again = []
+        if rollout_id >= 0:
+            if self._written_here:
+                self._load_here(rollout_id)
+            else:
+                self._load_by_source(rollout_id)
+            if self._args.load:
+                again = read_drawn_ahead(state_directory(self._args.load, rollout_id))
+            if again and self._args.fresh_data_state:
+                logger.warning(
+                    "--fresh-data-state: %d prompts that rollouts behind %d had drawn are not drawn again",
+                    len(again),
+                    rollout_id,
+                )
+                again = []
+        self._draws.resume_after(rollout_id, again)
+
+    def _load_here(self, rollout_id: int) -> None:
+        directory = find_state(self._args, rollout_id)
+        if directory is None:
+            return
+        state = read_state(directory)
+        with calling_source(self._args, self._source, "load_state_dict", str(directory)):
+            self._source.load_state_dict(state)
+
+    def _load_by_source(self, rollout_id: int) -> None:
+        if not has_method(self._source, "load"):
+            if self._args.fresh_data_state:
+                logger.warning("the data source cannot be restored: the data starts from zero")
+                return
+            raise UserError(
+                f"{FLAG} {self._args.data_source_path}: {type(self._source).__name__} has no load(rollout_id) and no "
+                f"load_state_dict(state), so the run cannot go on after rollout {rollout_id}; give "
+                "--fresh-data-state to start the data from zero"
+            )
+        with calling_source(self._args, self._source, "load", f"rollout {rollout_id}"):
+            self._source.load(rollout_id)

@@ -1,0 +1,75 @@
+"""What belongs to one call of a rollout function: which tasks are pending, whether it is aborted, how far it has come.
+
+Several calls may be under way in a process at a time, a training rollout and an evaluation say, and none knows of another.
+Which one a piece of code works for is told by its context, which goes along with tasks, with the threads of plain
+functions, and with `slime.utils.async_utils.run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any
+
+from slime.observability.console import Progress
+from slime.utils.http_utils import noting_request_ids
+from slime.utils.misc import SingletonMeta
+
+
+class GenerationCall:
+    """One call, made inside the one that is under way here, if any: they have their progress in common.
+
+    Attributes:
+        remaining_batch_size: groups that are kept or may still be: started, minus dropped, minus given back.
+        pendings: tasks of the groups that are being generated.
+        aborted: the call is being wound down; no request may start any more.
+        request_ids: what the engines know its unanswered requests by.
+    """
+
+    def __init__(self, rollout_id: int | None = None) -> None:
+        self.parent: GenerationCall | None = _current.get()
+        self.progress: Progress = Progress() if self.parent is None else self.parent.progress
+        self.request_ids: set[str] = set()
+        self.rollout_id = rollout_id
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to where nothing is under way in this call."""
+        self.remaining_batch_size = 0
+        self.pendings: set[asyncio.Task[Any]] = set()
+        self.aborted = False
+
+    @contextlib.contextmanager
+    def under_way(self) -> Iterator[GenerationCall]:
+        """What starts in the block works for this call."""
+        token = _current.set(self)
+        _under_way.add(self)
+        try:
+            with noting_request_ids(self.request_ids):
+                yield self
+        finally:
+            _under_way.discard(self)
+            _current.reset(token)
+
+    def is_alone(self) -> bool:
+        """Whether all that this process asks of the engines is asked by this call, and by those that enclose it."""
+        enclosing, call = set(), self
+        while call is not None:
+            enclosing.add(call)
+            call = call.parent
+        return enclosing >= _under_way
+
+
+class _OutsideOfCalls(GenerationCall, metaclass=SingletonMeta):
+    """Stands for the call where none is under way, in a script of a user's say. One per process."""
+
+
+_current: contextvars.ContextVar[GenerationCall | None] = contextvars.ContextVar("generation_call", default=None)
+_under_way: set[GenerationCall] = set()
+
+
+def current_call() -> GenerationCall:
+    """The call that this code works for."""
+    return _current.get() or _OutsideOfCalls()

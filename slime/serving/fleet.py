@@ -1,0 +1,332 @@
+"""The engine set of a run: which engines there are, what each of them may be asked, and which weights it holds.
+
+Pure: no Ray, no network, no clock, no threads; times are given, in seconds. Whoever sees something happen tells the fleet,
+which says what holds from then on; `engines.py` carries out what follows and is the only holder of engine handles. Everybody
+else asks for a snapshot, and uses it for one operation. Beside it: when engines are checked, and how long one may be silent.
+
+    STARTING ──ready──► STALE ──weights_whole──► SERVING ──doubt──► SUSPECT
+                          ▲ ◄──weights_change───┘ │    ▲ ◄──answer───┘
+                          └────wake──── ASLEEP ◄──┘sleep
+    each of these ──die──► DEAD ──replace──► STARTING of the next generation
+                             └──give_up──► GIVEN_UP
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Collection, Iterable
+from typing import Any
+
+
+class EngineState(enum.Enum):
+    """What an engine is at a moment."""
+
+    # Its server loads and compiles. It is asked nothing, and its silence means nothing: the start has a limit of its own.
+    STARTING = "starting"
+    # It answers, but its weights are not those of the last push: not yet, no longer, or only in part. It gets weights only.
+    STALE = "stale"
+    # It holds the current weights, whole. It gets requests.
+    SERVING = "serving"
+    # It has given up its memory to the trainer. It is asked nothing until it wakes.
+    ASLEEP = "asleep"
+    # It was serving when a check or a request failed. It keeps its requests; the check under way decides.
+    SUSPECT = "suspect"
+    # Its process has ended, or is ended. The next generation takes its place, or the run ends.
+    DEAD = "dead"
+    # It is dead and nobody takes its place: the run goes on without it.
+    GIVEN_UP = "given up"
+
+
+_LIVING = frozenset(EngineState) - {EngineState.DEAD, EngineState.GIVEN_UP}
+# Event → the states in which it may happen, and the state that follows.
+_TRANSITIONS: dict[str, tuple[Collection[EngineState], EngineState]] = {
+    "ready": ({EngineState.STARTING}, EngineState.STALE),
+    "weights_change": ({EngineState.STALE, EngineState.SERVING, EngineState.SUSPECT}, EngineState.STALE),
+    "weights_whole": ({EngineState.STALE}, EngineState.SERVING),
+    "sleep": ({EngineState.STALE, EngineState.SERVING}, EngineState.ASLEEP),
+    "wake": ({EngineState.ASLEEP}, EngineState.STALE),
+    "doubt": ({EngineState.SERVING, EngineState.SUSPECT}, EngineState.SUSPECT),
+    "answer": ({EngineState.SERVING, EngineState.SUSPECT}, EngineState.SERVING),
+    "die": (_LIVING, EngineState.DEAD),
+    "replace": ({EngineState.DEAD}, EngineState.STARTING),
+    "give_up": ({EngineState.DEAD}, EngineState.GIVEN_UP),
+}
+# So often an engine is replaced within the time of ten starts. What ends it more often is not cured by a new server: a broken
+# GPU, a full disk. The time is counted in starts, because one whose server takes long to start dies less often.
+REPLACEMENTS = 3
+_WINDOW_IN_STARTS = 10
+
+
+class IllegalTransition(Exception):
+    """An event that cannot happen to an engine in its state: whoever told it is wrong about the engine."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class EngineName:
+    """One life of an engine. `engine_id` counts from 0 and stays; each server in its place is a `generation` of its own."""
+
+    engine_id: int
+    generation: int = 0
+
+    def __str__(self) -> str:
+        return f"engine {self.engine_id}"
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineRecord:
+    """What the fleet knows of an engine. `weight_version`: that of the last push it holds whole; None: none yet.
+
+    `cause`: why it died, was given up or is doubted; empty in the other states.
+    """
+
+    name: EngineName
+    state: EngineState
+    weight_version: int | None = None
+    cause: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSnapshot:
+    """An engine as it was when somebody asked.
+
+    Attributes:
+        handle: its actor; for the operation that the snapshot was taken for.
+        num_gpus: its devices, each a rank of a weight-update group.
+        gpu_offset: where its devices begin among those of all engines.
+    """
+
+    name: EngineName
+    state: EngineState
+    weight_version: int | None
+    handle: Any
+    num_gpus: int
+    gpu_offset: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FleetSnapshot:
+    """Some of the engines, by id. `version`: that of the last push, None before the first."""
+
+    version: int | None
+    engines: tuple[EngineSnapshot, ...]
+
+    @property
+    def names(self) -> tuple[EngineName, ...]:
+        return tuple(engine.name for engine in self.engines)
+
+    @property
+    def handles(self) -> list[Any]:
+        return [engine.handle for engine in self.engines]
+
+
+class Fleet:
+    """The states of the engines `engine_ids`, all of which are starting.
+
+    `start_limit`: seconds that an engine has from its death until a server answers again in its place.
+
+    An event tells the life that it is about: one of an earlier generation is late and changes nothing, then the method returns
+    False. Methods raise IllegalTransition where the event cannot have happened, and KeyError for an unknown engine.
+    """
+
+    def __init__(self, engine_ids: Iterable[int], start_limit: float) -> None:
+        self._records = {
+            engine_id: EngineRecord(EngineName(engine_id), EngineState.STARTING) for engine_id in sorted(engine_ids)
+        }
+        self._start_limit = start_limit
+        self._deaths: dict[int, list[float]] = {engine_id: [] for engine_id in self._records}
+        # Since when no server answers, for engines that are being replaced.
+        self._down_since: dict[int, float] = {}
+        self.version: int | None = None
+
+    # -- questions --------------------------------------------------------------------------------------------------
+
+    def records(self, *states: EngineState) -> tuple[EngineRecord, ...]:
+        """The engines in these states, by id; all engines if none is given."""
+        return tuple(record for record in self._records.values() if not states or record.state in states)
+
+    def record(self, engine_id: int) -> EngineRecord:
+        return self._records[engine_id]
+
+    def is_current(self, name: EngineName) -> bool:
+        """Whether this life is the engine's last; it may be over."""
+        return self._records[name.engine_id].name == name
+
+    def late(self, now: float) -> list[EngineName]:
+        """New lives whose server does not answer in time: it does not start, or has no place to start in."""
+        starting = self.records(EngineState.STARTING)
+        began = [(record.name, self._down_since.get(record.name.engine_id, now)) for record in starting]
+        return [name for name, since in began if now - since > self._start_limit]
+
+    def why_give_up(self, engine_id: int) -> str:
+        """Why another server in the place of a dead engine is not worth its start; empty: it is worth it."""
+        deaths, window = self._deaths[engine_id], _WINDOW_IN_STARTS * self._start_limit
+        recent = [died for died in deaths if deaths[-1] - died <= window]
+        if len(recent) > REPLACEMENTS:
+            return f"it died {len(recent)} times within {window:.0f} s"
+        if deaths[-1] - self._down_since[engine_id] > self._start_limit:
+            return f"no server answered in its place for {self._start_limit:.0f} s"
+        return ""
+
+    # -- events -----------------------------------------------------------------------------------------------------
+
+    def ready(self, name: EngineName) -> bool:
+        """Its server answers. What it loaded at its start are not the weights of a push."""
+        happened = self._happened("ready", name)
+        if happened:
+            self._down_since.pop(name.engine_id, None)
+        return happened
+
+    def weights_change(self, name: EngineName) -> bool:
+        """A push to it begins: until that ends, its weights are those of no version."""
+        return self._happened("weights_change", name, weight_version=None)
+
+    def weights_whole(self, name: EngineName, version: int | None) -> bool:
+        """It holds the weights of `version`, which is the current one from here on; None: what it loaded are its weights."""
+        if self.version is not None and version is not None and version < self.version:
+            raise IllegalTransition(
+                f"{name} got the weights of version {version}, but {self.version} is pushed already"
+            )
+        happened = self._happened("weights_whole", name, weight_version=version)
+        if happened and version is not None:
+            self.version = version
+        return happened
+
+    def sleep(self, name: EngineName) -> bool:
+        """It gave up its memory, and with it its weights."""
+        return self._happened("sleep", name, weight_version=None)
+
+    def wake(self, name: EngineName) -> bool:
+        """It has its memory again; what stands in it counts for nothing."""
+        return self._happened("wake", name)
+
+    def doubt(self, name: EngineName, cause: str) -> bool:
+        """A check or a request of it failed."""
+        return self._happened("doubt", name, cause=cause)
+
+    def answer(self, name: EngineName) -> bool:
+        """It answered a check."""
+        return self._happened("answer", name)
+
+    def die(self, name: EngineName, cause: str, now: float) -> bool:
+        """It is gone, or is no longer counted on. Several may see that: all but the first are late."""
+        if self._records[name.engine_id].state not in _LIVING:
+            return False
+        happened = self._happened("die", name, weight_version=None, cause=cause)
+        if happened:
+            self._deaths[name.engine_id].append(now)
+            self._down_since.setdefault(name.engine_id, now)
+        return happened
+
+    def replace(self, engine_id: int) -> EngineName:
+        """A new server starts in the place of a dead one. Returns the name of its life."""
+        last = self._records[engine_id].name
+        name = EngineName(engine_id, last.generation + 1)
+        self._happened("replace", last, name=name)
+        return name
+
+    def give_up(self, engine_id: int) -> None:
+        """Nobody takes the place of a dead one."""
+        record = self._records[engine_id]
+        self._happened("give_up", record.name, cause=record.cause)
+
+    def _happened(self, event: str, told: EngineName, **changes: Any) -> bool:
+        record = self._records[told.engine_id]
+        if told.generation < record.name.generation:
+            return False
+        allowed, state = _TRANSITIONS[event]
+        if told != record.name or record.state not in allowed:
+            raise IllegalTransition(
+                f"{event} of {told} (generation {told.generation}), which is {record.state.value} "
+                f"(generation {record.name.generation})"
+            )
+        self._records[told.engine_id] = dataclasses.replace(record, **{"state": state, "cause": "", **changes})
+        return True
+
+
+# -- checks -------------------------------------------------------------------------------------------------------------
+
+# Between the end of a check's own time limit and its answer.
+_ANSWER_SECONDS = 15.0
+
+
+@dataclasses.dataclass
+class _Course:
+    """Where an engine stands: when its next check is due, when the one under way began, since when it has not answered."""
+
+    due: float
+    began: float | None = None
+    silent_since: float | None = None
+
+
+class HealthChecks:
+    """The checks of all engines.
+
+    A check asks the engine for progress: that it answers, or that it computes something. One that compiles or loads answers
+    nobody for long and computes; one that hangs does neither, and its check fails. Checks run side by side, each with a limit
+    of its own, so that one engine that hangs does not keep the others from being looked at.
+
+    Args:
+        interval: pause between two checks of an engine.
+        timeout: of one check.
+        first_wait: grace after `resume`, before the first check.
+        work_limit: an engine that computes without an answer for that long is dead: no compilation takes longer.
+    """
+
+    def __init__(self, *, interval: float, timeout: float, first_wait: float, work_limit: float) -> None:
+        self.timeout = timeout
+        self._interval = interval
+        self._first_wait = first_wait
+        self._work_limit = work_limit
+        self._courses: dict[EngineName, _Course] = {}
+        self._first_due = 0.0
+
+    def resume(self, now: float) -> None:
+        """Generation begins."""
+        self._first_due = now + self._first_wait
+        for course in self._courses.values():
+            course.due = self._first_due
+
+    def hurry(self, now: float) -> None:
+        """A request failed: check all engines at once, within the grace too."""
+        self._first_due = min(self._first_due, now)
+        for course in self._courses.values():
+            course.due = min(course.due, now)
+
+    def begin(self, now: float, names: Iterable[EngineName]) -> list[EngineName]:
+        """Those of `names` whose check is due; from now on it is under way."""
+        found = []
+        for name in names:
+            course = self._courses.setdefault(name, _Course(self._first_due))
+            if course.began is None and now >= course.due:
+                course.began = now
+                found.append(name)
+        return found
+
+    def answered(self, name: EngineName, now: float) -> None:
+        """The check of `name` ended well."""
+        course = self._courses[name]
+        course.began = course.silent_since = None
+        course.due = now + self._interval
+
+    def computed(self, name: EngineName, now: float) -> float | None:
+        """The check of `name` found that it computes and does not answer. It is checked again at once.
+
+        Returns:
+            For how long it has been silent, when that is too long; else None.
+        """
+        course = self._courses[name]
+        course.silent_since = course.began if course.silent_since is None else course.silent_since
+        course.began, course.due = None, now
+        silent = now - course.silent_since
+        return silent if silent > self._work_limit else None
+
+    def overdue(self, now: float) -> list[EngineName]:
+        """Engines whose actor does not even say how its check went."""
+        limit = self.timeout + _ANSWER_SECONDS
+        courses = self._courses.items()
+        return [name for name, course in courses if course.began is not None and now - course.began > limit]
+
+    def forget(self, name: EngineName) -> None:
+        """Nothing is known of `name` any more: it is dead, or got other weights while it was checked."""
+        self._courses.pop(name, None)

@@ -1,0 +1,473 @@
+"""The owner of all that serves in a run: router, engines, and what is known of them.
+
+Everything that can run at the same time does: `start` returns at once, so that router, engines and training ranks come
+up together; `wait_ready` joins. From then on a thread watches. An engine that dies or hangs is replaced where the run asks for
+that: it leaves the router, a new server starts in its place, gets the weights of the last push, and only then requests. One
+that dies again and again is given up. Whatever else dies ends `ended` with its cause.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from slime.observability.waiting import wait_for_all
+from slime.serving.engines import Engines
+from slime.serving.fleet import REPLACEMENTS, EngineName, EngineRecord, EngineState, Fleet, FleetSnapshot, HealthChecks
+from slime.serving.router import RouterHandle, start_router
+from slime.serving.topology import topology_of
+from slime.utils.errors import RunError
+from slime.utils.run_values import with_run_values
+
+logger = logging.getLogger(__name__)
+
+# Between the end of an engine's own time limit and its answer.
+_ANSWER_SECONDS = 60.0
+_REGISTRATION_SECONDS = 60.0
+_ROUTER_FAREWELL_SECONDS = 10.0
+_WATCH_POLL_SECONDS = 0.2
+_WATCH_END_SECONDS = 5.0
+
+# Requests, engines and the addresses that plug-ins keep all hang on one router.
+_ROUTER_ADVICE = (
+    "\n--use-fault-tolerance replaces engines, and nothing takes the router's place: start the run again, and it goes on from "
+    "its last checkpoint"
+)
+
+_Taker = Callable[[EngineName, ray.ObjectRef], None]
+
+
+def _start_limit(args: argparse.Namespace) -> float:
+    # What the engine's own process says of a start that takes too long comes first.
+    return args.engine_start_timeout + _ANSWER_SECONDS
+
+
+def longest_push_wait(args: argparse.Namespace, num_engines: int) -> float:
+    """Seconds that `ServingOwner.begin_push` may take at most with so many engines, one of which has trouble after another.
+
+    An engine is doubted for no longer than a start may take. Then it is replaced a number of times before it is given up, each
+    time within that of a start, counted from the death before.
+    """
+    return num_engines * (1 + REPLACEMENTS) * _start_limit(args)
+
+
+class ServingOwner:
+    """Router and engines of a run. Methods may be called from any thread.
+
+    Args:
+        placement_group, places: where engines may live: (bundle index, device id) of every GPU for them, in order.
+
+    Attributes:
+        ended: its result is None when `shutdown` was called, and a RunError when something died that nobody replaces.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, placement_group: Any, places: Sequence[tuple[int, int]], log_dir: str | Path
+    ) -> None:
+        self._args = args
+        self._log_dir = log_dir
+        # One key per run keeps other users of the machine out.
+        self.api_key: str = args.router_api_key or secrets.token_urlsafe(32)
+        self.ended: Future[None] = Future()
+        topology = topology_of(args, places)
+        self._start_limit = _start_limit(args)
+        self._fleet = Fleet((engine.engine_id for engine in topology.engines), self._start_limit)
+        self._engines = Engines(self._with_key(), placement_group, topology, log_dir)
+        self._topology = topology
+        self._router: RouterHandle | None = None
+        self._starting: dict[EngineName, ray.ObjectRef] = {}
+        self._urls: dict[EngineName, str] = {}
+        # Engines that the router knows.
+        self._registered: set[EngineName] = set()
+        # Engines that a push is under way to.
+        self._receiving: set[EngineName] = set()
+        # What the watch waits for, and who takes the outcome for which engine.
+        self._awaited: dict[ray.ObjectRef, tuple[_Taker, EngineName]] = {}
+        self._health = HealthChecks(
+            interval=args.rollout_health_check_interval,
+            timeout=args.rollout_health_check_timeout,
+            first_wait=args.rollout_health_check_first_wait,
+            work_limit=args.engine_start_timeout,
+        )
+        self._generations = self._deaths = 0
+        # Guards all of this, and is told of what others wait for.
+        self._changed = threading.Condition(threading.RLock())
+        self._ending = threading.Event()
+        self._watching: threading.Thread | None = None
+
+    def start(self) -> RouterHandle:
+        """Start router and engines; does not wait for them."""
+        # A router that runs already is tried with the key that was given for it, if any: one that has a key refuses others,
+        # one without ignores ours.
+        given = self._args.sglang_router_ip is not None
+        self._router = start_router(self._args if given else self._with_key(), self._log_dir)
+        self._starting = {record.name: self._engines.start(record.name) for record in self._fleet.records()}
+        return self._router
+
+    def wait_ready(self) -> None:
+        """Return when the router sends requests to all engines, and to no others. Each engine keeps its own time.
+
+        Raises:
+            RunError: a server failed to start; holds the last lines of its log. All engines are ended.
+        """
+        if self._router.process is not None:
+            self._router.wait_ready()
+        names = list(self._starting)
+        try:
+            urls = wait_for_all(
+                list(self._starting.values()),
+                "start of the engines",
+                self._start_limit,
+                pending=lambda positions: "engine " + ", ".join(str(names[p].engine_id) for p in positions),
+                flag="--engine-start-timeout",
+            )
+        except BaseException:
+            self._engines.stop()
+            raise
+        self._router.refuse_other_workers(urls)
+        # Nobody sends requests before the first push, so engines without the trainer's weights may be known to the router.
+        self._router.add_workers(urls, _REGISTRATION_SECONDS, self.api_key)
+        self._registered.update(names)
+        for name, url in zip(names, urls, strict=True):
+            self._answers(name, url)
+        self._admit([name for name in names if not self._gets_weights(name)], None)
+        logger.info("%d engines are ready behind the router %s", len(urls), self._router.url)
+        self._watching = threading.Thread(target=self._watch, daemon=True, name="serving watch")
+        self._watching.start()
+
+    # -- weights ----------------------------------------------------------------------------------------------------
+
+    def begin_push(self) -> FleetSnapshot:
+        """The engines that a push goes to, when none is being replaced. Until `end_push` they hold the weights of no version.
+
+        Raises:
+            RunError: something died that nobody replaces, or nothing became of an engine for longer than a start may take.
+        """
+        with self._changed:
+            # Each life has its time, so the limit begins anew with what happens to one.
+            while not self.ended.done() and (waiting := self._unsettled()):
+                if not self._changed.wait_for(
+                    lambda waiting=waiting: self.ended.done() or self._unsettled() != waiting, self._start_limit
+                ):
+                    late = ", ".join(f"{name} is {state.value}" for name, state in waiting)
+                    raise RunError(f"weight push: {late} after {self._start_limit:.0f} s (--engine-start-timeout)")
+            if self.ended.done():
+                self.ended.result()
+            return self._taking_weights(EngineState.STALE, EngineState.SERVING)
+
+    def _unsettled(self) -> list[tuple[EngineName, EngineState]]:
+        """Engines that a push would miss, although they or those in their place may get it yet."""
+        records = self._fleet.records(EngineState.STARTING, EngineState.SUSPECT, EngineState.DEAD)
+        return [(record.name, record.state) for record in records]
+
+    def begin_push_to_stale(self) -> FleetSnapshot:
+        """The engines that lack the weights of the last push, `version` of the result; the others go on."""
+        with self._changed:
+            return self._taking_weights(EngineState.STALE)
+
+    def lacks_weights(self) -> bool:
+        """Whether an engine waits for the weights of a push that it has missed."""
+        with self._changed:
+            waiting = {record.name for record in self._fleet.records(EngineState.STALE)} - self._receiving
+            return self._fleet.version is not None and bool(waiting)
+
+    def end_push(self, names: Sequence[EngineName], version: int, failed: Mapping[int, str]) -> None:
+        """The push to `names` is over: those not in `failed` (engine id → reason) hold `version`, the others are given up."""
+        self._admit([name for name in names if name.engine_id not in failed], version)
+        for name in names:
+            if name.engine_id in failed:
+                self._died(name, RunError(failed[name.engine_id]))
+        with self._changed:
+            self._receiving.difference_update(names)
+
+    def engines(self) -> FleetSnapshot:
+        """All engines that answer."""
+        with self._changed:
+            return self._snapshot(self._fleet.records(EngineState.STALE, EngineState.SERVING, EngineState.SUSPECT))
+
+    def _taking_weights(self, *states: EngineState) -> FleetSnapshot:
+        names = [record.name for record in self._fleet.records(*states) if self._gets_weights(record.name)]
+        for name in names:
+            self._fleet.weights_change(name)
+        self._receiving.update(names)
+        return self._snapshot([self._fleet.record(name.engine_id) for name in names])
+
+    def _snapshot(self, records: Sequence[EngineRecord]) -> FleetSnapshot:
+        return self._engines.snapshot(self._fleet.version, records)
+
+    def _gets_weights(self, name: EngineName) -> bool:
+        return self._args.has_trainer and self._topology.find(name.engine_id)[0].update_weights
+
+    def _admit(self, names: Sequence[EngineName], version: int | None) -> None:
+        """Let engines serve that hold `version` whole: the router first has to know those that took another's place."""
+        for name in names:
+            with self._changed:
+                url = None if name in self._registered else self._urls.get(name)
+            error = None
+            if url is not None:
+                try:
+                    self._router.add_workers([url], _REGISTRATION_SECONDS, self.api_key)
+                except RunError as refusal:
+                    error = refusal
+            with self._changed:
+                admitted = error is None and self._is(name, EngineState.STALE)
+                if admitted:
+                    self._registered.add(name)
+                    self._fleet.weights_whole(name, version)
+                self._changed.notify_all()
+            if url is not None and not admitted:
+                # Whoever replaces it takes only those out of the router that were admitted.
+                with contextlib.suppress(RunError):
+                    self._router.remove_workers([url], _ROUTER_FAREWELL_SECONDS)
+            if error is not None:
+                self._died(name, error)
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def generating(self) -> Iterator[None]:
+        """Engines are checked while the block lasts. Blocks may overlap."""
+        with self._changed:
+            if self._generations == 0:
+                self._health.resume(time.monotonic())
+            self._generations += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._generations -= 1
+
+    def is_serving(self) -> bool:
+        """Whether requests find an engine."""
+        with self._changed:
+            return bool(self._fleet.records(EngineState.SERVING, EngineState.SUSPECT))
+
+    def doubt_all(self, cause: str) -> None:
+        """A request failed, and nobody knows on which engine: all are checked at once, and doubted until they answer."""
+        with self._changed:
+            for record in self._fleet.records(EngineState.SERVING):
+                self._fleet.doubt(record.name, cause)
+            self._health.hurry(time.monotonic())
+
+    def is_decided(self) -> bool:
+        """Whether no engine is doubted: each of them is known to live, or to be dead."""
+        with self._changed:
+            return not self._fleet.records(EngineState.SUSPECT)
+
+    def deaths(self) -> int:
+        """How many engines have died so far."""
+        return self._deaths
+
+    # -- life and death ---------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        try:
+            self._watch_until_the_end()
+        except Exception as error:
+            logger.debug("the watch over engines and router failed", exc_info=True)
+            self._fail(RunError(f"the watch over engines and router failed: {type(error).__name__}: {error}"))
+
+    def _watch_until_the_end(self) -> None:
+        while not self._ending.is_set():
+            with self._changed:
+                self._begin_checks()
+                awaited = list(self._awaited)
+            if awaited:
+                ray.wait(awaited, timeout=_WATCH_POLL_SECONDS)
+            # To take a result may last: what is late is judged by the moment at which all that was there was seen.
+            now = time.monotonic()
+            ready = ray.wait(awaited, num_returns=len(awaited), timeout=0)[0] if awaited else []
+            for reference in ready:
+                with self._changed:
+                    take, name = self._awaited.pop(reference)
+                take(name, reference)
+            with self._changed:
+                overdue, late = self._health.overdue(now), self._fleet.late(now)
+            for name in overdue:
+                self._died(
+                    name, RunError(f"the process of {name} did not answer a check for {self._health.timeout:g} s")
+                )
+            for name in late:
+                self._died(
+                    name,
+                    RunError(
+                        f"{name} has no new server after {self._start_limit:.0f} s (--engine-start-timeout): Ray has found "
+                        "no place for its process (`ray status` shows the nodes that are left), or that does not answer"
+                    ),
+                )
+            if self._router.process is not None and self._router.process.poll() is not None:
+                words = _ROUTER_ADVICE if self._args.use_fault_tolerance else ""
+                self._fail(RunError(f"the router died: {self._router.process.describe_end()}{words}"))
+            if self.ended.done() or not awaited:
+                self._ending.wait(_WATCH_POLL_SECONDS)
+
+    def _ended(self, name: EngineName, reference: ray.ObjectRef) -> None:
+        _, error = _outcome(reference, str(name))
+        if error is not None:
+            self._died(name, error)
+
+    def _died(self, name: EngineName, error: RunError) -> None:
+        """Take an engine out, and start another in its place; without `--use-fault-tolerance`, that ends the run.
+
+        One that died too often gets no other, and the run goes on without it while others do its work.
+        """
+        with self._changed:
+            if self._ending.is_set() or not self._fleet.die(name, str(error), time.monotonic()):
+                return
+            self._deaths += 1
+            self._health.forget(name)
+            if not self._args.use_fault_tolerance:
+                self._fail(error)
+                return
+            why = self._fleet.why_give_up(name.engine_id)
+            if why:
+                self._fleet.give_up(name.engine_id)
+                if not self._has_substitutes(name):
+                    self._fail(
+                        RunError(
+                            f"{name} is given up: {why}, and no other engine does its work; the last time: {error}"
+                        )
+                    )
+                    return
+            self._changed.notify_all()
+        if why:
+            logger.warning("%s is given up: %s. The run goes on without it; the last time: %s", name, why, error)
+        else:
+            logger.warning("%s\n%s is taken out, and a new server starts in its place", error, name)
+        threading.Thread(target=self._replace, args=(name,), daemon=True, name=f"replacement of {name}").start()
+
+    def _has_substitutes(self, name: EngineName) -> bool:
+        """Whether engines of the same model and role are left, or may come back."""
+        model, group, _ = self._topology.find(name.engine_id)
+        alike = [engine.engine_id for other in model.groups if other.role == group.role for engine in other.engines]
+        return any(self._fleet.record(engine_id).state is not EngineState.GIVEN_UP for engine_id in alike)
+
+    def _replace(self, name: EngineName) -> None:
+        """Clear away a dead engine, and start the server of its next life unless it was given up."""
+        try:
+            if name in self._registered:
+                # The router may wait for the requests that the engine has, which end with it.
+                with contextlib.suppress(RunError):
+                    self._router.remove_workers([self._urls[name]], _ROUTER_FAREWELL_SECONDS)
+            self._engines.stop([name])
+            if name in self._registered:
+                self._router.remove_workers([self._urls[name]], _REGISTRATION_SECONDS)
+            with self._changed:
+                self._registered.discard(name)
+                self._urls.pop(name, None)
+                if self._is(name, EngineState.DEAD) and not self._ending.is_set():
+                    successor = self._fleet.replace(name.engine_id)
+                    self._awaited[self._engines.start(successor)] = (self._replaced, successor)
+        except Exception as error:
+            self._fail(error if isinstance(error, RunError) else RunError(f"{name} cannot be replaced: {error}"))
+
+    def _replaced(self, name: EngineName, reference: ray.ObjectRef) -> None:
+        url, error = _outcome(reference, str(name))
+        if error is not None:
+            self._died(name, error)
+            return
+        with self._changed:
+            if not self._is(name, EngineState.STARTING):
+                # It answers after its time, and is ended already.
+                return
+            self._answers(name, url)
+        logger.info("%s has a new server", name)
+        if not self._gets_weights(name):
+            self._admit([name], None)
+
+    def _answers(self, name: EngineName, url: str) -> None:
+        """The server of a life is healthy; from here on its end is watched."""
+        with self._changed:
+            self._fleet.ready(name)
+            self._urls[name] = url
+            self._awaited[self._engines.end_of(name)] = (self._ended, name)
+            self._changed.notify_all()
+
+    def _begin_checks(self) -> None:
+        """While samples are generated all engines are checked, and afterwards those that are doubted."""
+        if not self._args.use_fault_tolerance:
+            return
+        states = (EngineState.SERVING, EngineState.SUSPECT) if self._generations else (EngineState.SUSPECT,)
+        now, names = time.monotonic(), [record.name for record in self._fleet.records(*states)]
+        for name in self._health.begin(now, names):
+            # Weights that came meanwhile have paused the engine: then the check says nothing.
+            version = self._fleet.record(name.engine_id).weight_version
+            take = functools.partial(self._checked, version)
+            self._awaited[self._engines.check(name, self._health.timeout)] = (take, name)
+
+    def _checked(self, version: int | None, name: EngineName, reference: ray.ObjectRef) -> None:
+        answered, error = _outcome(reference, str(name))
+        with self._changed:
+            weights = self._fleet.record(name.engine_id).weight_version
+            if weights != version or not self._is(name, EngineState.SERVING, EngineState.SUSPECT):
+                self._health.forget(name)
+                return
+            if error is None and answered:
+                self._health.answered(name, time.monotonic())
+                self._fleet.answer(name)
+                self._changed.notify_all()
+                return
+            if error is None:
+                silent = self._health.computed(name, time.monotonic())
+                if silent is None:
+                    self._fleet.doubt(name, "it computes, and does not answer")
+                    return
+                error = RunError(f"{name} computes, and has not answered for {silent:.0f} s (--engine-start-timeout)")
+        self._died(name, error)
+
+    def _is(self, name: EngineName, *states: EngineState) -> bool:
+        record = self._fleet.record(name.engine_id)
+        return record.name == name and record.state in states
+
+    def _fail(self, error: RunError) -> None:
+        with self._changed:
+            if not self._ending.is_set() and not self.ended.done():
+                self.ended.set_exception(error)
+            self._changed.notify_all()
+
+    def leave_given_router(self) -> None:
+        """Take our engines out of a router that goes on without us; before they end, or it would send them requests."""
+        if self._router is None or self._router.process is not None or not self._urls:
+            return
+        try:
+            self._router.remove_workers(list(self._urls.values()), _ROUTER_FAREWELL_SECONDS)
+        except RunError as error:
+            logger.warning("our engines may still be registered: %s", error)
+
+    def shutdown(self) -> None:
+        """End the engines, and the router that this run started."""
+        with self._changed:
+            self._ending.set()
+            if not self.ended.done():
+                self.ended.set_result(None)
+            self._changed.notify_all()
+        if self._watching is not None:
+            self._watching.join(_WATCH_END_SECONDS)
+        self._engines.stop()
+        if self._router is not None:
+            self._router.shutdown()
+
+    def _with_key(self) -> argparse.Namespace:
+        return with_run_values(self._args, router_api_key=self.api_key)
+
+
+def _outcome(reference: ray.ObjectRef, who: str) -> tuple[Any, RunError | None]:
+    """The result of the finished `reference`, or what it failed with."""
+    try:
+        return ray.get(reference, timeout=_ANSWER_SECONDS), None
+    except RayTaskError as error:
+        return None, error.cause if isinstance(error.cause, RunError) else RunError(f"{who}: {error.cause}")
+    except RayError as error:
+        return None, RunError(f"the process of {who} died: {str(error).strip()}")

@@ -1,0 +1,101 @@
+"""Who is served where, as data: model → group → engine → nodes and devices.
+
+Everything that needs to know follows it: the router that an engine is registered at and as what, the ranks of weight-update
+groups, the bundle an engine's actor lives in. The models come from the same rows as the plan of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slime.arguments.config_files.serving_config import ModelServing, served_models
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU of the run: its bundle in the placement group, and its id on its node."""
+
+    bundle: int
+    device_id: int
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine. `nodes`: its devices, node by node; `gpu_offset`: where they begin among the devices of all engines."""
+
+    engine_id: int
+    nodes: tuple[tuple[Device, ...], ...]
+    gpu_offset: int
+
+    @property
+    def num_gpus(self) -> int:
+        return sum(len(devices) for devices in self.nodes)
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """Equal engines with one `role`, a worker type of `--sglang-config`."""
+
+    role: str
+    engines: tuple[EngineSpec, ...]
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model behind a router of its own; `update_weights`: its engines get the trainer's weights."""
+
+    name: str
+    update_weights: bool
+    groups: tuple[EngineGroup, ...]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """All that is served in a run. Engine ids count from 0, in the order of models, groups and devices."""
+
+    models: tuple[ServedModel, ...]
+
+    @property
+    def engines(self) -> tuple[EngineSpec, ...]:
+        return tuple(engine for model in self.models for group in model.groups for engine in group.engines)
+
+    def find(self, engine_id: int) -> tuple[ServedModel, EngineGroup, EngineSpec]:
+        """The model and the group that an engine belongs to, and the engine itself; KeyError where there is none."""
+        for model in self.models:
+            for group in model.groups:
+                for engine in group.engines:
+                    if engine.engine_id == engine_id:
+                        return model, group, engine
+        raise KeyError(engine_id)
+
+
+def topology_of(args: argparse.Namespace, places: Sequence[tuple[int, int]]) -> Topology:
+    """What the flags ask for, on `places`: (bundle index, device id) of every GPU for engines, in order."""
+    return lay_out(served_models(args), [Device(*place) for place in places], args.num_gpus_per_node)
+
+
+def lay_out(models: Sequence[ModelServing], devices: Sequence[Device], gpus_per_node: int) -> Topology:
+    """Give every group its run of `devices`, and every engine of the group its part. A placeholder's stay free.
+
+    An engine that is larger than a node takes whole nodes.
+    """
+    found: list[ServedModel] = []
+    first = engine_id = 0
+    for model in models:
+        groups = []
+        for group in model.groups:
+            engines = []
+            for position in range(group.num_engines):
+                size = group.num_gpus_per_engine
+                offset = first + position * size
+                share = min(size, gpus_per_node)
+                nodes = tuple(tuple(devices[start : start + share]) for start in range(offset, offset + size, share))
+                engines.append(EngineSpec(engine_id, nodes, offset))
+                engine_id += 1
+            first += group.num_gpus
+            if engines:
+                groups.append(EngineGroup(group.worker_type, tuple(engines)))
+        found.append(ServedModel(model.name, model.update_weights, tuple(groups)))
+    return Topology(tuple(found))

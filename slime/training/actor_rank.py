@@ -1,0 +1,243 @@
+"""A rank of the actor: it holds a shard of the policy, trains it and hands its weights out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from slime.arguments.checkpoints import OLD_ACTOR, TEACHER, iteration_directory
+from slime.observability.logging_utils import LoggedMetrics
+from slime.observability.timer import timer
+from slime.training.advantages import compute_advantages_and_returns
+from slime.training.checkpoint_publication import publish_checkpoint, unpublished
+from slime.training.column_exchange import ColumnPart, fetch_column, send_columns
+from slime.training.model_states import ACTOR, REFERENCE, ModelStates, StateSchedule
+from slime.training.passes import forward_log_probs
+from slime.training.reports import rollout_data_metrics, save_train_data, worst_token_lines
+from slime.training.rollout_data import RolloutData, refresh_mask_sums
+from slime.training.step_statistics import needs_log_prob_pass
+from slime.training.train_rank import TrainRank
+from slime.utils.misc import Box
+from slime.utils.plugin_loader import calling_user_code, load_function
+from slime.utils.process_groups import patient_groups
+from slime.utils.processing_utils import load_tokenizer
+from slime.weights.buckets import split_into_buckets
+from slime.weights.push import Opening, read_weight_version, write_weight_version
+from slime.weights.source import Sent, WeightSource
+from slime.weights.transports import TRANSPORTS, Receiver
+
+logger = logging.getLogger(__name__)
+
+# Of the work beside its waits by which a sender of weights comes to a gather later than the ranks that help it.
+_GATHER_SECONDS = 60.0
+
+
+class ActorRank(TrainRank):
+    """A rank of the actor's group."""
+
+    def init(self, rendezvous: tuple[str, int]) -> int:
+        """Join the group, build the model, load the weights. Returns the first rollout id to train.
+
+        Args:
+            rendezvous: what rank 0's `rendezvous_address` returned.
+        """
+        self._join(rendezvous)
+        tell = logger.info if self.rank == 0 else lambda line: None
+        self.states = ModelStates(self.backend.live_tensors)
+        self.state_schedule = StateSchedule(self.args, self.states, tell)
+        self.weight_source: WeightSource | None = None
+        self.tokenizer: Any = None
+        self.state_schedule.load(self.backend.load_weights, self._load_stored)
+        iteration = self._load_model()
+        source = self.args.initial_weights
+        self.weight_version = read_weight_version(iteration_directory(source.path, iteration)) if source.resume else 0
+        self.state_schedule.start()
+        return iteration + 1
+
+    def train(self, rollout_id: int, shards: list[Box]) -> list[LoggedMetrics]:
+        """Train on this rank's shard of a rollout. Returns what was logged (the same numbers on every rank)."""
+        with self._collected() as logged:
+            self._train(rollout_id, shards, (), logged)
+        return logged
+
+    def train_on_values(
+        self, rollout_id: int, shards: list[Box], values: Sequence[ColumnPart]
+    ) -> tuple[list[LoggedMetrics], ColumnPart | None]:
+        """`train` with the critic's values of all samples; the first `--num-critic-only-steps` rollouts train nothing here.
+
+        Returns:
+            What was logged, and this rank's part of what the critic is to learn, if it is the one that tells: the returns, and
+            the masks where `--rollout-data-postprocess-path` may have changed them.
+        """
+        with self._collected() as logged:
+            data = self._train(rollout_id, shards, values, logged)
+        names = ["returns"] if self.args.rollout_data_postprocess_path is None else ["returns", "loss_masks"]
+        return logged, send_columns(data, names, self.groups) if self.groups.is_last_stage else None
+
+    def save(self, rollout_id: int) -> None:
+        """Write the checkpoint of `rollout_id` (and the Hugging Face export, if asked for). It is not yet the newest."""
+        self.states.require_active(ACTOR)
+        with patient_groups(self.args.checkpoint_write_timeout):
+            self.backend.save(rollout_id, self.states, self.state_schedule.stored())
+        if self.rank == 0:
+            write_weight_version(unpublished(iteration_directory(self.args.save, rollout_id)), self.weight_version)
+        if self.args.save_hf is not None:
+            self.export_hf(self.args.save_hf.format(rollout_id=rollout_id))
+
+    def publish(self, rollout_id: int) -> None:
+        """Make the checkpoint of `rollout_id` the newest. Called on rank 0 only, after the data state is on disk."""
+        publish_checkpoint(self.args, rollout_id)
+
+    def export_hf(self, directory: str) -> None:
+        """Write the live weights as a Hugging Face checkpoint, with config and tokenizer of `--hf-checkpoint`."""
+        from slime.weights.hf_writer import write_hf_checkpoint
+
+        with patient_groups(self.args.checkpoint_write_timeout):
+            tensors = self.backend.named_tensors()
+            if self.rank == 0:
+                write_hf_checkpoint(directory, tensors, self.args.hf_checkpoint)
+            else:
+                for _ in tensors:
+                    pass  # take part in the gathers
+            torch.distributed.barrier()
+
+    def open_weight_push(self) -> Opening:
+        """Make this rank ready for pushes: every pipeline stage is a source, and its first replica makes the buckets."""
+        args, groups = self.args, self.groups
+        sends = (groups.replica, groups.data_rank, groups.tensor_rank) == (0, 0, 0)
+        transport = TRANSPORTS[args.update_weight_transport](args, groups.stage, groups.num_stages) if sends else None
+        expected, tensors = self.backend.expected_names(), self.backend.stage_tensors()
+        self.weight_source = WeightSource(
+            lambda: split_into_buckets(tensors(), args.update_weight_buffer_size), transport, expected
+        )
+        return Opening(groups.num_stages, self.weight_version, expected)
+
+    def connect_engines(self, source: int, engines: Sequence[Receiver]) -> dict[int, str]:
+        """Connect source `source` to `engines`. Returns those that broke it, with the reason of each."""
+        return self.weight_source.connect(engines) if source == self.groups.stage else {}
+
+    def send_weights(self, source: int, version: int) -> Sent | None:
+        """Send the weights of source `source` to its engines as `version`; what was sent, if this rank is the one that did."""
+        self.states.require_active(ACTOR)
+        # The other ranks of the stage hold replicas of what the first data-parallel ones send; the gathers are among those.
+        if (source, 0) != (self.groups.stage, self.groups.replica):
+            return None
+        if not self.weight_source.only_helps:
+            return self.weight_source.send(version)
+        # While the sender waits for an engine, and gives it up, this rank is in the gather of the next tensor already.
+        longest_wait = TRANSPORTS[self.args.update_weight_transport].longest_wait(self.args)
+        with patient_groups(longest_wait + _GATHER_SECONDS):
+            return self.weight_source.send(version)
+
+    def weights_pushed(self, version: int) -> None:
+        """Engines serve the live weights as `version`."""
+        self.weight_version = version
+        self.weight_source.settle()
+        self.state_schedule.after_push()
+
+    def weights_settled(self) -> None:
+        """Engines that had missed the last push have in place what was sent."""
+        self.weight_source.settle()
+
+    def probe_log_probs(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Log-probs of tokens 1 … n−1 of every sequence at temperature 1, under the live weights."""
+        columns = {
+            "tokens": [torch.tensor(sequence, device=self.device) for sequence in sequences],
+            "total_lengths": [len(sequence) for sequence in sequences],
+            "response_lengths": [len(sequence) - 1 for sequence in sequences],
+            "micro_batch_indices": [list(range(len(sequences)))],
+        }
+        data = RolloutData(columns, self.groups.cp)
+        results = forward_log_probs(self.args, self.backend, data, with_entropy=False, temperature=1.0)
+        full = data.gather(results.get("log_probs", ()))
+        return self.backend.broadcast([log_probs.tolist() for log_probs in full])
+
+    def dispose(self) -> None:
+        """Leave the engines and all process groups."""
+        if self.weight_source is not None:
+            self.weight_source.close()
+        super().dispose()
+
+    def _load_stored(self, name: str) -> bool:
+        """Load the state `name` out of the checkpoint that the run resumes from; False where there is none."""
+        source = self.args.initial_weights
+        return source.resume and self.backend.load_weights(source, name)
+
+    def _train(
+        self, rollout_id: int, shards: list[Box], values: Sequence[ColumnPart], logged: list[LoggedMetrics]
+    ) -> RolloutData:
+        """Returns the data with everything that was computed for it; `logged` gets the metrics as they come."""
+        self.state_schedule.before_rollout(rollout_id)
+        with timer("train"):
+            with timer("data_preprocess"):
+                data = self._fetch(shards)
+                if values and self.groups.is_last_stage:
+                    data["values"] = fetch_column(values, "values", data, self.args.http_control_timeout)
+            self._prepare(rollout_id, data, logged)
+            self._dump(rollout_id, data)
+            if rollout_id >= self.args.num_critic_only_steps:
+                with timer("actor_train"), self.backend.routing_replay.training():
+                    self._train_steps(rollout_id, data, logged)
+            else:
+                self.backend.routing_replay.clear()
+        self.state_schedule.after_rollout(rollout_id)
+        logged += [self._of_rollout(rollout_id, data), self._seconds(rollout_id)]
+        return data
+
+    def _prepare(self, rollout_id: int, data: RolloutData, logged: list[LoggedMetrics]) -> None:
+        """Log-probs, advantages (both on the last pipeline stage) and the user's last word on the data (on every rank)."""
+        args = self.args
+        for state in (REFERENCE, TEACHER):
+            if state in self.states:
+                with timer(f"{state}_log_probs"), self.states(state):
+                    results = forward_log_probs(args, self.backend, data, with_entropy=False)
+                data.update({f"{state}_{name}": column for name, column in results.items()})
+        if needs_log_prob_pass(args, steps=len(data["num_microbatches"])):
+            state = OLD_ACTOR if args.keep_old_actor else ACTOR
+            with timer("log_probs"), self.states(state), self.backend.routing_replay.log_prob_pass():
+                data.update(forward_log_probs(args, self.backend, data, with_entropy=args.use_rollout_entropy))
+        if args.compute_advantages_and_returns:
+            self._compute_advantages(rollout_id, data, logged)
+        if args.rollout_data_postprocess_path is not None:
+            path, flag = args.rollout_data_postprocess_path, "--rollout-data-postprocess-path"
+            with calling_user_code(flag, path, f"rollout {rollout_id}"):
+                load_function(path, flag=flag)(args, rollout_id, data)
+            refresh_mask_sums(data, self.groups.sample_group)
+        if args.get_mismatch_metrics and self.groups.is_last_stage:
+            self._tell_worst_tokens(rollout_id, data)
+
+    def _compute_advantages(self, rollout_id: int, data: RolloutData, logged: list[LoggedMetrics]) -> None:
+        """Advantages and returns on the last pipeline stage; what is to be said about them, on all."""
+        metrics, groups = None, self.groups
+        if groups.is_last_stage:
+            metrics = compute_advantages_and_returns(self.args, data, groups.token_group)
+        if self.args.normalize_advantages:
+            named = {f"train/{name}": value for name, value in self.backend.broadcast(metrics).items()}
+            logged.append(({**named, "train/step": rollout_id * self.args.num_steps_per_rollout}, "train/step"))
+
+    def _tell_worst_tokens(self, rollout_id: int, data: RolloutData) -> None:
+        """Log the tokens on which engine and trainer differ most; from one of the ranks that know all of them."""
+        if self.tokenizer is None:
+            self.tokenizer = load_tokenizer(self.args.hf_checkpoint, self.args.trust_remote_code)
+        lines = worst_token_lines(data, self.tokenizer.decode, self.groups.token_group)
+        if self.groups.data_rank == 0 and self.groups.speaks_for_its_samples:
+            logger.info("rollout %d, tokens with the largest mismatch:\n  %s", rollout_id, "\n  ".join(lines))
+
+    def _dump(self, rollout_id: int, data: RolloutData) -> None:
+        template, groups = self.args.save_debug_train_data, self.groups
+        if template is None or not groups.is_last_stage:
+            return
+        data = data.with_whole_responses()
+        # The ranks of a tensor-parallel and a context-parallel group then hold the same data; one of them is enough.
+        if groups.speaks_for_its_samples:
+            save_train_data(template, rollout_id, data, groups.sample_group, groups.data_rank)
+
+    def _of_rollout(self, rollout_id: int, data: RolloutData) -> LoggedMetrics:
+        metrics, groups = None, self.groups
+        if groups.is_last_stage:
+            metrics = rollout_data_metrics(self.args, data, groups.token_group)
+        named = {f"rollout/{name}": value for name, value in self.backend.broadcast(metrics).items()}
+        return {**named, "rollout/step": rollout_id}, "rollout/step"

@@ -1,0 +1,207 @@
+"""What the trainer asks of a training engine: the one door between the two.
+
+Ranks, optimizer steps, objectives, passes, model states and metrics are written once, over this protocol. A backend knows the
+model, its optimizer, its process groups and its checkpoints; it knows no objective and no rollout. All its methods are
+collective over all ranks, unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from slime.arguments.checkpoints import WeightSource
+from slime.training.context_parallel import ContextParallel
+from slime.training.rollout_data import Metrics, MicroBatch
+from slime.training.routing_replay import RoutingReplay
+from slime.utils.plugin_loader import load_function
+
+if TYPE_CHECKING:
+    from slime.training.model_states import ModelStates
+    from slime.training.passes import MicroBatches
+
+# Where the backends of `--train-backend` are; a class is imported in the ranks' processes only.
+BACKENDS = {
+    "megatron": "slime.backends.megatron_utils.backend.MegatronBackend",
+    "fsdp": "slime.backends.fsdp_utils.backend.FSDPBackend",
+}
+
+# Of a micro-batch and its logits [T, V / tensor-parallel size]: lists with one tensor per sample, by name.
+Collect = Callable[[MicroBatch, torch.Tensor], dict[str, list[torch.Tensor]]]
+# What layers of the backend's own add to the loss of a micro-batch: (un-normalised term, its metrics).
+OwnTerm = Callable[[MicroBatch], tuple[torch.Tensor, Metrics]]
+
+
+class StepLoss(Protocol):
+    """The un-normalised loss of a micro-batch and its metrics, from its logits [T, V / tensor-parallel size]."""
+
+    def __call__(
+        self, batch: MicroBatch, logits: torch.Tensor, own_term: OwnTerm | None = None
+    ) -> tuple[torch.Tensor, Metrics]: ...
+
+
+@dataclass(frozen=True)
+class RankGroups:
+    """This rank's place among the ranks of its model.
+
+    Samples are dealt to data-parallel ranks. The ranks of a context-parallel group share each sample, so what is summed over
+    tokens is summed over both.
+
+    Attributes:
+        data_rank: which shard of a rollout this rank has.
+        sample_group: ranks that have all samples together, once: data parallelism alone.
+        token_group: ranks that have all tokens together, once: data and context parallelism.
+        replica: which copy of the weights this rank holds a part of; the ranks of one copy have all of them together.
+        tensor_group: ranks that share the vocabulary of the logits; None where a rank has all of it.
+        tensor_rank: place in it.
+        stage: place of its pipeline stage among the `num_stages`.
+        is_last_stage: whether logits come out on this rank: it has the loss, and all that is computed per token.
+    """
+
+    data_rank: int
+    sample_group: dist.ProcessGroup
+    token_group: dist.ProcessGroup
+    replica: int
+    tensor_group: dist.ProcessGroup | None
+    tensor_rank: int
+    cp: ContextParallel
+    is_last_stage: bool
+    stage: int = 0
+    num_stages: int = 1
+
+    @property
+    def speaks_for_its_samples(self) -> bool:
+        """Whether it is the one rank that tells about its samples, of those that have the same ones on their stage."""
+        return self.tensor_rank == 0 and self.cp.rank == 0
+
+
+@dataclass(frozen=True)
+class Update:
+    """What became of an update.
+
+    taken: whether the weights were changed.
+    grad_norm: of all parameters of all ranks, before clipping; infinite or NaN where a gradient is.
+    zeros: entries of the gradient that are zero, over all ranks; None unless `--log-num-zeros-in-grad`.
+    """
+
+    taken: bool
+    grad_norm: float
+    zeros: float | None = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a backend's step gives back.
+
+    metrics: of each micro-batch, where the loss is; elsewhere none.
+    learning_rates: of the parameter groups, that the update was taken with.
+    """
+
+    metrics: list[Metrics]
+    learning_rates: list[float]
+    update: Update
+
+
+class Backend(Protocol):
+    """One rank of a model that is trained.
+
+    Attributes:
+        groups: this rank's place, since `place`.
+        routing_replay: what the actor's routers ask; without layers where there is nothing to replay.
+    """
+
+    groups: RankGroups
+    routing_replay: RoutingReplay
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """`args` are those of the model's role. Touches neither device nor process groups."""
+
+    def place(self) -> None:
+        """Join the process groups that the environment names and build the model, with weights that do not count yet."""
+
+    def load(self, source: WeightSource) -> int:
+        """Load the weights that are trained, build the optimizer and, in a resume, put all back where it was.
+
+        Returns:
+            The last finished rollout; −1 at a new start.
+        """
+
+    def load_weights(self, source: WeightSource, state: str | None = None) -> bool:
+        """Put the weights of a checkpoint into the live model, or those that it holds under the name `state` beside them.
+
+        Returns:
+            False, and nothing done, where it holds no such state.
+        """
+
+    def save(self, rollout_id: int, states: ModelStates | None = None, stored: Sequence[str] = ()) -> None:
+        """Write the checkpoint of `rollout_id`, which `checkpoint_publication` makes the newest.
+
+        Args:
+            stored: names out of `states` whose weights the checkpoint holds too.
+        """
+
+    def forward(self, batches: MicroBatches, collect: Collect) -> list[dict[str, list[torch.Tensor]]]:
+        """A pass without gradient and without dropout.
+
+        Returns:
+            On the last stage what `collect` gave, per micro-batch; elsewhere nothing.
+        """
+
+    def step(
+        self,
+        batches: MicroBatches,
+        loss: StepLoss,
+        *,
+        denominator: float,
+        accepts: Callable[[float, bool], bool],
+        rollouts: int,
+    ) -> StepResult:
+        """Forward, backward and one update.
+
+        Args:
+            denominator: the sum of `loss` over all micro-batches of all ranks is divided by it, and by nothing else.
+            accepts: asked with the gradient norm and whether the loss scale of float16 overflowed, when gradients are known
+                and weights are as they were; gives the same answer on all ranks. Not accepted, no update is taken.
+            rollouts: how far an update that is taken moves the learning-rate schedule on.
+        """
+
+    def bad_gradients(self) -> list[str]:
+        """Names of this rank's parameters whose gradient is not finite. Not collective."""
+
+    def reset_optimizer(self) -> None:
+        """Make the next update a first one: the optimizer forgets its history; weights and learning rate stay."""
+
+    def broadcast(self, value: Any) -> Any:
+        """`value` of the last stage, on all stages; small picklable things only."""
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The live weights, whole, under the names of a Hugging Face checkpoint, the same on every rank.
+
+        They may share memory with the model: use or copy each before the next.
+        """
+
+    def stage_tensors(self) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
+        """Walks through the part of `named_tensors` that this pipeline stage gives; all stages together give each tensor once.
+
+        A walk is collective over the ranks of the stage only. A tensor stays as it is until the weights change.
+        """
+
+    def expected_names(self) -> set[str]:
+        """Names that `named_tensors` must give, by the checkpoint that the engines started from. Not collective."""
+
+    def live_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """This rank's part of the live weights, in the same order at every call: what another state takes the place of. Not
+        collective."""
+
+    def close(self) -> None:
+        """Leave all process groups."""
+
+
+def make_backend(args: argparse.Namespace) -> Backend:
+    """The backend of `--train-backend`."""
+    return load_function(BACKENDS[args.train_backend])(args)

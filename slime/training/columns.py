@@ -1,0 +1,108 @@
+"""What stands by name in a train batch, in a rank's data of a rollout and in a micro-batch, declared once. Free of torch.
+
+A column that is not in the table has one value per sample: a plug-in may bring its own.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+class Kind(enum.Enum):
+    """What the entries of a column belong to."""
+
+    # One value per sample.
+    SAMPLE = enum.auto()
+    # One value per response token. A context-parallel rank has those of the tokens that it owns.
+    RESPONSE_PART = enum.auto()
+    # One value per response token, whole on every rank.
+    RESPONSE = enum.auto()
+    # A row per sample that goes with its whole sequence, or is taken apart by offsets; whole on every rank.
+    SEQUENCE = enum.auto()
+    # About all samples of the rollout, those of other ranks included.
+    ROLLOUT = enum.auto()
+    # This rank's part of the schedule.
+    SCHEDULE = enum.auto()
+    # About a micro-batch as a whole, or the optimizer step that it is part of.
+    MICRO_BATCH = enum.auto()
+
+
+@dataclass(frozen=True)
+class Column:
+    """What is known of a column.
+
+    dtype: of what the rollout brings; None: it stays as it comes, or the trainer makes it.
+    required: a plug-in's batch must have it.
+    sent_whole: a shard has the entries of all samples.
+    on_host: large, or taken apart by offsets, and read on the host: not moved to the device.
+    reported: its mean over samples is a metric of the rollout, as that of every column per response token is.
+    """
+
+    kind: Kind
+    dtype: Any = None
+    required: bool = False
+    sent_whole: bool = False
+    on_host: bool = False
+    reported: bool = False
+
+    @property
+    def is_per_sample(self) -> bool:
+        """Whether it has one entry for each of a rank's samples."""
+        return self.kind not in (Kind.ROLLOUT, Kind.SCHEDULE, Kind.MICRO_BATCH)
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether the rollout brings one row of numbers per sample, and rows differ in length."""
+        return self.dtype is not None and self.kind in (Kind.RESPONSE_PART, Kind.RESPONSE, Kind.SEQUENCE)
+
+
+COLUMNS: dict[str, Column] = {
+    "tokens": Column(Kind.SEQUENCE, np.int64, required=True),
+    "response_lengths": Column(Kind.SAMPLE, np.int64, required=True, reported=True),
+    "total_lengths": Column(Kind.SAMPLE, np.int64, sent_whole=True, reported=True),
+    "rewards": Column(Kind.SAMPLE, np.float32, required=True, reported=True),
+    "raw_reward": Column(Kind.ROLLOUT, np.float64, required=True, sent_whole=True),
+    "local_raw_reward": Column(Kind.SAMPLE),
+    "truncated": Column(Kind.SAMPLE, required=True, reported=True),
+    "sample_indices": Column(Kind.SAMPLE, required=True),
+    "rollout_ids": Column(Kind.SAMPLE, np.int64),
+    "rollout_mask_sums": Column(Kind.SAMPLE, np.float32),
+    "metadata": Column(Kind.SAMPLE),
+    "source_names": Column(Kind.SAMPLE),
+    "loss_masks": Column(Kind.RESPONSE, np.int32, required=True),
+    "rollout_log_probs": Column(Kind.RESPONSE_PART, np.float32),
+    "teacher_log_probs": Column(Kind.RESPONSE_PART, np.float32),
+    "rollout_top_p_token_ids": Column(Kind.SEQUENCE, np.int32, on_host=True),
+    "rollout_top_p_token_offsets": Column(Kind.SEQUENCE, np.int32, on_host=True),
+    "rollout_routed_experts": Column(Kind.SEQUENCE, np.int32, on_host=True),
+    "log_probs": Column(Kind.RESPONSE_PART),
+    "ref_log_probs": Column(Kind.RESPONSE_PART),
+    "entropy": Column(Kind.RESPONSE_PART),
+    "values": Column(Kind.RESPONSE_PART),
+    "kl": Column(Kind.RESPONSE_PART),
+    "advantages": Column(Kind.RESPONSE_PART),
+    "returns": Column(Kind.RESPONSE_PART),
+    "opd_reverse_kl": Column(Kind.RESPONSE_PART),
+    "partition": Column(Kind.SCHEDULE),
+    "micro_batch_indices": Column(Kind.SCHEDULE),
+    "num_microbatches": Column(Kind.SCHEDULE),
+    "global_batch_sizes": Column(Kind.SCHEDULE),
+    "positions": Column(Kind.SAMPLE),
+    "stream": Column(Kind.MICRO_BATCH),
+    "step_statistics": Column(Kind.MICRO_BATCH),
+}
+_OF_A_PLUG_IN = Column(Kind.SAMPLE)
+
+
+def column_of(name: str) -> Column:
+    """What is known of the column `name`."""
+    return COLUMNS.get(name, _OF_A_PLUG_IN)
+
+
+def names_of(kind: Kind) -> tuple[str, ...]:
+    """The columns of one kind."""
+    return tuple(name for name, known in COLUMNS.items() if known.kind is kind)

@@ -1,0 +1,200 @@
+"""A training rank's part of a rollout: columns by name, with what a context-parallel rank owns of each.
+
+It is a dict from names to columns, as plug-ins see it and write into it, which also knows the rank's place in its
+context-parallel group. `slime.training.columns` tells what each column holds, most of them one entry per sample. A column per
+response token has this rank's part of every response, in the zigzag layout; tokens and masks are whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from slime.scheduling.zigzag import local_response_length
+from slime.training.columns import Kind, column_of, names_of
+from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel, gather_responses, slice_responses
+from slime.training.packed_stream import PackedStream, pack_stream
+from slime.utils.errors import UserError
+from slime.utils.packed_sample import as_loss_mask
+
+Tensors = list[torch.Tensor]
+Reducer = Callable[[torch.Tensor], torch.Tensor]
+Metrics = dict[str, torch.Tensor]
+
+
+class RolloutData(dict[str, Any]):
+    """Columns of the samples that this rank has. Copied or pickled it is a dict alone: process groups stay where they are.
+
+    Args:
+        columns: those per response token hold this rank's part already; `of_rank` cuts whole ones.
+        cp: the rank's place among those that share each sample.
+    """
+
+    def __init__(self, columns: Mapping[str, Any] | None = None, cp: ContextParallel = NO_CONTEXT_PARALLEL) -> None:
+        super().__init__(columns or {})
+        self.cp = cp
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Not `dict`, which files that hold no code may not name.
+        return OrderedDict, (), None, None, iter(self.items())
+
+    @classmethod
+    def of_rank(cls, columns: Mapping[str, Any], cp: ContextParallel) -> RolloutData:
+        """What the rank has of `columns`, in which every response is whole."""
+        data = cls(columns, cp)
+        data.update({name: data.own_part(name, rows) for name, rows in columns.items()})
+        return data
+
+    def column(self, name: str, needed_by: str) -> Any:
+        """The column `name`.
+
+        Raises:
+            UserError: there is none, though `needed_by` (a flag) needs it.
+        """
+        if self.get(name) is None:
+            raise UserError(f"{needed_by} needs `{name}`, and the samples of this rollout have none")
+        return self[name]
+
+    def flat(self, name: str, needed_by: str = "the loss") -> torch.Tensor:
+        """`column`, of one kind per response token, concatenated over samples."""
+        return torch.cat(list(self.column(name, needed_by)))
+
+    def local(self, name: str) -> Tensors:
+        """Of a column per response token this rank's part of every response."""
+        # Data of a caller's own, which one rank has whole, may come without the lengths to cut by.
+        is_whole = self.cp.size == 1 and "total_lengths" not in self
+        return self[name] if is_whole or column_of(name).kind is Kind.RESPONSE_PART else self.cut(self[name])
+
+    def whole(self, name: str) -> Tensors:
+        """The column with whole rows; collective over the context-parallel group where a rank has parts of them."""
+        return self.gather(self[name]) if column_of(name).kind is Kind.RESPONSE_PART else self[name]
+
+    def own_part(self, name: str, rows: Any) -> Any:
+        """What the rank keeps in the column `name` of `rows` for whole responses."""
+        return self.cut(rows) if column_of(name).kind is Kind.RESPONSE_PART else rows
+
+    def with_whole_responses(self) -> RolloutData:
+        """The same data with every column whole, as one rank alone has it. Collective over the context-parallel group, whose
+        ranks hold the same columns."""
+        return RolloutData(
+            {**self, **{name: self.whole(name) for name in names_of(Kind.RESPONSE_PART) if name in self}}
+        )
+
+    def cut(self, rows: Sequence[Any]) -> list[Any]:
+        """This rank's part of each of `rows`, one value per token of the whole response; tensors or lists."""
+        return slice_responses(rows, self["total_lengths"], self["response_lengths"], self.cp)
+
+    def gather(self, parts: Sequence[torch.Tensor]) -> Tensors:
+        """Whole responses from the parts of all ranks; differentiable, and collective over the context-parallel group."""
+        return gather_responses(parts, self["total_lengths"], self["response_lengths"], self.cp)
+
+    @property
+    def local_masks(self) -> Tensors:
+        """Per sample the mask of the response tokens that this rank owns."""
+        return self.local("loss_masks")
+
+    @property
+    def local_lengths(self) -> list[int]:
+        """Per sample the number of response tokens that this rank owns."""
+        if self.cp.size == 1:
+            return list(self["response_lengths"])
+        lengths = zip(self["total_lengths"], self["response_lengths"], strict=True)
+        return [local_response_length(total, response, self.cp.size, self.cp.rank) for total, response in lengths]
+
+    @property
+    def prompt_lengths(self) -> list[int]:
+        """Per sample the number of tokens before the response."""
+        return [t - r for t, r in zip(self["total_lengths"], self["response_lengths"], strict=True)]
+
+    def take(self, positions: Sequence[int]) -> RolloutData:
+        """The samples at `positions`, in that order; without what is not about single samples."""
+        columns = {name: [rows[i] for i in positions] for name, rows in self.items() if column_of(name).is_per_sample}
+        return RolloutData(columns, self.cp)
+
+    def micro_batch(self, positions: Sequence[int], pad_multiple: int) -> MicroBatch:
+        """The samples at `positions` with the packed stream of their tokens, whose length is a multiple of `pad_multiple`."""
+        rows = self.take(positions)
+        stream = pack_stream(rows["tokens"], rows["response_lengths"], pad_multiple, cp=self.cp)
+        return MicroBatch({**rows, "positions": list(positions), "stream": stream}, self.cp)
+
+
+class MicroBatch(RolloutData):
+    """Samples that go through the model together: `stream` is the packed stream that their logits belong to, `positions` are
+    the samples' places in the rank's data."""
+
+    @property
+    def stream(self) -> PackedStream:
+        """The packed stream, which stands under its name among the columns too."""
+        return self["stream"]
+
+    def with_columns(self, **columns: Any) -> MicroBatch:
+        """The batch with these columns added or replaced."""
+        return MicroBatch({**self, **columns}, self.cp)
+
+
+def refresh_mask_sums(data: RolloutData, data_group: dist.ProcessGroup) -> None:
+    """Compute `rollout_mask_sums` again, after masks were edited: trained tokens per execution, over all ranks.
+
+    Masks of any kind become int32 tensors on the device of the tokens. Collective over `data_group`.
+
+    Raises:
+        UserError: on any rank a mask holds something else than 1 and 0, is no row of numbers or of another length than its
+            response, or there are more or fewer masks than samples; on all ranks.
+    """
+    masks, local, failure = [], [], None
+    try:
+        masks = _checked_masks(data)
+        local = list(zip(data["rollout_ids"], (int(mask.sum()) for mask in masks), strict=True))
+    except UserError as error:
+        failure = str(error)
+    gathered: list[Any] = [None] * dist.get_world_size(data_group)
+    dist.all_gather_object(gathered, (local, failure), group=data_group)
+    for _, message in gathered:
+        if message is not None:
+            raise UserError(message)
+    if masks:
+        flat = torch.from_numpy(np.concatenate(masks)).to(data["tokens"][0].device)
+        data["loss_masks"] = list(flat.split([len(mask) for mask in masks]))
+    totals: dict[int, int] = {}
+    for rollout_id, mask_sum in (pair for part, _ in gathered for pair in part):
+        totals[rollout_id] = totals.get(rollout_id, 0) + mask_sum
+    data["rollout_mask_sums"] = [float(totals[rollout_id]) for rollout_id in data["rollout_ids"]]
+
+
+def _checked_masks(data: RolloutData) -> list[np.ndarray]:
+    flag = "--rollout-data-postprocess-path"
+    masks, samples = data.get("loss_masks"), data["sample_indices"]
+    if not isinstance(masks, Sequence) or len(masks) != len(samples):
+        found = f"{len(masks)} masks" if isinstance(masks, Sequence) else type(masks).__name__
+        raise UserError(f"{flag}: `loss_masks` must be a list of one mask per sample, {len(samples)} here, not {found}")
+    names = [f"{flag}: sample {sample}: `loss_masks`" for sample in samples]
+    rows = [_as_row(*given) for given in zip(names, masks, data["response_lengths"], strict=True)]
+    return [as_loss_mask(row, name) for row, name in zip(_on_host(rows), names, strict=True)]
+
+
+def _as_row(name: str, mask: Any, length: int) -> torch.Tensor:
+    try:
+        row = torch.as_tensor(mask).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{name} is no row of numbers ({error})") from error
+    if row.shape != (length,):
+        raise UserError(f"{name} has the shape {list(row.shape)}; the response has {length} tokens")
+    return row
+
+
+def _on_host(rows: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    """The rows as arrays. All of one device and dtype, as a rule all there are, are waited for once."""
+    arrays: list[Any] = [None] * len(rows)
+    for kind in {(row.device, row.dtype) for row in rows}:
+        positions = [position for position, row in enumerate(rows) if (row.device, row.dtype) == kind]
+        flat = torch.cat([rows[position] for position in positions]).cpu()
+        # Numpy knows no bfloat16.
+        flat = flat.double() if flat.is_floating_point() else flat
+        for position, part in zip(positions, flat.split([len(rows[p]) for p in positions]), strict=True):
+            arrays[position] = part.numpy()
+    return arrays

@@ -1,0 +1,151 @@
+"""What every training rank does, whatever model it trains: join the groups, build and load the model, take optimizer steps,
+leave. The actor's and the critic's ranks are made of it.
+
+Ranks are plain classes; `slime.ray.train_group` makes Ray actors of them. All methods that touch the model are collective:
+the group calls them on every rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import logging
+import os
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from slime.arguments.paths import RANK_PLUG_INS, load_plug_ins
+from slime.observability.logging_utils import LoggedMetrics, collected_metrics, configure_logger, drain_outbox
+from slime.observability.timer import Timer
+from slime.training.backend import RankGroups, make_backend
+from slime.training.metric_reduction import mean_of_steps
+from slime.training.rollout_batch import process_rollout_data
+from slime.training.rollout_data import RolloutData
+from slime.training.train_step import train_one_step
+from slime.utils.device import get_accelerator
+from slime.utils.misc import Box
+from slime.utils.ports import service_host
+
+logger = logging.getLogger(__name__)
+
+
+class TrainRank:
+    """A rank of a training group.
+
+    Args:
+        rank: position in the world of training ranks.
+        local_rank: index of its device on the node.
+
+    Attributes:
+        role: which of the two models it is, actor or critic.
+        metric_prefix: of the metrics of its optimizer steps.
+    """
+
+    role = "actor"
+    metric_prefix = "train/"
+
+    def __init__(self, args: argparse.Namespace, rank: int, world_size: int, local_rank: int) -> None:
+        configure_logger(args.log_level)
+        self.args = args
+        self.rank = rank
+        self.world_size = world_size
+        self.local_rank = local_rank
+        self.backend = make_backend(args)
+        # Of the work on a rollout that is under way, or that failed.
+        self._not_handed_over: list[LoggedMetrics] = []
+
+    @property
+    def groups(self) -> RankGroups:
+        """This rank's place among the others, once it has joined."""
+        return self.backend.groups
+
+    def rendezvous_address(self) -> tuple[str, int]:
+        """Rank 0 only: open the store at which all ranks meet, and return its address and port."""
+        from slime.utils.process_groups import create_store
+
+        host = service_host()
+        self._store = create_store(host, datetime.timedelta(minutes=self.args.distributed_timeout_minutes))
+        return host, self._store.port
+
+    def take_logged(self) -> list[LoggedMetrics]:
+        """The metrics of work on a rollout that failed, up to where it did: it has handed nothing over."""
+        return [*self._not_handed_over, *drain_outbox()]
+
+    def dispose(self) -> None:
+        """Leave all process groups."""
+        self.backend.close()
+
+    def _join(self, rendezvous: tuple[str, int]) -> None:
+        """Join the group and build the model, with weights that do not count yet."""
+        args = self.args
+        load_plug_ins(args, RANK_PLUG_INS)
+        master_address, master_port = rendezvous
+        os.environ.update(
+            MASTER_ADDR=master_address,
+            MASTER_PORT=str(master_port),
+            RANK=str(self.rank),
+            WORLD_SIZE=str(self.world_size),
+            LOCAL_RANK=str(self.local_rank),
+            # The store is there already: torch must not have rank 0 open a second one, which would listen everywhere.
+            TORCHELASTIC_USE_AGENT_STORE="True",
+        )
+        self.device = get_accelerator().device(self.local_rank)
+        get_accelerator().set_device(self.local_rank)
+        self.backend.place()
+
+    def _load_model(self) -> int:
+        """Load the model's weights and build the optimizer. Returns the last finished rollout, −1 at a new start."""
+        source = self.args.initial_weights
+        if self.rank == 0:
+            logger.info("%s weights: %s%s", self.role, source, ", resuming" if source.resume else "")
+        return self.backend.load(source)
+
+    def _fetch(self, shards: list[Box]) -> RolloutData:
+        """This rank's shard of a rollout as tensors on the device."""
+        ranks = dist.get_world_size(self.groups.sample_group)
+        data = process_rollout_data(self.args, shards, self.groups.data_rank, ranks, self.device)
+        return RolloutData.of_rank(data, self.groups.cp)
+
+    @contextlib.contextmanager
+    def _collected(self) -> Iterator[list[LoggedMetrics]]:
+        """The block is work on one rollout; gives the list of its metrics, which what functions of a user's log joins."""
+        with collected_metrics() as self._not_handed_over:
+            yield self._not_handed_over
+        # Threads of a user's own have no context: what they log belongs to no work, and leaves with the next that ends.
+        self._not_handed_over += drain_outbox()
+        self._not_handed_over = []
+
+    def _train_steps(self, rollout_id: int, data: RolloutData, logged: list[LoggedMetrics]) -> None:
+        """Take the optimizer steps of a rollout; `logged` gets the metrics of each when it ends."""
+        steps, announced = len(data["num_microbatches"]), self.args.num_steps_per_rollout
+        if steps > announced and self.rank == 0:
+            logger.warning(
+                "rollout %d brings %d optimizer steps instead of %d: the metrics of the last %d share one number of "
+                "train/step, as their mean",
+                rollout_id, steps, announced, steps - announced + 1,
+            )  # fmt: skip
+        last: list[dict[str, float]] = []
+        try:
+            for step in range(steps):
+                metrics = train_one_step(self.args, self.backend, data, rollout_id, step, role=self.role)
+                if step < announced - 1:
+                    logged.append(self._of_step(rollout_id, step, metrics))
+                else:
+                    last.append(metrics)
+        finally:
+            # Also where a step ends the run: what came before it tells why.
+            if last:
+                logged.append(self._of_step(rollout_id, announced - 1, mean_of_steps(last)))
+        if self.args.reset_optimizer_states:
+            self.backend.reset_optimizer()
+
+    def _of_step(self, rollout_id: int, step: int, metrics: dict[str, float]) -> LoggedMetrics:
+        named = {f"{self.metric_prefix}{name}": value for name, value in metrics.items()}
+        return {**named, "train/step": rollout_id * self.args.num_steps_per_rollout + step}, "train/step"
+
+    def _seconds(self, rollout_id: int) -> LoggedMetrics:
+        """What the phases took since the last call."""
+        seconds = {f"perf/{name}_time": value for name, value in Timer().pop_seconds().items()}
+        return {**seconds, "rollout/step": rollout_id}, "rollout/step"

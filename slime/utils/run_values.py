@@ -1,0 +1,44 @@
+"""What a run finds out after its arguments were parsed, where functions of a user's own look for it: in their `args`.
+
+Parsed arguments are never written to, and inside the framework such values are returned by who finds them and handed to who
+needs them. A plug-in has `args` and little else of a run, so what it is given is a copy with the values of `RunValues`, made
+here and nowhere else, before the process or the call that gets it has begun. The rollout manager's functions and its data
+source share one copy: what the length of the data decides is put into it when the source is there.
+"""
+
+import argparse
+import copy
+from typing import TypedDict, TypeVar, Unpack
+
+Arguments = TypeVar("Arguments")
+
+
+class RunValues(TypedDict, total=False):
+    """Each value by who finds it and who gets it."""
+
+    # The session, before anything starts: all processes.
+    log_dir: str
+    wandb_run_id: str | None
+    # The owner of the engines: their processes and the router. The rollout manager: its functions of the user's.
+    router_api_key: str
+    # The rollout manager, when the router has an address: its functions of the user's. Served model → (host, port).
+    sglang_router_ip: str
+    sglang_router_port: int
+    sglang_model_routers: dict[str, tuple[str, int]]
+    # The rollout manager, when the data are there: its functions of the user's, and training ranks that had to wait for it.
+    num_rollout: int
+    rollouts_per_epoch: int | None
+    # An evaluation, for its own time: all that generates in it.
+    rollout_max_context_len: int | None
+
+
+def add_run_values(copied: argparse.Namespace, **values: Unpack[RunValues]) -> None:
+    """Put `values` into a copy that `with_run_values` made, and that something of the user's has been given before."""
+    vars(copied).update(values)
+
+
+def with_run_values(args: Arguments, **values: Unpack[RunValues]) -> Arguments:
+    """A copy of `args`, a namespace, with `values`."""
+    copied = copy.copy(args)
+    vars(copied).update(values)
+    return copied

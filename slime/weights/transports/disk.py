@@ -1,0 +1,99 @@
+"""Weights from training ranks to the engines as a Hugging Face checkpoint in `--update-weight-disk-dir`, which they share.
+
+Every source writes its buckets as shards into a hidden directory; the last one publishes it as `weight_v{version}`, whole.
+Engines load it in one go. One that cannot may have new tensors beside old ones; it is left out of the push.
+
+The first source holds a lock on the directory while the run lives: another run would publish under the same names.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime.utils.errors import UserError
+from slime.utils.filesystem import claim_directory, fsync_tree, replace_directory
+from slime.weights.hf_writer import copy_auxiliary_files, number_shards, write_shard
+from slime.weights.transports.transport import Background, Order, Transport
+
+if TYPE_CHECKING:
+    from slime.weights.buckets import NamedTensors
+
+_DISCARD_SECONDS = 30.0
+
+
+class DiskTransport(Transport):
+    """A shard per bucket; the next bucket is made while the last one is written."""
+
+    def __init__(self, args: Any, source: int, num_sources: int) -> None:
+        self._args = args
+        self._source, self._is_last = source, source == num_sources - 1
+        self._timeout = 60.0 * args.distributed_timeout_minutes
+        self._draft: Path | None = None  # until a push begins
+        self._shards = 0
+        self._writing: Background | None = None
+
+    @classmethod
+    def longest_wait(cls, args: Any) -> float:
+        return super().longest_wait(args) + 2 * _DISCARD_SECONDS
+
+    @classmethod
+    def placing_order(cls, args: Any, version: int) -> Order:
+        return ("update_weights_from_disk", str(_directory(args, version)), str(version))
+
+    def begin(self, version: int) -> None:
+        """As of every transport.
+
+        Raises:
+            UserError: another run has the directory.
+        """
+        if self._source == 0 and not claim_directory(Path(self._args.update_weight_disk_dir)):
+            raise UserError(
+                f"--update-weight-disk-dir {self._args.update_weight_disk_dir}: another run pushes its weights through this "
+                "directory; end that run, or name another directory"
+            )
+        self._final = _directory(self._args, version)
+        self._draft, self._shards, self._writing = self._final.with_name(f".{self._final.name}"), 0, None
+        if self._source == 0:
+            for left_by_a_failed_push in self._draft.parent.glob(".weight_v*"):
+                shutil.rmtree(left_by_a_failed_push)
+            self._draft.mkdir()
+
+    def send(self, bucket: NamedTensors) -> None:
+        path = self._draft / f"shard-{self._source:05d}-{self._shards:05d}"
+        write = write_shard(path, bucket)
+        self._wait()
+        self._writing, self._shards = Background(write, f"writing {path}"), self._shards + 1
+
+    def finish(self) -> None:
+        self._wait()
+        if self._is_last:
+            copy_auxiliary_files(self._args.hf_checkpoint, self._draft)
+            number_shards(self._draft)
+            fsync_tree(self._draft)
+            replace_directory(self._draft, self._final)
+
+    def discard(self) -> None:
+        # Before a push has begun the draft may be another run's.
+        if self._draft is None:
+            return
+        draft, writing, self._writing = self._draft, self._writing, None
+        if writing is not None:
+            writing.ended_within(_DISCARD_SECONDS)
+        Background(lambda: shutil.rmtree(draft, ignore_errors=True), f"removing {draft}").ended_within(_DISCARD_SECONDS)
+
+    def settle(self) -> None:
+        if self._is_last and not self._args.update_weight_disk_keep_files:
+            shutil.rmtree(self._final)
+
+    def _wait(self) -> None:
+        """Return when the shard that is being written is on disk."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            limit = f"{self._timeout:.0f} s (--distributed-timeout-minutes)"
+            writing.wait(self._timeout, f"a shard of weights is not written to {self._draft} within {limit}")
+
+
+def _directory(args: Any, version: int) -> Path:
+    return Path(args.update_weight_disk_dir) / f"weight_v{version:06d}"

@@ -1,0 +1,262 @@
+"""Weights from a training rank to the engines over a process group (NCCL, or Gloo on CPU).
+
+Per bucket an HTTP call announces the tensors and, at the same time, a broadcast carries their bytes. The broadcast runs on
+a thread of its own: when an engine refuses the HTTP half, nobody receives, and the transfer fails with the engine's answer
+instead of hanging in the collective. While a bucket travels, the next one can be made.
+
+After a failure the group is closed on both sides, so that engines that still receive get an error instead of waiting on. Where
+our own broadcast hangs, its communicator is aborted first. With NCCL that ends it; with Gloo both sides wait for their limits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from slime.utils import env
+from slime.utils.device import get_accelerator
+from slime.utils.errors import RunError
+from slime.utils.ports import service_host
+from slime.weights.buckets import BucketFlattener
+from slime.weights.transports.transport import Background, EnginesFailed, Order, Receiver, Transport
+
+if TYPE_CHECKING:
+    import torch
+
+    from slime.weights.buckets import NamedTensors
+
+_AFTER_FAILURE_SECONDS = 10.0
+_JOINING_SECONDS = 3.0
+_FAREWELL_SECONDS = 30.0
+_POLL_SECONDS = 0.001
+# Of `_blame`: ending the collective, leaving the group, the answers that are left, the probes.
+_BLAMING_SECONDS = 6 * _AFTER_FAILURE_SECONDS
+
+
+def communicator_environment(args: Any) -> dict[str, str]:
+    """What NCCL has to read alike in training ranks and engines, since they are members of one communicator.
+
+    By itself SGLang turns NVLink SHARP off where nothing is said, and turns it on, with buffers of cuMem, for symmetric memory.
+    """
+    if not (args.has_trainer and args.has_engines):
+        return {}
+    symmetric = bool(vars(args).get("sglang_enable_symm_mem"))
+    sharp = symmetric or bool(vars(args).get("sglang_enable_nccl_nvls"))
+    # 2 is what NCCL itself takes: use it where there is one.
+    given = env.library_environment().get("NCCL_NVLS_ENABLE", "2")
+    values = {"NCCL_CUMEM_ENABLE": "1" if symmetric else "0", "NCCL_NVLS_ENABLE": "1" if sharp else given}
+    return {name: str(args.train_env_vars.get(name, value)) for name, value in values.items()}
+
+
+class ProcessGroupTransport(Transport):
+    """One group `slime-pp_{source}`: the source is rank 0, and every engine has a rank for each of its devices."""
+
+    def __init__(self, args: Any, source: int, num_sources: int) -> None:
+        self._group_name = f"slime-pp_{source}"
+        self._timeout = 60.0 * args.distributed_timeout_minutes
+        self._engines: list[Receiver] = []
+        self._group: Any = None
+        # Whoever waits at the store hears of it when the store goes; so it goes only with the group, or a failed try.
+        self._store: Any = None
+        self._in_flight: tuple[Mapping[int, Any], Background] | None = None
+        # Answers to the order to leave the group, by engine.
+        self._farewells: dict[int, Any] = {}
+        self._flattener = BucketFlattener(max_bytes=args.update_weight_buffer_size)
+
+    @classmethod
+    def opening_order(cls, args: Any, version: int) -> Order:
+        return ("begin_weight_update",)
+
+    @classmethod
+    def placing_order(cls, args: Any, version: int) -> Order:
+        return ("end_weight_update",)
+
+    @classmethod
+    def longest_wait(cls, args: Any) -> float:
+        return super().longest_wait(args) + _BLAMING_SECONDS
+
+    def connect(self, engines: Sequence[Receiver]) -> None:
+        """Build the group; engine i takes the `num_gpus` ranks after those of the engines before it."""
+        if self._group is not None and list(engines) == self._engines:
+            return
+        self.close()
+        import torch.distributed as dist
+
+        from slime.utils.process_groups import create_store, init_process_group
+
+        timeout, name = timedelta(seconds=self._timeout), self._group_name
+        host, backend = service_host(), get_accelerator().process_group_backend
+        self._store, self._engines = create_store(host, timeout), list(engines)
+        port = self._store.port
+        world_size = 1 + sum(engine.num_gpus for engine in engines)
+        # NCCL's watchdog ends the process at the limit of the group. Our wait for a bucket, after which the communicator is
+        # aborted, begins when the next bucket is made, which may itself take as long as a collective. Gloo has no watchdog:
+        # its limit lets go of engines that hang in the broadcast.
+        limit = timeout if backend == "gloo" else 2 * timeout + timedelta(seconds=_BLAMING_SECONDS)
+        answers, offset = {}, 1
+        for engine in engines:
+            join = engine.handle.init_weights_update_group.remote
+            answers[engine.id] = join(host, port, offset, world_size, name, backend, self._timeout)
+            offset += engine.num_gpus
+
+        def join_group() -> Any:
+            client = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+            return init_process_group(backend, client, world_size, 0, name, limit)
+
+        joining = Background(join_group, "weight group")
+        self._settle_answers(answers, joining, "joining the weight group")
+        self._group = joining.result
+
+    def begin(self, version: int) -> None:
+        # A push that stopped on its own account may have left a bucket on its way.
+        self._settle_bucket()
+        if self._group is None:
+            raise RunError("weight push: no engines are connected")
+
+    def send(self, bucket: NamedTensors) -> None:
+        flat = self._flattener.flatten(bucket)
+        self._settle_bucket()
+        announcement = (flat.names, flat.dtypes, flat.shapes, self._group_name, None, "flattened_bucket", self._timeout)
+        answers = {
+            engine.id: engine.handle.update_weights_from_distributed.remote(*announcement) for engine in self._engines
+        }
+        # The thread gets the group, which this object may give up before the broadcast begins.
+        group = self._group
+        self._in_flight = (answers, Background(lambda: _broadcast(flat.buffer, group), "weight broadcast"))
+
+    def finish(self) -> None:
+        self._settle_bucket()
+        # Until the next push training has the memory.
+        self._flattener.release()
+
+    def close(self) -> None:
+        if self._in_flight is not None:
+            _end(self._in_flight[1], self._group)
+        self._send_engines_away()
+        group, self._group, self._store, self._in_flight, self._engines = self._group, None, None, None, []
+        self._flattener.release()
+        if group is not None:
+            _leave(group)
+        _errors_of(self._farewells, _FAREWELL_SECONDS)
+        self._farewells = {}
+
+    def _settle_bucket(self) -> None:
+        """Return when the bucket that is on its way, if there is one, has arrived."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            self._settle_answers(*in_flight, "sending weights")
+
+    def _settle_answers(self, answers: Mapping[int, Any], collective: Background, name: str) -> None:
+        """Wait for the HTTP half, an answer per engine, and the collective half, which have one time limit.
+
+        Raises:
+            EnginesFailed: one of them failed, or did not end in time. The group is then closed.
+        """
+        try:
+            self._finish(list(answers.values()), collective, name)
+        except Exception as error:
+            raise self._blame(answers, collective, str(error)) from error
+
+    def _finish(self, answers: list[Any], collective: Background, name: str) -> None:
+        """Wait for both halves; the first error of either ends the wait.
+
+        Raises:
+            RunError: one of them failed, or did not end in time.
+        """
+        from slime.observability.waiting import wait_for_all
+
+        flag, deadline = "--distributed-timeout-minutes", time.monotonic() + self._timeout
+        wait_for_all(answers, name, self._timeout, on_poll=collective.raise_error, flag=flag)
+        late = f"{name}: the collective did not end within {self._timeout:.0f} s ({flag})"
+        collective.wait(max(0.0, deadline - time.monotonic()), late)
+
+    def _blame(self, answers: Mapping[int, Any], collective: Background, error: str) -> EnginesFailed:
+        """Who is to blame for `error`: engines that are gone or hang; where there are none, those that failed first.
+
+        An engine that lost its peers fails too, and may be heard of first: only the former are certain.
+        """
+        early = _errors_of(answers, 0.0)
+        self._abandon_group(collective)
+        errors = _errors_of(answers, _AFTER_FAILURE_SECONDS)
+        silent = dict.fromkeys(_unanswered(answers), error)
+        probes = {engine.id: engine.handle.get_weight_version.remote() for engine in self._engines}
+        gone = {id: errors.get(id, reason) for id, reason in _errors_of(probes, _AFTER_FAILURE_SECONDS).items()}
+        gone.update(dict.fromkeys(_unanswered(probes), error))
+        failed = {**silent, **gone} if gone else {**early, **silent}
+        return EnginesFailed(failed or errors or dict.fromkeys(answers, error), certain=bool(gone or silent))
+
+    def _abandon_group(self, collective: Background) -> None:
+        """Close our side, whatever hangs there, so that the name of the group is free again."""
+        if self._group is None:
+            # An engine that finds no store any more would look for it until its own limit.
+            time.sleep(_JOINING_SECONDS)
+        group, self._group, self._store = self._group, None, None
+        # An engine that refused closes its connections, which ends a broadcast to it.
+        self._send_engines_away()
+        _end(collective, group)
+        group = group or collective.result
+        if group is not None:
+            _leave(group)
+
+    def _send_engines_away(self) -> None:
+        """Order the engines to leave the group, unless they are on their way."""
+        for engine in self._engines:
+            if engine.id not in self._farewells:
+                self._farewells[engine.id] = engine.handle.destroy_weights_update_group.remote(self._group_name)
+
+
+def _broadcast(buffer: torch.Tensor, group: Any) -> None:
+    import torch.distributed as dist
+
+    accelerator = get_accelerator()
+    # The default device belongs to a thread, and this is a new one.
+    accelerator.set_device(buffer.device.index or 0)
+    work = dist.broadcast(buffer, src=0, group=group, async_op=True)
+    # For this collective alone: the next bucket is being gathered on the same device.
+    while not work.is_completed():
+        time.sleep(_POLL_SECONDS)
+    work.wait()
+
+
+def _end(collective: Background, group: Any) -> None:
+    """Wait for the end of the collective; where it hangs, abort the communicator, whose kernel would hold the device."""
+    if collective.ended_within(_AFTER_FAILURE_SECONDS) or group is None:
+        return
+    Background(group.abort, "aborting the weight group").ended_within(_AFTER_FAILURE_SECONDS)
+    collective.ended_within(_AFTER_FAILURE_SECONDS)
+
+
+def _leave(group: Any) -> None:
+    """Close our side of the group, and wait for it no longer than after a failure: its peers may be dead."""
+    import torch.distributed as dist
+
+    leaving = Background(lambda: dist.destroy_process_group(group), "leaving the weight group")
+    leaving.ended_within(_AFTER_FAILURE_SECONDS)
+
+
+def _unanswered(answers: Mapping[int, Any]) -> list[int]:
+    import ray
+
+    _, waiting = ray.wait(list(answers.values()), num_returns=len(answers), timeout=0)
+    return [id for id, answer in answers.items() if answer in waiting]
+
+
+def _errors_of(answers: Mapping[int, Any], seconds: float) -> dict[int, str]:
+    """The errors among the answers that are there within `seconds`, by engine."""
+    import ray
+
+    from slime.observability.waiting import wait_for
+
+    if not answers:
+        return {}
+    ready, _ = ray.wait(list(answers.values()), num_returns=len(answers), timeout=seconds)
+    errors = {}
+    for id, answer in answers.items():
+        if answer in ready:
+            try:
+                wait_for(answer, f"engine {id}", _AFTER_FAILURE_SECONDS)
+            except Exception as error:
+                errors[id] = str(error)
+    return errors

@@ -1,0 +1,141 @@
+"""What every transport is: connect, begin, send buckets, finish, close; and what engines are told before and after."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from slime.utils.errors import RunError
+
+if TYPE_CHECKING:
+    from slime.weights.buckets import NamedTensors
+
+# A method of an engine, and its arguments.
+Order = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Receiver:
+    """An engine as a push sees it.
+
+    `handle` is the Ray handle of an `SGLangEngine`; its `num_gpus` devices begin at `gpu_offset` among those of all engines.
+    """
+
+    id: int
+    handle: Any
+    num_gpus: int
+    gpu_offset: int
+
+
+class EnginesFailed(RunError):
+    """Engines broke a transfer: `failed` has the reason of each, by id. The others have to get all of it again.
+
+    `certain`: they are dead or hang. Otherwise they answered with an error, which may be the consequence of another's.
+    """
+
+    def __init__(self, failed: Mapping[int, str], certain: bool) -> None:
+        super().__init__("; ".join(dict.fromkeys(failed.values())))
+        self.failed, self.certain = dict(failed), certain
+
+
+class Transport:
+    """Carries buckets from one source, a training rank, to engines.
+
+    Sources take turns: of two, one has finished before the other connects or begins. Nothing waits without a deadline.
+
+    Args:
+        args: of the run.
+        source: position of this source among the `num_sources` that a model has.
+    """
+
+    def __init__(self, args: Any, source: int, num_sources: int) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def opening_order(cls, args: Any, version: int) -> Order | None:
+        """What all engines are told before the first source begins."""
+        return None
+
+    @classmethod
+    def placing_order(cls, args: Any, version: int) -> Order:
+        """What all engines are told when all sources have finished: to put in place what came, as weights `version`."""
+        raise NotImplementedError
+
+    @classmethod
+    def longest_wait(cls, args: Any) -> float:
+        """Seconds after which a source makes the next bucket at the latest: the limit of one, and giving up who missed it."""
+        return 60.0 * args.distributed_timeout_minutes
+
+    def connect(self, engines: Sequence[Receiver]) -> None:
+        """Reach `engines`, and no others, from here on. A connection to the same ones that still stands is kept.
+
+        Raises:
+            EnginesFailed: they cannot be reached.
+        """
+
+    def begin(self, version: int) -> None:
+        """Start to carry the tensors of weights `version`; what was carried before is forgotten."""
+
+    def send(self, bucket: NamedTensors) -> None:
+        """Start to carry a bucket. Returns when the one before it has arrived, so the next can be made meanwhile.
+
+        Raises:
+            EnginesFailed: engines broke the transfer, of this bucket or of the one before.
+        """
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Return when all buckets have arrived.
+
+        Raises:
+            EnginesFailed: engines broke the transfer of the last one.
+        """
+        raise NotImplementedError
+
+    def discard(self) -> None:
+        """Give up what was sent: the push has failed, and no engine is to blame. Errors are ignored."""
+
+    def settle(self) -> None:
+        """Give up what held the bytes: the engines have them in place."""
+
+    def close(self) -> None:
+        """Leave the engines. Errors are ignored: they may be gone."""
+
+
+class Background:
+    """A function on a daemon thread: one that never returns (a collective without peers) cannot hold the process."""
+
+    def __init__(self, function: Callable[[], Any], name: str) -> None:
+        self.result: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(function,), name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self, function: Callable[[], Any]) -> None:
+        try:
+            self.result = function()
+        except BaseException as error:
+            # Without its traceback, whose frames would keep a failed process group (and its connections) alive.
+            self._error = error.with_traceback(None)
+
+    def raise_error(self) -> None:
+        """Raise what the function raised, if it did."""
+        if self._error is not None:
+            raise RunError(f"{self._thread.name} failed: {self._error}") from self._error
+
+    def ended_within(self, timeout: float) -> bool:
+        """Wait for the end, at most `timeout` seconds, whatever the outcome."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: float, late: str) -> None:
+        """Wait for the end, at most `timeout` seconds.
+
+        Raises:
+            RunError: the function raised something; or, with the message `late`, it has not ended.
+        """
+        if not self.ended_within(timeout):
+            raise RunError(late)
+        self.raise_error()

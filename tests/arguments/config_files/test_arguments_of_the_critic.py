@@ -1,0 +1,165 @@
+"""Arguments of the critic's ranks, and where its weights come from."""
+
+import pytest
+
+from slime.arguments.checkpoints import POINTER, WeightSource
+from slime.arguments.config_files.role_config import critic_args
+from slime.utils.errors import UserError
+from tests.support.models.args import parse, write_config
+
+PPO = ("--advantage-estimator", "ppo")
+
+
+def checkpoint(directory, *iterations):
+    for iteration in iterations:
+        (directory / f"iter_{iteration:07d}").mkdir(parents=True)
+        (directory / f"iter_{iteration:07d}" / "metadata.json").write_text("{}")
+    (directory / POINTER).write_text(str(iterations[-1]))
+    return directory
+
+
+def roles(tmp_path, overrides):
+    """The flags that give the critic these overrides."""
+    path = tmp_path / "roles.yaml"
+    path.write_text(f"megatron: [{{role: critic, overrides: {{{overrides}}}}}]\n")
+    return ("--megatron-config-path", str(path))
+
+
+def source(tmp_path, *words):
+    return parse(tmp_path, *PPO, *words).critic_initial_weights
+
+
+def test_a_run_of_ppo_is_accepted_with_everything_about_its_critic(tmp_path):
+    args = parse(tmp_path, *PPO, "--num-critic-only-steps", "2", "--value-clip", "0.3")
+    # What follows from the critic asks for nothing that is not built.
+    assert args.use_critic and args.offload_train and not args.colocate
+    assert not hasattr(parse(tmp_path), "critic_initial_weights")
+
+
+def test_what_belongs_to_the_actor_is_off(tmp_path):
+    model = str(tmp_path / "model")
+    words = [
+        "--kl-coef",
+        "0.1",
+        "--ref-load",
+        model,
+        "--save",
+        str(tmp_path / "run"),
+        "--save-hf",
+        str(tmp_path / "hf"),
+    ]
+    args = parse(tmp_path, *PPO, "--dry-run", *words, "--save-debug-train-data", str(tmp_path / "{rollout_id}.pt"))
+    critic = critic_args(args)
+    assert (critic.role, critic.kl_coef, critic.use_kl_loss, critic.keep_old_actor) == ("critic", 0.0, False, False)
+    assert (critic.save_hf, critic.save_debug_train_data) == (None, None)
+    assert critic.untie_embeddings_and_output_weights and not args.untie_embeddings_and_output_weights
+    assert critic.save == str(tmp_path / "run" / "critic")
+    assert args.kl_coef == 0.1 and args.save == str(tmp_path / "run")
+
+
+def test_without_a_directory_for_the_actor_the_critic_has_none(tmp_path):
+    assert critic_args(parse(tmp_path, *PPO)).save is None
+
+
+def test_own_directory_and_training(tmp_path):
+    args = parse(tmp_path, *PPO, "--save", str(tmp_path / "run"), *roles(tmp_path, "save: /elsewhere, lr: 0.5"))
+    critic = critic_args(args)
+    assert (critic.save, critic.lr) == ("/elsewhere", 0.5) and args.lr != 0.5
+
+
+def test_the_same_directory_as_the_actors_is_refused(tmp_path):
+    run = str(tmp_path / "run")
+    with pytest.raises(UserError, match="role critic: save .*run: the actor's checkpoints go there"):
+        parse(tmp_path, *PPO, "--save", run, *roles(tmp_path, f"save: {run}"))
+
+
+def test_a_layout_of_its_own_changes_what_follows_from_it(tmp_path):
+    words = ["--actor-num-gpus-per-node", "4", "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    args = parse(tmp_path, *PPO, *words, *roles(tmp_path, "tensor_model_parallel_size: 1"))
+    critic = critic_args(args)
+    assert (args.data_parallel_size, args.sequence_parallel, args.padded_vocab_size) == (2, True, 512)
+    assert (critic.data_parallel_size, critic.sequence_parallel, critic.padded_vocab_size) == (4, False, 384)
+
+
+def test_a_new_critic_starts_where_the_actor_starts(tmp_path):
+    assert source(tmp_path) == WeightSource("hf", str(tmp_path / "model"))
+    assert source(tmp_path, "--random-init") == WeightSource("random")
+    reference = checkpoint(tmp_path / "sft", 3)
+    assert source(tmp_path, "--ref-load", str(reference)) == WeightSource("megatron", str(reference))
+
+
+def test_a_run_that_ended_before_the_actors_first_checkpoint_starts_again(tmp_path):
+    run = tmp_path / "run"
+    checkpoint(run / "critic", 0)
+    assert source(tmp_path, "--load", str(run), "--save", str(run)).kind == "hf"
+
+
+def test_the_critic_resumes_with_the_actor(tmp_path):
+    run = checkpoint(tmp_path / "run", 3, 5)
+    checkpoint(run / "critic", 3, 5)
+    below = str(run / "critic")
+    assert source(tmp_path, "--load", str(run)) == WeightSource("megatron", below, 5, resume=True)
+    assert source(tmp_path, "--load", str(run), "--ckpt-step", "3") == WeightSource("megatron", below, 3, resume=True)
+
+
+def test_a_critic_that_was_published_before_the_run_ended_goes_back_to_the_actors_iteration(tmp_path):
+    run = checkpoint(tmp_path / "run", 3)
+    checkpoint(run / "critic", 3, 5)
+    assert source(tmp_path, "--load", str(run)).step == 3
+
+
+def test_a_directory_of_its_own(tmp_path):
+    run, own = checkpoint(tmp_path / "run", 5), checkpoint(tmp_path / "own", 5)
+    found = source(tmp_path, "--load", str(run), *roles(tmp_path, f"load: {own}, save: {own}"))
+    assert found == WeightSource("megatron", str(own), 5, resume=True)
+
+
+def test_first_launch_with_a_directory_of_its_own(tmp_path):
+    run, own = str(tmp_path / "run"), str(tmp_path / "own")
+    assert source(tmp_path, "--load", run, "--save", run, *roles(tmp_path, f"load: {own}, save: {own}")).kind == "hf"
+
+
+@pytest.mark.parametrize(
+    "iterations, overrides, message",
+    [
+        (
+            (),
+            "lr: 0.1",
+            r"the actor resumes at iteration 5 of .*run, but .*run/critic has no checkpoint .*\(it has none\)",
+        ),
+        ((3,), "lr: 0.1", r"\(it has iter_0000003\); give the directory as `load` .* `finetune: true`"),
+        ((3, 5), "ckpt_step: 3", "role critic: ckpt_step 3: the actor resumes at iteration 5, and both"),
+    ],
+)
+def test_both_have_to_be_at_the_same_iteration(tmp_path, iterations, overrides, message):
+    run = checkpoint(tmp_path / "run", 5)
+    if iterations:
+        checkpoint(run / "critic", *iterations)
+    with pytest.raises(UserError, match=message):
+        source(tmp_path, "--load", str(run), *roles(tmp_path, overrides))
+
+
+def test_a_critic_ahead_of_a_new_actor_is_refused_unless_only_its_weights_are_meant(tmp_path):
+    own = checkpoint(tmp_path / "own", 7)
+    with pytest.raises(UserError, match="role critic: load .*own is at iteration 7, but the actor starts at 0"):
+        source(tmp_path, *roles(tmp_path, f"load: {own}"))
+    found = source(tmp_path, *roles(tmp_path, f"load: {own}, finetune: true"))
+    assert found == WeightSource("megatron", str(own))
+
+
+def test_a_critic_that_starts_anew_beside_an_actor_that_resumes(tmp_path):
+    run = checkpoint(tmp_path / "run", 5)
+    found = source(tmp_path, "--load", str(run), *roles(tmp_path, "finetune: true"))
+    assert (found.path, found.resume) == (str(run), False)
+
+
+def test_weights_of_another_model(tmp_path):
+    other = write_config(tmp_path / "other")
+    assert source(tmp_path, *roles(tmp_path, f"hf_checkpoint: {other}")) == WeightSource("hf", str(other))
+    assert source(tmp_path, *roles(tmp_path, f"load: {other}")) == WeightSource("hf", str(other))
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "{tmp}"])
+def test_what_is_no_checkpoint_is_refused(tmp_path, path):
+    with pytest.raises(UserError, match="role critic: load"):
+        source(tmp_path, *roles(tmp_path, f"load: {path.format(tmp=tmp_path)}"))

@@ -1,0 +1,262 @@
+"""Rules about sampling, lengths, staleness and rewards; objective, replay, distillation, transport of weights, trackers."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from slime.arguments import parse_args
+from slime.arguments.derivation import settle_trackers
+from slime.arguments.rules.algorithm import TRACKER_RULES
+from tests.support.models.args import command_line, parse, write_rows
+from tests.support.tables.rules import assert_violation, violations
+
+
+def asynchronous(tmp_path, words: str):
+    return parse_args(argv=[*command_line(tmp_path), "--dry-run", *words.split()], asynchronous=True)
+
+
+def test_the_smallest_possible_staleness_is_accepted(tmp_path):
+    asynchronous(tmp_path, "--async-buffer-size 3 --update-weights-interval 2 --max-weight-staleness 2")
+    parse(tmp_path, "--max-weight-staleness", "0", "--dry-run")
+
+
+def test_masked_partial_rollouts_are_on_policy(tmp_path):
+    parse(tmp_path, "--true-on-policy-mode", "--partial-rollout", "--mask-offpolicy-in-partial-rollout", "--dry-run")
+
+
+def test_the_position_limit_is_the_models_only_when_it_is_known(tmp_path):
+    assert parse(tmp_path, "--rollout-max-context-len", "512").rollout_max_prompt_len == 511
+
+
+def test_an_empty_stop_string(tmp_path):
+    message = "--rollout-stop: an empty stop string would end every response at once; give text, or drop the flag"
+    assert_violation(tmp_path, ["--rollout-stop", "###", ""], message)
+
+
+def test_reward_types_of_own_functions_and_boxed_ones_are_free(tmp_path):
+    parse(tmp_path, "--rm-type", "boxed_math")
+    parse(tmp_path, "--rm-type", "mine", "--custom-rm-path", "tests.support.reward")
+
+
+def test_values_of_a_file_are_named_with_their_line(tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl")
+    (tmp_path / "eval.yaml").write_text(
+        f"datasets:\n  - name: a\n    path: {rows}\n    rm_type: maths\n    max_response_len: 1000\n"
+    )
+    words = f"--eval-interval 2 --eval-config {tmp_path}/eval.yaml"
+    lines = violations(tmp_path, words)
+    assert lines[0] == (
+        f"{tmp_path}/eval.yaml:5: max_response_len 1000 is above the model's --max-position-embeddings 512; give at most that"
+    )
+    assert lines[1].startswith(f"{tmp_path}/eval.yaml:4: rm_type maths is no built-in reward; known types: dapo")
+    message = "{tmp}/eval.yaml:5: max_response_len 1000 must be below --eval-max-context-len 100, at most 99"
+    assert_violation(tmp_path, f"{words} --eval-max-context-len 100", message)
+
+
+@pytest.mark.parametrize(
+    ("words", "warned"),
+    [
+        ("--rollout-max-prompt-len 400 --rollout-max-response-len 400", "--max-position-embeddings 512"),
+        ("--eval-max-prompt-len 400 --rollout-max-response-len 400", "--max-position-embeddings 512"),
+        ("--rollout-max-prompt-len 80 --rollout-max-response-len 80 --sglang-context-length 100", "context-length 100"),
+        ("--rollout-max-prompt-len 400 --rollout-max-response-len 112", None),
+        ("--rollout-max-prompt-len 400 --rollout-max-response-len 400 --rollout-max-context-len 512", None),
+    ],
+)
+def test_prompt_and_response_that_fit_only_alone(tmp_path, caplog, words, warned):
+    parse(tmp_path, *words.split())
+    found = [record.getMessage() for record in caplog.records if "together above" in record.getMessage()]
+    assert found == [] if warned is None else warned in found[0]
+
+
+def asks_the_teacher(args, sample, sampling_params):
+    """Stands for a generate function of the user's."""
+
+
+def test_the_lower_bound_of_cispo_is_warned_about(tmp_path, caplog):
+    parse(tmp_path, "--advantage-estimator", "cispo", "--dry-run")
+    assert (
+        "--advantage-estimator cispo with --eps-clip 0.2: its lower bound is normally off (--eps-clip 1.0)"
+        in caplog.text
+    )
+    caplog.clear()
+    parse(tmp_path, "--advantage-estimator", "cispo", "--eps-clip", "1", "--dry-run")
+    assert caplog.text == ""
+
+
+def test_groups_of_one_have_no_advantages(tmp_path, caplog):
+    args = parse(tmp_path, "--n-samples-per-prompt", "1")
+    assert args.grpo_std_normalization is False
+    assert "all advantages are zero" in caplog.text
+    caplog.clear()
+    parse(tmp_path, "--n-samples-per-prompt", "1", "--disable-rewards-normalization")
+    assert caplog.text == ""
+    whitened = ("--advantage-estimator", "reinforce_plus_plus", "--normalize-advantages")
+    parse(tmp_path, "--n-samples-per-prompt", "1", *whitened, "--dry-run")
+    assert caplog.text == "", "its rewards are not centred"
+
+
+def test_an_actor_that_never_trains_is_warned_about(tmp_path, caplog):
+    words = ("--advantage-estimator", "ppo", "--num-rollout", "4", "--dry-run", "--num-critic-only-steps")
+    parse(tmp_path, *words, "4")
+    assert "--num-critic-only-steps 4 of --num-rollout 4: the critic alone is trained, the actor never" in caplog.text
+    caplog.clear()
+    parse(tmp_path, *words, "3")
+    assert "the actor never" not in caplog.text
+
+
+def test_mismatch_metrics_need_no_function(tmp_path):
+    parse(tmp_path, "--get-mismatch-metrics")
+
+
+@pytest.mark.parametrize("estimator", ["gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_a_run_takes_the_estimator(tmp_path, estimator):
+    parse(tmp_path, "--advantage-estimator", estimator, "--normalize-advantages", "--eps-clip", "1.0")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--use-tis --tis-clip 3 --tis-clip-low 0.5", "--use-tis --tis-threshold 3", "--use-opsm --opsm-delta 0.1",
+        "--use-tis --custom-tis-function-path slime.backends.megatron_utils.loss.icepop_function",
+        "--kl-coef 0.1 --ref-load {tmp}/model --advantage-estimator reinforce_plus_plus --gamma 0.9 "
+        "--discount-masked-tokens --normalize-advantages",
+        "--use-opd --opd-type megatron --opd-teacher-load {tmp}/model --opd-kl-coef 0.5",
+        "--use-opd --opd-type sglang --rm-url http://10.0.0.1:30000 "
+        "--custom-rm-path slime.rollout.on_policy_distillation.reward_func",
+        "--use-opd --opd-type sglang --custom-generate-function-path {file}:asks_the_teacher",
+    ],
+)  # fmt: skip
+def test_a_run_takes_the_objective_without_a_warning(tmp_path, caplog, words):
+    parse(tmp_path, *words.format(tmp=tmp_path, file=__file__).split())
+    assert caplog.text == ""
+
+
+def test_a_served_teacher_at_another_temperature_is_warned_about(tmp_path, caplog):
+    words = "--use-opd --opd-type sglang --rm-url http://10.0.0.1:30000 --rollout-temperature 0.7"
+    parse(tmp_path, *words.split(), "--custom-rm-path", "slime.rollout.on_policy_distillation.reward_func")
+    assert "--opd-type sglang with --rollout-temperature 0.7: the teacher is asked for log-probs at that" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--eps-clip 0.2 --eps-clip-high 0.1", "--eps-clip-high 0.1 is below --eps-clip 0.2"),
+        ("--use-tis --tis-clip 0.5", "--tis-clip-low 0.0 and --tis-clip 0.5 leave 1 out"),
+        ("--use-tis --tis-clip-low 1.5", "--tis-clip-low 1.5 and --tis-clip 2.0 leave 1 out"),
+        ("--advantage-estimator cispo --eps-clip 5 --eps-clip-high 0.3", None),
+        ("--eps-clip 1", None),
+        ("--eps-clip 0.2 --eps-clip-high 0.28 --tis-clip 0.5", None),
+    ],
+)
+def test_ranges_that_are_hardly_meant(tmp_path, caplog, words, told):
+    parse(tmp_path, *words.split())
+    lines = [line for line in caplog.messages if "eps-clip" in line or "leave 1 out" in line]
+    assert [line[: len(told)] for line in lines] == [told] if told else lines == []
+
+
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 "
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("--loss-type sft_loss", "nobody has chosen experts for these samples before"),
+        ("--moe-router-fusion", "the kernel of --moe-router-fusion chooses experts by itself"),
+        (
+            "--moe-router-load-balancing-type sinkhorn",
+            "--moe-router-load-balancing-type sinkhorn assigns experts over all",
+        ),
+        (
+            "--moe-router-load-balancing-type aux_loss sinkhorn --moe-aux-loss-coeff 0.1 0.1",
+            "--moe-router-load-balancing-type sinkhorn assigns experts over all",
+        ),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(tmp_path, words, part):
+    lines = violations(tmp_path, f"{EXPERTS} --use-routing-replay {words}")
+    assert any(line.startswith("--use-routing-replay") and part in line for line in lines), "\n".join(lines)
+
+
+def test_the_flag_itself_is_no_reason_to_refuse(tmp_path):
+    lines = violations(tmp_path, f"{EXPERTS} --use-routing-replay")
+    assert not any("replay" in line for line in lines), "\n".join(lines)
+
+
+def test_the_experts_of_the_engines_are_not_asked_for_yet(tmp_path):
+    args = parse(tmp_path, "--use-rollout-routing-replay", "--dry-run", "--debug-rollout-only")
+    assert args.use_routing_replay
+    assert any(note.startswith("--use-rollout-routing-replay: asking the engines") for note in args.plan_notes)
+
+
+COMPLETE_DELTA = (
+    "--update-weight-mode delta --update-weight-transport disk --update-weight-disk-dir /d "
+    "--update-weight-local-checkpoint-dir /l"
+)
+COMPLETE_RELEASE = "--release-train --save /s --update-weight-transport disk --update-weight-disk-dir /d"
+
+
+@pytest.mark.parametrize("words", [COMPLETE_DELTA, COMPLETE_RELEASE, "--use-stateless-adam --no-save-optim"])
+def test_complete_settings_break_no_rule(tmp_path, words):
+    parse(tmp_path, *words.split(), "--dry-run")
+
+
+def test_a_released_trainer_saves_every_rollout(tmp_path):
+    assert parse(tmp_path, *COMPLETE_RELEASE.split(), "--dry-run").save_interval == 1
+
+
+def test_one_advice_for_deltas_of_colocated_engines(tmp_path):
+    lines = violations(tmp_path, "--update-weight-mode delta --colocate")
+    assert not any("give --update-weight-transport disk" in line or "local-checkpoint-dir" in line for line in lines)
+
+
+def test_an_old_actor_in_the_synchronous_loop_is_warned_about(tmp_path, caplog):
+    parse(tmp_path, "--keep-old-actor", "--dry-run")
+    assert (
+        caplog.text.count("--keep-old-actor without train_async.py: a rollout trains on the weights that generated it")
+        == 1
+    )
+    caplog.clear()
+    parse(tmp_path, "--keep-old-actor", "--debug-train-only", "--dry-run")
+    assert "--keep-old-actor" not in caplog.text
+    parse(tmp_path, "--keep-old-actor", "--use-rollout-logprobs", "--dry-run")
+    assert "the old log-probs come from those before" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("typed", "wandb", "installed", "written"),
+    [
+        (None, False, True, True), (None, True, True, False), (None, False, False, False),
+        (True, True, True, True), (False, False, True, False),
+    ],
+)  # fmt: skip
+def test_event_files_are_written_unless_another_tracker_is_chosen(monkeypatch, typed, wandb, installed, written):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    args = SimpleNamespace(use_tensorboard=typed, use_wandb=wandb)
+    settle_trackers(args)
+    assert args.use_tensorboard is written
+
+
+def tracker_problems(**changes):
+    values = {"use_wandb": True, "use_tensorboard": True, "wandb_host": None, "typed_flags": set()}
+    args = SimpleNamespace(**{**values, **changes})
+    return [violation.message for rule in TRACKER_RULES for violation in rule(args)]
+
+
+def test_missing_packages_are_named(monkeypatch):
+    assert tracker_problems() == []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert tracker_problems() == [
+        "--use-wandb needs the package wandb: pip install wandb",
+        "--use-tensorboard needs the package tensorboard: pip install tensorboard",
+    ]
+
+
+def test_the_host_is_an_address():
+    (message,) = tracker_problems(wandb_host="wandb.example.com")
+    assert "--wandb-host wandb.example.com: it must start with http" in message
+
+
+def test_flags_without_effect_are_warned_about(caplog):
+    assert tracker_problems(use_wandb=False, typed_flags={"wandb_key", "wandb_group", "lr"}) == []
+    assert "--wandb-group, --wandb-key: no effect without --use-wandb" in caplog.text

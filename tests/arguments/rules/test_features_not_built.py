@@ -1,0 +1,148 @@
+"""Features that are not built are refused, and the list of them is honest: what is on it has no reader, the rest has one."""
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from slime.arguments import parse_args
+from slime.arguments.groups import OWN_GROUPS
+from slime.arguments.origins import Origin
+from slime.arguments.rules.not_built import OWN_ROWS, not_yet_violations
+from slime.utils.errors import UserError
+from tests.support.models.args import command_line, parse
+from tests.support.tables.rules import violations
+
+
+def objections(origin: Origin, **values) -> list[str]:
+    origins = dict.fromkeys(values, origin)
+    args = argparse.Namespace(debug_train_only=False, origins=origins, **values)
+    return [violation.message for violation in not_yet_violations(args)]
+
+
+def test_a_typed_flag_can_be_dropped():
+    (message,) = objections(Origin.COMMAND_LINE, num_experts=8)
+    assert message.startswith("--num-experts 8: ") and "drop the flag" in message
+
+
+def test_what_the_config_asks_for_has_no_flag_to_drop():
+    (message,) = objections(Origin.HF_CONFIG, num_experts=8)
+    assert message.startswith("config.json of --hf-checkpoint asks for --num-experts 8: ") and "drop" not in message
+
+
+def test_every_step_is_logged_and_no_other_interval_is_accepted(tmp_path):
+    assert objections(Origin.COMMAND_LINE, log_interval=1) == []
+    assert objections(Origin.COMMAND_LINE, log_interval=100)
+    assert parse(tmp_path).log_interval == 1
+
+
+ROOT = Path(__file__).parents[3]
+# These say what a flag is, not what it does.
+TABLES = (
+    "slime/arguments/groups", "slime/arguments/rules", "slime/arguments/paths.py",
+    "slime/arguments/megatron/effects.py", "slime/arguments/server_flags.py",
+)  # fmt: skip
+NAMES = [row.name for row in OWN_ROWS]
+
+
+def own_flags() -> dict[str, argparse.Action]:
+    parser = argparse.ArgumentParser(add_help=False)
+    for group in OWN_GROUPS:
+        group.add_to(parser)
+    return {action.dest: action for action in parser._actions}
+
+
+def names_in(paths) -> set[str]:
+    text = "\n".join(path.read_text() for path in paths)
+    return set(re.findall(r"args\.([a-z_0-9]+)", text)) | set(re.findall(r"\"([a-z_0-9]+)\"", text))
+
+
+def sources(*, outside_arguments: bool) -> list[Path]:
+    skipped = ("slime/arguments", "slime/plan") if outside_arguments else TABLES
+    files = [*(ROOT / "slime").rglob("*.py"), *ROOT.glob("train*.py")]
+    return [path for path in files if not str(path.relative_to(ROOT)).startswith(skipped)]
+
+
+def test_every_row_is_one_flag():
+    assert sorted(NAMES) == sorted(set(NAMES))
+    # `--optimizer-cpu-offload` has its row among Megatron's.
+    assert set(NAMES) <= set(own_flags())
+
+
+def test_every_own_flag_has_a_reader_or_a_row():
+    # The first fills a field of Megatron's, the other is read by users' functions.
+    read = names_in(sources(outside_arguments=False)) | {"clip_grad", "max_turns"}
+    from slime.arguments.megatron.effects import NOT_YET as MEGATRON_ROWS
+
+    listed = set(NAMES) | {row.name for row in MEGATRON_ROWS}
+    assert sorted(set(own_flags()) - read - listed) == []
+
+
+# Read where it changes nothing yet: attribute → why.
+READ_ALREADY = {
+    "multimodal_keys": "data sets refuse it in their own words",
+    "post_mlp_layernorm": "part of the model's shape",
+    "post_self_attn_layernorm": "part of the model's shape",
+    "update_weights_interval": "when the old actor moves",
+    "use_rollout_routing_replay": "the trainer's side, which any rollout function can serve",
+    "colocate": "the plan of the cluster",
+    "train_backend": "the trainer makes its backend of it; a run with FSDP is refused",
+    "attn_implementation": "FSDP, which only tests start",
+    "update_weight_transport": "the plan",
+}
+
+
+def test_no_feature_on_the_list_is_built():
+    read = names_in(sources(outside_arguments=True))
+    assert sorted(set(NAMES) & read - set(READ_ALREADY)) == []
+
+
+def examples():
+    for name, action in own_flags().items():
+        if name not in NAMES:
+            continue
+        if action.nargs == 0:
+            yield name, [action.option_strings[0]], True
+            continue
+        other = [choice for choice in action.choices or () if choice not in (action.default, [action.default])]
+        kind = {int: "3", float: "0.125"}.get(action.type, '{"image": "f"}' if name == "multimodal_keys" else "word")
+        yield name, [action.option_strings[0], other[-1] if other else kind], None
+
+
+@pytest.mark.parametrize("name, words, _", list(examples()), ids=lambda value: value if isinstance(value, str) else "")
+def test_a_run_refuses_the_flag_by_name(tmp_path, name, words, _):
+    with pytest.raises(UserError) as error:
+        parse(tmp_path, *words)
+    lines = [line for line in str(error.value).splitlines() if "not built yet" in line]
+    assert any(line.startswith(words[0]) for line in lines), str(error.value)
+
+
+def test_defaults_ask_for_nothing(tmp_path):
+    parse(tmp_path)
+
+
+def test_a_typed_default_asks_for_nothing(tmp_path):
+    parse(tmp_path, "--advantage-estimator", "grpo", "--tis-clip", "2.0", "--profile-target", "train_overall")
+
+
+def test_a_dry_run_notes_it(tmp_path):
+    args = parse_args(argv=[*command_line(tmp_path), "--use-distributed-post", "--dry-run"])
+    assert args.plan_notes == [
+        "--use-distributed-post: a client process on every node is not built yet; drop the flag (--dry-run plans with it)"
+    ]
+
+
+def test_what_follows_from_a_flag_is_not_refused_besides(tmp_path):
+    with pytest.raises(UserError) as error:
+        parse(tmp_path, "--colocate")
+    assert str(error.value).splitlines() == [
+        "--colocate: sharing GPUs between training and engines is not built yet; drop the flag (--dry-run plans with it)"
+    ]
+
+
+def test_lists_are_shown_as_they_are_typed(tmp_path):
+    lines = violations(tmp_path, "--rollout-external-engine-addrs 10.0.0.1:1 10.0.0.2:1")
+    assert any(
+        line.startswith("--rollout-external-engine-addrs 10.0.0.1:1 10.0.0.2:1: serving by engines") for line in lines
+    )

@@ -1,0 +1,238 @@
+"""The trainer over FSDP: every objective gives on one rank what loops in float64 give, and on two ranks what it gives on one.
+
+Streams are packed, so a sample that saw its neighbours would not have the log-probs of the loops, which know one sample each.
+"""
+
+import pytest
+
+from slime.arguments.checkpoints import WeightSource
+from slime.backends.fsdp_utils.backend import FSDPBackend
+from slime.utils.errors import UserError
+from tests.support.models.args import default_args
+from tests.support.models.grpo_batch import TRAINED_TOKENS, bounds_of_batch
+from tests.support.models.tiny_model import write_tiny_model
+from tests.support.oracles.plain_grid import PlainGrid, assert_like_loops
+from tests.support.oracles.rounding import assert_equal_metrics, assert_equal_weights, bound_of_weights
+from tests.support.processes.distributed import run_distributed
+from tests.support.processes.layout_steps import layout_args, shard
+from tests.support.processes.objective_grid import (
+    HIDDEN,
+    LAYERS,
+    OBJECTIVES,
+    STEPS,
+    VOCABULARY,
+    assert_like_one_rank,
+    grid_args,
+    run_layouts,
+)
+
+FSDP = {"train_backend": "fsdp"}
+ROLES = ["actor"]
+
+
+def worker(hf_dir, other, batches, size):
+    layout = {**FSDP, "data_parallel_size": size}
+    results = {"grid": run_layouts(hf_dir, {"fsdp": layout}, batches, ROLES)["fsdp"]}
+    results["states"] = states(grid_args(hf_dir, **layout), other)
+    results["push"] = pushed(grid_args(hf_dir, **layout))
+    results["trained"] = trained(layout_args(hf_dir, **layout))
+    return results
+
+
+def started(args, source):
+    from slime.training.backend import make_backend
+
+    backend = make_backend(args)
+    backend.place()
+    backend.load(source)
+    return backend
+
+
+def log_probs(args, backend):
+    """Log-probs of three sequences in one stream, and of each alone."""
+    import torch
+
+    from slime.training.passes import forward_log_probs
+    from slime.training.rollout_data import RolloutData
+
+    sequences = [[5, 9, 7, 3], [1, 2], [8, 8, 4, 11, 2]]
+
+    def data(chosen, indices):
+        return RolloutData({
+            "tokens": [torch.tensor(s) for s in chosen], "total_lengths": [len(s) for s in chosen],
+            "response_lengths": [len(s) - 1 for s in chosen], "micro_batch_indices": indices,
+        })  # fmt: skip
+
+    packed = forward_log_probs(args, backend, data(sequences, [[0, 1, 2]]), with_entropy=False)["log_probs"]
+    apart = forward_log_probs(args, backend, data(sequences, [[0], [1], [2]]), with_entropy=False)["log_probs"]
+    return [row.tolist() for row in packed], [row.tolist() for row in apart]
+
+
+def states(args, other):
+    """Log-probs of the actor, of a reference in its place, and of the actor again."""
+    from slime.training.model_states import REFERENCE, ModelStates
+
+    backend = started(args, WeightSource("hf", other))
+    held = ModelStates(backend.live_tensors)
+    held.capture(REFERENCE)
+    backend.load_weights(WeightSource("hf", args.hf_checkpoint))
+    before = log_probs(args, backend)
+    with held(REFERENCE):
+        during = log_probs(args, backend)
+    return {"actor": before, "reference": during, "again": log_probs(args, backend)}
+
+
+def pushed(args):
+    """What a push sends, and what the engines' checkpoint has; and what a save says."""
+    from slime.utils.errors import UserError
+
+    backend = started(args, WeightSource("hf", args.hf_checkpoint))
+    named = {name: tensor.clone().numpy() for name, tensor in backend.named_tensors()}
+    with pytest.raises(UserError) as refused:
+        backend.save(0)
+    return {"named": named, "expected": backend.expected_names(), "refused": str(refused.value)}
+
+
+def trained(args):
+    """Metrics and weights of two steps that change these, and what the weights may differ by."""
+    import torch
+
+    from slime.training.advantages import compute_advantages_and_returns
+    from slime.training.train_step import train_one_step
+
+    backend = started(args, WeightSource("hf", args.hf_checkpoint))
+    data = shard(args, backend.groups.data_rank, backend.groups.cp)
+    data["log_probs"] = data["ref_log_probs"]
+    compute_advantages_and_returns(args, data)
+    metrics, gradients = [], []
+    for _ in range(2):
+        metrics.append(train_one_step(args, backend, data, 0, 0))
+        entries = torch.cat([p.grad.full_tensor().flatten() for p in backend.model.parameters()])
+        gradients.append(float(entries.abs().mean()))
+    weights = {name: tensor.clone().numpy() for name, tensor in backend.named_tensors()}
+    return {"metrics": metrics, "weights": weights, "bound": bound_of_weights(args, gradients, TRAINED_TOKENS)}
+
+
+@pytest.fixture(scope="module")
+def hf_dir(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    write_tiny_model(directory, vocab_size=VOCABULARY, layers=LAYERS, hidden=HIDDEN, head_dim=8)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("other")
+    write_tiny_model(directory, vocab_size=VOCABULARY, layers=LAYERS, hidden=HIDDEN, head_dim=8, seed=1)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def plain(hf_dir):
+    return PlainGrid(hf_dir)
+
+
+@pytest.fixture(scope="module")
+def one_rank(hf_dir, other, plain):
+    return run_distributed(worker, 1, (hf_dir, other, plain.batches, 1), timeout=300)[0]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(hf_dir, other, plain):
+    return run_distributed(worker, 2, (hf_dir, other, plain.batches, 2), timeout=300)
+
+
+@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name != "top-p"])
+def test_one_rank_gives_what_loops_give(hf_dir, plain, one_rank, objective):
+    assert_like_loops(hf_dir, plain, objective, one_rank["grid"])
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_two_ranks_give_what_one_rank_gives(one_rank, two_ranks, objective):
+    for batch in STEPS:
+        ranks = [rank["grid"][objective, batch] for rank in two_ranks]
+        assert_like_one_rank(ranks, one_rank["grid"][objective, batch])
+
+
+def test_every_rank_logs_the_numbers_of_one_rank(one_rank, two_ranks):
+    for objective in OBJECTIVES:
+        for batch in STEPS:
+            expected = one_rank["grid"][objective, batch]
+            for rank in two_ranks:
+                found = rank["grid"][objective, batch]["rollout"]
+                assert_equal_metrics(found, expected["rollout"], expected["bounds"]["rollout"])
+
+
+def test_two_ranks_train_the_weights_of_one(hf_dir, one_rank, two_ranks):
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    expected = one_rank["trained"]
+    for rank in two_ranks:
+        for step, of_one in zip(rank["trained"]["metrics"], expected["metrics"], strict=True):
+            assert_equal_metrics(step, of_one, bounds_of_batch(padded_vocab_size=VOCABULARY))
+        assert_equal_weights(rank["trained"]["weights"], expected["weights"], expected["bound"])
+    start = load_file(f"{hf_dir}/model.safetensors")
+    moved = {name: float(np.abs(weight - start[name]).max()) for name, weight in expected["weights"].items()}
+    assert min(moved.values()) > 1e-4
+
+
+def test_states_take_turns(one_rank, two_ranks, plain, hf_dir):
+    for rank in (one_rank, *two_ranks):
+        states = rank["states"]
+        assert states["again"] == states["actor"]
+        for actor, reference in zip(states["actor"][0], states["reference"][0], strict=True):
+            assert all(abs(a - b) > 1e-3 for a, b in zip(actor, reference, strict=True))
+    for name in ("actor", "reference"):
+        for packed, of_one in zip(two_ranks[1]["states"][name][0], one_rank["states"][name][0], strict=True):
+            assert packed == pytest.approx(of_one, rel=1e-5)
+
+
+def test_samples_of_a_stream_do_not_see_each_other(one_rank):
+    packed, apart = one_rank["states"]["actor"]
+    for row, alone in zip(packed, apart, strict=True):
+        assert row == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_push_names_the_tensors_of_the_checkpoint(hf_dir, one_rank, two_ranks):
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    stored = load_file(f"{hf_dir}/model.safetensors")
+    for rank in (one_rank, *two_ranks):
+        named = rank["push"]["named"]
+        assert named.keys() == stored.keys() == rank["push"]["expected"]
+        assert all(np.array_equal(named[name], tensor) for name, tensor in stored.items())
+
+
+@pytest.mark.parametrize(
+    "words, values",
+    [
+        ("--fp16", {"fp16": True}),
+        ("--optimizer sgd", {"optimizer": "sgd"}),
+        ("--no-decoupled-weight-decay", {"decoupled_weight_decay": False}),
+        ("--use-stateless-adam", {"use_stateless_adam": True}),
+        ("--freeze-params-name-list", {"freeze_params_name_list": ["norm"]}),
+        ("--only-train-params-name-list", {"only_train_params_name_list": ["norm"]}),
+        ("--freeze-indexer", {"freeze_indexer": True}),
+        ("--start-weight-decay 0.0", {"start_weight_decay": 0.0, "end_weight_decay": 0.1}),
+        ("--end-weight-decay 0.1", {"start_weight_decay": 0.0, "end_weight_decay": 0.1}),
+        ("--weight-decay-incr-style linear", {"weight_decay_incr_style": "linear"}),
+        ("--log-num-zeros-in-grad", {"log_num_zeros_in_grad": True}),
+        ("--gradient-checkpointing", {"gradient_checkpointing": True}),
+        ("--context-parallel-size 2", {"context_parallel_size": 2}),
+    ],
+)
+def test_what_it_does_not_do_is_refused_by_name_before_anything_is_joined(words, values):
+    with pytest.raises(UserError) as refused:
+        FSDPBackend(default_args(train_backend="fsdp", **values)).place()
+    assert words in str(refused.value) and "--train-backend megatron" in str(refused.value)
+
+
+def test_it_has_no_states_in_a_checkpoint():
+    with pytest.raises(UserError, match="/old.*--train-backend fsdp.*'ref'"):
+        FSDPBackend(default_args()).load_weights(WeightSource("hf", "/old"), "ref")
+
+
+def test_a_save_is_refused_by_name(one_rank):
+    assert one_rank["push"]["refused"].startswith("--save: --train-backend fsdp writes no checkpoints yet")

@@ -1,0 +1,41 @@
+"""What Megatron's schedules are given: counts of micro-batches that they can do, and functions that they call."""
+
+from types import SimpleNamespace
+
+from slime.backends.megatron_utils.schedules import fill_last_group, set_schedule_functions
+from slime.training.passes import MicroBatches
+from slime.training.rollout_data import RolloutData
+from tests.support.models.args import default_args
+
+
+def test_the_last_micro_batch_completes_the_groups_of_the_interleaved_schedule():
+    chunk = SimpleNamespace(config=SimpleNamespace(microbatch_group_size_per_vp_stage=3))
+
+    def filled(model, indices):
+        return fill_last_group(model, MicroBatches(RolloutData(), indices, 1)).indices
+
+    assert filled([chunk, chunk], [[0, 3], [1], [2], [4, 5]]) == [[0, 3], [1], [2], [4, 5], [4, 5], [4, 5]]
+    assert filled([chunk, chunk], [[0], [1], [2]]) == [[0], [1], [2]]
+    assert filled([chunk], [[0], [1]]) == [[0], [1]]
+
+
+def schedule_functions(chunks, **flags):
+    """Which functions Megatron's schedules find for reductions behind the backward pass: `no_sync_func`, `grad_sync_func`."""
+    config = SimpleNamespace(no_sync_func=None, grad_sync_func=None)
+    overlap = SimpleNamespace(overlap_grad_reduce=flags.pop("overlap_grad_reduce", True))
+    model = [
+        SimpleNamespace(config=config, ddp_config=overlap, no_sync=f"no_sync {i}", start_grad_sync=f"start {i}")
+        for i in range(chunks)
+    ]
+    set_schedule_functions(default_args(**flags), model, SimpleNamespace(scale_loss="scale"))
+    assert config.grad_scale_func == "scale"
+    return config.no_sync_func, config.grad_sync_func
+
+
+def test_stages_start_their_reductions_together_unless_told_otherwise():
+    """Megatron takes one function, or a list for several chunks."""
+    assert schedule_functions(1) == ("no_sync 0", "start 0")
+    assert schedule_functions(2) == (["no_sync 0", "no_sync 1"], ["start 0", "start 1"])
+    assert schedule_functions(1, align_grad_reduce=False) == ("no_sync 0", None)
+    assert schedule_functions(2, align_grad_reduce=False) == (["no_sync 0", "no_sync 1"], None)
+    assert schedule_functions(2, overlap_grad_reduce=False) == (None, None)

@@ -1,0 +1,108 @@
+"""Engines that die or hang in the middle of a run with `--use-fault-tolerance`: the same run goes on, with right log-probs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+
+import psutil
+import pytest
+import torch
+
+from tests.support.models.tiny_task import PLUG_INS, ROLLOUT_BATCH_SIZE, SAMPLES_PER_PROMPT
+from tests.support.processes.train_process import TrainProcess
+from tests.support.processes.waiting import wait_until
+
+ROLLOUTS = range(3)
+LOG_PROB_GATE = 1e-5
+# From the death of an engine to the first answer of its successor: it starts, and gets its weights.
+REPLACED_SECONDS = 900
+# Of one that is killed while it is stopped, its death is to be the news, and not its silence before that.
+PATIENT_CHECKS = ["--rollout-health-check-interval", "1", "--rollout-health-check-timeout", "900"]
+HURRIED_CHECKS = ["--rollout-health-check-interval", "1", "--rollout-health-check-timeout", "30"]
+
+
+def schedulers(process: TrainProcess) -> list[int]:
+    return sorted(pid for pid, command in process.processes().items() if command.startswith("sglang::scheduler"))
+
+
+def kill_with_requests_in_flight(process: TrainProcess, go) -> None:
+    """Requests that nobody answers, and then nobody can."""
+    scheduler = schedulers(process)[0]
+    os.kill(scheduler, signal.SIGSTOP)
+    go.touch()
+    process.wait_for_line("going on with rollout 1", 300)
+    os.kill(scheduler, signal.SIGKILL)
+
+
+def kill_before_any_request(process: TrainProcess, go) -> None:
+    os.kill(schedulers(process)[0], signal.SIGKILL)
+    process.wait_for_line("a new server starts in its place", 300)
+    go.touch()
+
+
+def hang(process: TrainProcess, go) -> None:
+    os.kill(schedulers(process)[0], signal.SIGSTOP)
+    go.touch()
+
+
+def hang_up_front(process: TrainProcess, go) -> None:
+    """The process that takes the requests stops, and the scheduler goes on."""
+    server = psutil.Process(schedulers(process)[0])
+    while "server_process" not in " ".join(server.cmdline()):
+        server = server.parent()
+    server.suspend()
+    go.touch()
+
+
+@pytest.mark.parametrize(
+    ("engines", "fault", "cause"),
+    [
+        pytest.param(1, kill_with_requests_in_flight, r"engine 0 died: its scheduler_0 .* SIGKILL", id="the only engine"),
+        pytest.param(
+            2, kill_with_requests_in_flight, r"engine \d died: its scheduler_0 .* SIGKILL", id="one of two",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            1, kill_before_any_request, r"engine 0 died: its scheduler_0 .* SIGKILL", id="before any request",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(2, hang, r"engine \d hangs: it gave no token within 30 s", id="one hangs", marks=pytest.mark.slow),
+        pytest.param(1, hang, r"engine 0 hangs: it gave no token within 30 s", id="the only one hangs", marks=pytest.mark.slow),
+        pytest.param(1, hang_up_front, r"engine 0 hangs: it gave no token", id="its front end hangs", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_the_run_goes_on_with_a_new_server_that_has_the_weights(task, tmp_path, engines, fault, cause):
+    flags = [
+        *task.rollout_flags, *task.train_flags, "--actor-num-gpus-per-node", "1", "--rollout-num-gpus", engines,
+        "--num-rollout", len(ROLLOUTS), "--use-fault-tolerance",
+        *(HURRIED_CHECKS if fault in (hang, hang_up_front) else PATIENT_CHECKS),
+        "--custom-generate-function-path", f"{PLUG_INS}:marked_generate",
+        "--save-debug-rollout-data", tmp_path / "dumps/{rollout_id}.pt",
+    ]  # fmt: skip
+    with TrainProcess(flags, tmp_path, {"E2E_HOLD_ROLLOUT": "1"}) as process:
+        process.wait_for_line("holding rollout 1", 900)
+        before = schedulers(process)
+        assert len(before) == engines
+        fault(process, tmp_path / "go")
+        process.wait_for_line(r"engine \d has a new server", REPLACED_SECONDS)
+        if engines == 1:
+            # Nobody else could answer: it gets the weights in the middle of the rollout. Beside another one it may as well be
+            # the next push that brings them.
+            process.wait_for_line("engine 0: weights of version 2", REPLACED_SECONDS)
+        now = wait_until(lambda: found if len(found := schedulers(process)) == engines else None)
+        assert len(set(now) - set(before)) == 1, "one server is new, and the old one is gone"
+        process.wait_for_success(900)
+        process.assert_no_process_left()
+    output = process.output()
+    assert re.search(cause, output) and "ERROR" not in output and "Traceback" not in output
+    # The push of the first weights is version 1, that after rollout 0 is 2: the new server got them under that name, and
+    # the run compared its log-probs.
+    for rollout_id in ROLLOUTS:
+        samples = torch.load(tmp_path / f"dumps/{rollout_id}.pt", weights_only=True)["samples"]
+        assert len(samples) == ROLLOUT_BATCH_SIZE * SAMPLES_PER_PROMPT
+        assert {version for sample in samples for version in sample["weight_versions"]} == {str(rollout_id + 1)}
+    differences = process.scalars("train/train_rollout_logprob_abs_diff")
+    assert sorted(differences) == list(ROLLOUTS)
+    assert all(0 < difference <= LOG_PROB_GATE for difference in differences.values()), differences

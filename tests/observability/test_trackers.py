@@ -1,0 +1,138 @@
+"""A W&B run that was written offline, read back from its files."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from slime.observability.trackers import WandbTracker, run_name
+from slime.utils.errors import UserError
+from tests.support.tables.wandb_files import OfflineRun
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY = "0123456789abcdef0123456789abcdefsecret00"
+FLAGS = {
+    "use_tensorboard": True, "use_wandb": True, "wandb_mode": "offline", "wandb_dir": None, "wandb_key": KEY,
+    "wandb_host": "https://wandb.example.com", "wandb_team": "team", "wandb_group": "group", "wandb_project": "project",
+    "typed_flags": [],
+    "wandb_run_id": None, "wandb_random_suffix": True, "wandb_always_use_train_step": False, "tb_experiment_name": None,
+    "rollout_batch_size": 4, "n_samples_per_prompt": 2, "global_batch_size": 2, "num_steps_per_rollout": 4, "lr": 1e-5,
+    "train_env_vars": {"HF_TOKEN": KEY},
+}  # fmt: skip
+
+# A process of its own: W&B keeps a service and settings for the whole life of one.
+DRIVER = """
+import argparse, json, pathlib, sys
+from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, write_to_trackers
+configure_logger()
+args = argparse.Namespace(**json.loads(sys.argv[1]))
+init_tracking(args, pathlib.Path.cwd())
+write_to_trackers([({"train/loss": 0.5, "train/step": 8}, "train/step")])
+write_to_trackers([({"rollout/raw_reward": 0.25, "perf/rollout_time": 2.0, "text": "no", "rollout/step": 2}, "rollout/step")])
+write_to_trackers([({"eval/aime": 0.75, "eval/step": 2}, "eval/step")])
+finish_tracking(failed=args.fails)
+print("given", args.wandb_run_id)
+
+"""
+
+
+def drive(directory, **changes):
+    flags = json.dumps({**FLAGS, "fails": False, **changes})
+    result = subprocess.run(
+        [sys.executable, "-c", DRIVER, flags], cwd=directory, capture_output=True, text=True, timeout=60,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(directory), "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("wandb")
+    return directory, drive(directory), OfflineRun(directory)
+
+
+def test_the_run_is_filed_as_asked(finished):
+    _, output, offline = finished
+    run = offline.run
+    assert (run.project, run.entity, run.run_group) == ("project", "team", "group")
+    assert run.display_name.startswith("group_") and len(run.display_name) == len("group_") + 6
+    assert f"W&B run {run.run_id}: files in " in output and "given None" in output.splitlines()
+    assert offline.exit_code == 0
+
+
+def test_every_metric_has_its_axis(finished):
+    offline = finished[2]
+    assert offline.history == [
+        {"train/loss": 0.5, "train/step": 8},
+        {"rollout/raw_reward": 0.25, "perf/rollout_time": 2.0, "rollout/step": 2},
+        {"eval/aime": 0.75, "eval/step": 2},
+    ]
+    assert {name: offline.axes[name] for name in ("train/*", "rollout/*", "eval/*", "perf/*")} == {
+        "train/*": "train/step", "rollout/*": "rollout/step", "eval/*": "eval/step", "perf/*": "rollout/step",
+    }  # fmt: skip
+
+
+def test_m1_the_configuration_is_there_and_no_secret_is_anywhere(finished):
+    directory, output, offline = finished
+    assert offline.config["lr"] == 1e-5 and offline.config["wandb_key"] == "<redacted>"
+    # The child got the key on its command line, as a user may give it.
+    holders = [path for path in directory.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+    assert holders == [] and KEY not in output
+
+
+def test_tensorboard_runs_beside_it(finished):
+    assert list(finished[0].glob("events.out.tfevents.*"))
+
+
+def test_everything_over_optimizer_steps(tmp_path):
+    """4 prompts x 2 samples in steps of 2 rollouts: 4 optimizer steps per rollout, so rollout 2 begins at step 8."""
+    changes = {"wandb_always_use_train_step": True, "wandb_run_id": "given", "wandb_dir": str(tmp_path / "there")}
+    drive(tmp_path, use_tensorboard=False, fails=True, **changes)
+    offline = OfflineRun(tmp_path / "there")
+    # W&B writes the entries of a record in any order.
+    axes = ("train/step", "rollout/step", "eval/step")
+    assert [entry[axis] for entry, axis in zip(offline.history, axes, strict=True)] == [8, 8, 8]
+    assert (offline.run.run_id, offline.exit_code) == ("given", 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"wandb_random_suffix": False}, "group"),
+        ({"typed_flags": {"wandb_run_id"}}, "group"),
+        ({"wandb_random_suffix": False, "wandb_group": None, "tb_experiment_name": "first"}, "first"),
+        ({"wandb_random_suffix": False, "wandb_group": None}, "slime"),
+    ],
+)
+def test_names(changes, name):
+    assert run_name(argparse.Namespace(**{**FLAGS, **changes})) == name
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="pip install wandb"):
+        WandbTracker(SimpleNamespace(**FLAGS), tmp_path, {})
+
+
+def test_refused_settings_are_told_without_the_key(tmp_path):
+    args = SimpleNamespace(**{**FLAGS, "wandb_host": "nonsense"})
+    with pytest.raises(UserError, match="--use-wandb: base_url: Input should be a valid URL") as caught:
+        WandbTracker(args, tmp_path, {})
+    assert KEY not in str(caught.value)
+
+
+def test_a_continued_run_is_not_told_twice_about_one_step():
+    logged = []
+    tracker = WandbTracker.__new__(WandbTracker)
+    tracker._told = {}
+    tracker._run = SimpleNamespace(resumed=True, summary={"train/step": 5, "eval/step": 2}, log=logged.append)
+    tracker.forget({"train/step": range(4, 99), "rollout/step": range(2, 99), "eval/step": range(3, 99)})
+    for step in (4, 5, 6):
+        tracker.add_scalars({"train/loss": 0.5}, "train/step", step)
+    tracker.add_scalars({"rollout/raw_reward": 0.5}, "rollout/step", 2)
+    assert logged == [{"train/loss": 0.5, "train/step": 6}, {"rollout/raw_reward": 0.5, "rollout/step": 2}]

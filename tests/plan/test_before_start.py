@@ -1,0 +1,255 @@
+"""What ends a run before Ray starts, by the way that the driver goes."""
+
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+import tqdm
+
+from slime.arguments import parse_args
+from slime.plan import check_before_start, nothing_left
+from slime.ray import cluster
+from slime.ray.session import main
+from slime.utils.errors import UserError
+from tests.support.models.args import command_line, parse
+
+SFT = "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss --debug-train-only"
+PLAIN_PROMPTS = '{"prompt": "a", "label": "1"}\n'
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch, log_of_a_run):
+    def start(args):
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr("slime.ray.cluster.ray_cluster", start)
+    monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def run(directory: Path, *words: str) -> int:
+    return main(lambda args, progress: None, [*command_line(directory), *words])
+
+
+def problems(directory: Path, *words: str, **keywords) -> list[str]:
+    with pytest.raises(UserError) as error:
+        check_before_start(parse(directory, *words), **keywords)
+    return str(error.value).splitlines()
+
+
+def write(path: Path, *rows: object) -> str:
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def give_tokenizer(directory: Path, **config: object) -> None:
+    (directory / "model").mkdir(exist_ok=True)
+    (directory / "model" / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def test_broken_and_incomplete_rows_are_named_by_file_and_line(tmp_path):
+    good = {"prompt": "a", "label": "1"}
+    path = write(tmp_path / "rows.jsonl", good, "\n", '{"prompt": \n', good, {"label": "2"}, {"prompt": 3}, [1],
+                 {"prompt": [{"content": "x"}]}, good)  # fmt: skip
+    mend = "; mend the row, or skip and count such rows with --allow-bad-rows"
+    lines = problems(tmp_path, "--prompt-data", path)
+    assert all(line.endswith(mend) for line in lines)
+    assert [line.removesuffix(mend).split(": ", 1)[0] for line in lines] == [f"{path}:{n}" for n in (3, 5, 6, 7, 8)]
+    assert lines[1] == f"{path}:5: there is no field 'prompt'; the row has label{mend}"
+    check_before_start(parse(tmp_path, "--prompt-data", path, "--allow-bad-rows"))
+
+
+def test_a_label_or_a_reward_type_that_only_later_rows_lack(tmp_path):
+    path = write(tmp_path / "rows.jsonl", {"prompt": "a", "answer": "1"}, {"prompt": "a"})
+    assert problems(tmp_path, "--prompt-data", path, "--label-key", "answer") == [
+        f"{path}:2: there is no field 'answer' (--label-key); mend the row, or skip and count such rows with --allow-bad-rows"
+    ]
+    words = ["--eval-prompt-data", "held_out", path, "--eval-interval", "1", "--eval-label-key", "answer"]
+    (line,) = problems(tmp_path, *words)
+    assert line.startswith(f"{path}:2: there is no field 'answer' (--eval-label-key); mend")
+    path = write(tmp_path / "typed.jsonl", {"prompt": "a", "metadata": {"rm_type": "math"}}, {"prompt": "a"})
+    words = command_line(tmp_path)
+    without_type = [*words[: words.index("--rm-type")], "--prompt-data", path]
+    with pytest.raises(UserError) as error:
+        check_before_start(parse_args(argv=without_type))
+    assert str(error.value) == (
+        f"{path}:2: nothing says how responses are graded: no `rm_type` in 'metadata'; give --rm-type"
+    )  # fmt: skip
+
+
+def test_a_scan_ends_in_time_and_says_how_far_it_came(tmp_path, caplog):
+    path = write(tmp_path / "rows.jsonl", PLAIN_PROMPTS * 3, "broken\n")
+    with caplog.at_level("INFO"):
+        check_before_start(parse(tmp_path, "--prompt-data", path), scan_seconds=0)
+    assert f"{path}: the first 1 rows can be used; the others are read while the run starts" in caplog.text
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_bar_counts_the_rows_where_somebody_looks(tmp_path, monkeypatch, watched):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: watched
+    monkeypatch.setattr("sys.stderr", terminal)
+    # Drawn at once and at every row: how long a scan takes does not matter here.
+    at_once, bar = {"file": terminal, "delay": 0, "mininterval": 0}, tqdm.tqdm
+    monkeypatch.setattr(tqdm, "tqdm", lambda **options: bar(**{**options, **at_once}))
+    check_before_start(parse(tmp_path, "--prompt-data", write(tmp_path / "rows.jsonl", PLAIN_PROMPTS * 3)))
+    drawn = [line for line in terminal.getvalue().split("\r") if "checking rows.jsonl" in line]
+    assert any("3/3" in line for line in drawn) if watched else drawn == []
+
+
+def test_many_broken_rows_are_told_by_a_few(tmp_path):
+    path = write(tmp_path / "rows.jsonl", PLAIN_PROMPTS, "broken\n" * 3000)
+    assert len(problems(tmp_path, "--prompt-data", path)) == 5
+
+
+@pytest.mark.parametrize("rows", ["@[-2:]", "@[900:]"])
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_the_time_counts_for_rows_that_are_only_passed_too(tmp_path, monkeypatch, caplog, rows, ending):
+    path = tmp_path / f"rows.{ending}"
+    if ending == "jsonl":
+        write(path, PLAIN_PROMPTS * 1000)
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table({"prompt": ["a"] * 1000, "label": ["1"] * 1000}), path)
+    args = parse(tmp_path, "--prompt-data", f"{path}{rows}")
+    asked = []
+
+    def clock():
+        asked.append(None)
+        return float(len(asked))
+
+    monkeypatch.setattr("slime.utils.dataset.time.monotonic", clock)
+    with caplog.at_level("INFO"):
+        check_before_start(args, scan_seconds=20)
+    assert len(asked) < 30
+    assert f"{path}{rows}: its rows are read while the run starts" in caplog.text
+
+
+def test_only_what_the_run_reads_is_scanned(tmp_path):
+    broken = write(tmp_path / "broken.jsonl", PLAIN_PROMPTS, "broken\n")
+    evaluation = ["--eval-prompt-data", "held_out", broken]
+    check_before_start(parse(tmp_path, *evaluation))
+    assert problems(tmp_path, *evaluation, "--eval-interval", "2")[0].startswith(f"{broken}:2: no valid JSON")
+
+
+@pytest.mark.parametrize("config", [{}, {"chat_template": ""}])
+def test_a_missing_chat_template_is_told(tmp_path, config):
+    give_tokenizer(tmp_path, **config)
+    model = tmp_path / "model"
+    has_none = f"but the tokenizer {model} has no chat template; put one there as chat_template.jinja"
+    assert problems(tmp_path, "--apply-chat-template") == [f"--apply-chat-template is given, {has_none}"]
+    chats = write(tmp_path / "chats.jsonl", {"prompt": "a"}, {"prompt": [{"role": "user", "content": "a"}]})
+    assert problems(tmp_path, "--prompt-data", chats) == [
+        f"{chats}:2: the prompt is a list of messages, {has_none}"
+    ]  # fmt: skip
+    # A function of the user's may do without.
+    plug_in = write(tmp_path / "generate.py", "def generate(args, sample, sampling_params): ...\n")
+    check_before_start(parse(tmp_path, "--prompt-data", chats, "--custom-generate-function-path", plug_in))
+    messages = write(tmp_path / "messages.jsonl", {"prompt": [{"role": "user", "content": "a"}]})
+    assert problems(tmp_path, "--prompt-data", messages, *SFT.split()) == [
+        f"supervised fine-tuning renders chats, {has_none}"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "place", ["tokenizer_config.json", "chat_template.jinja", "chat_template.json", "tekken.json", "code", None]
+)
+def test_a_template_may_stand_in_several_places(tmp_path, place):
+    if place is not None:
+        here = {"chat_template": "{{ messages }}"} if place == "tokenizer_config.json" else {}
+        give_tokenizer(tmp_path, **({"auto_map": {"AutoTokenizer": "x.Y"}} if place == "code" else here))
+        if "." in place and not here:
+            (tmp_path / "model" / place).write_text("{}")
+    check_before_start(parse(tmp_path, "--apply-chat-template"))
+
+
+def test_supervised_fine_tuning_needs_messages(tmp_path):
+    path = write(tmp_path / "rows.jsonl", {"prompt": [{"role": "user", "content": "a"}]}, {"prompt": "a"})
+    lines = problems(tmp_path, "--prompt-data", path, *SFT.split())
+    assert lines[0].startswith(f"{path}:2: the prompt is text, and supervised fine-tuning needs a list of messages")
+
+
+@pytest.mark.parametrize(("pointer", "words", "left"), [
+    ("3", "", None), ("4", "", 5), ("4", "--num-rollout 6", None), ("4", "--num-rollout 0", None), ("4", "--ckpt-step 1", None),
+    ("4", "--finetune", None), ("4", "--start-rollout-id 2", None),
+])  # fmt: skip
+def test_a_finished_run_has_nothing_left(tmp_path, pointer, words, left):
+    checkpoint = tmp_path / "checkpoint"
+    (checkpoint / "iter_0000001").mkdir(parents=True)
+    (checkpoint / "latest_checkpointed_iteration.txt").write_text(pointer)
+    args = parse(tmp_path, "--num-rollout", "5", "--load", str(checkpoint), *words.split())
+    if left is None:
+        assert nothing_left(args) is None
+    else:
+        assert nothing_left(args) == (
+            f"nothing left to do: {left} rollouts are done in --load {checkpoint}, --num-rollout is 5; a larger --num-rollout "
+            "goes on from there"
+        )
+
+
+def test_a_start_behind_the_end_is_said(tmp_path):
+    line = "nothing left to do: --start-rollout-id 10 is not below --num-rollout 4"
+    assert nothing_left(parse(tmp_path, "--start-rollout-id", "10")) == line
+
+
+def test_the_driver_ends_before_ray_with_a_status_for_each_case(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    broken = write(tmp_path / "broken.jsonl", PLAIN_PROMPTS, "broken\n")
+    assert run(tmp_path, "--prompt-data", broken) == 2
+    shown = capsys.readouterr()
+    assert f"{broken}:2: no valid JSON" in shown.err and "no valid JSON" not in shown.out
+    assert run(tmp_path, "--start-rollout-id", "4") == 0
+    assert "nothing left to do" in capsys.readouterr().out
+    assert run(tmp_path, "--check") == 0
+    assert capsys.readouterr().out == "ready to start; of Ray the run needs 2 GPUs and 3 CPUs\n"
+    assert run(tmp_path, "--check", "--start-rollout-id", "4") == 0
+    assert capsys.readouterr().out.startswith("nothing left to do")
+    assert run(tmp_path, "--check", "--prompt-data", broken) == 2
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "memory", "said"),
+    [
+        (1, 2**40, "the run needs 1 GPUs for training and 1 for engines = 2, but this machine has 1"),
+        (0, 2**30, "of memory ("),
+    ],
+)
+@pytest.mark.parametrize("check", [["--check"], []])
+def test_a_machine_that_is_too_small_is_told_before_anything_is_written(
+    tmp_path, capsys, monkeypatch, check, gpus, memory, said
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("slime.ray.cluster.gpus_on_this_machine", lambda: gpus)
+    monkeypatch.setattr("slime.plan.memory.machine_memory", lambda: memory)
+    assert run(tmp_path, *check) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and "ready" not in shown.out
+    assert not (tmp_path / "outputs").exists()
+    # The machines of a cluster are not this one.
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert run(tmp_path, "--check") == 0
+
+
+@pytest.mark.parametrize(("gpus", "accelerator"), [(0, "cpu"), (2, None)])
+def test_a_run_on_a_machine_without_gpus_computes_on_its_cpu(tmp_path, monkeypatch, gpus, accelerator):
+    args = parse(tmp_path)
+    monkeypatch.delenv("SLIME_ACCELERATOR", raising=False)
+    monkeypatch.setattr(cluster, "gpus_on_this_machine", lambda: gpus)
+    monkeypatch.setattr(cluster, "require_memory_of_machine", lambda args: None)
+    cluster.check_machine(args)
+    assert os.environ.get("SLIME_ACCELERATOR") == accelerator
+
+
+def test_parquet_and_slices_are_scanned(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"prompt": ["a", None, "c"]}), path)
+    assert problems(tmp_path, "--prompt-data", str(path))[0].startswith(f"{path}:2: 'prompt' is NoneType")
+    check_before_start(parse(tmp_path, "--prompt-data", f"{path}@[2:3]"))

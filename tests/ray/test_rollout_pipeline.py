@@ -1,0 +1,275 @@
+"""What a rollout and an evaluation consist of, without Ray: plug-ins that fail, states, shards, and two calls at once."""
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from slime.observability.console import evaluation_name, generation_name
+from slime.ray.driver import RunLength
+from slime.ray.rollout_pipeline import RolloutPipeline
+from slime.rollout.draws import DataSourceSnapshots, draw_groups, give_back
+from slime.rollout.train_data import convert_samples_to_train_batch
+from slime.utils.errors import UserError
+from slime.utils.types import Sample
+from tests.support.models.args import parse
+
+PLUG_INS = """
+import threading
+
+from slime.observability.logging_utils import log
+from slime.rollout.generation_call import current_call
+from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.types import Sample
+
+def fails(*arguments, **keywords):
+    raise KeyError("lost")
+
+def logs_from_a_thread_of_its_own(args, rollout_id, data_source, evaluation=False):
+    thread = threading.Thread(target=log, args=(args, {"own/x": 1, "own/step": rollout_id}, "own/step"))
+    thread.start()
+    thread.join()
+    return groups(args, rollout_id, data_source, evaluation)
+
+def groups(args, rollout_id, data_source, evaluation=False):
+    if evaluation:
+        samples = [Sample(index=0, tokens=[1, 2], response_length=1, reward=1.0)]
+        return {"held_out": {"rewards": [1.0], "truncated": [False], "samples": samples}}
+    return [[Sample(index=0, tokens=[1, 2], response_length=1)]]
+
+def both_at_once(args, rollout_id, data_source, evaluation=False):
+    call = current_call()
+    with call.progress.start("evaluation" if evaluation else f"rollout {rollout_id}", 4) as progress:
+        progress.advance(1 + rollout_id)
+        log(args, {"own/x": rollout_id, "own/step": rollout_id}, "own/step")
+        args.all_inside.wait(60)
+        args.looked.wait(60)
+        assert call.rollout_id == rollout_id == GenerateState(args).rollout_id
+    return groups(args, rollout_id, data_source, evaluation)
+
+def draws_itself(args, rollout_id, data_source, evaluation=False):
+    if rollout_id == 1:
+        assert args.first_drew.wait(60)
+    ((sample, *_),) = data_source.get_samples(1)
+    args.prompts[rollout_id] = sample.prompt
+    if rollout_id == 0:
+        args.first_drew.set()
+        assert args.second_is_over.wait(60)
+    return groups(args, rollout_id, data_source)
+
+def tells_the_source(args, rollout_id, data_source, evaluation=False):
+    args.level = 3
+    return data_source.get_samples(1)
+
+class KnowsTheRun:
+    def __init__(self, args):
+        self.args = args
+    def lengths(self):
+        return {"train": 8}
+    def get_samples(self, num_samples):
+        found = [self.args.num_rollout, self.args.rollouts_per_epoch, self.args.level]
+        return [[Sample(index=0, tokens=[1, 2], response_length=1, metadata={"found": found})]]
+
+class NoConstructor:
+    def __init__(self, args):
+        raise KeyError("lost")
+
+class Failing:
+    def __init__(self, args): ...
+    get_samples = add_samples = save = load = fails
+
+class FailingState(Failing):
+    save = load = None
+    state_dict = fails
+    def load_state_dict(self, state): ...
+"""
+
+
+@pytest.fixture
+def plug_ins(tmp_path):
+    file = tmp_path / "plug_ins.py"
+    file.write_text(PLUG_INS)
+    return file
+
+
+def sample():
+    return Sample(index=0, group_index=0, tokens=[1, 2], response_length=1, reward=1.0)
+
+
+def take_from_buffer(args):
+    source = RolloutPipeline(args).data_source
+    source.add_samples([[sample(), sample()]])
+    source.get_samples(1, 3)
+
+
+FAILURES = {
+    "--rollout-function-path fails": lambda args: RolloutPipeline(args)._samples_of(3),
+    "--eval-function-path fails": lambda args: RolloutPipeline(args).evaluate(3, before=False),
+    "--rollout-sample-filter-path fails": lambda args: RolloutPipeline(args)._samples_of(3),
+    "--data-source-path NoConstructor": RolloutPipeline,
+    "--data-source-path Failing": lambda args: draw_groups(args, RolloutPipeline(args).data_source, 2, 3),
+    "--data-source-path Failing add": lambda args: give_back(args, RolloutPipeline(args).data_source, [], 3),
+    "--data-source-path Failing save": lambda args: RolloutPipeline(args).states.save(3),
+    "--data-source-path Failing load": lambda args: RolloutPipeline(args).states.load(3),
+    "--data-source-path FailingState": lambda args: RolloutPipeline(args).states.remember(3),
+    "--buffer-filter-path fails": take_from_buffer,
+    "--custom-reward-post-process-path fails": lambda args: convert_samples_to_train_batch(args, [sample()]),
+    "--custom-convert-samples-to-train-data-path fails": lambda args: convert_samples_to_train_batch(args, [sample()]),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_a_plug_in_that_raises_ends_the_run_with_flag_path_and_its_own_traceback(case, tmp_path, plug_ins):
+    flag, name = case.split()[:2]
+    args = parse(tmp_path, flag, f"{plug_ins}:{name}", "--save", str(tmp_path / "out"))
+    if flag == "--rollout-sample-filter-path":
+        args.rollout_function_path = f"{plug_ins}:groups"
+    with pytest.raises(UserError) as caught:
+        FAILURES[case](args)
+    message = str(caught.value)
+    assert message.startswith(f"{flag} {plug_ins}:{name} raised KeyError for ")
+    assert ("for evaluation after rollout 3: " in message) == (flag == "--eval-function-path")
+    assert 'raise KeyError("lost")' in message and "rollout_pipeline.py" not in message
+
+
+def test_a_log_function_is_loaded_by_its_flag_and_its_failure_is_only_reported(tmp_path, plug_ins, caplog):
+    (tmp_path / "logs.py").write_text("def rollout_log_function(*arguments):\n    return len(arguments) == 5\n")
+    args = parse(tmp_path, "--custom-rollout-log-function-path", str(tmp_path / "logs.py"))
+    assert RolloutPipeline(args)._logged_by_user(3, [], {}, 1.0) is True, "a conventional name, which the flag decides"
+    args.custom_rollout_log_function_path = f"{plug_ins}:fails"
+    assert RolloutPipeline(args)._logged_by_user(3, [], {}, 1.0) is False
+    assert "--custom-rollout-log-function-path" in caplog.text
+
+
+def test_what_a_thread_of_the_users_own_logs_leaves_with_the_call(tmp_path, plug_ins):
+    words = ["--rollout-function-path", f"{plug_ins}:logs_from_a_thread_of_its_own", "--debug-rollout-only"]
+    logged = RolloutPipeline(parse(tmp_path, *words)).evaluate(3, before=False)
+    assert ({"own/x": 1, "own/step": 3}, "own/step") in logged
+
+
+@pytest.mark.parametrize(
+    "flags, remembered",
+    [
+        ([], []),
+        (["--save", "{}", "--save-interval", "3"], [2, 5, 6]),
+        (["--save", "{}"], []),
+        (["--save", "{}", "--save-interval", "1"], list(range(7))),
+    ],
+)
+def test_the_data_state_is_kept_for_rollouts_that_will_be_saved(tmp_path, flags, remembered):
+    class Counting:
+        calls = 0
+
+        def state_dict(self):
+            self.calls += 1
+            return {"calls": self.calls}
+
+        def load_state_dict(self, state): ...
+
+    args = parse(tmp_path, *[flag.format(tmp_path / "out") for flag in flags], "--num-rollout", "7")
+    pipeline, source = RolloutPipeline(args), Counting()
+    pipeline.length = RunLength(7)
+    pipeline.states = DataSourceSnapshots(args, source)
+    for rollout_id in range(7):
+        pipeline._remember_state(rollout_id)
+    assert sorted(pipeline.states._kept) == remembered and source.calls == len(remembered)
+    for rollout_id in remembered[:1]:
+        pipeline.states.save(rollout_id)
+        assert sorted(pipeline.states._kept) == remembered[1:], "what was saved is not held any longer"
+
+
+def answer(index, tokens):
+    return Sample(index=index, group_index=index, tokens=[1] * tokens, response_length=1, reward=1.0)
+
+
+@pytest.mark.parametrize(
+    "overrides, shards", [("lr: 0.1", 1), ("max_tokens_per_gpu: 8", 1), ("tensor_model_parallel_size: 1", 2)]
+)
+def test_a_critic_takes_the_shards_of_the_actor_or_those_of_its_own_layout(tmp_path, monkeypatch, overrides, shards):
+    path = tmp_path / "roles.yaml"
+    path.write_text(f"megatron: [{{role: critic, overrides: {{{overrides}}}}}]\n")
+    words = ["--advantage-estimator", "ppo", "--megatron-config-path", str(path), "--actor-num-gpus-per-node", "2"]
+    words += ["--tensor-model-parallel-size", "2", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "16"]
+    monkeypatch.setattr("ray.put", lambda value: value)
+    samples = [answer(i, 6) for i in range(8)]
+    actor, critic, _ = RolloutPipeline(parse(tmp_path, *words))._build_shards(samples)
+    assert (len(actor), len(critic)) == (1, shards)
+    assert (actor is critic) == (overrides == "lr: 0.1")
+    assert actor[0].inner["num_microbatches"] == [4]
+    assert sorted(i for box in critic for i in box.inner["sample_indices"].tolist()) == list(range(8))
+    if "tokens" in overrides:
+        assert critic[0].inner["num_microbatches"] == [8]
+
+
+def test_a_source_of_the_users_sees_in_its_arguments_what_the_run_finds_out(tmp_path, plug_ins):
+    words = ["--data-source-path", f"{plug_ins}:KnowsTheRun", "--rollout-function-path", f"{plug_ins}:tells_the_source"]
+    args = parse(tmp_path, *words, "--num-rollout", "6")
+    pipeline = RolloutPipeline(args)
+    samples, _ = pipeline._samples_of(0)
+    assert samples[0].metadata["found"] == [6, pipeline.length.rollouts_per_epoch, 3]
+    assert "level" not in vars(args) and "rollouts_per_epoch" not in vars(args)
+
+
+def test_no_two_evaluations_share_a_step_or_a_dump(tmp_path, plug_ins):
+    """An evaluation stands at the number of rollouts that its weights were trained on."""
+    args = parse(tmp_path, "--eval-function-path", f"{plug_ins}:groups")
+    args.save_debug_rollout_data = str(tmp_path / "dumps/{rollout_id}.pt")
+    pipeline = RolloutPipeline(args)
+    logged = [
+        *pipeline.evaluate(0, before=True),
+        *pipeline.evaluate(0, before=False),
+        *pipeline.evaluate(1, before=False),
+    ]
+    assert [(key, metrics["eval/step"]) for metrics, key in logged] == [("eval/step", step) for step in (0, 1, 2)]
+    assert {path.stem for path in (tmp_path / "dumps").iterdir()} == {"eval_before_0", "eval_0", "eval_1"}
+
+
+@pytest.mark.parametrize("second", ["evaluation", "rollout"])
+def test_two_calls_at_once_have_metrics_and_progress_of_their_own(tmp_path, plug_ins, second):
+    args = parse(tmp_path, "--rollout-function-path", f"{plug_ins}:both_at_once", "--debug-rollout-only")
+    args.eval_function_path = args.rollout_function_path
+    args.all_inside, args.looked = threading.Barrier(3), threading.Event()
+    pipeline = RolloutPipeline(args)
+
+    async def main():
+        other = (pipeline.evaluate, 0) if second == "evaluation" else (pipeline.generate, 2)
+        tasks = [asyncio.create_task(asyncio.to_thread(*call)) for call in ((pipeline.generate, 1), other)]
+        await asyncio.to_thread(args.all_inside.wait, 60)
+        names = [generation_name(1), evaluation_name(0) if second == "evaluation" else generation_name(2)]
+        told = [pipeline.progress(name) for name in names]
+        args.looked.set()
+        results = await asyncio.gather(*tasks)
+        assert [pipeline.progress(name) for name in names] == [None, None]
+        return told, results
+
+    told, (rollout, other) = asyncio.run(main())
+    other = other if second == "evaluation" else other.logged
+    number = 0 if second == "evaluation" else 2
+    axis, description = ("eval/step", "evaluation") if second == "evaluation" else ("rollout/step", "rollout 2")
+    assert told == [("rollout 1", 2, 4), (description, 1 + number, 4)]
+    assert [(key, metrics[key]) for metrics, key in rollout.logged] == [("own/step", 1), ("rollout/step", 1)]
+    steps = [("own/step", number), (axis, 1 if second == "evaluation" else 2)]
+    assert [(key, metrics[key]) for metrics, key in other] == steps
+
+
+def test_a_resume_draws_what_a_rollout_had_that_was_over_before_the_saved_one(tmp_path, plug_ins, monkeypatch):
+    monkeypatch.setattr(RolloutPipeline, "_build_shards", lambda self, samples: ([], [], 0))
+    words = ["--rollout-function-path", f"{plug_ins}:draws_itself", "--save", str(tmp_path), "--save-interval", "1"]
+    args = parse(tmp_path, *words, "--num-rollout", "2")
+    args.prompts, args.first_drew, args.second_is_over = {}, threading.Event(), threading.Event()
+    pipeline = RolloutPipeline(args)
+    pipeline.states.load(-1)
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(pipeline.generate, 0)
+        pipeline.generate(1)
+        args.second_is_over.set()
+        first.result(60)
+    pipeline.states.save(0)
+    pipeline.states.save(1)
+    args.load = args.save
+    for rollout_id in (0, 1):
+        resumed = RolloutPipeline(args)
+        resumed.states.load(rollout_id)
+        following = resumed.data_source.get_samples(1)[0][0].prompt
+        assert (following == args.prompts[1]) == (rollout_id == 0) and following != args.prompts[0]

@@ -1,0 +1,155 @@
+"""Ranks of a tiny model go through the branches for CUDA, each in a process of its own, on fake tensors.
+
+Where no library can be built the tests run on fake CPU tensors, and what only CUDA shows is not asserted there.
+"""
+
+import pytest
+import torch
+
+from slime.arguments import parse_args
+from slime.plan.setup import parallel_layout
+from slime.ray.session import main
+from slime.rehearsal import run
+from slime.rehearsal.run import micro_batches, rehearse_rank, show_rehearsal
+from slime.rehearsal.stand_in import StandIn, find_or_build
+from slime.utils.errors import RunError, UserError
+from tests.support.models.args import command_line
+from tests.support.models.tiny_model import write_tiny_model
+
+HIDDEN, LAYERS = 32, 2
+LAYOUTS = {
+    "tensor and sequence": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
+    "context": ["--context-parallel-size", "2"],
+    "data, recomputed": [
+        "--recompute-granularity",
+        "full",
+        "--recompute-method",
+        "uniform",
+        "--recompute-num-layers",
+        "1",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def stand_in():
+    return find_or_build()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("rehearsal")
+    write_tiny_model(directory / "model", hidden=HIDDEN, layers=LAYERS)
+    return directory
+
+
+@pytest.fixture
+def arguments(directory, monkeypatch):
+    monkeypatch.setenv("SLIME_ACCELERATOR", "cuda")
+
+    def parse(*words):
+        base = command_line(directory.parent / "unused")
+        base[base.index("--hf-checkpoint") + 1] = str(directory / "model")
+        return parse_args(
+            argv=[*base, "--actor-num-gpus-per-node", "2", "--rollout-max-context-len", "64", "--rehearse", *words]
+        )
+
+    return parse
+
+
+def rehearsed(args, stand_in, batches=None):
+    result = rehearse_rank(args, 0, batches or micro_batches(args, parallel_layout(args)), stand_in)
+    assert result.failure is None, result.failure.trace
+    return result
+
+
+def reducer_on_the_host(args, total_lengths, response_lengths, loss_masks, *unused, **more):
+    """A reduction with weights that its author left on the host, which no machine without a GPU refuses."""
+    return lambda values: (values * torch.ones(len(values))).sum()
+
+
+def waits_of(result, phase="step"):
+    return sum(result.waits.get(phase, {}).values())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_of_every_layout_goes_through(arguments, stand_in, layout):
+    args = arguments(*LAYOUTS[layout])
+    result = rehearsed(args, stand_in)
+    kinds = result.peaks["step"]
+    # Float32 gradients of bfloat16 weights; three float32 numbers of each weight in the optimizer, divided over replicas.
+    replicas = 2 // args.tensor_model_parallel_size
+    assert kinds["gradients"] == 2 * kinds["weights"]
+    assert kinds["optimizer"] == pytest.approx(6 * kinds["weights"] / replicas, rel=0.02)
+    assert kinds["activations"] > 0
+    assert result.data_dependent == {}
+    # The head is a matrix of its own, and all fits into one bucket.
+    assert list(result.pushed) == [25, 1]
+    assert result.not_rehearsed == []
+
+
+def test_waits_of_a_step_do_not_grow_with_its_samples(arguments, stand_in):
+    args = arguments("--tensor-model-parallel-size", "2", "--sequence-parallel")
+    few, many = (rehearsed(args, stand_in, [[(32, 24)] * count] * 2) for count in (1, 4))
+    assert few.waits.get("step") == many.waits.get("step")
+    assert few.operations["step"] > 0
+    # Of two micro-batches, which wait for nothing; what a step waits for at its end: two reductions, each to the device and
+    # back, the norm of the gradient, whether losses are finite, and its metrics.
+    assert waits_of(many) == (7 if stand_in.library else 0)
+
+
+def test_every_objective_goes_through(arguments, stand_in):
+    """GSPO gathers whole sequences, OPSM masks by them, and whitening knows all tokens; the entropy has a gradient."""
+    args = arguments(
+        "--advantage-estimator", "gspo", "--use-opsm", "--normalize-advantages", "--entropy-coef", "0.01",
+        "--use-kl-loss", "--kl-loss-coef", "0.01", "--ref-load", "no such directory", "--use-tis",
+    )  # fmt: skip
+    result = rehearsed(args, stand_in)
+    assert result.data_dependent == {}
+    assert result.operations["log-probs"] > 100
+
+
+def test_without_a_library_the_tensors_are_of_the_cpu(arguments):
+    args = arguments("--tensor-model-parallel-size", "2", "--sequence-parallel")
+    result = rehearsed(args, StandIn(None, "nothing can be built"))
+    assert result.waits == {}
+    assert result.peaks["step"]["gradients"] == 2 * result.peaks["step"]["weights"]
+
+
+def test_what_does_not_fit_stops_it_and_is_named(arguments, stand_in, capsys):
+    args = arguments("--custom-pg-loss-reducer-function-path", "tests.rehearsal.test_rehearsal.reducer_on_the_host")
+    with pytest.raises(RunError, match="rank 0 stopped in the phase first step"):
+        show_rehearsal(args)
+    text = capsys.readouterr().out
+    assert "STOPPED in the phase first step, at slime/" in text and "NOT REHEARSED" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--pipeline-model-parallel-size", "2"], "--pipeline-model-parallel-size 2 cannot be rehearsed yet"),
+        (["--rehearse-ranks", "1,2"], "--rehearse-ranks 2: the run has 2 training ranks"),
+        (["--dry-run-json", "-"], "--rehearse makes no plan"),
+        (["--debug-rollout-only"], "rehearses training ranks"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_refused(arguments, words, said):
+    with pytest.raises(UserError, match=said):
+        show_rehearsal(arguments(*words))
+
+
+def test_micro_batches_are_full(arguments):
+    args = arguments("--use-dynamic-batch-size", "--max-tokens-per-gpu", "150", "--rollout-max-response-len", "40")
+    layout = parallel_layout(args)
+    assert micro_batches(args, layout) == [[(64, 40), (64, 40), (22, 20)]] * 2
+
+
+def test_the_driver_rehearses_in_place_of_a_run(directory, monkeypatch):
+    monkeypatch.setenv("SLIME_ACCELERATOR", "cuda")
+    asked = []
+    monkeypatch.setattr(run, "show_rehearsal", asked.append)
+    words = [*command_line(directory.parent / "unused"), "--rehearse", "--rehearse-ranks", "0"]
+    assert main(lambda args: pytest.fail("the run started"), words) == 0
+    (args,) = asked
+    # As a plan does, it takes missing files and a machine without GPUs as they are.
+    assert args.dry_run and args.rehearse_ranks == [0] and args.params_dtype_name == "bfloat16"

@@ -1,0 +1,70 @@
+from slime.estimates.layout import RankPlace
+from slime.rehearsal.report import Planned, RankReport, apart, render
+from slime.rehearsal.task import Failure, Rehearsed
+
+GIB = 2**30
+BATCHES = [[(6000, 5000), (2192, 1000)]] * 2
+
+
+def report(**changes):
+    result = Rehearsed(
+        **{
+            "rank": 3,
+            "seconds": {"model": 1.0, "step": 2.6},
+            "peaks": {
+                "step": {"weights": 2 * GIB, "activations": 5 * GIB, "data": 100},
+                "push": {"weights": 2 * GIB, "push": 3 * GIB},
+            },
+            "operations": {"step": 1234},
+            "waits": {
+                "model": {"a copy to the device at a.py:1": 9},
+                "step": {"a value at a.py:2": 1, "values at b.py:3": 12},
+            },
+            "collectives": {"step": [["TENSOR_MODEL_PARALLEL_GROUP", "allreduce", 5, 3 * 2**20]]},
+            "data_dependent": {},
+            "pushed": [707, 130],
+            "not_rehearsed": [],
+            "failure": None,
+            **changes,
+        }
+    )
+    planned = Planned({"weights": 2 * GIB, "activations": 4 * GIB}, GIB, "loss")
+    return render([RankReport(RankPlace(3, 0, 0, 0, 0, 0), result, planned)], BATCHES, ("saving",)).splitlines()
+
+
+def test_rehearsed_stands_beside_planned_and_what_is_far_apart_is_marked():
+    lines = report()
+    assert "  1 rank, 2 micro-batches of 8,192 tokens in 2 samples each" in lines
+    assert "    weights                       2.0 GiB      2.0 GiB" in lines
+    assert "    activations                   5.0 GiB      4.0 GiB   apart by 25%" in lines
+    assert "    data                            100 B            -" in lines
+    assert "    together                      7.0 GiB      6.0 GiB   apart by 17%" in lines
+    assert "    push                          3.0 GiB      1.0 GiB   apart by 200%" in lines
+    assert "  weight push: 707 tensors in 130 buckets" in lines
+
+
+def test_waits_are_those_of_the_loop_most_frequent_first():
+    lines = report()
+    start = lines.index("  the host waits for the device in the phase step: 13")
+    assert [line.split() for line in lines[start + 1 : start + 3]] == [
+        ["12", "values", "at", "b.py:3"],
+        ["1", "a", "value", "at", "a.py:2"],
+    ]
+    assert not any("a.py:1" in line for line in lines)
+    assert "            5     3.0 MiB  allreduce over tensor_model_parallel" in lines
+
+
+def test_what_was_left_out_and_what_stopped_is_named():
+    lines = report(
+        not_rehearsed=["loading x"],
+        data_dependent={"c.py:4": 2},
+        failure=Failure("push", "RuntimeError: no", "d.py:5", ""),
+    )
+    assert "  STOPPED in the phase push, at d.py:5: RuntimeError: no" in lines
+    assert lines[lines.index("  not rehearsed") + 1] == "    loading x"
+    assert lines[lines.index("  shapes that depend on values") + 1].split() == ["2", "c.py:4"]
+    assert lines[-2:] == ["NOT REHEARSED", "  saving"]
+
+
+def test_apart_is_a_share_of_the_plan():
+    assert apart(0, 0) == 0.0 and apart(3, 2) == 0.5 and apart(1, 2) == 0.5 and apart(1, 0) == float("inf")

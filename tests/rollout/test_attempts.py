@@ -1,0 +1,217 @@
+"""Attempts on prompts that stay as they are: what returns to the data source, and the masks after a resumption."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from slime.rollout.attempts import (
+    as_continuable_group,
+    as_partial_group,
+    as_prompts,
+    mask_finished_earlier,
+    mask_tokens_before_resumption,
+)
+from slime.rollout.data_source_files import groups_from_plain, groups_to_plain, read_state, write_state
+from slime.utils.types import Sample
+from tests.support.models.rollout_args import CountingDataSource, make_args
+from tests.support.models.rollout_steps import plugin, run_step
+
+Status = Sample.Status
+MASKING = SimpleNamespace(partial_rollout=True, mask_offpolicy_in_partial_rollout=True)
+
+
+def partial_sample(prompt_length, response_length, **fields):
+    tokens = list(range(prompt_length + response_length))
+    return Sample(tokens=tokens, response_length=response_length, status=Status.ABORTED, **fields)
+
+
+def test_prompts_are_copies_and_the_originals_stay_as_they_are():
+    sample = partial_sample(3, 2, index=4, prompt="p", metadata={"mine": 1, "fail_reason": "x"}, reward=1.0)
+    sample.train_metadata = {"task": "t"}
+    (prompt,) = as_prompts([sample])
+    assert (prompt.index, prompt.prompt, prompt.metadata) == (4, "p", {"mine": 1})
+    assert (prompt.reward, prompt.status, prompt.response_length) == (None, Status.PENDING, 0)
+    assert (prompt.tokens, prompt.train_metadata) == ([0, 1, 2], {"task": "t"})
+    assert (sample.response_length, sample.reward, sample.status) == (2, 1.0, Status.ABORTED)
+    prompt.metadata["new"] = prompt.train_metadata["new"] = 1
+    prompt.tokens.append(9)
+    assert "new" not in sample.metadata and "new" not in sample.train_metadata
+    assert sample.tokens == [0, 1, 2, 3, 4]
+
+
+def test_prompts_of_ids_without_text_survive():
+    origin = [Sample(index=0, tokens=[5, 6, 7]), [Sample(index=1, tokens=[8, 9], response_length=1)]]
+    assert [(prompt.tokens, prompt.response_length) for prompt in as_prompts(origin)] == [([5, 6, 7], 0), ([8], 0)]
+    failed = Sample(index=0, tokens=[5, 6, 7, 1], response_length=1, status=Status.FAILED)
+    assert as_partial_group(origin[:1], [failed], 0)[0].tokens == [5, 6, 7]
+
+
+def test_partial_groups_keep_the_first_rollout_and_restart_unfinished_fan_outs():
+    origin = [Sample(index=i, prompt="p") for i in range(4)]
+    finished = Sample(index=1, tokens=[1, 2], response_length=1, status=Status.COMPLETED)
+    finished_pair = [Sample(index=2, status=Status.COMPLETED), Sample(index=2, status=Status.TRUNCATED)]
+    broken_pair = [Sample(index=3, status=Status.COMPLETED), Sample(index=3, status=Status.ABORTED)]
+    group = [partial_sample(2, 3, index=0, metadata={"start_rollout_id": 1}), finished, finished_pair, broken_pair]
+    returned = as_partial_group(origin, group, rollout_id=6)
+    assert returned[0] is group[0] and returned[0].metadata["start_rollout_id"] == 1
+    assert returned[1] is finished and finished.metadata["start_rollout_id"] == 6
+    assert returned[2] == finished_pair
+    assert (returned[3].index, returned[3].status, returned[3].tokens) == (3, Status.PENDING, [])
+
+
+def test_failed_entries_of_a_returned_group_are_the_prompts_that_were_handed_out():
+    origin = [Sample(index=i, prompt=f"p{i}", label="l") for i in range(3)]
+    # A function may return samples of its own, which know nothing of the prompt.
+    stranger = Sample(index=0, tokens=[1, 2], response_length=1, status=Status.FAILED)
+    pair = [Sample(index=2, status=Status.COMPLETED), Sample(index=2, status=Status.FAILED)]
+    aborted = partial_sample(2, 3, index=1)
+    for returned in (
+        as_partial_group(origin, [stranger, aborted, pair], 3),
+        as_continuable_group(origin, [stranger, aborted, pair]),
+    ):
+        assert [(entry.prompt, entry.status) for entry in returned] == [
+            ("p0", Status.PENDING), ("", Status.ABORTED), ("p2", Status.PENDING)
+        ]  # fmt: skip
+        assert (returned[0].label, returned[0].tokens) == ("l", [])
+
+
+# Notes what an attempt finds, and changes all of it; an attempt ends as the next of `args.ends` says.
+CHANGES_EVERYTHING = """
+import copy
+from slime.rollout.failures import SampleFailed
+
+async def fn(args, sample, sampling_params):
+    args.found.append(copy.deepcopy(sample.to_dict()))
+    sample.metadata["nested"]["list"].append("mine")
+    sample.metadata["nested"]["set"].add("mine")
+    sample.metadata["pair"][0].append("mine")
+    sample.metadata["new"] = sample.own_attribute["new"] = 1
+    sample.prompt[0]["content"] = "another question"
+    sample.train_metadata["task"] = sample.apply_chat_template_kwargs["mine"] = "other"
+    sample.tokens[:0] = [9, 9]
+    sample.spec_info.completion_token_num += 5
+    sample.label, sample.non_generation_time = "other", 3.0
+    end = args.ends.pop(0)
+    sample.custom_rm_path = None if end == "completed" else "no.such"
+    sample.append_response_tokens(args, tokens=[5, 6], log_probs=[-1.0, -1.0], text="no")
+    if end == "fails":
+        raise SampleFailed("the tool broke")
+    sample.status = Sample.Status(end)
+    return sample
+"""
+
+
+class OnePrompt(CountingDataSource):
+    """Hands out one prompt that has something in every field of the user's."""
+
+    def __init__(self):
+        super().__init__(1, limit=1)
+
+    def _new_group(self):
+        self.prompt = Sample(
+            index=0, group_index=0, prompt=[{"role": "user", "content": "question"}], tokens=[1, 2, 3], label="label",
+            metadata={"nested": {"list": [1, "a"], "set": {1}}, "pair": (["x"], 2)}, train_metadata={"task": "t"},
+        )  # fmt: skip
+        self.prompt.own_attribute = {"old": 0}
+        self.handed_out.append(0)
+        return [self.prompt]
+
+
+def attempts_that_end(server, checkpoint, tmp_path, ends, **flags):
+    """What the attempts of a step found, without their sessions; the finished sample; and the source."""
+    path = plugin(tmp_path, CHANGES_EVERYTHING)
+    sizes = {"rollout_batch_size": 1, "over_sampling_batch_size": 1, "n_samples_per_prompt": 1}
+    args = make_args(checkpoint, server.port, custom_generate_function_path=path, **sizes, **flags)
+    args.ends, args.found = list(ends), []
+    args.rm_type = None
+    args.custom_rm_path = plugin(tmp_path, "def one(args, sample):\n    return 1.0\n", name="one")
+    source = OnePrompt()
+    (group,) = run_step(args, source).samples
+    assert args.ends == []
+    for found in args.found:
+        del found["session_id"]
+    return args.found, group[0], source
+
+
+@pytest.mark.parametrize("ends", [["fails", "completed"], ["aborted", "completed"], ["aborted", "fails", "completed"]])
+def test_nothing_that_a_function_changed_reaches_the_next_attempt(server, checkpoint, tmp_path, ends):
+    whole = OnePrompt()._new_group()[0].to_dict()
+    found, _, source = attempts_that_end(server, checkpoint, tmp_path, ends)
+    del whole["session_id"]
+    assert found == [whole] * len(ends)
+    assert source.prompt.to_dict() == {**whole, "session_id": None}, "what left the source stays as it is"
+
+
+def test_an_interrupted_attempt_goes_on_with_what_it_has_and_one_that_fails_then_leaves_nothing(
+    server, checkpoint, tmp_path
+):
+    ends = ["aborted", "aborted", "fails", "completed"]
+    found, finished, source = attempts_that_end(server, checkpoint, tmp_path, ends, partial_rollout=True)
+    assert [attempt["response"] for attempt in found] == ["", "no", "nono", ""]
+    assert [attempt["metadata"]["nested"]["list"][2:] for attempt in found] == [[], ["mine"], ["mine"] * 2, []]
+    assert found[3] == found[0]
+    assert (finished.tokens, finished.response_length) == ([9, 9, 1, 2, 3, 5, 6], 2)
+    assert "prompt_beside" not in finished.__dict__ and "start_rollout_id" not in finished.metadata
+    assert source.prompt.metadata["nested"] == {"list": [1, "a"], "set": {1}}
+
+
+def test_a_saved_attempt_still_knows_its_prompt(tmp_path):
+    origin = [Sample(index=0, prompt="p", label="l"), Sample(index=1, prompt="q", metadata={"pair": (1, [2])})]
+    group = [partial_sample(2, 3, index=0, prompt="changed"), partial_sample(2, 3, index=1, prompt="changed")]
+    write_state(tmp_path / "state", {"buffer": groups_to_plain([as_partial_group(origin, group, 4)])})
+    (returned,) = groups_from_plain(read_state(tmp_path / "state")["buffer"])
+    assert [(sample.prompt, sample.response_length) for sample in returned] == [("changed", 3)] * 2
+    assert as_prompts(returned) == origin
+
+
+def test_an_attempt_that_was_saved_without_its_prompt_gives_up_what_generation_wrote():
+    """As in the states of data that were written before prompts stood beside attempts."""
+    (saved,) = groups_from_plain([groups_to_plain([partial_sample(2, 3, prompt="p", metadata={"raw_reward": 1})])])
+    assert as_prompts(saved) == [Sample(prompt="p", tokens=[0, 1])]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_r2_the_mask_always_has_response_length_entries(seed):
+    rng = random.Random(seed)
+    prompt_length, old, new = rng.randint(1, 6), rng.randint(1, 6), rng.randint(0, 6)
+    sample = partial_sample(prompt_length, old)
+    before = list(sample.tokens)
+    if rng.random() < 0.5:
+        sample.loss_mask = [rng.randint(0, 1) for _ in range(old)]
+    if new:
+        sample.append_response_tokens(tokens=[200 + i for i in range(new)], trainable=False)
+        sample.loss_mask[old:] = [1] * new
+    sample.rollout_log_probs = None
+    mask_tokens_before_resumption(MASKING, sample, before)
+    assert sample.loss_mask == [0] * old + [1] * new
+    assert len(sample.loss_mask) == sample.response_length
+
+
+def test_r2_fan_outs_are_masked_leaf_by_leaf():
+    before = [1, 2, 3, 10, 11]  # prompt of three, two generated earlier
+    continued = Sample(tokens=[1, 2, 3, 10, 11, 12], response_length=3)
+    rewritten = Sample(tokens=[1, 2, 3, 10, 99, 98], response_length=3, loss_mask=[1, 0, 1])
+    other_context = Sample(tokens=[7, 8, 9], response_length=2)
+    mask_tokens_before_resumption(MASKING, [continued, [rewritten], other_context], before)
+    assert continued.loss_mask == [0, 0, 1]
+    assert rewritten.loss_mask == [0, 0, 1]
+    assert other_context.loss_mask == [1, 1]
+
+
+def test_finished_siblings_of_a_returned_group_train_nothing():
+    returned = Sample(tokens=[1, 2, 3], response_length=2, metadata={"start_rollout_id": 0})
+    mask_finished_earlier(MASKING, returned)
+    assert returned.loss_mask == [0, 0]
+    surplus = Sample(tokens=[1, 2, 3], response_length=2)
+    mask_finished_earlier(MASKING, surplus)
+    assert surplus.loss_mask is None
+
+
+@pytest.mark.parametrize("flags", [(True, False), (False, True), (False, False)])
+def test_nothing_is_masked_without_both_flags(flags):
+    args = SimpleNamespace(partial_rollout=flags[0], mask_offpolicy_in_partial_rollout=flags[1])
+    sample = partial_sample(2, 2, metadata={"start_rollout_id": 0})
+    mask_tokens_before_resumption(args, sample, list(sample.tokens))
+    mask_finished_earlier(args, sample)
+    assert sample.loss_mask is None

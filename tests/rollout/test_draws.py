@@ -1,0 +1,524 @@
+"""What is drawn and given back: groups made of plain prompts, and what a resume draws again."""
+
+import contextvars
+import copy
+import json
+import pickle
+import threading
+import weakref
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from slime.rollout.base_types import leaves
+from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.rollout.draws import DataSourceSnapshots, draw_groups, give_back
+from slime.utils.errors import RunError, UserError
+from slime.utils.types import Sample
+
+
+def make_args(**changes):
+    values = {
+        "data_source_path": "my.Source",
+        "n_samples_per_prompt": 2,
+        "save": None,
+        "num_rollout": 2,
+        "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
+        "rollout_batch_size": 2,
+        "over_sampling_batch_size": 2,
+        "dynamic_sampling_filter_path": None,
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+class Flat:
+    """Gives what it was made with."""
+
+    def __init__(self, entries):
+        self.entries = entries
+
+    def get_samples(self, num_samples):
+        return self.entries[:num_samples]
+
+
+def test_plain_prompts_become_numbered_groups_of_independent_copies():
+    chat = [{"role": "user", "content": "hi"}]
+    sample = Sample(prompt="b", metadata={"k": [1]})
+    kept = [Sample(index=7, group_index=3), Sample(index=8, group_index=3)]
+    groups = draw_groups(make_args(), Flat(["a", sample, chat, kept]), 4, rollout_id=1, drawn=5)
+    assert [[s.prompt for s in group] for group in groups[:3]] == [["a", "a"], ["b", "b"], [chat, chat]]
+    first = 2**20 + 5
+    assert [[s.group_index for s in group] for group in groups] == [
+        [first] * 2,
+        [first + 1] * 2,
+        [first + 2] * 2,
+        [3, 3],
+    ]
+    assert [s.index for group in groups[:2] for s in group] == [2 * first, 2 * first + 1, 2 * first + 2, 2 * first + 3]
+    groups[1][0].metadata["k"].append(2)
+    assert groups[1][1].metadata == sample.metadata == {"k": [1]}
+    assert groups[3] is kept
+
+
+def test_the_rollout_id_is_passed_where_it_is_accepted():
+    seen = []
+
+    class Source:
+        def get_samples(self, num_samples, rollout_id=None):
+            seen.append((num_samples, rollout_id))
+            return []
+
+    assert draw_groups(make_args(), Source(), 3, rollout_id=9) == []
+    assert seen == [(3, 9)]
+
+
+def test_what_is_no_list_is_refused():
+    class Source:
+        def get_samples(self, num_samples):
+            return "prompts"
+
+    with pytest.raises(UserError, match="--data-source-path my.Source: get_samples returned str; expected a list"):
+        draw_groups(make_args(), Source(), 2, 0)
+
+
+def test_a_group_of_something_else_than_samples_is_refused():
+    class Source:
+        def get_samples(self, num_samples):
+            return [["a prompt", "another"]]
+
+    with pytest.raises(UserError, match="my.Source: get_samples returned a group that holds str; expected Samples"):
+        draw_groups(make_args(), Source(), 2, 0)
+
+
+def test_groups_that_cannot_be_given_back_are_an_error():
+    with pytest.raises(UserError, match=r"Flat has no add_samples\(groups\), but rollout 2 has 1 unfinished"):
+        give_back(make_args(), Flat([]), [[Sample()]], 2)
+
+
+class Prompts:
+    """Texts by number: a source without our base, whose state is written for it."""
+
+    def __init__(self, args):
+        self.next = 0
+        self.returned = []
+
+    def get_samples(self, n):
+        groups = [self.returned.pop(0) for _ in range(min(n, len(self.returned)))]
+        self.next += n - len(groups)
+        return groups + [f"p{number}" for number in range(self.next - n + len(groups), self.next)]
+
+    def add_samples(self, samples):
+        self.returned += samples
+
+    def state_dict(self):
+        return {"next": self.next, "returned": [group[0].prompt for group in self.returned]}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+        self.returned = list(state["returned"])
+
+
+class OwnPlace(Prompts):
+    """Finds the place for its state itself, and knows only the present one."""
+
+    state_dict = load_state_dict = None
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.directory = args.save
+
+    def save(self, rollout_id):
+        with open(f"{self.directory}/own_{rollout_id}.json", "w") as file:
+            json.dump(Prompts.state_dict(self), file)
+
+    def load(self, rollout_id):
+        with open(f"{self.directory}/own_{rollout_id}.json") as file:
+            Prompts.load_state_dict(self, json.load(file))
+
+
+class Doubled(RolloutDataSourceWithBuffer):
+    """Gives its groups no numbers but those of their places in the draw."""
+
+    def get_samples(self, num_samples, rollout_id=None):
+        groups = super().get_samples(num_samples, rollout_id)
+        for position, sample in ((position, sample) for position, group in enumerate(groups) for sample in group):
+            sample.index, sample.group_index = (None if position else 0), None
+        return groups
+
+
+@pytest.fixture
+def data_args(tmp_path):
+    rows = tmp_path / "prompts.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"p{number}"}) + "\n" for number in range(40)))
+    options = ["input_key", "label_key", "buffer_filter_path", "rollout_max_prompt_len", "apply_chat_template"]
+    options += ["rollout_shuffle", "fresh_data_state", "trust_remote_code", "allow_bad_rows"]
+    place = {"save": str(tmp_path), "load": str(tmp_path), "prompt_data": str(rows), "loss_type": "policy_loss"}
+    keys = {"metadata_key": "metadata", "tool_key": "tools", "apply_chat_template_kwargs": {}, "rollout_seed": 1}
+    return make_args(**dict.fromkeys(options), **place, **keys, rollout_global_dataset=True)
+
+
+class Rollout:
+    """One that is under way beside others, until its `end`: what it calls is called in its context."""
+
+    def __init__(self, states, rollout_id):
+        self.context, self.block = contextvars.copy_context(), states.of_rollout(rollout_id)
+        self(self.block.__enter__)
+
+    def __call__(self, function, *args):
+        return self.context.run(function, *args)
+
+    def end(self):
+        self(self.block.__exit__, None, None, None)
+
+
+def prompts(groups):
+    return [leaves(group)[0].prompt if not isinstance(group, str) else group for group in groups]
+
+
+def resumed(args, source_class, rollout_id):
+    source = source_class(args)
+    states = DataSourceSnapshots(args, source)
+    states.load(rollout_id)
+    return source, states
+
+
+@pytest.mark.parametrize("source_class", [RolloutDataSource, RolloutDataSourceWithBuffer, Prompts, OwnPlace, Doubled])
+@pytest.mark.parametrize("direct", [False, True], ids=["through the framework", "by a function of the user's"])
+def test_a_resume_draws_again_what_rollouts_behind_the_saved_one_have(data_args, source_class, direct):
+    source = source_class(data_args)
+    states = DataSourceSnapshots(data_args, source)
+    first, second, third = (Rollout(states, number) for number in (5, 6, 7))
+
+    def draw(rollout, number, size):
+        return rollout(source.get_samples, size) if direct else rollout(draw_groups, data_args, source, size, number)
+
+    draw(first, 5, 2)
+    draw(second, 6, 3)
+    second.end()
+    draw(third, 7, 2)
+    states.remember(5)
+    first.end()
+    draw(third, 7, 2)
+    states.save(5)
+    third.end()
+    again, later = resumed(data_args, source_class, 5)
+    nine = ["p2", "p3", "p4", "p5", "p6", "p7", "p8", "p9", "p10"]
+    run = Rollout(later, 6)
+    assert prompts(run(again.get_samples, 4)) == nine[:4]
+    later.remember(6)
+    run.end()
+    later.save(6)
+    again, _ = resumed(data_args, source_class, 6)
+    assert prompts(again.get_samples(5)) == nine[4:], "what is still to be drawn again is saved again"
+
+
+@pytest.mark.parametrize("source_class", [RolloutDataSourceWithBuffer, Prompts, OwnPlace, Doubled])
+def test_what_went_back_is_drawn_again_once(data_args, source_class):
+    source = source_class(data_args)
+    states = DataSourceSnapshots(data_args, source)
+    first, second = Rollout(states, 0), Rollout(states, 1)
+    of_first = first(draw_groups, data_args, source, 3, 0)
+    of_second = second(draw_groups, data_args, source, 3, 1)
+    copies = [[Sample(prompt=of_second[1][0].prompt, index=of_second[1][0].index) for _ in range(2)]]
+    second(give_back, data_args, source, copies, 1, [of_second[1]])
+    first(give_back, data_args, source, [of_first[2]], 0)
+    states.remember(0)
+    states.save(0)
+    first.end()
+    second.end()
+    again, _ = resumed(data_args, source_class, 0)
+    assert prompts(again.get_samples(5)) == ["p3", "p5", "p4", "p2", "p6"]
+
+
+def test_a_state_waits_for_what_rollouts_before_it_still_give_back(data_args):
+    source = RolloutDataSourceWithBuffer(data_args)
+    states = DataSourceSnapshots(data_args, source)
+    first, second = Rollout(states, 0), Rollout(states, 1)
+    surplus = first(draw_groups, data_args, source, 2, 0)[1]
+    second(draw_groups, data_args, source, 2, 1)
+    states.remember(1)
+    second.end()
+    first(give_back, data_args, source, [surplus], 0)
+    first.end()
+    states.save(1)
+    again, _ = resumed(data_args, RolloutDataSourceWithBuffer, 1)
+    assert prompts(again.get_samples(2)) == ["p1", "p4"]
+
+
+def test_what_no_state_needs_is_not_held(data_args):
+    source = RolloutDataSourceWithBuffer(data_args)
+    states = DataSourceSnapshots(data_args, source)
+    states.load(-1)
+    for rollout_id in range(3):
+        rollout = Rollout(states, rollout_id)
+        held = weakref.ref(rollout(draw_groups, data_args, source, 1, rollout_id)[0][0])
+        assert held() is None, "of the only rollout that is under way"
+        rollout.end()
+    first, second = Rollout(states, 3), Rollout(states, 4)
+    held = weakref.ref(second(draw_groups, data_args, source, 1, 4)[0][0])
+    assert held() is not None
+    states.remember(3)
+    first.end()
+    assert held() is None, "the state after the earlier one is taken"
+    second.end()
+
+
+def test_a_rollout_that_begins_before_the_one_that_it_follows_is_noted(data_args):
+    source = RolloutDataSourceWithBuffer(data_args)
+    states = DataSourceSnapshots(data_args, source)
+    states.load(-1)
+    second = Rollout(states, 1)
+    second(draw_groups, data_args, source, 1, 1)
+    first = Rollout(states, 0)
+    first(draw_groups, data_args, source, 1, 0)
+    states.remember(0)
+    states.save(0)
+    again, _ = resumed(data_args, RolloutDataSourceWithBuffer, 0)
+    assert prompts(again.get_samples(2)) == ["p0", "p2"]
+    first.end()
+    second.end()
+
+
+def test_data_that_start_anew_lack_what_was_drawn_ahead_and_say_so(data_args, caplog):
+    source = Prompts(data_args)
+    states, (first, second) = observed(data_args, source)
+    second(draw_groups, data_args, source, 3, 1)
+    states.remember(0)
+    first.end()
+    states.save(0)
+    second.end()
+    data_args.fresh_data_state = True
+    again, _ = resumed(data_args, Prompts, 0)
+    assert "3 prompts that rollouts behind 0 had drawn are not drawn again" in caplog.text
+    assert again.get_samples(1) == ["p3"]
+
+
+def test_a_save_leaves_nothing_of_an_earlier_save_of_that_rollout(data_args):
+    for size in (1, 0):
+        source = OwnPlace(data_args)
+        states = DataSourceSnapshots(data_args, source)
+        first, second = Rollout(states, 0), Rollout(states, 1)
+        first(draw_groups, data_args, source, 1, 0)
+        second(draw_groups, data_args, source, size, 1)
+        states.remember(0)
+        states.save(0)
+        first.end()
+        second.end()
+    again, _ = resumed(data_args, OwnPlace, 0)
+    assert again.get_samples(2) == ["p1", "p2"]
+
+
+def observed(args, source):
+    """`source` while two rollouts are under way."""
+    states = DataSourceSnapshots(args, source)
+    return states, [Rollout(states, 0), Rollout(states, 1)]
+
+
+def test_prompts_that_are_drawn_for_no_rollout_are_told_of_once(data_args, caplog):
+    source = Prompts(data_args)
+    _, rollouts = observed(data_args, source)
+    for _ in range(2):
+        thread = threading.Thread(target=source.get_samples, args=(1,))
+        thread.start()
+        thread.join()
+    assert [
+        record.message for record in caplog.records if "drawn in a thread that works for no rollout" in record.message
+    ]
+    assert len(caplog.records) == 1
+    for rollout in rollouts:
+        rollout.end()
+
+
+def test_a_source_with_one_rollout_at_a_time_is_not_observed(data_args):
+    source = Doubled(data_args)
+    states = DataSourceSnapshots(data_args, source)
+    states.load(-1)
+    for rollout_id in range(2):
+        rollout = Rollout(states, rollout_id)
+        states.remember(rollout_id)
+        assert type(source) is Doubled
+        rollout.end()
+        states.save(rollout_id)
+
+
+class Frozen(Prompts):
+    """Lets nobody set what it has not."""
+
+    def __setattr__(self, name, value):
+        if name not in ("next", "returned"):
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("source_class", [Doubled, Frozen])
+def test_a_source_that_is_observed_stays_what_it_is(data_args, source_class):
+    source = source_class(data_args)
+    _, rollouts = observed(data_args, source)
+    assert isinstance(source, source_class) and type(source) is not source_class
+    assert type(source).__name__ == source_class.__name__ and "get_samples" not in vars(source)
+    copies = [copy.deepcopy(source), *(pickle.loads(pickle.dumps(source, protocol)) for protocol in range(6))]
+    for one in copies if source_class is Frozen else copies[:1]:
+        assert type(one) is source_class
+    assert prompts(source.get_samples(1)) == ["p0"] == prompts(copies[0].get_samples(1))
+    for rollout in rollouts:
+        rollout.end()
+
+
+@pytest.mark.parametrize("error", [TypeError("no"), ValueError("no")])
+def test_a_source_that_cannot_be_observed_is_told_of(data_args, caplog, error):
+    class Sealed:
+        def __init_subclass__(cls):
+            raise error
+
+        def get_samples(self, num_samples):
+            return ["p"] * num_samples
+
+    source = Sealed()
+    _, rollouts = observed(data_args, source)
+    assert "a Sealed cannot be observed (no)" in caplog.text
+    assert len(rollouts[1](draw_groups, data_args, source, 2, 1)) == 2
+    for rollout in rollouts:
+        rollout.end()
+
+
+class Waiting(Prompts):
+    """Waits in `get_samples` for what a thread adds."""
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.entered, self.filled = threading.Event(), threading.Event()
+
+    def get_samples(self, n):
+        self.entered.set()
+        assert self.filled.wait(60)
+        return super().get_samples(n)
+
+    def add_samples(self, samples):
+        super().add_samples(samples)
+        self.filled.set()
+
+
+def test_threads_that_wait_in_the_source_hold_nobody_up(data_args):
+    source = Waiting(data_args)
+    _, rollouts = observed(data_args, source)
+    drawn = []
+    drawing = threading.Thread(target=lambda: drawn.extend(source.get_samples(1)), daemon=True)
+    drawing.start()
+    assert source.entered.wait(60)
+
+    def end():
+        for rollout in rollouts:
+            rollout.end()
+
+    ending = threading.Thread(target=end, daemon=True)
+    ending.start()
+    ending.join(60)
+    assert not ending.is_alive() and not drawn
+    adding = threading.Thread(target=source.add_samples, args=(["more"],), daemon=True)
+    adding.start()
+    drawing.join(60)
+    assert drawn == ["more"]
+
+
+class Cursor:
+    """A source with a state but no save or load."""
+
+    def __init__(self):
+        self.state = {"position": [0], "weights": np.zeros(2, np.float32)}
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+class OnlySaves:
+    """A source that only knows save and load."""
+
+    def __init__(self):
+        self.calls = []
+
+    def save(self, rollout_id):
+        self.calls.append(("save", rollout_id))
+
+    def load(self, rollout_id):
+        self.calls.append(("load", rollout_id))
+
+
+@pytest.fixture
+def args(tmp_path):
+    return make_args(save=str(tmp_path), load=str(tmp_path), fresh_data_state=False)
+
+
+def test_a_state_alone_is_written_and_read_for_the_source(args):
+    source = Cursor()
+    states = DataSourceSnapshots(args, source)
+    for rollout_id in range(3):
+        source.state["position"][0] = 10 * rollout_id
+        states.remember(rollout_id)
+    source.state["position"][0] = 99
+    states.save(1)
+    states.remember(7)
+    states.save(7)
+    restored = Cursor()
+    DataSourceSnapshots(args, restored).load(1)
+    assert restored.state["position"] == [10], "as it was after rollout 1, though the source went on changing it"
+    assert restored.state["weights"].dtype == np.float32
+    DataSourceSnapshots(args, restored).load(7)
+    assert restored.state["position"] == [99]
+    with pytest.raises(UserError, match="no data-source state of rollout 5 .*--fresh-data-state"):
+        DataSourceSnapshots(args, restored).load(5)
+    DataSourceSnapshots(args, restored).load(-1)
+
+
+def test_a_state_that_is_not_plain_says_where(args):
+    source = Cursor()
+    source.state["handle"] = object()
+    with pytest.raises(UserError, match=r"state\['handle'\] is a object"):
+        states = DataSourceSnapshots(args, source)
+        states.remember(0)
+        states.save(0)
+
+
+def test_a_state_that_was_not_taken_is_an_error_and_not_the_present_one(args):
+    states = DataSourceSnapshots(args, Cursor())
+    for rollout_id in range(20):
+        states.remember(rollout_id)
+    states.save(0)
+    states.save(19)
+    with pytest.raises(
+        RunError, match="the data state after rollout 20 cannot be saved: none was taken when its prompts"
+    ):
+        states.save(20)
+
+
+def test_save_and_load_alone_are_called_with_the_rollout(args):
+    source = OnlySaves()
+    states = DataSourceSnapshots(args, source)
+    states.remember(2)
+    states.save(2)
+    states.load(2)
+    assert source.calls == [("save", 2), ("load", 2)]
+
+
+def test_both_kinds_prefer_the_state(args):
+    class Both(Cursor, OnlySaves):
+        def __init__(self):
+            Cursor.__init__(self)
+            OnlySaves.__init__(self)
+
+    source = Both()
+    states = DataSourceSnapshots(args, source)
+    states.remember(0)
+    states.save(0)
+    states.load(0)
+    assert source.calls == [] and source.state["position"] == [0]
+
+
+def test_a_source_that_cannot_be_restored_is_named(args):
+    with pytest.raises(UserError, match=r"--data-source-path my.Source: object has no load\(rollout_id\)"):
+        DataSourceSnapshots(args, object()).load(4)
+    args.fresh_data_state = True
+    DataSourceSnapshots(args, object()).load(4)

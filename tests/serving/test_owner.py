@@ -1,0 +1,554 @@
+"""What the owner of router and engines does around them, without processes; with real ones: `test_engines.py`."""
+
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from slime.serving import fleet as fleet_module
+from slime.serving import owner as owner_module
+from slime.serving.engines import Engines
+from slime.serving.fleet import EngineName, EngineState
+from slime.serving.owner import ServingOwner
+from slime.utils.errors import RunError
+from tests.support.processes.waiting import wait_until
+
+
+class Router:
+    """Remembers the order of what is done to it."""
+
+    ip, port, url = "127.0.0.1", 1, "http://127.0.0.1:1"
+
+    def __init__(self, events, *, process=None, error=None):
+        self.events, self.process, self.error = events, process, error
+
+    def wait_ready(self):
+        self.events.append("router is ready")
+
+    def refuse_other_workers(self, urls):
+        self.events.append(("only", urls))
+
+    def add_workers(self, urls, timeout, key):
+        self.events.append(("add", urls))
+
+    def remove_workers(self, urls, timeout):
+        self.events.append(("remove", urls))
+        if self.error:
+            raise self.error
+
+    def shutdown(self):
+        self.events.append("router")
+
+
+class Process:
+    """A router's process; `status` None: it runs."""
+
+    status = None
+
+    def poll(self):
+        return self.status
+
+    def describe_end(self):
+        return "exit code 3; log router.log ends with: out of sockets"
+
+
+@pytest.fixture
+def make_owner(monkeypatch, tmp_path):
+    """An owner whose engines are no processes: what is asked of them is a pair (what, engine), whose outcome the test decides.
+
+    `owner.events` is what happened in order; `owner.outcomes` the results and errors of what has ended (in a list: of the next
+    time only). Servers start at once.
+    """
+    made = []
+
+    def make(*, engines=2, process=None, error=None, **flags):
+        events, outcomes = [], {}
+        router = Router(events, process=process, error=error)
+        monkeypatch.setattr(owner_module, "start_router", lambda args, log_dir: router)
+        values = {
+            "rollout_num_gpus": engines, "rollout_num_gpus_per_engine": 1, "num_gpus_per_node": 8, "sglang_config": None,
+            "prefill_num_servers": None, "hf_checkpoint": "/actor", "router_api_key": None, "sglang_router_ip": None,
+            "has_trainer": True, "engine_start_timeout": 600.0, "use_fault_tolerance": False,
+            "rollout_health_check_interval": 0.05, "rollout_health_check_timeout": 600.0,
+            "rollout_health_check_first_wait": 0.0,
+        }  # fmt: skip
+        owner = ServingOwner(SimpleNamespace(**{**values, **flags}), None, [(i, i) for i in range(engines)], tmp_path)
+
+        def start(name):
+            outcomes.setdefault(("start", name), f"http://{name.engine_id}.{name.generation}")
+            return ("start", name)
+
+        def stop(names=None):
+            events.append("engines" if names is None else ("stop", *names))
+
+        monkeypatch.setattr(owner._engines, "start", start)
+        monkeypatch.setattr(owner._engines, "stop", stop)
+        monkeypatch.setattr(owner._engines, "end_of", lambda name: ("end", name))
+        monkeypatch.setattr(owner._engines, "check", lambda name, timeout: ("check", name))
+        monkeypatch.setattr(owner._engines, "snapshot", lambda version, records: (version, [r.name for r in records]))
+        owner.events, owner.outcomes, owner.turns = events, outcomes, 0
+        made.append(owner)
+        return owner
+
+    def wait(refs, **options):
+        # Stands for the time that Ray waits; the watch would spin otherwise.
+        time.sleep(0.005)
+        made[-1].turns += 1
+        return [ref for ref in refs if ref in made[-1].outcomes], []
+
+    def get(ref, **options):
+        outcome = made[-1].outcomes[ref]
+        if isinstance(outcome, list):
+            made[-1].outcomes.pop(ref)
+            (outcome,) = outcome
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(owner_module, "_WATCH_POLL_SECONDS", 0.005)
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(owner_module, "wait_for_all", lambda refs, *arguments, **options: [get(ref) for ref in refs])
+    yield make
+    for owner in made:
+        owner.shutdown()
+
+
+def ready(owner):
+    owner.start()
+    owner.wait_ready()
+    return owner
+
+
+def serving(owner):
+    """An owner whose engines got the first push."""
+    _, names = ready(owner).begin_push()
+    owner.end_push(names, 1, {})
+    owner.events.clear()
+    return owner
+
+
+def states(owner):
+    return [record.state for record in owner._fleet.records()]
+
+
+# -- start and end -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [5.0, 8000.0])
+def test_a_start_has_the_time_that_its_flag_gives_and_a_moment_more(make_owner, monkeypatch, limit):
+    found = []
+    monkeypatch.setattr(
+        owner_module,
+        "wait_for_all",
+        lambda refs, name, limit, **options: found.append(limit) or ["http://0", "http://1"],
+    )
+    ready(make_owner(engine_start_timeout=limit))
+    assert found == [limit + owner_module._ANSWER_SECONDS]
+
+
+@pytest.mark.parametrize(("has_trainer", "state"), [(True, EngineState.STALE), (False, EngineState.SERVING)])
+def test_engines_that_start_are_known_to_the_router_and_wait_for_the_weights_of_a_trainer(
+    make_owner, has_trainer, state
+):
+    owner = ready(make_owner(has_trainer=has_trainer, process=Process()))
+    urls = ["http://0.0", "http://1.0"]
+    assert owner.events == ["router is ready", ("only", urls), ("add", urls)]
+    assert states(owner) == [state] * 2
+
+
+@pytest.mark.parametrize("error", [None, RunError("the router is dead")])
+def test_our_engines_leave_a_given_router_before_they_end(make_owner, error, caplog):
+    owner = ready(make_owner(error=error))
+    owner.events.clear()
+    owner.leave_given_router()
+    owner.shutdown()
+    assert owner.events == [("remove", ["http://0.0", "http://1.0"]), "engines", "router"]
+    assert ("our engines may still be registered" in caplog.text) == (error is not None)
+
+
+def test_our_own_router_just_ends(make_owner):
+    owner = ready(make_owner(process=Process()))
+    owner.events.clear()
+    owner.leave_given_router()
+    owner.shutdown()
+    assert owner.events == ["engines", "router"]
+    assert owner.ended.result(0) is None
+
+
+@pytest.mark.parametrize(("given_ip", "given_key"), [(None, None), ("127.0.0.1", None), ("127.0.0.1", "mine")])
+def test_engines_always_have_a_key_but_a_given_router_is_tried_with_its_own(
+    make_owner, monkeypatch, given_ip, given_key
+):
+    asked = []
+    owner = make_owner(sglang_router_ip=given_ip, router_api_key=given_key)
+    start_router = owner_module.start_router
+    monkeypatch.setattr(
+        owner_module,
+        "start_router",
+        lambda args, log_dir: asked.append(args.router_api_key) or start_router(args, log_dir),
+    )
+    owner.start()
+    engine_key = owner._engines._args.router_api_key
+    assert engine_key == owner.api_key and (engine_key == given_key or len(engine_key) >= 32)
+    assert asked == [given_key if given_ip else engine_key]
+
+
+def test_an_engine_that_two_stop_at_once_is_stopped_once(monkeypatch, tmp_path):
+    killed = []
+    monkeypatch.setattr(ray, "wait", lambda refs, **options: (refs, []))
+    monkeypatch.setattr(ray, "kill", lambda handle, **options: killed.append(handle))
+    engines = Engines(SimpleNamespace(), None, None, tmp_path)
+    handle = SimpleNamespace(shutdown=SimpleNamespace(remote=lambda: "its end"))
+    engines._handles = {EngineName(0): handle}
+
+    def names():
+        yield EngineName(0)
+        engines.stop()
+
+    engines.stop(names())
+    assert killed == [handle] and engines._handles == {}
+
+
+# -- weights -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_serves_what_a_push_gave_it_whole(make_owner):
+    owner = ready(make_owner())
+    for version in (1, 2):
+        _, names = owner.begin_push()
+        assert names == [EngineName(0), EngineName(1)] and states(owner) == [EngineState.STALE] * 2
+        owner.end_push(names, version, {})
+        assert states(owner) == [EngineState.SERVING] * 2 and owner.engines() == (version, names)
+    owner.begin_push()
+    owner.end_push(names, 3, {1: "it did not answer"})
+    assert states(owner) == [EngineState.SERVING, EngineState.DEAD]
+    assert owner.engines() == (3, [EngineName(0)]), "nobody gets a dead one"
+    with pytest.raises(RunError, match="^it did not answer$"):
+        owner.begin_push()
+
+
+# -- deaths --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_death_of_an_engine_ends_what_serves_with_its_words(make_owner):
+    owner = ready(make_owner(process=Process()))
+    owner.outcomes["end", EngineName(1)] = RayTaskError(RunError("engine 1 died: exit code 7"))
+    with pytest.raises(RunError, match="^engine 1 died: exit code 7$"):
+        owner.ended.result(60)
+    owner.outcomes["end", EngineName(0)] = RayTaskError(RunError("engine 0 died: its connections are lost"))
+    assert states(owner) == [EngineState.STALE, EngineState.DEAD]
+
+
+def test_a_lost_actor_is_a_death_too(make_owner):
+    owner = ready(make_owner())
+    owner.outcomes["end", EngineName(0)] = ray.exceptions.ActorDiedError()
+    with pytest.raises(RunError, match="^the process of engine 0 died: "):
+        owner.ended.result(60)
+
+
+def test_the_death_of_our_router_is_one_as_well(make_owner):
+    owner = ready(make_owner(process=(process := Process())))
+    assert not owner.ended.done()
+    process.status = 3
+    with pytest.raises(RunError, match="^the router died: exit code 3; log router.log ends with: out of sockets$"):
+        owner.ended.result(60)
+
+
+def test_the_router_is_not_replaced_and_the_message_says_what_to_do(make_owner):
+    owner = ready(make_owner(process=(process := Process()), use_fault_tolerance=True))
+    process.status = 3
+    with pytest.raises(
+        RunError, match="^the router died: exit code 3(.|\n)*nothing takes the router's place: start the run again"
+    ):
+        owner.ended.result(60)
+
+
+def test_engines_that_are_shut_down_did_not_die(make_owner):
+    owner = ready(make_owner())
+    owner.outcomes.update({("end", EngineName(0)): None, ("end", EngineName(1)): None})
+    owner.shutdown()
+    assert owner.ended.result(60) is None
+
+
+# -- replacements --------------------------------------------------------------------------------------------------------
+
+KILLED = "engine 0 died: ended by SIGKILL"
+FIRST, SECOND = EngineName(0), EngineName(0, 1)
+
+
+def died(words=KILLED):
+    return RayTaskError(RunError(words))
+
+
+def test_a_dead_engine_leaves_the_router_before_a_new_server_starts_and_gets_weights_before_requests(
+    make_owner, caplog
+):
+    owner = serving(make_owner(use_fault_tolerance=True))
+    owner.outcomes["end", FIRST] = died()
+    wait_until(owner.lacks_weights)
+    remove = ("remove", ["http://0.0"])
+    assert owner.events == [remove, ("stop", FIRST), remove], "at the end it is sure that the router has forgotten it"
+    assert KILLED in caplog.text and "a new server starts in its place" in caplog.text
+    assert owner.begin_push_to_stale() == (1, [SECOND]), "the other one goes on"
+    assert states(owner) == [EngineState.STALE, EngineState.SERVING] and owner.deaths() == 1
+    owner.end_push([SECOND], 1, {})
+    assert owner.events[3:] == [("add", ["http://0.1"])]
+    assert states(owner) == [EngineState.SERVING] * 2 and not owner.lacks_weights()
+    # The second life is watched as the first was.
+    owner.outcomes["end", SECOND] = died()
+    wait_until(owner.lacks_weights)
+    assert owner.begin_push_to_stale() == (1, [EngineName(0, 2)]) and not owner.ended.done()
+
+
+def test_without_the_last_engine_requests_find_none_until_its_successor_has_the_weights(make_owner):
+    owner = serving(make_owner(engines=1, use_fault_tolerance=True))
+    assert owner.is_serving()
+    owner.outcomes["end", FIRST] = died()
+    wait_until(owner.lacks_weights)
+    assert not owner.is_serving()
+    owner.begin_push_to_stale()
+    owner.end_push([SECOND], 1, {})
+    assert owner.is_serving()
+
+
+def test_where_nobody_pushes_a_successor_serves_what_it_loaded(make_owner):
+    owner = ready(make_owner(has_trainer=False, use_fault_tolerance=True))
+    owner.events.clear()
+    owner.outcomes["end", FIRST] = died()
+    wait_until(lambda: ("add", ["http://0.1"]) in owner.events)
+    wait_until(lambda: states(owner) == [EngineState.SERVING] * 2)
+    assert not owner.lacks_weights()
+
+
+def failed_start(generation):
+    return died(f"engine 0 failed to start: exit code {generation}")
+
+
+def test_successors_that_do_not_start_end_the_run_where_the_engine_was_the_only_one(make_owner):
+    owner = serving(make_owner(engines=1, use_fault_tolerance=True))
+    for generation in (1, 2, 3):
+        owner.outcomes["start", EngineName(0, generation)] = failed_start(generation)
+    owner.outcomes["end", FIRST] = died()
+    gave_up = (
+        r"^engine 0 is given up: it died 4 times within 6600 s, and no other engine does its work; the last time: engine 0 "
+        "failed to start: exit code 3$"
+    )
+    with pytest.raises(RunError, match=gave_up):
+        owner.ended.result(60)
+    with pytest.raises(RunError, match=gave_up):
+        owner.begin_push()
+
+
+def test_a_successor_that_does_not_start_is_tried_again(make_owner):
+    owner = serving(make_owner(engines=1, use_fault_tolerance=True))
+    owner.outcomes["start", SECOND] = failed_start(1)
+    owner.outcomes["end", FIRST] = died()
+    wait_until(owner.lacks_weights)
+    assert owner.begin_push_to_stale() == (1, [EngineName(0, 2)]) and owner.deaths() == 2
+    assert ("stop", SECOND) in owner.events, "what it left is ended"
+
+
+def test_an_engine_that_dies_again_and_again_is_given_up_and_the_others_go_on(make_owner, caplog):
+    owner = serving(make_owner(use_fault_tolerance=True))
+    for generation in range(3):
+        name, successor = EngineName(0, generation), EngineName(0, generation + 1)
+        owner.outcomes["end", name] = died()
+        wait_until(owner.lacks_weights)
+        assert owner.begin_push_to_stale() == (1, [successor])
+        owner.end_push([successor], 1, {})
+    owner.events.clear()
+    owner.outcomes["end", successor] = died()
+    remove = ("remove", ["http://0.3"])
+    wait_until(lambda: owner.events == [remove, ("stop", successor), remove])
+    wait_until(lambda: successor not in owner._registered)
+    assert (
+        "engine 0 is given up: it died 4 times within 6600 s. The run goes on without it; the last time: " + KILLED
+        in (caplog.text)
+    )
+    assert states(owner) == [EngineState.GIVEN_UP, EngineState.SERVING]
+    assert owner.is_serving() and owner.is_decided() and not owner.lacks_weights()
+    assert owner.begin_push() == (1, [EngineName(1)]), "nobody waits for it"
+    owner.end_push([EngineName(1)], 2, {})
+    assert owner.engines() == (2, [EngineName(1)]) and not owner.ended.done()
+    # Then the other one is the last.
+    for generation in range(4):
+        owner.outcomes["end", EngineName(1, generation)] = died("engine 1 died: ended by SIGKILL")
+    with pytest.raises(RunError, match="^engine 1 is given up: .* no other engine does its work"):
+        owner.ended.result(60)
+
+
+def test_a_successor_without_a_place_is_given_up_in_time(make_owner, monkeypatch):
+    monkeypatch.setattr(owner_module, "_ANSWER_SECONDS", 0.0)
+    owner = make_owner(use_fault_tolerance=True, engine_start_timeout=0.5)
+    serving(owner)
+    monkeypatch.setattr(owner._engines, "start", lambda name: ("place", name))
+    owner.outcomes["end", FIRST] = died()
+    wait_until(lambda: states(owner)[0] is EngineState.GIVEN_UP)
+    (cause,) = [record.cause for record in owner._fleet.records(EngineState.GIVEN_UP)]
+    assert cause.startswith("engine 0 has no new server after 0 s (--engine-start-timeout): Ray has found no place")
+    wait_until(lambda: ("stop", SECOND) in owner.events)
+    # What answers after its time is ended, and nobody listens.
+    owner.outcomes["place", SECOND] = "http://late"
+    let_the_watch_turn(owner)
+    assert states(owner) == [EngineState.GIVEN_UP, EngineState.SERVING] and not owner.ended.done()
+    assert owner.begin_push() == (1, [EngineName(1)])
+
+
+def test_engines_of_another_role_do_not_stand_in_for_one_that_is_given_up(make_owner):
+    """Two engines, one that reads prompts and one that goes on from there."""
+    owner = serving(make_owner(use_fault_tolerance=True, prefill_num_servers=1))
+    for generation in range(4):
+        owner.outcomes["end", EngineName(0, generation)] = died()
+    with pytest.raises(RunError, match="^engine 0 is given up: .* no other engine does its work"):
+        owner.ended.result(60)
+
+
+def test_the_next_push_waits_for_the_successor(make_owner):
+    owner = serving(make_owner(use_fault_tolerance=True))
+    owner.outcomes["start", SECOND] = "http://late"
+    owner.outcomes["end", FIRST] = died()
+    wait_until(lambda: states(owner)[0] is not EngineState.SERVING)
+    assert owner.begin_push() == (1, [SECOND, EngineName(1)])
+    owner.end_push([SECOND, EngineName(1)], 2, {})
+    assert states(owner) == [EngineState.SERVING] * 2 and ("add", ["http://late"]) in owner.events
+
+
+def test_an_engine_that_failed_a_push_is_replaced(make_owner):
+    owner = serving(make_owner(use_fault_tolerance=True))
+    _, names = owner.begin_push()
+    owner.end_push(names, 2, {1: "engine 1 did not answer"})
+    wait_until(owner.lacks_weights)
+    assert owner.begin_push_to_stale() == (2, [EngineName(1, 1)]) and owner.deaths() == 1
+
+
+@pytest.mark.parametrize("error", [None, RunError("workers not healthy after 60 s: http://0.1")])
+def test_a_successor_that_is_lost_while_it_is_registered_does_not_stay_in_the_router(make_owner, monkeypatch, error):
+    owner = serving(make_owner(use_fault_tolerance=True))
+    owner.outcomes["end", FIRST] = died()
+    wait_until(owner.lacks_weights)
+    owner.begin_push_to_stale()
+    owner.events.clear()
+    third = EngineName(0, 2)
+
+    def add_workers(urls, timeout, key):
+        owner.events.append(("add", urls))
+        if error is not None:
+            raise error
+        owner.outcomes["end", SECOND] = died()
+        wait_until(lambda: owner._fleet.record(0).name == third)
+
+    monkeypatch.setattr(owner._router, "add_workers", add_workers)
+    owner.end_push([SECOND], 1, {})
+    wait_until(owner.lacks_weights)
+    assert ("remove", ["http://0.1"]) in owner.events[1:] and SECOND not in owner._registered
+    assert owner.deaths() == 2 and not owner.ended.done()
+    assert owner.begin_push_to_stale() == (1, [third])
+
+
+def test_what_a_push_says_of_a_life_that_ended_meanwhile_is_late(make_owner):
+    owner = serving(make_owner(use_fault_tolerance=True))
+    _, names = owner.begin_push()
+    owner.outcomes["end", FIRST] = died()
+    wait_until(owner.lacks_weights)
+    owner.end_push(names, 2, {0: "its connections are lost"})
+    assert owner.begin_push_to_stale() == (2, [SECOND]) and owner.deaths() == 1
+
+
+# -- checks --------------------------------------------------------------------------------------------------------------
+
+
+def let_the_watch_turn(owner):
+    """Return when the watch has looked several times more at what it waits for."""
+    seen = owner.turns
+    wait_until(lambda: owner.turns >= seen + 10)
+
+
+def test_engines_are_checked_while_samples_are_generated_and_one_that_hangs_is_replaced(make_owner):
+    owner = serving(make_owner(use_fault_tolerance=True))
+    owner.outcomes["check", FIRST] = died("engine 0 hangs")
+    let_the_watch_turn(owner)
+    assert states(owner) == [EngineState.SERVING] * 2, "nothing is generated"
+    with owner.generating():
+        wait_until(owner.lacks_weights)
+    assert owner.begin_push_to_stale() == (1, [SECOND])
+
+
+def test_one_that_computes_without_an_answer_is_doubted_and_not_killed(make_owner):
+    owner = serving(make_owner(use_fault_tolerance=True))
+    owner.outcomes["check", FIRST] = False
+    with owner.generating():
+        wait_until(lambda: states(owner)[0] is EngineState.SUSPECT)
+        assert owner.is_serving() and not owner.is_decided()
+        owner.outcomes["check", FIRST] = True
+        wait_until(owner.is_decided)
+    assert owner.deaths() == 0
+    assert states(owner) == [EngineState.SERVING] * 2
+
+
+def test_one_that_computes_for_longer_than_a_start_may_take_is_replaced(make_owner, caplog):
+    owner = serving(make_owner(use_fault_tolerance=True, engine_start_timeout=0.2))
+    owner.outcomes["check", FIRST] = False
+    with owner.generating():
+        wait_until(lambda: owner.deaths() == 1)
+    assert re.search(r"engine 0 computes, and has not answered for \d+ s \(--engine-start-timeout\)", caplog.text)
+
+
+def test_a_failed_request_has_all_engines_checked_also_when_none_is_due(make_owner):
+    owner = serving(make_owner(use_fault_tolerance=True, rollout_health_check_first_wait=300.0))
+    with owner.generating():
+        owner.doubt_all("POST failed")
+        assert states(owner) == [EngineState.SUSPECT] * 2
+        owner.outcomes["check", EngineName(1)] = True
+        wait_until(lambda: states(owner)[1] is EngineState.SERVING)
+        assert not owner.is_decided(), "one is doubted still"
+    # It is decided after the generation, too: a push waits for that.
+    owner.outcomes["check", FIRST] = True
+    assert owner.begin_push()[1] == [FIRST, EngineName(1)]
+
+
+def test_what_a_check_found_of_an_engine_that_got_other_weights_meanwhile_counts_for_nothing(make_owner):
+    owner = serving(make_owner(use_fault_tolerance=True, rollout_health_check_interval=60.0))
+    with owner.generating():
+        wait_until(lambda: any(what == "check" for what, _ in list(owner._awaited)))
+        _, names = owner.begin_push()
+        owner.end_push(names, 2, {})
+        owner.outcomes["check", FIRST] = [died("engine 0 hangs")]
+        wait_until(lambda: ("check", FIRST) not in owner.outcomes)
+        let_the_watch_turn(owner)
+        assert states(owner) == [EngineState.SERVING] * 2
+
+
+def test_an_answer_that_is_there_counts_although_the_watch_comes_late(make_owner, monkeypatch):
+    owner = serving(make_owner(use_fault_tolerance=True, rollout_health_check_interval=1e9))
+    now = [0.0]
+    monkeypatch.setattr(owner_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def keep_the_watch_busy(name, reference):
+        # Meanwhile both checks end, and with their answers untaken their time passes.
+        owner.outcomes.update({("check", EngineName(1)): True, ("check", FIRST): True})
+        now[0] += 600.0 + fleet_module._ANSWER_SECONDS + 1.0
+
+    monkeypatch.setattr(owner, "_awaited", {"end of something": (keep_the_watch_busy, FIRST)})
+    with owner.generating():
+        wait_until(lambda: {("check", FIRST), ("check", EngineName(1))} <= owner._awaited.keys())
+        owner.outcomes["end of something"] = None
+        wait_until(lambda: ("check", FIRST) not in owner._awaited and ("check", EngineName(1)) not in owner._awaited)
+    assert states(owner) == [EngineState.SERVING] * 2 and owner.deaths() == 0
+
+
+def test_without_the_flag_nothing_is_checked(make_owner):
+    owner = serving(make_owner())
+    owner.outcomes["check", FIRST] = died("engine 0 hangs")
+    with owner.generating():
+        let_the_watch_turn(owner)
+    assert states(owner) == [EngineState.SERVING] * 2 and not owner.ended.done()
+
+
+class RayTaskError(ray.exceptions.RayTaskError):
+    """The error of a remote call, of which only the cause is looked at."""
+
+    def __init__(self, cause):
+        self.cause = cause

@@ -1,0 +1,59 @@
+"""Which engine lives on which devices, and what it is there for."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from slime.arguments.config_files.serving_config import ModelServing, ServerGroup
+from slime.serving.topology import Device, lay_out, topology_of
+
+DEVICES = [Device(bundle, bundle % 8) for bundle in range(24)]
+
+
+def group(worker_type, num_gpus, per_engine):
+    return ServerGroup(worker_type, num_gpus, per_engine, {})
+
+
+def ids(engines):
+    return [(engine.engine_id, engine.gpu_offset, engine.num_gpus) for engine in engines]
+
+
+def test_one_model_as_the_flags_describe_it():
+    args = SimpleNamespace(
+        sglang_config=None, rollout_num_gpus=4, rollout_num_gpus_per_engine=2, prefill_num_servers=None,
+        hf_checkpoint="/actor", num_gpus_per_node=8,
+    )  # fmt: skip
+    topology = topology_of(args, [(3, 1), (4, 2), (5, 3), (6, 4)])
+    (model,) = topology.models
+    assert model.update_weights and [group.role for group in model.groups] == ["regular"]
+    assert [engine.nodes for engine in topology.engines] == [
+        ((Device(3, 1), Device(4, 2)),), ((Device(5, 3), Device(6, 4)),),
+    ]  # fmt: skip
+    assert ids(topology.engines) == [(0, 0, 2), (1, 2, 2)]
+    args.prefill_num_servers = 1
+    assert [group.role for group in topology_of(args, [(0, 0)] * 4).models[0].groups] == ["prefill", "decode"]
+
+
+def test_several_models_have_their_engines_one_after_the_other_and_placeholders_none():
+    models = [
+        ModelServing(
+            "actor", "/actor", True, (group("placeholder", 2, 1), group("prefill", 2, 1), group("decode", 4, 4))
+        ),
+        ModelServing("reward", "/reward", False, (group("regular", 4, 2),)),
+    ]
+    topology = lay_out(models, DEVICES, gpus_per_node=8)
+    assert ids(topology.engines) == [(0, 2, 1), (1, 3, 1), (2, 4, 4), (3, 8, 2), (4, 10, 2)]
+    assert [model.name for model in topology.models] == ["actor", "reward"]
+    found = [topology.find(engine_id) for engine_id in range(5)]
+    assert [(model.update_weights, group.role) for model, group, _ in found] == [
+        (True, "prefill"), (True, "prefill"), (True, "decode"), (False, "regular"), (False, "regular"),
+    ]  # fmt: skip
+    assert [engine.engine_id for _, _, engine in found] == list(range(5))
+    with pytest.raises(KeyError):
+        topology.find(5)
+
+
+def test_an_engine_larger_than_a_node_takes_whole_nodes():
+    (engine,) = lay_out([ModelServing("a", "/a", True, (group("regular", 16, 16),))], DEVICES, gpus_per_node=8).engines
+    assert [[device.bundle for device in node] for node in engine.nodes] == [list(range(8)), list(range(8, 16))]
+    assert engine.num_gpus == 16

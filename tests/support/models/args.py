@@ -1,0 +1,68 @@
+"""Argument namespaces for tests, made by the real parser."""
+
+import argparse
+import copy
+import functools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from slime.arguments import parse_args
+from slime.arguments.parser import build_parser, parse_known
+
+TINY_QWEN3_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+
+
+@functools.cache
+def _of_no_words() -> argparse.Namespace:
+    return parse_known(build_parser(), [])
+
+
+def default_args(**values: Any) -> SimpleNamespace:
+    """What the parser gives where nothing is typed, neither derived nor checked; `values` replace some."""
+    return SimpleNamespace(**{**copy.deepcopy(vars(_of_no_words())), **values})
+
+
+def write_config(directory: Path, **changes) -> Path:
+    """A Hugging Face directory that holds only a config; `changes` replace its entries."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({**TINY_QWEN3_CONFIG, **changes}))
+    return directory
+
+
+def write_rows(path: Path, count: int = 8) -> Path:
+    """A prompt file with `count` rows."""
+    rows = [{"prompt": f"What is {i}+{i}?", "label": str(2 * i)} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def command_line(directory: Path) -> list[str]:
+    """Words of a valid GRPO command line whose files lie in `directory`."""
+    config = write_config(directory / "model")
+    data = write_rows(directory / "prompts.jsonl")
+    return [
+        "--hf-checkpoint", str(config), "--model-args-from-hf", "--prompt-data", str(data), "--num-rollout", "4",
+        "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--rollout-num-gpus", "1",
+        "--actor-num-gpus-per-node", "1", "--rm-type", "math",
+    ]  # fmt: skip
+
+
+def parse(directory: Path, *words: str) -> argparse.Namespace:
+    """The checked arguments of `command_line(directory)` plus `words`."""
+    return parse_args(argv=[*command_line(directory), *words])

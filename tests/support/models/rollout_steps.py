@@ -1,0 +1,50 @@
+"""Whole steps of the default loop, for tests: run one, and read what it handed out and gave back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slime.rollout.base_types import RolloutFnTrainOutput, leaves
+from slime.rollout.generate_state import GenerateState
+from slime.rollout.sglang_rollout import generate_rollout_async
+from slime.utils.http_utils import close_http_client
+
+
+def run_step(
+    args: Any,
+    source: Any,
+    rollout_id: int = 0,
+    limit_s: float | None = None,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> RolloutFnTrainOutput:
+    """One step on a loop of its own; TimeoutError when it takes longer than `limit_s` seconds."""
+
+    async def main() -> RolloutFnTrainOutput:
+        try:
+            return await asyncio.wait_for(generate_rollout_async(args, rollout_id, source), limit_s)
+        finally:
+            await close_http_client()
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(main())
+
+
+def prompt_number(server_payload: dict[str, Any], args: Any) -> int:
+    """The number of the group whose prompt a request continues."""
+    text = GenerateState(args).tokenizer.decode(server_payload["input_ids"])
+    return int(text.removeprefix("question ").split("\n")[0].rstrip("F"))
+
+
+def group_numbers(groups: list[Any]) -> list[int]:
+    """`group_index` of each group."""
+    return [leaves(group)[0].group_index for group in groups]
+
+
+def plugin(directory: Path, source: str, name: str = "fn") -> str:
+    """The path of function `name` in a file of `source`, which may use asyncio and Sample."""
+    file = directory / f"{name}.py"
+    file.write_text("import asyncio\nfrom slime.utils.types import Sample\n" + source)
+    return f"{file}:{name}"

@@ -1,0 +1,118 @@
+"""Tiny models with random weights: an HF directory and the `args` that fit it.
+
+`write_tiny_model` needs transformers and belongs in the test's process; `tiny_args` reads config.json only.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from slime.models.families import model_args_from_hf
+from tests.support.models.args import default_args
+
+
+def write_tiny_model(
+    directory: Path,
+    *,
+    model_type: str = "qwen3",
+    tied: bool = False,
+    vocab_size: int = 131,
+    layers: int = 2,
+    hidden: int = 32,
+    heads: int = 4,
+    groups: int = 2,
+    head_dim: int = 16,
+    seed: int = 0,
+):
+    """Save a random float32 model of the family to `directory` (config.json, model.safetensors) and return it."""
+    import torch
+    import transformers
+
+    config = transformers.CONFIG_MAPPING[model_type](
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=head_dim,
+        tie_word_embeddings=tied,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        attn_implementation="sdpa",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                # Norms away from 1, biases away from 0, and logits that differ: otherwise mistakes would not show.
+                if parameter.ndim == 1:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+                elif "norm" not in name:
+                    parameter.mul_(3.0)
+    model.save_pretrained(directory)
+    return model.eval()
+
+
+def write_tiny_mimo(directory: Path, **options: Any) -> None:
+    """Save a random model of the MiMo family: a Qwen2 with a layer for multi-token prediction."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    write_tiny_model(directory, model_type="qwen2", **options)
+    config = json.loads((directory / "config.json").read_text())
+    hidden = config["hidden_size"]
+    (directory / "config.json").write_text(
+        json.dumps(
+            {**config, "model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+        )
+    )
+    tensors = load_file(directory / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    layer = {
+        name.replace("model.layers.0.", "model.mtp_layers.0."): torch.randn(tensor.shape, generator=generator)
+        for name, tensor in tensors.items()
+        if name.startswith("model.layers.0.")
+    }
+    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        layer[f"model.mtp_layers.0.{norm}.weight"] = torch.randn(hidden, generator=generator)
+    layer["model.mtp_layers.0.input_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator)
+    save_file({**tensors, **layer}, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def tiny_args(hf_dir: str | Path, **overrides: Any) -> SimpleNamespace:
+    """The parser's own arguments with those that fit the model in `hf_dir`; neither derived nor checked."""
+    config = json.loads((Path(hf_dir) / "config.json").read_text())
+    of_family = model_args_from_hf(config)
+    tensor_parallel = overrides.get("tensor_model_parallel_size", 1)
+    divisor = 8 * tensor_parallel
+    values: dict[str, Any] = {
+        "hf_checkpoint": str(hf_dir),
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_attention_heads": config["num_attention_heads"],
+        "num_query_groups": config["num_key_value_heads"],
+        "group_query_attention": True,
+        "kv_channels": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        "layernorm_epsilon": config["rms_norm_eps"],
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+        **{name: of_family[name] for name in ("qk_layernorm", "add_qkv_bias", "spec")},
+        "mtp_num_layers": config.get("num_nextn_predict_layers"),
+        "rotary_base": config["rope_parameters"]["rope_theta"],
+        "max_position_embeddings": config["max_position_embeddings"],
+        "seq_length": config["max_position_embeddings"],
+        "vocab_size": config["vocab_size"],
+        "padded_vocab_size": -(-config["vocab_size"] // divisor) * divisor,
+        "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
+        "accumulate_allreduce_grads_in_fp32": True,
+        "distributed_timeout_minutes": 1,
+        "checkpoint_write_timeout": 60.0,
+    }
+    return default_args(**{**values, **overrides})

@@ -1,0 +1,77 @@
+"""Counts the places at which a GPU would be waited for, on tensors of any device.
+
+    with counted_waits() as waits:
+        ...
+    assert waits["item"] == 1
+
+Every one of these methods copies from the device, after all that was asked of it before.
+
+    with Waiting() as waiting:
+        ...
+    assert waiting.operations == []
+
+On the device "meta", where tensors have no entries, whoever wants to know one or how many there are fails; what is left to be
+counted are copies to it that the host waits for.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+WAITING = ("__bool__", "__float__", "__int__", "cpu", "item", "numpy", "tolist")
+
+
+@contextlib.contextmanager
+def counted_waits() -> Iterator[Counter]:
+    """The calls of each of the `WAITING` methods in the block, by name."""
+    waits: Counter = Counter()
+
+    def counting(name):
+        method = getattr(torch.Tensor, name)
+
+        def call(tensor, *arguments, **options):
+            waits[name] += 1
+            return method(tensor, *arguments, **options)
+
+        return call
+
+    with contextlib.ExitStack() as patches:
+        for name in WAITING:
+            patches.enter_context(mock.patch.object(torch.Tensor, name, counting(name)))
+        yield waits
+
+
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+_BY_ENTRIES = (
+    torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default, torch.ops.aten._local_scalar_dense.default,
+)  # fmt: skip
+_BY_INDEX = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
+
+
+class Waiting(TorchDispatchMode):
+    """Remembers the operations that the host waits for: copies from one device to another that do not say `non_blocking`, and
+    those of whose result only the entries of a tensor tell the size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        options = options or {}
+        result = operation(*arguments, **options)
+        if operation in _COPIES:
+            source = arguments[operation is torch.ops.aten.copy_.default]
+            waits = source.device != result.device and not options.get("non_blocking") and True not in arguments[2:]
+        elif operation in _BY_INDEX:
+            waits = any(index is not None and index.dtype == torch.bool for index in arguments[1])
+        elif operation is torch.ops.aten.repeat_interleave.Tensor:
+            waits = options.get("output_size") is None
+        else:
+            waits = operation in _BY_ENTRIES
+        if waits:
+            self.operations.append(str(operation))
+        return result

@@ -1,0 +1,200 @@
+"""How far two computations of one number in float32 may lie apart: by the terms that the number is a sum of.
+
+A layout decides in which order terms are added, and so does a processor; each order rounds otherwise: by up to rounding unit ×
+number of terms × mean absolute term, however little is left of the sum when its terms cancel. So that is what a comparison
+allows, beside a relative difference of the number itself. The terms are those of the columns that a run trained on: of
+`ppo_kl`, say, the old and the new log-prob of every trained token, each with its weight in the mean. They are those of one
+optimizer step: the samples of another step are no part of its sums, and make its bound another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROUNDING_UNIT = float(np.finfo(np.float32).eps)
+RELATIVE = 1e-5
+# Made of differences of log-probs, whose terms are those log-probs themselves. The old ones stand for the new, which
+# `assert_equal_metrics` makes sure of.
+DIFFERENCES = {
+    "ppo_kl": ("log_probs", "log_probs"),
+    "kl": ("log_probs", "ref_log_probs"),
+    "kl_loss": ("log_probs", "ref_log_probs"),
+    "opd_reverse_kl": ("log_probs", "teacher_log_probs"),
+    "train_rollout_logprob_abs_diff": ("log_probs", "rollout_log_probs"),
+}
+
+
+def bound(terms: Any) -> float:
+    """Rounding unit × number of terms × mean absolute term, of any array."""
+    terms = np.abs(np.asarray(terms, dtype=np.float64))
+    assert np.isfinite(terms).all(), "a bound made of terms that are not finite would allow everything"
+    return ROUNDING_UNIT * terms.size * float(terms.mean()) if terms.size else 0.0
+
+
+def bounds_of_step(args: argparse.Namespace, data: Mapping[str, Any], step: int) -> dict[str, float]:
+    """What two layouts may differ by in the metrics of an optimizer step, by name; a metric without cancelling terms has no
+    entry.
+
+    Args:
+        data: what one rank, which has all samples, trained on; those of other steps than `step` are left out.
+    """
+    counts = data["num_microbatches"]
+    first = sum(counts[:step])
+    positions = [i for batch in data["micro_batch_indices"][first : first + counts[step]] for i in batch]
+    terms = _terms(args, data, positions, data["global_batch_sizes"][step])
+    return {name: bound(of_metric) for name, of_metric in terms.items()}
+
+
+def bounds_of_rollout(args: argparse.Namespace, data: Mapping[str, Any]) -> dict[str, float]:
+    """`bounds_of_step` for the metrics of a rollout's data."""
+    terms = _terms(args, data, range(len(data["loss_masks"])), sum(data["global_batch_sizes"]))
+    return {name: bound(of_metric) for name, of_metric in terms.items()}
+
+
+def assert_equal_metrics(
+    found: Mapping[Any, float],
+    expected: Mapping[Any, float],
+    bounds: Mapping[Any, float],
+    relative: float = RELATIVE,
+    *,
+    masked: bool = False,
+) -> None:
+    """The same names, and finite numbers within `relative` of what is expected or within the bound of their name.
+
+    Args:
+        found, expected: metrics of one optimizer step by name, or of several by (name, step).
+        bounds: by the same names, each made of the samples of its step.
+        masked: the new log-probs are those among the tokens that top-p kept, and the old ones those among all tokens.
+    """
+    assert expected and all(map(math.isfinite, bounds.values()))
+    for name, value in expected.items():
+        if "ppo_kl" in (name, name[0]) and bounds.get(name):
+            _assert_new_are_about_as_large_as_old(name, value, bounds[name], masked=masked)
+    assert found == {
+        name: pytest.approx(value, rel=relative, abs=bounds.get(name, 0.0)) for name, value in expected.items()
+    }
+
+
+def _assert_new_are_about_as_large_as_old(name: Any, ppo_kl: float, bound_of_it: float, *, masked: bool) -> None:
+    """What makes the old log-probs good terms in place of the new.
+
+    With o and n the mean sizes of old and new log-probs, which are no larger than 0, `ppo_kl`, the mean of old − new, is
+    n − o. Its bound is rounding unit × 2·o; with the new ones it would be rounding unit × (o + n), where o + n is
+    2·o + ppo_kl. Where |ppo_kl| < o/2, the bound is between 4/5 and 4/3 of that. Among few tokens the new ones are smaller
+    than among all by construction; the bound is then less than twice as wide, since n is not below 0.
+    """
+    half = bound_of_it / ROUNDING_UNIT / 4
+    assert ppo_kl < half and (masked or ppo_kl > -half), f"{name}: the new log-probs have left the old ones"
+
+
+def assert_equal_rows(
+    found: Mapping[Any, Sequence[float]],
+    expected: Mapping[Any, Sequence[float]],
+    relative: float = RELATIVE,
+    *,
+    terms_of_value: int = 1,
+) -> None:
+    """The same numbers per token, by column and sample; a token's number is a sum over its response at most.
+
+    Args:
+        terms_of_value: of so many terms a value is a sum, before it is one over a response (`terms_of_value`). Terms of
+            either sign add up to about √n of their mean size: all n together are √n times as large as values in the mean.
+    """
+    assert expected and found.keys() == expected.keys()
+    columns: dict[str, list[float]] = {}
+    for (name, _), row in expected.items():
+        columns.setdefault(name, []).extend(row)
+    means = {name: np.mean(np.abs(values)) if values else 0.0 for name, values in columns.items()}
+    for (name, sample), row in expected.items():
+        terms = [means[of] for of in DIFFERENCES.get(name, (name,)) if of in means] or [means[name]]
+        number = max(len(row), math.isqrt(terms_of_value)) if name == "values" else len(row)
+        assert found[name, sample] == pytest.approx(row, rel=relative, abs=bound(terms * number)), (name, sample)
+
+
+def terms_of_value(hidden: int, layers: int) -> int:
+    """Of how many terms a critic's value is a sum: of the hidden units, each of which is the sum of the embedding and of what
+    attention and feed-forward network of every layer add to it."""
+    return hidden * (1 + 2 * layers)
+
+
+def assert_equal_gradients(
+    found: Mapping[str, Any], expected: Mapping[str, Any], tokens: int, relative: float = RELATIVE
+) -> None:
+    """The same gradients by parameter: each entry is a sum over `tokens`, of terms no larger than the largest entry."""
+    assert expected and found.keys() == expected.keys()
+    for name, gradient in found.items():
+        wanted = np.asarray(expected[name], dtype=np.float64)
+        _assert_close(name, gradient, wanted, relative, bound([np.max(np.abs(wanted))] * tokens))
+
+
+def bound_of_weights(args: argparse.Namespace, gradients: Sequence[float], tokens: int) -> float:
+    """What weights may differ by after some steps of Adam, which divides a gradient by its epsilon at least.
+
+    Args:
+        gradients: mean absolute entry of the gradient, per step.
+        tokens: of a step, over which a gradient is a sum.
+    """
+    absolute = args.lr / args.adam_eps * sum(bound([gradient] * tokens) for gradient in gradients)
+    # Each step moves a weight by the learning rate at most: gradients that are wrongly large must not hide that.
+    assert 0 < absolute < 0.01 * args.lr * len(gradients), "the gradients are not those of a small model"
+    return absolute
+
+
+def assert_equal_weights(found: Mapping[str, Any], expected: Mapping[str, Any], absolute: float) -> None:
+    """The same weights by name, within `bound_of_weights`."""
+    assert expected and found.keys() == expected.keys()
+    for name, weight in found.items():
+        _assert_close(name, weight, expected[name], RELATIVE, absolute)
+
+
+def _assert_close(name: str, found: Any, expected: Any, relative: float, absolute: float) -> None:
+    """As arrays of one shape; NaN is like nothing."""
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.shape == expected.shape and math.isfinite(absolute), name
+    np.testing.assert_allclose(found, expected, rtol=relative, atol=absolute, equal_nan=False, err_msg=name)
+
+
+def _terms(
+    args: argparse.Namespace, data: Mapping[str, Any], positions: Sequence[int], rollouts: int
+) -> dict[str, np.ndarray]:
+    """By metric, absolute values over the trained tokens, weighted as in the metric's mean; those of the metrics whose terms
+    cancel."""
+    masks = [np.asarray(data["loss_masks"][i], dtype=np.float64) for i in positions]
+    if args.calculate_per_token_loss:
+        weights = [mask / max(sum(m.sum() for m in masks), 1.0) for mask in masks]
+    else:
+        sums = [max(data["rollout_mask_sums"][i], 1.0) for i in positions]
+        weights = [mask / total / rollouts for mask, total in zip(masks, sums, strict=True)]
+    weight = np.concatenate([np.zeros(0), *weights])
+    trained = weight > 0
+
+    def column(name: str) -> np.ndarray:
+        rows = [np.asarray(data[name][i], dtype=np.float64) for i in positions]
+        return np.abs(np.concatenate([np.zeros(0), *rows]))[trained]
+
+    def of(*names: str, times: Any = 1.0) -> np.ndarray:
+        return np.concatenate([column(name) * weight[trained] * times for name in names])
+
+    has = data.keys().__contains__
+    old = "rollout_log_probs" if args.use_rollout_logprobs else "log_probs"
+    terms = {name: of(name) for name in ("advantages", "returns", "values") if has(name)}
+    differences = {**DIFFERENCES, "ppo_kl": (old, old)}
+    terms |= {name: of(*columns) for name, columns in differences.items() if all(map(has, columns))}
+    if has("values") and has("returns"):
+        terms["value_loss"] = (column("values") + column("returns")) ** 2 * weight[trained]
+    if getattr(args, "role", "actor") == "critic":
+        return {**terms, "loss": terms["value_loss"]}
+    if has("advantages") and has(old):
+        # A = e^{new − old}·A: what the exponent is off by, the term is off by as a share of itself.
+        terms["pg_loss"] = of("advantages", times=1.0 + 2.0 * column(old))
+        parts = [terms["pg_loss"], args.entropy_coef * math.log(args.padded_vocab_size) * weight[trained]]
+        if args.use_kl_loss and "kl_loss" in terms:
+            parts.append(args.kl_loss_coef * terms["kl_loss"])
+        terms["loss"] = np.concatenate(parts)
+    return terms

@@ -1,0 +1,178 @@
+"""Run a function in clean child processes that form a real process group (Gloo on CPU).
+
+    results = run_distributed(worker, world_size=2, args=(tmp_path,))
+
+`worker` is a module-level function of any test file; every rank calls `worker(*args)` in a process of its own, whose
+environment holds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, so that `torch.distributed` initialises
+from the environment. Arguments and return values travel by pickle. The children share nothing with the test's process:
+what they import or patch stays with them. They are forked from a server that has imported torch and Megatron with its lifts
+(`preloaded.py`), which takes most of the time of a start; with `start_method="spawn"` nothing is imported yet.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+_LOG_TAIL = 6000
+_GRACE_SECONDS = 5.0
+
+
+class DistributedFailure(AssertionError):
+    """A rank raised, died or did not finish in time; the message holds the end of every rank's output."""
+
+
+def run_distributed(
+    worker: Callable[..., Any],
+    world_size: int,
+    args: Sequence[Any] = (),
+    *,
+    timeout: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    start_method: str = "forkserver",
+) -> list[Any]:
+    """Call `worker(*args)` on `world_size` ranks and return their return values, by rank.
+
+    Args:
+        start_method: forkserver, or spawn where the worker depends on what is imported when, or on an environment that
+            imports read.
+
+    Raises:
+        DistributedFailure: a rank failed (the others are then ended), or `timeout` seconds have passed.
+    """
+    from torch.distributed import TCPStore
+
+    # The store lives here, on a port that the system chose: no port is picked first and bound later.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="run_distributed_") as directory:
+        ranks = [_Rank(rank, world_size, store.port, Path(directory), env or {}) for rank in range(world_size)]
+        try:
+            for rank in ranks:
+                rank.start(worker, args, start_method)
+            _wait(ranks, timeout)
+        finally:
+            for rank in ranks:
+                rank.end()
+        return [rank.result() for rank in ranks]
+
+
+class _Rank:
+    """One child process with its files."""
+
+    def __init__(self, rank: int, world_size: int, port: int, directory: Path, env: Mapping[str, str]) -> None:
+        self.rank = rank
+        self._log = directory / f"rank{rank}.log"
+        self._result = directory / f"rank{rank}.result"
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            # All ranks are clients of the parent's store (the name is torch's, made for its own launcher).
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            **env,
+        }
+
+    def start(self, worker: Callable[..., Any], args: Sequence[Any], start_method: str) -> None:
+        call = pickle.dumps((inspect.getfile(worker), worker.__qualname__, tuple(args)))
+        context = multiprocessing.get_context(start_method)
+        if start_method == "forkserver":
+            context.set_forkserver_preload(["tests.support.processes.preloaded"])
+        self._process = context.Process(target=_run, args=(call, self._result, self._log, self._env))
+        # What is imported before `_run` sets the environment (the server's imports, a spawned interpreter) sees it too.
+        with mock.patch.dict(os.environ, self._env):
+            self._process.start()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    @property
+    def sentinel(self) -> int:
+        """Is ready when the process has ended."""
+        return self._process.sentinel
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+
+    def result(self) -> Any:
+        return pickle.loads(self._result.read_bytes())
+
+    def report(self) -> str:
+        text = self._log.read_text(errors="replace")[-_LOG_TAIL:] if self._log.exists() else ""
+        return f"--- rank {self.rank}, exit status {self.poll()} ---\n{text.strip()}"
+
+
+def _wait(ranks: list[_Rank], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    failed_at = None
+    while running := [rank for rank in ranks if rank.poll() is None]:
+        now = time.monotonic()
+        if failed_at is None and any(rank.poll() for rank in ranks):
+            failed_at = now
+        # The other ranks usually notice a lost peer within moments, and then say what they were doing.
+        patience = deadline if failed_at is None else min(deadline, failed_at + _GRACE_SECONDS)
+        if now < patience:
+            multiprocessing.connection.wait([rank.sentinel for rank in running], patience - now)
+        elif failed_at is not None:
+            break
+        else:
+            raise DistributedFailure("\n".join([f"not finished after {timeout} s", *(rank.report() for rank in ranks)]))
+    if any(rank.poll() != 0 for rank in ranks):
+        raise DistributedFailure("\n".join(["a rank failed", *(rank.report() for rank in ranks)]))
+
+
+def _end_with_parent() -> None:
+    def watch() -> None:
+        multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _load(file: str, qualname: str) -> Callable[..., Any]:
+    spec = importlib.util.spec_from_file_location("distributed_worker", file)
+    module = importlib.util.module_from_spec(spec)
+    # Checkpoint writers pickle classes of the worker's module by name.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return getattr(module, qualname)
+
+
+def _run(call: bytes, result_file: Path, log: Path, env: Mapping[str, str]) -> None:
+    with log.open("wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(REPOSITORY)
+    warnings.simplefilter("ignore")
+    # What the worker starts itself, it starts as any program does: a child takes over how it was started.
+    multiprocessing.set_start_method(None, force=True)
+    _end_with_parent()
+    file, qualname, args = pickle.loads(call)
+    result = _load(file, qualname)(*args)
+    result_file.write_bytes(pickle.dumps(result))
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()

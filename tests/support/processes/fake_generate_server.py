@@ -1,0 +1,160 @@
+"""A small HTTP server that speaks the part of the router's and the engine's protocol that the generation loop uses.
+
+It runs on a loop and thread of its own and is router and only engine at once: `/workers`, `/generate`,
+`/abort_request`, `/v1/loads`. What it answers is decided by the functions a test gives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+
+class FakeGenerateServer:
+    """Usable as a context manager.
+
+    `answer(payload)` gives the response ids of a request; `hold(payload)` says that it stays unfinished until it is
+    aborted (it then returns the first id of its answer) or `release` is called; `text_of(ids)` gives the text.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[dict[str, Any]], list[int]] = lambda payload: [70, 71, 72],
+        hold: Callable[[dict[str, Any]], bool] = lambda payload: False,
+    ) -> None:
+        self.answer = answer
+        self.hold = hold
+        self.text_of: Callable[[list[int]], str] = lambda ids: "".join(chr(i) for i in ids)
+        self.refuse: Callable[[dict[str, Any]], str | None] = lambda payload: None  # text of a 400
+        self.delay_s = 0.0
+        self.always_busy = False
+        self.other_workers: list[str] = []  # listed beside this server
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.aborts = 0  # of everything at once
+        self.aborted_ids: list[str] = []
+        self.loads_asked = 0
+        self.in_flight = 0
+        self.max_in_flight = 0
+        self.port = 0
+        self._held: dict[str, asyncio.Event] = {}  # set by an abort; by the ids of requests
+        self._released = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> FakeGenerateServer:
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(60)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(60)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(60)
+
+    def release(self) -> None:
+        """Let held requests finish as if nothing had held them."""
+        self._loop.call_soon_threadsafe(self._released.set)
+
+    async def _start(self) -> None:
+        app = web.Application()
+        app.router.add_get("/workers", self._workers)
+        app.router.add_post("/generate", self._generate)
+        app.router.add_post("/abort_request", self._abort)
+        app.router.add_get("/v1/loads", self._loads)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.2)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.port = site._server.sockets[0].getsockname()[1]
+
+    async def _workers(self, request: web.Request) -> web.Response:
+        urls = [self.url, *self.other_workers]
+        workers = [{"id": str(number), "url": url, "is_healthy": True} for number, url in enumerate(urls, start=1)]
+        return web.json_response({"workers": workers})
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        self.loads_asked += 1
+        running = 1 if self.always_busy else self.in_flight
+        return web.json_response({"loads": [{"num_running_reqs": running, "num_waiting_reqs": 0}]})
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        order = await request.json()
+        if order == {"abort_all": True}:
+            self.aborts += 1
+            # Only requests that are held at this moment are aborted.
+            aborted = list(self._held.values())
+        else:
+            self.aborted_ids.append(order.pop("rid"))
+            assert order == {}
+            aborted = [event for held, event in self._held.items() if held == self.aborted_ids[-1]]
+        for event in aborted:
+            event.set()
+        return web.Response(status=200)
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        payload = await request.json()
+        self.requests.append(payload)
+        self.headers.append(dict(request.headers))
+        refusal = self.refuse(payload)
+        if refusal is not None:
+            return web.Response(status=400, text=refusal)
+        self.in_flight += 1
+        self.max_in_flight = max(self.max_in_flight, self.in_flight)
+        try:
+            if self.delay_s:
+                await asyncio.sleep(self.delay_s)
+            aborted = self.hold(payload) and await self._wait_for_end(payload)
+        finally:
+            self.in_flight -= 1
+        ids = self.answer(payload)
+        budget = payload["sampling_params"]["max_new_tokens"]
+        reason = "abort" if aborted else "length" if len(ids) >= budget else "stop"
+        ids = ids[:1] if aborted else ids[:budget]
+        return web.json_response(
+            {
+                "text": self.text_of(ids),
+                "meta_info": {
+                    **self._scores(payload),
+                    "output_token_logprobs": [[-0.5, token, None] for token in ids],
+                    "finish_reason": {"type": reason},
+                    "weight_version": "1",
+                    "prompt_tokens": len(payload["input_ids"]),
+                    "completion_tokens": len(ids),
+                    "cached_tokens": 0,
+                },
+            }
+        )
+
+    def _scores(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """Log-probs of the prompt, −0.1 times its position, for a request that asks where they start."""
+        if payload.get("logprob_start_len") is None:
+            return {}
+        with_text = payload.get("return_text_in_logprobs")
+        return {
+            "input_token_logprobs": [
+                [-0.1 * place if place else None, token, self.text_of([token]) if with_text else None]
+                for place, token in enumerate(payload["input_ids"])
+            ]
+        }
+
+    async def _wait_for_end(self, payload: dict[str, Any]) -> bool:
+        """True when the request was aborted, False when it was released."""
+        request_id = payload.get("rid", f"request {id(payload)}")
+        event = self._held[request_id] = asyncio.Event()
+        aborted = asyncio.ensure_future(event.wait())
+        released = asyncio.ensure_future(self._released.wait())
+        await asyncio.wait([aborted, released], return_when=asyncio.FIRST_COMPLETED, timeout=300)
+        del self._held[request_id]
+        was_aborted = aborted.done()
+        aborted.cancel()
+        released.cancel()
+        return was_aborted

@@ -1,0 +1,13 @@
+"""A Ray of the test's own, on this machine."""
+
+from typing import Any
+
+import ray
+
+from slime.ray.cluster import _patience_with_node
+
+
+def start_ray(**options: Any) -> None:
+    """`ray.init` with `options`, however long a busy machine takes for it. `ray.shutdown` ends it."""
+    with _patience_with_node():
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", **options)

@@ -1,0 +1,122 @@
+"""What several tests do with a tiny Megatron model inside the child processes of `run_distributed`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+def start(args: SimpleNamespace) -> None:
+    """Initialise (again): the process group stays, the parallel layout and the seeds are those of `args`."""
+    from slime.backends.megatron_utils import initialize
+
+    _leave_layout()
+    initialize.init(args)
+
+
+def _leave_layout() -> None:
+    """Leave all groups but the default one: each has a thread that looks at its connections, and a layout has some twenty."""
+    from slime.backends.megatron_utils import initialize
+
+    initialize.cpu_runtime.install()
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if not dist.is_initialized():
+        return
+    dist.barrier()  # nobody leaves while another rank still works in a group
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+def load_backend(args: SimpleNamespace, *, loads: bool = True) -> Any:
+    """This rank's backend, laid out anew, with its optimizer; at the weights of `args.hf_checkpoint` or at random ones."""
+    from slime.arguments.checkpoints import WeightSource
+    from slime.training.backend import make_backend
+
+    if args.train_backend == "megatron":
+        _leave_layout()
+    backend = make_backend(args)
+    backend.place()
+    backend.load(WeightSource("hf", args.hf_checkpoint) if loads else WeightSource("random"))
+    return backend
+
+
+def load_model(args: SimpleNamespace) -> list[Any]:
+    """`start`, then the model of `args.hf_checkpoint`, wrapped, with its weights."""
+    start(args)
+    from slime.backends.megatron_utils.hf_conversion import load_hf_weights
+    from slime.backends.megatron_utils.model_provider import setup_model
+
+    chunks = setup_model(args)
+    load_hf_weights(args, chunks, args.hf_checkpoint)
+    return chunks
+
+
+def packed_forward(chunk: torch.nn.Module, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Logits [tokens, local part of the vocabulary] of the sequences, packed into one stream."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    lengths = [len(sequence) for sequence in sequences]
+    boundaries = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
+    tokens = torch.tensor([token for sequence in sequences for token in sequence])
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return chunk(tokens[None], positions[None], None, packed_seq_params=packed)[0]
+
+
+def gather_vocabulary(logits: torch.Tensor) -> torch.Tensor:
+    """Whole logits from the parts of the tensor-parallel ranks."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    parts = [torch.empty_like(logits) for _ in range(parallel_state.get_tensor_model_parallel_world_size())]
+    dist.all_gather(parts, logits.detach().contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    return torch.cat(parts, dim=-1)
+
+
+def next_token_loss(logits: torch.Tensor, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Summed negative log-likelihood of every token but the first of each sequence."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    labels = torch.cat([torch.tensor(sequence).roll(-1) for sequence in sequences])
+    mask = torch.cat([(torch.arange(len(sequence)) < len(sequence) - 1).float() for sequence in sequences])
+    losses = vocab_parallel_cross_entropy(logits[:, None].float(), labels[:, None])[:, 0]
+    return (losses * mask).sum()
+
+
+def hf_gradients(args: SimpleNamespace, chunks: list[Any]) -> dict[str, torch.Tensor]:
+    """The reduced gradients under HF names: exported as if they were the weights (which they overwrite)."""
+    from slime.backends.megatron_utils.hf_conversion import iter_hf_named_tensors
+
+    with torch.no_grad():
+        for parameter in chunks[0].parameters():
+            parameter.copy_(parameter.main_grad)
+    return {name: tensor.clone() for name, tensor in iter_hf_named_tensors(args, chunks)}
+
+
+def sharded_state(chunks: list[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    """Model and optimizer as `dist_checkpointing` saves and loads them, for any later layout."""
+    from megatron.core import parallel_state
+
+    from slime.backends.megatron_utils.parameter_names import unwrap_model
+
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    model = unwrap_model(chunks[0]).sharded_state_dict(metadata=metadata)
+    return {"model": model, "optimizer": optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)}

@@ -1,0 +1,119 @@
+"""A run in any layout and precision that stops at a checkpoint, and the run that goes on from it as a rank's start loads it."""
+
+from __future__ import annotations
+
+import hashlib
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.arguments.checkpoints import WeightSource
+from tests.support.processes.layout_steps import LayoutRun, layout_args
+
+# A scale that fits the tiny model, and a window that one step of the resumed run completes.
+FLOAT16 = {
+    "fp16": True, "initial_loss_scale": 2.0**10, "min_loss_scale": 1.0, "loss_scale_window": 3, "hysteresis": 2,
+}  # fmt: skip
+
+
+def resumable_args(hf_dir: Any, save: Any, **overrides: Any) -> SimpleNamespace:
+    """`layout_args` of a run that saves to `save`."""
+    sizes = (
+        "data_parallel_size",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+    )
+    world_size = 1
+    for name in sizes:
+        world_size *= overrides.get(name, 1)
+    checkpoint = {
+        "save": str(save), "save_hf": None, "no_save_optim": False, "no_load_optim": False, "no_load_rng": False,
+        "keep_last": None, "world_size": world_size, "log_level": "WARNING", "lr": 1e-5, "clip_grad": 1.0,
+    }  # fmt: skip
+    return layout_args(hf_dir, **{**checkpoint, **overrides})
+
+
+def changed(args: SimpleNamespace, **overrides: Any) -> SimpleNamespace:
+    """A copy of `args` with other values."""
+    return SimpleNamespace(**{**vars(args), **overrides})
+
+
+class ResumableRun(LayoutRun):
+    """A run of the actor or, with `role="critic"`, of the critic, on data that a resumed run has too."""
+
+    def prepare(self) -> None:
+        if getattr(self.args, "role", "actor") == "actor":
+            return super().prepare()
+        from slime.training.passes import forward_values
+
+        self.data.update(forward_values(self.args, self.backend, self.data))
+        if self.is_last_stage:
+            self.data["returns"] = [torch.linspace(-0.5, 0.9, len(row)) for row in self.data["values"]]
+        return None
+
+    def step(self) -> dict[str, float]:
+        from slime.training.train_step import train_one_step
+
+        return train_one_step(self.args, self.backend, self.data, 0, 0, role=getattr(self.args, "role", "actor"))
+
+    def save(self, iteration: int = 0) -> None:
+        """Write and publish the checkpoint of `iteration`."""
+        from slime.training.checkpoint_publication import publish_checkpoint
+
+        self.backend.save(iteration)
+        if dist.get_rank() == 0:
+            publish_checkpoint(self.args, iteration)
+        dist.barrier()
+
+    def parts(self) -> list[Any]:
+        """Megatron's optimizers, of dense and of expert parameters, as far as such are trained."""
+        return [part for part in self.optimizer.chained_optimizers if part.optimizer is not None]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """All entries of the parameter groups but the parameters."""
+        groups = [group for part in self.parts() for group in part.optimizer.param_groups]
+        return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+    def fingerprints(self) -> dict[str, Any]:
+        """What the next steps depend on: tensors as digests of their bytes."""
+        inner = [part.optimizer for part in self.parts()]
+        masters = [p.detach() for optimizer in inner for group in optimizer.param_groups for p in group["params"]]
+        moments = [t for optimizer in inner for state in optimizer.state.values() for _, t in sorted(state.items())]
+        scalers = [getattr(part, "grad_scaler", None) for part in self.parts()]
+        steps = [group.get("step") for group, full in zip(self.groups(), self._has_parameters(), strict=True) if full]
+        return {
+            "weights": digest(p.detach() for chunk in self.model for p in chunk.parameters()),
+            "masters": digest(masters),
+            "moments": digest(moments),
+            "steps": steps,
+            "rates": [(group["lr"], group["weight_decay"]) for group in self.groups()],
+            "rollouts": self.scheduler.num_steps,
+            "loss scale": [str(scaler.state_dict()) for scaler in scalers if scaler is not None],
+        }
+
+    def _has_parameters(self) -> list[bool]:
+        return [bool(group["params"]) for part in self.parts() for group in part.optimizer.param_groups]
+
+
+def digest(tensors: Any) -> str:
+    """A digest of all bytes."""
+    found = hashlib.blake2b(digest_size=12)
+    for tensor in tensors:
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def resumed(args: SimpleNamespace, directory: Any, data: dict[str, Any] | None = None) -> ResumableRun:
+    """The run of `args` that starts from the newest checkpoint in `directory`, loaded by the backend's own start.
+
+    Its model starts from other weights than any other run's. `data` replaces what it trains on.
+    """
+    run = ResumableRun(changed(args, seed=args.seed + 77), loads=False)
+    run.args = run.backend.args = args
+    run.backend.load(WeightSource("megatron", str(directory), resume=True))
+    run.optimizer, run.scheduler = run.backend.optimizer, run.backend.scheduler
+    run.data = run.data if data is None else data
+    return run

@@ -1,0 +1,48 @@
+"""The helper that runs test bodies in child processes tells the truth about them."""
+
+import os
+import time
+
+import pytest
+
+from tests.support.processes.distributed import DistributedFailure, run_distributed
+
+
+def _sum_of_ranks(offset):
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.tensor([float(dist.get_rank() + offset)])
+    dist.all_reduce(total)
+    return dist.get_rank(), total.item(), os.environ["OMP_NUM_THREADS"]
+
+
+def test_results_come_back_by_rank():
+    assert run_distributed(_sum_of_ranks, 2, (10,)) == [(0, 21.0, "1"), (1, 21.0, "1")]
+
+
+def _raise_on_rank_one():
+    if os.environ["RANK"] == "1":
+        raise KeyError("the cause")
+    time.sleep(60)
+
+
+def test_a_failing_rank_ends_all_and_shows_its_traceback():
+    started = time.monotonic()
+    with pytest.raises(DistributedFailure, match="KeyError: 'the cause'"):
+        run_distributed(_raise_on_rank_one, 2)
+    assert time.monotonic() - started < 30
+
+
+def _announce_then_hang(directory):
+    (directory / os.environ["RANK"]).write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def test_a_timeout_names_itself_and_leaves_no_process(tmp_path):
+    with pytest.raises(DistributedFailure, match="not finished after 3"):
+        run_distributed(_announce_then_hang, 2, (tmp_path,), timeout=3.0)
+    for announcement in tmp_path.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(announcement.read_text()), 0)

@@ -1,0 +1,221 @@
+"""A training rank with several sets of weights: what it computes with each, and a resume that finds all of them again."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.support.models.grpo_batch import make_samples
+from tests.support.models.tiny_model import write_tiny_model
+from tests.support.models.train_steps import shard_of
+from tests.support.processes.distributed import run_distributed
+
+TEMPERATURE = 0.7
+NUM_ROLLOUT = 6
+
+
+def command_line(directory: Path, *words: str) -> list[str]:
+    """A run on two tensor-parallel ranks that trains without engines."""
+    return [
+        "--hf-checkpoint", str(directory / "actor"), "--model-args-from-hf", "--debug-train-only", "--num-rollout",
+        str(NUM_ROLLOUT), "--rollout-batch-size", "8", "--n-samples-per-prompt", "1", "--actor-num-gpus-per-node", "2",
+        "--tensor-model-parallel-size", "2", "--lr", "0.01", "--lr-decay-style", "linear", "--micro-batch-size", "1",
+        "--prompt-data", str(directory / "prompts.jsonl"), "--rollout-temperature", str(TEMPERATURE), "--rm-type", "math",
+        "--data-pad-size-multiplier", "8", "--clip-grad", "0", *words,
+    ]  # fmt: skip
+
+
+class Rank:
+    """A rank of the actor whose rollouts come from `shard_of`."""
+
+    def __init__(self, words: list[str], **overrides) -> None:
+        import os
+
+        from slime.arguments import parse_args
+        from slime.training.actor_rank import ActorRank
+
+        self.args = parse_args(argv=words)
+        vars(self.args).update(overrides)
+        before = dict(vars(self.args))
+        rank = int(os.environ["RANK"])
+        self.actor = ActorRank(self.args, rank, 2, rank)
+        self.actor._fetch = lambda shards: self._data()
+        self.first = self.actor.init((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+        self.changed_args = sorted(name for name, value in vars(self.args).items() if before.get(name) != value)
+
+    def _data(self) -> dict:
+        self.data = shard_of(self.args, 0)
+        del self.data["log_probs"], self.data["ref_log_probs"]
+        return self.data
+
+    def train(self, rollout_id) -> dict:
+        """The log-probs that the rollout was trained with, by column."""
+        self.actor.train(rollout_id, [])
+        computed = ("log_probs", "ref_log_probs", "teacher_log_probs")
+        return {name: self.data[name] for name in computed if name in self.data}
+
+    def save(self, rollout_id) -> None:
+        import torch.distributed as dist
+
+        self.actor.save(rollout_id)
+        if dist.get_rank() == 0:
+            self.actor.publish(rollout_id)
+        dist.barrier()
+
+    def weights(self) -> dict:
+        return {name: tensor.clone() for name, tensor in self.actor.backend.named_tensors()}
+
+    def learning_rate(self) -> float:
+        return self.actor.backend.optimizer.param_groups[0]["lr"]
+
+    def end(self) -> None:
+        """Leave the parallel groups; the process group stays, for the next rank in this process."""
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+
+
+def same(left: dict, right: dict) -> dict[str, bool]:
+    """Equality bit for bit, by key."""
+
+    def equal(a, b) -> bool:
+        pairs = zip(a, b, strict=True) if isinstance(a, list) else [(a, b)]
+        return all(one.equal(other) for one, other in pairs)
+
+    return {name: equal(value, right[name]) for name, value in left.items()}
+
+
+def resume_worker(directory: Path) -> dict:
+    save = ["--save", str(directory / "run"), "--load", str(directory / "run")]
+    kl = ["--use-kl-loss", "--kl-loss-coef", "0.1", "--kl-loss-type", "k3", "--ref-load", str(directory / "other")]
+    words = command_line(directory, *save, *kl, "--ref-update-interval", "2", "--keep-old-actor", "--bf16")
+    run = Rank(words)
+    columns = {}
+    for rollout_id in range(5):
+        columns[rollout_id] = run.train(rollout_id)
+        if rollout_id == 2:
+            run.actor.weight_version = 7
+            run.save(2)
+            rate = run.learning_rate()
+    weights = run.weights()
+    results = {"changed_args": run.changed_args, "s12": refusals(run)}
+    results["old"] = same(columns[3], columns[4])
+    run.end()
+
+    resumed = Rank(words)
+    results["first"] = (run.first, resumed.first)
+    results["weight version"] = resumed.actor.open_weight_push().weight_version
+    results["resumed"] = {rollout_id: same(columns[rollout_id], resumed.train(rollout_id)) for rollout_id in (3, 4)}
+    results["weights"] = all(same(weights, resumed.weights()).values())
+    resumed.end()
+
+    # O1: without the optimizer's state the schedule still goes on where it was, once.
+    without = Rank([*words, "--no-load-optim"])
+    results["o1"] = (rate, without.learning_rate(), without.actor.backend.scheduler.num_steps)
+    results["o1 moments"] = [group.get("step") for group in without.actor.backend.optimizer.param_groups]
+    without.end()
+
+    # O3: a run that only evaluates.
+    evaluating = Rank([*words, "--num-rollout", "0"])
+    results["o3"] = (evaluating.actor.backend.optimizer, evaluating.actor.backend.scheduler)
+    results["o3 weights"] = evaluating.first
+    evaluating.end()
+    return results
+
+
+def refusals(run) -> dict[str, str]:
+    from slime.utils.errors import RunError
+
+    found = {}
+    for name, call in {"push": lambda: run.actor.send_weights(0, 1), "save": lambda: run.actor.save(9)}.items():
+        try:
+            with run.actor.states("ref"):
+                call()
+        except RunError as error:
+            found[name] = str(error)
+    return found
+
+
+def teacher_worker(directory: Path) -> dict:
+    kl = ["--use-kl-loss", "--kl-loss-coef", "0.1", "--ref-load", str(directory / "actor")]
+    distillation = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": str(directory / "other")}
+    run = Rank(command_line(directory, *kl), **distillation, opd_teacher_ckpt_step=None, opd_kl_coef=1.0)
+    data = run.train(0)
+    run.end()
+    columns = {name: [tensor.tolist() for tensor in tensors] for name, tensors in data.items()}
+    return {**columns, "sample_indices": run.data["sample_indices"]}
+
+
+def worker(directory: Path) -> tuple[dict, dict]:
+    return resume_worker(directory), teacher_worker(directory)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("states")
+    for name, seed in (("actor", 0), ("other", 1)):
+        write_tiny_model(directory / name, tied=True, seed=seed)
+    (directory / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": "1+1", "label": "2"}) + "\n" for _ in range(8))
+    )
+    return directory
+
+
+@pytest.fixture(scope="module")
+def ranks(directory):
+    return run_distributed(worker, 2, (directory,), timeout=300)
+
+
+def test_a_resume_finds_the_refreshed_reference_and_the_old_actor(ranks):
+    for results, _ in ranks:
+        assert results["first"] == (0, 3)
+        assert results["weight version"] == 7
+        # The reference was refreshed after rollouts 1 and 3, the second time by the resumed run itself.
+        assert not any(results["old"].values()), "reference and old actor moved between rollouts 3 and 4"
+        for rollout_id, equal in results["resumed"].items():
+            assert equal["ref_log_probs"], f"reference in rollout {rollout_id}"
+            assert equal["log_probs"], f"old actor in rollout {rollout_id}"
+        assert results["weights"]
+
+
+def test_a12_loading_a_state_leaves_the_arguments_as_they_were(ranks):
+    assert [results["changed_args"] for results, _ in ranks] == [[], []]
+
+
+def test_s12_only_the_actor_is_pushed_and_saved(ranks):
+    for results, _ in ranks:
+        message = "the live model holds the state 'ref', not 'actor'"
+        assert results["s12"] == {"push": message, "save": message}
+
+
+def test_o1_the_schedule_is_restored_once_without_the_optimizer(ranks):
+    for results, _ in ranks:
+        rate, resumed, scheduled = results["o1"]
+        # Three of six steps of eight rollouts are done.
+        assert rate == pytest.approx(0.01 / 2) and resumed == rate and scheduled == 24
+        assert set(results["o1 moments"]) == {None}
+
+
+def test_o3_a_run_that_only_evaluates_builds_no_optimizer(ranks):
+    for results, _ in ranks:
+        assert results["o3"] == (None, None)
+
+
+def test_each_state_gives_its_own_log_probs_at_the_rollouts_temperature(directory, ranks):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    columns = ranks[0][1]
+    sources = {"ref_log_probs": "actor", "teacher_log_probs": "other", "log_probs": "actor"}
+    for column, name in sources.items():
+        model = AutoModelForCausalLM.from_pretrained(directory / name, dtype=torch.float32)
+        for sample in make_samples(131):
+            logits = model(torch.tensor([sample.tokens])).logits[0].detach().double() / TEMPERATURE
+            row, length = columns["sample_indices"].index(sample.index), sample.response_length
+            for position in range(length):
+                at = len(sample.tokens) - length + position
+                scores = logits[at - 1].tolist()
+                largest = max(scores)
+                expected = scores[sample.tokens[at]] - largest - math.log(sum(math.exp(s - largest) for s in scores))
+                assert columns[column][row][position] == pytest.approx(expected, abs=2e-5), (column, sample.index)

@@ -1,0 +1,226 @@
+"""What a rank reports about its optimizer steps, and how long it waits for others; without a model."""
+
+import contextlib
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+
+from slime.observability.logging_utils import drain_outbox, log
+from slime.training import actor_rank, critic_rank, train_rank
+from slime.training.train_rank import TrainRank
+from slime.weights.source import WeightSource
+from slime.weights.transports import TRANSPORTS, EnginesFailed, Transport
+from tests.support.processes.distributed import run_distributed
+
+
+def test_a_rollout_that_is_cut_for_other_ranks_is_refused(monkeypatch):
+    """The number of ranks is that of their group, whatever came."""
+    rank = make_rank()
+    rank.backend = SimpleNamespace(groups=SimpleNamespace(data_rank=0, sample_group="two ranks", cp=None))
+    monkeypatch.setattr(train_rank.dist, "get_world_size", {"two ranks": 2}.__getitem__)
+    rank.device = "cpu"
+    with pytest.raises(ValueError, match="is cut into 3 shards, and there are 2 data-parallel ranks"):
+        rank._fetch([None] * 3)
+
+
+def make_rank() -> TrainRank:
+    rank = TrainRank.__new__(TrainRank)
+    rank.args = SimpleNamespace(num_steps_per_rollout=2, reset_optimizer_states=False)
+    rank.rank, rank.backend = 0, None
+    rank._not_handed_over = []
+    drain_outbox()
+    return rank
+
+
+@pytest.mark.parametrize("failing, expected", [(0, {}), (1, {6: 0.0}), (2, {6: 0.0, 7: 1.0}), (3, {6: 0.0, 7: 1.5})])
+def test_a_step_that_fails_leaves_the_metrics_of_those_before_it(monkeypatch, failing, expected):
+    def step(*arguments, **options):
+        if arguments[4] == failing:
+            raise RuntimeError("not finite")
+        return {"loss": float(arguments[4])}
+
+    monkeypatch.setattr(train_rank, "train_one_step", step)
+    rank = make_rank()
+    with pytest.raises(RuntimeError, match="not finite"), rank._collected() as logged:
+        rank._train_steps(3, {"num_microbatches": [1] * 4}, logged)
+    assert {metrics["train/step"]: metrics["train/loss"] for metrics, _ in rank.take_logged()} == expected
+
+
+@pytest.mark.parametrize(
+    "came, expected",
+    [
+        (1, {6: 0.0}),
+        (2, {6: 0.0, 7: 1.0}),
+        # Rollout 4 begins at 8: the steps that were not announced share the last number before it.
+        (4, {6: 0.0, 7: 2.0}),
+    ],
+)
+def test_the_steps_of_a_rollout_stay_before_those_of_the_next(monkeypatch, caplog, came, expected):
+    monkeypatch.setattr(train_rank, "train_one_step", lambda *arguments, **options: {"loss": float(arguments[4])})
+    logged = []
+    make_rank()._train_steps(3, {"num_microbatches": [1] * came}, logged)
+    assert {metrics["train/step"]: metrics["train/loss"] for metrics, _ in logged} == expected
+    assert len(logged) == len(expected)
+    assert ("brings 4 optimizer steps instead of 2" in caplog.text) == (came == 4)
+
+
+def test_what_functions_of_a_user_log_is_handed_over_in_order_and_once(monkeypatch):
+    """In their own thread too, which has no context: its metrics leave with the work that ends next."""
+
+    def step(*arguments, **options):
+        log(None, {"mine/x": arguments[4], "mine/step": 0}, "mine/step")
+        thread = threading.Thread(target=log, args=(None, {"mine/late": arguments[4], "mine/step": 0}, "mine/step"))
+        thread.start()
+        thread.join()
+        return {"loss": float(arguments[4])}
+
+    monkeypatch.setattr(train_rank, "train_one_step", step)
+    rank = make_rank()
+    with rank._collected() as logged:
+        rank._train_steps(3, {"num_microbatches": [1] * 2}, logged)
+    names = [next(iter(metrics)) for metrics, _ in logged]
+    assert names == ["mine/x", "train/loss", "mine/x", "train/loss", "mine/late", "mine/late"]
+    assert rank.take_logged() == [], "what was handed over is not told again"
+
+
+def make_critic(monkeypatch, failing) -> critic_rank.CriticRank:
+    """A critic in which functions of a user's log in both passes, the one of `failing` then fails."""
+
+    def note(name):
+        log(None, {f"mine/{name}": 1.0, "mine/step": 0}, "mine/step")
+        if name == failing:
+            raise RuntimeError("not finite")
+        return {}
+
+    monkeypatch.setattr(critic_rank, "forward_values", lambda *arguments: note("values"))
+    monkeypatch.setattr(train_rank, "train_one_step", lambda *arguments, **options: note("train"))
+    rank = critic_rank.CriticRank.__new__(critic_rank.CriticRank)
+    rank.args = SimpleNamespace(num_steps_per_rollout=1, reset_optimizer_states=False)
+    rank.rank, rank.backend = 0, SimpleNamespace(groups=SimpleNamespace(is_last_stage=False))
+    rank._not_handed_over = []
+    rank._fetch = lambda shards: {"num_microbatches": [1]}
+    drain_outbox()
+    return rank
+
+
+def names_of_users(logged):
+    return [name for metrics, _ in logged for name in metrics if name.startswith("mine/") and name != "mine/step"]
+
+
+def test_what_was_logged_with_the_values_is_handed_over_with_the_training(monkeypatch):
+    rank = make_critic(monkeypatch, failing=None)
+    for rollout_id in range(2):
+        rank.values(rollout_id, [])
+        assert names_of_users(rank.train(rollout_id, [])) == ["mine/values", "mine/train"]
+        assert rank.take_logged() == [], "what was handed over is not told again"
+
+
+@pytest.mark.parametrize("failing, expected", [("values", ["values"]), ("train", ["values", "train"])])
+def test_what_a_critic_logged_before_it_failed_is_told_once(monkeypatch, failing, expected):
+    rank = make_critic(monkeypatch, failing)
+    with pytest.raises(RuntimeError, match="not finite"):
+        rank.values(0, [])
+        rank.train(0, [])
+    assert names_of_users(rank.take_logged()) == [f"mine/{name}" for name in expected]
+
+
+def test_what_a_critic_logged_before_the_actor_failed_is_told(monkeypatch):
+    rank = make_critic(monkeypatch, failing=None)
+    assert rank.take_logged() == []
+    rank.values(0, [])
+    assert names_of_users(rank.take_logged()) == ["mine/values"]
+
+
+@pytest.mark.parametrize("module, name", [(actor_rank, "ActorRank"), (critic_rank, "CriticRank")])
+def test_ranks_wait_for_those_that_write_as_long_as_the_bytes_take(monkeypatch, module, name):
+    events = []
+
+    @contextlib.contextmanager
+    def patient_groups(seconds):
+        events.append(seconds)
+        yield
+        events.append("as before")
+
+    monkeypatch.setattr(module, "patient_groups", patient_groups)
+    rank = getattr(module, name).__new__(getattr(module, name))
+    rank.args, rank.rank = SimpleNamespace(checkpoint_write_timeout=2350.0, save_hf=None), 1
+    rank.states = SimpleNamespace(require_active=lambda name: None)
+    rank.state_schedule = SimpleNamespace(stored=lambda: ())
+    rank.backend = SimpleNamespace(save=lambda *arguments: events.append("written"))
+    rank.save(3)
+    assert events == [2350.0, "written", "as before"]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_ranks_wait_for_an_export_as_long_as_the_bytes_take(monkeypatch, number):
+    events = []
+
+    @contextlib.contextmanager
+    def patient_groups(seconds):
+        events.append(seconds)
+        yield
+        events.append("as before")
+
+    def tensors():
+        events.append("gathered")
+        yield "a", None
+
+    monkeypatch.setattr(actor_rank, "patient_groups", patient_groups)
+    monkeypatch.setattr(actor_rank.torch.distributed, "barrier", lambda: events.append("all are there"))
+    monkeypatch.setattr("slime.weights.hf_writer.write_hf_checkpoint", lambda directory, tensors, source: list(tensors))
+    rank = actor_rank.ActorRank.__new__(actor_rank.ActorRank)
+    rank.args, rank.rank = SimpleNamespace(checkpoint_write_timeout=2350.0, hf_checkpoint="model"), number
+    rank.backend = SimpleNamespace(named_tensors=tensors)
+    rank.export_hf("export")
+    assert events == [2350.0, "gathered", "all are there", "as before"]
+
+
+class LosesAnEngine(Transport):
+    def __init__(self):
+        pass
+
+    def send(self, bucket):
+        raise EnginesFailed({4: "engine 4 hangs"}, certain=True)
+
+
+def push_worker():
+    """What came of a push by the first of two ranks that make the buckets; and the limits in their gathers, and after it."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=45))
+    limits = []
+
+    def note():
+        limits.append(dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.seconds)
+
+    def buckets():
+        for name in "abc":
+            tensor = torch.ones(2)
+            note()
+            dist.all_reduce(tensor)
+            yield [(name, tensor)]
+
+    rank = actor_rank.ActorRank.__new__(actor_rank.ActorRank)
+    rank.args = SimpleNamespace(distributed_timeout_minutes=0.75, update_weight_transport="nccl")
+    rank.backend = SimpleNamespace(groups=SimpleNamespace(stage=0, replica=0))
+    rank.states = SimpleNamespace(require_active=lambda name: None)
+    rank.weight_source = WeightSource(buckets, LosesAnEngine() if dist.get_rank() == 0 else None)
+    sent = rank.send_weights(0, 1)
+    note()
+    dist.destroy_process_group()
+    return sent and sent.failed, limits
+
+
+def test_ranks_that_help_wait_until_the_sender_has_given_an_engine_up():
+    sender, helper = run_distributed(push_worker, 2)
+    assert sender == ({4: "engine 4 hangs"}, [45] * 4)
+    # 45 s until an engine is late, a minute to be sure which, and one for what else the sender does.
+    assert helper == (None, [165] * 3 + [45])
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_no_transport_gives_up_before_its_limit(name):
+    assert TRANSPORTS[name].longest_wait(SimpleNamespace(distributed_timeout_minutes=10)) > 600

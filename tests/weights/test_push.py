@@ -1,0 +1,275 @@
+"""The order of a push and what becomes of engines that fail, without engines and trainer."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from slime.utils.errors import RunError
+from slime.weights import push
+from slime.weights.push import Opening, WeightPush, read_weight_version, write_weight_version
+from slime.weights.source import Sent
+from slime.weights.transports import Receiver
+
+ARGS = SimpleNamespace(update_weight_transport="nccl", http_control_timeout=60.0, engine_load_timeout=60.0)
+NAMES = [["a", "b"], ["c"]]
+
+
+class Log(list):
+    """Everything that happened, with what is to go wrong: (method, engine id) → error, once."""
+
+    def __init__(self, problems=()):
+        super().__init__()
+        self.problems = dict(problems)
+
+
+class Handle:
+    def __init__(self, id, log):
+        self.id, self.log, self.version = id, log, "0"
+
+    def __getattr__(self, method):
+        def call(*arguments):
+            self.log.append((method, self.id, *arguments))
+            if (error := self.log.problems.pop((method, self.id), None)) is not None:
+                return error
+            if method == "set_weight_version":
+                (self.version,) = arguments
+            return self.version if method == "get_weight_version" else None
+
+        return SimpleNamespace(remote=call)
+
+
+class Trainer:
+    """Two sources, each of which sends its names in one bucket of ten bytes."""
+
+    def __init__(self, log, names=NAMES, expected=("a", "b", "c"), version=0, refusal=None, certain=True):
+        self.log, self.names, self.expected, self.version = log, names, expected, version
+        self.refusal, self.certain = refusal, certain
+
+    def open_weight_push(self):
+        expected = None if self.expected is None else set(self.expected)
+        return Opening(len(self.names), self.version, expected)
+
+    def connect_engines(self, source, engines):
+        self.log.append(("connect", source, [engine.id for engine in engines]))
+        return self.log.problems.pop(("connect", source), {})
+
+    def send_weights(self, source, version):
+        self.log.append(("send", source, version))
+        if self.refusal is not None and source == self.refusal:
+            return Sent([], 0, 0, {}, False, "an unknown name")
+        return Sent(self.names[source], 10, 1, self.log.problems.pop(("send", source), {}), self.certain, None)
+
+    def weights_pushed(self, version):
+        self.log.append(("pushed", version))
+
+    def weights_settled(self):
+        self.log.append(("settled",))
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    limits = []
+
+    def wait(answers, name, limit):
+        limits.append(limit)
+        return answers
+
+    monkeypatch.setattr("slime.observability.waiting.wait_for_each", wait)
+    return limits
+
+
+def engines_of(log, count=2):
+    return [Receiver(id, Handle(id, log), 1, id) for id in range(count)]
+
+
+@pytest.mark.usefixtures("limits")
+def test_one_order_for_every_push():
+    log = Log()
+    pushes = WeightPush(ARGS, Trainer(log))
+    report = pushes.push(engines_of(log, 1))
+    assert log == [
+        ("pause_generation", 0, "abort"),
+        ("flush_cache", 0),
+        ("connect", 0, [0]),
+        ("connect", 1, [0]),
+        ("begin_weight_update", 0),
+        ("send", 0, 1),
+        ("send", 1, 1),
+        ("end_weight_update", 0),
+        ("set_weight_version", 0, "1"),
+        ("get_weight_version", 0),
+        ("continue_generation", 0),
+        ("pushed", 1),
+    ]
+    assert (report.version, report.failed) == (1, {})
+    assert (report.metrics["perf/update_weights_bytes"], report.metrics["perf/update_weights_parts"]) == (20.0, 2.0)
+
+
+@pytest.mark.usefixtures("limits")
+def test_who_missed_a_push_gets_it_under_its_version_and_the_trainer_pushes_nothing_new():
+    log = Log()
+    pushes = WeightPush(ARGS, Trainer(log, version=6))
+    pushes.push(engines_of(log))
+    log.clear()
+    late = Receiver(1, Handle(1, log), 1, 1)
+    assert pushes.repeat([late]).version == pushes.version == 7
+    assert ("send", 0, 7) in log and ("send", 1, 7) in log and ("set_weight_version", 1, "7") in log
+    assert ("settled",) in log and ("pushed", 7) not in log
+    assert [entry for entry in log if entry[0] == "pause_generation"] == [("pause_generation", 1, "abort")]
+
+
+@pytest.mark.usefixtures("limits")
+def test_the_version_goes_on_where_the_trainer_was():
+    log = Log()
+    pushes = WeightPush(ARGS, Trainer(log, version=6))
+    assert [pushes.push(engines_of(log)).version for _ in range(2)] == [7, 8]
+
+
+def test_a_checkpoint_keeps_the_version_and_an_older_one_has_none(tmp_path):
+    write_weight_version(tmp_path, 12)
+    assert read_weight_version(tmp_path) == 12
+    assert read_weight_version(tmp_path / "older") == 0
+
+
+METHODS = (
+    "pause_generation", "flush_cache", "begin_weight_update", "end_weight_update", "set_weight_version",
+    "get_weight_version", "continue_generation",
+)  # fmt: skip
+
+
+@pytest.mark.usefixtures("limits")
+@pytest.mark.parametrize("method", METHODS)
+def test_an_engine_that_fails_is_left_out_of_the_rest(method):
+    log = Log({(method, 0): RunError("engine 0 died")})
+    report = WeightPush(ARGS, Trainer(log)).push(engines_of(log))
+    assert report.failed == {0: "engine 0 died"} and report.version == 1
+    asked = [entry[0] for entry in log if entry[1] == 0 and entry[0] in METHODS]
+    assert asked[-1] == method
+    assert ("continue_generation", 1) in log
+    if METHODS.index(method) < 2:
+        assert ("connect", 0, [1]) in log
+
+
+@pytest.mark.usefixtures("limits")
+@pytest.mark.parametrize("source", [0, 1])
+def test_after_a_broken_transfer_the_others_get_all_of_it_again(source):
+    log = Log({("send", source): {1: "engine 1 broke it"}})
+    report = WeightPush(ARGS, Trainer(log)).push(engines_of(log, 3))
+    assert report.failed == {1: "engine 1 broke it"}
+    start = log.index(("send", source, 1)) + 1
+    assert log[start : start + 4] == [("connect", 0, [0, 2]), ("connect", 1, [0, 2]), ("send", 0, 1), ("send", 1, 1)]
+    assert [entry[1] for entry in log if entry[0] == "continue_generation"] == [0, 2]
+    assert [entry for entry in log if entry[0] == "begin_weight_update"].count(("begin_weight_update", 0)) == 1
+    assert report.metrics["perf/update_weights_bytes"] == 20.0
+
+
+@pytest.mark.usefixtures("limits")
+@pytest.mark.parametrize("failed", [(1,), (0, 1), (0, 1, 2)])
+def test_engines_that_answered_with_an_error_get_one_more_try(failed):
+    log = Log({("send", 1): dict.fromkeys(failed, "connection closed by peer")})
+    trainer = Trainer(log, certain=False)
+    report = WeightPush(ARGS, trainer).push(engines_of(log, 3))
+    assert report.version == 1 and report.failed == {}
+    all_of_it = [("connect", 0, [0, 1, 2]), ("connect", 1, [0, 1, 2]), ("send", 0, 1), ("send", 1, 1)]
+    start = log.index(("send", 1, 1)) + 1
+    assert log[start : start + 4] == all_of_it
+    assert [entry[1] for entry in log if entry[0] == "continue_generation"] == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("limits")
+def test_engines_that_break_it_again_are_left_out():
+    log = Log({("send", 1): {0: "broken"}})
+    trainer = Trainer(log, certain=False)
+
+    def send_weights(source, version):
+        if log.count(("send", 1, 1)) == 1:
+            log.problems.setdefault(("send", 1), {0: "broken again", 2: "broken too"})
+        return Trainer.send_weights(trainer, source, version)
+
+    trainer.send_weights = send_weights
+    report = WeightPush(ARGS, trainer).push(engines_of(log, 3))
+    assert report.version == 1 and report.failed == {0: "broken again", 2: "broken too"}
+    assert [entry[2] for entry in log if entry[:2] == ("connect", 0)] == [[0, 1, 2], [0, 1, 2], [1]]
+
+
+@pytest.mark.usefixtures("limits")
+def test_a_group_that_cannot_be_joined_is_joined_again_by_all_sources():
+    log = Log({("connect", 1): {0: "engine 0 hangs"}})
+    report = WeightPush(ARGS, Trainer(log)).push(engines_of(log))
+    assert report.failed == {0: "engine 0 hangs"}
+    connected = [entry for entry in log if entry[0] == "connect"]
+    assert connected == [("connect", 0, [0, 1]), ("connect", 1, [0, 1]), ("connect", 0, [1]), ("connect", 1, [1])]
+
+
+@pytest.mark.usefixtures("limits")
+def test_without_an_engine_left_the_version_stays_and_the_trainer_hears_nothing():
+    log = Log({("send", 0): {0: "broken", 1: "broken"}})
+    pushes = WeightPush(ARGS, Trainer(log, version=4))
+    report = pushes.push(engines_of(log))
+    assert report.version == pushes.version == 4 and report.failed == {0: "broken", 1: "broken"}
+    assert not [entry for entry in log if entry[0] in ("pushed", "continue_generation", "set_weight_version")]
+    assert pushes.push(engines_of(log)).version == 5
+
+
+@pytest.mark.usefixtures("limits")
+def test_a_push_whose_last_engine_dies_as_it_is_to_go_on_is_repeated_under_its_number():
+    log = Log({("continue_generation", 0): RunError("engine 0 died")})
+    pushes = WeightPush(ARGS, Trainer(log, version=4))
+    report = pushes.push(engines_of(log, 1))
+    assert report.version == pushes.version == 4 and report.failed == {0: "engine 0 died"}
+    assert pushes.push(engines_of(log, 1)).version == 5
+    assert [entry for entry in log if entry[0] == "pushed"] == [("pushed", 5)]
+
+
+@pytest.mark.usefixtures("limits")
+def test_an_engine_that_reports_another_version_does_not_go_on():
+    log = Log()
+    engines = engines_of(log)
+    log.problems["set_weight_version", 1] = "the call is lost, and it keeps its version"
+    report = WeightPush(ARGS, Trainer(log)).push(engines)
+    message = "weight push: engines report another version than 1 (engine: version): {1: '0'}"
+    assert report.failed == {1: message}
+    assert ("continue_generation", 0) in log and ("continue_generation", 1) not in log
+
+
+@pytest.mark.usefixtures("limits")
+def test_refused_names_let_engines_that_got_nothing_go_on():
+    log = Log()
+    with pytest.raises(RunError, match="an unknown name"):
+        WeightPush(ARGS, Trainer(log, refusal=0)).push(engines_of(log))
+    assert log[-4:] == [
+        ("end_weight_update", 0), ("end_weight_update", 1), ("continue_generation", 0), ("continue_generation", 1),
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("limits")
+def test_refused_names_leave_engines_that_got_a_part_paused():
+    log = Log()
+    with pytest.raises(RunError, match="an unknown name"):
+        WeightPush(ARGS, Trainer(log, refusal=1)).push(engines_of(log))
+    assert not [entry for entry in log if entry[0] == "continue_generation"]
+
+
+@pytest.mark.usefixtures("limits")
+@pytest.mark.parametrize(
+    "names, expected, message",
+    [
+        ([["a"], ["a", "b"]], "abc", "weight push: sent twice: a"),
+        ([["a"], ["c"]], "abc", "1 tensors of the checkpoint of the engines were not sent: b"),
+        ([["a"], ["a"]], None, "weight push: sent twice: a"),
+    ],
+)
+def test_names_of_all_sources_are_checked_together(names, expected, message):
+    log = Log()
+    with pytest.raises(RunError, match=message):
+        WeightPush(ARGS, Trainer(log, names, expected)).push(engines_of(log))
+    assert ("set_weight_version", 0, "1") not in log
+
+
+@pytest.mark.parametrize("control, load", [(60.0, 5000.0), (5000.0, 60.0)])
+def test_engines_that_put_weights_in_place_have_the_longer_of_their_limits(limits, control, load):
+    """How long that takes follows from the size of the model."""
+    log = Log()
+    args = SimpleNamespace(**{**vars(ARGS), "http_control_timeout": control, "engine_load_timeout": load})
+    WeightPush(args, Trainer(log)).push(engines_of(log))
+    assert set(limits) == {5000.0 + push._ANSWER_SECONDS}

@@ -1,0 +1,151 @@
+"""The checkpoint that sources leave for the engines."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slime.utils import filesystem
+from slime.utils.errors import RunError, UserError
+from slime.weights.transports import disk
+from slime.weights.transports.disk import DiskTransport
+from slime.weights.transports.transport import Background
+
+BUCKETS = [
+    [[("a", torch.arange(6.0).view(2, 3))], [("b", torch.ones(4, dtype=torch.bfloat16)), ("c", torch.zeros(1))]],
+    [[("d", torch.arange(3))]],
+]
+TENSORS = {name: tensor for source in BUCKETS for bucket in source for name, tensor in bucket}
+
+
+@pytest.fixture
+def args(tmp_path):
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    (hf / "config.json").write_text("{}")
+    (hf / "model.safetensors").write_text("weights of somebody else")
+    return SimpleNamespace(
+        hf_checkpoint=str(hf), update_weight_disk_dir=str(tmp_path / "pushes"), update_weight_disk_keep_files=False,
+        distributed_timeout_minutes=1,
+    )  # fmt: skip
+
+
+def send(args, version, sources=BUCKETS):
+    transports = [DiskTransport(args, index, len(sources)) for index in range(len(sources))]
+    for transport, buckets in zip(transports, sources, strict=True):
+        transport.connect([])
+        transport.begin(version)
+        for bucket in buckets:
+            transport.send(bucket)
+        transport.finish()
+    return transports
+
+
+def contents(directory):
+    """The names in a directory of pushes, which always has the lock."""
+    names = sorted(path.name for path in directory.iterdir())
+    assert names.pop(0) == ".lock"
+    return names
+
+
+def test_all_sources_make_one_checkpoint(args, tmp_path):
+    transports = send(args, 12)
+    directory = tmp_path / "pushes" / "weight_v000012"
+    order = DiskTransport.placing_order(args, 12)
+    assert order == ("update_weights_from_disk", str(directory), "12")
+    assert DiskTransport.opening_order(args, 12) is None
+    files = [f"model-0000{index}-of-00003.safetensors" for index in (1, 2, 3)]
+    assert sorted(path.name for path in directory.iterdir()) == ["config.json", *files, "model.safetensors.index.json"]
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {"a": files[0], "b": files[1], "c": files[1], "d": files[2]}
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in TENSORS.values())
+    written = {name: tensor for file in files for name, tensor in load_file(directory / file).items()}
+    assert written.keys() == TENSORS.keys() and all(written[name].equal(TENSORS[name]) for name in TENSORS)
+    for transport in transports:
+        transport.settle()
+    assert contents(tmp_path / "pushes") == []
+
+
+def test_nothing_is_published_before_the_last_source_has_finished(args, tmp_path):
+    first, second = (DiskTransport(args, index, 2) for index in range(2))
+    first.begin(1)
+    first.send(BUCKETS[0][0])
+    first.finish()
+    assert contents(tmp_path / "pushes") == [".weight_v000001"]
+    second.begin(1)
+    second.send(BUCKETS[1][0])
+    second.finish()
+    assert contents(tmp_path / "pushes") == ["weight_v000001"]
+
+
+def test_files_are_kept_where_asked_for(args, tmp_path):
+    args.update_weight_disk_keep_files = True
+    for version in (1, 2):
+        for transport in send(args, version):
+            transport.settle()
+    assert contents(tmp_path / "pushes") == ["weight_v000001", "weight_v000002"]
+
+
+def test_a_push_begins_afresh(args, tmp_path):
+    """What a push left that failed in its middle, and a whole one that a killed run left."""
+    send(args, 1, [[[("old", torch.zeros(2))]]])
+    left = DiskTransport(args, 0, 1)
+    left.begin(1)
+    left.send([("other", torch.zeros(2))])
+    left._wait()
+    send(args, 1)
+    (name,) = contents(tmp_path / "pushes")
+    directory = tmp_path / "pushes" / name
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    assert sorted(index["weight_map"]) == ["a", "b", "c", "d"]
+
+
+def test_a_disk_that_cannot_be_written_is_named(args, tmp_path):
+    transport = DiskTransport(args, 0, 1)
+    transport.begin(1)
+    (tmp_path / "pushes" / ".weight_v000001").rmdir()
+    transport.send(BUCKETS[0][0])
+    with pytest.raises(RunError, match=r"writing .*pushes/\.weight_v000001/shard-00000-00000 failed: "):
+        transport.finish()
+
+
+def test_the_next_bucket_waits_for_the_last_one_and_no_longer_than_its_limit(args, monkeypatch):
+    class Hanging(Background):
+        def __init__(self, function, name):
+            pass
+
+        def ended_within(self, timeout):
+            assert timeout == 60.0
+            return False
+
+    monkeypatch.setattr(disk, "Background", Hanging)
+    transport = DiskTransport(args, 0, 1)
+    transport.begin(1)
+    transport.send(BUCKETS[0][0])
+    with pytest.raises(RunError, match=r"not written to .* within 60 s \(--distributed-timeout-minutes\)"):
+        transport.send(BUCKETS[0][1])
+
+
+def test_a_second_run_is_refused_a_directory_while_the_first_one_lives(args, tmp_path, monkeypatch):
+    first = DiskTransport(args, 0, 2)
+    first.begin(1)
+    first.send(BUCKETS[0][0])
+    first.finish()
+    DiskTransport(args, 1, 2).begin(1)  # of the same run
+    with monkeypatch.context() as second_run:
+        second_run.setattr(filesystem, "_locks", {})
+        second = DiskTransport(args, 0, 1)
+        with pytest.raises(UserError, match=r"^--update-weight-disk-dir .*pushes: another run "):
+            second.begin(1)
+        second.discard()
+    assert contents(tmp_path / "pushes") == [".weight_v000001"], "the draft of the first run"
+
+
+def test_a_failed_push_leaves_no_draft(args, tmp_path):
+    transport = DiskTransport(args, 0, 2)
+    transport.begin(1)
+    transport.send(BUCKETS[0][0])
+    transport.discard()
+    assert contents(tmp_path / "pushes") == []

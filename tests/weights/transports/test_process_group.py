@@ -1,0 +1,331 @@
+"""The waits of a transfer, and who is to blame for one that breaks: peers in processes of their own play the engines."""
+
+import math
+import os
+import re
+import threading
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slime.utils.errors import RunError
+from slime.weights.transports import process_group
+from slime.weights.transports.process_group import ProcessGroupTransport, communicator_environment
+from slime.weights.transports.transport import Background, EnginesFailed, Receiver
+from tests.support.processes.local_ray import start_ray
+
+
+@pytest.mark.parametrize(
+    ("flags", "typed", "given", "sharp", "cumem"),
+    [
+        ({}, {}, None, "2", "0"),
+        ({}, {}, "0", "0", "0"),
+        ({"sglang_enable_nccl_nvls": True}, {}, "0", "1", "0"),
+        ({"sglang_enable_symm_mem": True}, {}, None, "1", "1"),
+        ({}, {"NCCL_NVLS_ENABLE": 0, "NCCL_CUMEM_ENABLE": 1}, "1", "0", "1"),
+    ],
+    ids=["nothing is said", "in the environment", "for the engines", "symmetric memory", "for the ranks"],
+)
+def test_ranks_and_engines_agree_on_what_nccl_reads(monkeypatch, flags, typed, given, sharp, cumem):
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+    if given is not None:
+        monkeypatch.setenv("NCCL_NVLS_ENABLE", given)
+    args = SimpleNamespace(has_trainer=True, has_engines=True, train_env_vars=typed, **flags)
+    assert communicator_environment(args) == {"NCCL_NVLS_ENABLE": sharp, "NCCL_CUMEM_ENABLE": cumem}
+
+
+@pytest.mark.parametrize("has_trainer", [True, False])
+def test_who_is_alone_is_left_alone(has_trainer):
+    args = SimpleNamespace(has_trainer=has_trainer, has_engines=not has_trainer, train_env_vars={})
+    assert communicator_environment(args) == {}
+
+
+ARGS = SimpleNamespace(distributed_timeout_minutes=1, update_weight_buffer_size=100)
+
+
+class Collective(Background):
+    """One that ends after `seconds` of the clock, if ever."""
+
+    def __init__(self, now, seconds):
+        self.now, self.end = now, now[0] + seconds
+
+    def ended_within(self, timeout):
+        self.now[0] = min(self.now[0] + timeout, max(self.end, self.now[0]))
+        return self.now[0] >= self.end
+
+    def raise_error(self):
+        pass
+
+
+@pytest.mark.parametrize("seconds, in_time", [(10.0, True), (59.0, True), (61.0, False), (float("inf"), False)])
+def test_answers_and_collective_have_one_time_limit(monkeypatch, seconds, in_time):
+    """Engines answer after 40 s of a minute: 20 s are left for the collective."""
+    now = [1000.0]
+
+    def answer(answers, name, timeout_s, **options):
+        assert timeout_s == 60.0
+        now[0] += 40.0
+
+    monkeypatch.setattr("slime.observability.waiting.wait_for_all", answer)
+    monkeypatch.setattr(process_group.time, "monotonic", lambda: now[0])
+    transport = ProcessGroupTransport(ARGS, 0, 1)
+    collective = Collective(now, seconds)
+    if in_time:
+        transport._finish([], collective, "sending weights")
+        assert now[0] == 1000.0 + max(40.0, seconds)
+        return
+    message = r"^sending weights: the collective did not end within 60 s \(--distributed-timeout-minutes\)$"
+    with pytest.raises(RunError, match=message):
+        transport._finish([], collective, "sending weights")
+    assert now[0] == 1060.0
+
+
+def test_a_bucket_goes_to_the_group_that_it_was_sent_to(monkeypatch):
+    """Not to all ranks of the trainer (no group), when this one is given up before its broadcast begins."""
+    given_up, broadcast_to = threading.Event(), []
+    accelerator = SimpleNamespace(set_device=lambda index: given_up.wait(10), synchronize=lambda: None)
+    monkeypatch.setattr(process_group, "get_accelerator", lambda: accelerator)
+
+    def broadcast(buffer, src, group, async_op):
+        broadcast_to.append(group)
+        return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+
+    monkeypatch.setattr("torch.distributed.broadcast", broadcast)
+    transport = ProcessGroupTransport(ARGS, 0, 1)
+    transport._group = group = object()
+    transport.send([("a", torch.ones(3))])
+    transport._group = None
+    given_up.set()
+    assert transport._in_flight[1].ended_within(10)
+    assert broadcast_to == [group]
+
+
+def test_a_group_whose_peers_are_dead_does_not_hold_who_closes_it(monkeypatch):
+    released = threading.Event()
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda group: released.wait(60))
+    monkeypatch.setattr(process_group, "_AFTER_FAILURE_SECONDS", 0.1)
+    transport = ProcessGroupTransport(ARGS, 0, 1)
+    transport._group = object()
+    try:
+        assert Background(transport.close, "closing").ended_within(10)
+    finally:
+        released.set()
+
+
+@pytest.mark.parametrize("backend, limit", [("gloo", 60.0), ("nccl", 180.0)])
+def test_a_watchdog_acts_later_than_we_do(monkeypatch, backend, limit):
+    """The making of the next bucket takes a minute at most, as does our wait for the one before; then it is aborted."""
+    limits = []
+
+    def init_process_group(backend, store, world_size, rank, name, timeout):
+        limits.append((backend, timeout.total_seconds()))
+        return "group"
+
+    monkeypatch.setattr("slime.utils.process_groups.init_process_group", init_process_group)
+    monkeypatch.setattr("torch.distributed.TCPStore", lambda *arguments, **options: SimpleNamespace(port=1))
+    monkeypatch.setattr(process_group, "get_accelerator", lambda: SimpleNamespace(process_group_backend=backend))
+    transport = ProcessGroupTransport(ARGS, 0, 1)
+    monkeypatch.setattr(transport, "_settle_answers", lambda answers, joining, name: joining.wait(60.0, "late"))
+    transport.connect([])
+    assert transport._group == "group" and limits == [(backend, limit)]
+
+
+def test_a_tensor_that_is_larger_than_a_bucket_is_sent_without_a_copy(monkeypatch):
+    sent = []
+    monkeypatch.setattr(process_group, "_broadcast", lambda buffer, group: sent.append(buffer.data_ptr()))
+    transport = ProcessGroupTransport(ARGS, 0, 1)
+    transport._group = object()
+    large, small = torch.ones(26), torch.ones(25)
+    for name, tensor in (("large", large), ("small", small)):
+        transport.send([(name, tensor)])
+    transport.finish()
+    assert sent[0] == large.data_ptr() and sent[1] != small.data_ptr()
+
+
+class Work:
+    """A broadcast that hangs until its communicator is aborted, which is what `abort` does to it."""
+
+    def __init__(self):
+        self.aborted = threading.Event()
+
+    def is_completed(self):
+        return self.aborted.is_set()
+
+    def wait(self):
+        raise RuntimeError("the communicator was aborted")
+
+
+def test_a_broadcast_that_hangs_is_aborted_and_ends(monkeypatch):
+    work, left = Work(), []
+    accelerator = SimpleNamespace(set_device=lambda index: None)
+    monkeypatch.setattr(process_group, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr("torch.distributed.broadcast", lambda *arguments, **options: work)
+    monkeypatch.setattr("torch.distributed.destroy_process_group", left.append)
+    monkeypatch.setattr(process_group, "_AFTER_FAILURE_SECONDS", 0.2)
+    transport = ProcessGroupTransport(ARGS, 0, 1)
+    group = transport._group = SimpleNamespace(abort=work.aborted.set)
+    transport.send([("a", torch.ones(3))])
+    _, broadcast = transport._in_flight
+    assert not broadcast.ended_within(0.0)
+    transport._abandon_group(broadcast)
+    assert broadcast.ended_within(10) and left == [group]
+    with pytest.raises(RunError, match="weight broadcast failed: the communicator was aborted"):
+        broadcast.raise_error()
+
+
+def test_a_broadcast_that_ends_is_not_aborted(monkeypatch):
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda group: None)
+    transport = ProcessGroupTransport(ARGS, 0, 1)
+    # Without `abort`.
+    transport._group = object()
+    ended = Background(lambda: None, "weight broadcast")
+    transport._abandon_group(ended)
+    assert transport._group is None
+
+
+def test_the_buffers_are_given_up_when_a_push_ends(monkeypatch):
+    monkeypatch.setattr(process_group, "_broadcast", lambda buffer, group: None)
+    transport = ProcessGroupTransport(ARGS, 0, 1)
+    transport._group, given_up = object(), []
+    monkeypatch.setattr(transport._flattener, "release", lambda: given_up.append(True))
+    for _ in range(3):
+        transport.send([("a", torch.ones(3))])
+    assert not given_up
+    transport.finish()
+    assert given_up and transport._in_flight is None
+
+
+class Peer:
+    """What an engine does with a weight group, in a process of its own."""
+
+    def __init__(self):
+        import torch  # noqa: F401
+
+        import slime.utils.process_groups  # noqa: F401
+
+        self.trouble, self.received, self.groups = None, [], {}
+
+    def start(self, trouble):
+        """Forget what was received. `trouble`: what it does instead of receiving the second bucket from now on."""
+        self.trouble, self.received = trouble, []
+
+    def init_weights_update_group(self, host, port, rank, world_size, name, backend, timeout):
+        import torch.distributed as dist
+
+        from slime.utils.process_groups import init_process_group
+
+        if self.trouble == "does not join":
+            raise RunError("the engine does not join")
+        limit = timedelta(seconds=60)
+        store = dist.TCPStore(host, port, is_master=False, timeout=limit)
+        self.groups[name] = init_process_group(backend, store, world_size, rank, name, limit)
+
+    def destroy_weights_update_group(self, name):
+        import torch.distributed as dist
+
+        dist.destroy_process_group(self.groups.pop(name))
+
+    def update_weights_from_distributed(self, names, dtypes, shapes, group_name, version, load_format, timeout):
+        import torch
+        import torch.distributed as dist
+
+        assert load_format == "flattened_bucket" and set(dtypes) == {"float32"}
+        if self.received:
+            if self.trouble == "dies":
+                os._exit(1)
+            if self.trouble == "hangs":
+                time.sleep(600)
+            if self.trouble == "refuses":
+                raise RunError("no memory for this bucket")
+        buffer = torch.empty(sum(4 * math.prod(shape) for shape in shapes), dtype=torch.uint8)
+        try:
+            dist.broadcast(buffer, src=0, group=self.groups[group_name])
+        except RuntimeError as error:
+            raise RunError(f"the broadcast broke: {error}") from None
+        self.received.append((names, set(buffer.view(torch.float32).tolist())))
+
+    def get_weight_version(self):
+        return "0"
+
+    def all_received(self):
+        return self.received
+
+
+@pytest.fixture(scope="module")
+def receivers():
+    import ray
+
+    start_ray(num_cpus=4)
+    peers = [ray.remote(num_cpus=0, max_concurrency=4)(Peer).remote() for _ in range(3)]
+    ray.get([peer.get_weight_version.remote() for peer in peers], timeout=300)
+    yield [Receiver(id, peer, 1, id) for id, peer in enumerate(peers)]
+    ray.shutdown()
+
+
+BUCKETS = [[(name, torch.full((50_000,), value))] for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0))]
+RECEIVED = [(["a"], {1.0}), (["b"], {2.0}), (["c"], {3.0})]
+
+
+def transfer(transport, receivers):
+    """Send `BUCKETS` to the receivers that remain, until nobody breaks it; who broke it, for certain or not, by round."""
+    rounds = []
+    while receivers:
+        try:
+            transport.connect(receivers)
+            transport.begin(1)
+            for bucket in BUCKETS:
+                transport.send(bucket)
+            transport.finish()
+        except EnginesFailed as error:
+            rounds.append((error.failed, error.certain))
+            receivers = [receiver for receiver in receivers if receiver.id not in error.failed]
+        else:
+            return rounds
+    return rounds
+
+
+def received_by(receivers):
+    import ray
+
+    return ray.get([receiver.handle.all_received.remote() for receiver in receivers], timeout=60)
+
+
+def test_a_connection_that_stands_is_kept_and_another_set_of_engines_joins_a_new_one(receivers):
+    transport = ProcessGroupTransport(SimpleNamespace(**{**vars(ARGS), "distributed_timeout_minutes": 5}), 0, 1)
+    try:
+        assert transfer(transport, receivers[:2]) == []
+        group = transport._group
+        assert transfer(transport, receivers[:2]) == [] and transport._group is group
+        assert transfer(transport, receivers) == [] and transport._group is not group
+        assert received_by(receivers) == [3 * RECEIVED, 3 * RECEIVED, RECEIVED]
+    finally:
+        transport.close()
+
+
+@pytest.mark.parametrize(
+    "trouble, seconds, reason",
+    [
+        ("does not join", 300, "the engine does not join"),
+        ("refuses", 300, "no memory for this bucket"),
+        ("hangs", 15, "15 s|15000ms"),
+        ("dies", 300, "died"),
+    ],
+)
+def test_who_broke_a_transfer_is_known_and_the_others_get_all_of_it(receivers, trouble, seconds, reason):
+    import ray
+
+    starts = [of.handle.start.remote(trouble if of.id == 1 else None) for of in receivers]
+    ray.get(starts, timeout=60)
+    args = SimpleNamespace(**{**vars(ARGS), "distributed_timeout_minutes": seconds / 60})
+    transport = ProcessGroupTransport(args, 0, 1)
+    try:
+        ((failed, certain),) = transfer(transport, receivers)
+    finally:
+        transport.close()
+    assert list(failed) == [1] and re.search(reason, failed[1])
+    assert certain == (trouble in ("hangs", "dies"))
+    for of_engine in received_by([receivers[0], receivers[2]]):
+        assert of_engine[-len(RECEIVED) :] == RECEIVED
