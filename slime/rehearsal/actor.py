@@ -11,7 +11,7 @@ import torch
 
 from slime.arguments.checkpoints import REFERENCE, TEACHER, WeightSource, other_model_states
 from slime.rehearsal.recorder import Recorder
-from slime.rehearsal.task import Task
+from slime.rehearsal.report import Task
 from slime.training.actor_rank import ActorRank
 from slime.training.model_states import ModelStates, StateSchedule
 from slime.training.rollout_data import RolloutData

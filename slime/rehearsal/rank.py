@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 
-from slime.rehearsal.task import Failure, Rehearsed, Task
+from slime.rehearsal.report import Failure, Rehearsed, Task
 
 
 def main() -> int:

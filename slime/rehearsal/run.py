@@ -16,9 +16,8 @@ from slime.estimates.layout import ParallelLayout
 from slime.estimates.training_memory import RankMemory, push_buffers, training_memory
 from slime.plan.batch import plan_batch
 from slime.plan.setup import parallel_layout, planned_sample, shape_of, tokens_of_stream, training_setup
-from slime.rehearsal.report import Planned, RankReport, render
+from slime.rehearsal.report import Failure, Planned, RankReport, Rehearsed, Task, render
 from slime.rehearsal.stand_in import StandIn, find_or_build
-from slime.rehearsal.task import Failure, Rehearsed, Task
 from slime.utils.errors import RunError, UserError
 
 # Of a step: in the second one the activations of the first are gone, and its gradients are added to what is there.

@@ -1,6 +1,5 @@
 from slime.estimates.layout import RankPlace
-from slime.rehearsal.report import Planned, RankReport, apart, render
-from slime.rehearsal.task import Failure, Rehearsed
+from slime.rehearsal.report import Failure, Planned, RankReport, Rehearsed, apart, render
 
 GIB = 2**30
 BATCHES = [[(6000, 5000), (2192, 1000)]] * 2
