@@ -1,6 +1,6 @@
 """What a family of models is: how its config becomes flags, how its weights are called, and what its layers are made of.
 
-A family that trains is a file of its own beside this one, those that are planned share `planned`; `families` registers them.
+Families that train have files beside this one; `families` registers them, and holds those that are planned.
 
 Its config is a list of parts (`config_entries`); its weights are a table of rules over a few layouts (`tensor_layouts`), most
 of which all decoder-only families share and stand here. Nobody else compares the names of families.

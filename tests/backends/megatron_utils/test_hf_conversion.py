@@ -5,7 +5,7 @@ import torch
 
 from slime.backends.megatron_utils.hf_conversion import convert_to_hf, family_of_directory
 from slime.models.families import TRAINED_MODEL_TYPES
-from slime.models.qwen3 import QWEN3
+from slime.models.qwen import QWEN3
 from slime.utils.errors import UserError
 
 
