@@ -287,14 +287,18 @@ def critic_bytes(args: argparse.Namespace, actor: RankMemory, micro_batches: int
     Raises:
         UserError: the critic's sizes do not divide the number of ranks, or its layers cannot be split.
     """
-    critic = critic_args(args)
-    # In place of a vocabulary projection it has one row. It never pushes, and keeps no other set of weights.
-    critic.untie_embeddings_and_output_weights = False
-    critic.has_engines = critic.offload_train = False
+    critic = planned_critic(critic_args(args))
     layout = parallel_layout(critic)
     setup = training_setup(critic, layout, tokens_of_stream(critic, layout), micro_batches)
     worst = worst_rank(training_memory(shape_of(critic), setup))
     return max(worst.persistent, worst.total - worst.logits + actor.persistent - actor.total)
+
+
+def planned_critic(critic: argparse.Namespace) -> argparse.Namespace:
+    """What `critic_args` gave, as memory is planned with it; the logits that are planned then are none."""
+    # In place of a vocabulary projection it has one row. It never pushes, and keeps no other set of weights.
+    changed = {"untie_embeddings_and_output_weights": False, "has_engines": False, "offload_train": False}
+    return argparse.Namespace(**{**vars(critic), **changed})
 
 
 # Advice for a part that is less than this of the whole, or of the GPU where the whole is larger, would only distract.

@@ -1,4 +1,4 @@
-"""The actor's rank as it is, with made-up samples and a transport that keeps nothing."""
+"""Ranks of the actor and of the critic as they are, with made-up samples and a transport that keeps nothing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from slime.arguments.checkpoints import REFERENCE, TEACHER, WeightSource, other_
 from slime.rehearsal.recorder import Recorder
 from slime.rehearsal.report import Task
 from slime.training.actor_rank import ActorRank
+from slime.training.critic_rank import CriticRank
 from slime.training.model_states import ModelStates, StateSchedule
+from slime.training.passes import forward_values
 from slime.training.rollout_data import RolloutData
+from slime.training.train_rank import TrainRank
 from slime.utils.device import get_accelerator
 from slime.weights.buckets import BucketFlattener, FlatBucket
 from slime.weights.hf_reader import SafetensorsDirectory
@@ -44,12 +47,12 @@ class SwallowingTransport(Transport):
         self._flattener.release()
 
 
-class RehearsedActor(ActorRank):
-    """A rank of the actor whose phases are called one by one.
+class RehearsedRank(TrainRank):
+    """A rank whose phases are called one by one.
 
     Attributes:
-        vocabulary_columns: of its logits.
-        pushed: tensors and buckets of its push; None before it, and on a rank that only helps.
+        vocabulary_columns: of its logits; 0: it has none.
+        pushed: tensors and buckets of its push; None before it, and on a rank that only helps or has nothing to push.
         not_rehearsed: what was left out, in words.
     """
 
@@ -60,25 +63,17 @@ class RehearsedActor(ActorRank):
         self.not_rehearsed: list[str] = []
         self.pushed: tuple[int, int] | None = None
         self.vocabulary_columns = args.padded_vocab_size // args.tensor_model_parallel_size
-        TRANSPORTS[_TRANSPORT] = SwallowingTransport
         changed = {"initial_weights": self._weights(args), "update_weight_transport": _TRANSPORT}
         args = argparse.Namespace(**{**vars(args), **changed})
         super().__init__(args, task.rank, args.world_size, 0)
 
     def phases(self) -> dict[str, Callable[[], None]]:
         """What it does, in this order."""
-        return {
-            "model": lambda: self._join(("localhost", 0)),
-            "load": self._load,
-            "data": self._make_data,
-            "log-probs": lambda: self._prepare(0, self._data, []),
-            # The optimizer makes its state in the first one, which needs no more than a micro-batch.
-            "first step": lambda: self._train_steps(
-                0, RolloutData({**self._data, "num_microbatches": [1]}, self._data.cp), []
-            ),
-            "step": lambda: self._train_steps(0, self._data, []),
-            "push": self._push,
-        }
+        raise NotImplementedError
+
+    def brought(self) -> Iterable[str]:
+        """Columns per response token that come from elsewhere, beside those that every rollout has."""
+        raise NotImplementedError
 
     def kinds(self) -> dict[int, str]:
         """The kinds of the storages that a model and its optimizer hold, by number."""
@@ -113,6 +108,68 @@ class RehearsedActor(ActorRank):
             return source
         self.not_rehearsed.append("loading: no checkpoint that can be read here gives the weights of the model")
         return WeightSource("random")
+
+    def _make_data(self) -> None:
+        """Samples of the task's lengths; of values nothing is asked."""
+        batches = self._task.micro_batches
+        totals, responses = ([lengths[side] for batch in batches for lengths in batch] for side in (0, 1))
+        count, device = len(totals), get_accelerator().current_device()
+        places = iter(range(count))
+
+        def column(lengths: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
+            return list(torch.zeros(sum(lengths), dtype=dtype, device=device).split(lengths))
+
+        columns = {
+            "tokens": column(totals, torch.int64),
+            "total_lengths": totals,
+            "response_lengths": responses,
+            "loss_masks": column(responses, torch.int32),
+            "rollout_log_probs": column(responses, torch.float32),
+            "rewards": [0.0] * count,
+            "raw_reward": [0.0] * count,
+            "local_raw_reward": [0.0] * count,
+            "truncated": [0] * count,
+            "sample_indices": list(range(count)),
+            "rollout_ids": list(range(count)),
+            "rollout_mask_sums": [float(length) for length in responses],
+            "partition": list(range(count)),
+            "micro_batch_indices": [[next(places) for _ in batch] for batch in batches],
+            "num_microbatches": [len(batches)],
+            "global_batch_sizes": [count * self.args.data_parallel_size],
+        }
+        if self.groups.is_last_stage:
+            columns.update({name: column(responses, torch.float32) for name in self.brought()})
+        self._data = RolloutData.of_rank(columns, self.groups.cp)
+
+    def _take_step(self, micro_batches: int) -> None:
+        """An optimizer step over the first ones."""
+        self._train_steps(0, RolloutData({**self._data, "num_microbatches": [micro_batches]}, self._data.cp), [])
+
+
+class RehearsedActor(RehearsedRank, ActorRank):
+    """A rank of the actor."""
+
+    def __init__(self, task: Task, recorder: Recorder) -> None:
+        TRANSPORTS[_TRANSPORT] = SwallowingTransport
+        super().__init__(task, recorder)
+
+    def phases(self) -> dict[str, Callable[[], None]]:
+        return {
+            "model": lambda: self._join(("localhost", 0)),
+            "load": self._load,
+            "data": self._make_data,
+            "log-probs": lambda: self._prepare(0, self._data, []),
+            # The optimizer makes its state in the first one, which needs no more than a micro-batch.
+            "first step": lambda: self._take_step(1),
+            "step": lambda: self._take_step(len(self._task.micro_batches)),
+            "push": self._push,
+        }
+
+    def brought(self) -> Iterable[str]:
+        if self.args.use_critic:
+            yield "values"
+        if self.args.use_opd and self.args.opd_type != "megatron":
+            yield "teacher_log_probs"
 
     def _load(self) -> None:
         self.states = ModelStates(self.backend.live_tensors)
@@ -149,35 +206,30 @@ class RehearsedActor(ActorRank):
             names.check_bucket(sent.names)
             names.check_complete()
 
-    def _make_data(self) -> None:
-        """Samples of the task's lengths; of values nothing is asked."""
-        batches = self._task.micro_batches
-        totals, responses = ([lengths[side] for batch in batches for lengths in batch] for side in (0, 1))
-        count, device = len(totals), get_accelerator().current_device()
-        places = iter(range(count))
 
-        def column(lengths: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
-            return list(torch.zeros(sum(lengths), dtype=dtype, device=device).split(lengths))
+class RehearsedCritic(RehearsedRank, CriticRank):
+    """A rank of the critic."""
 
-        columns = {
-            "tokens": column(totals, torch.int64),
-            "total_lengths": totals,
-            "response_lengths": responses,
-            "loss_masks": column(responses, torch.int32),
-            "rollout_log_probs": column(responses, torch.float32),
-            "rewards": [0.0] * count,
-            "raw_reward": [0.0] * count,
-            "local_raw_reward": [0.0] * count,
-            "truncated": [0] * count,
-            "sample_indices": list(range(count)),
-            "rollout_ids": list(range(count)),
-            "rollout_mask_sums": [float(length) for length in responses],
-            "partition": list(range(count)),
-            "micro_batch_indices": [[next(places) for _ in batch] for batch in batches],
-            "num_microbatches": [len(batches)],
-            "global_batch_sizes": [count * self.args.data_parallel_size],
+    def __init__(self, task: Task, recorder: Recorder) -> None:
+        super().__init__(task, recorder)
+        self.vocabulary_columns = 0
+
+    def phases(self) -> dict[str, Callable[[], None]]:
+        return {
+            "model": lambda: self._join(("localhost", 0)),
+            "load": self._load_model,
+            "data": self._make_data,
+            "values": lambda: self._data.update(forward_values(self.args, self.backend, self._data)),
+            "first step": lambda: self._take_step(1),
+            "step": lambda: self._take_step(len(self._task.micro_batches)),
         }
-        self._data = RolloutData.of_rank(columns, self.groups.cp)
+
+    def brought(self) -> Iterable[str]:
+        return ["returns"]
+
+
+# By the role in their arguments.
+RANKS: dict[str, type[RehearsedRank]] = {"actor": RehearsedActor, "critic": RehearsedCritic}
 
 
 def _shape_alone(directory: SafetensorsDirectory, name: str) -> torch.Tensor:

@@ -38,13 +38,13 @@ def _rehearse(task: Task) -> Rehearsed:
     recorder, fake = enter("cpu" if task.library is None else "cuda", task.rank, task.args.world_size)
     cpu_runtime.install()
     lift_megatron()
-    from slime.rehearsal.actor import RehearsedActor
+    from slime.rehearsal.actor import RANKS
 
     seconds: dict[str, float] = {}
     failure = None
     with fake, recorder:
-        actor = RehearsedActor(task, recorder)
-        for name, phase in actor.phases().items():
+        rehearsed = RANKS[task.args.role](task, recorder)
+        for name, phase in rehearsed.phases().items():
             started = time.monotonic()
             try:
                 with recorder.during(name):
@@ -54,19 +54,19 @@ def _rehearse(task: Task) -> Rehearsed:
                 break
             finally:
                 seconds[name] = time.monotonic() - started
-        kinds = actor.kinds()
+        kinds = rehearsed.kinds()
     return Rehearsed(
         rank=task.rank,
         seconds=seconds,
-        peaks=recorder.peaks(kinds, actor.vocabulary_columns),
+        peaks=recorder.peaks(kinds, rehearsed.vocabulary_columns),
         operations=dict(recorder.operations),
         waits={phase: dict(waits) for phase, waits in recorder.waits.items()},
         collectives={
             phase: [(*key, *entry) for key, entry in entries.items()] for phase, entries in recorder.collectives.items()
         },
         data_dependent=dict(recorder.data_dependent),
-        pushed=actor.pushed,
-        not_rehearsed=actor.not_rehearsed,
+        pushed=rehearsed.pushed,
+        not_rehearsed=rehearsed.not_rehearsed,
         failure=failure,
     )
 

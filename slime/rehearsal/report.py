@@ -16,6 +16,8 @@ GIB = 2**30
 # Rehearsal and plan that are further apart are marked, unless it is less than this much.
 _APART = 0.10
 _KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "data", "push")
+# Those of the loop, in which the host should not wait and ranks talk.
+_PHASES = ("log-probs", "values", "step", "push")
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -49,7 +51,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What a rank did; plain values, by phase: "model", "load", "data", "log-probs", "first step", "step" and "push".
+    """What a rank did; plain values, by phase: "model", "load", "data", "log-probs" (of a critic "values"), "first step",
+    "step" and "push".
 
     Attributes:
         seconds: that the rehearsal took.
@@ -85,24 +88,34 @@ class Planned:
 
 @dataclass(frozen=True)
 class RankReport:
+    """`role`: actor or critic; `batches`: the micro-batches that it rehearsed."""
+
+    role: str
     place: RankPlace
+    batches: list[list[tuple[int, int]]]
     result: Rehearsed
     planned: Planned
 
+    @property
+    def name(self) -> str:
+        """As it is named among the ranks of both roles."""
+        return f"{'critic ' if self.role == 'critic' else ''}rank {self.result.rank}"
 
-def render(reports: Sequence[RankReport], batches: list[list[tuple[int, int]]], left_out: tuple[str, ...]) -> str:
+
+def render(reports: Sequence[RankReport], left_out: tuple[str, ...]) -> str:
     """The whole text, without a newline at its end.
 
     Args:
-        batches: the micro-batches that each rank rehearsed.
         left_out: what none of them rehearsed.
     """
-    tokens = sum(total for total, _ in batches[0])
-    lines = [
-        "REHEARSAL",
-        f"  {_many(len(reports), 'rank')}, {_many(len(batches), 'micro-batch', 'micro-batches')} of {tokens:,} tokens "
-        f"in {_many(len(batches[0]), 'sample')} each",
-    ]
+    lines = ["REHEARSAL"]
+    for role in dict.fromkeys(report.role for report in reports):
+        of_role = [report for report in reports if report.role == role]
+        batches = of_role[0].batches
+        lines.append(
+            f"  {role}: {_many(len(of_role), 'rank')}, {_many(len(batches), 'micro-batch', 'micro-batches')} of "
+            f"{sum(total for total, _ in batches[0]):,} tokens in {_many(len(batches[0]), 'sample')} each"
+        )
     for report in reports:
         lines += ["", *_rank(report)]
     return "\n".join([*lines, "", "NOT REHEARSED", *(f"  {line}" for line in left_out)])
@@ -118,7 +131,7 @@ def apart(rehearsed: int, planned: int) -> float:
 def _rank(report: RankReport) -> Iterator[str]:
     result, place = report.result, report.place
     yield (
-        f"RANK {result.rank}: tensor {place.tensor}, context {place.context}, data {place.data}, pipeline {place.pipeline}; "
+        f"{report.name.upper()}: tensor {place.tensor}, context {place.context}, data {place.data}, pipeline {place.pipeline}; "
         f"rehearsed in {sum(result.seconds.values()):.0f} s"
     )
     if result.failure is not None:
@@ -133,14 +146,14 @@ def _rank(report: RankReport) -> Iterator[str]:
     yield "  operations launched"
     yield from (f"    {count:>9,}  {phase}" for phase, count in result.operations.items())
     for phase, waits in result.waits.items():
-        if phase in ("log-probs", "step", "push") and waits:
+        if phase in _PHASES and waits:
             yield f"  the host waits for the device in the phase {phase}: {sum(waits.values())}"
             yield from _counted(waits)
     if result.data_dependent:
         yield "  shapes that depend on values"
         yield from _counted(result.data_dependent)
     for phase, collectives in result.collectives.items():
-        if phase in ("log-probs", "step", "push"):
+        if phase in _PHASES:
             yield f"  collectives in the phase {phase}"
             yield from (
                 f"    {count:>9,}  {_bytes(size):>10}  {name} over {group.lower().removesuffix('_group')}"

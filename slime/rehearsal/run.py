@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from slime.arguments.config_files.role_config import CRITIC, critic_args
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.training_memory import RankMemory, push_buffers, training_memory
 from slime.plan.batch import plan_batch
+from slime.plan.memory import planned_critic
 from slime.plan.setup import parallel_layout, planned_sample, shape_of, tokens_of_stream, training_setup
 from slime.rehearsal.report import Failure, Planned, RankReport, Rehearsed, Task, render
 from slime.rehearsal.stand_in import StandIn, find_or_build
@@ -35,31 +37,46 @@ def show_rehearsal(args: argparse.Namespace) -> None:
         RunError: a rank could not be rehearsed to its end; what was found until then is printed.
     """
     _require_rehearsable(args)
-    # The kernels of Transformer Engine do not go through fake tensors.
-    args = argparse.Namespace(**{**vars(args), "transformer_impl": "local"})
-    layout = parallel_layout(args)
-    ranks = _ranks(args, layout)
-    batches = micro_batches(args, layout)
-    memory = _planned(args, layout, len(batches))
     stand_in = find_or_build()
     reports = []
-    for rank in ranks:
-        place = layout.place(rank)
-        result = rehearse_rank(args, rank, batches, stand_in)
-        reports.append(RankReport(place, result, memory[place.pipeline]))
-    print(render(reports, batches, tuple(_left_out(args, layout, batches, stand_in))))
-    stopped = [report.result for report in reports if report.result.failure is not None]
+    left_out: dict[str, None] = {}
+    for of_role in _roles(args):
+        layout = parallel_layout(of_role)
+        ranks = _ranks(of_role, layout)
+        batches = micro_batches(of_role, layout)
+        memory = _planned(of_role, layout, len(batches))
+        for rank in ranks:
+            place = layout.place(rank)
+            result = rehearse_rank(of_role, rank, batches, stand_in)
+            reports.append(RankReport(of_role.role, place, batches, result, memory[place.pipeline]))
+        left_out |= dict.fromkeys(_left_out(of_role, layout, batches, stand_in))
+    print(render(reports, tuple(left_out)))
+    stopped = [report for report in reports if report.result.failure is not None]
     if stopped:
-        failure: Failure = stopped[0].failure
-        raise RunError(f"the rehearsal of rank {stopped[0].rank} stopped in the phase {failure.phase}: {failure.error}")
+        failure: Failure = stopped[0].result.failure
+        raise RunError(f"the rehearsal of {stopped[0].name} stopped in the phase {failure.phase}: {failure.error}")
+
+
+def _roles(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
+    """The arguments of the actor, and of the critic where there is one.
+
+    Raises:
+        UserError: one of them cannot be rehearsed.
+    """
+    of_roles = [args, critic_args(args)] if args.use_critic else [args]
+    for of_role in of_roles:
+        _require_layout(of_role)
+    # The kernels of Transformer Engine do not go through fake tensors.
+    return (argparse.Namespace(**{**vars(of_role), "transformer_impl": "local"}) for of_role in of_roles)
 
 
 def rehearse_rank(
     args: argparse.Namespace, rank: int, batches: list[list[tuple[int, int]]], stand_in: StandIn
 ) -> Rehearsed:
-    """What one rank of the actor does in a process of its own.
+    """What one rank does in a process of its own.
 
     Args:
+        args: of its role.
         batches: of each micro-batch its samples, as tokens of the sample and of its response.
 
     Raises:
@@ -131,6 +148,14 @@ def _require_rehearsable(args: argparse.Namespace) -> None:
         raise UserError("--rehearse makes no plan: leave --dry-run-json out, or --rehearse")
     if not args.has_trainer:
         raise UserError("--rehearse rehearses training ranks, and this run has none")
+    if shape_of(args) is None:
+        raise UserError(
+            "--rehearse needs the model's shape: give --model-args-from-hf, or source a file of scripts/models"
+        )
+
+
+def _require_layout(args: argparse.Namespace) -> None:
+    """Raises UserError for what one role cannot rehearse."""
     reasons = {
         f"--train-backend {args.train_backend}": args.train_backend != "megatron",
         f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}": args.pipeline_model_parallel_size > 1,
@@ -139,20 +164,20 @@ def _require_rehearsable(args: argparse.Namespace) -> None:
     for flag, stands_in_the_way in reasons.items():
         if stands_in_the_way:
             raise UserError(f"{flag} cannot be rehearsed yet: --rehearse knows dense models without pipeline stages")
-    if shape_of(args) is None:
-        raise UserError(
-            "--rehearse needs the model's shape: give --model-args-from-hf, or source a file of scripts/models"
-        )
 
 
 def _planned(args: argparse.Namespace, layout: ParallelLayout, count: int) -> tuple[Planned, ...]:
     """What the plan says of a rank of every pipeline stage: its step, and its push."""
+    is_critic = args.role == CRITIC
+    if is_critic:
+        args = planned_critic(args)
     shape = shape_of(args)
     setup = training_setup(args, layout, tokens_of_stream(args, layout), count)
     push = push_buffers(shape, setup)
     # Nothing of the driver is a tensor, and the rehearsal's data are those of its own micro-batches.
     step = replace(setup, push_bucket=0, overhead=0, rollout_tokens=0)
-    return tuple(_parts(memory, push) for memory in training_memory(shape, step))
+    memories = training_memory(shape, step)
+    return tuple(_parts(replace(memory, logits=0) if is_critic else memory, push) for memory in memories)
 
 
 def _parts(memory: RankMemory, push: int) -> Planned:
@@ -176,7 +201,7 @@ def _left_out(
     if in_step is not None and in_step > len(batches):
         yield f"{in_step - len(batches)} of the {in_step} micro-batches of a step"
     if args.use_critic:
-        yield "the critic: only the actor is rehearsed"
+        yield "actor and critic beside each other in the memory of one GPU: each has a process of its own"
     yield "layers of Transformer Engine: those of --transformer-impl local stand in for them"
     yield "values: no loss, no overflow, no skipped step; what depends on them goes its usual way"
     yield "saving a checkpoint"

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from slime.arguments import parse_args
+from slime.arguments.config_files.role_config import critic_args
 from slime.plan.setup import parallel_layout
 from slime.ray.session import main
 from slime.rehearsal import run
+from slime.rehearsal.report import Rehearsed
 from slime.rehearsal.run import micro_batches, rehearse_rank, show_rehearsal
 from slime.rehearsal.stand_in import StandIn, find_or_build
 from slime.utils.errors import RunError, UserError
@@ -107,6 +109,42 @@ def test_every_objective_goes_through(arguments, stand_in):
     result = rehearsed(args, stand_in)
     assert result.data_dependent == {}
     assert result.operations["log-probs"] > 100
+
+
+PPO = ("--advantage-estimator", "ppo", "--tensor-model-parallel-size", "2", "--sequence-parallel")
+
+
+def test_a_critic_goes_through(arguments, stand_in):
+    args = critic_args(arguments(*PPO))
+    result = rehearsed(args, stand_in)
+    kinds = result.peaks["step"]
+    # Of each layer the halves of attention (3 * 64 * 32) and gated MLP (3 * 96 * 32), and four norms; half of the embedding's
+    # 256 rows, the last norm, and a head with one row, both whole. Buffers are padded.
+    parameters = 2 * (3 * 64 * 32 // 2 + 3 * 96 * 32 // 2 + 2 * 16 + 2 * 32) + 256 // 2 * 32 + 32 + 32
+    assert kinds["weights"] == pytest.approx(2 * parameters, abs=1024)
+    assert kinds["gradients"] == 2 * kinds["weights"] and "logits" not in kinds
+    assert waits_of(result, "values") == 0 and waits_of(result) == (7 if stand_in.library else 0)
+    assert result.pushed is None and result.not_rehearsed == []
+
+
+def test_the_same_ranks_of_actor_and_critic_are_rehearsed(arguments, monkeypatch, tmp_path, capsys):
+    """Each in its own layout."""
+    asked = []
+
+    def answer(args, rank, batches, stand_in):
+        asked.append((args.role, rank, args.tensor_model_parallel_size, args.transformer_impl))
+        return Rehearsed(rank, {}, {"step": {}}, {}, {}, {}, {}, None, [], None)
+
+    monkeypatch.setattr(run, "rehearse_rank", answer)
+    monkeypatch.setattr(run, "find_or_build", lambda: StandIn(None, "nothing is built"))
+    file = tmp_path / "roles.yaml"
+    file.write_text("megatron: [{role: critic, overrides: {tensor_model_parallel_size: 1}}]")
+    words = [*PPO, "--megatron-config-path", str(file)]
+    show_rehearsal(arguments(*words))
+    show_rehearsal(arguments(*words, "--rehearse-ranks", "1"))
+    assert asked == [(role, rank, size, "local") for rank in (0, 1) for role, size in (("actor", 2), ("critic", 1))]
+    text = capsys.readouterr().out
+    assert "CRITIC RANK 1: tensor 0, context 0, data 1" in text and "actor and critic beside each other" in text
 
 
 def test_without_a_library_the_tensors_are_of_the_cpu(arguments):

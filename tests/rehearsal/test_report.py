@@ -5,7 +5,7 @@ GIB = 2**30
 BATCHES = [[(6000, 5000), (2192, 1000)]] * 2
 
 
-def report(**changes):
+def report(*roles, **changes):
     result = Rehearsed(
         **{
             "rank": 3,
@@ -28,12 +28,13 @@ def report(**changes):
         }
     )
     planned = Planned({"weights": 2 * GIB, "activations": 4 * GIB}, GIB, "loss")
-    return render([RankReport(RankPlace(3, 0, 0, 0, 0, 0), result, planned)], BATCHES, ("saving",)).splitlines()
+    place = RankPlace(3, 0, 0, 0, 0, 0)
+    return render([RankReport(role, place, BATCHES, result, planned) for role in roles], ("saving",)).splitlines()
 
 
 def test_rehearsed_stands_beside_planned_and_what_is_far_apart_is_marked():
-    lines = report()
-    assert "  1 rank, 2 micro-batches of 8,192 tokens in 2 samples each" in lines
+    lines = report("actor")
+    assert "  actor: 1 rank, 2 micro-batches of 8,192 tokens in 2 samples each" in lines
     assert "    weights                       2.0 GiB      2.0 GiB" in lines
     assert "    activations                   5.0 GiB      4.0 GiB   apart by 25%" in lines
     assert "    data                            100 B            -" in lines
@@ -43,7 +44,7 @@ def test_rehearsed_stands_beside_planned_and_what_is_far_apart_is_marked():
 
 
 def test_waits_are_those_of_the_loop_most_frequent_first():
-    lines = report()
+    lines = report("actor")
     start = lines.index("  the host waits for the device in the phase step: 13")
     assert [line.split() for line in lines[start + 1 : start + 3]] == [
         ["12", "values", "at", "b.py:3"],
@@ -55,6 +56,7 @@ def test_waits_are_those_of_the_loop_most_frequent_first():
 
 def test_what_was_left_out_and_what_stopped_is_named():
     lines = report(
+        "actor",
         not_rehearsed=["loading x"],
         data_dependent={"c.py:4": 2},
         failure=Failure("push", "RuntimeError: no", "d.py:5", ""),
@@ -67,3 +69,12 @@ def test_what_was_left_out_and_what_stopped_is_named():
 
 def test_apart_is_a_share_of_the_plan():
     assert apart(0, 0) == 0.0 and apart(3, 2) == 0.5 and apart(1, 2) == 0.5 and apart(1, 0) == float("inf")
+
+
+def test_ranks_of_both_roles_are_told_apart():
+    lines = report("actor", "critic")
+    assert lines[1:3] == [
+        f"  {role}: 1 rank, 2 micro-batches of 8,192 tokens in 2 samples each" for role in ("actor", "critic")
+    ]
+    names = [line.partition(":")[0] for line in lines if line.endswith("rehearsed in 4 s")]
+    assert names == ["RANK 3", "CRITIC RANK 3"]

@@ -96,8 +96,8 @@ CLUSTER = Group("cluster and placement", (
         "else 80", bounds=ABOVE_ZERO),
     switch("--rehearse", "do one step of some training ranks at the real size on fake GPU tensors, print what memory, waits "
         "and messages it takes, then exit; needs neither GPUs nor weights"),
-    flag("--rehearse-ranks", integers, None, "training ranks to rehearse, 0,7 for example; unset: the first one of every "
-        "pipeline stage", bounds=AT_LEAST_ZERO, idle=_NO_REHEARSAL),
+    flag("--rehearse-ranks", integers, None, "training ranks to rehearse, 0,7 for example, of the actor and of a critic; "
+        "unset: the first one of every pipeline stage of each", bounds=AT_LEAST_ZERO, idle=_NO_REHEARSAL),
     flag("--dry-run-link-gbps", float, 400.0, "link speed that the plan uses for the cost of a weight sync, in Gbit/s",
         bounds=ABOVE_ZERO),
 ))  # fmt: skip
