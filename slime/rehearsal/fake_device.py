@@ -35,6 +35,9 @@ class FakeCuda(CudaAccelerator):
     def group_device(self, group: dist.ProcessGroup | None) -> torch.device:
         return self.current_device()
 
+    def host_buffer(self, size: int) -> torch.Tensor:
+        return Accelerator.host_buffer(self, size)
+
 
 class FakeCpu(Accelerator):
     """The CPU, where nothing can be built that lets fake tensors be on CUDA."""

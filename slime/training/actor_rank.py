@@ -190,15 +190,16 @@ class ActorRank(TrainRank):
     def _prepare(self, rollout_id: int, data: RolloutData, logged: list[LoggedMetrics]) -> None:
         """Log-probs, advantages (both on the last pipeline stage) and the user's last word on the data (on every rank)."""
         args = self.args
-        for state in (REFERENCE, TEACHER):
-            if state in self.states:
-                with timer(f"{state}_log_probs"), self.states(state):
-                    results = forward_log_probs(args, self.backend, data, with_entropy=False)
-                data.update({f"{state}_{name}": column for name, column in results.items()})
-        if needs_log_prob_pass(args, steps=len(data["num_microbatches"])):
-            state = OLD_ACTOR if args.keep_old_actor else ACTOR
-            with timer("log_probs"), self.states(state), self.backend.routing_replay.log_prob_pass():
-                data.update(forward_log_probs(args, self.backend, data, with_entropy=args.use_rollout_entropy))
+        with self.states.turns():
+            for state in (REFERENCE, TEACHER):
+                if state in self.states:
+                    with timer(f"{state}_log_probs"), self.states(state):
+                        results = forward_log_probs(args, self.backend, data, with_entropy=False)
+                    data.update({f"{state}_{name}": column for name, column in results.items()})
+            if needs_log_prob_pass(args, steps=len(data["num_microbatches"])):
+                state = OLD_ACTOR if args.keep_old_actor else ACTOR
+                with timer("log_probs"), self.states(state), self.backend.routing_replay.log_prob_pass():
+                    data.update(forward_log_probs(args, self.backend, data, with_entropy=args.use_rollout_entropy))
         if args.compute_advantages_and_returns:
             self._compute_advantages(rollout_id, data, logged)
         if args.rollout_data_postprocess_path is not None:

@@ -4,6 +4,9 @@
 that were there before are back, bit for bit. The active state has a name, so that nobody pushes or saves the wrong one.
 Only the actor is trained: what any other state puts into the model is as it was stored.
 
+Within `with states.turns():`, where nothing is trained, states follow each other: the actor is put aside once for all of them,
+and is back when that block ends.
+
 When the weights beside the actor's change: loaded at the start, refreshed after rollouts, shifted by weight pushes.
 
 - The reference becomes the actor after every `--ref-update-interval` rollouts. From then on it is nowhere else: it goes into
@@ -34,9 +37,42 @@ from slime.arguments.checkpoints import (
     source_of_reference,
     source_of_teacher,
 )
+from slime.utils.device import get_accelerator
 from slime.utils.errors import RunError
 
 __all__ = ["ACTOR", "OLD_ACTOR", "REFERENCE", "ROLLOUT_ACTOR", "TEACHER", "ModelStates"]
+
+
+# Where a copy begins in its buffer: on a cache line of the host, which any dtype can start at.
+_ALIGNMENT = 64
+
+
+class HostCopy:
+    """A copy of `tensors` in one piece of host memory, which it has room for and does not hold yet.
+
+    The host never reads it, nor does it wait for a copy. On a GPU copies to and from it are queued on the stream that computes,
+    in the order of the calls: behind the step whose weights they read, before the one that changes them, and what fills the
+    buffer before what empties it. So another stream may touch neither while states are switched.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        places, size = {}, 0
+        for name, tensor in tensors:
+            places[name] = size, tensor
+            size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._buffer = get_accelerator().host_buffer(size)
+        self._views = {
+            name: self._buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for name, (start, tensor) in places.items()
+        }
+
+    def fill(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            self._views[name].copy_(tensor, non_blocking=True)
+
+    def put_into(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            tensor.copy_(self._views[name], non_blocking=True)
 
 
 class ModelStates:
@@ -48,9 +84,10 @@ class ModelStates:
 
     def __init__(self, live_tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
         self._live_tensors = live_tensors
-        self._copies: dict[str, dict[str, torch.Tensor]] = {}
+        self._copies: dict[str, HostCopy] = {}
         # The actor while another state is in the model; kept, because pinned memory is slow to allocate.
-        self._put_aside: dict[str, torch.Tensor] | None = None
+        self._put_aside: HostCopy | None = None
+        self._takes_turns = False
         self.active = ACTOR
 
     def __contains__(self, name: str) -> bool:
@@ -68,21 +105,27 @@ class ModelStates:
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Have the weights `name` in the live model for the length of the block."""
-        if name == self.active:
-            yield
-            return
-        if name != ACTOR and name not in self._copies:
-            raise RunError(f"no model state {name!r}; known: {', '.join([ACTOR, *self._copies])}")
         previous = self.active
-        if previous == ACTOR:
-            self._put_aside = self._snapshot(self._put_aside)
         try:
-            self._restore(name)
-            self.active = name
+            self._switch(name)
             yield
         finally:
-            self._restore(previous)
-            self.active = previous
+            if not self._takes_turns:
+                self._switch(previous)
+
+    @contextlib.contextmanager
+    def turns(self) -> Iterator[None]:
+        """Leave each state in the model until the next one is asked for, and have the actor back when the block ends.
+
+        Nothing may change the live weights in it.
+        """
+        self.require_active(ACTOR)
+        self._takes_turns = True
+        try:
+            yield
+        finally:
+            self._takes_turns = False
+            self._switch(ACTOR)
 
     def require_active(self, name: str) -> None:
         """Raise RunError unless `name` is the state in the live model."""
@@ -90,20 +133,22 @@ class ModelStates:
             raise RunError(f"the live model holds the state {self.active!r}, not {name!r}")
 
     @torch.no_grad()
-    def _snapshot(self, reuse: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-        copies = reuse or {}
-        for name, tensor in self._live_tensors():
-            if name not in copies:
-                copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            # Nobody reads the copies on the host: what puts them back is queued behind this on the same stream.
-            copies[name].copy_(tensor, non_blocking=True)
-        return copies
+    def _switch(self, name: str) -> None:
+        if name == self.active:
+            return
+        if name != ACTOR and name not in self._copies:
+            raise RunError(f"no model state {name!r}; known: {', '.join([ACTOR, *self._copies])}")
+        if self.active == ACTOR:
+            self._put_aside = self._snapshot(self._put_aside)
+        # From here on the live weights are no longer those of the state before, also if a copy fails.
+        self.active = name
+        (self._put_aside if name == ACTOR else self._copies[name]).put_into(self._live_tensors())
 
     @torch.no_grad()
-    def _restore(self, name: str) -> None:
-        copies = self._put_aside if name == ACTOR else self._copies[name]
-        for key, tensor in self._live_tensors():
-            tensor.copy_(copies[key], non_blocking=True)
+    def _snapshot(self, reuse: HostCopy | None) -> HostCopy:
+        copy = reuse or HostCopy(self._live_tensors())
+        copy.fill(self._live_tensors())
+        return copy
 
 
 class StateSchedule:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import mmap
 import os
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -47,6 +49,15 @@ class Accelerator:
 
     def synchronize(self) -> None:
         """Wait until all work queued on the device is done."""
+
+    def host_buffer(self, size: int) -> torch.Tensor:
+        """`size` bytes of host memory, uint8, that the device copies to and from while the host goes on.
+
+        They are given back when this tensor is gone: keep it for as long as its views.
+        """
+        import torch
+
+        return torch.empty(size, dtype=torch.uint8)
 
     def generator_state(self) -> torch.Tensor | None:
         """The state of the device's random generator, uint8 on the host; None where it is the one of the host."""
@@ -94,6 +105,27 @@ class CudaAccelerator(Accelerator):
         import torch
 
         torch.cuda.synchronize()
+
+    def host_buffer(self, size: int) -> torch.Tensor:
+        import torch
+
+        if size == 0:
+            return super().host_buffer(size)
+        # torch's own pinned memory comes in powers of two: nearly twice the size, at worst. A fork, as the writer of
+        # checkpoints makes one, would copy pages that are pinned.
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_DONTFORK)
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        driver, address = torch.cuda.cudart(), buffer.data_ptr()
+        torch.cuda.check_error(driver.cudaHostRegister(address, size, 0))
+
+        def give_back() -> None:
+            # The device may still be reading.
+            self.synchronize()
+            torch.cuda.check_error(driver.cudaHostUnregister(address))
+
+        weakref.finalize(buffer, give_back).atexit = False
+        return buffer
 
     def generator_state(self) -> torch.Tensor:
         import torch

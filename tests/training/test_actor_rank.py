@@ -138,13 +138,19 @@ def refusals(run) -> dict[str, str]:
 
 
 def teacher_worker(directory: Path) -> dict:
+    from slime.training.model_states import HostCopy
+
     kl = ["--use-kl-loss", "--kl-loss-coef", "0.1", "--ref-load", str(directory / "actor")]
     distillation = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": str(directory / "other")}
     run = Rank(command_line(directory, *kl), **distillation, opd_teacher_ckpt_step=None, opd_kl_coef=1.0)
+    copies = []
+    for way in ("fill", "put_into"):
+        original = getattr(HostCopy, way)
+        setattr(HostCopy, way, lambda copy, tensors, way=way, do=original: copies.append(way) or do(copy, tensors))
     data = run.train(0)
     run.end()
     columns = {name: [tensor.tolist() for tensor in tensors] for name, tensors in data.items()}
-    return {**columns, "sample_indices": run.data["sample_indices"]}
+    return {**columns, "sample_indices": run.data["sample_indices"], "copies": copies}
 
 
 def worker(directory: Path) -> tuple[dict, dict]:
@@ -200,6 +206,12 @@ def test_o1_the_schedule_is_restored_once_without_the_optimizer(ranks):
 def test_o3_a_run_that_only_evaluates_builds_no_optimizer(ranks):
     for results, _ in ranks:
         assert results["o3"] == (None, None)
+
+
+def test_reference_and_teacher_share_the_snapshot_of_the_actor(ranks):
+    for _, columns in ranks:
+        # Actor aside; reference, teacher and actor into the model.
+        assert columns["copies"] == ["fill", *["put_into"] * 3]
 
 
 def test_each_state_gives_its_own_log_probs_at_the_rollouts_temperature(directory, ranks):

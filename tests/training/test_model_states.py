@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime.arguments.checkpoints import WeightSource
 from slime.training.model_states import ModelStates, StateSchedule
+from slime.utils.device import Accelerator
 from slime.utils.errors import RunError
 
 
@@ -72,26 +73,103 @@ def test_capture_replaces():
         assert live["b"].tolist() == [9]
 
 
+def test_states_that_take_turns_follow_each_other_and_the_actor_comes_back():
+    live, states = make()
+    for value, name in ((7, "ref"), (8, "teacher"), (9, "actor")):
+        live["w"].fill_(value)
+        if name != "actor":
+            states.capture(name)
+    with states.turns():
+        for name, value in (("ref", 7), ("teacher", 8), ("actor", 9), ("ref", 7)):
+            with states(name):
+                assert (states.active, live["w"].tolist()) == (name, [value, value])
+        with pytest.raises(RunError, match="holds the state 'ref', not 'actor'"):
+            states.require_active("actor")
+    assert (states.active, live["w"].tolist()) == ("actor", [9, 9])
+    with pytest.raises(ZeroDivisionError), states.turns(), states("ref"):
+        raise ZeroDivisionError
+    assert (states.active, live["w"].tolist()) == ("actor", [9, 9])
+    with states("ref"), pytest.raises(RunError, match="holds the state 'ref', not 'actor'"), states.turns():
+        pass
+    live["w"].fill_(10)
+    with states("ref"):
+        pass
+    assert live["w"].tolist() == [10, 10], "outside of turns the actor is put aside each time"
+
+
 class Copies(TorchDispatchMode):
-    """Whether each copy into another tensor is waited for."""
+    """Whether each copy into another tensor is waited for, and the storages that it goes from and to."""
 
     def __init__(self):
         super().__init__()
-        self.waited_for = []
+        self.waited_for, self.storages = [], []
 
     def __torch_dispatch__(self, operation, types, arguments=(), options=None):
         if operation is torch.ops.aten.copy_.default:
             self.waited_for.append(True not in arguments[2:])
+            self.storages.append(tuple(tensor.untyped_storage().data_ptr() for tensor in arguments[1::-1]))
         return operation(*arguments, **(options or {}))
 
 
-def test_no_copy_is_waited_for():
+@pytest.fixture
+def buffers(monkeypatch):
+    """The pieces of pinned memory that were asked for."""
+
+    class Counting(Accelerator):
+        made = []
+
+        def host_buffer(self, size):
+            self.made.append(super().host_buffer(size))
+            return self.made[-1]
+
+    monkeypatch.setattr("slime.training.model_states.get_accelerator", Counting)
+    return Counting.made
+
+
+def test_a_state_is_one_buffer_and_the_actor_is_put_aside_once(buffers):
+    """A copy is between the model and a piece of pinned memory, else the host would wait for it."""
     live, states = make()
     with Copies() as copies:
-        states.capture("ref")
-        with states("ref"):
-            pass
-    assert copies.waited_for == [False] * 2 * 4
+        for name in ("ref", "teacher"):
+            states.capture(name)
+        with states.turns():
+            for name in ("ref", "teacher", "actor"):
+                with states(name):
+                    pass
+    # w and b have a cache line each.
+    assert [buffer.nbytes for buffer in buffers] == [128] * 3
+    ref, teacher, actor = (buffer.data_ptr() for buffer in buffers)
+    weights = [tensor.data_ptr() for tensor in live.values()]
+    into = [(weight, copy) for copy in (ref, teacher, actor) for weight in weights]
+    back = [(copy, weight) for copy in (ref, teacher, actor) for weight in weights]
+    assert copies.storages == [*into, *back] and not any(copies.waited_for)
+
+
+def test_states_of_any_dtype_go_to_and_fro_bit_for_bit(buffers):
+    numbers = torch.Generator().manual_seed(0)
+    shapes = {torch.bfloat16: (3, 5), torch.float32: (), torch.int64: (1,), torch.uint8: (7,), torch.float64: (0, 2)}
+
+    def filled():
+        raw = {t: torch.randint(256, (*s, t.itemsize), generator=numbers, dtype=torch.uint8) for t, s in shapes.items()}
+        return {dtype: value.view(dtype).reshape(shapes[dtype]) for dtype, value in raw.items()}
+
+    def bits():
+        return {name: tensor.reshape(-1).view(torch.uint8).tolist() for name, tensor in live.items()}
+
+    live = {str(dtype): tensor for dtype, tensor in filled().items()}
+    states = ModelStates(lambda: live.items())
+    expected = {"ref": bits()}
+    states.capture("ref")
+    for dtype, tensor in filled().items():
+        live[str(dtype)].copy_(tensor)
+    expected["actor"] = bits()
+    assert expected["ref"] != expected["actor"]
+    for name in ("ref", "actor") * 2:
+        with states(name):
+            assert bits() == expected[name]
+    assert bits() == expected["actor"]
+    # 30, 4, 8, 7 and 0 bytes, each from a multiple of 64 on; the buffers are used again.
+    assert [buffer.nbytes for buffer in buffers] == [256] * 2
 
 
 REFERENCE_LOADED, TEACHER_LOADED = 100.0, 200.0

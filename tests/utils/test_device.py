@@ -1,5 +1,7 @@
 import ast
+import gc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,6 +49,29 @@ def test_own_backend_can_be_registered(monkeypatch):
     device.register_accelerator("abacus", Abacus)
     monkeypatch.setenv("SLIME_ACCELERATOR", "abacus")
     assert device.get_accelerator().name == "abacus"
+
+
+def test_pinned_memory_is_as_large_as_asked_for_and_given_back(monkeypatch):
+    calls = []
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda *arguments: calls.append(("register", *arguments)) or 0,
+        cudaHostUnregister=lambda *arguments: calls.append(("give back", *arguments)) or 0,
+    )
+    for name, lift in {
+        "cudart": lambda: runtime,
+        "check_error": lambda status: calls.append(status),
+        "synchronize": lambda: calls.append("synchronize"),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lift)
+    buffer = device.CudaAccelerator().host_buffer(3 * 2**20 + 1)
+    address = buffer.data_ptr()
+    assert (buffer.dtype, tuple(buffer.shape)) == (torch.uint8, (3 * 2**20 + 1,))
+    buffer[-1] = 7
+    assert calls == [("register", address, 3 * 2**20 + 1, 0), 0]
+    calls.clear()
+    del buffer
+    gc.collect()
+    assert calls == ["synchronize", ("give back", address), 0]
 
 
 @pytest.mark.parametrize(
