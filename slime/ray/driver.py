@@ -15,7 +15,7 @@ from slime.observability.logging_utils import LoggedMetrics, forget_lost_steps, 
 from slime.utils.misc import Box, should_run_periodic_action
 
 if TYPE_CHECKING:
-    from slime.ray.rollout_client import RolloutClient
+    from slime.ray.rollout_manager import RolloutClient
     from slime.ray.train_group import TrainGroup
 
 logger = logging.getLogger(__name__)

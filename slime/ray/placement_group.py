@@ -21,7 +21,7 @@ from slime.observability.console import StartupClock
 from slime.observability.waiting import wait_for, wait_for_all
 from slime.ray.cluster import plan_cluster
 from slime.ray.driver import StartedRun
-from slime.ray.rollout_client import RolloutClient
+from slime.ray.rollout_manager import RolloutClient
 from slime.ray.train_group import ActorCritic, TrainGroup
 from slime.utils import env
 from slime.utils.errors import UserError

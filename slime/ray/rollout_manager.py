@@ -1,7 +1,8 @@
-"""The rollout manager: one Ray actor that turns prompts into train batches.
+"""The rollout manager: one Ray actor that turns prompts into train batches; and the driver's side of it.
 
-What it does is done by two: `RolloutPipeline`, for data, and `ServingOwner`, for router and engines. Methods are asynchronous
-and run in concurrency groups, so saving and progress are served while generation runs; what blocks runs in threads.
+What the actor does is done by two: `RolloutPipeline`, for data, and `ServingOwner`, for router and engines. Methods are
+asynchronous and run in concurrency groups, so saving and progress are served while generation runs; what blocks runs in
+threads. The driver calls them with names and deadlines, and draws progress bars while it waits.
 """
 
 from __future__ import annotations
@@ -10,20 +11,37 @@ import argparse
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import ray
+from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup
 
 from slime.arguments.paths import MANAGER_PLUG_INS, load_plug_ins
+from slime.observability.console import GenerationBar, StartupClock, evaluation_name, generation_name
 from slime.observability.logging_utils import LoggedMetrics, configure_logger
+from slime.observability.waiting import unwatch, wait_for, watch
 from slime.ray.driver import RolloutResult, RunLength
 from slime.serving.fleet import EngineName, FleetSnapshot
-from slime.serving.owner import ServingOwner
+from slime.serving.owner import ServingOwner, longest_push_wait
+from slime.utils import env
 from slime.utils.http_utils import set_engine_supply
 from slime.utils.ports import host_for_url
 from slime.utils.run_values import with_run_values
+from slime.weights.transports import communicator_environment
+
+logger = logging.getLogger(__name__)
+
+# Beside the start of the engines: data are loaded and, the first time, cached.
+_DATA_SECONDS = 1200.0
+_CONTROL_DEADLINE_SECONDS = 600.0
+_SHUTDOWN_DEADLINE_SECONDS = 60.0
+# To fetch an answer that is there.
+_ANSWER_SECONDS = 5.0
+
+
+Result = TypeVar("Result")
 
 
 class RolloutManager:
@@ -147,3 +165,166 @@ class RolloutManager:
         if self._serving is not None:
             set_engine_supply(f"http://{self.args.sglang_router_ip}:{self.args.sglang_router_port}", None)
             self._serving.shutdown()
+
+
+class RunningCall(Generic[Result]):
+    """A rollout or an evaluation that is under way in the manager, which has others beside it.
+
+    Args:
+        name: what the manager and messages call it.
+        deadline: seconds that `result` waits.
+        has_engines: whether samples are generated, so that the first one is news.
+        on_poll: called several times a second while `result` waits.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        ref: ray.ObjectRef,
+        name: str,
+        deadline: float,
+        has_engines: bool,
+        on_poll: Callable[[], None],
+    ) -> None:
+        self._manager = manager
+        self._ref = ref
+        self._name = name
+        self._deadline = deadline
+        self._has_engines = has_engines
+        self._on_poll = on_poll
+        self._bar = GenerationBar()
+        self._snapshot: list[ray.ObjectRef] = []
+
+    def result(self) -> Result:
+        """Wait for the end of the call, with its progress drawn meanwhile.
+
+        Raises:
+            UserError, RunError: what ended the call, or no end within the deadline.
+        """
+        try:
+            result = wait_for(self._ref, self._name, self._deadline, on_poll=self._poll)
+        finally:
+            self._bar.close()
+        self._report_start()
+        return result
+
+    def _poll(self) -> None:
+        self._on_poll()
+        if not self._snapshot:
+            self._snapshot.append(self._manager.progress.remote(self._name))
+        snapshot = _answer(self._snapshot)
+        self._bar.show(snapshot)
+        if snapshot is not None and snapshot[1] > 0:
+            self._report_start()
+
+    def _report_start(self) -> None:
+        line = StartupClock().close("first sample")
+        # Without engines nothing is generated, and the line would speak of something else.
+        if line is not None and self._has_engines:
+            self._bar.close()
+            logger.info("%s", line)
+
+
+def _answer(question: list[ray.ObjectRef]) -> Any:
+    """The answer to the question in the list, which it leaves then; None while there is none.
+
+    A manager that died answers nothing here: the wait that asks beside itself hears of the death, and names it.
+    """
+    ready, _ = ray.wait(question, timeout=0)
+    if not ready:
+        return None
+    question.clear()
+    with contextlib.suppress(RayActorError):
+        return ray.get(ready[0], timeout=_ANSWER_SECONDS)
+    return None
+
+
+class RolloutClient:
+    """Owns the manager's actor, which starts when this object is made; `starting` is ready when it is."""
+
+    def __init__(
+        self, args: argparse.Namespace, group: PlacementGroup | None, places: Sequence[tuple[int, int]]
+    ) -> None:
+        self._args = args
+        # Seconds until engines, router and data have to be there.
+        self.start_deadline = args.engine_start_timeout + _DATA_SECONDS
+        # It only bounds what the manager may take, which keeps the limits of engines itself and whose death ends every wait.
+        # There are no more engines than devices.
+        self._push_deadline = longest_push_wait(args, len(places)) + _CONTROL_DEADLINE_SECONDS
+        remote_class = ray.remote(concurrency_groups={"generate": 2, "control": 8})(RolloutManager)
+        # The engines, which it starts, inherit this.
+        environment = {**env.actor_environment(), **env.library_environment(), **communicator_environment(args)}
+        options = {"num_cpus": 1, "num_gpus": 0, "runtime_env": {"env_vars": environment}}
+        self._manager = remote_class.options(**options).remote(args)
+        self.starting = self._manager.start.remote(group, list(places))
+        self._length: RunLength | None = None
+        self._death: list[ray.ObjectRef] = []
+        self._bring_weights: Callable[[], None] | None = None
+        # The question whether an engine lacks weights, while it is not answered.
+        self._lacking: list[ray.ObjectRef] = []
+
+    def wait_ready(self) -> RunLength:
+        """Wait until data source, engines and router are there. Returns how long the run is."""
+        if self._length is None:
+            # No flag is named: engines that take too long for theirs end the run before, so what is late are data.
+            self._length = wait_for(self.starting, "start of engines, router and data", self.start_deadline)
+            # What dies there ends whatever the driver waits for, also while nobody talks to it.
+            self._death = [self._manager.wait_for_death.remote()]
+            watch(self._death)
+        return self._length
+
+    def begin_push(self) -> FleetSnapshot:
+        """The engines that a push goes to. Until `end_push` they count as having the weights of no version."""
+        return wait_for(self._manager.begin_push.remote(), "the engines for a push", self._push_deadline)
+
+    def end_push(self, names: Sequence[EngineName], version: int, failed: Mapping[int, str]) -> None:
+        """The push to `names` is over: those not in `failed` (engine id → reason) hold `version`, the others are dead."""
+        self._control("end_push", "the end of a push", names, version, failed)
+
+    def begin_push_to_stale(self) -> FleetSnapshot:
+        """The engines that lack the weights of the last push, `version` of the result; the others go on."""
+        return self._control("begin_push_to_stale", "the engines that lack weights")
+
+    def bring_weights_by(self, bring: Callable[[], None]) -> None:
+        """From now on `bring` is called whenever an engine lacks the weights of the last push while a call is awaited."""
+        self._bring_weights = bring
+
+    def _look_after_engines(self) -> None:
+        """Several times a second."""
+        if not self._args.use_fault_tolerance or self._bring_weights is None:
+            return
+        if not self._lacking:
+            self._lacking.append(self._manager.lacks_weights.remote())
+        if _answer(self._lacking):
+            self._bring_weights()
+
+    def load(self, rollout_id: int) -> None:
+        """Restore the data state saved after rollout `rollout_id`; nothing for −1."""
+        self._control("load", "load of the data state", rollout_id)
+
+    def generate(self, rollout_id: int) -> RunningCall[RolloutResult]:
+        """Start one rollout step. Its result: a shard per data-parallel rank, and metrics."""
+        return self._running(self._manager.generate.remote(rollout_id), generation_name(rollout_id))
+
+    def evaluate(self, rollout_id: int, *, before: bool = False) -> RunningCall[list[LoggedMetrics]]:
+        """Start the evaluation of all data sets, `before` training on `rollout_id` or after it. Its result: metrics."""
+        ref = self._manager.evaluate.remote(rollout_id, before=before)
+        return self._running(ref, evaluation_name(rollout_id, before=before))
+
+    def save(self, rollout_id: int) -> None:
+        """Write the data state as it was after the prompts of `rollout_id` were drawn."""
+        self._control("save", "save of the data state", rollout_id)
+
+    def dispose(self) -> None:
+        """Stop engines and router, then the manager."""
+        unwatch(self._death)
+        ray.wait([self._manager.shutdown.remote()], timeout=_SHUTDOWN_DEADLINE_SECONDS)
+        ray.kill(self._manager, no_restart=True)
+
+    def _control(self, method: str, name: str, *arguments: Any) -> Any:
+        return wait_for(getattr(self._manager, method).remote(*arguments), name, _CONTROL_DEADLINE_SECONDS)
+
+    def _running(self, ref: ray.ObjectRef, name: str) -> RunningCall[Any]:
+        # A call may take as long as one request may, several turns of it.
+        deadline = 4 * self._args.http_request_timeout
+        return RunningCall(self._manager, ref, name, deadline, self._args.has_engines, self._look_after_engines)

@@ -21,7 +21,7 @@ from typing import Any
 
 from slime.observability.console import StartupClock
 from slime.observability.waiting import wait_for_all, wait_for_each
-from slime.ray.rollout_client import RolloutClient
+from slime.ray.rollout_manager import RolloutClient
 from slime.ray.train_group import TrainGroup
 from slime.serving.fleet import EngineName, FleetSnapshot
 from slime.utils.errors import RunError

@@ -1,15 +1,23 @@
-"""How the manager starts and ends, without Ray: what it tells of its end, and what user functions find."""
+"""How the manager starts and ends, and what the driver's side of it waits for, and how long; without Ray."""
 
 import asyncio
 from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RayActorError
 
+from slime.observability import waiting
+from slime.ray import rollout_manager
+from slime.ray.driver import RunLength
 from slime.ray.rollout_manager import RolloutManager
+from slime.ray.train_group import TrainGroup
 from slime.utils.errors import RunError
 from slime.utils.run_values import with_run_values
 from tests.support.models.args import parse
+
+STARTING = "the manager's start"
+DEATH = "the first death of something that serves"
 
 
 @pytest.fixture(autouse=True)
@@ -90,3 +98,166 @@ def test_a_manager_without_engines_generates_saves_and_goes_on(tmp_path, monkeyp
     assert [metrics["rollout/step"] for metrics, _ in rollout.logged] == [0]
     indices = [result.shards[0].inner["sample_indices"].tolist() for result in (rollout, resumed, following)]
     assert indices == [list(range(8)), list(range(8, 16)), list(range(8, 16))]
+
+
+@pytest.fixture
+def make_client(monkeypatch):
+    """A client whose manager is no process: its start is a reference that never has a result."""
+    manager = SimpleNamespace(
+        start=SimpleNamespace(remote=lambda *arguments: STARTING), wait_for_death=SimpleNamespace(remote=lambda: DEATH)
+    )
+    asked = {}
+    actor_class = SimpleNamespace(
+        options=lambda **options: asked.update(options) or SimpleNamespace(remote=lambda args: manager)
+    )
+    monkeypatch.setattr(rollout_manager.ray, "remote", lambda **options: lambda of: actor_class)
+    monkeypatch.setattr(waiting.ray, "wait", lambda refs, **options: ([], refs))
+
+    def make(places=(), **flags):
+        values = {
+            "engine_start_timeout": 600.0, "http_request_timeout": 60.0, "has_trainer": True, "has_engines": True,
+            "train_env_vars": {},
+        }  # fmt: skip
+        args = SimpleNamespace(**{**values, **flags})
+        client = rollout_manager.RolloutClient(args, None, places)
+        client.options = asked
+        return client
+
+    return make
+
+
+def test_manager_and_engines_get_what_the_training_ranks_get(make_client, monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    client = make_client()
+    of_manager = client.options["runtime_env"]["env_vars"]
+    of_ranks, _ = TrainGroup(
+        SimpleNamespace(**vars(client._args), actor_num_gpus_per_node=1, deterministic_mode=False), None, [(0, 0)]
+    )._environments()
+    names = {name for name in of_manager if name.startswith(("NCCL_", "SLIME_", "RAY_"))}
+    assert {name: of_manager[name] for name in names} == {name: of_ranks.get(name) for name in names}
+    assert names >= {"NCCL_SOCKET_IFNAME", "NCCL_NVLS_ENABLE", "NCCL_CUMEM_ENABLE", "RAY_USE_UVLOOP"}
+
+
+def test_a_start_that_takes_too_long_ends_the_wait(make_client, monkeypatch):
+    """Engines have the time that their flag gives them, and data theirs."""
+    now = [1000.0]
+
+    def quarter_of_a_minute(refs, **options):
+        now[0] += 15.0
+        return [], refs
+
+    monkeypatch.setattr(waiting.ray, "wait", quarter_of_a_minute)
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
+    client = make_client(engine_start_timeout=300.0)
+    limit = 300.0 + rollout_manager._DATA_SECONDS
+    with pytest.raises(RunError, match=f"^start of engines, router and data: no answer within {limit:.0f} s "):
+        client.wait_ready()
+    assert limit < now[0] - 1000.0 <= limit + 15.0
+    assert client._length is None and client.start_deadline == limit
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_push_waits_for_all_that_may_become_of_engines_and_not_for_ever(make_client, monkeypatch, devices):
+    """Each may be doubted for the time of a start, die, and have three successors that take theirs; one after another."""
+    client = make_client(places=[(device, device) for device in range(devices)], engine_start_timeout=3600.0)
+    client._manager.begin_push = SimpleNamespace(remote=lambda: "engines")
+    now, answers_at = [0.0], [devices * 4 * (3600.0 + 60.0)]
+
+    def five_minutes(refs, **options):
+        now[0] += 300.0
+        return (["engines"] if now[0] >= answers_at[0] else []), refs
+
+    monkeypatch.setattr(waiting.ray, "wait", five_minutes)
+    monkeypatch.setattr(waiting.ray, "get", lambda ref, timeout: "the living")
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
+    assert client.begin_push() == "the living" and now[0] >= answers_at[0]
+    now[0], answers_at[0] = 0.0, float("inf")
+    with pytest.raises(RunError, match="^the engines for a push: no answer within "):
+        client.begin_push()
+
+
+def test_what_is_ready_is_awaited_once(make_client, monkeypatch):
+    asked, watched = [], []
+    length = RunLength(6, 3)
+    monkeypatch.setattr(rollout_manager, "wait_for", lambda *arguments: asked.append(arguments) or length)
+    monkeypatch.setattr(rollout_manager, "watch", watched.extend)
+    client = make_client()
+    assert client.wait_ready() is client.wait_ready() is length
+    assert asked == [(STARTING, "start of engines, router and data", client.start_deadline)]
+    assert watched == [DEATH]
+
+
+def test_calls_that_are_under_way_are_awaited_one_by_one_and_ask_for_their_own_progress(make_client, monkeypatch):
+    client, asked = make_client(has_engines=True, use_fault_tolerance=False), []
+
+    def method(name):
+        return SimpleNamespace(
+            remote=lambda *arguments, **options: asked.append((name, *arguments)) or f"{name} result"
+        )
+
+    client._manager.generate, client._manager.evaluate = method("generate"), method("evaluate")
+    client._manager.progress = method("progress")
+
+    def wait_for(ref, name, deadline, on_poll):
+        on_poll()
+        asked.append((ref, name, deadline))
+        return [ref]
+
+    monkeypatch.setattr(rollout_manager, "wait_for", wait_for)
+    rollout, evaluation = client.generate(4), client.evaluate(3)
+    assert asked == [("generate", 4), ("evaluate", 3)], "nobody waits yet"
+    asked.clear()
+    assert evaluation.result() == ["evaluate result"] and rollout.result() == ["generate result"]
+    assert asked == [
+        ("progress", "evaluation after rollout 3"), ("evaluate result", "evaluation after rollout 3", 240.0),
+        ("progress", "generation of rollout 4"), ("generate result", "generation of rollout 4", 240.0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("tolerant", [False, True])
+def test_engines_that_lack_weights_get_them_while_a_call_is_awaited(make_client, monkeypatch, tolerant):
+    """They are asked for, several times a second, one question at a time; nobody else could bring them meanwhile."""
+    client, events = make_client(has_engines=True, use_fault_tolerance=tolerant), []
+    answers = {"first": False, "second": True}
+    questions = iter(answers)
+    method = lambda result: SimpleNamespace(remote=lambda *arguments, **options: result())  # noqa: E731
+    client._manager.generate, client._manager.progress = method(lambda: "samples"), method(lambda: "progress")
+    client._manager.lacks_weights = method(lambda: events.append("asked") or next(questions))
+    client.bring_weights_by(lambda: events.append("brought"))
+    monkeypatch.setattr(rollout_manager.ray, "wait", lambda refs, timeout: (list(refs), []))
+    monkeypatch.setattr(rollout_manager.ray, "get", lambda ref, timeout: answers.get(ref))
+
+    def wait_for(ref, name, deadline, on_poll):
+        on_poll()
+        on_poll()
+
+    monkeypatch.setattr(rollout_manager, "wait_for", wait_for)
+    client.generate(0).result()
+    assert events == (["asked", "asked", "brought"] if tolerant else [])
+
+
+@pytest.mark.parametrize("asks", ["progress", "lacks_weights"])
+def test_a_manager_that_dies_is_told_by_the_wait_for_it_and_not_by_a_question_beside_it(make_client, monkeypatch, asks):
+    """The question is heard of first: the call that is awaited ends a moment later."""
+    client = make_client(has_engines=True, use_fault_tolerance=asks == "lacks_weights")
+    client.bring_weights_by(lambda: None)
+    for method in ("generate", "progress", "lacks_weights"):
+        setattr(client._manager, method, SimpleNamespace(remote=lambda *arguments, name=method: name))
+    turns = []
+
+    def wait(refs, **options):
+        if "generate" not in refs:
+            return ([asks] if refs == [asks] else []), refs
+        turns.append(refs)
+        return (["generate"] if len(turns) > 1 else []), refs
+
+    def get(ref, timeout):
+        raise RayActorError(None, "The actor died: killed")
+
+    monkeypatch.setattr(waiting.ray, "wait", wait)
+    monkeypatch.setattr(waiting.ray, "get", get)
+    with pytest.raises(RunError, match=r"^generation of rollout 4: a process of the run died\."):
+        client.generate(4).result()
+    assert len(turns) == 2
