@@ -29,7 +29,7 @@ from slime.utils import env
 from slime.utils.http_utils import set_engine_supply
 from slime.utils.ports import host_for_url
 from slime.utils.run_values import with_run_values
-from slime.weights.transports import communicator_environment
+from slime.weights.transports.process_group import communicator_environment
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,8 @@ from slime.utils.filesystem import make_scratch_directory, remove_scratch_direct
 from slime.utils.plugin_loader import load_function
 from slime.weights.push import Opening
 from slime.weights.source import Sent
-from slime.weights.transports import Receiver, communicator_environment
+from slime.weights.transports import Receiver
+from slime.weights.transports.process_group import communicator_environment
 
 _ACTOR_RANK = "slime.training.actor_rank.ActorRank"
 _CRITIC_RANK = "slime.training.critic_rank.CriticRank"

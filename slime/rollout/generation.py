@@ -32,7 +32,7 @@ from slime.rollout.engine_request import (
 from slime.rollout.failures import SampleFailed, failing_alone, mark_failed
 from slime.rollout.generate_state import GenerateState, deterministic_inference
 from slime.rollout.generation_call import current_call
-from slime.rollout.rm_hub import async_rm, batched_async_rm
+from slime.rollout.rm_hub.grading import async_rm, batched_async_rm
 from slime.utils.engine_answers import TokenLogProbs
 from slime.utils.http_utils import post_generate
 from slime.utils.sample_fields import first_not_finite, held

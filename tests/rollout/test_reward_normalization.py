@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slime.algorithms.reduction import rollout_mask_sums, sum_of_sample_mean
-from slime.algorithms.reward_normalization import normalize_rewards
+from slime.rollout.train_data import normalize_rewards
 from slime.utils.errors import UserError
 
 
