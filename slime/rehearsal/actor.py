@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slime.arguments.checkpoints import REFERENCE, TEACHER, WeightSource, other_model_states
+from slime.rehearsal.fake_device import tell_shape
 from slime.rehearsal.recorder import Recorder
-from slime.rehearsal.report import Task
+from slime.rehearsal.report import Pushed, Task
 from slime.training.actor_rank import ActorRank
 from slime.training.critic_rank import CriticRank
 from slime.training.model_states import ModelStates, StateSchedule
-from slime.training.passes import forward_values
+from slime.training.passes import forward_values, micro_batches
 from slime.training.rollout_data import RolloutData
 from slime.training.train_rank import TrainRank
 from slime.utils.device import get_accelerator
@@ -23,7 +24,6 @@ from slime.weights.buckets import BucketFlattener, FlatBucket
 from slime.weights.hf_reader import SafetensorsDirectory
 from slime.weights.transports import TRANSPORTS
 from slime.weights.transports.transport import Transport
-from slime.weights.verification import PushedNames
 
 if TYPE_CHECKING:
     from slime.weights.buckets import NamedTensors
@@ -52,7 +52,7 @@ class RehearsedRank(TrainRank):
 
     Attributes:
         vocabulary_columns: of its logits; 0: it has none.
-        pushed: tensors and buckets of its push; None before it, and on a rank that only helps or has nothing to push.
+        pushed: its push; None before it, and on a rank that only helps or has nothing to push.
         not_rehearsed: what was left out, in words.
     """
 
@@ -61,7 +61,7 @@ class RehearsedRank(TrainRank):
         self._task = task
         self._recorder = recorder
         self.not_rehearsed: list[str] = []
-        self.pushed: tuple[int, int] | None = None
+        self.pushed: Pushed | None = None
         self.vocabulary_columns = args.padded_vocab_size // args.tensor_model_parallel_size
         changed = {"initial_weights": self._weights(args), "update_weight_transport": _TRANSPORT}
         args = argparse.Namespace(**{**vars(args), **changed})
@@ -140,10 +140,20 @@ class RehearsedRank(TrainRank):
         if self.groups.is_last_stage:
             columns.update({name: column(responses, torch.float32) for name in self.brought()})
         self._data = RolloutData.of_rank(columns, self.groups.cp)
+        if self.groups.num_stages > 1:
+            args = self.args
+            stream = next(iter(micro_batches(args, self._data, self._data["micro_batch_indices"]))).stream
+            parts = args.tensor_model_parallel_size if args.sequence_parallel else 1
+            tell_shape((len(stream.tokens) // parts, 1, args.hidden_size))
 
-    def _take_step(self, micro_batches: int) -> None:
-        """An optimizer step over the first ones."""
-        self._train_steps(0, RolloutData({**self._data, "num_microbatches": [micro_batches]}, self._data.cp), [])
+    def _take_first_step(self) -> None:
+        """The optimizer makes its state in it. It needs no more than a micro-batch, or one for each stage that takes turns."""
+        chunks = self.backend.model
+        count = 1 if len(chunks) == 1 else chunks[0].config.microbatch_group_size_per_vp_stage
+        self._train_steps(0, RolloutData({**self._data, "num_microbatches": [count]}, self._data.cp), [])
+
+    def _take_step(self) -> None:
+        self._train_steps(0, self._data, [])
 
 
 class RehearsedActor(RehearsedRank, ActorRank):
@@ -159,9 +169,8 @@ class RehearsedActor(RehearsedRank, ActorRank):
             "load": self._load,
             "data": self._make_data,
             "log-probs": lambda: self._prepare(0, self._data, []),
-            # The optimizer makes its state in the first one, which needs no more than a micro-batch.
-            "first step": lambda: self._take_step(1),
-            "step": lambda: self._take_step(len(self._task.micro_batches)),
+            "first step": self._take_first_step,
+            "step": self._take_step,
             "push": self._push,
         }
 
@@ -194,17 +203,13 @@ class RehearsedActor(RehearsedRank, ActorRank):
         if not self._has_files:
             self.backend.expected_names = lambda: None
             self.not_rehearsed.append("the names of the push: --hf-checkpoint has no weights to compare with")
-        opening = self.open_weight_push()
+        expected = self.open_weight_push().expected_names
         sent = self.send_weights(self.groups.stage, 1)
         if sent is None:
             return
-        self.pushed = len(sent.names), sent.num_buckets
+        self.pushed = Pushed(sent.names, sent.num_buckets, None if expected is None else sorted(expected))
         if sent.refusal is not None:
             raise RuntimeError(sent.refusal)
-        if opening.num_sources == 1:
-            names = PushedNames(opening.expected_names)
-            names.check_bucket(sent.names)
-            names.check_complete()
 
 
 class RehearsedCritic(RehearsedRank, CriticRank):
@@ -220,8 +225,8 @@ class RehearsedCritic(RehearsedRank, CriticRank):
             "load": self._load_model,
             "data": self._make_data,
             "values": lambda: self._data.update(forward_values(self.args, self.backend, self._data)),
-            "first step": lambda: self._take_step(1),
-            "step": lambda: self._take_step(len(self._task.micro_batches)),
+            "first step": self._take_first_step,
+            "step": self._take_step,
         }
 
     def brought(self) -> Iterable[str]:

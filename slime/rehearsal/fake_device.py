@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -169,3 +170,49 @@ def lift_megatron() -> None:
     random._get_cuda_rng_state = lambda *args, **options: torch.get_rng_state()
     random._set_cuda_rng_state = lambda *args, **options: None
     rope_utils._apply_rotary_pos_emb_thd = rotate
+
+
+def lift_stages() -> None:
+    """What is assumed about the other stages of a pipeline; called where there are some, after `lift_megatron`."""
+    from megatron.core import parallel_state
+
+    from slime.backends.megatron_utils import hf_conversion, schedules
+    from slime.backends.megatron_utils.parameter_names import EMBEDDING
+
+    check_names = hf_conversion._check_names
+
+    def gather_from_stages(value: Any) -> list[Any]:
+        # Assumption: stages answer. Here all that the others say is whose copy an embedding is: the first one's.
+        chunks = value if isinstance(value, list) else []
+        nothing = [{} for _ in chunks] if chunks else set() if isinstance(value, set) else None
+        gathered = [nothing] * parallel_state.get_pipeline_model_parallel_world_size()
+        if chunks:
+            gathered[0] = [{name: like for name, like in chunk.items() if name == EMBEDDING} for chunk in chunks]
+        gathered[parallel_state.get_pipeline_model_parallel_rank()] = value
+        return gathered
+
+    def check_names_of_stage(needed: set[str], source: Any, *others: Any) -> None:
+        # Assumption: every stage says which tensors it needs, and what is left is surplus.
+        check_names(needed, SimpleNamespace(names=lambda: source.names() & needed), *others)
+
+    def broadcast_from_last_stage(value: Any) -> Any:
+        # Assumption: the last stage tells its metrics.
+        return {} if value is None else value
+
+    schedules.gather_from_stages = gather_from_stages
+    schedules.broadcast_from_last_stage = broadcast_from_last_stage
+    hf_conversion._check_names = check_names_of_stage
+
+
+def tell_shape(shape: tuple[int, ...]) -> None:
+    """Have every tensor that another stage of the pipeline sends be of this shape."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    exchange = P2PCommunicator._communicate_shapes
+
+    def communicate_shapes(communicator: Any, *messages: Any, **named: Any) -> tuple[list[int], list[int]]:
+        # Assumption: a stage says the shape of what it sends. The exchange itself, and its waits, stay.
+        exchange(communicator, *messages, **named)
+        return list(shape), list(shape)
+
+    P2PCommunicator._communicate_shapes = communicate_shapes

@@ -33,11 +33,13 @@ def _rehearse(task: Task) -> Rehearsed:
 
     torch.set_num_threads(1)
     from slime.backends.megatron_utils import cpu_runtime
-    from slime.rehearsal.fake_device import enter, lift_megatron
+    from slime.rehearsal.fake_device import enter, lift_megatron, lift_stages
 
     recorder, fake = enter("cpu" if task.library is None else "cuda", task.rank, task.args.world_size)
     cpu_runtime.install()
     lift_megatron()
+    if task.args.pipeline_model_parallel_size > 1:
+        lift_stages()
     from slime.rehearsal.actor import RANKS
 
     seconds: dict[str, float] = {}

@@ -28,7 +28,7 @@ class Task:
     Attributes:
         args: checked arguments of the actor.
         library: the stand-in for CUDA; None: fake CPU tensors.
-        micro_batches: of each its samples, as tokens of the sample and of its response.
+        micro_batches: of each its samples, as tokens of the sample and of its response; in a pipeline all are of one size.
         answer: where the result goes.
     """
 
@@ -50,6 +50,15 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Pushed:
+    """A weight push of one stage. `expected`: names that the pushes of all stages have together; None: nothing tells."""
+
+    names: list[str]
+    buckets: int
+    expected: list[str] | None
+
+
+@dataclass(frozen=True)
 class Rehearsed:
     """What a rank did; plain values, by phase: "model", "load", "data", "log-probs" (of a critic "values"), "first step",
     "step" and "push".
@@ -61,7 +70,7 @@ class Rehearsed:
         waits: of the host for the device, by what and where.
         collectives: (group, collective, how many, bytes).
         data_dependent: places whose shapes depend on values.
-        pushed: tensors and buckets of the push; None: none was made.
+        pushed: its push; None: it made none.
         not_rehearsed: what was left out, in words.
     """
 
@@ -72,7 +81,7 @@ class Rehearsed:
     waits: dict[str, dict[str, int]]
     collectives: dict[str, list[tuple[str, str, int, int]]]
     data_dependent: dict[str, int]
-    pushed: tuple[int, int] | None
+    pushed: Pushed | None
     not_rehearsed: list[str]
     failure: Failure | None
 
@@ -102,10 +111,11 @@ class RankReport:
         return f"{'critic ' if self.role == 'critic' else ''}rank {self.result.rank}"
 
 
-def render(reports: Sequence[RankReport], left_out: tuple[str, ...]) -> str:
+def render(reports: Sequence[RankReport], push: str, left_out: tuple[str, ...]) -> str:
     """The whole text, without a newline at its end.
 
     Args:
+        push: what there is to say about the weight pushes of all stages together; empty: nothing.
         left_out: what none of them rehearsed.
     """
     lines = ["REHEARSAL"]
@@ -118,6 +128,8 @@ def render(reports: Sequence[RankReport], left_out: tuple[str, ...]) -> str:
         )
     for report in reports:
         lines += ["", *_rank(report)]
+    if push:
+        lines += ["", "ALL STAGES", f"  {push}"]
     return "\n".join([*lines, "", "NOT REHEARSED", *(f"  {line}" for line in left_out)])
 
 
@@ -140,8 +152,7 @@ def _rank(report: RankReport) -> Iterator[str]:
         yield f"  memory of a step at its peak    rehearsed      planned ({report.planned.moment})"
         yield from _memory(result.peaks["step"], report.planned.step)
     if result.pushed is not None:
-        tensors, buckets = result.pushed
-        yield f"  weight push: {_many(tensors, 'tensor')} in {_many(buckets, 'bucket')}"
+        yield f"  weight push: {_many(len(result.pushed.names), 'tensor')} in {_many(result.pushed.buckets, 'bucket')}"
         yield from _memory({"push": result.peaks["push"].get("push", 0)}, {"push": report.planned.push})
     yield "  operations launched"
     yield from (f"    {count:>9,}  {phase}" for phase, count in result.operations.items())

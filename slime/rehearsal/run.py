@@ -18,11 +18,13 @@ from slime.estimates.training_memory import RankMemory, push_buffers, training_m
 from slime.plan.batch import plan_batch
 from slime.plan.memory import planned_critic
 from slime.plan.setup import parallel_layout, planned_sample, shape_of, tokens_of_stream, training_setup
-from slime.rehearsal.report import Failure, Planned, RankReport, Rehearsed, Task, render
+from slime.rehearsal.report import Failure, Planned, Pushed, RankReport, Rehearsed, Task, render
 from slime.rehearsal.stand_in import StandIn, find_or_build
 from slime.utils.errors import RunError, UserError
+from slime.weights.verification import NamesDiffer, PushedNames
 
-# Of a step: in the second one the activations of the first are gone, and its gradients are added to what is there.
+# Of a step, unless a pipeline holds more at once: in the second one the activations of the first are gone, and its gradients
+# are added to what is there.
 _MICRO_BATCHES = 2
 _RANK_SECONDS = 1800.0
 # Of a sample whose prompt no flag limits.
@@ -50,11 +52,14 @@ def show_rehearsal(args: argparse.Namespace) -> None:
             result = rehearse_rank(of_role, rank, batches, stand_in)
             reports.append(RankReport(of_role.role, place, batches, result, memory[place.pipeline]))
         left_out |= dict.fromkeys(_left_out(of_role, layout, batches, stand_in))
-    print(render(reports, tuple(left_out)))
+    push, names_differ = _pushed_together(reports, parallel_layout(args).pipeline)
+    print(render(reports, push, tuple(left_out)))
     stopped = [report for report in reports if report.result.failure is not None]
     if stopped:
         failure: Failure = stopped[0].result.failure
         raise RunError(f"the rehearsal of {stopped[0].name} stopped in the phase {failure.phase}: {failure.error}")
+    if names_differ:
+        raise RunError(push)
 
 
 def _roles(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
@@ -99,12 +104,17 @@ def rehearse_rank(
             said = ended.stdout.decode(errors="replace").strip().splitlines()
             raise RunError(f"the rehearsal of rank {rank} failed: {said[-1] if said else f'status {ended.returncode}'}")
         answer = json.loads(task.answer.read_text())
-    failure = answer.pop("failure")
-    return Rehearsed(**answer, failure=None if failure is None else Failure(**failure))
+    failure, pushed = answer.pop("failure"), answer.pop("pushed")
+    return Rehearsed(
+        **answer,
+        failure=None if failure is None else Failure(**failure),
+        pushed=None if pushed is None else Pushed(**pushed),
+    )
 
 
 def micro_batches(args: argparse.Namespace, layout: ParallelLayout) -> list[list[tuple[int, int]]]:
-    """Full micro-batches of samples as long as they may be: of each sample its tokens, and those of its response.
+    """Full micro-batches of samples as long as they may be: of each sample its tokens, and those of its response. There are
+    as many as the first stage of a pipeline holds at once, two at least.
 
     Raises:
         UserError: no flag says how large a micro-batch is.
@@ -122,7 +132,11 @@ def micro_batches(args: argparse.Namespace, layout: ParallelLayout) -> list[list
     if budget % longest > 1:
         lengths.append(budget % longest)
     batch = [(length, _response(args, length)) for length in lengths]
-    return [batch] * min(plan.micro_batches or _MICRO_BATCHES, _MICRO_BATCHES)
+    wanted = max(_MICRO_BATCHES, layout.pipeline)
+    if layout.virtual_pipeline > 1:
+        # After one group of micro-batches a stage would still be going forward; after two it has been as full as it gets.
+        wanted = 2 * (args.microbatch_group_size_per_vp_stage or layout.pipeline)
+    return [batch] * min(plan.micro_batches or wanted, wanted)
 
 
 def _response(args: argparse.Namespace, length: int) -> int:
@@ -158,12 +172,12 @@ def _require_layout(args: argparse.Namespace) -> None:
     """Raises UserError for what one role cannot rehearse."""
     reasons = {
         f"--train-backend {args.train_backend}": args.train_backend != "megatron",
-        f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}": args.pipeline_model_parallel_size > 1,
+        "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout is not None,
         f"--num-experts {args.num_experts}": bool(args.num_experts),
     }
     for flag, stands_in_the_way in reasons.items():
         if stands_in_the_way:
-            raise UserError(f"{flag} cannot be rehearsed yet: --rehearse knows dense models without pipeline stages")
+            raise UserError(f"{flag} cannot be rehearsed yet: --rehearse knows dense models, cut by numbers of layers")
 
 
 def _planned(args: argparse.Namespace, layout: ParallelLayout, count: int) -> tuple[Planned, ...]:
@@ -178,6 +192,24 @@ def _planned(args: argparse.Namespace, layout: ParallelLayout, count: int) -> tu
     step = replace(setup, push_bucket=0, overhead=0, rollout_tokens=0)
     memories = training_memory(shape, step)
     return tuple(_parts(replace(memory, logits=0) if is_critic else memory, push) for memory in memories)
+
+
+def _pushed_together(reports: list[RankReport], stages: int) -> tuple[str, bool]:
+    """How the pushes of all stages fit together, in words, empty where one of them is not known; and whether they do not."""
+    pushes = [report.result.pushed for report in reports if report.result.pushed is not None]
+    # One rank of each stage pushes.
+    if len(pushes) < stages:
+        return "", False
+    expected = pushes[0].expected
+    names = PushedNames(None if expected is None else set(expected))
+    try:
+        for push in pushes:
+            names.check_bucket(push.names)
+        names.check_complete()
+    except NamesDiffer as error:
+        return str(error), True
+    total = sum(len(push.names) for push in pushes)
+    return f"weight push: {total:,} tensors, each by one stage" if stages > 1 else "", False
 
 
 def _parts(memory: RankMemory, push: int) -> Planned:

@@ -3,15 +3,18 @@
 Where no library can be built the tests run on fake CPU tensors, and what only CUDA shows is not asserted there.
 """
 
+import dataclasses
+
 import pytest
 import torch
+from safetensors import safe_open
 
 from slime.arguments import parse_args
 from slime.arguments.config_files.role_config import critic_args
 from slime.plan.setup import parallel_layout
 from slime.ray.session import main
 from slime.rehearsal import run
-from slime.rehearsal.report import Rehearsed
+from slime.rehearsal.report import Pushed, Rehearsed
 from slime.rehearsal.run import micro_batches, rehearse_rank, show_rehearsal
 from slime.rehearsal.stand_in import StandIn, find_or_build
 from slime.utils.errors import RunError, UserError
@@ -31,6 +34,13 @@ LAYOUTS = {
         "1",
     ],
 }
+STAGES = {
+    "pipeline and tensor": [
+        "--pipeline-model-parallel-size", "2", "--actor-num-gpus-per-node", "4", "--tensor-model-parallel-size", "2",
+        "--sequence-parallel",
+    ],
+    "virtual, tied": ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +52,7 @@ def stand_in():
 def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("rehearsal")
     write_tiny_model(directory / "model", hidden=HIDDEN, layers=LAYERS)
+    write_tiny_model(directory / "deep and tied", hidden=HIDDEN, layers=2 * LAYERS, tied=True)
     return directory
 
 
@@ -49,9 +60,9 @@ def directory(tmp_path_factory):
 def arguments(directory, monkeypatch):
     monkeypatch.setenv("SLIME_ACCELERATOR", "cuda")
 
-    def parse(*words):
+    def parse(*words, model="model"):
         base = command_line(directory.parent / "unused")
-        base[base.index("--hf-checkpoint") + 1] = str(directory / "model")
+        base[base.index("--hf-checkpoint") + 1] = str(directory / model)
         return parse_args(
             argv=[*base, "--actor-num-gpus-per-node", "2", "--rollout-max-context-len", "64", "--rehearse", *words]
         )
@@ -59,8 +70,8 @@ def arguments(directory, monkeypatch):
     return parse
 
 
-def rehearsed(args, stand_in, batches=None):
-    result = rehearse_rank(args, 0, batches or micro_batches(args, parallel_layout(args)), stand_in)
+def rehearsed(args, stand_in, batches=None, rank=0):
+    result = rehearse_rank(args, rank, batches or micro_batches(args, parallel_layout(args)), stand_in)
     assert result.failure is None, result.failure.trace
     return result
 
@@ -86,7 +97,7 @@ def test_a_step_of_every_layout_goes_through(arguments, stand_in, layout):
     assert kinds["activations"] > 0
     assert result.data_dependent == {}
     # The head is a matrix of its own, and all fits into one bucket.
-    assert list(result.pushed) == [25, 1]
+    assert (len(result.pushed.names), result.pushed.buckets) == (25, 1)
     assert result.not_rehearsed == []
 
 
@@ -98,6 +109,45 @@ def test_waits_of_a_step_do_not_grow_with_its_samples(arguments, stand_in):
     # Of two micro-batches, which wait for nothing; what a step waits for at its end: two reductions, each to the device and
     # back, the norm of the gradient, whether losses are finite, and its metrics.
     assert waits_of(many) == (7 if stand_in.library else 0)
+
+
+@pytest.mark.parametrize("layout", STAGES)
+def test_stages_of_a_pipeline_together_are_the_model(arguments, stand_in, directory, layout):
+    model = "deep and tied" if "tied" in layout else "model"
+    args = arguments(*STAGES[layout], model=model)
+    cut = parallel_layout(args)
+    # Samples enough that a wait for each of them would show.
+    batches = [[(16, 8)] * 4] * len(micro_batches(args, cut))
+    results = [rehearsed(args, stand_in, batches, rank) for rank in run._ranks(args, cut)]
+    with safe_open(directory / model / "model.safetensors", framework="pt") as file:
+        names = set(file.keys())
+    pushed = [name for result in results for name in result.pushed.names]
+    assert sorted(pushed) == sorted(names)
+    held = [result.peaks["step"]["weights"] for result in results]
+    planned = [of_stage.step["weights"] for of_stage in run._planned(args, cut, len(batches))]
+    # Buckets are padded.
+    assert held == pytest.approx(planned, rel=0.03)
+    assert all(result.peaks["step"]["gradients"] == 2 * weights for result, weights in zip(results, held, strict=True))
+    assert [result.data_dependent for result in results] == [{}, {}]
+    if stand_in.library is None:
+        return
+    # Of a message its shape is sent first, which the receiver reads; sender and receiver wait for both to be there. Nothing
+    # else depends on the pipeline: the first stage has no loss that could wait.
+    waits = [sum_by_what(result.waits["step"]) for result in results]
+    messages = len(batches) * (2 * cut.virtual_pipeline - 1)
+    assert [stage["values at megatron/core"] for stage in waits] == [messages, messages]
+    assert [stage["a copy to the device at megatron/core"] for stage in waits] == [messages, messages]
+    assert [sum(count for what, count in stage.items() if "slime/" in what) for stage in waits] == [2, 6]
+    calls = {"pipeline and tensor": [2 * (messages + 1)] * 2, "virtual, tied": [17, 18]}[layout]
+    assert [stage["the device at megatron/core"] for stage in waits] == calls
+
+
+def sum_by_what(waits):
+    found = {}
+    for place, count in waits.items():
+        what = "/".join(place.split("/")[:2])
+        found[what] = found.get(what, 0) + count
+    return found
 
 
 def test_every_objective_goes_through(arguments, stand_in):
@@ -165,7 +215,10 @@ def test_what_does_not_fit_stops_it_and_is_named(arguments, stand_in, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--pipeline-model-parallel-size", "2"], "--pipeline-model-parallel-size 2 cannot be rehearsed yet"),
+        (
+            ["--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "Et|tL"],
+            "--pipeline-model-parallel-layout cannot be rehearsed yet",
+        ),
         (["--rehearse-ranks", "1,2"], "--rehearse-ranks 2: the run has 2 training ranks"),
         (["--dry-run-json", "-"], "--rehearse makes no plan"),
         (["--debug-rollout-only"], "rehearses training ranks"),
@@ -180,6 +233,41 @@ def test_micro_batches_are_full(arguments):
     args = arguments("--use-dynamic-batch-size", "--max-tokens-per-gpu", "150", "--rollout-max-response-len", "40")
     layout = parallel_layout(args)
     assert micro_batches(args, layout) == [[(64, 40), (64, 40), (22, 20)]] * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        # The first stage holds a micro-batch for each stage; a step has 16 samples.
+        (["--pipeline-model-parallel-size", "4"], 4),
+        (["--pipeline-model-parallel-size", "4", "--global-batch-size", "2"], 2),
+        # It still goes forward when each stage has had one; 1 + 2 · (2 − 1) + 2 chunks of two layers are its most.
+        (["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"], 4),
+    ],
+)
+def test_micro_batches_fill_a_pipeline(arguments, words, count):
+    args = arguments("--actor-num-gpus-per-node", "4", *words, model="deep and tied")
+    assert len(micro_batches(args, parallel_layout(args))) == count
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [(["b", "a"], "sent twice: a"), (["b"], "1 tensors of the checkpoint of the engines were not sent: c")],
+)
+def test_pushes_of_stages_that_do_not_fit_together_are_an_error(arguments, monkeypatch, capsys, second, said):
+    nothing = Rehearsed(0, {}, {"push": {}}, {}, {}, {}, {}, None, [], None)
+
+    def rehearse(args, rank, batches, stand_in):
+        return dataclasses.replace(nothing, rank=rank, pushed=Pushed([["a"], second][rank], 1, ["a", "b", "c"]))
+
+    monkeypatch.setattr(run, "rehearse_rank", rehearse)
+    with pytest.raises(RunError, match=said):
+        show_rehearsal(arguments("--pipeline-model-parallel-size", "2"))
+    text = capsys.readouterr().out
+    assert f"ALL STAGES\n  weight push: {said}" in text
+    # Of one stage alone nothing is said.
+    show_rehearsal(arguments("--pipeline-model-parallel-size", "2", "--rehearse-ranks", "1"))
+    assert "ALL STAGES" not in capsys.readouterr().out
 
 
 def test_the_driver_rehearses_in_place_of_a_run(directory, monkeypatch):

@@ -1,5 +1,5 @@
 from slime.estimates.layout import RankPlace
-from slime.rehearsal.report import Failure, Planned, RankReport, Rehearsed, apart, render
+from slime.rehearsal.report import Failure, Planned, Pushed, RankReport, Rehearsed, apart, render
 
 GIB = 2**30
 BATCHES = [[(6000, 5000), (2192, 1000)]] * 2
@@ -21,7 +21,7 @@ def report(*roles, **changes):
             },
             "collectives": {"step": [["TENSOR_MODEL_PARALLEL_GROUP", "allreduce", 5, 3 * 2**20]]},
             "data_dependent": {},
-            "pushed": [707, 130],
+            "pushed": Pushed([f"tensor {i}" for i in range(707)], 130, None),
             "not_rehearsed": [],
             "failure": None,
             **changes,
@@ -29,7 +29,7 @@ def report(*roles, **changes):
     )
     planned = Planned({"weights": 2 * GIB, "activations": 4 * GIB}, GIB, "loss")
     place = RankPlace(3, 0, 0, 0, 0, 0)
-    return render([RankReport(role, place, BATCHES, result, planned) for role in roles], ("saving",)).splitlines()
+    return render([RankReport(role, place, BATCHES, result, planned) for role in roles], "", ("saving",)).splitlines()
 
 
 def test_rehearsed_stands_beside_planned_and_what_is_far_apart_is_marked():
