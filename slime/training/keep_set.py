@@ -1,6 +1,7 @@
 """The sets of tokens that a nucleus (top-p) sampler kept, one per row of logits, and sums over them.
 
-Names carry dimensions: T rows, V vocabulary entries of this rank, K kept entries of the whole stream, P pairs of one block.
+Names carry dimensions: T rows of the logits, R of them that are computed, V vocabulary entries of this rank, K kept entries of
+the whole stream, P pairs of one block.
 
 Invariants
 - The sampled token belongs to its row's set whatever the set says; it is left out of the pairs below and counted by its own
@@ -9,9 +10,9 @@ Invariants
   picked out in float64, block of rows by block of rows.
 - Pairs (row, column) come sorted by row and are distinct, so sums over rows are segment sums: the same bits every time.
 
-`kept_tokens` lays the sets out over the rows of a micro-batch's logits. Engines report them per response token, as ids and
-offsets. The trainer's softmax then runs over the same tokens, so that its log-probs are those of the distribution that was
-sampled from. The columns are whole on every context-parallel rank, and on the host: they are taken apart sample by sample.
+`kept_tokens` puts the sets into the order of the rows that predict response tokens. Engines report them per response token, as
+ids and offsets. The trainer's softmax then runs over the same tokens, so that its log-probs are those of the distribution that
+was sampled from. The columns are whole on every context-parallel rank, and on the host: they are taken apart sample by sample.
 """
 
 from __future__ import annotations
@@ -36,50 +37,42 @@ NO_LOGIT = -1e20
 class KeptTokens:
     """Row i keeps the tokens `token_ids[offsets[i] : offsets[i + 1]]`, as engines report nuclei.
 
-    token_ids: [K] integer, ids in the whole vocabulary, distinct within a row. offsets: [T + 1] integer, ascending from 0
+    token_ids: [K] integer, ids in the whole vocabulary, distinct within a row. offsets: [R + 1] integer, ascending from 0
     to K.
     """
 
     token_ids: torch.Tensor
     offsets: torch.Tensor
 
-    def at_rows(self, rows: torch.Tensor, row_count: int) -> KeptTokens:
-        """The same sets as rows `rows` (ascending, [T] integer) of `row_count`; the other rows keep nothing.
-
-        Puts sets of response tokens at their places in a packed stream.
-        """
-        lengths = torch.zeros(row_count, dtype=torch.int64, device=self.offsets.device)
-        lengths[rows] = self.offsets.long().diff()
-        return KeptTokens(self.token_ids, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
-
 
 class KeepSet:
     """This rank's part of every row's kept set, without the sampled token.
 
-    `kept` is a mask [T, V] of this rank's columns or `KeptTokens` of the whole vocabulary; `tokens_T` are the sampled
-    tokens, ids in the whole vocabulary; this rank's columns are the ids first_id … first_id + V − 1.
+    `kept` is a mask [R, V] of this rank's columns or `KeptTokens` of the whole vocabulary; `tokens_R` are the sampled
+    tokens, ids in the whole vocabulary; this rank's columns are the ids first_id … first_id + V − 1. Rows are counted over
+    those R; `rows_R` says where they stand in the logits.
     """
 
     def __init__(
-        self, kept: torch.Tensor | KeptTokens, tokens_T: torch.Tensor, first_id: int, column_count: int
+        self, kept: torch.Tensor | KeptTokens, tokens_R: torch.Tensor, first_id: int, column_count: int
     ) -> None:
         self._kept = kept
-        self._tokens_T = tokens_T
+        self._tokens_R = tokens_R
         self._first_id, self._column_count = first_id, column_count
         if isinstance(kept, KeptTokens):
             # `kept_tokens` leaves both on the host, where nobody has to wait for these numbers.
             self._offsets: list[int] = kept.offsets.tolist()
-            _check_offsets(self._offsets, len(kept.token_ids), len(tokens_T))
-            device = tokens_T.device
+            _check_offsets(self._offsets, len(kept.token_ids), len(tokens_R))
+            device = tokens_R.device
             self._kept = KeptTokens(
                 kept.token_ids.to(device, non_blocking=True), kept.offsets.to(device, non_blocking=True)
             )
         else:
-            _check_mask(kept, len(tokens_T), column_count)
+            _check_mask(kept, len(tokens_R), column_count)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """Row ranges (start, stop) that cover all rows, each with a bounded number of pairs unless it is a single row."""
-        rows = len(self._tokens_T)
+        rows = len(self._tokens_R)
         if isinstance(self._kept, KeptTokens):
             start = 0
             while start < rows:
@@ -102,43 +95,47 @@ class KeepSet:
                 torch.arange(stop - start, device=ids.device), offsets.diff(), output_size=len(ids)
             )
             columns = ids - self._first_id
-            mine = (columns >= 0) & (columns < self._column_count) & (ids != self._tokens_T[start:stop][rows])
+            mine = (columns >= 0) & (columns < self._column_count) & (ids != self._tokens_R[start:stop][rows])
         else:
             rows, columns = self._kept[start:stop].nonzero(as_tuple=True)
-            mine = columns + self._first_id != self._tokens_T[start:stop][rows]
+            mine = columns + self._first_id != self._tokens_R[start:stop][rows]
         return rows[mine], columns[mine]
 
-    def exponential_sums(self, logits_TV: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Largest x = logit / temperature of every row's pairs and Σ e^{x − it}, float64 [T]; NO_LOGIT and 0 without pairs."""
-        max_T = torch.full((len(logits_TV),), NO_LOGIT, dtype=torch.float64, device=logits_TV.device)
-        sum_T = torch.zeros_like(max_T)
+    def exponential_sums(
+        self, logits_TV: torch.Tensor, rows_R: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Largest x = logit / temperature of every row's pairs and Σ e^{x − it}, float64 [R]; NO_LOGIT and 0 without pairs."""
+        max_R = torch.full((len(rows_R),), NO_LOGIT, dtype=torch.float64, device=logits_TV.device)
+        sum_R = torch.zeros_like(max_R)
         for start, stop in self.blocks():
             rows, columns = self.pairs(start, stop)
             boundaries = torch.searchsorted(rows, torch.arange(stop - start + 1, device=rows.device))
-            values = _logits_at(logits_TV, start + rows, columns, temperature)
-            max_T[start:stop] = _segments(values, "max", boundaries, NO_LOGIT)
-            exponentials = (values - max_T[start:stop][rows]).exp_()
-            sum_T[start:stop] = _segments(exponentials, "sum", boundaries, 0.0)
-        return max_T, sum_T
+            values = _logits_at(logits_TV, rows_R[start:stop][rows], columns, temperature)
+            max_R[start:stop] = _segments(values, "max", boundaries, NO_LOGIT)
+            exponentials = (values - max_R[start:stop][rows]).exp_()
+            sum_R[start:stop] = _segments(exponentials, "sum", boundaries, 0.0)
+        return max_R, sum_R
 
     def add_gradient(
         self,
         out: torch.Tensor,
+        out_rows: torch.Tensor,
         logits_TV: torch.Tensor,
-        log_sum_T: torch.Tensor,
-        factor_T: torch.Tensor,
+        rows_R: torch.Tensor,
+        log_sum_R: torch.Tensor,
+        factor_R: torch.Tensor,
         temperature: float,
         start: int,
         stop: int,
     ) -> None:
-        """Add factor·e^{x − log_sum} at every pair to `out` [stop − start, V], the gradient of rows start … stop − 1.
+        """Add factor·e^{x − log_sum} at every pair of rows start … stop − 1 to `out`, whose rows `out_rows` they are.
 
-        log_sum_T, factor_T: float64 [T].
+        log_sum_R, factor_R: float64 [R].
         """
         rows, columns = self.pairs(start, stop)
-        exponents = _logits_at(logits_TV, start + rows, columns, temperature) - log_sum_T[start:stop][rows]
-        values = exponents.exp_().mul_(factor_T[start:stop][rows])
-        out[rows, columns] += values.to(out.dtype)
+        logits = _logits_at(logits_TV, rows_R[start:stop][rows], columns, temperature)
+        values = (logits - log_sum_R[start:stop][rows]).exp_().mul_(factor_R[start:stop][rows])
+        out[out_rows[rows], columns] += values.to(out.dtype)
 
 
 def _logits_at(logits_TV: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -171,8 +168,7 @@ OFFSETS = "rollout_top_p_token_offsets"
 
 
 def kept_tokens(batch: MicroBatch) -> KeptTokens | None:
-    """The sets of this rank's rows, on the host; rows that predict no response token keep nothing. None if the batch has no
-    sets.
+    """The sets of this rank's rows that predict response tokens, in their order, on the host. None if the batch has no sets.
 
     `batch[TOKEN_IDS]`: per sample int32 [K], `batch[OFFSETS]`: per sample int32 [R + 1]; response token t keeps
     ids[offsets[t] : offsets[t + 1]].
@@ -182,35 +178,25 @@ def kept_tokens(batch: MicroBatch) -> KeptTokens | None:
     """
     if OFFSETS not in batch:
         return None
-    stream = batch.stream
-    ids, sizes, rows = [torch.empty(0, dtype=torch.int32)], [torch.empty(0, dtype=torch.int64)], []
-    for sample, start, end, first_row in _pieces(batch):
+    ids, sizes = [torch.empty(0, dtype=torch.int32)], [torch.empty(0, dtype=torch.int64)]
+    for sample, start, end in _pieces(batch):
         offsets = batch[OFFSETS][sample].long()
         ids.append(batch[TOKEN_IDS][sample][int(offsets[start]) : int(offsets[end])])
         sizes.append(offsets[start : end + 1].diff())
-        rows.append(torch.arange(first_row, first_row + end - start))
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cat(sizes).cumsum(0)])
-    rows = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
-    return KeptTokens(torch.cat(ids), offsets).at_rows(rows, len(stream.tokens))
+    return KeptTokens(torch.cat(ids), torch.cat([torch.zeros(1, dtype=torch.int64), torch.cat(sizes).cumsum(0)]))
 
 
-def _pieces(batch: MicroBatch) -> Iterator[tuple[int, int, int, int]]:
-    """(sample, start, end, row): response tokens start … end − 1 of a sample are predicted by the rank's rows from `row` on."""
-    done, stream = 0, batch.stream
+def _pieces(batch: MicroBatch) -> Iterator[tuple[int, int, int]]:
+    """(sample, start, end): the rank's next rows predict response tokens start … end − 1 of a sample."""
+    stream = batch.stream
     begins = [0, *itertools.accumulate(stream.sequence_lengths)]
-    rows = stream.host_response_rows
     for sample, (total, response) in enumerate(zip(batch["total_lengths"], batch["response_lengths"], strict=True)):
         if len(batch[OFFSETS][sample]) != response + 1:
             raise ValueError(
                 f"{OFFSETS} of sample {sample} has {len(batch[OFFSETS][sample])} entries for {response} response tokens"
             )
+        ranges = response_ranges(total, response, stream.cp.size, stream.cp.rank)
         if stream.cp.all_gather:
             first = begins[sample] + total - response - 1 - stream.cp.rank * len(stream.tokens)
-            start, end = max(0, -first), min(response, len(stream.tokens) - first)
-            if start < end:
-                yield sample, start, end, first + start
-            continue
-        for start, end in response_ranges(total, response, stream.cp.size, stream.cp.rank):
-            if start < end:
-                yield sample, start, end, int(rows[done])
-                done += end - start
+            ranges = ((max(0, -first), min(response, len(stream.tokens) - first)),)
+        yield from ((sample, start, end) for start, end in ranges if start < end)

@@ -1,6 +1,7 @@
 """Log-probs and entropy of given tokens from vocabulary-parallel logits, fused and in row chunks.
 
-Tensor names carry their dimensions: T tokens, V vocabulary entries of this rank, C rows of one chunk.
+Tensor names carry their dimensions: T rows of the logits, R of them that are computed, V vocabulary entries of this rank, C of
+the R rows in one chunk.
 
 Invariants
 - The only full-size tensor made here is the gradient, one buffer in the logits' own dtype. Forward keeps the logits that the
@@ -8,6 +9,7 @@ Invariants
 - A softmax is e^{x − max} / Σ, with Σ of all ranks. Every rank sums around its own maximum while a chunk is in the cache; the
   sums are moved to the common maximum and combined in float64, so a vocabulary cut into ranks gives what one rank gives, to
   float32 rounding.
+- Rows that nobody asks for are neither read nor computed; their gradient is 0.
 - Two collectives of a few numbers per token, however large the vocabulary; none in backward.
 - With a keep set the log-probs are those of the softmax over the kept tokens; the entropy stays that of the whole softmax.
 
@@ -22,8 +24,10 @@ not spread, and nothing waits until all rows are done.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -34,6 +38,7 @@ from torch.autograd.function import once_differentiable
 
 from slime.estimates.training_memory import ACCELERATOR_CHUNK_BYTES, ONE_THREAD_CHUNK_BYTES
 from slime.training.keep_set import KeepSet, KeptTokens
+from slime.training.packed_stream import Rows
 
 # Stands for −inf where a logit is multiplied by its probability 0: its exponential is 0 and it overflows under no gradient.
 IMPOSSIBLE = -1e20
@@ -49,26 +54,34 @@ def calculate_log_probs_and_entropy(
     with_entropy_grad: bool = True,
     *,
     temperature: float = 1.0,
+    rows: Rows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """log softmax(logits / temperature) at `tokens`, and the entropy of that distribution in nats.
 
     logits: [T, V], any floating dtype, on the r-th of n ranks of `tp_group` the entries r·V … (r+1)·V − 1 of the vocabulary
-    (None: all of it). tokens: [T], integer, ids in the whole vocabulary. Every rank gets the same results, float32 [T] (float64
-    for float64 logits); the entropy is None unless asked for, and a constant unless `with_entropy_grad`. Logits of −inf are
-    impossible tokens. chunk_size: rows per float32 chunk; 0 or less: by device, well under 256 MiB.
-    log_prob_keep_mask: what top-p sampling kept of each row, either bool [T, V] over this rank's entries, or `KeptTokens` of
-    the whole vocabulary, which takes far less memory. Log-probs are renormalised over the kept tokens and the sampled one.
+    (None: all of it). rows: the R rows that are asked for (None: all T); of the others nothing is read, and their gradient is
+    0. tokens: [R], integer, ids in the whole vocabulary. Every rank gets the same results, float32 [R] (float64 for float64
+    logits); the entropy is None unless asked for, and a constant unless `with_entropy_grad`. Logits of −inf are impossible
+    tokens. chunk_size: rows per float32 chunk; 0 or less: by device, well under 256 MiB.
+    log_prob_keep_mask: what top-p sampling kept of each of the R rows, either bool [R, V] over this rank's entries, or
+    `KeptTokens` of the whole vocabulary, which takes far less memory. Log-probs are renormalised over the kept tokens and the
+    sampled one.
     Raises ValueError for shapes that do not fit and for a temperature that is not positive.
     """
-    if logits.dim() != 2 or tokens.shape != logits.shape[:1]:
-        raise ValueError(f"logits [T, V] and tokens [T] expected, got {tuple(logits.shape)} and {tuple(tokens.shape)}")
+    if rows is None:
+        rows = Rows.at([range(len(logits))], logits.device)
+    if logits.dim() != 2 or tokens.shape != rows.index.shape:
+        raise ValueError(
+            f"logits [T, V] and a token for each of {len(rows.index)} rows expected, got {tuple(logits.shape)} and "
+            f"{tuple(tokens.shape)}"
+        )
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     keep = None
     if log_prob_keep_mask is not None:
         keep = KeepSet(log_prob_keep_mask, tokens, _first_id(logits, tp_group), logits.shape[1])
     return _LogProbsAndEntropy.apply(
-        logits, tokens, tp_group, keep, with_entropy, with_entropy and with_entropy_grad, chunk_size, temperature
+        logits, tokens, rows, tp_group, keep, with_entropy, with_entropy and with_entropy_grad, chunk_size, temperature
     )
 
 
@@ -79,105 +92,158 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits_TV, tokens_T, tp_group, keep, with_entropy, entropy_grad, chunk_size, temperature):
-        rows = _rows_per_chunk(logits_TV, chunk_size)
-        columns_T, is_here_T = _local_columns(logits_TV, tokens_T, tp_group)
+    def forward(ctx, logits_TV, tokens_R, rows, tp_group, keep, with_entropy, entropy_grad, chunk_size, temperature):
+        chunks = _Chunks(logits_TV, rows, _rows_per_chunk(logits_TV, chunk_size), temperature)
+        columns_R, is_here_R = _local_columns(logits_TV, tokens_R, tp_group)
         # In the dtype of the sums that it is compared with: a large logit rounded in two ways would differ from itself.
-        target_dtype = _work_dtype(logits_TV) if keep is None else torch.float64
-        target_T = _target(logits_TV, columns_T, is_here_T, temperature, target_dtype)
+        target_dtype = chunks.work_dtype if keep is None else torch.float64
+        target_R = _target(logits_TV, rows.index, columns_R, is_here_R, temperature, target_dtype)
         whole = kept = None
         if with_entropy or keep is None:
-            whole = _exponential_sums(logits_TV, with_entropy, rows, temperature)
+            whole = _exponential_sums(chunks, with_entropy)
         if keep is not None:
-            kept = _RowSums(*keep.exponential_sums(logits_TV, temperature))
-        target_T, whole, kept = _over_all_ranks(target_T, whole, kept, tp_group)
+            kept = _RowSums(*keep.exponential_sums(logits_TV, rows.index, temperature))
+        target_R, whole, kept = _over_all_ranks(target_R, whole, kept, tp_group)
 
         if kept is None:
-            log_sum_T = whole.max + whole.sum.log()
+            log_sum_R = whole.max + whole.sum.log()
         else:
-            log_sum_T = torch.logaddexp(kept.max + kept.sum.log(), target_T)
+            log_sum_R = torch.logaddexp(kept.max + kept.sum.log(), target_R)
         # A token outside the whole vocabulary has no rank to bring its logit: wrong aloud, not in silence.
-        log_probs_T = (target_T - log_sum_T).masked_fill(target_T == -torch.inf, -torch.inf)
-        entropy_T = whole.sum.log() - whole.weighted / whole.sum if with_entropy else None
+        log_probs_R = (target_R - log_sum_R).masked_fill(target_R == -torch.inf, -torch.inf)
+        entropy_R = whole.sum.log() - whole.weighted / whole.sum if with_entropy else None
 
-        max_T, sum_T = (None, None) if whole is None else (whole.max, whole.sum)
-        kept_entropy_T = entropy_T if entropy_grad else None
-        ctx.save_for_backward(logits_TV, columns_T, is_here_T, log_probs_T, log_sum_T, max_T, sum_T, kept_entropy_T)
-        ctx.keep, ctx.rows, ctx.temperature = keep, rows, temperature
+        max_R, sum_R = (None, None) if whole is None else (whole.max, whole.sum)
+        kept_entropy_R = entropy_R if entropy_grad else None
+        ctx.save_for_backward(logits_TV, columns_R, is_here_R, log_probs_R, log_sum_R, max_R, sum_R, kept_entropy_R)
+        ctx.keep, ctx.rows, ctx.rows_per_chunk, ctx.temperature = keep, rows, chunks.rows_per_chunk, temperature
         ctx.set_materialize_grads(False)
-        dtype = _work_dtype(logits_TV)
-        if entropy_T is not None:
-            entropy_T = entropy_T.to(dtype)
+        if entropy_R is not None:
+            entropy_R = entropy_R.to(chunks.work_dtype)
             if not entropy_grad:
-                ctx.mark_non_differentiable(entropy_T)
-        return log_probs_T.to(dtype), entropy_T
+                ctx.mark_non_differentiable(entropy_R)
+        return log_probs_R.to(chunks.work_dtype), entropy_R
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_log_probs_T, grad_entropy_T):
-        logits_TV, columns_T, is_here_T, log_probs_T, log_sum_T, max_T, sum_T, entropy_T = ctx.saved_tensors
-        keep, temperature = ctx.keep, ctx.temperature
-        if grad_log_probs_T is None:
-            grad_log_probs_T = torch.zeros_like(log_probs_T)
-        grad_lp_T = grad_log_probs_T.double() / temperature
-        own_share_T = 1.0 if keep is None else -torch.expm1(log_probs_T)
-        target_T = (grad_lp_T * own_share_T * is_here_T).to(_work_dtype(logits_TV))
+    def backward(ctx, grad_log_probs_R, grad_entropy_R):
+        logits_TV, columns_R, is_here_R, log_probs_R, log_sum_R, max_R, sum_R, entropy_R = ctx.saved_tensors
+        keep, rows, temperature = ctx.keep, ctx.rows, ctx.temperature
+        chunks = _Chunks(logits_TV, rows, ctx.rows_per_chunk, temperature)
+        if grad_log_probs_R is None:
+            grad_log_probs_R = torch.zeros_like(log_probs_R)
+        grad_lp_R = grad_log_probs_R.double() / temperature
+        own_share_R = 1.0 if keep is None else -torch.expm1(log_probs_R)
+        target_R = (grad_lp_R * own_share_R * is_here_R).to(chunks.work_dtype)
 
-        def add_parts(out_CV: torch.Tensor, start: int, stop: int) -> None:
-            chunk = slice(start, stop)
-            places = torch.arange(stop - start, device=out_CV.device), columns_T[chunk]
+        def add_parts(out: torch.Tensor, out_rows_C: torch.Tensor, start: int, stop: int) -> None:
             # Not scatter_add_, which copies a 16-bit tensor as a whole, twice.
-            out_CV[places] += target_T[chunk].to(out_CV.dtype)
+            out[out_rows_C, columns_R[start:stop]] += target_R[start:stop].to(out.dtype)
             if keep is not None:
-                keep.add_gradient(out_CV, logits_TV, log_sum_T, -grad_lp_T, temperature, start, stop)
+                keep.add_gradient(
+                    out, out_rows_C, logits_TV, rows.index, log_sum_R, -grad_lp_R, temperature, start, stop
+                )
 
         grad_TV = torch.empty_like(logits_TV, memory_format=torch.contiguous_format)
-        slope_T = None
-        if entropy_T is not None and grad_entropy_T is not None:
-            slope_T = -grad_entropy_T.double() / temperature / sum_T
-        if keep is not None and slope_T is None:
+        slope_R = None
+        if entropy_R is not None and grad_entropy_R is not None:
+            slope_R = -grad_entropy_R.double() / temperature / sum_R
+        if keep is not None and slope_R is None:
             grad_TV.zero_()
             for start, stop in keep.blocks():
-                add_parts(grad_TV[start:stop], start, stop)
+                add_parts(grad_TV, rows.index[start:stop], start, stop)
         else:
+            chunks.zero_the_others(grad_TV)
             # Σ divides the row factors instead of the row: e^{x − max}·factor/Σ needs no pass over the vocabulary of its own.
-            factor_T = -grad_lp_T / sum_T if keep is None else torch.zeros_like(grad_lp_T)
-            if slope_T is not None:
-                factor_T = factor_T + slope_T * (entropy_T - sum_T.log())
-            _write_gradient(grad_TV, logits_TV, max_T, factor_T, slope_T, ctx.rows, temperature, add_parts)
-        return grad_TV, None, None, None, None, None, None, None
+            factor_R = -grad_lp_R / sum_R if keep is None else torch.zeros_like(grad_lp_R)
+            if slope_R is not None:
+                factor_R = factor_R + slope_R * (entropy_R - sum_R.log())
+            _write_gradient(grad_TV, chunks, max_R, factor_R, slope_R, add_parts)
+        return grad_TV, None, None, None, None, None, None, None, None
+
+
+class _Chunks:
+    """The rows that are computed, R of the T of the logits, in chunks of C: where each is, and its logits in the work dtype."""
+
+    def __init__(self, logits_TV: torch.Tensor, rows: Rows, rows_per_chunk: int, temperature: float) -> None:
+        self.logits_TV = logits_TV
+        self.rows = rows
+        self.rows_per_chunk = rows_per_chunk
+        self.work_dtype = torch.float64 if logits_TV.dtype == torch.float64 else torch.float32
+        self._temperature = temperature
+        self._ends = list(itertools.accumulate(len(part) for part in rows.ranges))
+
+    def __len__(self) -> int:
+        return len(self.rows.index)
+
+    def place(self, start: int, stop: int) -> slice | torch.Tensor:
+        """Where rows start … stop − 1 stand in the logits: a slice if nothing is between them, else their numbers."""
+        part = bisect_right(self._ends, start)
+        if stop > self._ends[part]:
+            return self.rows.index[start:stop]
+        first = self.rows.ranges[part].stop - self._ends[part]
+        return slice(first + start, first + stop)
+
+    def scratch(self) -> list[torch.Tensor]:
+        """Room for a chunk in the work dtype and, if some are not in one piece, in that of the logits."""
+        work_CV = self.logits_TV.new_empty(self._shape, dtype=self.work_dtype)
+        if len(self.rows.ranges) < 2 or self.logits_TV.dtype == self.work_dtype:
+            return [work_CV, work_CV]
+        return [work_CV, self.logits_TV.new_empty(self._shape)]
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return min(self.rows_per_chunk, len(self)), self.logits_TV.shape[1]
+
+    def scaled(self, place: slice | torch.Tensor, work_CV: torch.Tensor, gathered_CV: torch.Tensor) -> torch.Tensor:
+        """logits / τ in the work dtype: the logits themselves where that changes nothing, else in `work_CV`."""
+        if isinstance(place, slice):
+            logits_CV = self.logits_TV[place]
+        else:
+            logits_CV = torch.index_select(self.logits_TV, 0, place, out=gathered_CV[: len(place)])
+        if logits_CV.dtype != work_CV.dtype:
+            logits_CV = work_CV.copy_(logits_CV)
+        return logits_CV if self._temperature == 1.0 else torch.div(logits_CV, self._temperature, out=work_CV)
+
+    def zero_the_others(self, grad_TV: torch.Tensor) -> None:
+        """Write 0 into the rows of a gradient that no chunk writes."""
+        stops = [part.stop for part in self.rows.ranges]
+        starts = [part.start for part in self.rows.ranges]
+        others = [range(*gap) for gap in zip([0, *stops], [*starts, len(grad_TV)], strict=True)]
+        if any(others):
+            grad_TV.index_fill_(0, Rows.at(others, grad_TV.device).index, 0.0)
 
 
 class _RowSums(NamedTuple):
-    """Of every row, float64 [T]: a maximum, Σ e^{x − max} and, for the entropy, Σ (x − max)·e^{x − max}."""
+    """Of every row, float64 [R]: a maximum, Σ e^{x − max} and, for the entropy, Σ (x − max)·e^{x − max}."""
 
     max: torch.Tensor
     sum: torch.Tensor
     weighted: torch.Tensor | None = None
 
-    def around(self, new_max_T: torch.Tensor) -> _RowSums:
+    def around(self, new_max_R: torch.Tensor) -> _RowSums:
         """The same sums with another maximum."""
-        shift_T = self.max - new_max_T
-        scale_T = shift_T.exp()
-        weighted_T = None if self.weighted is None else scale_T * (self.weighted + shift_T * self.sum)
-        return _RowSums(new_max_T, scale_T * self.sum, weighted_T)
+        shift_R = self.max - new_max_R
+        scale_R = shift_R.exp()
+        weighted_R = None if self.weighted is None else scale_R * (self.weighted + shift_R * self.sum)
+        return _RowSums(new_max_R, scale_R * self.sum, weighted_R)
 
 
 def _over_all_ranks(
-    target_T: torch.Tensor, whole: _RowSums | None, kept: _RowSums | None, tp_group: dist.ProcessGroup | None
+    target_R: torch.Tensor, whole: _RowSums | None, kept: _RowSums | None, tp_group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, _RowSums | None, _RowSums | None]:
     """The targets and sums of the whole vocabulary on every rank, in two collectives."""
-    if tp_group is None or dist.get_world_size(tp_group) == 1 or len(target_T) == 0:
-        return target_T, whole, kept
+    if tp_group is None or dist.get_world_size(tp_group) == 1 or len(target_R) == 0:
+        return target_R, whole, kept
     parts = [sums for sums in (whole, kept) if sums is not None]
-    maxima = torch.stack([target_T, *(sums.max for sums in parts)])
+    maxima = torch.stack([target_R, *(sums.max for sums in parts)])
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=tp_group)
-    parts = [sums.around(new_max_T) for sums, new_max_T in zip(parts, maxima[1:], strict=True)]
-    addends = torch.stack([value_T for sums in parts for value_T in sums[1:] if value_T is not None])
+    parts = [sums.around(new_max_R) for sums, new_max_R in zip(parts, maxima[1:], strict=True)]
+    addends = torch.stack([value_R for sums in parts for value_R in sums[1:] if value_R is not None])
     dist.all_reduce(addends, group=tp_group)
     rows = iter(addends)
     parts = [
-        _RowSums(sums.max, *(next(rows) if value_T is not None else None for value_T in sums[1:])) for sums in parts
+        _RowSums(sums.max, *(next(rows) if value_R is not None else None for value_R in sums[1:])) for sums in parts
     ]
     remaining = iter(parts)
     return maxima[0], *(None if sums is None else next(remaining) for sums in (whole, kept))
@@ -190,105 +256,96 @@ def _rows_per_chunk(logits_TV: torch.Tensor, chunk_size: int) -> int:
     return max(chunk_bytes // (4 * max(logits_TV.shape[1], 1)), 1)
 
 
-def _work_dtype(logits_TV: torch.Tensor) -> torch.dtype:
-    return torch.float64 if logits_TV.dtype == torch.float64 else torch.float32
-
-
 def _first_id(logits_TV: torch.Tensor, tp_group: dist.ProcessGroup | None) -> int:
     return 0 if tp_group is None else dist.get_rank(tp_group) * logits_TV.shape[1]
 
 
 def _local_columns(
-    logits_TV: torch.Tensor, tokens_T: torch.Tensor, tp_group: dist.ProcessGroup | None
+    logits_TV: torch.Tensor, tokens_R: torch.Tensor, tp_group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's column on this rank, and whether this rank has it (column 0 stands in where it does not)."""
-    columns_T = tokens_T.long() - _first_id(logits_TV, tp_group)
-    is_here_T = (columns_T >= 0) & (columns_T < logits_TV.shape[1])
-    return columns_T.masked_fill(~is_here_T, 0), is_here_T
+    columns_R = tokens_R.long() - _first_id(logits_TV, tp_group)
+    is_here_R = (columns_R >= 0) & (columns_R < logits_TV.shape[1])
+    return columns_R.masked_fill(~is_here_R, 0), is_here_R
 
 
 def _target(
-    logits_TV: torch.Tensor, columns_T: torch.Tensor, is_here_T: torch.Tensor, temperature: float, dtype: torch.dtype
+    logits_TV: torch.Tensor,
+    rows_R: torch.Tensor,
+    columns_R: torch.Tensor,
+    is_here_R: torch.Tensor,
+    temperature: float,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """logit / τ of each row's token as `dtype` has it, −inf where it is not on this rank; float64 [T]."""
-    target_T = logits_TV.gather(1, columns_T[:, None])[:, 0].to(dtype) / temperature
-    return target_T.double().masked_fill(~is_here_T, -torch.inf)
+    """logit / τ of each row's token as `dtype` has it, −inf where it is not on this rank; float64 [R]."""
+    target_R = logits_TV[rows_R, columns_R].to(dtype) / temperature
+    return target_R.double().masked_fill(~is_here_R, -torch.inf)
 
 
-def _exponential_sums(logits_TV: torch.Tensor, with_entropy: bool, rows: int, temperature: float) -> _RowSums:
+def _exponential_sums(chunks: _Chunks, with_entropy: bool) -> _RowSums:
     """Sums over this rank's part of each row around the maximum of that part."""
-    max_T = torch.empty(len(logits_TV), dtype=_work_dtype(logits_TV), device=logits_TV.device)
-    sums_2T = torch.zeros(2, len(logits_TV), dtype=torch.float64, device=logits_TV.device)
+    device = chunks.logits_TV.device
+    max_R = torch.empty(len(chunks), dtype=chunks.work_dtype, device=device)
+    sums_2R = torch.zeros(2, len(chunks), dtype=torch.float64, device=device)
 
-    def sum_chunk(start: int, stop: int, work_CV: torch.Tensor, exponentials_CV: torch.Tensor) -> None:
+    def sum_chunk(
+        start: int, stop: int, work_CV: torch.Tensor, gathered_CV: torch.Tensor, exponentials_CV: torch.Tensor
+    ) -> None:
         chunk = slice(start, stop)
-        max_C, shifted_CV = max_T[chunk], work_CV[: stop - start]
-        scaled_CV = _scaled(shifted_CV, logits_TV[chunk], temperature)
+        max_C, shifted_CV = max_R[chunk], work_CV[: stop - start]
+        scaled_CV = chunks.scaled(chunks.place(start, stop), shifted_CV, gathered_CV)
         # A part without a possible token gets a finite maximum: −inf − (−inf) would be NaN.
         torch.amax(scaled_CV, dim=1, out=max_C).clamp_(min=IMPOSSIBLE)
         torch.sub(scaled_CV, max_C[:, None], out=shifted_CV)
         if not with_entropy:
-            sums_2T[0, chunk] = shifted_CV.exp_().sum(dim=1)
+            sums_2R[0, chunk] = shifted_CV.exp_().sum(dim=1)
             return
         shifted_CV.clamp_(min=IMPOSSIBLE)
         exponential_CV = torch.exp(shifted_CV, out=exponentials_CV[: stop - start])
-        sums_2T[0, chunk] = exponential_CV.sum(dim=1)
-        sums_2T[1, chunk] = shifted_CV.mul_(exponential_CV).sum(dim=1)
+        sums_2R[0, chunk] = exponential_CV.sum(dim=1)
+        sums_2R[1, chunk] = shifted_CV.mul_(exponential_CV).sum(dim=1)
 
     def scratch() -> list[torch.Tensor]:
-        work_CV = _work_chunk(logits_TV, rows)
-        return [work_CV, torch.empty_like(work_CV) if with_entropy else work_CV]
+        work_CV, gathered_CV = chunks.scratch()
+        return [work_CV, gathered_CV, torch.empty_like(work_CV) if with_entropy else work_CV]
 
-    for_row_chunks(logits_TV, rows, sum_chunk, scratch)
-    return _RowSums(max_T.double(), sums_2T[0], sums_2T[1] if with_entropy else None)
+    for_row_chunks(chunks.rows.index, chunks.logits_TV.shape[1], chunks.rows_per_chunk, sum_chunk, scratch)
+    return _RowSums(max_R.double(), sums_2R[0], sums_2R[1] if with_entropy else None)
 
 
 def _write_gradient(
     grad_TV: torch.Tensor,
-    logits_TV: torch.Tensor,
-    max_T: torch.Tensor,
-    factor_T: torch.Tensor,
-    slope_T: torch.Tensor | None,
-    rows: int,
-    temperature: float,
-    add_parts: Callable[[torch.Tensor, int, int], None],
+    chunks: _Chunks,
+    max_R: torch.Tensor,
+    factor_R: torch.Tensor,
+    slope_R: torch.Tensor | None,
+    add_parts: Callable[[torch.Tensor, torch.Tensor, int, int], None],
 ) -> None:
-    """grad = e^s·(factor + slope·s) with s = x − max, and what `add_parts(chunk, start, stop)` adds, rounded once."""
-    dtype = _work_dtype(logits_TV)
-    max_T, factor_T = max_T.to(dtype), factor_T.to(dtype)
-    slope_T = None if slope_T is None else slope_T.to(dtype)
+    """grad = e^s·(factor + slope·s) with s = x − max, and what `add_parts(out, its rows, start, stop)` adds, rounded once."""
+    dtype = chunks.work_dtype
+    max_R, factor_R = max_R.to(dtype), factor_R.to(dtype)
+    slope_R = None if slope_R is None else slope_R.to(dtype)
 
-    def write_chunk(start: int, stop: int, *scratch_CV: torch.Tensor) -> None:
-        chunk = slice(start, stop)
-        out_CV = grad_TV[chunk]
-        work_CV = scratch_CV[0][: stop - start] if scratch_CV else out_CV
-        torch.sub(_scaled(work_CV, logits_TV[chunk], temperature), max_T[chunk, None], out=work_CV)
-        if slope_T is None:
-            work_CV.exp_().mul_(factor_T[chunk, None])
+    def write_chunk(start: int, stop: int, work_CV: torch.Tensor, gathered_CV: torch.Tensor) -> None:
+        chunk, place = slice(start, stop), chunks.place(start, stop)
+        work_CV = work_CV[: stop - start]
+        if isinstance(place, slice) and grad_TV.dtype == dtype:
+            work_CV = grad_TV[place]
+        torch.sub(chunks.scaled(place, work_CV, gathered_CV), max_R[chunk, None], out=work_CV)
+        if slope_R is None:
+            work_CV.exp_().mul_(factor_R[chunk, None])
         else:
             work_CV.clamp_(min=IMPOSSIBLE)
-            coefficient_CV = work_CV * slope_T[chunk, None]
-            work_CV.exp_().mul_(coefficient_CV.add_(factor_T[chunk, None]))
-        add_parts(work_CV, start, stop)
-        if work_CV is not out_CV:
-            out_CV.copy_(work_CV)
+            coefficient_CV = work_CV * slope_R[chunk, None]
+            work_CV.exp_().mul_(coefficient_CV.add_(factor_R[chunk, None]))
+        add_parts(work_CV, torch.arange(stop - start, device=work_CV.device), start, stop)
+        if not isinstance(place, slice):
+            rounded_CV = work_CV if dtype == grad_TV.dtype else gathered_CV[: stop - start].copy_(work_CV)
+            grad_TV.index_copy_(0, place, rounded_CV)
+        elif grad_TV.dtype != dtype:
+            grad_TV[place] = work_CV
 
-    def scratch() -> list[torch.Tensor]:
-        return [] if grad_TV.dtype == dtype else [_work_chunk(logits_TV, rows)]
-
-    for_row_chunks(logits_TV, rows, write_chunk, scratch)
-
-
-def _work_chunk(logits_TV: torch.Tensor, rows: int) -> torch.Tensor:
-    shape = (min(rows, logits_TV.shape[0]), logits_TV.shape[1])
-    return torch.empty(shape, dtype=_work_dtype(logits_TV), device=logits_TV.device)
-
-
-def _scaled(work_CV: torch.Tensor, logits_CV: torch.Tensor, temperature: float) -> torch.Tensor:
-    """logits / τ in the work dtype: the logits themselves where that changes nothing, else in `work_CV`."""
-    if logits_CV.dtype != work_CV.dtype:
-        logits_CV = work_CV.copy_(logits_CV)
-    return logits_CV if temperature == 1.0 else torch.div(logits_CV, temperature, out=work_CV)
+    for_row_chunks(chunks.rows.index, grad_TV.shape[1], chunks.rows_per_chunk, write_chunk, chunks.scratch)
 
 
 # Below so many elements there is nothing to gain from threads.
@@ -300,17 +357,19 @@ _pools_lock = threading.Lock()
 
 
 def for_row_chunks(
-    rows_TV: torch.Tensor,
+    rows_R: torch.Tensor,
+    width: int,
     rows_per_chunk: int,
     compute: Callable[..., None],
     make_scratch: Callable[[], Sequence[torch.Tensor]],
 ) -> None:
-    """Call `compute(start, stop, *scratch)` for row ranges of at most `rows_per_chunk` rows that cover `rows_TV` once.
+    """Call `compute(start, stop, *scratch)` for ranges of at most `rows_per_chunk` of the rows `rows_R`, `width` elements each,
+    that cover them once.
 
     Calls run side by side, in any order, without gradient; each thread has a scratch of its own. Returns when all have;
     raises what one of them raised.
     """
-    row_count = len(rows_TV)
+    row_count = len(rows_R)
     # One iterator for all threads: whoever is free takes the next chunk.
     starts = iter(range(0, row_count, rows_per_chunk))
 
@@ -318,7 +377,7 @@ def for_row_chunks(
         for start in starts:
             compute(start, min(start + rows_per_chunk, row_count), *scratch)
 
-    threads = _thread_count(rows_TV, rows_per_chunk)
+    threads = _thread_count(rows_R, width, rows_per_chunk)
     if threads == 1:
         with torch.no_grad():
             work(make_scratch())
@@ -337,10 +396,10 @@ def for_row_chunks(
         raise errors[0]
 
 
-def _thread_count(rows_TV: torch.Tensor, rows_per_chunk: int) -> int:
-    if rows_TV.device.type != "cpu" or rows_TV.numel() < MIN_ELEMENTS:
+def _thread_count(rows_R: torch.Tensor, width: int, rows_per_chunk: int) -> int:
+    if rows_R.device.type != "cpu" or len(rows_R) * width < MIN_ELEMENTS:
         return 1
-    return max(min(torch.get_num_threads(), -(-len(rows_TV) // rows_per_chunk)), 1)
+    return max(min(torch.get_num_threads(), -(-len(rows_R) // rows_per_chunk)), 1)
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:

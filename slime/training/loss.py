@@ -231,7 +231,8 @@ def response_log_probs(
     """Log-probs (and entropy) of this rank's response tokens, float32 [their number].
 
     Args:
-        logits: [T, V / tensor-parallel size], divided by the temperature inside. Where the batch has the sets of tokens that
+        logits: [T, V / tensor-parallel size], divided by the temperature inside; rows that predict no response token are not
+            read. Where the batch has the sets of tokens that
             top-p sampling kept, log-probs are those within the sets; the entropy is always that of the whole distribution.
         temperature: unless set that of the rollout; 1 in supervised fine-tuning, whose tokens nobody sampled.
     """
@@ -240,15 +241,17 @@ def response_log_probs(
         temperature = 1.0 if args.loss_type == "sft_loss" else args.rollout_temperature
     log_probs, entropy = calculate_log_probs_and_entropy(
         logits,
-        stream.next_tokens,
+        stream.next_tokens.index_select(0, stream.predicting_rows.index),
         tensor_group,
         with_entropy=with_entropy,
         chunk_size=args.log_probs_chunk_size,
         log_prob_keep_mask=kept_tokens(batch),
         with_entropy_grad=with_entropy_grad,
         temperature=temperature,
+        rows=stream.predicting_rows,
     )
-    return stream.responses(log_probs), None if entropy is None else stream.responses(entropy)
+    values = stream.responses_of_predictions
+    return values(log_probs), None if entropy is None else values(entropy)
 
 
 def response_values(stream: PackedStream, outputs: torch.Tensor) -> torch.Tensor:

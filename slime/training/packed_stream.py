@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from slime.scheduling.zigzag import (
+    Range,
     Segment,
     chunk_size,
     contiguous_segments,
@@ -32,6 +33,20 @@ from slime.scheduling.zigzag import (
     zigzag_segments,
 )
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel, gather_rows, slice_with_cp
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Some rows of a rank's stream, ascending; known on the host, so that nobody waits to learn where they are."""
+
+    ranges: tuple[range, ...]
+    index: torch.Tensor  # the same rows, int64, on the device of the stream
+
+    @classmethod
+    def at(cls, ranges: Sequence[range], device: torch.device) -> Rows:
+        """The rows of `ranges`, which are ascending and have no row twice."""
+        rows = [torch.empty(0, dtype=torch.int64), *(torch.arange(r.start, r.stop) for r in ranges)]
+        return cls(tuple(ranges), torch.cat(rows).to(device, non_blocking=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +66,9 @@ class PackedStream:
     # parallelism a row of the whole stream, else one of this rank's.
     host_response_rows: torch.Tensor
     local_response_lengths: tuple[int, ...]  # response tokens that this rank owns, per sample
+    predicting_positions: tuple[
+        Range, ...
+    ]  # per sample, from its start: the positions whose logits predict the response
     cp: ContextParallel = NO_CONTEXT_PARALLEL
 
     def responses(self, per_row: torch.Tensor) -> torch.Tensor:
@@ -62,6 +80,33 @@ class PackedStream:
         if self.cp.all_gather:
             per_row = gather_rows(per_row, self.cp)
         return per_row.index_select(0, self.response_rows)
+
+    def responses_of_predictions(self, per_prediction: torch.Tensor) -> torch.Tensor:
+        """As `responses`, from values of the `predicting_rows` alone, which elsewhere than in all-gather context parallelism
+        are those of this rank's response tokens."""
+        if not self.cp.all_gather:
+            return per_prediction
+        per_row = per_prediction.new_zeros(len(self.tokens))
+        return self.responses(per_row.index_copy(0, self.predicting_rows.index, per_prediction))
+
+    @cached_property
+    def predicting_rows(self) -> Rows:
+        """This rank's rows that predict a token of a response, whichever rank owns it."""
+        return self.rows_predicting(1)
+
+    def rows_predicting(self, distance: int) -> Rows:
+        """This rank's rows for which the token `distance` positions later in their sequence is of the response."""
+        sample_at = {start: sample for sample, start in enumerate(_starts(self.sequence_lengths))}
+        found, first_row = [], 0
+        for queries, first_key, keys in self.segments:
+            sample, first = sample_at[first_key], keys - queries
+            # The pseudo-sequence of padding predicts nothing.
+            begin, end = self.predicting_positions[sample] if sample < len(self.predicting_positions) else (0, 0)
+            start, stop = max(begin + 1 - distance, first), min(end + 1 - distance, keys)
+            if start < stop:
+                found.append(range(first_row + start - first, first_row + stop - first))
+            first_row += queries
+        return Rows.at(found, self.tokens.device)
 
     def rows_of(self, per_position: Sequence[torch.Tensor]) -> torch.Tensor:
         """Values of this rank's rows, [T], from one tensor per sample with values for its positions from the first on.
@@ -89,7 +134,7 @@ class PackedStream:
     @cached_property
     def segments(self) -> list[Segment]:
         """This rank's rows as pieces of one sequence each, with the keys that each piece sees."""
-        if self.cp.all_gather:
+        if self.cp.all_gather or self.cp.size == 1:
             return contiguous_segments(self.sequence_lengths, self.cp.rank * len(self.tokens), len(self.tokens))
         return zigzag_segments(self.sequence_lengths, self.cp.size, self.cp.rank)
 
@@ -157,6 +202,7 @@ def _whole_stream(
         sequence_lengths=tuple(padded_lengths),
         host_response_rows=rows,
         local_response_lengths=counts,
+        predicting_positions=_predicting_positions(lengths, response_lengths),
         cp=cp,
     )
 
@@ -208,6 +254,7 @@ def _zigzag_part(
         sequence_lengths=tuple(padded_lengths),
         host_response_rows=rows,
         local_response_lengths=counts,
+        predicting_positions=_predicting_positions(lengths, response_lengths),
         cp=cp,
     )
 
@@ -228,6 +275,12 @@ def _response_rows(
         ]
         counts.append(sum(end - begin for begin, end in logits))
     return torch.cat(rows), tuple(counts)
+
+
+def _predicting_positions(lengths: Sequence[int], response_lengths: Sequence[int]) -> tuple[Range, ...]:
+    return tuple(
+        (length - int(response) - 1, length - 1) for length, response in zip(lengths, response_lengths, strict=True)
+    )
 
 
 def _zigzag_starts(start: int, length: int, cp: ContextParallel) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
 from slime.training.keep_set import KeepSet, KeptTokens, kept_tokens
 from slime.training.log_probs import calculate_log_probs_and_entropy
 from slime.training.loss import loss_function
+from slime.training.packed_stream import Rows
 from slime.training.rollout_data import MicroBatch, RolloutData
 from tests.support.models.grpo_batch import objective_args
 from tests.support.processes.distributed import run_distributed
@@ -162,10 +163,20 @@ def test_no_rows_give_empty_results_with_a_gradient_path(form):
     assert logits.grad.shape == (0, VOCAB_SIZE)
 
 
-def test_kept_sets_of_responses_are_placed_at_rows_of_a_stream():
-    placed = as_kept_tokens([[3, 1], [], [2]]).at_rows(torch.tensor([1, 4, 5]), 7)
-    assert placed.offsets.tolist() == [0, 0, 2, 2, 2, 2, 3, 3]
-    assert placed.token_ids.tolist() == [3, 1, 2]
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_of_some_rows_the_sets_are_in_their_order(with_entropy):
+    logits, tokens, kept, weights = random_case()
+    rows = Rows.at([range(2, 5), range(6, 11)], torch.device("cpu"))
+    index = rows.index
+    expected = fused(
+        logits[index], tokens[index], as_kept_tokens([kept[i] for i in index]), weights[:, index], None, with_entropy
+    )
+    actual = fused(
+        logits, tokens[index], as_kept_tokens([kept[i] for i in index]), weights[:, index], None, with_entropy,
+        rows=rows, chunk_size=4,
+    )  # fmt: skip
+    assert torch.equal(actual[0], expected[0]) and torch.equal(actual[2][index], expected[2])
+    assert actual[2].count_nonzero() == actual[2][index].count_nonzero() > 0
 
 
 def test_blocks_cover_all_rows_once_and_hold_few_pairs(monkeypatch):
@@ -284,11 +295,10 @@ def make_batch(cp, multiple=4):
 
 
 def sets_of_rows(batch):
-    """Kept ids per row of a rank, ascending."""
-    kept = kept_tokens(batch)
+    """Kept ids, ascending, by row of a rank that predicts a response token."""
+    kept, rows = kept_tokens(batch), batch.stream.predicting_rows.index.tolist()
     offsets, ids = kept.offsets.tolist(), kept.token_ids.tolist()
-    assert len(offsets) == len(batch["stream"].tokens) + 1
-    return [sorted(ids[start:end]) for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
+    return {row: sorted(ids[start:end]) for row, start, end in zip(rows, offsets[:-1], offsets[1:], strict=True)}
 
 
 def test_no_sets_no_replay():
@@ -315,7 +325,7 @@ def test_sets_stand_at_the_rows_that_predict_their_tokens(size, all_gather):
         batch = make_batch(ContextParallel(size, rank, None, all_gather) if size > 1 else NO_CONTEXT_PARALLEL)
         sets = sets_of_rows(batch)
         places = places_of_rows(batch["stream"], rank, size)
-        seen.update({place: ids for place, ids in zip(places, sets, strict=True) if ids})
+        seen.update({places[row]: ids for row, ids in sets.items()})
     expected, start = {}, 0
     for sample, (total, response) in enumerate(LENGTHS):
         for t in range(response):

@@ -11,6 +11,7 @@ import torch.multiprocessing as mp
 
 from slime.training import log_probs as row_chunks
 from slime.training.log_probs import calculate_log_probs_and_entropy, for_row_chunks
+from slime.training.packed_stream import Rows
 
 VOCAB_SIZE = 37
 
@@ -199,10 +200,45 @@ def test_a_column_slice_of_wider_logits_is_accepted():
     assert (leaf.grad[:, 50:] == 0).all()
 
 
+# One piece, pieces with gaps, neighbours, the ends alone; with chunks of 4 rows some lie in a piece, and some across.
+SOME_ROWS = {
+    "one piece": [range(3, 17)],
+    "pieces": [range(1, 2), range(4, 12), range(12, 14), range(20, 23)],
+    "ends": [range(0, 1), range(22, 23)],
+    "none": [],
+}
+
+
+def some_rows(name):
+    rows = Rows.at(SOME_ROWS[name], torch.device("cpu"))
+    assert rows.index.tolist() == [row for part in rows.ranges for row in part]
+    return rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk_size", [-1, 4])
+@pytest.mark.parametrize("name", SOME_ROWS)
+def test_of_some_rows_the_others_are_not_read_and_get_no_gradient(name, chunk_size, temperature, dtype):
+    logits, tokens, weights = random_case(dtype=dtype)
+    rows = some_rows(name)
+    only = rows.index, weights[:, rows.index]
+    expected = fused(logits[only[0]], tokens[only[0]], only[1], temperature=temperature, chunk_size=chunk_size)
+    others = torch.ones(len(tokens), dtype=torch.bool)
+    others[rows.index] = False
+    logits[others] = math.nan
+    actual = fused(logits, tokens[only[0]], only[1], temperature=temperature, chunk_size=chunk_size, rows=rows)
+    assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
+    assert torch.equal(actual[2][rows.index], expected[2])
+    assert (actual[2][others] == 0).all()
+
+
 def test_wrong_shapes_and_temperatures_are_errors():
     logits, tokens, _ = random_case()
-    with pytest.raises(ValueError, match=r"\(23, 37\) and \(22,\)"):
+    with pytest.raises(ValueError, match=r"for each of 23 rows expected, got \(23, 37\) and \(22,\)"):
         calculate_log_probs_and_entropy(logits, tokens[1:], None)
+    with pytest.raises(ValueError, match=r"for each of 14 rows expected, got \(23, 37\) and \(23,\)"):
+        calculate_log_probs_and_entropy(logits, tokens, None, rows=some_rows("one piece"))
     with pytest.raises(ValueError, match="temperature must be positive, got 0"):
         calculate_log_probs_and_entropy(logits, tokens, None, temperature=0.0)
 
@@ -264,8 +300,8 @@ def no_scratch():
 
 @pytest.mark.parametrize(("row_count", "rows_per_chunk"), [(0, 4), (1, 4), (4, 4), (23, 4), (5, 100)])
 def test_every_row_is_in_one_chunk(threads, row_count, rows_per_chunk):
-    rows, found = torch.zeros(row_count, 2), []
-    for_row_chunks(rows, rows_per_chunk, lambda start, stop: found.append((start, stop)), no_scratch)
+    rows, found = torch.zeros(row_count), []
+    for_row_chunks(rows, 2, rows_per_chunk, lambda start, stop: found.append((start, stop)), no_scratch)
     assert [row for start, stop in sorted(found) for row in range(start, stop)] == list(range(row_count))
     assert all(stop - start <= rows_per_chunk for start, stop in found)
 
@@ -282,7 +318,7 @@ def test_threads_work_side_by_side_with_a_scratch_of_their_own(threads):
         assert threads == 1 or torch.get_num_threads() == 1
         assert not torch.is_grad_enabled()
 
-    for_row_chunks(torch.zeros(12, 1), 1, compute, lambda: [next(scratches)])
+    for_row_chunks(torch.zeros(12), 1, 1, compute, lambda: [next(scratches)])
     assert sorted(used.values(), key=str) == [{number} for number in range(threads)]
 
 
@@ -292,11 +328,11 @@ def test_what_a_chunk_raises_comes_out(threads):
             raise KeyError("row 3")
 
     with pytest.raises(KeyError, match="row 3"):
-        for_row_chunks(torch.zeros(6, 1), 1, compute, no_scratch)
+        for_row_chunks(torch.zeros(6), 1, 1, compute, no_scratch)
 
 
 def test_everybody_elses_threads_stay_as_they_are(threads):
-    for_row_chunks(torch.zeros(6, 1), 1, lambda start, stop: None, no_scratch)
+    for_row_chunks(torch.zeros(6), 1, 1, lambda start, stop: None, no_scratch)
     assert torch.get_num_threads() == threads
     seen = []
     later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))

@@ -94,3 +94,29 @@ def test_zigzag_lengths_speak_of_the_whole_stream(cp_size, pad_multiple):
         firsts = whole[part.cu_seqlens.long()[: len(SAMPLES)]]
         assert firsts.tolist() == [100 * i + 1 for i in range(len(SAMPLES))]
         assert sum(segment.queries for segment in part.segments) == len(part.tokens)
+
+
+@pytest.mark.parametrize("distance", [1, 2, 4])
+@pytest.mark.parametrize("cp_size, all_gather", [(1, False), (2, False), (4, False), (2, True), (4, True)])
+def test_rows_that_predict_know_their_token_of_the_response(cp_size, all_gather, distance):
+    samples, parts = streams(cp_size, 8, all_gather)
+    found = []
+    for part in parts:
+        rows = part.rows_predicting(distance)
+        assert rows.index.tolist() == [row for piece in rows.ranges for row in piece] == sorted(rows.index.tolist())
+        found += part.tokens[rows.index].tolist()
+    expected = [
+        token
+        for sample, (total, response) in zip(samples, SAMPLES, strict=True)
+        for token in sample[max(total - response - distance, 0) : max(total - distance, 0)].tolist()
+        if response
+    ]
+    assert sorted(found) == sorted(expected)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_rows_of_own_response_tokens_are_those_that_predict(cp_size):
+    for part in streams(cp_size, 8)[1]:
+        assert part.predicting_rows.index.tolist() == part.response_rows.tolist()
+        values = torch.rand(len(part.response_rows))
+        assert part.responses_of_predictions(values) is values

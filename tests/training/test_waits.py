@@ -66,8 +66,9 @@ def test_kept_sets_come_to_their_rows_without_waiting():
     data[OFFSETS] = [torch.arange(length + 1, dtype=torch.int32) for length in lengths]
     with Waiting() as waiting:
         batch = data.micro_batch(range(len(lengths)), pad_multiple=32)
-        kept = KeepSet(kept_tokens(batch), batch.stream.next_tokens, 0, VOCABULARY)
-    assert list(kept.blocks()) == [(0, len(batch.stream.tokens))]
+        rows = batch.stream.predicting_rows.index
+        kept = KeepSet(kept_tokens(batch), batch.stream.next_tokens[rows], 0, VOCABULARY)
+    assert list(kept.blocks()) == [(0, sum(lengths))]
     # The sets are taken apart on the host, where they are.
     assert [name for name in waiting.operations if "copy" in name] == []
 

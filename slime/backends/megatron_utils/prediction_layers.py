@@ -201,9 +201,11 @@ def prediction_loss(
         logits: [T, V / tensor-parallel size], the layer's, for the rows of `batch.stream`.
         chunk_size: rows per float32 chunk; 0 or less: by device.
     """
-    labels = tokens_ahead(batch, 1 + layer)
-    log_probs, _ = calculate_log_probs_and_entropy(logits, labels, tensor_group, chunk_size=chunk_size)
-    return masked_sum(-log_probs, counted_rows(batch, layer))
+    # No other prediction can count.
+    rows = batch.stream.rows_predicting(1 + layer)
+    labels, counted = (of_rows[rows.index] for of_rows in (tokens_ahead(batch, 1 + layer), counted_rows(batch, layer)))
+    log_probs, _ = calculate_log_probs_and_entropy(logits, labels, tensor_group, chunk_size=chunk_size, rows=rows)
+    return masked_sum(-log_probs, counted)
 
 
 class PredictionStep:
