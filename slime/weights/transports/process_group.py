@@ -180,12 +180,13 @@ class ProcessGroupTransport(Transport):
         early = _errors_of(answers, 0.0)
         self._abandon_group(collective)
         errors = _errors_of(answers, _AFTER_FAILURE_SECONDS)
-        silent = dict.fromkeys(_unanswered(answers), error)
+        unheard = f"no answer after another engine had failed: {error}" if early else error
+        certain = dict.fromkeys(_unanswered(answers), unheard)
         probes = {engine.id: engine.handle.get_weight_version.remote() for engine in self._engines}
-        gone = {id: errors.get(id, reason) for id, reason in _errors_of(probes, _AFTER_FAILURE_SECONDS).items()}
-        gone.update(dict.fromkeys(_unanswered(probes), error))
-        failed = {**silent, **gone} if gone else {**early, **silent}
-        return EnginesFailed(failed or errors or dict.fromkeys(answers, error), certain=bool(gone or silent))
+        gone = _errors_of(probes, _AFTER_FAILURE_SECONDS)
+        certain |= {id: errors.get(id, reason) for id, reason in gone.items()}
+        certain |= dict.fromkeys(_unanswered(probes), unheard)
+        return EnginesFailed(certain or early or errors or dict.fromkeys(answers, error), certain=bool(certain))
 
     def _abandon_group(self, collective: Background) -> None:
         """Close our side, whatever hangs there, so that the name of the group is free again."""

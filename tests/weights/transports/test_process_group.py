@@ -198,6 +198,41 @@ def test_the_buffers_are_given_up_when_a_push_ends(monkeypatch):
     assert given_up and transport._in_flight is None
 
 
+@pytest.mark.parametrize(
+    ("early", "late", "hanging", "gone", "mute", "failed"),
+    [
+        ([0], [0, 2], [], [], [], {0: "error of 0"}),
+        ([], [0, 2], [], [], [], {0: "error of 0", 2: "error of 2"}),
+        ([], [], [], [], [], {0: "broken", 1: "broken", 2: "broken"}),
+        ([], [2], [1], [], [], {1: "broken"}),
+        ([0], [0, 2], [1], [], [], {1: "no answer after another engine had failed: broken"}),
+        ([0], [0, 1, 2], [], [1], [], {1: "error of 1"}),
+        ([0], [0], [2], [1], [], {2: "no answer after another engine had failed: broken", 1: "no probe of 1"}),
+        ([], [], [1], [], [1, 2], {1: "broken", 2: "broken"}),
+    ],
+    ids=[
+        "one failed first", "all failed when it was given up", "nobody failed", "one hangs", "one failed and another hangs",
+        "one failed and another died", "one failed, one hangs, one died", "servers are mute",
+    ],
+)  # fmt: skip
+def test_who_is_gone_or_hangs_is_to_blame_and_else_who_failed_first(
+    monkeypatch, early, late, hanging, gone, mute, failed
+):
+    def errors_of(answers, seconds):
+        if set(answers.values()) == {"probe"}:
+            return {id: f"no probe of {id}" for id in gone}
+        return {id: f"error of {id}" for id in (late if seconds else early)}
+
+    monkeypatch.setattr(process_group, "_errors_of", errors_of)
+    monkeypatch.setattr(process_group, "_unanswered", lambda of: mute if "probe" in of.values() else hanging)
+    transport = ProcessGroupTransport(ARGS, 0, 1)
+    monkeypatch.setattr(transport, "_abandon_group", lambda collective: None)
+    handle = SimpleNamespace(get_weight_version=SimpleNamespace(remote=lambda: "probe"))
+    transport._engines = [Receiver(id, handle, 1, id) for id in range(3)]
+    error = transport._blame(dict.fromkeys(range(3), "answer"), None, "broken")
+    assert error.failed == failed and error.certain == bool(hanging or gone or mute)
+
+
 class Peer:
     """What an engine does with a weight group, in a process of its own."""
 
@@ -238,7 +273,8 @@ class Peer:
                 os._exit(1)
             if self.trouble == "hangs":
                 time.sleep(600)
-            if self.trouble == "refuses":
+            if self.trouble in ("refuses", "refuses once"):
+                self.trouble = self.trouble if self.trouble == "refuses" else None
                 raise RunError("no memory for this bucket")
         buffer = torch.empty(sum(4 * math.prod(shape) for shape in shapes), dtype=torch.uint8)
         try:
@@ -306,18 +342,25 @@ def test_a_connection_that_stands_is_kept_and_another_set_of_engines_joins_a_new
 
 
 @pytest.mark.parametrize(
-    "trouble, seconds, reason",
+    "troubles, seconds, reason",
     [
-        ("does not join", 300, "the engine does not join"),
-        ("refuses", 300, "no memory for this bucket"),
-        ("hangs", 15, "15 s|15000ms"),
-        ("dies", 300, "died"),
+        ({1: "does not join"}, 300, "the engine does not join"),
+        ({1: "refuses"}, 300, "no memory for this bucket"),
+        ({1: "hangs"}, 15, "15 s|15000ms"),
+        # The second engine may have failed because of the first: it gets all of it again.
+        (
+            {1: "hangs", 2: "refuses once"},
+            300,
+            "no answer after another engine had failed: .*no memory for this bucket",
+        ),
+        ({1: "dies"}, 300, "died"),
     ],
+    ids=lambda value: " and ".join(value.values()) if isinstance(value, dict) else None,
 )
-def test_who_broke_a_transfer_is_known_and_the_others_get_all_of_it(receivers, trouble, seconds, reason):
+def test_who_broke_a_transfer_is_known_and_the_others_get_all_of_it(receivers, troubles, seconds, reason):
     import ray
 
-    starts = [of.handle.start.remote(trouble if of.id == 1 else None) for of in receivers]
+    starts = [of.handle.start.remote(troubles.get(of.id)) for of in receivers]
     ray.get(starts, timeout=60)
     args = SimpleNamespace(**{**vars(ARGS), "distributed_timeout_minutes": seconds / 60})
     transport = ProcessGroupTransport(args, 0, 1)
@@ -326,6 +369,6 @@ def test_who_broke_a_transfer_is_known_and_the_others_get_all_of_it(receivers, t
     finally:
         transport.close()
     assert list(failed) == [1] and re.search(reason, failed[1])
-    assert certain == (trouble in ("hangs", "dies"))
+    assert certain == (troubles[1] in ("hangs", "dies"))
     for of_engine in received_by([receivers[0], receivers[2]]):
         assert of_engine[-len(RECEIVED) :] == RECEIVED
