@@ -13,22 +13,29 @@ import pickle
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from slime.rehearsal.report import Failure, Rehearsed, Task
 
+if TYPE_CHECKING:
+    from slime.rehearsal.actor import RehearsedRank
+    from slime.rehearsal.recorder import Recorder
 
-def main() -> int:
+
+def main(make: Callable[[Task, Recorder], RehearsedRank] | None = None) -> int:
+    """`make`: what makes the rank, in place of one of the task's role."""
     task: Task = pickle.load(sys.stdin.buffer)
     if task.library is not None:
         from slime.rehearsal.stand_in import load
 
         load(task.library)
     os.environ["SLIME_ACCELERATOR"] = "rehearsal"
-    task.answer.write_text(json.dumps(dataclasses.asdict(_rehearse(task))))
+    task.answer.write_text(json.dumps(dataclasses.asdict(_rehearse(task, make))))
     return 0
 
 
-def _rehearse(task: Task) -> Rehearsed:
+def _rehearse(task: Task, make: Callable[[Task, Recorder], RehearsedRank] | None) -> Rehearsed:
     import torch
 
     torch.set_num_threads(1)
@@ -45,7 +52,7 @@ def _rehearse(task: Task) -> Rehearsed:
     seconds: dict[str, float] = {}
     failure = None
     with fake, recorder:
-        rehearsed = RANKS[task.args.role](task, recorder)
+        rehearsed = (make or RANKS[task.args.role])(task, recorder)
         for name, phase in rehearsed.phases().items():
             started = time.monotonic()
             try:

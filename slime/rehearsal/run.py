@@ -76,20 +76,25 @@ def _roles(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
 
 
 def rehearse_rank(
-    args: argparse.Namespace, rank: int, batches: list[list[tuple[int, int]]], stand_in: StandIn
+    args: argparse.Namespace,
+    rank: int,
+    batches: list[list[tuple[int, int]]],
+    stand_in: StandIn,
+    module: str = "slime.rehearsal.rank",
 ) -> Rehearsed:
     """What one rank does in a process of its own.
 
     Args:
         args: of its role.
         batches: of each micro-batch its samples, as tokens of the sample and of its response.
+        module: what the process runs.
 
     Raises:
         RunError: the process ended without an answer, or not in time.
     """
     with tempfile.TemporaryDirectory(prefix="slime-rehearsal-") as directory:
         task = Task(args, rank, stand_in.library, batches, Path(directory) / "answer.json")
-        command = [sys.executable, "-W", "ignore", "-m", "slime.rehearsal.rank"]
+        command = [sys.executable, "-W", "ignore", "-m", module]
         try:
             ended = subprocess.run(
                 command,

@@ -19,7 +19,7 @@ from slime.rehearsal.run import micro_batches, rehearse_rank, show_rehearsal
 from slime.rehearsal.stand_in import StandIn, find_or_build
 from slime.utils.errors import RunError, UserError
 from tests.support.models.args import command_line
-from tests.support.models.tiny_model import write_tiny_model
+from tests.support.models.tiny_model import write_tiny_mimo, write_tiny_model
 
 HIDDEN, LAYERS = 32, 2
 LAYOUTS = {
@@ -101,16 +101,6 @@ def test_a_step_of_every_layout_goes_through(arguments, stand_in, layout):
     assert result.not_rehearsed == []
 
 
-def test_waits_of_a_step_do_not_grow_with_its_samples(arguments, stand_in):
-    args = arguments("--tensor-model-parallel-size", "2", "--sequence-parallel")
-    few, many = (rehearsed(args, stand_in, [[(32, 24)] * count] * 2) for count in (1, 4))
-    assert few.waits.get("step") == many.waits.get("step")
-    assert few.operations["step"] > 0
-    # Of two micro-batches, which wait for nothing; what a step waits for at its end: two reductions, each to the device and
-    # back, the norm of the gradient, whether losses are finite, and its metrics.
-    assert waits_of(many) == (7 if stand_in.library else 0)
-
-
 @pytest.mark.parametrize("layout", STAGES)
 def test_stages_of_a_pipeline_together_are_the_model(arguments, stand_in, directory, layout):
     model = "deep and tied" if "tied" in layout else "model"
@@ -150,17 +140,6 @@ def sum_by_what(waits):
     return found
 
 
-def test_every_objective_goes_through(arguments, stand_in):
-    """GSPO gathers whole sequences, OPSM masks by them, and whitening knows all tokens; the entropy has a gradient."""
-    args = arguments(
-        "--advantage-estimator", "gspo", "--use-opsm", "--normalize-advantages", "--entropy-coef", "0.01",
-        "--use-kl-loss", "--kl-loss-coef", "0.01", "--ref-load", "no such directory", "--use-tis",
-    )  # fmt: skip
-    result = rehearsed(args, stand_in)
-    assert result.data_dependent == {}
-    assert result.operations["log-probs"] > 100
-
-
 PPO = ("--advantage-estimator", "ppo", "--tensor-model-parallel-size", "2", "--sequence-parallel")
 
 
@@ -175,6 +154,16 @@ def test_a_critic_goes_through(arguments, stand_in):
     assert kinds["gradients"] == 2 * kinds["weights"] and "logits" not in kinds
     assert waits_of(result, "values") == 0 and waits_of(result) == (7 if stand_in.library else 0)
     assert result.pushed is None and result.not_rehearsed == []
+
+
+@pytest.mark.slow
+def test_prediction_layers_go_through(arguments, stand_in, tmp_path):
+    write_tiny_mimo(tmp_path)
+    args = arguments("--hf-checkpoint", str(tmp_path), "--enable-mtp-training", "--context-parallel-size", "2")
+    result = rehearsed(args, stand_in)
+    # The step waits once more, for the number of predictions. The layers are pushed too.
+    assert waits_of(result) == (8 if stand_in.library else 0) and len(result.pushed.names) == 43
+    assert result.data_dependent == {} and result.not_rehearsed == []
 
 
 def test_the_same_ranks_of_actor_and_critic_are_rehearsed(arguments, monkeypatch, tmp_path, capsys):

@@ -185,7 +185,7 @@ def counted_predictions(data: RolloutData, layers: int, data_group: dist.Process
         masks = list(zip(data["loss_masks"], data.prompt_lengths, strict=True))
         of_layers = [[mask[max(1 + layer - prompt, 0) :] for mask, prompt in masks] for layer in range(1, layers + 1)]
         counts = torch.stack([torch.cat(counted).sum() for counted in of_layers]).double()
-    return all_reduce_sum(counts, data_group).clamp(min=1.0).tolist()
+    return [max(count, 1.0) for count in all_reduce_sum(counts, data_group).tolist()]
 
 
 def prediction_loss(
