@@ -71,6 +71,17 @@ class Accelerator:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
+    def peak_memory_allocated(self) -> int | None:
+        """The most bytes of tensors since `reset_peak_memory`; None where the device does not count them."""
+        return None
+
+    def reset_peak_memory(self) -> None:
+        """Let the peak begin at what is allocated now; does nothing where the device counts none."""
+
+    def device_name(self) -> str:
+        """What the maker calls the device."""
+        return "cpu"
+
 
 class CudaAccelerator(Accelerator):
     """NVIDIA (and ROCm) GPUs through torch.cuda."""
@@ -142,6 +153,21 @@ class CudaAccelerator(Accelerator):
 
         return torch.cuda.memory_allocated()
 
+    def peak_memory_allocated(self) -> int:
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+
+    def reset_peak_memory(self) -> None:
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+
+    def device_name(self) -> str:
+        import torch
+
+        return torch.cuda.get_device_name()
+
 
 _FACTORIES: dict[str, Callable[[], Accelerator]] = {"cpu": Accelerator, "cuda": CudaAccelerator}
 
@@ -176,8 +202,13 @@ def gpus_on_this_machine() -> int:
     """
     if env.forced_accelerator() == "cpu" or _torch_is_a_cpu_build():
         return 0
-    from ray._private.accelerators import NvidiaGPUAcceleratorManager
+    try:
+        from ray._private.accelerators import NvidiaGPUAcceleratorManager
+    except ModuleNotFoundError:
+        # A rank that is alone needs no Ray; torch heeds CUDA_VISIBLE_DEVICES by itself.
+        import torch
 
+        return torch.cuda.device_count()
     present = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
     visible = env.visible_devices()
     return present if visible is None else min(present, len(visible))

@@ -1,5 +1,6 @@
 import ast
 import gc
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -95,6 +96,25 @@ def test_hidden_gpus_do_not_count(monkeypatch, visible, expected):
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert device.gpus_on_this_machine() == expected
+
+
+def test_gpus_count_without_ray(monkeypatch):
+    """A rank that is alone measures where Ray is not installed."""
+    monkeypatch.delenv("SLIME_ACCELERATOR", raising=False)
+    monkeypatch.setattr(device, "_torch_is_a_cpu_build", lambda: False)
+    monkeypatch.setitem(sys.modules, "ray._private.accelerators", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert device.gpus_on_this_machine() == 3
+
+
+def test_peak_of_the_memory(monkeypatch):
+    assert device.Accelerator().peak_memory_allocated() is None
+    device.Accelerator().reset_peak_memory()
+    asked = []
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: asked.append("reset"))
+    device.CudaAccelerator().reset_peak_memory()
+    assert device.CudaAccelerator().peak_memory_allocated() == 7 and asked == ["reset"]
 
 
 def test_actors_get_our_variables(monkeypatch):
