@@ -103,6 +103,17 @@ def make_case(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
     return logits.requires_grad_(), tokens
 
 
+def measure(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, int], int]:
+    """Milliseconds and extra bytes of the contenders, by name, and the bytes of the logits."""
+    logits, tokens = make_case(options)
+    extra = {name: extra_bytes(CONTENDERS[name], logits, tokens) for name in options.contenders}
+    best = dict.fromkeys(options.contenders, float("inf"))
+    for _ in range(options.repeats):
+        for name in options.contenders:
+            best[name] = min(best[name], milliseconds(CONTENDERS[name], logits, tokens))
+    return best, extra, logits.nbytes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=512)
@@ -113,13 +124,7 @@ def main() -> None:
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
     options = parser.parse_args()
 
-    logits, tokens = make_case(options)
-    logit_bytes = logits.numel() * logits.element_size()
-    extra = {name: extra_bytes(CONTENDERS[name], logits, tokens) for name in options.contenders}
-    best = dict.fromkeys(options.contenders, float("inf"))
-    for _ in range(options.repeats):
-        for name in options.contenders:
-            best[name] = min(best[name], milliseconds(CONTENDERS[name], logits, tokens))
+    best, extra, logit_bytes = measure(options)
     print(
         f"[{options.tokens} x {options.vocab}] {options.dtype} on {options.device}, {torch.get_num_threads()} threads; "
         f"the logits take {logit_bytes / 2**20:.1f} MiB"

@@ -11,7 +11,7 @@ import statistics
 import pytest
 
 from tests.support.models.tiny_model import write_tiny_model
-from tests.support.oracles.plain_grid import PlainGrid, assert_like_loops
+from tests.support.oracles.plain_grid import WITHOUT_LOOPS, PlainGrid, assert_like_loops
 from tests.support.oracles.rounding import assert_equal_metrics, bound
 from tests.support.processes.distributed import run_distributed
 from tests.support.processes.layout_steps import assert_equal_runs, layout_args, train_steps
@@ -93,7 +93,7 @@ def of_layout(ranks, layout, objective, batch="full"):
     return [rank["grid"][layout][objective, batch] for rank in ranks]
 
 
-@pytest.mark.parametrize("objective", [name for name in ALL if name != "top-p"])
+@pytest.mark.parametrize("objective", [name for name in ALL if name not in WITHOUT_LOOPS])
 def test_one_rank_gives_what_loops_give(hf_dir, plain, one_rank, objective):
     assert_like_loops(hf_dir, plain, objective, one_rank["grid"])
 

@@ -76,9 +76,10 @@ def assert_equal_metrics(
     for name, value in expected.items():
         if "ppo_kl" in (name, name[0]) and bounds.get(name):
             _assert_new_are_about_as_large_as_old(name, value, bounds[name], masked=masked)
-    assert found == {
-        name: pytest.approx(value, rel=relative, abs=bounds.get(name, 0.0)) for name, value in expected.items()
-    }
+    near = {name: pytest.approx(value, rel=relative, abs=bounds.get(name, 0.0)) for name, value in expected.items()}
+    # For whom asserts are not explained.
+    apart = [name for name in {**near, **found} if found.get(name) != near.get(name)]
+    assert found == near, "; ".join(f"{name}: {found.get(name)}, not {near.get(name)}" for name in apart)
 
 
 def _assert_new_are_about_as_large_as_old(name: Any, ppo_kl: float, bound_of_it: float, *, masked: bool) -> None:

@@ -45,7 +45,7 @@ def test_another_name_or_a_number_beyond_both_bounds_fails():
     expected = {"loss": 1.0, "count": 3.0}
     assert_equal_metrics({"loss": 1.0 + 9e-6, "count": 3.0}, expected, {})
     for found in ({"loss": 1.0}, {"loss": 1.0 + 2e-5, "count": 3.0}, {**expected, "more": 0.0}):
-        with pytest.raises(AssertionError):
+        with pytest.raises(AssertionError, match="count: None, not 3|loss: 1.00002, not 1.0 |more: 0.0, not None"):
             assert_equal_metrics(found, expected, {"loss": 1e-6})
 
 

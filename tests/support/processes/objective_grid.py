@@ -149,21 +149,21 @@ def run_layouts(
     batches: dict[str, Sequence[PlainSample]],
     roles: Sequence[str] = tuple(ROLES),
 ) -> dict[str, dict[tuple[str, str], dict[str, Any]]]:
-    """Per layout, given by its parallel sizes, what `_run` gives by (objective, batch)."""
+    """Per layout, given by its parallel sizes, what `run_objective` gives by (objective, batch)."""
     results: dict[str, dict] = {}
     for layout, sizes in layouts.items():
         results[layout] = {}
         for role in roles:
             objectives, flags = ROLES[role]
-            rank = _make_rank(grid_args(hf_dir, **sizes, **flags), role)
+            rank = make_rank(grid_args(hf_dir, **sizes, **flags), role)
             for objective, changes in objectives.items():
                 for batch, samples in batches.items():
                     rank.args = grid_args(hf_dir, batch, **{**sizes, **flags, **changes})
-                    results[layout][objective, batch] = _run(rank, samples, objective)
+                    results[layout][objective, batch] = run_objective(rank, samples, objective)
     return results
 
 
-def _make_rank(args: SimpleNamespace, role: str) -> Any:
+def make_rank(args: SimpleNamespace, role: str) -> Any:
     """The trainer's own rank, with a backend that this process made for it."""
     from tests.support.processes.megatron_worker import load_backend
 
@@ -190,7 +190,7 @@ def _fill_value_heads(backend: Any) -> None:
     backend.optimizer.reload_model_params()
 
 
-def _run(rank: Any, samples: Sequence[PlainSample], objective: str) -> dict[str, Any]:
+def run_objective(rank: Any, samples: Sequence[PlainSample], objective: str) -> dict[str, Any]:
     """What a rank finds and logs.
 
     Returns:
@@ -237,6 +237,12 @@ def _run(rank: Any, samples: Sequence[PlainSample], objective: str) -> dict[str,
 
 
 def _bounds(args: SimpleNamespace, data: dict[str, Any], result: dict[str, Any]) -> dict[str, dict]:
+    import torch
+
+    def on_host(value: Any) -> Any:
+        return value.cpu() if torch.is_tensor(value) else value
+
+    data = {name: list(map(on_host, rows)) if isinstance(rows, list) else rows for name, rows in data.items()}
     of_steps = [bounds_of_step(args, data, step) for step in range(len(data["num_microbatches"]))]
     of_rollout = bounds_of_rollout(args, data)
     train = {key: of_steps[key[1]].get(key[0].removeprefix("critic-"), 0.0) for key in result["train"]}
@@ -268,6 +274,7 @@ def _data_of(
     from slime.training.rollout_batch import split_for_data_parallel, to_tensors, train_batch_from_columns
     from slime.training.rollout_data import RolloutData
     from slime.training.schedule import schedule_from_args, train_parallel_config
+    from slime.utils.device import get_accelerator
 
     columns = {
         "tokens": [s.tokens for s in samples], "response_lengths": [len(s.mask) for s in samples],
@@ -285,15 +292,17 @@ def _data_of(
         args, train_parallel_config(args), batch["total_lengths"].tolist(), global_batch_size=args.global_batch_size,
         execution_ids=batch["rollout_ids"].tolist(),
     )  # fmt: skip
-    data = to_tensors(split_for_data_parallel(batch, schedule)[rank.groups.data_rank], torch.device("cpu"))
+    device = get_accelerator().current_device()
+    data = to_tensors(split_for_data_parallel(batch, schedule)[rank.groups.data_rank], device)
     if is_last_stage:
         for column, name in TRAINERS.items():
-            data[column] = [torch.tensor(getattr(samples[i], name), dtype=torch.float32) for i in data["partition"]]
+            rows = [getattr(samples[i], name) for i in data["partition"]]
+            data[column] = [torch.tensor(row, dtype=torch.float32, device=device) for row in rows]
     return RolloutData.of_rank(data, rank.groups.cp)
 
 
 def columns_of(ranks: Sequence[dict[str, Any]]) -> dict[tuple[str, int], list[float]]:
-    """The columns of all samples, by (name, sample), from what `_run` gave on all ranks of a layout."""
+    """The columns of all samples, by (name, sample), from what `run_objective` gave on all ranks of a layout."""
     columns: dict[tuple[str, int], list[float]] = {}
     for rank in ranks:
         columns.update(rank["columns"])

@@ -1,0 +1,109 @@
+"""Every objective of the trainer on one GPU beside what loops in float64 on the host give.
+
+    python tools/bench/gpu/grid.py [--objectives grpo gspo …]
+    python tools/bench/gpu/grid.py --device cpu --tiny
+
+The objectives and batches are those of the tests (`tests/support/processes/objective_grid.py`): a tiny model in float32 and
+awkward samples, with a rank that is alone. Loss, metrics, gradient norm, advantages and returns have to agree within the
+rounding that `tests/support/oracles/rounding.py` derives. It needs transformers and pytest beside what the others need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+from tests.support.processes.objective_grid import (
+    CRITIC_OBJECTIVES,
+    HIDDEN,
+    LAYERS,
+    OBJECTIVES,
+    ROLES,
+    VOCABULARY,
+    grid_args,
+    make_rank,
+    run_objective,
+)
+from tools.bench.gpu.common import Report, make_parser, run
+
+_TINY = ("grpo", "gspo", "value")
+
+
+def main() -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--objectives", nargs="+", choices=[*OBJECTIVES, *CRITIC_OBJECTIVES], help="unset: all of them")
+    return run(measure, parser)
+
+
+def measure(options: argparse.Namespace) -> Report:
+    """Whether each objective agrees; one that stops, or differs, leaves the others alone."""
+    from tests.support.models.tiny_model import write_tiny_model
+    from tests.support.oracles.plain_grid import PlainGrid
+
+    chosen = options.objectives or (_TINY if options.tiny else [*OBJECTIVES, *CRITIC_OBJECTIVES])
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="slime-grid-") as directory:
+        write_tiny_model(Path(directory), vocab_size=VOCABULARY, layers=LAYERS, hidden=HIDDEN, head_dim=8)
+        plain = PlainGrid(directory)
+        for role in ROLES:
+            names = [name for name in ROLES[role][0] if name in chosen]
+            if names:
+                rows += _of_role(role, names, directory, plain)
+    compared = [row["agrees"] for row in rows if row["agrees"] is not None]
+    notes = [f"{sum(compared)} of {len(compared)} objectives agree"]
+    if len(compared) < len(rows):
+        notes.append("of the others the loops know nothing: they ran, and that is all")
+    return Report("grid", rows, notes, "all agree", all(compared), failed=not all(compared))
+
+
+def _of_role(role: str, names: list[str], hf_dir: str, plain: Any) -> list[dict[str, Any]]:
+    from datetime import timedelta
+
+    from slime.utils.ports import service_host
+    from slime.utils.process_groups import create_store
+
+    host = service_host()
+    store = create_store(host, timedelta(minutes=1))
+    os.environ.update(
+        MASTER_ADDR=host, MASTER_PORT=str(store.port), RANK="0", LOCAL_RANK="0", WORLD_SIZE="1",
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )  # fmt: skip
+    objectives, flags = ROLES[role]
+    rank = make_rank(grid_args(hf_dir, **flags), role)
+    try:
+        return [row_of(rank, name, {**flags, **objectives[name]}, hf_dir, plain) for name in names]
+    finally:
+        rank.backend.close()
+
+
+def row_of(rank: Any, objective: str, changes: dict[str, Any], hf_dir: str, plain: Any) -> dict[str, Any]:
+    """Whether the objective on all its batches gives what the loops give, and what is in the way if it does not.
+
+    Args:
+        changes: of the arguments, by the objective.
+        plain: the `PlainGrid` of the model in `hf_dir`.
+    """
+    from tests.support.oracles.plain_grid import WITHOUT_LOOPS, assert_like_loops
+
+    error, is_compared = None, objective not in WITHOUT_LOOPS
+    try:
+        found = {}
+        for batch, samples in plain.batches.items():
+            rank.args = grid_args(hf_dir, batch, **changes)
+            found[objective, batch] = run_objective(rank, samples, objective)
+        if is_compared:
+            assert_like_loops(hf_dir, plain, objective, found)
+    except Exception as stopped:
+        # Whatever stops one of them on a device that nobody has tried is what is to be found out.
+        error = f"{type(stopped).__name__}: {stopped}"
+    agrees = error is None if is_compared or error else None
+    return {"objective": objective, "role": rank.role, "agrees": agrees, "what differs": error}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""The memory of a training rank on one GPU, by phase, beside what is planned for it and what a rehearsal says.
+
+    python tools/bench/gpu/memory.py [--shapes qwen3-0.6B qwen3-1.7B] [--tokens 8192] [--rehearsed rehearsed.json]
+    python tools/bench/gpu/memory.py --device cpu --tiny
+
+Measured are bytes of tensors at the peak of every phase, as the allocator of the device counts them; on the CPU, bytes of live
+tensors (`tools/bench/live_tensors.py`). The plan knows the largest moment of a step and the weight push. Neither knows what the
+CUDA context and the allocator take beside the tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+from slime.estimates.training_memory import RankMemory, push_buffers, training_memory
+from slime.plan.setup import parallel_layout, shape_of, tokens_of_stream, training_setup
+from slime.utils.device import get_accelerator
+from tools.bench.gpu.common import Report, run
+from tools.bench.gpu.measured_rank import (
+    Case,
+    MeasuredRank,
+    add_rehearsal_option,
+    cases_of,
+    make_shape_parser,
+    measured_rank,
+    rehearsed,
+)
+from tools.bench.live_tensors import LiveTensors
+
+MIB = 2**20
+TARGET = 0.10
+
+
+def main() -> int:
+    parser = make_shape_parser(__doc__)
+    add_rehearsal_option(parser)
+    return run(measure, parser)
+
+
+def measure(options: argparse.Namespace) -> Report:
+    """Peaks by phase of every shape."""
+    rows = [row for case in cases_of(options) for row in _of_case(case, options.rehearsed)]
+    met = all(abs(row["of the plan"] - 1) <= TARGET for row in rows if row["phase"] == "step")
+    target = f"the peak of a step within {TARGET:.0%} of the plan"
+    notes = ["MiB; measured on the CPU are live tensors" if options.device == "cpu" else "MiB"]
+    return Report("memory", rows, notes, target, None if options.tiny else met)
+
+
+def _of_case(case: Case, file: Path | None) -> list[dict[str, Any]]:
+    expected = {phase: sum(kinds.values()) for phase, kinds in rehearsed(case, file).peaks.items()}
+    with measured_rank(case) as rank:
+        plan = planned(rank.args, case.micro_batches)
+        return list(beside(case.name, _peaks(rank), expected, plan))
+
+
+def _peaks(rank: MeasuredRank) -> dict[str, int]:
+    """Bytes at the peak of every phase."""
+    found = {}
+    with peak_counter() as peak:
+        for name, phase in rank.phases().items():
+            peak(reset=True)
+            phase()
+            found[name] = peak()
+    return found
+
+
+@contextlib.contextmanager
+def peak_counter() -> Iterator[Any]:
+    """A function that tells the peak since it was last called with `reset=True`, in bytes of tensors made in the block."""
+    accelerator = get_accelerator()
+    if accelerator.peak_memory_allocated() is None:
+        with LiveTensors() as live:
+
+            def peak_of_live(reset: bool = False) -> int:
+                if reset:
+                    live.reset_peak()
+                return live.peak
+
+            yield peak_of_live
+        return
+    before = accelerator.memory_allocated()
+
+    def peak(reset: bool = False) -> int:
+        if reset:
+            accelerator.reset_peak_memory()
+        return accelerator.peak_memory_allocated() - before
+
+    yield peak
+
+
+def planned(args: argparse.Namespace, micro_batches: int) -> dict[str, int]:
+    """Bytes by phase: the largest moment of the step, and the weight push. Of tensors alone."""
+    layout, shape = parallel_layout(args), shape_of(args)
+    setup = training_setup(args, layout, tokens_of_stream(args, layout), micro_batches)
+    push = push_buffers(shape, setup)
+    # The samples of a run, of which a measured rank has those of its micro-batches.
+    (step,) = training_memory(shape, replace(setup, push_bucket=0, overhead=0, rollout_tokens=0))
+    return {"step": step.total, "push": _held(step) + push}
+
+
+def _held(step: RankMemory) -> int:
+    return step.weights + step.gradients + step.optimizer
+
+
+def beside(
+    shape: str, found: dict[str, int], expected: dict[str, int], plan: dict[str, int]
+) -> Iterator[dict[str, Any]]:
+    """A row for every phase, from bytes."""
+    for phase, measured in found.items():
+        row = {"shape": shape, "phase": phase, "measured": measured / MIB}
+        for name, other in (("rehearsed", expected.get(phase)), ("planned", plan.get(phase))):
+            row[name] = None if other is None else other / MIB
+        row["of the rehearsal"] = measured / expected[phase] if expected.get(phase) else None
+        row["of the plan"] = measured / plan[phase] if phase in plan else None
+        yield row
+
+
+if __name__ == "__main__":
+    sys.exit(main())

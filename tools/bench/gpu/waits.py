@@ -1,0 +1,228 @@
+"""How often the host waits for one GPU in a step, counted by torch's profiler, beside what a rehearsal counts.
+
+    python tools/bench/gpu/waits.py --rehearse rehearsed.json      # on a machine with a CPU build of torch
+    python tools/bench/gpu/waits.py --rehearsed rehearsed.json     # on the GPU
+    python tools/bench/gpu/waits.py --device cpu --tiny
+
+The profiler sees every call of the CUDA runtime: those that wait for a stream, an event or the device, copies that block, and
+those by which the allocator gets memory or gives it back, which wait too. Each belongs to the innermost function of ours or of
+Megatron that was running in its thread. A rehearsal knows lines; their functions are told here, so that both can stand side by
+side. It counts waits only where torch is a CPU build, so what it says travels as a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import bisect
+import collections
+import functools
+import importlib.util
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+from tools.bench.gpu.common import ROOT, Report, enter, run
+from tools.bench.gpu.measured_rank import (
+    Case,
+    add_rehearsal_option,
+    cases_of,
+    make_shape_parser,
+    measured_rank,
+    rehearsed,
+    write_rehearsed,
+)
+
+PHASES = ("log-probs", "step", "push")
+WAITS = {
+    "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMemcpy2D",
+    "cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize",
+    "hipStreamSynchronize", "hipDeviceSynchronize", "hipEventSynchronize", "hipMemcpy", "hipMemcpyWithStream",
+}  # fmt: skip
+# They wait for the device too; after some steps the allocator has what it needs.
+OF_THE_ALLOCATOR = {"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost", "hipMalloc", "hipFree"}
+BACKWARD = "the backward pass"
+_WINDOW = "measured phase"
+
+
+def main() -> int:
+    parser = make_shape_parser(__doc__)
+    add_rehearsal_option(parser)
+    parser.add_argument("--rehearse", type=Path, metavar="FILE", help="rehearse only, and write what it says to FILE")
+    options, _ = parser.parse_known_args()
+    if options.rehearse is not None:
+        enter("cpu")
+        write_rehearsed(cases_of(options), options.rehearse)
+        print(f"{options.rehearse} is what --rehearsed takes on the GPU")
+        return 0
+    return run(measure, parser)
+
+
+def measure(options: argparse.Namespace) -> Report:
+    """Waits of a step of every shape, by function."""
+    rows: list[dict[str, Any]] = []
+    notes: list[str] = []
+    for case in cases_of(options):
+        found = _counted(case)
+        expected = rehearsed(case, options.rehearsed)
+        for phase in PHASES:
+            known = None if expected.why_no_waits else by_function(expected.waits.get(phase, {}))
+            rows += beside(case.name, phase, None if options.device == "cpu" else found[phase], known)
+        if expected.why_no_waits:
+            notes.append(f"the rehearsal counted no waits, because {expected.why_no_waits}; --rehearsed brings them")
+    if options.device == "cpu":
+        notes.append("a CPU is not waited for: nothing could be measured")
+    return Report("waits", rows, list(dict.fromkeys(notes)), "both count the same in every phase", counts_agree(rows))
+
+
+def _counted(case: Case) -> dict[str, collections.Counter[str]]:
+    with measured_rank(case) as rank:
+        rank.run_until("first step")
+        phases = rank.phases()
+        for phase in PHASES:
+            # A second time the allocator has what it needs.
+            phases[phase]()
+        return {phase: waits_of(_profiled(phases[phase])) for phase in PHASES}
+
+
+def _profiled(call: Callable[[], Any]) -> dict[str, Any]:
+    """The trace of a call in Chrome's format, in which `_WINDOW` is the call."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with tempfile.TemporaryDirectory(prefix="slime-profile-") as directory:
+        file = Path(directory) / "trace.json"
+        with profile(activities=activities, with_stack=True) as profiler, record_function(_WINDOW):
+            call()
+        profiler.export_chrome_trace(str(file))
+        return json.loads(file.read_text())
+
+
+def waits_of(trace: Mapping[str, Any]) -> collections.Counter[str]:
+    """How often the host waited within `_WINDOW`, by "CALL in FILE: FUNCTION".
+
+    Args:
+        trace: of torch's profiler, with stacks.
+    """
+    events = [event for event in trace["traceEvents"] if "ts" in event and "dur" in event]
+    window = next(event for event in events if event["name"] == _WINDOW and event.get("cat") == "user_annotation")
+    inside = [event for event in events if _encloses(window, event)]
+    frames: dict[Any, list[tuple[float, float, str]]] = collections.defaultdict(list)
+    for event in inside:
+        if event.get("cat") == "python_function" and (place := place_of_frame(event["name"])):
+            frames[event["tid"]].append((event["ts"], event["ts"] + event["dur"], place))
+    for of_thread in frames.values():
+        of_thread.sort()
+    found: collections.Counter[str] = collections.Counter()
+    for event in inside:
+        # Some versions tell the name with a suffix, such as _v3020 or _ptsz.
+        call = event["name"].split("_")[0]
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and call in WAITS | OF_THE_ALLOCATOR:
+            found[f"{call} in {_innermost(frames.get(event['tid'], []), event)}"] += 1
+    return found
+
+
+def _encloses(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:
+    return outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+
+
+def _innermost(frames: list[tuple[float, float, str]], event: Mapping[str, Any]) -> str:
+    """Of frames by their start, the last one that has begun and not ended when `event` begins."""
+    for start in range(bisect.bisect_right(frames, (event["ts"], float("inf"), "")) - 1, -1, -1):
+        if frames[start][1] >= event["ts"] + event["dur"]:
+            return frames[start][2]
+    return BACKWARD
+
+
+def place_of_frame(name: str) -> str | None:
+    """ "FILE: FUNCTION" of a frame of ours or of Megatron, as the profiler names it; None of others, and of comprehensions."""
+    file, _, rest = name.partition("(")
+    function = rest.partition("): ")[2]
+    place = _known_file(file)
+    return f"{place}: {function}" if place and function and not function.startswith("<") else None
+
+
+def _known_file(file: str) -> str | None:
+    """The path from the package on; None where it is neither ours nor Megatron's."""
+    for package in ("megatron", "slime"):
+        parts = Path(file).parts
+        if package in parts[:-1] and "torch" not in parts:
+            return "/".join(parts[len(parts) - 1 - parts[::-1].index(package) :])
+    return None
+
+
+def by_function(places: Mapping[str, int]) -> collections.Counter[str]:
+    """Waits of a rehearsal, given by "WHAT at FILE:LINE", by "WHAT in FILE: FUNCTION"."""
+    found: collections.Counter[str] = collections.Counter()
+    for place, count in places.items():
+        what, _, where = place.rpartition(" at ")
+        file, _, line = where.rpartition(":")
+        found[f"{what} in {_function_at(file, int(line)) if line.isdigit() else where}"] += count
+    return found
+
+
+@functools.cache
+def _function_at(file: str, line: int) -> str:
+    """ "FILE: FUNCTION" of a line of ours or of Megatron."""
+    path = ROOT / file
+    if not path.is_file():
+        spec = importlib.util.find_spec(file.split("/")[0])
+        roots = [Path(root).parent for root in spec.submodule_search_locations or ()] if spec else []
+        path = next((root / file for root in roots if (root / file).is_file()), path)
+    if not path.is_file():
+        return f"{file}:{line}"
+    functions = [
+        node
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.lineno <= line <= node.end_lineno
+    ]
+    return f"{file}: {max(functions, key=lambda node: node.lineno).name if functions else '<module>'}"
+
+
+def beside(
+    shape: str, phase: str, measured: Mapping[str, int] | None, expected: Mapping[str, int] | None
+) -> Iterator[dict[str, Any]]:
+    """Rows by function, those with most waits first, and the sum of a phase at its end; None: not known.
+
+    What the allocator asks for is not rehearsed: it is shown, and not part of the sum.
+    """
+    named: dict[str, tuple[list[str], list[str]]] = collections.defaultdict(lambda: ([], []))
+    counts: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
+    for side, waits in enumerate((measured, expected)):
+        for name, count in (waits or {}).items():
+            what, _, place = name.partition(" in ")
+            named[place][side].append(f"{count} {what}")
+            counts[place][side] += 0 if what in OF_THE_ALLOCATOR else count
+    for place in sorted(counts, key=lambda place: (-max(counts[place]), place)):
+        texts = [", ".join(side) for side in named[place]]
+        yield _row(shape, phase, place, counts[place], texts, measured is None, expected is None)
+    sums = [sum(count[side] for count in counts.values()) for side in (0, 1)]
+    yield _row(shape, phase, "all", sums, ["", ""], measured is None, expected is None)
+
+
+def counts_agree(rows: Sequence[Mapping[str, Any]]) -> bool | None:
+    """Whether the sums of all phases are the same; None: one of the two was not counted."""
+    sums = [(row["measured"], row["rehearsed"]) for row in rows if row["function"] == "all"]
+    return None if any(None in pair for pair in sums) else all(measured == expected for measured, expected in sums)
+
+
+def _row(
+    shape: str, phase: str, place: str, counts: list[int], texts: list[str], unmeasured: bool, unrehearsed: bool
+) -> dict[str, Any]:
+    return {
+        "shape": shape,
+        "phase": phase,
+        "function": place,
+        "measured": None if unmeasured else counts[0],
+        "rehearsed": None if unrehearsed else counts[1],
+        "calls": texts[0],
+        "rehearsed as": texts[1],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
