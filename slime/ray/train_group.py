@@ -264,6 +264,8 @@ class TrainGroup:
         early = {name: value for name, value in typed.items() if env.is_read_at_process_start(name)}
         at_start = {
             **env.actor_environment(),
+            # Every collective has a ring, which adds in one order; sums that NVSwitch adds up (NVLS) have none.
+            **({"NCCL_ALGO": "Ring"} if self._args.deterministic_mode else {}),
             **env.library_environment(),
             "OMP_NUM_THREADS": str(threads),
             "NCCL_CUMEM_ENABLE": "0",

@@ -112,6 +112,16 @@ def test_transformer_engine_is_told_of_the_deterministic_mode_before_it_is_impor
     assert name not in environments({})[0]
 
 
+def test_collectives_add_in_one_order_in_the_deterministic_mode_unless_another_is_asked_for(monkeypatch):
+    monkeypatch.delenv("NCCL_ALGO", raising=False)
+    assert "NCCL_ALGO" not in environments({})[0]
+    assert environments({}, deterministic_mode=True)[0]["NCCL_ALGO"] == "Ring"
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    assert environments({}, deterministic_mode=True)[0]["NCCL_ALGO"] == "Tree"
+    at_start, inside = environments({"NCCL_ALGO": "CollnetChain"}, deterministic_mode=True)
+    assert {**at_start, **inside}["NCCL_ALGO"] == "CollnetChain"
+
+
 def environments(typed: dict, *, deterministic_mode: bool = False):
     args = argparse.Namespace(
         deterministic_mode=deterministic_mode,

@@ -136,6 +136,8 @@ def _layer_implementation_fields(args: Any) -> dict[str, Any]:
             raise UserError(
                 "--allgather-cp: Transformer Engine's attention knows only zigzag chunks; give --transformer-impl local"
             )
+        if args.attention_backend == "flash":
+            _require_flash_attention()
         fused = args.gradient_accumulation_fusion
         if fused and not _imports(_FUSED_GRADIENTS):
             if "gradient_accumulation_fusion" in args.typed_flags:
@@ -154,6 +156,18 @@ def _layer_implementation_fields(args: Any) -> dict[str, Any]:
                 "it or leave the flag out"
             )
     return {"transformer_impl": "local", **dict.fromkeys(_FUSIONS, False)}
+
+
+def _require_flash_attention() -> None:
+    """Transformer Engine that is told to take flash attention takes nothing else, and some versions of it only."""
+    from transformer_engine.pytorch.attention.dot_product_attention.backends import fa_utils
+
+    if not (fa_utils.is_installed or fa_utils.v3_is_installed):
+        raise UserError(
+            f"--attention-backend flash: Transformer Engine takes flash-attn {fa_utils.version_required} to "
+            f"{fa_utils.max_version}, or flash-attn-3, and finds none of these; install one, or leave the flag out: auto takes "
+            "the kernels that are there"
+        )
 
 
 def _imports(module: str) -> bool:

@@ -1,7 +1,7 @@
 """The model against transformers: the same weights give the same logits and gradients in every layout."""
 
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -225,6 +225,30 @@ def _fusion_beside_transformer_engine(directory):
     return found
 
 
+def _flash_attention_beside_transformer_engine(directory, found):
+    """What becomes of `--attention-backend flash` where Transformer Engine finds these of the two packages; and of auto."""
+    from slime.backends.megatron_utils import cpu_runtime
+
+    cpu_runtime.install()
+    from slime.backends.megatron_utils import model_provider
+
+    model_provider.transformer_engine_available = lambda: True
+    model_provider.get_accelerator = lambda: SimpleNamespace(name="cuda")
+    attention = "transformer_engine.pytorch.attention.dot_product_attention"
+    parts = attention.split(".")
+    stand_ins = {".".join(parts[:depth]): ModuleType("") for depth in range(1, len(parts) + 1)}
+    stand_ins[f"{attention}.backends"] = backends = ModuleType("")
+    sys.modules.update(stand_ins)
+    outcomes = []
+    for backend, (second, third) in (*(("flash", pair) for pair in found), ("auto", (False, False))):
+        backends.fa_utils = SimpleNamespace(
+            is_installed=second, v3_is_installed=third, version_required="2.1.1", max_version="2.8.3"
+        )
+        args = tiny_args(directory, transformer_impl="transformer_engine", attention_backend=backend)
+        outcomes.append(_refusal_of(model_provider._layer_implementation_fields, args))
+    return outcomes
+
+
 def _refusal_of(function, args):
     try:
         function(args)
@@ -240,6 +264,16 @@ def test_weight_gradients_are_fused_where_the_extension_of_apex_imports(tmp_path
     assert without == {"transformer_impl": "transformer_engine", "gradient_accumulation_fusion": False}
     assert "--gradient-accumulation-fusion" in refusal and "fused_weight_gradient_mlp_cuda" in refusal
     assert with_apex == {"transformer_impl": "transformer_engine", "gradient_accumulation_fusion": True}
+
+
+def test_flash_attention_is_refused_where_transformer_engine_finds_no_kernel_of_it(tmp_path):
+    """Asked for it, Transformer Engine switches all other kernels off, and would have none."""
+    write_tiny_model(tmp_path)
+    found = ((False, False), (True, False), (False, True))
+    arguments = (str(tmp_path), found)
+    ((refusal, *others),) = run_distributed(_flash_attention_beside_transformer_engine, 1, arguments)
+    assert "--attention-backend flash: Transformer Engine takes flash-attn 2.1.1 to 2.8.3, or flash-attn-3" in refusal
+    assert others == [None, None, None]
 
 
 def decoder_without_final_norm(args, config, vp_stage):
