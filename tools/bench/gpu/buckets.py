@@ -20,7 +20,7 @@ import torch
 
 from slime.weights.buckets import BucketFlattener, split_into_buckets
 from tools.bench.gpu.common import Report, best_seconds, run
-from tools.bench.gpu.measured_rank import Case, cases_of, make_shape_parser, measured_rank
+from tools.bench.gpu.measured_rank import Case, make_shape_parser, measured_rank, of_every_case
 
 
 def main() -> int:
@@ -31,8 +31,9 @@ def main() -> int:
 
 def measure(options: argparse.Namespace) -> Report:
     """Every shape."""
-    rows = [row for case in cases_of(options) for row in _of_case(case, options.repeats)]
-    return Report("buckets", rows, ["GB/s count each byte once, though it is read and written"])
+    rows, stopped = of_every_case(options, lambda case: _of_case(case, options.repeats))
+    notes = ["GB/s count each byte once, though it is read and written", *stopped]
+    return Report("buckets", rows, notes, failed=bool(stopped))
 
 
 def _of_case(case: Case, repeats: int) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from slime.rehearsal.actor import RehearsedActor
 from slime.rehearsal.report import Task
 from slime.rehearsal.run import micro_batches, rehearse_rank
 from slime.rehearsal.stand_in import find_or_build
-from slime.utils.errors import UserError
+from slime.utils.errors import RunError, UserError
 from tools.bench.gpu.common import make_parser
 from tools.published_models import DENSE
 
@@ -95,6 +95,19 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
     return cases[:1] if options.tiny else cases
 
 
+def of_every_case(
+    options: argparse.Namespace, measure: Callable[[Case], list[dict[str, Any]]]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of all cases; and what stopped the others, in words: a shape that a GPU has no room for costs no other."""
+    rows, stopped = [], []
+    for case in cases_of(options):
+        try:
+            rows += measure(case)
+        except RuntimeError as error:
+            stopped.append(f"{case.name} stopped: {type(error).__name__}: {str(error).splitlines()[0]}")
+    return rows, stopped
+
+
 class MeasuredRank(RehearsedActor):
     """The only rank of a run, on the device of this process, with random samples.
 
@@ -158,7 +171,7 @@ class RehearsedStep:
 
     Attributes:
         waits: by phase and place; `why_no_waits`: why it knows of none, if it does not.
-        peaks: bytes at the peak, by phase and kind.
+        peaks: bytes at the peak, by phase and kind; none where it did not reach its end.
     """
 
     case: Case
@@ -178,14 +191,14 @@ def rehearse(case: Case) -> RehearsedStep:
     """What a rehearsal in a process of its own says; it knows waits where torch is a CPU build and there is a compiler.
 
     Raises:
-        UserError: the rehearsal did not reach its end.
+        RunError: the rehearsal did not reach its end.
     """
     stand_in = find_or_build()
     with tempfile.TemporaryDirectory(prefix="slime-measured-") as directory:
         args = case.arguments(Path(directory))
         result = rehearse_rank(args, 0, case.batches(args), stand_in)
     if result.failure is not None:
-        raise UserError(f"the rehearsal stopped in the phase {result.failure.phase}: {result.failure.error}")
+        raise RunError(f"the rehearsal stopped in the phase {result.failure.phase}: {result.failure.error}")
     return RehearsedStep(case, result.waits, stand_in.why_none, result.peaks)
 
 
@@ -195,16 +208,19 @@ def write_rehearsed(cases: Sequence[Case], file: Path) -> None:
 
 
 def rehearsed(case: Case, file: Path | None) -> RehearsedStep:
-    """What a rehearsal says of the case.
+    """What a rehearsal says of the case, for which what was measured is not given up.
 
     Args:
         file: where `write_rehearsed` wrote it; None: it is rehearsed here.
 
     Raises:
-        UserError: the file is of other cases, or the rehearsal did not reach its end.
+        UserError: the file is of other cases.
     """
     if file is None:
-        return rehearse(case)
+        try:
+            return rehearse(case)
+        except RunError as error:
+            return RehearsedStep(case, {}, str(error), {})
     for entry in json.loads(file.read_text()):
         if entry["case"] == dataclasses.asdict(case):
             return RehearsedStep(**{**entry, "case": case})

@@ -14,11 +14,12 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from slime.utils.device import get_accelerator
 from tools.bench.gpu.common import TERA, Report, best_seconds, matrix_product_flops_per_second, peak_tflops, run
-from tools.bench.gpu.measured_rank import Case, cases_of, flops_of_step, make_shape_parser, measured_rank
+from tools.bench.gpu.measured_rank import Case, flops_of_step, make_shape_parser, measured_rank, of_every_case
 
 TARGET = 0.40
 _PRODUCT, _TINY_PRODUCT = 8192, 256
@@ -43,15 +44,15 @@ def measure(options: argparse.Namespace) -> Report:
     if peak is None and options.device == "cuda":
         peak = peak_tflops(get_accelerator().device_name())
     product = matrix_product_flops_per_second(_TINY_PRODUCT if options.tiny else _PRODUCT)
-    rows = [_of_case(case, options.repeats, peak, product / TERA) for case in cases_of(options)]
-    notes = [f"a matrix product of the same run reaches {product / TERA:.4g} TFLOP/s"]
+    rows, stopped = of_every_case(options, lambda case: [_of_case(case, options.repeats, peak, product / TERA)])
+    notes = [f"a matrix product of the same run reaches {product / TERA:.4g} TFLOP/s", *stopped]
     if peak is None:
-        return Report("mfu", rows, [*notes, "the CPU has no peak here: its utilisation is not told"])
-    met = all(row["MFU"] >= TARGET for row in rows)
-    return Report("mfu", rows, notes, f"MFU of at least {TARGET:.0%}", None if options.tiny else met)
+        notes.append("the CPU has no peak here: its utilisation is not told")
+    met = None if options.tiny or peak is None or not rows else all(row["MFU"] >= TARGET for row in rows)
+    return Report("mfu", rows, notes, f"MFU of at least {TARGET:.0%}", met, failed=bool(stopped))
 
 
-def _of_case(case: Case, repeats: int, peak: float | None, product: float) -> dict[str, float | str | int | None]:
+def _of_case(case: Case, repeats: int, peak: float | None, product: float) -> dict[str, Any]:
     with measured_rank(case) as rank:
         rank.run_until("first step")
         flops, tokens = flops_of_step(rank.args, rank.lengths), sum(rank.lengths)
@@ -59,9 +60,7 @@ def _of_case(case: Case, repeats: int, peak: float | None, product: float) -> di
     return row(case.name, tokens, flops, seconds, peak, product)
 
 
-def row(
-    shape: str, tokens: int, flops: int, seconds: float, peak: float | None, product: float
-) -> dict[str, float | str | int | None]:
+def row(shape: str, tokens: int, flops: int, seconds: float, peak: float | None, product: float) -> dict[str, Any]:
     """Figures of a step of `flops` in `seconds`; `peak` of the device and `product`, a matrix product's, in TFLOP/s."""
     reached = flops / seconds / TERA
     return {

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+from slime.utils.errors import RunError
 from tools.bench.gpu.common import ROOT, Report, enter, run
 from tools.bench.gpu.measured_rank import (
     Case,
@@ -33,6 +34,7 @@ from tools.bench.gpu.measured_rank import (
     cases_of,
     make_shape_parser,
     measured_rank,
+    of_every_case,
     rehearsed,
     write_rehearsed,
 )
@@ -53,10 +55,13 @@ def main() -> int:
     parser = make_shape_parser(__doc__)
     add_rehearsal_option(parser)
     parser.add_argument("--rehearse", type=Path, metavar="FILE", help="rehearse only, and write what it says to FILE")
-    options, _ = parser.parse_known_args()
+    options = parser.parse_args()
     if options.rehearse is not None:
         enter("cpu")
-        write_rehearsed(cases_of(options), options.rehearse)
+        try:
+            write_rehearsed(cases_of(options), options.rehearse)
+        except RunError as error:
+            parser.error(str(error))
         print(f"{options.rehearse} is what --rehearsed takes on the GPU")
         return 0
     return run(measure, parser)
@@ -64,19 +69,25 @@ def main() -> int:
 
 def measure(options: argparse.Namespace) -> Report:
     """Waits of a step of every shape, by function."""
-    rows: list[dict[str, Any]] = []
     notes: list[str] = []
-    for case in cases_of(options):
-        found = _counted(case)
+
+    def of_case(case: Case) -> list[dict[str, Any]]:
+        # First, for it may refuse the file.
         expected = rehearsed(case, options.rehearsed)
+        found = _counted(case)
+        if expected.why_no_waits:
+            notes.append(f"the rehearsal counted no waits, because {expected.why_no_waits}; --rehearsed brings them")
+        rows = []
         for phase in PHASES:
             known = None if expected.why_no_waits else by_function(expected.waits.get(phase, {}))
             rows += beside(case.name, phase, None if options.device == "cpu" else found[phase], known)
-        if expected.why_no_waits:
-            notes.append(f"the rehearsal counted no waits, because {expected.why_no_waits}; --rehearsed brings them")
+        return rows
+
+    rows, stopped = of_every_case(options, of_case)
     if options.device == "cpu":
         notes.append("a CPU is not waited for: nothing could be measured")
-    return Report("waits", rows, list(dict.fromkeys(notes)), "both count the same in every phase", counts_agree(rows))
+    notes = [*dict.fromkeys(notes), *stopped]
+    return Report("waits", rows, notes, "both count the same in every phase", counts_agree(rows), failed=bool(stopped))
 
 
 def _counted(case: Case) -> dict[str, collections.Counter[str]]:
@@ -207,7 +218,11 @@ def beside(
 def counts_agree(rows: Sequence[Mapping[str, Any]]) -> bool | None:
     """Whether the sums of all phases are the same; None: one of the two was not counted."""
     sums = [(row["measured"], row["rehearsed"]) for row in rows if row["function"] == "all"]
-    return None if any(None in pair for pair in sums) else all(measured == expected for measured, expected in sums)
+    return (
+        None
+        if not sums or any(None in pair for pair in sums)
+        else all(measured == expected for measured, expected in sums)
+    )
 
 
 def _row(

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from slime.rehearsal.actor import RehearsedActor
-from slime.utils.errors import UserError
-from tools.bench.gpu.measured_rank import Case, MeasuredRank, RehearsedStep, rehearsed
+from slime.utils.errors import RunError, UserError
+from tools.bench.gpu import measured_rank
+from tools.bench.gpu.measured_rank import Case, MeasuredRank, RehearsedStep, make_shape_parser, of_every_case, rehearsed
 
 
 def test_samples_are_random_numbers(monkeypatch):
@@ -39,3 +40,23 @@ def test_a_rehearsal_of_another_step_is_refused(tmp_path):
     for change in ({"tokens": 4096}, {"shape": "qwen3-1.7B"}, {"tiny": True}, {"micro_batches": 8}):
         with pytest.raises(UserError, match=r"rehearsed.json has nothing about .*waits.py --rehearse FILE"):
             rehearsed(dataclasses.replace(case, **change), file)
+
+
+def test_a_rehearsal_that_stops_costs_no_measurement(monkeypatch):
+    def stops(case):
+        raise RunError("the rehearsal of rank 0 failed: no such device")
+
+    monkeypatch.setattr(measured_rank, "rehearse", stops)
+    step = rehearsed(Case("qwen3-0.6B", 2, 8192, tiny=False), None)
+    assert (step.waits, step.peaks, step.why_no_waits) == ({}, {}, "the rehearsal of rank 0 failed: no such device")
+
+
+def test_a_shape_that_stops_costs_no_other():
+    def measure(case):
+        if case.shape == "qwen3-0.6B":
+            raise torch.OutOfMemoryError("CUDA out of memory.\nSee the documentation")
+        return [{"shape": case.name}]
+
+    rows, stopped = of_every_case(make_shape_parser("x").parse_args([]), measure)
+    assert rows == [{"shape": "qwen3-1.7B"}]
+    assert stopped == ["qwen3-0.6B stopped: OutOfMemoryError: CUDA out of memory."]

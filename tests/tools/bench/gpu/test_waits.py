@@ -130,7 +130,7 @@ def test_both_counts_stand_side_by_side():
     assert rows[1]["calls"] == "3 cudaStreamSynchronize, 5 cudaMalloc" and rows[1]["rehearsed as"] == "2 a value"
     (unknown,) = beside("a shape", "step", None, None)
     assert (unknown["measured"], unknown["rehearsed"]) == (None, None)
-    assert counts_agree(rows) is False and counts_agree([*rows, unknown]) is None
+    assert counts_agree(rows) is False and counts_agree([*rows, unknown]) is None and counts_agree([]) is None
     # The same number in another place is the same number.
     moved = list(beside("a shape", "push", {"cudaMemcpy in a.py: f": 1}, {"a value in b.py: g": 1}))
     assert counts_agree(moved) is True
