@@ -20,6 +20,7 @@ from slime.training.passes import forward_values, micro_batches
 from slime.training.rollout_data import RolloutData
 from slime.training.train_rank import TrainRank
 from slime.utils.device import get_accelerator
+from slime.utils.errors import UserError
 from slime.weights.buckets import BucketFlattener, FlatBucket
 from slime.weights.hf_reader import SafetensorsDirectory
 from slime.weights.transports import TRANSPORTS
@@ -64,6 +65,9 @@ class RehearsedRank(TrainRank):
         self.pushed: Pushed | None = None
         self.vocabulary_columns = args.padded_vocab_size // args.tensor_model_parallel_size
         changed = {"initial_weights": self._weights(args), "update_weight_transport": _TRANSPORT}
+        if args.use_routing_replay:
+            changed["use_routing_replay"] = False
+            self.not_rehearsed.append("routing replay: the layers choose their experts freely")
         args = argparse.Namespace(**{**vars(args), **changed})
         super().__init__(args, task.rank, args.world_size, 0)
 
@@ -195,10 +199,12 @@ class RehearsedActor(RehearsedRank, ActorRank):
         if not self.args.has_engines:
             self.not_rehearsed.append("a weight push: the run has no engines")
             return
-        if self.args.model_name is None and not (Path(self.args.hf_checkpoint) / "config.json").is_file():
-            self.not_rehearsed.append(
-                "a weight push: without --model-name only the config.json of --hf-checkpoint names the family"
-            )
+        from slime.backends.megatron_utils.hf_conversion import family_of_run
+
+        try:
+            family_of_run(self.args)
+        except UserError as error:
+            self.not_rehearsed.append(f"a weight push, because nothing names its tensors: {error}")
             return
         if not self._has_files:
             self.backend.expected_names = lambda: None

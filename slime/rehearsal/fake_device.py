@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -170,6 +171,46 @@ def lift_megatron() -> None:
     random._get_cuda_rng_state = lambda *args, **options: torch.get_rng_state()
     random._set_cuda_rng_state = lambda *args, **options: None
     rope_utils._apply_rotary_pos_emb_thd = rotate
+
+
+def lift_experts(recorder: Recorder) -> None:
+    """What is assumed about the choice of experts; called where there are some, after `lift_megatron`.
+
+    Assumption: experts get equally many tokens, on this rank and on all others.
+    """
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    # Assumption: Transformer Engine is installed. The name stands for its absence elsewhere.
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    permute = token_dispatcher.permute
+
+    def permute_chosen(tokens: torch.Tensor, routing_map: torch.Tensor, *, num_out_tokens: int, **options: Any) -> Any:
+        with recorder.selecting(num_out_tokens):
+            return permute(tokens, routing_map, num_out_tokens=num_out_tokens, **options)
+
+    def counts_on_host(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        """In place of the method that brings all counts to the host, and at its `point` waits for them."""
+        if point != dispatcher.cuda_sync_point:
+            return tokens_per_expert
+        recorder.wait("the counts of tokens")
+        experts, own = dispatcher.num_experts, dispatcher.local_expert_indices
+        of_each, rest = divmod(dispatcher.num_out_tokens, experts)
+        sizes = np.full(experts, of_each)
+        sizes[:rest] += 1
+        ranks = dispatcher.tp_size * dispatcher.ep_size
+        if dispatcher.input_splits is not None:
+            dispatcher.input_splits = sizes.reshape(dispatcher.ep_size, -1).sum(axis=1).tolist()
+            dispatcher.output_splits = [int(sizes[own].sum())] * dispatcher.ep_size
+            dispatcher.output_splits_tp = np.full(dispatcher.tp_size, sizes[own].sum() * dispatcher.ep_size)
+        dispatcher.num_global_tokens_per_local_expert = np.tile(sizes[own], (ranks, 1))
+        # These are on the host in any case, and stand here because fake tensors have no values there either.
+        chunks = np.arange(experts * dispatcher.tp_size)
+        dispatcher.sort_input_by_local_experts = chunks.reshape(-1, len(own)).T.ravel()
+        dispatcher.restore_output_by_local_experts = chunks.reshape(len(own), -1).T.ravel()
+        return sizes[own] * ranks
+
+    token_dispatcher.permute = permute_chosen
+    token_dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = counts_on_host
 
 
 def lift_stages() -> None:

@@ -49,6 +49,7 @@ class Recorder(TorchDispatchMode):
         self.waits: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         self.collectives: dict[str, dict[tuple[str, str], list[int]]] = collections.defaultdict(dict)
         self.data_dependent: collections.Counter[str] = collections.Counter()
+        self._chosen: int | None = None
         self._live: dict[int, int] = {}
         # (phase, number of the storage, bytes that come or go)
         self._events: list[tuple[str, int, int]] = []
@@ -64,8 +65,19 @@ class Recorder(TorchDispatchMode):
         finally:
             self.phase = before
 
+    @contextlib.contextmanager
+    def selecting(self, chosen: int) -> Iterator[None]:
+        """Masks choose `chosen` elements in the block, where they are asked by `masked_select`."""
+        self._chosen = chosen
+        try:
+            yield
+        finally:
+            self._chosen = None
+
     def wait(self, what: str) -> None:
-        """The host waits for the device, for `what`."""
+        """The host waits for the device, for `what`; for the CPU it never does."""
+        if self._device_type == "cpu":
+            return
         self.waits[self.phase][f"{what} at {_place()}"] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -159,7 +171,7 @@ class Recorder(TorchDispatchMode):
         if func is _aten.nonzero.default:
             return tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
         if func is _aten.masked_select.default:
-            return tensor.new_empty((tensor.numel(),))
+            return tensor.new_empty((tensor.numel() if self._chosen is None else self._chosen,))
         kept = next(index for index in args[1] if index is not None)
         return tensor.new_empty((kept.numel(), *tensor.shape[kept.dim() :]))
 

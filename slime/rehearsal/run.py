@@ -15,6 +15,7 @@ from pathlib import Path
 from slime.arguments.config_files.role_config import CRITIC, critic_args
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.training_memory import RankMemory, push_buffers, training_memory
+from slime.models.families import ALL
 from slime.plan.batch import plan_batch
 from slime.plan.memory import planned_critic
 from slime.plan.setup import parallel_layout, planned_sample, shape_of, tokens_of_stream, training_setup
@@ -27,6 +28,11 @@ from slime.weights.verification import NamesDiffer, PushedNames
 # are added to what is there.
 _MICRO_BATCHES = 2
 _RANK_SECONDS = 1800.0
+# Kernels of Transformer Engine, Apex and DeepEP do not go through fake tensors.
+WITHOUT_KERNELS = {
+    "transformer_impl": "local", "moe_grouped_gemm": False, "moe_permute_fusion": False, "moe_router_fusion": False,
+    "moe_token_dispatcher_type": "alltoall",
+}  # fmt: skip
 # Of a sample whose prompt no flag limits.
 _PROMPT_SHARE = 8
 
@@ -71,8 +77,7 @@ def _roles(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
     of_roles = [args, critic_args(args)] if args.use_critic else [args]
     for of_role in of_roles:
         _require_layout(of_role)
-    # The kernels of Transformer Engine do not go through fake tensors.
-    return (argparse.Namespace(**{**vars(of_role), "transformer_impl": "local"}) for of_role in of_roles)
+    return (argparse.Namespace(**{**vars(of_role), **WITHOUT_KERNELS}) for of_role in of_roles)
 
 
 def rehearse_rank(
@@ -175,14 +180,22 @@ def _require_rehearsable(args: argparse.Namespace) -> None:
 
 def _require_layout(args: argparse.Namespace) -> None:
     """Raises UserError for what one role cannot rehearse."""
-    reasons = {
+    not_yet = {
         f"--train-backend {args.train_backend}": args.train_backend != "megatron",
         "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout is not None,
-        f"--num-experts {args.num_experts}": bool(args.num_experts),
+        "--moe-expert-capacity-factor": bool(args.num_experts) and args.moe_expert_capacity_factor is not None,
     }
-    for flag, stands_in_the_way in reasons.items():
-        if stands_in_the_way:
-            raise UserError(f"{flag} cannot be rehearsed yet: --rehearse knows dense models, cut by numbers of layers")
+    planned = {
+        "--multi-latent-attention": args.multi_latent_attention,
+        f"--spec {' '.join(args.spec or ())}": any(
+            not family.is_trained and args.spec is not None and family.layer_spec == ".".join(args.spec)
+            for family in ALL
+        ),
+    }
+    for flag, is_asked_for in {**not_yet, **planned}.items():
+        if is_asked_for:
+            why = "its layers are planned and not built" if flag in planned else "it cannot be rehearsed"
+            raise UserError(f"--rehearse with {flag}: {why} yet; leave one of them out")
 
 
 def _planned(args: argparse.Namespace, layout: ParallelLayout, count: int) -> tuple[Planned, ...]:
@@ -240,6 +253,9 @@ def _left_out(
     if args.use_critic:
         yield "actor and critic beside each other in the memory of one GPU: each has a process of its own"
     yield "layers of Transformer Engine: those of --transformer-impl local stand in for them"
+    if args.num_experts:
+        yield "the choice of experts: every expert gets equally many tokens"
+        yield "kernels for all experts of a rank at once, and DeepEP: experts work one after the other, after an all-to-all"
     yield "values: no loss, no overflow, no skipped step; what depends on them goes its usual way"
     yield "saving a checkpoint"
     yield "what CUDA, NCCL and the allocator take beside the tensors"

@@ -3,6 +3,7 @@
 Where no library can be built the tests run on fake CPU tensors, and what only CUDA shows is not asserted there.
 """
 
+import argparse
 import dataclasses
 
 import pytest
@@ -18,7 +19,7 @@ from slime.rehearsal.report import Pushed, Rehearsed
 from slime.rehearsal.run import micro_batches, rehearse_rank, show_rehearsal
 from slime.rehearsal.stand_in import StandIn, find_or_build
 from slime.utils.errors import RunError, UserError
-from tests.support.models.args import command_line
+from tests.support.models.args import command_line, write_config
 from tests.support.models.tiny_model import write_tiny_mimo, write_tiny_model
 
 HIDDEN, LAYERS = 32, 2
@@ -156,6 +157,47 @@ def test_a_critic_goes_through(arguments, stand_in):
     assert result.pushed is None and result.not_rehearsed == []
 
 
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_experts_get_equally_many_tokens(arguments, stand_in, tmp_path):
+    """The families with experts are not trained yet, so no tensor of theirs has a name for the push."""
+    directory = write_config(tmp_path / "experts", **MIXTURE)
+    cut = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-model-parallel-size", "2"]
+    words = ["--hf-checkpoint", str(directory), *cut, "--actor-num-gpus-per-node", "4", "--use-routing-replay"]
+    args = arguments(*words, "--random-init")
+    result = rehearsed(argparse.Namespace(**{**vars(args), **run.WITHOUT_KERNELS}), stand_in)
+    layers, hidden, batches = 2, 64, 2
+    # Half of a stream that is padded to 256 tokens, each at two of six experts: 43 tokens at four of them, 42 at two. The rank
+    # has three experts, sends 129 and 127, and gets 43 for each of the three from either rank.
+    rows = max(129 + 127, 2 * 3 * 43)
+    ((_, _, count, size),) = [entry for entry in result.collectives["step"] if entry[1] == "alltoall_base"]
+    # There and back in both directions, and the weights of the experts once in each.
+    assert count == batches * layers * 6
+    assert size == batches * layers * rows * (4 * hidden * 2 + 2 * 4)
+    # Of each layer half of its experts, in halves.
+    experts = layers * 3 * 3 * 48 * hidden // 2
+    (gathered,) = [
+        entry[3]
+        for entry in result.collectives["step"]
+        if entry[:2] == ["EXPERT_DATA_PARALLEL_GROUP", "reduce_scatter_tensor_coalesced"]
+    ]
+    assert gathered == pytest.approx(4 * experts, abs=1024)
+    # Of each pass over a layer: which tokens, which weights, and how many of each go where.
+    assert waits_of(result) == (7 + 3 * batches * layers if stand_in.library else 0)
+    assert {place.partition(":")[0] for place in result.data_dependent} == {
+        "megatron/core/transformer/moe/moe_utils.py"
+    }
+    assert [line.partition(":")[0] for line in result.not_rehearsed] == [
+        "loading",
+        "routing replay",
+        "a weight push, because nothing names its tensors",
+    ]
+
+
 @pytest.mark.slow
 def test_prediction_layers_go_through(arguments, stand_in, tmp_path):
     write_tiny_mimo(tmp_path)
@@ -206,9 +248,13 @@ def test_what_does_not_fit_stops_it_and_is_named(arguments, stand_in, capsys):
     [
         (
             ["--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "Et|tL"],
-            "--pipeline-model-parallel-layout cannot be rehearsed yet",
+            "--pipeline-model-parallel-layout: it cannot be rehearsed yet",
         ),
         (["--rehearse-ranks", "1,2"], "--rehearse-ranks 2: the run has 2 training ranks"),
+        (
+            ["--spec", "slime_plugins.models.qwen3_5", "get_qwen3_5_spec"],
+            "--spec slime_plugins.*: its layers are planned and not built",
+        ),
         (["--dry-run-json", "-"], "--rehearse makes no plan"),
         (["--debug-rollout-only"], "rehearses training ranks"),
     ],
@@ -216,6 +262,13 @@ def test_what_does_not_fit_stops_it_and_is_named(arguments, stand_in, capsys):
 def test_what_cannot_be_rehearsed_is_refused(arguments, words, said):
     with pytest.raises(UserError, match=said):
         show_rehearsal(arguments(*words))
+
+
+def test_layers_that_are_planned_are_refused(arguments):
+    args = arguments()
+    args.multi_latent_attention = True
+    with pytest.raises(UserError, match="--multi-latent-attention: its layers are planned and not built yet"):
+        show_rehearsal(args)
 
 
 def test_micro_batches_are_full(arguments):

@@ -182,7 +182,7 @@ def iter_hf_named_tensors(args: Any, model_chunks: Iterable[torch.nn.Module]) ->
     Tensors are whole, contiguous, detached, on the parameters' device and in their dtype, without vocabulary padding.
     They may share memory with the model: use or copy them before the next optimizer step.
     """
-    family, sizes = _family_of(args), tensor_sizes(args)
+    family, sizes = family_of_run(args), tensor_sizes(args)
     for name, local in _parameters_of_all_stages(model_chunks, family):
         layout = family.find(name)[0].layout
         yield from _to_hf(family, sizes, name, _gather(layout, local))
@@ -197,7 +197,7 @@ def names_of_stage(args: Any, model_chunks: Iterable[torch.nn.Module]) -> set[st
 
     chunks = _named_chunks(model_chunks)
     own_stage = parallel_state.get_pipeline_model_parallel_rank()
-    return {name for _, stage, name, _ in _parameters_in_order(chunks, _family_of(args)) if stage == own_stage}
+    return {name for _, stage, name, _ in _parameters_in_order(chunks, family_of_run(args)) if stage == own_stage}
 
 
 @torch.no_grad()
@@ -206,7 +206,7 @@ def iter_stage_named_tensors(
 ) -> Iterator[NamedTensor]:
     """Yield what `iter_hf_named_tensors` does for the parameters `names` of this stage. Collective over the tensor-parallel
     group; all stages together, each with what `names_of_stage` says, yield the whole model."""
-    family, sizes = _family_of(args), tensor_sizes(args)
+    family, sizes = family_of_run(args), tensor_sizes(args)
     for chunk in _named_chunks(model_chunks):
         for name, parameter in chunk.items():
             if name in names:
@@ -240,7 +240,12 @@ def remove_padding(name: str, param: torch.Tensor, vocab_size: int) -> torch.Ten
     return param
 
 
-def _family_of(args: Any) -> Family:
+def family_of_run(args: Any) -> Family:
+    """The family by whose rules weights get their names: that of `--model-name`, else that of `--hf-checkpoint`.
+
+    Raises:
+        UserError: nothing names a family, or its weights are not converted.
+    """
     return _trained_family(args.model_name) if args.model_name else family_of_directory(args.hf_checkpoint)
 
 
