@@ -34,6 +34,7 @@ class StateBytes:
     step: what the update allocates for a while, beside state that is on the device.
     vocabulary_moments: on top of `moments`, of the parameters of embedding, output head and norms.
     offloaded: share of the optimizer's state that lives in host memory.
+    saved: what a checkpoint holds of the optimizer.
     """
 
     weight: int
@@ -44,6 +45,7 @@ class StateBytes:
     vocabulary_moments: int = 0
     distributed: bool = True
     offloaded: float = 0.0
+    saved: int = 0
 
     @property
     def optimizer(self) -> int:
@@ -62,6 +64,8 @@ class TrainingSetup:
     gloo: collectives run on CPU, by Gloo.
     host_copies: sets of weights kept in host memory (reference and what its swap puts aside).
     sleeps: weights and optimizer state move to host memory while engines work.
+    saves: checkpoints are written.
+    shares_saves: replicas write a share each of what they hold alike; else the first of them writes all of it.
     overhead: bytes of the process's context and libraries.
     """
 
@@ -79,6 +83,8 @@ class TrainingSetup:
     gloo: bool = False
     host_copies: int = 0
     sleeps: bool = False
+    saves: bool = False
+    shares_saves: bool = True
     overhead: int = 0
 
 
@@ -87,7 +93,8 @@ class RankMemory:
     """Bytes of one rank at its peak, by part. `moment`: which one that is.
 
     In host memory, and not in the sum: host_offloaded (optimizer state and its gradients), host_asleep (weights and optimizer
-    state while the trainer sleeps), host_copies (other sets of weights).
+    state while the trainer sleeps), host_copies (other sets of weights). On top of these, while a checkpoint is written:
+    saving_optimizer (gathered from the ranks that share it) and saving_weights (copied).
     """
 
     weights: int
@@ -103,10 +110,21 @@ class RankMemory:
     host_offloaded: int = 0
     host_asleep: int = 0
     host_copies: int = 0
+    saving_optimizer: int = 0
+    saving_weights: int = 0
 
     @property
     def host(self) -> int:
         return self.host_offloaded + self.host_asleep + self.host_copies
+
+    @property
+    def saving(self) -> int:
+        return self.saving_optimizer + self.saving_weights
+
+    def saving_beyond(self, *, one_memory: bool) -> int:
+        """What a save takes of the host more than there is at other times: when the rank sleeps, or, where host and device
+        have `one_memory`, at its peak. Activations are gone when it saves."""
+        return max(0, self.saving + (self.persistent - self.total if one_memory else -self.host_asleep))
 
     @property
     def total(self) -> int:
@@ -119,7 +137,9 @@ class RankMemory:
 
 
 HOST_PARTS = ("host_offloaded", "host_asleep", "host_copies")
-MEMORY_PARTS = tuple(field.name for field in fields(RankMemory) if field.name not in ("moment", "stage", *HOST_PARTS))
+SAVING_PARTS = ("saving_optimizer", "saving_weights")
+_OTHERS = ("moment", "stage", *HOST_PARTS, *SAVING_PARTS)
+MEMORY_PARTS = tuple(field.name for field in fields(RankMemory) if field.name not in _OTHERS)
 
 # Tokens, positions, masks, advantages, returns and up to four kinds of log-probs of a sample that waits for its micro-batch.
 ROLLOUT_BYTES_PER_TOKEN = 40
@@ -161,6 +181,7 @@ def _persistent(held: RankParameters, setup: TrainingSetup, stage: PipelineStage
     shard, optimizer = _optimizer_shard(held, setup), _optimizer_bytes(held, setup)
     on_device = optimizer * (1 - state.offloaded)
     weights = held.total * state.weight
+    written = _share_of_replica(held, setup) if setup.shares_saves else held.total
     return RankMemory(
         weights=weights,
         gradients=held.total * state.gradient,
@@ -176,13 +197,18 @@ def _persistent(held: RankParameters, setup: TrainingSetup, stage: PipelineStage
         host_offloaded=round((optimizer + shard * state.gradient) * state.offloaded),
         host_asleep=round(weights + on_device) if setup.sleeps else 0,
         host_copies=setup.host_copies * weights,
+        saving_optimizer=round((shard if state.distributed else written) * state.saved) if setup.saves else 0,
+        saving_weights=round(written * state.weight) if setup.saves else 0,
     )
 
 
 def _optimizer_shard(held: RankParameters, setup: TrainingSetup) -> float:
     """Parameters whose optimizer state this rank keeps."""
-    if not setup.state.distributed:
-        return held.total
+    return _share_of_replica(held, setup) if setup.state.distributed else held.total
+
+
+def _share_of_replica(held: RankParameters, setup: TrainingSetup) -> float:
+    """Parameters of an even share, where ranks that hold the same ones divide them."""
     layout = setup.layout
     return held.dense / layout.dense_replicas + held.routed_experts / layout.expert_replicas
 

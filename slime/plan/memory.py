@@ -27,6 +27,7 @@ from slime.estimates.shape import ModelShape
 from slime.estimates.training_memory import (
     HOST_PARTS,
     MEMORY_PARTS,
+    SAVING_PARTS,
     RankMemory,
     TrainingSetup,
     push_buffers,
@@ -103,6 +104,7 @@ def _training(
     )
     if critic:
         parts = (*parts, PartPlan("critic", critic, lower_training(args, setup, "critic", critic / limit)))
+    ranks_of_node = min(gpus_per_node(args), setup.layout.world_size)
     return TrainingMemoryPlan(
         parts,
         total,
@@ -111,8 +113,16 @@ def _training(
         tuple(memory.total + critic for memory in memories),
         worst.host,
         _host_parts(args, worst),
-        worst.host * min(gpus_per_node(args), setup.layout.world_size),
+        worst.host * ranks_of_node,
         tuple(memory.host for memory in memories),
+        worst.saving,
+        tuple(
+            PartPlan(part.removeprefix("saving_"), getattr(worst, part))
+            for part in SAVING_PARTS
+            if getattr(worst, part)
+        ),
+        worst.saving * ranks_of_node,
+        tuple(memory.saving_beyond(one_memory=gpu_memory is None) for memory in memories),
     )
 
 
@@ -430,15 +440,15 @@ def host_shares(
         ranks: training ranks; a critic's come on top.
     """
     training = memory.training if memory is not None else None
+    host = _mean(training.stage_hosts) + _mean(training.stage_savings) if training is not None else 0
     if on_gpus:
-        host = _mean(training.stage_hosts) if training is not None else 0
         return (HostShare("training rank", ranks, host),) if ranks and host else ()
     shares = [HostShare("Ray, driver, manager and router", 1, RUN_BYTES)]
     if ranks:
         # Actor and critic are processes of their own; the estimate holds the tensors of both.
         processes = RANK_BYTES * (2 if args.use_critic else 1)
         # Pipeline stages differ, and each has as many ranks as another.
-        tensors = _mean(training.stage_totals) + _mean(training.stage_hosts) if training is not None else 0
+        tensors = _mean(training.stage_totals) + host if training is not None else 0
         shares.append(HostShare("training rank", ranks, processes + tensors))
     tensors = memory.serving.total if memory is not None and memory.serving is not None else 0
     for part in engines:

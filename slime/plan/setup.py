@@ -59,15 +59,23 @@ def state_bytes(args: argparse.Namespace, kernels: Kernels) -> StateBytes:
         step += 4  # the root of the second moment, for all parameters at once
     if gradient < 4 and weight < 4 and not _narrow_optimizer(args):
         step += 4  # the main parameters' gradients
+    main_parameter = _main_parameter(args) if weight < 4 else 0
+    distributed = args.optimizer == "dist_muon" or args.use_distributed_optimizer and args.optimizer != "muon"
+    if args.no_save_optim:
+        saved = 4 if args.use_stateless_adam and weight < 4 else 0
+    else:
+        # The distributed Adam saves its parameters and moments in float32, whatever their dtypes.
+        saved = 12 if distributed and args.optimizer == "adam" else main_parameter + moments
     return StateBytes(
         weight=weight,
         gradient=gradient,
-        main_parameter=_main_parameter(args) if weight < 4 else 0,
+        main_parameter=main_parameter,
         moments=moments,
         step=step,
         vocabulary_moments=vocabulary_moments,
-        distributed=args.optimizer == "dist_muon" or args.use_distributed_optimizer and args.optimizer != "muon",
+        distributed=distributed,
         offloaded=args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0,
+        saved=saved,
     )
 
 
@@ -174,6 +182,8 @@ def training_setup(
         host_copies=len(host_copies(args)),
         # Actor and critic will take turns in GPU memory some day; today only a colocated trainer makes room.
         sleeps=args.offload_train and (args.colocate or not args.use_critic),
+        saves=args.save is not None,
+        shares_saves=args.ckpt_fully_parallel_save,
         overhead=CUDA_OVERHEAD_BYTES if on_gpus else 0,
     )
 

@@ -105,6 +105,10 @@ class TrainingMemoryPlan:
 
     host: bytes of one rank in host memory, and by part in `host_parts`; host_of_node: of all ranks on a node; stage_hosts: of
     one rank of each pipeline stage.
+
+    saving: what a rank has in host memory besides while a checkpoint is written, and by part in `saving_parts`; saving_of_node:
+    all ranks on a node. stage_savings: of one rank of each pipeline stage, what that is above `stage_hosts`, and on a machine
+    without GPUs above `stage_totals`, since one memory holds both.
     """
 
     parts: tuple[PartPlan, ...]
@@ -116,6 +120,10 @@ class TrainingMemoryPlan:
     host_parts: tuple[PartPlan, ...]
     host_of_node: int
     stage_hosts: tuple[int, ...]
+    saving: int
+    saving_parts: tuple[PartPlan, ...]
+    saving_of_node: int
+    stage_savings: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -168,8 +168,16 @@ def _training(training: TrainingMemoryPlan, unit: "_Unit") -> Iterator[str]:
         yield from textwrap.wrap(f"peak by pipeline stage, {unit.name}: {peaks}", WIDTH - 2, subsequent_indent="  ")
     if training.host:
         yield f"host memory, {unit.name}: {unit(training.host)} of a rank, {unit(training.host_of_node)} of a node"
-        parts = ", ".join(f"{part.name} {unit(part.bytes)}" for part in training.host_parts)
-        yield from textwrap.wrap(f"of a rank: {parts}", WIDTH - 4, initial_indent="  ", subsequent_indent="    ")
+        yield from _of_a_rank(training.host_parts, unit)
+    if training.saving:
+        rank, node = unit(training.saving), unit(training.saving_of_node)
+        yield f"host memory for a checkpoint while it is written, {unit.name}: {rank} of a rank, {node} of a node"
+        yield from _of_a_rank(training.saving_parts, unit)
+
+
+def _of_a_rank(parts: Sequence[PartPlan], unit: "_Unit") -> Iterator[str]:
+    listed = ", ".join(f"{part.name} {unit(part.bytes)}" for part in parts)
+    yield from textwrap.wrap(f"of a rank: {listed}", WIDTH - 4, initial_indent="  ", subsequent_indent="    ")
 
 
 def _cache(serving: ServingMemoryPlan, batch: BatchPlan) -> Iterator[str]:

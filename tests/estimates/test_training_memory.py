@@ -91,6 +91,34 @@ def test_offloaded_state_goes_to_the_host():
     assert reference.host == 2 * reference.weights
 
 
+@pytest.mark.parametrize("distributed", [True, False])
+def test_what_a_save_gathers_and_copies(distributed):
+    moe = MoeShape(8, 2, 1024, 0, False, False, (True,) * 4)
+    shape = ModelShape(4, 512, 2048, 8, 8, 64, 1024, 1024, moe=moe)
+    state = dataclasses.replace(BF16, saved=12, distributed=distributed)
+
+    def memory(**changes):
+        return training_memory(shape, setup(ParallelLayout(16, tensor=2, expert=4), 4, state, **changes))[0]
+
+    experts = 4 * 8 // 4 * 3 * 512 * 1024
+    dense = memory().weights // 2 - experts
+    share = dense / 8 + experts / 4
+    shared = memory(saves=True)
+    assert (shared.saving_optimizer, shared.saving_weights) == (12 * share, 2 * share)
+    alone = memory(saves=True, shares_saves=False)
+    # A distributed optimizer is divided in any case.
+    assert alone.saving_optimizer == 12 * (share if distributed else dense + experts)
+    assert alone.saving_weights == 2 * (dense + experts) and memory().saving == 0
+    assert (shared.total, shared.host) == (memory().total, 0)
+    assert shared.saving_beyond(one_memory=False) == shared.saving
+    # It does not sleep then; and activations are gone.
+    asleep = memory(saves=True, sleeps=True)
+    assert asleep.saving_beyond(one_memory=False) == max(0, asleep.saving - asleep.host_asleep)
+    assert memory(saves=True, stream_tokens=10**6).saving_beyond(one_memory=True) == 0
+    small = memory(saves=True, stream_tokens=8)
+    assert small.saving_beyond(one_memory=True) == small.saving - (small.total - small.persistent) > 0
+
+
 def test_moments_between_steps():
     shape = ModelShape(4, 512, 1536, 8, 4, 64, 1024, 1024)
     parameters = count_parameters(shape).total

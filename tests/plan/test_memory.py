@@ -5,7 +5,7 @@ import argparse
 import psutil
 import pytest
 
-from slime.plan import make_plan, require_memory_of_machine
+from slime.plan import make_plan, render, require_memory_of_machine
 from slime.plan import memory as host_memory
 from slime.plan.memory import (
     ENGINE_BYTES,
@@ -83,9 +83,9 @@ def memory_is(monkeypatch, gib: float) -> None:
     monkeypatch.setattr(host_memory, "machine_memory", lambda: round(gib * GIB))
 
 
-def cpu_arguments(engines: int) -> argparse.Namespace:
+def cpu_arguments(engines: int, *words: str) -> argparse.Namespace:
     """A model of 4 B parameters, as a run without GPUs sees it."""
-    args = planned(SMALL, "--rollout-num-gpus", str(engines), "--rollout-num-gpus-per-engine", "1")
+    args = planned(SMALL, "--rollout-num-gpus", str(engines), "--rollout-num-gpus-per-engine", "1", *words)
     args.dry_run_gpu_memory_gib = None
     return args
 
@@ -200,6 +200,35 @@ def test_on_gpus_what_ranks_keep_on_the_host_counts(monkeypatch):
     assert (share.count, share.each) == (4, offloaded.memory.training.host) and share.each > 0
     assert host_shares(NO_CRITIC, None, 4, [], on_gpus=True) == ()
     assert plan.memory.training.host < offloaded.memory.training.host
+
+
+def test_what_a_save_takes_of_the_host_counts(tmp_path):
+    plan = make_plan(planned(SMALL, "--save", str(tmp_path)))
+    saving = plan.memory.training
+    # The model's 16-bit weights on two data-parallel ranks: half of them, and half of 12 bytes for each.
+    weights = part(saving, "weights")
+    assert [(part.name, part.bytes) for part in saving.saving_parts] == [
+        ("optimizer", 3 * weights),
+        ("weights", weights // 2),
+    ]
+    assert saving.saving == 3 * weights + weights // 2
+    assert (saving.saving_of_node, saving.stage_savings) == (4 * saving.saving, (saving.saving,))
+    (share,) = host_shares(NO_CRITIC, plan.memory, 4, [], on_gpus=True)
+    assert share.each == saving.saving
+    assert "host memory for a checkpoint while it is written" in render(plan)
+    assert training().saving == 0 and "for a checkpoint" not in render(make_plan(planned(SMALL)))
+
+
+def test_on_a_cpu_a_save_counts_where_it_is_above_the_peak(on_cpu, tmp_path):
+    few = ["--max-tokens-per-gpu", "8", "--save", str(tmp_path)]
+    plans = [make_plan(cpu_arguments(3, *words)).memory.training for words in (few, few[:2])]
+    saving, without = plans
+    (beyond,) = saving.stage_savings
+    assert 0 < beyond < saving.saving and without.stage_savings == (0,)
+    (_, ranks, _) = host_shares(
+        NO_CRITIC, make_plan(cpu_arguments(3, *few)).memory, 4, [EnginePart(0, 3, 1)], on_gpus=False
+    )
+    assert ranks.each == RANK_BYTES + saving.total + saving.host + beyond
 
 
 def test_the_limit_of_a_container_is_the_machines_memory(tmp_path, monkeypatch):

@@ -38,6 +38,17 @@ def test_precision_of_the_state():
     assert (stateless.main_parameter, stateless.moments, stateless.step) == (4, 0, 0)
 
 
+def test_what_a_checkpoint_holds_of_the_optimizer():
+    assert state().saved == 12
+    # In float32, whatever it is in memory.
+    assert state("--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16").saved == 12
+    assert state("--no-save-optim").saved == 0
+    stateless = ("--transformer-impl", "local", "--use-stateless-adam", "--no-save-optim")
+    assert state(*stateless).saved == 4
+    assert state("--no-use-distributed-optimizer").saved == 12
+    assert state("--optimizer", "sgd", "--transformer-impl", "local", "--no-use-distributed-optimizer").saved == 8
+
+
 def test_precision_aware_optimizer_keeps_the_lower_half_of_main_parameters():
     aware = "--use-precision-aware-optimizer"
     narrow = state(aware, "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16", "--grad-reduce-in-bf16")

@@ -42,6 +42,7 @@ NO_EFFECT: dict[str, str] = {
     "add_position_embedding": "no table of positions is ever added: positions come from --position-embedding-type",
     "override_opt_param_scheduler": "on resume the settings of the command line hold unless the checkpoint's are asked for",
     "dist_ckpt_optim_fully_reshardable": "checkpoints can be loaded into any layout as it is",
+    "distrib_optim_fully_reshardable_mem_efficient": "data-parallel ranks divide what a save gathers as it is",
     "ckpt_assume_constant_structure": "it allows a shortcut that is not taken: the layout is planned at every save",
     "deallocate_pipeline_outputs": "a stage's outputs are freed as soon as that is safe",
     "bias_gelu_fusion": "no model with GELU is built",

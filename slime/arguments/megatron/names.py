@@ -235,7 +235,7 @@ HISTORICAL: tuple[FlagSpec, ...] = (
     _value("--dist-ckpt-workers", "int", 1, "writer processes of one rank"),
     _on("--dist-ckpt-save-pre-mcore-014", "write the optimizer as Megatron-Core did before 0.14"),
     _on("--dist-ckpt-optim-fully-reshardable", "write the optimizer so that any layout can load it (always)"),
-    _on("--distrib-optim-fully-reshardable-mem-efficient", "the same with less memory, through Gloo"),
+    _on("--distrib-optim-fully-reshardable-mem-efficient", "the same with less memory (always)"),
     _on("--load-main-params-from-ckpt", "take the optimizer's float32 weights from the checkpoint's parameters"),
     _value("--async-strategy", "str", "nvrx", "library of --async-save", ("nvrx", "mcore")),
     # Logging

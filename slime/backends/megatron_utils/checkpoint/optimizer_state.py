@@ -4,12 +4,6 @@ Megatron keeps the settings of a parameter group (learning rates, weight decay, 
 dict, and saves those of rank 0. Here they part. The settings of the command line hold, unless the checkpoint's are asked for.
 The step count is of all ranks: a rank counts only in groups of which it has parameters, and rank 0 may have none.
 
-The float32 copies of 16-bit weights in a checkpoint that holds nothing else of an optimizer.
-
-An optimizer without moments, such as a stateless Adam, has these copies all the same: updates are smaller than what 16 bits
-resolve, so a run that made its copies of the 16-bit weights at every resume would lose them. They stand under the names that
-they have in a whole optimizer's state, and can be read out of one.
-
 The schedule of learning rate and weight decay in a checkpoint, and what a resumed run says when its own is another one.
 """
 
@@ -19,22 +13,17 @@ import argparse
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
-from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.arguments.config_files.role_config import CRITIC
+from slime.backends.megatron_utils.checkpoint.gathered_state import STATES, describe_states, put_states, require_owned
 from slime.backends.megatron_utils.optimizer import parts_of
 from slime.backends.megatron_utils.stateless_adam import StatelessAdam
 from slime.utils.errors import UserError
@@ -95,8 +84,22 @@ def optimizer_state(
 ) -> dict[str, Any]:
     """This rank's share as Megatron describes it for torch_dist, for the chunks whose descriptions are `model`."""
     # A part none of whose parameters is trained on any rank cannot describe itself.
-    trained = ChainedOptimizer(trained_parts(optimizer))
-    return trained.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    parts = trained_parts(optimizer)
+    states = [_state_of(part, model, is_loading=is_loading, metadata=metadata) for part in parts]
+    return states[0] if len(states) == 1 else dict(enumerate(states))
+
+
+def _state_of(
+    part: MegatronOptimizer, model: dict[str, Any], *, is_loading: bool, metadata: dict[str, Any]
+) -> dict[str, Any]:
+    if not isinstance(part, DistributedOptimizer):
+        return part.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    if is_loading:
+        part.load_state_dict(part.state_dict())  # makes the moments, which are to be filled
+    return {
+        **part.state_dict(), "param_state": describe_states(part, model, is_loading=is_loading),
+        "param_state_sharding_type": metadata["distrib_optim_sharding_type"],
+    }  # fmt: skip
 
 
 def put_step(state: dict[str, Any], step: int | None) -> None:
@@ -129,7 +132,12 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any], director
     for part, holder in zip(parts, _holders_of_groups(state), strict=True):
         # Numbers of parameters and settings, both of this run; so the groups are found whatever was saved.
         holder["param_groups"] = [_without(group, ("step",)) for group in part.optimizer.state_dict()["param_groups"]]
+    gathered = [of_part.pop("param_state", {}) for of_part in _states_of_parts(state)]
+    require_owned(parts, gathered, STATES)
     ChainedOptimizer(parts).load_state_dict(state)
+    for part, loaded in zip(parts, gathered, strict=True):
+        if isinstance(part, DistributedOptimizer):
+            put_states(part, loaded)
     for part in parts:
         for group in part.optimizer.param_groups if steps else ():
             group["step"] = max(steps)
@@ -194,8 +202,11 @@ def _plain(value: Any) -> Any:
 
 def _holders_of_groups(state: dict[str, Any]) -> list[dict[str, Any]]:
     """The dicts that have `param_groups`, one for each part in an `optimizer_state`; several parts are numbered there."""
-    parts = [state[key] for key in sorted(state)] if all(isinstance(key, int) for key in state) else [state]
-    return [part.get("optimizer", part) for part in parts]
+    return [part.get("optimizer", part) for part in _states_of_parts(state)]
+
+
+def _states_of_parts(state: dict[str, Any]) -> list[dict[str, Any]]:
+    return [state[key] for key in sorted(state)] if all(isinstance(key, int) for key in state) else [state]
 
 
 def _kind(group: dict[str, Any]) -> tuple:
@@ -204,96 +215,6 @@ def _kind(group: dict[str, Any]) -> tuple:
 
 def _without(group: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in names}
-
-
-# Megatron's distributed optimizer has its own word for them. The first one is used for writing.
-PREFIXES = ("optimizer.state.fp32_param", "optimizer.state.param")
-
-
-def has_float32_copies(optimizer: MegatronOptimizer) -> bool:
-    """Whether the optimizer updates copies of the weights, which have 16 bits."""
-    return bool(optimizer.config.bf16 or optimizer.config.fp16)
-
-
-def prefix_in(directory: Path) -> str | None:
-    """What the copies' names begin with in the checkpoint in `directory`; None where it holds none.
-
-    A run in float32 may have saved its weights themselves under such names.
-    """
-    names = dist_checkpointing.load_tensors_metadata(str(directory))
-    return next((prefix for prefix in PREFIXES if any(name.startswith(f"{prefix}.") for name in names)), None)
-
-
-def describe_copies(
-    parts: list[MegatronOptimizer], model: dict[str, Any], prefix: str, *, is_loading: bool, on_one_rank: bool
-) -> dict[int, ShardedTensor | ShardedTensorFactory]:
-    """The copies of this rank's weights, whole, for torch_dist. Collective over the ranks that hold the same weights.
-
-    Args:
-        parts: the optimizers of dense and of expert parameters.
-        model: the chunks' descriptions, by which the weights are found.
-        is_loading: the tensors are to be filled, and hold nothing yet.
-        on_one_rank: of the data-parallel ranks of a distributed optimizer only the first describes any, and then writes all of
-            them, unless they are loaded: every rank takes its part out of whole copies.
-    """
-    described, _ = extract_sharded_tensors_and_factories(model)
-    by_weight = {id(sharded.data): sharded for sharded in nested_values(described)}
-    copies = (pair for part in parts for pair in _whole_copies(part, is_loading, on_one_rank))
-    return {
-        index: make_sharded_optimizer_tensor(by_weight[id(weight)], copy, prefix)
-        for index, (weight, copy) in enumerate(copies)
-    }
-
-
-@torch.no_grad()
-def put_copies(parts: list[MegatronOptimizer], loaded: Mapping[int, torch.Tensor]) -> None:
-    """Give the optimizers the copies that were loaded into what `describe_copies` gave."""
-    own = {weight: copy for part in parts for weight, copy in _own_copies(part)}
-    for index, weight in enumerate(weight for part in parts for weight in _weights(part)):
-        if weight in own:
-            first, copy = own[weight]
-            copy.view(-1).copy_(loaded[index].reshape(-1)[first : first + copy.numel()])
-
-
-def _whole_copies(
-    part: MegatronOptimizer, is_loading: bool, on_one_rank: bool
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(weight, copy) of all weights that the optimizer trains, in an order that its data-parallel ranks share."""
-    own = dict(_own_copies(part))
-    for weight in _weights(part):
-        # The copies of a whole model have room in host memory alone.
-        if is_loading:
-            yield weight, torch.empty(weight.shape, dtype=torch.float32)
-        elif isinstance(part, DistributedOptimizer):
-            whole = torch.zeros(weight.numel(), dtype=torch.float32, device=weight.device)
-            if weight in own:
-                first, copy = own[weight]
-                whole[first : first + copy.numel()] = copy.detach()
-            # Each entry is one rank's. As integers, sums with 0 keep all bits: that of a negative zero too.
-            dist.all_reduce(whole.view(torch.int32), group=part.data_parallel_group)
-            if not on_one_rank or dist.get_rank(part.data_parallel_group) == 0:
-                yield weight, whole.view(weight.shape).cpu()
-        else:
-            yield weight, own[weight][1].detach()
-
-
-def _weights(part: MegatronOptimizer) -> list[torch.Tensor]:
-    if isinstance(part, DistributedOptimizer):
-        return [weight for buffer in part.buffers for weight in buffer.param_index_map]
-    return [weight for weight, _ in _own_copies(part)]
-
-
-def _own_copies(part: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, tuple[int, torch.Tensor]]]:
-    """Per weight of which this rank updates something: the first entry that it updates, and its copy from there on."""
-    if isinstance(part, DistributedOptimizer):
-        buckets = [bucket for ranges in part.gbuf_ranges for of_type in ranges.values() for bucket in of_type]
-        for bucket in buckets:
-            for weight, ranges in bucket["param_map"].items():
-                group, position = part.model_param_group_index_map[weight]
-                yield weight, (ranges["param"].start, part.optimizer.param_groups[group]["params"][position])
-    elif isinstance(part, Float16OptimizerWithFloat16Params):
-        for weights, copies in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
-            yield from ((weight, (0, copy)) for weight, copy in zip(weights, copies, strict=True))
 
 
 # What shapes the curve and is missing in the state that Megatron makes of a schedule.

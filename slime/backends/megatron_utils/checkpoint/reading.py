@@ -17,15 +17,13 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.arguments.checkpoints import WeightSource, iteration_directory, latest_iteration
+from slime.backends.megatron_utils.checkpoint.gathered_state import has_float32_copies, prefix_in, put_copies
 from slime.backends.megatron_utils.checkpoint.optimizer_state import (
     changed_curves,
     groups_in,
-    has_float32_copies,
     is_stateless,
     leave_out_groups,
     load_optimizer,
-    prefix_in,
-    put_copies,
     put_loss_scales,
     put_settings,
     restore_schedule,
@@ -181,7 +179,7 @@ def _load_state(
             if "optimizer" in state:
                 load_optimizer(optimizer, loaded["optimizer"], directory)
             elif "float32_copies" in state:
-                put_copies(trained_parts(optimizer), loaded["float32_copies"])
+                put_copies(trained_parts(optimizer), loaded.get("float32_copies", {}))
     except UserError:
         raise
     except (CheckpointingException, CheckpointException, RuntimeError, KeyError, ValueError, OSError) as error:

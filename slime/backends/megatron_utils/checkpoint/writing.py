@@ -20,12 +20,10 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.arguments.checkpoints import iteration_directory
+from slime.backends.megatron_utils.checkpoint.gathered_state import PREFIXES, describe_copies, has_float32_copies
 from slime.backends.megatron_utils.checkpoint.optimizer_state import (
-    PREFIXES,
     Memory,
-    describe_copies,
     group_settings,
-    has_float32_copies,
     is_stateless,
     loss_scales,
     memory_of,
@@ -209,14 +207,15 @@ def sharded_state(
     float32_prefix: str | None = None,
 ) -> dict[str, Any]:
     """This rank's share, as Megatron describes it for torch_dist: its chunks of the model, and the optimizer if it is given.
+    Collective over the ranks that hold the same weights.
+
+    Weights stay where they are until they are written; what is gathered of a distributed optimizer is in host memory already.
 
     Args:
         float32_prefix: what the names of the optimizer's float32 copies begin with, if they are all that is wanted of it.
     """
-    memory_efficient = args.distrib_optim_fully_reshardable_mem_efficient
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": memory_efficient,
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": replicas(),
     }
@@ -236,9 +235,7 @@ def sharded_state(
             state["optimizer"] = optimizer_state(optimizer, described, is_loading=is_loading, metadata=metadata)
         else:
             parts = trained_parts(optimizer)
-            state["float32_copies"] = describe_copies(
-                parts, described, float32_prefix, is_loading=is_loading, on_one_rank=memory_efficient
-            )
+            state["float32_copies"] = describe_copies(parts, described, float32_prefix, is_loading=is_loading)
     return state
 
 

@@ -124,8 +124,8 @@ def flags_worker(args) -> dict:
         "default": {},
         "alone": {"ckpt_fully_parallel_save": False, "ckpt_fully_parallel_load": False},
         "other": {
-            "no_save_rng": True, "distrib_optim_fully_reshardable_mem_efficient": True,
-            "ckpt_fully_parallel_load_exchange_algo": "gather_object", "dist_ckpt_strictness": "raise_all",
+            "no_save_rng": True, "ckpt_fully_parallel_load_exchange_algo": "gather_object",
+            "dist_ckpt_strictness": "raise_all",
         },
     }  # fmt: skip
     for name, flags in ways.items():

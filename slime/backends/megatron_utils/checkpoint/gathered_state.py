@@ -1,0 +1,253 @@
+"""What optimizers keep of every weight, in a checkpoint: their float32 copies of 16-bit weights, and Adam's moments.
+
+What a distributed optimizer keeps of a weight lies in pieces on its data-parallel ranks, and whole in a checkpoint, which any
+layout can load. Each weight has an owner among these ranks: it alone puts the pieces together in its memory and writes them,
+and reads them for all. So a rank holds about as much as its own pieces, where Megatron's two ways have everything on every
+rank, or all of it on the first one. What is on disk is the same.
+
+An optimizer without moments, such as a stateless Adam, has float32 copies all the same: updates are smaller than what 16 bits
+resolve, so a run that made its copies of the 16-bit weights at every resume would lose them. They stand under the names that
+they have in a whole optimizer's state, and can be read out of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+# What is kept of a weight, by name; whole, on the rank that owns it. Weights are numbered through the optimizer's buffers.
+Described = dict[int, dict[str, ShardedTensor | ShardedTensorFactory | dict]]
+Loaded = Mapping[int, Mapping[str, torch.Tensor]]
+# Per weight and name: the first entry that this rank updates, and what it has from there on.
+_Pieces = Mapping[torch.Tensor, Mapping[str, tuple[int, torch.Tensor]]]
+
+_COPY = "param"
+# What Megatron's format holds of a weight that a distributed optimizer trains, and what the names there begin with.
+STATES = {name: f"optimizer.state.{name}" for name in (_COPY, "exp_avg", "exp_avg_sq")}
+
+# Megatron's distributed optimizer has its own word for them. The first one is used for writing.
+PREFIXES = ("optimizer.state.fp32_param", "optimizer.state.param")
+
+
+def has_float32_copies(optimizer: MegatronOptimizer) -> bool:
+    """Whether the optimizer updates copies of the weights, which have 16 bits."""
+    return bool(optimizer.config.bf16 or optimizer.config.fp16)
+
+
+def prefix_in(directory: Path) -> str | None:
+    """What the copies' names begin with in the checkpoint in `directory`; None where it holds none.
+
+    A run in float32 may have saved its weights themselves under such names.
+    """
+    names = dist_checkpointing.load_tensors_metadata(str(directory))
+    return next((prefix for prefix in PREFIXES if any(name.startswith(f"{prefix}.") for name in names)), None)
+
+
+def describe_states(part: DistributedOptimizer, model: dict[str, Any], *, is_loading: bool) -> Described:
+    """Copies and moments of the weights that this rank owns, whole, for torch_dist. Collective over the data-parallel ranks.
+
+    Args:
+        model: the chunks' descriptions, by which the weights are found.
+        is_loading: the tensors are to be filled, and hold nothing yet.
+    """
+    pieces = {}
+    for weight, first in () if is_loading else _own_starts(part):
+        states = part._get_main_param_and_optimizer_states(weight)
+        pieces[weight] = {name: (first, states[name]) for name in STATES}
+    return _describe_gathered(part, _by_weight(model), STATES, pieces, is_loading=is_loading)
+
+
+def put_states(part: DistributedOptimizer, loaded: Loaded) -> None:
+    """Give the optimizer what was loaded into what `describe_states` gave. Collective like that."""
+    _put_gathered(part, loaded, STATES, part._set_main_param_and_optimizer_states)
+
+
+def describe_copies(
+    parts: list[MegatronOptimizer], model: dict[str, Any], prefix: str, *, is_loading: bool
+) -> dict[int, Described]:
+    """The copies of this rank's weights, whole, for torch_dist, by part; of a distributed optimizer those that it owns.
+    Collective over the ranks that hold the same weights.
+
+    Args:
+        parts: the optimizers of dense and of expert parameters.
+        model: the chunks' descriptions, by which the weights are found.
+        is_loading: the tensors are to be filled, and hold nothing yet.
+    """
+    by_weight, described = _by_weight(model), {}
+    for number, part in enumerate(parts):
+        own = dict(_own_copies(part))
+        if isinstance(part, DistributedOptimizer):
+            pieces = {weight: {_COPY: piece} for weight, piece in own.items()}
+            described[number] = _describe_gathered(part, by_weight, {_COPY: prefix}, pieces, is_loading=is_loading)
+        else:
+            # The copies of a whole model have room in host memory alone.
+            copies = [torch.empty(copy.shape) if is_loading else copy.detach() for _, copy in own.values()]
+            described[number] = {
+                index: {_COPY: make_sharded_optimizer_tensor(by_weight[id(weight)], copy, prefix)}
+                for index, (weight, copy) in enumerate(zip(own, copies, strict=True))
+            }
+    return described
+
+
+@torch.no_grad()
+def put_copies(parts: list[MegatronOptimizer], loaded: Mapping[int, Loaded]) -> None:
+    """Give the optimizers the copies that were loaded into what `describe_copies` gave. Collective like that."""
+    # A part of which this rank owns nothing has nothing loaded.
+    gathered = [loaded.get(number, {}) for number in range(len(parts))]
+    require_owned(parts, gathered, (_COPY,))
+    for part, of_part in zip(parts, gathered, strict=True):
+        own = dict(_own_copies(part))
+        if isinstance(part, DistributedOptimizer):
+
+            def put(weight: torch.Tensor, pieces: dict[str, torch.Tensor], own: dict = own) -> None:
+                own[weight][1].view(-1).copy_(pieces[_COPY])
+
+            _put_gathered(part, of_part, (_COPY,), put)
+        else:
+            for index, (_, copy) in enumerate(own.values()):
+                copy.copy_(of_part[index][_COPY])
+
+
+def _own_copies(part: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, tuple[int, torch.Tensor]]]:
+    """Per weight of which this rank updates something: the first entry that it updates, and its copy from there on."""
+    if isinstance(part, DistributedOptimizer):
+        for weight, first in _own_starts(part):
+            group, position = part.model_param_group_index_map[weight]
+            yield weight, (first, part.optimizer.param_groups[group]["params"][position])
+    elif isinstance(part, Float16OptimizerWithFloat16Params):
+        for weights, copies in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            yield from ((weight, (0, copy)) for weight, copy in zip(weights, copies, strict=True))
+
+
+def _owned(part: DistributedOptimizer) -> Iterator[tuple[int, torch.Tensor, int]]:
+    """(number, weight, the data-parallel rank that owns it) of all weights that `part` trains, the same on these ranks.
+
+    The largest first, each goes to the rank that has least: none has more than an even share and one weight.
+    """
+    weights = [weight for buffer in part.buffers for weight in buffer.param_index_map]
+    loads, owners = [0] * part.data_parallel_group.size(), [0] * len(weights)
+    for number in sorted(range(len(weights)), key=lambda number: -weights[number].numel()):
+        owners[number] = loads.index(min(loads))
+        loads[owners[number]] += weights[number].numel()
+    return zip(range(len(weights)), weights, owners, strict=True)
+
+
+@torch.no_grad()
+def _describe_gathered(
+    part: DistributedOptimizer,
+    by_weight: Mapping[int, ShardedTensor | ShardedTensorFactory],
+    prefixes: Mapping[str, str],
+    pieces: _Pieces,
+    *,
+    is_loading: bool,
+) -> Described:
+    """What this rank owns, in float32 on the host: gathered, or to be filled. Collective over the data-parallel ranks.
+
+    Args:
+        prefixes: names of what is kept, and what their names on disk begin with.
+    """
+    group, described = part.data_parallel_group, {}
+    for number, weight, owner in _owned(part):
+        for name, prefix in prefixes.items():
+            if is_loading:
+                whole = torch.empty(weight.shape, dtype=torch.float32) if group.rank() == owner else None
+            else:
+                whole = _gathered(group, weight, owner, pieces.get(weight, {}).get(name))
+            if whole is not None:
+                sharded = make_sharded_optimizer_tensor(by_weight[id(weight)], whole, prefix)
+                # Of the ranks that hold this part of the weight, the first of each instance of the optimizer counts.
+                replica = (*sharded.replica_id[:2], part.distributed_optimizer_instance_id)
+                sharded = dataclasses.replace(sharded, replica_id=replica)
+                described.setdefault(number, {})[name] = sharded if is_loading else _in_memory_of_their_own(sharded)
+    return described
+
+
+def _gathered(
+    group: dist.ProcessGroup, weight: torch.Tensor, owner: int, piece: tuple[int, torch.Tensor] | None
+) -> torch.Tensor | None:
+    """On the rank `owner` of `group` the whole of what ranks have a piece of each, float32 on the host; elsewhere None."""
+    whole = torch.zeros(weight.numel(), dtype=torch.float32, device=weight.device)
+    if piece is not None:
+        first, own = piece
+        whole[first : first + own.numel()] = own.detach().view(-1)
+    # Each entry is one rank's. As integers, sums with 0 keep all bits: that of a negative zero too.
+    dist.reduce(whole.view(torch.int32), group_dst=owner, group=group)
+    return whole.view(weight.shape).cpu() if group.rank() == owner else None
+
+
+def _in_memory_of_their_own(sharded: ShardedTensor | ShardedTensorFactory) -> ShardedTensor | dict:
+    """What is saved of it. The writer copies views of host memory, and the whole would stay beside the copies of its parts."""
+    if isinstance(sharded, ShardedTensor):
+        return sharded
+    parts = sharded.build()
+    for part in nested_values(parts):
+        part.data = part.data.clone()
+    return parts
+
+
+@torch.no_grad()
+def _put_gathered(
+    part: DistributedOptimizer,
+    loaded: Loaded,
+    names: Iterable[str],
+    put: Callable[[torch.Tensor, dict[str, torch.Tensor]], Any],
+) -> None:
+    """Have `put` take (weight, this rank's pieces by name) of what the owners loaded, for each weight that it updates.
+    Collective over the data-parallel ranks."""
+    group, own = part.data_parallel_group, dict(_own_copies(part))
+    for number, weight, owner in _owned(part):
+        pieces = {}
+        for name in names:
+            whole = torch.empty(weight.numel(), dtype=torch.float32, device=weight.device)
+            if group.rank() == owner:
+                whole.copy_(loaded[number][name].reshape(-1))
+            dist.broadcast(whole, group_src=owner, group=group)
+            if weight in own:
+                first, copy = own[weight]
+                pieces[name] = whole[first : first + copy.numel()].clone()
+        if pieces:
+            put(weight, pieces)
+
+
+def require_owned(parts: list[MegatronOptimizer], loaded: Sequence[Loaded], names: Iterable[str]) -> None:
+    """Raise KeyError on all ranks where one of them lacks what it owns, and the others would wait for it in vain.
+
+    Only some values of `--dist-ckpt-strictness` go on where a checkpoint lacks something.
+    """
+    lacking = [
+        (number, name)
+        for part, of_part in zip(parts, loaded, strict=True)
+        if isinstance(part, DistributedOptimizer)
+        for number, _, owner in _owned(part)
+        for name in names
+        if owner == part.data_parallel_group.rank() and name not in of_part.get(number, {})
+    ]
+    gathered: list[list[tuple[int, str]]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(gathered, lacking)
+    if any(gathered):
+        raise KeyError(f"it lacks optimizer state of {sum(map(len, gathered))} tensors")
+
+
+def _own_starts(part: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, int]]:
+    """Per weight of which this rank updates something, the first entry that it updates."""
+    for buckets in (of_type for ranges in part.gbuf_ranges for of_type in ranges.values()):
+        for bucket in buckets:
+            yield from ((weight, ranges["param"].start) for weight, ranges in bucket["param_map"].items())
+
+
+def _by_weight(model: dict[str, Any]) -> dict[int, ShardedTensor | ShardedTensorFactory]:
+    """The descriptions of weights, by the identity of these."""
+    described, _ = extract_sharded_tensors_and_factories(model)
+    return {id(sharded.data): sharded for sharded in nested_values(described)}

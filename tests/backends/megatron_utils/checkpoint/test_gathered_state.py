@@ -1,0 +1,173 @@
+"""What a save and a load of the distributed optimizer hold on each rank; any layout and Megatron's own way agree on it."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from slime.arguments.model_shape import model_shape_from_args
+from slime.estimates.activations import Kernels, Recompute
+from slime.estimates.layout import ParallelLayout, split_into_stages
+from slime.estimates.training_memory import StateBytes, TrainingSetup, training_memory
+from tests.support.models.tiny_model import write_tiny_model
+from tests.support.processes.distributed import run_distributed
+from tests.support.processes.resumed_run import ResumableRun, resumable_args, resumed
+
+BFLOAT16 = {"bf16": True}
+LAYOUT = {"data_parallel_size": 2, "tensor_model_parallel_size": 2}
+OTHERS = {
+    "data": {"data_parallel_size": 4, "tensor_model_parallel_size": 1},
+    "pipeline": {"data_parallel_size": 1, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+}
+# Float32 copy and both moments.
+STATE_BYTES = 12
+
+
+def bytes_of(state, prefix) -> int:
+    """Of the tensors in a rank's state whose names begin with `prefix`, each in memory of its own."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedBase
+
+    shards = [
+        shard for shard in nested_values(state) if isinstance(shard, ShardedBase) and shard.key.startswith(prefix)
+    ]
+    storages = {shard.data.untyped_storage().data_ptr(): shard.data.untyped_storage().nbytes() for shard in shards}
+    assert all(shard.data.device.type == "cpu" and shard.data.dtype == torch.float32 for shard in shards)
+    return sum(storages.values())
+
+
+def held(run) -> dict[str, int]:
+    """Bytes of optimizer state that this rank holds for a save and for a load; its parameters, and its largest one's."""
+    from slime.backends.megatron_utils.checkpoint.writing import sharded_state
+
+    sizes = [parameter.numel() for chunk in run.model for parameter in chunk.parameters()]
+    found = {
+        way: bytes_of(sharded_state(run.args, run.model, run.optimizer, is_loading=loads), "optimizer.state.")
+        for way, loads in {"save": False, "load": True}.items()
+    }
+    return {**found, "parameters": sum(sizes), "largest": max(sizes)}
+
+
+@contextlib.contextmanager
+def megatrons_own_way():
+    """The optimizer's state as Megatron describes it, whole on every rank, which older checkpoints were written with."""
+    from megatron.core.optimizer import ChainedOptimizer
+
+    from slime.backends.megatron_utils.checkpoint import writing
+    from slime.backends.megatron_utils.checkpoint.optimizer_state import trained_parts
+
+    def describe(optimizer, model, **options):
+        return ChainedOptimizer(trained_parts(optimizer)).sharded_state_dict(model, **options)
+
+    with mock.patch.object(writing, "optimizer_state", describe):
+        yield
+
+
+def lacking_on_the_last_rank(run) -> str:
+    """What a rank says where another one found nothing of what it owns."""
+    from slime.backends.megatron_utils.checkpoint.gathered_state import STATES, require_owned
+
+    loaded = {} if torch.distributed.get_rank() == 3 else {number: STATES for number in range(100)}
+    with pytest.raises(KeyError) as error:
+        require_owned(run.parts(), [loaded], STATES)
+    return str(error.value)
+
+
+def worker(args: SimpleNamespace, others: dict[str, SimpleNamespace]) -> dict:
+    run = ResumableRun(args)
+    run.prepare()
+    for _ in range(2):
+        run.step()
+    results = {"held": held(run), "saved": run.fingerprints()}
+    run.save()
+    with megatrons_own_way():
+        run.save(1)
+    run = resumed(args, args.save)
+    results["resumed"] = run.fingerprints()
+    results["lacking"] = lacking_on_the_last_rank(run)
+    for case in others.values():
+        resumed(case, args.save).save()
+    return results
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    root = tmp_path_factory.mktemp("gathered")
+    write_tiny_model(root / "model", tied=False)
+    args = resumable_args(root / "model", root / "saved", **BFLOAT16, **LAYOUT)
+    others = {
+        name: resumable_args(root / "model", root / name, **BFLOAT16, **layout) for name, layout in OTHERS.items()
+    }
+    return root, args, run_distributed(worker, 4, (args, others), timeout=300)
+
+
+def planned_bytes(args) -> int:
+    """Of the optimizer, in the host memory of a rank that saves, as the plan has it."""
+    shape = model_shape_from_args(args)
+    setup = TrainingSetup(
+        layout=ParallelLayout(4, tensor=2),
+        stages=split_into_stages(shape.num_layers, 1),
+        state=StateBytes(weight=2, gradient=4, main_parameter=4, moments=8, saved=STATE_BYTES),
+        kernels=Kernels.TORCH_CPU,
+        recompute=Recompute(),
+        stream_tokens=8,
+        micro_batches=1,
+        saves=True,
+    )
+    return training_memory(shape, setup)[0].saving_optimizer
+
+
+@pytest.mark.slow
+def test_data_parallel_ranks_divide_what_a_save_and_a_load_hold(found):
+    _, args, ranks = found
+    share = planned_bytes(args)
+    # Ranks 0 and 1 are tensor-parallel, 0 and 2 data-parallel.
+    for replicas in (ranks[0::2], ranks[1::2]):
+        held = [rank["held"] for rank in replicas]
+        for way in ("save", "load"):
+            assert sum(rank[way] for rank in held) == STATE_BYTES * held[0]["parameters"] == 2 * share
+            assert max(rank[way] for rank in held) <= share + STATE_BYTES * held[0]["largest"]
+
+
+@pytest.mark.slow
+def test_a_resume_has_every_bit_of_the_optimizer(found):
+    for rank in found[-1]:
+        assert rank["resumed"] == rank["saved"]
+
+
+@pytest.mark.slow
+def test_what_one_rank_lacks_is_refused_on_all(found):
+    messages = {rank["lacking"] for rank in found[-1]}
+    assert len(messages) == 1 and "it lacks optimizer state of" in messages.pop()
+
+
+@pytest.mark.slow
+def test_every_layout_saves_what_it_loaded_and_megatrons_own_way_is_the_same(found):
+    """`saved` is in the checkpoint of Megatron's way, which all of them were loaded from, as in the one before it."""
+    root, *_ = found
+    expected = tensors(root / "saved/iter_0000000")
+    assert any(name.startswith("optimizer.state.exp_avg_sq.") and value.any() for name, value in expected.items())
+    for directory in ("saved/iter_0000001", *(f"{name}/iter_0000000" for name in OTHERS)):
+        values = tensors(root / directory)
+        assert values.keys() == expected.keys()
+        different = [name for name, value in values.items() if not value.equal(expected[name])]
+        assert not different, f"{directory}: {different[:3]}"
+
+
+def tensors(directory) -> dict[str, torch.Tensor]:
+    """All of a torch_dist checkpoint, whole, read by torch alone."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = dcp.FileSystemReader(directory)
+    entries = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(entries, storage_reader=reader, no_dist=True)
+    return entries
