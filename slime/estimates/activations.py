@@ -126,7 +126,10 @@ class ActivationModel:
         shape, tensor = self.shape, self.layout.tensor
         query, key = shape.query_width / tensor, max(shape.key_width / tensor, shape.head_dim)
         gate = query if shape.attention_output_gate else 0.0
-        elements = query + gate + 2 * key  # the projection, which the values are a view of
+        # The projection, which the values are a view of, and the inputs of norms; PyTorch's kernel on CUDA copies the values.
+        elements = query + gate + 2 * key
+        if self.kernels is Kernels.TORCH_CUDA and shape.qk_norm is None:
+            elements = gate
         kept = 0.0
         if shape.qk_norm is not None:
             kept += self._query_key_norm(query, key)
@@ -138,7 +141,9 @@ class ActivationModel:
 
     def _query_key_norm(self, query: float, key: float) -> float:
         if self.kernels is not Kernels.TORCH_CPU:
-            return self.bytes * query  # its own copy of the queries; the outputs are rotated at once
+            # The outputs are rotated at once. The inputs are views of the projection, but queries of several groups do not
+            # lie in a row there, and are copied.
+            return self.bytes * query if key > self.shape.head_dim else 0.0
         if self.bytes == 4:
             return 4.0 * (2 * query + key)
         return 8.0 * (query + key)
@@ -150,7 +155,10 @@ class ActivationModel:
         if self.kernels is Kernels.TORCH_CPU:
             inside += output  # one tensor per sequence; the output is their concatenation
         elif self.kernels is Kernels.TORCH_CUDA:
-            inside += self.bytes * value_width  # the kernel wants values that lie together
+            # The kernel wants values that lie together. Where a sequence lies on several ranks they are a copy of all rows that
+            # the rank's two parts of it see, parts + 1/2 times as many as its own; so are the keys, in place of its own.
+            parts = self.layout.context
+            inside += self.bytes * value_width * (1 if parts == 1 else 2 * parts)
         return output if self.recompute.drops("core_attn") else output + inside
 
     def _latent_attention(self, mla: MlaShape) -> float:

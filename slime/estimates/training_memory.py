@@ -234,14 +234,11 @@ def _computing(
     chunks = [*stage.chunks, *([(-1,)] * shape.mtp_num_layers if stage.is_last else [])]
     in_flight = chunks_in_flight(setup.layout, stage.index, setup.micro_batches, setup.microbatch_group)
     kept = kept_of_chunks(model, chunks) * in_flight
-    if stage.is_first:
-        kept += model.hidden * in_flight
     head = 0.0
     if stage.is_last:
-        # The final norm; its output is what the head multiplies.
+        # The final norm, whose output is what the head multiplies, and its input.
         head = model.norm(shape.hidden_size / (setup.layout.tensor if setup.layout.sequence_parallel else 1))
-        if setup.recompute.granularity == "full":
-            head += model.hidden
+        head += model.hidden
     # Sequence parallelism gathers into one buffer that stays.
     gathered = model.bytes * shape.hidden_size if setup.layout.sequence_parallel and setup.layout.tensor > 1 else 0
     logits = _logits(shape, setup) if stage.is_last else 0
@@ -256,14 +253,15 @@ def _computing(
 
 
 def _logits(shape: ModelShape, setup: TrainingSetup) -> int:
-    """Logits and their gradient in the logits' dtype; float32 for one chunk of rows.
+    """Logits and their gradient in the logits' dtype; for a chunk of rows that dtype once more, and float32.
 
-    Or, for few tokens, the gradient of the logits and that of the head's weight.
+    Or, for few tokens, the exponentials of the chunk, which entropy needs; or the gradients of logits and of the head's weight.
     """
     columns = shape.padded_vocab_size // setup.layout.tensor
     one = setup.stream_tokens * columns * setup.state.weight
-    chunk = 0
+    chunk = gathered = 0
     if setup.state.weight < 4:
         chunk = min(setup.log_probs_chunk, setup.stream_tokens * columns * 4)
+        gathered = chunk * setup.state.weight // 4
     head_gradient = columns * shape.hidden_size * setup.state.weight
-    return one + max(one + chunk, head_gradient)
+    return one + max(one + chunk + gathered, 2 * chunk + gathered, head_gradient)

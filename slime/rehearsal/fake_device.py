@@ -68,6 +68,11 @@ class _Stream:
         pass
 
 
+# Of what CUDA has one kernel for, a build without CUDA makes several operations, which keep more for the backward pass.
+_KERNELS = ("_fused_rms_norm", "silu_backward")
+_OPERATORS = torch.library.Library("aten", "IMPL")
+
+
 @contextlib.contextmanager
 def _on_stream(stream: Any) -> Iterator[None]:
     yield
@@ -109,10 +114,17 @@ def enter(device_type: str, rank: int, world_size: int) -> tuple[Recorder, FakeT
     if device_type == "cuda":
         for name, lift in torch_cuda_lifts(recorder).items():
             setattr(torch.cuda, name, lift)
+        for name in _KERNELS:
+            # Assumption: the kernels of CUDA are there. Fake tensors know the shapes and never come here.
+            _OPERATORS.impl(name, _no_kernel, "CUDA")
     for (owner, name), lift in {**placeholders(recorder), **_lifts_of_torch()}.items():
         setattr(owner, name, lift)
     # Tensors that were made before the modes were entered, as constants of modules are, count as fake ones.
     return recorder, FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _no_kernel(*args: Any) -> Any:
+    raise NotImplementedError("a real tensor on a device that is not there")
 
 
 def _lifts_of_torch() -> dict[tuple[Any, str], Callable[..., Any]]:

@@ -52,7 +52,7 @@ def show_rehearsal(args: argparse.Namespace) -> None:
         layout = parallel_layout(of_role)
         ranks = _ranks(of_role, layout)
         batches = micro_batches(of_role, layout)
-        memory = _planned(of_role, layout, len(batches))
+        memory = planned(of_role, layout, len(batches))
         for rank in ranks:
             place = layout.place(rank)
             result = rehearse_rank(of_role, rank, batches, stand_in)
@@ -198,8 +198,8 @@ def _require_layout(args: argparse.Namespace) -> None:
             raise UserError(f"--rehearse with {flag}: {why} yet; leave one of them out")
 
 
-def _planned(args: argparse.Namespace, layout: ParallelLayout, count: int) -> tuple[Planned, ...]:
-    """What the plan says of a rank of every pipeline stage: its step, and its push."""
+def planned(args: argparse.Namespace, layout: ParallelLayout, count: int) -> tuple[Planned, ...]:
+    """What the plan says of a rank of every pipeline stage that has `count` micro-batches: its step, and its push."""
     is_critic = args.role == CRITIC
     if is_critic:
         args = planned_critic(args)

@@ -10,15 +10,18 @@ from slime.estimates.activations import (
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.shape import MlaShape, ModelShape, MoeShape
 
-FUSED, CPU = Kernels.TRANSFORMER_ENGINE, Kernels.TORCH_CPU
+FUSED, CUDA, CPU = Kernels.TRANSFORMER_ENGINE, Kernels.TORCH_CUDA, Kernels.TORCH_CPU
 SHAPE = {
     "num_layers": 4, "hidden_size": 512, "ffn_hidden_size": 1536, "num_attention_heads": 8, "num_query_groups": 4,
     "head_dim": 64, "vocab_size": 32000, "padded_vocab_size": 32000,
 }  # fmt: skip
 
 
-def model(kernels=FUSED, compute_bytes=2, recompute=None, tensor=1, sequence_parallel=False, expert=1, **changes):
-    layout = ParallelLayout(tensor * expert, tensor=tensor, expert=expert, sequence_parallel=sequence_parallel)
+def model(
+    kernels=FUSED, compute_bytes=2, recompute=None, tensor=1, sequence_parallel=False, expert=1, context=1, **changes
+):
+    world = tensor * expert * context
+    layout = ParallelLayout(world, tensor, context=context, expert=expert, sequence_parallel=sequence_parallel)
     shape = ModelShape(**{**SHAPE, **changes})
     return ActivationModel(shape, layout, kernels, compute_bytes, recompute or Recompute())
 
@@ -43,6 +46,29 @@ def test_pytorch_on_cpu_keeps_every_step():
     rotated = query + key + 4 * 64
     attention = 2 * query + 8
     assert layer.kept == 4 * (norms + residual + projection + query_key_norm + rotated + attention + 5 * ffn)
+
+
+def test_pytorch_on_cuda_keeps_what_its_kernels_need():
+    """What a dispatch-mode listing of a real layer showed, in elements of 2 bytes; sums of the kernel are float32 per head."""
+    query, key, hidden, ffn = 512, 256, 512, 1536
+    norms_and_residual, mlp, frequencies, sums = 4 * hidden, 5 * ffn, 4 * 64, 4 * 8 / 2
+    values, output = key, query
+    rest = norms_and_residual + mlp + frequencies + sums + query + key + output
+    projection = query + 2 * key
+    assert model(CUDA).layer(0).kept == 2 * (rest + values)
+    # Norms keep their inputs: keys as part of the projection, queries of several groups as a copy.
+    assert model(CUDA, qk_norm="head").layer(0).kept == 2 * (rest + values + projection + query)
+    one_group = {"num_query_groups": 1, "qk_norm": "head"}
+    assert model(CUDA, **one_group).layer(0).kept == 2 * (rest + values + projection - 4 * (key - 64))
+
+
+def test_a_rank_of_a_context_keeps_the_keys_and_values_that_it_sees():
+    """Of 3 ranks the first has parts 1 and 6 of the sequence, which see 1 and 6 parts: 7 parts of half a rank's rows."""
+    alone, one_of_three = model(CUDA).layer(0), model(CUDA, context=3).layer(0)
+    key = value = 256
+    assert one_of_three.attention - alone.attention == 2 * (7 / 2 * (key + value) - (key + value))
+    # The ring of Transformer Engine passes them on.
+    assert model(context=3).layer(0) == model().layer(0)
 
 
 def test_tensor_and_sequence_parallelism_divide_their_parts():

@@ -61,14 +61,19 @@ def test_parts_of_a_stage_by_hand():
     assert memory.moment == "backward" and memory.logits == 0
     assert memory.data == 3 * 40 and memory.overhead == 7
     kept_of_layer = 2 * (4 * 512 + (512 + 2 * 256) + (512 + 256) + 512 + 3 * 1536) + 4 * 8
+    # That of the first layer is the embedding's output.
     inputs = 4 * 2 * 512
-    embedding = 2 * 512
-    assert memory.activations == 1000 * (inputs + embedding + kept_of_layer + 2 * 2 * 1536 + 2 * 512)
+    assert memory.activations == 1000 * (inputs + kept_of_layer + 2 * 2 * 1536 + 2 * 512)
     big = dataclasses.replace(shape, vocab_size=200_000, padded_vocab_size=200_000)
     memory = training_memory(big, setup(ParallelLayout(1), 4, stream_tokens=1000))[0]
     assert memory.moment == "loss"
-    # Logits and gradient in 16 bits, float32 for 128 MiB of rows.
-    assert memory.logits == 2 * 1000 * 200_000 * 2 + 128 * 2**20
+    # Output and input of the final norm; the last layer's inputs are not those of a recomputed one yet.
+    assert memory.activations == 1000 * (inputs + 2 * 2 * 512)
+    # Logits and gradient in 16 bits, float32 for 128 MiB of rows, which are taken out of the stream in 16 bits.
+    assert memory.logits == 2 * 1000 * 200_000 * 2 + (128 + 64) * 2**20
+    # One chunk has all rows: taken out, in float32, and their exponentials.
+    one_chunk = training_memory(shape, setup(ParallelLayout(1), 4, stream_tokens=1000, recompute=Recompute()))[0]
+    assert one_chunk.moment == "loss" and one_chunk.logits == 1000 * 1024 * (2 + 2 + 4 + 4)
 
 
 def test_first_stage_holds_most_micro_batches_and_the_last_the_logits():
