@@ -17,8 +17,6 @@ from slime.estimates.layout import ParallelLayout, PipelineStage, chunks_in_flig
 from slime.estimates.parameters import ParameterCounts, RankParameters, count_parameters, rank_parameters
 from slime.estimates.shape import ModelShape
 
-# Transfer buckets that exist at once: one in flight, one being filled, and the gathered tensors that go into it.
-BUCKETS_AT_ONCE = 3
 # Bytes of the float32 rows in which log-probs are computed at a time: the trainer takes them, the plan counts them. On a CPU
 # each thread works on a chunk of its own, fastest when that stays in its cache. On an accelerator a chunk is a few kernel
 # launches.
@@ -156,10 +154,39 @@ def worst_rank(memories: tuple[RankMemory, ...]) -> RankMemory:
     return max(memories, key=lambda memory: memory.total)
 
 
-def push_buffers(shape: ModelShape, setup: TrainingSetup) -> int:
-    """Bytes of the transfer buckets of a weight push: gathered tensors, at most the whole model in each."""
-    model = count_parameters(shape, padded_vocabulary=True).total_with_mtp
-    return BUCKETS_AT_ONCE * min(setup.push_bucket, model * setup.state.weight)
+def push_buffers(shape: ModelShape, setup: TrainingSetup, stage: PipelineStage) -> int:
+    """Bytes of a weight push on the rank of `stage` that sends: two transfer buckets (one in flight, one being filled), the
+    tensors that go into one, and the largest gather beside them, whose result may be larger than a bucket and is then sent as
+    it is.
+
+    Where nothing is gathered the tensors are the model's own, but for attention's: queries, keys and values lie in another
+    order there.
+    """
+    counts, weight = count_parameters(shape, padded_vocabulary=True), setup.state.weight
+    bucket = min(setup.push_bucket, counts.total_with_mtp * weight)
+    if bucket == 0:
+        return 0
+    if setup.layout.tensor == setup.layout.expert == 1:
+        return round(bucket * (2 + sum(layer.attention for layer in counts.layers) / counts.total))
+    # The embedding is gathered first, when there are no buckets yet; the output head last.
+    beside = max(_mlp_gather(shape, counts), counts.output_head if stage.is_last else 0)
+    return max(3 * bucket + beside * weight, counts.embedding * weight if stage.is_first else 0)
+
+
+def received_buffers(shape: ModelShape, setup: TrainingSetup) -> int:
+    """Bytes that an engine takes on each of its GPUs while it receives a weight push: the tensors of a bucket and the flat
+    copy that they come in, or a larger tensor, which comes as it is."""
+    counts = count_parameters(shape, padded_vocabulary=True)
+    bucket = min(setup.push_bucket, counts.total_with_mtp * setup.state.weight)
+    return max(2 * bucket, counts.embedding * setup.state.weight) if bucket else 0
+
+
+def _mlp_gather(shape: ModelShape, counts: ParameterCounts) -> int:
+    """Parameters that are held at once to make the input projection of the largest MLP (or expert) whole: the parts of all
+    ranks, and the gates and ups that are brought together from them. Of one without gates it is the output projection."""
+    experts = shape.moe.num_experts if shape.moe is not None else 1
+    mlp = max(max(layer.dense_mlp, layer.shared_experts, layer.routed_experts // experts) for layer in counts.layers)
+    return 2 * (mlp * 2 // 3 if shape.gated_mlp else mlp // 2)
 
 
 def _stage_memory(shape: ModelShape, counts: ParameterCounts, setup: TrainingSetup, stage: PipelineStage) -> RankMemory:
@@ -168,7 +195,7 @@ def _stage_memory(shape: ModelShape, counts: ParameterCounts, setup: TrainingSet
     moments = [
         *_computing(shape, setup, stage, base),
         replace(base, moment="optimizer step", buffers=_step_buffers(held, setup)),
-        replace(base, moment="weight push", buffers=push_buffers(shape, setup)),
+        replace(base, moment="weight push", buffers=push_buffers(shape, setup, stage)),
     ]
     if setup.gloo:
         copied = setup.state.gradient if setup.state.distributed else 0

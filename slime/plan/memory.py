@@ -31,6 +31,7 @@ from slime.estimates.training_memory import (
     RankMemory,
     TrainingSetup,
     push_buffers,
+    received_buffers,
     training_memory,
     worst_rank,
 )
@@ -77,8 +78,10 @@ def plan_memory(
         critic = critic_bytes(args, worst, micro_batches) if args.use_critic else 0
         training = _training(args, setup, memories, worst, critic, gpu_memory)
     served, serving = _serving(args, shape, hf_config, gpu_memory)
-    buckets = push_buffers(shape, setup) if setup is not None else 0
-    phases = _phases(args, worst, critic, buckets, served, gpu_memory)
+    buffers = 0
+    if setup is not None:
+        buffers = max(push_buffers(shape, setup, stage) for stage in setup.stages) + received_buffers(shape, setup)
+    phases = _phases(args, worst, critic, buffers, served, gpu_memory)
     warnings = [_too_large(phase, gpu_memory) for phase in phases if phase.fits is False]
     warnings += _cache_warnings(args, served, gpu_memory)
     if setup is not None and worst is not None:
@@ -192,7 +195,7 @@ def _phases(
     args: argparse.Namespace,
     worst: RankMemory | None,
     critic: int,
-    buckets: int,
+    buffers: int,
     served: ServingMemory | None,
     gpu_memory: int | None,
 ) -> tuple[PhasePlan, ...]:
@@ -210,7 +213,7 @@ def _phases(
     receiving = left_behind + served.weights if args.offload_rollout else idle
     return (
         _phase("training", worst.total + critic, idle, gpu_memory),
-        _phase("weight sync", asleep + buckets, receiving, gpu_memory),
+        _phase("weight sync", asleep + buffers, receiving, gpu_memory),
         _phase("generation", asleep, engine, gpu_memory),
     )
 

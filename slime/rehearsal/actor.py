@@ -40,8 +40,9 @@ class SwallowingTransport(Transport):
         self._in_flight: FlatBucket | None = None
 
     def send(self, bucket: NamedTensors) -> None:
-        # The bucket before it arrives when this one has been made.
-        self._in_flight = self._flattener.flatten(bucket)
+        # The bucket before it arrives when this one has been made; a tensor larger than a bucket at once.
+        flat = self._flattener.flatten(bucket)
+        self._in_flight = flat if flat.is_copy else None
 
     def finish(self) -> None:
         self._in_flight = None

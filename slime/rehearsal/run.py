@@ -205,11 +205,13 @@ def planned(args: argparse.Namespace, layout: ParallelLayout, count: int) -> tup
         args = planned_critic(args)
     shape = shape_of(args)
     setup = training_setup(args, layout, tokens_of_stream(args, layout), count)
-    push = push_buffers(shape, setup)
     # Nothing of the driver is a tensor, and the rehearsal's data are those of its own micro-batches.
     step = replace(setup, push_bucket=0, overhead=0, rollout_tokens=0)
     memories = training_memory(shape, step)
-    return tuple(_parts(replace(memory, logits=0) if is_critic else memory, push) for memory in memories)
+    return tuple(
+        _parts(replace(memory, logits=0) if is_critic else memory, push_buffers(shape, setup, stage))
+        for memory, stage in zip(memories, setup.stages, strict=True)
+    )
 
 
 def _pushed_together(reports: list[RankReport], stages: int) -> tuple[str, bool]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def split_into_buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[NamedTensors]:
     """Group consecutive tensors into buckets of at most `max_bytes`; a larger tensor forms a bucket of its own.
 
-    Lazy: a bucket is yielded as soon as it is full, so at most one bucket (and one tensor) is held.
+    Lazy: at most one bucket and one tensor are held, and none of a full bucket while the tensor after it is made.
     """
     bucket, size = [], 0
     for name, tensor in named_tensors:
@@ -30,6 +30,10 @@ def split_into_buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], max_by
             bucket, size = [], 0
         bucket.append((name, tensor))
         size += tensor.nbytes
+        del tensor
+        if size >= max_bytes:
+            yield bucket
+            bucket, size = [], 0
     if bucket:
         yield bucket
 
@@ -38,17 +42,25 @@ def split_into_buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], max_by
 class FlatBucket:
     """Tensors of one bucket back to back in `buffer` (uint8, one dimension), in the order of `names`.
 
-    `dtypes` are names without the `torch.` prefix.
+    `dtypes` are names without the `torch.` prefix. `is_copy`: whether `buffer` is one of the flattener's, and not the memory
+    of a tensor that was too large for one.
     """
 
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
     buffer: torch.Tensor
+    is_copy: bool
 
     @property
     def nbytes(self) -> int:
         return self.buffer.numel()
+
+    def single(self) -> torch.Tensor:
+        """The tensor of a bucket that has one, over the bytes of the buffer."""
+        import torch
+
+        return self.buffer.view(getattr(torch, self.dtypes[0])).view(self.shapes[0])
 
 
 class BucketFlattener:
@@ -77,7 +89,8 @@ class BucketFlattener:
 
         ordered = sorted(named_tensors, key=lambda item: -item[1].element_size())
         size, first = sum(tensor.nbytes for _, tensor in ordered), ordered[0][1]
-        if len(ordered) == 1 and size > self._max_bytes:
+        is_copy = len(ordered) > 1 or size <= self._max_bytes
+        if not is_copy:
             buffer = first.detach().contiguous().flatten().view(torch.uint8)
         else:
             buffer = self._next_buffer(size, first.device)
@@ -92,6 +105,7 @@ class BucketFlattener:
             dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
             shapes=[list(tensor.shape) for _, tensor in ordered],
             buffer=buffer,
+            is_copy=is_copy,
         )
 
     def _next_buffer(self, size: int, device: torch.device) -> torch.Tensor:
@@ -100,5 +114,8 @@ class BucketFlattener:
         self._turn = (self._turn + 1) % len(self._buffers)
         buffer = self._buffers[self._turn]
         if buffer is None or buffer.numel() < size or buffer.device != device:
+            # The smaller one goes before the larger one comes.
+            del buffer
+            self._buffers[self._turn] = None
             buffer = self._buffers[self._turn] = torch.empty(size, dtype=torch.uint8, device=device)
         return buffer[:size]

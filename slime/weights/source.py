@@ -6,6 +6,7 @@ told when the walk is over, and leaves no other in a gather.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -87,6 +88,8 @@ class WeightSource:
                 self._transport.send(bucket)
                 sent += [name for name, _ in bucket]
                 num_bytes, num_buckets = num_bytes + sum(tensor.nbytes for _, tensor in bucket), num_buckets + 1
+                # The transport has what it still needs; the next bucket is made where this one was.
+                del bucket
             self._transport.finish()
         except EnginesFailed as error:
             failed, certain = error.failed, error.certain
@@ -97,8 +100,8 @@ class WeightSource:
             self._transport.discard()
             raise
         finally:
-            for _ in buckets:
-                pass
+            # Holds none of them while the next one is made.
+            collections.deque(buckets, maxlen=0)
         return Sent(sent, num_bytes, num_buckets, failed, certain, refusal)
 
     def settle(self) -> None:

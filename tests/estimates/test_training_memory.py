@@ -8,7 +8,14 @@ from slime.estimates.activations import Kernels, Recompute
 from slime.estimates.layout import ParallelLayout, split_into_stages
 from slime.estimates.parameters import count_parameters
 from slime.estimates.shape import ModelShape, MoeShape
-from slime.estimates.training_memory import StateBytes, TrainingSetup, push_buffers, training_memory, worst_rank
+from slime.estimates.training_memory import (
+    StateBytes,
+    TrainingSetup,
+    push_buffers,
+    received_buffers,
+    training_memory,
+    worst_rank,
+)
 
 GIB = 2**30
 QWEN3_8B = ModelShape(36, 4096, 12288, 32, 8, 128, 151936, 152064, qk_norm="head")
@@ -137,7 +144,9 @@ def test_moments_between_steps():
     half = dataclasses.replace(fp32, offloaded=0.5)
     assert training_memory(shape, setup(ParallelLayout(1), 4, half, **tiny))[0].buffers == 2 * parameters
     pushing = training_memory(shape, setup(ParallelLayout(1), 4, BF16, stream_tokens=8, push_bucket=10**7))[0]
-    assert (pushing.moment, pushing.buffers) == ("weight push", 3 * 10**7)
+    # Attention has 4 layers of (512 + 2 * 256 + 512) * 512 of the model's parameters.
+    rearranged = 4 * 1536 * 512 / parameters
+    assert (pushing.moment, pushing.buffers) == ("weight push", round(10**7 * (2 + rearranged)))
 
 
 def test_buckets_hold_gathered_tensors_of_any_stage():
@@ -146,8 +155,40 @@ def test_buckets_hold_gathered_tensors_of_any_stage():
     shape = ModelShape(4, 512, 2048, 8, 8, 64, 1024, 1024, moe=moe)
     model = count_parameters(shape).total
     bounded = setup(ParallelLayout(16, pipeline=2, expert=8), 4, push_bucket=10**9)
-    assert push_buffers(shape, bounded) == 3 * 2 * model
-    assert push_buffers(shape, dataclasses.replace(bounded, push_bucket=10**6)) == 3 * 10**6
+    # Gates and ups of an expert, twice, are more than the head: 2 * 2 * 512 * 1024 entries of two bytes.
+    assert push_buffers(shape, bounded, bounded.stages[1]) == 3 * 2 * model + 2 * 2**21
+    assert (
+        push_buffers(shape, dataclasses.replace(bounded, push_bucket=10**6), bounded.stages[0]) == 3 * 10**6 + 2 * 2**21
+    )
+    assert push_buffers(shape, dataclasses.replace(bounded, push_bucket=0), bounded.stages[0]) == 0
+
+
+@pytest.mark.parametrize(
+    "vocabulary, tied, gated, beside",
+    [
+        # 4 * 512 * 1536 of gates and ups; 2 * 512 * 1536 of an output projection.
+        (1024, False, True, 3_145_728),
+        (1024, False, False, 1_572_864),
+        (9_000, False, True, 9_000 * 512),
+        # The tied embedding comes alone, before the buckets.
+        (9_000, True, True, 3_145_728),
+    ],
+)
+def test_a_push_gathers_one_tensor_beside_its_buckets(vocabulary, tied, gated, beside):
+    shape = ModelShape(4, 512, 1536, 8, 4, 64, vocabulary, vocabulary, tied_embeddings=tied, gated_mlp=gated)
+    pushing = setup(ParallelLayout(2, tensor=2), 4, push_bucket=10**6)
+    assert push_buffers(shape, pushing, pushing.stages[0]) == 3 * 10**6 + 2 * beside
+    assert received_buffers(shape, pushing) == max(2 * 10**6, 2 * 512 * vocabulary)
+
+
+@pytest.mark.parametrize("tied, head", [(False, 2 * 512 * 20_480), (True, 0)])
+def test_the_vocabulary_is_pushed_by_the_first_stage_and_the_last(tied, head):
+    """Larger than all buckets, and than the MLP of 4 * 512 * 64 parameters; tied, the first stage alone has it."""
+    shape = ModelShape(3, 512, 64, 8, 4, 64, 20_480, 20_480, tied_embeddings=tied)
+    pushing = setup(ParallelLayout(6, tensor=2, pipeline=3), 3, push_bucket=10**6)
+    buffers = [push_buffers(shape, pushing, stage) for stage in pushing.stages]
+    layer = 3 * 10**6 + 2 * 4 * 512 * 64
+    assert buffers == [2 * 512 * 20_480, layer, max(3 * 10**6 + head, layer)]
 
 
 def test_muon_leaves_the_vocabulary_to_adam():

@@ -82,7 +82,7 @@ def make_args(checkpoint, **overrides) -> SimpleNamespace:
         "use_rollout_routing_replay": False,
         "trust_remote_code": False,
         "update_weight_transport": "nccl",
-        "update_weight_buffer_size": 1 << 20,
+        "update_weight_buffer_size": 100_000,
     }
     return SimpleNamespace(**{**values, **overrides})
 
@@ -175,7 +175,7 @@ class Trainer:
 
         def buckets(index):
             share = [name for position, name in enumerate(tensors) if position % num_sources == index]
-            return split_into_buckets([(name, tensors[name]) for name in share], 100_000)
+            return split_into_buckets([(name, tensors[name]) for name in share], args.update_weight_buffer_size)
 
         transport = TRANSPORTS[args.update_weight_transport]
         self.sources = [
@@ -387,11 +387,14 @@ def test_log_probs_tell_old_and_new_weights_apart(serving, old_model, new_model)
 # -- weights -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_sources", [1, 2])
-def test_a_push_makes_all_engines_serve_the_new_weights(serving, new_model, num_sources):
+# The smaller bucket is smaller than the embedding, which travels alone then, and larger than any other tensor.
+@pytest.mark.parametrize("num_sources, bucket, larger", [(1, 100_000, 0), (2, 100_000, 0), (1, 50_000, 1)])
+def test_a_push_makes_all_engines_serve_the_new_weights(serving, new_model, num_sources, bucket, larger):
     tensors = new_model.named_tensors()
+    assert sum(tensor.nbytes > bucket for tensor in tensors.values()) == larger
     serving.call_all("reset_weights")
-    with pushing(serving, tensors, expected=set(tensors), num_sources=num_sources) as push:
+    flags = {"update_weight_buffer_size": bucket}
+    with pushing(serving, tensors, expected=set(tensors), num_sources=num_sources, **flags) as push:
         report = push()
         assert (report.version, report.failed) == (1, {})
         assert serving.call_all("get_weight_version") == ["1", "1"]

@@ -1,3 +1,5 @@
+import weakref
+
 import torch
 
 from slime.weights.buckets import BucketFlattener, split_into_buckets
@@ -37,6 +39,24 @@ def test_buckets_are_made_lazily():
     assert seen == ["t0", "t1"]
 
 
+def test_a_bucket_that_is_full_is_not_held_while_the_next_tensor_is_made():
+    alive = []
+
+    def source():
+        made = []
+        for size in (100, 40, 60, 500, 10):
+            # Of those that were made before, as this one is made.
+            alive.append([reference() is not None for reference in made])
+            tensor = torch.zeros(size, dtype=torch.uint8)
+            made.append(weakref.ref(tensor))
+            yield str(size), tensor
+            del tensor
+
+    buckets = split_into_buckets(source(), 100)
+    assert [len(next(buckets)) for _ in range(4)] == [1, 2, 1, 1]
+    assert alive == [[], [False], [False, True], [False] * 3, [False] * 4]
+
+
 def test_flat_bucket_can_be_viewed_in_place_whatever_dtypes_meet():
     bucket = [
         ("half", torch.randn(3).to(torch.bfloat16)),
@@ -73,11 +93,14 @@ def test_a_tensor_that_is_larger_than_a_bucket_is_not_copied():
     large, small = torch.randn(4, 2).to(torch.float32), torch.randn(4)
     flat = flattener.flatten([("large", large)])
     assert flat.buffer.data_ptr() == large.data_ptr() and flat.nbytes == 32 and flat.shapes == [[4, 2]]
-    assert flattener.flatten([("small", small)]).buffer.data_ptr() != small.data_ptr()
+    assert not flat.is_copy and flat.single().equal(large)
+    copied = flattener.flatten([("small", small)])
+    assert copied.buffer.data_ptr() != small.data_ptr() and copied.is_copy and copied.single().equal(small)
     # Several tensors, and one that does not lie in one piece, have to be brought together.
     transposed = flattener.flatten([("large", large.t())])
     assert transposed.buffer.view(torch.float32).tolist() == large.t().flatten().tolist()
-    assert flattener.flatten([("a", large), ("b", large)]).nbytes == 64
+    several = flattener.flatten([("a", large), ("b", large)])
+    assert several.nbytes == 64 and several.is_copy
 
 
 def test_buffers_are_given_up():

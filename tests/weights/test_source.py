@@ -1,5 +1,7 @@
 """A rank's walk through the buckets, with a transport that carries nothing."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -64,6 +66,25 @@ def test_a_rank_that_only_helps_makes_all_buckets():
     assert source.connect([]) == {}
     source.settle()
     source.close()
+
+
+@pytest.mark.parametrize("transport", [Recording(), None], ids=["sends", "only helps"])
+def test_no_bucket_is_held_while_the_next_one_is_made(transport):
+    alive = []
+
+    def buckets():
+        references = []
+        for name in "abc":
+            alive.append([reference() is not None for reference in references])
+            tensor = torch.zeros(2)
+            references.append(weakref.ref(tensor))
+            bucket = [(name, tensor)]
+            del tensor
+            yield bucket
+            del bucket
+
+    WeightSource(buckets, transport).send(1)
+    assert alive == [[], [False], [False, False]]
 
 
 FAILED = EnginesFailed({4: "engine 4 died"}, certain=True)

@@ -210,7 +210,7 @@ def iter_stage_named_tensors(
     for chunk in _named_chunks(model_chunks):
         for name, parameter in chunk.items():
             if name in names:
-                yield from _to_hf(family, sizes, name, _gather(family.find(name)[0].layout, parameter.detach()))
+                yield from _gathered(family, sizes, name, parameter.detach())
 
 
 def convert_to_hf(
@@ -261,6 +261,16 @@ def _to_hf(family: Family, sizes: TensorSizes, name: str, whole: torch.Tensor) -
     rule, hf_names = family.find(name)
     for hf_name, tensor in zip(hf_names, rule.layout.split(whole, sizes), strict=True):
         yield hf_name, tensor.contiguous()
+
+
+def _gathered(family: Family, sizes: TensorSizes, name: str, local: torch.Tensor) -> Iterator[NamedTensor]:
+    """What the tensor-parallel parts of a parameter make together."""
+    rule, hf_names = family.find(name)
+    whole = _gather(rule.layout, local)
+    for hf_name, tensor in _to_hf(family, sizes, name, whole):
+        # One of several that share what was gathered would keep all of it as long as itself.
+        shares = whole is not local and len(hf_names) > 1 and tensor.untyped_storage().nbytes() > tensor.nbytes
+        yield hf_name, tensor.clone() if shares else tensor
 
 
 def _named_chunks(model_chunks: Iterable[torch.nn.Module]) -> list[dict[str, torch.nn.Parameter]]:

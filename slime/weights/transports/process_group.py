@@ -75,7 +75,8 @@ class ProcessGroupTransport(Transport):
 
     @classmethod
     def longest_wait(cls, args: Any) -> float:
-        return super().longest_wait(args) + _BLAMING_SECONDS
+        # For a bucket, and for a tensor larger than one that comes after it.
+        return 2 * super().longest_wait(args) + _BLAMING_SECONDS
 
     def connect(self, engines: Sequence[Receiver]) -> None:
         """Build the group; engine i takes the `num_gpus` ranks after those of the engines before it."""
@@ -118,13 +119,19 @@ class ProcessGroupTransport(Transport):
     def send(self, bucket: NamedTensors) -> None:
         flat = self._flattener.flatten(bucket)
         self._settle_bucket()
-        announcement = (flat.names, flat.dtypes, flat.shapes, self._group_name, None, "flattened_bucket", self._timeout)
+        # An engine makes room for the tensors of a flat bucket and again for the bucket. A single tensor goes as it is: an
+        # embedding may be much larger than a bucket.
+        load_format, sent = ("flattened_bucket", flat.buffer) if len(bucket) > 1 else (None, flat.single())
+        announcement = (flat.names, flat.dtypes, flat.shapes, self._group_name, None, load_format, self._timeout)
         answers = {
             engine.id: engine.handle.update_weights_from_distributed.remote(*announcement) for engine in self._engines
         }
         # The thread gets the group, which this object may give up before the broadcast begins.
         group = self._group
-        self._in_flight = (answers, Background(lambda: _broadcast(flat.buffer, group), "weight broadcast"))
+        self._in_flight = (answers, Background(lambda: _broadcast(sent, group), "weight broadcast"))
+        if not flat.is_copy:
+            # No other tensors are gathered beside one that is larger than a bucket.
+            self._settle_bucket()
 
     def finish(self) -> None:
         self._settle_bucket()
@@ -208,13 +215,13 @@ class ProcessGroupTransport(Transport):
                 self._farewells[engine.id] = engine.handle.destroy_weights_update_group.remote(self._group_name)
 
 
-def _broadcast(buffer: torch.Tensor, group: Any) -> None:
+def _broadcast(tensor: torch.Tensor, group: Any) -> None:
     import torch.distributed as dist
 
     accelerator = get_accelerator()
     # The default device belongs to a thread, and this is a new one.
-    accelerator.set_device(buffer.device.index or 0)
-    work = dist.broadcast(buffer, src=0, group=group, async_op=True)
+    accelerator.set_device(tensor.device.index or 0)
+    work = dist.broadcast(tensor, src=0, group=group, async_op=True)
     # For this collective alone: the next bucket is being gathered on the same device.
     while not work.is_completed():
         time.sleep(_POLL_SECONDS)
