@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import torch
 from slime.arguments.checkpoints import REFERENCE, TEACHER, WeightSource, other_model_states
 from slime.rehearsal.fake_device import tell_shape
 from slime.rehearsal.recorder import Recorder
-from slime.rehearsal.report import Pushed, Task
+from slime.rehearsal.report import Pushed, Saved, Task
 from slime.training.actor_rank import ActorRank
 from slime.training.critic_rank import CriticRank
 from slime.training.model_states import ModelStates, StateSchedule
@@ -49,12 +50,68 @@ class SwallowingTransport(Transport):
         self._flattener.release()
 
 
+class SwallowingWriter:
+    """Counts what would be written of a rank, by kind, and takes the host memory that Megatron-Core's writer takes for it.
+
+    Megatron-Core 0.16.1.
+
+    Args:
+        owns_optimizer: what is saved of the optimizer is this rank's, and none of its replicas'.
+
+    Attributes:
+        tensors, sizes: how many there are, and their bytes; those that replicas of the rank hold too among them.
+        written: bytes that this rank writes. Replicas that share the writing write the same number of bytes each.
+    """
+
+    def __init__(self, owns_optimizer: bool) -> None:
+        self._owns_optimizer = owns_optimizer
+        self.tensors: Counter[str] = Counter()
+        self.sizes: Counter[str] = Counter()
+        self.written: defaultdict[str, float] = defaultdict(float)
+
+    def __call__(self, state: dict[str, Any], directory: str, strategy: Any) -> None:
+        from megatron.core.dist_checkpointing.dict_utils import nested_values
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+        from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+
+        apply_factories(state)
+        shared = isinstance(strategy, FullyParallelSaveStrategyWrapper)
+        path = Path(directory)
+        kind_of_weights = f"weights of {path.name}" if path.parent.name == "states" else "weights"
+        due, taken, copies = 0.0, 0, []
+        for key, part in state.items():
+            kind = "optimizer" if key in ("optimizer", "float32_copies") else kind_of_weights
+            is_owned = kind == "optimizer" and self._owns_optimizer
+            for tensor in nested_values(part) if isinstance(part, dict) else ():
+                # Of the numbers of this copy the last one counts replicas; other ranks have its parts, or copies of them.
+                if not isinstance(tensor, ShardedTensor) or any(tensor.replica_id[:-1]):
+                    continue
+                size = tensor.data.nbytes
+                replicas = self._replicas(tensor.key) if shared and not is_owned else 1
+                written = size / replicas if replicas > 1 or tensor.replica_id[-1] == 0 else 0
+                self.tensors[kind] += 1
+                self.sizes[kind] += size
+                self.written[kind] += written
+                due += written
+                if taken < due:
+                    taken += size
+                    copies.append(_in_host_memory(tensor.data))
+
+    def _replicas(self, name: str) -> int:
+        from megatron.core import parallel_state
+
+        if ".experts." in name:
+            return parallel_state.get_expert_data_parallel_world_size()
+        return parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+
+
 class RehearsedRank(TrainRank):
     """A rank whose phases are called one by one.
 
     Attributes:
         vocabulary_columns: of its logits; 0: it has none.
         pushed: its push; None before it, and on a rank that only helps or has nothing to push.
+        saved: its part of a checkpoint; None before it, and in a run that saves none.
         not_rehearsed: what was left out, in words.
     """
 
@@ -64,8 +121,11 @@ class RehearsedRank(TrainRank):
         self._recorder = recorder
         self.not_rehearsed: list[str] = []
         self.pushed: Pushed | None = None
+        self.saved: Saved | None = None
         self.vocabulary_columns = args.padded_vocab_size // args.tensor_model_parallel_size
-        changed = {"initial_weights": self._weights(args), "update_weight_transport": _TRANSPORT}
+        changed = {"initial_weights": self._weights(args), "update_weight_transport": _TRANSPORT, "save_hf": None}
+        if args.save is not None:
+            changed["save"] = str(task.answer.with_name("checkpoints"))
         if args.use_routing_replay:
             changed["use_routing_replay"] = False
             self.not_rehearsed.append("routing replay: the layers choose their experts freely")
@@ -160,6 +220,22 @@ class RehearsedRank(TrainRank):
     def _take_step(self) -> None:
         self._train_steps(0, self._data, [])
 
+    def _save(self) -> None:
+        """A save that writes no tensors, if the run has any."""
+        from megatron.core import dist_checkpointing
+
+        from slime.backends.megatron_utils.checkpoint import writing
+
+        if self.args.save is None:
+            return
+        if self._task.args.save_hf is not None:
+            self.not_rehearsed.append("the export of --save-hf")
+        dist_checkpointing.save = writer = SwallowingWriter(self.args.use_distributed_optimizer)
+        writing.save_generators = lambda directory: None
+        self.save(0)
+        written = {kind: round(size) for kind, size in writer.written.items()}
+        self.saved = Saved(dict(writer.tensors), dict(writer.sizes), written, self._recorder.host_peak or None)
+
 
 class RehearsedActor(RehearsedRank, ActorRank):
     """A rank of the actor."""
@@ -177,6 +253,7 @@ class RehearsedActor(RehearsedRank, ActorRank):
             "first step": self._take_first_step,
             "step": self._take_step,
             "push": self._push,
+            "save": self._save,
         }
 
     def brought(self) -> Iterable[str]:
@@ -234,6 +311,7 @@ class RehearsedCritic(RehearsedRank, CriticRank):
             "values": lambda: self._data.update(forward_values(self.args, self.backend, self._data)),
             "first step": self._take_first_step,
             "step": self._take_step,
+            "save": self._save,
         }
 
     def brought(self) -> Iterable[str]:
@@ -242,6 +320,14 @@ class RehearsedCritic(RehearsedRank, CriticRank):
 
 # By the role in their arguments.
 RANKS: dict[str, type[RehearsedRank]] = {"actor": RehearsedActor, "critic": RehearsedCritic}
+
+
+def _in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """As the writer takes it before it writes: of a view there is then a second copy."""
+    if tensor.device.type != "cpu":
+        return tensor.detach().cpu()
+    is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
+    return tensor.detach().clone() if is_view else tensor
 
 
 def _shape_alone(directory: SafetensorsDirectory, name: str) -> torch.Tensor:

@@ -79,6 +79,7 @@ def _rehearse(task: Task, make: Callable[[Task, Recorder], RehearsedRank] | None
         pushed=rehearsed.pushed,
         not_rehearsed=rehearsed.not_rehearsed,
         failure=failure,
+        saved=rehearsed.saved,
     )
 
 

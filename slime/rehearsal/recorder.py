@@ -7,7 +7,8 @@ collectives at once, and notes of each phase
 - waits of the host for the device, by file and line: values read, and copies between host and device that block;
 - collectives by group, with their bytes;
 - places whose shapes depend on values, as in an index of booleans: there the host waits too, and all elements are taken;
-- storages as they come and go, from which the peak of live bytes follows by kind, when kinds are known at the end.
+- storages as they come and go, from which the peak of live bytes follows by kind, when kinds are known at the end;
+- host memory that comes in the phase "save".
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Recorder(TorchDispatchMode):
         waits: per phase, how often the host waited for the device, by "what at file:line".
         collectives: per phase and (group, collective), [how many, bytes].
         data_dependent: places whose shapes depend on values.
+        host_peak: most bytes of host memory at once in the phase "save", beside what was there; 0 where it is the device's.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -50,6 +52,9 @@ class Recorder(TorchDispatchMode):
         self.collectives: dict[str, dict[tuple[str, str], list[int]]] = collections.defaultdict(dict)
         self.data_dependent: collections.Counter[str] = collections.Counter()
         self._chosen: int | None = None
+        self.host_peak = self._host_bytes = self._host_before = 0
+        # Addresses of storages.
+        self._on_host: set[int] = set()
         self._live: dict[int, int] = {}
         # (phase, number of the storage, bytes that come or go)
         self._events: list[tuple[str, int, int]] = []
@@ -60,6 +65,7 @@ class Recorder(TorchDispatchMode):
     def during(self, phase: str) -> Iterator[None]:
         """What happens in the block belongs to `phase`."""
         before, self.phase = self.phase, phase
+        self._host_before = self._host_bytes
         try:
             yield
         finally:
@@ -95,9 +101,15 @@ class Recorder(TorchDispatchMode):
 
     def note_storage(self, tensor: torch.Tensor) -> int | None:
         """The number of the tensor's storage, which is live from now on; None where it is not on the device."""
-        if tensor.device.type != self._device_type:
-            return None
         storage = tensor.untyped_storage()
+        if tensor.device.type != self._device_type:
+            if tensor.device.type == "cpu" and storage._cdata not in self._on_host:
+                self._on_host.add(storage._cdata)
+                self._host_bytes += storage.nbytes()
+                if self.phase == "save":
+                    self.host_peak = max(self.host_peak, self._host_bytes - self._host_before)
+                weakref.finalize(storage, self._gone_from_host, storage._cdata, storage.nbytes())
+            return None
         address = storage._cdata
         number = self._live.get(address)
         if number is None:
@@ -114,7 +126,8 @@ class Recorder(TorchDispatchMode):
 
         Args:
             kinds: of storages, by number. Of the others, those that are as wide as `columns`, the rank's part of the
-                vocabulary, are "logits", what is made in the phase "push" is "push", and what is left "activations".
+                vocabulary, are "logits", what is made in the phases "push" and "save" goes by their names, and what is left is
+                "activations".
         """
         live: collections.Counter[str] = collections.Counter()
         best: dict[str, tuple[int, dict[str, int]]] = {}
@@ -130,7 +143,7 @@ class Recorder(TorchDispatchMode):
         return {phase: {kind: size for kind, size in at.items() if size} for phase, (_, at) in best.items()}
 
     def _kind(self, number: int, phase: str, columns: int) -> str:
-        if phase in ("push", "data"):
+        if phase in ("push", "data", "save"):
             return phase
         return "logits" if self._columns[number] == (columns,) else "activations"
 
@@ -138,6 +151,10 @@ class Recorder(TorchDispatchMode):
         if self._live.get(address) == number:
             del self._live[address]
         self._events.append((self.phase, number, -size))
+
+    def _gone_from_host(self, address: int, size: int) -> None:
+        self._on_host.discard(address)
+        self._host_bytes -= size
 
     def _value(self, tensor: torch.Tensor) -> Any:
         constant = getattr(tensor, "constant", None)

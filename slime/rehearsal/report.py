@@ -59,9 +59,24 @@ class Pushed:
 
 
 @dataclass(frozen=True)
+class Saved:
+    """What a checkpoint gets of a rank. By kind, which is "weights", "optimizer" or "weights of STATE":
+
+    tensors, sizes: how many, and their bytes; those that replicas of the rank hold too among them.
+    written: bytes that this rank writes; replicas that share the writing write the same number each.
+    host: most bytes of host memory at once that it takes; None: host memory is the device's.
+    """
+
+    tensors: dict[str, int]
+    sizes: dict[str, int]
+    written: dict[str, int]
+    host: int | None
+
+
+@dataclass(frozen=True)
 class Rehearsed:
     """What a rank did; plain values, by phase: "model", "load", "data", "log-probs" (of a critic "values"), "first step",
-    "step" and "push".
+    "step", "push" and "save".
 
     Attributes:
         seconds: that the rehearsal took.
@@ -72,6 +87,7 @@ class Rehearsed:
         data_dependent: places whose shapes depend on values.
         pushed: its push; None: it made none.
         not_rehearsed: what was left out, in words.
+        saved: its part of a checkpoint; None: none was saved.
     """
 
     rank: int
@@ -84,15 +100,18 @@ class Rehearsed:
     pushed: Pushed | None
     not_rehearsed: list[str]
     failure: Failure | None
+    saved: Saved | None = None
 
 
 @dataclass(frozen=True)
 class Planned:
-    """Bytes that the plan has for a rank: in a step by kind, at the moment `moment`; and in a push for its buckets."""
+    """Bytes that the plan has for a rank: in a step by kind, at the moment `moment`; in a push for its buckets; and on the host
+    while it saves a checkpoint."""
 
     step: dict[str, int]
     push: int
     moment: str
+    save: int = 0
 
 
 @dataclass(frozen=True)
@@ -154,6 +173,8 @@ def _rank(report: RankReport) -> Iterator[str]:
     if result.pushed is not None:
         yield f"  weight push: {_many(len(result.pushed.names), 'tensor')} in {_many(result.pushed.buckets, 'bucket')}"
         yield from _memory({"push": result.peaks["push"].get("push", 0)}, {"push": report.planned.push})
+    if result.saved is not None:
+        yield from _saved(result.saved, result.peaks["save"].get("save", 0), report.planned.save)
     yield "  operations launched"
     yield from (f"    {count:>9,}  {phase}" for phase, count in result.operations.items())
     for phase, waits in result.waits.items():
@@ -173,6 +194,17 @@ def _rank(report: RankReport) -> Iterator[str]:
     if result.not_rehearsed:
         yield "  not rehearsed"
         yield from (f"    {line}" for line in result.not_rehearsed)
+
+
+def _saved(saved: Saved, on_device: int, planned: int) -> Iterator[str]:
+    yield f"  checkpoint: {_bytes(sum(saved.written.values()))} are written by this rank"
+    for kind, count in saved.tensors.items():
+        size, written = _bytes(saved.sizes[kind]), saved.written[kind]
+        share = f", of which it writes {_bytes(written)}" if written != saved.sizes[kind] else ""
+        yield f"    {count:>9,}  {size:>10}  {kind}{share}"
+    if saved.host is not None:
+        yield _compared("on the device", on_device, 0, False)
+        yield _compared("on the host", saved.host, planned, True)
 
 
 def _memory(rehearsed: dict[str, int], planned: dict[str, int]) -> Iterator[str]:

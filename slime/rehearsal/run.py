@@ -19,7 +19,7 @@ from slime.models.families import ALL
 from slime.plan.batch import plan_batch
 from slime.plan.memory import planned_critic
 from slime.plan.setup import parallel_layout, planned_sample, shape_of, tokens_of_stream, training_setup
-from slime.rehearsal.report import Failure, Planned, Pushed, RankReport, Rehearsed, Task, render
+from slime.rehearsal.report import Failure, Planned, Pushed, RankReport, Rehearsed, Saved, Task, render
 from slime.rehearsal.stand_in import StandIn, find_or_build
 from slime.utils.errors import RunError, UserError
 from slime.weights.verification import NamesDiffer, PushedNames
@@ -114,12 +114,9 @@ def rehearse_rank(
             said = ended.stdout.decode(errors="replace").strip().splitlines()
             raise RunError(f"the rehearsal of rank {rank} failed: {said[-1] if said else f'status {ended.returncode}'}")
         answer = json.loads(task.answer.read_text())
-    failure, pushed = answer.pop("failure"), answer.pop("pushed")
-    return Rehearsed(
-        **answer,
-        failure=None if failure is None else Failure(**failure),
-        pushed=None if pushed is None else Pushed(**pushed),
-    )
+    for name, kind in {"failure": Failure, "pushed": Pushed, "saved": Saved}.items():
+        answer[name] = kind(**answer[name]) if answer[name] is not None else None
+    return Rehearsed(**answer)
 
 
 def micro_batches(args: argparse.Namespace, layout: ParallelLayout) -> list[list[tuple[int, int]]]:
@@ -240,7 +237,7 @@ def _parts(memory: RankMemory, push: int) -> Planned:
         "activations": memory.activations + memory.buffers,
         "logits": memory.logits,
     }
-    return Planned(step, push, memory.moment)
+    return Planned(step, push, memory.moment, memory.saving)
 
 
 def _left_out(
@@ -259,6 +256,6 @@ def _left_out(
         yield "the choice of experts: every expert gets equally many tokens"
         yield "kernels for all experts of a rank at once, and DeepEP: experts work one after the other, after an all-to-all"
     yield "values: no loss, no overflow, no skipped step; what depends on them goes its usual way"
-    yield "saving a checkpoint"
+    yield "the file system that a checkpoint is written to"
     yield "what CUDA, NCCL and the allocator take beside the tensors"
     yield from (f"what the run would refuse: {note}" for note in args.plan_notes)

@@ -42,6 +42,25 @@ def test_peak_is_the_most_that_lived_at_once(monkeypatch):
     assert peaks["step"] == {"weights": KIB, "activations": 6 * KIB}
 
 
+def test_a_save_takes_memory_on_both_sides(monkeypatch):
+    with recording(monkeypatch) as recorder:
+        with recorder.during("step"):
+            before = torch.zeros(512)
+        with recorder.during("save"):
+            before.view(2, 256)
+            one = floats(256).cpu()
+            view = one[:128]
+            two = torch.zeros(512)
+            del one, two
+            three = torch.zeros(256)
+            gathered = floats(512)
+            del three, view, gathered
+        peaks = recorder.peaks({}, columns=0)
+        del before
+    assert recorder.host_peak == 3 * KIB
+    assert peaks["save"] == {"save": 2 * KIB}
+
+
 def test_logits_are_known_by_their_width_and_a_push_by_its_phase(monkeypatch):
     with recording(monkeypatch) as recorder:
         with recorder.during("step"):

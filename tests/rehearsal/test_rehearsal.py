@@ -83,9 +83,10 @@ def waits_of(result, phase="step"):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_step_of_every_layout_goes_through(arguments, stand_in, layout):
+def test_a_step_of_every_layout_goes_through(arguments, stand_in, tmp_path, layout):
     streams = ["--rollout-max-context-len", "512", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096"]
-    args = arguments(*LAYOUTS[layout], *streams, "--transformer-impl", "local")
+    saves = ["--save", str(tmp_path), "--save-interval", "1"]
+    args = arguments(*LAYOUTS[layout], *streams, *saves, "--transformer-impl", "local")
     result = rehearsed(args, stand_in)
     kinds = result.peaks["step"]
     # Float32 gradients of bfloat16 weights; three float32 numbers of each weight in the optimizer, divided over replicas.
@@ -100,13 +101,20 @@ def test_a_step_of_every_layout_goes_through(arguments, stand_in, layout):
     assert result.data_dependent == {}
     # The head is a matrix of its own, and all fits into one bucket.
     assert (len(result.pushed.names), result.pushed.buckets) == (25, 1)
+    # Replicas write a share each of the weights, whose buffers are padded on the device; of the optimizer a rank writes whole
+    # tensors of its own.
+    saved = result.saved
+    assert saved.sizes["weights"] == pytest.approx(kinds["weights"], rel=0.03)
+    assert saved.written["weights"] == round(saved.sizes["weights"] / replicas)
+    assert saved.written["optimizer"] == saved.sizes["optimizer"]
+    assert list(tmp_path.iterdir()) == []
     assert result.not_rehearsed == []
 
 
 @pytest.mark.parametrize("layout", STAGES)
-def test_stages_of_a_pipeline_together_are_the_model(arguments, stand_in, directory, layout):
+def test_stages_of_a_pipeline_together_are_the_model(arguments, stand_in, directory, tmp_path, layout):
     model = "deep and tied" if "tied" in layout else "model"
-    args = arguments(*STAGES[layout], model=model)
+    args = arguments(*STAGES[layout], "--save", str(tmp_path), "--save-interval", "1", model=model)
     cut = parallel_layout(args)
     # Samples enough that a wait for each of them would show.
     batches = [[(16, 8)] * 4] * len(micro_batches(args, cut))
@@ -116,13 +124,22 @@ def test_stages_of_a_pipeline_together_are_the_model(arguments, stand_in, direct
     pushed = [name for result in results for name in result.pushed.names]
     assert sorted(pushed) == sorted(names)
     held = [result.peaks["step"]["weights"] for result in results]
-    planned = [of_stage.step["weights"] for of_stage in run._planned(args, cut, len(batches))]
+    planned = [of_stage.step["weights"] for of_stage in run.planned(args, cut, len(batches))]
     # Buckets are padded.
     assert held == pytest.approx(planned, rel=0.03)
     assert all(result.peaks["step"]["gradients"] == 2 * weights for result, weights in zip(results, held, strict=True))
     assert [result.data_dependent for result in results] == [{}, {}]
+    # A copy of the embedding on the last stage is not written. Of a weight there are 2 bytes, and 12 of its optimizer.
+    copy = [0, 256 * HIDDEN * 2 if "tied" in layout else 0]
+    saved = [result.saved.sizes for result in results]
+    assert [of_stage["weights"] for of_stage in saved] == [of - tied for of, tied in zip(planned, copy, strict=True)]
+    assert [of_stage["optimizer"] for of_stage in saved] == [6 * of_stage["weights"] for of_stage in saved]
     if stand_in.library is None:
         return
+    # All that is written is on the host first, and beside it a tensor that is put together.
+    for result, of_stage in zip(results, run.planned(args, cut, len(batches)), strict=True):
+        assert result.saved.host == pytest.approx(sum(result.saved.written.values()), rel=0.1)
+        assert of_stage.save == pytest.approx(result.saved.host, rel=0.1)
     # Of a message its shape is sent first, which the receiver reads; sender and receiver wait for both to be there. Nothing
     # else depends on the pipeline: the first stage has no loss that could wait.
     waits = [sum_by_what(result.waits["step"]) for result in results]
@@ -233,6 +250,8 @@ def test_without_a_library_the_tensors_are_of_the_cpu(arguments):
     args = arguments("--tensor-model-parallel-size", "2", "--sequence-parallel")
     result = rehearsed(args, StandIn(None, "nothing can be built"))
     assert result.waits == {}
+    # The run saves nothing.
+    assert result.saved is None and result.not_rehearsed == []
     assert result.peaks["step"]["gradients"] == 2 * result.peaks["step"]["weights"]
 
 

@@ -1,5 +1,5 @@
 from slime.estimates.layout import RankPlace
-from slime.rehearsal.report import Failure, Planned, Pushed, RankReport, Rehearsed, apart, render
+from slime.rehearsal.report import Failure, Planned, Pushed, RankReport, Rehearsed, Saved, apart, render
 
 GIB = 2**30
 BATCHES = [[(6000, 5000), (2192, 1000)]] * 2
@@ -27,7 +27,7 @@ def report(*roles, **changes):
             **changes,
         }
     )
-    planned = Planned({"weights": 2 * GIB, "activations": 4 * GIB}, GIB, "loss")
+    planned = Planned({"weights": 2 * GIB, "activations": 4 * GIB}, GIB, "loss", 2 * GIB)
     place = RankPlace(3, 0, 0, 0, 0, 0)
     return render([RankReport(role, place, BATCHES, result, planned) for role in roles], "", ("saving",)).splitlines()
 
@@ -52,6 +52,19 @@ def test_waits_are_those_of_the_loop_most_frequent_first():
     ]
     assert not any("a.py:1" in line for line in lines)
     assert "            5     3.0 MiB  allreduce over tensor_model_parallel" in lines
+
+
+def test_a_checkpoint_stands_with_what_the_rank_writes_of_it():
+    sizes, written = {"weights": 4 * GIB, "optimizer": 2 * GIB}, {"weights": GIB, "optimizer": 2 * GIB}
+    saved = Saved({"weights": 310, "optimizer": 1}, sizes, written, 3 * GIB)
+    lines = report("actor", saved=saved, pushed=None, peaks={"save": {"weights": 9, "save": GIB}})
+    start = lines.index("  checkpoint: 3.0 GiB are written by this rank")
+    assert lines[start + 1 : start + 5] == [
+        "          310     4.0 GiB  weights, of which it writes 1.0 GiB",
+        "            1     2.0 GiB  optimizer",
+        "    on the device                 1.0 GiB            -",
+        "    on the host                   3.0 GiB      2.0 GiB   apart by 50%",
+    ]
 
 
 def test_what_was_left_out_and_what_stopped_is_named():
