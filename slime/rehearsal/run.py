@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slime.arguments.config_files.role_config import CRITIC, critic_args
+from slime.arguments.hf_config import spelling
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.training_memory import RankMemory, push_buffers, training_memory
 from slime.models.families import ALL
@@ -28,10 +29,12 @@ from slime.weights.verification import NamesDiffer, PushedNames
 # are added to what is there.
 _MICRO_BATCHES = 2
 _RANK_SECONDS = 1800.0
+# What has no other way than Transformer Engine's; the rehearsal says where it goes without.
+_NEED_KERNELS = {"optimizer_cpu_offload": False, "use_precision_aware_optimizer": False, "fp8": None}
 # Kernels of Transformer Engine, Apex and DeepEP do not go through fake tensors.
 WITHOUT_KERNELS = {
     "transformer_impl": "local", "moe_grouped_gemm": False, "moe_permute_fusion": False, "moe_router_fusion": False,
-    "moe_token_dispatcher_type": "alltoall",
+    "moe_token_dispatcher_type": "alltoall", **_NEED_KERNELS,
 }  # fmt: skip
 # Of a sample whose prompt no flag limits.
 _PROMPT_SHARE = 8
@@ -47,7 +50,7 @@ def show_rehearsal(args: argparse.Namespace) -> None:
     _require_rehearsable(args)
     stand_in = find_or_build()
     reports = []
-    left_out: dict[str, None] = {}
+    left_out = {f"{spelling(name)}: the rehearsal goes without": None for name in _NEED_KERNELS if vars(args)[name]}
     for of_role in _roles(args):
         layout = parallel_layout(of_role)
         ranks = _ranks(of_role, layout)

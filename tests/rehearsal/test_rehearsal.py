@@ -255,6 +255,13 @@ def test_without_a_library_the_tensors_are_of_the_cpu(arguments):
     assert result.peaks["step"]["gradients"] == 2 * result.peaks["step"]["weights"]
 
 
+def test_it_goes_without_what_needs_transformer_engine_and_says_so(arguments, capsys):
+    show_rehearsal(arguments("--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--fp8-format", "e4m3"))
+    text = capsys.readouterr().out
+    for flag in ("--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--fp8-format"):
+        assert f"{flag}: the rehearsal goes without" in text
+
+
 def test_what_does_not_fit_stops_it_and_is_named(arguments, stand_in, capsys):
     args = arguments("--custom-pg-loss-reducer-function-path", "tests.rehearsal.test_rehearsal.reducer_on_the_host")
     with pytest.raises(RunError, match="rank 0 stopped in the phase first step"):
