@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import multiprocessing
 import os
 import time
@@ -280,22 +281,11 @@ class TrainGroup:
 
 
 class ActorCritic(TrainGroup):
-    """The actor's ranks, with a critic's beside them.
+    """The actor's ranks, which are what the arguments speak of, with a critic's beside them on the same devices."""
 
-    Args:
-        places: (bundle index, device id) per rank, for both models.
-        actor_cls: class of the actor's ranks, or the path of one; None takes the trainer's own.
-    """
-
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        group: PlacementGroup,
-        places: Sequence[tuple[int, int]],
-        actor_cls: type | str | None = None,
-    ) -> None:
-        super().__init__(args, group, places, actor_cls)
-        self._critic = _CriticGroup(critic_args(args), group, places, _CRITIC_RANK)
+    @functools.cached_property
+    def _critic(self) -> _CriticGroup:
+        return _CriticGroup(critic_args(self._args), self._group, self._places, _CRITIC_RANK)
 
     @property
     def starting(self) -> list[ray.ObjectRef]:

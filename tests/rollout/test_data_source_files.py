@@ -1,35 +1,10 @@
 """Custom data sources: what is asked of them."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from slime.rollout.data_source_files import check_methods, prompts_per_epoch
 from slime.utils.errors import UserError
-
-
-def make_args(**changes):
-    values = {
-        "data_source_path": "my.Source",
-        "n_samples_per_prompt": 2,
-        "save": None,
-        "num_rollout": 2,
-        "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
-        "rollout_batch_size": 2,
-        "over_sampling_batch_size": 2,
-        "dynamic_sampling_filter_path": None,
-    }
-    return SimpleNamespace(**{**values, **changes})
-
-
-class Flat:
-    """Gives what it was made with."""
-
-    def __init__(self, entries):
-        self.entries = entries
-
-    def get_samples(self, num_samples):
-        return self.entries[:num_samples]
+from tests.support.models.data_sources import Flat, make_args
 
 
 def test_missing_methods_are_reported_at_the_start():

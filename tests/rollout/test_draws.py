@@ -6,7 +6,6 @@ import json
 import pickle
 import threading
 import weakref
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,30 +15,7 @@ from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBu
 from slime.rollout.draws import DataSourceSnapshots, draw_groups, give_back
 from slime.utils.errors import RunError, UserError
 from slime.utils.types import Sample
-
-
-def make_args(**changes):
-    values = {
-        "data_source_path": "my.Source",
-        "n_samples_per_prompt": 2,
-        "save": None,
-        "num_rollout": 2,
-        "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
-        "rollout_batch_size": 2,
-        "over_sampling_batch_size": 2,
-        "dynamic_sampling_filter_path": None,
-    }
-    return SimpleNamespace(**{**values, **changes})
-
-
-class Flat:
-    """Gives what it was made with."""
-
-    def __init__(self, entries):
-        self.entries = entries
-
-    def get_samples(self, num_samples):
-        return self.entries[:num_samples]
+from tests.support.models.data_sources import Flat, make_args
 
 
 def test_plain_prompts_become_numbered_groups_of_independent_copies():

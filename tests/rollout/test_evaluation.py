@@ -15,27 +15,17 @@ from slime.rollout.evaluation import eval_rollout, finished_prompts
 from slime.utils.errors import RunError, UserError
 from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs
 from slime.utils.http_utils import close_http_client
-from slime.utils.misc import SingletonMeta
-from tests.support.models.rollout_args import make_args, make_checkpoint
+from tests.support.models.rollout_args import make_args
 from tests.support.processes.clocks import LeapingLoop, run_in_no_time
-from tests.support.processes.fake_generate_server import FakeGenerateServer
 
 # Only ever reached by a test that fails.
 LIMIT_S = 200.0
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
 @pytest.fixture
-def server():
-    SingletonMeta.clear_instances()
+def server(server):
     evaluation.clear_dataset_cache()
-    with FakeGenerateServer() as running:
-        yield running
-    SingletonMeta.clear_instances()
+    yield server
     evaluation.clear_dataset_cache()
 
 

@@ -18,28 +18,9 @@ from slime.utils.http_utils import HttpError, close_http_client
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample, failed_and_masked
 from tests.support.models.rollout_args import CONTEXT_LENGTH, VOCAB_SIZE, make_args
+from tests.support.models.rollout_steps import params, plugin, run
 
 Status = Sample.Status
-
-
-def run(coroutine):
-    async def main():
-        try:
-            return await coroutine
-        finally:
-            await close_http_client()
-
-    return asyncio.run(main())
-
-
-def params(args):
-    return dict(GenerateState(args).sampling_params)
-
-
-def plugin(tmp_path, source):
-    file = tmp_path / "plugin.py"
-    file.write_text("import asyncio\nfrom slime.utils.types import Sample\n" + source)
-    return f"{file}:fn"
 
 
 def test_default_generation_takes_tokens_and_log_probs_from_the_engine(server, checkpoint):
@@ -297,101 +278,6 @@ def test_hooks_run_on_every_leaf_before_the_reward(server, checkpoint, tmp_path)
         run(generate_and_rm(args, Sample(index=0, prompt="p"), params(args)))
 
 
-def test_r14_a_reward_that_never_returns_fails_the_sample_after_a_second_attempt(server, checkpoint, tmp_path):
-    path = plugin(
-        tmp_path,
-        "async def fn(args, sample, **kwargs):\n    args.asked.append(sample.response)\n    await asyncio.Event().wait()\n",
-    )
-    args = make_args(checkpoint, server.port, custom_rm_path=path, rm_timeout=0.05)
-    args.asked = []
-    sample = run(generate_and_rm(args, Sample(index=4, prompt="p"), params(args)))
-    assert sample.status is Status.FAILED
-    assert "no reward for sample 4 within --rm-timeout 0.05 s, asked twice" in sample.metadata["fail_reason"]
-    assert len(server.requests) == 1, "what was generated is there; only its reward is asked for again"
-    assert args.asked == [sample.response] * 2
-    assert sample.remove_sample
-
-
-RAISING = "def fn(args, sample, *arguments):\n    raise KeyError('no entry')\n"
-RAISING_FOR_GROUPS = "def fn(args, samples, evaluation):\n    raise KeyError('no entry')\n"
-FAULTS = {
-    "a generate function": ("custom_generate_function_path", RAISING),
-    "one for groups": ("custom_generate_function_path", RAISING_FOR_GROUPS),
-    "a reward": ("custom_rm_path", RAISING),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_with_fault_tolerance_a_function_that_raises_fails_its_samples_and_not_the_run(
-    server, checkpoint, tmp_path, fault
-):
-    flag, program = FAULTS[fault]
-    args = make_args(checkpoint, server.port, **{flag: plugin(tmp_path, program)})
-    prompts = [Sample(index=index, prompt="p") for index in (4, 5)]
-    with pytest.raises(UserError, match="raised KeyError for sample"):
-        run(generate_and_rm_group(args, prompts, params(args)))
-    args.use_fault_tolerance = True
-    for sample in run(generate_and_rm_group(args, prompts, params(args))):
-        assert (sample.status, sample.remove_sample, sample.reward) == (Status.FAILED, True, 0.0)
-        assert "raised KeyError for sample" in sample.metadata["fail_reason"]
-
-
-def test_with_fault_tolerance_a_request_that_is_refused_fails_its_sample(server, checkpoint):
-    args = make_args(checkpoint, 9, http_max_retries=1)
-    with pytest.raises(HttpError):
-        run(generate_and_rm(args, Sample(index=4, prompt="p"), params(args)))
-    args.use_fault_tolerance = True
-    sample = run(generate_and_rm(args, Sample(index=4, prompt="p"), params(args)))
-    assert sample.status is Status.FAILED and "failed: ClientConnectorError" in sample.metadata["fail_reason"]
-
-
-def test_a_reward_that_comes_at_the_second_attempt_is_taken(server, checkpoint, tmp_path):
-    path = plugin(
-        tmp_path,
-        "async def fn(args, sample, **kwargs):\n"
-        "    args.asked += 1\n    if args.asked == 1:\n        await asyncio.Event().wait()\n    return 0.5\n",
-    )
-    args = make_args(checkpoint, server.port, custom_rm_path=path, rm_timeout=0.05)
-    args.asked = 0
-    sample = run(generate_and_rm(args, Sample(index=4, prompt="p"), params(args)))
-    assert (sample.reward, sample.status, sample.remove_sample) == (0.5, Status.COMPLETED, False)
-    assert len(server.requests) == 1
-
-
-def test_leaves_of_a_fan_out_without_a_reward_fail_together(server, checkpoint, tmp_path):
-    (tmp_path / "both.py").write_text(
-        "import asyncio, copy\nfrom slime.utils.types import Sample\n"
-        "async def generate(args, sample, sampling_params):\n"
-        "    parts = [copy.deepcopy(sample) for _ in range(2)]\n"
-        "    for part in parts:\n"
-        "        part.append_response_tokens(args, tokens=[5], log_probs=[-1.0])\n"
-        "        part.status = Sample.Status.COMPLETED\n"
-        "    return parts\n"
-        "async def reward(args, samples):\n    await asyncio.Event().wait()\n"
-    )
-    args = make_args(
-        checkpoint, server.port, custom_generate_function_path=f"{tmp_path}/both.py:generate",
-        custom_rm_path=f"{tmp_path}/both.py:reward", rm_timeout=0.05,
-    )  # fmt: skip
-    entry = run(generate_and_rm(args, Sample(index=4, prompt="p"), params(args)))
-    assert [(leaf.status, leaf.remove_sample, leaf.response_length) for leaf in entry] == [(Status.FAILED, True, 1)] * 2
-
-
-def test_r14_a_plain_reward_that_never_returns_does_not_block_the_loop(server, checkpoint, tmp_path):
-    path = plugin(tmp_path, "import threading\ndef fn(args, sample):\n    threading.Event().wait(20)\n")
-    args = make_args(checkpoint, server.port, custom_rm_path=path, rm_timeout=0.05)
-    sample = run(generate_and_rm(args, Sample(index=4, prompt="p"), params(args)))
-    assert sample.status is Status.FAILED
-
-
-def test_r14_a_generate_function_that_never_returns_fails_the_sample(server, checkpoint, tmp_path):
-    path = plugin(tmp_path, "async def fn(args, sample, sampling_params):\n    await asyncio.Event().wait()\n")
-    args = make_args(checkpoint, server.port, custom_generate_function_path=path, http_request_timeout=0.1)
-    sample = run(generate_and_rm(args, Sample(index=4, prompt="p"), params(args)))
-    assert sample.status is Status.FAILED
-    assert "did not return within --http-request-timeout 0.1 s" in sample.metadata["fail_reason"]
-
-
 def test_r9_group_grading_reaches_the_leaves_of_fan_outs(server, checkpoint, tmp_path):
     (tmp_path / "both.py").write_text(
         "import copy\nfrom slime.utils.types import Sample\n"
@@ -427,17 +313,6 @@ def test_an_aborted_sibling_leaves_the_whole_execution_ungraded(server, checkpoi
     args = make_args(checkpoint, server.port, custom_generate_function_path=path)
     entry = run(generate_and_rm(args, Sample(index=0, prompt="p"), params(args)))
     assert [sample.reward for sample in entry] == [None, None]
-
-
-@pytest.mark.parametrize("kind", ["custom_generate_function_path", "custom_rm_path"])
-def test_a_raising_user_function_stops_with_flag_path_sample_and_traceback(server, checkpoint, tmp_path, kind):
-    path = plugin(tmp_path, "async def fn(args, sample, *rest, **kwargs):\n    raise KeyError('lost key')\n")
-    args = make_args(checkpoint, server.port, **{kind: path})
-    with pytest.raises(UserError) as info:
-        run(generate_and_rm_group(args, [Sample(index=i, prompt="p") for i in (8, 9)], params(args)))
-    message = str(info.value)
-    assert f"--{kind.replace('_', '-')} {path} raised KeyError for sample" in message
-    assert "line 4, in fn" in message and "lost key" in message
 
 
 def test_engines_are_asked_for_the_experts_that_the_sample_does_not_have(server, checkpoint, monkeypatch):

@@ -6,7 +6,6 @@ import threading
 import numpy as np
 import pytest
 
-from slime.rollout import sglang_rollout
 from slime.rollout.base_types import leaves
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.sglang_rollout import generate_rollout, generate_rollout_async
@@ -442,64 +441,6 @@ def test_failed_samples_are_counted_and_too_many_stop_the_run(server, checkpoint
         run_step(args, CountingDataSource(2))
 
 
-def test_the_step_reports_what_it_waits_for(server, checkpoint, monkeypatch):
-    monkeypatch.setattr(sglang_rollout, "REPORT_AFTER_S", 0.01)
-    server.hold = lambda payload: True
-    told = []
-
-    def info(text, *values):
-        line = text % values
-        if "0 of 2 groups; waiting for 2 more" in line and "group 0, group 1" in line:
-            told.append(line)
-            server.release()
-
-    monkeypatch.setattr(sglang_rollout.logger, "info", info)
-    run_step(make_args(checkpoint, server.port), CountingDataSource(2))
-    assert told
-
-
-@pytest.mark.parametrize("which", ["data source", "filter"])
-def test_a_data_source_or_a_filter_that_hangs_is_told_of(server, checkpoint, monkeypatch, caplog, tmp_path, which):
-    monkeypatch.setattr(sglang_rollout, "REPORT_AFTER_S", 0.01)
-    caplog.set_level("INFO")
-    args, source = make_args(checkpoint, server.port), CountingDataSource(2)
-    expected = "; waiting for get_samples of tests.support.models.rollout_args.CountingDataSource"
-    if which == "filter":
-        path = plugin(tmp_path, "def fn(args, samples):\n    args.hang()\n    return True\n")
-        args.dynamic_sampling_filter_path = path
-        expected = f"; waiting for --dynamic-sampling-filter-path {path}"
-    told = threading.Event()
-    monkeypatch.setattr(
-        sglang_rollout.logger, "info", lambda text, *values: told.set() if expected in text % values else None
-    )
-
-    def hang():
-        assert told.wait(60), "nothing is said while it hangs"
-
-    args.hang = hang
-    draw = source.get_samples
-    if which == "data source":
-        source.get_samples = lambda size: hang() or draw(size)
-    assert len(run_step(args, source).samples) == 2
-
-
-def test_a_filter_that_drops_everything_is_reported_while_groups_finish(
-    server, checkpoint, monkeypatch, caplog, tmp_path
-):
-    monkeypatch.setattr(sglang_rollout, "REPORT_AFTER_S", 0.0)
-    caplog.set_level("INFO")
-    path = plugin(
-        tmp_path,
-        "from slime.rollout.filter_hub.base_types import DynamicFilterOutput\n"
-        "def fn(args, samples):\n    return DynamicFilterOutput(False, 'zero_std_0.0')\n",
-    )
-    args = make_args(checkpoint, server.port, dynamic_sampling_filter_path=path)
-    with pytest.raises(UserError, match="only 1 can still be had .0 kept, 5 dropped by the filter"):
-        run_step(args, CountingDataSource(2, limit=6))
-    assert "rollout 0: 0 of 2 groups; waiting for" in caplog.text
-    assert "; the filter dropped 3 (zero_std_0.0: 3)" in caplog.text
-
-
 def test_samples_that_failed_and_were_dropped_by_the_filter_stop_the_run(server, checkpoint, tmp_path):
     filter_path = plugin(tmp_path, "def never(args, samples):\n    return False\n", name="never")
     reward = "async def fn(args, sample):\n    await asyncio.Event().wait()\n"
@@ -522,60 +463,6 @@ def test_the_state_is_reset_after_success_and_failure(server, checkpoint):
     with pytest.raises(UserError):
         run_step(args, CountingDataSource(2, limit=1))
     assert (state.remaining_batch_size, state.aborted, state.pendings) == (0, False, set())
-
-
-def test_samples_are_shown_at_the_first_rollout_and_after_every_interval(server, checkpoint, caplog):
-    caplog.set_level("INFO")
-    args = make_args(checkpoint, server.port, log_samples_interval=3)
-    source = CountingDataSource(2)
-    for rollout_id in range(2, 9):
-        run_step(args, source, rollout_id)
-    shown = [message.partition(" sample:")[0] for message in caplog.messages if " sample: " in message]
-    assert shown == [f"rollout {rollout_id}, {which}" for rollout_id in (2, 5, 8) for which in ("first", "last")]
-
-
-@pytest.mark.parametrize("interval, due", [(1, [0, 1, 2]), (0, [])])
-def test_samples_are_shown_always_or_never(checkpoint, interval, due):
-    state = GenerateState(make_args(checkpoint, log_samples_interval=interval))
-    assert [rollout_id for rollout_id in range(3) if state.shows_samples("rollouts", rollout_id)] == due
-
-
-def test_tasks_that_end_with_a_failed_step_are_not_told(server, checkpoint, caplog, tmp_path):
-    """The error is; a line about every group that it took along would bury it."""
-    path = plugin(
-        tmp_path,
-        """
-async def fn(args, sample, sampling_params):
-    if sample.index == 3:
-        raise KeyError("lost")
-    await asyncio.Event().wait()
-""",
-    )
-    args = make_args(checkpoint, server.port, custom_generate_function_path=path)
-    with pytest.raises(UserError, match="KeyError"):
-        run_step(args, CountingDataSource(2))
-    assert [record.getMessage() for record in caplog.records if record.levelname != "DEBUG"] == []
-
-
-def test_groups_that_fail_alike_are_told_in_one_line(server, checkpoint, caplog, tmp_path):
-    path = plugin(
-        tmp_path,
-        """
-waiting = asyncio.Event()
-async def fn(args, sample, sampling_params):
-    if sample.index < 7:
-        await waiting.wait()
-    waiting.set()
-    raise KeyError(f"lost {sample.index}")
-""",
-    )
-    args = make_args(
-        checkpoint, server.port, custom_generate_function_path=path, rollout_batch_size=4, over_sampling_batch_size=4
-    )
-    with pytest.raises(UserError, match="KeyError"):
-        run_step(args, CountingDataSource(2))
-    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert len(told) == 1 and "3 other groups failed as well, group 0 first: " in told[0]
 
 
 @pytest.mark.parametrize("during", ["get_samples", "add_samples"])

@@ -5,7 +5,6 @@ import json
 import logging
 import pickle
 import threading
-from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,57 +23,12 @@ from slime.utils.http_utils import (
     post_generate,
     trust_engine_urls,
 )
-
-
-def make_args(**overrides):
-    values = {
-        "sglang_server_concurrency": 4,
-        "rollout_num_engines": 2,
-        "http_request_timeout": 10.0,
-        "http_control_timeout": 10.0,
-        "http_max_retries": 3,
-        "router_api_key": None,
-        "sglang_router_ip": None,
-        "sglang_router_port": None,
-    }
-    return SimpleNamespace(**{**values, **overrides})
+from tests.support.processes.http_server import answering, forget_everything, make_args, serving
 
 
 @pytest.fixture(autouse=True)
-def short_delay(monkeypatch):
-    monkeypatch.setattr(http_utils, "RETRY_DELAY_S", 0.01)
-    monkeypatch.setattr(http_utils, "_settings", http_utils.HttpSettings())
-    monkeypatch.setattr(http_utils, "_engine_origins", set())
-    monkeypatch.setattr(http_utils, "_supplies", {})
-    monkeypatch.setattr(http_utils, "_SUPPLY_POLL_SECONDS", 0.01)
-
-
-@asynccontextmanager
-async def serving(handler):
-    app = web.Application()
-    app.router.add_route("*", "/{tail:.*}", handler)
-    runner = web.AppRunner(app, shutdown_timeout=0.2)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-    finally:
-        await close_http_client()
-        await runner.cleanup()
-
-
-def answering(statuses, seen=None):
-    """A handler that answers with these statuses in turn, then 200."""
-    remaining = list(statuses)
-
-    async def handler(request):
-        if seen is not None:
-            seen.append(request)
-        status = remaining.pop(0) if remaining else 200
-        return web.json_response({"status": status}, status=status)
-
-    return handler
+def new_client(monkeypatch):
+    forget_everything(monkeypatch)
 
 
 def test_post_sends_json_and_parses_the_answer():
@@ -250,155 +204,6 @@ def test_all_attempts_of_a_request_bear_one_id_and_no_two_requests_the_same():
             await post(url, {})
             await post(url, {})
         assert len(seen) == 4 and seen[0] == seen[1] == seen[2] != seen[3]
-
-    asyncio.run(main())
-
-
-class Supply:
-    """Engines as requests see them. A failed request leaves it open whether one has died, until the test says so."""
-
-    def __init__(self):
-        self.served, self.dead, self.decided, self.doubts = True, 0, True, []
-
-    def is_serving(self):
-        return self.served
-
-    def is_decided(self):
-        return self.decided
-
-    def deaths(self):
-        return self.dead
-
-    def doubt_all(self, cause):
-        self.doubts.append(cause)
-
-
-def test_a_request_waits_for_an_engine_before_its_first_attempt():
-    async def main():
-        seen, supply = [], Supply()
-        supply.served = False
-        async with serving(answering([], seen)) as url:
-            http_utils.set_engine_supply(url, supply)
-            waiting = asyncio.create_task(post(f"{url}/generate", {}, max_retries=1))
-            await asyncio.sleep(0.1)
-            assert seen == [] and not waiting.done()
-            supply.served = True
-            assert await waiting == {"status": 200}
-
-    asyncio.run(main())
-
-
-def test_a_request_does_not_wait_for_what_becomes_of_a_doubted_engine_while_it_has_not_failed():
-    """It may compile for minutes, and others serve."""
-
-    async def main():
-        supply = Supply()
-        supply.decided = False
-        async with serving(answering([], [])) as url:
-            http_utils.set_engine_supply(url, supply)
-            assert await asyncio.wait_for(post(f"{url}/generate", {}), 5) == {"status": 200}
-
-    asyncio.run(main())
-
-
-def test_an_attempt_that_an_engine_took_into_its_death_does_not_count():
-    async def main():
-        seen, supply = [], Supply()
-
-        def doubt_all(cause):
-            supply.doubts.append(cause)
-            supply.decided = False
-
-        supply.doubt_all = doubt_all
-        async with serving(answering([502, 502, 500, 500], seen)) as url:
-            http_utils.set_engine_supply(url, supply)
-            request = asyncio.create_task(post(f"{url}/generate", {}, max_retries=2))
-            for number in (1, 2):
-                await asyncio.sleep(0.15)
-                assert len(seen) == len(supply.doubts) == number, "it waits until it is known what became of the engine"
-                assert "answered 502" in supply.doubts[-1]
-                supply.dead, supply.decided = number, True
-            for _ in range(2):
-                await asyncio.sleep(0.15)
-                supply.decided = True  # nobody died of these
-            with pytest.raises(HttpError, match=r"answered 500.*\(2 attempts\)"):
-                await request
-            assert len(seen) == 4
-
-    asyncio.run(main())
-
-
-def test_a_request_that_outlives_several_engines_fails_and_is_named():
-    async def main():
-        seen, supply = [], Supply()
-
-        async def handler(request):
-            seen.append(request.headers["X-Request-Id"])
-            supply.dead += 1
-            request.transport.close()
-
-        async with serving(handler) as url:
-            http_utils.set_engine_supply(url, supply)
-            with pytest.raises(HttpError) as error:
-                await post(f"{url}/generate", {}, max_retries=60)
-            assert len(seen) == http_utils.SURVIVED_ENGINES
-            assert f"request {seen[0]} was under way when engines died, 5 times" in str(error.value)
-
-    asyncio.run(main())
-
-
-def test_an_engine_that_dies_while_a_request_waits_for_its_slot_is_not_outlived_by_it():
-    async def main():
-        supply, started, may_end = Supply(), asyncio.Event(), asyncio.Event()
-
-        async def handler(request):
-            if await request.json() == "first":
-                started.set()
-                await may_end.wait()
-                return web.json_response({})
-            return web.json_response({}, status=500)
-
-        init_http_client(make_args(sglang_server_concurrency=1, rollout_num_engines=1))
-        async with serving(handler) as url:
-            http_utils.set_engine_supply(url, supply)
-            first = asyncio.create_task(post(url, "first"))
-            await started.wait()
-            second = asyncio.create_task(post(url, "second", max_retries=1))
-            await asyncio.sleep(0.1)
-            supply.dead += 1
-            may_end.set()
-            await first
-            with pytest.raises(HttpError, match=r"answered 500.*\(1 attempts\)"):
-                await second
-            assert len(supply.doubts) == 1
-
-    asyncio.run(main())
-
-
-def test_a_request_waits_no_longer_than_it_may_take():
-    async def main():
-        supply = Supply()
-        supply.served = False
-        async with serving(answering([], [])) as url:
-            init_http_client(make_args(http_request_timeout=0.1))
-            http_utils.set_engine_supply(url, supply)
-            with pytest.raises(HttpError, match=r"no engine served requests for 0.1 s \(--http-request-timeout\)"):
-                await post(f"{url}/generate", {})
-
-    asyncio.run(main())
-
-
-def test_only_requests_to_its_own_router_ask_the_supply():
-    async def main():
-        supply = Supply()
-        supply.served = False
-        http_utils.set_engine_supply("http://127.0.0.1:1", supply)
-        async with serving(answering([], [])) as url:
-            assert await post(url, {}) == {"status": 200}
-            http_utils.set_engine_supply(url, supply)
-            assert await get(url) == await post_control(url) == {"status": 200}, "an abort must not wait for an engine"
-            http_utils.set_engine_supply(url, None)
-            assert await post(url, {}) == {"status": 200}
 
     asyncio.run(main())
 

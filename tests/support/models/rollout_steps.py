@@ -1,9 +1,9 @@
-"""Whole steps of the default loop, for tests: run one, and read what it handed out and gave back."""
+"""Whole steps of the default loop, and parts of one, for tests: run them, and read what they handed out and gave back."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,23 @@ def run_step(
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(main())
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a part of a step, on a loop of its own."""
+
+    async def main() -> Any:
+        try:
+            return await coroutine
+        finally:
+            await close_http_client()
+
+    return asyncio.run(main())
+
+
+def params(args: Any) -> dict[str, Any]:
+    """The sampling parameters of a rollout."""
+    return dict(GenerateState(args).sampling_params)
 
 
 def prompt_number(server_payload: dict[str, Any], args: Any) -> int:

@@ -1,0 +1,30 @@
+"""What is asked of data sources: the arguments that say it, and a source that does as little as one may."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+
+def make_args(**changes: Any) -> SimpleNamespace:
+    values = {
+        "data_source_path": "my.Source",
+        "n_samples_per_prompt": 2,
+        "save": None,
+        "num_rollout": 2,
+        "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
+        "rollout_batch_size": 2,
+        "over_sampling_batch_size": 2,
+        "dynamic_sampling_filter_path": None,
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+class Flat:
+    """Gives what it was made with."""
+
+    def __init__(self, entries: list[Any]) -> None:
+        self.entries = entries
+
+    def get_samples(self, num_samples: int) -> list[Any]:
+        return self.entries[:num_samples]

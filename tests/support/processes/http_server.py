@@ -1,0 +1,68 @@
+"""A local server for the HTTP client: what it answers, the client's arguments, and a client as in a new process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from slime.utils import http_utils
+from slime.utils.http_utils import close_http_client
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def make_args(**overrides: Any) -> SimpleNamespace:
+    values = {
+        "sglang_server_concurrency": 4,
+        "rollout_num_engines": 2,
+        "http_request_timeout": 10.0,
+        "http_control_timeout": 10.0,
+        "http_max_retries": 3,
+        "router_api_key": None,
+        "sglang_router_ip": None,
+        "sglang_router_port": None,
+    }
+    return SimpleNamespace(**{**values, **overrides})
+
+
+def forget_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the client into its first state, with short delays, until the test ends."""
+    monkeypatch.setattr(http_utils, "RETRY_DELAY_S", 0.01)
+    monkeypatch.setattr(http_utils, "_settings", http_utils.HttpSettings())
+    monkeypatch.setattr(http_utils, "_engine_origins", set())
+    monkeypatch.setattr(http_utils, "_supplies", {})
+    monkeypatch.setattr(http_utils, "_SUPPLY_POLL_SECONDS", 0.01)
+
+
+@asynccontextmanager
+async def serving(handler: Handler) -> AsyncIterator[str]:
+    """The URL of a server that answers with `handler`."""
+    app = web.Application()
+    app.router.add_route("*", "/{tail:.*}", handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.2)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+    finally:
+        await close_http_client()
+        await runner.cleanup()
+
+
+def answering(statuses: Iterable[int], seen: list[web.Request] | None = None) -> Handler:
+    """A handler that answers with these statuses in turn, then 200."""
+    remaining = list(statuses)
+
+    async def handler(request):
+        if seen is not None:
+            seen.append(request)
+        status = remaining.pop(0) if remaining else 200
+        return web.json_response({"status": status}, status=status)
+
+    return handler

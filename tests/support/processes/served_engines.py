@@ -1,0 +1,162 @@
+"""Two real engines and the router in front of them under their owner, and a trainer of one process that pushes to them."""
+
+import contextlib
+import functools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import requests
+
+from slime.arguments import build_parser
+from slime.observability.waiting import wait_for_all
+from slime.serving.owner import ServingOwner
+from tests.support.oracles.log_probs import response_of
+from tests.support.processes.waiting import wait_until
+
+API_KEY = "key-of-this-test-run"
+# An integer with a suffix, a list of integers, JSON, a text that only sglang can read, a switch turned off.
+TYPED_FLAGS = (
+    "--sglang-max-total-tokens", "16Ki", "--sglang-gc-threshold", "701", "11", "12",
+    "--sglang-default-chat-template-kwargs", '{"enable_thinking": false}',
+    "--sglang-cuda-graph-config", '{"decode": {"backend": "disabled"}}', "--no-sglang-dllm-fdfo",
+    "--sglang-served-model-name", "tiny",
+)  # fmt: skip
+PROMPT = [5, 9, 77, 200, 31, 8, 90, 3]
+
+
+def typed_server_flags() -> dict[str, Any]:
+    """What the parser makes of `TYPED_FLAGS`."""
+    args = build_parser().parse_args(["--rollout-batch-size", "1", *TYPED_FLAGS])
+    return {name: value for name, value in vars(args).items() if value is not None and name.startswith("sglang_")}
+
+
+def make_args(checkpoint: str | Path, **overrides: Any) -> SimpleNamespace:
+    values = {
+        "hf_checkpoint": str(checkpoint),
+        "log_level": "INFO",
+        "seed": 1,
+        "num_gpus_per_node": 2,
+        "rollout_num_gpus": 2,
+        "sglang_config": None,
+        "prefill_num_servers": None,
+        "sglang_router_ip": None,
+        # Nobody pushes by the owner's order here: what the engines loaded counts.
+        "has_trainer": False,
+        "use_fault_tolerance": False,
+        "rollout_health_check_interval": 30.0,
+        "rollout_health_check_timeout": 30.0,
+        "rollout_health_check_first_wait": 0.0,
+        "rollout_num_gpus_per_engine": 1,
+        "router_api_key": API_KEY,
+        "router_policy": "round_robin",
+        "distributed_timeout_minutes": 1,
+        "engine_start_timeout": 300.0,
+        "engine_load_timeout": 60.0,
+        "http_control_timeout": 60.0,
+        "sglang_enable_deterministic_inference": True,
+        "sglang_pp_size": None,
+        "sglang_tp_size": None,
+        "fp16": False,
+        "use_rollout_routing_replay": False,
+        "trust_remote_code": False,
+        "update_weight_transport": "nccl",
+        "update_weight_buffer_size": 100_000,
+    }
+    return SimpleNamespace(**{**values, **overrides})
+
+
+class Serving:
+    """Router and engines under their owner; `engines` are those of the start, also when they are dead."""
+
+    def __init__(self, args, log_dir, placement_group) -> None:
+        self.args, self.log_dir, self.placement_group = args, log_dir, placement_group
+        self.owner = ServingOwner(args, placement_group, [(0, 0), (1, 1)], log_dir)
+        self.router = self.owner.start()
+        self.engines: list[Any] = []
+        self.urls: list[str] = []
+
+    def wait_ready(self) -> None:
+        self.owner.wait_ready()
+        self.engines = self.owner.engines().handles
+        self.urls = self.call_all("url")
+
+    def checksums(self) -> dict[int, dict[str, str]]:
+        return dict(enumerate(self.call_all("weights_checksum")))
+
+    def call_all(self, method, *arguments) -> list[Any]:
+        return wait_for_all([getattr(engine, method).remote(*arguments) for engine in self.engines], method, 120)
+
+
+def post(url, payload, key=API_KEY):
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return requests.post(url, json=payload, headers=headers, timeout=300)
+
+
+def mean_difference(answer, model) -> float:
+    tokens, log_probs = response_of(answer)
+    assert len(tokens) == 24
+    reference = model.log_probs(PROMPT, tokens)
+    return sum(abs(a - b) for a, b in zip(log_probs, reference, strict=True)) / len(tokens)
+
+
+def server_tree(pid: int) -> list[psutil.Process]:
+    server = psutil.Process(pid)
+    return [server, *server.children(recursive=True)]
+
+
+def wait_until_ended(processes):
+    wait_until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes))
+
+
+class Trainer:
+    """One process that is all sources of a push: each sends its share of `tensors`."""
+
+    def __init__(self, args, tensors, expected=None, num_sources=1, version=0):
+        from slime.weights.buckets import split_into_buckets
+        from slime.weights.source import WeightSource
+        from slime.weights.transports import TRANSPORTS
+
+        def buckets(index):
+            share = [name for position, name in enumerate(tensors) if position % num_sources == index]
+            return split_into_buckets([(name, tensors[name]) for name in share], args.update_weight_buffer_size)
+
+        transport = TRANSPORTS[args.update_weight_transport]
+        self.sources = [
+            WeightSource(functools.partial(buckets, index), transport(args, index, num_sources), expected)
+            for index in range(num_sources)
+        ]
+        self.expected, self.version = expected, version
+
+    def open_weight_push(self):
+        from slime.weights.push import Opening
+
+        return Opening(len(self.sources), self.version, self.expected)
+
+    def connect_engines(self, source, engines):
+        return self.sources[source].connect(engines)
+
+    def send_weights(self, source, version):
+        return self.sources[source].send(version)
+
+    def weights_pushed(self, version):
+        for source in self.sources:
+            source.settle()
+
+
+@contextlib.contextmanager
+def pushing(serving, tensors, expected=None, num_sources=1, version=0, **flags):
+    """A function that pushes `tensors` to all engines and returns the report."""
+    from slime.weights.push import WeightPush
+    from slime.weights.transports import Receiver
+
+    args = SimpleNamespace(**{**vars(serving.args), **flags})
+    receivers = [Receiver(index, engine, 1, index) for index, engine in enumerate(serving.engines)]
+    trainer = Trainer(args, tensors, expected, num_sources, version)
+    pushes = WeightPush(args, trainer)
+    try:
+        yield lambda engines=receivers: pushes.push(engines)
+    finally:
+        for source in trainer.sources:
+            source.close()

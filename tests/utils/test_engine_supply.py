@@ -1,0 +1,170 @@
+"""Requests that outlive engines: the client and whoever replaces the engines that die."""
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from slime.utils import http_utils
+from slime.utils.http_utils import (
+    HttpError,
+    get,
+    init_http_client,
+    post,
+    post_control,
+)
+from tests.support.processes.http_server import answering, forget_everything, make_args, serving
+
+
+@pytest.fixture(autouse=True)
+def new_client(monkeypatch):
+    forget_everything(monkeypatch)
+
+
+class Supply:
+    """Engines as requests see them. A failed request leaves it open whether one has died, until the test says so."""
+
+    def __init__(self):
+        self.served, self.dead, self.decided, self.doubts = True, 0, True, []
+
+    def is_serving(self):
+        return self.served
+
+    def is_decided(self):
+        return self.decided
+
+    def deaths(self):
+        return self.dead
+
+    def doubt_all(self, cause):
+        self.doubts.append(cause)
+
+
+def test_a_request_waits_for_an_engine_before_its_first_attempt():
+    async def main():
+        seen, supply = [], Supply()
+        supply.served = False
+        async with serving(answering([], seen)) as url:
+            http_utils.set_engine_supply(url, supply)
+            waiting = asyncio.create_task(post(f"{url}/generate", {}, max_retries=1))
+            await asyncio.sleep(0.1)
+            assert seen == [] and not waiting.done()
+            supply.served = True
+            assert await waiting == {"status": 200}
+
+    asyncio.run(main())
+
+
+def test_a_request_does_not_wait_for_what_becomes_of_a_doubted_engine_while_it_has_not_failed():
+    """It may compile for minutes, and others serve."""
+
+    async def main():
+        supply = Supply()
+        supply.decided = False
+        async with serving(answering([], [])) as url:
+            http_utils.set_engine_supply(url, supply)
+            assert await asyncio.wait_for(post(f"{url}/generate", {}), 5) == {"status": 200}
+
+    asyncio.run(main())
+
+
+def test_an_attempt_that_an_engine_took_into_its_death_does_not_count():
+    async def main():
+        seen, supply = [], Supply()
+
+        def doubt_all(cause):
+            supply.doubts.append(cause)
+            supply.decided = False
+
+        supply.doubt_all = doubt_all
+        async with serving(answering([502, 502, 500, 500], seen)) as url:
+            http_utils.set_engine_supply(url, supply)
+            request = asyncio.create_task(post(f"{url}/generate", {}, max_retries=2))
+            for number in (1, 2):
+                await asyncio.sleep(0.15)
+                assert len(seen) == len(supply.doubts) == number, "it waits until it is known what became of the engine"
+                assert "answered 502" in supply.doubts[-1]
+                supply.dead, supply.decided = number, True
+            for _ in range(2):
+                await asyncio.sleep(0.15)
+                supply.decided = True  # nobody died of these
+            with pytest.raises(HttpError, match=r"answered 500.*\(2 attempts\)"):
+                await request
+            assert len(seen) == 4
+
+    asyncio.run(main())
+
+
+def test_a_request_that_outlives_several_engines_fails_and_is_named():
+    async def main():
+        seen, supply = [], Supply()
+
+        async def handler(request):
+            seen.append(request.headers["X-Request-Id"])
+            supply.dead += 1
+            request.transport.close()
+
+        async with serving(handler) as url:
+            http_utils.set_engine_supply(url, supply)
+            with pytest.raises(HttpError) as error:
+                await post(f"{url}/generate", {}, max_retries=60)
+            assert len(seen) == http_utils.SURVIVED_ENGINES
+            assert f"request {seen[0]} was under way when engines died, 5 times" in str(error.value)
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_dies_while_a_request_waits_for_its_slot_is_not_outlived_by_it():
+    async def main():
+        supply, started, may_end = Supply(), asyncio.Event(), asyncio.Event()
+
+        async def handler(request):
+            if await request.json() == "first":
+                started.set()
+                await may_end.wait()
+                return web.json_response({})
+            return web.json_response({}, status=500)
+
+        init_http_client(make_args(sglang_server_concurrency=1, rollout_num_engines=1))
+        async with serving(handler) as url:
+            http_utils.set_engine_supply(url, supply)
+            first = asyncio.create_task(post(url, "first"))
+            await started.wait()
+            second = asyncio.create_task(post(url, "second", max_retries=1))
+            await asyncio.sleep(0.1)
+            supply.dead += 1
+            may_end.set()
+            await first
+            with pytest.raises(HttpError, match=r"answered 500.*\(1 attempts\)"):
+                await second
+            assert len(supply.doubts) == 1
+
+    asyncio.run(main())
+
+
+def test_a_request_waits_no_longer_than_it_may_take():
+    async def main():
+        supply = Supply()
+        supply.served = False
+        async with serving(answering([], [])) as url:
+            init_http_client(make_args(http_request_timeout=0.1))
+            http_utils.set_engine_supply(url, supply)
+            with pytest.raises(HttpError, match=r"no engine served requests for 0.1 s \(--http-request-timeout\)"):
+                await post(f"{url}/generate", {})
+
+    asyncio.run(main())
+
+
+def test_only_requests_to_its_own_router_ask_the_supply():
+    async def main():
+        supply = Supply()
+        supply.served = False
+        http_utils.set_engine_supply("http://127.0.0.1:1", supply)
+        async with serving(answering([], [])) as url:
+            assert await post(url, {}) == {"status": 200}
+            http_utils.set_engine_supply(url, supply)
+            assert await get(url) == await post_control(url) == {"status": 200}, "an abort must not wait for an engine"
+            http_utils.set_engine_supply(url, None)
+            assert await post(url, {}) == {"status": 200}
+
+    asyncio.run(main())
