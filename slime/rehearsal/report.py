@@ -17,7 +17,7 @@ GIB = 2**30
 _APART = 0.10
 _KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "data", "push")
 # Those of the loop, in which the host should not wait and ranks talk.
-_PHASES = ("log-probs", "values", "step", "push")
+_PHASES = ("log-probs", "values", "step", "metrics", "push")
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -76,7 +76,7 @@ class Saved:
 @dataclass(frozen=True)
 class Rehearsed:
     """What a rank did; plain values, by phase: "model", "load", "data", "log-probs" (of a critic "values"), "first step",
-    "step", "push" and "save".
+    "step", "metrics" (of the rollout), "push" and "save".
 
     Attributes:
         seconds: that the rehearsal took.

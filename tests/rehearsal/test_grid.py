@@ -63,6 +63,8 @@ PASS = {
     # The worst tokens are shown.
     "mismatch metrics": 1,
 }
+# The numbers of all metrics, and their sums over ranks, with the copies of these.
+OF_ROLLOUT = 3
 # How many of the kept tokens are this rank's: rows and columns, in every pass over a micro-batch.
 TOP_P = 2
 
@@ -99,7 +101,7 @@ def rehearse(tmp_path_factory):
 
 
 def assert_waits(result, on_cuda, role, micro_batches):
-    """In every objective's pass and step, those of the tables."""
+    """In every objective's pass and step, and for the metrics of the rollout, those of the tables."""
     name_of_pass = "log-probs" if role == "actor" else "values"
     objectives, _ = ROLES[role]
     found = {
@@ -114,6 +116,8 @@ def assert_waits(result, on_cuda, role, micro_batches):
         expected[f"{name_of_pass}: {objective}"] = once + (PASS.get(objective, 0) if role == "actor" else 0)
         # In both directions.
         expected[f"step: {objective}"] = 2 * once + STEP.get(objective, USUAL)
+        if role == "actor":
+            expected[f"metrics: {objective}"] = OF_ROLLOUT
     assert {p: n for p, n in found.items() if n} == {p: n for p, n in expected.items() if n and on_cuda}
     # Which of the kept tokens are a rank's is no number that the host could know.
     assert {place.partition(":")[0] for place in result.data_dependent} <= {"slime/training/keep_set.py"}

@@ -217,6 +217,28 @@ def test_experts_get_equally_many_tokens(arguments, stand_in, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "cut",
+    [
+        [],
+        ["--expert-model-parallel-size", "8"],
+        ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-model-parallel-size", "4"],
+        ["--context-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "4"],
+    ],
+)
+def test_experts_go_through_however_they_are_cut(arguments, stand_in, tmp_path, cut):
+    """Whole, one for each rank, in halves, and in a pipeline."""
+    directory = write_config(tmp_path / "experts", **{**MIXTURE, "num_experts": 8})
+    args = arguments("--hf-checkpoint", str(directory), "--random-init", "--actor-num-gpus-per-node", "8", *cut)
+    args = argparse.Namespace(**{**vars(args), **run.WITHOUT_KERNELS})
+    result = rehearse_rank(args, 7, [[(64, 40)]] * 2, stand_in)
+    assert result.failure is None, result.failure.trace
+    planned = run._planned(args, parallel_layout(args), 2)[-1].step
+    assert result.peaks["step"]["weights"] == pytest.approx(planned["weights"], rel=0.02)
+    assert result.peaks["step"]["gradients"] == 2 * result.peaks["step"]["weights"]
+
+
+@pytest.mark.slow
 def test_prediction_layers_go_through(arguments, stand_in, tmp_path):
     write_tiny_mimo(tmp_path)
     args = arguments("--hf-checkpoint", str(tmp_path), "--enable-mtp-training", "--context-parallel-size", "2")

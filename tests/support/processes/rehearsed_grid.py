@@ -32,8 +32,9 @@ def rank_of_grid(task: Task, recorder: Recorder) -> RehearsedRank:
     class RankOfGrid(RANKS[task.args.role]):
         def phases(self) -> dict[str, Callable[[], None]]:
             usual, run = super().phases(), self.args
-            pass_ = "log-probs" if task.args.role == "actor" else "values"
-            phases = {name: usual[name] for name in ("model", "load", "data", pass_, "first step")}
+            name_of_pass = "log-probs" if task.args.role == "actor" else "values"
+            of_each = [name for name in (name_of_pass, "step", "metrics") if name in usual]
+            phases = {name: usual[name] for name in ("model", "load", "data", name_of_pass, "first step")}
 
             def begin(objective: str, changes: dict[str, Any]) -> Callable[[], None]:
                 def make() -> None:
@@ -48,7 +49,7 @@ def rank_of_grid(task: Task, recorder: Recorder) -> RehearsedRank:
 
             for objective, changes in objectives.items():
                 phases[f"data: {objective}"] = begin(objective, changes)
-                phases |= {f"{name}: {objective}": usual[name] for name in (pass_, "step")}
+                phases |= {f"{name}: {objective}": usual[name] for name in of_each}
             return phases
 
     return RankOfGrid(task, recorder)
