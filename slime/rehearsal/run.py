@@ -185,16 +185,16 @@ def _require_layout(args: argparse.Namespace) -> None:
         "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout is not None,
         "--moe-expert-capacity-factor": bool(args.num_experts) and args.moe_expert_capacity_factor is not None,
     }
-    planned = {
+    not_built = {
         "--multi-latent-attention": args.multi_latent_attention,
         f"--spec {' '.join(args.spec or ())}": any(
             not family.is_trained and args.spec is not None and family.layer_spec == ".".join(args.spec)
             for family in ALL
         ),
     }
-    for flag, is_asked_for in {**not_yet, **planned}.items():
+    for flag, is_asked_for in {**not_yet, **not_built}.items():
         if is_asked_for:
-            why = "its layers are planned and not built" if flag in planned else "it cannot be rehearsed"
+            why = "its layers are planned and not built" if flag in not_built else "it cannot be rehearsed"
             raise UserError(f"--rehearse with {flag}: {why} yet; leave one of them out")
 
 

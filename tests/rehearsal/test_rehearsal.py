@@ -233,7 +233,7 @@ def test_experts_go_through_however_they_are_cut(arguments, stand_in, tmp_path, 
     args = argparse.Namespace(**{**vars(args), **run.WITHOUT_KERNELS})
     result = rehearse_rank(args, 7, [[(64, 40)]] * 2, stand_in)
     assert result.failure is None, result.failure.trace
-    planned = run._planned(args, parallel_layout(args), 2)[-1].step
+    planned = run.planned(args, parallel_layout(args), 2)[-1].step
     assert result.peaks["step"]["weights"] == pytest.approx(planned["weights"], rel=0.02)
     assert result.peaks["step"]["gradients"] == 2 * result.peaks["step"]["weights"]
 
