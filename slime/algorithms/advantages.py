@@ -39,7 +39,15 @@ from functools import partial
 
 import torch
 
-from slime.algorithms.reduction import require_equal_lengths, scan_steps, step_masks, trained_tokens
+from slime.algorithms.reduction import (
+    flat,
+    per_token,
+    require_equal_lengths,
+    scan_steps,
+    step_masks,
+    trained_tokens,
+    true_until,
+)
 
 Tensors = Sequence[torch.Tensor]
 
@@ -100,10 +108,8 @@ def grpo_advantages(
     """One float32 tensor [response_lengths[i]] per sample, filled with rewards[i]; on `device` (default: that of rewards)."""
     if isinstance(rewards, torch.Tensor):
         device = rewards.device if device is None else device
-    return [
-        torch.full((int(length),), reward, dtype=torch.float32, device=device)
-        for reward, length in zip(_reward_numbers(rewards, response_lengths), response_lengths, strict=True)
-    ]
+    lengths = [int(length) for length in response_lengths]
+    return _split(_rewards_per_token(rewards, lengths, device), lengths)
 
 
 @torch.no_grad()
@@ -114,12 +120,11 @@ def token_rewards(
 
     `kl`, `loss_masks`: one tensor [R_i] per sample. Raises ValueError if counts or lengths differ.
     """
-    return [
-        torch.where(trained, _penalty(sample_kl, kl_coef), 0.0) + reward * _is_last(trained)
-        for reward, sample_kl, trained in zip(
-            _reward_numbers(rewards, kl), kl, trained_tokens(loss_masks, kl), strict=True
-        )
-    ]
+    penalty, trained, lengths = _penalties(rewards, kl, loss_masks, kl_coef)
+    counts, until = true_until(trained, lengths)
+    is_last = trained & (until == per_token(counts, lengths))
+    rewarded = penalty + _rewards_per_token(rewards, lengths, trained.device) * is_last
+    return _split(rewarded, lengths)
 
 
 def ppo_advantages(
@@ -140,9 +145,10 @@ def ppo_advantages(
     lengths differ.
     """
     require_equal_lengths(values=values, kl=kl)
-    trained = trained_tokens(loss_masks, values)
+    trained, lengths = trained_tokens(loss_masks, values), [len(row) for row in values]
     # A masked token that takes a step brings its value along, and one that is no number would spoil all that came before.
-    values = [torch.where(mask | row.isfinite(), row, 0.0) for mask, row in zip(trained, values, strict=True)]
+    of_tokens = flat(values)
+    values = _split(torch.where(flat(trained).bool() | of_tokens.isfinite(), of_tokens, 0.0), lengths)
     steps = step_masks(trained, count_masked_tokens)
     shaped = token_rewards(rewards, kl, loss_masks, kl_coef)
     return _gae(shaped, values, steps, partial(chunked_gae, gamma=gamma, lambd=lambd))
@@ -177,12 +183,8 @@ def get_reinforce_plus_plus_baseline_advantages(
 
     `rewards`: less their group's mean already. There is no recursion, so any equal parts of responses do.
     """
-    return [
-        torch.where(trained, reward + _penalty(sample_kl, kl_coef), 0.0)
-        for reward, sample_kl, trained in zip(
-            _reward_numbers(rewards, kl), kl, trained_tokens(loss_masks, kl), strict=True
-        )
-    ]
+    penalty, trained, lengths = _penalties(rewards, kl, loss_masks, kl_coef)
+    return _split(torch.where(trained, _rewards_per_token(rewards, lengths, trained.device) + penalty, 0.0), lengths)
 
 
 def get_grpo_returns(rewards: Sequence[float] | torch.Tensor, kl: Tensors) -> list[torch.Tensor]:
@@ -236,27 +238,39 @@ def _gae(
     if not shaped:
         return [], []
     advantages, returns = scan_steps(gae, [shaped, values], steps)
-    return advantages, [
-        torch.where(step, tokens, sample_values.float())
-        for step, tokens, sample_values in zip(steps, returns, values, strict=True)
-    ]
+    returns = torch.where(flat(steps), flat(returns), flat(values).float())
+    return advantages, _split(returns, [len(step) for step in steps])
 
 
-def _penalty(kl: torch.Tensor, kl_coef: float) -> torch.Tensor:
+def _penalties(
+    rewards: Sequence[float] | torch.Tensor, kl: Tensors, loss_masks: Tensors, kl_coef: float
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """−kl_coef·kl at trained tokens, 0 at the others, float32, and which these are, both over the tokens of all responses; and
+    how long each is."""
+    _require_a_reward_each(rewards, kl)
+    trained = flat(trained_tokens(loss_masks, kl)).bool()
     # Without weight not even an infinite KL counts.
-    return torch.zeros_like(kl, dtype=torch.float32) if kl_coef == 0 else -kl_coef * kl.float()
+    weighted = torch.where(trained, -kl_coef * flat(kl).float(), 0.0) if kl_coef else torch.zeros_like(trained).float()
+    return weighted, trained, [len(tokens) for tokens in kl]
 
 
-def _is_last(trained: torch.Tensor) -> torch.Tensor:
-    """Float 1 at the last True of a mask [R], else 0."""
-    trained_from_here = trained.flip(0).cumsum(0).flip(0)
-    return (trained & (trained_from_here == 1)).float()
+def _rewards_per_token(
+    rewards: Sequence[float] | torch.Tensor, lengths: list[int], device: torch.device | str | None
+) -> torch.Tensor:
+    """The reward of its response at every token, float32 [sum of the lengths]."""
+    _require_a_reward_each(rewards, lengths)
+    if not isinstance(rewards, torch.Tensor):
+        rewards = torch.tensor([float(reward) for reward in rewards], dtype=torch.float32)
+    return per_token(rewards.detach().to(device, torch.float32, non_blocking=True), lengths)
 
 
-def _reward_numbers(rewards: Sequence[float] | torch.Tensor, samples: Sequence) -> list[float]:
+def _require_a_reward_each(rewards: Sequence[float] | torch.Tensor, samples: Sequence) -> None:
     if len(rewards) != len(samples):
         raise ValueError(f"one reward per response: got {len(rewards)} rewards and {len(samples)} responses")
-    return [float(reward) for reward in (rewards.tolist() if isinstance(rewards, torch.Tensor) else rewards)]
+
+
+def _split(per_token: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
+    return list(per_token.split(lengths)) if lengths else []
 
 
 def _require_lengths(name: str, columns: Tensors, response_lengths: Sequence[int]) -> None:
@@ -371,7 +385,8 @@ def _scan(terms: torch.Tensor, levels: list[tuple[torch.Tensor, torch.Tensor]]) 
 
 def _row_blocks(batch: torch.Tensor) -> Iterator[slice]:
     rows, length = batch.shape
-    size = max(BLOCK_CELLS // max(length, 1), 1)
+    # Elsewhere than on a processor a block is a launch.
+    size = max(BLOCK_CELLS // max(length, 1), 1) if batch.device.type == "cpu" else max(rows, 1)
     return (slice(start, start + size) for start in range(0, rows, size))
 
 

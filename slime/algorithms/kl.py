@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from slime.algorithms.policy_loss import saturated
-from slime.algorithms.reduction import require_equal_lengths, trained_tokens
+from slime.algorithms.reduction import require_equal_lengths
 from slime.utils.errors import UserError
 
 KL_LOSS_TYPES = ("k1", "k2", "k3", "low_var_kl")
@@ -61,13 +61,18 @@ def approx_kl_of_responses(
     Lengths are those of the local parts if the log-probs are.
     """
     if log_probs is None or log_probs_base is None:
-        return [torch.zeros(int(length), dtype=torch.float32, device=device) for length in response_lengths]
+        lengths = [int(length) for length in response_lengths]
+        return list(torch.zeros(sum(lengths), dtype=torch.float32, device=device).split(lengths)) if lengths else []
     if [len(tokens) for tokens in log_probs] != [int(length) for length in response_lengths]:
         raise ValueError(
             f"log-probs of lengths {[len(t) for t in log_probs]} for responses of {list(response_lengths)}"
         )
+    require_equal_lengths(log_probs=log_probs, log_probs_base=log_probs_base)
+    if not len(log_probs):
+        return []
     with torch.no_grad():
-        return [compute_approx_kl(new, base, kl_loss_type) for new, base in zip(log_probs, log_probs_base, strict=True)]
+        kl = compute_approx_kl(torch.cat(list(log_probs)), torch.cat(list(log_probs_base)), kl_loss_type)
+    return list(kl.split([len(tokens) for tokens in log_probs]))
 
 
 @torch.no_grad()
@@ -92,13 +97,15 @@ def distilled_advantages(
     missing = [sample for sample, teacher in enumerate(teacher_log_probs) if teacher is None]
     if missing:
         raise ValueError(f"teacher_log_probs are missing for {len(missing)} samples, the first ones {missing[:8]}")
-    require_equal_lengths(advantages=advantages, log_probs=log_probs, teacher_log_probs=teacher_log_probs)
-
-    reverse_kl = [
-        torch.where(trained, student.float() - teacher.to(student.device, torch.float32), 0.0)
-        for student, teacher, trained in zip(
-            log_probs, teacher_log_probs, trained_tokens(loss_masks, log_probs), strict=True
-        )
-    ]
-    distilled = [tokens.float() - coefficient * kl for tokens, kl in zip(advantages, reverse_kl, strict=True)]
-    return distilled, reverse_kl
+    require_equal_lengths(
+        advantages=advantages, log_probs=log_probs, teacher_log_probs=teacher_log_probs, loss_masks=loss_masks
+    )
+    if not len(advantages):
+        return [], []
+    lengths = [len(tokens) for tokens in advantages]
+    student = torch.cat(list(log_probs)).float()
+    teacher = torch.cat(list(teacher_log_probs)).to(student.device, torch.float32)
+    trained = torch.cat(list(loss_masks)).to(student.device) != 0
+    reverse_kl = torch.where(trained, student - teacher, 0.0)
+    distilled = torch.cat(list(advantages)).float() - coefficient * reverse_kl
+    return list(distilled.split(lengths)), list(reverse_kl.split(lengths))

@@ -409,8 +409,8 @@ def _flat_columns(
 
 
 def _concatenated(rows: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    empty = torch.zeros(0, dtype=torch.float64, device=device)
-    return torch.cat([empty, *(row.detach().to(device, torch.float64) for row in rows)])
+    flat = torch.cat([row.detach() for row in rows]) if len(rows) else torch.zeros(0)
+    return flat.to(device, torch.float64)
 
 
 def _per_sequence(per_token: torch.Tensor, reduction: str, lengths: torch.Tensor, initial: float) -> torch.Tensor:

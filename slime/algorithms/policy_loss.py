@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.function import once_differentiable
 
+from slime.algorithms.reduction import flat, per_token, require_equal_lengths, sums_of_responses
 from slime.utils.errors import UserError
 
 
@@ -126,42 +127,50 @@ class _Saturated(torch.autograd.Function):
         return gradient
 
 
-def sequence_kl(
-    log_probs: Sequence[torch.Tensor], old_log_probs: Sequence[torch.Tensor], loss_masks: Sequence[torch.Tensor]
-) -> torch.Tensor:
+PerToken = torch.Tensor | Sequence[torch.Tensor]
+
+
+def sequence_kl(log_probs: PerToken, old_log_probs: PerToken, loss_masks: Sequence[torch.Tensor]) -> torch.Tensor:
     """k̄ = Σ (old − new)·m / max(Σ m, 1) of every sequence, float32 [number of sequences], with gradient.
 
-    Each argument: one tensor [R_i] per sequence. What masked tokens hold, also NaN, changes neither value nor gradient.
+    Each argument: one tensor [R_i] per sequence; the log-probs may come concatenated. What masked tokens hold, also NaN,
+    changes neither value nor gradient. Raises ValueError if lengths differ.
     """
-    means = [
-        _masked_mean(old.float() - new.float(), mask)
-        for new, old, mask in zip(log_probs, old_log_probs, loss_masks, strict=True)
-    ]
-    return torch.stack(means) if means else torch.zeros(0)
+    columns = {"log_probs": log_probs, "old_log_probs": old_log_probs}
+    require_equal_lengths(
+        loss_masks=loss_masks, **{name: rows for name, rows in columns.items() if not torch.is_tensor(rows)}
+    )
+    if not len(loss_masks):
+        return torch.zeros(0)
+    lengths = [len(mask) for mask in loss_masks]
+    difference = flat(old_log_probs).float() - flat(log_probs).float()
+    mask = flat(loss_masks).to(difference.device, torch.float32)
+    sums = sums_of_responses(difference.masked_fill(mask == 0, 0.0) * mask, lengths)
+    return (sums / sums_of_responses(mask, lengths).clamp(min=1.0)).float()
 
 
 def compute_gspo_kl(
-    full_log_probs: Sequence[torch.Tensor],
-    full_old_log_probs: Sequence[torch.Tensor],
+    full_log_probs: PerToken,
+    full_old_log_probs: PerToken,
     local_log_probs: Sequence[torch.Tensor],
     loss_masks: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     """The sequence's old − new log-prob per token, for every local token: `ppo_kl` of GSPO (arXiv 2507.18071, equation 7).
 
     Args:
-        full_log_probs, full_old_log_probs, loss_masks: one tensor [R_i] per sequence, the whole response.
+        full_log_probs, full_old_log_probs, loss_masks: as for `sequence_kl`, of whole responses.
         local_log_probs: one tensor per sequence, as long as this rank's part of the response; only its lengths count.
 
     Returns:
         float32 [sum of local lengths], with gradient through `full_log_probs`.
     """
     kl = sequence_kl(full_log_probs, full_old_log_probs, loss_masks)
-    return _per_token(kl, local_log_probs)
+    return per_token(kl, [len(tokens) for tokens in local_log_probs])
 
 
 def off_policy_sequence_mask(
-    full_log_probs: Sequence[torch.Tensor],
-    full_old_log_probs: Sequence[torch.Tensor],
+    full_log_probs: PerToken,
+    full_old_log_probs: PerToken,
     advantages: Sequence[torch.Tensor],
     loss_masks: Sequence[torch.Tensor],
     delta: float,
@@ -171,7 +180,7 @@ def off_policy_sequence_mask(
     A token is rejected if its advantage is negative and its sequence's mean of old − new over trained tokens is above `delta`.
 
     Args:
-        full_log_probs, full_old_log_probs, loss_masks: one tensor [R_i] per sequence, the whole response.
+        full_log_probs, full_old_log_probs, loss_masks: as for `sequence_kl`, of whole responses.
         advantages: one tensor per sequence, this rank's part of the response.
 
     Returns:
@@ -179,23 +188,11 @@ def off_policy_sequence_mask(
         other metric, is the fraction of trained tokens that were rejected.
     """
     with torch.no_grad():
-        kl = _per_token(sequence_kl(full_log_probs, full_old_log_probs, loss_masks), advantages)
+        kl = sequence_kl(full_log_probs, full_old_log_probs, loss_masks)
+        kl = per_token(kl, [len(tokens) for tokens in advantages])
         negative = torch.cat(list(advantages)) < 0 if len(advantages) else torch.zeros(0, dtype=torch.bool)
         rejected = (negative & (kl > delta)).float()
     return 1.0 - rejected, rejected
-
-
-def _masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    if values.shape != mask.shape:
-        raise ValueError(f"{tuple(values.shape)} log-probs for {tuple(mask.shape)} mask entries of one response")
-    mask = mask.to(values.device, torch.float32)
-    return (values.masked_fill(mask == 0, 0.0) * mask).sum() / mask.sum().clamp(min=1.0)
-
-
-def _per_token(per_sequence: torch.Tensor, local: Sequence[torch.Tensor]) -> torch.Tensor:
-    lengths = [len(tokens) for tokens in local]
-    on_device = torch.tensor(lengths, dtype=torch.int64).to(per_sequence.device, non_blocking=True)
-    return per_sequence.repeat_interleave(on_device, output_size=sum(lengths))
 
 
 def importance_weights(train_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor) -> torch.Tensor:

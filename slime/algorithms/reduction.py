@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
+from torch.autograd.function import once_differentiable
 
 
 def rollout_mask_sums(loss_mask_sums: Sequence[float], execution_ids: Sequence[int | None]) -> np.ndarray:
@@ -59,13 +60,11 @@ def token_weights(
 
     `masked_sum` with these weights is `sum_of_sample_mean`; who reduces many values makes them once. Nothing is waited for.
     """
-    mask = _flat(loss_masks).float()
+    mask = flat(loss_masks).float()
     if sample_denominators is None:
         return mask
-    lengths = torch.tensor([len(sample_mask) for sample_mask in loss_masks], dtype=torch.int64)
     denominators = torch.as_tensor(sample_denominators, dtype=torch.float32).to(mask.device, non_blocking=True)
-    lengths = lengths.to(mask.device, non_blocking=True)
-    return mask / torch.repeat_interleave(denominators.clamp(min=1.0), lengths, output_size=len(mask))
+    return mask / per_token(denominators.clamp(min=1.0), [len(sample_mask) for sample_mask in loss_masks])
 
 
 def masked_sum(
@@ -73,17 +72,54 @@ def masked_sum(
 ) -> torch.Tensor:
     """Σ x·m over all tokens, a float32 scalar with gradient; each argument per sample or concatenated. Instead of masks there
     may be weights, as of `token_weights`."""
-    flat_values = _flat(values)
-    weights = _flat(loss_masks).to(flat_values.device, torch.float32)
+    flat_values = flat(values)
+    weights = flat(loss_masks).to(flat_values.device, torch.float32)
     if flat_values.shape != weights.shape:
         raise ValueError(f"{tuple(flat_values.shape)} values for {tuple(weights.shape)} mask entries")
     return (flat_values.float().masked_fill(weights == 0, 0.0) * weights).sum()
 
 
-def _flat(tensors: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+def flat(tensors: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tokens of all responses one after the other, of one tensor [R_i] each, or as they are if they come so."""
     if isinstance(tensors, torch.Tensor):
         return tensors
     return torch.cat(list(tensors)) if len(tensors) else torch.zeros(0)
+
+
+def per_token(per_response: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """The value [S] of each response at each of its tokens, [sum of the lengths]; nothing is waited for."""
+    on_device = torch.tensor(lengths, dtype=torch.int64).to(per_response.device, non_blocking=True)
+    return per_response.repeat_interleave(on_device, output_size=sum(lengths))
+
+
+def true_until(flags: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of boolean `flags` over the tokens of all responses: how many are true in each response, int64 [S], and from its start up
+    to and with each token, int64 [N]."""
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int64).to(flags.device, non_blocking=True)
+    # Whole numbers, so differences of running sums are exact.
+    until = torch.nn.functional.pad(flags.cumsum(0), (1, 0))
+    at_ends = until.index_select(0, ends)
+    return at_ends.diff(), until[1:] - per_token(at_ends[:-1], lengths)
+
+
+def sums_of_responses(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Σ of each response, float64 [S] with gradient, of `values` [N] over the tokens of all; the same bits every time."""
+    on_device = torch.tensor(lengths, dtype=torch.int64).to(values.device, non_blocking=True)
+    return _SumsOfSegments.apply(values.double(), on_device)
+
+
+class _SumsOfSegments(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, lengths):
+        ctx.save_for_backward(lengths)
+        ctx.count = len(values)
+        return torch.segment_reduce(values, "sum", lengths=lengths, initial=0.0, unsafe=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        (lengths,) = ctx.saved_tensors
+        return gradient.repeat_interleave(lengths, output_size=ctx.count), None
 
 
 # Cells [responses, steps] of one padded batch: 16 MiB per float32 column.
@@ -98,7 +134,10 @@ def trained_tokens(loss_masks: Sequence[torch.Tensor], responses: Sequence[torch
     Raises ValueError if a mask is not as long as its response.
     """
     require_equal_lengths(loss_masks=loss_masks, responses=responses)
-    return [(mask != 0).to(response.device) for mask, response in zip(loss_masks, responses, strict=True)]
+    if not len(loss_masks):
+        return []
+    trained = (torch.cat(list(loss_masks)) != 0).to(responses[0].device)
+    return list(trained.split([len(response) for response in responses]))
 
 
 def zero_masked_tokens(
@@ -127,7 +166,11 @@ def step_masks(trained: Sequence[torch.Tensor], count_masked_tokens: bool) -> li
     With `count_masked_tokens` all tokens of a response that has trained ones: the older convention, in which the answer of a
     tool passes time. A response without trained tokens has no steps either way.
     """
-    return [mask | mask.any() if count_masked_tokens else mask for mask in trained]
+    if not count_masked_tokens or not len(trained):
+        return list(trained)
+    lengths = [len(mask) for mask in trained]
+    counts, _ = true_until(torch.cat(list(trained)), lengths)
+    return list(per_token(counts > 0, lengths).split(lengths))
 
 
 def scan_steps(scan: Scan, columns: Sequence[Sequence[torch.Tensor]], steps: Sequence[torch.Tensor]) -> list[list]:
@@ -137,7 +180,7 @@ def scan_steps(scan: Scan, columns: Sequence[Sequence[torch.Tensor]], steps: Seq
     tensors [B, T], zero behind the end of a row, to a tuple of tensors [B, T]. Tokens that are no steps come back as 0.
     """
     # The one wait: batches are cut by these numbers.
-    counts = torch.stack([mask.sum() for mask in steps]).tolist() if len(steps) else []
+    counts = true_until(torch.cat(list(steps)), [len(mask) for mask in steps])[0].tolist() if len(steps) else []
     results: list[list] = []
     for members in _batches_of_similar_length(counts):
         lengths = [len(steps[member]) for member in members]

@@ -121,12 +121,22 @@ def enter(device_type: str, rank: int, world_size: int) -> tuple[Recorder, FakeT
             _OPERATORS.impl(name, _no_kernel, "CUDA")
     for (owner, name), lift in {**placeholders(recorder), **_lifts_of_torch()}.items():
         setattr(owner, name, lift)
+    lift_segments(_OPERATORS)
     # Tensors that were made before the modes were entered, as constants of modules are, count as fake ones.
     return recorder, FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _no_kernel(*args: Any) -> Any:
     raise NotImplementedError("a real tensor on a device that is not there")
+
+
+def lift_segments(library: torch.library.Library) -> None:
+    """Assumption: reductions over segments, along the first dimension, are asked for where tensors have values."""
+
+    def segment_reduce(data: torch.Tensor, reduce: str, *, lengths: torch.Tensor, **options: Any) -> torch.Tensor:
+        return data.new_empty(*lengths.shape, *data.shape[1:])
+
+    library.impl("segment_reduce", segment_reduce, "Meta")
 
 
 def _lifts_of_torch() -> dict[tuple[Any, str], Callable[..., Any]]:

@@ -52,13 +52,17 @@ def slice_response(
     Raises:
         ValueError: `per_token` does not have one entry per response token.
     """
-    if len(per_token) != response_length:
-        raise ValueError(f"{len(per_token)} values for a response of {response_length} tokens")
+    _require_whole(per_token, response_length)
     if cp.size == 1:
         return per_token
     (start, end), (second_start, second_end) = response_ranges(total_length, response_length, cp.size, cp.rank)
     first, second = per_token[start:end], per_token[second_start:second_end]
     return torch.cat([first, second]) if isinstance(per_token, torch.Tensor) else [*first, *second]
+
+
+def _require_whole(per_token: torch.Tensor | list, response_length: int) -> None:
+    if len(per_token) != response_length:
+        raise ValueError(f"{len(per_token)} values for a response of {response_length} tokens")
 
 
 def slice_responses(
@@ -67,11 +71,14 @@ def slice_responses(
     response_lengths: Sequence[int],
     cp: ContextParallel,
 ) -> list:
-    """`slice_response` of every sample."""
-    return [
-        slice_response(per_token, total, response, cp)
-        for per_token, total, response in zip(column, total_lengths, response_lengths, strict=True)
-    ]
+    """`slice_response` of every sample; tensors in as many operations for any number of samples."""
+    if cp.size == 1 or not len(column) or not all(isinstance(row, torch.Tensor) for row in column):
+        return [slice_response(*row, cp) for row in zip(column, total_lengths, response_lengths, strict=True)]
+    for row, response in zip(column, response_lengths, strict=True):
+        _require_whole(row, response)
+    places = _owned_places(total_lengths, response_lengths, cp)
+    owned = torch.cat(list(column)).index_select(0, torch.cat(places).to(column[0].device, non_blocking=True))
+    return list(owned.split([len(places_of_sample) for places_of_sample in places]))
 
 
 def gather_response(local: torch.Tensor, total_length: int, response_length: int, cp: ContextParallel) -> torch.Tensor:
@@ -91,11 +98,39 @@ def gather_responses(
     """
     if cp.size == 1 or not local:
         return list(local)
-    spread = [
-        _spread(part, total, response, cp)
-        for part, total, response in zip(local, total_lengths, response_lengths, strict=True)
-    ]
-    return list(_SumOverRanks.apply(torch.cat(spread), cp.group).split(list(response_lengths)))
+    for part, total, response in zip(local, total_lengths, response_lengths, strict=True):
+        owned = local_response_length(total, response, cp.size, cp.rank)
+        if len(part) != owned:
+            raise ValueError(
+                f"context-parallel rank {cp.rank} of {cp.size} owns {owned} of the {response} response tokens in a "
+                f"sequence of {total}, but has {len(part)} values"
+            )
+    whole = gather_flat_responses(torch.cat(list(local)), total_lengths, response_lengths, cp)
+    return list(whole.split(list(response_lengths)))
+
+
+def gather_flat_responses(
+    local: torch.Tensor, total_lengths: Sequence[int], response_lengths: Sequence[int], cp: ContextParallel
+) -> torch.Tensor:
+    """`gather_responses` of parts that come concatenated over samples, and so are whole responses then."""
+    if cp.size == 1:
+        return local
+    places = torch.cat([*_owned_places(total_lengths, response_lengths, cp), torch.empty(0, dtype=torch.int64)])
+    spread = local.new_zeros(sum(response_lengths), *local.shape[1:])
+    spread = spread.index_copy(0, places.to(local.device, non_blocking=True), local)
+    return _SumOverRanks.apply(spread, cp.group)
+
+
+def _owned_places(
+    total_lengths: Sequence[int], response_lengths: Sequence[int], cp: ContextParallel
+) -> list[torch.Tensor]:
+    """Per sample where the tokens that the rank owns stand among the response tokens of all samples; int64, on the host."""
+    places, begin = [], 0
+    for total, response in zip(total_lengths, response_lengths, strict=True):
+        ranges = response_ranges(total, response, cp.size, cp.rank)
+        places.append(torch.cat([torch.arange(begin + start, begin + end) for start, end in ranges]))
+        begin += response
+    return places
 
 
 def gather_rows(local: torch.Tensor, cp: ContextParallel, order: torch.Tensor | None = None) -> torch.Tensor:
@@ -104,23 +139,6 @@ def gather_rows(local: torch.Tensor, cp: ContextParallel, order: torch.Tensor | 
     The gradient of a row, summed over all ranks, goes back to the rank that the row came from.
     """
     return local if cp.size == 1 else _GatherRows.apply(local, cp.group, order)
-
-
-def _spread(part: torch.Tensor, total_length: int, response_length: int, cp: ContextParallel) -> torch.Tensor:
-    owned = local_response_length(total_length, response_length, cp.size, cp.rank)
-    if len(part) != owned:
-        raise ValueError(
-            f"context-parallel rank {cp.rank} of {cp.size} owns {owned} of the {response_length} response tokens in a "
-            f"sequence of {total_length}, but has {len(part)} values"
-        )
-    pieces, done, taken = [], 0, 0
-    for start, end in response_ranges(total_length, response_length, cp.size, cp.rank):
-        if end > start:
-            pieces += [part.new_zeros(start - done, *part.shape[1:]), part[taken : taken + end - start]]
-            done, taken = end, taken + end - start
-    # With nothing owned, the empty part still ties the result to the graph it came from.
-    pieces = pieces or [part]
-    return torch.cat([*pieces, part.new_zeros(response_length - done, *part.shape[1:])])
 
 
 class _SumOverRanks(torch.autograd.Function):

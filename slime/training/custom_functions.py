@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from slime.algorithms.policy_loss import (
+    PerToken,
     icepop_weights,
     importance_weights,
     off_policy_sequence_mask,
@@ -79,7 +80,8 @@ def custom_correction(
     if path is None:
         return vanilla_tis_function(**arguments)
     # Masks of its own: an edit in place is a rejection like new masks, and the rank's data stay as they are.
-    arguments["loss_masks"] = [mask.clone() for mask in batch["loss_masks"]]
+    masks = batch["loss_masks"]
+    arguments["loss_masks"] = list(torch.cat(masks).split([len(mask) for mask in masks])) if masks else []
     with calling_user_code(flag, path, _subject(batch)):
         result = load_function(path, flag=flag)(**arguments)
     return _checked_correction(f"{flag} {path}", result, pg_loss, batch)
@@ -212,8 +214,8 @@ def icepop_function(
 
 def compute_opsm_mask(
     args: argparse.Namespace,
-    full_log_probs: Sequence[torch.Tensor],
-    full_old_log_probs: Sequence[torch.Tensor],
+    full_log_probs: PerToken,
+    full_old_log_probs: PerToken,
     advantages: Sequence[torch.Tensor],
     loss_masks: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:

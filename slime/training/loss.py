@@ -189,10 +189,8 @@ def _objective(
 ) -> tuple[torch.Tensor, Metrics]:
     """The policy-gradient loss per token, without what corrections do to it but that of `--use-opsm`; and its metrics."""
 
-    def whole(per_token: torch.Tensor) -> list[torch.Tensor]:
-        # Differentiable, and collective under context parallelism.
-        return batch.gather(batch.stream.split(per_token))
-
+    # Differentiable, and collective under context parallelism.
+    whole = batch.gather_flat
     advantages = batch.flat("advantages", "--loss-type policy_loss")
     row = estimator(args.advantage_estimator)
     full_log_probs, full_old = (), ()

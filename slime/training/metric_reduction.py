@@ -120,8 +120,8 @@ def whiten(
             f"values of lengths {lengths[:8]} with masks of lengths {[len(m) for m in masks][:8]}; "
             "under context parallelism masks are cut like the values"
         )
-    flat = torch.cat([tokens.float() for tokens in values]) if values else torch.zeros(0)
-    mask = torch.cat([(mask != 0).to(flat.device) for mask in masks]) if masks else torch.zeros(0, dtype=torch.bool)
+    flat = torch.cat(list(values)).float() if values else torch.zeros(0)
+    mask = (torch.cat(list(masks)) != 0).to(flat.device) if masks else torch.zeros(0, dtype=torch.bool)
     whitened, count = _whiten(flat, mask, process_group, shift_mean, epsilon)
     return Whitened(list(whitened.split(lengths)) if values else [], is_empty=count == 0)
 

@@ -239,16 +239,26 @@ def _zigzag_part(
     padding = -(sum(padded_lengths) // cp.size) % math.lcm(pad_multiple, 2)
     if padding:
         padded_lengths.append(padding * cp.size)
-        tokens = [*tokens, torch.full((padding * cp.size,), pad_token, dtype=torch.int64, device=device)]
-    following = [torch.cat([sample[1:], sample.new_full((1,), pad_token)]) for sample in tokens]
+    # One cell more, for what lies behind the end of a sequence.
+    flat = torch.cat([*tokens, torch.full((1,), pad_token, dtype=torch.int64, device=device)])
+    begins, ends = _starts(lengths), list(itertools.accumulate(lengths))
     positions = [slice_with_cp(torch.arange(length), 0, cp) for length in padded_lengths]
+    places, following = (
+        torch.cat(
+            [
+                torch.where(begin + shift + local < end, begin + shift + local, len(flat) - 1)
+                for begin, end, local in zip([*begins, 0], [*ends, 0], positions, strict=False)
+            ]
+        ).to(device, non_blocking=True)
+        for shift in (0, 1)
+    )
     starts = [
         _zigzag_starts(start, length, cp) for start, length in zip(_starts(padded_lengths), lengths, strict=False)
     ]
     rows, counts = _response_rows(starts, lengths, response_lengths, cp)
     return PackedStream(
-        tokens=torch.cat([slice_with_cp(sample, pad_token, cp) for sample in tokens]),
-        next_tokens=torch.cat([slice_with_cp(sample, pad_token, cp) for sample in following]),
+        tokens=flat.index_select(0, places),
+        next_tokens=flat.index_select(0, following),
         position_ids=torch.cat(positions).to(device, non_blocking=True),
         cu_seqlens=_boundaries(padded_lengths, device),
         sequence_lengths=tuple(padded_lengths),

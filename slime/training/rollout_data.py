@@ -17,7 +17,13 @@ import torch.distributed as dist
 
 from slime.scheduling.zigzag import local_response_length
 from slime.training.columns import Kind, column_of, names_of
-from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel, gather_responses, slice_responses
+from slime.training.context_parallel import (
+    NO_CONTEXT_PARALLEL,
+    ContextParallel,
+    gather_flat_responses,
+    gather_responses,
+    slice_responses,
+)
 from slime.training.packed_stream import PackedStream, pack_stream
 from slime.utils.errors import UserError
 from slime.utils.packed_sample import as_loss_mask
@@ -92,6 +98,10 @@ class RolloutData(dict[str, Any]):
     def gather(self, parts: Sequence[torch.Tensor]) -> Tensors:
         """Whole responses from the parts of all ranks; differentiable, and collective over the context-parallel group."""
         return gather_responses(parts, self["total_lengths"], self["response_lengths"], self.cp)
+
+    def gather_flat(self, parts: torch.Tensor) -> torch.Tensor:
+        """`gather` of parts that come concatenated over samples, as whole responses do then."""
+        return gather_flat_responses(parts, self["total_lengths"], self["response_lengths"], self.cp)
 
     @property
     def local_masks(self) -> Tensors:

@@ -292,7 +292,7 @@ def test_masked_tokens_may_hold_anything():
 
 
 def test_log_probs_and_masks_of_one_response_have_one_length():
-    with pytest.raises(ValueError, match=r"\(3,\) log-probs for \(2,\) mask entries"):
+    with pytest.raises(ValueError, match="sample 0: loss_masks has 2 tokens and log_probs 3"):
         sequence_kl([torch.zeros(3)], [torch.zeros(3)], [torch.ones(2)])
 
 

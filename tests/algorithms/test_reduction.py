@@ -11,12 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slime.algorithms import reduction as action_steps
 from slime.algorithms.reduction import (
     masked_sum,
+    per_token,
     require_equal_lengths,
     rollout_mask_sums,
     scan_steps,
     step_masks,
     sum_of_sample_mean,
+    sums_of_responses,
     trained_tokens,
+    true_until,
     zero_masked_tokens,
 )
 
@@ -206,3 +209,23 @@ def test_lengths_that_differ_name_the_sample():
         require_equal_lengths(kl=[torch.zeros(1), torch.zeros(2)], loss_masks=[torch.zeros(1), torch.zeros(3)])
     with pytest.raises(ValueError, match="1 kl and 2 values"):
         require_equal_lengths(kl=[torch.zeros(1)], values=[torch.zeros(1)] * 2)
+
+
+def test_values_of_responses_reach_their_tokens_and_sums_come_back():
+    lengths = [2, 0, 3]
+    assert per_token(torch.tensor([1.0, 2.0, 3.0]), lengths).tolist() == [1, 1, 3, 3, 3]
+    values = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0], requires_grad=True)
+    sums = sums_of_responses(values, lengths)
+    (sums * torch.tensor([1.0, 10.0, 100.0])).sum().backward()
+    assert sums.tolist() == [3, 0, 28] and sums.dtype == torch.float64
+    assert values.grad.tolist() == [1, 1, 100, 100, 100]
+
+
+def test_what_one_response_holds_stays_out_of_the_sums_of_others():
+    sums = sums_of_responses(torch.tensor([1.0, math.nan, 1e30, -math.inf, 5.0]), [1, 1, 1, 1, 1])
+    assert sums[0] == 1 and sums[1].isnan() and sums[3] == -math.inf and sums[4] == 5
+
+
+def test_true_tokens_are_counted_by_response():
+    counts, until = true_until(torch.tensor([True, False, True, True, False]), [2, 0, 3])
+    assert counts.tolist() == [1, 0, 2] and until.tolist() == [1, 1, 1, 2, 2]

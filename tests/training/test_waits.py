@@ -6,6 +6,7 @@ import torch
 
 from slime.algorithms.advantages import ppo_advantages
 from slime.algorithms.mismatch import worst_tokens
+from slime.rehearsal.fake_device import lift_segments
 from slime.training import column_exchange
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
 from slime.training.keep_set import OFFSETS, TOKEN_IDS, KeepSet, kept_tokens
@@ -42,7 +43,8 @@ def test_the_loss_of_a_micro_batch_waits_for_nothing(role, objective):
     changes = OBJECTIVES[objective] if role == "actor" else CRITIC_OBJECTIVES[objective]
     args, data = case_args(**changes), on_meta(rollout_data(make_samples()))
     logits = torch.randn(64, VOCABULARY if role == "actor" else 1, device="meta", requires_grad=True)
-    with Waiting() as waiting:
+    with torch.library._scoped_library("aten", "IMPL") as library, Waiting() as waiting:
+        lift_segments(library)
         batch = data.micro_batch(range(len(data["tokens"])), pad_multiple=64)
         loss, _ = loss_function(args, batch, logits, None, role=role)
         loss.backward()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from slime.algorithms.reduction import masked_sum, token_weights
+from slime.algorithms.reduction import masked_sum, sums_of_responses, token_weights
 from slime.scheduling.zigzag import Range, logits_and_tokens_offsets
 from slime.training import context_parallel
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
@@ -56,7 +56,8 @@ def get_sum_of_sample_mean(
     """
     cp = _context_parallel()
     if sample_denoms is None:
-        sample_denoms = torch.stack([mask.sum() for mask in loss_masks]) if len(loss_masks) else []
+        lengths = [len(mask) for mask in loss_masks]
+        sample_denoms = sums_of_responses(torch.cat(list(loss_masks)), lengths) if lengths else []
 
     def reduce(values: torch.Tensor) -> torch.Tensor:
         # Here, because the caller may edit the masks in between; a part of a response is a copy of its mask.
