@@ -258,6 +258,7 @@ def _left_out(
     if args.num_experts:
         yield "the choice of experts: every expert gets equally many tokens"
         yield "kernels for all experts of a rank at once, and DeepEP: experts work one after the other, after an all-to-all"
+    yield "compiled kernels of log-probs: the chunks stand in for them, with their operations and memory"
     yield "values: no loss, no overflow, no skipped step; what depends on them goes its usual way"
     yield "the file system that a checkpoint is written to"
     yield "what CUDA, NCCL and the allocator take beside the tensors"

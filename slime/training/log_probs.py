@@ -10,6 +10,9 @@ Invariants
   sums are moved to the common maximum and combined in float64, so a vocabulary cut into ranks gives what one rank gives, to
   float32 rounding.
 - Rows that nobody asks for are neither read nor computed; their gradient is 0.
+- Where the device has a compiler, sums and gradient are one kernel each (`sums_of_rows`, `gradient_of_rows`), and no float32 of
+  a row is written. The chunks are what these are held against, and what is left without a compiler, with deterministic
+  algorithms, for the gradient of kept sets, and with a chunk size that somebody chose.
 - Two collectives of a few numbers per token, however large the vocabulary; none in backward.
 - With a keep set the log-probs are those of the softmax over the kept tokens; the entropy stays that of the whole softmax.
 
@@ -24,13 +27,14 @@ not spread, and nothing waits until all rows are done.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +43,7 @@ from torch.autograd.function import once_differentiable
 from slime.estimates.training_memory import ACCELERATOR_CHUNK_BYTES, ONE_THREAD_CHUNK_BYTES
 from slime.training.keep_set import KeepSet, KeptTokens
 from slime.training.packed_stream import Rows
+from slime.utils.device import Accelerator, get_accelerator
 
 # Stands for −inf where a logit is multiplied by its probability 0: its exponential is 0 and it overflows under no gradient.
 IMPOSSIBLE = -1e20
@@ -93,7 +98,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits_TV, tokens_R, rows, tp_group, keep, with_entropy, entropy_grad, chunk_size, temperature):
-        chunks = _Chunks(logits_TV, rows, _rows_per_chunk(logits_TV, chunk_size), temperature)
+        chunks = _Chunks(logits_TV, rows, chunk_size, temperature)
         columns_R, is_here_R = _local_columns(logits_TV, tokens_R, tp_group)
         # In the dtype of the sums that it is compared with: a large logit rounded in two ways would differ from itself.
         target_dtype = chunks.work_dtype if keep is None else torch.float64
@@ -116,7 +121,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         max_R, sum_R = (None, None) if whole is None else (whole.max, whole.sum)
         kept_entropy_R = entropy_R if entropy_grad else None
         ctx.save_for_backward(logits_TV, columns_R, is_here_R, log_probs_R, log_sum_R, max_R, sum_R, kept_entropy_R)
-        ctx.keep, ctx.rows, ctx.rows_per_chunk, ctx.temperature = keep, rows, chunks.rows_per_chunk, temperature
+        ctx.keep, ctx.rows, ctx.chunk_size, ctx.temperature = keep, rows, chunk_size, temperature
         ctx.set_materialize_grads(False)
         if entropy_R is not None:
             entropy_R = entropy_R.to(chunks.work_dtype)
@@ -129,7 +134,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     def backward(ctx, grad_log_probs_R, grad_entropy_R):
         logits_TV, columns_R, is_here_R, log_probs_R, log_sum_R, max_R, sum_R, entropy_R = ctx.saved_tensors
         keep, rows, temperature = ctx.keep, ctx.rows, ctx.temperature
-        chunks = _Chunks(logits_TV, rows, ctx.rows_per_chunk, temperature)
+        chunks = _Chunks(logits_TV, rows, ctx.chunk_size, temperature)
         if grad_log_probs_R is None:
             grad_log_probs_R = torch.zeros_like(log_probs_R)
         grad_lp_R = grad_log_probs_R.double() / temperature
@@ -144,33 +149,41 @@ class _LogProbsAndEntropy(torch.autograd.Function):
                     out, out_rows_C, logits_TV, rows.index, log_sum_R, -grad_lp_R, temperature, start, stop
                 )
 
-        grad_TV = torch.empty_like(logits_TV, memory_format=torch.contiguous_format)
         slope_R = None
         if entropy_R is not None and grad_entropy_R is not None:
             slope_R = -grad_entropy_R.double() / temperature / sum_R
         if keep is not None and slope_R is None:
-            grad_TV.zero_()
+            grad_TV = torch.zeros_like(logits_TV, memory_format=torch.contiguous_format)
             for start, stop in keep.blocks():
                 add_parts(grad_TV, rows.index[start:stop], start, stop)
         else:
-            chunks.zero_the_others(grad_TV)
             # Σ divides the row factors instead of the row: e^{x − max}·factor/Σ needs no pass over the vocabulary of its own.
             factor_R = -grad_lp_R / sum_R if keep is None else torch.zeros_like(grad_lp_R)
             if slope_R is not None:
                 factor_R = factor_R + slope_R * (entropy_R - sum_R.log())
-            _write_gradient(grad_TV, chunks, max_R, factor_R, slope_R, add_parts)
+            of_rows = [
+                None if value_R is None else value_R.to(chunks.work_dtype) for value_R in (max_R, factor_R, slope_R)
+            ]
+            grad_TV = None
+            if keep is None:
+                place_T = torch.full((len(logits_TV),), -1, dtype=torch.int64, device=logits_TV.device)
+                place_T[rows.index] = torch.arange(len(rows.index), device=logits_TV.device)
+                grad_TV = _by_one_kernel(chunks, gradient_of_rows, rows.index, place_T, columns_R, target_R, *of_rows)
+            if grad_TV is None:
+                grad_TV = _chunked_gradient(chunks, *of_rows, add_parts)
         return grad_TV, None, None, None, None, None, None, None, None
 
 
 class _Chunks:
     """The rows that are computed, R of the T of the logits, in chunks of C: where each is, and its logits in the work dtype."""
 
-    def __init__(self, logits_TV: torch.Tensor, rows: Rows, rows_per_chunk: int, temperature: float) -> None:
+    def __init__(self, logits_TV: torch.Tensor, rows: Rows, chunk_size: int, temperature: float) -> None:
         self.logits_TV = logits_TV
         self.rows = rows
-        self.rows_per_chunk = rows_per_chunk
+        self.is_asked_for = chunk_size > 0
+        self.rows_per_chunk = chunk_size if self.is_asked_for else _rows_per_chunk(logits_TV)
         self.work_dtype = torch.float64 if logits_TV.dtype == torch.float64 else torch.float32
-        self._temperature = temperature
+        self.temperature = temperature
         self._ends = list(itertools.accumulate(len(part) for part in rows.ranges))
 
     def __len__(self) -> int:
@@ -203,7 +216,7 @@ class _Chunks:
             logits_CV = torch.index_select(self.logits_TV, 0, place, out=gathered_CV[: len(place)])
         if logits_CV.dtype != work_CV.dtype:
             logits_CV = work_CV.copy_(logits_CV)
-        return logits_CV if self._temperature == 1.0 else torch.div(logits_CV, self._temperature, out=work_CV)
+        return logits_CV if self.temperature == 1.0 else torch.div(logits_CV, self.temperature, out=work_CV)
 
     def zero_the_others(self, grad_TV: torch.Tensor) -> None:
         """Write 0 into the rows of a gradient that no chunk writes."""
@@ -249,9 +262,7 @@ def _over_all_ranks(
     return maxima[0], *(None if sums is None else next(remaining) for sums in (whole, kept))
 
 
-def _rows_per_chunk(logits_TV: torch.Tensor, chunk_size: int) -> int:
-    if chunk_size > 0:
-        return chunk_size
+def _rows_per_chunk(logits_TV: torch.Tensor) -> int:
     chunk_bytes = ONE_THREAD_CHUNK_BYTES if logits_TV.device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
     return max(chunk_bytes // (4 * max(logits_TV.shape[1], 1)), 1)
 
@@ -282,8 +293,67 @@ def _target(
     return target_R.double().masked_fill(~is_here_R, -torch.inf)
 
 
+@functools.cache
+def _fused(function: Callable[..., Any], accelerator: Accelerator) -> Callable[..., Any]:
+    return accelerator.fused(function)
+
+
+def _by_one_kernel(chunks: _Chunks, function: Callable[..., Any], *arguments: Any) -> Any:
+    """`function` of the logits and the temperature first, in one kernel where this device has a compiler; else None."""
+    logits_TV, accelerator = chunks.logits_TV, get_accelerator()
+    is_there = logits_TV.device.type == accelerator.current_device().type
+    # Compiled kernels are chosen by their speed, so they add in another order in another run. Of one row they would make more.
+    if not is_there or chunks.is_asked_for or len(chunks) < 2 or torch.are_deterministic_algorithms_enabled():
+        return None
+    temperature = torch.full((), chunks.temperature, dtype=chunks.work_dtype, device=logits_TV.device)
+    return _fused(function, accelerator)(logits_TV, temperature, *arguments)
+
+
+def sums_of_rows(
+    logits_TV: torch.Tensor, temperature: torch.Tensor, rows_R: torch.Tensor, with_entropy: bool
+) -> tuple[torch.Tensor, ...]:
+    """What `_exponential_sums` computes chunk by chunk, as one expression: each element is read twice and none is written."""
+    scaled_RV = logits_TV.index_select(0, rows_R).to(temperature.dtype) / temperature
+    max_R = scaled_RV.amax(dim=1).clamp(min=IMPOSSIBLE)
+    shifted_RV = scaled_RV - max_R[:, None]
+    if not with_entropy:
+        return max_R, shifted_RV.exp().sum(dim=1)
+    shifted_RV = shifted_RV.clamp(min=IMPOSSIBLE)
+    exponential_RV = shifted_RV.exp()
+    return max_R, exponential_RV.sum(dim=1), (shifted_RV * exponential_RV).sum(dim=1)
+
+
+def gradient_of_rows(
+    logits_TV: torch.Tensor,
+    temperature: torch.Tensor,
+    rows_R: torch.Tensor,
+    place_T: torch.Tensor,
+    columns_R: torch.Tensor,
+    target_R: torch.Tensor,
+    max_R: torch.Tensor,
+    factor_R: torch.Tensor,
+    slope_R: torch.Tensor | None,
+) -> torch.Tensor:
+    """The whole gradient, as one expression that reads and writes each element once. `place_T`: which of the R rows a row of
+    the logits is, −1 where it is none of them."""
+    of_T = place_T.clamp(min=0)
+    # In the place of a row that nobody asks for the first one is read, which is in the cache.
+    shifted_TV = logits_TV.index_select(0, rows_R[of_T]).to(temperature.dtype) / temperature - max_R[of_T][:, None]
+    if slope_R is None:
+        gradient_TV = shifted_TV.exp() * factor_R[of_T][:, None]
+    else:
+        shifted_TV = shifted_TV.clamp(min=IMPOSSIBLE)
+        gradient_TV = shifted_TV.exp() * (shifted_TV * slope_R[of_T][:, None] + factor_R[of_T][:, None])
+    is_target_TV = torch.arange(logits_TV.shape[1], device=logits_TV.device) == columns_R[of_T][:, None]
+    gradient_TV = gradient_TV + torch.where(is_target_TV, target_R[of_T][:, None], 0.0)
+    return torch.where((place_T >= 0)[:, None], gradient_TV, 0.0).to(logits_TV.dtype)
+
+
 def _exponential_sums(chunks: _Chunks, with_entropy: bool) -> _RowSums:
     """Sums over this rank's part of each row around the maximum of that part."""
+    sums = _by_one_kernel(chunks, sums_of_rows, chunks.rows.index, with_entropy)
+    if sums is not None:
+        return _RowSums(*(value_R.double() for value_R in sums))
     device = chunks.logits_TV.device
     max_R = torch.empty(len(chunks), dtype=chunks.work_dtype, device=device)
     sums_2R = torch.zeros(2, len(chunks), dtype=torch.float64, device=device)
@@ -313,18 +383,17 @@ def _exponential_sums(chunks: _Chunks, with_entropy: bool) -> _RowSums:
     return _RowSums(max_R.double(), sums_2R[0], sums_2R[1] if with_entropy else None)
 
 
-def _write_gradient(
-    grad_TV: torch.Tensor,
+def _chunked_gradient(
     chunks: _Chunks,
     max_R: torch.Tensor,
     factor_R: torch.Tensor,
     slope_R: torch.Tensor | None,
     add_parts: Callable[[torch.Tensor, torch.Tensor, int, int], None],
-) -> None:
+) -> torch.Tensor:
     """grad = e^s·(factor + slope·s) with s = x − max, and what `add_parts(out, its rows, start, stop)` adds, rounded once."""
     dtype = chunks.work_dtype
-    max_R, factor_R = max_R.to(dtype), factor_R.to(dtype)
-    slope_R = None if slope_R is None else slope_R.to(dtype)
+    grad_TV = torch.empty_like(chunks.logits_TV, memory_format=torch.contiguous_format)
+    chunks.zero_the_others(grad_TV)
 
     def write_chunk(start: int, stop: int, work_CV: torch.Tensor, gathered_CV: torch.Tensor) -> None:
         chunk, place = slice(start, stop), chunks.place(start, stop)
@@ -346,6 +415,7 @@ def _write_gradient(
             grad_TV[place] = work_CV
 
     for_row_chunks(chunks.rows.index, grad_TV.shape[1], chunks.rows_per_chunk, write_chunk, chunks.scratch)
+    return grad_TV
 
 
 # Below so many elements there is nothing to gain from threads.

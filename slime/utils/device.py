@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import logging
 import mmap
 import os
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime.utils import env
 from slime.utils.errors import UserError
@@ -20,6 +21,9 @@ from slime.utils.errors import UserError
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+
+
+logger = logging.getLogger(__name__)
 
 
 class Accelerator:
@@ -65,6 +69,11 @@ class Accelerator:
 
     def set_generator_state(self, state: torch.Tensor) -> None:
         """Put the device's generator where it was; does nothing where it is the one of the host."""
+
+    def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` of tensors on this device as few kernels, where a compiler gives some. Called, it returns None where none
+        does: the caller has another way. Here nothing is fused: a cache holds what is computed in chunks."""
+        return lambda *arguments: None
 
     def memory_allocated(self) -> int:
         """Bytes in use by this process: resident memory on CPU."""
@@ -117,6 +126,9 @@ class CudaAccelerator(Accelerator):
 
         torch.cuda.synchronize()
 
+    def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return CompiledFunction(function)
+
     def host_buffer(self, size: int) -> torch.Tensor:
         import torch
 
@@ -167,6 +179,38 @@ class CudaAccelerator(Accelerator):
         import torch
 
         return torch.cuda.get_device_name()
+
+
+class CompiledFunction:
+    """A function of tensors that torch compiles when it is first called, for any size of the first dimensions.
+
+    Where the compiler or what it needs is missing (Triton, a C compiler), it says so once and returns None from then on.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._compiled: Callable[..., Any] | None = None
+        self._is_broken = False
+
+    def __call__(self, *arguments: Any) -> Any:
+        import torch
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+        if self._is_broken:
+            return None
+        if self._compiled is None:
+            # Whole or not at all: half of it would make what the other half was to read at once.
+            self._compiled = torch.compile(self._function, dynamic=True, fullgraph=True)
+        try:
+            return self._compiled(*arguments)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            self._is_broken = True
+            logger.warning(
+                "%s is not compiled and runs slower, with more memory in between: %s",
+                self._function.__name__,
+                str(error).strip().splitlines()[0],
+            )
+            return None
 
 
 _FACTORIES: dict[str, Callable[[], Accelerator]] = {"cpu": Accelerator, "cuda": CudaAccelerator}

@@ -1,6 +1,7 @@
 """Log-probs, entropy and their gradients against torch's own, chunk by chunk."""
 
 import math
+import re
 import threading
 from pathlib import Path
 
@@ -8,10 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch._inductor.utils import run_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from slime.training import log_probs as row_chunks
 from slime.training.log_probs import calculate_log_probs_and_entropy, for_row_chunks
 from slime.training.packed_stream import Rows
+from slime.utils.device import Accelerator, CompiledFunction, CudaAccelerator
 
 VOCAB_SIZE = 37
 
@@ -231,6 +236,115 @@ def test_of_some_rows_the_others_are_not_read_and_get_no_gradient(name, chunk_si
     assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
     assert torch.equal(actual[2][rows.index], expected[2])
     assert (actual[2][others] == 0).all()
+
+
+class OverBlock(TorchDispatchMode):
+    """The operations that read or write as many elements as `count`."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.count, self.found = count, []
+
+    def __torch_dispatch__(self, operation, types, args=(), options=None):
+        result = operation(*args, **(options or {}))
+        if not operation.is_view and operation._opname not in ("new_empty", "empty_like"):
+            tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
+            if any(tensor.numel() >= self.count for tensor in tensors):
+                self.found.append(operation._opname)
+        return result
+
+
+@pytest.mark.parametrize(
+    "with_entropy, temperature, forward, backward",
+    [
+        (False, 1.0, "copy_ amax sub exp_ sum", "index_fill_ copy_ sub exp_ mul_ copy_"),
+        (False, 0.7, "copy_ div amax sub exp_ sum", "index_fill_ copy_ div sub exp_ mul_ copy_"),
+        (True, 1.0, "copy_ amax sub clamp_ exp sum mul_ sum", "index_fill_ copy_ sub clamp_ mul exp_ add_ mul_ copy_"),
+    ],
+)
+def test_passes_of_a_chunk_over_its_rows(with_entropy, temperature, forward, backward):
+    """Each is one operation over the float32 of a chunk; on some rows, the others being written once in the gradient."""
+    logits, tokens, _ = random_case(dtype=torch.bfloat16)
+    rows = some_rows("one piece")
+    logits.requires_grad_()
+    block = len(rows.index) * VOCAB_SIZE
+
+    def passes(compute):
+        with OverBlock(block) as over:
+            result = compute()
+        # What is written at single places of the block.
+        return result, " ".join(name for name in over.found if name not in ("index", "index_put_"))
+
+    (log_probs, entropy), found = passes(
+        lambda: calculate_log_probs_and_entropy(
+            logits, tokens[rows.index], None, with_entropy, temperature=temperature, rows=rows
+        )
+    )
+    assert found == forward
+    total = log_probs.sum() + (entropy.sum() if with_entropy else 0.0)
+    assert passes(total.backward)[1] == backward
+
+
+class Compiling(Accelerator):
+    """The CPU with what CUDA has: a compiler."""
+
+    def fused(self, function):
+        return CompiledFunction(function)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(Compiling, marks=pytest.mark.slow, id="cpu"),
+        pytest.param(CudaAccelerator, marks=pytest.mark.gpu, id="cuda"),
+    ]
+)
+def compiling(request, monkeypatch):
+    """The device; its functions are compiled, and each has to be."""
+    accelerator = request.param()
+    monkeypatch.setattr(row_chunks, "get_accelerator", lambda: accelerator)
+    yield accelerator.current_device()
+    for function in (row_chunks.sums_of_rows, row_chunks.gradient_of_rows):
+        compiled = row_chunks._fused(function, accelerator)
+        assert compiled._compiled is not None and not compiled._is_broken
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_kernels_give_what_the_chunks_give(compiling, dtype):
+    for name, temperature, entropy_grad in (("pieces", 0.7, False), ("pieces", 1.0, True), ("one piece", 0.7, True)):
+        logits, tokens, weights = random_case(vocab_size=1003, dtype=dtype)
+        logits[:, 17] = -math.inf
+        tokens[5] = 1003
+        rows = some_rows(name)
+        index, options = rows.index, {"temperature": temperature, "with_entropy_grad": entropy_grad}
+        expected = fused(logits, tokens[index], weights[:, index], rows=rows, chunk_size=4, **options)
+        on_device = Rows(rows.ranges, index.to(compiling))
+        actual = fused(
+            *(column.to(compiling) for column in (logits, tokens[index], weights[:, index])), rows=on_device, **options
+        )
+        assert (actual[0].cpu() == -math.inf).tolist() == (index == 5).tolist()
+        for one, other in zip(actual, expected, strict=True):
+            bound = torch.finfo(one.dtype).eps if one.dtype == torch.bfloat16 else 1e-6
+            torch.testing.assert_close(one.cpu(), other, atol=2e-6, rtol=bound)
+
+
+def test_compiled_kernels_write_nothing_as_large_as_the_logits_but_the_gradient(compiling):
+    logits, tokens, _ = random_case(vocab_size=1003, dtype=torch.bfloat16)
+    rows = Rows.at(SOME_ROWS["pieces"], compiling)
+    logits = logits.to(compiling).requires_grad_()
+    (log_probs, _), forward = run_and_get_code(
+        lambda: calculate_log_probs_and_entropy(
+            logits, tokens.to(compiling)[rows.index], None, True, with_entropy_grad=False, rows=rows
+        )
+    )
+    _, backward = run_and_get_code(lambda: log_probs.sum().backward())
+    dimensions = [
+        [
+            sum(bool(size.strip()) for size in shape.split(","))
+            for shape in re.findall(r"empty_strided_\w+\(\((.*?)\)", "".join(sources))
+        ]
+        for sources in (forward, backward)
+    ]
+    assert set(dimensions[0]) == {1} and dimensions[1].count(2) == 1
 
 
 def test_wrong_shapes_and_temperatures_are_errors():

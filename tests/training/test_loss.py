@@ -56,10 +56,14 @@ def test_engine_log_probs_are_the_old_ones_on_demand():
 def test_the_tie_to_logits_that_the_loss_leaves_out_takes_no_second_gradient(monkeypatch):
     from slime.training import log_probs
 
-    written, write = [], log_probs._write_gradient
-    monkeypatch.setattr(
-        log_probs, "_write_gradient", lambda out, *rest: (written.append(out.data_ptr()), write(out, *rest))
-    )
+    written, write = [], log_probs._chunked_gradient
+
+    def noted(*arguments):
+        gradient = write(*arguments)
+        written.append(gradient.data_ptr())
+        return gradient
+
+    monkeypatch.setattr(log_probs, "_chunked_gradient", noted)
     values, arrived = logits() * 1.0, []
     values.register_hook(lambda gradient: arrived.append((gradient.data_ptr(), gradient.clone())))
     reference = logits()

@@ -275,8 +275,14 @@ def gradient_buffers(args):
     from slime.training.train_step import LossGuard, step_loss
 
     torch.distributed.init_process_group("gloo")
-    written, arrived, write = [], [], log_probs._write_gradient
-    log_probs._write_gradient = lambda out, *rest: (written.append(out.data_ptr()), write(out, *rest))
+    written, arrived, write = [], [], log_probs._chunked_gradient
+
+    def noted(*arguments):
+        gradient = write(*arguments)
+        written.append(gradient.data_ptr())
+        return gradient
+
+    log_probs._chunked_gradient = noted
     tokens = [torch.tensor([1, 2, 3, 4])]
     data = RolloutData({
         "tokens": tokens, "total_lengths": [4], "response_lengths": [2], "rollout_mask_sums": [2.0], "sample_indices": [0],

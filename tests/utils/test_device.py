@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.exc import TorchDynamoException
 
 from slime.utils import device, env
 from slime.utils.errors import UserError
@@ -170,3 +171,37 @@ def test_collectives_are_on_the_gpu_unless_their_group_is_of_the_host(monkeypatc
     accelerator = device.CudaAccelerator()
     assert accelerator.current_device() == torch.device("cuda:5")
     assert accelerator.group_device(None) == torch.device(expected)
+
+
+def test_nothing_is_fused_on_a_cpu():
+    assert device.Accelerator().fused(torch.add)(torch.ones(2), torch.ones(2)) is None
+
+
+def test_without_a_compiler_there_is_no_fused_function_and_it_is_said_once(monkeypatch, caplog):
+    asked = []
+
+    def compile_nothing(function, *, dynamic, fullgraph):
+        def fail(*arguments):
+            asked.append(arguments)
+            raise TorchDynamoException("Cannot find a working triton installation\nand much more")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    fused = device.CudaAccelerator().fused(twice)
+    assert fused(1.0) is None and fused(2.0) is None and asked == [(1.0,)]
+    (said,) = caplog.messages
+    assert "twice is not compiled" in said and said.endswith("Cannot find a working triton installation")
+
+
+def test_what_a_fused_function_raises_itself_comes_out(monkeypatch):
+    def out_of_memory(*arguments):
+        raise torch.OutOfMemoryError("no bytes left")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        device.CompiledFunction(twice)(1.0)
+
+
+def twice(number):
+    return 2 * number

@@ -19,6 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from slime.training.keep_set import KeptTokens
 from slime.training.log_probs import calculate_log_probs_and_entropy
+from slime.training.packed_stream import Rows
 from tools.bench.live_tensors import LiveTensors
 
 KEPT_PER_ROW = 20
@@ -60,6 +61,14 @@ def fused_kept_log_probs_and_entropy(logits: torch.Tensor, tokens: torch.Tensor)
     log_probs.sum().backward()
 
 
+def fused_log_probs_and_entropy_of_half(logits: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Of the second half of the rows, as if the first were a prompt."""
+    rows = Rows.at([range(len(tokens) // 2, len(tokens))], logits.device)
+    options = {"with_entropy": True, "with_entropy_grad": False, "rows": rows}
+    log_probs, _ = calculate_log_probs_and_entropy(logits, tokens[rows.index], None, **options)
+    log_probs.sum().backward()
+
+
 CONTENDERS: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
     function.__name__: function
     for function in (
@@ -68,6 +77,7 @@ CONTENDERS: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
         float32_log_probs_and_entropy,
         fused_log_probs,
         fused_log_probs_and_entropy,
+        fused_log_probs_and_entropy_of_half,
         fused_kept_log_probs_and_entropy,
     )
 }

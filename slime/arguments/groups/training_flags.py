@@ -135,7 +135,7 @@ WEIGHTS = Group("weights and training process", (
         "needs --save and --update-weight-transport disk, and saves every rollout",
         not_yet="ending the trainer during generation"),
     flag("--log-probs-chunk-size", int, -1, "rows per float32 chunk when computing log-probs; 0 or less: chosen so that a "
-        "chunk stays under 256 MiB"),
+        "chunk stays under 256 MiB, and no chunks where kernels are compiled"),
     switch("--recompute-loss-function", "compute log-probs and loss once more in the backward pass instead of keeping their "
         "activations: less memory, more time", not_yet="recomputing the loss"),
     # Sync
