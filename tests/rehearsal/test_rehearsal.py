@@ -166,9 +166,9 @@ def test_a_critic_goes_through(arguments, stand_in):
     args = critic_args(arguments(*PPO))
     result = rehearsed(args, stand_in)
     kinds = result.peaks["step"]
-    # Of each layer the halves of attention (3 * 64 * 32) and gated MLP (3 * 96 * 32), and four norms; half of the embedding's
-    # 256 rows, the last norm, and a head with one row, both whole. Buffers are padded.
-    parameters = 2 * (3 * 64 * 32 // 2 + 3 * 96 * 32 // 2 + 2 * 16 + 2 * 32) + 256 // 2 * 32 + 32 + 32
+    # Of each layer the halves of attention (3 * 64 * 192) and gated MLP (3 * 576 * 192), and four norms; half of the
+    # embedding's 256 rows, the last norm, and a head with one row, both whole. Buffers are padded.
+    parameters = 2 * (3 * 64 * 192 // 2 + 3 * 576 * 192 // 2 + 2 * 16 + 2 * 192) + 256 // 2 * 192 + 192 + 192
     assert kinds["weights"] == pytest.approx(2 * parameters, abs=1024)
     assert kinds["gradients"] == 2 * kinds["weights"] and "logits" not in kinds
     assert waits_of(result, "values") == 0 and waits_of(result) == (7 if stand_in.library else 0)
