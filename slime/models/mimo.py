@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from slime.models.config_entries import decoder, grouped_query_attention, mtp_layers
 from slime.models.family import DENSE_LAYER, ENDS, LAYER, Family, Rule
-from slime.models.tensor_layouts import Layout, Replicated, Sharded, TensorSizes
+from slime.models.tensor_layouts import Layout, Replicated, Sharded, Stored, TensorSizes
 
 if TYPE_CHECKING:
     import torch
@@ -27,9 +27,9 @@ class _SwappedInputs(Sharded):
     def __init__(self) -> None:
         super().__init__(dim=0)
 
-    def merge(self, tensors: Sequence[torch.Tensor], sizes: TensorSizes) -> torch.Tensor:
-        (tensor,) = tensors
-        return tensor.roll(tensor.shape[1] // 2, dims=1)
+    def part(self, tensors: Sequence[Stored], sizes: TensorSizes, rank: int, size: int) -> torch.Tensor:
+        rows = super().part(tensors, sizes, rank, size)
+        return rows.roll(rows.shape[1] // 2, dims=1)
 
     def split(self, whole: torch.Tensor, sizes: TensorSizes) -> Sequence[torch.Tensor]:
         return (whole.roll(whole.shape[1] // 2, dims=1),)

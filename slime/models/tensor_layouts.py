@@ -1,8 +1,8 @@
 """How one Megatron parameter corresponds to Hugging Face tensors, and how it is cut over tensor-parallel ranks.
 
-A layout knows four things about a kind of parameter. `merge` and `split` translate between the HF tensors and the whole
-Megatron parameter, the one that a single rank would hold; `shard` and `gather` translate between that and the parts of
-the tensor-parallel ranks. Each pair is an exact inverse: only rows are moved, no number is computed.
+A layout knows three things about a kind of parameter. `part` makes a rank's part out of the HF tensors, and reads nothing of
+them that is not in it. `gather` makes the whole Megatron parameter, the one that a single rank would hold, out of the parts of
+all ranks, and `split` makes the HF tensors out of that: together the exact inverse. Only rows are moved, no number is computed.
 
 Families are read before there is a tensor (`--help`), so that nothing here imports torch before it moves one.
 """
@@ -29,17 +29,30 @@ class TensorSizes:
     padded_vocab_size: int
 
 
+class Stored(Protocol):
+    """A tensor that may be in a file still: what is indexed is read. A tensor is one."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor: ...
+
+
 class Layout(Protocol):
     """One kind of parameter; see the module's docstring."""
 
     # Whether tensor-parallel ranks hold different parts.
     sharded: bool
 
-    def merge(self, tensors: Sequence[torch.Tensor], sizes: TensorSizes) -> torch.Tensor: ...
+    def part(self, tensors: Sequence[Stored], sizes: TensorSizes, rank: int, size: int) -> torch.Tensor:
+        """What tensor-parallel rank `rank` of `size` holds.
+
+        Raises:
+            UserError: the tensors contradict a flag.
+        """
+        ...
 
     def split(self, whole: torch.Tensor, sizes: TensorSizes) -> Sequence[torch.Tensor]: ...
-
-    def shard(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor: ...
 
     def gather(self, shards: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
         """The whole parameter from the part of every rank, or from all parts as one tensor [ranks, …], which it may share."""
@@ -51,15 +64,12 @@ class Replicated:
 
     sharded = False
 
-    def merge(self, tensors: Sequence[torch.Tensor], sizes: TensorSizes) -> torch.Tensor:
+    def part(self, tensors: Sequence[Stored], sizes: TensorSizes, rank: int, size: int) -> torch.Tensor:
         (tensor,) = tensors
-        return tensor
+        return tensor[:]
 
     def split(self, whole: torch.Tensor, sizes: TensorSizes) -> Sequence[torch.Tensor]:
         return (whole,)
-
-    def shard(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        return whole
 
     def gather(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         return shards[0]
@@ -73,8 +83,10 @@ class Sharded(Replicated):
     def __init__(self, dim: int) -> None:
         self.dim = dim
 
-    def shard(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        return whole.chunk(size, dim=self.dim)[rank]
+    def part(self, tensors: Sequence[Stored], sizes: TensorSizes, rank: int, size: int) -> torch.Tensor:
+        (tensor,) = tensors
+        own = _own(tensor.shape[self.dim], rank, size)
+        return tensor[own] if self.dim == 0 else tensor[:, own]
 
     def gather(self, shards: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
         # Rows that lie end to end are the whole already.
@@ -89,14 +101,16 @@ class Vocabulary(Sharded):
     def __init__(self) -> None:
         super().__init__(dim=0)
 
-    def merge(self, tensors: Sequence[torch.Tensor], sizes: TensorSizes) -> torch.Tensor:
+    def part(self, tensors: Sequence[Stored], sizes: TensorSizes, rank: int, size: int) -> torch.Tensor:
         (tensor,) = tensors
         if tensor.shape[0] != sizes.vocab_size:
             raise UserError(
                 f"--vocab-size {sizes.vocab_size} does not fit the checkpoint: its embedding has {tensor.shape[0]} rows"
             )
-        padding = tensor.new_zeros(sizes.padded_vocab_size - sizes.vocab_size, *tensor.shape[1:])
-        return _joined((tensor, padding))
+        own = _own(sizes.padded_vocab_size, rank, size)
+        # The last ranks may hold padding alone.
+        rows = tensor[min(own.start, sizes.vocab_size) : min(own.stop, sizes.vocab_size)]
+        return _joined((rows, rows.new_zeros(own.stop - own.start - rows.shape[0], *rows.shape[1:])))
 
     def split(self, whole: torch.Tensor, sizes: TensorSizes) -> Sequence[torch.Tensor]:
         return (whole[: sizes.vocab_size],)
@@ -104,20 +118,29 @@ class Vocabulary(Sharded):
 
 class QueryKeyValue(Sharded):
     """HF query, key and value rows; in Megatron's fused layer each query group's rows stand together as
-    [its query heads, its key head, its value head], and ranks hold whole groups. Weights and biases alike."""
+    [its query heads, its key head, its value head]. Weights and biases alike."""
 
     def __init__(self) -> None:
         super().__init__(dim=0)
 
-    def merge(self, tensors: Sequence[torch.Tensor], sizes: TensorSizes) -> torch.Tensor:
+    def part(self, tensors: Sequence[Stored], sizes: TensorSizes, rank: int, size: int) -> torch.Tensor:
         groups = sizes.num_query_groups
-        if any(tensor.shape[0] % groups for tensor in tensors):
-            rows = [tensor.shape[0] for tensor in tensors]
+        rows = [tensor.shape[0] for tensor in tensors]
+        if any(count % groups for count in rows):
             raise UserError(
                 f"--num-query-groups {groups} does not divide the checkpoint's rows of query, key and value: {rows}"
             )
-        per_group = [tensor.unflatten(0, (groups, -1)) for tensor in tensors]
-        return _joined(per_group, dim=1).flatten(0, 1)
+        own = _own(sum(rows), rank, size)
+        pieces, start = [], 0
+        for group in range(groups):
+            for tensor, count in zip(tensors, rows, strict=True):
+                of_group = count // groups
+                # Of more ranks than groups each has a part of one.
+                first, last = max(own.start - start, 0), min(own.stop - start, of_group)
+                if first < last:
+                    pieces.append(tensor[group * of_group + first : group * of_group + last])
+                start += of_group
+        return _joined(pieces)
 
     def split(self, whole: torch.Tensor, sizes: TensorSizes) -> Sequence[torch.Tensor]:
         heads_per_group = sizes.num_attention_heads // sizes.num_query_groups
@@ -132,18 +155,20 @@ class GatedLinear(Sharded):
     def __init__(self) -> None:
         super().__init__(dim=0)
 
-    def merge(self, tensors: Sequence[torch.Tensor], sizes: TensorSizes) -> torch.Tensor:
-        return _joined(tensors)
+    def part(self, tensors: Sequence[Stored], sizes: TensorSizes, rank: int, size: int) -> torch.Tensor:
+        return _joined([tensor[_own(tensor.shape[0], rank, size)] for tensor in tensors])
 
     def split(self, whole: torch.Tensor, sizes: TensorSizes) -> Sequence[torch.Tensor]:
         return whole.chunk(2)
 
-    def shard(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        return _joined([half.chunk(size)[rank] for half in whole.chunk(2)])
-
     def gather(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         gates, ups = zip(*(shard.chunk(2) for shard in shards), strict=True)
         return _joined(gates + ups)
+
+
+def _own(length: int, rank: int, size: int) -> slice:
+    """The rows that a rank has of `length`; where they do not divide, parts differ, and do not fit the model's parameters."""
+    return slice(length * rank // size, length * (rank + 1) // size)
 
 
 def _joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:

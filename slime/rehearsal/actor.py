@@ -23,7 +23,7 @@ from slime.training.train_rank import TrainRank
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
 from slime.weights.buckets import BucketFlattener, FlatBucket
-from slime.weights.hf_reader import SafetensorsDirectory
+from slime.weights.hf_reader import StoredTensor
 from slime.weights.transports import TRANSPORTS
 from slime.weights.transports.transport import Transport
 
@@ -169,7 +169,7 @@ class RehearsedRank(TrainRank):
         source = args.initial_weights
         self._has_files = args.hf_checkpoint is not None and any(Path(args.hf_checkpoint).glob("*.safetensors"))
         if source is not None and source.kind == "hf" and any(Path(source.path).glob("*.safetensors")):
-            SafetensorsDirectory.tensor = _shape_alone
+            StoredTensor.__getitem__ = _shape_alone
             return source
         self.not_rehearsed.append("loading: no checkpoint that can be read here gives the weights of the model")
         return WeightSource("random")
@@ -331,9 +331,6 @@ def _in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone() if is_view else tensor
 
 
-def _shape_alone(directory: SafetensorsDirectory, name: str) -> torch.Tensor:
-    """A tensor of the shape and the dtype that the file tells, of which nothing is read."""
-    from safetensors import torch as dtypes
-
-    part = directory._open(directory._file_of[name]).get_slice(name)
-    return torch.empty(part.get_shape(), dtype=dtypes._TYPES[part.get_dtype()])
+def _shape_alone(stored: StoredTensor, index: slice | tuple[slice, ...]) -> torch.Tensor:
+    """What is indexed, of the shape and the dtype that the file tells; nothing is read."""
+    return torch.empty(stored.shape, dtype=stored.dtype)[index]

@@ -22,7 +22,7 @@ from slime.training.step_statistics import needs_log_prob_pass
 from slime.training.train_rank import TrainRank
 from slime.utils.misc import Box
 from slime.utils.plugin_loader import calling_user_code, load_function
-from slime.utils.process_groups import patient_groups
+from slime.utils.process_groups import get_gloo_group, patient_groups
 from slime.utils.processing_utils import load_tokenizer
 from slime.weights.buckets import split_into_buckets
 from slime.weights.push import Opening, read_weight_version, write_weight_version
@@ -92,23 +92,32 @@ class ActorRank(TrainRank):
         publish_checkpoint(self.args, rollout_id)
 
     def export_hf(self, directory: str) -> None:
-        """Write the live weights as a Hugging Face checkpoint, with config and tokenizer of `--hf-checkpoint`."""
+        """Write the live weights as a Hugging Face checkpoint, with config and tokenizer of `--hf-checkpoint`.
+
+        Every pipeline stage writes its own shards, from the first of the copies that there are.
+
+        Raises:
+            RunError: a rank could not write, or was lost; on all ranks that live.
+        """
         from slime.weights.hf_writer import write_hf_checkpoint
 
+        tensors = self.backend.stage_tensors()() if self.groups.replica == 0 else ()
         with patient_groups(self.args.checkpoint_write_timeout):
-            tensors = self.backend.named_tensors()
-            if self.rank == 0:
-                write_hf_checkpoint(directory, tensors, self.args.hf_checkpoint)
-            else:
-                for _ in tensors:
-                    pass  # take part in the gathers
-            torch.distributed.barrier()
+            write_hf_checkpoint(
+                directory,
+                tensors,
+                self.args.hf_checkpoint,
+                rank=self.rank,
+                writes=self.groups.gives_weights,
+                exchange=_of_all_ranks,
+            )
 
     def open_weight_push(self) -> Opening:
         """Make this rank ready for pushes: every pipeline stage is a source, and its first replica makes the buckets."""
         args, groups = self.args, self.groups
-        sends = (groups.replica, groups.data_rank, groups.tensor_rank) == (0, 0, 0)
-        transport = TRANSPORTS[args.update_weight_transport](args, groups.stage, groups.num_stages) if sends else None
+        transport = None
+        if groups.gives_weights:
+            transport = TRANSPORTS[args.update_weight_transport](args, groups.stage, groups.num_stages)
         expected, tensors = self.backend.expected_names(), self.backend.stage_tensors()
         self.weight_source = WeightSource(
             lambda: split_into_buckets(tensors(), args.update_weight_buffer_size), transport, expected
@@ -242,3 +251,11 @@ class ActorRank(TrainRank):
             metrics = rollout_data_metrics(self.args, data, groups.token_group)
         named = {f"rollout/{name}": value for name, value in self.backend.broadcast(metrics).items()}
         return {**named, "rollout/step": rollout_id}, "rollout/step"
+
+
+def _of_all_ranks(value: Any) -> list[Any]:
+    """What each rank has; told on the host, where a rank that was killed is missed at once."""
+    group = get_gloo_group()
+    gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(gathered, value, group=group)
+    return gathered

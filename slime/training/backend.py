@@ -79,6 +79,11 @@ class RankGroups:
         """Whether it is the one rank that tells about its samples, of those that have the same ones on their stage."""
         return self.tensor_rank == 0 and self.cp.rank == 0
 
+    @property
+    def gives_weights(self) -> bool:
+        """Whether it is the one rank of its stage that hands weights out; the others of its copy help to make them whole."""
+        return (self.replica, self.data_rank, self.tensor_rank) == (0, 0, 0)
+
 
 @dataclass(frozen=True)
 class Update:
@@ -179,20 +184,16 @@ class Backend(Protocol):
     def broadcast(self, value: Any) -> Any:
         """`value` of the last stage, on all stages; small picklable things only."""
 
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The live weights, whole, under the names of a Hugging Face checkpoint, the same on every rank.
-
-        They may share memory with the model: use or copy each before the next.
-        """
-
     def stage_tensors(self) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
-        """Walks through the part of `named_tensors` that this pipeline stage gives; all stages together give each tensor once.
+        """Walks through the live weights of this pipeline stage, whole, under the names of a Hugging Face checkpoint. All
+        stages together give each tensor once, the same on every rank of a stage.
 
-        A walk is collective over the ranks of the stage only. A tensor stays as it is until the weights change.
+        A walk is collective over the ranks of one copy of the stage only. A tensor stays as it is until the weights change, and
+        may share memory with the model.
         """
 
     def expected_names(self) -> set[str]:
-        """Names that `named_tensors` must give, by the checkpoint that the engines started from. Not collective."""
+        """Names that all stages must give, by the checkpoint that the engines started from. Not collective."""
 
     def live_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
         """This rank's part of the live weights, in the same order at every call: what another state takes the place of. Not

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face model directory tensor by tensor."""
+"""Reading a Hugging Face model directory tensor by tensor, and of a tensor the rows and columns that are asked for."""
 
 from __future__ import annotations
 
@@ -14,8 +14,33 @@ if TYPE_CHECKING:
 _INDEX = "model.safetensors.index.json"
 
 
+class StoredTensor:
+    """A tensor of a safetensors file, of which is read what is indexed; `shape` is known before.
+
+    Indexed with slices, `[:]` for all of it, it gives a tensor on the CPU, in the dtype that it is stored in.
+    """
+
+    def __init__(self, file: Any, path: Path, name: str) -> None:
+        self._stored, self._path, self._name = file.get_slice(name), path, name
+        self.shape: tuple[int, ...] = tuple(self._stored.get_shape())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        from safetensors.torch import _TYPES
+
+        return _TYPES[self._stored.get_dtype()]
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
+        from safetensors import SafetensorError
+
+        try:
+            return self._stored[index]
+        except SafetensorError as error:
+            raise UserError(f"{self._path}: tensor {self._name} cannot be read: {error}") from error
+
+
 class SafetensorsDirectory:
-    """The tensors of all safetensors files of a directory, by name. Files are mapped, a tensor is read when asked for.
+    """The tensors of all safetensors files of a directory, by name. Files are mapped.
 
     Raises:
         UserError: the directory has no safetensors file, or the index names a file or tensor that is not there.
@@ -29,15 +54,20 @@ class SafetensorsDirectory:
     def names(self) -> set[str]:
         return set(self._file_of)
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """The tensor `name`, on the CPU, in the dtype it is stored in."""
+    def tensor(self, name: str) -> StoredTensor:
+        """The tensor `name`, of which nothing is read yet.
+
+        Raises:
+            UserError: the file cannot be read, or does not have it.
+        """
         from safetensors import SafetensorError
 
         file_name = self._file_of[name]
+        path = self._directory / file_name
         try:
-            return self._open(file_name).get_tensor(name)
+            return StoredTensor(self._open(file_name), path, name)
         except SafetensorError as error:
-            raise UserError(f"{self._directory / file_name}: tensor {name} cannot be read: {error}") from error
+            raise UserError(f"{path}: tensor {name} cannot be read: {error}") from error
 
     def _read_index(self) -> dict[str, str]:
         index = self._directory / _INDEX

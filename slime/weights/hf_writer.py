@@ -1,19 +1,24 @@
 """HF checkpoint directories: safetensors shards, index, and the files that are not weights.
 
-The directory appears whole or not at all. Shards are written as the tensors come, so at most one shard is held in
-memory. The source checkpoint is never written to.
+Several ranks write one, each its own shards; the first one makes the index of all and shows the directory. It appears whole or
+not at all: until then it has a hidden name, and the next attempt removes what one that was killed has left there. Shards are
+written as the tensors come, so at most one shard is held in memory. The source checkpoint is never written to.
 """
 
 from __future__ import annotations
 
+import collections
+import functools
 import json
+import logging
+import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime.utils.errors import RunError, UserError
-from slime.utils.filesystem import publishing_directory, write_json_atomically
+from slime.utils.filesystem import fsync_tree, replace_directory, write_json_atomically
 from slime.weights.buckets import split_into_buckets
 
 if TYPE_CHECKING:
@@ -21,8 +26,14 @@ if TYPE_CHECKING:
 
     from slime.weights.buckets import NamedTensors
 
+logger = logging.getLogger(__name__)
+
 _DEFAULT_SHARD_BYTES = 5 * 1024**3
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
+
+
+def _alone(value: Any) -> list[Any]:
+    return [value]
 
 
 def write_hf_checkpoint(
@@ -30,26 +41,86 @@ def write_hf_checkpoint(
     named_tensors: Iterable[tuple[str, torch.Tensor]],
     source_hf_dir: str | Path,
     max_shard_bytes: int = _DEFAULT_SHARD_BYTES,
+    *,
+    rank: int = 0,
+    writes: bool = True,
+    exchange: Callable[[Any], list[Any]] = _alone,
 ) -> None:
-    """Write `named_tensors` as the HF checkpoint `directory`. Of a directory that is there, weight files are replaced.
+    """Write the tensors of all ranks as the HF checkpoint `directory`. Of a directory that is there, weight files are replaced.
+
+    Collective over the ranks of `exchange`, which have `directory` on one disk; on all of them it ends alike.
 
     Args:
-        named_tensors: (HF name, tensor) on any device; read once, in order.
+        named_tensors: (HF name, tensor) on any device; read once, in order, and to the end, because other ranks may help to
+            make them.
         source_hf_dir: where configuration, tokenizer and generation settings are copied from.
         max_shard_bytes: upper size of a shard; a larger tensor gets a shard of its own.
+        writes: whether this rank writes its tensors; the others only help.
+        exchange: gives what all ranks have called it with, in their order.
 
     Raises:
         UserError: `directory` is the source, lies inside it or holds it.
-        RunError: a name occurs twice, or there is no tensor.
-        OSError: the disk is full or not writable; `directory` is then as it was.
+        RunError: a rank could not write (the disk is full), or was lost; a name occurs twice, or there is no tensor. What
+            `directory` was it is still.
     """
     directory, source = Path(directory), Path(source_hf_dir)
     _refuse_source(directory, source)
-    with publishing_directory(directory) as temporary:
-        if directory.is_dir():
-            shutil.copytree(directory, temporary, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_WEIGHT_FILES))
-        copy_auxiliary_files(source, temporary)
-        _write_shards(temporary, named_tensors, max_shard_bytes)
+    draft = directory.with_name(f".{directory.name}.writing")
+
+    def agree(outcome: tuple[list[str], str | None]) -> list[str]:
+        """The names that all ranks have written; raises the first error of any."""
+        outcomes = exchange(outcome)
+        for index, (_, error) in enumerate(outcomes):
+            if error is not None:
+                raise RunError(f"rank {index}: {error}")
+        return [name for names, _ in outcomes for name in names]
+
+    try:
+        agree(([], _error_of(lambda: _make_draft(draft, directory, source)) if rank == 0 else None))
+        own = named_tensors if writes else _only_made(named_tensors)
+        names = agree(_write_shards(draft, rank, own, max_shard_bytes))
+        agree(([], _error_of(lambda: _publish(draft, directory, names)) if rank == 0 else None))
+    except Exception as error:
+        # Also a rank that was killed, which breaks the exchange.
+        if rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise RunError(f"checkpoint {directory} could not be written: {error}. What was there is untouched") from error
+
+
+def _error_of(action: Callable[[], None]) -> str | None:
+    """Run `action`; what went wrong, if something did, in words: a rank that fails tells the others."""
+    try:
+        action()
+    except Exception as error:
+        logger.debug("%s", error, exc_info=True)
+        return str(error)
+    return None
+
+
+def _make_draft(draft: Path, directory: Path, source: Path) -> None:
+    if draft.exists():
+        shutil.rmtree(draft)
+    draft.mkdir(parents=True)
+    if directory.is_dir():
+        shutil.copytree(directory, draft, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_WEIGHT_FILES))
+    copy_auxiliary_files(source, draft)
+
+
+def _publish(draft: Path, directory: Path, names: list[str]) -> None:
+    """Show the draft, if it has all that the ranks say they wrote, each once."""
+    if not names:
+        raise RunError("there are no tensors to write")
+    repeated = sorted(name for name, count in collections.Counter(names).items() if count > 1)
+    if repeated:
+        raise RunError(f"tensor {repeated[0]} occurs twice")
+    lost = set(names) - number_shards(draft)
+    if lost:
+        raise RunError(
+            f"{len(lost)} tensors that other ranks have written are not there, such as {min(lost)}: the directory has to be on "
+            "a disk that all nodes share"
+        )
+    fsync_tree(draft)
+    replace_directory(draft, directory)
 
 
 def copy_auxiliary_files(source_hf_dir: str | Path, target: str | Path) -> None:
@@ -69,17 +140,37 @@ def _refuse_source(directory: Path, source: Path) -> None:
         )
 
 
-def _write_shards(directory: Path, named_tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int) -> None:
-    seen: set[str] = set()
-    for index, bucket in enumerate(split_into_buckets(named_tensors, max_shard_bytes)):
-        for name, _ in bucket:
-            if name in seen:
-                raise RunError(f"checkpoint {directory}: tensor {name} occurs twice")
-            seen.add(name)
-        write_shard(directory / f"shard-{index:05d}", bucket)()
-    if not seen:
-        raise RunError(f"checkpoint {directory}: there are no tensors to write")
-    number_shards(directory)
+def _only_made(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Makes all tensors, and gives none."""
+    collections.deque(named_tensors, maxlen=0)
+    yield from ()
+
+
+def _write_shards(
+    draft: Path, rank: int, named_tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int
+) -> tuple[list[str], str | None]:
+    """Write the tensors to the disk. Returns their names, and what went wrong, if something did."""
+    names: list[str] = []
+    error = None
+    # What waits for the rest of its shard waits in memory of the host.
+    on_host = ((name, _own_storage(tensor)) for name, tensor in named_tensors)
+    try:
+        for index, bucket in enumerate(split_into_buckets(on_host, max_shard_bytes)):
+            # After an error the walk goes on: other ranks are in the gather of the next tensor.
+            if error is None:
+                error = _error_of(functools.partial(_write_to_disk, draft / f"shard-{rank:05d}-{index:05d}", bucket))
+                names += [name for name, _ in bucket]
+            del bucket
+    except Exception as cause:
+        logger.debug("the tensors of %s could not be made", draft, exc_info=True)
+        error = str(cause)
+    return names, error
+
+
+def _write_to_disk(path: Path, bucket: NamedTensors) -> None:
+    write_shard(path, bucket)()
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def write_shard(path: Path, bucket: NamedTensors) -> Callable[[], None]:
@@ -93,8 +184,8 @@ def write_shard(path: Path, bucket: NamedTensors) -> Callable[[], None]:
     return lambda: save_file(shard, path, metadata={"format": "pt"})
 
 
-def number_shards(directory: Path) -> None:
-    """Give the shards in `directory` the names that a checkpoint has, and write their index."""
+def number_shards(directory: Path) -> set[str]:
+    """Give the shards in `directory` the names that a checkpoint has, and write their index. Returns the names of tensors."""
     shards = sorted(directory.glob("shard-*"))
     weight_map: dict[str, str] = {}
     total_size = 0
@@ -106,6 +197,7 @@ def number_shards(directory: Path) -> None:
         shard.rename(directory / file_name)
     index_file = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     write_json_atomically(directory / "model.safetensors.index.json", index_file)
+    return set(weight_map)
 
 
 def _ends_of_tensors(shard: Path) -> dict[str, int]:

@@ -10,20 +10,42 @@ from slime.utils.errors import UserError
 SIZES = TensorSizes(num_attention_heads=4, num_query_groups=2, vocab_size=5, padded_vocab_size=8)
 
 
+class Counting:
+    """A tensor that counts the entries that are taken out of it."""
+
+    def __init__(self, tensor):
+        self._tensor, self.shape, self.taken = tensor, tensor.shape, 0
+
+    def __getitem__(self, index):
+        found = self._tensor[index]
+        self.taken += found.numel()
+        return found
+
+
+def part(layout, tensors, rank=0, size=1):
+    return layout.part(tensors, SIZES, rank, size)
+
+
 def test_query_key_value_rows_stand_together_per_group():
-    query, key, value = torch.arange(8), torch.arange(100, 104), torch.arange(200, 204)
-    merged = QueryKeyValue().merge((query, key, value), SIZES)
-    assert merged.tolist() == [0, 1, 2, 3, 100, 101, 200, 201, 4, 5, 6, 7, 102, 103, 202, 203]
+    rows = torch.arange(8), torch.arange(100, 104), torch.arange(200, 204)
+    merged = [0, 1, 2, 3, 100, 101, 200, 201, 4, 5, 6, 7, 102, 103, 202, 203]
+    assert part(QueryKeyValue(), rows).tolist() == merged
+    # Of four ranks two share a group.
+    for size in (2, 4):
+        parts = [part(QueryKeyValue(), rows, rank, size).tolist() for rank in range(size)]
+        assert parts == [merged[start : start + 16 // size] for start in range(0, 16, 16 // size)]
 
 
 def test_gated_shards_hold_their_part_of_gate_and_of_up():
-    merged = GatedLinear().merge((torch.tensor([0, 1, 2, 3]), torch.tensor([10, 11, 12, 13])), SIZES)
-    assert GatedLinear().shard(merged, rank=1, size=2).tolist() == [2, 3, 12, 13]
+    rows = torch.tensor([0, 1, 2, 3]), torch.tensor([10, 11, 12, 13])
+    assert part(GatedLinear(), rows, rank=1, size=2).tolist() == [2, 3, 12, 13]
 
 
 def test_vocabulary_is_padded_with_zero_rows():
     rows = torch.ones(5, 1)
-    assert Vocabulary().merge((rows,), SIZES)[:, 0].tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
+    assert part(Vocabulary(), (rows,))[:, 0].tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
+    halves = [part(Vocabulary(), (rows,), rank, 4)[:, 0].tolist() for rank in range(4)]
+    assert halves == [[1, 1], [1, 1], [1, 0], [0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -40,8 +62,8 @@ def test_vocabulary_is_padded_with_zero_rows():
 )
 @pytest.mark.parametrize("size", [1, 2])
 def test_round_trip_is_exact(layout, tensors, size):
-    whole = layout.merge(tensors, SIZES)
-    shards = [layout.shard(whole, rank, size) for rank in range(size)]
+    whole = layout.part(tensors, SIZES, 0, 1)
+    shards = [layout.part(tensors, SIZES, rank, size) for rank in range(size)]
     gathered = layout.gather(shards)
     assert torch.equal(gathered, whole) and torch.equal(layout.gather(torch.stack(shards)), whole)
     back = layout.split(gathered, SIZES)
@@ -49,8 +71,29 @@ def test_round_trip_is_exact(layout, tensors, size):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(back, tensors, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("layout", "shapes", "taken"),
+    [
+        (Replicated(), [(6,)], [[6], [6]]),
+        (Sharded(dim=0), [(8, 3)], [[12], [12]]),
+        (Sharded(dim=1), [(3, 8)], [[12], [12]]),
+        # Of 8 rows with the padding 4 are the first rank's; 3 of the second rank's are none of the file.
+        (Vocabulary(), [(5, 3)], [[12], [3]]),
+        (QueryKeyValue(), [(8, 3), (4, 3), (4, 3)], [[12, 6, 6], [12, 6, 6]]),
+        (QueryKeyValue(), [(8,), (4,), (4,)], [[4, 2, 2], [4, 2, 2]]),
+        (GatedLinear(), [(8, 3), (8, 3)], [[12, 12], [12, 12]]),
+    ],
+    ids=["replicated", "column parallel", "row parallel", "vocabulary", "qkv weight", "qkv bias", "gated"],
+)
+def test_a_rank_takes_its_own_entries_alone(layout, shapes, taken):
+    for rank in (0, 1):
+        tensors = [Counting(torch.randn(shape)) for shape in shapes]
+        part(layout, tensors, rank, 2)
+        assert [tensor.taken for tensor in tensors] == taken[rank]
+
+
 def test_sizes_that_contradict_the_flags_are_named():
     with pytest.raises(UserError, match="--vocab-size 5 .* 6 rows"):
-        Vocabulary().merge((torch.ones(6, 1),), SIZES)
+        part(Vocabulary(), (torch.ones(6, 1),))
     with pytest.raises(UserError, match="--num-query-groups 2"):
-        QueryKeyValue().merge((torch.ones(8), torch.ones(3), torch.ones(3)), SIZES)
+        part(QueryKeyValue(), (torch.ones(8), torch.ones(3), torch.ones(3)))

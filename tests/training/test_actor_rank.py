@@ -64,7 +64,7 @@ class Rank:
         dist.barrier()
 
     def weights(self) -> dict:
-        return {name: tensor.clone() for name, tensor in self.actor.backend.named_tensors()}
+        return {name: tensor.clone() for name, tensor in self.actor.backend.stage_tensors()()}
 
     def learning_rate(self) -> float:
         return self.actor.backend.optimizer.param_groups[0]["lr"]
@@ -84,6 +84,56 @@ def same(left: dict, right: dict) -> dict[str, bool]:
         return all(one.equal(other) for one, other in pairs)
 
     return {name: equal(value, right[name]) for name, value in left.items()}
+
+
+def export_worker(directory: Path, layouts: dict[str, list[str]]) -> dict[str, list[str]]:
+    """By layout, the names of the tensors that this rank made for an export."""
+    results = {}
+    for name, layout in layouts.items():
+        run, made = Rank(command_line(directory, *layout)), []
+        stage_tensors = run.actor.backend.stage_tensors
+
+        def counted(stage_tensors=stage_tensors, made=made):
+            walk = stage_tensors()
+            return lambda: ((made.append(hf_name), (hf_name, tensor))[1] for hf_name, tensor in walk())
+
+        run.actor.backend.stage_tensors = counted
+        run.actor.export_hf(str(directory / name))
+        results[name] = made
+        run.end()
+    return results
+
+
+@pytest.mark.slow
+def test_an_export_is_made_by_one_copy_of_the_weights_and_written_by_its_stages(tmp_path):
+    from safetensors.torch import load_file
+
+    write_tiny_model(tmp_path / "actor", vocab_size=131)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "unused"}) + "\n")
+    layouts = {
+        "tensor": [],
+        "data": ["--tensor-model-parallel-size", "1"],
+        "context": ["--tensor-model-parallel-size", "1", "--context-parallel-size", "2"],
+        "pipeline": ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "2"],
+    }
+    first, second = run_distributed(export_worker, 2, (tmp_path, layouts), timeout=300)
+    stored = load_file(tmp_path / "actor" / "model.safetensors")
+    for name in layouts:
+        directory = tmp_path / name
+        index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+        exported = {hf_name: load_file(directory / file)[hf_name] for hf_name, file in index.items()}
+        assert exported.keys() == stored.keys() and all(exported[key].equal(stored[key]) for key in stored)
+        files = sorted(path.name for path in directory.glob("*.safetensors"))
+        assert len(files) == (2 if name == "pipeline" else 1)
+        made = {0: set(first[name]), 1: set(second[name])}
+        if name == "tensor":
+            assert made[0] == made[1] == set(stored)
+        elif name == "pipeline":
+            assert made[0] | made[1] == set(stored) and not made[0] & made[1]
+            assert {hf_name for hf_name, file in index.items() if file == files[0]} == made[0]
+        else:
+            assert made == {0: set(stored), 1: set()}
+    assert not list(tmp_path.glob(".*"))
 
 
 def resume_worker(directory: Path) -> dict:

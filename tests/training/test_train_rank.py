@@ -1,5 +1,6 @@
 """What a rank reports about its optimizer steps, and how long it waits for others; without a model."""
 
+import collections
 import contextlib
 import threading
 from datetime import timedelta
@@ -153,8 +154,9 @@ def test_ranks_wait_for_those_that_write_as_long_as_the_bytes_take(monkeypatch, 
     assert events == [2350.0, "written", "as before"]
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_ranks_wait_for_an_export_as_long_as_the_bytes_take(monkeypatch, number):
+@pytest.mark.parametrize("replica, gathered", [(0, ["gathered"]), (1, [])])
+def test_ranks_wait_for_an_export_as_long_as_the_bytes_take(monkeypatch, replica, gathered):
+    """And of the copies of the weights one is gathered."""
     events = []
 
     @contextlib.contextmanager
@@ -167,14 +169,18 @@ def test_ranks_wait_for_an_export_as_long_as_the_bytes_take(monkeypatch, number)
         events.append("gathered")
         yield "a", None
 
+    def write(directory, tensors, source, **of_ranks):
+        assert (directory, source, of_ranks["rank"], of_ranks["writes"]) == ("export", "model", 3, replica == 0)
+        collections.deque(tensors, maxlen=0)
+
     monkeypatch.setattr(actor_rank, "patient_groups", patient_groups)
-    monkeypatch.setattr(actor_rank.torch.distributed, "barrier", lambda: events.append("all are there"))
-    monkeypatch.setattr("slime.weights.hf_writer.write_hf_checkpoint", lambda directory, tensors, source: list(tensors))
+    monkeypatch.setattr("slime.weights.hf_writer.write_hf_checkpoint", write)
     rank = actor_rank.ActorRank.__new__(actor_rank.ActorRank)
-    rank.args, rank.rank = SimpleNamespace(checkpoint_write_timeout=2350.0, hf_checkpoint="model"), number
-    rank.backend = SimpleNamespace(named_tensors=tensors)
+    rank.args, rank.rank = SimpleNamespace(checkpoint_write_timeout=2350.0, hf_checkpoint="model"), 3
+    groups = SimpleNamespace(replica=replica, gives_weights=replica == 0)
+    rank.backend = SimpleNamespace(stage_tensors=lambda: tensors, groups=groups)
     rank.export_hf("export")
-    assert events == [2350.0, "gathered", "all are there", "as before"]
+    assert events == [2350.0, *gathered, "as before"]
 
 
 class LosesAnEngine(Transport):

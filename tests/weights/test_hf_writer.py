@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ from safetensors.torch import load_file
 
 from slime.utils.errors import RunError, UserError
 from slime.weights.hf_writer import write_hf_checkpoint
+from tests.support.processes.distributed import run_distributed
 
 
 @pytest.fixture
@@ -75,7 +77,7 @@ def test_a_failure_leaves_the_old_checkpoint_whole(tmp_path, source):
         yield "a", torch.zeros(3)
         raise OSError("no space left on device")
 
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(RunError, match=r"checkpoint could not be written: rank 0: no space left .* is untouched"):
         write_hf_checkpoint(target, failing(), source, max_shard_bytes=1)
     assert torch.equal(read_back(target)[1]["a"], torch.ones(3))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "source"]
@@ -100,3 +102,128 @@ def test_a_name_that_occurs_twice_is_an_error(tmp_path, source):
 def test_nothing_to_write_is_an_error(tmp_path, source):
     with pytest.raises(RunError, match="no tensors"):
         write_hf_checkpoint(tmp_path / "out", iter([]), source)
+
+
+def test_what_a_killed_run_has_left_is_removed(tmp_path, source):
+    left = tmp_path / ".out.writing"
+    left.mkdir()
+    (left / "shard-00009-00000").write_bytes(b"a part of a shard")
+    write_hf_checkpoint(tmp_path / "out", iter([("a", torch.ones(1))]), source)
+    assert list(read_back(tmp_path / "out")[1]) == ["a"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+def _of_all_ranks(value):
+    import torch.distributed as dist
+
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+OF_RANKS = [["a", "b", "c"], ["d", "e"], ["f"]]
+
+
+def write_with_others(directory, trouble=None):
+    """The first two of three ranks write, a tensor of 40 bytes per shard. Returns what this rank made, and what it was told.
+
+    `trouble` befalls the second one: its disk is "full", it cannot "make" a tensor, it writes one of the first rank's "again",
+    its disk is "another" than the first one's, or it is "killed".
+    """
+    import os
+    import signal
+
+    import torch.distributed as dist
+
+    from slime.weights import hf_writer
+
+    rank, made = dist.get_rank(), []
+    write_shard = hf_writer.write_shard
+
+    def troubled(path, bucket):
+        if trouble == "full" and path.name.endswith("00000"):
+            raise OSError(28, "No space left on device")
+        if trouble == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write_shard(path, bucket)
+
+    def tensors():
+        for name in OF_RANKS[rank]:
+            if trouble == "make" and name == "e":
+                raise RuntimeError("out of memory")
+            made.append(name)
+            yield ("a" if trouble == "again" and name == "e" else name), torch.full((10,), float(ord(name)))
+
+    target = directory / "out"
+    if rank == 1:
+        hf_writer.write_shard = troubled
+        if trouble == "another":
+            target = directory / "another" / "out"
+            (directory / "another" / ".out.writing").mkdir(parents=True)
+    try:
+        hf_writer.write_hf_checkpoint(
+            target,
+            tensors(),
+            directory / "source",
+            40,
+            rank=rank,
+            writes=rank < 2,
+            exchange=_of_all_ranks,
+        )
+    except RunError as error:
+        return made, str(error)
+    finally:
+        hf_writer.write_shard = write_shard
+    return made, None
+
+
+def write_often(directory):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    return {trouble: write_with_others(directory, trouble) for trouble in (None, "full", "make", "again", "another")}
+
+
+def test_ranks_share_the_shards_and_fail_together(tmp_path, source):
+    told = run_distributed(write_often, 3, (tmp_path,))
+    index, written = read_back(tmp_path / "out")
+    assert {name: tensor[0].item() for name, tensor in written.items()} == {name: ord(name) for name in "abcde"}
+    assert list(dict(sorted(index["weight_map"].items(), key=lambda item: item[1]))) == list("abcde")
+    assert index["metadata"]["total_size"] == 5 * 40
+    for trouble, message in {
+        "full": "rank 1: .*No space left on device",
+        "make": "rank 1: out of memory",
+        "again": "rank 0: tensor a occurs twice",
+        "another": "rank 0: .* such as d: .* disk that all nodes share",
+    }.items():
+        errors = [of_rank[trouble][1] for of_rank in told]
+        assert all(re.search(message, error) for error in errors), errors
+    # Also after an error all tensors are made, with the help of others.
+    for trouble in (None, "full", "again", "another"):
+        assert [of_rank[trouble][0] for of_rank in told] == OF_RANKS
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["another", "out", "source"], (
+        "the first one is there still"
+    )
+
+
+def write_until_killed(directory):
+    """The second rank lives in a process of its own."""
+    import os
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    if os.environ["RANK"] == "1" and (child := os.fork()):
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    return write_with_others(directory, "killed")
+
+
+def test_a_rank_that_is_killed_fails_the_others_and_leaves_nothing(tmp_path, source):
+    first, killed, third = run_distributed(write_until_killed, 3, (tmp_path,))
+    assert killed == -9
+    for made, error in (first, third):
+        assert made in OF_RANKS and re.search(
+            "out could not be written: .* What was there is untouched", error, re.DOTALL
+        )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from slime.arguments.checkpoints import WeightSource
@@ -96,11 +96,18 @@ class FSDPBackend:
         if source.kind == "hf":
             files = SafetensorsDirectory(source.path)
             for name, parameter in self.model.named_parameters():
-                whole = files.tensor(name).to(parameter.device, parameter.dtype)
-                # Every rank reads the file and keeps its part; none is sent.
-                parameter.copy_(
-                    distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                shape, start = compute_local_shape_and_global_offset(
+                    parameter.shape, parameter.device_mesh, parameter.placements
                 )
+                stored = files.tensor(name)
+                if stored.shape != parameter.shape:
+                    raise UserError(
+                        f"{source.path}: {name} of shape {list(stored.shape)} does not fit the model of --hf-checkpoint, "
+                        f"which has {list(parameter.shape)}"
+                    )
+                # Every rank reads its own rows; none are sent.
+                own = tuple(slice(first, first + count) for first, count in zip(start, shape, strict=True))
+                parameter.to_local().copy_(stored[own])
         return True
 
     def save(self, rollout_id: int, states: ModelStates | None = None, stored: Sequence[str] = ()) -> None:
@@ -147,13 +154,8 @@ class FSDPBackend:
     def broadcast(self, value: Any) -> Any:
         return value
 
-    @torch.no_grad()
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.full_tensor().to(self._compute_dtype)
-
     def stage_tensors(self) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
-        return self.named_tensors
+        return self._whole_tensors
 
     def expected_names(self) -> set[str]:
         tied = {_HEAD} if self.model.config.tie_word_embeddings else set()
@@ -166,6 +168,11 @@ class FSDPBackend:
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    @torch.no_grad()
+    def _whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.full_tensor().to(self._compute_dtype)
 
     @property
     def _compute_dtype(self) -> torch.dtype:

@@ -125,11 +125,6 @@ class MegatronBackend:
 
         return broadcast_from_last_stage(value)
 
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        from slime.backends.megatron_utils.hf_conversion import iter_hf_named_tensors
-
-        return iter_hf_named_tensors(self.args, self.model)
-
     def stage_tensors(self) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
         from slime.backends.megatron_utils.hf_conversion import iter_stage_named_tensors, names_of_stage
 

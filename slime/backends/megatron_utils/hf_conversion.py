@@ -2,14 +2,14 @@
 
 Which tensors make up which parameter is told by the family (`slime.models`). Loading and exporting again gives the same bits.
 
-Loading: tensors are streamed. Each is read, arranged, cut and copied into its parameter before the next, so the memory needed
-beside the model is that of the largest parameter. Names are compared first; nothing is loaded from a checkpoint whose names do
-not fit.
+Loading: a rank reads the rows and columns that it holds and no others, and copies them into a parameter before it reads those
+of the next, so the memory needed beside the model is that of its largest parameter. Names are compared first; nothing is loaded
+from a checkpoint whose names do not fit.
 
-Exporting: all ranks walk through the parameters of the whole model in the same order. Each comes from the pipeline stage that
-holds it, one at a time, and is then gathered over tensor-parallel ranks. Every rank gets every tensor, and a rank that has no
-use for it drops it. Tied embeddings are one parameter, however many stages hold a copy, and are therefore sent once. Layers for
-multi-token prediction are left out where the family's checkpoints have none.
+Exporting: the tensor-parallel ranks of a stage walk through its parameters in the same order, and gather one at a time. Each
+of them gets every tensor, and a rank that has no use for it drops it. Tied embeddings are one parameter, however many stages
+hold a copy, and are therefore given once. Layers for multi-token prediction are left out where the family's checkpoints have
+none.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _fill(plan: Plan, source: SafetensorsDirectory, sizes: TensorSizes, hf_dir: 
     size = parallel_state.get_tensor_model_parallel_world_size()
     for name, parameter, rule, hf_names in plan:
         tensors = [source.tensor(hf_name) for hf_name in hf_names]
-        shard = rule.layout.shard(rule.layout.merge(tensors, sizes), rank, size)
+        shard = rule.layout.part(tensors, sizes, rank, size)
         if shard.shape != parameter.shape:
             raise UserError(
                 f"{hf_dir}: {', '.join(hf_names)} of shape {[list(tensor.shape) for tensor in tensors]} give "
@@ -174,20 +174,6 @@ def _may_be_ignored(name: str, family: Family, hf_dir: str | Path) -> bool:
     return family.ignored.search(name) is not None
 
 
-@torch.no_grad()
-def iter_hf_named_tensors(args: Any, model_chunks: Iterable[torch.nn.Module]) -> Iterator[NamedTensor]:
-    """Yield (HF name, tensor) for every parameter, in the order of the model. Collective over the tensor-parallel and
-    pipeline groups.
-
-    Tensors are whole, contiguous, detached, on the parameters' device and in their dtype, without vocabulary padding.
-    They may share memory with the model: use or copy them before the next optimizer step.
-    """
-    family, sizes = family_of_run(args), tensor_sizes(args)
-    for name, local in _parameters_of_all_stages(model_chunks, family):
-        layout = family.find(name)[0].layout
-        yield from _to_hf(family, sizes, name, _gather(layout, local))
-
-
 def names_of_stage(args: Any, model_chunks: Iterable[torch.nn.Module]) -> set[str]:
     """Global names of the parameters that this pipeline stage sends: those that it has, and no stage before it.
 
@@ -204,8 +190,12 @@ def names_of_stage(args: Any, model_chunks: Iterable[torch.nn.Module]) -> set[st
 def iter_stage_named_tensors(
     args: Any, model_chunks: Iterable[torch.nn.Module], names: set[str]
 ) -> Iterator[NamedTensor]:
-    """Yield what `iter_hf_named_tensors` does for the parameters `names` of this stage. Collective over the tensor-parallel
-    group; all stages together, each with what `names_of_stage` says, yield the whole model."""
+    """Yield (HF name, tensor) for the parameters `names` of this stage, in the order of the model. Collective over the
+    tensor-parallel group; all stages together, each with what `names_of_stage` says, yield the whole model.
+
+    Tensors are whole, contiguous, detached, on the parameters' device and in their dtype, without vocabulary padding.
+    They may share memory with the model: use or copy them before the next optimizer step.
+    """
     family, sizes = family_of_run(args), tensor_sizes(args)
     for chunk in _named_chunks(model_chunks):
         for name, parameter in chunk.items():
@@ -277,19 +267,6 @@ def _named_chunks(model_chunks: Iterable[torch.nn.Module]) -> list[dict[str, tor
     from slime.backends.megatron_utils.parameter_names import global_named_parameters
 
     return [dict(global_named_parameters(chunk)) for chunk in model_chunks]
-
-
-def _parameters_of_all_stages(model_chunks: Iterable[torch.nn.Module], family: Family) -> Iterator[NamedTensor]:
-    """(global name, this tensor-parallel rank's part) of every parameter that `family` has, in the model's order, each once."""
-    from megatron.core import parallel_state
-
-    from slime.backends.megatron_utils.schedules import broadcast_tensor
-
-    chunks = _named_chunks(model_chunks)
-    own_stage = parallel_state.get_pipeline_model_parallel_rank()
-    for index, stage, name, like in _parameters_in_order(chunks, family):
-        own = chunks[index][name].detach() if stage == own_stage else None
-        yield name, broadcast_tensor(stage, own, like)
 
 
 def _parameters_in_order(

@@ -28,7 +28,6 @@ from slime.training.backend import Collect
 from slime.training.packed_stream import PackedStream
 from slime.training.passes import MicroBatches
 from slime.training.rollout_data import Metrics, MicroBatch
-from slime.utils.device import get_accelerator
 
 # Of the batch that it is made for: what Megatron's schedule calls with the logits [1, T, V / tensor-parallel size].
 LogitsFunction = Callable[[MicroBatch], Callable[..., Any]]
@@ -181,18 +180,3 @@ def gather_from_stages(value: Any) -> list[Any]:
     gathered: list[Any] = [None] * size
     dist.all_gather_object(gathered, value, group=parallel_state.get_pipeline_model_parallel_group())
     return gathered
-
-
-def broadcast_tensor(stage: int, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """`tensor` of pipeline stage `stage`, on all stages; elsewhere `like` (a meta tensor does) tells shape and dtype.
-
-    Collective over the pipeline group. The stage itself gets back what it gave.
-    """
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        return tensor
-    group = parallel_state.get_pipeline_model_parallel_group()
-    if tensor is None:
-        tensor = torch.empty(like.shape, dtype=like.dtype, device=get_accelerator().group_device(group))
-    tensor = tensor.contiguous()
-    dist.broadcast(tensor, src=dist.get_global_rank(group, stage), group=group)
-    return tensor

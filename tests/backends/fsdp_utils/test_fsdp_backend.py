@@ -3,6 +3,8 @@
 Streams are packed, so a sample that saw its neighbours would not have the log-probs of the loops, which know one sample each.
 """
 
+from unittest import mock
+
 import pytest
 
 from slime.arguments.checkpoints import WeightSource
@@ -83,14 +85,23 @@ def states(args, other):
 
 
 def pushed(args):
-    """What a push sends, and what the engines' checkpoint has; and what a save says."""
+    """What a push sends, and what the engines' checkpoint has; what a save says; and the bytes that were loaded."""
     from slime.utils.errors import UserError
+    from slime.weights.hf_reader import StoredTensor
 
-    backend = started(args, WeightSource("hf", args.hf_checkpoint))
-    named = {name: tensor.clone().numpy() for name, tensor in backend.named_tensors()}
+    sizes = []
+
+    class Counted(StoredTensor):
+        def __getitem__(self, index):
+            sizes.append(super().__getitem__(index).nbytes)
+            return super().__getitem__(index)
+
+    with mock.patch("slime.weights.hf_reader.StoredTensor", Counted):
+        backend = started(args, WeightSource("hf", args.hf_checkpoint))
+    named = {name: tensor.clone().numpy() for name, tensor in backend.stage_tensors()()}
     with pytest.raises(UserError) as refused:
         backend.save(0)
-    return {"named": named, "expected": backend.expected_names(), "refused": str(refused.value)}
+    return {"named": named, "expected": backend.expected_names(), "refused": str(refused.value), "read": sum(sizes)}
 
 
 def trained(args):
@@ -109,7 +120,7 @@ def trained(args):
         metrics.append(train_one_step(args, backend, data, 0, 0))
         entries = torch.cat([p.grad.full_tensor().flatten() for p in backend.model.parameters()])
         gradients.append(float(entries.abs().mean()))
-    weights = {name: tensor.clone().numpy() for name, tensor in backend.named_tensors()}
+    weights = {name: tensor.clone().numpy() for name, tensor in backend.stage_tensors()()}
     return {"metrics": metrics, "weights": weights, "bound": bound_of_weights(args, gradients, TRAINED_TOKENS)}
 
 
@@ -203,6 +214,10 @@ def test_a_push_names_the_tensors_of_the_checkpoint(hf_dir, one_rank, two_ranks)
         named = rank["push"]["named"]
         assert named.keys() == stored.keys() == rank["push"]["expected"]
         assert all(np.array_equal(named[name], tensor) for name, tensor in stored.items())
+    # Of two ranks each reads its own rows; those of an odd vocabulary are one more on the first.
+    total = sum(tensor.nbytes for tensor in stored.values())
+    assert one_rank["push"]["read"] == sum(rank["push"]["read"] for rank in two_ranks) == total
+    assert all(0.45 * total < rank["push"]["read"] < 0.55 * total for rank in two_ranks)
 
 
 @pytest.mark.parametrize(

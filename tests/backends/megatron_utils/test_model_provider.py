@@ -126,13 +126,12 @@ def _random_start(directory, layouts):
     for layout in layouts:
         args = tiny_args(directory, padded_vocab_size=144, **layout)
         megatron.start(args)
-        from slime.backends.megatron_utils.hf_conversion import iter_hf_named_tensors
         from slime.backends.megatron_utils.model_provider import setup_model
 
         before = torch.get_rng_state()
         chunks = setup_model(args)
         undisturbed = torch.equal(before, torch.get_rng_state())
-        weights.append({name: tensor.clone() for name, tensor in iter_hf_named_tensors(args, chunks)})
+        weights.append(megatron.whole_weights(args, chunks))
     return weights, undisturbed
 
 

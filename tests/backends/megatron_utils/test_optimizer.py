@@ -113,9 +113,9 @@ def _train(chunks, optimizer, scheduler, steps):
 
 
 def _export(args, chunks):
-    from slime.backends.megatron_utils.hf_conversion import iter_hf_named_tensors
+    from tests.support.processes.megatron_worker import whole_weights
 
-    return {name: tensor.clone() for name, tensor in iter_hf_named_tensors(args, chunks)}
+    return whole_weights(args, chunks)
 
 
 def _save_then_load_into_fresh_ones(args, directory, training):

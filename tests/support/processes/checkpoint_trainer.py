@@ -75,9 +75,9 @@ class Trainer:
 
     def state(self) -> dict:
         """Weights under their HF names, schedule, what the generators give next, mean absolute entry of the last gradient."""
-        from slime.backends.megatron_utils.hf_conversion import iter_hf_named_tensors
+        from tests.support.processes.megatron_worker import whole_weights
 
-        weights = {name: tensor.clone().numpy() for name, tensor in iter_hf_named_tensors(self.args, self.model)}
+        weights = {name: tensor.numpy() for name, tensor in whole_weights(self.args, self.model).items()}
         return {
             "weights": weights,
             "rollouts": self.scheduler.num_steps,

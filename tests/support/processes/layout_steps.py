@@ -82,10 +82,10 @@ class LayoutRun:
         return float(flat.abs().mean())
 
     def weights(self) -> dict[str, np.ndarray]:
-        """Everything that an export gives, in its order."""
-        from slime.backends.megatron_utils.hf_conversion import iter_hf_named_tensors
+        """Everything that an export gives."""
+        from tests.support.processes.megatron_worker import whole_weights
 
-        return {name: tensor.clone().numpy() for name, tensor in iter_hf_named_tensors(self.args, self.model)}
+        return {name: tensor.numpy() for name, tensor in whole_weights(self.args, self.model).items()}
 
 
 def train_steps(cases: dict[str, SimpleNamespace]) -> dict[str, dict[str, Any]]:

@@ -98,12 +98,20 @@ def next_token_loss(logits: torch.Tensor, sequences: Sequence[Sequence[int]]) ->
 
 def hf_gradients(args: SimpleNamespace, chunks: list[Any]) -> dict[str, torch.Tensor]:
     """The reduced gradients under HF names: exported as if they were the weights (which they overwrite)."""
-    from slime.backends.megatron_utils.hf_conversion import iter_hf_named_tensors
-
     with torch.no_grad():
         for parameter in chunks[0].parameters():
             parameter.copy_(parameter.main_grad)
-    return {name: tensor.clone() for name, tensor in iter_hf_named_tensors(args, chunks)}
+    return whole_weights(args, chunks)
+
+
+def whole_weights(args: SimpleNamespace, chunks: list[Any]) -> dict[str, torch.Tensor]:
+    """Copies of all weights under HF names, on every rank: the stages tell each other theirs."""
+    from slime.backends.megatron_utils.hf_conversion import iter_stage_named_tensors, names_of_stage
+    from slime.backends.megatron_utils.schedules import gather_from_stages
+
+    of_stage = iter_stage_named_tensors(args, chunks, names_of_stage(args, chunks))
+    stages = gather_from_stages({name: tensor.clone() for name, tensor in of_stage})
+    return {name: tensor for weights in stages for name, tensor in weights.items()}
 
 
 def sharded_state(chunks: list[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:

@@ -64,9 +64,7 @@ def _round_trip(hf_dir: str, sequence: list[int]):
 
     args = tiny_args(hf_dir)
     chunks = megatron.load_model(args)
-    from slime.backends.megatron_utils.hf_conversion import iter_hf_named_tensors
-
-    exported = {name: tensor.clone() for name, tensor in iter_hf_named_tensors(args, chunks)}
+    exported = megatron.whole_weights(args, chunks)
     logits = megatron.packed_forward(chunks[0], [sequence])[: len(sequence), : args.vocab_size]
     return exported, logits.detach().clone()
 

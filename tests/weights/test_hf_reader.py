@@ -1,0 +1,71 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slime.utils.errors import UserError
+from slime.weights.hf_reader import SafetensorsDirectory, StoredTensor
+
+TENSORS = {
+    "matrix": torch.arange(24, dtype=torch.bfloat16).view(6, 4),
+    "vector": torch.arange(5.0),
+}
+
+
+@pytest.fixture
+def directory(tmp_path):
+    save_file({"matrix": TENSORS["matrix"]}, tmp_path / "one.safetensors")
+    save_file({"vector": TENSORS["vector"]}, tmp_path / "two.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize("has_index", [False, True])
+def test_tensors_of_all_files(directory, has_index):
+    if has_index:
+        files = {"matrix": "one.safetensors", "vector": "two.safetensors"}
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    source = SafetensorsDirectory(directory)
+    assert source.names() == set(TENSORS)
+    for name, tensor in TENSORS.items():
+        stored = source.tensor(name)
+        assert (stored.shape, stored.dtype) == (tensor.shape, tensor.dtype)
+        assert stored[:].equal(tensor) and stored[:].dtype == tensor.dtype
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        slice(2, 5),
+        slice(0, 0),
+        slice(6, 6),
+        (slice(None), slice(1, 3)),
+        (slice(1, 2), slice(0, 4)),
+        (slice(6, 6), slice(0, 4)),
+    ],
+)
+def test_rows_and_columns_are_those_of_the_tensor(directory, index):
+    assert SafetensorsDirectory(directory).tensor("matrix")[index].equal(TENSORS["matrix"][index])
+
+
+def test_nothing_is_read_before_it_is_indexed(directory, monkeypatch):
+    def read(stored, index):
+        raise AssertionError("read")
+
+    monkeypatch.setattr(StoredTensor, "__getitem__", read)
+    assert SafetensorsDirectory(directory).tensor("matrix").shape == (6, 4)
+
+
+def test_an_index_that_names_what_a_file_has_not_is_told_by_file_and_tensor(directory):
+    files = {"matrix": "two.safetensors", "vector": "three.safetensors"}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    source = SafetensorsDirectory(directory)
+    with pytest.raises(UserError, match="two.safetensors: tensor matrix cannot be read"):
+        source.tensor("matrix")
+    with pytest.raises(UserError, match="three.safetensors cannot be read"):
+        source.tensor("vector")
+
+
+def test_a_directory_without_weights_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"holds no \*.safetensors"):
+        SafetensorsDirectory(tmp_path)
