@@ -121,8 +121,10 @@ class MeasuredRank(RehearsedActor):
         self.weight_source = None
 
     def phases(self) -> dict[str, Callable[[], None]]:
-        """Those of a rehearsal, in this order."""
-        return {**super().phases(), "model": lambda: self._join(self.rendezvous_address())}
+        """Those of a rehearsal, in this order, but for the save: a case asks for none."""
+        phases = {**super().phases(), "model": lambda: self._join(self.rendezvous_address())}
+        del phases["save"]
+        return phases
 
     def run_until(self, last: str) -> None:
         """All phases up to `last`, each once."""

@@ -103,7 +103,8 @@ def planned(args: argparse.Namespace, micro_batches: int) -> dict[str, int]:
     """Bytes by phase: the largest moment of the step, and the weight push. Of tensors alone."""
     layout, shape = parallel_layout(args), shape_of(args)
     setup = training_setup(args, layout, tokens_of_stream(args, layout), micro_batches)
-    push = push_buffers(shape, setup)
+    (stage,) = setup.stages
+    push = push_buffers(shape, setup, stage)
     # The samples of a run, of which a measured rank has those of its micro-batches.
     (step,) = training_memory(shape, replace(setup, push_bucket=0, overhead=0, rollout_tokens=0))
     return {"step": step.total, "push": _held(step) + push}

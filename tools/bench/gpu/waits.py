@@ -39,7 +39,7 @@ from tools.bench.gpu.measured_rank import (
     write_rehearsed,
 )
 
-PHASES = ("log-probs", "step", "push")
+PHASES = ("log-probs", "step", "metrics", "push")
 WAITS = {
     "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMemcpy2D",
     "cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize",

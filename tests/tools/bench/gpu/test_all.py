@@ -73,7 +73,7 @@ def records(environment, tmp_path_factory):
         [sys.executable, "-c", IN_TURN, *commands],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         cwd=ROOT,
         env=environment,
     )
@@ -85,6 +85,7 @@ def records(environment, tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 def test_objectives_agree(records):
     rows = records["grid"]["rows"]
     assert {(row["role"], row["objective"]) for row in rows} == {
@@ -93,6 +94,7 @@ def test_objectives_agree(records):
     assert [row["what differs"] for row in rows] == [None] * 3 and records["grid"]["met"]
 
 
+@pytest.mark.slow
 def test_utilisation_of_a_step(records):
     (row,) = records["mfu"]["rows"]
     # 8 micro-batches of 4 samples of 64 tokens. In a layer: 2·64·64 + 2·64·32 of the attention, 3·64·128 of the MLP.
@@ -104,9 +106,10 @@ def test_utilisation_of_a_step(records):
     assert row["tokens per second"] == pytest.approx(2048 / row["seconds"])
 
 
+@pytest.mark.slow
 def test_waits_of_a_rehearsal(records):
     rows = records["waits"]["rows"]
-    assert {row["phase"] for row in rows} == {"log-probs", "step", "push"}
+    assert {row["phase"] for row in rows} == {"log-probs", "step", "metrics", "push"}
     assert {row["measured"] for row in rows} == {None}
     total = {row["phase"]: row["rehearsed"] for row in rows if row["function"] == "all"}
     of_step = {row["function"]: row["rehearsed"] for row in rows if row["phase"] == "step"}
@@ -117,6 +120,7 @@ def test_waits_of_a_rehearsal(records):
         assert of_step["slime/training/train_step.py: accepts"] == 1
 
 
+@pytest.mark.slow
 def test_kernels_give_what_torch_gives(records):
     rows = records["kernels"]["rows"]
     assert [row["contender"] for row in rows if row["kernel"].startswith("log-probs")] == list(CONTENDERS)
@@ -130,10 +134,18 @@ def test_kernels_give_what_torch_gives(records):
     assert [row["TFLOP/s"] * row["ms"] / 1e3 * 1e12 for row in attention] == pytest.approx(flops)
 
 
+@pytest.mark.slow
 def test_memory_beside_rehearsal_and_plan(records):
     rows = {row["phase"]: row for row in records["memory"]["rows"]}
-    assert list(rows) == ["model", "load", "data", "log-probs", "first step", "step", "push"]
-    assert all(row["of the rehearsal"] == pytest.approx(1, abs=0.05) for row in rows.values())
+    assert list(rows) == ["model", "load", "data", "log-probs", "first step", "step", "metrics", "push"]
+    steps = ("first step", "step")
+    assert all(
+        row["of the rehearsal"] == pytest.approx(1, abs=0.05) for phase, row in rows.items() if phase not in steps
+    )
+    # A CPU computes a norm in several operations, which keep its input and its result in float32; CUDA's kernel, which is
+    # rehearsed, keeps neither. There are five norms 64 wide, and in both layers those of queries and keys, 64 and 32 wide.
+    norms = 2 * 4 * 256 * (5 * 64 + 2 * (64 + 32)) / 2**20
+    assert all(0 <= rows[phase]["measured"] - rows[phase]["rehearsed"] <= norms for phase in steps)
     assert rows["step"]["of the plan"] == pytest.approx(1, abs=0.1)
     assert [phase for phase, row in rows.items() if row["planned"] is not None] == ["step", "push"]
     # Of each parameter 6 bytes of weight and gradient, which come with the model, and 12 of the optimizer.
@@ -142,6 +154,7 @@ def test_memory_beside_rehearsal_and_plan(records):
     assert rows["model"]["measured"] * 2**20 > 6 * parameters
 
 
+@pytest.mark.slow
 def test_every_weight_gets_into_a_bucket(records):
     rows = {row["what"]: row for row in records["buckets"]["rows"]}
     parameters = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64 + 2 * 16) + 512 * 64 + 64

@@ -60,3 +60,9 @@ def test_a_shape_that_stops_costs_no_other():
     rows, stopped = of_every_case(make_shape_parser("x").parse_args([]), measure)
     assert rows == [{"shape": "qwen3-1.7B"}]
     assert stopped == ["qwen3-0.6B stopped: OutOfMemoryError: CUDA out of memory."]
+
+
+def test_phases_are_those_of_a_rehearsal_without_a_save():
+    assert list(object.__new__(MeasuredRank).phases()) == [
+        "model", "load", "data", "log-probs", "first step", "step", "metrics", "push"
+    ]  # fmt: skip

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from tools.bench.gpu import memory
+from tools.bench.gpu.measured_rank import Case
 
 MIB = 2**20
 
@@ -34,3 +35,11 @@ def test_figures_side_by_side():
         "shape": "x", "phase": "step", "measured": 8.0, "rehearsed": 4.0, "planned": 10.0, "of the rehearsal": 2.0,
         "of the plan": pytest.approx(0.8),
     }  # fmt: skip
+
+
+def test_plan_of_a_tiny_step(tmp_path):
+    plan = memory.planned(Case("qwen3-0.6B", 2, 256, tiny=True).arguments(tmp_path), 2)
+    # Of each parameter 6 bytes of weight and gradient, and 12 of the optimizer. A step has activations beside them, and a push
+    # has buckets.
+    parameters = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64 + 2 * 16) + 512 * 64 + 64
+    assert list(plan) == ["step", "push"] and min(plan.values()) > 18 * parameters
