@@ -232,6 +232,8 @@ class RehearsedRank(TrainRank):
             self.not_rehearsed.append("the export of --save-hf")
         dist_checkpointing.save = writer = SwallowingWriter(self.args.use_distributed_optimizer)
         writing.save_generators = lambda directory: None
+        # Rank 0 makes it for all ranks; here it is this rank's own.
+        Path(self.args.save).mkdir()
         self.save(0)
         written = {kind: round(size) for kind, size in writer.written.items()}
         self.saved = Saved(dict(writer.tensors), dict(writer.sizes), written, self._recorder.host_peak or None)

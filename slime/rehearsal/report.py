@@ -174,7 +174,8 @@ def _rank(report: RankReport) -> Iterator[str]:
         yield f"  weight push: {_many(len(result.pushed.names), 'tensor')} in {_many(result.pushed.buckets, 'bucket')}"
         yield from _memory({"push": result.peaks["push"].get("push", 0)}, {"push": report.planned.push})
     if result.saved is not None:
-        yield from _saved(result.saved, result.peaks["save"].get("save", 0), report.planned.save)
+        # On the device nothing is taken where nothing is gathered.
+        yield from _saved(result.saved, result.peaks.get("save", {}).get("save", 0), report.planned.save)
     yield "  operations launched"
     yield from (f"    {count:>9,}  {phase}" for phase, count in result.operations.items())
     for phase, waits in result.waits.items():

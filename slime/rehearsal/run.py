@@ -22,6 +22,7 @@ from slime.plan.memory import planned_critic
 from slime.plan.setup import parallel_layout, planned_sample, shape_of, tokens_of_stream, training_setup
 from slime.rehearsal.report import Failure, Planned, Pushed, RankReport, Rehearsed, Saved, Task, render
 from slime.rehearsal.stand_in import StandIn, find_or_build
+from slime.utils.child_process import environment_for_python
 from slime.utils.errors import RunError, UserError
 from slime.weights.verification import NamesDiffer, PushedNames
 
@@ -31,10 +32,15 @@ _MICRO_BATCHES = 2
 _RANK_SECONDS = 1800.0
 # What has no other way than Transformer Engine's; the rehearsal says where it goes without.
 _NEED_KERNELS = {"optimizer_cpu_offload": False, "use_precision_aware_optimizer": False, "fp8": None}
+# What Megatron-Core refuses without these.
+_OF_KERNELS = {
+    **dict.fromkeys(("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), "fp32"),
+    **dict.fromkeys(("fp8_param_gather", "moe_router_padding_for_fp8", "moe_router_padding_for_quantization"), False),
+}  # fmt: skip
 # Kernels of Transformer Engine, Apex and DeepEP do not go through fake tensors.
 WITHOUT_KERNELS = {
     "transformer_impl": "local", "moe_grouped_gemm": False, "moe_permute_fusion": False, "moe_router_fusion": False,
-    "moe_token_dispatcher_type": "alltoall", **_NEED_KERNELS,
+    "moe_token_dispatcher_type": "alltoall", **_NEED_KERNELS, **_OF_KERNELS,
 }  # fmt: skip
 # Of a sample whose prompt no flag limits.
 _PROMPT_SHARE = 8
@@ -110,6 +116,7 @@ def rehearse_rank(
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 timeout=_RANK_SECONDS,
+                env=environment_for_python(),
             )
         except subprocess.TimeoutExpired as error:
             raise RunError(f"the rehearsal of rank {rank} did not end within {_RANK_SECONDS:.0f} s") from error

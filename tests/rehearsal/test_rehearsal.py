@@ -29,7 +29,9 @@ LAYOUTS = {
     "data, recomputed": [
         "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1",
     ],
-    "tensor, attention recomputed": ["--tensor-model-parallel-size", "2", "--recompute-granularity", "selective"],
+    "tensor, attention recomputed, whole optimizer": [
+        "--tensor-model-parallel-size", "2", "--recompute-granularity", "selective", "--no-use-distributed-optimizer",
+    ],
 }  # fmt: skip
 STAGES = {
     "pipeline and tensor": [
@@ -98,6 +100,8 @@ def test_a_step_of_every_layout_goes_through(arguments, stand_in, tmp_path, layo
         (plan,) = planned(args, parallel_layout(args), 1)
         assert kinds["activations"] == pytest.approx(plan.step["activations"], rel=0.1), plan
         assert sum(kinds.values()) == pytest.approx(sum(plan.step.values()), rel=0.1), plan
+        # A whole optimizer is not gathered.
+        assert ("save" in result.peaks) == args.use_distributed_optimizer
     assert result.data_dependent == {}
     # The head is a matrix of its own, and all fits into one bucket.
     assert (len(result.pushed.names), result.pushed.buckets) == (25, 1)
@@ -268,8 +272,11 @@ def test_the_same_ranks_of_actor_and_critic_are_rehearsed(arguments, monkeypatch
     assert "CRITIC RANK 1: tensor 0, context 0, data 1" in text and "actor and critic beside each other" in text
 
 
-def test_without_a_library_the_tensors_are_of_the_cpu(arguments):
+def test_without_a_library_the_tensors_are_of_the_cpu(arguments, tmp_path, monkeypatch):
+    """And the process of a rank finds this package from anywhere."""
     args = arguments("--tensor-model-parallel-size", "2", "--sequence-parallel")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     result = rehearsed(args, StandIn(None, "nothing can be built"))
     assert result.waits == {}
     # The run saves nothing.
@@ -278,10 +285,21 @@ def test_without_a_library_the_tensors_are_of_the_cpu(arguments):
 
 
 def test_it_goes_without_what_needs_transformer_engine_and_says_so(arguments, capsys):
-    show_rehearsal(arguments("--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--fp8-format", "e4m3"))
+    narrow = ["--use-precision-aware-optimizer", "--main-grads-dtype", "bf16", "--main-params-dtype", "fp16"]
+    narrow += ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
+    fp8 = ["--fp8-format", "e4m3", "--fp8-param-gather"]
+    show_rehearsal(arguments("--optimizer-cpu-offload", *narrow, *fp8))
     text = capsys.readouterr().out
     for flag in ("--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--fp8-format"):
         assert f"{flag}: the rehearsal goes without" in text
+
+
+def test_what_stops_a_save_is_named_on_every_rank(arguments, stand_in, tmp_path):
+    args = arguments("--save", str(tmp_path), "--save-interval", "1")
+    # Nothing but the save asks for it.
+    del args.ckpt_fully_parallel_save
+    failure = rehearse_rank(args, 1, [[(16, 8)]] * 2, stand_in).failure
+    assert failure.phase == "save" and "no attribute 'ckpt_fully_parallel_save'" in failure.error
 
 
 def test_what_does_not_fit_stops_it_and_is_named(arguments, stand_in, capsys):
