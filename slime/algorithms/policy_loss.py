@@ -140,9 +140,12 @@ def sequence_kl(log_probs: PerToken, old_log_probs: PerToken, loss_masks: Sequen
     require_equal_lengths(
         loss_masks=loss_masks, **{name: rows for name, rows in columns.items() if not torch.is_tensor(rows)}
     )
+    lengths = [len(mask) for mask in loss_masks]
+    for name, rows in columns.items():
+        if torch.is_tensor(rows) and rows.shape != (sum(lengths),):
+            raise ValueError(f"{tuple(rows.shape)} {name} for {sum(lengths)} mask entries")
     if not len(loss_masks):
         return torch.zeros(0)
-    lengths = [len(mask) for mask in loss_masks]
     difference = flat(old_log_probs).float() - flat(log_probs).float()
     mask = flat(loss_masks).to(difference.device, torch.float32)
     sums = sums_of_responses(difference.masked_fill(mask == 0, 0.0) * mask, lengths)

@@ -296,6 +296,16 @@ def test_log_probs_and_masks_of_one_response_have_one_length():
         sequence_kl([torch.zeros(3)], [torch.zeros(3)], [torch.ones(2)])
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_concatenated_log_probs_are_as_many_as_the_mask_entries(count):
+    masks = [torch.ones(2), torch.ones(1)]
+    with pytest.raises(ValueError, match=rf"\({count},\) log_probs for 3 mask entries"):
+        sequence_kl(torch.zeros(count), torch.zeros(3), masks)
+    with pytest.raises(ValueError, match=rf"\({count},\) old_log_probs for 3 mask entries"):
+        sequence_kl(torch.zeros(3), torch.zeros(count), masks)
+    assert sequence_kl(torch.zeros(3), torch.ones(3), masks).tolist() == [1.0, 1.0]
+
+
 def test_opsm():
     new, old, mask = [torch.tensor([-1.2, -1.3])], [torch.tensor([-1.0, -1.0])], [torch.ones(2)]
     keep, rejected = compute_opsm_mask(SimpleNamespace(opsm_delta=1e-4), new, old, [torch.tensor([-1.0, 1.0])], mask)
