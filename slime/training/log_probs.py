@@ -20,7 +20,8 @@ Invariants
 that PyTorch spreads over threads ends with a barrier. Many short operations on a chunk that fits into a cache would mostly wait
 there, above all where other processes want the same cores. So each thread takes whole chunks: operations of a worker thread do
 not spread, and nothing waits until all rows are done.
-- A chunk is computed by the same operations whoever does it, so results do not depend on the number of threads.
+- A chunk is computed by the same operations whoever does it, so results do not depend on the number of threads. Only where one
+  thread is enough (`MIN_ELEMENTS`, or a single chunk) PyTorch may cut the sum of a long row by that number.
 - The number of threads of everybody else stays as it is.
 """
 
@@ -100,14 +101,15 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     def forward(ctx, logits_TV, tokens_R, rows, tp_group, keep, with_entropy, entropy_grad, chunk_size, temperature):
         chunks = _Chunks(logits_TV, rows, chunk_size, temperature)
         columns_R, is_here_R = _local_columns(logits_TV, tokens_R, tp_group)
-        # In the dtype of the sums that it is compared with: a large logit rounded in two ways would differ from itself.
-        target_dtype = chunks.work_dtype if keep is None else torch.float64
-        target_R = _target(logits_TV, rows.index, columns_R, is_here_R, temperature, target_dtype)
         whole = kept = None
+        # The target comes from where the sums come from that it is compared with: a logit that is rounded in two ways differs
+        # from itself, and its log-prob may be above 0.
         if with_entropy or keep is None:
-            whole = _exponential_sums(chunks, with_entropy)
+            target_R, whole = _exponential_sums(chunks, columns_R, with_entropy)
         if keep is not None:
+            target_R = _target(chunks, columns_R, torch.float64)
             kept = _RowSums(*keep.exponential_sums(logits_TV, rows.index, temperature))
+        target_R = target_R.double().masked_fill(~is_here_R, -torch.inf)
         target_R, whole, kept = _over_all_ranks(target_R, whole, kept, tp_group)
 
         if kept is None:
@@ -166,9 +168,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             ]
             grad_TV = None
             if keep is None:
-                place_T = torch.full((len(logits_TV),), -1, dtype=torch.int64, device=logits_TV.device)
-                place_T[rows.index] = torch.arange(len(rows.index), device=logits_TV.device)
-                grad_TV = _by_one_kernel(chunks, gradient_of_rows, rows.index, place_T, columns_R, target_R, *of_rows)
+                grad_TV = _by_one_kernel(chunks, gradient_of_rows, rows.index, columns_R, target_R, *of_rows)
             if grad_TV is None:
                 grad_TV = _chunked_gradient(chunks, *of_rows, add_parts)
         return grad_TV, None, None, None, None, None, None, None, None
@@ -280,17 +280,9 @@ def _local_columns(
     return columns_R.masked_fill(~is_here_R, 0), is_here_R
 
 
-def _target(
-    logits_TV: torch.Tensor,
-    rows_R: torch.Tensor,
-    columns_R: torch.Tensor,
-    is_here_R: torch.Tensor,
-    temperature: float,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """logit / τ of each row's token as `dtype` has it, −inf where it is not on this rank; float64 [R]."""
-    target_R = logits_TV[rows_R, columns_R].to(dtype) / temperature
-    return target_R.double().masked_fill(~is_here_R, -torch.inf)
+def _target(chunks: _Chunks, columns_R: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """logit / τ of each row's column, in `dtype` [R]."""
+    return chunks.logits_TV[chunks.rows.index, columns_R].to(dtype) / chunks.temperature
 
 
 @functools.cache
@@ -306,36 +298,41 @@ def _by_one_kernel(chunks: _Chunks, function: Callable[..., Any], *arguments: An
     if not is_there or chunks.is_asked_for or len(chunks) < 2 or torch.are_deterministic_algorithms_enabled():
         return None
     temperature = torch.full((), chunks.temperature, dtype=chunks.work_dtype, device=logits_TV.device)
-    return _fused(function, accelerator)(logits_TV, temperature, *arguments)
+    # Detached, as what requires a gradient would be compiled once more.
+    return _fused(function, accelerator)(logits_TV.detach(), temperature, *arguments)
 
 
 def sums_of_rows(
-    logits_TV: torch.Tensor, temperature: torch.Tensor, rows_R: torch.Tensor, with_entropy: bool
+    logits_TV: torch.Tensor, temperature: torch.Tensor, rows_R: torch.Tensor, columns_R: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """What `_exponential_sums` computes chunk by chunk, as one expression: each element is read twice and none is written."""
+    """What `_exponential_sums` computes chunk by chunk, as one expression: each element is read twice and none is written.
+
+    Always with the sum of the entropy: another kernel would add in another order, and the log-probs of a policy would not be
+    those that it had when nobody asked for its entropy. The target is divided as its row is: a compiled division rounds in its
+    own way.
+    """
+    target_R = logits_TV[rows_R, columns_R].to(temperature.dtype) / temperature
     scaled_RV = logits_TV.index_select(0, rows_R).to(temperature.dtype) / temperature
     max_R = scaled_RV.amax(dim=1).clamp(min=IMPOSSIBLE)
-    shifted_RV = scaled_RV - max_R[:, None]
-    if not with_entropy:
-        return max_R, shifted_RV.exp().sum(dim=1)
-    shifted_RV = shifted_RV.clamp(min=IMPOSSIBLE)
+    shifted_RV = (scaled_RV - max_R[:, None]).clamp(min=IMPOSSIBLE)
     exponential_RV = shifted_RV.exp()
-    return max_R, exponential_RV.sum(dim=1), (shifted_RV * exponential_RV).sum(dim=1)
+    return target_R, max_R, exponential_RV.sum(dim=1), (shifted_RV * exponential_RV).sum(dim=1)
 
 
 def gradient_of_rows(
     logits_TV: torch.Tensor,
     temperature: torch.Tensor,
     rows_R: torch.Tensor,
-    place_T: torch.Tensor,
     columns_R: torch.Tensor,
     target_R: torch.Tensor,
     max_R: torch.Tensor,
     factor_R: torch.Tensor,
     slope_R: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The whole gradient, as one expression that reads and writes each element once. `place_T`: which of the R rows a row of
-    the logits is, −1 where it is none of them."""
+    """The whole gradient, as one expression that reads and writes each element once."""
+    # Which of the R rows a row of the logits is, −1 where it is none of them.
+    place_T = torch.full((len(logits_TV),), -1, dtype=torch.int64, device=logits_TV.device)
+    place_T[rows_R] = torch.arange(len(rows_R), device=logits_TV.device)
     of_T = place_T.clamp(min=0)
     # In the place of a row that nobody asks for the first one is read, which is in the cache.
     shifted_TV = logits_TV.index_select(0, rows_R[of_T]).to(temperature.dtype) / temperature - max_R[of_T][:, None]
@@ -349,11 +346,12 @@ def gradient_of_rows(
     return torch.where((place_T >= 0)[:, None], gradient_TV, 0.0).to(logits_TV.dtype)
 
 
-def _exponential_sums(chunks: _Chunks, with_entropy: bool) -> _RowSums:
-    """Sums over this rank's part of each row around the maximum of that part."""
-    sums = _by_one_kernel(chunks, sums_of_rows, chunks.rows.index, with_entropy)
-    if sums is not None:
-        return _RowSums(*(value_R.double() for value_R in sums))
+def _exponential_sums(chunks: _Chunks, columns_R: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, _RowSums]:
+    """logit / τ of each row's column, and sums over this rank's part of each row around the maximum of that part."""
+    of_rows = _by_one_kernel(chunks, sums_of_rows, chunks.rows.index, columns_R)
+    if of_rows is not None:
+        target_R, *sums = of_rows
+        return target_R, _RowSums(*(value_R.double() for value_R in sums[: 3 if with_entropy else 2]))
     device = chunks.logits_TV.device
     max_R = torch.empty(len(chunks), dtype=chunks.work_dtype, device=device)
     sums_2R = torch.zeros(2, len(chunks), dtype=torch.float64, device=device)
@@ -380,7 +378,8 @@ def _exponential_sums(chunks: _Chunks, with_entropy: bool) -> _RowSums:
         return [work_CV, gathered_CV, torch.empty_like(work_CV) if with_entropy else work_CV]
 
     for_row_chunks(chunks.rows.index, chunks.logits_TV.shape[1], chunks.rows_per_chunk, sum_chunk, scratch)
-    return _RowSums(max_R.double(), sums_2R[0], sums_2R[1] if with_entropy else None)
+    sums = _RowSums(max_R.double(), sums_2R[0], sums_2R[1] if with_entropy else None)
+    return _target(chunks, columns_R, chunks.work_dtype), sums
 
 
 def _chunked_gradient(

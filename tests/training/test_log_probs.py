@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -325,6 +326,28 @@ def test_compiled_kernels_give_what_the_chunks_give(compiling, dtype):
         for one, other in zip(actual, expected, strict=True):
             bound = torch.finfo(one.dtype).eps if one.dtype == torch.bfloat16 else 1e-6
             torch.testing.assert_close(one.cpu(), other, atol=2e-6, rtol=bound)
+
+
+def test_compiled_log_probs_are_the_same_whether_or_not_the_entropy_is_asked_for(compiling):
+    """A first pass asks for the log-probs alone, and the step that is compared with it for the entropy as well."""
+    logits, tokens, _ = random_case(token_count=512, vocab_size=1003)
+    logits, tokens = logits.to(compiling), tokens.to(compiling)
+    alone, _ = calculate_log_probs_and_entropy(logits, tokens, None, temperature=0.7)
+    compiled = counters["stats"]["unique_graphs"]
+    beside, _ = calculate_log_probs_and_entropy(logits.requires_grad_(), tokens, None, True, temperature=0.7)
+    assert counters["stats"]["unique_graphs"] == compiled > 0
+    beside.sum().backward()
+    assert torch.equal(beside, alone)
+
+
+def test_a_compiled_target_is_rounded_as_its_row_is(compiling):
+    """The only entry of a row, and the largest by far, has log-prob 0 whatever the temperature is."""
+    logits, _, _ = random_case(token_count=512, vocab_size=2, scale=30000.0)
+    logits[:, 1] = -math.inf
+    tokens = torch.zeros(512, dtype=torch.int64, device=compiling)
+    log_probs, _ = calculate_log_probs_and_entropy(logits.to(compiling).requires_grad_(), tokens, None, temperature=0.7)
+    log_probs.sum().backward()
+    assert (log_probs == 0.0).all()
 
 
 def test_compiled_kernels_write_nothing_as_large_as_the_logits_but_the_gradient(compiling):
