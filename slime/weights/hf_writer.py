@@ -2,7 +2,8 @@
 
 Several ranks write one, each its own shards; the first one makes the index of all and shows the directory. It appears whole or
 not at all: until then it has a hidden name, and the next attempt removes what one that was killed has left there. Shards are
-written as the tensors come, so at most one shard is held in memory. The source checkpoint is never written to.
+written as the tensors come, so a rank holds at most one of them in memory; where several ranks write, theirs are smaller. The
+source checkpoint is never written to.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DEFAULT_SHARD_BYTES = 5 * 1024**3
+_LEAST_SHARD_BYTES = 512 * 1024**2
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
+_ON_ONE_DISK = "the directory has to be on a disk that all nodes share"
 
 
 def _alone(value: Any) -> list[Any]:
@@ -48,43 +51,53 @@ def write_hf_checkpoint(
 ) -> None:
     """Write the tensors of all ranks as the HF checkpoint `directory`. Of a directory that is there, weight files are replaced.
 
-    Collective over the ranks of `exchange`, which have `directory` on one disk; on all of them it ends alike.
+    Collective over the ranks of `exchange`, which have `directory` on one disk; on all of them it ends alike. In the memory of
+    a node the shards that wait take at most `max_shard_bytes`, or 512 MiB for each of its ranks that write, if that is more.
 
     Args:
         named_tensors: (HF name, tensor) on any device; read once, in order, and to the end, because other ranks may help to
             make them.
         source_hf_dir: where configuration, tokenizer and generation settings are copied from.
-        max_shard_bytes: upper size of a shard; a larger tensor gets a shard of its own.
+        max_shard_bytes: upper size of a shard; a larger tensor gets a shard of its own. The ranks that write share it, down to
+            512 MiB for each.
         writes: whether this rank writes its tensors; the others only help.
         exchange: gives what all ranks have called it with, in their order.
 
     Raises:
         UserError: `directory` is the source, lies inside it or holds it.
         RunError: a rank could not write (the disk is full), or was lost; a name occurs twice, or there is no tensor. What
-            `directory` was it is still.
+            `directory` was it is still, unless the message says that the new one is in place, or may be: a rank was lost while
+            it was shown.
     """
     directory, source = Path(directory), Path(source_hf_dir)
     _refuse_source(directory, source)
     draft = directory.with_name(f".{directory.name}.writing")
 
-    def agree(outcome: tuple[list[str], str | None]) -> list[str]:
-        """The names that all ranks have written; raises the first error of any."""
+    def agree(outcome: tuple[dict[str, list[str]], str | None]) -> dict[str, list[str]]:
+        """The shards that all ranks have written, with the names of their tensors; raises the first error of any."""
         outcomes = exchange(outcome)
         for index, (_, error) in enumerate(outcomes):
             if error is not None:
                 raise RunError(f"rank {index}: {error}")
-        return [name for names, _ in outcomes for name in names]
+        return {shard: names for written, _ in outcomes for shard, names in written.items()}
 
+    what_is_there = "What was there is untouched"
     try:
-        agree(([], _error_of(lambda: _make_draft(draft, directory, source)) if rank == 0 else None))
+        agree(({}, _error_of(lambda: _make_draft(draft, directory, source)) if rank == 0 else None))
+        shard_bytes = max(max_shard_bytes // max(sum(exchange(writes)), 1), min(max_shard_bytes, _LEAST_SHARD_BYTES))
         own = named_tensors if writes else _only_made(named_tensors)
-        names = agree(_write_shards(draft, rank, own, max_shard_bytes))
-        agree(([], _error_of(lambda: _publish(draft, directory, names)) if rank == 0 else None))
+        shards = agree(_write_shards(draft, rank, own, shard_bytes))
+        agree(({}, _error_of(lambda: _complete(draft, shards)) if rank == 0 else None))
+        what_is_there = "The new one may be in place already"
+        error = _error_of(lambda: replace_directory(draft, directory)) if rank == 0 else None
+        if rank == 0 and not draft.exists():
+            what_is_there = "But the new one is in place, whole"
+        agree(({}, error))
     except Exception as error:
         # Also a rank that was killed, which breaks the exchange.
         if rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
-        raise RunError(f"checkpoint {directory} could not be written: {error}. What was there is untouched") from error
+        raise RunError(f"checkpoint {directory} could not be written: {error}. {what_is_there}") from error
 
 
 def _error_of(action: Callable[[], None]) -> str | None:
@@ -106,21 +119,19 @@ def _make_draft(draft: Path, directory: Path, source: Path) -> None:
     copy_auxiliary_files(source, draft)
 
 
-def _publish(draft: Path, directory: Path, names: list[str]) -> None:
-    """Show the draft, if it has all that the ranks say they wrote, each once."""
+def _complete(draft: Path, shards: dict[str, list[str]]) -> None:
+    """Make the shards of all ranks a checkpoint on the disk, if no tensor is in them twice."""
+    names = collections.Counter(name for names in shards.values() for name in names)
     if not names:
         raise RunError("there are no tensors to write")
-    repeated = sorted(name for name, count in collections.Counter(names).items() if count > 1)
+    repeated = sorted(name for name, count in names.items() if count > 1)
     if repeated:
         raise RunError(f"tensor {repeated[0]} occurs twice")
-    lost = set(names) - number_shards(draft)
-    if lost:
-        raise RunError(
-            f"{len(lost)} tensors that other ranks have written are not there, such as {min(lost)}: the directory has to be on "
-            "a disk that all nodes share"
-        )
+    try:
+        number_shards(draft, sorted(shards))
+    except FileNotFoundError as error:
+        raise RunError(f"{error.filename}, which another rank has written, is not there: {_ON_ONE_DISK}") from error
     fsync_tree(draft)
-    replace_directory(draft, directory)
 
 
 def copy_auxiliary_files(source_hf_dir: str | Path, target: str | Path) -> None:
@@ -148,9 +159,9 @@ def _only_made(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tu
 
 def _write_shards(
     draft: Path, rank: int, named_tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int
-) -> tuple[list[str], str | None]:
-    """Write the tensors to the disk. Returns their names, and what went wrong, if something did."""
-    names: list[str] = []
+) -> tuple[dict[str, list[str]], str | None]:
+    """Write the tensors to the disk. Returns the shards with the names in them, and what went wrong, if something did."""
+    shards: dict[str, list[str]] = {}
     error = None
     # What waits for the rest of its shard waits in memory of the host.
     on_host = ((name, _own_storage(tensor)) for name, tensor in named_tensors)
@@ -158,46 +169,47 @@ def _write_shards(
         for index, bucket in enumerate(split_into_buckets(on_host, max_shard_bytes)):
             # After an error the walk goes on: other ranks are in the gather of the next tensor.
             if error is None:
-                error = _error_of(functools.partial(_write_to_disk, draft / f"shard-{rank:05d}-{index:05d}", bucket))
-                names += [name for name, _ in bucket]
+                shard = draft / f"shard-{rank:05d}-{index:05d}"
+                error = _error_of(functools.partial(_write_to_disk, shard, bucket))
+                shards[shard.name] = [name for name, _ in bucket]
             del bucket
     except Exception as cause:
         logger.debug("the tensors of %s could not be made", draft, exc_info=True)
         error = str(cause)
-    return names, error
+    return shards, error
 
 
 def _write_to_disk(path: Path, bucket: NamedTensors) -> None:
+    if not path.parent.is_dir():
+        raise RunError(f"{path.parent}, which rank 0 has made, is not there: {_ON_ONE_DISK}")
     write_shard(path, bucket)()
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
 
 def write_shard(path: Path, bucket: NamedTensors) -> Callable[[], None]:
-    """A function that writes the tensors to `path`; what it writes lies on the CPU when it is returned.
-
-    `number_shards` takes files whose names begin with `shard-`, in the order of their names.
-    """
+    """A function that writes the tensors to `path`; what it writes lies on the CPU when it is returned."""
     from safetensors.torch import save_file
 
     shard = {name: _own_storage(tensor) for name, tensor in bucket}
     return lambda: save_file(shard, path, metadata={"format": "pt"})
 
 
-def number_shards(directory: Path) -> set[str]:
-    """Give the shards in `directory` the names that a checkpoint has, and write their index. Returns the names of tensors."""
-    shards = sorted(directory.glob("shard-*"))
+def number_shards(directory: Path, shards: Sequence[str]) -> None:
+    """Give the files `shards` of `directory` the names that a checkpoint has, in their order, and write their index.
+
+    They are asked for by name: a listing of a network disk may lack what another node has just written.
+    """
     weight_map: dict[str, str] = {}
     total_size = 0
     for index, shard in enumerate(shards):
         file_name = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
-        ends = _ends_of_tensors(shard)
+        ends = _ends_of_tensors(directory / shard)
         weight_map.update(dict.fromkeys(ends, file_name))
         total_size += max(ends.values())
-        shard.rename(directory / file_name)
+        (directory / shard).rename(directory / file_name)
     index_file = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     write_json_atomically(directory / "model.safetensors.index.json", index_file)
-    return set(weight_map)
 
 
 def _ends_of_tensors(shard: Path) -> dict[str, int]:

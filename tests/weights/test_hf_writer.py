@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime.utils.errors import RunError, UserError
+from slime.weights import hf_writer
 from slime.weights.hf_writer import write_hf_checkpoint
 from tests.support.processes.distributed import run_distributed
 
@@ -99,9 +100,50 @@ def test_a_name_that_occurs_twice_is_an_error(tmp_path, source):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("writers", "of_one", "files"),
+    [(1, 1, 1), (2, 1, 2), (4, 1, 4), (4, 80, 2), (4, 1000, 1)],
+)
+def test_the_ranks_that_write_share_the_bytes_of_a_shard(monkeypatch, tmp_path, source, writers, of_one, files):
+    monkeypatch.setattr(hf_writer, "_LEAST_SHARD_BYTES", of_one)
+    tensors = [(name, torch.ones(10)) for name in "abcd"]
+
+    def exchange(value):
+        return [True] * writers + [False] if value is True else [value]
+
+    write_hf_checkpoint(tmp_path / "out", iter(tensors), source, max_shard_bytes=160, exchange=exchange)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == files
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"), [(0, "But the new one is in place, whole"), (1, "The new one may be in place already")]
+)
+def test_a_rank_that_is_lost_after_the_last_shard_takes_no_checkpoint_away(tmp_path, source, rank, message):
+    exchanged = []
+
+    def exchange(value):
+        exchanged.append(value)
+        if len(exchanged) == 5:
+            raise ConnectionError("rank 2 was lost")
+        return [value]
+
+    if rank == 1:
+        (tmp_path / ".out.writing").mkdir()
+    with pytest.raises(RunError, match=rf"rank 2 was lost\. {message}$"):
+        write_hf_checkpoint(tmp_path / "out", iter([("a", torch.ones(1))]), source, rank=rank, exchange=exchange)
+    if rank == 0:
+        assert list(read_back(tmp_path / "out")[1]) == ["a"]
+
+
 def test_nothing_to_write_is_an_error(tmp_path, source):
     with pytest.raises(RunError, match="no tensors"):
         write_hf_checkpoint(tmp_path / "out", iter([]), source)
+
+
+def test_shards_are_asked_for_by_name_because_a_listing_may_lack_them(monkeypatch, tmp_path, source):
+    monkeypatch.setattr(hf_writer.Path, "glob", lambda self, pattern: iter(()))
+    write_hf_checkpoint(tmp_path / "out", iter([("a", torch.ones(1))]), source)
+    assert list(read_back(tmp_path / "out")[1]) == ["a"]
 
 
 def test_what_a_killed_run_has_left_is_removed(tmp_path, source):
@@ -122,13 +164,16 @@ def _of_all_ranks(value):
 
 
 OF_RANKS = [["a", "b", "c"], ["d", "e"], ["f"]]
+TROUBLES = (None, "full", "make", "again", "another", "left")
 
 
 def write_with_others(directory, trouble=None):
-    """The first two of three ranks write, a tensor of 40 bytes per shard. Returns what this rank made, and what it was told.
+    """The first two of three ranks write; 80 bytes, shared by both, are a tensor per shard.
+
+    Returns what this rank made, and what it was told.
 
     `trouble` befalls the second one: its disk is "full", it cannot "make" a tensor, it writes one of the first rank's "again",
-    its disk is "another" than the first one's, or it is "killed".
+    its disk is "another" than the first one's, also with what a killed run has "left" there, or it is "killed".
     """
     import os
     import signal
@@ -139,6 +184,7 @@ def write_with_others(directory, trouble=None):
 
     rank, made = dist.get_rank(), []
     write_shard = hf_writer.write_shard
+    hf_writer._LEAST_SHARD_BYTES = 1
 
     def troubled(path, bucket):
         if trouble == "full" and path.name.endswith("00000"):
@@ -157,15 +203,16 @@ def write_with_others(directory, trouble=None):
     target = directory / "out"
     if rank == 1:
         hf_writer.write_shard = troubled
-        if trouble == "another":
+        if trouble in ("another", "left"):
             target = directory / "another" / "out"
+        if trouble == "left":
             (directory / "another" / ".out.writing").mkdir(parents=True)
     try:
         hf_writer.write_hf_checkpoint(
             target,
             tensors(),
             directory / "source",
-            40,
+            80,
             rank=rank,
             writes=rank < 2,
             exchange=_of_all_ranks,
@@ -181,25 +228,26 @@ def write_often(directory):
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    return {trouble: write_with_others(directory, trouble) for trouble in (None, "full", "make", "again", "another")}
+    return {trouble: write_with_others(directory, trouble) for trouble in TROUBLES}
 
 
 def test_ranks_share_the_shards_and_fail_together(tmp_path, source):
     told = run_distributed(write_often, 3, (tmp_path,))
     index, written = read_back(tmp_path / "out")
     assert {name: tensor[0].item() for name, tensor in written.items()} == {name: ord(name) for name in "abcde"}
-    assert list(dict(sorted(index["weight_map"].items(), key=lambda item: item[1]))) == list("abcde")
+    assert index["weight_map"] == {name: f"model-0000{i + 1}-of-00005.safetensors" for i, name in enumerate("abcde")}
     assert index["metadata"]["total_size"] == 5 * 40
     for trouble, message in {
         "full": "rank 1: .*No space left on device",
         "make": "rank 1: out of memory",
         "again": "rank 0: tensor a occurs twice",
-        "another": "rank 0: .* such as d: .* disk that all nodes share",
+        "another": "rank 1: .*another/.out.writing, which rank 0 has made, is not there: .* disk that all nodes share",
+        "left": "rank 0: .*shard-00001-00000, which another rank has written, is not there: .* disk that all nodes share",
     }.items():
         errors = [of_rank[trouble][1] for of_rank in told]
-        assert all(re.search(message, error) for error in errors), errors
+        assert all(re.search(message + ".* untouched$", error) for error in errors), errors
     # Also after an error all tensors are made, with the help of others.
-    for trouble in (None, "full", "again", "another"):
+    for trouble in set(TROUBLES) - {"make"}:
         assert [of_rank[trouble][0] for of_rank in told] == OF_RANKS
     assert sorted(path.name for path in tmp_path.iterdir()) == ["another", "out", "source"], (
         "the first one is there still"

@@ -115,8 +115,9 @@ CHECKPOINTS = Group("checkpoints", (
     switch("--async-save", "write checkpoints in the background", not_yet="saving in the background"),
     switch("--no-save-optim", "leave the optimizer state out; a run that resumes from it starts its optimizer fresh",
         idle=_NEVER_SAVES),
-    flag("--save-hf", str, None, "with every save, also export to this Hugging Face directory; `{rollout_id}` is filled in; "
-        "same quantisation as --hf-checkpoint", path=PathKind.WRITTEN, placeholders="rollout_id", needs=_DIRECTORY),
+    flag("--save-hf", str, None, "with every save, also export to this Hugging Face directory, on a disk that all nodes "
+        "share; `{rollout_id}` is filled in; same quantisation as --hf-checkpoint",
+        path=PathKind.WRITTEN, placeholders="rollout_id", needs=_DIRECTORY),
 ))  # fmt: skip
 
 WEIGHTS = Group("weights and training process", (

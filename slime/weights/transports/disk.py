@@ -70,7 +70,7 @@ class DiskTransport(Transport):
         self._wait()
         if self._is_last:
             copy_auxiliary_files(self._args.hf_checkpoint, self._draft)
-            number_shards(self._draft)
+            number_shards(self._draft, sorted(path.name for path in self._draft.glob("shard-*")))
             fsync_tree(self._draft)
             replace_directory(self._draft, self._final)
 
