@@ -184,7 +184,8 @@ class CudaAccelerator(Accelerator):
 class CompiledFunction:
     """A function of tensors that torch compiles when it is first called, for any size of the first dimensions.
 
-    Where the compiler or what it needs is missing (Triton, a C compiler), it says so once and returns None from then on.
+    Where the compiler or what it needs is missing (Triton, a C compiler), or is switched off, it says so once and returns None
+    from then on. While a TorchDispatchMode looks at operations torch compiles nothing: then it returns None too.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -195,22 +196,26 @@ class CompiledFunction:
     def __call__(self, *arguments: Any) -> Any:
         import torch
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+        from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-        if self._is_broken:
+        if self._is_broken or is_in_torch_dispatch_mode():
             return None
         if self._compiled is None:
             # Whole or not at all: half of it would make what the other half was to read at once.
             self._compiled = torch.compile(self._function, dynamic=True, fullgraph=True)
+        # With TORCHDYNAMO_DISABLE=1 `torch.compile` gives back what it was given; its result would be computed in many steps.
+        if self._compiled is self._function or torch._dynamo.config.disable:
+            return self._give_up("torch's compiler is switched off (TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE)")
         try:
             return self._compiled(*arguments)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            self._is_broken = True
-            logger.warning(
-                "%s is not compiled and runs slower, with more memory in between: %s",
-                self._function.__name__,
-                str(error).strip().splitlines()[0],
-            )
-            return None
+            return self._give_up(str(error).strip().splitlines()[0])
+
+    def _give_up(self, reason: str) -> None:
+        self._is_broken = True
+        logger.warning(
+            "%s is not compiled and runs slower, with more memory in between: %s", self._function.__name__, reason
+        )
 
 
 _FACTORIES: dict[str, Callable[[], Accelerator]] = {"cpu": Accelerator, "cuda": CudaAccelerator}

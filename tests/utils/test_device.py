@@ -1,4 +1,5 @@
 import ast
+import functools
 import gc
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from slime.utils import device, env
 from slime.utils.errors import UserError
+from tools.bench.live_tensors import LiveTensors
 
 ROOT = Path(__file__).parents[2]
 # The one door, what stands in its place in a rehearsal, and the adapters that lift what wheels assume about CUDA.
@@ -192,6 +194,35 @@ def test_without_a_compiler_there_is_no_fused_function_and_it_is_said_once(monke
     assert fused(1.0) is None and fused(2.0) is None and asked == [(1.0,)]
     (said,) = caplog.messages
     assert "twice is not compiled" in said and said.endswith("Cannot find a working triton installation")
+
+
+@pytest.fixture
+def compiles_for_nothing(monkeypatch):
+    """torch.compile without a code generator."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+
+
+def test_under_a_dispatch_mode_there_is_no_fused_function(compiles_for_nothing, caplog):
+    """Before it is compiled and afterwards."""
+    fused, numbers = device.CompiledFunction(twice), torch.ones(3)
+    for _ in range(2):
+        with LiveTensors():
+            assert fused(numbers) is None
+        assert fused(numbers).tolist() == [2.0, 2.0, 2.0]
+    assert not [record for record in caplog.records if record.name == device.__name__]
+
+
+@pytest.mark.parametrize("switch", ["TORCHDYNAMO_DISABLE", "config.disable"])
+def test_where_the_compiler_is_switched_off_there_is_no_fused_function(
+    compiles_for_nothing, monkeypatch, caplog, switch
+):
+    """As plain operations it would take more memory than what is computed in its place."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", str(int(switch == "TORCHDYNAMO_DISABLE")))
+    fused = device.CompiledFunction(twice)
+    with torch._dynamo.config.patch(disable=switch == "config.disable"):
+        assert fused(torch.ones(3)) is None and fused(torch.ones(3)) is None
+    (said,) = caplog.messages
+    assert "twice is not compiled" in said and "TORCHDYNAMO_DISABLE" in said
 
 
 def test_what_a_fused_function_raises_itself_comes_out(monkeypatch):
