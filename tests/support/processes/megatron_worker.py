@@ -105,13 +105,15 @@ def hf_gradients(args: SimpleNamespace, chunks: list[Any]) -> dict[str, torch.Te
 
 
 def whole_weights(args: SimpleNamespace, chunks: list[Any]) -> dict[str, torch.Tensor]:
-    """Copies of all weights under HF names, on every rank: the stages tell each other theirs."""
+    """Copies of all weights under HF names, by name, on every rank: the stages tell each other theirs, each name once."""
     from slime.backends.megatron_utils.hf_conversion import iter_stage_named_tensors, names_of_stage
     from slime.backends.megatron_utils.schedules import gather_from_stages
 
     of_stage = iter_stage_named_tensors(args, chunks, names_of_stage(args, chunks))
     stages = gather_from_stages({name: tensor.clone() for name, tensor in of_stage})
-    return {name: tensor for weights in stages for name, tensor in weights.items()}
+    names = [name for weights in stages for name in weights]
+    assert len(set(names)) == len(names), "two stages have a weight of one name"
+    return dict(sorted((name, tensor) for weights in stages for name, tensor in weights.items()))
 
 
 def sharded_state(chunks: list[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
