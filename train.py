@@ -10,7 +10,16 @@ import sys
 from slime import installed_packages
 
 with installed_packages():
-    from slime.ray.driver import RunProgress, StartedRun, StepReport, evaluates, evaluates_before_training, saves
+    from slime.ray.driver import (
+        RunProgress,
+        SharedDevices,
+        StartedRun,
+        StepReport,
+        Turn,
+        evaluates,
+        evaluates_before_training,
+        saves,
+    )
     from slime.ray.session import ending, main
 
 
@@ -35,7 +44,8 @@ def loop(args: argparse.Namespace, run: StartedRun, progress: RunProgress) -> No
 
     rollout_manager, actor = run.rollout_manager, run.actor
     report = StepReport(args, run, progress)
-    sync = WeightSync(args, actor, rollout_manager) if args.has_trainer and args.has_engines else None
+    devices = SharedDevices(args, actor, rollout_manager)
+    sync = WeightSync(args, actor, rollout_manager, devices) if args.has_trainer and args.has_engines else None
     if sync:
         sync.push()
     if evaluates_before_training(args, run):
@@ -46,6 +56,8 @@ def loop(args: argparse.Namespace, run: StartedRun, progress: RunProgress) -> No
             rollout = rollout_manager.generate(rollout_id).result()
             report.add(rollout.logged)
             if actor:
+                # Where they are shared, engines sleep from here on until the push.
+                devices.turn_to(Turn.TRAINING)
                 actor.train(rollout_id, rollout, report.add)
             # The next batch needs its place in the object store.
             del rollout

@@ -1,7 +1,7 @@
 """Asynchronous reinforcement learning: generate the next rollouts while the trainer learns from the last ones.
 
 python train_async.py --help
-python train_async.py ... --dry-run
+python train_async.py ... --async-buffer-size 1
 """
 
 import argparse
@@ -10,14 +10,71 @@ import sys
 from slime import installed_packages
 
 with installed_packages():
-    from slime.ray.driver import RunProgress
-    from slime.ray.session import main
-    from slime.utils.errors import UserError
+    from slime.ray.driver import (
+        RolloutsAhead,
+        RunProgress,
+        SharedDevices,
+        StartedRun,
+        StepReport,
+        evaluates,
+        evaluates_before_training,
+        pushes,
+        saves,
+    )
+    from slime.ray.session import ending, main
 
 
 def train(args: argparse.Namespace, progress: RunProgress | None = None) -> None:
-    """The whole run. Its loop is not built yet: parsing refuses every run of it, and only plans pass."""
-    raise UserError("the asynchronous loop is not built yet; run train.py")
+    """The whole run. `rollout_manager` makes the data, `actor` learns from it, `sync` hands the weights back.
+
+    `progress` hears how far it comes, for whoever asks when it ends.
+    """
+    # Importing Ray takes longer than all that `--help` does, which parsing answers.
+    from slime.ray.placement_group import create_placement_groups, create_rollout_manager, create_training_models
+
+    placement = create_placement_groups(args)
+    rollout_manager = create_rollout_manager(args, placement["rollout"])
+    with ending(rollout_manager):
+        run = create_training_models(args, placement, rollout_manager)
+        with ending(run.actor):
+            loop(args, run, progress or RunProgress())
+
+
+def loop(args: argparse.Namespace, run: StartedRun, progress: RunProgress) -> None:
+    from slime.ray.weight_sync import WeightSync
+
+    rollout_manager, actor = run.rollout_manager, run.actor
+    report = StepReport(args, run, progress)
+    # Nobody sleeps: both sides work at the same time.
+    devices = SharedDevices(args, actor, rollout_manager)
+    sync = WeightSync(args, actor, rollout_manager, devices) if args.has_trainer and args.has_engines else None
+    if sync:
+        sync.push()
+    # Evaluations run beside rollouts.
+    ahead = RolloutsAhead(args, run)
+    ahead.start(run.start_rollout_id)
+    if evaluates_before_training(args, run):
+        report.evaluation(rollout_manager.evaluate(run.start_rollout_id, before=True).result())
+
+    for rollout_id in range(run.start_rollout_id, run.length.num_rollout):
+        with report.step(rollout_id):
+            rollout = ahead.take(rollout_id)
+            report.add(rollout.logged)
+            if actor:
+                actor.train(rollout_id, rollout, report.add)
+            del rollout
+            if actor and saves(args, run.length, rollout_id):
+                with report.phase("save_model"):
+                    actor.save(rollout_id)
+                    rollout_manager.save(rollout_id)
+                    report.saved(rollout_id)
+                    actor.publish(rollout_id)
+            if sync and pushes(args, run.length, rollout_id):
+                with ahead.ready_for_push():
+                    report.add_metrics(sync.push())
+        ahead.start(rollout_id + 1)
+        if evaluates(args, run.length, rollout_id):
+            report.evaluation(rollout_manager.evaluate(rollout_id).result())
 
 
 if __name__ == "__main__":

@@ -16,18 +16,19 @@ BASE_DIR=outputs/quickstart
 NUM_ROLLOUT=30
 RUN_NAME=""
 DRY_RUN=""
+PROGRAM=train.py
 MORE_ARGS=()
 
 usage() {
   cat <<HELP
-usage: bash scripts/quickstart.sh [--seed N] [--dir DIR] [--num-rollout N] [--run NAME] [--dry-run] [-- FLAG...]
+usage: bash scripts/quickstart.sh [--seed N] [--dir DIR] [--num-rollout N] [--run NAME] [--async] [--dry-run] [-- FLAG...]
 
 Does everything, one step after the other, on a Linux x86-64 machine with Python 3.11 and no GPU:
 
   1  install    .venv with the pinned packages (scripts/install.sh)
   2  toy task   a tiny model with random weights and arithmetic problems (tools/make_toy_task.py)
   3  teach      supervised fine-tuning through train.py, from demonstrations that forget most carries
-  4  reinforce  GRPO through train.py: two SGLang engines behind the router, one Megatron rank, a math reward
+  4  reinforce  GRPO through $PROGRAM: two SGLang engines behind the router, one Megatron rank, a math reward
   5  report     held-out accuracy before and after, the reward curve, where everything lies, what to try next
 
 A second run reuses 1 to 3 and trains into a new run directory.
@@ -36,8 +37,9 @@ A second run reuses 1 to 3 and trains into a new run directory.
   --dir DIR        where everything goes (default $BASE_DIR in the repository)
   --num-rollout N  GRPO steps (default $NUM_ROLLOUT)
   --run NAME       directory of the run below DIR/seed-N/runs (default: the time); one that is there is resumed
+  --async          step 4 through train_async.py, which generates the next rollout while it trains
   --dry-run        print the plans of steps 3 and 4 (placement, memory, batch arithmetic) and end; needs step 1
-  -- FLAG...       more flags of train.py for step 4; they win over its own, and name files from the repository's root
+  -- FLAG...       more flags of step 4; they win over its own, and name files from the repository's root
 HELP
 }
 
@@ -61,6 +63,10 @@ while (($#)); do
         --run) RUN_NAME="$2" ;;
       esac
       shift 2
+      ;;
+    --async)
+      PROGRAM=train_async.py
+      shift
       ;;
     --dry-run)
       DRY_RUN=1
@@ -190,7 +196,7 @@ write_train_script() {
     # shellcheck disable=SC2016 # the script that is written expands
     printf 'source scripts/lib/ray_node.sh\nSLIME_START_COMMAND="$(quoted bash %q "$@")"\nexport SLIME_START_COMMAND\n' "$RUN_DIR/train.sh"
     printf 'exec'
-    printf ' %q' "$PYTHON_BIN" train.py "$@"
+    printf ' %q' "$PYTHON_BIN" "$PROGRAM" "$@"
     printf ' "$@"\n'
   } >"$RUN_DIR/train.sh"
 }
@@ -207,7 +213,7 @@ plan() {
   step "3/5 teach by demonstrations: plan"
   "$PYTHON_BIN" train.py "${SFT_RUN_ARGS[@]//"$TASK_DIR/"/"$TASK_COPY/"}" --dry-run
   step "4/5 reinforce with GRPO: plan"
-  "$PYTHON_BIN" train.py "${GRPO_RUN_ARGS[@]//"$TASK_DIR/"/"$TASK_COPY/"}" --dry-run
+  "$PYTHON_BIN" "$PROGRAM" "${GRPO_RUN_ARGS[@]//"$TASK_DIR/"/"$TASK_COPY/"}" --dry-run
 }
 
 SFT_RUN_ARGS=(

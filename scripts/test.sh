@@ -41,7 +41,7 @@ if ((${#pytest_arguments[@]})); then
   pytest_command+=("${pytest_arguments[@]}")
 else
   # Two files at a time: most tests leave one of two cores idle, or wait for servers.
-  pytest_command+=(-n 2 --dist loadfile)
+  pytest_command+=(-n 2 --dist loadfile --no-loadscope-reorder)
 fi
 if [[ -n "$dry_run" ]]; then
   echo "bash scripts/install.sh"

@@ -1,6 +1,9 @@
-"""What a run of the tests says about the machine that it ran on: a number that rounds otherwise there has a place to begin."""
+"""What a run of the tests says about the machine that it ran on, as a number that rounds otherwise there has a place to begin;
+and which files it begins with."""
 
 import logging
+import os
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +16,15 @@ def pytest_report_header() -> str:
     return (
         f"numerics: CPU capability {capability} (ATEN_CPU_CAPABILITY), {threads} thread(s) a process (OMP_NUM_THREADS)"
     )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where processes share the files, whole runs come first: they are few and long, and one that is left for the end keeps a
+    process busy alone. Then the files with many tests. `scripts/test.sh` keeps pytest-xdist from an order of its own."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        tests_of = Counter(item.path for item in items)
+        items.sort(key=lambda item: ("e2e" not in item.path.parts, -tests_of[item.path]))
 
 
 @pytest.fixture

@@ -1,9 +1,12 @@
-"""What a run of the tests says before the first of them."""
+"""What a run of the tests says before the first of them, and which these are."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+from tests.conftest import pytest_collection_modifyitems
 
 
 def test_a_run_tells_the_vector_instructions_and_threads_that_it_has():
@@ -14,3 +17,24 @@ def test_a_run_tells_the_vector_instructions_and_threads_that_it_has():
     run = subprocess.run(command, cwd=here.parents[1], env=env, capture_output=True, text=True, timeout=120)
     lines = [line for line in run.stdout.splitlines() if line.startswith("numerics: ")]
     assert lines == ["numerics: CPU capability DEFAULT (ATEN_CPU_CAPABILITY), 2 thread(s) a process (OMP_NUM_THREADS)"]
+
+
+def test_processes_that_share_the_files_begin_with_whole_runs(monkeypatch):
+    counts = {
+        "tests/agent/test_a.py": 2,
+        "tests/e2e/test_b.py": 1,
+        "tests/e2e/test_c.py": 2,
+        "tests/utils/test_d.py": 3,
+    }
+    items = [SimpleNamespace(path=Path(path), number=i) for path, count in counts.items() for i in range(count)]
+
+    def order():
+        found = list(items)
+        pytest_collection_modifyitems(found)
+        return [(item.path.stem, item.number) for item in found]
+
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    assert order() == [(item.path.stem, item.number) for item in items]
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    files = [("test_c", 2), ("test_b", 1), ("test_d", 3), ("test_a", 2)]
+    assert order() == [(name, number) for name, count in files for number in range(count)]

@@ -191,8 +191,7 @@ def off_policy_sequence_mask(
         other metric, is the fraction of trained tokens that were rejected.
     """
     with torch.no_grad():
-        kl = sequence_kl(full_log_probs, full_old_log_probs, loss_masks)
-        kl = per_token(kl, [len(tokens) for tokens in advantages])
+        kl = compute_gspo_kl(full_log_probs, full_old_log_probs, advantages, loss_masks)
         negative = torch.cat(list(advantages)) < 0 if len(advantages) else torch.zeros(0, dtype=torch.bool)
         rejected = (negative & (kl > delta)).float()
     return 1.0 - rejected, rejected

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 # Where the rollout functions live that return exactly the rollouts that were asked for.
 _OWN_ROLLOUTS = "slime.rollout."
+FULLY_ASYNC = "slime.rollout.fully_async_rollout"
 
 
 def derive(args: argparse.Namespace) -> list[Violation]:
@@ -125,6 +126,7 @@ def _unset_values(args: argparse.Namespace) -> None:
         args.grpo_std_normalization = False
     args.eval_reward_key = args.eval_reward_key or args.reward_key
     args.eval_function_path = args.eval_function_path or args.rollout_function_path
+    args.update_weights_in_flight |= args.rollout_function_path.startswith(FULLY_ASYNC)
     args.rm_model_path = args.rm_model_path or args.hf_checkpoint
     for name in ("rollout", "train") if args.dump_details is not None else ():
         if f"save_debug_{name}_data" not in args.typed_flags:
@@ -222,7 +224,11 @@ def derive_placement(args: argparse.Namespace) -> None:
     if args.debug_rollout_only:
         _without_trainer(args)
     if args.colocate:
-        _colocated(args)
+        # A trainer that ends during generation has nothing to move.
+        args.offload_train = not args.release_train if args.offload_train is None else args.offload_train
+        args.offload_rollout = args.offload_rollout is not False
+        if args.rollout_num_gpus is None:
+            args.rollout_num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
     args.offload_train, args.offload_rollout = bool(args.offload_train), bool(args.offload_rollout)
     # Offloading moves these buffers itself; a second copy on the host would only take memory.
     args.disable_param_buffer_cpu_backup = args.disable_grad_buffer_cpu_backup = args.offload_train
@@ -242,16 +248,6 @@ def _without_trainer(args: argparse.Namespace) -> None:
     args.actor_num_gpus_per_node = min(_USUAL_NODE, gpus)
     args.actor_num_nodes = gpus // args.actor_num_gpus_per_node if gpus else 0
     args.colocate = args.offload_train = args.offload_rollout = False
-
-
-def _colocated(args: argparse.Namespace) -> None:
-    if args.offload_train is None:
-        # A trainer that ends during generation has nothing to move.
-        args.offload_train = not args.release_train
-    if args.offload_rollout is None:
-        args.offload_rollout = True
-    if args.rollout_num_gpus is None:
-        args.rollout_num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
 
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")

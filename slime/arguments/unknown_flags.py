@@ -113,7 +113,7 @@ ANSWERS: dict[str, str] = _by_name(
     ("top-p rollout.top-p generation.top-p", "--rollout-top-p"),
     ("top-k rollout.top-k generation.top-k", "--rollout-top-k"),
     ("stop-strings stop-token-ids", "--rollout-stop or --rollout-stop-token-ids"),
-    ("async-engine async-train async-grpo", "train_async.py is the asynchronous loop (not here yet)"),
+    ("async-engine async-train async-grpo", "train_async.py is the asynchronous loop"),
     ("enable-prefix-caching", "the engines keep prefixes anyway; drop it"),
     # objective
     ("adv-estimator algo algorithm estimator", "--advantage-estimator"),

@@ -126,9 +126,11 @@ class ActivationModel:
         shape, tensor = self.shape, self.layout.tensor
         query, key = shape.query_width / tensor, max(shape.key_width / tensor, shape.head_dim)
         gate = query if shape.attention_output_gate else 0.0
-        # The projection, which the values are a view of, and the inputs of norms; PyTorch's kernel on CUDA copies the values.
+        # The projection, which the values are a view of, and the inputs of norms; PyTorch's kernel on CUDA copies the values,
+        # unless the values are what it is called with once more.
         elements = query + gate + 2 * key
-        if self.kernels is Kernels.TORCH_CUDA and shape.qk_norm is None:
+        copies = self.kernels is Kernels.TORCH_CUDA and not self.recompute.drops("core_attn")
+        if copies and shape.qk_norm is None:
             elements = gate
         kept = 0.0
         if shape.qk_norm is not None:

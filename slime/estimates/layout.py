@@ -9,6 +9,7 @@ Megatron-Core numbers them.
 """
 
 import math
+import re
 from dataclasses import dataclass
 
 from slime.utils.errors import UserError
@@ -137,6 +138,27 @@ def split_into_stages(
             f"drop {_COUNTED}, or use fewer stages"
         )
     return _numbered(sizes)
+
+
+def split_as_laid_out(layout: str, pipeline: int) -> tuple[PipelineStage, ...]:
+    """The stages of a model whose `--pipeline-model-parallel-layout` says, for a multiple of `pipeline`, what each holds.
+
+    With more of them than pipeline ranks, the ranks take turns: virtual stages.
+    """
+    sizes = [part.count("t") for part in parts_of_layout(layout)]
+    return _numbered([sizes[stage::pipeline] for stage in range(pipeline)])
+
+
+def parts_of_layout(layout: str) -> list[str]:
+    """The letters of every stage, first to last, with repetitions written out.
+
+    In Megatron's notation `E` is the embedding, `t` a layer, `m` a layer of multi-token prediction, `L` the loss; `|` ends a
+    stage, `x*3` and `(xy)*3` repeat, commas are for the eye.
+    """
+    text = layout.replace(",", "")
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        text = re.sub(repeated, lambda found: found.group(1) * int(found.group(2)), text)
+    return text.split("|")
 
 
 def _numbered(sizes: list[list[int]]) -> tuple[PipelineStage, ...]:

@@ -57,8 +57,10 @@ class TrainingSetup:
     stream_tokens: tokens of one micro-batch on one rank, padding included.
     rollout_tokens: tokens of a whole rollout step that one rank keeps as training data.
     microbatch_group: micro-batches that go through one chunk of an interleaved stage before the next; None: one per stage.
+    predictions: layers of multi-token prediction that are trained; each has logits of its own.
     log_probs_chunk: bytes of the float32 rows that log-probs of 16-bit logits are computed in at a time.
     push_bucket: bytes of one transfer bucket of the weight push; 0: nothing is pushed.
+    push_snapshot: the ranks that send keep the weights that engines have, to push what changed.
     gloo: collectives run on CPU, by Gloo.
     host_copies: sets of weights kept in host memory (reference and what its swap puts aside).
     sleeps: weights and optimizer state move to host memory while engines work.
@@ -76,8 +78,10 @@ class TrainingSetup:
     micro_batches: int
     rollout_tokens: int = 0
     microbatch_group: int | None = None
+    predictions: int = 0
     log_probs_chunk: int = ACCELERATOR_CHUNK_BYTES
     push_bucket: int = 0
+    push_snapshot: bool = False
     gloo: bool = False
     host_copies: int = 0
     sleeps: bool = False
@@ -91,8 +95,10 @@ class RankMemory:
     """Bytes of one rank at its peak, by part. `moment`: which one that is.
 
     In host memory, and not in the sum: host_offloaded (optimizer state and its gradients), host_asleep (weights and optimizer
-    state while the trainer sleeps), host_copies (other sets of weights). On top of these, while a checkpoint is written:
-    saving_optimizer (gathered from the ranks that share it) and saving_weights (copied).
+    state while the trainer sleeps), host_copies (other sets of weights), host_snapshot (the weights of the whole stage as
+    engines have them, on its first rank, which sends them, and on no other). On top of these, while a checkpoint is written:
+    saving_optimizer (gathered from the ranks that share it) and saving_weights (copied). That is of the rank that has most to
+    write, the first of its stage; `stage_savings` has the sum for every rank of the stage, in their order.
     """
 
     weights: int
@@ -108,12 +114,19 @@ class RankMemory:
     host_offloaded: int = 0
     host_asleep: int = 0
     host_copies: int = 0
+    host_snapshot: int = 0
     saving_optimizer: int = 0
     saving_weights: int = 0
+    stage_savings: tuple[int, ...] = (0,)
 
     @property
     def host(self) -> int:
-        return self.host_offloaded + self.host_asleep + self.host_copies
+        """Of the first rank of the stage."""
+        return sum(getattr(self, name) for name in HOST_PARTS)
+
+    def host_of_ranks(self, ranks: int, ranks_of_stage: int) -> int:
+        """Of so many ranks beside each other, the first of a stage among them."""
+        return ranks * (self.host - self.host_snapshot) + -(-ranks // ranks_of_stage) * self.host_snapshot
 
     @property
     def saving(self) -> int:
@@ -121,8 +134,14 @@ class RankMemory:
 
     def saving_beyond(self, *, one_memory: bool) -> int:
         """What a save takes of the host more than there is at other times: when the rank sleeps, or, where host and device
-        have `one_memory`, at its peak. Activations are gone when it saves."""
-        return max(0, self.saving + (self.persistent - self.total if one_memory else -self.host_asleep))
+        have `one_memory`, at its peak. Activations are gone when it saves. A mean over the ranks of the stage."""
+        room = self.total - self.persistent if one_memory else self.host_asleep
+        return -(-sum(max(0, saving - room) for saving in self.stage_savings) // len(self.stage_savings))
+
+    def saving_of_node(self, ranks: int) -> int:
+        """Of so many ranks beside each other, the first of the stage among them, which have most to write."""
+        first = self.stage_savings[:ranks]
+        return sum(first) * ranks // len(first)
 
     @property
     def total(self) -> int:
@@ -134,9 +153,9 @@ class RankMemory:
         return self.weights + self.gradients + self.optimizer + self.data + self.overhead
 
 
-HOST_PARTS = ("host_offloaded", "host_asleep", "host_copies")
+HOST_PARTS = ("host_offloaded", "host_asleep", "host_copies", "host_snapshot")
 SAVING_PARTS = ("saving_optimizer", "saving_weights")
-_OTHERS = ("moment", "stage", *HOST_PARTS, *SAVING_PARTS)
+_OTHERS = ("moment", "stage", "stage_savings", *HOST_PARTS, *SAVING_PARTS)
 MEMORY_PARTS = tuple(field.name for field in fields(RankMemory) if field.name not in _OTHERS)
 
 # Tokens, positions, masks, advantages, returns and up to four kinds of log-probs of a sample that waits for its micro-batch.
@@ -155,22 +174,23 @@ def worst_rank(memories: tuple[RankMemory, ...]) -> RankMemory:
 
 
 def push_buffers(shape: ModelShape, setup: TrainingSetup, stage: PipelineStage) -> int:
-    """Bytes of a weight push on the rank of `stage` that sends: two transfer buckets (one in flight, one being filled), the
-    tensors that go into one, and the largest gather beside them, whose result may be larger than a bucket and is then sent as
-    it is.
+    """Bytes of a weight push on the rank of `stage` that sends: two transfer buckets (one in flight, one being filled), or one
+    that takes the whole model, the tensors that go into one, and the largest gather beside them, whose result may be larger
+    than a bucket and is then sent as it is.
 
     Where nothing is gathered the tensors are the model's own, but for attention's: queries, keys and values lie in another
     order there.
     """
     counts, weight = count_parameters(shape, padded_vocabulary=True), setup.state.weight
-    bucket = min(setup.push_bucket, counts.total_with_mtp * weight)
+    model = counts.total_with_mtp * weight
+    bucket, buckets = min(setup.push_bucket, model), min(2 * setup.push_bucket, model)
     if bucket == 0:
         return 0
     if setup.layout.tensor == setup.layout.expert == 1:
-        return round(bucket * (2 + sum(layer.attention for layer in counts.layers) / counts.total))
+        return round(buckets + bucket * sum(layer.attention for layer in counts.layers) / counts.total)
     # The embedding is gathered first, when there are no buckets yet; the output head last.
     beside = max(_mlp_gather(shape, counts), counts.output_head if stage.is_last else 0)
-    return max(3 * bucket + beside * weight, counts.embedding * weight if stage.is_first else 0)
+    return max(buckets + bucket + beside * weight, counts.embedding * weight if stage.is_first else 0)
 
 
 def received_buffers(shape: ModelShape, setup: TrainingSetup) -> int:
@@ -191,7 +211,7 @@ def _mlp_gather(shape: ModelShape, counts: ParameterCounts) -> int:
 
 def _stage_memory(shape: ModelShape, counts: ParameterCounts, setup: TrainingSetup, stage: PipelineStage) -> RankMemory:
     held = rank_parameters(shape, counts, setup.layout, stage)
-    base = _persistent(held, setup, stage)
+    base = _persistent(held, setup, stage, _sent(shape, counts, setup, stage) if setup.push_snapshot else 0)
     moments = [
         *_computing(shape, setup, stage, base),
         replace(base, moment="optimizer step", buffers=_step_buffers(held, setup)),
@@ -203,12 +223,22 @@ def _stage_memory(shape: ModelShape, counts: ParameterCounts, setup: TrainingSet
     return max(moments, key=lambda memory: memory.total)
 
 
-def _persistent(held: RankParameters, setup: TrainingSetup, stage: PipelineStage) -> RankMemory:
+def _sent(shape: ModelShape, counts: ParameterCounts, setup: TrainingSetup, stage: PipelineStage) -> int:
+    """Bytes of a push from `stage`: its parameters, whole. Tied embeddings are sent by the first stage only."""
+    whole = rank_parameters(shape, counts, replace(setup.layout, tensor=1, expert=1, expert_tensor=1), stage)
+    vocabulary = whole.embedding + whole.output_head
+    # With tied embeddings or prediction layers the last stage holds a copy of the first one's embedding.
+    if not stage.is_first:
+        vocabulary = counts.output_head if stage.is_last else 0
+    return (whole.total - whole.embedding - whole.output_head + vocabulary) * setup.state.weight
+
+
+def _persistent(held: RankParameters, setup: TrainingSetup, stage: PipelineStage, snapshot: int) -> RankMemory:
     state = setup.state
     shard, optimizer = _optimizer_shard(held, setup), _optimizer_bytes(held, setup)
     on_device = optimizer * (1 - state.offloaded)
     weights = held.total * state.weight
-    written = _share_of_replica(held, setup) if setup.shares_saves else held.total
+    savings = _savings(held, setup, stage) if setup.saves else [(0, 0)]
     return RankMemory(
         weights=weights,
         gradients=held.total * state.gradient,
@@ -224,9 +254,27 @@ def _persistent(held: RankParameters, setup: TrainingSetup, stage: PipelineStage
         host_offloaded=round((optimizer + shard * state.gradient) * state.offloaded),
         host_asleep=round(weights + on_device) if setup.sleeps else 0,
         host_copies=setup.host_copies * weights,
-        saving_optimizer=round((shard if state.distributed else written) * state.saved) if setup.saves else 0,
-        saving_weights=round(written * state.weight) if setup.saves else 0,
+        host_snapshot=snapshot,
+        saving_optimizer=savings[0][0],
+        saving_weights=savings[0][1],
+        stage_savings=tuple(map(sum, savings)),
     )
+
+
+def _savings(held: RankParameters, setup: TrainingSetup, stage: PipelineStage) -> list[tuple[int, int]]:
+    """What every rank of a stage has in host memory of optimizer and weights while it saves."""
+    layout, state = setup.layout, setup.state
+    shard, share = _optimizer_shard(held, setup), _share_of_replica(held, setup)
+    of_stage = layout.world_size // layout.pipeline
+    savings = []
+    for place in map(layout.place, range(stage.index * of_stage, (stage.index + 1) * of_stage)):
+        written = share
+        if not setup.shares_saves:
+            written = held.dense * (place.context == place.data == 0) + held.routed_experts * (place.expert_data == 0)
+        # A distributed optimizer is divided in any case.
+        optimizer = shard if state.distributed else written
+        savings.append((round(optimizer * state.saved), round(written * state.weight)))
+    return savings
 
 
 def _optimizer_shard(held: RankParameters, setup: TrainingSetup) -> float:
@@ -280,7 +328,8 @@ def _computing(
 
 
 def _logits(shape: ModelShape, setup: TrainingSetup) -> int:
-    """Logits and their gradient in the logits' dtype; for a chunk of rows that dtype once more, and float32.
+    """Logits, those of prediction layers too, and the gradient of one of them in the logits' dtype; for a chunk of rows that
+    dtype once more, and float32.
 
     Or, for few tokens, the exponentials of the chunk, which entropy needs; or the gradients of logits and of the head's weight.
     """
@@ -291,4 +340,4 @@ def _logits(shape: ModelShape, setup: TrainingSetup) -> int:
         chunk = min(setup.log_probs_chunk, setup.stream_tokens * columns * 4)
         gathered = chunk * setup.state.weight // 4
     head_gradient = columns * shape.hidden_size * setup.state.weight
-    return one + max(one + chunk + gathered, 2 * chunk + gathered, head_gradient)
+    return (1 + setup.predictions) * one + max(one + chunk + gathered, 2 * chunk + gathered, head_gradient)

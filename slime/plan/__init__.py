@@ -197,7 +197,7 @@ def _layout(args: argparse.Namespace, layout: ParallelLayout | None, shape: Mode
     if layout is None:
         return None
     layers = None
-    if shape is not None and not args.pipeline_model_parallel_layout:
+    if shape is not None:
         layers = tuple(len(stage.layers) for stage in pipeline_stages(args))
     return LayoutPlan(
         tensor=layout.tensor,

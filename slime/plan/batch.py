@@ -90,7 +90,7 @@ def _micro_batches(
 def plan_parameters(args: argparse.Namespace, shape: ModelShape, layout: ParallelLayout | None) -> ParameterPlan:
     """The total is that of the checkpoint; ranks hold the padded vocabulary."""
     total = count_parameters(shape).total
-    if layout is None or args.pipeline_model_parallel_layout:
+    if layout is None:
         return ParameterPlan(total, None, ())
     if args.train_backend != "megatron":
         return ParameterPlan(total, -(-total // layout.world_size), ())

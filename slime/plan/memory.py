@@ -107,6 +107,7 @@ def _training(
     )
     if critic:
         parts = (*parts, PartPlan("critic", critic, lower_training(args, setup, "critic", critic / limit)))
+    ranks_of_stage = setup.layout.world_size // setup.layout.pipeline
     ranks_of_node = min(gpus_per_node(args), setup.layout.world_size)
     return TrainingMemoryPlan(
         parts,
@@ -116,15 +117,15 @@ def _training(
         tuple(memory.total + critic for memory in memories),
         worst.host,
         _host_parts(args, worst),
-        worst.host * ranks_of_node,
-        tuple(memory.host for memory in memories),
+        worst.host_of_ranks(ranks_of_node, ranks_of_stage),
+        tuple(-(-memory.host_of_ranks(ranks_of_stage, ranks_of_stage) // ranks_of_stage) for memory in memories),
         worst.saving,
         tuple(
             PartPlan(part.removeprefix("saving_"), getattr(worst, part))
             for part in SAVING_PARTS
             if getattr(worst, part)
         ),
-        worst.saving * ranks_of_node,
+        worst.saving_of_node(ranks_of_node),
         tuple(memory.saving_beyond(one_memory=gpu_memory is None) for memory in memories),
     )
 
@@ -143,6 +144,7 @@ def _host_parts(args: argparse.Namespace, worst: RankMemory) -> tuple[PartPlan, 
     names = {
         "host_offloaded": "offloaded optimizer",
         "host_asleep": "weights and optimizer while the trainer sleeps",
+        "host_snapshot": "weights that engines have (--update-weight-mode delta)",
         "host_copies": f"sets of weights ({', '.join(host_copies(args))})",
     }
     return tuple(PartPlan(names[part], getattr(worst, part)) for part in HOST_PARTS if getattr(worst, part))
@@ -155,7 +157,6 @@ def _not_estimated(args: argparse.Namespace, layout: ParallelLayout | None) -> s
     typed = {
         f"--train-backend {args.train_backend}": args.train_backend != "megatron",
         "--use-megatron-fsdp": args.use_megatron_fsdp,
-        "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout,
     }
     if any(typed.values()):
         return f"{next(flag for flag in typed if typed[flag])}: training memory is not estimated"
@@ -209,11 +210,12 @@ def _phases(
     left_behind = CUDA_OVERHEAD_BYTES
     asleep = left_behind if args.offload_train else worst.persistent
     idle = left_behind if args.offload_rollout else engine
-    # A trainer that sleeps sends its host copies; engines take their weights back first, the cache after the sync.
+    # A trainer that sleeps keeps its weights for that long; engines take room for theirs first, the cache after the sync.
+    sending = left_behind + worst.weights if args.offload_train else asleep
     receiving = left_behind + served.weights if args.offload_rollout else idle
     return (
         _phase("training", worst.total + critic, idle, gpu_memory),
-        _phase("weight sync", asleep + buffers, receiving, gpu_memory),
+        _phase("weight sync", sending + buffers, receiving, gpu_memory),
         _phase("generation", asleep, engine, gpu_memory),
     )
 

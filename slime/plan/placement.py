@@ -19,6 +19,7 @@ from slime.estimates.serving_memory import (
 )
 from slime.estimates.shape import ModelShape
 from slime.plan.structure import GpuPlan, NodePlan, PlacementPlan, SyncPlan
+from slime.scheduling.device_turns import Sides
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,18 @@ def placement_mode(args: argparse.Namespace) -> str:
     if args.rollout_external_engine_addrs:
         return "external engines"
     return "colocated" if args.colocate else "disaggregated"
+
+
+def sleeping_sides(args: argparse.Namespace) -> Sides:
+    """Whether trainer and engines give their memory back while the other works.
+
+    With a critic `offload_train` is on by itself, for turns of the two models on GPUs of their own, which are not built yet.
+    """
+    both = args.has_trainer and args.has_engines
+    trainer, engines = both and args.offload_train, both and args.offload_rollout
+    if trainer and args.use_critic and not args.colocate:
+        trainer = not args.typed_flags.isdisjoint({"offload", "offload_train"})
+    return Sides(trainer, engines and not args.rollout_external)
 
 
 def gpus_per_node(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from slime.estimates.activations import Kernels, Recompute
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.shape import ModelShape
 from slime.estimates.training_memory import ACCELERATOR_CHUNK_BYTES, ONE_THREAD_CHUNK_BYTES, StateBytes, TrainingSetup
+from slime.plan.placement import sleeping_sides
 
 # Context of the CUDA driver, workspaces of cuBLAS, buffers of NCCL: what a rank takes before its first tensor.
 CUDA_OVERHEAD_BYTES = 2 * 2**30
@@ -176,12 +177,13 @@ def training_setup(
         micro_batches=micro_batches or layout.pipeline,
         rollout_tokens=per_rank * (planned_sample(args) or 0),
         microbatch_group=args.microbatch_group_size_per_vp_stage,
+        predictions=(args.mtp_num_layers or 0) if args.enable_mtp_training else 0,
         log_probs_chunk=ACCELERATOR_CHUNK_BYTES if on_gpus else ONE_THREAD_CHUNK_BYTES,
         push_bucket=args.update_weight_buffer_size if args.has_engines else 0,
+        push_snapshot=args.has_engines and args.update_weight_mode == "delta",
         gloo=not on_gpus,
         host_copies=len(host_copies(args)),
-        # Actor and critic will take turns in GPU memory some day; today only a colocated trainer makes room.
-        sleeps=args.offload_train and (args.colocate or not args.use_critic),
+        sleeps=sleeping_sides(args).trainer,
         saves=args.save is not None,
         shares_saves=args.ckpt_fully_parallel_save,
         overhead=CUDA_OVERHEAD_BYTES if on_gpus else 0,

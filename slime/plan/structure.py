@@ -103,12 +103,12 @@ class PartPlan:
 class TrainingMemoryPlan:
     """Peak of the training rank with most; `moment`: when. `stage_totals`: peak of each pipeline stage.
 
-    host: bytes of one rank in host memory, and by part in `host_parts`; host_of_node: of all ranks on a node; stage_hosts: of
-    one rank of each pipeline stage.
+    host: bytes of the stage's first rank in host memory, and by part in `host_parts`; host_of_node: of all ranks on a node;
+    stage_hosts: of each pipeline stage, the mean of its ranks.
 
     saving: what a rank has in host memory besides while a checkpoint is written, and by part in `saving_parts`; saving_of_node:
-    all ranks on a node. stage_savings: of one rank of each pipeline stage, what that is above `stage_hosts`, and on a machine
-    without GPUs above `stage_totals`, since one memory holds both.
+    all ranks on a node. stage_savings: of each pipeline stage, the mean of its ranks: what that is above `stage_hosts`, and on
+    a machine without GPUs above `stage_totals`, since one memory holds both.
     """
 
     parts: tuple[PartPlan, ...]

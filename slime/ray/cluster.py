@@ -93,6 +93,7 @@ def ray_cluster(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
         _start_local(args, plan)
     else:
         _join(address, plan)
+        _require_shared_directory(args)
         # What the driver's own machine has says nothing about the nodes that will train.
         # Of `GPU` resources that are devices Ray names the type where it found them itself.
         on_gpus = any(name.startswith("accelerator_type:") for name in ray.cluster_resources())
@@ -106,11 +107,13 @@ def ray_cluster(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
 
 
 def object_store_bytes(args: argparse.Namespace) -> int:
-    """Size of the object store of a Ray on this machine: room for the train batch of a step, if the machine has it.
+    """Size of the object store of a Ray on this machine: room for the train batch of a step, and in the asynchronous loop for
+    those that wait, if the machine has it.
 
     What does not fit Ray writes to disk and reads back, at a fraction of the speed; a warning tells both numbers.
     """
-    wanted = max(_SMALLEST_OBJECT_STORE, round(_OBJECT_STORE_SLACK * train_batch_bytes(args)))
+    batches = 1 + args.async_buffer_size if args.asynchronous else 1
+    wanted = max(_SMALLEST_OBJECT_STORE, round(_OBJECT_STORE_SLACK * batches * train_batch_bytes(args)))
     limits = {f"{_OBJECT_STORE_SHARE:.0%} of the memory": _OBJECT_STORE_SHARE * ray._private.utils.get_system_memory()}
     with contextlib.suppress(OSError):
         # Ray refuses a store as large as what is free, or puts it on disk.
@@ -121,7 +124,7 @@ def object_store_bytes(args: argparse.Namespace) -> int:
     granted = max(_SMALLEST_OBJECT_STORE, int(limit))
     if granted < wanted:
         logger.warning(
-            "the train batch of a rollout step may take %.1f GiB of Ray's object store, which gets %.1f GiB (%s); the rest "
+            "train batches of rollout steps may take %.1f GiB of Ray's object store, which gets %.1f GiB (%s); the rest "
             "goes through the disk: give the machine more, or lower --rollout-batch-size or the limits of a sample's length",
             wanted / 2**30, granted / 2**30, source,
         )  # fmt: skip
@@ -143,8 +146,9 @@ def check_machine(args: argparse.Namespace) -> None:
         os.environ["SLIME_ACCELERATOR"] = "cpu"
     if 0 < real < plan.gpus:
         raise UserError(
-            f"the run needs {layout.actor_gpus} GPUs for training and {layout.rollout_gpus} for engines = {plan.gpus}, but "
-            f"this machine has {real}; lower --actor-num-gpus-per-node or --rollout-num-gpus, or join a cluster by RAY_ADDRESS"
+            f"the run needs {layout.actor_gpus} GPUs for training and {layout.rollout_gpus} for engines"
+            f"{', the same ones: ' if args.colocate else ' = '}{plan.gpus}, but this machine has {real}; lower "
+            "--actor-num-gpus-per-node or --rollout-num-gpus, or join a cluster by RAY_ADDRESS"
         )
     require_memory_of_machine(args)
 
@@ -278,11 +282,27 @@ def _answers_on_loopback_only(address: str) -> bool:
     return False
 
 
+def _require_shared_directory(args: argparse.Namespace) -> None:
+    """Raise UserError where ranks would write for engines of other nodes, and no directory is known that all nodes see."""
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    if nodes > 1 and args.check_weight_update_equal and not args.save:
+        ray.shutdown()
+        raise UserError(
+            f"--check-weight-update-equal on a cluster of {nodes} nodes needs --save: engines load a checkpoint that ranks of "
+            "other nodes write, and it is written beside those of the run; give a directory that all nodes see"
+        )
+
+
 def _join(address: str, plan: ClusterPlan) -> None:
     try:
         _require_listener(address)
         with _on_loopback_only() if _answers_on_loopback_only(address) else contextlib.nullcontext():
-            ray.init(address=address, logging_level=logging.getLevelName(logging.ERROR))
+            # A node with several addresses is in the cluster under one of them.
+            ray.init(
+                address=address,
+                _node_ip_address=env.host_ip_override(),
+                logging_level=logging.getLevelName(logging.ERROR),
+            )
     except (OSError, RuntimeError, ValueError) as error:
         raise RunError(
             f"RAY_ADDRESS={address}: no Ray cluster answers there: {error}. If the cluster asks for a token (`ray start` says "

@@ -1,4 +1,5 @@
-"""What the driver's loop hands on, decides and reports: a rollout, when to save and evaluate, what a step told."""
+"""What the driver's loop hands on, decides and reports: a rollout, when to save and evaluate, whose turn it is on the devices,
+what a step told."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from slime.observability.console import evaluation_line, evaluation_name, rollout_line
 from slime.observability.logging_utils import LoggedMetrics, forget_lost_steps, write_to_trackers
+from slime.scheduling.device_turns import ENGINES, TRAINER, Holds, Sides, Turn, steps_to
 from slime.utils.misc import Box, should_run_periodic_action
 
 if TYPE_CHECKING:
-    from slime.ray.rollout_manager import RolloutClient
+    from slime.ray.rollout_manager import RolloutClient, RunningCall
     from slime.ray.train_group import TrainGroup
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,11 @@ def saves(args: argparse.Namespace, length: RunLength, rollout_id: int) -> bool:
     return length.is_due(args.save_interval, rollout_id)
 
 
+def pushes(args: argparse.Namespace, length: RunLength, rollout_id: int) -> bool:
+    """Whether the engines get new weights after this rollout: every `--update-weights-interval`, and at the end."""
+    return (rollout_id + 1) % args.update_weights_interval == 0 or rollout_id + 1 == length.num_rollout
+
+
 def evaluates_before_training(args: argparse.Namespace, run: StartedRun) -> bool:
     """Whether to evaluate before the first rollout: of a new run, or as all that a run with `--num-rollout 0` does."""
     start, num_rollout = run.start_rollout_id, run.length.num_rollout
@@ -99,6 +106,33 @@ class RolloutResult:
     shards: list[Box]
     logged: list[LoggedMetrics]
     critic_shards: list[Box] = field(default_factory=list)
+
+
+class RolloutsAhead:
+    """Rollouts that are generated while others are trained."""
+
+    def __init__(self, args: argparse.Namespace, run: StartedRun) -> None:
+        self._args, self._run = args, run
+        self._next = run.start_rollout_id
+        self._calls: dict[int, RunningCall[RolloutResult]] = {}
+
+    def start(self, rollout_id: int) -> None:
+        """`rollout_id` is trained next: start it and those that may be generated beside it, as far as they are not."""
+        length = self._run.length
+        last = min(rollout_id + self._args.async_buffer_size, length.num_rollout - 1)
+        while self._next <= last:
+            pushes_ahead = sum(pushes(self._args, length, before) for before in range(rollout_id, self._next))
+            self._calls[self._next] = self._run.rollout_manager.generate(self._next, pushes_ahead)
+            self._next += 1
+
+    def ready_for_push(self) -> contextlib.AbstractContextManager[None]:
+        """In the block no rollout is under way, unless `--update-weights-in-flight` lets requests go on with other weights."""
+        in_flight = self._args.update_weights_in_flight
+        return contextlib.nullcontext() if in_flight else self._run.rollout_manager.between_rollouts()
+
+    def take(self, rollout_id: int) -> RolloutResult:
+        """Wait for a rollout that was started, and forget it."""
+        return self._calls.pop(rollout_id).result()
 
 
 class StepReport:
@@ -161,3 +195,33 @@ class StepReport:
         for metrics, step_key in logged:
             if step_key == "eval/step":
                 logger.info("%s", evaluation_line(name, metrics))
+
+
+class SharedDevices:
+    """Lets one side sleep and wakes the other, in the order of `slime.scheduling.device_turns`.
+
+    A step that fails leaves what was done before it as it is; the next turn begins there.
+
+    Args:
+        actor: the training ranks, which have just started and hold everything; None where nothing is trained.
+        rollout_manager: of engines that sleep already if they do so in this run.
+    """
+
+    def __init__(self, args: argparse.Namespace, actor: TrainGroup | None, rollout_manager: RolloutClient) -> None:
+        # Importing the plan takes as long as all that `--help` does.
+        from slime.plan.placement import sleeping_sides
+
+        self._sides = {TRAINER: actor, ENGINES: rollout_manager}
+        self._sleeps = sleeping_sides(args)
+        self._holds = {TRAINER: Holds.ALL, ENGINES: Holds.NOTHING if self._sleeps.engines else Holds.ALL}
+
+    def turn_to(self, turn: Turn) -> None:
+        """Have the devices ready for `turn`.
+
+        Raises:
+            RunError: a rank or an engine failed.
+            IllegalTurn: the engines would generate with weights that they have not.
+        """
+        for side, holds in steps_to(turn, Sides(self._holds[TRAINER], self._holds[ENGINES]), self._sleeps):
+            self._sides[side].hold(holds)
+            self._holds[side] = holds

@@ -1,7 +1,8 @@
 """Placement: one Ray placement group for all devices of a run, cut into a training and an engine part.
 
 Bundles are one device each. They are ordered by node address and then by device id, both as numbers, so that
-neighbouring ranks share a node and device 10 comes after device 2.
+neighbouring ranks share a node and device 10 comes after device 2. A tensor-parallel group or an engine never lies on two nodes
+that each have room for it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import argparse
 import dataclasses
 import ipaddress
 import socket
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +20,10 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from slime.arguments.sizes import GpuRanges
 from slime.observability.console import StartupClock
 from slime.observability.waiting import wait_for, wait_for_all
+from slime.plan.placement import sleeping_sides
 from slime.ray.cluster import plan_cluster
 from slime.ray.driver import StartedRun
 from slime.ray.rollout_manager import RolloutClient
@@ -52,10 +57,11 @@ def create_placement_groups(args: argparse.Namespace) -> dict[str, Bundles]:
     )
     devices = wait_for_all([_locate(group, index) for index in range(plan.gpus)], "location of the devices", 300)
     StartupClock().mark("placement")
-    order = sort_bundles(devices)
     layout = plan.layout
+    order = arrange_bundles(devices, group_sizes(args, layout))
     engines = slice(layout.first_rollout_gpu, layout.first_rollout_gpu + layout.rollout_gpus)
-    check_engines_fit([devices[index] for index in order[engines]], args.rollout_num_gpus_per_engine)
+    part = min(args.rollout_num_gpus_per_engine, args.num_gpus_per_node)
+    check_engines_fit([devices[index] for index in order[engines]], part)
     places = tuple((index, devices[index][1]) for index in order)
     actor, rollout = places[: layout.actor_gpus], places[engines]
     return {
@@ -81,6 +87,8 @@ def create_training_models(
         actor_cls: own train actor class in place of the Megatron one.
     """
     group = None
+    # On GPUs that they share, ranks find the memory that sleeping engines have given back.
+    shares = args.has_trainer and args.colocate and sleeping_sides(args).engines
     if args.has_trainer:
         rank_args = args
         if args.num_rollout is None:
@@ -88,8 +96,8 @@ def create_training_models(
             length = rollout_manager.wait_ready()
             rank_args = with_run_values(args, **dataclasses.asdict(length))
         group = _train_group(rank_args, bundles["actor"], actor_cls)
-        group.start()
-    _wait_for_start(args, rollout_manager, group)
+        group.start(after=rollout_manager.starting if shares else None)
+    _wait_for_start(args, rollout_manager, group, one_after_the_other=shares)
     length = rollout_manager.wait_ready()
     found = 0 if group is None else group.wait_ready()
     start = found if args.start_rollout_id is None else args.start_rollout_id
@@ -105,8 +113,14 @@ def _train_group(args: argparse.Namespace, bundles: Bundles, actor_cls: type | N
     return TrainGroup(args, bundles.group, bundles.places, actor_cls)
 
 
-def _wait_for_start(args: argparse.Namespace, rollout_manager: RolloutClient, group: TrainGroup | None) -> None:
-    """Wait for engines and ranks together: whichever fails first ends the run at once."""
+def _wait_for_start(
+    args: argparse.Namespace, rollout_manager: RolloutClient, group: TrainGroup | None, *, one_after_the_other: bool
+) -> None:
+    """Wait for engines and ranks together: whichever fails first ends the run at once.
+
+    Args:
+        one_after_the_other: ranks begin when the engines are done, so each side has its time.
+    """
     ranks = group.starting if group is not None else []
 
     def name(positions: list[int]) -> str:
@@ -116,9 +130,11 @@ def _wait_for_start(args: argparse.Namespace, rollout_manager: RolloutClient, gr
 
     def flag(positions: list[int]) -> str | None:
         # Engines that take too long for their own flag end the run before: without a rank among them, what is late are data.
-        return "--train-start-timeout" if limit == args.train_start_timeout or any(positions) else None
+        of_ranks = one_after_the_other or limit == args.train_start_timeout or any(positions)
+        return "--train-start-timeout" if of_ranks else None
 
-    limit = max(args.train_start_timeout, rollout_manager.start_deadline)
+    limits = (args.train_start_timeout, rollout_manager.start_deadline)
+    limit = sum(limits) if one_after_the_other else max(limits)
     wait_for_all([rollout_manager.starting, *ranks], "start of the run", limit, pending=name, flag=flag)
 
 
@@ -129,6 +145,76 @@ def sort_bundles(devices: list[tuple[str, int]]) -> list[int]:
         devices: (node address or host name, device id) of each bundle.
     """
     return sorted(range(len(devices)), key=lambda index: (_address_key(devices[index][0]), devices[index][1]))
+
+
+def group_sizes(args: argparse.Namespace, layout: GpuRanges) -> list[tuple[str, int]]:
+    """Ranks and engines that lie on one node, in the order of the run's GPUs: (name, size).
+
+    The ranks of a tensor-parallel group exchange activations in every layer. Where training and engines share GPUs, engines
+    follow the ranks.
+    """
+    tensor = args.tensor_model_parallel_size
+    sizes = [(f"the tensor-parallel group of rank {first}", tensor) for first in range(0, layout.actor_gpus, tensor)]
+    if layout.first_rollout_gpu >= layout.actor_gpus:
+        each = args.rollout_num_gpus_per_engine
+        part = min(each, args.num_gpus_per_node)
+        sizes += [(f"engine {first // each}", part) for first in range(0, layout.rollout_gpus, part)]
+    return sizes
+
+
+def arrange_bundles(devices: list[tuple[str, int]], sizes: Sequence[tuple[str, int]]) -> list[int]:
+    """Bundle indices in the order of the run's GPUs: as `sort_bundles`, but no group of `sizes` lies on two nodes.
+
+    Where nodes are free in part, a group takes the first node that has room for all of it. Where that leaves one without
+    room, the largest choose first: if each size divides the next, this finds a placement wherever there is one. A group that
+    is larger than any node takes what comes first.
+
+    Args:
+        devices: (node address or host name, device id) of each bundle.
+        sizes: (name, size) of the groups; devices beyond them follow.
+
+    Raises:
+        UserError: there is room for a group, but not on one node.
+    """
+    try:
+        return _first_fit(devices, sizes, range(len(sizes)))
+    except UserError:
+        largest_first = sorted(range(len(sizes)), key=lambda position: -sizes[position][1])
+    return _first_fit(devices, sizes, largest_first)
+
+
+def _first_fit(devices: list[tuple[str, int]], sizes: Sequence[tuple[str, int]], turns: Sequence[int]) -> list[int]:
+    """`arrange_bundles`, in which the groups choose their nodes in the order of `turns`, positions in `sizes`."""
+    free: dict[str, list[int]] = {}
+    for index in sort_bundles(devices):
+        free.setdefault(devices[index][0], []).append(index)
+    nodes = list(free)
+    largest = max(map(len, free.values()), default=0)
+    taken: dict[int, list[int]] = {}
+    # Nodes only fill up: one without room for a size has none later.
+    first_with_room: Counter[int] = Counter()
+    for turn in turns:
+        name, size = sizes[turn]
+        of_one = 1 if size > largest else size
+        at = first_with_room[of_one]
+        while at < len(nodes) and len(free[nodes[at]]) < of_one:
+            at += 1
+        first_with_room[of_one] = at
+        if at == len(nodes) and size <= largest:
+            shown = ", ".join(f"{len(left)} on {node}" for node, left in free.items() if left)
+            raise UserError(
+                f"{name} needs {size} GPUs of one node, and Ray has given the run these that are left: {shown}; free whole "
+                "nodes, or change --tensor-model-parallel-size or --rollout-num-gpus-per-engine"
+            )
+        taken[turn] = []
+        for node in nodes[at:]:
+            wanted = size - len(taken[turn])
+            taken[turn] += free[node][:wanted]
+            del free[node][:wanted]
+            if len(taken[turn]) == size:
+                break
+    rest = [index for left in free.values() for index in left]
+    return [*(index for turn in range(len(sizes)) for index in taken[turn]), *rest]
 
 
 def check_engines_fit(devices: list[tuple[str, int]], per_engine: int) -> None:

@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import ray
@@ -22,7 +22,9 @@ from slime.arguments.paths import MANAGER_PLUG_INS, load_plug_ins
 from slime.observability.console import GenerationBar, StartupClock, evaluation_name, generation_name
 from slime.observability.logging_utils import LoggedMetrics, configure_logger
 from slime.observability.waiting import unwatch, wait_for, watch
+from slime.plan.placement import sleeping_sides
 from slime.ray.driver import RolloutResult, RunLength
+from slime.scheduling.device_turns import Holds
 from slime.serving.fleet import EngineName, FleetSnapshot
 from slime.serving.owner import ServingOwner, longest_push_wait
 from slime.utils import env
@@ -44,6 +46,42 @@ _ANSWER_SECONDS = 5.0
 Result = TypeVar("Result")
 
 
+class RolloutTurns:
+    """Rollouts one at a time, in their order, and pauses between two of them. For coroutines of one event loop."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Condition()
+        self._running = False
+        self._pausing = False
+        self._finished = -1
+
+    @contextlib.asynccontextmanager
+    async def of(self, rollout_id: int, after: int | None) -> AsyncIterator[None]:
+        """The turn of a rollout, which begins when that of rollout `after` is over."""
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: not (self._running or self._pausing) and (after is None or self._finished >= after)
+            )
+            self._running = True
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._running, self._finished = False, rollout_id
+                self._changed.notify_all()
+
+    async def pause(self) -> None:
+        """Return when no rollout is under way; the next one waits for `go_on`."""
+        async with self._changed:
+            self._pausing = True
+            await self._changed.wait_for(lambda: not self._running)
+
+    async def go_on(self) -> None:
+        async with self._changed:
+            self._pausing = False
+            self._changed.notify_all()
+
+
 class RolloutManager:
     """Prompts in, train batches out."""
 
@@ -52,6 +90,7 @@ class RolloutManager:
         self.args = args
         self._pipeline: Any = None
         self._serving: ServingOwner | None = None
+        self._turns = RolloutTurns()
 
     def __repr__(self) -> str:
         return "manager"
@@ -79,12 +118,26 @@ class RolloutManager:
         return self._pipeline.progress(name)
 
     @ray.method(concurrency_group="generate")
-    async def generate(self, rollout_id: int) -> RolloutResult:
-        """Run the rollout function for one step and build the shards of its train batch."""
-        with self._checked_engines():
-            return await asyncio.to_thread(self._pipeline.generate, rollout_id)
+    async def generate(self, rollout_id: int, after: int | None = None, trained_as: int | None = None) -> RolloutResult:
+        """Run the rollout function for one step, when rollout `after` is over, and build the shards of its train batch.
+
+        `trained_as`: the version of the weights that it will train.
+        """
+        async with self._turns.of(rollout_id, after):
+            with self._checked_engines():
+                return await asyncio.to_thread(self._pipeline.generate, rollout_id, trained_as)
 
     @ray.method(concurrency_group="generate")
+    async def pause_between_rollouts(self) -> None:
+        """Return when no rollout is under way; the next one waits for `go_on_with_rollouts`."""
+        await self._turns.pause()
+
+    @ray.method(concurrency_group="generate")
+    async def go_on_with_rollouts(self) -> None:
+        """Undo `pause_between_rollouts`."""
+        await self._turns.go_on()
+
+    @ray.method(concurrency_group="evaluate")
     async def evaluate(self, rollout_id: int, *, before: bool = False) -> list[LoggedMetrics]:
         """Evaluate all data sets, `before` training on `rollout_id` or after it, and return what was logged."""
         with self._checked_engines():
@@ -95,6 +148,11 @@ class RolloutManager:
         """Return when `shutdown` is called. Raises RunError when an engine or the router has died that nobody replaces."""
         if self._serving is not None:
             await asyncio.wrap_future(self._serving.ended)
+
+    @ray.method(concurrency_group="control")
+    async def hold(self, holds: Holds) -> None:
+        """Have the engines hold that much of their memory; see `ServingOwner`."""
+        await asyncio.to_thread(self._serving.hold, holds)
 
     @ray.method(concurrency_group="control")
     async def begin_push(self) -> FleetSnapshot:
@@ -110,6 +168,11 @@ class RolloutManager:
     async def lacks_weights(self) -> bool:
         """Whether an engine waits for the weights of a push that it has missed."""
         return self._serving is not None and self._serving.lacks_weights()
+
+    @ray.method(concurrency_group="control")
+    async def is_serving(self) -> bool:
+        """Whether requests find an engine."""
+        return self._serving is not None and self._serving.is_serving()
 
     @ray.method(concurrency_group="control")
     async def end_push(self, names: Sequence[EngineName], version: int, failed: Mapping[int, str]) -> None:
@@ -137,6 +200,9 @@ class RolloutManager:
             self._pipeline = RolloutPipeline(self.args)
             if self._serving is not None:
                 self._serving.wait_ready()
+                if sleeping_sides(self.args).engines:
+                    # Training ranks come next.
+                    self._serving.hold(Holds.NOTHING)
         except BaseException:
             self._shutdown()
             raise
@@ -249,15 +315,22 @@ class RolloutClient:
         # Seconds until engines, router and data have to be there.
         self.start_deadline = args.engine_start_timeout + _DATA_SECONDS
         # It only bounds what the manager may take, which keeps the limits of engines itself and whose death ends every wait.
-        # There are no more engines than devices.
-        self._push_deadline = longest_push_wait(args, len(places)) + _CONTROL_DEADLINE_SECONDS
-        remote_class = ray.remote(concurrency_groups={"generate": 2, "control": 8})(RolloutManager)
+        # There are no more engines than devices of the run, or than addresses of others.
+        engines = max(len(places), len(args.rollout_external_engine_infos or ()))
+        self._push_deadline = longest_push_wait(args, engines) + _CONTROL_DEADLINE_SECONDS
+        # Rollouts wait for their turn in the manager, and a pause between two of them is asked for beside them.
+        groups = {"generate": args.async_buffer_size + 3, "evaluate": 1, "control": 8}
+        remote_class = ray.remote(concurrency_groups=groups)(RolloutManager)
         # The engines, which it starts, inherit this.
         environment = {**env.actor_environment(), **env.library_environment(), **communicator_environment(args)}
         options = {"num_cpus": 1, "num_gpus": 0, "runtime_env": {"env_vars": environment}}
         self._manager = remote_class.options(**options).remote(args)
         self.starting = self._manager.start.remote(group, list(places))
         self._length: RunLength | None = None
+        # The last one that was asked for.
+        self._last_rollout: int | None = None
+        # Of the last push that engines hold.
+        self._version: int | None = None
         self._death: list[ray.ObjectRef] = []
         self._bring_weights: Callable[[], None] | None = None
         # The question whether an engine lacks weights, while it is not answered.
@@ -273,6 +346,11 @@ class RolloutClient:
             watch(self._death)
         return self._length
 
+    def hold(self, holds: Holds) -> None:
+        """Have all engines hold that much of their memory on the devices."""
+        ref = self._manager.hold.remote(holds)
+        wait_for(ref, f"engines that are to hold {holds.name.lower()} of their memory", self._push_deadline)
+
     def begin_push(self) -> FleetSnapshot:
         """The engines that a push goes to. Until `end_push` they count as having the weights of no version."""
         return wait_for(self._manager.begin_push.remote(), "the engines for a push", self._push_deadline)
@@ -280,10 +358,15 @@ class RolloutClient:
     def end_push(self, names: Sequence[EngineName], version: int, failed: Mapping[int, str]) -> None:
         """The push to `names` is over: those not in `failed` (engine id → reason) hold `version`, the others are dead."""
         self._control("end_push", "the end of a push", names, version, failed)
+        self._version = version
 
     def begin_push_to_stale(self) -> FleetSnapshot:
         """The engines that lack the weights of the last push, `version` of the result; the others go on."""
         return self._control("begin_push_to_stale", "the engines that lack weights")
+
+    def is_serving(self) -> bool:
+        """Whether requests find an engine."""
+        return self._control("is_serving", "the engines that serve")
 
     def bring_weights_by(self, bring: Callable[[], None]) -> None:
         """From now on `bring` is called whenever an engine lacks the weights of the last push while a call is awaited."""
@@ -302,9 +385,24 @@ class RolloutClient:
         """Restore the data state saved after rollout `rollout_id`; nothing for −1."""
         self._control("load", "load of the data state", rollout_id)
 
-    def generate(self, rollout_id: int) -> RunningCall[RolloutResult]:
-        """Start one rollout step. Its result: a shard per data-parallel rank, and metrics."""
-        return self._running(self._manager.generate.remote(rollout_id), generation_name(rollout_id))
+    def generate(self, rollout_id: int, pushes_ahead: int = 0) -> RunningCall[RolloutResult]:
+        """Start one rollout step, behind the one that was started before. Its result: a shard per data-parallel rank, and
+        metrics.
+
+        `pushes_ahead`: how many pushes there will be before it is trained.
+        """
+        after, self._last_rollout = self._last_rollout, rollout_id
+        trained_as = None if self._version is None else self._version + pushes_ahead
+        return self._running(self._manager.generate.remote(rollout_id, after, trained_as), generation_name(rollout_id))
+
+    @contextlib.contextmanager
+    def between_rollouts(self) -> Iterator[None]:
+        """Wait for the rollout that is under way, if any; until the end of the block none begins."""
+        self._running(self._manager.pause_between_rollouts.remote(), "the rollout under way, before a push").result()
+        try:
+            yield
+        finally:
+            self._manager.go_on_with_rollouts.remote()
 
     def evaluate(self, rollout_id: int, *, before: bool = False) -> RunningCall[list[LoggedMetrics]]:
         """Start the evaluation of all data sets, `before` training on `rollout_id` or after it. Its result: metrics."""

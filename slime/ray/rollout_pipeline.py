@@ -31,6 +31,7 @@ from slime.rollout.data_source_files import prompts_per_epoch
 from slime.rollout.draws import DataSourceSnapshots
 from slime.rollout.generation_call import GenerationCall
 from slime.rollout.rollout_dump import load_rollout, save_rollout
+from slime.rollout.staleness import hold_to_bound
 from slime.rollout.train_data import convert_samples_to_train_batch
 from slime.scheduling.dp_schedule import DPSchedule
 from slime.training.rollout_batch import split_for_data_parallel
@@ -81,9 +82,9 @@ class RolloutPipeline:
         return None if progress is None else progress.snapshot()
 
     @contextlib.contextmanager
-    def _call(self, name: str, rollout_id: int) -> Iterator[list[LoggedMetrics]]:
+    def _call(self, name: str, rollout_id: int, trained_as: int | None = None) -> Iterator[list[LoggedMetrics]]:
         """The block is a call of its own; gives what functions of the user's log in it."""
-        call = GenerationCall(rollout_id)
+        call = GenerationCall(rollout_id, trained_as)
         self._progress[name] = call.progress
         try:
             with call.under_way(), collected_metrics() as logged:
@@ -93,18 +94,22 @@ class RolloutPipeline:
         finally:
             del self._progress[name]
 
-    def generate(self, rollout_id: int) -> RolloutResult:
-        """Run the rollout function for one step and build the shards of its train batch."""
+    def generate(self, rollout_id: int, trained_as: int | None = None) -> RolloutResult:
+        """Run the rollout function for one step and build the shards of its train batch.
+
+        `trained_as`: the version of the weights that it will train, None where nobody knows.
+        """
         drawing = contextlib.nullcontext() if self.states is None else self.states.of_rollout(rollout_id)
-        with self._call(generation_name(rollout_id), rollout_id) as logged, drawing:
+        with self._call(generation_name(rollout_id), rollout_id, trained_as) as logged, drawing:
             started = time.perf_counter()
             samples, extra_metrics = self._samples_of(rollout_id)
             seconds = time.perf_counter() - started
             self._remember_state(rollout_id)
+            staleness = hold_to_bound(self.args, samples, trained_as)
             if self.args.save_debug_rollout_data is not None:
                 save_rollout(self.args.save_debug_rollout_data, rollout_id, samples)
             shards, critic_shards, dropped = self._build_shards(samples) if self.args.has_trainer else ([], [], 0)
-            metrics = merge_extra_metrics({"rollout/dropped_rollouts": dropped}, extra_metrics, "rollout/")
+            metrics = merge_extra_metrics({"rollout/dropped_rollouts": dropped, **staleness}, extra_metrics, "rollout/")
             if not self._logged_by_user(rollout_id, samples, metrics, seconds):
                 metrics.update(compute_rollout_metrics(self.args, samples))
                 if not self.args.has_trainer:

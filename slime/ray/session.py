@@ -88,6 +88,10 @@ def main(
             if not args.check:
                 _sweep()
             check_machine(args)
+            if args.rollout_external:
+                from slime.backends.sglang_utils.external import with_external_engines
+
+                args = with_external_engines(args)
         if args.check or finished is not None:
             _tell_result(finished or _needs_of(args), stream)
             return 0

@@ -24,12 +24,13 @@ from slime.arguments.config_files.role_config import critic_args
 from slime.observability.logging_utils import LoggedMetrics, drain_outbox
 from slime.observability.waiting import unwatch_actors, wait_for, wait_for_all, watch_actors
 from slime.ray.driver import RolloutResult
+from slime.scheduling.device_turns import Holds
 from slime.utils import env
 from slime.utils.errors import RunError
 from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
 from slime.utils.plugin_loader import load_function
 from slime.weights.push import Opening
-from slime.weights.source import Sent
+from slime.weights.source import Connected, Sent
 from slime.weights.transports import Receiver
 from slime.weights.transports.process_group import communicator_environment
 
@@ -68,6 +69,10 @@ class RankProcess:
         """Call `method` of the rank."""
         return getattr(self._rank, method)(*arguments)
 
+    def call_after(self, awaited: Any, method: str, *arguments: Any) -> Any:
+        """`call`, when the reference `awaited` is ready."""
+        return self.call(method, *arguments)
+
     def take_logged(self) -> list[LoggedMetrics]:
         """What the rank logged in work that failed, and so has not handed over."""
         if hasattr(self._rank, "take_logged"):
@@ -105,6 +110,8 @@ class TrainGroup:
         self._actor_cls = actor_cls or _ACTOR_RANK
         self._actors: list[Any] = []
         self._starting: list[ray.ObjectRef] = []
+        # By this object; each changes the weights.
+        self.rollouts_trained = 0
 
     @property
     def starting(self) -> list[ray.ObjectRef]:
@@ -120,8 +127,8 @@ class TrainGroup:
         self.start()
         return self.wait_ready()
 
-    def start(self) -> None:
-        """Start all ranks without waiting for them."""
+    def start(self, after: ray.ObjectRef | None = None) -> None:
+        """Start all ranks without waiting for them; they build their model when `after` is ready."""
         world_size = len(self._places)
         remote_class = ray.remote(RankProcess)
         at_start, inside = self._environments()
@@ -136,7 +143,7 @@ class TrainGroup:
             self._actors.append(remote_class.options(**options).remote(inside, description))
         # Ray hands the address to every rank as soon as rank 0 knows it; nobody waits here.
         address = self._actors[0].call.remote("rendezvous_address")
-        self._starting = [actor.call.remote("init", address) for actor in self._actors]
+        self._starting = [actor.call_after.remote(after, "init", address) for actor in self._actors]
 
     def wait_ready(self) -> int:
         """Wait until every rank holds its model. Returns the first rollout id to train.
@@ -159,9 +166,14 @@ class TrainGroup:
 
     def train(self, rollout_id: int, rollout: RolloutResult, report: Report) -> None:
         """Train on a rollout; `report` gets rank 0's metrics (all ranks log the same), after an error those before it."""
+        self.rollouts_trained += 1
         with self._reporting_errors(report):
             logged = self._call_all("train", rollout_id, rollout.shards)[0]
         report(logged)
+
+    def hold(self, holds: Holds) -> None:
+        """Have all ranks hold that much of their memory on the devices."""
+        self._call_all("hold", holds)
 
     def save(self, rollout_id: int) -> None:
         """Write the checkpoint of `rollout_id`; `publish` makes it the newest."""
@@ -175,14 +187,17 @@ class TrainGroup:
         """Make the ranks ready for pushes of their weights."""
         return self._call_all("open_weight_push")[0]
 
-    def connect_engines(self, source: int, engines: Sequence[Receiver]) -> dict[int, str]:
-        """Connect a source of weights to `engines`. Returns those that broke it, with the reason of each."""
-        failed = self._call_all("connect_engines", source, engines)
-        return {id: reason for of_rank in failed for id, reason in of_rank.items()}
+    def connect_engines(self, source: int, engines: Sequence[Receiver]) -> Connected:
+        """Connect a source of weights to `engines`."""
+        return next(of_rank for of_rank in self._call_all("connect_engines", source, engines) if of_rank is not None)
 
-    def send_weights(self, source: int, version: int) -> Sent:
-        """Send the weights of a source to the engines that it is connected to, as `version`."""
-        return next(sent for sent in self._call_all("send_weights", source, version) if sent is not None)
+    def send_weights(self, source: int, version: int, whole: bool = False) -> Sent:
+        """Send the weights of a source to the engines that it is connected to, as `version`; `whole`: nothing is left out."""
+        return next(sent for sent in self._call_all("send_weights", source, version, whole) if sent is not None)
+
+    def weights_written(self, version: int, engines: Sequence[Any]) -> None:
+        """Tell all ranks that files of weights are on the disk; returns when the functions of the user have."""
+        self._call_all("weights_written", version, engines)
 
     def weights_pushed(self, version: int) -> None:
         """Tell all ranks that engines serve their weights as `version`."""
@@ -299,10 +314,10 @@ class ActorCritic(TrainGroup):
         parts = [super().name_starting(actor)] if actor else []
         return ", ".join([*parts, self._critic.name_starting(critic)] if critic else parts)
 
-    def start(self) -> None:
-        """Start all ranks of both models without waiting for them."""
-        super().start()
-        self._critic.start()
+    def start(self, after: ray.ObjectRef | None = None) -> None:
+        """Start all ranks of both models without waiting for them; they build them when `after` is ready."""
+        super().start(after)
+        self._critic.start(after)
 
     def wait_ready(self) -> int:
         """Wait until every rank holds its model. Returns the first rollout id to train.
@@ -320,6 +335,7 @@ class ActorCritic(TrainGroup):
 
     def train(self, rollout_id: int, rollout: RolloutResult, report: Report) -> None:
         """Train both models on a rollout; `report` gets the metrics of each, after an error those before it."""
+        self.rollouts_trained += 1
         # The critic has not handed over what it logged with the values, whichever of the two fails.
         with self._critic._reporting_errors(report):
             values = self._critic.values(rollout_id, rollout.critic_shards)
@@ -327,6 +343,11 @@ class ActorCritic(TrainGroup):
                 results = self._call_all("train_on_values", rollout_id, rollout.shards, values)
         report(results[0][0])
         self._critic.learn(rollout_id, [part for _, part in results if part is not None], report)
+
+    def hold(self, holds: Holds) -> None:
+        """Have all ranks of both models hold that much of their memory on the devices; nobody pushes a critic's weights."""
+        self._critic.hold(Holds.NOTHING if holds is Holds.WEIGHTS else holds)
+        super().hold(holds)
 
     def save(self, rollout_id: int) -> None:
         """Write the checkpoints of `rollout_id`; `publish` makes them the newest."""

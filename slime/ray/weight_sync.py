@@ -21,19 +21,22 @@ from typing import Any
 
 from slime.observability.console import StartupClock
 from slime.observability.waiting import wait_for_all, wait_for_each
+from slime.ray.driver import SharedDevices
 from slime.ray.rollout_manager import RolloutClient
 from slime.ray.train_group import TrainGroup
+from slime.scheduling.device_turns import Turn
 from slime.serving.fleet import EngineName, FleetSnapshot
 from slime.utils.errors import RunError
 from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
 from slime.weights.push import PushReport, WeightPush
+from slime.weights.quantisers import quantisation_settings
 from slime.weights.transports import Receiver
 from slime.weights.verification import check_all_reset, check_equal_checksums
 
 logger = logging.getLogger(__name__)
 
 # Largest mean absolute difference of log-probs between trainer and engine, by the dtype of the weights.
-LOG_PROB_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 1e-2}
+LOG_PROB_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 1e-2, "quantised": 0.5}
 _PROBE_SEQUENCES, _PROBE_LENGTH = 4, 24
 # Between the end of an engine's own time limit and its answer.
 _ANSWER_SECONDS = 60.0
@@ -42,14 +45,22 @@ _ROUNDS = 3
 
 
 class WeightSync:
-    """Pushes the trainer's weights to the engines of a run, which the rollout manager has."""
+    """Pushes the trainer's weights to the engines of a run, which the rollout manager has.
 
-    def __init__(self, args: argparse.Namespace, train_group: TrainGroup, rollout_manager: RolloutClient) -> None:
+    For a push the `devices` turn to it, and afterwards to generation.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, train_group: TrainGroup, rollout_manager: RolloutClient, devices: SharedDevices
+    ) -> None:
         self._args = args
+        self._devices = devices
         self._train_group = train_group
         self._rollout_manager = rollout_manager
         self._weight_push = WeightPush(args, train_group)
         self._pushes = 0
+        # Rollouts that the weights of the last push were trained on, of this start.
+        self._trained_at_push = 0
         # Engines whose log-probs were compared.
         self._proven: set[EngineName] = set()
         rollout_manager.bring_weights_by(self.push_to_stale)
@@ -64,14 +75,16 @@ class WeightSync:
             RunError: an engine does not hold the trainer's weights.
         """
         first = self._pushes == 0
+        self._trained_at_push = self._train_group.rollouts_trained
         check = self._args.check_weight_update_equal
         for _ in range(_ROUNDS):
+            self._devices.turn_to(Turn.PUSH)
             fleet = self._rollout_manager.begin_push()
             report = self._push_with_checksums(fleet) if first and check else self._weight_push.push(_receivers(fleet))
             served = _without(fleet, report.failed.keys())
             failed = dict(report.failed)
             if not failed or self._args.use_fault_tolerance:
-                failed |= self._compare_log_probs(served if check else _without(served, self._proven))
+                failed |= self._turn_to_generation(served if check else _without(served, self._proven))
             self._rollout_manager.end_push(fleet.names, report.version, failed)
             served = _without(fleet, failed.keys())
             if served.engines or not self._args.use_fault_tolerance:
@@ -84,16 +97,34 @@ class WeightSync:
         return report.metrics
 
     def push_to_stale(self) -> None:
-        """Give engines that have missed the last push its weights, under its version, and prove it; the others go on."""
+        """Give engines that have missed the last push its weights, under its version, and prove it; the others go on.
+
+        Where the trainer has gone on since, nobody has those weights: then such engines wait for the next push, unless no other
+        one serves. Then no request is under way either, and all get what the trainer has, as a version of its own.
+        """
+        if self._train_group.rollouts_trained != self._trained_at_push:
+            if not self._rollout_manager.is_serving():
+                self._push_between()
+            return
         fleet = self._rollout_manager.begin_push_to_stale()
         if not fleet.engines:
             return
+        self._devices.turn_to(Turn.PUSH)
         report = self._weight_push.repeat(_receivers(fleet))
-        failed = {**report.failed, **self._compare_log_probs(_without(fleet, report.failed.keys()))}
+        failed = {**report.failed, **self._turn_to_generation(_without(fleet, report.failed.keys()))}
         self._rollout_manager.end_push(fleet.names, report.version, failed)
         served = _without(fleet, failed.keys())
         if served.engines:
             logger.info("%s: weights of version %d", ", ".join(map(str, served.names)), report.version)
+
+    def _push_between(self) -> None:
+        limit = self._args.max_weight_staleness
+        if limit is not None:
+            raise RunError(
+                "no engine is left that serves, and newer weights for those in their place would make waiting samples older "
+                f"than --max-weight-staleness {limit}; start the run again, and it goes on from its last checkpoint"
+            )
+        self.push()
 
     def _push_with_checksums(self, fleet: FleetSnapshot) -> PushReport:
         with self._scratch_directory() as directory:
@@ -117,14 +148,26 @@ class WeightSync:
         reports = self._call(fleet, "weights_checksum")
         return {name.engine_id: report for name, report in zip(fleet.names, reports, strict=True)}
 
-    def _compare_log_probs(self, fleet: FleetSnapshot) -> dict[int, str]:
+    def _turn_to_generation(self, unproven: FleetSnapshot) -> dict[int, str]:
+        """End a push: engines may generate, those that are `unproven` for the comparison first.
+
+        Returns:
+            What `_compare_log_probs` does.
+        """
+        sequences = probe_sequences(self._args.vocab_size)
+        # The trainer computes while it has its weights, the engines when they have caches.
+        trainer = self._train_group.probe_log_probs(sequences) if unproven.engines else []
+        self._devices.turn_to(Turn.GENERATION)
+        return self._compare_log_probs(unproven, sequences, trainer) if unproven.engines else {}
+
+    def _compare_log_probs(
+        self, fleet: FleetSnapshot, sequences: list[list[int]], trainer: list[list[float]]
+    ) -> dict[int, str]:
         """The engines that tell no log-probs, and why: engine id → reason. Those whose log-probs differ end the run."""
         failed: dict[int, str] = {}
-        if not fleet.engines:
-            return failed
-        sequences = probe_sequences(self._args.vocab_size)
-        trainer = self._train_group.probe_log_probs(sequences)
-        tolerance = LOG_PROB_TOLERANCE[self._args.params_dtype_name]
+        # What engines compute with is coarser where they quantise.
+        is_quantised = quantisation_settings(Path(self._args.hf_checkpoint)) is not None
+        tolerance = LOG_PROB_TOLERANCE["quantised" if is_quantised else self._args.params_dtype_name]
         refs = [handle.generate.remote(_probe_request(sequences)) for handle in fleet.handles]
         limit = self._args.engine_load_timeout + _ANSWER_SECONDS
         for name, answers in zip(fleet.names, wait_for_each(refs, "log-probs of the engines", limit), strict=True):
@@ -145,8 +188,8 @@ class WeightSync:
                 f"weight check: the log-probs of {name} differ from the trainer's by {difference:.2e} on average "
                 f"(allowed: {tolerance:.0e}); it does not serve the weights that were pushed, or computes differently"
             )
-            # In 16 bits two right implementations differ by more on some models: then only who asked for proof is stopped.
-            if self._args.params_dtype_name == "float32" or self._args.check_weight_update_equal:
+            # With fewer bits two right implementations differ by more on some models: then only who asked for proof is stopped.
+            if (self._args.params_dtype_name == "float32" and not is_quantised) or self._args.check_weight_update_equal:
                 raise RunError(message)
             logger.warning("%s", message)
         return failed

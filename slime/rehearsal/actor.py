@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slime.arguments.checkpoints import REFERENCE, TEACHER, WeightSource, other_model_states
-from slime.rehearsal.fake_device import tell_shape
+from slime.arguments.hf_config import spelling
+from slime.backends.megatron_utils.model_provider import FUSIONS
 from slime.rehearsal.recorder import Recorder
 from slime.rehearsal.report import Pushed, Saved, Task
 from slime.training.actor_rank import ActorRank
 from slime.training.critic_rank import CriticRank
 from slime.training.model_states import ModelStates, StateSchedule
-from slime.training.passes import forward_values, micro_batches
+from slime.training.passes import forward_values
 from slime.training.rollout_data import RolloutData
 from slime.training.train_rank import TrainRank
 from slime.utils.device import get_accelerator
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from slime.weights.buckets import NamedTensors
 
 _TRANSPORT = "rehearsal"
+# Rollouts.
+_LONGER_THAN_ANY_WARM_UP = 10**9
 
 
 class SwallowingTransport(Transport):
@@ -126,9 +129,15 @@ class RehearsedRank(TrainRank):
         changed = {"initial_weights": self._weights(args), "update_weight_transport": _TRANSPORT, "save_hf": None}
         if args.save is not None:
             changed["save"] = str(task.answer.with_name("checkpoints"))
+        if args.num_rollout is None:
+            changed["num_rollout"] = _LONGER_THAN_ANY_WARM_UP
+            self.not_rehearsed.append("the length of the learning rate's schedule, which the data set tells")
         if args.use_routing_replay:
             changed["use_routing_replay"] = False
             self.not_rehearsed.append("routing replay: the layers choose their experts freely")
+        if fusions := [name for name in FUSIONS if name in args.typed_flags and vars(args)[name]]:
+            changed["typed_flags"] = args.typed_flags - set(fusions)
+            self.not_rehearsed.append(f"{', '.join(map(spelling, fusions))}: the layers go without")
         args = argparse.Namespace(**{**vars(args), **changed})
         super().__init__(args, task.rank, args.world_size, 0)
 
@@ -205,11 +214,6 @@ class RehearsedRank(TrainRank):
         if self.groups.is_last_stage:
             columns.update({name: column(responses, torch.float32) for name in self.brought()})
         self._data = RolloutData.of_rank(columns, self.groups.cp)
-        if self.groups.num_stages > 1:
-            args = self.args
-            stream = next(iter(micro_batches(args, self._data, self._data["micro_batch_indices"]))).stream
-            parts = args.tensor_model_parallel_size if args.sequence_parallel else 1
-            tell_shape((len(stream.tokens) // parts, 1, args.hidden_size))
 
     def _take_first_step(self) -> None:
         """The optimizer makes its state in it. It needs no more than a micro-batch, or one for each stage that takes turns."""

@@ -7,8 +7,6 @@ the assumption that it removes.
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -271,18 +269,3 @@ def lift_stages() -> None:
     schedules.gather_from_stages = gather_from_stages
     schedules.broadcast_from_last_stage = broadcast_from_last_stage
     hf_conversion._check_names = check_names_of_stage
-
-
-def tell_shape(shape: tuple[int, ...]) -> None:
-    """Have every tensor that another stage of the pipeline sends be of this shape."""
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-
-    exchange = inspect.unwrap(P2PCommunicator._communicate_shapes)
-
-    @functools.wraps(exchange)
-    def communicate_shapes(communicator: Any, *messages: Any, **named: Any) -> tuple[list[int], list[int]]:
-        # Assumption: a stage says the shape of what it sends. The exchange itself, and its waits, stay.
-        exchange(communicator, *messages, **named)
-        return list(shape), list(shape)
-
-    P2PCommunicator._communicate_shapes = communicate_shapes

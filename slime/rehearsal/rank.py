@@ -1,7 +1,7 @@
-"""The process of one rehearsed rank: `python -m slime.rehearsal.rank`, with a pickled `Task` on its standard input.
+"""The process of one rehearsed rank: `python -m slime.rehearsal.rank FILE`, with a pickled `Task` in the file.
 
-It writes what it found as JSON to the file that the task names. Nothing here may import torch before the stand-in for CUDA is
-loaded.
+It ends with the process that started it. What it found it writes as JSON to the file that the task names. Nothing here may
+import torch before the stand-in for CUDA is loaded.
 """
 
 from __future__ import annotations
@@ -14,23 +14,34 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.rehearsal.report import Failure, Rehearsed, Task
+from slime.utils.child_process import exit_when_parent_dies
 
 if TYPE_CHECKING:
     from slime.rehearsal.actor import RehearsedRank
     from slime.rehearsal.recorder import Recorder
 
+# Kernels that fake tensors cannot go through. Megatron-Core takes torch's operations where it finds none of these.
+_KERNELS = (
+    "transformer_engine", "transformer_engine_torch", "apex", "amp_C", "fused_weight_gradient_mlp_cuda", "flash_attn",
+    "flash_attn_3", "grouped_gemm", "deep_ep",
+)  # fmt: skip
+
 
 def main(make: Callable[[Task, Recorder], RehearsedRank] | None = None) -> int:
     """`make`: what makes the rank, in place of one of the task's role."""
-    task: Task = pickle.load(sys.stdin.buffer)
+    exit_when_parent_dies()
+    task: Task = pickle.loads(Path(sys.argv[1]).read_bytes())
     if task.library is not None:
         from slime.rehearsal.stand_in import load
 
         load(task.library)
     os.environ["SLIME_ACCELERATOR"] = "rehearsal"
+    # What is None there cannot be imported.
+    sys.modules.update(dict.fromkeys(_KERNELS))
     task.answer.write_text(json.dumps(dataclasses.asdict(_rehearse(task, make))))
     return 0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from slime.arguments.config_files.role_config import CRITIC, critic_args
 from slime.arguments.hf_config import spelling
+from slime.arguments.rules.megatron import RECOMPUTED_BY_ENGINE
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.training_memory import RankMemory, push_buffers, training_memory
 from slime.models.families import ALL
@@ -22,7 +22,7 @@ from slime.plan.memory import planned_critic
 from slime.plan.setup import parallel_layout, planned_sample, shape_of, tokens_of_stream, training_setup
 from slime.rehearsal.report import Failure, Planned, Pushed, RankReport, Rehearsed, Saved, Task, render
 from slime.rehearsal.stand_in import StandIn, find_or_build
-from slime.utils.child_process import environment_for_python
+from slime.utils.child_process import ChildProcess, describe_exit_status, environment_for_python
 from slime.utils.errors import RunError, UserError
 from slime.weights.verification import NamesDiffer, PushedNames
 
@@ -57,6 +57,8 @@ def show_rehearsal(args: argparse.Namespace) -> None:
     stand_in = find_or_build()
     reports = []
     left_out = {f"{spelling(name)}: the rehearsal goes without": None for name in _NEED_KERNELS if vars(args)[name]}
+    if modules := _recomputed_by_kernels(args):
+        left_out[f"--recompute-modules {' '.join(modules)}: the rehearsal keeps what they made"] = None
     for of_role in _roles(args):
         layout = parallel_layout(of_role)
         ranks = _ranks(of_role, layout)
@@ -86,7 +88,21 @@ def _roles(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
     of_roles = [args, critic_args(args)] if args.use_critic else [args]
     for of_role in of_roles:
         _require_layout(of_role)
-    return (argparse.Namespace(**{**vars(of_role), **WITHOUT_KERNELS}) for of_role in of_roles)
+    return map(_without_kernels, of_roles)
+
+
+def _without_kernels(args: argparse.Namespace) -> argparse.Namespace:
+    changed = dict(WITHOUT_KERNELS)
+    if _recomputed_by_kernels(args):
+        modules = [module for module in args.recompute_modules if module not in RECOMPUTED_BY_ENGINE]
+        changed |= {"recompute_modules": modules} if modules else {"recompute_granularity": None}
+    return argparse.Namespace(**{**vars(args), **changed})
+
+
+def _recomputed_by_kernels(args: argparse.Namespace) -> list[str]:
+    """What the run recomputes with Transformer Engine."""
+    modules = args.recompute_modules or () if args.recompute_granularity == "selective" else ()
+    return [module for module in modules if module in RECOMPUTED_BY_ENGINE]
 
 
 def rehearse_rank(
@@ -108,21 +124,25 @@ def rehearse_rank(
     """
     with tempfile.TemporaryDirectory(prefix="slime-rehearsal-") as directory:
         task = Task(args, rank, stand_in.library, batches, Path(directory) / "answer.json")
-        command = [sys.executable, "-W", "ignore", "-m", module]
+        file = Path(directory) / "task.pickle"
+        file.write_bytes(pickle.dumps(task))
+        child = ChildProcess(
+            f"the rehearsal of rank {rank}",
+            [sys.executable, "-W", "ignore", "-m", module, str(file)],
+            Path(directory) / "log",
+            # A torch with CUDA must not find the GPUs that there may be: fake tensors are on none of them.
+            {**environment_for_python(), "CUDA_VISIBLE_DEVICES": ""},
+        )
+        child.start()
         try:
-            ended = subprocess.run(
-                command,
-                input=pickle.dumps(task),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                timeout=_RANK_SECONDS,
-                env=environment_for_python(),
-            )
-        except subprocess.TimeoutExpired as error:
-            raise RunError(f"the rehearsal of rank {rank} did not end within {_RANK_SECONDS:.0f} s") from error
-        if ended.returncode:
-            said = ended.stdout.decode(errors="replace").strip().splitlines()
-            raise RunError(f"the rehearsal of rank {rank} failed: {said[-1] if said else f'status {ended.returncode}'}")
+            status = child.wait(_RANK_SECONDS)
+        finally:
+            child.terminate(0)
+        if status is None:
+            raise RunError(f"{child.name} did not end within {_RANK_SECONDS:.0f} s")
+        if status:
+            said = child.log_tail(1) if status > 0 else describe_exit_status(status)
+            raise RunError(f"{child.name} failed: {said}")
         answer = json.loads(task.answer.read_text())
     for name, kind in {"failure": Failure, "pushed": Pushed, "saved": Saved}.items():
         answer[name] = kind(**answer[name]) if answer[name] is not None else None
@@ -179,6 +199,8 @@ def _require_rehearsable(args: argparse.Namespace) -> None:
         raise UserError("--rehearse makes no plan: leave --dry-run-json out, or --rehearse")
     if not args.has_trainer:
         raise UserError("--rehearse rehearses training ranks, and this run has none")
+    if args.num_rollout == 0:
+        raise UserError("--rehearse rehearses a step of training, and with --num-rollout 0 none is taken")
     if shape_of(args) is None:
         raise UserError(
             "--rehearse needs the model's shape: give --model-args-from-hf, or source a file of scripts/models"
@@ -189,7 +211,6 @@ def _require_layout(args: argparse.Namespace) -> None:
     """Raises UserError for what one role cannot rehearse."""
     not_yet = {
         f"--train-backend {args.train_backend}": args.train_backend != "megatron",
-        "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout is not None,
         "--moe-expert-capacity-factor": bool(args.num_experts) and args.moe_expert_capacity_factor is not None,
     }
     not_built = {

@@ -37,7 +37,7 @@ def find_or_build() -> StandIn:
     """The library for the torch that is installed; the first call on a machine builds it and says so."""
     version = metadata.version("torch")
     if not version.endswith("+cpu"):
-        return StandIn(None, f"torch {version} has CUDA of its own, which fake tensors do not go through yet")
+        return StandIn(None, f"the library that stands for CUDA is for a CPU build of torch, and this one is {version}")
     cache = env.cache_home()
     if cache is None:
         return StandIn(None, "the user has no home directory to build a small library in; set XDG_CACHE_HOME")

@@ -59,6 +59,12 @@ def leaves(entry: Any) -> list[Sample]:
     return [sample for inner in entry for sample in leaves(inner)]
 
 
+def first_index(group: Any) -> int:
+    """The index of the first sample of a group, by which groups are ordered; −1 where it has none."""
+    index = leaves(group)[0].index
+    return -1 if index is None else index
+
+
 def sample_line(sample: Sample) -> str:
     """Prompt, response, label and reward of a sample on one line, long texts cut in the middle."""
     prompt = sample.prompt if isinstance(sample.prompt, str) else str(sample.prompt)

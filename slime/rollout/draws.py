@@ -20,6 +20,7 @@ import copy
 import functools
 import inspect
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,16 +54,26 @@ _NUMBERS_PER_ROLLOUT = 2**20
 
 # The rollout that draws here, and where that is noted. Goes along with tasks and threads as the call does.
 _drawing: contextvars.ContextVar[tuple[Draws, int] | None] = contextvars.ContextVar("drawing", default=None)
+# Stands for the rollouts that will take what is drawn ahead of them: behind every one.
+_AHEAD = sys.maxsize
 # What the groups that go back here were when they were drawn, where that is known.
 _origins: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("origins", default=None)
 
 
 @dataclass(eq=False)
 class _Drawn:
-    """A group, or a prompt: as whoever drew it has it, and as it was then, in plain values."""
+    """A group, or a prompt: as whoever drew it has it, and as it was then, in plain values.
+
+    `finished` gives what was made of it, while nobody has taken that.
+    """
 
     held: Any
     plain: dict[str, Any]
+    finished: Callable[[], list[Any]] | None = None
+
+    def as_of_now(self) -> dict[str, Any]:
+        """What a state has of it, in plain values."""
+        return self.plain if self.finished is None else _as_plain(self.finished())
 
 
 class Draws:
@@ -87,6 +98,8 @@ class Draws:
         self._begun: set[int] = set()
         self._under_way: set[int] = set()
         self._noted: dict[int, list[_Drawn]] = {}
+        # By rollout: the position behind those whose numbers groups of an earlier run have.
+        self._first_positions: dict[int, int] = {}
 
     def _observe(self) -> None:
         """See what `get_samples` and `add_samples` of the source give and take from now on: its class becomes one that tells.
@@ -123,6 +136,14 @@ class Draws:
         if again:
             self._observe()
         self.again = [groups_from_plain(plain["samples"]) if "samples" in plain else plain["prompt"] for plain in again]
+        numbers = (leaf.group_index for leaf in leaves(self.again) if isinstance(leaf, Sample))
+        for number in sorted(number for number in numbers if number is not None):
+            of_rollout, position = divmod(number, _NUMBERS_PER_ROLLOUT)
+            self._first_positions[of_rollout] = position + 1
+
+    def first_number(self, rollout_id: int) -> int:
+        """The number of the first group that is made of a plain prompt for `rollout_id`: behind those of an earlier run."""
+        return rollout_id * _NUMBERS_PER_ROLLOUT + self._first_positions.get(rollout_id, 0)
 
     @contextlib.contextmanager
     def of_rollout(self, rollout_id: int) -> Iterator[None]:
@@ -141,13 +162,47 @@ class Draws:
                 self._under_way.discard(rollout_id)
                 self.release()
 
+    @contextlib.contextmanager
+    def ahead(self) -> Iterator[None]:
+        """What is drawn in the block is for rollouts that take it later; it is in every state until `taken`."""
+        with self.lock:
+            if self._saves:
+                self._observe()
+        token = _drawing.set((self, _AHEAD))
+        try:
+            yield
+        finally:
+            _drawing.reset(token)
+
+    def finished(self, group: list[Any], give: Callable[[], list[Any]]) -> None:
+        """Of `group`, drawn ahead, `give()` was made, which states have in its place."""
+        with self.lock:
+            for drawn in self._noted.get(_AHEAD, []):
+                if drawn.held is group:
+                    drawn.finished = give
+
+    def taken(self, groups: list[list[Any]], rollout_id: int | None) -> None:
+        """What was made of `groups`, drawn ahead, belongs to `rollout_id` now, as it is now; None: it is dropped."""
+        ids = {id(group) for group in groups}
+        with self.lock:
+            noted = self._noted.get(_AHEAD, [])
+            mine = [drawn for drawn in noted if id(drawn.held) in ids]
+            noted[:] = [drawn for drawn in noted if id(drawn.held) not in ids]
+            if rollout_id is None or not self._is_needed(rollout_id):
+                return
+            self._noted.setdefault(rollout_id, []).extend(mine)
+            for drawn in mine:
+                drawn.plain, drawn.finished = drawn.as_of_now(), None
+
     def is_complete(self, rollout_id: int) -> bool:
         """Whether no rollout before `rollout_id` is under way, which might draw more, or give back."""
         return all(other >= rollout_id for other in self._under_way)
 
     def behind(self, rollout_id: int) -> list[dict[str, Any]]:
         """In plain values what rollouts behind `rollout_id` have, in their order, and what is still to be drawn again."""
-        later = [drawn.plain for number in sorted(self._noted) if number > rollout_id for drawn in self._noted[number]]
+        later = [
+            drawn.as_of_now() for number in sorted(self._noted) if number > rollout_id for drawn in self._noted[number]
+        ]
         return later + [_as_plain(entry) for entry in self.again]
 
     def release(self) -> None:
@@ -163,6 +218,8 @@ class Draws:
                     return
 
     def _is_needed(self, rollout_id: int) -> bool:
+        if rollout_id == _AHEAD:
+            return self._saves
         if any(other < rollout_id for other in self._under_way | self.awaited):
             return True
         # The one before may be about to begin, in another thread.
@@ -204,6 +261,17 @@ class Draws:
                 "%s: prompts are drawn in a thread that works for no rollout; a checkpoint lacks those that are not used yet. "
                 "Give threads the context of the rollout: pool.submit(contextvars.copy_context().run, function)", FLAG,
             )  # fmt: skip
+
+
+def current_draws() -> Draws | None:
+    """Where it is noted what is drawn for the rollout that this code works for; None outside of rollouts."""
+    drawing = _drawing.get()
+    return None if drawing is None else drawing[0]
+
+
+def drawing_ahead(draws: Draws | None) -> contextlib.AbstractContextManager[None]:
+    """`draws.ahead()`; nothing where nothing is noted."""
+    return contextlib.nullcontext() if draws is None else draws.ahead()
 
 
 def _telling(cls: type, name: str, told: Callable[..., Any]) -> Callable[..., Any]:
@@ -258,12 +326,13 @@ def draw_groups(args: Any, source: Any, num_samples: int, rollout_id: int, drawn
                 f"{FLAG} {args.data_source_path}: get_samples returned {type(entries).__name__}; expected a list of groups "
                 "of Samples, or of prompts"
             )
-        first = rollout_id * _NUMBERS_PER_ROLLOUT + drawn
+        draws, drawn_for = _drawing.get() or (None, rollout_id)
+        first = rollout_id * _NUMBERS_PER_ROLLOUT if draws is None else draws.first_number(rollout_id)
+        first += drawn
         groups = [_as_group(args, entry, first + position) for position, entry in enumerate(entries)]
-        if (drawing := _drawing.get()) is not None:
-            draws, number = drawing
+        if draws is not None:
             for entry, group in zip(entries, groups, strict=True):
-                draws.hold(number, entry, group)
+                draws.hold(drawn_for, entry, group)
         return groups
 
 

@@ -26,10 +26,12 @@ class GenerationCall:
         pendings: tasks of the groups that are being generated.
         aborted: the call is being wound down; no request may start any more.
         request_ids: what the engines know its unanswered requests by.
+        trained_as: the version of the weights that its samples will train; None where nothing is trained, or nobody knows.
     """
 
-    def __init__(self, rollout_id: int | None = None) -> None:
+    def __init__(self, rollout_id: int | None = None, trained_as: int | None = None) -> None:
         self.parent: GenerationCall | None = _current.get()
+        self.trained_as = trained_as if self.parent is None else self.parent.trained_as
         self.progress: Progress = Progress() if self.parent is None else self.parent.progress
         self.request_ids: set[str] = set()
         self.rollout_id = rollout_id

@@ -18,7 +18,13 @@ from typing import Any
 
 from slime.rollout.abort import CANCEL_TIMEOUT_S, abort, cancel_tasks
 from slime.rollout.attempts import as_continuable_group, as_partial_group, as_prompts
-from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, leaves, sample_line
+from slime.rollout.base_types import (
+    RolloutFnEvalOutput,
+    RolloutFnTrainOutput,
+    first_index,
+    leaves,
+    sample_line,
+)
 from slime.rollout.draws import draw_groups, give_back
 from slime.rollout.engine_request import get_model_url
 from slime.rollout.evaluation import eval_rollout
@@ -31,6 +37,7 @@ from slime.rollout.filter_hub.base_types import (
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate, generate_and_rm, generate_and_rm_group, is_aborted
 from slime.rollout.generation_call import GenerationCall
+from slime.rollout.staleness import is_too_old
 from slime.rollout.user_functions import call_user_function, describe_samples, run_in_daemon_thread
 from slime.utils.async_utils import run
 from slime.utils.errors import RunError, UserError
@@ -157,7 +164,11 @@ class RolloutStep:
             raise UserError(
                 f"--data-source-path: get_samples returned a group of {size}; expected a list of {n} Samples"
             )
-        coroutine = generate_and_rm_group(self.args, group, self.state.sampling_params)
+        entries = group
+        if is_too_old(self.args, group, self.call.trained_as):
+            self.counts["stale_groups"] += 1
+            entries = as_prompts(group)
+        coroutine = generate_and_rm_group(self.args, entries, self.state.sampling_params)
         task = asyncio.create_task(coroutine, name=f"group {leaves(group)[0].group_index}")
         self.origins[task] = group
         self.started_at[task] = time.monotonic()
@@ -299,7 +310,7 @@ class RolloutStep:
     async def _return_to_source(self, groups: dict[asyncio.Task[Any], list[Any]]) -> None:
         """Give back what is left of the groups of these tasks; the step has their origins until the source has taken them."""
         if groups:
-            await self._exchange(self._give_back(sorted(groups.items(), key=lambda item: _first_index(item[1]))))
+            await self._exchange(self._give_back(sorted(groups.items(), key=lambda item: first_index(item[1]))))
 
     async def _give_back(self, groups: list[tuple[asyncio.Task[Any], list[Any]]]) -> None:
         origins = [self.origins[task] for task, _ in groups]
@@ -337,7 +348,7 @@ class RolloutStep:
             logger.exception("the prompts of rollout %d could not be given back to the data source", self.rollout_id)
 
     async def _output(self) -> RolloutFnTrainOutput:
-        self.kept.sort(key=_first_index)
+        self.kept.sort(key=first_index)
         self.failures.stop_when_most_failed()
         await self._process_all_samples()
         shown = (("first", leaves(self.kept[0])[0]), ("last", leaves(self.kept[-1])[-1]))
@@ -353,13 +364,15 @@ class RolloutStep:
             "rollout/aborted_samples": self.counts["aborted_samples"],
             "rollout/failed_samples": len(failed_samples(self.kept)),
         }
+        if self.args.max_weight_staleness is not None:
+            metrics["rollout/stale_groups"] = self.counts["stale_groups"]
         return RolloutFnTrainOutput(samples=self.kept, metrics=metrics)
 
     async def _process_all_samples(self) -> None:
         path = self.args.rollout_all_samples_process_path
         if self.all_finished is None:
             return
-        self.all_finished.sort(key=_first_index)
+        self.all_finished.sort(key=first_index)
         try:
             await call_user_function(
                 load_function(path, flag=ALL_SAMPLES_FLAG),
@@ -368,11 +381,6 @@ class RolloutStep:
             )  # fmt: skip
         except Exception as error:
             raise user_function_error(ALL_SAMPLES_FLAG, path, f"rollout {self.rollout_id}", error) from error
-
-
-def _first_index(group: list[Any]) -> int:
-    index = leaves(group)[0].index
-    return -1 if index is None else index
 
 
 def _pack_group(group: list[Any]) -> None:

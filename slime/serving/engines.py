@@ -6,28 +6,85 @@ It carries out what `owner.py` decides: it starts the server of a new life, ends
 from __future__ import annotations
 
 import argparse
+import datetime
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from slime.backends.sglang_utils.external import ExternalEngine, ExternalEngineInfo
+from slime.backends.sglang_utils.server_arguments import EnginePart
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.observability.logging_utils import configure_logger
+from slime.observability.waiting import wait_for, wait_for_all, wait_for_each
 from slime.serving.fleet import EngineName, EngineRecord, EngineSnapshot, FleetSnapshot
 from slime.serving.topology import Topology
 from slime.utils.env import actor_environment
+from slime.utils.errors import RunError
+from slime.utils.ports import host_for_url, service_host
 
 _SHUTDOWN_SECONDS = 30.0
+_ORDER_SECONDS = 180.0
+# To fetch an outcome that is there.
+_ANSWER_SECONDS = 10.0
 
 
 class EngineActor(SGLangEngine):
-    """An engine in a process of its own, whose log lines have the level of the run."""
+    """An engine in a process of its own, whose log lines have the level of the run; of one over several nodes, each part."""
 
     def __init__(self, args: Any, rank: int, log_dir: str | Path):
         configure_logger(args.log_level)
         super().__init__(args, rank, log_dir)
+        # Of the part that serves: the others, and what it hears of first when one of them fails.
+        self._helpers: list[Any] = []
+        self._of_helpers: list[ray.ObjectRef] = []
+        self._store: Any = None
+
+    def init_over_nodes(self, base_gpu_ids: Sequence[int], helpers: Sequence[Any]) -> str:
+        """Start the engine as the first of its parts, and `helpers`, actors on the other nodes, as the rest.
+
+        Args:
+            base_gpu_ids: the first GPU of each part.
+
+        Returns:
+            The URL of the server, which speaks for all parts.
+
+        Raises:
+            RunError: a part did not start within `--engine-start-timeout`.
+        """
+        from slime.utils.process_groups import create_store
+
+        host, limit = service_host(), self._args.engine_start_timeout
+        self._store = create_store(host, datetime.timedelta(seconds=limit))
+        meeting_point = f"{host_for_url(host)}:{self._store.port}"
+        parts = [EnginePart(len(base_gpu_ids), node_rank, meeting_point) for node_rank in range(len(base_gpu_ids))]
+        self._helpers = list(helpers)
+        self._of_helpers = [
+            helper.init.remote(base_gpu_id=gpu, part=part)
+            for helper, gpu, part in zip(helpers, base_gpu_ids[1:], parts[1:], strict=True)
+        ]
+        url = self.init(base_gpu_id=base_gpu_ids[0], part=parts[0])
+        wait_for_all(self._of_helpers, f"the other parts of engine {self.rank}", limit, flag="--engine-start-timeout")
+        self._of_helpers = [helper.wait_for_end.remote() for helper in self._helpers]
+        return url
+
+    def _raise_if_another_part_failed(self) -> None:
+        ended, _ = (
+            ray.wait(self._of_helpers, num_returns=len(self._of_helpers), timeout=0) if self._of_helpers else ([], [])
+        )
+        for reference in ended:
+            # What has started is no failure.
+            wait_for(reference, f"a part of engine {self.rank}", _ANSWER_SECONDS)
+
+
+class ExternalEngineActor(ExternalEngine):
+    """An engine that somebody else started: this process only speaks to it."""
+
+    def __init__(self, args: Any, rank: int, log_dir: str, info: ExternalEngineInfo):
+        configure_logger(args.log_level)
+        super().__init__(args, rank, log_dir, info)
 
 
 class Engines:
@@ -43,6 +100,8 @@ class Engines:
         self._topology = topology
         self._log_dir = Path(log_dir)
         self._handles: dict[EngineName, Any] = {}
+        # Of engines over several nodes, the actors that only compute.
+        self._helpers: dict[EngineName, list[Any]] = {}
 
     def start(self, name: EngineName) -> ray.ObjectRef:
         """Create the actor of a life and tell it to start its server; does not wait.
@@ -52,25 +111,40 @@ class Engines:
             `--engine-start-timeout`.
         """
         _, _, engine = self._topology.find(name.engine_id)
-        first = engine.nodes[0][0]
-        strategy = PlacementGroupSchedulingStrategy(
-            placement_group=self._placement_group,
-            placement_group_capture_child_tasks=True,
-            placement_group_bundle_index=first.bundle,
-        )
-        options = {
-            "num_cpus": 0.2,
-            "num_gpus": 0.2,
-            "scheduling_strategy": strategy,
+        self._handles = {other: handle for other, handle in self._handles.items() if other.engine_id != name.engine_id}
+        common = {
             # Ray joins them with those of the process that starts the actor, which has them from the driver.
             "runtime_env": {"env_vars": actor_environment()},
             # One watches the server for the whole run; a reader of the log can be served while others wait for it.
             "max_concurrency": 5,
         }
-        self._handles = {other: handle for other, handle in self._handles.items() if other.engine_id != name.engine_id}
-        actor_class = ray.remote(EngineActor).options(**options)
-        self._handles[name] = actor_class.remote(self._args, name.engine_id, str(self._log_dir))
-        return self._handles[name].init.remote(base_gpu_id=first.device_id)
+        if engine.external is not None:
+            # Where the router is, too: from there the engine must be in reach.
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            actor_class = ray.remote(ExternalEngineActor).options(num_cpus=0, scheduling_strategy=here, **common)
+            self._handles[name] = actor_class.remote(self._args, name.engine_id, str(self._log_dir), engine.external)
+            return self._handles[name].init.remote()
+        parts = []
+        for devices in engine.nodes:
+            strategy = PlacementGroupSchedulingStrategy(
+                placement_group=self._placement_group,
+                placement_group_capture_child_tasks=True,
+                placement_group_bundle_index=devices[0].bundle,
+            )
+            options = {"num_cpus": 0.2, "num_gpus": 0.2, "scheduling_strategy": strategy, **common}
+            actor_class = ray.remote(EngineActor).options(**options)
+            parts.append(actor_class.remote(self._args, name.engine_id, str(self._log_dir)))
+        self._handles[name], *helpers = parts
+        first_gpus = [devices[0].device_id for devices in engine.nodes]
+        if not helpers:
+            return self._handles[name].init.remote(base_gpu_id=first_gpus[0])
+        self._helpers[name] = helpers
+        return self._handles[name].init_over_nodes.remote(first_gpus, helpers)
+
+    def why_none_follows(self, name: EngineName) -> str:
+        """Why no other server can be started in the place of a dead engine; empty: one can."""
+        external = self._topology.find(name.engine_id)[2].external
+        return f"this run did not start {external.url}, and starts none in its place" if external else ""
 
     def end_of(self, name: EngineName) -> ray.ObjectRef:
         """A reference that becomes an error when the server dies, and ready when it is shut down."""
@@ -79,6 +153,17 @@ class Engines:
     def check(self, name: EngineName, timeout: float) -> ray.ObjectRef:
         """A reference to whether the engine answers, False while it computes; an error when it does neither for `timeout` s."""
         return self._handles[name].makes_progress.remote(timeout)
+
+    def order(self, names: Sequence[EngineName], method: str) -> dict[EngineName, RunError | None]:
+        """Call a method of these engines at the same time. Returns what went wrong with each, None where nothing did."""
+        found: dict[EngineName, RunError | None] = {name: RunError(f"{name} was ended") for name in names}
+        handles = {name: handle for name in names if (handle := self._handles.get(name)) is not None}
+        refs = [getattr(handle, method).remote() for handle in handles.values()]
+        # The engine's own limits come first: a minute in which requests may end, and those of what it asks its server.
+        limit = 4 * self._args.http_control_timeout + _ORDER_SECONDS
+        for name, outcome in zip(handles, wait_for_each(refs, f"{method} of the engines", limit), strict=True):
+            found[name] = outcome if isinstance(outcome, RunError) else None
+        return found
 
     def snapshot(self, version: int | None, records: Sequence[EngineRecord]) -> FleetSnapshot:
         """The engines of `records` with their handles and devices, under the `version` of the last push."""
@@ -96,6 +181,7 @@ class Engines:
         named = list(self._handles) if names is None else names
         # Several threads may stop an engine: the first one to take its handle does.
         handles = [handle for name in named if (handle := self._handles.pop(name, None)) is not None]
+        handles += [handle for name in named for handle in self._helpers.pop(name, ())]
         if not handles:
             return
         ended = [handle.shutdown.remote() for handle in handles]

@@ -218,11 +218,16 @@ class Fleet:
             self._down_since.setdefault(name.engine_id, now)
         return happened
 
-    def replace(self, engine_id: int) -> EngineName:
-        """A new server starts in the place of a dead one. Returns the name of its life."""
+    def replace(self, engine_id: int, since: float | None = None) -> EngineName:
+        """A new server starts in the place of a dead one. Returns the name of its life.
+
+        `since`: from when on its start counts, where nobody was to start before; None: from the death.
+        """
         last = self._records[engine_id].name
         name = EngineName(engine_id, last.generation + 1)
         self._happened("replace", last, name=name)
+        if since is not None:
+            self._down_since[engine_id] = since
         return name
 
     def give_up(self, engine_id: int) -> None:

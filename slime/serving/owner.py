@@ -24,6 +24,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from slime.observability.waiting import wait_for_all
+from slime.scheduling.device_turns import Holds
 from slime.serving.engines import Engines
 from slime.serving.fleet import REPLACEMENTS, EngineName, EngineRecord, EngineState, Fleet, FleetSnapshot, HealthChecks
 from slime.serving.router import RouterHandle, start_router
@@ -102,6 +103,9 @@ class ServingOwner:
             work_limit=args.engine_start_timeout,
         )
         self._generations = self._deaths = 0
+        # While the engines sleep; the dead among them that a new server may follow.
+        self._asleep = False
+        self._cleared: list[EngineName] = []
         # Guards all of this, and is told of what others wait for.
         self._changed = threading.Condition(threading.RLock())
         self._ending = threading.Event()
@@ -112,7 +116,8 @@ class ServingOwner:
         # A router that runs already is tried with the key that was given for it, if any: one that has a key refuses others,
         # one without ignores ours.
         given = self._args.sglang_router_ip is not None
-        self._router = start_router(self._args if given else self._with_key(), self._log_dir)
+        ours = [engine.external.url for engine in self._topology.engines if engine.external is not None]
+        self._router = start_router(self._args if given else self._with_key(), self._log_dir, ours)
         self._starting = {record.name: self._engines.start(record.name) for record in self._fleet.records()}
         return self._router
 
@@ -156,16 +161,21 @@ class ServingOwner:
             RunError: something died that nobody replaces, or nothing became of an engine for longer than a start may take.
         """
         with self._changed:
-            # Each life has its time, so the limit begins anew with what happens to one.
-            while not self.ended.done() and (waiting := self._unsettled()):
-                if not self._changed.wait_for(
-                    lambda waiting=waiting: self.ended.done() or self._unsettled() != waiting, self._start_limit
-                ):
-                    late = ", ".join(f"{name} is {state.value}" for name, state in waiting)
-                    raise RunError(f"weight push: {late} after {self._start_limit:.0f} s (--engine-start-timeout)")
-            if self.ended.done():
-                self.ended.result()
+            self._wait_until_settled("weight push")
+            if self._asleep:
+                raise RunError("weight push: the engines sleep, and have no room for weights before they wake")
             return self._taking_weights(EngineState.STALE, EngineState.SERVING)
+
+    def _wait_until_settled(self, purpose: str) -> None:
+        # Each life has its time, so the limit begins anew with what happens to one.
+        while not self.ended.done() and (waiting := self._unsettled()):
+            if not self._changed.wait_for(
+                lambda waiting=waiting: self.ended.done() or self._unsettled() != waiting, self._start_limit
+            ):
+                late = ", ".join(f"{name} is {state.value}" for name, state in waiting)
+                raise RunError(f"{purpose}: {late} after {self._start_limit:.0f} s (--engine-start-timeout)")
+        if self.ended.done():
+            self.ended.result()
 
     def _unsettled(self) -> list[tuple[EngineName, EngineState]]:
         """Engines that a push would miss, although they or those in their place may get it yet."""
@@ -234,12 +244,67 @@ class ServingOwner:
             if error is not None:
                 self._died(name, error)
 
+    # -- sleep ------------------------------------------------------------------------------------------------------
+
+    def hold(self, holds: Holds) -> None:
+        """Have all engines hold that much of their memory. What is so already is left alone.
+
+        An engine that dies asleep is replaced when the others wake: until then its GPUs are the trainer's.
+
+        Raises:
+            RunError: an engine failed that nobody replaces; samples are being generated.
+        """
+        if holds is Holds.NOTHING:
+            self._sleep()
+        elif holds is Holds.WEIGHTS:
+            self._wake()
+        else:
+            with self._changed:
+                names = [record.name for record in self._fleet.records(EngineState.STALE, EngineState.SERVING)]
+            self._order(names, "wake_caches")
+
+    def _sleep(self) -> None:
+        with self._changed:
+            if self._generations:
+                raise RunError("the engines cannot sleep while samples are generated")
+            self._wait_until_settled("sleep of the engines")
+            self._asleep = True
+            names = [record.name for record in self._fleet.records(EngineState.STALE, EngineState.SERVING)]
+        for name in self._order(names, "sleep"):
+            with self._changed:
+                if self._is(name, EngineState.STALE, EngineState.SERVING):
+                    self._fleet.sleep(name)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._asleep = False
+            for name in self._cleared:
+                self._start_successor(name, since=time.monotonic())
+            self._cleared.clear()
+            names = [record.name for record in self._fleet.records(EngineState.ASLEEP)]
+        for name in self._order(names, "wake_weights"):
+            with self._changed:
+                if self._is(name, EngineState.ASLEEP):
+                    self._fleet.wake(name)
+
+    def _order(self, names: Sequence[EngineName], method: str) -> list[EngineName]:
+        """Those that did it; the others are dead."""
+        outcomes = self._engines.order(names, method)
+        for name, error in outcomes.items():
+            if error is not None:
+                self._died(name, error)
+        if self.ended.done():
+            self.ended.result()
+        return [name for name, error in outcomes.items() if error is None]
+
     # -- requests ---------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:
         """Engines are checked while the block lasts. Blocks may overlap."""
         with self._changed:
+            if self._asleep:
+                raise RunError("the engines sleep: nothing can be generated before they wake")
             if self._generations == 0:
                 self._health.resume(time.monotonic())
             self._generations += 1
@@ -331,7 +396,7 @@ class ServingOwner:
             if not self._args.use_fault_tolerance:
                 self._fail(error)
                 return
-            why = self._fleet.why_give_up(name.engine_id)
+            why = self._engines.why_none_follows(name) or self._fleet.why_give_up(name.engine_id)
             if why:
                 self._fleet.give_up(name.engine_id)
                 if not self._has_substitutes(name):
@@ -345,7 +410,8 @@ class ServingOwner:
         if why:
             logger.warning("%s is given up: %s. The run goes on without it; the last time: %s", name, why, error)
         else:
-            logger.warning("%s\n%s is taken out, and a new server starts in its place", error, name)
+            when = " when the others wake" if self._asleep else ""
+            logger.warning("%s\n%s is taken out, and a new server starts in its place%s", error, name, when)
         threading.Thread(target=self._replace, args=(name,), daemon=True, name=f"replacement of {name}").start()
 
     def _has_substitutes(self, name: EngineName) -> bool:
@@ -368,10 +434,16 @@ class ServingOwner:
                 self._registered.discard(name)
                 self._urls.pop(name, None)
                 if self._is(name, EngineState.DEAD) and not self._ending.is_set():
-                    successor = self._fleet.replace(name.engine_id)
-                    self._awaited[self._engines.start(successor)] = (self._replaced, successor)
+                    if self._asleep:
+                        self._cleared.append(name)
+                    else:
+                        self._start_successor(name)
         except Exception as error:
             self._fail(error if isinstance(error, RunError) else RunError(f"{name} cannot be replaced: {error}"))
+
+    def _start_successor(self, name: EngineName, since: float | None = None) -> None:
+        successor = self._fleet.replace(name.engine_id, since)
+        self._awaited[self._engines.start(successor)] = (self._replaced, successor)
 
     def _replaced(self, name: EngineName, reference: ray.ObjectRef) -> None:
         url, error = _outcome(reference, str(name))
@@ -441,8 +513,9 @@ class ServingOwner:
         """Take our engines out of a router that goes on without us; before they end, or it would send them requests."""
         if self._router is None or self._router.process is not None or not self._urls:
             return
+        ours = [url for url in self._urls.values() if url not in self._router.found]
         try:
-            self._router.remove_workers(list(self._urls.values()), _ROUTER_FAREWELL_SECONDS)
+            self._router.remove_workers(ours, _ROUTER_FAREWELL_SECONDS)
         except RunError as error:
             logger.warning("our engines may still be registered: %s", error)
 

@@ -55,12 +55,16 @@ REQUEST_TIMEOUT_SECONDS = 14400
 
 @dataclasses.dataclass
 class RouterHandle:
-    """A router at `ip:port`. `process` is None when the router was started by somebody else."""
+    """A router at `ip:port`. `process` is None when the router was started by somebody else.
+
+    `found`: engines of this run that it served already, which stay when the run leaves it.
+    """
 
     ip: str
     port: int
     api_key: str | None
     process: ChildProcess | None
+    found: frozenset[str] = frozenset()
     _reservations: tuple[PortReservation, ...] = ()
     _scratch: Path | None = None
 
@@ -92,7 +96,7 @@ class RouterHandle:
         return self._call("GET", "/workers", None, deadline).json()["workers"]
 
     def add_workers(self, urls: list[str], timeout: float = 60.0, worker_api_key: str | None = None) -> None:
-        """Register engines and wait until the router calls every one of them healthy.
+        """Register engines that it does not list, and wait until the router calls every one of them healthy.
 
         `worker_api_key` is the key that the router shows to the engines; None: its own.
 
@@ -101,7 +105,10 @@ class RouterHandle:
         """
         deadline = time.monotonic() + timeout
         worker_api_key = worker_api_key or self.api_key
+        listed = {worker["url"] for worker in self.workers(deadline)}
         for url in urls:
+            if url in listed:
+                continue
             worker = {"url": url, "worker_type": "regular"}
             if worker_api_key:
                 worker["api_key"] = worker_api_key
@@ -187,8 +194,10 @@ def _seconds_left(deadline: float | None) -> float:
     return min(_REQUEST_TIMEOUT_SECONDS, max(deadline - time.monotonic(), _POLL_SECONDS))
 
 
-def start_router(args: Any, log_dir: str | Path) -> RouterHandle:
+def start_router(args: Any, log_dir: str | Path, ours: Sequence[str] = ()) -> RouterHandle:
     """Start the router, or check the one that `--sglang-router-ip/port` names. Call `wait_ready` on the result.
+
+    One that runs already may serve engines that are `ours`, and no others.
 
     The router starts beside whatever the caller does next (engines, usually). Its log is `{log_dir}/router.log`.
 
@@ -197,7 +206,7 @@ def start_router(args: Any, log_dir: str | Path) -> RouterHandle:
     """
     api_key = getattr(args, "router_api_key", None)
     if getattr(args, "sglang_router_ip", None):
-        return _given_router(args.sglang_router_ip, args.sglang_router_port, api_key)
+        return _given_router(args.sglang_router_ip, args.sglang_router_port, api_key, ours)
     host = service_host()
     port = reserve_port(host, random_port_start(_FIRST_PORT))
     prometheus_port = reserve_port(host, port.port + 1)
@@ -213,7 +222,7 @@ def start_router(args: Any, log_dir: str | Path) -> RouterHandle:
         {**environment_for_python(), "NO_PROXY": "*", "no_proxy": "*"},
     )
     process.start()
-    return RouterHandle(host, port.port, api_key, process, (port, prometheus_port), scratch)
+    return RouterHandle(host, port.port, api_key, process, frozenset(), (port, prometheus_port), scratch)
 
 
 def compute_router_fields(args: Any, host: str, port: int, prometheus_port: int) -> dict[str, Any]:
@@ -243,7 +252,7 @@ def compute_router_fields(args: Any, host: str, port: int, prometheus_port: int)
     return {**defaults, **addresses, **typed, "host": host, "port": port}
 
 
-def _given_router(ip: str, port: int | None, api_key: str | None) -> RouterHandle:
+def _given_router(ip: str, port: int | None, api_key: str | None, ours: Sequence[str]) -> RouterHandle:
     address = f"--sglang-router-ip {ip} --sglang-router-port {port}"
     if port is None:
         raise UserError(f"--sglang-router-ip {ip} needs --sglang-router-port")
@@ -253,8 +262,9 @@ def _given_router(ip: str, port: int | None, api_key: str | None) -> RouterHandl
         if response.status_code in (401, 403):
             raise UserError(f"{address}: the router refuses our key; give its key by --router-api-key")
         if response.ok and isinstance(response.json().get("workers"), list):
-            handle.refuse_other_workers()
-            return handle
+            handle.refuse_other_workers(ours)
+            listed = {worker["url"] for worker in handle.workers()}
+            return dataclasses.replace(handle, found=listed.intersection(ours))
         found = f"answered {response.status_code} to GET /workers"
     except (requests.RequestException, ValueError, AttributeError) as error:
         if isinstance(error, UserError):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slime.arguments.config_files.serving_config import ModelServing, served_models
+from slime.backends.sglang_utils.external import ExternalEngineInfo
 
 
 @dataclass(frozen=True)
@@ -23,15 +24,19 @@ class Device:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine. `nodes`: its devices, node by node; `gpu_offset`: where they begin among the devices of all engines."""
+    """One engine. `nodes`: its devices, node by node; `gpu_offset`: where they begin among the devices of all engines.
+
+    `external`: somebody else started it, on devices that are none of the run's.
+    """
 
     engine_id: int
     nodes: tuple[tuple[Device, ...], ...]
     gpu_offset: int
+    external: ExternalEngineInfo | None = None
 
     @property
     def num_gpus(self) -> int:
-        return sum(len(devices) for devices in self.nodes)
+        return self.external.num_gpus if self.external else sum(len(devices) for devices in self.nodes)
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,8 @@ class Topology:
 
 def topology_of(args: argparse.Namespace, places: Sequence[tuple[int, int]]) -> Topology:
     """What the flags ask for, on `places`: (bundle index, device id) of every GPU for engines, in order."""
+    if args.rollout_external:
+        return of_external_engines(args.rollout_external_engine_infos)
     return lay_out(served_models(args), [Device(*place) for place in places], args.num_gpus_per_node)
 
 
@@ -99,3 +106,12 @@ def lay_out(models: Sequence[ModelServing], devices: Sequence[Device], gpus_per_
                 groups.append(EngineGroup(group.worker_type, tuple(engines)))
         found.append(ServedModel(model.name, model.update_weights, tuple(groups)))
     return Topology(tuple(found))
+
+
+def of_external_engines(infos: Sequence[ExternalEngineInfo]) -> Topology:
+    """One model, served by the engines that were found, in the order of their addresses."""
+    engines, offset = [], 0
+    for engine_id, info in enumerate(infos):
+        engines.append(EngineSpec(engine_id, (), offset, info))
+        offset += info.num_gpus
+    return Topology((ServedModel("default", True, (EngineGroup("regular", tuple(engines)),)),))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +12,14 @@ import torch
 from slime.arguments.checkpoints import OLD_ACTOR, TEACHER, iteration_directory
 from slime.observability.logging_utils import LoggedMetrics
 from slime.observability.timer import timer
+from slime.scheduling.device_turns import Holds
 from slime.training.advantages import compute_advantages_and_returns
 from slime.training.checkpoint_publication import publish_checkpoint, unpublished
 from slime.training.column_exchange import ColumnPart, fetch_column, send_columns
 from slime.training.model_states import ACTOR, REFERENCE, ModelStates, StateSchedule
 from slime.training.passes import forward_log_probs
 from slime.training.reports import rollout_data_metrics, save_train_data, worst_token_lines
+from slime.training.resident_memory import Residents
 from slime.training.rollout_data import RolloutData, refresh_mask_sums
 from slime.training.step_statistics import needs_log_prob_pass
 from slime.training.train_rank import TrainRank
@@ -26,8 +29,9 @@ from slime.utils.process_groups import get_gloo_group, patient_groups
 from slime.utils.processing_utils import load_tokenizer
 from slime.weights.buckets import split_into_buckets
 from slime.weights.push import Opening, read_weight_version, write_weight_version
-from slime.weights.source import Sent, WeightSource
-from slime.weights.transports import TRANSPORTS, Receiver
+from slime.weights.quantisers import quantiser_of
+from slime.weights.source import Connected, Sent, WeightSource
+from slime.weights.transports import Receiver, transport_of
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +81,14 @@ class ActorRank(TrainRank):
         names = ["returns"] if self.args.rollout_data_postprocess_path is None else ["returns", "loss_masks"]
         return logged, send_columns(data, names, self.groups) if self.groups.is_last_stage else None
 
+    def residents(self) -> Residents:
+        """Of the model; where the device's memory is the host's, the sets of weights beside it too."""
+        residents = self.backend.residents()
+        return dataclasses.replace(residents, weights=[*residents.weights, *self.states.buffers()])
+
     def save(self, rollout_id: int) -> None:
         """Write the checkpoint of `rollout_id` (and the Hugging Face export, if asked for). It is not yet the newest."""
+        self.require(Holds.ALL, "a save")
         self.states.require_active(ACTOR)
         with patient_groups(self.args.checkpoint_write_timeout):
             self.backend.save(rollout_id, self.states, self.state_schedule.stored())
@@ -101,7 +111,8 @@ class ActorRank(TrainRank):
         """
         from slime.weights.hf_writer import write_hf_checkpoint
 
-        tensors = self.backend.stage_tensors()() if self.groups.replica == 0 else ()
+        self.require(Holds.WEIGHTS, "an export")
+        tensors = self._tensors_of_checkpoint()() if self.groups.replica == 0 else ()
         with patient_groups(self.args.checkpoint_write_timeout):
             write_hf_checkpoint(
                 directory,
@@ -115,31 +126,46 @@ class ActorRank(TrainRank):
     def open_weight_push(self) -> Opening:
         """Make this rank ready for pushes: every pipeline stage is a source, and its first replica makes the buckets."""
         args, groups = self.args, self.groups
-        transport = None
-        if groups.gives_weights:
-            transport = TRANSPORTS[args.update_weight_transport](args, groups.stage, groups.num_stages)
-        expected, tensors = self.backend.expected_names(), self.backend.stage_tensors()
+        way, transport = transport_of(args), None
+        if groups.gives_weights or way.takes_every_rank(args):
+            transport = way(args, groups.stage, groups.num_stages)
+        expected, tensors = self.backend.expected_names(), self._tensors_of_checkpoint()
+        size = way.bucket_bytes(args)
         self.weight_source = WeightSource(
-            lambda: split_into_buckets(tensors(), args.update_weight_buffer_size), transport, expected
+            lambda: split_into_buckets(tensors(), size), transport, expected, groups.gives_weights
         )
         return Opening(groups.num_stages, self.weight_version, expected)
 
-    def connect_engines(self, source: int, engines: Sequence[Receiver]) -> dict[int, str]:
-        """Connect source `source` to `engines`. Returns those that broke it, with the reason of each."""
-        return self.weight_source.connect(engines) if source == self.groups.stage else {}
+    def connect_engines(self, source: int, engines: Sequence[Receiver]) -> Connected | None:
+        """Connect source `source` to `engines`; how that went, if this rank is the one that sends."""
+        return self.weight_source.connect(engines) if source == self.groups.stage else None
 
-    def send_weights(self, source: int, version: int) -> Sent | None:
-        """Send the weights of source `source` to its engines as `version`; what was sent, if this rank is the one that did."""
+    def send_weights(self, source: int, version: int, whole: bool = False) -> Sent | None:
+        """Send the weights of source `source` to its engines as `version`; what was sent, if this rank is the one that did.
+
+        Args:
+            whole: see `Transport.carry_all`.
+        """
+        self.require(Holds.WEIGHTS, "a weight push")
         self.states.require_active(ACTOR)
-        # The other ranks of the stage hold replicas of what the first data-parallel ones send; the gathers are among those.
-        if (source, 0) != (self.groups.stage, self.groups.replica):
+        way = transport_of(self.args)
+        if source != self.groups.stage:
+            return None
+        # Other ranks of the stage hold replicas of what the first data-parallel ones send; the gathers are among those.
+        if self.groups.replica != 0 and not way.takes_every_rank(self.args):
             return None
         if not self.weight_source.only_helps:
-            return self.weight_source.send(version)
+            return self.weight_source.send(version, whole)
         # While the sender waits for an engine, and gives it up, this rank is in the gather of the next tensor already.
-        longest_wait = TRANSPORTS[self.args.update_weight_transport].longest_wait(self.args)
-        with patient_groups(longest_wait + _GATHER_SECONDS):
+        with patient_groups(way.longest_wait(self.args) + _GATHER_SECONDS):
             return self.weight_source.send(version)
+
+    def weights_written(self, version: int, engines: Sequence[Any]) -> None:
+        """The files of weights `version` are on the disk, and no engine (`engines`: their handles) reads them yet."""
+        path, flag = self.args.custom_update_weight_post_write_path, "--custom-update-weight-post-write-path"
+        directory = transport_of(self.args).directory(self.args, version)
+        with calling_user_code(flag, path, f"weights {version}"):
+            load_function(path, flag=flag)(self.args, str(directory), list(engines))
 
     def weights_pushed(self, version: int) -> None:
         """Engines serve the live weights as `version`."""
@@ -153,6 +179,7 @@ class ActorRank(TrainRank):
 
     def probe_log_probs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probs of tokens 1 … n−1 of every sequence at temperature 1, under the live weights."""
+        self.require(Holds.WEIGHTS, "it computes log-probs")
         columns = {
             "tokens": [torch.tensor(sequence, device=self.device) for sequence in sequences],
             "total_lengths": [len(sequence) for sequence in sequences],
@@ -170,6 +197,11 @@ class ActorRank(TrainRank):
             self.weight_source.close()
         super().dispose()
 
+    def _tensors_of_checkpoint(self) -> Callable[[], Iterable[tuple[str, torch.Tensor]]]:
+        """Makes the tensors of this stage as `--hf-checkpoint` has them: quantised, where that is."""
+        tensors, quantiser = self.backend.stage_tensors(), quantiser_of(self.args.hf_checkpoint)
+        return tensors if quantiser is None else lambda: quantiser(tensors())
+
     def _load_stored(self, name: str) -> bool:
         """Load the state `name` out of the checkpoint that the run resumes from; False where there is none."""
         source = self.args.initial_weights
@@ -179,6 +211,7 @@ class ActorRank(TrainRank):
         self, rollout_id: int, shards: list[Box], values: Sequence[ColumnPart], logged: list[LoggedMetrics]
     ) -> RolloutData:
         """Returns the data with everything that was computed for it; `logged` gets the metrics as they come."""
+        self.require(Holds.ALL, "it trains")
         self.state_schedule.before_rollout(rollout_id)
         with timer("train"):
             with timer("data_preprocess"):

@@ -24,6 +24,7 @@ from slime.utils.plugin_loader import load_function
 if TYPE_CHECKING:
     from slime.training.model_states import ModelStates
     from slime.training.passes import MicroBatches
+    from slime.training.resident_memory import Residents
 
 # Where the backends of `--train-backend` are; a class is imported in the ranks' processes only.
 BACKENDS = {
@@ -198,6 +199,9 @@ class Backend(Protocol):
     def live_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
         """This rank's part of the live weights, in the same order at every call: what another state takes the place of. Not
         collective."""
+
+    def residents(self) -> Residents:
+        """What this rank has on its device between two steps, at this moment. Not collective."""
 
     def close(self) -> None:
         """Leave all process groups."""

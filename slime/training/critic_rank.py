@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from slime.observability.logging_utils import LoggedMetrics
 from slime.observability.timer import timer
+from slime.scheduling.device_turns import Holds
 from slime.training.checkpoint_publication import forget_checkpoints, show_checkpoint
 from slime.training.column_exchange import ColumnPart, fetch_column, send_columns
 from slime.training.passes import forward_values
@@ -45,6 +46,7 @@ class CriticRank(TrainRank):
     def values(self, rollout_id: int, shards: list[Box]) -> ColumnPart | None:
         """Values of this rank's samples, under the weights before training. One rank of those that have the same samples
         returns them."""
+        self.require(Holds.ALL, "it computes values")
         self._rollout_id, self._data = rollout_id, RolloutData()
         with self._collected() as logged, timer("critic_values"):
             data = self._fetch(shards)
@@ -83,6 +85,7 @@ class CriticRank(TrainRank):
 
     def save(self, rollout_id: int) -> None:
         """Write the checkpoint of `rollout_id`. It is not yet the newest."""
+        self.require(Holds.ALL, "a save")
         with patient_groups(self.args.checkpoint_write_timeout):
             self.backend.save(rollout_id)
 

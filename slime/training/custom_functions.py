@@ -37,8 +37,7 @@ def custom_loss_function(
     [T, V / tensor-parallel size]; `slime.backends.megatron_utils.loss` has the shipped losses to build on.
     """
     path, flag = args.custom_loss_function_path, "--custom-loss-function-path"
-    with calling_user_code(flag, path, _subject(batch)):
-        result = load_function(path, flag=flag)(args, batch, logits, reduce)
+    result = _call(flag, path, batch, load_function(path, flag=flag), args, batch, logits, reduce)
     if not (isinstance(result, tuple) and len(result) == 2 and torch.is_tensor(result[0])):
         raise UserError(f"{flag} {path} returned {_kind(result)}; expected (loss tensor, {{name: scalar tensor}})")
     loss, metrics = result
@@ -79,18 +78,16 @@ def custom_correction(
     }
     if path is None:
         return vanilla_tis_function(**arguments)
-    # Masks of its own: an edit in place is a rejection like new masks, and the rank's data stay as they are.
-    masks = batch["loss_masks"]
-    arguments["loss_masks"] = list(torch.cat(masks).split([len(mask) for mask in masks])) if masks else []
-    with calling_user_code(flag, path, _subject(batch)):
-        result = load_function(path, flag=flag)(**arguments)
+    # An edit of these in place is a rejection like new masks.
+    arguments["loss_masks"] = _copied(batch["loss_masks"])
+    result = _call(flag, path, batch, load_function(path, flag=flag), **arguments)
     return _checked_correction(f"{flag} {path}", result, pg_loss, batch)
 
 
 def policy_gradient_reducer(
-    args: argparse.Namespace, batch: MicroBatch, loss_masks: Sequence[torch.Tensor], default: Reducer
-) -> Reducer:
-    """The reducer of the policy-gradient term: `default`, or what `--custom-pg-loss-reducer-function-path` makes.
+    args: argparse.Namespace, batch: MicroBatch, loss_masks: Sequence[torch.Tensor]
+) -> Reducer | None:
+    """The reducer that `--custom-pg-loss-reducer-function-path` makes for the policy-gradient term; None without the flag.
 
     It is called as `fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss[, rollout_mask_sums])` and returns
     a function from a flat tensor over this rank's response tokens to a scalar. The result is divided by what the default's
@@ -107,22 +104,17 @@ def policy_gradient_reducer(
     """
     path, flag = args.custom_pg_loss_reducer_function_path, "--custom-pg-loss-reducer-function-path"
     if path is None:
-        return default
+        return None
     make = load_function(path, flag=flag)
-    arguments = [batch["total_lengths"], batch["response_lengths"], list(loss_masks), args.calculate_per_token_loss]
+    arguments = [batch["total_lengths"], batch["response_lengths"], _copied(loss_masks), args.calculate_per_token_loss]
     if "rollout_mask_sums" in inspect.signature(make).parameters:
         arguments.append(batch["rollout_mask_sums"])
-    with calling_user_code(flag, path, _subject(batch)):
-        reduce = make(*arguments)
+    reduce = _call(flag, path, batch, make, *arguments)
     if not callable(reduce):
         raise UserError(f"{flag} {path} returned {_kind(reduce)}; expected a function of a flat tensor")
-    return _checked_reducer(reduce, flag, path, _subject(batch))
 
-
-def _checked_reducer(reduce: Callable[[torch.Tensor], Any], flag: str, path: str, subject: str) -> Reducer:
     def checked(values: torch.Tensor) -> torch.Tensor:
-        with calling_user_code(flag, path, subject):
-            result = reduce(values)
+        result = _call(flag, path, batch, reduce, values)
         if not torch.is_tensor(result) or result.numel() != 1:
             shown = tuple(result.shape) if torch.is_tensor(result) else result
             raise UserError(
@@ -131,6 +123,17 @@ def _checked_reducer(reduce: Callable[[torch.Tensor], Any], flag: str, path: str
         return result.reshape(())
 
     return checked
+
+
+def _call(flag: str, path: str, batch: MicroBatch, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """What a function of the user's returns; what it raises becomes an error that names flag, path and samples."""
+    with calling_user_code(flag, path, f"samples {batch.get('sample_indices')}"):
+        return function(*given, **named)
+
+
+def _copied(masks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Masks that a user's function may edit in place: the rank's data stay as they are."""
+    return list(torch.cat(list(masks)).split([len(mask) for mask in masks])) if len(masks) else []
 
 
 def _checked_correction(where: str, result: Any, pg_loss: torch.Tensor, batch: MicroBatch) -> Correction:
@@ -160,10 +163,6 @@ def _kind(value: Any) -> str:
     if torch.is_tensor(value):
         return f"Tensor {tuple(value.shape)}"
     return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
-
-
-def _subject(batch: MicroBatch) -> str:
-    return f"samples {batch.get('sample_indices')}"
 
 
 Correction = tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]

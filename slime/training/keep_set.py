@@ -1,11 +1,13 @@
 """The sets of tokens that a nucleus (top-p) sampler kept, one per row of logits, and sums over them.
 
 Names carry dimensions: T rows of the logits, R of them that are computed, V vocabulary entries of this rank, K kept entries of
-the whole stream, P pairs of one block.
+the whole stream, P pairs of one block, those of other ranks included.
 
 Invariants
-- The sampled token belongs to its row's set whatever the set says; it is left out of the pairs below and counted by its own
+- The sampled token belongs to its row's set whatever the set says; among the pairs below it does not count, but by its own
   logit, so that it is never counted twice and an empty set means {sampled token}, log-prob 0.
+- How many pairs there are is known on the host. How many of them are this rank's is not, and a device would be waited for to
+  pick these out; so a rank goes through all of them, and what is another's adds 0.
 - Work and memory go with the number of kept entries, not with the vocabulary: no tensor [T, V] is made. Kept logits are
   picked out in float64, block of rows by block of rows.
 - Pairs (row, column) come sorted by row and are distinct, so sums over rows are segment sums: the same bits every time.
@@ -86,8 +88,9 @@ class KeepSet:
         for start in range(0, rows, step):
             yield start, min(start + step, rows)
 
-    def pairs(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Kept entries of rows start … stop − 1 on this rank: rows counted from `start`, columns of this rank; int64 [P]."""
+    def pairs(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Kept entries of rows start … stop − 1: rows counted from `start` and columns of this rank, int64 [P], and whether a
+        pair counts here, bool [P]. The sampled tokens do not, nor do entries of other ranks, whose columns are any."""
         if isinstance(self._kept, KeptTokens):
             offsets = self._kept.offsets[start : stop + 1].long()
             ids = self._kept.token_ids[self._offsets[start] : self._offsets[stop]].long()
@@ -95,11 +98,13 @@ class KeepSet:
                 torch.arange(stop - start, device=ids.device), offsets.diff(), output_size=len(ids)
             )
             columns = ids - self._first_id
-            mine = (columns >= 0) & (columns < self._column_count) & (ids != self._tokens_R[start:stop][rows])
+            is_here = (columns >= 0) & (columns < self._column_count)
+            # Spread over the row: a sum into one place is slow.
+            columns = columns.remainder(max(self._column_count, 1))
         else:
             rows, columns = self._kept[start:stop].nonzero(as_tuple=True)
-            mine = columns + self._first_id != self._tokens_R[start:stop][rows]
-        return rows[mine], columns[mine]
+            ids, is_here = columns + self._first_id, torch.ones_like(columns, dtype=torch.bool)
+        return rows, columns, is_here & (ids != self._tokens_R[start:stop][rows])
 
     def exponential_sums(
         self, logits_TV: torch.Tensor, rows_R: torch.Tensor, temperature: float
@@ -108,9 +113,10 @@ class KeepSet:
         max_R = torch.full((len(rows_R),), NO_LOGIT, dtype=torch.float64, device=logits_TV.device)
         sum_R = torch.zeros_like(max_R)
         for start, stop in self.blocks():
-            rows, columns = self.pairs(start, stop)
+            rows, columns, counts = self.pairs(start, stop)
             boundaries = torch.searchsorted(rows, torch.arange(stop - start + 1, device=rows.device))
             values = _logits_at(logits_TV, rows_R[start:stop][rows], columns, temperature)
+            values = values.masked_fill_(~counts, -torch.inf)
             max_R[start:stop] = _segments(values, "max", boundaries, NO_LOGIT)
             exponentials = (values - max_R[start:stop][rows]).exp_()
             sum_R[start:stop] = _segments(exponentials, "sum", boundaries, 0.0)
@@ -132,10 +138,12 @@ class KeepSet:
 
         log_sum_R, factor_R: float64 [R].
         """
-        rows, columns = self.pairs(start, stop)
+        rows, columns, counts = self.pairs(start, stop)
         logits = _logits_at(logits_TV, rows_R[start:stop][rows], columns, temperature)
         values = (logits - log_sum_R[start:stop][rows]).exp_().mul_(factor_R[start:stop][rows])
-        out[out_rows[rows], columns] += values.to(out.dtype)
+        # A place has one pair that counts at most, so the sum is exact in whatever order.
+        values = values.masked_fill_(~counts, 0.0).to(out.dtype)
+        out.index_put_((out_rows[rows], columns), values, accumulate=True)
 
 
 def _logits_at(logits_TV: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -30,11 +30,11 @@ from slime.algorithms.policy_loss import (
     compute_gspo_kl,
     compute_value_loss,
     importance_ratio,
+    off_policy_sequence_mask,
 )
 from slime.algorithms.reduction import masked_sum, token_weights, zero_masked_tokens
 from slime.training.columns import Kind, names_of
 from slime.training.custom_functions import (
-    compute_opsm_mask,
     custom_correction,
     custom_loss_function,
     policy_gradient_reducer,
@@ -59,10 +59,11 @@ def loss_function(
         logits: [T, V / tensor-parallel size] of `batch.stream`; for the role "critic", whose loss is that of its values
             whatever `--loss-type` says, [T, 1].
     """
+    reduce = make_reducer(args, batch)
     # Columns of the user's own stay as they are.
     per_token = {name: batch[name] for name in names_of(Kind.RESPONSE_PART) if name in batch}
-    batch = batch.with_columns(**zero_masked_tokens(per_token, batch.local_masks))
-    reduce = make_reducer(args, batch)
+    zeroed = zero_masked_tokens(per_token, batch.local_masks)
+    batch = batch.with_columns(**zeroed)
     is_custom = role == "actor" and args.loss_type == "custom_loss"
     # The loss may have no path back to this rank's logits, though other ranks wait for its backward pass. Zero is made before
     # the loss, so that its backward pass comes after that of the loss and finds the gradient there.
@@ -159,10 +160,11 @@ def policy_loss_function(
     if args.use_tis:
         pg_loss, masks, of_tokens = custom_correction(args, batch, pg_loss, stored_log_probs)
         metrics |= {name: reduce(values) for name, values in of_tokens.items()}
+    pg_reduce = policy_gradient_reducer(args, batch, masks)
     is_rejecting = any(new is not old for new, old in zip(masks, batch["loss_masks"], strict=True))
     loss_reduce = make_reducer(args, batch.with_columns(loss_masks=masks)) if is_rejecting else reduce
 
-    metrics["pg_loss"] = policy_gradient_reducer(args, batch, masks, loss_reduce)(pg_loss)
+    metrics["pg_loss"] = (pg_reduce or loss_reduce)(pg_loss)
     metrics["entropy_loss"] = reduce(entropy)
     loss = metrics["pg_loss"] - args.entropy_coef * (loss_reduce(entropy) if is_rejecting else metrics["entropy_loss"])
     if args.use_kl_loss:
@@ -208,9 +210,8 @@ def _objective(
     if args.use_opsm:
         if not row.ratio_of_sequence:
             full_log_probs, full_old = whole(log_probs.detach()), whole(old_log_probs)
-        kept, rejected = compute_opsm_mask(
-            args, full_log_probs, full_old, batch.stream.split(advantages), batch["loss_masks"]
-        )
+        local = batch.stream.split(advantages)
+        kept, rejected = off_policy_sequence_mask(full_log_probs, full_old, local, batch["loss_masks"], args.opsm_delta)
         loss = loss.masked_fill(kept.to(loss.device) == 0, 0.0)
         metrics["opsm_clipfrac"] = reduce(rejected)
     return loss, metrics

@@ -60,9 +60,9 @@ class HostCopy:
         for name, tensor in tensors:
             places[name] = size, tensor
             size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._buffer = get_accelerator().host_buffer(size)
+        self.buffer = get_accelerator().host_buffer(size)
         self._views = {
-            name: self._buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            name: self.buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for name, (start, tensor) in places.items()
         }
 
@@ -126,6 +126,11 @@ class ModelStates:
         finally:
             self._takes_turns = False
             self._switch(ACTOR)
+
+    def buffers(self) -> list[torch.Tensor]:
+        """The host memory that the copies lie in."""
+        copies = [*self._copies.values(), *([self._put_aside] if self._put_aside is not None else [])]
+        return [copy.buffer for copy in copies]
 
     def require_active(self, name: str) -> None:
         """Raise RunError unless `name` is the state in the live model."""

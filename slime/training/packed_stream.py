@@ -163,6 +163,15 @@ class PackedStream:
         return torch.cat(runs).to(self.tokens.device, non_blocking=True)
 
 
+def rows_on_rank(lengths: Sequence[int], pad_multiple: int, cp: ContextParallel = NO_CONTEXT_PARALLEL) -> int:
+    """Rows of every rank's stream of samples of these lengths, padding included; see `pack_stream`."""
+    if cp.size == 1 or cp.all_gather:
+        return -(-sum(lengths) // (pad_multiple * cp.size)) * pad_multiple
+    # The pseudo-sequence of padding has two chunks as well.
+    multiple = math.lcm(pad_multiple, 2)
+    return -(-sum(2 * chunk_size(length, cp.size) for length in lengths) // multiple) * multiple
+
+
 def pack_stream(
     tokens: Sequence[torch.Tensor],
     response_lengths: Sequence[int],
@@ -187,7 +196,7 @@ def _whole_stream(
 ) -> PackedStream:
     device = tokens[0].device
     lengths = [len(sample) for sample in tokens]
-    padding = -sum(lengths) % pad_multiple
+    padding = rows_on_rank(lengths, pad_multiple) - sum(lengths)
     if padding:
         tokens = [*tokens, torch.full((padding,), pad_token, dtype=torch.int64, device=device)]
     stream = torch.cat(list(tokens))
@@ -235,8 +244,7 @@ def _zigzag_part(
     device = tokens[0].device
     lengths = [len(sample) for sample in tokens]
     padded_lengths = [2 * cp.size * chunk_size(length, cp.size) for length in lengths]
-    # The pseudo-sequence has two chunks as well.
-    padding = -(sum(padded_lengths) // cp.size) % math.lcm(pad_multiple, 2)
+    padding = rows_on_rank(lengths, pad_multiple, cp) - sum(padded_lengths) // cp.size
     if padding:
         padded_lengths.append(padding * cp.size)
     # One cell more, for what lies behind the end of a sequence.

@@ -14,6 +14,7 @@ import torch
 
 from slime.training.backend import Backend, Collect
 from slime.training.loss import response_log_probs, response_values
+from slime.training.packed_stream import rows_on_rank
 from slime.training.rollout_data import MicroBatch, RolloutData
 
 
@@ -34,6 +35,12 @@ class MicroBatches:
     def samples(self) -> RolloutData:
         """The samples of all micro-batches, one after the other."""
         return self.data.take([position for batch in self.indices for position in batch])
+
+    @property
+    def stream_rows(self) -> list[int]:
+        """Rows of this rank's stream of every micro-batch, known before it is packed."""
+        lengths = [[len(self.data["tokens"][position]) for position in batch] for batch in self.indices]
+        return [rows_on_rank(of_batch, self.pad_multiple, self.data.cp) for of_batch in lengths]
 
     def __len__(self) -> int:
         return len(self.indices)

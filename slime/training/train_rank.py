@@ -18,13 +18,16 @@ import torch.distributed as dist
 
 from slime.arguments.paths import RANK_PLUG_INS, load_plug_ins
 from slime.observability.logging_utils import LoggedMetrics, collected_metrics, configure_logger, drain_outbox
-from slime.observability.timer import Timer
+from slime.observability.timer import Timer, timer
+from slime.scheduling.device_turns import Holds
 from slime.training.backend import RankGroups, make_backend
 from slime.training.metric_reduction import mean_of_steps
+from slime.training.resident_memory import ResidentMemory, Residents
 from slime.training.rollout_batch import process_rollout_data
 from slime.training.rollout_data import RolloutData
 from slime.training.train_step import train_one_step
 from slime.utils.device import get_accelerator
+from slime.utils.errors import RunError
 from slime.utils.misc import Box
 from slime.utils.ports import service_host
 
@@ -53,6 +56,8 @@ class TrainRank:
         self.world_size = world_size
         self.local_rank = local_rank
         self.backend = make_backend(args)
+        self.memory = ResidentMemory(self.residents)
+        self._has_slept = False
         # Of the work on a rollout that is under way, or that failed.
         self._not_handed_over: list[LoggedMetrics] = []
 
@@ -72,6 +77,37 @@ class TrainRank:
     def take_logged(self) -> list[LoggedMetrics]:
         """The metrics of work on a rollout that failed, up to where it did: it has handed nothing over."""
         return [*self._not_handed_over, *drain_outbox()]
+
+    def hold(self, holds: Holds) -> None:
+        """Have that much of the model on the device, and no more.
+
+        Raises:
+            RunError: there is no room for what has to go.
+        """
+        if holds is self.memory.holds:
+            return
+        accelerator, before = get_accelerator(), self.memory.holds
+        bytes_before = accelerator.memory_allocated()
+        with timer("wake_up" if holds > before else "sleep"):
+            self.memory.hold(holds)
+        # The first time is news.
+        level = logging.DEBUG if self._has_slept or self.rank else logging.INFO
+        logger.log(
+            level,
+            "%s rank %d: %.1f MiB of %s memory with %s, %.1f MiB with %s",
+            self.role, self.rank, bytes_before / 2**20, "resident" if accelerator.shares_host_memory else "device",
+            before.name.lower(), accelerator.memory_allocated() / 2**20, holds.name.lower(),
+        )  # fmt: skip
+        self._has_slept = self._has_slept or holds is Holds.NOTHING
+
+    def require(self, holds: Holds, work: str) -> None:
+        """Raise RunError unless that much of the model is on the device, which `work` needs: nothing else may be read."""
+        if self.memory.holds < holds:
+            raise RunError(f"{self.role} rank {self.rank} has given its memory back: it must wake up before {work}")
+
+    def residents(self) -> Residents:
+        """What the rank has on its device between two steps."""
+        return self.backend.residents()
 
     def dispose(self) -> None:
         """Leave all process groups."""

@@ -6,6 +6,7 @@ wheels assume about it. A new device is a subclass of `Accelerator` given to `re
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.metadata
 import logging
@@ -31,6 +32,8 @@ class Accelerator:
 
     name = "cpu"
     process_group_backend = "gloo"
+    # Whether its memory is that of the host.
+    shares_host_memory = True
     # Of groups whose collectives are on tensors of the host and on objects.
     host_group_backend = "gloo"
 
@@ -75,6 +78,13 @@ class Accelerator:
         does: the caller has another way. Here nothing is fused: a cache holds what is computed in chunks."""
         return lambda *arguments: None
 
+    def release_cached_memory(self) -> None:
+        """Give back to the system what was freed and is kept for the next allocation."""
+        # Of glibc; others give large pieces back at once.
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
     def memory_allocated(self) -> int:
         """Bytes in use by this process: resident memory on CPU."""
         with open("/proc/self/statm") as statm:
@@ -91,12 +101,20 @@ class Accelerator:
         """What the maker calls the device."""
         return "cpu"
 
+    def device_uuid(self, index: int) -> str | int:
+        """What all processes call the device that this one numbers `index`."""
+        return index
+
+    def collect_shared_memory(self) -> None:
+        """Free memory that this process shared, has dropped, and that nobody else has mapped any more."""
+
 
 class CudaAccelerator(Accelerator):
     """NVIDIA (and ROCm) GPUs through torch.cuda."""
 
     name = "cuda"
     process_group_backend = "nccl"
+    shares_host_memory = False
 
     def device(self, index: int = 0) -> torch.device:
         import torch
@@ -160,6 +178,11 @@ class CudaAccelerator(Accelerator):
 
         torch.cuda.set_rng_state(state)
 
+    def release_cached_memory(self) -> None:
+        import torch
+
+        torch.cuda.empty_cache()
+
     def memory_allocated(self) -> int:
         import torch
 
@@ -179,6 +202,16 @@ class CudaAccelerator(Accelerator):
         import torch
 
         return torch.cuda.get_device_name()
+
+    def device_uuid(self, index: int) -> str:
+        import torch
+
+        return str(torch.cuda.get_device_properties(index).uuid)
+
+    def collect_shared_memory(self) -> None:
+        import torch
+
+        torch.cuda.ipc_collect()
 
 
 class CompiledFunction:

@@ -9,8 +9,11 @@ reservation, start the server, release when the server answers.
 from __future__ import annotations
 
 import errno
+import ipaddress
 import random
 import socket
+from collections.abc import Iterable
+from urllib.parse import urlsplit
 
 from slime.utils import env
 from slime.utils.errors import RunError
@@ -65,11 +68,14 @@ def random_port_start(base: int, spread: int = 1000) -> int:
     return base + random.SystemRandom().randrange(spread)
 
 
-def service_host() -> str:
+def service_host(clients: Iterable[str] = ()) -> str:
     """The address that a server of this node binds and announces.
 
-    `SLIME_HOST_IP` if set; the node's Ray address when the Ray cluster has several nodes; loopback otherwise. Never all
-    interfaces.
+    `SLIME_HOST_IP` if set; the node's Ray address when the Ray cluster has several nodes; else the one that this node has on
+    the way to a client outside of it; loopback otherwise. Never all interfaces.
+
+    Args:
+        clients: URLs of servers outside of Ray that will connect.
     """
     override = env.host_ip_override()
     if override:
@@ -78,7 +84,34 @@ def service_host() -> str:
 
     if ray.is_initialized() and sum(node["Alive"] for node in ray.nodes()) > 1:
         return ray.util.get_node_ip_address()
-    return LOOPBACK
+    ways = (_address_towards(client) for client in clients)
+    return next((address for address in ways if not ipaddress.ip_address(address).is_loopback), LOOPBACK)
+
+
+def _address_towards(url: str) -> str:
+    """The address of this machine that connections to `url` come from; nothing is sent."""
+    parts = urlsplit(url)
+    family, kind, _, _, address = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]
+
+
+def normalize_external_engine_addr(address: str) -> str:
+    """The base URL of an engine at `host:port`, or at its base URL with plain HTTP, without a trailing slash.
+
+    Raises:
+        ValueError: another scheme, no port, or more than an address.
+    """
+    url = address if "://" in address else f"http://{address}"
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port or parts.scheme != "http" or parts.path.strip("/") or parts.query or parts.username:
+        raise ValueError(f"Invalid external SGLang engine address: {address}")
+    return f"http://{host_for_url(host)}:{port}"
 
 
 def host_for_url(host: str) -> str:

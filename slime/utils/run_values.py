@@ -8,7 +8,7 @@ source share one copy: what the length of the data decides is put into it when t
 
 import argparse
 import copy
-from typing import TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 Arguments = TypeVar("Arguments")
 
@@ -19,6 +19,10 @@ class RunValues(TypedDict, total=False):
     # The session, before anything starts: all processes.
     log_dir: str
     wandb_run_id: str | None
+    # Who asked the engines that the run did not start: all processes.
+    rollout_external_engine_infos: tuple[Any, ...]
+    rollout_num_engines: int
+    rollout_num_gpus: int
     # The owner of the engines: their processes and the router. The rollout manager: its functions of the user's.
     router_api_key: str
     # The rollout manager, when the router has an address: its functions of the user's. Served model → (host, port).

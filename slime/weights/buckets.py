@@ -63,6 +63,19 @@ class FlatBucket:
         return self.buffer.view(getattr(torch, self.dtypes[0])).view(self.shapes[0])
 
 
+class Memory:
+    """Where flat buckets lie: memory of this process's own."""
+
+    def allocate(self, size: int, device: torch.device) -> torch.Tensor:
+        """`size` bytes, uint8, on `device`."""
+        import torch
+
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    def release(self, buffer: torch.Tensor) -> None:
+        """`buffer` is not needed any more."""
+
+
 class BucketFlattener:
     """Flattens buckets into `count` buffers taken in turn, so that within a push nothing is allocated twice.
 
@@ -72,16 +85,20 @@ class BucketFlattener:
     Args:
         max_bytes: a larger tensor, which is a bucket of its own, is not copied: its bytes are the bucket, and must stay as they
             are while it travels.
+        memory: where the buffers come from.
     """
 
-    def __init__(self, count: int = 2, max_bytes: float = math.inf):
-        self._count, self._max_bytes = count, max_bytes
-        self.release()
-
-    def release(self) -> None:
-        """Give up the buffers: nothing travels any more."""
-        self._buffers: list[torch.Tensor | None] = [None] * self._count
+    def __init__(self, count: int = 2, max_bytes: float = math.inf, memory: Memory | None = None):
+        self._max_bytes, self._memory = max_bytes, memory or Memory()
+        self._buffers: list[torch.Tensor | None] = [None] * count
         self._turn = 0
+
+    def release(self, above: float = 0) -> None:
+        """Give up the buffers of more than `above` bytes: nothing travels any more."""
+        for position, buffer in enumerate(self._buffers):
+            if buffer is not None and buffer.numel() > above:
+                self._memory.release(buffer)
+                self._buffers[position] = None
 
     def flatten(self, named_tensors: NamedTensors) -> FlatBucket:
         """Copy the tensors into the next buffer, on the device of the first one."""
@@ -109,13 +126,13 @@ class BucketFlattener:
         )
 
     def _next_buffer(self, size: int, device: torch.device) -> torch.Tensor:
-        import torch
-
         self._turn = (self._turn + 1) % len(self._buffers)
         buffer = self._buffers[self._turn]
         if buffer is None or buffer.numel() < size or buffer.device != device:
             # The smaller one goes before the larger one comes.
+            if buffer is not None:
+                self._memory.release(buffer)
             del buffer
             self._buffers[self._turn] = None
-            buffer = self._buffers[self._turn] = torch.empty(size, dtype=torch.uint8, device=device)
+            buffer = self._buffers[self._turn] = self._memory.allocate(size, device)
         return buffer[:size]

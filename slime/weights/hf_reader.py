@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,9 +10,78 @@ from typing import TYPE_CHECKING, Any
 from slime.utils.errors import UserError
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
-_INDEX = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where the bytes of a tensor lie in a safetensors file. `dtype` as the file names it, such as BF16."""
+
+    path: Path
+    start: int
+    stop: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def places_of_tensors(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
+    """The place of every tensor of a safetensors file, by name, and the file's metadata.
+
+    Raises:
+        UserError: the file is none, or shorter than its header says.
+    """
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (ValueError, OverflowError, MemoryError) as error:
+        raise UserError(f"{path} cannot be read: it is no safetensors file") from error
+    metadata = header.pop("__metadata__", {})
+    places = {}
+    for name, entry in header.items():
+        start, stop = (8 + length + offset for offset in entry["data_offsets"])
+        places[name] = Place(path, start, stop, entry["dtype"], tuple(entry["shape"]))
+    if path.stat().st_size < max((place.stop for place in places.values()), default=0):
+        raise UserError(f"{path} cannot be read: it is shorter than its header says")
+    return places, metadata
+
+
+def read_bytes(place: Place) -> np.ndarray:
+    """The bytes of a tensor (uint8), in memory of their own.
+
+    Raises:
+        UserError: the file ends before them.
+    """
+    import numpy as np
+
+    data = np.fromfile(place.path, dtype=np.uint8, count=place.stop - place.start, offset=place.start)
+    if len(data) != place.stop - place.start:
+        raise UserError(f"{place.path} cannot be read: it is shorter than its header says")
+    return data
+
+
+def safetensors_dtype(dtype: torch.dtype) -> str:
+    """How safetensors files name a dtype, such as BF16."""
+    from safetensors.torch import _TYPES
+
+    return next(name for name, known in _TYPES.items() if known is dtype)
+
+
+def places_of_checkpoint(directory: Path) -> dict[str, Place]:
+    """`places_of_tensors` of a checkpoint directory: of the files that its index names, where it has one."""
+    index = directory / INDEX_FILE
+    if index.is_file():
+        weight_map = json.loads(index.read_text())["weight_map"]
+        files = {name: places_of_tensors(directory / name)[0] for name in sorted(set(weight_map.values()))}
+        return {name: files[file][name] for name, file in weight_map.items()}
+    return {
+        name: place
+        for path in sorted(directory.glob("*.safetensors"))
+        for name, place in places_of_tensors(path)[0].items()
+    }
 
 
 class StoredTensor:
@@ -70,7 +140,7 @@ class SafetensorsDirectory:
             raise UserError(f"{path}: tensor {name} cannot be read: {error}") from error
 
     def _read_index(self) -> dict[str, str]:
-        index = self._directory / _INDEX
+        index = self._directory / INDEX_FILE
         if index.is_file():
             return json.loads(index.read_text())["weight_map"]
         files = sorted(self._directory.glob("*.safetensors"))

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import collections
 import functools
-import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import fsync_tree, replace_directory, write_json_atomically
 from slime.weights.buckets import split_into_buckets
+from slime.weights.hf_reader import INDEX_FILE, places_of_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -164,7 +164,7 @@ def _write_shards(
     shards: dict[str, list[str]] = {}
     error = None
     # What waits for the rest of its shard waits in memory of the host.
-    on_host = ((name, _own_storage(tensor)) for name, tensor in named_tensors)
+    on_host = ((name, own_storage(tensor)) for name, tensor in named_tensors)
     try:
         for index, bucket in enumerate(split_into_buckets(on_host, max_shard_bytes)):
             # After an error the walk goes on: other ranks are in the gather of the next tensor.
@@ -187,39 +187,38 @@ def _write_to_disk(path: Path, bucket: NamedTensors) -> None:
         os.fsync(file.fileno())
 
 
-def write_shard(path: Path, bucket: NamedTensors) -> Callable[[], None]:
-    """A function that writes the tensors to `path`; what it writes lies on the CPU when it is returned."""
+def write_shard(path: Path, bucket: NamedTensors, metadata: Mapping[str, str] | None = None) -> Callable[[], None]:
+    """A function that writes the tensors to `path`, with `metadata`; what it writes lies on the CPU when it is returned."""
     from safetensors.torch import save_file
 
-    shard = {name: _own_storage(tensor) for name, tensor in bucket}
-    return lambda: save_file(shard, path, metadata={"format": "pt"})
+    shard = {name: own_storage(tensor) for name, tensor in bucket}
+    return lambda: save_file(shard, path, metadata={"format": "pt", **(metadata or {})})
 
 
-def number_shards(directory: Path, shards: Sequence[str]) -> None:
+def number_shards(directory: Path, shards: Sequence[str], metadata: Mapping[str, Any] | None = None) -> None:
     """Give the files `shards` of `directory` the names that a checkpoint has, in their order, and write their index.
 
     They are asked for by name: a listing of a network disk may lack what another node has just written.
+
+    Args:
+        metadata: what the index says beside the size.
     """
     weight_map: dict[str, str] = {}
     total_size = 0
     for index, shard in enumerate(shards):
         file_name = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
-        ends = _ends_of_tensors(directory / shard)
-        weight_map.update(dict.fromkeys(ends, file_name))
-        total_size += max(ends.values())
+        places, _ = places_of_tensors(directory / shard)
+        weight_map.update(dict.fromkeys(places, file_name))
+        total_size += sum(place.stop - place.start for place in places.values())
         (directory / shard).rename(directory / file_name)
-    index_file = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
-    write_json_atomically(directory / "model.safetensors.index.json", index_file)
+    index_file = {
+        "metadata": {"total_size": total_size, **(metadata or {})},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    write_json_atomically(directory / INDEX_FILE, index_file)
 
 
-def _ends_of_tensors(shard: Path) -> dict[str, int]:
-    """Where each tensor of a safetensors file ends, in bytes from the first one; they lie back to back."""
-    with open(shard, "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
-
-
-def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
+def own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` on the CPU, contiguous and alone in its storage: safetensors refuses tensors that share one."""
     tensor = tensor.detach().cpu().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

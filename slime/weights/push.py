@@ -2,10 +2,16 @@
 
 pause → flush → connect → begin → send → put in place → version → verify → continue
 
+Where weights are files, engines are paused when these are written, and on their hosts where they are copied to those:
+
+connect → send → hook → fetch → pause → flush → put in place → version → verify → continue
+
 Invariants:
-- An engine that fails any of these is left out of the rest, and the push goes on with the others. When it broke a transfer,
-  they get all of it again; so does an engine that answers with an error the first time, which a peer may have caused.
+- An engine that fails any of these is left out of the rest, and the push goes on with the others. When it broke a connection
+  or a transfer, they get all of it again; so does, once in a push, an engine that answers with an error, which a peer may have
+  caused.
 - `continue` goes only to engines that hold a whole version: the new one, or the old one if nothing was sent yet.
+- What engines cannot make use of, because they lack what it changes, is sent again whole, once.
 - The push owns the weight version, which goes up by one when engines go on with new weights, is saved with every checkpoint,
   and goes on after a resume.
 - Nothing waits without a deadline.
@@ -23,8 +29,8 @@ from typing import Any, Protocol
 
 from slime.utils.errors import RunError
 from slime.utils.filesystem import write_json_atomically
-from slime.weights.source import Sent
-from slime.weights.transports import TRANSPORTS, Receiver
+from slime.weights.source import Connected, Sent
+from slime.weights.transports import Order, Receiver, transport_of
 from slime.weights.verification import NamesDiffer, PushedNames
 
 logger = logging.getLogger(__name__)
@@ -52,11 +58,15 @@ class Sources(Protocol):
 
     def open_weight_push(self) -> Opening: ...
 
-    def connect_engines(self, source: int, engines: Sequence[Receiver]) -> dict[int, str]:
-        """Connect a source to `engines`. Returns those that broke it, with the reason of each."""
+    def connect_engines(self, source: int, engines: Sequence[Receiver]) -> Connected: ...
+
+    def send_weights(self, source: int, version: int, whole: bool) -> Sent:
+        """`whole`: also what engines had before, as a transport may leave out."""
         ...
 
-    def send_weights(self, source: int, version: int) -> Sent: ...
+    def weights_written(self, version: int, engines: Sequence[Any]) -> None:
+        """All ranks hear that the files of weights `version` are on the disk; `engines` are the handles of those to come."""
+        ...
 
     def weights_pushed(self, version: int) -> None:
         """All ranks hear that engines serve their weights as `version`."""
@@ -83,13 +93,17 @@ class WeightPush:
     """Pushes the weights of `sources`.
 
     Args:
-        args: reads `update_weight_transport`, the limits of requests to engines, and what the transport needs.
+        args: reads `update_weight_transport` and `_mode`, `colocate`, the limits of requests to engines, the hook, and what the
+            transport needs.
     """
 
     def __init__(self, args: Any, sources: Sources) -> None:
         self._args = args
         self._sources = sources
-        self._transport = TRANSPORTS[args.update_weight_transport]
+        self._transport = transport_of(args)
+        # Bytes of deltas since all of the weights travelled. Who starts anew reads them all: no more than the weights have.
+        self._delta_bytes = 0
+        self._next_is_whole = False
         opening = sources.open_weight_push()
         self._num_sources = opening.num_sources
         self._expected_names = opening.expected_names
@@ -113,13 +127,17 @@ class WeightPush:
     def _push(self, engines: Sequence[Receiver], version: int) -> PushReport:
         started = time.monotonic()
         served = _Engines(self._args, engines)
-        served.order("pause_generation", "abort")
-        served.order("flush_cache")
+        through_files = self._transport.directory(self._args, version) is not None
+        if not through_files:
+            self._pause(served)
         self._connect(served)
         opening = self._transport.opening_order(self._args, version)
         if opening is not None:
             served.order(*opening)
-        sent = self._send(served, version)
+        sent = self._send(served, version, self._next_is_whole)
+        if through_files:
+            sent += self._fetch(served, version)
+            self._pause(served)
         served.order(*self._transport.placing_order(self._args, version))
         served.order("set_weight_version", str(version))
         served.verify_version(str(version))
@@ -132,30 +150,40 @@ class WeightPush:
             self._sources.weights_settled()
         return PushReport(self.version, served.failed, self._metrics(sent, time.monotonic() - started))
 
+    def _pause(self, served: _Engines) -> None:
+        # Retracted requests go on with the new weights, and compute anew what they have from the flushed cache.
+        served.order("pause_generation", "retract" if self._args.update_weights_in_flight else "abort")
+        served.order("flush_cache")
+
     def _connect(self, served: _Engines) -> None:
         """Connect every source, in turn, to the engines that remain: until one round of all sources goes well."""
         source = 0
         while served.remaining and source < self._num_sources:
-            failed = self._sources.connect_engines(source, served.remaining)
-            served.leave_out(failed)
-            source = 0 if failed else source + 1
+            connected = self._sources.connect_engines(source, served.remaining)
+            served.blame(connected)
+            source = 0 if connected.failed else source + 1
 
-    def _send(self, served: _Engines, version: int) -> list[Sent]:
+    def _fetch(self, served: _Engines, version: int) -> list[Sent]:
+        """Let the hosts of engines copy what was written. Returns what was written again, for those who could not use it."""
+        order = self._transport.fetching_order(self._args, version)
+        if order is None or not (refused := served.refusing(order)):
+            return []
+        logger.warning("weight push: all weights are written again: %s", "; ".join(dict.fromkeys(refused.values())))
+        sent = self._send(served, version, whole=True)
+        served.leave_out(served.refusing(order))
+        return sent
+
+    def _send(self, served: _Engines, version: int, whole: bool) -> list[Sent]:
         """Send everything from every source, in turn, to the engines that remain: until nobody broke it."""
         sent: list[Sent] = []
-        tried_again = False
         while served.remaining and len(sent) < self._num_sources:
-            of_source = self._sources.send_weights(len(sent), version)
+            of_source = self._sources.send_weights(len(sent), version, whole)
             sent.append(of_source)
             if of_source.refusal is not None:
                 self._release_untouched(served, sent)
                 raise NamesDiffer(of_source.refusal)
             if of_source.failed:
-                if of_source.certain or tried_again:
-                    served.leave_out(of_source.failed)
-                else:
-                    logger.warning("weight push: broken by %s; all engines get everything again", of_source.failed)
-                    tried_again = True
+                served.blame(of_source)
                 self._connect(served)
                 sent = []
         names = PushedNames(self._expected_names)
@@ -163,6 +191,14 @@ class WeightPush:
             names.check_bucket(of_source.names)
         if served.remaining:
             names.check_complete()
+        deltas = [one.delta for one in sent if one.delta]
+        # A source that does not know what engines have sends all without being asked to.
+        whole = whole or any(delta.is_whole for delta in deltas)
+        self._delta_bytes = 0 if whole else self._delta_bytes + sum(delta.wire_bytes for delta in deltas)
+        self._next_is_whole = self._delta_bytes > sum(one.num_bytes for one in sent)
+        hook = self._args.custom_update_weight_post_write_path
+        if hook is not None and self._transport.directory(self._args, version) is not None:
+            self._sources.weights_written(version, [engine.handle for engine in served.remaining])
         return sent
 
     def _release_untouched(self, served: _Engines, sent: list[Sent]) -> None:
@@ -184,12 +220,17 @@ class WeightPush:
             seconds,
             rate,
         )
-        return {
+        metrics = {
             "perf/update_weights_time": seconds,
             "perf/update_weights_bytes": float(num_bytes),
             "perf/update_weights_gb_per_s": rate,
             "perf/update_weights_parts": float(parts),
         }
+        deltas = [one.delta for one in sent if one.delta is not None]
+        if deltas:
+            metrics["perf/update_weights_density"] = sum(delta.changed_bytes for delta in deltas) / max(num_bytes, 1)
+            metrics["perf/update_weights_wire_bytes"] = float(sum(delta.wire_bytes for delta in deltas))
+        return metrics
 
 
 def write_weight_version(checkpoint: Path, version: int) -> None:
@@ -211,11 +252,22 @@ class _Engines:
         self._timeout = max(args.http_control_timeout, args.engine_load_timeout) + _ANSWER_SECONDS
         self.remaining = list(engines)
         self.failed: dict[int, str] = {}
+        self._tried_again = False
 
     def leave_out(self, failed: dict[int, str]) -> None:
         """Go on without these engines."""
         self.failed.update(failed)
         self.remaining = [engine for engine in self.remaining if engine.id not in failed]
+
+    def blame(self, broken: Connected | Sent) -> None:
+        """Leave out who broke a connection or a transfer; who answered with an error stays once: a peer may be the cause."""
+        if not broken.failed:
+            return
+        if broken.certain or self._tried_again:
+            self.leave_out(broken.failed)
+            return
+        logger.warning("weight push: broken by %s; all engines are connected and get everything again", broken.failed)
+        self._tried_again = True
 
     def order(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of all that remain, at the same time. Returns the results of those that still do."""
@@ -226,6 +278,11 @@ class _Engines:
         outcome_of = dict(zip((engine.id for engine in self.remaining), outcomes, strict=True))
         self.leave_out({id: str(outcome) for id, outcome in outcome_of.items() if isinstance(outcome, RunError)})
         return [outcome_of[engine.id] for engine in self.remaining]
+
+    def refusing(self, order: Order) -> dict[int, str]:
+        """Give an order that is answered with a reason why it cannot be done, or None. Returns the reasons."""
+        reasons = self.order(*order)
+        return {engine.id: reason for engine, reason in zip(self.remaining, reasons, strict=True) if reason is not None}
 
     def verify_version(self, version: str) -> None:
         """Leave out whoever reports another version."""

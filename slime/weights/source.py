@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from slime.weights.transports import EnginesFailed, Receiver, Transport
+from slime.weights.transports import Delta, EnginesFailed, Receiver, Transport
 from slime.weights.verification import NamesDiffer, PushedNames
 
 if TYPE_CHECKING:
@@ -19,11 +19,19 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
+class Connected:
+    """`failed`: engines that could not be reached, with the reason of each; `certain`: see `EnginesFailed`."""
+
+    failed: dict[int, str]
+    certain: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Sent:
     """What a source has sent, and why it stopped, if it did.
 
     `failed`: engines that broke the transfer, with the reason of each; `certain`: see `EnginesFailed`. `refusal`: what is
-    wrong with the tensors' names.
+    wrong with the tensors' names. `delta`: see `Transport.delta`.
     """
 
     names: list[str]
@@ -32,6 +40,7 @@ class Sent:
     failed: dict[int, str]
     certain: bool
     refusal: str | None
+    delta: Delta | None = None
 
 
 class WeightSource:
@@ -41,6 +50,7 @@ class WeightSource:
         buckets: a fresh iterator over lists of (HF name, tensor) for each push, the same on every rank of the source.
         transport: carries the buckets; None on ranks that only help to make them.
         expected_names: names of the engines' checkpoint; None skips the comparison.
+        sends: whether this rank sends them, and is not only one that its transport takes.
     """
 
     def __init__(
@@ -48,27 +58,30 @@ class WeightSource:
         buckets: Callable[[], Iterable[NamedTensors]],
         transport: Transport | None,
         expected_names: set[str] | None = None,
+        sends: bool = True,
     ) -> None:
         self._buckets = buckets
         self._transport = transport
         self._expected_names = expected_names
+        self.only_helps = not sends or transport is None
 
-    @property
-    def only_helps(self) -> bool:
-        """Whether another rank sends the buckets that this one helps to make."""
-        return self._transport is None
-
-    def connect(self, engines: Sequence[Receiver]) -> dict[int, str]:
-        """Connect to `engines`. Returns those that broke it, with the reason of each."""
-        try:
+    def connect(self, engines: Sequence[Receiver]) -> Connected | None:
+        """Connect to `engines`; None from a rank that only helps."""
+        if self.only_helps:
             if self._transport is not None:
-                self._transport.connect(engines)
+                self._transport.assist(engines)
+            return None
+        try:
+            self._transport.connect(engines)
         except EnginesFailed as error:
-            return error.failed
-        return {}
+            return Connected(error.failed, error.certain)
+        return Connected({}, certain=False)
 
-    def send(self, version: int) -> Sent | None:
+    def send(self, version: int, whole: bool = False) -> Sent | None:
         """Make all buckets, and send them as weights `version`; None from a rank that only helps.
+
+        Args:
+            whole: see `Transport.carry_all`.
 
         Raises:
             RunError: the transport failed, and no engine is to blame.
@@ -78,19 +91,25 @@ class WeightSource:
         sent: list[str] = []
         num_bytes = num_buckets = 0
         failed: dict[int, str] = {}
-        certain, refusal = False, None
+        certain, refusal, delta = False, None, None
+        waits_for_help = None
         try:
-            if self._transport is None:
+            if self.only_helps:
                 return None
+            if whole:
+                self._transport.carry_all()
             self._transport.begin(version)
             for bucket in filter(None, buckets):
+                waits_for_help = bucket
                 names.check_bucket(name for name, _ in bucket)
+                waits_for_help = None
                 self._transport.send(bucket)
                 sent += [name for name, _ in bucket]
                 num_bytes, num_buckets = num_bytes + sum(tensor.nbytes for _, tensor in bucket), num_buckets + 1
                 # The transport has what it still needs; the next bucket is made where this one was.
                 del bucket
             self._transport.finish()
+            delta = self._transport.delta()
         except EnginesFailed as error:
             failed, certain = error.failed, error.certain
         except NamesDiffer as error:
@@ -100,9 +119,20 @@ class WeightSource:
             self._transport.discard()
             raise
         finally:
-            # Holds none of them while the next one is made.
+            if waits_for_help is not None:
+                self._transport.help(waits_for_help)
+            del waits_for_help
+            self._walk_on(buckets)
+        return Sent(sent, num_bytes, num_buckets, failed, certain, refusal, delta)
+
+    def _walk_on(self, buckets: Iterator[NamedTensors]) -> None:
+        """Make the buckets that are left, and help with them; holds none of them while the next one is made."""
+        if self._transport is None:
             collections.deque(buckets, maxlen=0)
-        return Sent(sent, num_bytes, num_buckets, failed, certain, refusal)
+            return
+        for bucket in filter(None, buckets):
+            self._transport.help(bucket)
+            del bucket
 
     def settle(self) -> None:
         """The engines have in place what was sent."""

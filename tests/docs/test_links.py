@@ -25,14 +25,3 @@ def test_links_lead_somewhere(page):
         if not target.exists() or (heading and heading not in anchors(target)):
             broken.append((file, heading))
     assert broken == []
-
-
-_AHEAD = re.compile(r"train_async|asynchronous loop|generates a rollout ahead", re.IGNORECASE)
-_PLANNED = re.compile(r"planned|not there yet|not built|not here yet")
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_page_speaks_of_the_asynchronous_loop_as_planned(page):
-    """`train_async.py` plans, and refuses every run."""
-    paragraphs = [text for text in re.split(r"\n\s*\n|\n(?=\|)", page.read_text()) if _AHEAD.search(text)]
-    assert [text for text in paragraphs if not _PLANNED.search(text)] == []

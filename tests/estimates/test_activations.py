@@ -141,3 +141,15 @@ def test_multi_token_prediction_counts_like_the_last_layer():
     moe = MoeShape(16, 4, 256, 0, False, False, (False, True, True, True))
     one = model(moe=moe)
     assert one.layer(-1) == one.layer(3)
+
+
+def test_values_that_attention_is_called_with_once_more_keep_the_projection():
+    """Without norms of queries and keys: 4 heads and 2 groups of 16, in bfloat16; PyTorch's kernel copies the values else."""
+    shape = ModelShape(2, 64, 192, 4, 2, 16, 128, 128)
+
+    def attention(recompute):
+        return ActivationModel(shape, ParallelLayout(1), Kernels.TORCH_CUDA, 2, recompute).layer(0).attention
+
+    rotated, angles, output = 64 + 32, 4 * 16, 64
+    assert attention(Recompute()) == 2 * (rotated + angles + output + 32) + 4 * 4
+    assert attention(Recompute("selective")) == 2 * (64 + 2 * 32 + rotated + angles + output)

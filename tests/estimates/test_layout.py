@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from slime.estimates.layout import ParallelLayout, RankPlace, chunks_in_flight, split_into_stages
+from slime.estimates.layout import (
+    ParallelLayout,
+    RankPlace,
+    chunks_in_flight,
+    parts_of_layout,
+    split_as_laid_out,
+    split_into_stages,
+)
 from slime.utils.errors import UserError
 
 
@@ -146,3 +153,31 @@ def test_micro_batches_in_flight():
     assert chunks_in_flight(interleaved, 0, 64, group=6) == 13 / 2
     assert chunks_in_flight(interleaved, 3, 64, group=6) == 7 / 2 and chunks_in_flight(interleaved, 0, 6, group=6) == 6
     assert chunks_in_flight(ParallelLayout(1), 0, 8) == 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "parts"),
+    [
+        ("Et|tL", ["Et", "tL"]),
+        ("Et*3|tL", ["Ettt", "tL"]),
+        ("Ettt|(tt|)*2,m|L", ["Ettt", "tt", "tt", "m", "L"]),
+        ("E(t|)*3tL", ["Et", "t", "t", "tL"]),
+        ("E|t*2,t|L", ["E", "ttt", "L"]),
+    ],
+)
+def test_repetitions_of_a_layout_are_written_out(layout, parts):
+    assert parts_of_layout(layout) == parts
+
+
+@pytest.mark.parametrize(
+    ("layout", "chunks"),
+    [
+        ("Et|ttt|L", [((0,),), ((1, 2, 3),), ((),)]),
+        # Ranks take turns, and layers are counted as a token meets them.
+        ("E|tt|t|t|t*3|L", [((), (3,)), ((0, 1), (4, 5, 6)), ((2,), ())]),
+    ],
+)
+def test_stages_hold_what_a_layout_says(layout, chunks):
+    stages = split_as_laid_out(layout, 3)
+    assert [stage.chunks for stage in stages] == chunks
+    assert [(stage.is_first, stage.is_last) for stage in stages] == [(True, False), (False, False), (False, True)]

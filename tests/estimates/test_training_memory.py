@@ -1,6 +1,7 @@
 """The peak of a training rank: against Megatron-LM's published formula, and part by part by hand."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -103,6 +104,20 @@ def test_offloaded_state_goes_to_the_host():
     assert reference.host == 2 * reference.weights
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_ranks_that_send_changes_keep_what_engines_have(tied):
+    """Whole layers, once over all stages, on one rank of each."""
+    moe = MoeShape(8, 2, 1024, 0, False, False, (True,) * 4)
+    shape = ModelShape(4, 512, 2048, 8, 8, 64, 1024, 1024, moe=moe, tied_embeddings=tied)
+    layout = ParallelLayout(16, tensor=2, pipeline=2, expert=4)
+    plain = training_memory(shape, setup(layout, 4))
+    first, last = training_memory(shape, setup(layout, 4, push_snapshot=True))
+    assert first.host_snapshot + last.host_snapshot == 2 * count_parameters(shape).total
+    assert first.host_snapshot - last.host_snapshot == 2 * (1024 * 512 * tied - 512), "the last has the final norm"
+    assert first.host == first.host_snapshot and first.total == plain[0].total and plain[0].host == 0
+    assert [first.host_of_ranks(ranks, 8) for ranks in (1, 8, 16)] == [first.host, first.host, 2 * first.host]
+
+
 @pytest.mark.parametrize("distributed", [True, False])
 def test_what_a_save_gathers_and_copies(distributed):
     moe = MoeShape(8, 2, 1024, 0, False, False, (True,) * 4)
@@ -121,6 +136,18 @@ def test_what_a_save_gathers_and_copies(distributed):
     # A distributed optimizer is divided in any case.
     assert alone.saving_optimizer == 12 * (share if distributed else dense + experts)
     assert alone.saving_weights == 2 * (dense + experts) and memory().saving == 0
+    # Ranks 0 and 1 are the first replicas of their halves of the dense weights, 0 to 3 those of their experts.
+    weights = [2 * (dense + experts)] * 2 + [2 * experts] * 2 + [0] * 12
+    optimizer = [12 * share] * 16 if distributed else [6 * written for written in weights]
+    assert alone.stage_savings == tuple(map(sum, zip(weights, optimizer, strict=True)))
+    assert alone.saving_beyond(one_memory=False) == sum(alone.stage_savings) / 16
+    assert shared.stage_savings == (shared.saving,) * 16
+    assert [alone.saving_of_node(ranks) for ranks in (2, 8)] == [2 * alone.saving, sum(alone.stage_savings[:8])]
+    # A node with stages beside each other.
+    assert alone.saving_of_node(32) == 2 * sum(alone.stage_savings)
+    asleep = memory(saves=True, shares_saves=False, sleeps=True)
+    room = asleep.host_asleep
+    assert asleep.saving_beyond(one_memory=False) == math.ceil(sum(max(0, s - room) for s in alone.stage_savings) / 16)
     assert (shared.total, shared.host) == (memory().total, 0)
     assert shared.saving_beyond(one_memory=False) == shared.saving
     # It does not sleep then; and activations are gone.
@@ -129,6 +156,18 @@ def test_what_a_save_gathers_and_copies(distributed):
     assert memory(saves=True, stream_tokens=10**6).saving_beyond(one_memory=True) == 0
     small = memory(saves=True, stream_tokens=8)
     assert small.saving_beyond(one_memory=True) == small.saving - (small.total - small.persistent) > 0
+
+
+def test_a_prediction_layer_that_is_trained_has_logits_of_its_own():
+    shape = ModelShape(4, 512, 1536, 8, 4, 64, 1024, 1024)
+
+    def logits(predictions):
+        return training_memory(
+            shape,
+            setup(ParallelLayout(1), 4, BF16, predictions=predictions, stream_tokens=2**20, recompute=Recompute()),
+        )[0].logits
+
+    assert [logits(count) - logits(0) for count in (1, 2)] == [2**20 * 1024 * 2, 2 * 2**20 * 1024 * 2]
 
 
 def test_moments_between_steps():
@@ -147,6 +186,11 @@ def test_moments_between_steps():
     # Attention has 4 layers of (512 + 2 * 256 + 512) * 512 of the model's parameters.
     rearranged = 4 * 1536 * 512 / parameters
     assert (pushing.moment, pushing.buffers) == ("weight push", round(10**7 * (2 + rearranged)))
+    # Larger buckets have no more to take than the weights.
+    for bucket in (15 * 10**6, 10**9):
+        pushing = setup(ParallelLayout(1), 4, BF16, push_bucket=bucket)
+        taken = 2 * parameters + min(bucket, 2 * parameters) * rearranged
+        assert push_buffers(shape, pushing, pushing.stages[0]) == round(taken)
 
 
 def test_buckets_hold_gathered_tensors_of_any_stage():
@@ -156,7 +200,7 @@ def test_buckets_hold_gathered_tensors_of_any_stage():
     model = count_parameters(shape).total
     bounded = setup(ParallelLayout(16, pipeline=2, expert=8), 4, push_bucket=10**9)
     # Gates and ups of an expert, twice, are more than the head: 2 * 2 * 512 * 1024 entries of two bytes.
-    assert push_buffers(shape, bounded, bounded.stages[1]) == 3 * 2 * model + 2 * 2**21
+    assert push_buffers(shape, bounded, bounded.stages[1]) == 2 * 2 * model + 2 * 2**21
     assert (
         push_buffers(shape, dataclasses.replace(bounded, push_bucket=10**6), bounded.stages[0]) == 3 * 10**6 + 2 * 2**21
     )

@@ -202,6 +202,25 @@ def test_on_gpus_what_ranks_keep_on_the_host_counts(monkeypatch):
     assert plan.memory.training.host < offloaded.memory.training.host
 
 
+def test_what_engines_have_is_on_the_host_of_the_rank_that_sends_changes(tmp_path):
+    directories = [
+        "--update-weight-disk-dir",
+        str(tmp_path),
+        "--update-weight-local-checkpoint-dir",
+        str(tmp_path / "local"),
+    ]
+    command = planned(SMALL, "--update-weight-transport", "disk", "--update-weight-mode", "delta", *directories)
+    plan = make_plan(command)
+    (kept,) = plan.memory.training.host_parts
+    # Two tensor-parallel ranks have half of the matrices each, and all of the norms.
+    weights = part(plan.memory.training, "weights")
+    assert 1.9 * weights < kept.bytes < 2 * weights and kept.bytes == plan.memory.training.host_of_node
+    (share,) = host_shares(NO_CRITIC, plan.memory, 4, [], on_gpus=True)
+    assert share.total == kept.bytes, "the other three have nothing"
+    assert "weights that engines have" in render(plan)
+    assert training("--update-weight-transport", "disk", *directories[:2]).host == 0
+
+
 def test_what_a_save_takes_of_the_host_counts(tmp_path):
     plan = make_plan(planned(SMALL, "--save", str(tmp_path)))
     saving = plan.memory.training

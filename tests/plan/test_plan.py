@@ -56,6 +56,9 @@ def test_parts_add_up_and_phases_take_both():
     # Who waits keeps the context of its process.
     assert training_phase.total == training.total + 2 * GIB
     assert (sync.engine, generation.total) == (2 * GIB + weights, 2 * GIB + weights + cache)
+    # The push reads the trainer's weights, without optimizer and gradients.
+    held = next(part.bytes for part in training.parts if part.name == "weights")
+    assert 0 < sync.trainer - held - 2 * GIB < 6 * GIB
     assert all(phase.fits for phase in plan.memory.phases)
 
 
@@ -101,11 +104,19 @@ def test_what_the_advice_on_the_optimizer_brings():
     assert "--use-precision-aware" not in optimizer("--fp16").lower
 
 
+def test_a_pipeline_layout_is_planned_like_the_same_split_by_numbers():
+    def plan(*words):
+        plan = make_plan(planned(SMALL, "--pipeline-model-parallel-size", "2", *words))
+        return plan.parameters, plan.memory.training, plan.layout
+
+    by_layout = plan("--pipeline-model-parallel-layout", "Et*20|t*16L")
+    assert by_layout == plan("--decoder-first-pipeline-num-layers", "20", "--decoder-last-pipeline-num-layers", "16")
+    assert by_layout[2].layers == (20, 16) and by_layout != plan()
+
+
 def test_parameters_of_a_rank_may_be_unknown():
-    args = planned(SMALL)
-    assert make_plan(args).parameters.per_rank > 0
-    args.pipeline_model_parallel_layout = "Et*18|t*18L"
-    assert make_plan(args).parameters.per_rank is None
+    plan = make_plan(planned(SMALL, "--debug-rollout-only"))
+    assert plan.parameters.total > 0 and plan.parameters.per_rank is None
 
 
 def test_sync_cost_follows_link_and_bytes():

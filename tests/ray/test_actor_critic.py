@@ -7,6 +7,7 @@ import pytest
 from slime.arguments.checkpoints import WeightSource
 from slime.ray.driver import RolloutResult
 from slime.ray.train_group import ActorCritic, TrainGroup
+from slime.scheduling.device_turns import Holds
 from slime.utils.errors import RunError
 from tests.support.models.args import parse
 
@@ -111,3 +112,13 @@ def test_the_end_of_one_is_the_end_of_both(models, monkeypatch):
     models._actors, models._critic._actors = ["actor"], ["critic"]
     models.kill()
     assert sorted(killed) == ["actor", "critic"] and models.starting == []
+
+
+def test_both_models_sleep_and_wake_and_only_the_actor_has_weights_to_push(models, calls):
+    for holds in Holds:
+        models.hold(holds)
+    assert calls == [
+        ("critic rank", "hold", Holds.NOTHING), ("training rank", "hold", Holds.NOTHING),
+        ("critic rank", "hold", Holds.NOTHING), ("training rank", "hold", Holds.WEIGHTS),
+        ("critic rank", "hold", Holds.ALL), ("training rank", "hold", Holds.ALL),
+    ]  # fmt: skip

@@ -11,6 +11,7 @@ import ray
 
 from slime.ray import cluster
 from slime.ray.cluster import object_store_bytes
+from slime.utils.errors import UserError
 from tests.support.tables.plans import SMALL, TWO_NODES, planned
 
 GIB, MIB = 2**30, 2**20
@@ -98,6 +99,8 @@ def test_the_object_store_takes_the_train_batch_of_a_step(machine, caplog):
     large = planned(SMALL, "--rollout-batch-size", "1024")
     assert object_store_bytes(planned(TWO_NODES)) == 512 * MIB
     assert object_store_bytes(large) == 1.25 * 8192 * 8192 * 16
+    large.asynchronous, large.async_buffer_size = True, 2
+    assert object_store_bytes(large) == 3 * 1.25 * 8192 * 8192 * 16, "two more wait while one is trained"
     assert "object store" not in caplog.text
 
 
@@ -159,9 +162,32 @@ def test_the_precision_follows_the_devices_of_the_cluster_that_is_joined(monkeyp
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(cluster, "_join", lambda address, plan: None)
     monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: resources)
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: [{"Alive": True}, {"Alive": False}])
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
-    args = planned(SMALL)
+    args = planned(SMALL, "--check-weight-update-equal")
     parsed = dict(vars(args))
     with cluster.ray_cluster(args) as of_cluster:
         assert of_cluster.params_dtype_name == precision and of_cluster.bf16 is (precision == "bfloat16")
     assert vars(args) == parsed
+
+
+def test_what_ranks_write_for_engines_of_other_nodes_needs_a_directory_that_all_see(monkeypatch, tmp_path):
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: [{"Alive": True}] * 2)
+    ended = []
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: ended.append(True))
+    with pytest.raises(UserError, match="^--check-weight-update-equal on a cluster of 2 nodes needs --save: "):
+        cluster._require_shared_directory(planned(SMALL, "--check-weight-update-equal"))
+    assert ended == [True]
+    cluster._require_shared_directory(planned(SMALL))
+    cluster._require_shared_directory(planned(SMALL, "--check-weight-update-equal", "--save", str(tmp_path)))
+
+
+def test_a_node_with_several_addresses_joins_under_the_one_that_is_given(monkeypatch):
+    asked = {}
+    monkeypatch.setenv("SLIME_HOST_IP", "10.0.0.7")
+    monkeypatch.setattr(cluster, "_require_listener", lambda address: None)
+    monkeypatch.setattr(cluster, "_answers_on_loopback_only", lambda address: False)
+    monkeypatch.setattr(cluster.ray, "init", lambda **options: asked.update(options))
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"GPU": 64.0, "CPU": 64.0})
+    cluster._join("10.0.0.1:6379", cluster.plan_cluster(planned(SMALL)))
+    assert (asked["address"], asked["_node_ip_address"]) == ("10.0.0.1:6379", "10.0.0.7")

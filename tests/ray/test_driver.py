@@ -1,25 +1,33 @@
+import contextlib
 import weakref
 from types import SimpleNamespace
 
 import pytest
 
 import train
+import train_async
+from slime.arguments.rules.algorithm import unavoidable_staleness
 from slime.ray.driver import (
     RolloutResult,
     RunLength,
     RunProgress,
+    SharedDevices,
     StartedRun,
     StepReport,
+    Turn,
     evaluates,
     evaluates_before_training,
+    pushes,
     saves,
 )
+from slime.scheduling.device_turns import IllegalTurn
+from slime.utils.errors import RunError
 
 
 def make(**values):
     defaults = {
         "has_engines": True, "eval_interval": 5, "skip_eval_before_train": False, "save_interval": 5,
-        "loss_type": "policy_loss",
+        "loss_type": "policy_loss", "offload_train": False, "offload_rollout": False,
     }  # fmt: skip
     return SimpleNamespace(**{**defaults, **values})
 
@@ -132,3 +140,193 @@ def test_a_stop_in_the_first_rollout_knows_where_the_run_stands():
         assert progress.rollouts_done == 3
         raise KeyboardInterrupt
     assert progress.rollouts_done == 3
+
+
+class EventActor:
+    """Trains nothing; notes what happens."""
+
+    def __init__(self, events):
+        self.train = lambda rollout_id, rollout, report: events.append(("train", rollout_id))
+        self.save = lambda rollout_id: events.append(("save", rollout_id))
+        self.publish = lambda rollout_id: None
+
+
+class EventManager:
+    """Generates nothing; notes what it is asked for, and what is awaited."""
+
+    def __init__(self, events):
+        self._events = events
+        self.pushes_ahead = {}
+        self.save = lambda rollout_id: events.append(("save data", rollout_id))
+
+    def _call(self, name, rollout_id, result):
+        self._events.append((name, rollout_id))
+        return SimpleNamespace(result=lambda: self._events.append((f"{name} is there", rollout_id)) or result)
+
+    def generate(self, rollout_id, pushes_ahead):
+        self.pushes_ahead[rollout_id] = pushes_ahead
+        return self._call("generate", rollout_id, RolloutResult(["shard"], []))
+
+    def evaluate(self, rollout_id, before=False):
+        return self._call("evaluate", rollout_id, [])
+
+    @contextlib.contextmanager
+    def between_rollouts(self):
+        self._events.append(("pause", None))
+        yield
+        self._events.append(("go on", None))
+
+
+@pytest.fixture
+def run_ahead(monkeypatch):
+    """The events of a run of the asynchronous loop; `run_ahead.manager` is what it asked."""
+
+    def run(start, num_rollout, **values):
+        events = []
+        run.manager = EventManager(events)
+        sync = SimpleNamespace(push=lambda: events.append(("push", None)) or {})
+        monkeypatch.setattr("slime.ray.weight_sync.WeightSync", lambda args, actor, manager, devices: sync)
+        defaults = {
+            "async_buffer_size": 1, "update_weights_interval": 1, "has_trainer": True, "eval_interval": None,
+            "save_interval": None, "update_weights_in_flight": False,
+        }  # fmt: skip
+        args = make(**{**defaults, **values})
+        train_async.loop(args, started(start, num_rollout, run.manager, EventActor(events)), RunProgress())
+        return events
+
+    return run
+
+
+def of(events, *names):
+    return [event for event in events if event[0] in names]
+
+
+def test_the_next_rollout_is_generated_while_this_one_is_trained(run_ahead):
+    events = run_ahead(0, 3, save_interval=2)
+    assert events == [
+        ("push", None), ("generate", 0), ("generate", 1),
+        ("generate is there", 0), ("train", 0), ("pause", None), ("push", None), ("go on", None), ("generate", 2),
+        ("generate is there", 1), ("train", 1), ("save", 1), ("save data", 1), ("pause", None), ("push", None), ("go on", None),
+        ("generate is there", 2), ("train", 2), ("save", 2), ("save data", 2), ("pause", None), ("push", None), ("go on", None),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("buffer, interval", [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (5, 3)])
+@pytest.mark.parametrize("start", [0, 3])
+def test_no_more_rollouts_are_ahead_than_the_buffer_holds_and_none_is_older_than_the_rule_says(
+    run_ahead, buffer, interval, start
+):
+    events = run_ahead(start, 14, async_buffer_size=buffer, update_weights_interval=interval)
+    asked_for, version, generated_with, oldest = set(), 0, {}, 0
+    for name, rollout_id in of(events, "push", "generate", "train"):
+        if name == "push":
+            version += 1
+        elif name == "generate":
+            asked_for.add(rollout_id)
+            generated_with[rollout_id] = version
+        else:
+            asked_for.remove(rollout_id)
+            assert asked_for == set(range(rollout_id + 1, min(rollout_id + 1 + buffer, 14)))
+            assert version == generated_with[rollout_id] + run_ahead.manager.pushes_ahead[rollout_id]
+            oldest = max(oldest, version - generated_with[rollout_id])
+    args = SimpleNamespace(async_buffer_size=buffer, update_weights_interval=interval, asynchronous=True)
+    assert oldest == unavoidable_staleness(args)
+    assert [rollout_id for name, rollout_id in events if name == "train"] == list(range(start, 14))
+
+
+def test_weights_are_pushed_at_intervals_of_the_whole_run_and_at_its_end(run_ahead):
+    assert [r for r in range(8) if pushes(SimpleNamespace(update_weights_interval=3), RunLength(8), r)] == [2, 5, 7]
+    events = run_ahead(1, 5, update_weights_interval=2)
+    assert of(events, "train", "push") == [
+        ("push", None), ("train", 1), ("push", None), ("train", 2), ("train", 3), ("push", None), ("train", 4), ("push", None),
+    ]  # fmt: skip
+
+
+def test_an_evaluation_runs_beside_the_next_rollouts_and_sees_the_weights_that_were_pushed_last(run_ahead):
+    events = run_ahead(0, 3, eval_interval=1, async_buffer_size=2)
+    assert of(events, "evaluate", "push", "generate") == [
+        ("push", None), ("generate", 0), ("generate", 1), ("generate", 2), ("evaluate", 0),
+        ("push", None), ("evaluate", 0), ("push", None), ("evaluate", 1), ("push", None), ("evaluate", 2),
+    ]  # fmt: skip
+
+
+def test_an_evaluation_alone_generates_no_rollout(run_ahead):
+    assert run_ahead(4, 0, eval_interval=1) == [("push", None), ("evaluate", 4), ("evaluate is there", 4)]
+
+
+def test_weights_that_are_swapped_in_flight_wait_for_no_rollout(run_ahead):
+    events = run_ahead(0, 2, update_weights_in_flight=True)
+    assert of(events, "push", "train", "pause") == [
+        ("push", None), ("train", 0), ("push", None), ("train", 1), ("push", None),
+    ]  # fmt: skip
+
+
+class Side:
+    def __init__(self, name, told):
+        self.name, self.told, self.fails = name, told, False
+
+    def hold(self, holds):
+        if self.fails:
+            raise RunError(f"{self.name} failed")
+        self.told.append((self.name, holds.name))
+
+
+@pytest.fixture
+def make_pool():
+    def make(**flags):
+        values = {
+            "has_trainer": True, "has_engines": True, "colocate": True, "offload_train": True, "offload_rollout": True,
+            "use_critic": False, "typed_flags": set(), "rollout_external": False,
+        }  # fmt: skip
+        told = []
+        ranks, engines = Side("ranks", told), Side("engines", told)
+        devices = SharedDevices(SimpleNamespace(**{**values, **flags}), ranks, engines)
+        return SimpleNamespace(devices=devices, ranks=ranks, engines=engines, told=told)
+
+    return make
+
+
+def test_ranks_and_engines_are_told_in_the_order_of_the_turns(make_pool):
+    pool = make_pool()
+    for turn in (Turn.PUSH, Turn.GENERATION, Turn.GENERATION, Turn.TRAINING):
+        pool.devices.turn_to(turn)
+    assert pool.told == [
+        ("ranks", "WEIGHTS"), ("engines", "WEIGHTS"), ("ranks", "NOTHING"), ("engines", "ALL"),
+        ("engines", "NOTHING"), ("ranks", "ALL"),
+    ]  # fmt: skip
+    with pytest.raises(IllegalTurn):
+        pool.devices.turn_to(Turn.GENERATION)
+
+
+def test_after_an_error_in_the_middle_the_next_turn_begins_where_it_was(make_pool):
+    pool = make_pool()
+    pool.engines.fails = True
+    with pytest.raises(RunError, match="engines failed"):
+        pool.devices.turn_to(Turn.PUSH)
+    assert pool.told == [("ranks", "WEIGHTS")]
+    pool.engines.fails = False
+    pool.devices.turn_to(Turn.PUSH)
+    assert pool.told[1:] == [("engines", "WEIGHTS")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sides"),
+    [
+        ({"offload_rollout": False}, {"ranks"}),
+        ({"offload_train": False}, {"engines"}),
+        ({"colocate": False}, {"ranks", "engines"}),
+        ({"offload_train": False, "offload_rollout": False}, set()),
+        ({"has_engines": False}, set()),
+        ({"has_trainer": False}, set()),
+        ({"rollout_external": True}, {"ranks"}),
+        # A critic switches `offload_train` on, for turns of the two models that are not built.
+        ({"use_critic": True, "colocate": False}, {"engines"}),
+        ({"use_critic": True, "colocate": False, "typed_flags": {"offload_train"}}, {"ranks", "engines"}),
+        ({"use_critic": True}, {"ranks", "engines"}),
+    ],
+)
+def test_who_sleeps_by_the_flags(make_pool, flags, sides):
+    pool = make_pool(**flags)
+    for turn in (Turn.PUSH, Turn.GENERATION, Turn.TRAINING):
+        pool.devices.turn_to(turn)
+    assert {side for side, _ in pool.told} == sides

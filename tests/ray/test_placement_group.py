@@ -1,4 +1,6 @@
 import argparse
+import random
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -6,7 +8,7 @@ import pytest
 from slime.ray import placement_group
 from slime.ray.cluster import plan_cluster
 from slime.ray.driver import RunLength
-from slime.ray.placement_group import check_engines_fit, sort_bundles
+from slime.ray.placement_group import arrange_bundles, check_engines_fit, group_sizes, sort_bundles
 from slime.utils.errors import UserError
 
 
@@ -19,6 +21,78 @@ def test_s8_devices_are_ordered_as_numbers():
 def test_host_names_are_resolved_and_unknown_ones_come_last():
     devices = [("no-such-host.invalid", 0), ("localhost", 1), ("126.0.0.1", 0)]
     assert sort_bundles(devices) == [2, 1, 0]
+
+
+def arranged(free, sizes):
+    """The nodes of the run's GPUs, in order; `free`: how many devices of each node Ray gave."""
+    devices = [(node, device) for node, count in free.items() for device in range(count)]
+    return [devices[index][0] for index in arrange_bundles(devices, [(f"group {size}", size) for size in sizes])]
+
+
+A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
+
+
+@pytest.mark.parametrize(
+    "free, sizes, nodes",
+    [
+        # Whole nodes: as they are sorted.
+        ({A: 4, B: 4}, [2, 2, 2, 1, 1], [A] * 4 + [B] * 4),
+        # In sorted order the second pair would lie on both.
+        ({A: 3, B: 3}, [2, 2, 1, 1], [A, A, B, B, A, B]),
+        ({A: 1, B: 4}, [2, 2], [B, B, B, B, A]),
+        # Larger than any node: there is no better place.
+        ({A: 2, B: 2}, [4], [A, A, B, B]),
+        ({A: 2, B: 2}, [], [A, A, B, B]),
+        ({A: 1, B: 2, C: 2}, [4, 1], [A, B, B, C, C]),
+        # In order the pairs would leave 2 on each.
+        ({A: 6, B: 2}, [2, 2, 4], [A, A, B, B, A, A, A, A]),
+        ({A: 4, B: 5}, [1, 4, 4], [B, A, A, A, A, B, B, B, B]),
+        # The largest do not choose first where all find room in order.
+        ({A: 4, B: 4}, [1, 1, 2, 4], [A] * 4 + [B] * 4),
+    ],
+)
+def test_what_belongs_together_lies_on_one_node_where_one_has_room(free, sizes, nodes):
+    assert arranged(free, sizes) == nodes
+
+
+def test_a_group_that_no_node_has_room_for_is_told_with_what_is_left():
+    with pytest.raises(
+        UserError, match=f"^group 2 needs 2 GPUs of one node, and .* left: 1 on {A}, 1 on {B}; free whole"
+    ):
+        arranged({A: 3, B: 3}, [2, 2, 2])
+
+
+def test_the_work_grows_with_the_devices_and_not_with_their_square():
+    devices = [(f"10.0.{node // 256}.{node % 256}", device) for node in range(512) for device in range(8)]
+    lines, tracer = 0, sys.gettrace()
+
+    def count(frame, event, argument):
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    sys.settrace(count)
+    try:
+        order = arrange_bundles(devices, [("one", 1)] * 2048 + [("four", 4)] * 512)
+    finally:
+        sys.settrace(tracer)
+    assert order == list(range(4096))
+    assert lines < 100 * len(devices)
+
+
+def test_groups_of_a_run_are_those_of_tensor_parallelism_and_engines():
+    values = {"world_size": 4, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2, "tensor_model_parallel_size": 2,
+              "num_gpus_per_node": 8}  # fmt: skip
+    modes = {"has_trainer": True, "has_engines": True, "rollout_external": False, "colocate": False}
+    args = SimpleNamespace(**values, **modes)
+    ranks = [("the tensor-parallel group of rank 0", 2), ("the tensor-parallel group of rank 2", 2)]
+    assert group_sizes(args, plan_cluster(args).layout) == [*ranks, ("engine 0", 2), ("engine 1", 2)]
+    # A node for each part of an engine.
+    args.num_gpus_per_node = 1
+    assert group_sizes(args, plan_cluster(args).layout)[2:] == [("engine 0", 1)] * 2 + [("engine 1", 1)] * 2
+    # They share the GPUs.
+    args.colocate = True
+    assert group_sizes(args, plan_cluster(args).layout) == ranks
 
 
 def plan(**values):
@@ -35,6 +109,41 @@ def test_plan_of_every_mode():
     assert plan(has_trainer=False).gpus == 2
 
 
+FOUR_NODES = [(f"127.0.0.{2 + gpu // 8}", gpu % 8) for gpu in range(32)]
+
+
+@pytest.mark.parametrize(
+    "mode, actor, rollout",
+    [
+        ({}, (0, 16), (16, 32)),
+        ({"has_engines": False, "world_size": 32}, (0, 32), (0, 0)),
+        ({"has_trainer": False, "rollout_num_gpus": 32, "rollout_num_gpus_per_engine": 8}, (0, 0), (0, 32)),
+        ({"rollout_num_gpus_per_engine": 16}, (0, 16), (16, 32)),
+        ({"colocate": True, "world_size": 32, "rollout_num_gpus": 32}, (0, 32), (0, 32)),
+        # Some engines on the trainer's GPUs, and some beside.
+        ({"colocate": True, "rollout_num_gpus": 32}, (0, 16), (0, 32)),
+        ({"rollout_external": True, "world_size": 32}, (0, 32), (0, 0)),
+    ],
+)
+def test_every_mode_lies_in_the_order_of_nodes_and_devices(monkeypatch, mode, actor, rollout):
+    """On four nodes of eight devices, whatever order Ray gives them in."""
+    given = random.Random(0).sample(FOUR_NODES, 32)
+    bundles = SimpleNamespace(ready=lambda: "ready")
+    monkeypatch.setattr(placement_group, "placement_group", lambda shape, strategy: bundles)
+    monkeypatch.setattr(placement_group, "wait_for", lambda *arguments, **options: None)
+    monkeypatch.setattr(placement_group, "_locate", lambda group, index: given[index])
+    monkeypatch.setattr(placement_group, "wait_for_all", lambda refs, *arguments: refs)
+    values = {
+        "has_trainer": True, "has_engines": True, "rollout_external": False, "colocate": False, "world_size": 16,
+        "rollout_num_gpus": 16, "rollout_num_gpus_per_engine": 4, "num_gpus_per_node": 8, "tensor_model_parallel_size": 4,
+    }  # fmt: skip
+    placed = placement_group.create_placement_groups(argparse.Namespace(**{**values, **mode}))
+    for part, (first, last) in {"actor": actor, "rollout": rollout}.items():
+        assert [given[bundle] for bundle, _ in placed[part].places] == FOUR_NODES[first:last]
+        assert [device for _, device in placed[part].places] == [device for _, device in FOUR_NODES[first:last]]
+        assert placed[part].group is (bundles if last else None)
+
+
 @pytest.mark.parametrize("devices", [[("a", 0), ("a", 2)], [("a", 7), ("b", 0)], [("a", 1), ("a", 0)]])
 def test_engine_needs_consecutive_devices_of_one_node(devices):
     check_engines_fit([("a", 0), ("a", 1), ("b", 4), ("b", 5)], 2)
@@ -43,20 +152,23 @@ def test_engine_needs_consecutive_devices_of_one_node(devices):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "engines", "limit", "flags"),
+    ("ranks", "engines", "in_turn", "limit", "flags"),
     [
-        (900, 500, 900, ["--train-start-timeout"] * 3),
-        (300, 500, 500, [None, "--train-start-timeout", "--train-start-timeout"]),
+        (900, 500, False, 900, ["--train-start-timeout"] * 3),
+        (300, 500, False, 500, [None, "--train-start-timeout", "--train-start-timeout"]),
+        # The ranks begin when the engines are done.
+        (300, 500, True, 800, ["--train-start-timeout"] * 3),
     ],
 )
-def test_the_limit_of_a_start_names_the_flag_that_would_help(monkeypatch, ranks, engines, limit, flags):
+def test_the_limit_of_a_start_names_the_flag_that_would_help(monkeypatch, ranks, engines, in_turn, limit, flags):
     """Engines have a limit of their own inside; what is left beyond it are data, and no flag makes them faster."""
     seen = {}
     monkeypatch.setattr(
         placement_group, "wait_for_all", lambda refs, name, limit, **options: seen.update(options, limit=limit)
     )
     client = SimpleNamespace(start_deadline=engines, starting="manager")
-    placement_group._wait_for_start(SimpleNamespace(train_start_timeout=ranks), client, None)
+    args = SimpleNamespace(train_start_timeout=ranks)
+    placement_group._wait_for_start(args, client, None, one_after_the_other=in_turn)
     late = ([0], [2], [0, 1])  # the manager, a rank, both
     assert (seen["limit"], [seen["flag"](positions) for positions in late]) == (limit, flags)
 
@@ -71,13 +183,14 @@ def test_the_limit_of_a_start_names_the_flag_that_would_help(monkeypatch, ranks,
         ({"num_rollout": None, "start_rollout_id": None}, False, (None, None, 0)),
     ],
 )
-def test_a_started_run_is_returned_and_what_was_parsed_stays(monkeypatch, typed, trains, expected):
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_started_run_is_returned_and_what_was_parsed_stays(monkeypatch, typed, trains, expected, shares):
     class Group:
         def __init__(self, args, *arguments):
             self.args = args
 
-        def start(self):
-            events.append("ranks")
+        def start(self, after):
+            events.append("ranks" if after is None else f"ranks after {after}")
 
         def wait_ready(self):
             return 3
@@ -86,15 +199,24 @@ def test_a_started_run_is_returned_and_what_was_parsed_stays(monkeypatch, typed,
     manager = SimpleNamespace(
         wait_ready=lambda: events.append("manager") or RunLength(typed["num_rollout"] or 6, 2),
         load=lambda rollout_id: events.append(rollout_id),
+        starting="the manager",
     )
     monkeypatch.setattr(placement_group, "TrainGroup", Group)
-    monkeypatch.setattr(placement_group, "_wait_for_start", lambda *arguments: None)
-    args = argparse.Namespace(has_trainer=trains, use_critic=False, **typed)
+    waits = []
+    monkeypatch.setattr(
+        placement_group, "_wait_for_start", lambda *arguments, one_after_the_other: waits.append(one_after_the_other)
+    )
+    flags = {"has_trainer": trains, "use_critic": False, "colocate": shares, "has_engines": True, "rollout_external": False,
+             "offload_train": False, "offload_rollout": shares}  # fmt: skip
+    args = argparse.Namespace(**flags, **typed)
     bundles = {"actor": placement_group.Bundles(None, ())}
     run = placement_group.create_training_models(args, bundles, manager)
     told = (run.actor.args.num_rollout, getattr(run.actor.args, "rollouts_per_epoch", None)) if trains else (None, None)
     assert (*told, run.start_rollout_id) == expected
     assert run.length == RunLength(typed["num_rollout"] or 6, 2) and run.rollout_manager is manager
-    assert args == argparse.Namespace(has_trainer=trains, use_critic=False, **typed)
-    first = ["manager", "ranks"] if typed["num_rollout"] is None else ["ranks"]
+    assert args == argparse.Namespace(**flags, **typed)
+    # Ranks that share devices with engines build their model when these sleep.
+    ranks = "ranks after the manager" if shares else "ranks"
+    first = ["manager", ranks] if typed["num_rollout"] is None else [ranks]
     assert events == [*(first if trains else []), "manager", run.start_rollout_id - 1]
+    assert waits == [shares and trains]

@@ -1,6 +1,7 @@
 """How the manager starts and ends, and what the driver's side of it waits for, and how long; without Ray."""
 
 import asyncio
+import contextlib
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from ray.exceptions import RayActorError
 from slime.observability import waiting
 from slime.ray import rollout_manager
 from slime.ray.driver import RunLength
-from slime.ray.rollout_manager import RolloutManager
+from slime.ray.rollout_manager import RolloutManager, RolloutTurns
 from slime.ray.train_group import TrainGroup
 from slime.utils.errors import RunError
 from slime.utils.run_values import with_run_values
@@ -100,6 +101,46 @@ def test_a_manager_without_engines_generates_saves_and_goes_on(tmp_path, monkeyp
     assert indices == [list(range(8)), list(range(8, 16)), list(range(8, 16))]
 
 
+async def settled():
+    """Every task has done what it can do without others."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_rollouts_take_turns_in_their_order_and_none_begins_in_a_pause():
+    async def main():
+        turns, begun, ends = RolloutTurns(), [], {number: asyncio.Event() for number in range(3, 7)}
+
+        async def rollout(number, after):
+            async with turns.of(number, after):
+                begun.append(number)
+                await ends[number].wait()
+
+        # They arrive in another order than they were asked for.
+        tasks = [asyncio.create_task(rollout(number, after)) for number, after in ((5, 4), (4, 3), (3, None), (6, 5))]
+        await settled()
+        assert begun == [3]
+        pause = asyncio.create_task(turns.pause())
+        await settled()
+        assert not pause.done()
+        ends[3].set()
+        await pause
+        await settled()
+        assert begun == [3], "between two rollouts nothing begins"
+        await turns.go_on()
+        ends[4].set()
+        await settled()
+        assert begun == [3, 4, 5]
+        tasks[0].cancel()
+        await settled()
+        assert begun == [3, 4, 5, 6], "one that fails gives its turn on"
+        ends[6].set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await turns.pause()
+
+    asyncio.run(main())
+
+
 @pytest.fixture
 def make_client(monkeypatch):
     """A client whose manager is no process: its start is a reference that never has a result."""
@@ -115,8 +156,8 @@ def make_client(monkeypatch):
 
     def make(places=(), **flags):
         values = {
-            "engine_start_timeout": 600.0, "http_request_timeout": 60.0, "has_trainer": True, "has_engines": True,
-            "train_env_vars": {},
+            "async_buffer_size": 1, "engine_start_timeout": 600.0, "http_request_timeout": 60.0, "has_trainer": True,
+            "has_engines": True, "train_env_vars": {}, "rollout_external_engine_infos": None,
         }  # fmt: skip
         args = SimpleNamespace(**{**values, **flags})
         client = rollout_manager.RolloutClient(args, None, places)
@@ -158,10 +199,13 @@ def test_a_start_that_takes_too_long_ends_the_wait(make_client, monkeypatch):
     assert client._length is None and client.start_deadline == limit
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-def test_a_push_waits_for_all_that_may_become_of_engines_and_not_for_ever(make_client, monkeypatch, devices):
+@pytest.mark.parametrize(("devices", "places", "others"), [(1, 1, None), (4, 4, None), (3, 0, ("info",) * 3)])
+def test_a_push_waits_for_all_that_may_become_of_engines_and_not_for_ever(
+    make_client, monkeypatch, devices, places, others
+):
     """Each may be doubted for the time of a start, die, and have three successors that take theirs; one after another."""
-    client = make_client(places=[(device, device) for device in range(devices)], engine_start_timeout=3600.0)
+    places = [(device, device) for device in range(places)]
+    client = make_client(places=places, engine_start_timeout=3600.0, rollout_external_engine_infos=others)
     client._manager.begin_push = SimpleNamespace(remote=lambda: "engines")
     now, answers_at = [0.0], [devices * 4 * (3600.0 + 60.0)]
 
@@ -207,7 +251,7 @@ def test_calls_that_are_under_way_are_awaited_one_by_one_and_ask_for_their_own_p
 
     monkeypatch.setattr(rollout_manager, "wait_for", wait_for)
     rollout, evaluation = client.generate(4), client.evaluate(3)
-    assert asked == [("generate", 4), ("evaluate", 3)], "nobody waits yet"
+    assert asked == [("generate", 4, None, None), ("evaluate", 3)], "nobody waits yet"
     asked.clear()
     assert evaluation.result() == ["evaluate result"] and rollout.result() == ["generate result"]
     assert asked == [
@@ -261,3 +305,28 @@ def test_a_manager_that_dies_is_told_by_the_wait_for_it_and_not_by_a_question_be
     with pytest.raises(RunError, match=r"^generation of rollout 4: a process of the run died\."):
         client.generate(4).result()
     assert len(turns) == 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_between_rollouts_one_that_is_under_way_is_awaited_and_the_next_goes_on_afterwards(
+    make_client, monkeypatch, fails
+):
+    client, events = make_client(has_engines=True, use_fault_tolerance=False), []
+    for method in ("generate", "end_push", "pause_between_rollouts", "go_on_with_rollouts", "progress"):
+        remote = lambda *arguments, name=method: events.append((name, *arguments)) or name  # noqa: E731
+        setattr(client._manager, method, SimpleNamespace(remote=remote))
+    monkeypatch.setattr(
+        rollout_manager, "wait_for", lambda ref, *rest, on_poll=None: on_poll and events.append((ref, "is there"))
+    )
+    client.end_push([], 7, {})
+    client.generate(3)
+    client.generate(4, pushes_ahead=2)
+    events.remove(("end_push", [], 7, {}))
+    with contextlib.suppress(RunError), client.between_rollouts():
+        events.append("push")
+        if fails:
+            raise RunError("the push failed")
+    assert events == [
+        ("generate", 3, None, 7), ("generate", 4, 3, 9), ("pause_between_rollouts",), ("pause_between_rollouts", "is there"),
+        "push", ("go_on_with_rollouts",),
+    ]  # fmt: skip

@@ -248,6 +248,27 @@ def test_what_ranks_logged_before_a_failure_reaches_the_trackers(make_group, mon
     assert losses == [(6, 0.0), (7, 1.0), (8, 0.0), (9, 1.0)]
 
 
+def test_ranks_build_their_model_when_what_they_wait_for_is_ready(make_group, tmp_path):
+    """On devices that they share with engines: when these sleep."""
+
+    @ray.remote(num_cpus=0)
+    def asleep(sign):
+        while not os.path.exists(sign):
+            time.sleep(0.02)
+
+    group, other, sign = make_group(), make_group(), tmp_path / "asleep"
+    try:
+        group.start(after=asleep.remote(str(sign)))
+        other.create()
+        # It started later, waits for nothing, and is there.
+        assert ray.wait(group.starting, timeout=0.5)[0] == []
+        sign.touch()
+        assert group.wait_ready() == 0
+    finally:
+        group.kill()
+        other.kill()
+
+
 def test_a_rank_that_dies_while_it_has_nothing_to_do_ends_whatever_is_awaited(make_group):
     group = make_group()
     try:

@@ -1,12 +1,14 @@
 """What the driver does around a weight push, without trainer and engines."""
 
 import dataclasses
+import json
 from types import SimpleNamespace
 
 import pytest
 
 from slime.ray import weight_sync
 from slime.ray.weight_sync import WeightSync, mean_difference, probe_sequences
+from slime.scheduling.device_turns import Turn
 from slime.serving.fleet import EngineName, EngineSnapshot, EngineState, FleetSnapshot
 from slime.utils.errors import RunError
 from slime.weights.push import PushReport
@@ -34,7 +36,7 @@ def test_engines_have_the_time_to_load_that_their_flag_gives_and_a_moment_more(m
     engine = SimpleNamespace(update_weights_from_disk=SimpleNamespace(remote=lambda directory: "its answer"))
     monkeypatch.setattr(weight_sync, "WeightPush", lambda args, train_group: None)
     manager = SimpleNamespace(bring_weights_by=lambda bring: None)
-    sync = WeightSync(SimpleNamespace(engine_load_timeout=5000.0), None, manager)
+    sync = WeightSync(SimpleNamespace(engine_load_timeout=5000.0), None, manager, None)
     sync._call(fleet_of(engine), "update_weights_from_disk", "directory")
     assert limits == [("--engine-load-timeout", 5000.0 + weight_sync._ANSWER_SECONDS)]
 
@@ -87,18 +89,25 @@ def sync(monkeypatch, events):
         end_push=lambda names, *rest: events.append((*map(str, names), *rest)),
         bring_weights_by=lambda bring: events.append(bring),
     )
-    sync = WeightSync(SimpleNamespace(check_weight_update_equal=False, use_fault_tolerance=False), None, manager)
+    flags = {"check_weight_update_equal": False, "use_fault_tolerance": False, "max_weight_staleness": None}
+    args = SimpleNamespace(**flags, vocab_size=50)
+    turns = []
+    ranks = SimpleNamespace(
+        rollouts_trained=0, probe_log_probs=lambda sequences: turns.append("probe") or ["of the trainer"]
+    )
+    sync = WeightSync(args, ranks, manager, SimpleNamespace(turn_to=turns.append))
     assert events.pop() == sync.push_to_stale
 
-    def compare(fleet):
-        if fleet.engines:
-            events.append(("log-probs", *map(str, fleet.names)))
+    def compare(fleet, sequences, trainer):
+        assert (sequences, trainer) == (probe_sequences(50), ["of the trainer"])
+        events.append(("log-probs", *map(str, fleet.names)))
+        turns.append("compare")
         unproven = {name.engine_id: sync.unproven.pop(name) for name in fleet.names if name in sync.unproven}
         sync._proven.update(name for name in fleet.names if name.engine_id not in unproven)
         return unproven
 
     sync._compare_log_probs = compare
-    sync.pushes, sync.fleets, sync.unproven = pushes, fleets, {}
+    sync.pushes, sync.fleets, sync.unproven, sync.turns = pushes, fleets, {}, turns
     return sync
 
 
@@ -110,6 +119,27 @@ def test_a_push_goes_to_the_engines_that_are_there_and_the_fleet_hears_of_its_en
         [(0, "a", 1, 0), (1, "b", 1, 1)], ("engine 0", "engine 1", 6, {}),
         [(1, "b", 1, 1)], ("engine 1", 7, {}),
     ]  # fmt: skip
+
+
+def test_devices_turn_to_the_push_and_then_to_generation_and_log_probs_are_told_by_whoever_is_awake(sync, events):
+    sync.push()
+    sync.push()
+    assert sync.turns == [Turn.PUSH, "probe", Turn.GENERATION, "compare", Turn.PUSH, Turn.GENERATION]
+    sync.turns.clear()
+    sync.stale = fleet_of("new", first=1)
+    sync.push_to_stale()
+    assert sync.turns == [Turn.PUSH, "probe", Turn.GENERATION, "compare"]
+    sync.turns.clear()
+    sync.stale = fleet_of()
+    sync.push_to_stale()
+    assert sync.turns == []
+
+
+def test_a_push_that_ends_the_run_gives_nobody_its_caches(sync):
+    sync.pushes.failed = [{1: "engine 1 died"}]
+    with pytest.raises(RunError):
+        sync.push()
+    assert sync.turns == [Turn.PUSH]
 
 
 def test_a_new_server_proves_its_first_weights_and_nobody_later_ones(sync, events):
@@ -143,7 +173,7 @@ def test_with_fault_tolerance_the_others_go_on_without_the_one_that_failed(sync,
 def checksums(sync, monkeypatch, tmp_path):
     """What engines report before the push, after their reset and after the push: handle → checksum of the only tensor."""
     sync._args.check_weight_update_equal, sync._args.save = True, str(tmp_path)
-    sync._train_group = SimpleNamespace(export_hf=lambda directory: None)
+    sync._train_group.export_hf = lambda directory: None
     reports = [{"a": "1", "b": "1"}, {"a": "2", "b": "3"}, {"a": "1", "b": "1"}]
     asked = []
 
@@ -255,12 +285,61 @@ def test_an_engine_that_does_not_tell_its_log_probs_is_left_to_who_watches_it(sy
     engine = SimpleNamespace(generate=SimpleNamespace(remote=lambda request: None))
     monkeypatch.setattr(weight_sync, "wait_for_each", lambda refs, name, limit: [RunError("engine 0 died")])
     sync._args = SimpleNamespace(
-        use_fault_tolerance=tolerant, vocab_size=50, params_dtype_name="float32", engine_load_timeout=1.0
-    )
-    sync._train_group = SimpleNamespace(probe_log_probs=lambda sequences: [])
+        use_fault_tolerance=tolerant, vocab_size=50, params_dtype_name="float32", engine_load_timeout=1.0,
+        hf_checkpoint="/nowhere",
+    )  # fmt: skip
     if not tolerant:
         with pytest.raises(RunError, match="^engine 0 died$"):
-            compare(sync, fleet_of(engine))
+            compare(sync, fleet_of(engine), [], [])
         return
-    assert compare(sync, fleet_of(engine)) == {0: "engine 0 died"}
+    assert compare(sync, fleet_of(engine), [], []) == {0: "engine 0 died"}
     assert "weight check: engine 0 died" in caplog.text and not sync._proven
+
+
+@pytest.mark.parametrize("others_serve", [True, False])
+def test_an_engine_that_missed_weights_which_nobody_has_any_more_waits_for_others_to_finish(sync, events, others_serve):
+    """Trained on since the push: the weights of its version are gone, and newer ones would cut off what others do."""
+    sync._args.use_fault_tolerance = True
+    sync.push()
+    sync._train_group.rollouts_trained += 1
+    sync._rollout_manager.is_serving = lambda: others_serve
+    events.clear()
+    sync.stale = fleet_of("new", first=1)
+    sync.push_to_stale()
+    if others_serve:
+        assert events == []
+    else:
+        assert events[-1] == ("engine 0", "engine 1", 6, {}) and "again" not in events
+        sync.push_to_stale()
+        assert events[-1] == ("engine 1", 6, {}) and "again" in events, "now all have what the trainer has"
+
+
+@pytest.mark.parametrize("quantised, difference", [(False, 0.3), (True, 0.3), (True, 0.7)])
+def test_engines_with_quantised_weights_may_differ_and_are_told_of_when_they_differ_much(
+    sync, monkeypatch, tmp_path, quantised, difference, caplog
+):
+    config = {"quantization_config": {"quant_method": "fp8"}} if quantised else {}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    answers = [{"meta_info": {"input_token_logprobs": [[None], [-1.0]]}}]
+    monkeypatch.setattr(weight_sync, "wait_for_each", lambda refs, name, limit: [answers])
+    sync._args = SimpleNamespace(
+        use_fault_tolerance=False, vocab_size=50, params_dtype_name="float32", engine_load_timeout=1.0,
+        hf_checkpoint=str(tmp_path), check_weight_update_equal=False,
+    )  # fmt: skip
+    trainer = [[-1.0 - difference]]
+    fleet = fleet_of(SimpleNamespace(generate=SimpleNamespace(remote=lambda request: None)))
+    if not quantised:
+        with pytest.raises(RunError, match="differ from the trainer"):
+            WeightSync._compare_log_probs(sync, fleet, [], trainer)
+        return
+    assert WeightSync._compare_log_probs(sync, fleet, [], trainer) == {}
+    assert ("differ from the trainer" in caplog.text) is (difference > 0.5)
+
+
+def test_newer_weights_between_two_pushes_would_break_a_bound_on_staleness(sync, events):
+    sync._args.max_weight_staleness = 3
+    sync.push()
+    sync._train_group.rollouts_trained += 1
+    sync._rollout_manager.is_serving = lambda: False
+    with pytest.raises(RunError, match="--max-weight-staleness 3"):
+        sync.push_to_stale()

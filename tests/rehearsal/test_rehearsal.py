@@ -4,7 +4,12 @@ Where no library can be built the tests run on fake CPU tensors, and what only C
 """
 
 import argparse
+import contextlib
 import dataclasses
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -21,6 +26,7 @@ from slime.rehearsal.stand_in import StandIn, find_or_build
 from slime.utils.errors import RunError, UserError
 from tests.support.models.args import command_line, write_config
 from tests.support.models.tiny_model import write_tiny_mimo, write_tiny_model
+from tests.support.processes.waiting import wait_until
 
 HIDDEN, LAYERS = 192, 2
 LAYOUTS = {
@@ -39,6 +45,8 @@ STAGES = {
         "--sequence-parallel",
     ],
     "virtual, tied": ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"],
+    # The first chunk has no layer.
+    "layout, tied": ["--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "E|tt|t|tL"],
 }  # fmt: skip
 
 
@@ -115,7 +123,11 @@ def test_a_step_of_every_layout_goes_through(arguments, stand_in, tmp_path, layo
     assert result.not_rehearsed == []
 
 
-@pytest.mark.parametrize("layout", STAGES)
+@pytest.mark.parametrize(
+    "layout",
+    # The last two both have virtual stages; one of them is enough for the fast tier.
+    [pytest.param(name, marks=[pytest.mark.slow] if name == "virtual, tied" else []) for name in STAGES],
+)
 def test_stages_of_a_pipeline_together_are_the_model(arguments, stand_in, directory, tmp_path, layout):
     model = "deep and tied" if "tied" in layout else "model"
     args = arguments(*STAGES[layout], "--save", str(tmp_path), "--save-interval", "1", model=model)
@@ -144,15 +156,16 @@ def test_stages_of_a_pipeline_together_are_the_model(arguments, stand_in, direct
     for result, of_stage in zip(results, run.planned(args, cut, len(batches)), strict=True):
         assert result.saved.host == pytest.approx(sum(result.saved.written.values()), rel=0.1)
         assert of_stage.save == pytest.approx(result.saved.host, rel=0.1)
-    # Of a message its shape is sent first, which the receiver reads; sender and receiver wait for both to be there. Nothing
-    # else depends on the pipeline: the first stage has no loss that could wait.
+    # Shapes are known, and not sent. What is sent and received together is waited for, but where stages are interleaved.
+    # Nothing else depends on the pipeline: the first stage has no loss that could wait.
     waits = [sum_by_what(result.waits["step"]) for result in results]
-    messages = len(batches) * (2 * cut.virtual_pipeline - 1)
-    assert [stage["values at megatron/core"] for stage in waits] == [messages, messages]
-    assert [stage["a copy to the device at megatron/core"] for stage in waits] == [messages, messages]
     assert [sum(count for what, count in stage.items() if "slime/" in what) for stage in waits] == [2, 6]
-    calls = {"pipeline and tensor": [2 * (messages + 1)] * 2, "virtual, tied": [17, 18]}[layout]
-    assert [stage["the device at megatron/core"] for stage in waits] == calls
+    messages = len(batches) + 1 if cut.virtual_pipeline == 1 else 0
+    assert [stage.pop("the device at megatron/core", 0) for stage in waits] == [messages, messages]
+    # The norm of the gradient.
+    assert [{what: n for what, n in stage.items() if "megatron/core" in what} for stage in waits] == [
+        {"a value at megatron/core": 1}
+    ] * 2
 
 
 def sum_by_what(waits):
@@ -244,11 +257,17 @@ def test_experts_go_through_however_they_are_cut(arguments, stand_in, tmp_path, 
 
 @pytest.mark.slow
 def test_prediction_layers_go_through(arguments, stand_in, tmp_path):
-    write_tiny_mimo(tmp_path)
-    args = arguments("--hf-checkpoint", str(tmp_path), "--enable-mtp-training", "--context-parallel-size", "2")
+    write_tiny_mimo(tmp_path, vocab_size=131072)
+    words = ["--enable-mtp-training", "--context-parallel-size", "2", "--rollout-max-context-len", "512"]
+    words += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096"]
+    args = arguments("--hf-checkpoint", str(tmp_path), *words)
     result = rehearsed(args, stand_in)
     # The step waits once more, for the number of predictions. The layers are pushed too.
     assert waits_of(result) == (8 if stand_in.library else 0) and len(result.pushed.names) == 43
+    if stand_in.library:
+        # Its own, of the prediction layer, and the gradient of one.
+        (plan,) = planned(args, parallel_layout(args), 1)
+        assert result.peaks["step"]["logits"] == pytest.approx(plan.step["logits"], rel=0.05), plan
     assert result.data_dependent == {} and result.not_rehearsed == []
 
 
@@ -273,23 +292,84 @@ def test_the_same_ranks_of_actor_and_critic_are_rehearsed(arguments, monkeypatch
 
 
 def test_without_a_library_the_tensors_are_of_the_cpu(arguments, tmp_path, monkeypatch):
-    """And the process of a rank finds this package from anywhere."""
-    args = arguments("--tensor-model-parallel-size", "2", "--sequence-parallel")
+    """The process of a rank finds this package from anywhere, and no kernels where they are installed."""
+    words = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--apply-rope-fusion", "--num-epoch", "1"]
+    args = arguments(*words)
+    # Where only the data set tells it.
+    args.num_rollout = None
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for name in ("transformer_engine", "apex", "amp_C"):
+        (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('{name} is imported')")
     result = rehearsed(args, StandIn(None, "nothing can be built"))
     assert result.waits == {}
     # The run saves nothing.
-    assert result.saved is None and result.not_rehearsed == []
+    assert result.saved is None
+    assert [line.partition(":")[0] for line in result.not_rehearsed] == [
+        "the length of the learning rate's schedule, which the data set tells", "--apply-rope-fusion",
+    ]  # fmt: skip
     assert result.peaks["step"]["gradients"] == 2 * result.peaks["step"]["weights"]
+
+
+def is_alive(pid):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+def test_the_process_of_a_rank_has_a_deadline_and_sees_no_gpu(arguments, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = tmp_path / "found"
+    program = f"open({str(found)!r}, 'w').write(f'{{os.getpid()}} ' + os.environ['CUDA_VISIBLE_DEVICES'])"
+    (tmp_path / "hanging.py").write_text(f"import os, time\n{program}\ntime.sleep(600)")
+    # It has begun when its time is over.
+    monkeypatch.setattr(run.ChildProcess, "wait", lambda child, seconds: wait_until(found.exists) and None)
+    with pytest.raises(RunError, match="rank 1 did not end within 1800 s"):
+        rehearse_rank(arguments(), 1, [[(16, 8)]], StandIn(None, "nothing is built"), "hanging")
+    pid, visible = found.read_text().split(" ")
+    assert visible == "" and not is_alive(int(pid))
+
+
+def test_the_process_of_a_rank_ends_with_its_driver(tmp_path):
+    # Nobody writes into it: the rank waits for its task.
+    os.mkfifo(tmp_path / "task")
+    rank = [sys.executable, "-m", "slime.rehearsal.rank", str(tmp_path / "task")]
+    program = (
+        "import time; from slime.utils.child_process import ChildProcess; "
+        f"child = ChildProcess('rank', {rank}, {str(tmp_path / 'log')!r}); child.start(); print(child.pid, flush=True); "
+        "time.sleep(600)"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    pid = int(driver.stdout.readline())
+    try:
+        # It has come to its task when the pipe has a reader.
+        writer = wait_until(lambda: opened(tmp_path / "task"))
+        driver.kill()
+        driver.wait()
+        wait_until(lambda: not is_alive(pid))
+        os.close(writer)
+    finally:
+        driver.kill()
+        driver.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def opened(fifo):
+    with contextlib.suppress(OSError):
+        return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
 
 
 def test_it_goes_without_what_needs_transformer_engine_and_says_so(arguments, capsys):
     narrow = ["--use-precision-aware-optimizer", "--main-grads-dtype", "bf16", "--main-params-dtype", "fp16"]
     narrow += ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
     fp8 = ["--fp8-format", "e4m3", "--fp8-param-gather"]
-    show_rehearsal(arguments("--optimizer-cpu-offload", *narrow, *fp8))
+    again = ["--recompute-granularity", "selective", "--recompute-modules", "layernorm"]
+    show_rehearsal(arguments("--optimizer-cpu-offload", *narrow, *fp8, *again))
     text = capsys.readouterr().out
+    assert "--recompute-modules layernorm: the rehearsal keeps what they made" in text
     for flag in ("--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--fp8-format"):
         assert f"{flag}: the rehearsal goes without" in text
 
@@ -313,10 +393,7 @@ def test_what_does_not_fit_stops_it_and_is_named(arguments, stand_in, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (
-            ["--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "Et|tL"],
-            "--pipeline-model-parallel-layout: it cannot be rehearsed yet",
-        ),
+        (["--train-backend", "fsdp"], "--train-backend fsdp: it cannot be rehearsed yet"),
         (["--rehearse-ranks", "1,2"], "--rehearse-ranks 2: the run has 2 training ranks"),
         (
             ["--spec", "slime_plugins.models.qwen3_5", "get_qwen3_5_spec"],
@@ -324,6 +401,7 @@ def test_what_does_not_fit_stops_it_and_is_named(arguments, stand_in, capsys):
         ),
         (["--dry-run-json", "-"], "--rehearse makes no plan"),
         (["--debug-rollout-only"], "rehearses training ranks"),
+        (["--num-rollout", "0"], "with --num-rollout 0 none is taken"),
     ],
 )
 def test_what_cannot_be_rehearsed_is_refused(arguments, words, said):

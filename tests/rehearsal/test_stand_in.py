@@ -70,9 +70,11 @@ def test_a_build_that_fails_says_the_first_error(cache, monkeypatch):
     assert list(cache.iterdir()) == []
 
 
-def test_torch_with_cuda_gets_none(monkeypatch):
-    monkeypatch.setattr(stand_in.metadata, "version", lambda name: "2.13.0")
-    assert "CUDA of its own" in stand_in.find_or_build().why_none
+@pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cu130", "2.13.0+rocm7.0"])
+def test_any_torch_but_a_cpu_build_gets_none(cache, monkeypatch, version):
+    monkeypatch.setattr(stand_in.metadata, "version", lambda name: version)
+    found = stand_in.find_or_build()
+    assert found.library is None and found.why_none.endswith(f"this one is {version}") and not cache.exists()
 
 
 def test_it_is_not_loaded_behind_torch(monkeypatch):

@@ -207,6 +207,51 @@ def test_what_went_back_is_drawn_again_once(data_args, source_class):
     assert prompts(again.get_samples(5)) == ["p3", "p5", "p4", "p2", "p6"]
 
 
+def ahead(states, source, args, size, rollout_id):
+    with states._draws.ahead():
+        return draw_groups(args, source, size, rollout_id)
+
+
+def test_what_was_made_ahead_is_saved_as_it_was_when_its_rollout_took_it(data_args):
+    source = Prompts(data_args)
+    states, (first, second) = observed(data_args, source)
+    draws, [origin] = states._draws, ahead(states, source, data_args, 1, 0)
+    made = copy.deepcopy(origin)
+    draws.finished(origin, lambda: made)
+    draws.taken([origin], 1)
+    for sample in made:
+        sample.remove_sample, sample.response = True, "changed by a function of the user's"
+    states.remember(0)
+    first.end()
+    second.end()
+    states.save(0)
+    again, _ = resumed(data_args, Prompts, 0)
+    [group] = again.get_samples(1)
+    assert [(s.prompt, s.remove_sample, s.response) for s in group] == [("p0", False, "")] * 2
+
+
+def test_groups_of_a_resumed_run_have_other_numbers_than_those_that_waited(data_args):
+    """In rollouts 1 and 2 five groups were drawn ahead, and those that stand third in them were done."""
+    source = Prompts(data_args)
+    states, (first, second) = observed(data_args, source)
+    done = [ahead(states, source, data_args, 5, rollout_id)[2] for rollout_id in (1, 2)]
+    for group in done:
+        states._draws.finished(group, lambda group=group: group)
+    states.remember(0)
+    first.end()
+    second.end()
+    states.save(0)
+    source, states = resumed(data_args, Prompts, 0)
+    groups = []
+    for rollout_id in (1, 2, 3):
+        rollout = Rollout(states, rollout_id)
+        groups += rollout(draw_groups, data_args, source, 6, rollout_id)
+        rollout.end()
+    numbers = [group[0].group_index for group in groups]
+    assert {2**20 + 2, 2**21 + 2} < set(numbers) and len(set(numbers)) == len(numbers) == 18
+    assert numbers[-1] == 3 * 2**20 + 5, "where nothing waited, the first number is free"
+
+
 def test_a_state_waits_for_what_rollouts_before_it_still_give_back(data_args):
     source = RolloutDataSourceWithBuffer(data_args)
     states = DataSourceSnapshots(data_args, source)

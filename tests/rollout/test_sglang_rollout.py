@@ -8,6 +8,7 @@ import pytest
 
 from slime.rollout.base_types import leaves
 from slime.rollout.generate_state import GenerateState
+from slime.rollout.generation_call import GenerationCall
 from slime.rollout.sglang_rollout import generate_rollout, generate_rollout_async
 from slime.utils import async_utils
 from slime.utils.errors import RunError, UserError
@@ -89,6 +90,25 @@ def test_r3_finished_surplus_groups_are_kept_on_request(server, checkpoint, tmp_
     assert len(second.samples) == 2
     assert requests == 12
     assert len(server.requests) <= requests + 4, "the kept groups are not generated again"
+
+
+@pytest.mark.parametrize("trained_as", [2, 3])
+def test_kept_groups_that_would_be_too_old_start_from_their_prompts(server, checkpoint, trained_as):
+    """The server stamps version 1 on what it generates: one push old with a bound of one is fine, two are not."""
+    args = make_args(checkpoint, server.port, keep_surplus_groups=True, max_weight_staleness=1)
+    source = CountingDataSource(2)
+    kept = run_step(args, source)
+    assert kept.metrics["rollout/stale_groups"] == 0
+    source.add_samples(kept.samples)
+    requests = len(server.requests)
+    server.weight_version = str(trained_as)
+    with GenerationCall(1, trained_as).under_way():
+        second = run_step(args, source, rollout_id=1)
+    again = trained_as == 3
+    assert group_numbers(second.samples) == group_numbers(kept.samples)
+    assert len(server.requests) - requests == 4 * again
+    assert second.metrics["rollout/stale_groups"] == 2 * again
+    assert {v for sample in leaves(second.samples) for v in sample.weight_versions} == {"3" if again else "1"}
 
 
 # The second sample of every group fails at first, behind three tokens; no group is judged before all are generated.

@@ -14,16 +14,10 @@ import pytest
 from slime.arguments import parse_args
 from slime.arguments.sizes import layout_of
 from slime.plan import check_before_start, make_plan, render
-from tests.support.tables.launch_table import Launch, launches
+from tests.support.tables.launch_table import SCRIPTS, SCRIPTS_DIR, launches, value_of, write_configs
 from tests.support.tables.model_scripts import script_flags
 from tests.support.tables.shell_arrays import ROOT, bash, script_environment
-from tools.published_models import PUBLISHED_MODELS
 
-SCRIPTS_DIR = ROOT / "scripts"
-SCRIPTS = {
-    str(path.relative_to(SCRIPTS_DIR).with_suffix("")): path
-    for path in sorted([*SCRIPTS_DIR.glob("run-*.sh"), *SCRIPTS_DIR.glob("low_precision/run-*.sh")])
-}
 TABLE = launches()
 MODELS = script_flags()
 # The engines' weights are planned in BF16 here, because the configs of the tests name no quantisation; and MiniMax-M2 says
@@ -32,7 +26,7 @@ TOO_LARGE_FOR_80_GIB = {
     "run-kimi-k2-Instruct": ["weight sync", "generation"],
     "run-kimi-k2-Thinking": ["weight sync", "generation"],
     "low_precision/run-kimi-k2-Thinking-int4": ["weight sync", "generation"],
-    "run-minimax-m2": ["training"],
+    "run-minimax-m2": ["training", "weight sync"],
 }
 SHELLCHECK = f"{sysconfig.get_path('scripts')}/shellcheck"
 EVERY_SCRIPT = pytest.mark.parametrize("name", SCRIPTS)
@@ -53,15 +47,6 @@ def commands(home: Path) -> dict[str, list[str]]:
     words = {name: shlex.split(text) for name, text in zip(parts[::2], parts[1::2], strict=True)}
     assert all(command[1] == str(ROOT / "train.py") for command in words.values())
     return {name: command[2:] for name, command in words.items()}
-
-
-def value_of(words: list[str], flag: str) -> str | None:
-    """The value of the last occurrence of `flag` ("" for a switch); None when it is absent."""
-    places = [place for place, word in enumerate(words) if word == flag]
-    if not places:
-        return None
-    following = words[places[-1] + 1 : places[-1] + 2]
-    return following[0] if following and not following[0].startswith("--") else ""
 
 
 def test_there_is_a_script_for_every_row() -> None:
@@ -111,14 +96,6 @@ def test_dry_run_makes_a_plan(name: str, commands, monkeypatch: pytest.MonkeyPat
     assert render(plan).strip()
     # FSDP's trainer is not estimated: nothing is said of it.
     assert [phase.name for phase in plan.memory.phases if phase.fits is False] == TOO_LARGE_FOR_80_GIB.get(name, [])
-
-
-def write_configs(words: list[str], row: Launch) -> None:
-    """The published config in the directories that the command names; there is nothing else in them."""
-    for flag in ("--hf-checkpoint", "--ref-load"):
-        directory = Path(value_of(words, flag))
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").write_text(json.dumps(PUBLISHED_MODELS[row.model]))
 
 
 @pytest.mark.parametrize("arguments, variables", [(["--dry-run"], {}), ([], {"DRY_RUN": "1"})])

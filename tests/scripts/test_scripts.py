@@ -163,6 +163,14 @@ def test_quickstart_passes_flags_on_to_the_second_run(tmp_path: Path, quickstart
     assert f"--save {tmp_path}/out/seed-0/runs/mine/checkpoints" in reinforced
 
 
+def test_quickstart_reinforces_with_the_asynchronous_loop_when_asked(tmp_path: Path, quickstart_with_stub: str) -> None:
+    add_interpreter(tmp_path)
+    result = bash(quickstart_with_stub, "--async", "--dry-run", "--dir", str(tmp_path / "out"))
+    assert result.returncode == 0, result.stderr
+    _, taught, reinforced = [line for line in result.stdout.splitlines() if ".py" in line]
+    assert taught.startswith("train.py ") and reinforced.startswith("train_async.py ")
+
+
 def test_quickstart_says_what_a_plan_needs(quickstart_with_stub: str) -> None:
     result = bash(quickstart_with_stub, "--dry-run")
     assert result.returncode == 2
@@ -176,7 +184,7 @@ def test_the_test_script_says_what_it_would_run() -> None:
     assert install == "bash scripts/install.sh"
     assert run.endswith(r"-m pytest -m not\ slow\ and\ not\ gpu tests/utils -k a\ b")
     whole = bash("scripts/test.sh", "--dry-run", "--all").stdout.splitlines()[1]
-    assert whole.endswith(r"-m pytest -m not\ gpu -n 2 --dist loadfile")
+    assert whole.endswith(r"-m pytest -m not\ gpu -n 2 --dist loadfile --no-loadscope-reorder")
 
 
 def test_the_installer_says_what_it_would_run(fresh_copy: Path) -> None:

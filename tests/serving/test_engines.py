@@ -4,6 +4,7 @@ The servers are started once. The tests that end them come last.
 """
 
 import asyncio
+import concurrent.futures
 import os
 import re
 import shutil
@@ -60,7 +61,8 @@ def old_model(old_checkpoint):
 @pytest.fixture(scope="module")
 def serving(old_checkpoint, tmp_path_factory):
     log_dir = tmp_path_factory.mktemp("logs")
-    args = make_args(old_checkpoint, **typed_server_flags())
+    local = str(tmp_path_factory.mktemp("host") / "weights")
+    args = make_args(old_checkpoint, **typed_server_flags(), update_weight_local_checkpoint_dir=local)
     started = time.monotonic()
     start_ray(num_cpus=4, num_gpus=2)
     placement_group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * 2)
@@ -212,6 +214,25 @@ def test_an_abort_reaches_the_requests_of_its_call_through_the_router_and_no_oth
     assert [len(response_of(answer)[0]) for answer in whole] == [400] * 2
 
 
+def test_a_request_that_comes_to_a_sleeping_engine_waits_and_is_answered_when_it_goes_on(serving, old_checkpoint):
+    url = serving.urls[0]
+    before = response_of(post(f"{url}/generate", generation_request(PROMPT)).json())
+    for _ in range(2):
+        serving.call_all("sleep")
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        waiting = threads.submit(post, f"{url}/generate", generation_request(PROMPT))
+        serving.call_all("wake_weights")
+        # As a push ends; nobody is told to go on before the caches are there.
+        serving.call_all("update_weights_from_disk", str(old_checkpoint))
+        serving.call_all("continue_generation")
+        time.sleep(1.0)
+        assert not waiting.done()
+        for _ in range(2):
+            serving.call_all("wake_caches")
+        assert response_of(waiting.result(60).json()) == before
+    serving.call_all("health")
+
+
 def test_both_engines_are_registered_and_healthy(serving):
     workers = serving.router.workers()
     assert sorted(worker["url"] for worker in workers) == sorted(serving.urls)
@@ -247,13 +268,24 @@ def test_log_probs_tell_old_and_new_weights_apart(serving, old_model, new_model)
 # -- weights -------------------------------------------------------------------------------------------------------------
 
 
+APART = {"colocate": False}
+# On the devices of two training ranks, or one engine there and one beside.
+TOGETHER, MIXED = ({"colocate": True, "has_trainer": True, "world_size": ranks} for ranks in (2, 1))
+
+
 # The smaller bucket is smaller than the embedding, which travels alone then, and larger than any other tensor.
-@pytest.mark.parametrize("num_sources, bucket, larger", [(1, 100_000, 0), (2, 100_000, 0), (1, 50_000, 1)])
-def test_a_push_makes_all_engines_serve_the_new_weights(serving, new_model, num_sources, bucket, larger):
+@pytest.mark.parametrize(
+    "num_sources, bucket, larger, placement",
+    [
+        (1, 100_000, 0, APART), (2, 100_000, 0, APART), (1, 50_000, 1, APART), (2, 100_000, 0, TOGETHER),
+        (1, 50_000, 1, TOGETHER), (1, 100_000, 0, MIXED),
+    ],
+)  # fmt: skip
+def test_a_push_makes_all_engines_serve_the_new_weights(serving, new_model, num_sources, bucket, larger, placement):
     tensors = new_model.named_tensors()
     assert sum(tensor.nbytes > bucket for tensor in tensors.values()) == larger
     serving.call_all("reset_weights")
-    flags = {"update_weight_buffer_size": bucket}
+    flags = {"update_weight_buffer_size": bucket, **placement}
     with pushing(serving, tensors, expected=set(tensors), num_sources=num_sources, **flags) as push:
         report = push()
         assert (report.version, report.failed) == (1, {})
@@ -273,7 +305,7 @@ def test_a_push_through_files(serving, old_checkpoint, old_model, new_model, tmp
     serving.call_all("reset_weights")
     flags = {
         "update_weight_transport": "disk", "update_weight_disk_dir": str(tmp_path), "update_weight_disk_keep_files": False,
-        "hf_checkpoint": str(old_checkpoint),
+        "hf_checkpoint": str(old_checkpoint), "update_weight_local_checkpoint_dir": None,
     }  # fmt: skip
     for version, model in ((7, new_model), (8, old_model)):
         tensors = model.named_tensors()
@@ -287,7 +319,40 @@ def test_a_push_through_files(serving, old_checkpoint, old_model, new_model, tmp
         assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_checksums_prove_that_the_engines_hold_what_was_pushed(serving, old_checkpoint, old_model, tmp_path):
+def test_a_push_of_what_changed(serving, old_checkpoint, old_model, new_model, tmp_path):
+    """Engines load the copy of their host, which the first push makes, and the second one patches."""
+    serving.call_all("reset_weights")
+    flags = {
+        "update_weight_transport": "disk", "update_weight_mode": "delta", "update_weight_disk_dir": str(tmp_path / "pushes"),
+        "update_weight_disk_keep_files": False, "hf_checkpoint": str(old_checkpoint),
+        "update_weight_delta_encoding": "xor", "update_weight_delta_checksum": "xxh3-128",
+    }  # fmt: skip
+    tensors = dict(old_model.named_tensors())
+    changed = sorted(tensors)[0]
+    of_new = new_model.named_tensors()
+    with pushing(serving, tensors, set(tensors), 2, **flags) as push:
+        first = push()
+        for answer in serving.call_all("generate", generation_request(PROMPT)):
+            assert mean_difference(answer, old_model) <= 1e-5
+        tensors[changed] = of_new[changed]
+        second = push()
+        tensors.update(of_new)
+        third = push()
+    assert (third.version, first.failed, second.failed, third.failed) == (3, {}, {}, {})
+    densities = [report.metrics["perf/update_weights_density"] for report in (first, second, third)]
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    assert densities[0] == 0 < densities[1] <= tensors[changed].nbytes / total < densities[2]
+    wire = [report.metrics["perf/update_weights_wire_bytes"] for report in (first, second, third)]
+    assert wire[0] == 0 < wire[1] < wire[2]
+    for answer in serving.call_all("generate", generation_request(PROMPT)):
+        assert mean_difference(answer, new_model) <= 1e-5
+        assert answer["meta_info"]["weight_version"] == "3"
+    left = sorted(path.name for path in (tmp_path / "pushes").iterdir())
+    assert left == [".lock", "weight_v000001", "weight_v000002", "weight_v000003"]
+
+
+@pytest.mark.parametrize("placement", [APART, TOGETHER, MIXED], ids=["group", "handles", "both"])
+def test_checksums_prove_that_the_engines_hold_what_was_pushed(serving, old_checkpoint, old_model, tmp_path, placement):
     from slime.weights.hf_writer import write_hf_checkpoint
     from slime.weights.verification import check_all_reset, check_equal_checksums
 
@@ -299,7 +364,7 @@ def test_checksums_prove_that_the_engines_hold_what_was_pushed(serving, old_chec
     from_disk = serving.checksums()
     serving.call_all("reset_weights")
     check_all_reset(from_disk, serving.checksums())
-    with pushing(serving, tensors) as push:
+    with pushing(serving, tensors, **placement) as push:
         push()
         check_equal_checksums(from_disk, serving.checksums())
 

@@ -1,7 +1,6 @@
 """What the owner of router and engines does around them, without processes; with real ones: `test_engines.py`."""
 
 import re
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,128 +10,9 @@ from slime.serving import fleet as fleet_module
 from slime.serving import owner as owner_module
 from slime.serving.engines import Engines
 from slime.serving.fleet import EngineName, EngineState
-from slime.serving.owner import ServingOwner
 from slime.utils.errors import RunError
+from tests.support.processes.owned_engines import KILLED, Process, RayTaskError, died, ready, serving, states
 from tests.support.processes.waiting import wait_until
-
-
-class Router:
-    """Remembers the order of what is done to it."""
-
-    ip, port, url = "127.0.0.1", 1, "http://127.0.0.1:1"
-
-    def __init__(self, events, *, process=None, error=None):
-        self.events, self.process, self.error = events, process, error
-
-    def wait_ready(self):
-        self.events.append("router is ready")
-
-    def refuse_other_workers(self, urls):
-        self.events.append(("only", urls))
-
-    def add_workers(self, urls, timeout, key):
-        self.events.append(("add", urls))
-
-    def remove_workers(self, urls, timeout):
-        self.events.append(("remove", urls))
-        if self.error:
-            raise self.error
-
-    def shutdown(self):
-        self.events.append("router")
-
-
-class Process:
-    """A router's process; `status` None: it runs."""
-
-    status = None
-
-    def poll(self):
-        return self.status
-
-    def describe_end(self):
-        return "exit code 3; log router.log ends with: out of sockets"
-
-
-@pytest.fixture
-def make_owner(monkeypatch, tmp_path):
-    """An owner whose engines are no processes: what is asked of them is a pair (what, engine), whose outcome the test decides.
-
-    `owner.events` is what happened in order; `owner.outcomes` the results and errors of what has ended (in a list: of the next
-    time only). Servers start at once.
-    """
-    made = []
-
-    def make(*, engines=2, process=None, error=None, **flags):
-        events, outcomes = [], {}
-        router = Router(events, process=process, error=error)
-        monkeypatch.setattr(owner_module, "start_router", lambda args, log_dir: router)
-        values = {
-            "rollout_num_gpus": engines, "rollout_num_gpus_per_engine": 1, "num_gpus_per_node": 8, "sglang_config": None,
-            "prefill_num_servers": None, "hf_checkpoint": "/actor", "router_api_key": None, "sglang_router_ip": None,
-            "has_trainer": True, "engine_start_timeout": 600.0, "use_fault_tolerance": False,
-            "rollout_health_check_interval": 0.05, "rollout_health_check_timeout": 600.0,
-            "rollout_health_check_first_wait": 0.0,
-        }  # fmt: skip
-        owner = ServingOwner(SimpleNamespace(**{**values, **flags}), None, [(i, i) for i in range(engines)], tmp_path)
-
-        def start(name):
-            outcomes.setdefault(("start", name), f"http://{name.engine_id}.{name.generation}")
-            return ("start", name)
-
-        def stop(names=None):
-            events.append("engines" if names is None else ("stop", *names))
-
-        monkeypatch.setattr(owner._engines, "start", start)
-        monkeypatch.setattr(owner._engines, "stop", stop)
-        monkeypatch.setattr(owner._engines, "end_of", lambda name: ("end", name))
-        monkeypatch.setattr(owner._engines, "check", lambda name, timeout: ("check", name))
-        monkeypatch.setattr(owner._engines, "snapshot", lambda version, records: (version, [r.name for r in records]))
-        owner.events, owner.outcomes, owner.turns = events, outcomes, 0
-        made.append(owner)
-        return owner
-
-    def wait(refs, **options):
-        # Stands for the time that Ray waits; the watch would spin otherwise.
-        time.sleep(0.005)
-        made[-1].turns += 1
-        return [ref for ref in refs if ref in made[-1].outcomes], []
-
-    def get(ref, **options):
-        outcome = made[-1].outcomes[ref]
-        if isinstance(outcome, list):
-            made[-1].outcomes.pop(ref)
-            (outcome,) = outcome
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-    monkeypatch.setattr(owner_module, "_WATCH_POLL_SECONDS", 0.005)
-    monkeypatch.setattr(ray, "wait", wait)
-    monkeypatch.setattr(ray, "get", get)
-    monkeypatch.setattr(owner_module, "wait_for_all", lambda refs, *arguments, **options: [get(ref) for ref in refs])
-    yield make
-    for owner in made:
-        owner.shutdown()
-
-
-def ready(owner):
-    owner.start()
-    owner.wait_ready()
-    return owner
-
-
-def serving(owner):
-    """An owner whose engines got the first push."""
-    _, names = ready(owner).begin_push()
-    owner.end_push(names, 1, {})
-    owner.events.clear()
-    return owner
-
-
-def states(owner):
-    return [record.state for record in owner._fleet.records()]
-
 
 # -- start and end -------------------------------------------------------------------------------------------------------
 
@@ -188,7 +68,7 @@ def test_engines_always_have_a_key_but_a_given_router_is_tried_with_its_own(
     monkeypatch.setattr(
         owner_module,
         "start_router",
-        lambda args, log_dir: asked.append(args.router_api_key) or start_router(args, log_dir),
+        lambda args, log_dir, ours: asked.append(args.router_api_key) or start_router(args, log_dir, ours),
     )
     owner.start()
     engine_key = owner._engines._args.router_api_key
@@ -275,12 +155,7 @@ def test_engines_that_are_shut_down_did_not_die(make_owner):
 
 # -- replacements --------------------------------------------------------------------------------------------------------
 
-KILLED = "engine 0 died: ended by SIGKILL"
 FIRST, SECOND = EngineName(0), EngineName(0, 1)
-
-
-def died(words=KILLED):
-    return RayTaskError(RunError(words))
 
 
 def test_a_dead_engine_leaves_the_router_before_a_new_server_starts_and_gets_weights_before_requests(
@@ -378,6 +253,32 @@ def test_an_engine_that_dies_again_and_again_is_given_up_and_the_others_go_on(ma
         owner.outcomes["end", EngineName(1, generation)] = died("engine 1 died: ended by SIGKILL")
     with pytest.raises(RunError, match="^engine 1 is given up: .* no other engine does its work"):
         owner.ended.result(60)
+
+
+def test_nobody_starts_an_engine_again_that_the_run_did_not_start(make_owner, caplog):
+    infos = [SimpleNamespace(num_gpus=1, url=f"http://{engine_id}.0") for engine_id in range(2)]
+    flags = {"rollout_external": True, "rollout_external_engine_infos": infos}
+    owner = serving(make_owner(use_fault_tolerance=True, **flags))
+    owner.outcomes["end", FIRST] = died("engine 0 died: nobody listens")
+    wait_until(lambda: ("stop", FIRST) in owner.events and FIRST not in owner._registered)
+    told = "engine 0 is given up: this run did not start http://0.0, and starts none in its place. The run goes on without it"
+    assert told in caplog.text and ("remove", ["http://0.0"]) in owner.events
+    assert states(owner) == [EngineState.GIVEN_UP, EngineState.SERVING]
+    assert owner.begin_push() == (1, [EngineName(1)])
+    owner.end_push([EngineName(1)], 2, {})
+    owner.outcomes["end", EngineName(1)] = died("engine 1 died: nobody listens")
+    with pytest.raises(
+        RunError, match="^engine 1 is given up: this run did not start .* no other engine does its work"
+    ):
+        owner.ended.result(60)
+
+
+def test_a_router_that_had_engines_before_the_run_keeps_them(make_owner):
+    owner = make_owner()
+    ready(owner)
+    owner._router.found = frozenset({"http://0.0"})
+    owner.leave_given_router()
+    assert owner.events[-1] == ("remove", ["http://1.0"])
 
 
 def test_a_successor_without_a_place_is_given_up_in_time(make_owner, monkeypatch):
@@ -545,10 +446,3 @@ def test_without_the_flag_nothing_is_checked(make_owner):
     with owner.generating():
         let_the_watch_turn(owner)
     assert states(owner) == [EngineState.SERVING] * 2 and not owner.ended.done()
-
-
-class RayTaskError(ray.exceptions.RayTaskError):
-    """The error of a remote call, of which only the cause is looked at."""
-
-    def __init__(self, cause):
-        self.cause = cause

@@ -113,7 +113,8 @@ def test_a_given_router_that_serves_engines_of_others_is_refused():
 def test_the_router_is_told_the_key_of_the_engines(monkeypatch, own, worker, shown):
     sent = []
     monkeypatch.setattr(RouterHandle, "_call", lambda self, *request: sent.append(request))
-    monkeypatch.setattr(RouterHandle, "workers", lambda self, deadline: [{"url": "http://a", "is_healthy": True}])
+    listed = [[], [{"url": "http://a", "is_healthy": True}]]
+    monkeypatch.setattr(RouterHandle, "workers", lambda self, deadline: listed.pop(0))
     RouterHandle("127.0.0.1", 1, own, None).add_workers(["http://a"], worker_api_key=worker)
     ((method, path, payload, _),) = sent
     assert (method, path, payload.get("api_key")) == ("POST", "/workers", shown)

@@ -21,7 +21,7 @@ def ids(engines):
 def test_one_model_as_the_flags_describe_it():
     args = SimpleNamespace(
         sglang_config=None, rollout_num_gpus=4, rollout_num_gpus_per_engine=2, prefill_num_servers=None,
-        hf_checkpoint="/actor", num_gpus_per_node=8,
+        hf_checkpoint="/actor", num_gpus_per_node=8, rollout_external=False,
     )  # fmt: skip
     topology = topology_of(args, [(3, 1), (4, 2), (5, 3), (6, 4)])
     (model,) = topology.models
@@ -32,6 +32,15 @@ def test_one_model_as_the_flags_describe_it():
     assert ids(topology.engines) == [(0, 0, 2), (1, 2, 2)]
     args.prefill_num_servers = 1
     assert [group.role for group in topology_of(args, [(0, 0)] * 4).models[0].groups] == ["prefill", "decode"]
+
+
+def test_engines_of_others_have_devices_that_are_none_of_the_runs():
+    infos = [SimpleNamespace(num_gpus=size, url=f"http://{size}") for size in (1, 4, 2)]
+    args = SimpleNamespace(rollout_external=True, rollout_external_engine_infos=infos)
+    topology = topology_of(args, [])
+    assert ids(topology.engines) == [(0, 0, 1), (1, 1, 4), (2, 5, 2)]
+    assert [engine.external for engine in topology.engines] == infos and topology.models[0].update_weights
+    assert all(engine.nodes == () for engine in topology.engines)
 
 
 def test_several_models_have_their_engines_one_after_the_other_and_placeholders_none():

@@ -8,82 +8,8 @@ import pytest
 
 from tests.support.models.grpo_batch import make_samples
 from tests.support.models.tiny_model import write_tiny_model
-from tests.support.models.train_steps import shard_of
+from tests.support.processes.actor_run import TEMPERATURE, Rank, command_line, same
 from tests.support.processes.distributed import run_distributed
-
-TEMPERATURE = 0.7
-NUM_ROLLOUT = 6
-
-
-def command_line(directory: Path, *words: str) -> list[str]:
-    """A run on two tensor-parallel ranks that trains without engines."""
-    return [
-        "--hf-checkpoint", str(directory / "actor"), "--model-args-from-hf", "--debug-train-only", "--num-rollout",
-        str(NUM_ROLLOUT), "--rollout-batch-size", "8", "--n-samples-per-prompt", "1", "--actor-num-gpus-per-node", "2",
-        "--tensor-model-parallel-size", "2", "--lr", "0.01", "--lr-decay-style", "linear", "--micro-batch-size", "1",
-        "--prompt-data", str(directory / "prompts.jsonl"), "--rollout-temperature", str(TEMPERATURE), "--rm-type", "math",
-        "--data-pad-size-multiplier", "8", "--clip-grad", "0", *words,
-    ]  # fmt: skip
-
-
-class Rank:
-    """A rank of the actor whose rollouts come from `shard_of`."""
-
-    def __init__(self, words: list[str], **overrides) -> None:
-        import os
-
-        from slime.arguments import parse_args
-        from slime.training.actor_rank import ActorRank
-
-        self.args = parse_args(argv=words)
-        vars(self.args).update(overrides)
-        before = dict(vars(self.args))
-        rank = int(os.environ["RANK"])
-        self.actor = ActorRank(self.args, rank, 2, rank)
-        self.actor._fetch = lambda shards: self._data()
-        self.first = self.actor.init((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
-        self.changed_args = sorted(name for name, value in vars(self.args).items() if before.get(name) != value)
-
-    def _data(self) -> dict:
-        self.data = shard_of(self.args, 0)
-        del self.data["log_probs"], self.data["ref_log_probs"]
-        return self.data
-
-    def train(self, rollout_id) -> dict:
-        """The log-probs that the rollout was trained with, by column."""
-        self.actor.train(rollout_id, [])
-        computed = ("log_probs", "ref_log_probs", "teacher_log_probs")
-        return {name: self.data[name] for name in computed if name in self.data}
-
-    def save(self, rollout_id) -> None:
-        import torch.distributed as dist
-
-        self.actor.save(rollout_id)
-        if dist.get_rank() == 0:
-            self.actor.publish(rollout_id)
-        dist.barrier()
-
-    def weights(self) -> dict:
-        return {name: tensor.clone() for name, tensor in self.actor.backend.stage_tensors()()}
-
-    def learning_rate(self) -> float:
-        return self.actor.backend.optimizer.param_groups[0]["lr"]
-
-    def end(self) -> None:
-        """Leave the parallel groups; the process group stays, for the next rank in this process."""
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
-
-
-def same(left: dict, right: dict) -> dict[str, bool]:
-    """Equality bit for bit, by key."""
-
-    def equal(a, b) -> bool:
-        pairs = zip(a, b, strict=True) if isinstance(a, list) else [(a, b)]
-        return all(one.equal(other) for one, other in pairs)
-
-    return {name: equal(value, right[name]) for name, value in left.items()}
 
 
 def export_worker(directory: Path, layouts: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -281,3 +207,119 @@ def test_each_state_gives_its_own_log_probs_at_the_rollouts_temperature(director
                 largest = max(scores)
                 expected = scores[sample.tokens[at]] - largest - math.log(sum(math.exp(s - largest) for s in scores))
                 assert columns[column][row][position] == pytest.approx(expected, abs=2e-5), (column, sample.index)
+
+
+NOTED = """
+import json
+from pathlib import Path
+
+def note(args, version_dir, rollout_engines):
+    files = sorted(path.name for path in Path(version_dir).glob("*.json"))
+    with open(Path(args.update_weight_disk_dir) / "notes", "a") as file:
+        file.write(json.dumps([Path(version_dir).name, files, rollout_engines]) + "\\n")
+"""
+
+
+def delta_worker(directory: Path) -> list[dict]:
+    """Two pushes of what changed by two tensor-parallel ranks, the second one after a rollout."""
+    import torch.distributed as dist
+
+    from slime.weights.local_checkpoint import LocalCheckpoint
+    from slime.weights.transports import transport_of
+
+    (directory / "noted.py").write_text(NOTED)
+    run = Rank(
+        command_line(directory, "--bf16"), update_weight_transport="disk", update_weight_mode="delta",
+        update_weight_disk_dir=str(directory / "pushes"), update_weight_local_checkpoint_dir=str(directory / "local"),
+        custom_update_weight_post_write_path=f"{directory / 'noted.py'}:note",
+    )  # fmt: skip
+    assert run.actor.open_weight_push().num_sources == 1
+    host = LocalCheckpoint(directory / "local", run.args.hf_checkpoint, 10.0)
+    found = []
+    for version in (1, 2):
+        sent = run.actor.send_weights(0, version)
+        dist.barrier()
+        run.actor.weights_written(version, ["an engine"])
+        weights = run.weights()
+        if sent is not None:
+            refused = host.bring_to(transport_of(run.args).directory(run.args, version))
+            if refused is not None:
+                # The checkpoint of this model is float32.
+                found.append({"refused": refused})
+        # All ranks are told alike.
+        again = run.actor.send_weights(0, version, True) if version == 1 else None
+        if sent is not None:
+            assert host.bring_to(transport_of(run.args).directory(run.args, version)) is None
+            sent = again or sent
+            found.append({"delta": (sent.delta.changed_bytes, sent.delta.wire_bytes, sent.num_bytes)})
+            found.append({"same": same(weights, loaded(directory / "local"))})
+        run.actor.weights_pushed(version)
+        run.train(version - 1)
+    run.end()
+    return found
+
+
+def loaded(directory: Path) -> dict:
+    from safetensors.torch import load_file
+
+    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def quantised_worker(directory: Path) -> dict[str, bool]:
+    """An export of weights for engines whose checkpoint is FP8, made of the same weights."""
+    import torch.distributed as dist
+
+    run = Rank(
+        command_line(directory, "--hf-checkpoint", str(directory / "fp8"), "--ref-load", str(directory / "actor"))
+    )
+    expected = run.actor.open_weight_push().expected_names
+    run.actor.export_hf(str(directory / "export"))
+    run.end()
+    dist.barrier()
+    exported, stored = loaded(directory / "export"), loaded(directory / "fp8")
+    assert exported.keys() == stored.keys() == expected
+    return {name: exported[name].dtype == stored[name].dtype and exported[name].float().equal(stored[name].float())
+            for name in stored}  # fmt: skip
+
+
+def write_fp8(source: Path, target: Path) -> None:
+    import shutil
+
+    from safetensors.torch import save_file
+
+    from slime.weights.quantisers import quantise_fp8_blocks
+
+    shutil.copytree(source, target)
+    tensors = loaded(source)
+    for name in [name for name in tensors if name.endswith(("proj.weight",))]:
+        tensors[name], tensors[f"{name}_scale_inv"] = quantise_fp8_blocks(tensors[name], (16, 16))
+    for path in target.glob("*.safetensors*"):
+        path.unlink()
+    save_file(tensors, target / "model.safetensors")
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 16],
+    }  # fmt: skip
+    (target / "config.json").write_text(json.dumps(config))
+
+
+def weights_worker(directory: Path) -> tuple[list[dict], dict[str, bool]]:
+    return delta_worker(directory), quantised_worker(directory)
+
+
+@pytest.mark.slow
+def test_weights_leave_as_what_changed_and_as_the_engines_have_them(directory):
+    write_fp8(directory / "actor", directory / "fp8")
+    (first, _), (second, quantised) = run_distributed(weights_worker, 2, (directory,), timeout=300)[:2]
+    assert second == [] and "another dtype" in first[0]["refused"]
+    whole, same_whole, delta, same_delta = first[1:]
+    assert whole["delta"][0] == whole["delta"][2] and all(same_whole["same"].values())
+    changed, wire, total = delta["delta"]
+    assert 0 < changed < total and 0 < wire < total and all(same_delta["same"].values())
+    notes = [json.loads(line) for line in (directory / "pushes" / "notes").read_text().splitlines()]
+    index = "model.safetensors.index.json"
+    # Of both ranks.
+    assert sorted(note[0] for note in notes) == ["weight_v000001"] * 2 + ["weight_v000002"] * 2
+    assert all(index in files and engines == ["an engine"] for _, files, engines in notes)
+    assert quantised and all(quantised.values())
+    assert any(name.endswith("_scale_inv") for name in quantised)

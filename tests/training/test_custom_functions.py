@@ -199,6 +199,27 @@ def test_the_constant_length_reducer():
         run_step(args, data, make_logits(samples), [range(6)])
 
 
+def nothing_left(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    for mask in loss_masks:
+        mask.zero_()
+    return lambda values: (values * torch.cat(loss_masks)).sum()
+
+
+@pytest.mark.parametrize(
+    "correction", [{}, {"use_tis": True, "custom_tis_function_path": f"{__file__}:keep_first_token"}]
+)
+def test_masks_that_a_reducer_edits_are_its_own(correction):
+    plain, path = case_args(entropy_coef=0.1, **correction), f"{__file__}:nothing_left"
+    args = case_args(entropy_coef=0.1, custom_pg_loss_reducer_function_path=path, **correction)
+    data = rollout_data(make_samples())
+    compute_advantages_and_returns(args, data)
+    loss, expected, _ = run_step(plain, data, make_logits(make_samples()), [range(6)])
+    own_loss, metrics, _ = run_step(args, data, make_logits(make_samples()), [range(6)])
+    assert metrics["pg_loss"] == 0 != expected["pg_loss"]
+    assert own_loss == pytest.approx(loss - expected["pg_loss"], rel=1e-5)
+    assert [mask.tolist() for mask in data["loss_masks"]] == [list(sample.mask) for sample in make_samples()]
+
+
 @pytest.mark.parametrize("level", ["token", "geometric"])
 def test_l15_weights_of_mean_1_do_not_depend_on_the_packing(level):
     """Masked importance sampling as shipped, with sums over the whole step."""

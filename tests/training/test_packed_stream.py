@@ -2,8 +2,10 @@ import pytest
 import torch
 
 from slime.scheduling.zigzag import response_ranges
-from slime.training.context_parallel import ContextParallel
+from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
 from slime.training.packed_stream import pack_stream
+from slime.training.passes import MicroBatches
+from slime.training.rollout_data import RolloutData
 
 
 def test_stream_pads_with_a_pseudo_sequence():
@@ -41,6 +43,18 @@ def streams(cp_size, pad_multiple, all_gather=False):
     responses = [response for _, response in SAMPLES]
     cps = [ContextParallel(cp_size, rank, None, all_gather) for rank in range(cp_size)]
     return tokens, [pack_stream(tokens, responses, pad_multiple, cp=cp) for cp in cps]
+
+
+@pytest.mark.parametrize("cp", [
+    NO_CONTEXT_PARALLEL, ContextParallel(2, 1, None), ContextParallel(4, 0, None), ContextParallel(2, 1, None, True),
+])  # fmt: skip
+@pytest.mark.parametrize("pad_multiple", [1, 3, 8])
+def test_the_rows_of_streams_are_known_before_these_are_packed(cp, pad_multiple):
+    totals, responses = zip(*SAMPLES, strict=True)
+    tokens = [torch.ones(total, dtype=torch.int64) for total in totals]
+    data = RolloutData({"tokens": tokens, "response_lengths": list(responses)}, cp)
+    batches = MicroBatches(data, [[0, 1], [2], [5, 4, 3]], pad_multiple)
+    assert batches.stream_rows == [len(batch.stream.tokens) for batch in batches]
 
 
 @pytest.mark.parametrize("all_gather", [False, True])

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime.observability.logging_utils import drain_outbox, log
+from slime.scheduling.device_turns import Holds
 from slime.training import actor_rank, critic_rank, train_rank
 from slime.training.train_rank import TrainRank
 from slime.weights.source import WeightSource
@@ -26,8 +27,15 @@ def test_a_rollout_that_is_cut_for_other_ranks_is_refused(monkeypatch):
         rank._fetch([None] * 3)
 
 
+def awake(rank_class: type[TrainRank]) -> TrainRank:
+    """A rank that was not made, and holds all of its memory."""
+    rank = rank_class.__new__(rank_class)
+    rank.memory = SimpleNamespace(holds=Holds.ALL)
+    return rank
+
+
 def make_rank() -> TrainRank:
-    rank = TrainRank.__new__(TrainRank)
+    rank = awake(TrainRank)
     rank.args = SimpleNamespace(num_steps_per_rollout=2, reset_optimizer_states=False)
     rank.rank, rank.backend = 0, None
     rank._not_handed_over = []
@@ -97,7 +105,7 @@ def make_critic(monkeypatch, failing) -> critic_rank.CriticRank:
 
     monkeypatch.setattr(critic_rank, "forward_values", lambda *arguments: note("values"))
     monkeypatch.setattr(train_rank, "train_one_step", lambda *arguments, **options: note("train"))
-    rank = critic_rank.CriticRank.__new__(critic_rank.CriticRank)
+    rank = awake(critic_rank.CriticRank)
     rank.args = SimpleNamespace(num_steps_per_rollout=1, reset_optimizer_states=False)
     rank.rank, rank.backend = 0, SimpleNamespace(groups=SimpleNamespace(is_last_stage=False))
     rank._not_handed_over = []
@@ -145,7 +153,7 @@ def test_ranks_wait_for_those_that_write_as_long_as_the_bytes_take(monkeypatch, 
         events.append("as before")
 
     monkeypatch.setattr(module, "patient_groups", patient_groups)
-    rank = getattr(module, name).__new__(getattr(module, name))
+    rank = awake(getattr(module, name))
     rank.args, rank.rank = SimpleNamespace(checkpoint_write_timeout=2350.0, save_hf=None), 1
     rank.states = SimpleNamespace(require_active=lambda name: None)
     rank.state_schedule = SimpleNamespace(stored=lambda: ())
@@ -175,7 +183,7 @@ def test_ranks_wait_for_an_export_as_long_as_the_bytes_take(monkeypatch, replica
 
     monkeypatch.setattr(actor_rank, "patient_groups", patient_groups)
     monkeypatch.setattr("slime.weights.hf_writer.write_hf_checkpoint", write)
-    rank = actor_rank.ActorRank.__new__(actor_rank.ActorRank)
+    rank = awake(actor_rank.ActorRank)
     rank.args, rank.rank = SimpleNamespace(checkpoint_write_timeout=2350.0, hf_checkpoint="model"), 3
     groups = SimpleNamespace(replica=replica, gives_weights=replica == 0)
     rank.backend = SimpleNamespace(stage_tensors=lambda: tensors, groups=groups)
@@ -209,8 +217,8 @@ def push_worker():
             dist.all_reduce(tensor)
             yield [(name, tensor)]
 
-    rank = actor_rank.ActorRank.__new__(actor_rank.ActorRank)
-    rank.args = SimpleNamespace(distributed_timeout_minutes=0.75, update_weight_transport="nccl")
+    rank = awake(actor_rank.ActorRank)
+    rank.args = SimpleNamespace(distributed_timeout_minutes=0.75, update_weight_transport="nccl", colocate=False)
     rank.backend = SimpleNamespace(groups=SimpleNamespace(stage=0, replica=0))
     rank.states = SimpleNamespace(require_active=lambda name: None)
     rank.weight_source = WeightSource(buckets, LosesAnEngine() if dist.get_rank() == 0 else None)

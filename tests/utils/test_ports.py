@@ -3,7 +3,7 @@ import socket
 import pytest
 
 from slime.utils.errors import RunError
-from slime.utils.ports import host_for_url, reserve_port
+from slime.utils.ports import host_for_url, normalize_external_engine_addr, reserve_port, service_host
 
 LOOPBACK = "127.0.0.1"
 
@@ -57,3 +57,48 @@ def test_ipv6_addresses_are_bracketed_in_urls():
     assert host_for_url("::1") == "[::1]"
     assert host_for_url("[::1]") == "[::1]"
     assert host_for_url("10.0.0.1") == "10.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "address, url",
+    [
+        ("10.0.0.5:30000", "http://10.0.0.5:30000"),
+        ("http://node-3:30000/", "http://node-3:30000"),
+        ("[fd00::1]:30000", "http://[fd00::1]:30000"),
+        ("http://[fd00::1]:30000", "http://[fd00::1]:30000"),
+    ],
+)
+def test_an_engine_is_named_by_its_address_or_its_base_url(address, url):
+    assert normalize_external_engine_addr(address) == url
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "10.0.0.5",
+        "10.0.0.5:",
+        ":30000",
+        "https://a:1",
+        "a:0",
+        "a:65536",
+        "a:1/generate",
+        "a:1?b",
+        "u:p@a:1",
+        "fd00::1:x",
+    ],
+)
+def test_what_is_no_address_of_an_engine(address):
+    with pytest.raises(ValueError, match="Invalid external SGLang engine address"):
+        normalize_external_engine_addr(address)
+
+
+def test_clients_on_other_machines_are_given_an_address_that_they_reach():
+    assert service_host() == service_host(["http://127.0.0.1:30000", "http://localhost:1"]) == LOOPBACK
+    # Of documentation: nobody has it, and the way to it is that to everybody outside. Nothing is sent.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("203.0.113.1", 30000))
+        except OSError:
+            pytest.skip("this machine has no way out")
+        expected = probe.getsockname()[0]
+    assert service_host(["http://127.0.0.1:30000", "http://203.0.113.1:30000"]) == expected != LOOPBACK

@@ -52,6 +52,7 @@ PUBLIC_NAMES = {
     "slime.backends.megatron_utils.loss": "compute_advantages_and_returns policy_loss_function value_loss_function "
     "sft_loss_function loss_function get_log_probs_and_entropy get_values vanilla_tis_function icepop_function "
     "apply_opd_kl_to_advantages",
+    "slime.backends.sglang_utils.external": "ExternalEngineInfo discover_external_engines normalize_external_engine_addr",
     "slime.backends.sglang_utils.sglang_engine": "SGLangEngine",
 }
 

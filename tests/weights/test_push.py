@@ -1,5 +1,6 @@
 """The order of a push and what becomes of engines that fail, without engines and trainer."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -7,10 +8,14 @@ import pytest
 from slime.utils.errors import RunError
 from slime.weights import push
 from slime.weights.push import Opening, WeightPush, read_weight_version, write_weight_version
-from slime.weights.source import Sent
-from slime.weights.transports import Receiver
+from slime.weights.source import Connected, Sent
+from slime.weights.transports import Delta, Receiver
+from slime.weights.verification import NamesDiffer
 
-ARGS = SimpleNamespace(update_weight_transport="nccl", http_control_timeout=60.0, engine_load_timeout=60.0)
+ARGS = SimpleNamespace(
+    update_weight_transport="nccl", update_weight_mode="full", custom_update_weight_post_write_path=None, colocate=False,
+    update_weights_in_flight=False, http_control_timeout=60.0, engine_load_timeout=60.0,
+)  # fmt: skip
 NAMES = [["a", "b"], ["c"]]
 
 
@@ -51,9 +56,9 @@ class Trainer:
 
     def connect_engines(self, source, engines):
         self.log.append(("connect", source, [engine.id for engine in engines]))
-        return self.log.problems.pop(("connect", source), {})
+        return Connected(self.log.problems.pop(("connect", source), {}), self.certain)
 
-    def send_weights(self, source, version):
+    def send_weights(self, source, version, whole):
         self.log.append(("send", source, version))
         if self.refusal is not None and source == self.refusal:
             return Sent([], 0, 0, {}, False, "an unknown name")
@@ -103,6 +108,15 @@ def test_one_order_for_every_push():
     ]
     assert (report.version, report.failed) == (1, {})
     assert (report.metrics["perf/update_weights_bytes"], report.metrics["perf/update_weights_parts"]) == (20.0, 2.0)
+
+
+@pytest.mark.usefixtures("limits")
+def test_in_flight_running_requests_are_retracted_and_none_is_aborted():
+    log = Log()
+    args = SimpleNamespace(**{**vars(ARGS), "update_weights_in_flight": True})
+    WeightPush(args, Trainer(log)).push(engines_of(log, 1))
+    # Their caches are of the old weights.
+    assert log[:2] == [("pause_generation", 0, "retract"), ("flush_cache", 0)] and log[-2] == ("continue_generation", 0)
 
 
 @pytest.mark.usefixtures("limits")
@@ -181,10 +195,10 @@ def test_engines_that_break_it_again_are_left_out():
     log = Log({("send", 1): {0: "broken"}})
     trainer = Trainer(log, certain=False)
 
-    def send_weights(source, version):
+    def send_weights(source, version, whole):
         if log.count(("send", 1, 1)) == 1:
             log.problems.setdefault(("send", 1), {0: "broken again", 2: "broken too"})
-        return Trainer.send_weights(trainer, source, version)
+        return Trainer.send_weights(trainer, source, version, whole)
 
     trainer.send_weights = send_weights
     report = WeightPush(ARGS, trainer).push(engines_of(log, 3))
@@ -199,6 +213,34 @@ def test_a_group_that_cannot_be_joined_is_joined_again_by_all_sources():
     assert report.failed == {0: "engine 0 hangs"}
     connected = [entry for entry in log if entry[0] == "connect"]
     assert connected == [("connect", 0, [0, 1]), ("connect", 1, [0, 1]), ("connect", 0, [1]), ("connect", 1, [1])]
+
+
+@pytest.mark.usefixtures("limits")
+@pytest.mark.parametrize("failed", [(0,), (0, 1)])
+def test_engines_that_answered_with_an_error_are_joined_once_more(failed):
+    log = Log({("connect", 1): dict.fromkeys(failed, "connection closed by peer")})
+    report = WeightPush(ARGS, Trainer(log, certain=False)).push(engines_of(log))
+    assert report.version == 1 and report.failed == {}
+    connected = [entry for entry in log if entry[0] == "connect"]
+    assert connected == 2 * [("connect", 0, [0, 1]), ("connect", 1, [0, 1])]
+
+
+@pytest.mark.usefixtures("limits")
+@pytest.mark.parametrize("then", ["connect", "send"])
+def test_an_engine_that_fails_once_more_after_it_was_joined_again_is_left_out(then):
+    log = Log({("connect", 0): {0: "does not join"}})
+    trainer = Trainer(log, certain=False)
+
+    def connect_engines(source, engines):
+        connected = Trainer.connect_engines(trainer, source, engines)
+        if connected.failed == {0: "does not join"}:
+            log.problems[then, 0] = {0: "fails again"}
+        return connected
+
+    trainer.connect_engines = connect_engines
+    report = WeightPush(ARGS, trainer).push(engines_of(log))
+    assert report.version == 1 and report.failed == {0: "fails again"}
+    assert [entry[1] for entry in log if entry[0] == "continue_generation"] == [1]
 
 
 @pytest.mark.usefixtures("limits")
@@ -273,3 +315,110 @@ def test_engines_that_put_weights_in_place_have_the_longer_of_their_limits(limit
     args = SimpleNamespace(**{**vars(ARGS), "http_control_timeout": control, "engine_load_timeout": load})
     WeightPush(args, Trainer(log)).push(engines_of(log))
     assert set(limits) == {5000.0 + push._ANSWER_SECONDS}
+
+
+class DeltaTrainer(Trainer):
+    """One whose sources send a delta of `wire` bytes, of ten."""
+
+    def __init__(self, *arguments, wire=1, **more):
+        super().__init__(*arguments, **more)
+        self.wire = wire
+
+    def send_weights(self, source, version, whole):
+        self.log.append(("whole" if whole else "delta", source, version))
+        delta = Delta(10, 10) if whole else Delta(2, self.wire)
+        return Sent(self.names[source], 10, 1, {}, True, None, delta)
+
+    def weights_written(self, version, engines):
+        self.log.append(("written", version, [engine.id for engine in engines]))
+
+
+THROUGH_FILES = SimpleNamespace(**{
+    **vars(ARGS), "update_weight_transport": "disk", "update_weight_mode": "delta", "update_weight_disk_dir": "/shared",
+    "update_weight_local_checkpoint_dir": "/local", "custom_update_weight_post_write_path": "my.hook",
+})  # fmt: skip
+
+
+@pytest.mark.usefixtures("limits")
+def test_engines_are_paused_when_the_files_are_on_their_hosts():
+    log = Log()
+    report = WeightPush(THROUGH_FILES, DeltaTrainer(log)).push(engines_of(log, 1))
+    assert log == [
+        ("connect", 0, [0]),
+        ("connect", 1, [0]),
+        ("delta", 0, 1),
+        ("delta", 1, 1),
+        ("written", 1, [0]),
+        ("fetch_weights", 0, "/shared/weight_v000001"),
+        ("pause_generation", 0, "abort"),
+        ("flush_cache", 0),
+        ("update_weights_from_disk", 0, "/local", "1"),
+        ("set_weight_version", 0, "1"),
+        ("get_weight_version", 0),
+        ("continue_generation", 0),
+        ("pushed", 1),
+    ]
+    assert report.metrics["perf/update_weights_density"] == 4 / 20
+    assert report.metrics["perf/update_weights_wire_bytes"] == 2.0
+
+
+@pytest.mark.usefixtures("limits")
+def test_what_a_host_cannot_use_is_written_again_whole_and_once():
+    log = Log({("fetch_weights", 1): "the base is gone"})
+    report = WeightPush(THROUGH_FILES, DeltaTrainer(log)).push(engines_of(log))
+    assert [entry for entry in log if entry[0] in ("delta", "whole", "written", "fetch_weights", "pause_generation")] == [
+        ("delta", 0, 1), ("delta", 1, 1), ("written", 1, [0, 1]),
+        ("fetch_weights", 0, "/shared/weight_v000001"), ("fetch_weights", 1, "/shared/weight_v000001"),
+        ("whole", 0, 1), ("whole", 1, 1), ("written", 1, [0, 1]),
+        ("fetch_weights", 0, "/shared/weight_v000001"), ("fetch_weights", 1, "/shared/weight_v000001"),
+        ("pause_generation", 0, "abort"), ("pause_generation", 1, "abort"),
+    ]  # fmt: skip
+    assert report.failed == {} and report.metrics["perf/update_weights_wire_bytes"] == 22.0
+
+
+@pytest.mark.usefixtures("limits")
+def test_a_host_that_cannot_use_all_of_it_either_is_left_out():
+    class Never(Handle):
+        def __getattr__(self, method):
+            found = Handle.__getattr__(self, method)
+            return found if method != "fetch_weights" else SimpleNamespace(remote=lambda *_: "still not")
+
+    log = Log()
+    engines = [Receiver(0, Handle(0, log), 1, 0), Receiver(1, Never(1, log), 1, 1)]
+    report = WeightPush(THROUGH_FILES, DeltaTrainer(log)).push(engines)
+    assert report.failed == {1: "still not"} and report.version == 1
+    assert ("pause_generation", 1, "abort") not in log
+
+
+@pytest.mark.usefixtures("limits")
+def test_deltas_that_are_more_than_the_weights_are_followed_by_all_of_them():
+    log = Log()
+    pushes = WeightPush(THROUGH_FILES, DeltaTrainer(log, wire=4))
+    engines = engines_of(log, 1)
+    for _ in range(6):
+        pushes.push(engines)
+    # 8 of 20 bytes with every push: after the third one they are more.
+    kinds = [entry[0] for entry in log if entry[0] in ("delta", "whole") and entry[1] == 0]
+    assert kinds == ["delta", "delta", "delta", "whole", "delta", "delta"]
+
+
+@pytest.mark.usefixtures("limits")
+def test_what_a_source_sends_whole_on_its_own_account_is_not_sent_whole_again():
+    class Forgetful(DeltaTrainer):
+        def send_weights(self, source, version, whole):
+            sent = super().send_weights(source, version, whole)
+            return dataclasses.replace(sent, delta=Delta(10, 11, is_whole=True)) if version == 1 else sent
+
+    log = Log()
+    pushes = WeightPush(THROUGH_FILES, Forgetful(log))
+    for _ in range(2):
+        pushes.push(engines_of(log, 1))
+    assert ("delta", 0, 2) in log
+
+
+@pytest.mark.usefixtures("limits")
+def test_a_refused_name_leaves_engines_that_read_files_alone():
+    log = Log()
+    with pytest.raises(NamesDiffer):
+        WeightPush(THROUGH_FILES, Trainer(log, refusal=1)).push(engines_of(log, 1))
+    assert not [entry for entry in log if entry[0] in ("pause_generation", "update_weights_from_disk")]

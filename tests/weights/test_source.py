@@ -63,7 +63,7 @@ def test_a_rank_that_only_helps_makes_all_buckets():
     walk = Walk()
     source = WeightSource(walk, None)
     assert source.send(1) is None and walk.made == 3
-    assert source.connect([]) == {}
+    assert source.connect([]) is None
     source.settle()
     source.close()
 
@@ -116,5 +116,7 @@ def test_an_unknown_name_is_refused_before_it_is_sent(expected, buckets):
 
 
 def test_engines_that_cannot_be_reached():
-    assert WeightSource(Walk(), Recording({"connect": FAILED})).connect([]) == {4: "engine 4 died"}
-    assert WeightSource(Walk(), Recording()).connect([]) == {}
+    for error in (FAILED, EnginesFailed({4: "engine 4 answered with an error"}, certain=False)):
+        connected = WeightSource(Walk(), Recording({"connect": error})).connect([])
+        assert (connected.failed, connected.certain) == (error.failed, error.certain)
+    assert WeightSource(Walk(), Recording()).connect([]).failed == {}

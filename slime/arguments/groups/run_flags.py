@@ -21,7 +21,6 @@ from slime.arguments.value_types import integers, json_object
 
 MANAGER, RANKS = Caller.MANAGER, Caller.RANKS
 
-_SHARED_GPUS = "sharing GPUs between training and engines"
 _BUFFER_SERVICE = "the client of the rollout buffer service"
 _RECORDING_MEMORY = "recording memory"
 _CHECKED_NUMBERS = "checking the numbers of a test run"
@@ -79,12 +78,10 @@ CLUSTER = Group("cluster and placement", (
         "those that --keep-last lets go, in seconds; unset: from the size of the weights of --hf-checkpoint", bounds=SECONDS),
     # Offload
     switch("--colocate", "training and engines share the same GPUs and take turns; implies --offload-train and "
-        "--offload-rollout unless those are typed", not_yet=_SHARED_GPUS),
-    switch("--offload", "shorthand for --offload-train --offload-rollout", not_yet=_SHARED_GPUS),
-    either("--offload-train", "move the trainer's memory to the host while engines work; unset: on with --colocate",
-        not_yet=_SHARED_GPUS),
-    either("--offload-rollout", "free engine memory while the trainer works; unset: on with --colocate",
-        not_yet=_SHARED_GPUS),
+        "--offload-rollout unless those are typed"),
+    switch("--offload", "shorthand for --offload-train --offload-rollout"),
+    either("--offload-train", "move the trainer's memory to the host while engines work; unset: on with --colocate"),
+    either("--offload-rollout", "free engine memory while the trainer works; unset: on with --colocate"),
     # Plan
     switch("--dry-run", "print the plan (placement, batch arithmetic, memory, weight sync, effective values), then exit; "
         "needs neither GPUs nor weights"),
@@ -208,8 +205,7 @@ ROLLOUT = Group("rollout", (
     flag("--model-name", str, None, "name of the model family for the conversion of weights; unset: from the config of "
         "--hf-checkpoint"),
     flag("--rollout-external-engine-addrs", str, None, "engines that this run did not start and will not stop; not with "
-        "--prefill-num-servers or --sglang-config", metavar="HOST:PORT",
-        not_yet="serving by engines that the run did not start", nargs="+"),
+        "--prefill-num-servers or --sglang-config", metavar="HOST:PORT", nargs="+"),
     # Sampling
     flag("--rollout-temperature", float, 1.0, "sampling temperature, above 0; the trainer divides its logits by it too, but "
         "not in sft_loss", bounds=weight(2, "0.6 to 1.2", low=None)),
@@ -241,9 +237,8 @@ ROLLOUT = Group("rollout", (
     # Staleness
     switch("--keep-old-actor", "keep a lagging copy of the actor that supplies the old log-probs", idle=_OLD_ACTOR_UNREAD),
     flag("--async-buffer-size", int, 1, "rollouts that train_async.py may generate or queue beyond the one being trained, at "
-        "least 1", bounds=AT_LEAST_ONE, not_yet="the asynchronous loop"),
-    flag("--max-weight-staleness", int, None, "largest allowed age of a trained sample, in weight versions; older ones are "
-        "generated again; unset: any", bounds=AT_LEAST_ZERO, not_yet="a limit on the age of samples"),
+        "least 1", bounds=AT_LEAST_ONE, idle=Idle(lambda args: not args.asynchronous, "without train_async.py")),
+    flag("--max-weight-staleness", int, None, "versions that a trained sample may be old; unset: any", bounds=AT_LEAST_ZERO),
     # Plug ins
     plug_in("--rollout-function-path", MANAGER, "function that produces one rollout step",
         "slime.rollout.sglang_rollout.generate_rollout"),

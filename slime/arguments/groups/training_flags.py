@@ -23,7 +23,6 @@ from slime.arguments.flag import (
 from slime.arguments.hf_config import is_hf_checkpoint
 from slime.arguments.value_types import environment_variables
 
-_DELTA_WEIGHT_TRANSPORT = "delta weight transport"
 _FURTHER_NORM_IN_A_LAYER = "a further norm in a layer"
 _FSDP_BACKEND = "the FSDP backend"
 _HOOKING_INTO_MEGATRON = "hooking into Megatron"
@@ -68,6 +67,7 @@ def _rewards_of_groups(args: argparse.Namespace) -> bool:
 
 _STARTS_ELSEWHERE = Idle(_starts_elsewhere, "beside --load, --initial-megatron-checkpoint or --ref-load")
 _NOT_THROUGH_FILES = Idle(lambda args: args.update_weight_transport != "disk", "without --update-weight-transport disk")
+_NO_DELTA = Idle(lambda args: args.update_weight_mode != "delta", "without --update-weight-mode delta")
 _NEVER_SAVES = Idle(lambda args: args.save is None, "without --save")
 _DIRECTORY = "{--save}, the directory of checkpoints, such as {--save} outputs/checkpoints"
 _NO_KL_LOSS = Idle(lambda args: not args.use_kl_loss, "without --use-kl-loss")
@@ -141,28 +141,26 @@ WEIGHTS = Group("weights and training process", (
         "activations: less memory, more time", not_yet="recomputing the loss"),
     # Sync
     flag("--update-weight-mode", str, "full", "send all parameters, or only the bytes that changed since the last sync; "
-        "delta needs --update-weight-transport disk", "full", "delta", not_yet=_DELTA_WEIGHT_TRANSPORT),
+        "delta needs --update-weight-transport disk", "full", "delta"),
     flag("--update-weight-transport", str, "nccl", "direct transfer (process group, or shared handles with --colocate), or "
         "files in --update-weight-disk-dir", "nccl", "disk"),
     flag("--update-weight-buffer-size", int, 536870912, "upper size of one weight transfer bucket, in bytes",
         bounds=AT_LEAST_ONE),
-    flag("--update-weights-interval", int, 1, "push weights every N rollouts, in the asynchronous loop; see also "
-        "--max-weight-staleness", bounds=AT_LEAST_ONE, not_yet="the asynchronous loop"),
+    flag("--update-weights-interval", int, 1, "push weights every N rollouts, in train_async.py", bounds=AT_LEAST_ONE),
     switch("--update-weights-in-flight", "pause running requests, swap the weights and go on; the version of each token is "
-        "recorded", not_yet="swapping weights under running requests"),
+        "recorded", idle=Idle(lambda args: not args.asynchronous, "without train_async.py")),
     # Disk sync
     flag("--update-weight-disk-dir", str, None, "directory that trainer and engines share; every sync writes one "
         "sub-directory (transport disk)", path=PathKind.WRITTEN, idle=_NOT_THROUGH_FILES),
-    switch("--update-weight-disk-keep-files", "keep published full checkpoints after the engines loaded them (transport "
-        "disk)", idle=_NOT_THROUGH_FILES),
+    switch("--update-weight-disk-keep-files", "keep published weights after the engines loaded them", idle=_NOT_THROUGH_FILES),
     flag("--update-weight-delta-encoding", str, "xor", "payload of --update-weight-mode delta: bit difference, to be applied "
-        "exactly once, or positions with their new bytes, repeatable", "xor", "overwrite", not_yet=_DELTA_WEIGHT_TRANSPORT),
+        "exactly once, or positions with their new bytes, repeatable", "xor", "overwrite", idle=_NO_DELTA),
     flag("--update-weight-delta-checksum", str, "xxh3-128", "digest of every tensor, checked after a delta was applied",
-        "xxh3-128", "blake3", "adler32", not_yet=_DELTA_WEIGHT_TRANSPORT),
+        "xxh3-128", "blake3", "adler32", idle=_NO_DELTA),
     flag("--update-weight-local-checkpoint-dir", str, None, "host-local Hugging Face checkpoint that is kept current and "
-        "reloaded; delta cannot do without", path=PathKind.READ, not_yet="copies of pushed weights on engine hosts"),
-    plug_in("--custom-update-weight-post-write-path", RANKS, "called on each rank after it wrote its sync files (transport "
-        "disk)", not_yet="hooks of the weight transport through files"),
+        "reloaded; delta cannot do without", path=PathKind.READ, idle=_NOT_THROUGH_FILES),
+    plug_in("--custom-update-weight-post-write-path", RANKS, "called on each rank when the files of a sync are written",
+        idle=_NOT_THROUGH_FILES),
     # Trained parameters
     flag("--only-train-params-name-list", str, None, "regular expressions (re.search); parameters that match none of them "
         "are frozen", nargs="+"),

@@ -2,16 +2,12 @@
 
 Nothing that the user typed is overruled; where two typed flags contradict each other, a rule says so.
 
-Pipeline stages have one answer for the rules, which refuse what cannot be, and for the plan. In a
-`--pipeline-model-parallel-layout`, which says in Megatron's notation what each stage holds, `E` is the embedding, `t` a layer,
-`m` a layer of multi-token prediction, `L` the loss; `|` ends a stage, `x*3` and `(xy)*3` repeat, commas are for the eye. With
-more stages than pipeline ranks, the ranks take turns: virtual stages.
+Pipeline stages have one answer for the rules, which refuse what cannot be, and for the plan.
 """
 
 import argparse
-import re
 
-from slime.estimates.layout import PipelineStage, split_into_stages
+from slime.estimates.layout import PipelineStage, parts_of_layout, split_as_laid_out, split_into_stages
 
 
 def derive_megatron_values(args: argparse.Namespace) -> None:
@@ -62,11 +58,13 @@ def _virtual_stages_per_rank(args: argparse.Namespace, stages: int) -> int | Non
 
 
 def pipeline_stages(args: argparse.Namespace) -> tuple[PipelineStage, ...]:
-    """The stages of a model whose shape is known; `--pipeline-model-parallel-layout` is not read.
+    """The stages of a model whose shape is known.
 
     Raises:
         UserError: the layers cannot be split so.
     """
+    if args.pipeline_model_parallel_layout is not None:
+        return split_as_laid_out(args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size)
     return split_into_stages(
         args.num_layers,
         args.pipeline_model_parallel_size,
@@ -81,11 +79,3 @@ def pipeline_stages(args: argparse.Namespace) -> tuple[PipelineStage, ...]:
 def counted_as_layers(args: argparse.Namespace) -> int:
     """How many of embedding and loss take the place of a layer."""
     return bool(args.account_for_embedding_in_pipeline_split) + bool(args.account_for_loss_in_pipeline_split)
-
-
-def parts_of_layout(layout: str) -> list[str]:
-    """The letters of every stage, first to last, with repetitions written out."""
-    text = layout.replace(",", "")
-    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        text = re.sub(repeated, lambda found: found.group(1) * int(found.group(2)), text)
-    return text.split("|")

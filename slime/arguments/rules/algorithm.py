@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from slime.algorithms.estimators import estimator, names_of_estimators
 from slime.arguments.config_files.eval_file import places_in
+from slime.arguments.derivation import FULLY_ASYNC
 from slime.arguments.flag import flag_of
 from slime.arguments.sizes import positions_of_model
 from slime.arguments.violations import Rule, Violation, broken, refused, refused_each, warned, where
@@ -87,11 +88,7 @@ def staleness(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def unavoidable_staleness(args: argparse.Namespace) -> int:
-    """Weight versions that the trainer is ahead of the oldest sample that the loop hands it.
-
-    The synchronous loop pushes before it generates. In the asynchronous one a rollout may wait while
-    `async_buffer_size` others are trained, with a push after every `update_weights_interval` of those.
-    """
+    """Pushes between a rollout and its training: it waits while `async_buffer_size` others train, which push at intervals."""
     return math.ceil(args.async_buffer_size / args.update_weights_interval) if args.asynchronous else 0
 
 
@@ -103,7 +100,6 @@ def on_policy_proof(args: argparse.Namespace) -> Iterator[Violation]:
         (args.asynchronous, "train_async.py trains on older samples", "use train.py"),
         (args.num_steps_per_rollout != 1, "{num_steps_per_rollout} optimizer steps per rollout",
          "give {--num-steps-per-rollout} 1"),
-        (args.update_weights_interval != 1, "{--update-weights-interval=}", "give 1"),
         (args.keep_old_actor, "{--keep-old-actor}", "drop it"),
         (args.partial_rollout and not args.mask_offpolicy_in_partial_rollout, "{--partial-rollout}",
          "add {--mask-offpolicy-in-partial-rollout}"),
@@ -151,8 +147,16 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
     refused(lambda args: "" in (args.rollout_stop or []),
         "{--rollout-stop}: an empty stop string would end every response at once; give text, or drop the flag"),
     lengths, lengths_of_sets, summed_lengths,
-    refused(lambda args: args.asynchronous and args.colocate,
-        "{--colocate}: train_async.py generates while it trains, so both need GPUs of their own; use train.py, or drop it"),
+    refused(lambda args: args.asynchronous and (args.colocate or args.offload_rollout or args.offload_train
+            and (not args.use_critic or not args.typed_flags.isdisjoint({"offload", "offload_train"}))),
+        "{--colocate} and {--offload}: train_async.py generates while it trains, so both need GPUs of their own, and nobody "
+        "sleeps; use train.py, or drop it"),
+    refused(lambda args: not args.asynchronous and args.has_engines and args.update_weights_interval != 1,
+        "{--update-weights-interval=}: train.py pushes the weights after every rollout; use train_async.py, or give 1"),
+    refused(lambda args: not args.asynchronous and args.rollout_function_path.startswith(FULLY_ASYNC),
+        "{--rollout-function-path=} generates while the trainer works: use train_async.py"),
+    refused(lambda args: args.eval_interval is not None and args.eval_function_path.startswith(FULLY_ASYNC),
+        "{--eval-function-path=} does not evaluate: give {--eval-function-path} slime.rollout.sglang_rollout.generate_rollout"),
     staleness, on_policy_proof, rewards,
     refused_each(("rm_url", "rollout_buffer_url"), lambda args, url: url is not None and not url.startswith(_SCHEMES),
         "{0=}: it must start with http:// or https://"),
@@ -286,13 +290,15 @@ WEIGHT_RULES: tuple[Rule, ...] = (
         "{--update-weight-transport=} needs {--update-weight-disk-dir}, a directory that trainer and engines share"),
     refused(lambda args: args.update_weight_mode == "delta" and args.colocate,
         "{--update-weight-mode=} with {--colocate}: weights are handed over in memory there; give {--update-weight-mode} full"),
+    refused(lambda args: args.rollout_external and args.update_weight_local_checkpoint_dir is not None,
+        "{--update-weight-local-checkpoint-dir} with {--rollout-external-engine-addrs}: nobody copies there; drop it"),
     *where(lambda args: args.update_weight_mode == "delta" and not args.colocate,
         refused(lambda args: args.update_weight_transport != "disk",
-            "{--update-weight-mode=} with {--update-weight-transport=}: deltas travel as files; give "
-            "{--update-weight-transport} disk"),
+            "{--update-weight-mode=} with {--update-weight-transport=}: deltas are files: give disk"),
         refused(lambda args: args.update_weight_local_checkpoint_dir is None,
-            "{--update-weight-mode=} needs {--update-weight-local-checkpoint-dir}, a directory on every engine host to which "
-            "the deltas are applied")),
+            "{--update-weight-mode=} needs {--update-weight-local-checkpoint-dir}, where every engine host applies the deltas"),
+        refused(lambda args: args.update_weight_delta_checksum == "blake3" and importlib.util.find_spec("blake3") is None,
+            "{--update-weight-delta-checksum=} needs the package `blake3`: install it on all hosts, or give xxh3-128")),
     *where(lambda args: args.release_train,
         refused(lambda args: args.train_backend != "megatron",
             "{--release-train} with {--train-backend=}: only megatron can; drop it"),
@@ -315,10 +321,17 @@ WEIGHT_RULES: tuple[Rule, ...] = (
             "{--use-stateless-adam} with {--no-decoupled-weight-decay}: its decay is decoupled; drop one of them"),
         refused(lambda args: not args.no_save_optim,
             "{--use-stateless-adam} has no optimizer state to save: add {--no-save-optim}")),
-    warned(lambda args: args.keep_old_actor and args.loss_type == "policy_loss" and not args.use_rollout_logprobs
-           and not args.asynchronous and not args.debug_train_only,
-        "{--keep-old-actor} without train_async.py: a rollout trains on the weights that generated it, and the old log-probs "
-        "come from those before"),
+    *where(lambda args: args.keep_old_actor and args.loss_type == "policy_loss" and not args.use_rollout_logprobs
+           and not args.debug_train_only,
+        warned(lambda args: not args.asynchronous,
+            "{--keep-old-actor} without train_async.py: a rollout trains on the weights that generated it, and the old "
+            "log-probs come from those before"),
+        warned(lambda args: args.asynchronous and (args.async_buffer_size, args.update_weights_interval) != (1, 1),
+            "{--keep-old-actor} with {--async-buffer-size=} and {--update-weights-interval=}: it fits 1 and 1; here some "
+            "old log-probs come from other weights than their samples; give {--use-rollout-logprobs} instead"),
+        warned(lambda args: args.asynchronous and args.update_weights_in_flight,
+            "{--keep-old-actor} with {--update-weights-in-flight}: tokens of one answer come from several weights, and old "
+            "log-probs from one; give {--use-rollout-logprobs} instead")),
 )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ build no model, so nothing is asked of them.
 import argparse
 import importlib.util
 import logging
+import re
 from collections.abc import Iterator
 
 from slime.arguments.flag import flag_of
@@ -14,11 +15,12 @@ from slime.arguments.groups import OWN_FLAGS
 from slime.arguments.hf_config import read_hf_config, takes_shape_of_config
 from slime.arguments.megatron.effects import ACTS_WITH, FIXED
 from slime.arguments.megatron.names import HISTORICAL
-from slime.arguments.megatron.values import counted_as_layers, parts_of_layout, pipeline_stages
+from slime.arguments.megatron.values import counted_as_layers, pipeline_stages
 from slime.arguments.model_shape import SHAPE_FLAGS
 from slime.arguments.sizes import train_iterations
 from slime.arguments.surface import load_surface
 from slime.arguments.violations import Rule, Violation, about, broken, divisors, hint, refused, refused_each, where
+from slime.estimates.layout import parts_of_layout
 from slime.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -291,9 +293,8 @@ def pipeline_layout(args: argparse.Namespace) -> Iterator[Violation]:
     if args.num_layers and layers != args.num_layers:
         template = "{--pipeline-model-parallel-layout=} has {layers} layers, but {--num-layers} is {num_layers}"
         yield broken(args, template, layers=layers)
-    if not parts[0].startswith("E") or not parts[-1].endswith("L") or "".join(parts).count("E") > 1:
-        template = "{--pipeline-model-parallel-layout=} must begin with E, the embedding, and end with L, the loss"
-        yield broken(args, template)
+    if not re.fullmatch("E[tm|]*L", "|".join(parts)):
+        yield broken(args, "{--pipeline-model-parallel-layout=} must begin with its one E and end with its one L")
 
 
 def warmup(args: argparse.Namespace) -> Iterator[Violation]:
@@ -340,13 +341,18 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
         "{--start-weight-decay=} and {--end-weight-decay=} need {--weight-decay-incr-style} linear or cosine, not constant"),
 )  # fmt: skip
 
+# Megatron drops their outputs with functions of Transformer Engine, in any precision and for its own layers too.
+RECOMPUTED_BY_ENGINE = ("layernorm", "moe_act")
+
 # Whether the ranks' machines have it is known when they start; where nobody asked for it, it is on if they do.
-EXTENSION_RULES: tuple[Rule, ...] = (
-    refused(lambda args: args.has_trainer and args.gradient_accumulation_fusion
-            and "gradient_accumulation_fusion" in args.typed_flags
+EXTENSION_RULES: tuple[Rule, ...] = where(lambda args: args.has_trainer,
+    refused(lambda args: args.gradient_accumulation_fusion and "gradient_accumulation_fusion" in args.typed_flags
             and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None,
         "{--gradient-accumulation-fusion} needs the module fused_weight_gradient_mlp_cuda of Apex, which is not installed "
         "here; install Apex with its CUDA extensions, or leave the flag out: it is on by itself where the module is"),
+    refused(lambda args: args.recompute_granularity == "selective" and importlib.util.find_spec("transformer_engine") is None
+            and not set(RECOMPUTED_BY_ENGINE).isdisjoint(args.recompute_modules or ()),
+        "{--recompute-modules}: layernorm and moe_act need Transformer Engine, which is missing here; install it or drop them"),
 )  # fmt: skip
 
 # Without training ranks no model is built.

@@ -65,14 +65,7 @@ def rows() -> tuple[NotYet, ...]:
 
 
 def engines(args: argparse.Namespace) -> Iterator[Violation]:
-    """The first engine whose GPUs lie on two nodes; GPUs are counted as `layout` does."""
-    if args.rollout_num_gpus_per_engine > args.num_gpus_per_node:
-        yield broken(
-            args,
-            "{--rollout-num-gpus-per-engine=} is above {--num-gpus-per-node=}: engines over several nodes are not built yet; "
-            "an engine must fit on one node",
-        )
-        return
+    """The first engine whose GPUs lie on more nodes than they fill; GPUs are counted as `layout` does."""
     if args.sglang_config is not None or not args.rollout_num_gpus:
         return
     layout = layout_of(args)
@@ -82,19 +75,18 @@ def engines(args: argparse.Namespace) -> Iterator[Violation]:
     if start is None:
         return
     fitting = [n for n in range(1, each) if total % n == 0 and _first_split(total, first, n, per_node) is None]
-    yield broken(
-        args,
+    template = (
         "{--rollout-num-gpus-per-engine=}: an engine would have the GPUs {start} to {last} of the run, which lie on two nodes "
-        "({--num-gpus-per-node=}{training}): engines over several nodes are not built yet; give "
-        "{--rollout-num-gpus-per-engine} {fitting}",
-        start=start,
-        last=start + each - 1,
-        training=f", training takes the first {first}" if first else "",
-        fitting=" or ".join(map(str, fitting[-2:])),
+        "({--num-gpus-per-node=}{training}): engines over parts of nodes are not built yet; give "
+        "{--rollout-num-gpus-per-engine} {fitting}"
     )
+    last = start + min(each, per_node) - 1
+    numbers = {"start": start, "last": last, "fitting": " or ".join(map(str, fitting[-2:]))}
+    yield broken(args, template, training=f", training takes the first {first}" if first else "", **numbers)
 
 
 def _first_split(total: int, first: int, each: int, per_node: int) -> int | None:
+    each = min(each, per_node)  # a larger one takes whole nodes
     starts = range(first, first + total - each + 1, each)
     return next((start for start in starts if start // per_node != (start + each - 1) // per_node), None)
 
@@ -183,8 +175,6 @@ _KEPT_SETS = (
     "built yet; "
 )
 NOT_BUILT_RULES: tuple[Rule, ...] = (
-    refused(lambda args: args.asynchronous,
-        "the asynchronous loop is not built yet; run train.py (train_async.py {--dry-run} plans with it)"),
     *where(lambda args: args.has_trainer and args.has_engines and args.loss_type == "policy_loss",
         refused(lambda args: args.rollout_top_p != 1, "{--rollout-top-p=}" + _KEPT_SETS + "give 1.0 ({--eval-top-p} is free)"),
         refused(lambda args: args.rollout_top_k != -1, "{--rollout-top-k=}" + _KEPT_SETS + "give -1 ({--eval-top-k} is free)")),

@@ -5,6 +5,7 @@ rules applies to it.
 """
 
 import argparse
+import contextlib
 import re
 from collections.abc import Iterator
 
@@ -14,6 +15,7 @@ from slime.arguments.server_flags import NO_SHARE, REFUSED, is_share, tensor_par
 from slime.arguments.violations import Kind, Rule, Violation, about, broken, refused, refused_each, where
 from slime.estimates.serving_memory import require_whole_groups
 from slime.utils.errors import UserError
+from slime.utils.ports import normalize_external_engine_addr
 
 # Router settings that have no effect while a switch is on: beginning of the attributes, the switch, what it turns off.
 _SWITCHED_OFF = (
@@ -129,14 +131,9 @@ def router_settings(args: argparse.Namespace) -> Iterator[Violation]:
     for prefix, switch, what in _SWITCHED_OFF:
         idle = [flag_of(name) for name in typed if name.startswith(prefix)]
         if idle and vars(args)[switch]:
-            yield broken(
-                args,
-                "{idle}: no effect while the {what} of the router is off; add {switch}",
-                *idle,
-                idle=", ".join(idle),
-                what=what,
-                switch=f"--no-{flag_of(switch).removeprefix('--')}",
-            )
+            template = "{idle}: no effect while the {what} of the router is off; add {switch}"
+            values = {"idle": ", ".join(idle), "what": what, "switch": f"--no-{flag_of(switch).removeprefix('--')}"}
+            yield broken(args, template, *idle, **values)
 
 
 def refused_flags(args: argparse.Namespace) -> Iterator[Violation]:
@@ -155,11 +152,15 @@ def whole_engines(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def external_addresses(args: argparse.Namespace) -> Iterator[Violation]:
-    for address in args.rollout_external_engine_addrs or []:
-        host, _, port = address.removeprefix("http://").rpartition(":")
-        if not host or not re.fullmatch(r"\d{1,5}/?", port):
-            template = "{--rollout-external-engine-addrs} {address}: give host:port, such as 10.0.0.5:30000"
-            yield broken(args, template, address=address)
+    first: dict[str, int] = {}
+    for position, address in enumerate(args.rollout_external_engine_addrs or []):
+        problem = "give host:port, such as 10.0.0.5:30000"
+        with contextlib.suppress(ValueError):
+            again = first.setdefault(normalize_external_engine_addr(address), position) != position
+            problem = "this address is there twice; name each engine once" if again else None
+        if problem:
+            told = {"address": address, "problem": problem}
+            yield broken(args, "{--rollout-external-engine-addrs} {address}: {problem}", **told)
 
 
 # A run that only trains ignores the flags of engines and router.
@@ -201,6 +202,10 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
         "{--rollout-num-gpus-per-engine=} is above {--num-gpus-per-node=} and no multiple of it: an engine fills whole nodes "
         "or a part of one"),
     external_addresses,
+    refused(lambda args: args.rollout_external and args.colocate,
+        "{--colocate}: the engines of {--rollout-external-engine-addrs} have GPUs of their own; drop one of the two"),
+    refused(lambda args: args.rollout_external and args.offload_rollout and not args.colocate,
+        "{--offload-rollout} (or {--offload}): the engines of {--rollout-external-engine-addrs} do not sleep; drop it"),
     refused_each(("attn_implementation", "fsdp_cpu_offload"),
         lambda args, value: args.train_backend != "fsdp" and value not in ("auto", False),
         "{0} has no effect with {--train-backend=}; drop it"),

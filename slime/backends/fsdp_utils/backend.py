@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -24,12 +25,14 @@ from slime.training.backend import Collect, RankGroups, StepLoss, StepResult, Up
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL
 from slime.training.model_states import ModelStates
 from slime.training.passes import MicroBatches
+from slime.training.resident_memory import Residents
 from slime.training.rollout_data import MicroBatch
 from slime.training.routing_replay import RoutingReplay
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
 from slime.utils.process_groups import join_world
 from slime.weights.hf_reader import SafetensorsDirectory
+from slime.weights.quantisers import refuse_quantised
 
 _HEAD = "lm_head.weight"
 # The one value that each of these has here.
@@ -94,6 +97,7 @@ class FSDPBackend:
                 f"{source.path} is a checkpoint of Megatron's: --train-backend fsdp starts from a Hugging Face directory"
             )
         if source.kind == "hf":
+            refuse_quantised(source.path)
             files = SafetensorsDirectory(source.path)
             for name, parameter in self.model.named_parameters():
                 shape, start = compute_local_shape_and_global_offset(
@@ -164,6 +168,15 @@ class FSDPBackend:
     def live_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach().to_local()
+
+    def residents(self) -> Residents:
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        states = self.optimizer.state.values() if self.optimizer is not None else ()
+        return Residents(
+            weights=[*(tensor for _, tensor in self.live_tensors()), *self.model.buffers()],
+            optimizer=[_local(value) for state in states for value in state.values() if torch.is_tensor(value)],
+            gradients=[_local(gradient) for gradient in gradients],
+        )
 
     def close(self) -> None:
         if dist.is_initialized():
@@ -238,6 +251,10 @@ class FSDPBackend:
             input_ids=stream.tokens[None], position_ids=stream.position_ids[None], attention_mask=None, use_cache=False
         )
         return output.logits.squeeze(0)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _as_typed(flag: str, value: Any) -> str:

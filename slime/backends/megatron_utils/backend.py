@@ -17,6 +17,7 @@ from slime.backends.megatron_utils import initialize
 from slime.training.backend import Collect, StepLoss, StepResult
 from slime.training.model_states import ModelStates
 from slime.training.passes import MicroBatches
+from slime.training.resident_memory import Residents
 from slime.training.routing_replay import RoutingReplay
 
 
@@ -140,6 +141,17 @@ class MegatronBackend:
         for index, chunk in enumerate(self.model):
             for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
                 yield f"{index}.{name}", tensor
+
+    def residents(self) -> Residents:
+        from slime.backends.megatron_utils.optimizer import tensors_of
+
+        buffers = [buffer for chunk in self.model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        optimizer, gradients = tensors_of(self.optimizer) if self.optimizer is not None else ([], [])
+        return Residents(
+            weights=[tensor for _, tensor in self.live_tensors()],
+            optimizer=optimizer,
+            gradients=[*gradients, *(buffer.grad_data for buffer in buffers)],
+        )
 
     def close(self) -> None:
         initialize.destroy()

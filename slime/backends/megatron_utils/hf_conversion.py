@@ -30,6 +30,7 @@ from slime.models.family import Family, Rule, strip_wrappers
 from slime.models.tensor_layouts import Layout, TensorSizes
 from slime.utils.errors import UserError
 from slime.weights.hf_reader import SafetensorsDirectory
+from slime.weights.quantisers import refuse_quantised
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +53,11 @@ def load_hf_weights(args: Any, model_chunks: Iterable[torch.nn.Module], hf_dir: 
 
     Raises:
         UserError: unsupported `model_type`; tensors missing or surplus (all are listed); a shape that the flags
-        contradict.
+        contradict; the weights are quantised.
     """
     from slime.backends.megatron_utils.schedules import gather_from_stages
 
+    refuse_quantised(hf_dir)
     family = family_of_directory(hf_dir)
     source = SafetensorsDirectory(hf_dir)
     plan = _plan(family, model_chunks)

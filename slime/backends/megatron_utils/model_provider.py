@@ -40,7 +40,7 @@ from slime.utils.plugin_loader import load_function
 ModelProvider = Callable[..., GPTModel]
 
 # Each needs a kernel of Transformer Engine or Apex: on by default where those are, off with the local layer spec.
-_FUSIONS = (
+FUSIONS = (
     "bias_activation_fusion",
     "bias_dropout_fusion",
     "masked_softmax_fusion",
@@ -149,13 +149,13 @@ def _layer_implementation_fields(args: Any) -> dict[str, Any]:
         return {"transformer_impl": "transformer_engine", "gradient_accumulation_fusion": fused}
     if args.fp8:
         raise UserError(f"--fp8-format {args.fp8} needs Transformer Engine; install it or leave the flag out")
-    for name in _FUSIONS:
+    for name in FUSIONS:
         if name in args.typed_flags and getattr(args, name):
             raise UserError(
                 f"--{name.replace('_', '-')} needs Transformer Engine and --transformer-impl transformer_engine; install "
                 "it or leave the flag out"
             )
-    return {"transformer_impl": "local", **dict.fromkeys(_FUSIONS, False)}
+    return {"transformer_impl": "local", **dict.fromkeys(FUSIONS, False)}
 
 
 def _require_flash_attention() -> None:

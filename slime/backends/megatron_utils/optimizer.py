@@ -167,6 +167,20 @@ def reset_optimizer_states(optimizer: MegatronOptimizer) -> None:
             _zero(state)
 
 
+def tensors_of(optimizer: MegatronOptimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(what must not be lost, gradients). The first holds the parameters that are updated, some of which may be the model's."""
+    kept, gradients = [], []
+    for part in parts_of(optimizer):
+        if part.optimizer is None:
+            continue  # a rank without trained parameters
+        for parameter in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
+            kept.append(parameter)
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
+        kept += [value for state in part.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    return kept, gradients
+
+
 def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """The optimizers, of dense and of expert parameters, that Megatron made into one."""
     return getattr(optimizer, "chained_optimizers", [optimizer])

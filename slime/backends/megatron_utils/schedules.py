@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from slime.backends.megatron_utils.attention import packed_seq_params
 from slime.backends.megatron_utils.layer_spec import rotates_by_position
@@ -110,7 +113,63 @@ def _run_schedule(
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
+        **_messages(model, batches.stream_rows),
     )
+
+
+def _messages(model: list[DistributedDataParallel], stream_rows: Sequence[int]) -> dict[str, Any]:
+    """What a schedule is given for the messages between stages; nothing where there is one stage."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return {}
+    # The groups that a schedule takes by itself; it wants all of them where it is given a communicator.
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp", "embd", "pos_embd", "dp_cp"])
+    return {"p2p_communicator": KnownShapes(model, groups, stream_rows), "pg_collection": groups}
+
+
+class KnownShapes(P2PCommunicator):
+    """The messages of one pass. All stages have the same micro-batches, so who receives knows how large a message is.
+
+    Streams differ in length. Stages that tell each other the shape of every tensor wait for the device, which has to finish all
+    that it was asked for before.
+
+    Args:
+        stream_rows: rows of every micro-batch on this rank, sequence parallelism left out.
+    """
+
+    def __init__(
+        self, model: list[DistributedDataParallel], groups: ProcessGroupCollection, stream_rows: Sequence[int]
+    ) -> None:
+        config = model[0].config
+        super().__init__(groups.pp, config)
+        parts = groups.tp.size() if config.sequence_parallel else 1
+        group_size = config.microbatch_group_size_per_vp_stage if len(model) > 1 else len(stream_rows)
+        order = get_schedule_table(len(stream_rows), len(model), group_size)
+
+        def shapes(*, goes_round: bool) -> Iterator[list[int]]:
+            received = received_micro_batches(order, len(model), goes_round=goes_round)
+            return iter([[stream_rows[number] // parts, 1, config.hidden_size] for number in received])
+
+        self._from_previous = shapes(goes_round=groups.pp.rank() == 0)
+        self._from_next = shapes(goes_round=groups.pp.rank() == groups.pp.size() - 1)
+
+    def _communicate_shapes(
+        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[list[int], list[int]]:
+        """In place of an exchange: the shapes of the next tensors from the previous stage and from the next one."""
+        nothing = [0, 0, 0]
+        return next(self._from_previous) if recv_prev else nothing, next(self._from_next) if recv_next else nothing
+
+
+def received_micro_batches(order: Sequence[tuple[int, int]], chunks: int, *, goes_round: bool) -> list[int]:
+    """The micro-batches whose tensors a stage gets from a neighbour, in their order.
+
+    Gradients come in the order of activations, from the last chunk to the first one.
+
+    Args:
+        order: (micro-batch, chunk) of a stage's passes, going forward.
+        goes_round: the neighbour is at the other end of the pipeline, and keeps what its last chunk made.
+    """
+    return [number for number, chunk in order if not (goes_round and chunk == chunks - 1)]
 
 
 def fill_last_group(model: list[DistributedDataParallel], batches: MicroBatches) -> MicroBatches:

@@ -24,6 +24,7 @@ from typing import Any
 from slime.arguments.rules.serving import engine_sizes
 from slime.arguments.server_flags import other_names, tensor_parallel_size
 from slime.arguments.surface import FlagSpec
+from slime.plan.placement import sleeping_sides
 from slime.utils.child_process import environment_for_python
 from slime.utils.errors import UserError
 
@@ -124,6 +125,18 @@ class ServerArguments:
     typed: frozenset[str]
 
 
+@dataclasses.dataclass(frozen=True)
+class EnginePart:
+    """One of the servers of an engine over several nodes: that of `node_rank`. The first one serves, the others compute.
+
+    `meeting_point`: host and port at which the ranks of all of them find each other.
+    """
+
+    nodes: int
+    node_rank: int
+    meeting_point: str
+
+
 def compute_server_arguments(
     args: Any,
     rank: int,
@@ -133,20 +146,23 @@ def compute_server_arguments(
     nccl_port: int,
     base_gpu_id: int = 0,
     on_cpu: bool,
+    part: EnginePart | None = None,
 ) -> ServerArguments:
-    """Arguments of engine `rank`, which lives on one node.
+    """Arguments of engine `rank`, or of the server that is a `part` of it.
 
     Raises:
         UserError: `--sglang-tp-size` contradicts `--rollout-num-gpus-per-engine`, or the sizes do not divide.
     """
     for problem in engine_sizes(args):
         raise UserError(problem.message)
-    typed = _typed_fields(args)
+    typed = typed_fields(args)
     values: dict[str, Any] = {**RUN_DEFAULTS, **(CPU_DEFAULTS if on_cpu else {})}
     if not on_cpu and args.fp16:
         values["dtype"] = "float16"
     if args.use_rollout_routing_replay:
         values["enable_return_routed_experts"] = True
+    if not on_cpu and sleeping_sides(args).engines:
+        values["enable_memory_saver"] = True
     values.update(typed)
     values.update(
         model_path=args.hf_checkpoint,
@@ -155,8 +171,9 @@ def compute_server_arguments(
         host=host,
         port=port,
         nccl_port=nccl_port,
-        nnodes=1,
-        node_rank=0,
+        nnodes=part.nodes if part else 1,
+        node_rank=part.node_rank if part else 0,
+        dist_init_addr=part.meeting_point if part else None,
         # Without a GPU the server takes this for the number of a NUMA node.
         base_gpu_id=0 if on_cpu else base_gpu_id,
         gpu_id_step=1,
@@ -184,22 +201,26 @@ def compute_server_environment(arguments: ServerArguments, on_cpu: bool, cache: 
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         environment.pop(name, None)
     environment["NO_PROXY"] = environment["no_proxy"] = "*"
-    if on_cpu:
-        # Also where there are GPUs that the user chose not to use: torch must see what we decided.
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-        environment["OMP_NUM_THREADS"] = "1"
-        environment["SGLANG_USE_CPU_ENGINE"] = "1"
-        # torch.compile needs a C++ compiler on CPU and half a minute at the first seeded request.
-        environment.setdefault("TORCHDYNAMO_DISABLE", "1")
-        ranks = arguments.values["tp_size"]
-        if ranks > 1:
-            cores = sorted(os.sched_getaffinity(0))
-            binding = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
-            environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
+    return environment_on_cpu(environment, arguments.values["tp_size"]) if on_cpu else environment
+
+
+def environment_on_cpu(environment: dict[str, str], ranks: int) -> dict[str, str]:
+    """`environment` with what a server of `ranks` tensor-parallel ranks needs without a GPU."""
+    # Also where there are GPUs that the user chose not to use: torch must see what we decided.
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment["OMP_NUM_THREADS"] = "1"
+    environment["SGLANG_USE_CPU_ENGINE"] = "1"
+    # torch.compile needs a C++ compiler on CPU and half a minute at the first seeded request.
+    environment.setdefault("TORCHDYNAMO_DISABLE", "1")
+    if ranks > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        binding = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+        environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
     return environment
 
 
-def _typed_fields(args: Any) -> dict[str, Any]:
+def typed_fields(args: Any) -> dict[str, Any]:
+    """The server fields that the user set, by name."""
     fields = {
         attribute.removeprefix("sglang_"): value
         for attribute, value in vars(args).items()

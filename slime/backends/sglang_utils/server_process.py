@@ -53,6 +53,27 @@ def main(argv: list[str] | None = None) -> None:
     _serve(arguments["values"], arguments["typed"], arguments_file.with_name(CAUSE_FILE))
 
 
+def serve_plainly() -> None:
+    """Serve what the words of this process say, as SGLang's own command line does, where there is no GPU.
+
+    Nothing of a run is around it: it ends by itself or by a signal.
+    """
+    from slime.backends.sglang_utils import cpu_runtime
+
+    cpu_runtime.install()
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    server_args = prepare_server_args(sys.argv[1:])
+    hide_from_logs(server_args.api_key)
+    _fork_workers()
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
 def hide_from_logs(secret: str | None) -> None:
     """Replace `secret` in all log records of this process and of those forked from it (sglang logs its arguments).
 

@@ -20,7 +20,11 @@ from typing import Any
 import requests
 
 from slime.arguments.surface import version_of
-from slime.backends.sglang_utils.server_arguments import compute_server_arguments, compute_server_environment
+from slime.backends.sglang_utils.server_arguments import (
+    EnginePart,
+    compute_server_arguments,
+    compute_server_environment,
+)
 from slime.backends.sglang_utils.server_process import CAUSE_FILE, write_arguments_file
 from slime.backends.sglang_utils.worker_watch import computing_seconds
 from slime.utils import env
@@ -29,6 +33,7 @@ from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import RunError
 from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
 from slime.utils.ports import PortReservation, host_for_url, random_port_start, reserve_port, service_host
+from slime.weights.local_checkpoint import LocalCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +44,9 @@ _FLUSH_PAUSE_SECONDS = 1.0
 _CONNECT_TIMEOUT_SECONDS = 10.0
 # Requests whose time grows with the size of the model: all of its weights are read, hashed or put in place.
 _LOADING = frozenset({"/update_weights_from_disk", "/weights_checker", "/end_weight_update"})
+# What sglang calls the kinds of its memory.
+_WEIGHTS, _CACHES = ("weights",), ("kv_cache", "cuda_graph")
+_MEMORY = (*_WEIGHTS, *_CACHES)
 _WATCH_POLL_SECONDS = 0.2
 _LINES_OF_A_DEAD_SERVER = 12
 _HEALTH_SECONDS = 5.0
@@ -74,8 +82,12 @@ class SGLangEngine:
         self._api_key = getattr(args, "router_api_key", None)
         self._process: ChildProcess | None = None
         self._scratch_dir: Path | None = None
+        self._local_checkpoint: LocalCheckpoint | None = None
         self._url: str | None = None
         self._ending = threading.Event()
+        # Kinds of memory; see `sleep`.
+        self._given_back: set[str] = set()
+        self._continues = self._has_slept = False
         self._session = requests.Session()
         # Internal traffic: neither proxies nor .netrc.
         self._session.trust_env = False
@@ -84,11 +96,12 @@ class SGLangEngine:
 
     # -- life -------------------------------------------------------------------------------------------------------
 
-    def init(self, base_gpu_id: int = 0, timeout: float | None = None) -> str:
+    def init(self, base_gpu_id: int = 0, timeout: float | None = None, part: EnginePart | None = None) -> str:
         """Start the server on this node, first GPU `base_gpu_id`, and wait until it is healthy.
 
         Args:
             timeout: in seconds; None: `--engine-start-timeout`.
+            part: which server of an engine over several nodes it is.
 
         Returns:
             The server's URL.
@@ -98,14 +111,15 @@ class SGLangEngine:
         """
         host = service_host()
         with reserve_port(host, random_port_start(_FIRST_PORT)) as port, reserve_port(host, port.port + 1) as nccl_port:
-            self._launch(port, nccl_port, base_gpu_id)
+            self._launch(port, nccl_port, base_gpu_id, part)
             self._url = f"http://{host_for_url(host)}:{port.port}"
             try:
                 self._wait_until_healthy(self._args.engine_start_timeout if timeout is None else timeout)
             except BaseException:
                 self.shutdown()
                 raise
-        self._call("POST", "/freeze_gc")
+        if part is None or part.node_rank == 0:
+            self._call("POST", "/freeze_gc")
         return self._url
 
     def url(self) -> str:
@@ -132,7 +146,8 @@ class SGLangEngine:
             self.raise_if_dead()
 
     def raise_if_dead(self) -> None:
-        """Raise RunError when the server has ended without `shutdown`."""
+        """Raise RunError when the server has ended without `shutdown`, or another part of the engine has failed."""
+        self._raise_if_another_part_failed()
         if self._process is not None and self._process.poll() is not None and not self._ending.is_set():
             raise RunError(f"engine {self.rank} died: {self._describe_end()}")
 
@@ -142,6 +157,8 @@ class SGLangEngine:
         if self._process is not None:
             # At once: a server holds nothing worth saving and takes up to 7 s to end politely.
             self._process.terminate(timeout=0)
+        if self._local_checkpoint is not None:
+            self._local_checkpoint.close()
         if self._scratch_dir is not None:
             remove_scratch_directory(self._scratch_dir)
 
@@ -203,8 +220,11 @@ class SGLangEngine:
         self._call("POST", "/pause_generation", {"mode": mode})
 
     def continue_generation(self) -> None:
-        """Undo `pause_generation`."""
-        self._call("POST", "/continue_generation", {})
+        """Undo `pause_generation`; of an engine whose caches are given back, when they are there again."""
+        if "kv_cache" in self._given_back:
+            self._continues = True
+        else:
+            self._call("POST", "/continue_generation", {})
 
     def flush_cache(self) -> None:
         """Drop the prefix cache, trying once a second for a minute: the server refuses while requests run.
@@ -223,6 +243,54 @@ class SGLangEngine:
                     f"engine {self.rank} refused to flush its cache for {_FLUSH_SECONDS:g} s: {response.text[:500]}"
                 )
             time.sleep(_FLUSH_PAUSE_SECONDS)
+
+    # -- sleep ------------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Let what runs end, hold back what arrives from now on, and give the memory of weights and caches back.
+
+        Requests that come while the engine sleeps wait in its server until it goes on. Without CUDA the server keeps its
+        memory; everything else is as it is with it.
+
+        Raises:
+            RunError: requests still run after a minute.
+        """
+        tags = [tag for tag in _MEMORY if tag not in self._given_back]
+        if not tags:
+            return
+        if not self._given_back:
+            self.flush_cache()
+            # Whatever came since is ended, and counts as aborted; the server dies of a release while something runs.
+            self.pause_generation()
+            self.flush_cache()
+            if self.rank == 0 and not self._has_slept and gpus_on_this_machine() == 0:
+                logger.info("sleeping engines keep their memory here: SGLang gives it back on CUDA only")
+            self._continues, self._has_slept = False, True
+        self._call("POST", "/release_memory_occupation", {"tags": tags})
+        self._given_back.update(tags)
+
+    def wake_weights(self) -> None:
+        """Take the memory of weights again; what stands in it are no weights."""
+        self._take_again(_WEIGHTS)
+
+    def wake_caches(self) -> None:
+        """Take the memory of caches again, and go on if `continue_generation` was called meanwhile.
+
+        Raises:
+            RunError: the memory of weights is given back still.
+        """
+        if not self._given_back.isdisjoint(_WEIGHTS):
+            raise RunError(f"engine {self.rank} sleeps: its caches are of no use before it has weights")
+        if self._take_again(_CACHES) and self._continues:
+            self.continue_generation()
+
+    def _take_again(self, tags: tuple[str, ...]) -> bool:
+        """Whether there was anything to take; the server dies of being told twice."""
+        given_back = [tag for tag in tags if tag in self._given_back]
+        if given_back:
+            self._call("POST", "/resume_memory_occupation", {"tags": given_back})
+            self._given_back.difference_update(given_back)
+        return bool(given_back)
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
@@ -283,6 +351,29 @@ class SGLangEngine:
             payload["load_format"] = load_format
         self._call("POST", "/update_weights_from_distributed", payload, timeout=timeout)
 
+    def update_weights_from_tensor(
+        self, handles: list[str], load_format: str | None = None, timeout: float | None = None
+    ) -> None:
+        """Load the tensors that lie in memory which the server maps. `handles`: one per GPU of the engine, in base64."""
+        payload = {"serialized_named_tensors": handles, "load_format": load_format, "flush_cache": False}
+        self._call("POST", "/update_weights_from_tensor", payload, timeout=timeout)
+
+    def fetch_weights(self, published: str) -> str | None:
+        """Bring `--update-weight-local-checkpoint-dir` of this host to the weights in the directory `published`.
+
+        Returns:
+            Why they have to be published whole, if they have.
+
+        Raises:
+            RunError, UserError: see `LocalCheckpoint.bring_to`.
+        """
+        if self._local_checkpoint is None:
+            args = self._args
+            self._local_checkpoint = LocalCheckpoint(
+                args.update_weight_local_checkpoint_dir, args.hf_checkpoint, args.engine_load_timeout
+            )
+        return self._local_checkpoint.bring_to(Path(published))
+
     def update_weights_from_disk(self, path: str, weight_version: str | None = None) -> None:
         """Load the HF checkpoint at `path`. When that fails the server may have new tensors beside old ones."""
         payload: dict[str, Any] = {"model_path": str(path), "flush_cache": True}
@@ -300,7 +391,12 @@ class SGLangEngine:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _launch(self, port: PortReservation, nccl_port: PortReservation, base_gpu_id: int) -> None:
+    def _raise_if_another_part_failed(self) -> None:
+        """Nothing: an engine on one node has one part."""
+
+    def _launch(
+        self, port: PortReservation, nccl_port: PortReservation, base_gpu_id: int, part: EnginePart | None
+    ) -> None:
         on_cpu = gpus_on_this_machine() == 0
         arguments = compute_server_arguments(
             self._args,
@@ -310,6 +406,7 @@ class SGLangEngine:
             nccl_port=nccl_port.port,
             base_gpu_id=base_gpu_id,
             on_cpu=on_cpu,
+            part=part,
         )
         # Holds the arguments (with the API key) and the server's own temporary files; the path must stay short, because
         # the server's Unix sockets live there.
@@ -317,15 +414,23 @@ class SGLangEngine:
         arguments_file = self._scratch_dir / "arguments.json"
         write_arguments_file(arguments_file, arguments)
         module = "slime.backends.sglang_utils.server_process"
+        name = (
+            f"engine_{self.rank}"
+            if part is None or part.node_rank == 0
+            else f"engine_{self.rank}_node_{part.node_rank}"
+        )
+        # The server's ranks meet through a file, or at a store of ours: that of their own listens on all interfaces.
+        meeting = f"file://{self._scratch_dir}/rendezvous" if part is None else f"tcp://{part.meeting_point}"
         self._process = ChildProcess(
-            f"engine {self.rank}",
+            name.replace("_", " "),
             [sys.executable, "-m", module, "--arguments-file", str(arguments_file)],
-            self._log_dir / f"engine_{self.rank}.log",
+            self._log_dir / f"{name}.log",
             {
                 **compute_server_environment(arguments, on_cpu, kernel_cache()),
                 "TMPDIR": str(self._scratch_dir),
-                # The server's ranks meet through a file: the store that they would use else listens on all interfaces.
-                "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{self._scratch_dir}/rendezvous",
+                "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": meeting,
+                # Nobody among the ranks opens the store: it is there.
+                **({} if part is None else {"TORCHELASTIC_USE_AGENT_STORE": "True"}),
             },
         )
         self._process.start()
@@ -335,6 +440,7 @@ class SGLangEngine:
         while time.monotonic() - started < timeout:
             if self._process.poll() is not None:
                 raise RunError(f"engine {self.rank} failed to start: {self._process.describe_end()}")
+            self._raise_if_another_part_failed()
             if self._answers("/health", _HEALTH_SECONDS):
                 return
             time.sleep(_READY_POLL_SECONDS)

@@ -1,20 +1,24 @@
 """Weights from training ranks to the engines as a Hugging Face checkpoint in `--update-weight-disk-dir`, which they share.
 
 Every source writes its buckets as shards into a hidden directory; the last one publishes it as `weight_v{version}`, whole.
-Engines load it in one go. One that cannot may have new tensors beside old ones; it is left out of the push.
+Engines load it in one go, from there or from a copy on their host. One that cannot may have new tensors beside old ones; it is
+left out of the push.
 
 The first source holds a lock on the directory while the run lives: another run would publish under the same names.
 """
 
 from __future__ import annotations
 
+import secrets
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.utils.errors import UserError
 from slime.utils.filesystem import claim_directory, fsync_tree, replace_directory
 from slime.weights.hf_writer import copy_auxiliary_files, number_shards, write_shard
+from slime.weights.publication import directory_of, index_metadata
 from slime.weights.transports.transport import Background, Order, Transport
 
 if TYPE_CHECKING:
@@ -30,6 +34,8 @@ class DiskTransport(Transport):
         self._args = args
         self._source, self._is_last = source, source == num_sources - 1
         self._timeout = 60.0 * args.distributed_timeout_minutes
+        # Tells the pushes of this trainer's life from those of others.
+        self._chain = secrets.token_hex(8)
         self._draft: Path | None = None  # until a push begins
         self._shards = 0
         self._writing: Background | None = None
@@ -39,8 +45,19 @@ class DiskTransport(Transport):
         return super().longest_wait(args) + 2 * _DISCARD_SECONDS
 
     @classmethod
+    def directory(cls, args: Any, version: int) -> Path:
+        return directory_of(args.update_weight_disk_dir, version)
+
+    @classmethod
+    def fetching_order(cls, args: Any, version: int) -> Order | None:
+        if args.update_weight_local_checkpoint_dir is None:
+            return None
+        return ("fetch_weights", str(cls.directory(args, version)))
+
+    @classmethod
     def placing_order(cls, args: Any, version: int) -> Order:
-        return ("update_weights_from_disk", str(_directory(args, version)), str(version))
+        loaded = args.update_weight_local_checkpoint_dir or str(cls.directory(args, version))
+        return ("update_weights_from_disk", loaded, str(version))
 
     def begin(self, version: int) -> None:
         """As of every transport.
@@ -53,7 +70,7 @@ class DiskTransport(Transport):
                 f"--update-weight-disk-dir {self._args.update_weight_disk_dir}: another run pushes its weights through this "
                 "directory; end that run, or name another directory"
             )
-        self._final = _directory(self._args, version)
+        self._version, self._final = version, self.directory(self._args, version)
         self._draft, self._shards, self._writing = self._final.with_name(f".{self._final.name}"), 0, None
         if self._source == 0:
             for left_by_a_failed_push in self._draft.parent.glob(".weight_v*"):
@@ -62,7 +79,7 @@ class DiskTransport(Transport):
 
     def send(self, bucket: NamedTensors) -> None:
         path = self._draft / f"shard-{self._source:05d}-{self._shards:05d}"
-        write = write_shard(path, bucket)
+        write = self._writer(path, bucket)
         self._wait()
         self._writing, self._shards = Background(write, f"writing {path}"), self._shards + 1
 
@@ -70,7 +87,8 @@ class DiskTransport(Transport):
         self._wait()
         if self._is_last:
             copy_auxiliary_files(self._args.hf_checkpoint, self._draft)
-            number_shards(self._draft, sorted(path.name for path in self._draft.glob("shard-*")))
+            shards = sorted(path.name for path in self._draft.glob("shard-*"))
+            number_shards(self._draft, shards, self._index_metadata())
             fsync_tree(self._draft)
             replace_directory(self._draft, self._final)
 
@@ -87,13 +105,16 @@ class DiskTransport(Transport):
         if self._is_last and not self._args.update_weight_disk_keep_files:
             shutil.rmtree(self._final)
 
+    def _writer(self, path: Path, bucket: NamedTensors) -> Callable[[], Any]:
+        """A function that writes a shard; what it needs of the bucket lies on the CPU when it is returned."""
+        return write_shard(path, bucket)
+
+    def _index_metadata(self) -> Mapping[str, Any]:
+        return index_metadata(self._chain, self._version)
+
     def _wait(self) -> None:
         """Return when the shard that is being written is on disk."""
         writing, self._writing = self._writing, None
         if writing is not None:
             limit = f"{self._timeout:.0f} s (--distributed-timeout-minutes)"
             writing.wait(self._timeout, f"a shard of weights is not written to {self._draft} within {limit}")
-
-
-def _directory(args: Any, version: int) -> Path:
-    return Path(args.update_weight_disk_dir) / f"weight_v{version:06d}"

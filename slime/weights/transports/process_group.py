@@ -4,6 +4,9 @@ Per bucket an HTTP call announces the tensors and, at the same time, a broadcast
 a thread of its own: when an engine refuses the HTTP half, nobody receives, and the transfer fails with the engine's answer
 instead of hanging in the collective. While a bucket travels, the next one can be made.
 
+On the host new memory costs more time than anything else that is done with a byte. There tensors travel as they are, without a
+flat bucket that both sides would fill first, and in buckets so small that engines have room for one where the last one was.
+
 After a failure the group is closed on both sides, so that engines that still receive get an error instead of waiting on. Where
 our own broadcast hangs, its communicator is aborted first. With NCCL that ends it; with Gloo both sides wait for their limits.
 """
@@ -14,6 +17,8 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from slime.utils import env
 from slime.utils.device import get_accelerator
@@ -31,8 +36,18 @@ _AFTER_FAILURE_SECONDS = 10.0
 _JOINING_SECONDS = 3.0
 _FAREWELL_SECONDS = 30.0
 _POLL_SECONDS = 0.001
+# Tensors that go as they are: what a broadcast of its own costs is little beside the copies that it saves.
+_LARGE_TENSOR_BYTES = 2**20
+# The C library gives back to the system at once what is larger than this.
+_HOST_BUCKET_BYTES = 32 * 2**20
 # Of `_blame`: ending the collective, leaving the group, the answers that are left, the probes.
 _BLAMING_SECONDS = 6 * _AFTER_FAILURE_SECONDS
+
+
+_GLOO_DTYPES = frozenset({"float32", "bfloat16", "float16", "float64", "int64", "int32", "int8", "uint8"})
+
+# Names, dtypes and shapes of tensors, and the format in which they come.
+Announced = tuple[list[str], list[str], list[list[int]], str | None]
 
 
 def communicator_environment(args: Any) -> dict[str, str]:
@@ -50,11 +65,18 @@ def communicator_environment(args: Any) -> dict[str, str]:
     return {name: str(args.train_env_vars.get(name, value)) for name, value in values.items()}
 
 
+def weight_group_name(source: int) -> str:
+    """The name under which engines know the group of a source."""
+    return f"slime-pp_{source}"
+
+
 class ProcessGroupTransport(Transport):
     """One group `slime-pp_{source}`: the source is rank 0, and every engine has a rank for each of its devices."""
 
     def __init__(self, args: Any, source: int, num_sources: int) -> None:
-        self._group_name = f"slime-pp_{source}"
+        self._group_name = weight_group_name(source)
+        # Engines that the run did not start may be on other machines, also where Ray has only this one.
+        self._outside = [info.url for info in args.rollout_external_engine_infos or ()]
         self._timeout = 60.0 * args.distributed_timeout_minutes
         self._engines: list[Receiver] = []
         self._group: Any = None
@@ -63,7 +85,13 @@ class ProcessGroupTransport(Transport):
         self._in_flight: tuple[Mapping[int, Any], Background] | None = None
         # Answers to the order to leave the group, by engine.
         self._farewells: dict[int, Any] = {}
-        self._flattener = BucketFlattener(max_bytes=args.update_weight_buffer_size)
+        self._bucket_bytes = self.bucket_bytes(args)
+        self._flattener = BucketFlattener(max_bytes=self._bucket_bytes)
+
+    @classmethod
+    def bucket_bytes(cls, args: Any) -> int:
+        size = super().bucket_bytes(args)
+        return min(size, _HOST_BUCKET_BYTES) if get_accelerator().shares_host_memory else size
 
     @classmethod
     def opening_order(cls, args: Any, version: int) -> Order:
@@ -88,7 +116,7 @@ class ProcessGroupTransport(Transport):
         from slime.utils.process_groups import create_store, init_process_group
 
         timeout, name = timedelta(seconds=self._timeout), self._group_name
-        host, backend = service_host(), get_accelerator().process_group_backend
+        host, backend = service_host(self._outside), get_accelerator().process_group_backend
         self._store, self._engines = create_store(host, timeout), list(engines)
         port = self._store.port
         world_size = 1 + sum(engine.num_gpus for engine in engines)
@@ -117,21 +145,25 @@ class ProcessGroupTransport(Transport):
             raise RunError("weight push: no engines are connected")
 
     def send(self, bucket: NamedTensors) -> None:
-        flat = self._flattener.flatten(bucket)
+        announcement, sent = self._flat(bucket) if _goes_flat(bucket) else _as_it_is(bucket)
         self._settle_bucket()
-        # An engine makes room for the tensors of a flat bucket and again for the bucket. A single tensor goes as it is: an
-        # embedding may be much larger than a bucket.
-        load_format, sent = ("flattened_bucket", flat.buffer) if len(bucket) > 1 else (None, flat.single())
-        announcement = (flat.names, flat.dtypes, flat.shapes, self._group_name, None, load_format, self._timeout)
+        announcement = (*announcement[:3], self._group_name, None, announcement[3], self._timeout)
         answers = {
             engine.id: engine.handle.update_weights_from_distributed.remote(*announcement) for engine in self._engines
         }
         # The thread gets the group, which this object may give up before the broadcast begins.
         group = self._group
         self._in_flight = (answers, Background(lambda: _broadcast(sent, group), "weight broadcast"))
-        if not flat.is_copy:
+        if sum(tensor.nbytes for _, tensor in bucket) > self._bucket_bytes:
             # No other tensors are gathered beside one that is larger than a bucket.
             self._settle_bucket()
+
+    def _flat(self, bucket: NamedTensors) -> tuple[Announced, list[torch.Tensor]]:
+        flat = self._flattener.flatten(bucket)
+        # An engine makes room for the tensors of a flat bucket and again for the bucket. A single tensor goes as it is: an
+        # embedding may be much larger than a bucket.
+        load_format, sent = ("flattened_bucket", flat.buffer) if len(bucket) > 1 else (None, flat.single())
+        return (flat.names, flat.dtypes, flat.shapes, load_format), [sent]
 
     def finish(self) -> None:
         self._settle_bucket()
@@ -185,6 +217,8 @@ class ProcessGroupTransport(Transport):
         An engine that lost its peers fails too, and may be heard of first: only the former are certain.
         """
         early = _errors_of(answers, 0.0)
+        if self._group is None and self._store is not None:
+            self._wait_for_who_joins(answers)
         self._abandon_group(collective)
         errors = _errors_of(answers, _AFTER_FAILURE_SECONDS)
         unheard = f"no answer after another engine had failed: {error}" if early else error
@@ -197,9 +231,6 @@ class ProcessGroupTransport(Transport):
 
     def _abandon_group(self, collective: Background) -> None:
         """Close our side, whatever hangs there, so that the name of the group is free again."""
-        if self._group is None:
-            # An engine that finds no store any more would look for it until its own limit.
-            time.sleep(_JOINING_SECONDS)
         group, self._group, self._store = self._group, None, None
         # An engine that refused closes its connections, which ends a broadcast to it.
         self._send_engines_away()
@@ -208,6 +239,16 @@ class ProcessGroupTransport(Transport):
         if group is not None:
             _leave(group)
 
+    def _wait_for_who_joins(self, answers: Mapping[int, Any]) -> None:
+        """Return when engines that have not answered are at the store, or will not come: one that finds no store any more would
+        look for it until its own limit."""
+        ranks = {engine.id: engine.num_gpus for engine in self._engines}
+        deadline = time.monotonic() + _JOINING_SECONDS
+        while time.monotonic() < deadline:
+            if _visitors(self._store.port) >= sum(ranks[id] for id in _unanswered(answers)):
+                return
+            time.sleep(_POLL_SECONDS)
+
     def _send_engines_away(self) -> None:
         """Order the engines to leave the group, unless they are on their way."""
         for engine in self._engines:
@@ -215,17 +256,31 @@ class ProcessGroupTransport(Transport):
                 self._farewells[engine.id] = engine.handle.destroy_weights_update_group.remote(self._group_name)
 
 
-def _broadcast(tensor: torch.Tensor, group: Any) -> None:
+def _goes_flat(bucket: NamedTensors) -> bool:
+    """Whether tensors go as one piece: on a GPU all do, on the host small ones, and those that Gloo does not know."""
+    large = sum(tensor.nbytes for _, tensor in bucket) >= _LARGE_TENSOR_BYTES * len(bucket)
+    known = all(str(tensor.dtype).removeprefix("torch.") in _GLOO_DTYPES for _, tensor in bucket)
+    return not (bucket[0][1].device.type == "cpu" and large and known)
+
+
+def _as_it_is(bucket: NamedTensors) -> tuple[Announced, list[torch.Tensor]]:
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket]
+    announced = [name for name, _ in bucket], dtypes, [list(tensor.shape) for _, tensor in bucket], None
+    return announced, [tensor.detach().contiguous() for _, tensor in bucket]
+
+
+def _broadcast(tensors: Sequence[torch.Tensor], group: Any) -> None:
     import torch.distributed as dist
 
     accelerator = get_accelerator()
     # The default device belongs to a thread, and this is a new one.
-    accelerator.set_device(tensor.device.index or 0)
-    work = dist.broadcast(tensor, src=0, group=group, async_op=True)
-    # For this collective alone: the next bucket is being gathered on the same device.
-    while not work.is_completed():
-        time.sleep(_POLL_SECONDS)
-    work.wait()
+    accelerator.set_device(tensors[0].device.index or 0)
+    works = [dist.broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors]
+    # For these collectives alone: the next bucket is being gathered on the same device.
+    for work in works:
+        while not work.is_completed():
+            time.sleep(_POLL_SECONDS)
+        work.wait()
 
 
 def _end(collective: Background, group: Any) -> None:
@@ -242,6 +297,15 @@ def _leave(group: Any) -> None:
 
     leaving = Background(lambda: dist.destroy_process_group(group), "leaving the weight group")
     leaving.ended_within(_AFTER_FAILURE_SECONDS)
+
+
+def _visitors(port: int) -> int:
+    """Connections of other processes to a port that this one listens on."""
+    connections = [
+        found for found in psutil.Process().net_connections("tcp") if found.status == psutil.CONN_ESTABLISHED
+    ]
+    own = sum(found.raddr.port == port for found in connections)
+    return sum(found.laddr.port == port for found in connections) - own
 
 
 def _unanswered(answers: Mapping[int, Any]) -> list[int]:

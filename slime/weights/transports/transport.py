@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.utils.errors import RunError
@@ -27,6 +28,18 @@ class Receiver:
     handle: Any
     num_gpus: int
     gpu_offset: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """Of the tensors of a push: the bytes that are others than before, and those that travelled for them.
+
+    `is_whole`: every tensor was sent as it is.
+    """
+
+    changed_bytes: int
+    wire_bytes: int
+    is_whole: bool = False
 
 
 class EnginesFailed(RunError):
@@ -59,6 +72,19 @@ class Transport:
         return None
 
     @classmethod
+    def directory(cls, args: Any, version: int) -> Path | None:
+        """Where all sources together write weights `version` as files, which engines read later; None: they feed engines.
+
+        Engines go on generating while it is written, and are paused then. Those that are fed are paused before.
+        """
+        return None
+
+    @classmethod
+    def fetching_order(cls, args: Any, version: int) -> Order | None:
+        """What engines are told to do with the directory before they are paused; they answer why they cannot, or None."""
+        return None
+
+    @classmethod
     def placing_order(cls, args: Any, version: int) -> Order:
         """What all engines are told when all sources have finished: to put in place what came, as weights `version`."""
         raise NotImplementedError
@@ -68,6 +94,16 @@ class Transport:
         """Seconds after which a source makes the next bucket at the latest: the limit of one, and giving up who missed it."""
         return 60.0 * args.distributed_timeout_minutes
 
+    @classmethod
+    def takes_every_rank(cls, args: Any) -> bool:
+        """Whether the ranks of all copies of the weights walk through them, and `help` to carry each bucket."""
+        return False
+
+    @classmethod
+    def bucket_bytes(cls, args: Any) -> int:
+        """The most bytes of tensors that a bucket is made of; a larger tensor is one of its own."""
+        return args.update_weight_buffer_size
+
     def connect(self, engines: Sequence[Receiver]) -> None:
         """Reach `engines`, and no others, from here on. A connection to the same ones that still stands is kept.
 
@@ -75,16 +111,30 @@ class Transport:
             EnginesFailed: they cannot be reached.
         """
 
+    def assist(self, engines: Sequence[Receiver]) -> None:
+        """`connect`, on a rank that sends nothing itself."""
+
     def begin(self, version: int) -> None:
         """Start to carry the tensors of weights `version`; what was carried before is forgotten."""
 
+    def carry_all(self) -> None:
+        """Nothing may be left out that engines had before, when the next push begins: they lost it, or are better off."""
+
+    def delta(self) -> Delta | None:
+        """What became of the bytes of the tensors, after `finish`; None: they travelled as they are."""
+        return None
+
     def send(self, bucket: NamedTensors) -> None:
-        """Start to carry a bucket. Returns when the one before it has arrived, so the next can be made meanwhile.
+        """Start to carry a bucket. Returns when the one before it has arrived, or lies ready at the engines, so the next can be
+        made meanwhile.
 
         Raises:
-            EnginesFailed: engines broke the transfer, of this bucket or of the one before.
+            EnginesFailed: engines broke the transfer, of this bucket or of one before.
         """
         raise NotImplementedError
+
+    def help(self, bucket: NamedTensors) -> None:
+        """Take part in what concerns all ranks of a bucket that is sent by another, or no longer sent."""
 
     def finish(self) -> None:
         """Return when all buckets have arrived.

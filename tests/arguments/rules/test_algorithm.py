@@ -7,6 +7,7 @@ import pytest
 from slime.arguments import parse_args
 from slime.arguments.derivation import settle_trackers
 from slime.arguments.rules.algorithm import TRACKER_RULES
+from slime.utils.errors import UserError
 from tests.support.models.args import command_line, parse, write_rows
 from tests.support.tables.rules import assert_violation, violations
 
@@ -18,6 +19,40 @@ def asynchronous(tmp_path, words: str):
 def test_the_smallest_possible_staleness_is_accepted(tmp_path):
     asynchronous(tmp_path, "--async-buffer-size 3 --update-weights-interval 2 --max-weight-staleness 2")
     parse(tmp_path, "--max-weight-staleness", "0", "--dry-run")
+
+
+def test_weights_are_pushed_at_intervals_by_the_asynchronous_loop_only(tmp_path):
+    asynchronous(tmp_path, "--update-weights-interval 2")
+    parse(tmp_path, "--debug-train-only", "--update-weights-interval", "2")
+    message = (
+        "--update-weights-interval 2: train.py pushes the weights after every rollout; use train_async.py, or give 1"
+    )
+    assert_violation(tmp_path, "--update-weights-interval 2", message)
+
+
+@pytest.mark.parametrize("words", ["--offload-train", "--offload-rollout", "--offload", "--colocate"])
+@pytest.mark.parametrize("estimator", ["grpo", "ppo"])
+def test_nobody_sleeps_in_the_asynchronous_loop(tmp_path, words, estimator):
+    with pytest.raises(UserError, match="train_async.py generates while it trains"):
+        asynchronous(tmp_path, f"--advantage-estimator {estimator} {words}")
+    asynchronous(tmp_path, f"--advantage-estimator {estimator}")
+
+
+def test_generation_that_never_stops_needs_its_loop_and_somebody_who_evaluates(tmp_path):
+    path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+    assert_violation(
+        tmp_path,
+        f"--rollout-function-path {path}",
+        f"--rollout-function-path {path} generates while the trainer works: use train_async.py",
+    )
+    words = f"--rollout-function-path {path} --eval-interval 2 --eval-prompt-data a {{tmp}}/prompts.jsonl"
+    message = (
+        f"--eval-function-path {path} does not evaluate: give --eval-function-path "
+        "slime.rollout.sglang_rollout.generate_rollout"
+    )
+    assert_violation(tmp_path, words, message, asynchronous=True)
+    assert asynchronous(tmp_path, f"--rollout-function-path {path}").update_weights_in_flight is True
+    assert asynchronous(tmp_path, "--async-buffer-size 2").update_weights_in_flight is False
 
 
 def test_masked_partial_rollouts_are_on_policy(tmp_path):
@@ -221,6 +256,24 @@ def test_an_old_actor_in_the_synchronous_loop_is_warned_about(tmp_path, caplog):
     assert "--keep-old-actor" not in caplog.text
     parse(tmp_path, "--keep-old-actor", "--use-rollout-logprobs", "--dry-run")
     assert "the old log-probs come from those before" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("", ()),
+        ("--async-buffer-size 2", ("--async-buffer-size 2", "--update-weights-interval 1")),
+        ("--update-weights-interval 2", ("--async-buffer-size 1", "--update-weights-interval 2")),
+        ("--update-weights-in-flight", ("--update-weights-in-flight",)),
+        # Nobody reads the copy's log-probs.
+        ("--async-buffer-size 2 --update-weights-in-flight --use-rollout-logprobs", ()),
+    ],
+)
+def test_an_old_actor_that_did_not_generate_every_sample_is_warned_about(tmp_path, caplog, words, names):
+    asynchronous(tmp_path, f"--keep-old-actor {words}")
+    warnings = [r.getMessage() for r in caplog.records if "--keep-old-actor with" in r.getMessage()]
+    assert len(warnings) == bool(names)
+    assert all(name in warning for warning in warnings for name in names)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,10 @@ def test_every_step_is_logged_and_no_other_interval_is_accepted(tmp_path):
     assert parse(tmp_path).log_interval == 1
 
 
+def test_what_follows_from_another_flag_is_that_flags_affair():
+    assert objections(Origin.DERIVED, log_interval=100) == []
+
+
 ROOT = Path(__file__).parents[3]
 # These say what a flag is, not what it does.
 TABLES = (
@@ -86,7 +90,6 @@ READ_ALREADY = {
     "post_self_attn_layernorm": "part of the model's shape",
     "update_weights_interval": "when the old actor moves",
     "use_rollout_routing_replay": "the trainer's side, which any rollout function can serve",
-    "colocate": "the plan of the cluster",
     "train_backend": "the trainer makes its backend of it; a run with FSDP is refused",
     "attn_implementation": "FSDP, which only tests start",
     "update_weight_transport": "the plan",
@@ -133,16 +136,7 @@ def test_a_dry_run_notes_it(tmp_path):
     ]
 
 
-def test_what_follows_from_a_flag_is_not_refused_besides(tmp_path):
-    with pytest.raises(UserError) as error:
-        parse(tmp_path, "--colocate")
-    assert str(error.value).splitlines() == [
-        "--colocate: sharing GPUs between training and engines is not built yet; drop the flag (--dry-run plans with it)"
-    ]
-
-
 def test_lists_are_shown_as_they_are_typed(tmp_path):
-    lines = violations(tmp_path, "--rollout-external-engine-addrs 10.0.0.1:1 10.0.0.2:1")
-    assert any(
-        line.startswith("--rollout-external-engine-addrs 10.0.0.1:1 10.0.0.2:1: serving by engines") for line in lines
-    )
+    lines = violations(tmp_path, "--colocate --rollout-external-engine-addrs 10.0.0.1:1 10.0.0.2:1 10.0.0.1:1")
+    twice = "--rollout-external-engine-addrs 10.0.0.1:1: this address is there twice; name each engine once"
+    assert twice in lines and len([line for line in lines if "--colocate: the engines of" in line]) == 1

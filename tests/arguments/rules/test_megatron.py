@@ -169,7 +169,9 @@ VIRTUAL = f"{TWO} --num-virtual-stages-per-pipeline-rank 2"
         (f"{TWO} --pipeline-model-parallel-layout Ett|tL",
          "--pipeline-model-parallel-layout Ett|tL has 3 layers, but --num-layers is 4"),
         (f"{TWO} --pipeline-model-parallel-layout tt|ttL",
-         "--pipeline-model-parallel-layout tt|ttL must begin with E, the embedding, and end with L, the loss"),
+         "--pipeline-model-parallel-layout tt|ttL must begin with its one E and end with its one L"),
+        (f"{TWO} --pipeline-model-parallel-layout EttL|ttL",
+         "--pipeline-model-parallel-layout EttL|ttL must begin with its one E and end with its one L"),
         (f"{TWO} --pipeline-model-parallel-layout Ett|ttX",
          "--pipeline-model-parallel-layout Ett|ttX: 'X' means nothing; E stands for the embedding, t for a layer, L for the "
          "loss, | ends a stage, and (t|)*4 repeats"),
@@ -212,17 +214,30 @@ def test_what_the_scheduler_can_do(tmp_path, words):
     parse(tmp_path, *words.split())
 
 
-def test_an_extension_that_is_not_installed_is_missed_where_it_was_asked_for(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "module, words, unasked",
+    [
+        ("fused_weight_gradient_mlp_cuda", "--gradient-accumulation-fusion", ""),
+        *(
+            ("transformer_engine", f"--recompute-modules core_attn {name} --recompute-granularity selective",
+             "--recompute-modules core_attn mlp --recompute-granularity selective")
+            for name in ("layernorm", "moe_act")
+        ),
+    ],
+)  # fmt: skip
+def test_an_extension_that_is_not_installed_is_missed_where_it_was_asked_for(
+    tmp_path, monkeypatch, module, words, unasked
+):
     """Elsewhere the ranks find out; a plan may be for a machine that has it."""
     installed = importlib.util.find_spec
 
     def without(name, *more):
-        return None if name == "fused_weight_gradient_mlp_cuda" else installed(name, *more)
+        return None if name == module else installed(name, *more)
 
     monkeypatch.setattr("importlib.util.find_spec", without)
-    assert parse(tmp_path).gradient_accumulation_fusion
-    (found,) = refusal(tmp_path, "--gradient-accumulation-fusion")
-    assert found.flags == ("--gradient-accumulation-fusion",) and found.kind is Kind.MISSING
-    assert parse(tmp_path, "--gradient-accumulation-fusion", "--dry-run").plan_notes == [found.message]
+    assert parse(tmp_path, *unasked.split()).gradient_accumulation_fusion
+    (found,) = refusal(tmp_path, words)
+    assert found.flags == (words.split()[0],) and found.kind is Kind.MISSING
+    assert parse(tmp_path, *words.split(), "--dry-run").plan_notes == [found.message]
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: installed("json"))
-    parse(tmp_path, "--gradient-accumulation-fusion")
+    parse(tmp_path, *words.split())

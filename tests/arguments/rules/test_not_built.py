@@ -26,12 +26,6 @@ def test_sampling_is_free_where_nothing_is_trained(tmp_path):
     assert parse(tmp_path, "--rollout-top-p", "0.9", "--debug-rollout-only").rollout_top_p == 0.9
 
 
-def test_the_asynchronous_loop(tmp_path):
-    message = "the asynchronous loop is not built yet; run train.py (train_async.py --dry-run plans with it)"
-    assert_violation(tmp_path, "", message, asynchronous=True)
-    assert message in parse_args(argv=[*command_line(tmp_path), "--dry-run"], asynchronous=True).plan_notes
-
-
 def test_layers_that_are_not_built(tmp_path):
     words = [word for word in command_line(tmp_path)[2:] if word != "--model-args-from-hf"]
     shape = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --vocab-size 300 --dry-run"

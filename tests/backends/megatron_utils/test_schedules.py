@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from slime.backends.megatron_utils.schedules import fill_last_group, set_schedule_functions
+from slime.backends.megatron_utils.schedules import fill_last_group, received_micro_batches, set_schedule_functions
 from slime.training.passes import MicroBatches
 from slime.training.rollout_data import RolloutData
 from tests.support.models.args import default_args
@@ -17,6 +17,15 @@ def test_the_last_micro_batch_completes_the_groups_of_the_interleaved_schedule()
     assert filled([chunk, chunk], [[0, 3], [1], [2], [4, 5]]) == [[0, 3], [1], [2], [4, 5], [4, 5], [4, 5]]
     assert filled([chunk, chunk], [[0], [1], [2]]) == [[0], [1], [2]]
     assert filled([chunk], [[0], [1]]) == [[0], [1]]
+
+
+def test_whose_tensor_comes_next_from_a_neighbour():
+    """Three micro-batches through two chunks, in groups of two."""
+    order = [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
+    assert received_micro_batches(order, 2, goes_round=False) == [0, 1, 0, 1, 2, 2]
+    assert received_micro_batches(order, 2, goes_round=True) == [0, 1, 2]
+    assert received_micro_batches([(0, 0), (1, 0)], 1, goes_round=False) == [0, 1]
+    assert received_micro_batches([(0, 0), (1, 0)], 1, goes_round=True) == []
 
 
 def schedule_functions(chunks, **flags):

@@ -14,6 +14,7 @@ import pytest
 from slime.arguments.surface import add_flag, load_surface
 from slime.backends.sglang_utils.server_arguments import (
     NOT_EXPOSED,
+    EnginePart,
     compute_server_arguments,
     compute_server_environment,
 )
@@ -25,7 +26,8 @@ def make_args(**overrides) -> SimpleNamespace:
     values = {
         "hf_checkpoint": "/models/m", "seed": 1234, "num_gpus_per_node": 8, "rollout_num_gpus_per_engine": 2,
         "sglang_pp_size": None, "sglang_tp_size": None, "fp16": False, "use_rollout_routing_replay": False,
-        "trust_remote_code": False, "router_api_key": None,
+        "trust_remote_code": False, "router_api_key": None, "has_trainer": True, "has_engines": True, "colocate": False,
+        "offload_train": False, "offload_rollout": False, "rollout_external": False,
     }  # fmt: skip
     return SimpleNamespace(**{**values, **overrides})
 
@@ -80,6 +82,15 @@ def test_tensor_parallel_size_is_gpus_over_pipeline_size():
     args = make_args(rollout_num_gpus_per_engine=4, sglang_pp_size=2)
     assert compute(args).values["tp_size"] == 2
     assert compute(make_args(sglang_tp_size=2)).values["tp_size"] == 2
+
+
+def test_each_server_of_an_engine_over_nodes_knows_its_part():
+    args = make_args(rollout_num_gpus_per_engine=16)
+    values = compute(args, part=EnginePart(2, 1, "10.0.0.5:4000")).values
+    assert (values["nnodes"], values["node_rank"], values["dist_init_addr"]) == (2, 1, "10.0.0.5:4000")
+    assert values["tp_size"] == 16, "of all parts"
+    alone = compute(args).values
+    assert (alone["nnodes"], alone["node_rank"], alone["dist_init_addr"]) == (1, 0, None)
 
 
 def test_contradicting_tensor_parallel_size_names_both_flags():
@@ -381,3 +392,12 @@ def test_texts_are_read_by_the_command_line_of_sglang(sglang):
     assert (converted["context_length"], converted["dtype"], converted["numa_node"]) == (4096, "bfloat16", [0, 1])
     assert sglang["wrong_json"].startswith("--sglang-cuda-graph-config {: ")
     assert "unknown phase 'dance'" in sglang["wrong_phase"]
+
+
+@pytest.mark.parametrize(
+    ("sleeps", "on_cpu", "expected"), [(True, False, True), (False, False, None), (True, True, None)]
+)
+def test_a_server_whose_engine_sleeps_can_give_its_memory_back_where_that_is_possible(sleeps, on_cpu, expected):
+    args = make_args(offload_rollout=sleeps)
+    values = compute_server_arguments(args, 0, host="h", port=1, nccl_port=2, on_cpu=on_cpu).values
+    assert values.get("enable_memory_saver") == expected

@@ -100,3 +100,88 @@ def test_without_a_place_for_kernels_sglang_chooses_one(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "nowhere")
     assert kernel_cache() is None
+
+
+# -- sleep ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine(monkeypatch, tmp_path):
+    """An engine whose server remembers what it was asked; `engine.refuses` is what it answers with an error."""
+    engine = SGLangEngine(SimpleNamespace(http_control_timeout=1.0), 0, tmp_path)
+    engine.asked, engine.refuses = [], set()
+
+    def request(method, path, payload=None, timeout=None):
+        short = path.removesuffix("_memory_occupation").removesuffix("_generation").lstrip("/")
+        engine.asked.append((short, *payload.get("tags", ())))
+        if short in engine.refuses:
+            return SimpleNamespace(ok=False, status_code=400, text="no")
+        return SimpleNamespace(ok=True, json=lambda: {})
+
+    monkeypatch.setattr(engine, "_request", request)
+    return engine
+
+
+CACHES = ("kv_cache", "cuda_graph")
+
+
+def test_an_engine_sleeps_and_wakes_in_two_steps_each_of_them_once(engine):
+    for _ in range(2):
+        engine.sleep()
+    assert engine.asked == [("flush_cache",), ("pause",), ("flush_cache",), ("release", "weights", *CACHES)]
+    engine.asked.clear()
+    for _ in range(2):
+        engine.wake_weights()
+    assert engine.asked == [("resume", "weights")]
+    engine.asked.clear()
+    engine.continue_generation()
+    for _ in range(2):
+        engine.wake_caches()
+    assert engine.asked == [("resume", *CACHES), ("continue",)]
+    engine.asked.clear()
+    engine.continue_generation()
+    assert engine.asked == [("continue",)], "awake, it goes on at once"
+
+
+def test_an_engine_that_nobody_told_to_go_on_stays_paused(engine):
+    """A push that failed on it left half of the weights there."""
+    engine.sleep()
+    engine.wake_weights()
+    engine.continue_generation()
+    engine.wake_caches()
+    engine.sleep()
+    engine.wake_weights()
+    engine.asked.clear()
+    engine.wake_caches()
+    assert engine.asked == [("resume", *CACHES)]
+
+
+def test_caches_do_not_wake_before_weights(engine):
+    engine.sleep()
+    engine.asked.clear()
+    with pytest.raises(RunError, match="no use before it has weights"):
+        engine.wake_caches()
+    assert engine.asked == []
+
+
+def test_half_awake_it_gives_back_what_it_has(engine):
+    engine.sleep()
+    engine.wake_weights()
+    engine.asked.clear()
+    engine.sleep()
+    assert engine.asked == [("release", "weights")]
+
+
+def test_what_the_server_refused_has_not_happened(engine):
+    engine.refuses = {"release"}
+    with pytest.raises(RunError, match="answered 400 to /release_memory_occupation"):
+        engine.sleep()
+    engine.wake_caches()
+    engine.continue_generation()
+    assert engine.asked[-1] == ("continue",)
+
+
+def test_awake_engines_are_not_woken(engine):
+    engine.wake_weights()
+    engine.wake_caches()
+    assert engine.asked == []

@@ -38,6 +38,7 @@ class FakeGenerateServer:
         self.aborts = 0  # of everything at once
         self.aborted_ids: list[str] = []
         self.loads_asked = 0
+        self.weight_version = "1"
         self.in_flight = 0
         self.max_in_flight = 0
         self.port = 0
@@ -126,7 +127,7 @@ class FakeGenerateServer:
                     **self._scores(payload),
                     "output_token_logprobs": [[-0.5, token, None] for token in ids],
                     "finish_reason": {"type": reason},
-                    "weight_version": "1",
+                    "weight_version": self.weight_version,
                     "prompt_tokens": len(payload["input_ids"]),
                     "completion_tokens": len(ids),
                     "cached_tokens": 0,

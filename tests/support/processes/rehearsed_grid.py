@@ -62,7 +62,7 @@ def _kept_tokens(batch: Any) -> Any:
 
     from slime.training.keep_set import KeptTokens
 
-    rows = len(batch.stream.response_rows)
+    rows = len(batch.stream.predicting_rows.index)
     with _disable_current_modes():
         return KeptTokens(torch.zeros(KEPT * rows, dtype=torch.int32), KEPT * torch.arange(rows + 1))
 

@@ -49,6 +49,7 @@ def make_args(checkpoint: str | Path, **overrides: Any) -> SimpleNamespace:
         "rollout_health_check_timeout": 30.0,
         "rollout_health_check_first_wait": 0.0,
         "rollout_num_gpus_per_engine": 1,
+        "rollout_external_engine_infos": None,
         "router_api_key": API_KEY,
         "router_policy": "round_robin",
         "distributed_timeout_minutes": 1,
@@ -62,6 +63,15 @@ def make_args(checkpoint: str | Path, **overrides: Any) -> SimpleNamespace:
         "use_rollout_routing_replay": False,
         "trust_remote_code": False,
         "update_weight_transport": "nccl",
+        "colocate": False,
+        "has_engines": True,
+        "rollout_external": False,
+        "world_size": 2,
+        "actor_num_nodes": 1,
+        "update_weight_mode": "full",
+        "update_weight_local_checkpoint_dir": None,
+        "custom_update_weight_post_write_path": None,
+        "update_weights_in_flight": False,
         "update_weight_buffer_size": 100_000,
     }
     return SimpleNamespace(**{**values, **overrides})
@@ -116,13 +126,13 @@ class Trainer:
     def __init__(self, args, tensors, expected=None, num_sources=1, version=0):
         from slime.weights.buckets import split_into_buckets
         from slime.weights.source import WeightSource
-        from slime.weights.transports import TRANSPORTS
+        from slime.weights.transports import transport_of
 
         def buckets(index):
             share = [name for position, name in enumerate(tensors) if position % num_sources == index]
             return split_into_buckets([(name, tensors[name]) for name in share], args.update_weight_buffer_size)
 
-        transport = TRANSPORTS[args.update_weight_transport]
+        transport = transport_of(args)
         self.sources = [
             WeightSource(functools.partial(buckets, index), transport(args, index, num_sources), expected)
             for index in range(num_sources)
@@ -137,8 +147,8 @@ class Trainer:
     def connect_engines(self, source, engines):
         return self.sources[source].connect(engines)
 
-    def send_weights(self, source, version):
-        return self.sources[source].send(version)
+    def send_weights(self, source, version, whole):
+        return self.sources[source].send(version, whole)
 
     def weights_pushed(self, version):
         for source in self.sources:

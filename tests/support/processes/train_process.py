@@ -43,10 +43,18 @@ class ListeningSocket:
 
 
 class TrainProcess:
-    """One `python train.py` with `flags`; its working directory, output and event files lie in `directory`."""
+    """One `python train.py`, or another `program`, with `flags`; its working directory, output and event files lie in
+    `directory`."""
 
-    def __init__(self, flags: Sequence[object], directory: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        flags: Sequence[object],
+        directory: Path,
+        env: Mapping[str, str] | None = None,
+        program: str = "train.py",
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
+        self.program = program
         self.flags = [str(flag) for flag in flags]
         self.directory = directory.resolve()
         self.event_directory = self.directory / "tensorboard"
@@ -67,7 +75,7 @@ class TrainProcess:
         self._started = time.monotonic()
         with self.output_path.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, str(REPOSITORY / "train.py"), *self.flags],
+                [sys.executable, str(REPOSITORY / self.program), *self.flags],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

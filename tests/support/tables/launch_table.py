@@ -1,11 +1,23 @@
-"""What each launch script sets up, written down by hand: a second source beside the scripts.
+"""The launch scripts, and what each sets up, written down by hand: a second source beside the scripts.
 
 Columns: model script | actor nodes, GPUs per node, rollout GPUs (- = shared with training, 0 = no engines) | TP, PP, CP,
 EP, layers of the last stage | prompts per rollout, samples per prompt, rollouts per optimizer step (or `steps`: four steps
 per rollout) | longest response, tokens per GPU | GPUs per engine, memory share of the engine.
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.tables.shell_arrays import ROOT
+from tools.published_models import PUBLISHED_MODELS
+
+SCRIPTS_DIR = ROOT / "scripts"
+# By their path below scripts/, without `.sh`.
+SCRIPTS = {
+    str(path.relative_to(SCRIPTS_DIR).with_suffix("")): path
+    for path in sorted([*SCRIPTS_DIR.glob("run-*.sh"), *SCRIPTS_DIR.glob("low_precision/run-*.sh")])
+}
 
 _ROWS = """
 run-qwen3-4B                     qwen3-4B            1 8   -  2 1 1  1  -   32 8  256  8192  9216  2 0.7
@@ -119,6 +131,23 @@ class Launch:
 def launches() -> dict[str, Launch]:
     """Path of each launch script below scripts/, without `.sh` → what it must set."""
     return {row[0]: _launch(row) for row in map(str.split, _ROWS.strip().splitlines())}
+
+
+def value_of(words: list[str], flag: str) -> str | None:
+    """The value of the last occurrence of `flag` in the words of a command ("" for a switch); None when it is absent."""
+    places = [place for place, word in enumerate(words) if word == flag]
+    if not places:
+        return None
+    following = words[places[-1] + 1 : places[-1] + 2]
+    return following[0] if following and not following[0].startswith("--") else ""
+
+
+def write_configs(words: list[str], row: Launch, **changed: int) -> None:
+    """The published config, with what is `changed`, in the directories that a run's words name; there is nothing else there."""
+    for flag in ("--hf-checkpoint", "--ref-load"):
+        directory = Path(value_of(words, flag))
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.json").write_text(json.dumps({**PUBLISHED_MODELS[row.model], **changed}))
 
 
 def _launch(row: list[str]) -> Launch:

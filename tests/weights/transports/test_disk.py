@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from slime.utils import filesystem
 from slime.utils.errors import RunError, UserError
+from slime.weights.local_checkpoint import LocalCheckpoint
 from slime.weights.transports import disk
 from slime.weights.transports.disk import DiskTransport
 from slime.weights.transports.transport import Background
@@ -28,7 +29,7 @@ def args(tmp_path):
     (hf / "model.safetensors").write_text("weights of somebody else")
     return SimpleNamespace(
         hf_checkpoint=str(hf), update_weight_disk_dir=str(tmp_path / "pushes"), update_weight_disk_keep_files=False,
-        distributed_timeout_minutes=1,
+        update_weight_local_checkpoint_dir=None, distributed_timeout_minutes=1,
     )  # fmt: skip
 
 
@@ -56,16 +57,36 @@ def test_all_sources_make_one_checkpoint(args, tmp_path):
     order = DiskTransport.placing_order(args, 12)
     assert order == ("update_weights_from_disk", str(directory), "12")
     assert DiskTransport.opening_order(args, 12) is None
+    assert DiskTransport.fetching_order(args, 12) is None
     files = [f"model-0000{index}-of-00003.safetensors" for index in (1, 2, 3)]
     assert sorted(path.name for path in directory.iterdir()) == ["config.json", *files, "model.safetensors.index.json"]
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     assert index["weight_map"] == {"a": files[0], "b": files[1], "c": files[1], "d": files[2]}
+    assert (index["metadata"]["version"], index["metadata"]["base_version"]) == (12, None)
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in TENSORS.values())
     written = {name: tensor for file in files for name, tensor in load_file(directory / file).items()}
     assert written.keys() == TENSORS.keys() and all(written[name].equal(TENSORS[name]) for name in TENSORS)
     for transport in transports:
         transport.settle()
     assert contents(tmp_path / "pushes") == []
+
+
+def test_hosts_copy_what_is_published_and_engines_load_the_copy(args, tmp_path):
+    args.update_weight_local_checkpoint_dir = str(tmp_path / "local")
+    directory = tmp_path / "pushes" / "weight_v000001"
+    assert DiskTransport.fetching_order(args, 1) == ("fetch_weights", str(directory))
+    assert DiskTransport.placing_order(args, 1) == ("update_weights_from_disk", str(tmp_path / "local"), "1")
+    host = LocalCheckpoint(tmp_path / "local", args.hf_checkpoint, 5.0)
+    for version in (1, 2):
+        transports = send(args, version, BUCKETS if version == 1 else BUCKETS[:1])
+        assert host.bring_to(DiskTransport.directory(args, version)) is None
+        for transport in transports:
+            transport.settle()
+        index = json.loads((tmp_path / "local" / "model.safetensors.index.json").read_text())
+        written = {name: load_file(tmp_path / "local" / file)[name] for name, file in index["weight_map"].items()}
+        assert written.keys() == (TENSORS.keys() if version == 1 else {"a", "b", "c"})
+        assert all(written[name].equal(TENSORS[name]) for name in written)
+        assert len(list((tmp_path / "local").glob("*.safetensors"))) == len(set(index["weight_map"].values()))
 
 
 def test_nothing_is_published_before_the_last_source_has_finished(args, tmp_path):

@@ -3,6 +3,9 @@
 import math
 import os
 import re
+import socket
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -12,6 +15,7 @@ import pytest
 import torch
 
 from slime.utils.errors import RunError
+from slime.utils.process_groups import create_store
 from slime.weights.transports import process_group
 from slime.weights.transports.process_group import ProcessGroupTransport, communicator_environment
 from slime.weights.transports.transport import Background, EnginesFailed, Receiver
@@ -43,7 +47,7 @@ def test_who_is_alone_is_left_alone(has_trainer):
     assert communicator_environment(args) == {}
 
 
-ARGS = SimpleNamespace(distributed_timeout_minutes=1, update_weight_buffer_size=100)
+ARGS = SimpleNamespace(distributed_timeout_minutes=1, update_weight_buffer_size=100, rollout_external_engine_infos=None)
 
 
 class Collective(Background):
@@ -86,7 +90,7 @@ def test_answers_and_collective_have_one_time_limit(monkeypatch, seconds, in_tim
 def test_a_bucket_goes_to_the_group_that_it_was_sent_to(monkeypatch):
     """Not to all ranks of the trainer (no group), when this one is given up before its broadcast begins."""
     given_up, broadcast_to = threading.Event(), []
-    accelerator = SimpleNamespace(set_device=lambda index: given_up.wait(10), synchronize=lambda: None)
+    accelerator = SimpleNamespace(set_device=lambda index: given_up.wait(10), shares_host_memory=True)
     monkeypatch.setattr(process_group, "get_accelerator", lambda: accelerator)
 
     def broadcast(buffer, src, group, async_op):
@@ -126,7 +130,11 @@ def test_a_watchdog_acts_later_than_we_do(monkeypatch, backend, limit):
 
     monkeypatch.setattr("slime.utils.process_groups.init_process_group", init_process_group)
     monkeypatch.setattr("torch.distributed.TCPStore", lambda *arguments, **options: SimpleNamespace(port=1))
-    monkeypatch.setattr(process_group, "get_accelerator", lambda: SimpleNamespace(process_group_backend=backend))
+    monkeypatch.setattr(
+        process_group,
+        "get_accelerator",
+        lambda: SimpleNamespace(process_group_backend=backend, shares_host_memory=True),
+    )
     transport = ProcessGroupTransport(ARGS, 0, 1)
     monkeypatch.setattr(transport, "_settle_answers", lambda answers, joining, name: joining.wait(60.0, "late"))
     transport.connect([])
@@ -136,7 +144,7 @@ def test_a_watchdog_acts_later_than_we_do(monkeypatch, backend, limit):
 def test_a_tensor_that_is_larger_than_a_bucket_is_sent_without_a_copy(monkeypatch):
     """And has arrived when the next bucket is made; one of a bucket's size is on its way."""
     sent = []
-    monkeypatch.setattr(process_group, "_broadcast", lambda tensor, group: sent.append(tensor))
+    monkeypatch.setattr(process_group, "_broadcast", lambda tensors, group: sent.extend(tensors))
     transport = ProcessGroupTransport(ARGS, 0, 1)
     transport._group = object()
     large, small = torch.ones(13, 2), torch.ones(5, 5)
@@ -163,7 +171,7 @@ class Work:
 
 def test_a_broadcast_that_hangs_is_aborted_and_ends(monkeypatch):
     work, left = Work(), []
-    accelerator = SimpleNamespace(set_device=lambda index: None)
+    accelerator = SimpleNamespace(set_device=lambda index: None, shares_host_memory=True)
     monkeypatch.setattr(process_group, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr("torch.distributed.broadcast", lambda *arguments, **options: work)
     monkeypatch.setattr("torch.distributed.destroy_process_group", left.append)
@@ -236,6 +244,54 @@ def test_who_is_gone_or_hangs_is_to_blame_and_else_who_failed_first(
     assert error.failed == failed and error.certain == bool(hanging or gone or mute)
 
 
+VISIT = """
+import socket, sys
+
+sys.stdin.readline()
+visits = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(2)]
+sys.stdin.readline()
+"""
+
+
+def test_the_store_stays_until_engines_on_their_way_have_found_it(monkeypatch):
+    """One with two GPUs, and later another; our own connections do not count."""
+    monkeypatch.setattr(process_group, "_JOINING_SECONDS", 600.0)
+    unanswered = [0]
+    monkeypatch.setattr(process_group, "_unanswered", lambda answers: unanswered)
+    transport = ProcessGroupTransport(ARGS, 0, 1)
+    transport._engines = [Receiver(0, None, 2, 0), Receiver(1, None, 4, 2)]
+    transport._store = create_store("127.0.0.1", timedelta(seconds=60))
+    port = transport._store.port
+    own = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
+    visitor = subprocess.Popen([sys.executable, "-c", VISIT, str(port)], stdin=subprocess.PIPE, text=True)
+    try:
+        waiting = Background(lambda: transport._wait_for_who_joins({}), "waiting")
+        assert not waiting.ended_within(0.3)
+        visitor.stdin.write("\n")
+        visitor.stdin.flush()
+        assert waiting.ended_within(60)
+        waiting.raise_error()
+        unanswered += [1]
+        waiting = Background(lambda: transport._wait_for_who_joins({}), "waiting")
+        assert not waiting.ended_within(0.3)
+        unanswered.clear()
+        assert waiting.ended_within(60), "who has answered does not come"
+        waiting.raise_error()
+    finally:
+        for connection in own:
+            connection.close()
+        visitor.kill()
+        visitor.wait(10)
+
+
+def test_engines_that_do_not_come_are_waited_for_no_longer_than_a_moment(monkeypatch):
+    monkeypatch.setattr(process_group, "_JOINING_SECONDS", 0.2)
+    monkeypatch.setattr(process_group, "_unanswered", lambda answers: [0])
+    transport = ProcessGroupTransport(ARGS, 0, 1)
+    transport._engines, transport._store = [Receiver(0, None, 2, 0)], create_store("127.0.0.1", timedelta(seconds=60))
+    assert Background(lambda: transport._wait_for_who_joins({}), "waiting").ended_within(60)
+
+
 class Peer:
     """What an engine does with a weight group, in a process of its own."""
 
@@ -270,7 +326,7 @@ class Peer:
         import torch
         import torch.distributed as dist
 
-        assert load_format == ("flattened_bucket" if len(names) > 1 else None) and set(dtypes) == {"float32"}
+        assert set(dtypes) == {"float32"}
         if self.received:
             if self.trouble == "dies":
                 os._exit(1)
@@ -280,15 +336,19 @@ class Peer:
                 self.trouble = self.trouble if self.trouble == "refuses" else None
                 raise RunError("no memory for this bucket")
         # As SGLang does it.
-        dtype, size = (
-            (torch.uint8, sum(4 * math.prod(shape) for shape in shapes)) if load_format else (torch.float32, *shapes)
-        )
-        buffer = torch.empty(size, dtype=dtype)
+        if load_format:
+            assert load_format == "flattened_bucket"
+            buffers = [torch.empty(sum(4 * math.prod(shape) for shape in shapes), dtype=torch.uint8)]
+        else:
+            buffers = [torch.empty(shape) for shape in shapes]
         try:
-            dist.broadcast(buffer, src=0, group=self.groups[group_name])
+            works = [dist.broadcast(buffer, 0, self.groups[group_name], async_op=True) for buffer in buffers]
+            for work in works:
+                work.wait()
         except RuntimeError as error:
             raise RunError(f"the broadcast broke: {error}") from None
-        self.received.append((names, set(buffer.view(torch.float32).flatten().tolist())))
+        found = {value for buffer in buffers for value in buffer.view(torch.float32).flatten().tolist()}
+        self.received.append((names, found, load_format) if len(names) == 3 else (names, found))
 
     def get_weight_version(self):
         return "0"
@@ -348,6 +408,43 @@ def test_a_connection_that_stands_is_kept_and_another_set_of_engines_joins_a_new
         assert received_by(receivers) == [3 * RECEIVED, 3 * RECEIVED, RECEIVED]
     finally:
         transport.close()
+
+
+def test_large_tensors_of_the_host_travel_as_they_are_and_small_ones_in_one_piece(receivers):
+    args = SimpleNamespace(**{**vars(ARGS), "update_weight_buffer_size": 2**24, "distributed_timeout_minutes": 5})
+    transport = ProcessGroupTransport(args, 0, 1)
+    count = len(received_by(receivers[:1])[0])
+    try:
+        transport.connect(receivers[:2])
+        transport.begin(1)
+        for size in (2**18, 2**18 - 1):
+            transport.send([(name, torch.full((size,), float(value))) for value, name in enumerate("xyz")])
+        transport.finish()
+        assert [buffer for buffer in transport._flattener._buffers if buffer is not None] == []
+    finally:
+        transport.close()
+    expected = [(list("xyz"), {0.0, 1.0, 2.0}, load_format) for load_format in (None, "flattened_bucket")]
+    assert [of_engine[count:] for of_engine in received_by(receivers[:2])] == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    "dtype, size, is_flat",
+    [
+        (torch.float32, 2**18, False), (torch.float32, 2**18 - 1, True), (torch.bfloat16, 2**19, False),
+        (torch.float8_e4m3fn, 2**20, True),
+    ],
+)  # fmt: skip
+def test_what_goes_in_one_piece(dtype, size, is_flat):
+    """Gloo has no eight-bit floats."""
+    assert (
+        process_group._goes_flat([("a", torch.empty(size, dtype=dtype)), ("b", torch.empty(size, dtype=dtype))])
+        == is_flat
+    )
+
+
+def test_the_host_has_small_buckets():
+    for flag, size in ((2**29, 2**25), (2**20, 2**20)):
+        assert ProcessGroupTransport.bucket_bytes(SimpleNamespace(update_weight_buffer_size=flag)) == size
 
 
 @pytest.mark.parametrize(

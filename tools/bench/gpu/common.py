@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[3]
 TERA = 1e12
-# TFLOP/s of dense bfloat16 matrix products, from NVIDIA's data sheets of these products; where a sheet has the figure with
-# sparsity only, half of it. By the first words of the name that the driver gives; of two that fit, the longer one counts.
+# TFLOP/s of dense bfloat16 matrix products, as NVIDIA's data sheets have them; where a sheet has the figure with sparsity only,
+# half of it. They were written down from memory and not compared with the sheets again. By the first words of the name that the
+# driver gives; of two that fit, the longer one counts.
 PEAK_TFLOPS = {
     "NVIDIA A10": 125.0,
     "NVIDIA A30": 165.0,

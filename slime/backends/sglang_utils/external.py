@@ -1,0 +1,410 @@
+"""Engines that somebody else started (`--rollout-external-engine-addrs`): what they are, and how a run uses them.
+
+`discover_external_engines` asks each address what it serves, before anything of the run starts, and refuses by name what
+does not fit. `ExternalEngine` is one of them to the run: it gets weights and requests like an engine of the run's own, and its
+server is never ended from here. It is left as it was found: out of the weight groups, and going on to generate; one that a
+push left between two versions stays paused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+
+from slime.arguments.flag import flag_of
+from slime.arguments.hf_config import read_hf_config
+from slime.arguments.server_flags import NOT_YET, REFUSED
+from slime.arguments.surface import version_of
+from slime.backends.sglang_utils.server_arguments import typed_fields
+from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+from slime.utils.errors import RunError, UserError
+from slime.utils.ports import normalize_external_engine_addr
+from slime.utils.run_values import with_run_values
+from slime.weights.transports.process_group import weight_group_name
+
+__all__ = ["ExternalEngine", "ExternalEngineInfo", "discover_external_engines", "normalize_external_engine_addr"]
+
+logger = logging.getLogger(__name__)
+
+_FLAG = "--rollout-external-engine-addrs"
+_CONNECT_SECONDS = 10.0
+# An engine that computes answers questions late.
+_ANSWER_SECONDS = 60.0
+_POLL_SECONDS = 1.0
+# So many polls in a row that nobody takes: the server is gone. A new one needs longer to start.
+_REFUSALS = 3
+_FAREWELL_SECONDS = 5.0
+# More pipeline stages than any trainer has, each with a weight group.
+_MOST_STAGES = 64
+# What a server was started with that asks for something which a run cannot do yet; `NOT_YET` says what.
+_UNBUILT_SWITCHES = (
+    "speculative_algorithm", "enable_lora", "enable_dp_attention", "enable_lmcache", "hicache_storage_backend", "encoder_only",
+    "language_only",
+)  # fmt: skip
+# What every engine is refused that was started with it; `REFUSED` says why.
+_REFUSED_SWITCHES = ("skip_tokenizer_init", "is_embedding", "allow_auto_truncate", "admin_api_key")
+
+
+@dataclass(frozen=True)
+class ExternalEngineInfo:
+    """An engine that runs already. `num_gpus`: its devices, each a rank of a weight-update group.
+
+    `weight_version`: what it said of its weights when it was found; "default": those it was started with.
+    """
+
+    url: str
+    worker_type: str
+    num_gpus: int
+    tp_size: int
+    pp_size: int
+    ep_size: int
+    moe_dp_size: int
+    version: str
+    model_path: str
+    weight_version: str = field(compare=False)
+    bootstrap_port: int | None = None
+
+
+def with_external_engines(args: argparse.Namespace) -> argparse.Namespace:
+    """A copy of `args` with the engines that stand at `--rollout-external-engine-addrs`, and with their number and devices.
+
+    Raises:
+        UserError: one line for everything that does not fit: an address where nobody answers, twice the same engine, another
+            key, another version of SGLang, another model, settings that the run cannot work with.
+    """
+    infos = discover_external_engines(args)
+    for info in infos:
+        held = (
+            "" if info.weight_version == "default" else f", weights of version {info.weight_version} of an earlier run"
+        )
+        logger.info("engine %s of %d GPUs, SGLang %s%s", info.url, info.num_gpus, info.version, held)
+        if held and not args.has_trainer:
+            logger.warning("%s: nothing is pushed in this run, so it serves the weights of an earlier one", info.url)
+    return with_run_values(
+        args,
+        rollout_external_engine_infos=infos,
+        rollout_num_engines=len(infos),
+        rollout_num_gpus=sum(info.num_gpus for info in infos),
+    )
+
+
+def discover_external_engines(args: argparse.Namespace) -> tuple[ExternalEngineInfo, ...]:
+    """Ask all engines what they are, and check that a run with `args` can use them. Raises as `with_external_engines`."""
+    infos: list[ExternalEngineInfo] = []
+    problems: list[str] = []
+    if args.update_weight_mode == "delta":
+        problems.append(
+            f"--update-weight-mode delta: on the machines of {_FLAG} no process of the run applies what changed; give full"
+        )
+    first_at: dict[tuple[str, int], str] = {}
+    for address in args.rollout_external_engine_addrs:
+        url = normalize_external_engine_addr(address)
+        try:
+            told = ask_engine(url, args.router_api_key)
+        except RunError as error:
+            problems.append(f"{_FLAG} {address}: {error}")
+            continue
+        first = first_at.setdefault(_endpoint(url), address)
+        if first != address:
+            problems.append(f"{_FLAG} {address}: this is the engine of {first}; name each engine once")
+        problems += [f"{_FLAG} {address}: {problem}" for problem in misfits(args, told)]
+        infos.append(describe_engine(url, told))
+    sizes = {"rollout_num_gpus": sum(info.num_gpus for info in infos)}
+    if len({info.num_gpus for info in infos}) == 1:
+        sizes["rollout_num_gpus_per_engine"] = infos[0].num_gpus
+    for name, found in sizes.items() if not problems else ():
+        if name in args.typed_flags and vars(args)[name] != found:
+            problems.append(f"{flag_of(name)} {vars(args)[name]}: the engines of {_FLAG} have {found}; drop the flag")
+    if problems:
+        raise UserError("\n".join(problems))
+    return tuple(infos)
+
+
+def ask_engine(url: str, api_key: str | None) -> dict[str, Any]:
+    """What the server at `url` says of itself: its arguments, and about its model. It holds its key: never log it.
+
+    Raises:
+        RunError: no answer, not to this key, or not of an SGLang server; ends with the way out.
+    """
+    answers: list[dict[str, Any]] = []
+    for path in ("/model_info", "/server_info"):
+        try:
+            with requests.Session() as session:
+                session.trust_env = False
+                headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+                response = session.get(url + path, headers=headers, timeout=(_CONNECT_SECONDS, _ANSWER_SECONDS))
+        except requests.RequestException as error:
+            raise RunError(
+                f"no answer ({_cause(error)}); start the engine, wait until it serves, and name the address it listens on"
+            ) from None
+        if response.status_code in (401, 403):
+            given = "the key of --router-api-key" if api_key else "a request without a key"
+            raise RunError(f"the engine refuses {given}; give the key of its --api-key by --router-api-key")
+        try:
+            answer = response.json() if response.ok else None
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict) or "model_path" not in answer:
+            raise RunError(f"no SGLang engine there: it answered {response.status_code} to GET {path}")
+        answers.append(answer)
+    model, server = answers
+    # A server tells what it was started with, and of its model what it serves now.
+    return {**model, **server, "weight_version": model.get("weight_version")}
+
+
+def describe_engine(url: str, told: dict[str, Any]) -> ExternalEngineInfo:
+    """The engine that `ask_engine` heard of. Sizes may stand under SGLang's short names."""
+
+    def size(*names: str) -> int:
+        return next((int(told[name]) for name in names if told.get(name)), 1)
+
+    sizes = {f"{name}_size": size(f"{name}_size", name) for name in ("tp", "pp", "ep", "moe_dp")}
+    counted = told.get("num_gpus") or told.get("num_gpus_per_engine")
+    role = told.get("disaggregation_mode")
+    worker_type = "encoder" if told.get("encoder_only") else role if role in ("prefill", "decode") else "regular"
+    return ExternalEngineInfo(
+        url=url,
+        worker_type=worker_type,
+        num_gpus=int(counted or sizes["tp_size"] * sizes["pp_size"]),
+        **sizes,
+        version=str(told.get("version")),
+        model_path=told["model_path"],
+        weight_version=str(told.get("weight_version") or "default"),
+        bootstrap_port=told.get("disaggregation_bootstrap_port") if worker_type == "prefill" else None,
+    )
+
+
+def misfits(args: argparse.Namespace, told: dict[str, Any]) -> Iterator[str]:
+    """Why a run with `args` cannot use the engine that says this of itself; nothing when it can."""
+    ours = version_of("sglang")
+    if told.get("version") != ours:
+        yield f"it is SGLang {told.get('version')}, and the run speaks to engines of SGLang {ours}; start that version"
+        # What another version calls its settings is not known here.
+        return
+    if not serves_model(told, args.hf_checkpoint):
+        yield (
+            f"it serves {told['model_path']} ({_kind_of(told)}), and the run trains --hf-checkpoint {args.hf_checkpoint}; "
+            "start it with --model-path of that directory"
+        )
+    if told.get("is_generation") is False:
+        yield "it does not generate; start it without --is-embedding"
+    for name in _REFUSED_SWITCHES:
+        if told.get(name):
+            yield f"it was started with --{name.replace('_', '-')}: {REFUSED[f'sglang_{name}']}"
+    if told.get("disaggregation_mode") not in (None, "null"):
+        yield f"it only does {told['disaggregation_mode']}: {_unbuilt('disaggregation_mode')} is not built yet"
+    for name in _UNBUILT_SWITCHES:
+        if told.get(name):
+            yield f"it was started with --{name.replace('_', '-')}: {_unbuilt(name)} is not built yet"
+    for row in NOT_YET:
+        value = told.get(row.name.removeprefix("sglang_"))
+        if row.works and value is not None and value is not False and value not in row.works:
+            option = row.name.removeprefix("sglang_").replace("_", "-")
+            yield f"it was started with --{option} {value}: {row.feature} is not built yet"
+    if args.use_rollout_routing_replay and not told.get("enable_return_routed_experts"):
+        yield "--use-rollout-routing-replay needs an engine that was started with --enable-return-routed-experts"
+    for name, value in typed_fields(args).items():
+        if name in told and told[name] != value:
+            flag = f"--sglang-{name.replace('_', '-')}"
+            yield f"{flag} {value}: the engine was started with {told[name]}; drop the flag, or start the engine with it"
+
+
+def serves_model(told: dict[str, Any], hf_checkpoint: str) -> bool:
+    """Whether the engine was started on the model at `hf_checkpoint`.
+
+    It may have read a copy on a machine of its own. Then the kinds of both models are compared; whether it serves the
+    trainer's weights is proven by its log-probs, after the first push.
+    """
+    path = told["model_path"]
+    if os.path.isdir(path):
+        return os.path.samefile(path, hf_checkpoint)
+    config = read_hf_config(hf_checkpoint)
+    return told.get("model_type") == config.get("model_type") and told.get("architectures") == config.get(
+        "architectures"
+    )
+
+
+def _kind_of(told: dict[str, Any]) -> str:
+    return ", ".join(told.get("architectures") or [str(told.get("model_type"))])
+
+
+def _unbuilt(field_name: str) -> str:
+    return next(row.feature for row in NOT_YET if fnmatch.fnmatch(f"sglang_{field_name}", row.name))
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, requests.Timeout):
+        return f"within {_ANSWER_SECONDS:g} s"
+    return "nobody listens there" if "refused" in str(error) else type(error).__name__
+
+
+def _endpoint(url: str) -> tuple[str, int]:
+    """Address and port of `url`: names of one machine are the same engine."""
+    parts = urlsplit(url)
+    try:
+        host = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:
+        host = parts.hostname
+    return host, parts.port
+
+
+class ExternalEngine(SGLangEngine):
+    """Engine `rank` of a run, whose server `info` somebody else started and nobody here ends."""
+
+    def __init__(self, args: Any, rank: int, log_dir: str, info: ExternalEngineInfo) -> None:
+        super().__init__(args, rank, log_dir)
+        self._info = info
+        self._groups: set[str] = set()
+        self._paused = self._changing = False
+
+    def init(self) -> str:
+        """Look from this node whether the engine is still what was found, and undo what a killed run left there.
+
+        Returns:
+            The server's URL.
+
+        Raises:
+            RunError: the engine does not answer, is another one, or stands between two weights and gets none.
+        """
+        try:
+            found = describe_engine(self._info.url, ask_engine(self._info.url, self._api_key))
+        except RunError as error:
+            raise RunError(f"engine {self.rank} ({self._info.url}): {error}") from None
+        if found != self._info:
+            raise RunError(
+                f"engine {self.rank} ({self._info.url}) is another one than at the start of the run: {found}"
+            )
+        self._url = self._info.url
+        # Putting weights in place takes the longer the larger the model is.
+        if self._undo("/end_weight_update", {}, self._args.engine_load_timeout) and not self._args.has_trainer:
+            raise RunError(
+                f"engine {self.rank} ({self._url}) was left in the middle of a weight update, and this run pushes nothing; "
+                "start the engine again"
+            )
+        for stage in range(_MOST_STAGES):
+            self._undo("/destroy_weights_update_group", {"group_name": weight_group_name(stage)})
+        if not self._args.has_trainer:
+            self._undo("/continue_generation", {})
+        return self._url
+
+    def wait_for_end(self) -> None:
+        """Return when `shutdown` is called; until then look whether the server listens.
+
+        Raises:
+            RunError: nobody listens at its address any more.
+        """
+        refusals = 0
+        while not self._ending.wait(_POLL_SECONDS):
+            refusals = refusals + 1 if self._refuses() else 0
+            if refusals == _REFUSALS:
+                raise RunError(
+                    f"engine {self.rank} died: nobody listens at {self._url} any more; it was started outside of this run, "
+                    "and so is its log"
+                )
+
+    def makes_progress(self, timeout: float) -> bool:
+        """Whether the server gives a token within `timeout` seconds; False while it listens and gives none.
+
+        What it computes meanwhile is not seen from here.
+
+        Raises:
+            RunError: nobody listens at its address.
+        """
+        if self._answers("/health_generate", timeout):
+            return True
+        if self._refuses():
+            raise RunError(f"engine {self.rank} died: nobody listens at {self._url}")
+        return False
+
+    def shutdown(self) -> None:
+        """Leave the engine as it was found, as far as it answers. Its server goes on."""
+        self._ending.set()
+        if self._url is None:
+            return
+        for name in sorted(self._groups):
+            self._undo("/destroy_weights_update_group", {"group_name": name})
+        if self._changing:
+            logger.warning(
+                "%s was left between two weight versions, and paused: the next run that pushes to it makes it whole, or a "
+                "restart",
+                self._url,
+            )
+        elif self._paused:
+            self._undo("/continue_generation", {})
+
+    # -- memory: of others, who decide about it ---------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Nothing: the engine keeps its memory."""
+
+    def wake_weights(self) -> None:
+        """Nothing."""
+
+    def wake_caches(self) -> None:
+        """Nothing."""
+
+    # -- what has to be undone --------------------------------------------------------------------------------------
+
+    def pause_generation(self, mode: str = "abort") -> None:
+        """As of every engine."""
+        self._paused = True
+        super().pause_generation(mode)
+
+    def continue_generation(self) -> None:
+        """As of every engine."""
+        super().continue_generation()
+        self._paused = self._changing = False
+
+    def begin_weight_update(self) -> None:
+        """As of every engine."""
+        self._changing = True
+        super().begin_weight_update()
+
+    def update_weights_from_disk(self, path: str, weight_version: str | None = None) -> None:
+        """As of every engine."""
+        self._changing = True
+        super().update_weights_from_disk(path, weight_version)
+        self._changing = False
+
+    def reset_weights(self) -> None:
+        """As of every engine."""
+        self._changing = True
+        super().reset_weights()
+
+    def init_weights_update_group(self, *arguments: Any, **options: Any) -> None:
+        """As of every engine."""
+        self._groups.add(options["group_name"] if "group_name" in options else arguments[4])
+        super().init_weights_update_group(*arguments, **options)
+
+    def destroy_weights_update_group(self, group_name: str) -> None:
+        """As of every engine."""
+        self._groups.discard(group_name)
+        super().destroy_weights_update_group(group_name)
+
+    def _undo(self, path: str, payload: dict[str, Any], timeout: float = _FAREWELL_SECONDS) -> bool:
+        """Whether there was something to undo; the engine may be gone, too."""
+        with contextlib.suppress(RunError):
+            self._call("POST", path, payload, timeout=timeout)
+            return True
+        return False
+
+    def _refuses(self) -> bool:
+        """Whether nobody takes connections at the server's address."""
+        parts = urlsplit(self._url)
+        try:
+            with socket.create_connection((parts.hostname, parts.port), _CONNECT_SECONDS):
+                return False
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False

@@ -1,0 +1,315 @@
+"""A rollout function whose generation never stops: `--rollout-function-path` of `generate_rollout_fully_async`.
+
+A worker keeps as many groups in flight as the engines can take, whatever rollout asks. A rollout takes the oldest finished
+ones; the others wait for the next. So a long answer holds up nothing but its own group.
+
+Every prompt that the worker has drawn is in exactly one place: in flight, in the queue, with a rollout, dropped by the dynamic
+filter, or back in the data source. What is in flight or in the queue is in every saved state of the data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import math
+from collections import Counter, deque
+from typing import Any
+
+from slime.rollout.attempts import as_continuable_group, as_partial_group, as_prompts, new_attempt
+from slime.rollout.base_types import RolloutFnTrainOutput, first_index, leaves
+from slime.rollout.draws import current_draws, draw_groups, drawing_ahead, give_back
+from slime.rollout.failures import FailureTally, failed_samples
+from slime.rollout.filter_hub.base_types import (
+    MetricGatherer,
+    call_dynamic_filter,
+    should_drop_dynamic_filter_output,
+)
+from slime.rollout.generate_state import GenerateState
+from slime.rollout.generation import generate_and_rm_group, is_aborted
+from slime.rollout.generation_call import GenerationCall, current_call
+from slime.rollout.sglang_rollout import MAX_INTERRUPTIONS_OF_A_GROUP
+from slime.rollout.staleness import is_too_old
+from slime.rollout.user_functions import describe_samples, run_in_daemon_thread
+from slime.utils.async_utils import run
+from slime.utils.errors import RunError, UserError
+from slime.utils.http_utils import generation_concurrency
+from slime.utils.misc import SingletonMeta
+from slime.utils.packed_sample import pack_sample
+from slime.utils.plugin_loader import load_function, user_function_error
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+_FILTER_FLAG = "--dynamic-sampling-filter-path"
+_REPORT_AFTER_S = 30.0
+
+
+def generate_rollout_fully_async(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """The next `rollout_batch_size` finished groups, by the index of their first sample; starts the worker the first time.
+
+    Raises:
+        ValueError: it was asked to evaluate.
+        UserError, RunError: what ended the worker, or the data source ran dry.
+    """
+    if evaluation:
+        raise UserError(
+            "slime.rollout.fully_async_rollout does not evaluate; give a function that does, such as "
+            "--eval-function-path slime.rollout.sglang_rollout.generate_rollout"
+        )
+    return run(_rollout(args, rollout_id, data_source))
+
+
+async def _rollout(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
+    return await AsyncRolloutWorker(args, data_source).rollout(rollout_id)
+
+
+class AsyncRolloutWorker(metaclass=SingletonMeta):
+    """Generates without end, on the event loop where it is made. One per process; the first `rollout` starts it.
+
+    Attributes:
+        queue: finished groups that no rollout has taken: (the group as it was drawn, the group), oldest first.
+        in_flight: tasks of groups, and the groups as they were drawn.
+    """
+
+    def __init__(self, args: Any, data_source: Any) -> None:
+        if args.rollout_all_samples_process_path:
+            raise UserError(
+                f"--rollout-all-samples-process-path {args.rollout_all_samples_process_path}: fully_async_rollout does not "
+                "call it, its groups belong to no rollout until they are taken; drop the flag"
+            )
+        self.args = args
+        self.data_source = data_source
+        self.state = GenerateState(args)
+        self.queue: deque[tuple[list[Any], list[Any]]] = deque()
+        self.in_flight: dict[asyncio.Task[Any], list[Any]] = {}
+        path = args.dynamic_sampling_filter_path
+        self._filter = load_function(path, flag=_FILTER_FLAG) if path else None
+        self._done: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
+        # Told of everything that rollouts and the worker wait for.
+        self._changed = asyncio.Condition()
+        self._error: BaseException | None = None
+        self._is_dry = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._draws = current_draws()
+        self._rollout_id = self._drawn_for_rollout = 0
+        # By the rollout that is being collected.
+        self._taken = 0
+        self._interruptions: Counter[Any] = Counter()
+        self._reset_counts()
+
+    async def rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
+        """Take the groups of a rollout, in turn after those before it."""
+        call, target = current_call(), self.args.rollout_batch_size
+        self._rollout_id, self._drawn_for_rollout = rollout_id, 0
+        if not self._tasks:
+            # Nothing of this rollout goes along with it: its call, its metrics, what it draws.
+            work = (self._top_up_for_ever(), self._judge_for_ever())
+            self._tasks = [asyncio.create_task(one, context=contextvars.Context()) for one in work]
+        taken: list[tuple[list[Any], list[Any]]] = []
+        try:
+            with call.progress.start(f"rollout {rollout_id}", target * self.args.n_samples_per_prompt) as progress:
+                while len(taken) < target:
+                    origin, group = await self._oldest(rollout_id, target - len(taken))
+                    if is_too_old(self.args, group, call.trained_as):
+                        self._counts["stale_groups"] += 1
+                        self._taken -= 1
+                        await self._return_to_source(origin, as_prompts(origin))
+                        continue
+                    taken.append((origin, group))
+                    progress.advance(len(group))
+            await asyncio.to_thread(_pack, [group for _, group in taken])
+            groups = sorted((group for _, group in taken), key=first_index)
+            failures = FailureTally(f"rollout {rollout_id}")
+            for group in groups:
+                failures.add(group)
+            failures.stop_when_most_failed()
+        except BaseException:
+            self.queue.extendleft(reversed(taken))
+            raise
+        finally:
+            async with self._changed:
+                self._taken = 0
+                self._changed.notify_all()
+        if self._draws is not None:
+            # Not later: whoever gets the groups may change them, and a state may still have them as they were queued.
+            self._draws.taken([origin for origin, _ in taken], rollout_id)
+        return RolloutFnTrainOutput(groups, {**self._take_metrics(), "failed_samples": len(failed_samples(groups))})
+
+    async def _oldest(self, rollout_id: int, missing: int) -> tuple[list[Any], list[Any]]:
+        """The oldest finished group, as soon as there is one."""
+        async with self._changed:
+            while not self.queue:
+                if self._error is not None:
+                    raise self._error
+                if self._is_dry and not self.in_flight:
+                    raise UserError(
+                        f"the data source ran dry in rollout {rollout_id}: {missing} more groups are needed "
+                        "(--rollout-batch-size), and none is in flight"
+                    )
+                try:
+                    await asyncio.wait_for(self._changed.wait(), _REPORT_AFTER_S)
+                except TimeoutError:
+                    flying = len(self.in_flight)
+                    logger.info("rollout %d: waiting for %d more groups; %d are in flight", rollout_id, missing, flying)
+            entry = self.queue.popleft()
+            self._taken += 1
+            self._changed.notify_all()
+            return entry
+
+    # -- the worker -------------------------------------------------------------------------------------------------
+
+    async def _top_up_for_ever(self) -> None:
+        with GenerationCall().under_way() as self._call, drawing_ahead(self._draws):
+            await self._guarded(self._top_up)
+
+    async def _judge_for_ever(self) -> None:
+        await self._guarded(self._judge)
+
+    async def _guarded(self, work: Any) -> None:
+        """Do `work` again and again; what it raises, the rollout that waits raises."""
+        while self._error is None:
+            try:
+                await work()
+            except Exception as error:
+                await self._fail(error)
+
+    async def _fail(self, error: BaseException) -> None:
+        async with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _room(self) -> int:
+        """How many groups may start: as many as fill the engines, and none while as many wait to be taken.
+
+        With a bound on staleness no more than may still be trained when they are done: behind w whole rollouts a group is
+        ⌈w ÷ interval⌉ pushes older than those, which may be ⌈buffer ÷ interval⌉ old themselves.
+        """
+        args = self.args
+        pool = max(1, generation_concurrency(args) // args.n_samples_per_prompt)
+        room = pool - len(self.in_flight) if len(self.queue) < pool else 0
+        if args.max_weight_staleness is None:
+            return room
+        interval = args.update_weights_interval
+        spare = max(0, args.max_weight_staleness - math.ceil(args.async_buffer_size / interval))
+        limit = args.rollout_batch_size * (spare * interval + 1)
+        return min(room, limit - len(self.in_flight) - len(self.queue) - self._taken)
+
+    async def _top_up(self) -> None:
+        """Wait until there is room, and fill it."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._error is not None or (self._room() > 0 and not self._is_dry))
+        if self._error is not None:
+            return
+        self._call.rollout_id = self._rollout_id
+        groups = await run_in_daemon_thread(
+            draw_groups, self.args, self.data_source, self._room(), self._rollout_id, self._drawn_for_rollout
+        )
+        self._drawn_for_rollout += len(groups)
+        async with self._changed:
+            self._is_dry = not groups
+            self._changed.notify_all()
+        for group in groups:
+            self._start(group)
+
+    def _start(self, group: list[Any]) -> None:
+        n = self.args.n_samples_per_prompt
+        if not isinstance(group, list) or len(group) != n:
+            size = f"{len(group)} entries" if isinstance(group, list) else type(group).__name__
+            raise UserError(
+                f"--data-source-path: get_samples returned a group of {size}; expected a list of {n} Samples"
+            )
+        coroutine = generate_and_rm_group(self.args, group, self.state.sampling_params)
+        task = asyncio.create_task(coroutine, name=f"group {leaves(group)[0].group_index}")
+        self.in_flight[task] = group
+        self._call.pendings.add(task)
+        task.add_done_callback(self._done.put_nowait)
+
+    async def _judge(self) -> None:
+        """Queue, drop or give back the next group that is done."""
+        task = await self._done.get()
+        self._call.pendings.discard(task)
+        origin = self.in_flight[task]
+        try:
+            await self._settle(task, origin)
+        finally:
+            async with self._changed:
+                del self.in_flight[task]
+                self._changed.notify_all()
+
+    async def _settle(self, task: asyncio.Task[Any], origin: list[Any]) -> None:
+        error = RunError(f"{task.get_name()} was cancelled") if task.cancelled() else task.exception()
+        if error is not None:
+            # Before it ends the run, so that no prompt is lost.
+            await self._return_to_source(origin, as_prompts(origin))
+            raise error
+        group, name = task.result(), task.get_name()
+        if is_aborted(group):
+            self._counts["aborted_samples"] += sum(s.status is Sample.Status.ABORTED for s in leaves(group))
+            partial = self.args.partial_rollout
+            left = as_partial_group(origin, group, self._rollout_id) if partial else as_prompts(origin)
+            await self._return_to_source(origin, left)
+            self._interruptions[name] += 1
+            if self._interruptions[name] > MAX_INTERRUPTIONS_OF_A_GROUP:
+                raise RunError(
+                    f"{name} was aborted {self._interruptions[name]} times; does something abort the engines, or does a custom "
+                    "function always return ABORTED?"
+                )
+            return
+        del self._interruptions[name]
+        self._failures.add(group)
+        if self._filter is not None and await self._filter_drops(group):
+            if self._draws is not None:
+                self._draws.taken([origin], None)
+            # Those that failed look alike to a filter: without this, a dead reward service would be asked for ever.
+            if self._failures.samples >= self.args.rollout_batch_size * self.args.n_samples_per_prompt:
+                self._failures.stop_when_most_failed()
+            return
+        if self._draws is not None:
+            # As it goes into a state: attempts with their prompts beside them, which are gone on with, or done.
+            self._draws.finished(origin, lambda: as_continuable_group(origin, [new_attempt(entry) for entry in group]))
+        self.queue.append((origin, group))
+
+    async def _filter_drops(self, group: list[Any]) -> bool:
+        samples, path = leaves(group), self.args.dynamic_sampling_filter_path
+        try:
+            verdict = await run_in_daemon_thread(call_dynamic_filter, self._filter, self.args, samples)
+        except Exception as error:
+            raise user_function_error(_FILTER_FLAG, path, describe_samples(samples), error) from error
+        obtainable = len(self.in_flight) + len(self.queue)
+        drop = should_drop_dynamic_filter_output(
+            verdict, remaining_batch_size=obtainable, target_data_size=self.args.rollout_batch_size
+        )
+        if drop:
+            self._gatherer.on_dynamic_filter_drop(verdict.reason)
+        return drop
+
+    async def _return_to_source(self, origin: list[Any], group: list[Any]) -> None:
+        await run_in_daemon_thread(give_back, self.args, self.data_source, [group], self._rollout_id, [origin])
+        async with self._changed:
+            self._is_dry = False
+            self._changed.notify_all()
+
+    # -- metrics ----------------------------------------------------------------------------------------------------
+
+    def _reset_counts(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._gatherer = MetricGatherer()
+        self._failures = FailureTally("the groups since the last rollout")
+
+    def _take_metrics(self) -> dict[str, Any]:
+        """What happened since the last rollout, and how much waits."""
+        metrics = {
+            **self._gatherer.collect(),
+            "aborted_samples": self._counts["aborted_samples"],
+            "stale_groups": self._counts["stale_groups"],
+            "queued_groups": len(self.queue),
+            "groups_in_flight": len(self.in_flight),
+        }
+        self._reset_counts()
+        return metrics
+
+
+def _pack(groups: list[list[Any]]) -> None:
+    for sample in leaves(groups):
+        pack_sample(sample)

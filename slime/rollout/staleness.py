@@ -1,0 +1,75 @@
+"""How old a sample is when it is trained: the pushes between the weights that made it and those that it trains.
+
+Engines stamp the version of their weights on every token; of a sample its oldest token counts, whether it is trained or not.
+Which weights a rollout will train is known when it begins: the loop pushes after fixed rollouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from slime.rollout.base_types import leaves
+from slime.utils.errors import UserError
+from slime.utils.types import Sample
+
+_FLAG = "--max-weight-staleness"
+
+
+def oldest_version(entry: Any) -> int | None:
+    """The oldest weight version of a sample, an execution or a group; None where no token bears one.
+
+    Versions that no push gave, those of engines that keep their weights, do not count.
+    """
+    versions = [
+        version
+        for sample in leaves(entry)
+        for version in (*sample.weight_versions, *(span[0] for span in sample.weight_version_spans))
+    ]
+    return min((int(version) for version in versions if str(version).isdecimal()), default=None)
+
+
+def is_too_old(args: Any, entry: Any, trained_as: int | None) -> bool:
+    """Whether `entry` may not train weights that were pushed as `trained_as` (None: unknown, nothing is too old).
+
+    A version that is not pushed yet is one of another run, whose numbers say nothing here: too old as well.
+    """
+    oldest = oldest_version(entry)
+    if args.max_weight_staleness is None or trained_as is None or oldest is None:
+        return False
+    return not trained_as - args.max_weight_staleness <= oldest <= trained_as
+
+
+def hold_to_bound(args: Any, samples: Sequence[Sample], trained_as: int | None) -> dict[str, float]:
+    """Take those out of training that are older than `--max-weight-staleness`: they keep their places with a mask of zeros.
+
+    Our rollout functions hand out none; one of a user's may. Samples that train nothing already, failed and filtered
+    ones, have no age that matters: they are neither asked for a version nor counted.
+
+    Returns:
+        Metrics `staleness/{mean,max}`, in pushes, and `stale_samples`, the number of those taken out; empty where
+        `trained_as`, the version of the weights that the samples train, is unknown.
+
+    Raises:
+        UserError: with the flag, a sample that trains bears no version for its response.
+    """
+    if trained_as is None:
+        return {}
+    taken_out = 0
+    for sample in samples:
+        if sample.remove_sample:
+            continue
+        if args.max_weight_staleness is not None and sample.response_length and oldest_version(sample) is None:
+            raise UserError(
+                f"{_FLAG} {args.max_weight_staleness}: sample {sample.index} does not say which weights made it; a function of "
+                "yours that generates hands the engine's meta_info to sample.append_response_tokens, or drop the flag"
+            )
+        if is_too_old(args, sample, trained_as):
+            sample.remove_sample = True
+            taken_out += 1
+    oldest = [oldest_version(sample) for sample in samples if not sample.remove_sample]
+    ages = [trained_as - version for version in oldest if version is not None]
+    metrics = (
+        {"rollout/staleness/mean": sum(ages) / len(ages), "rollout/staleness/max": float(max(ages))} if ages else {}
+    )
+    return metrics if args.max_weight_staleness is None else {**metrics, "rollout/stale_samples": taken_out}

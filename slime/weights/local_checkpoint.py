@@ -1,0 +1,247 @@
+"""The checkpoint that a host of engines keeps beside them, brought from version to version before they are paused.
+
+Invariants:
+- `.slime-state.json` says which publication the files are. It is taken away before a file changes and written when all have.
+- What is there is patched where it is the base of what is published. Otherwise it is built anew: from the last whole
+  publication, or `--hf-checkpoint`, and the deltas since. Nothing comes into a file whose digest is not right.
+- The state names the boot of the machine: until that ends, a file has what any process wrote into it, dead ones included.
+- The engines of a host share the directory: the first one does the work. Two runs do not share it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from slime.utils.errors import RunError, UserError
+from slime.utils.filesystem import write_json_atomically
+from slime.weights import delta_encoding
+from slime.weights.hf_reader import Place, places_of_checkpoint, places_of_tensors, read_bytes
+from slime.weights.hf_writer import copy_auxiliary_files
+from slime.weights.publication import CHECKPOINT, Patch, Publication, patches_of_metadata
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_FLAG = "--update-weight-local-checkpoint-dir"
+_STATE, _TURN, _RUN = ".slime-state.json", ".slime-turn", ".slime-run"
+_POLL_SECONDS = 0.05
+_THREADS = 8
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Unusable(RunError):
+    """What is published cannot bring the directory to its version: it has to be published whole."""
+
+
+class LocalCheckpoint:
+    """The directory as one engine's process sees it.
+
+    Args:
+        hf_checkpoint: what the first delta of a chain changes.
+        timeout: how long, in seconds, another engine of the host may take to do the work.
+    """
+
+    def __init__(self, directory: str | Path, hf_checkpoint: str | Path, timeout: float) -> None:
+        self._directory, self._hf_checkpoint = Path(directory), Path(hf_checkpoint)
+        self._timeout = timeout
+        # Held until this process ends: another run's engines see by it that the directory is in use.
+        self._run_lock: int | None = None
+
+    def bring_to(self, published: Path) -> str | None:
+        """Make the directory the weights that `published` holds. Returns why that cannot be, if they have to come whole.
+
+        Raises:
+            UserError: the directory is another run's, or holds files that no run has written.
+            RunError: it cannot be written (the disk is full), or another engine of the host takes too long.
+        """
+        try:
+            with self._turn():
+                wanted = _published(lambda: Publication.read(published))
+                self._share_with(wanted.chain)
+                if self._state() != _identity(wanted.chain, wanted.version):
+                    self._make(wanted)
+        except Unusable as error:
+            return str(error)
+        except OSError as error:
+            advice = "; make room there, or name a directory on another disk" if error.errno == errno.ENOSPC else ""
+            raise RunError(f"{_FLAG} {self._directory}: {error}{advice}") from error
+        return None
+
+    def close(self) -> None:
+        """Leave the directory to other runs, once all engines of the host have."""
+        if self._run_lock is not None:
+            os.close(self._run_lock)
+            self._run_lock = None
+
+    def _make(self, wanted: Publication) -> None:
+        base = wanted.base_version
+        if base is not None and self._state() == _identity(wanted.chain, base):
+            try:
+                self._patch([wanted])
+                return
+            except Unusable as error:
+                logger.warning("%s %s is built anew: %s", _FLAG, self._directory, error)
+        steps = _steps_to(wanted)
+        if steps[0].base_version is None:
+            source, steps = steps[0].directory, steps[1:]
+            # Also proves that all of it is there.
+            _published(functools.partial(places_of_checkpoint, source))
+        else:
+            source = self._hf_checkpoint
+        self._copy(source)
+        self._patch(steps)
+        self._write_state(wanted)
+
+    def _copy(self, source: Path) -> None:
+        """Replace all weights by those of `source`, with the files beside them."""
+        self._forget()
+        for old in self._directory.iterdir():
+            if old.is_file() and not old.name.startswith(".slime-"):
+                old.unlink()
+        places = places_of_checkpoint(source)
+        copy_auxiliary_files(source, self._directory)
+        for path in sorted({place.path for place in places.values()}):
+            shutil.copyfile(path, self._directory / path.name)
+        for index in source.glob("*.index.json"):
+            shutil.copyfile(index, self._directory / index.name)
+
+    def _patch(self, steps: list[Publication]) -> None:
+        """Apply deltas, the oldest first."""
+        if not steps:
+            return
+        self._forget()
+        places = places_of_checkpoint(self._directory)
+        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+            for step in steps:
+                patched = [pool.submit(_patch_tensor, step, places.get(name), *of_tensor)
+                           for name, *of_tensor in _changes(step)]  # fmt: skip
+                for one in patched:
+                    one.result()
+        self._write_state(steps[-1])
+
+    # -- state and locks --------------------------------------------------------------------------------------------
+
+    def _state(self) -> dict[str, str | int]:
+        try:
+            return json.loads((self._directory / _STATE).read_text())
+        except (OSError, ValueError):
+            return {}
+
+    def _write_state(self, publication: Publication) -> None:
+        write_json_atomically(self._directory / _STATE, _identity(publication.chain, publication.version))
+
+    def _forget(self) -> None:
+        (self._directory / _STATE).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The block has the directory alone among the engines of the run."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        turn = self._directory / _TURN
+        if not turn.exists() and any(self._directory.iterdir()):
+            raise UserError(f"{_FLAG} {self._directory} holds files that no run has written; name an empty directory")
+        descriptor = os.open(turn, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            deadline = time.monotonic() + self._timeout
+            while not _lock(descriptor, fcntl.LOCK_EX):
+                if time.monotonic() > deadline:
+                    raise RunError(
+                        f"{_FLAG} {self._directory}: another engine of this host has not brought it to the new weights within "
+                        f"{self._timeout:.0f} s (--engine-load-timeout)"
+                    )
+                time.sleep(_POLL_SECONDS)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _share_with(self, chain: str) -> None:
+        """Have the directory together with the other engines of the run whose trainer publishes `chain`.
+
+        Raises:
+            UserError: engines of another run have it; their files would change under them.
+        """
+        if self._run_lock is None:
+            self._run_lock = os.open(self._directory / _RUN, os.O_RDWR | os.O_CREAT, 0o666)
+        if os.pread(self._run_lock, len(chain) + 1, 0) != chain.encode():
+            if not _lock(self._run_lock, fcntl.LOCK_EX):
+                raise UserError(
+                    f"{_FLAG} {self._directory}: another run has its weights here; end that run, or name another directory"
+                )
+            os.ftruncate(self._run_lock, 0)
+            os.pwrite(self._run_lock, chain.encode(), 0)
+        _lock(self._run_lock, fcntl.LOCK_SH)
+
+
+def _identity(chain: str, version: int) -> dict[str, str | int]:
+    return {"chain": chain, "version": version, "boot": _BOOT.read_text().strip() if _BOOT.exists() else ""}
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Whether the lock was to be had; on a disk that knows none it always is."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _steps_to(wanted: Publication) -> list[Publication]:
+    """The publications that lead to `wanted`, from a whole one, or from the first delta on `--hf-checkpoint`."""
+    steps = [wanted]
+    while steps[0].base_version not in (None, CHECKPOINT):
+        steps.insert(0, _published(steps[0].base))
+    return steps
+
+
+def _published(read: Callable[[], _T]) -> _T:
+    """What `read` finds among published files; raises Unusable where they are not there, or damaged."""
+    try:
+        return read()
+    except (OSError, RunError, UserError) as error:
+        raise Unusable(str(error)) from error
+
+
+def _changes(step: Publication) -> Iterator[tuple[str, Place, Patch | None]]:
+    """Every tensor of a publication: name, where it lies there, and the patch that it is, if it is one."""
+    for file in step.files:
+        places, metadata = _published(functools.partial(places_of_tensors, step.directory / file))
+        patches = patches_of_metadata(metadata)
+        for name, place in places.items():
+            yield name, place, patches.get(name)
+
+
+def _patch_tensor(step: Publication, target: Place | None, source: Place, patch: Patch | None) -> None:
+    if target is None:
+        raise Unusable(f"{source.path} changes a tensor that is not there")
+    published = _published(functools.partial(read_bytes, source))
+    if patch is None:
+        if (target.dtype, target.shape) != (source.dtype, source.shape):
+            raise Unusable(f"{source.path} has another dtype or shape of a tensor than {target.path}")
+        new = published
+    else:
+        try:
+            new = delta_encoding.apply(patch.encoding, published.tobytes(), read_bytes(target))
+        except ValueError as error:
+            raise Unusable(f"{source.path} cannot be applied to {target.path}: {error}") from error
+        if delta_encoding.digest(step.digest_kind, new) != patch.digest:
+            raise Unusable(f"{source.path} makes other bytes of {target.path} than the trainer has")
+    # Written, not mapped: a full disk is an error here, and a signal there.
+    with open(target.path, "r+b", buffering=0) as file:
+        view = memoryview(new)
+        while len(view):
+            written = os.pwrite(file.fileno(), view, target.stop - len(view))
+            view = view[written:]

@@ -1,0 +1,114 @@
+"""Weights as a directory that trainer and engines share: `weight_v{version:06d}`, one per push, and what its index says.
+
+Some hold a whole Hugging Face checkpoint. Others hold what changed since the one before: in their files a tensor is the stream
+that makes the new bytes of the old ones, and the file's metadata say how, with the digest of what must come out. A tensor that
+has no such line is there as it is. Those of one trainer's life form a chain; version 0 in it is `--hf-checkpoint`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slime.utils.errors import RunError
+from slime.weights.delta_encoding import COMPRESSION
+from slime.weights.hf_reader import INDEX_FILE
+
+CHECKPOINT = 0
+_PATCHES = "patches"
+
+
+def directory_of(root: str | Path, version: int) -> Path:
+    """Where weights `version` are published below `--update-weight-disk-dir`."""
+    return Path(root) / f"weight_v{version:06d}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Patch:
+    """How a file's stream makes a tensor: `encoding` of the difference, `digest` of the bytes that come out."""
+
+    encoding: str
+    digest: str
+
+
+def patches_to_metadata(patches: Mapping[str, Patch]) -> dict[str, str]:
+    """The metadata of a safetensors file whose tensors `patches` are streams."""
+    return {_PATCHES: json.dumps({name: dataclasses.asdict(patch) for name, patch in patches.items()})}
+
+
+def patches_of_metadata(metadata: Mapping[str, str]) -> dict[str, Patch]:
+    """The inverse of `patches_to_metadata`."""
+    return {name: Patch(**patch) for name, patch in json.loads(metadata.get(_PATCHES, "{}")).items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Publication:
+    """A published directory.
+
+    `base_version`: the version of the same chain that it changes; None: it is whole. `digest_kind` is that of its patches.
+    `files`: those that hold tensors; a listing of a network disk may lack one.
+    """
+
+    directory: Path
+    chain: str
+    version: int
+    base_version: int | None
+    digest_kind: str | None
+    files: tuple[str, ...]
+
+    @classmethod
+    def read(cls, directory: Path) -> Publication:
+        """What the index of `directory` says.
+
+        Raises:
+            RunError: there is none, or it is not of a weight push.
+        """
+        try:
+            index = json.loads((directory / INDEX_FILE).read_text())
+            metadata = index["metadata"]
+            return cls(
+                directory,
+                metadata["chain"],
+                metadata["version"],
+                metadata["base_version"],
+                metadata.get("checksum_format"),
+                tuple(sorted(set(index["weight_map"].values()))),
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise RunError(f"{directory} holds no weights of a push: {type(error).__name__}: {error}") from error
+
+    def base(self) -> Publication | None:
+        """The publication that this one changes; None: it is `--hf-checkpoint`.
+
+        Raises:
+            RunError: it is not there any more, or another took its place.
+        """
+        if self.base_version == CHECKPOINT:
+            return None
+        found = Publication.read(directory_of(self.directory.parent, self.base_version))
+        if (found.chain, found.version) != (self.chain, self.base_version):
+            raise RunError(f"{found.directory}, which {self.directory.name} changes, was replaced by another run's")
+        return found
+
+
+def index_metadata(
+    chain: str, version: int, base_version: int | None = None, delta: tuple[str, str] | None = None
+) -> dict[str, Any]:
+    """What `Publication.read` finds in the index of a directory. `delta`: how its streams are encoded, and their digests."""
+    metadata = {"chain": chain, "version": version, "base_version": base_version}
+    if delta is not None:
+        names = ("delta_encoding", "checksum_format", "compression_format")
+        metadata |= dict(zip(names, (*delta, COMPRESSION), strict=True))
+    return metadata
+
+
+def is_publication(directory: Path) -> bool:
+    """Whether a push has made `directory`, of this run or of another."""
+    try:
+        Publication.read(directory)
+    except RunError:
+        return False
+    return True

@@ -1,0 +1,157 @@
+"""Weights as files that hold what changed since the last push: for engines of another place, behind a thin wire.
+
+A source keeps the bytes that engines have (a second copy of the model in the memory of the trainers' hosts) and compares every
+tensor with them. At first they are those of `--hf-checkpoint`, so that the first push of a resumed run takes engines from there
+to where the run is. What was published stays until a whole checkpoint takes its place: an engine that starts anew is led
+through all of it. After a push that failed nobody knows what engines have, so the next one writes all tensors as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime.weights import delta_encoding
+from slime.weights.hf_reader import Place, places_of_checkpoint, read_bytes, safetensors_dtype
+from slime.weights.hf_writer import own_storage, write_shard
+from slime.weights.publication import CHECKPOINT, Patch, index_metadata, is_publication, patches_to_metadata
+from slime.weights.transports.disk import DiskTransport
+from slime.weights.transports.transport import Delta
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from slime.weights.buckets import NamedTensors
+
+_THREADS = 8
+
+
+@dataclasses.dataclass
+class _Base:
+    """The bytes (uint8) of a tensor as engines have it, with its dtype, as safetensors calls it, and shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """What is published of a tensor: the stream that `patch` tells of, or the tensor itself."""
+
+    name: str
+    tensor: torch.Tensor
+    patch: Patch | None
+    changed_bytes: int
+
+
+class DiskDeltaTransport(DiskTransport):
+    """A shard per bucket, with the tensors of it that changed; tensors are compared and compressed at the same time."""
+
+    def __init__(self, args: Any, source: int, num_sources: int) -> None:
+        super().__init__(args, source, num_sources)
+        self._pool = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="weight delta")
+        # What engines have, by name, and the version that it is; None: nobody knows.
+        self._base: dict[str, _Base] = {}
+        self._base_version: int | None = CHECKPOINT
+        self._checkpoint: dict[str, Place] = {}
+        self._whole = self._published = False
+
+    def begin(self, version: int) -> None:
+        # A repeat for engines that missed it: what they need is there.
+        self._published = version == self._base_version and not self._whole
+        self._delta = Delta(0, 0)
+        if self._published:
+            self._version, self._final, self._draft = version, self.directory(self._args, version), None
+            return
+        super().begin(version)
+        self._whole = self._whole or self._base_version is None
+        self._changes_version = None if self._whole else self._base_version
+        # Until engines have what is sent from here on; a push that fails leaves it so.
+        self._base_version = None
+        if self._changes_version == CHECKPOINT:
+            self._checkpoint = places_of_checkpoint(Path(self._args.hf_checkpoint))
+
+    def carry_all(self) -> None:
+        self._whole = True
+
+    def send(self, bucket: NamedTensors) -> None:
+        if not self._published:
+            super().send(bucket)
+
+    def finish(self) -> None:
+        if not self._published:
+            super().finish()
+
+    def delta(self) -> Delta:
+        return self._delta
+
+    def settle(self) -> None:
+        if self._published:
+            return
+        self._base_version, self._whole = self._version, False
+        # A whole publication, and the first delta on `--hf-checkpoint`, need nothing that went before.
+        if self._is_last and not self._changes_version and not self._args.update_weight_disk_keep_files:
+            self._remove_others()
+
+    def close(self) -> None:
+        super().close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _writer(self, path: Path, bucket: NamedTensors) -> Callable[[], None]:
+        on_host = [(name, own_storage(tensor)) for name, tensor in bucket]
+
+        def write() -> None:
+            changes = [change for change in self._pool.map(lambda named: self._change(*named), on_host) if change]
+            if changes:
+                patches = {change.name: change.patch for change in changes if change.patch is not None}
+                tensors = [(change.name, change.tensor) for change in changes]
+                write_shard(path, tensors, patches_to_metadata(patches))()
+            self._delta = Delta(
+                self._delta.changed_bytes + sum(change.changed_bytes for change in changes),
+                self._delta.wire_bytes + sum(change.tensor.nbytes for change in changes),
+                is_whole=self._whole,
+            )
+
+        return write
+
+    def _change(self, name: str, tensor: torch.Tensor) -> _Change | None:
+        """What is to be published of a tensor, None where it is as it was; engines are taken to have it from here on."""
+        import torch
+
+        form = (safetensors_dtype(tensor.dtype), tuple(tensor.shape))
+        new = tensor.flatten().view(torch.uint8).numpy()
+        base = None if self._whole else self._base_of(name)
+        if base is None or (base.dtype, base.shape) != form:
+            self._base[name] = _Base(*form, new.copy())
+            return _Change(name, tensor, None, len(new))
+        encoding = delta_encoding.usable_encoding(self._args.update_weight_delta_encoding, len(new))
+        payload, changed = delta_encoding.encode(encoding, base.data, new)
+        if not changed:
+            return None
+        digest = delta_encoding.digest(self._args.update_weight_delta_checksum, new)
+        return _Change(name, torch.frombuffer(bytearray(payload), dtype=torch.uint8), Patch(encoding, digest), changed)
+
+    def _base_of(self, name: str) -> _Base | None:
+        if name not in self._base and self._changes_version == CHECKPOINT:
+            place = self._checkpoint.get(name)
+            if place is not None:
+                self._base[name] = _Base(place.dtype, place.shape, read_bytes(place))
+        return self._base.get(name)
+
+    def _index_metadata(self) -> Mapping[str, Any]:
+        args = self._args
+        delta = (args.update_weight_delta_encoding, args.update_weight_delta_checksum)
+        return index_metadata(self._chain, self._version, self._changes_version, delta)
+
+    def _remove_others(self) -> None:
+        """Remove what other pushes have published; nothing else."""
+        for other in self._final.parent.glob("weight_v*"):
+            if other != self._final and is_publication(other):
+                shutil.rmtree(other)

@@ -1,0 +1,309 @@
+"""Weights from training ranks to engines on the same devices, by handles of memory that both map: CUDA IPC, or shared memory.
+
+A bucket is copied once, into memory that engines can map, and each engine gets an order with a handle for each of its ranks; it
+copies from there into its weights. Meanwhile the next bucket is made and ordered too. Memory is written again only when all
+engines have answered: then none has it mapped.
+
+On the host of one node, memory of the source serves all ranks of all engines. Otherwise an engine rank needs memory of the
+training rank on its device: then every training rank walks through the tensors and flattens them, and the source collects their
+handles.
+
+Engines need nothing of each other here, so whoever breaks a transfer did it alone.
+
+On a GPU a handle is one of CUDA IPC. On the host it names a file in shared memory (by torch's sharing strategy `file_system`;
+by the other one an engine dies). A process of torch's own, `torch_shm_manager`, is connected to all that have them mapped. When
+these are gone, even by SIGKILL, it deletes what they left, and ends.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from slime.arguments.sizes import layout_of
+from slime.utils.device import get_accelerator
+from slime.utils.errors import RunError, UserError
+from slime.weights.buckets import BucketFlattener, FlatBucket, Memory
+from slime.weights.transports.transport import EnginesFailed, Order, Receiver, Transport
+
+if TYPE_CHECKING:
+    import torch
+
+    from slime.weights.buckets import NamedTensors
+
+# On the host an order takes as long as the copy of some megabytes. Engines would wait for many orders of smaller buckets, and
+# for the first of larger ones.
+_HOST_BUCKET_BYTES = 64 * 2**20
+# Between the end of an engine's own time limit and its answer.
+_ANSWER_SECONDS = 30.0
+_NAME = "sending weights by shared handles"
+_DIRECTORY = Path("/dev/shm")
+
+# Number of a device of the run → the handle for the engine rank on it.
+Handles = dict[int, str]
+
+
+class SharedHandlesTransport(Transport):
+    """Training rank r is on device r of the run, where engines that share devices with the trainer are too."""
+
+    def __init__(self, args: Any, source: int, num_sources: int) -> None:
+        self._every_rank = self.takes_every_rank(args)
+        if self._every_rank and num_sources > 1:
+            raise UserError(
+                "--pipeline-model-parallel-size > 1 with --colocate: on GPUs, and over several nodes, weights reach an engine "
+                "through the training rank on its device, and there is no way yet for those of other stages; give "
+                "--update-weight-transport disk"
+            )
+        self._timeout = 60.0 * args.distributed_timeout_minutes
+        self._first_device = layout_of(args).first_rollout_gpu
+        self._engines: list[Receiver] = []
+        # Of each bucket on its way: the engines' answers.
+        self._in_flight: list[dict[int, Any]] = []
+        self._on_host = get_accelerator().shares_host_memory
+        self._bucket_bytes = self.bucket_bytes(args)
+        # A tensor larger than a bucket is in memory already that an engine on the same GPU can map.
+        self._flattener = BucketFlattener(2, math.inf if self._on_host else self._bucket_bytes, SharedMemory())
+        # The last bucket, whose bytes may be those of a tensor that nobody else holds.
+        self._last: FlatBucket | None = None
+
+    @classmethod
+    def takes_every_rank(cls, args: Any) -> bool:
+        return args.actor_num_nodes > 1 or not get_accelerator().shares_host_memory
+
+    @classmethod
+    def bucket_bytes(cls, args: Any) -> int:
+        size = super().bucket_bytes(args)
+        return min(size, _HOST_BUCKET_BYTES) if get_accelerator().shares_host_memory else size
+
+    @classmethod
+    def opening_order(cls, args: Any, version: int) -> Order:
+        return ("begin_weight_update",)
+
+    @classmethod
+    def placing_order(cls, args: Any, version: int) -> Order:
+        return ("end_weight_update",)
+
+    @classmethod
+    def longest_wait(cls, args: Any) -> float:
+        # For a bucket, and for a tensor larger than one that comes after it.
+        return 2 * (super().longest_wait(args) + _ANSWER_SECONDS)
+
+    def connect(self, engines: Sequence[Receiver]) -> None:
+        if list(engines) == self._engines:
+            return
+        # Engines that have not opened a buffer yet would not find it; one that hangs, and is given up, may keep it mapped.
+        self._failed_of(keep=0)
+        self._flattener.release()
+        self._engines = list(engines)
+
+    def assist(self, engines: Sequence[Receiver]) -> None:
+        self.connect(engines)
+
+    def begin(self, version: int) -> None:
+        # A push that stopped on its own account may have left buckets on their way.
+        self._settle(keep=0)
+
+    def send(self, bucket: NamedTensors) -> None:
+        failed = self._failed_of(keep=1)
+        # Also after a failure: the other ranks take part in it.
+        handles = self._share(bucket)
+        if failed:
+            raise EnginesFailed(failed, certain=True)
+        answers = {}
+        for engine in self._engines:
+            of_ranks = [handles[device] for device in self._devices_of(engine)]
+            answers[engine.id] = engine.handle.update_weights_from_tensor.remote(
+                of_ranks, "flattened_bucket", self._timeout
+            )
+        self._in_flight.append(answers)
+        if not self._last.is_copy:
+            # No other tensors are gathered beside one that is larger than a bucket.
+            self._settle(keep=0)
+
+    def help(self, bucket: NamedTensors) -> None:
+        if self._every_rank:
+            # The source, if it sends still, tells what went wrong.
+            with contextlib.suppress(RunError):
+                self._share(bucket)
+
+    def finish(self) -> None:
+        self._settle(keep=0)
+
+    def discard(self) -> None:
+        self._failed_of(keep=0)
+
+    def settle(self) -> None:
+        # Until the next push training has the memory of the GPU. On the host it is little, and dear to make anew.
+        self._last = None
+        self._flattener.release(above=self._bucket_bytes if self._on_host else 0)
+        get_accelerator().collect_shared_memory()
+
+    def close(self) -> None:
+        self._in_flight, self._engines, self._last = [], [], None
+        self._flattener.release()
+
+    def _devices_of(self, engine: Receiver) -> Iterable[int]:
+        first = self._first_device + engine.gpu_offset
+        return range(first, first + engine.num_gpus)
+
+    def _share(self, bucket: NamedTensors) -> Handles:
+        """Put a bucket where engines can map it, together with all ranks that take part. Returns all handles.
+
+        Raises:
+            RunError: one of them had no memory for it.
+        """
+        # The source comes here when the engines have let go of the buffer that is next, on every rank.
+        self._exchange(None)
+        handles, error = {}, None
+        try:
+            # A hanging engine may have the older buffer mapped still; then this bucket is not sent, and nobody reads it.
+            self._last = self._flattener.flatten(bucket)
+            devices = [device for engine in self._engines for device in self._devices_of(engine)]
+            if self._every_rank:
+                devices = [device for device in devices if device == self._rank()]
+            handles = {device: handle_of(self._last) for device in devices}
+        except (RunError, RuntimeError) as cause:
+            error = str(cause)
+        found = self._exchange((handles, error))
+        errors = [error for _, error in found if error is not None]
+        if errors:
+            raise RunError(errors[0])
+        return {device: handle for of_rank, _ in found for device, handle in of_rank.items()}
+
+    def _rank(self) -> int:
+        import torch.distributed as dist
+
+        return dist.get_rank()
+
+    def _exchange(self, value: Any) -> list[Any]:
+        """What all ranks that take part have; small picklable things only."""
+        if not self._every_rank:
+            return [value]
+        import torch.distributed as dist
+
+        from slime.utils.process_groups import get_gloo_group
+
+        group = get_gloo_group()
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, value, group=group)
+        return found
+
+    def _settle(self, keep: int) -> None:
+        """Return when at most `keep` buckets are on their way.
+
+        Raises:
+            EnginesFailed: engines did not take one.
+        """
+        failed = self._failed_of(keep)
+        if failed:
+            raise EnginesFailed(failed, certain=True)
+
+    def _failed_of(self, keep: int) -> dict[int, str]:
+        """Wait until at most `keep` buckets are on their way; none, when an engine did not take one. Returns who, and why."""
+        from slime.observability.waiting import wait_for_each
+
+        failed: dict[int, str] = {}
+        while len(self._in_flight) > (0 if failed else keep):
+            answers = self._in_flight.pop(0)
+            outcomes = wait_for_each(list(answers.values()), _NAME, self._timeout + _ANSWER_SECONDS)
+            for id, outcome in zip(answers, outcomes, strict=True):
+                if isinstance(outcome, RunError):
+                    failed.setdefault(id, str(outcome))
+        return failed
+
+
+class SharedMemory(Memory):
+    """Buffers that other processes can map."""
+
+    def allocate(self, size: int, device: torch.device) -> torch.Tensor:
+        """`size` bytes, uint8, on `device`.
+
+        Raises:
+            RunError: the host has no shared memory left.
+        """
+        import torch
+
+        if device.type != "cpu":
+            return super().allocate(size, device)
+        try:
+            with _through_files():
+                storage = torch.UntypedStorage._new_shared(size)
+            # Whoever lets go of the last count deletes the file, and ends where it is gone. This one nobody lets go of.
+            storage._shared_incref()
+        except RuntimeError as error:
+            raise RunError(
+                f"weight push: {size / 1e6:.1f} MB of shared memory for a bucket of weights are not to be had ({error}). Let "
+                f"{_DIRECTORY} be larger (docker run --shm-size), or give a smaller --update-weight-buffer-size"
+            ) from None
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+    def release(self, buffer: torch.Tensor) -> None:
+        """Let a buffer go when nobody has it mapped any more, also where an engine died without giving back its count."""
+        if buffer.device.type == "cpu":
+            _, name, _ = buffer.untyped_storage()._share_filename_cpu_()
+            (_DIRECTORY / name.decode().lstrip("/")).unlink(missing_ok=True)
+
+
+def handle_of(bucket: FlatBucket) -> str:
+    """What one rank of an engine, and no other, opens: the bytes of `bucket`, and which tensors they are, for
+    `/update_weights_from_tensor` with the format `flattened_bucket`.
+
+    Every call counts one reader more of the bucket's memory.
+    """
+    import torch
+
+    entries, start = [], 0
+    for name, dtype_name, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
+        dtype = getattr(torch, dtype_name)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        # SGLang reads these attributes, and unpickles nothing of ours.
+        entries.append(
+            SimpleNamespace(name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=start + size, numel=size)
+        )
+        start += size
+    stream = io.BytesIO()
+    with _through_files():
+        _Pickler(stream).dump({"flattened_tensor": bucket.buffer, "metadata": entries})
+    return base64.b64encode(stream.getvalue()).decode()
+
+
+class _Pickler(ForkingPickler):
+    """Names a GPU by its UUID: engines number devices in their own way. SGLang reads both."""
+
+    def reducer_override(self, value: Any) -> Any:
+        import torch
+        from torch.multiprocessing import reductions
+
+        if not (isinstance(value, torch.Tensor) and value.is_cuda):
+            return NotImplemented
+        rebuild, arguments = reductions.reduce_tensor(value)
+        device = _DEVICE_ARGUMENT
+        return rebuild, (
+            *arguments[:device],
+            get_accelerator().device_uuid(arguments[device]),
+            *arguments[device + 1 :],
+        )
+
+
+# Of `torch.multiprocessing.reductions.rebuild_cuda_tensor`.
+_DEVICE_ARGUMENT = 6
+
+
+@contextlib.contextmanager
+def _through_files() -> Iterator[None]:
+    """In the block torch shares memory of the host as files; what a user's own code shares keeps the way that it has."""
+    import torch.multiprocessing
+
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)

@@ -1,0 +1,321 @@
+"""Engines that somebody else started: which are refused and why, and how each of them is left. A real one: `tests/e2e`."""
+
+import contextlib
+import dataclasses
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+
+from slime.arguments.surface import version_of
+from slime.backends.sglang_utils import external
+from slime.backends.sglang_utils.external import (
+    ExternalEngine,
+    describe_engine,
+    discover_external_engines,
+    with_external_engines,
+)
+from slime.utils.errors import RunError, UserError
+
+KEY = "key-of-somebody-else"
+# What SGLang 0.5.21 says of a server with its defaults, of which the rest concerns nobody here.
+STARTED_WITH = {
+    "version": version_of("sglang"), "tp_size": 1, "pp_size": 1, "dp_size": 1, "ep_size": 1, "moe_dp_size": 1,
+    "disaggregation_mode": "null", "disaggregation_bootstrap_port": 8998, "encoder_only": False, "language_only": False,
+    "skip_tokenizer_init": False, "is_embedding": False, "enable_lora": None, "speculative_algorithm": None,
+    "quantization": None, "cpu_offload_gb": 0, "offload_group_size": -1, "weight_cache_mode": "off", "tokenizer_worker_num": 1,
+    "context_length": None, "weight_version": "default", "enable_return_routed_experts": False,
+}  # fmt: skip
+
+
+class Server:
+    """Answers as a server does that was started with `STARTED_WITH` and `settings`; `events` are the posted paths."""
+
+    def __init__(self, model, serves="default", key=None, refuses=("slime-pp_0",), **settings):
+        self.events, outer = [], self
+        of_model = {
+            "model_path": str(model), "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "is_generation": True,
+            "weight_version": serves,
+        }  # fmt: skip
+        answers = {
+            "/model_info": of_model,
+            "/server_info": {**STARTED_WITH, "model_path": str(model), "api_key": key, **settings},
+        }
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                allowed = key is None or self.headers["Authorization"] == f"Bearer {key}"
+                self._answer(200 if allowed and self.path in answers else 401, answers.get(self.path))
+
+            def do_POST(self):
+                payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.events.append((self.path, *payload.values()))
+                self._answer(400 if self.path in refuses or payload.get("group_name") in refuses else 200, {})
+
+            def _answer(self, status, body):
+                content = json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *arguments):
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def end(self):
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def start():
+    with contextlib.ExitStack() as stack:
+
+        def started(*arguments, **settings):
+            server = Server(*arguments, **settings)
+            stack.callback(server.end)
+            return server
+
+        yield started
+
+
+@pytest.fixture
+def model(tmp_path):
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
+    return directory
+
+
+def make_args(model, *addresses, typed=(), **flags):
+    values = {
+        "hf_checkpoint": str(model), "rollout_external_engine_addrs": list(addresses), "router_api_key": None,
+        "typed_flags": set(typed), "update_weight_mode": "full", "use_rollout_routing_replay": False,
+        "rollout_num_gpus": None, "has_trainer": True,
+        "rollout_num_gpus_per_engine": 1, "http_control_timeout": 10.0, "engine_load_timeout": 10.0,
+    }  # fmt: skip
+    return SimpleNamespace(**{**values, **flags})
+
+
+def refusal(args):
+    with pytest.raises(UserError) as refused:
+        discover_external_engines(args)
+    return str(refused.value)
+
+
+# -- discovery -----------------------------------------------------------------------------------------------------------
+
+
+def test_engines_are_found_with_their_sizes_and_parsed_arguments_stay(start, model):
+    first, second = start(model), start(model, serves="7", tp_size=4, key=KEY)
+    args = make_args(model, first.address, f"http://{second.address}/", router_api_key=KEY)
+    found = with_external_engines(args)
+    infos = found.rollout_external_engine_infos
+    assert [info.url for info in infos] == [f"http://{first.address}", f"http://{second.address}"]
+    assert [(info.num_gpus, info.weight_version, info.worker_type) for info in infos] == [
+        (1, "default", "regular"),
+        (4, "7", "regular"),
+    ]
+    assert (found.rollout_num_engines, found.rollout_num_gpus) == (2, 5)
+    assert args.rollout_num_gpus is None and not hasattr(args, "rollout_external_engine_infos")
+    assert KEY not in repr(infos)
+
+
+@pytest.mark.parametrize(
+    "told, expected",
+    [
+        ({"tp": 2, "pp": 2}, (4, "regular")),
+        ({"num_gpus": 8, "num_gpus_per_engine": 4, "tp_size": 2}, (8, "regular")),
+        ({"num_gpus_per_engine": 4, "tp_size": 2}, (4, "regular")),
+        ({"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 9}, (1, "prefill")),
+        ({"encoder_only": True}, (1, "encoder")),
+    ],
+)
+def test_sizes_and_roles_under_all_their_names(told, expected):
+    info = describe_engine("http://a:1", {"model_path": "/m", **told})
+    assert (info.num_gpus, info.worker_type) == expected
+    assert info.bootstrap_port == (9 if info.worker_type == "prefill" else None)
+
+
+@pytest.mark.parametrize(
+    "settings, flags, words",
+    [
+        ({"version": "0.5.20"}, {}, "it is SGLang 0.5.20, and the run speaks to engines of SGLang"),
+        ({"skip_tokenizer_init": True}, {}, "--skip-tokenizer-init: rollouts need the text of responses"),
+        ({"disaggregation_mode": "decode"}, {}, "it only does decode: prefill and decode on different engines"),
+        ({"speculative_algorithm": "EAGLE"}, {}, "--speculative-algorithm: speculative decoding"),
+        ({"pp_size": 2}, {}, "--pp-size 2: a weight group over pipeline stages of an engine is not built yet"),
+        ({"quantization": "fp8"}, {}, "--quantization fp8: quantisation by the engine"),
+        ({}, {"use_rollout_routing_replay": True}, "started with --enable-return-routed-experts"),
+        ({"context_length": 512}, {"sglang_context_length": 1024}, "--sglang-context-length 1024: the engine was started"),
+    ],
+)  # fmt: skip
+def test_an_engine_that_the_run_cannot_work_with_is_refused_by_name(start, model, settings, flags, words):
+    server = start(model, **settings)
+    shown = refusal(make_args(model, server.address, **flags))
+    assert shown.startswith(f"--rollout-external-engine-addrs {server.address}: ") and words in shown
+    assert len(shown.splitlines()) == 1
+
+
+def test_an_engine_with_what_the_user_asks_for_is_taken(start, model):
+    server = start(model, context_length=512, enable_return_routed_experts=True)
+    asked = {"sglang_context_length": 512, "use_rollout_routing_replay": True, "sglang_server_concurrency": 64}
+    assert len(discover_external_engines(make_args(model, server.address, **asked))) == 1
+
+
+def test_a_wrong_model_and_the_same_model_elsewhere(start, model, tmp_path):
+    (tmp_path / "other").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(model)
+    shown = refusal(make_args(model, start(tmp_path / "other").address))
+    assert f"it serves {tmp_path / 'other'} (Qwen3ForCausalLM), and the run trains --hf-checkpoint {model}" in shown
+    assert discover_external_engines(make_args(model, start(link).address))
+    # On a machine of its own: there the directory has any name, so kinds of models are compared.
+    far = start("/on/another/machine")
+    assert discover_external_engines(make_args(model, far.address))
+    (model / "config.json").write_text('{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}')
+    assert "it serves /on/another/machine" in refusal(make_args(model, far.address))
+
+
+def test_everything_that_is_wrong_is_told_at_once_and_no_key_with_it(start, model):
+    server = start(model, key=KEY)
+    port = server.address.partition(":")[2]
+    nobody = start(model)
+    nobody.end()
+    addresses = [server.address, f"localhost:{port}", nobody.address]
+    shown = refusal(make_args(model, *addresses, router_api_key=KEY)).splitlines()
+    assert [line.partition(": ")[2] for line in shown] == [
+        f"this is the engine of {server.address}; name each engine once",
+        "no answer (nobody listens there); start the engine, wait until it serves, and name the address it listens on",
+    ]
+    assert "refuses a request without a key" in refusal(make_args(model, server.address))
+    wrong = refusal(make_args(model, server.address, router_api_key="another"))
+    assert "refuses the key of --router-api-key" in wrong and KEY not in wrong
+
+
+def test_sizes_that_were_typed_must_be_those_of_the_engines(start, model):
+    servers = [start(model, tp_size=2), start(model, tp_size=2)]
+    addresses = [server.address for server in servers]
+    shown = refusal(make_args(model, *addresses, typed={"rollout_num_gpus"}, rollout_num_gpus=2))
+    assert shown == "--rollout-num-gpus 2: the engines of --rollout-external-engine-addrs have 4; drop the flag"
+    typed = {"rollout_num_gpus", "rollout_num_gpus_per_engine"}
+    right = make_args(model, *addresses, typed=typed, rollout_num_gpus=4, rollout_num_gpus_per_engine=2)
+    assert len(discover_external_engines(right)) == 2
+
+
+def test_changes_alone_reach_no_engine_of_others(start, model):
+    shown = refusal(make_args(model, start(model).address, update_weight_mode="delta"))
+    assert shown.startswith("--update-weight-mode delta: ") and shown.endswith("give full")
+
+
+def test_a_web_page_is_no_engine(start, model, monkeypatch):
+    server = start(model)
+    monkeypatch.setattr(external, "normalize_external_engine_addr", lambda address: f"http://{address}/docs")
+    assert "refuses a request" in refusal(make_args(model, server.address))
+
+
+# -- life ----------------------------------------------------------------------------------------------------------------
+
+
+def make_engine(server, model, **flags):
+    args = make_args(model, server.address, **flags)
+    (info,) = discover_external_engines(args)
+    return ExternalEngine(args, 3, "unused", info)
+
+
+def test_what_a_killed_run_left_is_undone_at_the_start(start, model):
+    # One group may be gone while that of a later stage stands.
+    server = start(model, refuses=("slime-pp_0",))
+    assert make_engine(server, model).init() == f"http://{server.address}"
+    # It stays paused until it has weights.
+    assert server.events[0] == ("/end_weight_update",)
+    assert set(server.events[1:]) >= {("/destroy_weights_update_group", f"slime-pp_{stage}") for stage in range(16)}
+    assert {path for path, *_ in server.events[1:]} == {"/destroy_weights_update_group"}
+
+
+def test_without_pushes_an_engine_between_two_weights_is_refused(start, model):
+    torn, whole = start(model), start(model, refuses=("/end_weight_update", "slime-pp_0"))
+    with pytest.raises(RunError, match="in the middle of a weight update, and this run pushes nothing"):
+        make_engine(torn, model, has_trainer=False).init()
+    make_engine(whole, model, has_trainer=False).init()
+    assert whole.events[-1] == ("/continue_generation",)
+
+
+def test_another_engine_at_the_address_is_refused(start, model):
+    server = start(model)
+    engine = make_engine(server, model)
+    engine._info = dataclasses.replace(engine._info, tp_size=2)
+    with pytest.raises(RunError, match="engine 3 .* is another one than at the start of the run"):
+        engine.init()
+
+
+JOIN = ("127.0.0.1", 1, 1, 2, "slime-pp_0", "gloo", 5.0)
+
+
+@pytest.mark.parametrize(
+    "calls, left",
+    [
+        ([], []),
+        ([("pause_generation",)], ["/continue_generation"]),
+        ([("pause_generation",), ("continue_generation",)], []),
+        (
+            [("pause_generation",), ("init_weights_update_group", *JOIN)],
+            ["/destroy_weights_update_group", "/continue_generation"],
+        ),
+        ([("init_weights_update_group", *JOIN), ("destroy_weights_update_group", "slime-pp_0")], []),
+        # In the middle of a push it has weights of no version: nobody lets it go on.
+        ([("pause_generation",), ("begin_weight_update",)], []),
+        ([("pause_generation",), ("begin_weight_update",), ("end_weight_update",), ("continue_generation",)], []),
+        ([("pause_generation",), ("reset_weights",)], []),
+        ([("pause_generation",), ("update_weights_from_disk", "/w", "1")], ["/continue_generation"]),
+    ],
+)
+def test_an_engine_is_left_as_it_was_found(start, model, calls, left):
+    server = start(model)
+    engine = make_engine(server, model)
+    engine.init()
+    for method, *arguments in calls:
+        # The server refuses the group, and the engine leaves it nonetheless: it may have joined.
+        with contextlib.suppress(RunError):
+            getattr(engine, method)(*arguments)
+    before = len(server.events)
+    engine.shutdown()
+    assert [path for path, *_ in server.events[before:]] == left
+
+
+def test_an_engine_of_others_keeps_its_memory(start, model):
+    server = start(model)
+    engine = make_engine(server, model)
+    engine.init()
+    before = list(server.events)
+    engine.sleep()
+    engine.wake_weights()
+    engine.wake_caches()
+    assert server.events == before
+
+
+def test_a_server_that_is_gone_is_told_of_and_one_that_is_there_is_not(start, model, monkeypatch):
+    monkeypatch.setattr(external, "_POLL_SECONDS", 0.01)
+    server = start(model)
+    engine = make_engine(server, model)
+    engine.init()
+    assert engine.makes_progress(0.5) is False, "it listens, and gives no token"
+    watch = threading.Thread(target=engine.wait_for_end)
+    watch.start()
+    engine.shutdown()
+    watch.join(10)
+    assert not watch.is_alive()
+    engine = make_engine(server, model)
+    engine.init()
+    server.end()
+    with pytest.raises(RunError, match=f"engine 3 died: nobody listens at http://{server.address} any more"):
+        engine.wait_for_end()
+    with pytest.raises(RunError, match="engine 3 died"):
+        engine.makes_progress(0.5)
+    engine.shutdown()

@@ -1,0 +1,89 @@
+"""Asynchronous runs that are killed at moments of chance, and started again with the same command until they are through."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.models.tiny_task import ROLLOUT_BATCH_SIZE, SAMPLES_PER_PROMPT, TinyTask
+from tests.support.processes.train_process import TrainProcess
+
+ROLLOUTS = range(12)
+PROMPTS = 14
+BOUND = 2
+KILLS = 3
+
+pytestmark = pytest.mark.slow
+
+LOOPS = {
+    "rollouts in turn": ["--async-buffer-size", "2"],
+    "generation that never stops": [
+        "--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
+        "--eval-function-path", "slime.rollout.sglang_rollout.generate_rollout",
+        # Two groups more than a rollout takes are in flight.
+        "--sglang-server-concurrency", "12",
+    ],
+}  # fmt: skip
+
+
+def run_loop(task: TinyTask, directory: Path, flags: list[str]) -> TrainProcess:
+    checkpoints = directory / "checkpoints"
+    return TrainProcess(
+        [
+            *task.loop_flags, "--num-rollout", len(ROLLOUTS), "--save", checkpoints, "--load", checkpoints,
+            "--save-interval", "1", "--keep-last", "2", "--max-weight-staleness", BOUND, "--update-weights-in-flight",
+            "--rollout-max-response-len", 100, "--max-tokens-per-gpu", 512,
+            "--save-debug-rollout-data", directory / "{rollout_id}.pt", *flags,
+        ],
+        directory, program="train_async.py",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=LOOPS)
+def survived(request, task, tmp_path_factory) -> tuple[TrainProcess, list[list[dict]]]:
+    """The last process, and the samples that each rollout was trained on in the end."""
+    directory = tmp_path_factory.mktemp("kills")
+    chance = random.Random()
+    for _ in range(KILLS):
+        with run_loop(task, directory, LOOPS[request.param]) as process:
+            process.wait_for_line(r"rollout \d+ \(\d+/12\)", 200)
+            time.sleep(chance.uniform(0, 3))
+            process.send_signal_to_driver(signal.SIGKILL)
+            process.wait(60)
+            process.assert_no_process_left(60)
+    with run_loop(task, directory, LOOPS[request.param]) as process:
+        process.wait_for_success(400)
+        process.assert_no_process_left()
+    return process, [torch.load(directory / f"{r}.pt", weights_only=True)["samples"] for r in ROLLOUTS]
+
+
+def test_counted_from_the_checkpoints_no_prompt_is_lost_and_none_comes_twice(survived):
+    _, rollouts = survived
+    groups = [
+        samples[first]["group_index"] for samples in rollouts for first in range(0, len(samples), SAMPLES_PER_PROMPT)
+    ]
+    assert len(groups) == len(ROLLOUTS) * ROLLOUT_BATCH_SIZE and len(set(groups)) == len(groups)
+    # What is in flight at the end is all that may be missing among those that were drawn.
+    assert max(groups) < len(groups) + 8
+    seen = Counter(samples[first]["metadata"]["number"] for samples in rollouts for first in range(0, len(samples), 4))
+    assert set(seen) == set(range(PROMPTS)) and max(seen.values()) - min(seen.values()) <= 2
+
+
+def test_the_bound_on_staleness_holds_over_every_start(survived):
+    _, rollouts = survived
+    for rollout_id, samples in enumerate(rollouts):
+        # A push before the first rollout and one behind each, whoever was killed meanwhile.
+        ages = [rollout_id + 1 - int(version) for s in samples for version, _, _ in s["weight_version_spans"]]
+        assert min(ages) >= 0 and max(ages) <= BOUND
+
+
+def test_metric_axes_go_on(survived):
+    process, _ = survived
+    for tag in ("rollout/raw_reward", "rollout/staleness/max", "train/loss", "perf/train_time"):
+        assert sorted(process.scalars(tag)) == list(ROLLOUTS), tag

@@ -1,0 +1,145 @@
+"""Engines that a test started with plain SGLang, and runs that use them: they learn, end in every way, and the engines live."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import requests
+
+from slime.utils.ports import random_port_start, reserve_port
+from tests.support.models.tiny_task import PLUG_INS
+from tests.support.processes.train_process import TrainProcess
+from tests.support.processes.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+KEY = "key-of-somebody-else"
+
+
+class PlainEngine:
+    """`tools/serve_on_cpu.py` in a process of its own: a server that knows nothing of runs."""
+
+    def __init__(self, model: Path, log: Path) -> None:
+        with reserve_port("127.0.0.1", random_port_start(32000)) as reservation:
+            self.address = f"127.0.0.1:{reservation.port}"
+            words = ["--model-path", str(model), "--port", str(reservation.port), "--enable-deterministic-inference"]
+            self.process = subprocess.Popen(
+                [sys.executable, str(ROOT / "tools/serve_on_cpu.py"), *words, "--api-key", KEY],
+                stdin=subprocess.DEVNULL, stdout=log.open("wb"), stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, "SLIME_ACCELERATOR": "cpu"},
+            )  # fmt: skip
+            self._wait(log)
+
+    def _wait(self, log: Path) -> None:
+        deadline = time.monotonic() + 240
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with contextlib.suppress(requests.RequestException):
+                if self.ask("GET", "/model_info").ok:
+                    return
+            time.sleep(0.2)
+        raise AssertionError(log.read_text(errors="replace")[-4000:])
+
+    def ask(self, method: str, path: str, payload=None) -> requests.Response:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        return requests.request(method, f"http://{self.address}{path}", json=payload, headers=headers, timeout=60)
+
+    @property
+    def weight_version(self) -> str:
+        return self.ask("GET", "/model_info").json()["weight_version"]
+
+    def generates(self) -> bool:
+        payload = {"input_ids": [5, 9, 77], "sampling_params": {"max_new_tokens": 2}}
+        return self.ask("POST", "/generate", payload).json()["meta_info"]["completion_tokens"] > 0
+
+    def is_out_of_all_groups(self) -> bool:
+        return not self.ask("POST", "/destroy_weights_update_group", {"group_name": "slime-pp_0"}).ok
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def engines(task, tmp_path_factory):
+    logs = tmp_path_factory.mktemp("engines")
+    started: list[PlainEngine] = []
+    try:
+        for index in range(2):
+            started.append(PlainEngine(task.model, logs / f"{index}.log"))
+        yield started
+    finally:
+        for engine in started:
+            engine.end()
+
+
+@pytest.fixture
+def flags(task, engines) -> list[str]:
+    addresses = [engine.address for engine in engines]
+    return [
+        *task.rollout_flags, *task.train_flags, "--actor-num-gpus-per-node", "1", "--num-rollout", "2",
+        "--rollout-external-engine-addrs", *addresses, "--router-api-key", KEY,
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_engines_of_others_learn_with_a_run_and_outlive_it_however_it_ends(flags, engines, tmp_path):
+    pids = [engine.process.pid for engine in engines]
+    with TrainProcess([*flags, "--check-weight-update-equal"], tmp_path / "first") as process:
+        process.wait_for_success(300)
+        process.assert_no_process_left()
+        assert "weight check: " in process.output() and "2 engines are ready behind the router" in process.output()
+        differences = process.scalars("train/train_rollout_logprob_abs_diff")
+        assert set(differences) == {0, 1} and max(differences.values()) <= 1e-5
+    # A push before the first rollout and one after each of two.
+    assert [engine.weight_version for engine in engines] == ["3", "3"]
+    assert all(engine.generates() and engine.is_out_of_all_groups() for engine in engines)
+
+    held = ["--custom-generate-function-path", f"{PLUG_INS}:marked_generate"]
+    for number, status in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
+        directory = tmp_path / f"signal {number}"
+        with TrainProcess([*flags, *held], directory, {"E2E_HOLD_ROLLOUT": "1"}) as process:
+            process.wait_for_line("holding rollout 1", 300)
+            assert [engine.weight_version for engine in engines] == ["2", "2"], "versions are those of the run"
+            if number == signal.SIGINT:
+                process.send_signal_to_group(number)
+            else:
+                process.send_signal_to_driver(number)
+            assert process.wait(60) == status, process.output()
+            process.assert_no_process_left()
+        assert [engine.process.poll() for engine in engines] == [None, None]
+        assert all(engine.generates() for engine in engines)
+        # Nobody was there to leave the groups behind the back of a killed driver: the next run does.
+        assert all(engine.is_out_of_all_groups() for engine in engines) or number == signal.SIGKILL
+    assert [engine.process.pid for engine in engines] == pids
+
+
+@pytest.mark.slow
+def test_an_engine_that_ends_is_named_and_the_others_live(flags, engines, tmp_path):
+    """Also where the engines are as a killed run has left them."""
+    held = ["--custom-generate-function-path", f"{PLUG_INS}:marked_generate"]
+    with TrainProcess([*flags, *held], tmp_path / "last", {"E2E_HOLD_ROLLOUT": "1"}) as process:
+        process.wait_for_line("holding rollout 1", 300)
+        engines[1].end()
+        assert process.wait(60) == 1, process.output()
+        process.assert_no_process_left()
+        assert f"engine 1 died: nobody listens at http://{engines[1].address} any more" in process.output()
+    wait_until(engines[0].generates)
+    assert engines[0].is_out_of_all_groups()
+
+
+def test_engines_that_are_not_there_end_a_run_before_anything_starts(task, tmp_path):
+    with reserve_port("127.0.0.1", random_port_start(33000)) as nobody:
+        address = f"127.0.0.1:{nobody.port}"
+        words = ["--actor-num-gpus-per-node", "1", "--num-rollout", "2", "--rollout-external-engine-addrs", address]
+        with TrainProcess([*task.rollout_flags, *task.train_flags, *words], tmp_path) as process:
+            assert process.wait(100) == 2, process.output()
+            process.assert_no_process_left()
+    assert f"ERROR: --rollout-external-engine-addrs {address}: no answer (nobody listens there)" in process.output()
+    assert "starting Ray" not in process.output() and not (tmp_path / "tensorboard").exists()

@@ -1,0 +1,283 @@
+"""Generation that never stops: who takes what, what waits, and that no prompt is lost on the way or in a checkpoint."""
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+
+from slime.rollout import fully_async_rollout
+from slime.rollout.base_types import leaves
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.draws import DataSourceSnapshots
+from slime.rollout.fully_async_rollout import AsyncRolloutWorker, generate_rollout_fully_async
+from slime.rollout.generation_call import GenerationCall
+from slime.utils.errors import RunError, UserError
+from slime.utils.http_utils import close_http_client
+from slime.utils.misc import SingletonMeta
+from slime.utils.types import Sample
+from tests.support.models.rollout_args import CountingDataSource, make_args
+from tests.support.models.rollout_steps import group_numbers, plugin, prompt_number
+
+Status = Sample.Status
+
+
+@contextlib.asynccontextmanager
+async def worker_of(args, source):
+    worker = AsyncRolloutWorker(args, source)
+    try:
+        yield worker
+    finally:
+        for task in [*worker._tasks, *worker.in_flight]:
+            task.cancel()
+        await asyncio.gather(*worker._tasks, *worker.in_flight, return_exceptions=True)
+        await close_http_client()
+
+
+async def until(condition):
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def rollout(worker, number, trained_as=None):
+    with GenerationCall(number, trained_as).under_way():
+        return await asyncio.wait_for(worker.rollout(number), 30)
+
+
+def test_it_does_not_evaluate(checkpoint):
+    with pytest.raises(ValueError, match="--eval-function-path slime.rollout.sglang_rollout.generate_rollout"):
+        generate_rollout_fully_async(make_args(checkpoint), 0, None, evaluation=True)
+
+
+def test_rollouts_take_what_was_finished_first_and_generation_stops_when_a_full_pool_waits(server, checkpoint):
+    """Concurrency 8, groups of 2: the pool are four groups."""
+    args = make_args(checkpoint, server.port, sglang_server_concurrency=8)
+    source = CountingDataSource(2)
+    server.hold = lambda payload: prompt_number(payload, args) == 0
+
+    async def main():
+        async with worker_of(args, source) as worker:
+            first = await rollout(worker, 0)
+            assert sorted(group_numbers(first.samples)) == [1, 2], "the one that takes long holds up nobody"
+            # One is held, all others are done, and the worker waits: nothing is being drawn any more.
+            await until(lambda: len(worker.queue) >= 4 and len(worker.in_flight) == 1 and worker._changed._waiters)
+            waiting = [leaves(group)[0].group_index for _, group in worker.queue]
+            assert len(waiting) <= 6, (
+                "at most three waited when the last draw filled the pool beside the one that is held"
+            )
+            handed_out = list(source.handed_out)
+            second = await rollout(worker, 1)
+            assert sorted(group_numbers(second.samples)) == sorted(waiting[:2])
+            assert second.metrics["queued_groups"] == len(waiting) - 2
+            taken = [*group_numbers(first.samples), *group_numbers(second.samples)]
+            while source.handed_out == handed_out:
+                taken += group_numbers((await rollout(worker, 2)).samples)
+            server.release()
+            while 0 not in taken:
+                taken += group_numbers((await rollout(worker, 3)).samples)
+            assert len(taken) == len(set(taken))
+
+    asyncio.run(main())
+
+
+def test_as_many_groups_are_in_flight_as_the_engines_take_requests(server, checkpoint):
+    args = make_args(checkpoint, server.port, sglang_server_concurrency=8)
+    source = CountingDataSource(2)
+    server.hold = lambda payload: True
+
+    async def main():
+        async with worker_of(args, source) as worker:
+            taking = asyncio.create_task(rollout(worker, 0))
+            await until(lambda: server.in_flight == 8)
+            assert source.handed_out == [0, 1, 2, 3] and len(worker.in_flight) == 4
+            server.release()
+            await taking
+
+    asyncio.run(main())
+    assert server.max_in_flight == 8
+
+
+def test_groups_are_ordered_by_their_index_and_packed(server, checkpoint):
+    args = make_args(checkpoint, server.port, rollout_batch_size=6)
+
+    async def main():
+        async with worker_of(args, CountingDataSource(2)) as worker:
+            output = await rollout(worker, 0)
+            assert group_numbers(output.samples) == sorted(group_numbers(output.samples))
+            assert all(
+                sample.status is Status.COMPLETED and sample.reward is not None for sample in leaves(output.samples)
+            )
+
+    asyncio.run(main())
+
+
+def test_the_dynamic_filter_drops_and_is_counted(server, checkpoint, tmp_path):
+    path = plugin(
+        tmp_path,
+        "from slime.rollout.filter_hub.base_types import DynamicFilterOutput\n"
+        "def fn(args, samples):\n"
+        "    return DynamicFilterOutput(samples[0].group_index % 2 == 0, 'odd')\n",
+    )
+    args = make_args(checkpoint, server.port, dynamic_sampling_filter_path=path)
+
+    async def main():
+        async with worker_of(args, CountingDataSource(2)) as worker:
+            output = await rollout(worker, 0)
+            assert all(number % 2 == 0 for number in group_numbers(output.samples))
+            assert output.metrics["rollout/dynamic_filter/drop_odd"] >= 1
+
+    asyncio.run(main())
+
+
+def test_groups_that_grew_too_old_in_the_queue_are_generated_again(server, checkpoint):
+    args = make_args(checkpoint, server.port, max_weight_staleness=2, async_buffer_size=1, update_weights_interval=1)
+    source = CountingDataSource(2)
+
+    async def main():
+        async with worker_of(args, source) as worker:
+            await rollout(worker, 0, trained_as=1)
+            await until(lambda: len(worker.queue) == 4)
+            # Two groups a rollout, and a bound that is one above what the loop makes unavoidable: no more may wait.
+            assert not worker.in_flight
+            server.weight_version = "9"
+            waiting = [leaves(group)[0].group_index for _, group in worker.queue]
+            output = await rollout(worker, 1, trained_as=9)
+            assert output.metrics["stale_groups"] == 4
+            assert {v for sample in leaves(output.samples) for v in sample.weight_versions} == {"9"}
+            taken = group_numbers(output.samples)
+            while len(taken) < 8:
+                taken += group_numbers((await rollout(worker, 2, trained_as=9)).samples)
+            assert set(waiting) <= set(taken) and len(set(taken)) == len(taken), "none is lost, none comes twice"
+
+    asyncio.run(main())
+
+
+def test_a_bound_on_staleness_holds_while_a_rollout_is_packed_and_frees_all_of_its_room_after(
+    server, checkpoint, monkeypatch
+):
+    args = make_args(checkpoint, server.port, max_weight_staleness=1, rollout_batch_size=4)
+    source, pack, while_packing = CountingDataSource(2), fully_async_rollout._pack, []
+    server.hold = lambda payload: prompt_number(payload, args) >= 4
+
+    async def main():
+        async with worker_of(args, source) as worker:
+
+            def watched(groups):
+                # In this order: a group that starts is handed out before it takes up room.
+                while_packing.append((worker._room(), list(source.handed_out)))
+                pack(groups)
+
+            monkeypatch.setattr(fully_async_rollout, "_pack", watched)
+            await rollout(worker, 0, trained_as=1)
+            await until(lambda: len(worker.in_flight) == 4)
+            assert source.handed_out == list(range(8))
+            server.release()
+
+    asyncio.run(main())
+    assert while_packing == [(0, [0, 1, 2, 3])]
+
+
+def test_a_function_that_raises_ends_the_rollout_that_waits_and_its_prompts_return(server, checkpoint, tmp_path):
+    path = plugin(
+        tmp_path,
+        "async def fn(args, sample):\n    if sample.group_index == 3: raise KeyError('made to fail')\n    return 1.0\n",
+    )
+    args = make_args(checkpoint, server.port, custom_rm_path=path)
+    source = CountingDataSource(2, limit=4)
+
+    async def main():
+        async with worker_of(args, source) as worker:
+            with pytest.raises(UserError, match="made to fail"):
+                for number in range(3):
+                    await rollout(worker, number)
+            assert 3 in group_numbers(source.returned)
+
+    asyncio.run(main())
+
+
+def test_a_group_that_is_aborted_again_and_again_is_an_error(server, checkpoint, tmp_path):
+    path = plugin(
+        tmp_path,
+        "from slime.utils.types import Sample\n"
+        "async def fn(args, sample, sampling_params):\n"
+        "    sample.status = Sample.Status.ABORTED\n"
+        "    return sample\n",
+    )
+    args = make_args(checkpoint, server.port, custom_generate_function_path=path)
+
+    async def main():
+        async with worker_of(args, CountingDataSource(2, limit=2)) as worker:
+            with pytest.raises(RunError, match=r"group \d was aborted 6 times"):
+                await rollout(worker, 0)
+
+    asyncio.run(main())
+
+
+def test_a_source_that_runs_dry_is_an_error_when_nothing_is_left(server, checkpoint):
+    args = make_args(checkpoint, server.port, rollout_batch_size=2)
+
+    async def main():
+        async with worker_of(args, CountingDataSource(2, limit=3)) as worker:
+            await rollout(worker, 0)
+            with pytest.raises(UserError, match="ran dry in rollout 1: 1 more groups"):
+                await rollout(worker, 1)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("rollouts", [1, 2])
+def test_a_checkpoint_has_what_waits_and_what_is_in_flight(server, checkpoint, tmp_path, rollouts):
+    """After the kill the prompts that no saved rollout took come again, each once; answers that waited are not made again."""
+    directories = {"save": str(tmp_path), "load": str(tmp_path), "fresh_data_state": False}
+    source_flags = {"rollout_shuffle": False, "buffer_filter_path": None}
+    values = {**vars(make_args(checkpoint, server.port, sglang_server_concurrency=8)), **directories, **source_flags}
+    args = SimpleNamespace(**{**values, "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer"})
+    prompts = [f"question {number}" for number in range(40)]
+    held = {1, 2}
+    server.hold = lambda payload: prompt_number(payload, args) in held
+
+    async def start(resume_after):
+        SingletonMeta.clear_instances()
+        source = RolloutDataSourceWithBuffer(prompts, args)
+        snapshots = DataSourceSnapshots(args, source)
+        snapshots.load(resume_after)
+        return source, snapshots
+
+    async def one(source, snapshots, number):
+        with GenerationCall(number).under_way(), snapshots.of_rollout(number):
+            output = await asyncio.wait_for(AsyncRolloutWorker(args, source).rollout(number), 30)
+            snapshots.remember(number)
+        return [sample.prompt for sample in leaves(output.samples)[::2]]
+
+    async def main():
+        source, snapshots = await start(-1)
+        with snapshots.of_rollout(0):
+            worker = AsyncRolloutWorker(args, source)
+        async with worker_of(args, source):
+            taken = []
+            for number in range(rollouts):
+                taken += await one(source, snapshots, number)
+            await until(lambda: len(worker.queue) >= 4)
+            last = rollouts
+            taken += await one(source, snapshots, last)
+            waiting = [leaves(group)[0].prompt for _, group in worker.queue]
+            snapshots.save(last)
+        held.clear()
+        requests = len(server.requests)
+        source, snapshots = await start(last)
+        with snapshots.of_rollout(last + 1):
+            worker = AsyncRolloutWorker(args, source)
+        async with worker_of(args, source):
+            for number in range(last + 1, 19):
+                taken += await one(source, snapshots, number)
+            await until(lambda: not worker.in_flight)
+        asked_again = {prompt_number(payload, args) for payload in server.requests[requests:]}
+        return taken, waiting, asked_again
+
+    taken, waiting, asked_again = asyncio.run(main())
+    first_epoch = taken[: len(prompts) - 4]
+    assert len(set(first_epoch)) == len(first_epoch), "none comes twice"
+    assert set(taken) >= set(prompts[: len(taken) - 6]), "none is lost"
+    assert {"question 1", "question 2"} <= set(taken)
+    assert waiting and not {int(prompt.split()[1]) for prompt in waiting[:2]} & asked_again

@@ -1,0 +1,119 @@
+"""Every launch script either rehearses, within bounds of time and memory and close to its plan, or is refused by name.
+
+Which of the two follows from what a script sets up, so a new one falls in one of them.
+"""
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from slime.models.families import TRAINED_MODEL_TYPES
+from tests.support.processes.measured import Measured, run_measured
+from tests.support.tables.launch_table import SCRIPTS, launches, write_configs
+from tests.support.tables.model_scripts import script_flags
+from tests.support.tables.shell_arrays import bash, script_environment
+from tools.published_models import PUBLISHED_MODELS
+
+TABLE = launches()
+MODELS = script_flags()
+SMALLEST = "run-qwen2.5-0.5B-gb10-smoke"
+# Two minutes of one core on a machine that does nothing else; the deadline is for one that does.
+CPU_SECONDS, DEADLINE = 120, 1500
+MEMORY = 8 * 2**30
+# Layers that are planned and not built, and a trainer that is not rehearsed.
+REFUSED_FLAGS = ("--multi-latent-attention", "--spec", "--train-backend")
+
+
+def refused_flag(name: str) -> str | None:
+    """The flag of a script that `--rehearse` refuses."""
+    given = {flag for flag, value in TABLE[name].flags.items() if value is not None} | set(MODELS[TABLE[name].model])
+    return next((flag for flag in REFUSED_FLAGS if flag in given), None)
+
+
+REFUSED = [name for name in SCRIPTS if refused_flag(name)]
+TRAINED = [
+    name
+    for name in SCRIPTS
+    if name not in REFUSED and PUBLISHED_MODELS[TABLE[name].model]["model_type"] in TRAINED_MODEL_TYPES
+]
+# They go through the layers that there are, though no run trains them yet.
+WITH_EXPERTS = [name for name in SCRIPTS if name not in REFUSED + TRAINED]
+
+_SIZE = r"([\d.]+) (B|KiB|MiB|GiB)"
+_ROW = re.compile(rf"    (\w[\w ]*?) +{_SIZE} +(?:{_SIZE}|-)( .*)?")
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_KINDS = {"weights", "gradients", "optimizer", "activations", "together"}
+
+
+def rehearse(name: str, home: Path, *words: str, **changed: int) -> Measured:
+    """`changed`: in the published config, beside which the script finds no file."""
+    cache = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
+    environment = {"HOME": str(home), "XDG_CACHE_HOME": cache, "RAY": "/bin/false"}
+    command = ["bash", str(SCRIPTS[name]), "--rehearse", *words]
+    printed = bash(shlex.join(command), **environment, PRINT_COMMAND="1")
+    assert printed.returncode == 0, printed.stderr
+    write_configs(shlex.split(printed.stdout), TABLE[name], **changed)
+    return run_measured(command, script_environment(**environment), DEADLINE)
+
+
+def assert_rehearsed(name: str, found: Measured) -> None:
+    assert found.status == 0, found.text
+    assert found.cpu_seconds < CPU_SECONDS
+    # The driver waits while a rank works: two large processes at once.
+    assert 2 * found.peak_bytes < MEMORY
+    row = TABLE[name]
+    ranks = row.size("--actor-num-nodes") * row.size("--actor-num-gpus-per-node")
+    stages = row.size("--pipeline-model-parallel-size")
+    of_ranks = dict(re.findall(r"^RANK (\d+): (.*?)\n\n", found.text, re.M | re.S))
+    assert list(of_ranks) == [str(stage * ranks // stages) for stage in range(stages)]
+    assert "NOT REHEARSED" in found.text and "fake CPU tensors" not in found.text
+    for report in of_ranks.values():
+        assert "STOPPED" not in report
+        compared = assert_near_the_plan(report)
+        assert compared >= _KINDS and ("push" in compared) == ("--debug-train-only" not in row.flags), report
+
+
+def assert_near_the_plan(report: str) -> set[str]:
+    """Every size that is planned is near its plan, or said to be apart from it; and the sum is near in any case.
+
+    Returns:
+        What is compared.
+    """
+    compared = set()
+    for line in report.splitlines():
+        if not (found := _ROW.fullmatch(line)) or found[4] is None:
+            continue
+        rehearsed, planned = (float(found[place]) * _UNITS[found[place + 1]] for place in (2, 4))
+        compared.add(found[1])
+        # The printed digits.
+        rounding = 0.01 * planned
+        is_apart = abs(rehearsed - planned) > 0.1 * planned + rounding
+        assert not is_apart or "apart by" in line and found[1] not in _KINDS, line
+    return compared
+
+
+def test_every_script_is_rehearsed_or_refused():
+    assert all("--num-experts" in MODELS[TABLE[name].model] for name in WITH_EXPERTS), WITH_EXPERTS
+    assert SMALLEST in TRAINED and len(TRAINED) > 1 and len(REFUSED) > 1
+
+
+def test_the_smallest_script_with_two_layers_rehearses(tmp_path):
+    found = rehearse(SMALLEST, tmp_path, "--num-layers", "2", num_hidden_layers=2, max_window_layers=2)
+    assert_rehearsed(SMALLEST, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_script_whose_model_can_be_trained_rehearses(name, tmp_path):
+    assert_rehearsed(name, rehearse(name, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_script_whose_model_is_not_built_is_refused_in_seconds(name, tmp_path):
+    found = rehearse(name, tmp_path)
+    assert found.status == 2 and f"--rehearse with {refused_flag(name)}" in found.text, found.text
+    assert found.cpu_seconds < 20

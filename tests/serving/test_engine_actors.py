@@ -1,0 +1,136 @@
+"""Which actors an engine has, without processes: one on each of its nodes, or one beside the router for an engine of others."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from slime.backends.sglang_utils.server_arguments import EnginePart
+from slime.serving import engines as engines_module
+from slime.serving.engines import EngineActor, Engines
+from slime.serving.fleet import EngineName
+from slime.serving.topology import Device, EngineGroup, EngineSpec, ServedModel, Topology
+from slime.utils.errors import RunError
+
+NODES = ((Device(3, 0), Device(4, 1)), (Device(8, 6), Device(9, 7)))
+
+
+class Actors:
+    """Stands for Ray: remembers the actors that are made, and what each is asked."""
+
+    def __init__(self):
+        self.made, self.asked = [], []
+
+    def remote(self, cls):
+        return SimpleNamespace(
+            options=lambda **options: SimpleNamespace(remote=lambda *words: self._make(cls, options))
+        )
+
+    def _make(self, cls, options):
+        number = len(self.made)
+        self.made.append((cls.__name__, options))
+
+        class Handle:
+            def __getattr__(handle, method):
+                return SimpleNamespace(
+                    remote=lambda *words, **named: self.asked.append((number, method, words, named)) or (number, method)
+                )
+
+        return Handle()
+
+
+@pytest.fixture
+def actors(monkeypatch):
+    found = Actors()
+    killed = []
+    context = SimpleNamespace(get_node_id=lambda: "a" * 56)
+    monkeypatch.setattr(engines_module.ray, "remote", found.remote)
+    monkeypatch.setattr(engines_module.ray, "wait", lambda refs, **options: (refs, []))
+    monkeypatch.setattr(engines_module.ray, "kill", lambda handle, **options: killed.append(handle))
+    monkeypatch.setattr(engines_module.ray, "get_runtime_context", lambda: context)
+    found.killed = killed
+    return found
+
+
+def make_engines(tmp_path, **spec):
+    engine = EngineSpec(0, **{"nodes": NODES, "gpu_offset": 0, **spec})
+    topology = Topology((ServedModel("default", True, (EngineGroup("regular", (engine,)),)),))
+    return Engines(SimpleNamespace(), None, topology, tmp_path)
+
+
+def test_an_engine_on_one_node_is_one_actor(actors, tmp_path):
+    engines = make_engines(tmp_path, nodes=NODES[1:])
+    assert engines.start(EngineName(0)) == (0, "init")
+    ((kind, options),) = actors.made
+    assert kind == "EngineActor" and options["scheduling_strategy"].placement_group_bundle_index == 8
+    assert actors.asked == [(0, "init", (), {"base_gpu_id": 6})]
+
+
+def test_an_engine_over_nodes_is_an_actor_on_each_and_all_of_them_end(actors, tmp_path):
+    engines = make_engines(tmp_path)
+    assert engines.start(EngineName(0)) == (0, "init_over_nodes")
+    assert [options["scheduling_strategy"].placement_group_bundle_index for _, options in actors.made] == [3, 8]
+    ((_, _, (first_gpus, helpers), _),) = actors.asked
+    assert first_gpus == [0, 6] and len(helpers) == 1
+    # A push and requests go to the first.
+    assert engines.end_of(EngineName(0)) == (0, "wait_for_end")
+    engines.stop()
+    assert [(number, method) for number, method, _, _ in actors.asked[-2:]] == [(0, "shutdown"), (1, "shutdown")]
+    assert len(actors.killed) == 2
+    engines.stop()
+    assert len(actors.killed) == 2
+
+
+def test_an_engine_of_others_is_an_actor_beside_the_router(actors, tmp_path):
+    engines = make_engines(tmp_path, nodes=(), external=SimpleNamespace(num_gpus=4, url="http://a:1"))
+    assert engines.start(EngineName(0)) == (0, "init")
+    ((kind, options),) = actors.made
+    assert kind == "ExternalEngineActor" and options["num_cpus"] == 0 and "num_gpus" not in options
+    assert options["scheduling_strategy"].node_id == "a" * 56 and not options["scheduling_strategy"].soft
+    assert engines.why_none_follows(EngineName(0)) == "this run did not start http://a:1, and starts none in its place"
+
+
+class Helper:
+    """A part on another node, whose start and end the test decides."""
+
+    def __init__(self):
+        self.parts = []
+        self.init = SimpleNamespace(remote=lambda **words: self.parts.append(words) or "helper started")
+        self.wait_for_end = SimpleNamespace(remote=lambda: "helper ended")
+
+
+@pytest.fixture
+def first_part(monkeypatch, tmp_path):
+    """The first part of an engine over two nodes; `outcomes`: what is there of others, by reference."""
+    args = SimpleNamespace(log_level="INFO", engine_start_timeout=5.0, router_api_key=None)
+    engine = EngineActor(args, 2, tmp_path)
+    engine.outcomes, engine.started = {}, []
+
+    def wait_for(reference, *words, **named):
+        if engine.outcomes[reference]:
+            raise engine.outcomes[reference]
+
+    monkeypatch.setattr(engines_module.ray, "wait", lambda refs, **o: ([r for r in refs if r in engine.outcomes], []))
+    monkeypatch.setattr(engines_module, "wait_for", wait_for)
+    monkeypatch.setattr(engines_module, "wait_for_all", lambda refs, *words, **named: [wait_for(ref) for ref in refs])
+    monkeypatch.setattr(engine, "init", lambda **words: engine.started.append(words) or "http://first")
+    yield engine
+    engine._store = None
+
+
+def test_all_parts_meet_at_a_store_that_the_first_one_opens(first_part):
+    helper = Helper()
+    first_part.outcomes["helper started"] = None
+    assert first_part.init_over_nodes([0, 6], [helper]) == "http://first"
+    point = f"127.0.0.1:{first_part._store.port}"
+    assert first_part.started == [{"base_gpu_id": 0, "part": EnginePart(2, 0, point)}]
+    assert helper.parts == [{"base_gpu_id": 6, "part": EnginePart(2, 1, point)}]
+    first_part.raise_if_dead()
+    first_part.outcomes["helper ended"] = RunError("engine 2 died: its scheduler")
+    with pytest.raises(RunError, match="engine 2 died: its scheduler"):
+        first_part.raise_if_dead()
+
+
+def test_a_part_that_does_not_start_ends_the_start(first_part):
+    first_part.outcomes["helper started"] = RunError("engine 2 failed to start: exit code 3")
+    with pytest.raises(RunError, match="engine 2 failed to start: exit code 3"):
+        first_part.init_over_nodes([0, 6], [Helper()])

@@ -1,0 +1,112 @@
+"""Engines that sleep and wake, as their owner orders it; real ones: `test_engines.py`."""
+
+import pytest
+
+from slime.scheduling.device_turns import Holds
+from slime.serving import owner as owner_module
+from slime.serving.fleet import EngineName, EngineState
+from slime.utils.errors import RunError
+from tests.support.processes.owned_engines import died, ready, serving, states
+from tests.support.processes.waiting import wait_until
+
+LEFT, RIGHT = EngineName(0), EngineName(1)
+
+
+def test_engines_sleep_and_get_weights_before_they_serve_again(make_owner):
+    owner = serving(make_owner())
+    owner.hold(Holds.NOTHING)
+    assert states(owner) == [EngineState.ASLEEP] * 2 and not owner.is_serving()
+    owner.hold(Holds.WEIGHTS)
+    assert states(owner) == [EngineState.STALE] * 2
+    _, names = owner.begin_push()
+    owner.hold(Holds.ALL)
+    owner.end_push(names, 2, {})
+    assert states(owner) == [EngineState.SERVING] * 2
+    assert owner.events == [("sleep", LEFT, RIGHT), ("wake_weights", LEFT, RIGHT), ("wake_caches", LEFT, RIGHT)]
+
+
+def test_what_is_so_already_is_left_alone(make_owner):
+    owner = serving(make_owner())
+    for holds in (Holds.NOTHING, Holds.WEIGHTS):
+        owner.hold(holds)
+        owner.events.clear()
+        owner.hold(holds)
+        assert [name for _, *names in owner.events for name in names] == []
+    assert states(owner) == [EngineState.STALE] * 2
+
+
+def test_asleep_nothing_is_generated_and_nothing_pushed_and_while_generating_nobody_sleeps(make_owner):
+    owner = serving(make_owner())
+    with owner.generating(), pytest.raises(RunError, match="cannot sleep while samples are generated"):
+        owner.hold(Holds.NOTHING)
+    owner.hold(Holds.NOTHING)
+    with pytest.raises(RunError, match="nothing can be generated before they wake"), owner.generating():
+        pass
+    with pytest.raises(RunError, match="the engines sleep, and have no room for weights"):
+        owner.begin_push()
+    owner.hold(Holds.WEIGHTS)
+    with owner.generating():
+        pass
+
+
+def test_engines_are_asleep_before_the_first_push_too(make_owner):
+    owner = ready(make_owner())
+    owner.hold(Holds.NOTHING)
+    owner.hold(Holds.WEIGHTS)
+    assert owner.begin_push() == (None, [LEFT, RIGHT])
+
+
+HALF_WAY = {"sleep": [Holds.NOTHING], "wake_weights": [Holds.NOTHING, Holds.WEIGHTS], "wake_caches": list(Holds)}
+
+
+@pytest.mark.parametrize("method", HALF_WAY)
+@pytest.mark.parametrize("tolerant", [False, True])
+def test_an_engine_that_fails_to_sleep_or_to_wake_is_dead(make_owner, method, tolerant):
+    owner = serving(make_owner(use_fault_tolerance=tolerant))
+    owner.outcomes[method, RIGHT] = RunError("engine 1 answered 500")
+    *before, last = HALF_WAY[method]
+    for holds in before:
+        owner.hold(holds)
+    if not tolerant:
+        with pytest.raises(RunError, match="engine 1 answered 500"):
+            owner.hold(last)
+        return
+    owner.hold(last)
+    if method == "sleep":
+        owner.hold(Holds.WEIGHTS)
+    assert owner.begin_push() == (1, [LEFT, EngineName(1, 1)])
+
+
+def test_one_that_dies_asleep_is_replaced_when_the_others_wake_and_its_time_counts_from_then(make_owner, monkeypatch):
+    monkeypatch.setattr(owner_module, "_ANSWER_SECONDS", 0.0)
+    owner = serving(make_owner(use_fault_tolerance=True))
+    owner.hold(Holds.NOTHING)
+    owner.outcomes["end", RIGHT] = died("exit code -9")
+    wait_until(lambda: owner._cleared == [RIGHT])
+    assert ("stop", RIGHT) in owner.events and states(owner) == [EngineState.ASLEEP, EngineState.DEAD]
+    # As if the trainer had worked for longer than a start may take; and the new server is not there at once.
+    owner._fleet._down_since[1] -= 1000.0
+    owner.outcomes["start", EngineName(1, 1)] = died("no place yet")
+    owner.hold(Holds.WEIGHTS)
+    wait_until(lambda: owner.deaths() == 2)
+    assert owner.begin_push() == (1, [LEFT, EngineName(1, 2)])
+    assert owner._cleared == []
+
+
+def test_one_that_dies_asleep_ends_a_run_that_replaces_none(make_owner):
+    owner = serving(make_owner())
+    owner.hold(Holds.NOTHING)
+    owner.outcomes["end", RIGHT] = died("exit code -9")
+    with pytest.raises(RunError, match="exit code -9"):
+        owner.ended.result(5)
+    with pytest.raises(RunError, match="exit code -9"):
+        owner.hold(Holds.WEIGHTS)
+
+
+def test_engines_sleep_when_the_successor_of_one_is_there(make_owner):
+    owner = serving(make_owner(use_fault_tolerance=True))
+    owner.outcomes["end", RIGHT] = died("exit code -9")
+    wait_until(lambda: owner.deaths() == 1)
+    owner.hold(Holds.NOTHING)
+    assert owner.events[-1] == ("sleep", LEFT, EngineName(1, 1))
+    assert states(owner) == [EngineState.ASLEEP] * 2

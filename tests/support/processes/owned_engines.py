@@ -1,0 +1,150 @@
+"""An owner of engines and a router that are none: what it does around them, noted as events."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from slime.serving import owner as owner_module
+from slime.serving.owner import ServingOwner
+from slime.utils.errors import RunError
+
+KILLED = "engine 0 died: ended by SIGKILL"
+
+
+class RayTaskError(ray.exceptions.RayTaskError):
+    """The error of a remote call, of which only the cause is looked at."""
+
+    def __init__(self, cause):
+        self.cause = cause
+
+
+def died(words=KILLED):
+    return RayTaskError(RunError(words))
+
+
+class Router:
+    """Remembers the order of what is done to it."""
+
+    ip, port, url = "127.0.0.1", 1, "http://127.0.0.1:1"
+    found = frozenset()
+
+    def __init__(self, events, *, process=None, error=None):
+        self.events, self.process, self.error = events, process, error
+
+    def wait_ready(self):
+        self.events.append("router is ready")
+
+    def refuse_other_workers(self, urls):
+        self.events.append(("only", urls))
+
+    def add_workers(self, urls, timeout, key):
+        self.events.append(("add", urls))
+
+    def remove_workers(self, urls, timeout):
+        self.events.append(("remove", urls))
+        if self.error:
+            raise self.error
+
+    def shutdown(self):
+        self.events.append("router")
+
+
+class Process:
+    """A router's process; `status` None: it runs."""
+
+    status = None
+
+    def poll(self):
+        return self.status
+
+    def describe_end(self):
+        return "exit code 3; log router.log ends with: out of sockets"
+
+
+@pytest.fixture
+def make_owner(monkeypatch, tmp_path):
+    """An owner whose engines are no processes: what is asked of them is a pair (what, engine), whose outcome the test decides.
+
+    `owner.events` is what happened in order; `owner.outcomes` the results and errors of what has ended (in a list: of the next
+    time only). Servers start at once.
+    """
+    made = []
+
+    def make(*, engines=2, process=None, error=None, **flags):
+        events, outcomes = [], {}
+        router = Router(events, process=process, error=error)
+        monkeypatch.setattr(owner_module, "start_router", lambda args, log_dir, ours: router)
+        values = {
+            "rollout_num_gpus": engines, "rollout_external": False, "rollout_num_gpus_per_engine": 1, "num_gpus_per_node": 8,
+            "sglang_config": None, "prefill_num_servers": None, "hf_checkpoint": "/actor", "router_api_key": None,
+            "sglang_router_ip": None, "rollout_external_engine_infos": None, "has_trainer": True, "engine_start_timeout": 600.0,
+            "use_fault_tolerance": False,
+            "rollout_health_check_interval": 0.05, "rollout_health_check_timeout": 600.0,
+            "rollout_health_check_first_wait": 0.0,
+        }  # fmt: skip
+        owner = ServingOwner(SimpleNamespace(**{**values, **flags}), None, [(i, i) for i in range(engines)], tmp_path)
+
+        def start(name):
+            outcomes.setdefault(("start", name), f"http://{name.engine_id}.{name.generation}")
+            return ("start", name)
+
+        def stop(names=None):
+            events.append("engines" if names is None else ("stop", *names))
+
+        monkeypatch.setattr(owner._engines, "start", start)
+        monkeypatch.setattr(owner._engines, "stop", stop)
+        monkeypatch.setattr(owner._engines, "end_of", lambda name: ("end", name))
+        monkeypatch.setattr(owner._engines, "check", lambda name, timeout: ("check", name))
+
+        def order(names, method):
+            events.append((method, *names))
+            return {name: outcomes.get((method, name)) for name in names}
+
+        monkeypatch.setattr(owner._engines, "order", order)
+        monkeypatch.setattr(owner._engines, "snapshot", lambda version, records: (version, [r.name for r in records]))
+        owner.events, owner.outcomes, owner.turns = events, outcomes, 0
+        made.append(owner)
+        return owner
+
+    def wait(refs, **options):
+        # Stands for the time that Ray waits; the watch would spin otherwise.
+        time.sleep(0.005)
+        made[-1].turns += 1
+        return [ref for ref in refs if ref in made[-1].outcomes], []
+
+    def get(ref, **options):
+        outcome = made[-1].outcomes[ref]
+        if isinstance(outcome, list):
+            made[-1].outcomes.pop(ref)
+            (outcome,) = outcome
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(owner_module, "_WATCH_POLL_SECONDS", 0.005)
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(owner_module, "wait_for_all", lambda refs, *arguments, **options: [get(ref) for ref in refs])
+    yield make
+    for owner in made:
+        owner.shutdown()
+
+
+def ready(owner):
+    owner.start()
+    owner.wait_ready()
+    return owner
+
+
+def serving(owner):
+    """An owner whose engines got the first push."""
+    _, names = ready(owner).begin_push()
+    owner.end_push(names, 1, {})
+    owner.events.clear()
+    return owner
+
+
+def states(owner):
+    return [record.state for record in owner._fleet.records()]

@@ -1,0 +1,38 @@
+"""The comparison of predicted and measured steps, on runs whose phases take what the model says."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.tools.simulation.test_measured import ARGUMENTS, write_run
+from tools.bench.bench_simulation import compare
+
+SIZES = {
+    "rollout_batch_size": 8, "over_sampling_batch_size": 8, "n_samples_per_prompt": 4, "sglang_max_running_requests": 64,
+}  # fmt: skip
+
+
+def numbers(line: str) -> tuple[int, float, float]:
+    """Of a line of the table: steps, predicted and measured seconds."""
+    _, _, steps, predicted, found, _, _ = (cell.strip() for cell in line.split("|"))
+    return int(steps), float(predicted), float(found.split(" ")[0])
+
+
+def test_steps_that_were_not_read_are_predicted(tmp_path: Path):
+    lengths = np.random.default_rng(0).integers(5, 60, (40, 8, 4))
+    # The first step, which nobody reads.
+    lengths[0] = 600
+    run = write_run(tmp_path / "sync", {**ARGUMENTS, **SIZES}, lengths.tolist())
+    steps, predicted, found = numbers(compare("sync", run, run, "sync"))
+    # The steps 2, 4, … 38. What saving took is in neither number.
+    assert steps == 19 and predicted == pytest.approx(found, rel=0.03)
+
+
+def test_another_run_is_predicted_from_the_synchronous_one(tmp_path: Path):
+    generator = np.random.default_rng(0)
+    sync = write_run(tmp_path / "sync", {**ARGUMENTS, **SIZES}, generator.integers(5, 60, (20, 8, 4)).tolist())
+    other = write_run(tmp_path / "async", {**ARGUMENTS, **SIZES}, generator.integers(5, 60, (6, 8, 4)).tolist())
+    steps, predicted, found = numbers(compare("async", other, sync, "async"))
+    # The run that was written does not overlap, and the prediction does.
+    assert steps == 5 and predicted < 0.9 * found

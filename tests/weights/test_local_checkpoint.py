@@ -1,0 +1,144 @@
+"""The directory of a host, between engines, runs and boots of the machine. What is published comes from the real transport."""
+
+import errno
+import json
+import multiprocessing
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slime.utils.errors import RunError, UserError
+from slime.weights import local_checkpoint
+from slime.weights.local_checkpoint import LocalCheckpoint
+from slime.weights.transports.disk import DiskTransport
+
+
+@pytest.fixture
+def args(tmp_path):
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    (hf / "config.json").write_text("{}")
+    save_file({"a": torch.zeros(4)}, hf / "model.safetensors")
+    return SimpleNamespace(
+        hf_checkpoint=str(hf), update_weight_disk_dir=str(tmp_path / "pushes"), update_weight_disk_keep_files=True,
+        update_weight_local_checkpoint_dir=str(tmp_path / "local"), distributed_timeout_minutes=1,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def local(tmp_path):
+    return tmp_path / "local"
+
+
+def publish(args, value, version=1):
+    transport = DiskTransport(args, 0, 1)
+    transport.begin(version)
+    transport.send([("a", torch.full((4,), value))])
+    transport.finish()
+    return DiskTransport.directory(args, version)
+
+
+def host_of(args, timeout=5.0):
+    return LocalCheckpoint(args.update_weight_local_checkpoint_dir, args.hf_checkpoint, timeout)
+
+
+def value(local):
+    (path,) = local.glob("*.safetensors")
+    return load_file(path)["a"].unique().item()
+
+
+def test_the_engines_of_a_host_copy_once(args, local, monkeypatch):
+    published = publish(args, 3.0)
+    assert host_of(args).bring_to(published) is None
+    monkeypatch.setattr(local_checkpoint.shutil, "copyfile", None)
+    assert host_of(args).bring_to(published) is None
+    assert value(local) == 3.0
+
+
+def test_a_copy_from_before_the_machine_was_started_is_made_anew(args, local, tmp_path, monkeypatch):
+    published = publish(args, 3.0)
+    assert host_of(args).bring_to(published) is None
+    (path,) = local.glob("*.safetensors")
+    # As after a loss of power: the state was on the disk, the bytes were not.
+    path.write_bytes(b"")
+    boot = tmp_path / "boot"
+    boot.write_text("another one")
+    monkeypatch.setattr(local_checkpoint, "_BOOT", boot)
+    assert host_of(args).bring_to(published) is None
+    assert value(local) == 3.0
+
+
+def test_a_directory_of_somebody_is_left_alone(args, local):
+    local.mkdir()
+    (local / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match=r"^--update-weight-local-checkpoint-dir .*local holds files that no run has"):
+        host_of(args).bring_to(publish(args, 3.0))
+    assert [path.name for path in local.iterdir()] == ["thesis.tex"]
+    args.update_weight_local_checkpoint_dir = args.hf_checkpoint
+    with pytest.raises(UserError, match="name an empty directory"):
+        host_of(args).bring_to(publish(args, 3.0))
+
+
+def bring(args, published, holding, ending):
+    host_of(args).bring_to(published)
+    holding.set()
+    ending.wait(30)
+
+
+def test_two_runs_do_not_share_a_directory_and_one_that_ended_leaves_it(args, local):
+    context = multiprocessing.get_context("spawn")
+    holding, ending = context.Event(), context.Event()
+    first = publish(args, 3.0)
+    engine = context.Process(target=bring, args=(args, first, holding, ending))
+    engine.start()
+    assert holding.wait(30)
+    sibling = host_of(args)
+    assert sibling.bring_to(first) is None
+    other = publish(args, 4.0, version=2)
+    with pytest.raises(UserError, match="another run has its weights here"):
+        host_of(args).bring_to(other)
+    assert value(local) == 3.0
+    # Killed in the middle of its work, with a sibling alive: the run goes on.
+    engine.kill()
+    engine.join(30)
+    (local / ".slime-state.json").unlink()
+    assert sibling.bring_to(first) is None
+    with pytest.raises(UserError, match="another run"):
+        host_of(args).bring_to(other)
+    sibling.close()
+    assert host_of(args).bring_to(other) is None
+    assert value(local) == 4.0
+
+
+def test_a_full_disk_is_named_and_room_on_it_is_enough(args, local, monkeypatch):
+    published = publish(args, 3.0)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(local_checkpoint.shutil, "copyfile", full)
+        with pytest.raises(RunError, match=r"--update-weight-local-checkpoint-dir .*No space left .*make room there"):
+            host_of(args).bring_to(published)
+    assert host_of(args).bring_to(published) is None
+    assert value(local) == 3.0
+
+
+def test_nobody_waits_forever_for_another_engine_of_the_host(args, local):
+    published = publish(args, 3.0)
+    started = time.monotonic()
+    with host_of(args)._turn(), pytest.raises(RunError, match=r"within 0 s \(--engine-load-timeout\)"):
+        host_of(args, timeout=0.2).bring_to(published)
+    assert time.monotonic() - started < 5
+    assert host_of(args).bring_to(published) is None
+
+
+def test_what_is_no_push_is_asked_for_again(args, tmp_path):
+    assert "holds no weights of a push" in host_of(args).bring_to(tmp_path / "pushes" / "weight_v000009")
+    published = publish(args, 3.0)
+    index = published / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {}}))
+    assert "holds no weights of a push" in host_of(args).bring_to(published)

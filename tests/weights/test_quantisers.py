@@ -1,0 +1,183 @@
+"""Quantised tensors against the numbers of the formula, and against the engine packages' own de-quantisation."""
+
+import json
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationScheme
+from safetensors.torch import load_file, save_file
+
+from slime.utils.errors import RunError, UserError
+from slime.weights.quantisers import (
+    quantise_fp8_blocks,
+    quantise_fp8_tensor,
+    quantise_int4,
+    quantiser_of,
+    refuse_quantised,
+)
+
+BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+TENSOR = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+
+
+def int4(symmetric=True, strategy="group", group_size=32):
+    weights = {"num_bits": 4, "type": "int", "symmetric": symmetric, "strategy": strategy, "group_size": group_size}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": groups,
+        "ignore": ["lm_head"],
+    }
+
+
+def matrix(rows=200, columns=320):
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).bfloat16() * 0.02
+
+
+def sglang_block_dequant(*arguments):
+    # The package asks for CUDA when it is imported: the function alone is taken out of its file.
+    import ast
+    import importlib.util
+    from pathlib import Path
+
+    root = Path(importlib.util.find_spec("sglang").origin).parent
+    tree = ast.parse((root / "srt/layers/quantization/fp8_utils.py").read_text())
+    (function,) = [node for node in tree.body if getattr(node, "name", None) == "block_quant_dequant"]
+
+    space = {"torch": torch, "List": list}
+    exec(compile(ast.Module([function], []), "fp8_utils.py", "exec"), space)
+    return space["block_quant_dequant"](*arguments)
+
+
+def test_blocks_of_fp8_by_hand():
+    weight = torch.zeros(3, 4)
+    weight[0, 0], weight[1, 1], weight[0, 2] = 448.0, -224.0, 0.5
+    weight[2] = torch.tensor([0.0, 0.0, 896.0, 2.0])
+    quantised, scale = quantise_fp8_blocks(weight, (2, 2))
+    # 0.5 / 448 in the second block of the first rows; a block of zeros below the first one.
+    assert scale.equal(torch.tensor([[1.0, 0.5 / 448], [1.0, 2.0]]))
+    assert quantised.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32
+    assert quantised.float().tolist() == [[448, 0, 448, 0], [0, -224, 0, 0], [0, 0, 448, 1]]
+
+
+def test_blocks_of_fp8_as_the_engine_reads_them():
+    weight = matrix()
+    weight[128:, :128] = 0
+    quantised, scale = quantise_fp8_blocks(weight, (128, 128))
+    assert scale.shape == (2, 3) and scale[1, 0] == 1
+    read = sglang_block_dequant(quantised, scale, [128, 128], torch.float32)
+    # Bit for bit what the scales and numbers say, block by block.
+    for row in range(2):
+        for column in range(3):
+            part = (slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128))
+            assert read[part].equal(quantised[part].float() * scale[row, column])
+            # Three bits after the leading one: half a step is a sixteenth; below the normal numbers, half of 2^-9.
+            error = (read[part] - weight[part].float()).abs()
+            assert (error <= weight[part].float().abs() / 16 + scale[row, column] * 2**-10 + 1e-9).all()
+    # What was quantised once stays what it is.
+    again, scale_again = quantise_fp8_blocks(read, (128, 128))
+    assert sglang_block_dequant(again, scale_again, [128, 128], torch.float32).allclose(read, rtol=1e-6)
+
+
+def test_a_tensor_of_fp8():
+    quantised, scale = quantise_fp8_tensor(torch.tensor([[896.0, -2.0], [0.0, 448.0]]))
+    assert (scale.item(), quantised.float().tolist()) == (2.0, [[448.0, -1.0], [0.0, 224.0]])
+    zeros, scale = quantise_fp8_tensor(torch.zeros(2, 2))
+    assert zeros.float().abs().max() == 0 and scale.item() == pytest.approx(1e-12 / 448)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("strategy, group_size", [("group", 32), ("channel", None)])
+def test_int4_as_the_engine_reads_it(symmetric, strategy, group_size):
+    settings = int4(symmetric, strategy, group_size)
+    scheme = QuantizationScheme.model_validate(settings["config_groups"]["group_0"])
+    weight = matrix(16, 64).float()
+    parts = quantise_int4(weight, scheme)
+    names = {"weight_packed", "weight_scale", "weight_shape"} | (set() if symmetric else {"weight_zero_point"})
+    assert parts.keys() == names and parts["weight_packed"].shape == (16, 8)
+    read = PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
+    # By the definition: the nearest of sixteen steps of each group.
+    groups = weight.view(16, -1, group_size or 64)
+    low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
+    step = torch.maximum(-low, high) / 7.5 if symmetric else (high - low) / 15
+    zero = torch.zeros_like(step) if symmetric else (-8 - low / step).clamp(-8, 7).round()
+    expected = ((groups / step + zero).round().clamp(-8, 7) - zero) * step
+    assert read.view_as(expected).allclose(expected, atol=1e-6)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    def write(settings, dtype=torch.bfloat16):
+        """A checkpoint whose maker has quantised one of two matrices."""
+        weight = matrix(128, 256).to(dtype)
+        tensors = {"norm.weight": torch.ones(256, dtype=dtype), "lm_head.weight": weight.clone()}
+        if settings["quant_method"] == "fp8":
+            block = settings.get("weight_block_size")
+            quantised, scale = quantise_fp8_blocks(weight, tuple(block)) if block else quantise_fp8_tensor(weight)
+            tensors |= {"up.weight": quantised, "up.weight_scale_inv" if block else "up.weight_scale": scale}
+        else:
+            scheme = QuantizationScheme.model_validate(settings["config_groups"]["group_0"])
+            tensors |= {f"up.{name}": tensor for name, tensor in quantise_int4(weight, scheme).items()}
+        save_file(tensors, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "settings", [BLOCK, TENSOR, int4(), int4(symmetric=False)], ids=["block", "tensor", "int4", "zero"]
+)
+def test_what_comes_out_is_what_the_checkpoint_has(checkpoint, settings):
+    directory = checkpoint(settings)
+    weight = matrix(128, 256)
+    named = [("norm.weight", torch.ones(256).bfloat16()), ("lm_head.weight", weight), ("up.weight", weight)]
+    found = dict(quantiser_of(directory)(named))
+    stored = load_file(directory / "model.safetensors")
+    assert found.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
+        assert found[name].view(torch.uint8).equal(tensor.view(torch.uint8)) if tensor.dim() else True, name
+
+
+def test_a_checkpoint_that_is_not_quantised_has_no_quantiser(tmp_path):
+    assert quantiser_of(tmp_path) is None
+    (tmp_path / "config.json").write_text("{}")
+    assert quantiser_of(tmp_path) is None
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "awq"}}))
+    assert quantiser_of(tmp_path) is None, "no weights either"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {**BLOCK, "activation_scheme": "static"},
+        {**BLOCK, "scale_fmt": "ue8m0"},
+        {"quant_method": "awq"},
+        {**int4(), "format": "float-quantized"},
+        {**int4(), "config_groups": {**int4()["config_groups"], "group_1": {}}},
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(tmp_path, settings):
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    with pytest.raises(UserError, match=r"^--hf-checkpoint .*quantization_config asks for"):
+        quantiser_of(tmp_path)
+
+
+def test_a_config_that_does_not_fit_the_tensors_is_refused(checkpoint):
+    directory = checkpoint(BLOCK)
+    (directory / "config.json").write_text(
+        json.dumps({"quantization_config": {**BLOCK, "weight_block_size": [64, 64]}})
+    )
+    with pytest.raises(RunError, match=r"up.weight_scale_inv would be F32 \[2, 4\], and is F32 \[1, 2\]"):
+        list(quantiser_of(directory)([("up.weight", matrix(128, 256))]))
+
+
+def test_training_does_not_start_from_quantised_weights(checkpoint, tmp_path):
+    with pytest.raises(UserError, match=r"holds quantised weights.* --ref-load"):
+        refuse_quantised(checkpoint(BLOCK))
+    (tmp_path / "config.json").write_text("{}")
+    refuse_quantised(tmp_path)

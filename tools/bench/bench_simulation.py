@@ -1,0 +1,176 @@
+"""How far the plan at scale is from runs of this machine: the seconds of a step, predicted and measured.
+
+    python tools/bench/bench_simulation.py outputs/simulation              # all runs, then the table; about 4 minutes each
+    python tools/bench/bench_simulation.py outputs/simulation --runs sync  # one of them, or those that are still missing
+    python tools/bench/bench_simulation.py --of outputs/quickstart/seed-0/runs/NAME  # a run of train.py that is there
+
+The times of the model come from the odd steps of the run `sync`. What they predict is compared with its other steps, and with
+all steps of the other runs, whose lengths it was not told: they are drawn from those of `sync`. The task is that of the quick
+start, with answers of drawn lengths (`tools/bench/long_answers.py`). `decode` leaves the engines as they are, and tells its own
+times; in the others phases mostly wait, as cores that are shared would slow down what overlaps.
+"""
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tools.report import read_run
+from tools.simulate import resample
+from tools.simulation.arrangements import ARRANGEMENTS, Split, Work, replay
+from tools.simulation.measured import measured
+
+ROOT = Path(__file__).resolve().parents[2]
+# Earlier steps pay for imports and compilations.
+_FIRST = 1
+_OVER_SAMPLING = 12
+_SLOW = (
+    "--custom-generate-function-path tools/bench/long_answers.py:slow_generate "
+    "--custom-advantage-function-path tools/bench/long_answers.py:slow_advantages"
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run beside its `name`: the arrangement that it shows, the driver, and the flags that make it so.
+
+    measured_by: the run whose odd steps tell the times.
+    """
+
+    arrangement: str
+    driver: str
+    flags: str
+    measured_by: str = "sync"
+
+
+RUNS = {
+    "decode": Run(
+        "sync", "train.py", "--custom-generate-function-path tools/bench/long_answers.py:custom_generate", "decode"
+    ),
+    "sync": Run("sync", "train.py", _SLOW),
+    "partial": Run("partial", "train.py", f"{_SLOW} --partial-rollout --over-sampling-batch-size {_OVER_SAMPLING}"),
+    "async": Run("async", "train_async.py", _SLOW),
+}
+
+
+def start(name: str, directory: Path, rollouts: int, seconds: int) -> None:
+    """Run it, and leave its record in `directory`/`name`; one that is there already stays."""
+    run, target = RUNS[name], directory / name
+    if (target / "done").exists():
+        return
+    task = directory / "task"
+    if not (task / "task.json").exists():
+        subprocess.run([sys.executable, ROOT / "tools/make_toy_task.py", task], check=True)
+    command = [
+        sys.executable,
+        run.driver,
+        "--hf-checkpoint",
+        str(task / "model"),
+        "--prompt-data",
+        str(task / "train.jsonl"),
+    ]
+    command += shlex.split(
+        "--model-args-from-hf --apply-chat-template --rm-type math --actor-num-gpus-per-node 1 --rollout-num-gpus 2 "
+        "--rollout-num-gpus-per-engine 1 --sglang-max-running-requests 64 --rollout-batch-size 8 --n-samples-per-prompt 4 "
+        f"--rollout-max-response-len 128 --lr 1e-5 --use-dynamic-batch-size --max-tokens-per-gpu 4096 --num-rollout {rollouts} "
+        + run.flags
+    )
+    command += ["--save-debug-rollout-data", str(target / "rollout_{rollout_id}.pt")]
+    target.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "SLIME_ACCELERATOR": "cpu", "TENSORBOARD_DIR": str(target / "events")}
+    with open(target / "log.txt", "w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            # Steps that are finished count.
+            process.terminate()
+            status = process.wait(60)
+            print(f"{name}: ended after {seconds} s")
+        else:
+            if status:
+                sys.exit(f"{name}: exit status {status}, see {log.name}")
+    (target / "done").touch()
+
+
+def compare(name: str, directory: Path, measured_by: Path, arrangement: str, running: int | None = None) -> str:
+    """The line of the run in `directory` in the table; `measured_by`: that of the run whose odd steps tell the times.
+
+    running: requests that run on an engine, where the runs do not tell.
+    """
+    found = measured([measured_by], lambda step: step >= _FIRST and step % 2, running)
+    own = directory == measured_by
+    curves = read_run(directory).curves
+    saves = curves.get("perf/save_model_time", {})
+    # Checkpoints are not replayed.
+    steps = [
+        seconds - saves.get(step, 0.0)
+        for step, seconds in curves["perf/step_time"].items()
+        if step >= _FIRST and not (own and step % 2)
+    ]
+    draw = resample(found.lengths)
+    work = Work(
+        lambda generator, prompts: draw(generator, prompts, found.shape.n_samples_per_prompt),
+        found.shape.rollout_batch_size,
+        found.prompt_tokens,
+        over_sampling_batch_size=_OVER_SAMPLING,
+    )
+    (replayed,) = (each for each in ARRANGEMENTS if each.name == arrangement)
+    shape = found.shape
+    devices = shape.trainer_devices + shape.engines * shape.engine_devices
+    split = Split(devices, shape.trainer_devices, shape.engines)
+    predicted = replay(replayed, split, found.speeds, work, seed=0, rollouts=104, warm_up=4).step_seconds
+    mean, spread = float(np.mean(steps)), float(np.std(steps) / np.sqrt(len(steps)))
+    return f"| {name} | {len(steps)} | {predicted:.2f} | {mean:.2f} ± {spread:.2f} | {predicted / mean - 1:+.1%} |"
+
+
+def processor() -> str:
+    """Its model, and how many cores there are."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else 'unknown processor'}, {len(os.sched_getaffinity(0))} cores"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "directory", metavar="DIR", type=Path, help="for task, records and logs; runs that are there are kept"
+    )
+    parser.add_argument("--runs", metavar="NAME", nargs="+", choices=RUNS, default=list(RUNS), help="default: all")
+    parser.add_argument(
+        "--of", action="store_true", help="DIR is a finished run of train.py: compare that one with itself"
+    )
+    parser.add_argument(
+        "--max-running-requests",
+        metavar="N",
+        type=int,
+        default=64,
+        help="of an engine, with --of a run without --sglang-max-running-requests (default 64, as without a GPU)",
+    )
+    parser.add_argument("--rollouts", metavar="N", type=int, default=24)
+    parser.add_argument(
+        "--seconds", metavar="N", type=int, default=900, help="after which a run is ended (default 900)"
+    )
+    options = parser.parse_args()
+    directory = options.directory.resolve()
+    for name in () if options.of else options.runs:
+        start(name, directory, options.rollouts, options.seconds)
+    print(f"seconds of a step, {processor()}\n")
+    print("| Run | Steps | Predicted | Measured | Difference |\n| --- | ---: | ---: | ---: | ---: |")
+    if options.of:
+        print(compare(directory.name, directory, directory, "sync", options.max_running_requests))
+        return
+    for name, run in RUNS.items():
+        if (directory / name / "done").exists() and (directory / run.measured_by / "done").exists():
+            print(compare(name, directory / name, directory / run.measured_by, run.arrangement))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Start a plain SGLang server on a machine without a GPU, for a run's `--rollout-external-engine-addrs`.
+
+.venv/bin/python tools/serve_on_cpu.py --model-path DIR --port 30000 --enable-deterministic-inference
+
+It is the unmodified package with what that needs where there is no GPU, and knows nothing of a run: all words go to SGLang's
+own command line, behind the settings that a run gives its engines on CPU. With a GPU start SGLang as its documentation
+says: `python -m sglang.launch_server`.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.backends.sglang_utils.server_arguments import CPU_DEFAULTS, environment_on_cpu
+from slime.utils.child_process import environment_for_python
+from slime.utils.device import gpus_on_this_machine
+
+_SERVE = "from slime.backends.sglang_utils.server_process import serve_plainly; serve_plainly()"
+
+
+def command_line(words: list[str]) -> list[str]:
+    """SGLang's words: the settings for CPU, and after them `words`, which win."""
+    settings: list[str] = []
+    for name, value in CPU_DEFAULTS.items():
+        flag = "--" + name.replace("_", "-")
+        if value is not False:
+            settings += [flag] if value is True else [flag, str(value)]
+    return [*settings, *words]
+
+
+def main() -> None:
+    """Replace this process by the server, in the environment that it needs from its first moment on."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-path", required=True, help="Hugging Face directory")
+    parser.add_argument(
+        "--tp-size", "--tp", "--tensor-parallel-size", type=int, default=1, help="tensor-parallel ranks"
+    )
+    options, words = parser.parse_known_args()
+    if gpus_on_this_machine() > 0:
+        parser.error(
+            "this machine has GPUs: start `python -m sglang.launch_server` there, or set SLIME_ACCELERATOR=cpu"
+        )
+    words = command_line(["--model-path", options.model_path, "--tp-size", str(options.tp_size), *words])
+    environment = environment_on_cpu(environment_for_python(), options.tp_size)
+    os.execve(sys.executable, [sys.executable, "-c", _SERVE, *words], environment)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+"""What runs measured: the seconds of their phases as the times of the model, and the lengths of their answers.
+
+Phase times are sums of a few parts, such as a fixed part and one for each token, and the steps of one run hardly differ. So the
+parts are fitted with a pull: what the steps tell apart they decide, and what they do not is shared out as `Part.usual` says.
+Runs of other batch sizes tell more apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from slime.utils.errors import UserError
+from tools.report import read_run
+from tools.simulation.arrangements import Speeds
+from tools.simulation.engines import EngineSpeed, Fleet, Group
+
+# Of a part in the fit: far below what two batch sizes tell about it, far above what the steps of one run do.
+_PULL = 1e-2
+_LOG_PROB_PHASES = ("log_probs", "ref_log_probs", "teacher_log_probs")
+
+
+@dataclass(frozen=True)
+class Part:
+    """`amounts`: how much of it each step has. `usual`: its share of the time where steps do not tell."""
+
+    amounts: Sequence[float]
+    usual: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One rollout step of a run.
+
+    lengths: tokens of the answers, [prompts, n_samples_per_prompt]. total_tokens: with the prompts. seconds: by phase; one
+    that pushed no weights has no "push".
+    """
+
+    run: RunShape
+    lengths: np.ndarray
+    total_tokens: float
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """What a run's arguments say about its sizes; names as in `Speeds` and `Work`."""
+
+    rollout_batch_size: int
+    n_samples_per_prompt: int
+    trainer_devices: int
+    engines: int
+    engine_devices: int
+    replica_devices: int
+    max_running_requests: int
+    asynchronous: bool
+    async_buffer_size: int
+    update_weights_interval: int
+    max_weight_staleness: int | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What runs tell a model of time.
+
+    error: mean distance of the fitted from the measured seconds of a step, as a share.
+    """
+
+    speeds: Speeds
+    shape: RunShape
+    prompt_tokens: int
+    steps: list[Step] = field(default_factory=list)
+    error: float = 0.0
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Of all answers of the runs, [prompts, n_samples_per_prompt of the last run]."""
+        return np.concatenate([step.lengths.reshape(-1, self.shape.n_samples_per_prompt) for step in self.steps])
+
+
+def fit(seconds: Sequence[float], parts: Sequence[Part]) -> list[float]:
+    """Seconds of one of each part, none negative: least squares of relative errors, with a pull to the usual shares."""
+    mean = float(np.mean(seconds))
+    means = [float(np.mean(part.amounts)) for part in parts]
+    present = [number for number, amount in enumerate(means) if amount > 0]
+    if mean <= 0 or not present:
+        return [0.0] * len(parts)
+    columns = np.stack([np.asarray(parts[number].amounts) / means[number] for number in present], axis=1)
+    rows = np.concatenate([columns / math.sqrt(len(columns)), math.sqrt(_PULL) * np.eye(len(present))])
+    usual = [math.sqrt(_PULL) * parts[number].usual for number in present]
+    wanted = np.concatenate([np.asarray(seconds) / mean / math.sqrt(len(columns)), usual])
+    shares = _non_negative_least_squares(rows, wanted)
+    found = [0.0] * len(parts)
+    for number, share in zip(present, shares, strict=True):
+        found[number] = float(share) * mean / means[number]
+    return found
+
+
+def _non_negative_least_squares(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Every set of columns is tried: there are at most a handful."""
+    best, best_error = np.zeros(rows.shape[1]), float(np.sum(wanted**2))
+    for size in range(1, rows.shape[1] + 1):
+        for columns in map(list, itertools.combinations(range(rows.shape[1]), size)):
+            solution = np.linalg.lstsq(rows[:, columns], wanted, rcond=None)[0]
+            error = float(np.sum((rows[:, columns] @ solution - wanted) ** 2))
+            if solution.min() >= 0 and error < best_error:
+                best, best_error = np.zeros(rows.shape[1]), error
+                best[columns] = solution
+    return best
+
+
+def measured(
+    directories: Sequence[Path],
+    keep: Callable[[int], bool] = lambda step: step > 0,
+    max_running_requests: int | None = None,
+) -> Measured:
+    """Read runs of `train.py` or `train_async.py`, and fit the times of the model to their steps.
+
+    Args:
+        keep: the steps to read, by rollout id; the first one pays for imports and compilations of all others.
+        max_running_requests: of an engine, where the runs do not tell.
+
+    Raises:
+        ValueError: a directory holds no run, or not what is needed of it.
+    """
+    steps = [step for directory in directories for step in read_steps(directory, keep, max_running_requests)]
+    shape = steps[-1].run
+    rounds = [_decode_steps(step) for step in steps]
+    ones = [1.0] * len(steps)
+    fixed, per_step, per_request = fit(
+        [step.seconds["rollout"] for step in steps],
+        [
+            Part(ones, 0.0),
+            Part(rounds, 0.5),
+            Part([step.lengths.sum() / step.run.engines for step in steps], 0.5),
+        ],
+    )
+    # Seconds of one device for a token.
+    tokens = Part([step.total_tokens / step.run.trainer_devices for step in steps], 1.0)
+    log_probs_fixed, log_probs_token = fit([step.seconds["log_probs"] for step in steps], [Part(ones, 0.0), tokens])
+    train_fixed, train_token = fit([step.seconds["train"] for step in steps], [Part(ones, 0.0), tokens])
+    # With --update-weights-interval most steps have none, and those say nothing about how long one takes.
+    pushes = [step.seconds["push"] for step in steps if "push" in step.seconds]
+    if not pushes:
+        raise ValueError(
+            f"--from-run {directories[-1]}: none of the {len(steps)} steps that were read pushed weights "
+            "(perf/update_weights_time); give a run of more steps"
+        )
+    synchronous = [step.seconds["rest"] for step in steps if not step.run.asynchronous]
+    speeds = Speeds(
+        decode_step_seconds=per_step,
+        decode_request_seconds=per_request,
+        rollout_fixed_seconds=fixed,
+        log_probs_fixed_seconds=log_probs_fixed,
+        log_probs_token_seconds=log_probs_token,
+        train_fixed_seconds=train_fixed,
+        train_token_seconds=train_token,
+        push_seconds=float(np.mean(pushes)),
+        step_fixed_seconds=max(0.0, float(np.mean(synchronous))) if synchronous else 0.0,
+        engine_devices=shape.engine_devices,
+        replica_devices=shape.replica_devices,
+        max_running_requests=shape.max_running_requests,
+    )
+    errors = []
+    for step, decode_steps in zip(steps, rounds, strict=True):
+        device_tokens = step.total_tokens / step.run.trainer_devices
+        generated = fixed + per_step * decode_steps + per_request * step.lengths.sum() / step.run.engines
+        passes = log_probs_fixed + train_fixed + (log_probs_token + train_token) * device_tokens
+        expected = sum(step.seconds[name] for name in ("rollout", "log_probs", "train"))
+        errors.append(abs(generated + passes - expected) / expected)
+    prompt = np.mean([(step.total_tokens - step.lengths.sum()) / step.lengths.size for step in steps])
+    return Measured(speeds, shape, round(float(prompt)), steps, float(np.mean(errors)))
+
+
+def _decode_steps(step: Step) -> float:
+    """Decode steps of the engine that has the most: the time of a fleet whose steps take a second."""
+    fleet = Fleet(EngineSpeed(1.0, 0.0, max_running=step.run.max_running_requests), step.run.engines)
+    fleet.submit([Group.of(0, lengths) for lengths in step.lengths.tolist()])
+    fleet.run()
+    return fleet.now
+
+
+def read_steps(directory: Path, keep: Callable[[int], bool], max_running_requests: int | None = None) -> list[Step]:
+    """The steps of a run that `keep` takes, in order.
+
+    Raises:
+        ValueError: the directory holds no run, or not what is needed of it.
+    """
+    curves = read_run(directory).curves
+    records = sorted(directory.rglob("args.json"))
+    if not records:
+        raise ValueError(
+            f"--from-run {directory}: no args.json in it; give the directory that has the run's checkpoints and event files"
+        )
+    values = {name: entry["value"] for name, entry in json.loads(records[-1].read_text())["arguments"].items()}
+    shape = run_shape(values, records[-1])
+    if max_running_requests is not None and values["sglang_max_running_requests"] is None:
+        shape = dataclasses.replace(shape, max_running_requests=max_running_requests)
+
+    def value(tag: str, step: int, default: float | None = None) -> float:
+        found = curves.get(tag, {}).get(step, default)
+        if found is None:
+            raise ValueError(f"--from-run {directory}: no {tag} at rollout {step} in its event files")
+        return found
+
+    steps = []
+    # The last metric of a step: one that a run did not finish has none.
+    finished = sorted(curves.get("perf/step_time", {}))
+    for rollout_id in filter(keep, finished):
+        seconds = {
+            "rollout": value("perf/rollout_time", rollout_id),
+            "log_probs": sum(value(f"perf/{name}_time", rollout_id, 0.0) for name in _LOG_PROB_PHASES),
+            "train": value("perf/actor_train_time", rollout_id),
+            # Checkpoints are not replayed.
+            "step": value("perf/step_time", rollout_id) - value("perf/save_model_time", rollout_id, 0.0),
+        }
+        push = value("perf/update_weights_time", rollout_id, 0.0)
+        seconds["rest"] = seconds["step"] - sum(seconds[name] for name in ("rollout", "log_probs", "train")) - push
+        if rollout_id in curves.get("perf/update_weights_time", {}):
+            seconds["push"] = push
+        dump = Path(str(values["save_debug_rollout_data"]).format(rollout_id=rollout_id))
+        if dump.is_file():
+            lengths = lengths_of_dump(dump, shape.n_samples_per_prompt)
+        else:
+            names = ("mean", "median", "max")
+            lengths = lengths_from_statistics(*(value(f"rollout/response_len/{n}", rollout_id) for n in names), shape)
+        total = value("rollout/total_lengths", rollout_id) * lengths.size
+        steps.append(Step(shape, lengths, total, seconds))
+    if not steps:
+        raise ValueError(
+            f"--from-run {directory}: {len(finished)} finished steps in its event files, none to read beside the first"
+        )
+    return steps
+
+
+def run_shape(values: dict[str, Any], path: Path) -> RunShape:
+    """From the values of `args.json`.
+
+    Raises:
+        ValueError: an argument is missing, or the run is none that tells the speed of its engines.
+    """
+    try:
+        trainer = values["actor_num_nodes"] * values["actor_num_gpus_per_node"]
+        parallel = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        if not values["has_engines"] or not values["has_trainer"]:
+            raise ValueError(
+                f"--from-run: {path} is of a run without engines or without a trainer; give one that has both"
+            )
+        if values["colocate"]:
+            raise ValueError(
+                f"--from-run: {path} has --colocate, so its steps hold seconds in which trainer and engines change places, and "
+                "other arrangements have none; give a run with both apart, and switch_seconds in --phases"
+            )
+        if values["over_sampling_batch_size"] > values["rollout_batch_size"]:
+            raise ValueError(
+                f"--from-run: {path} has --over-sampling-batch-size {values['over_sampling_batch_size']}, so part of what its "
+                "engines wrote is in no record; give a run that generates what it trains"
+            )
+        return RunShape(
+            rollout_batch_size=values["rollout_batch_size"],
+            n_samples_per_prompt=values["n_samples_per_prompt"],
+            trainer_devices=trainer,
+            engines=values["rollout_num_gpus"] // values["rollout_num_gpus_per_engine"],
+            engine_devices=values["rollout_num_gpus_per_engine"],
+            replica_devices=math.prod(values[name] for name in parallel),
+            # What an engine decides for itself is in no record; it never has more than these.
+            max_running_requests=values["sglang_max_running_requests"] or values["sglang_server_concurrency"],
+            asynchronous=values["asynchronous"],
+            async_buffer_size=values["async_buffer_size"],
+            update_weights_interval=values["update_weights_interval"],
+            max_weight_staleness=values["max_weight_staleness"],
+        )
+    except KeyError as error:
+        raise ValueError(f"--from-run: {path} has no argument {error}; it was written by another version") from None
+
+
+def lengths_of_dump(path: Path, n_samples_per_prompt: int | None = None) -> np.ndarray:
+    """Tokens of the answers in a dump of `--save-debug-rollout-data`, [prompts, answers of each].
+
+    Raises:
+        ValueError: the file is no such dump, or its prompts have other numbers of answers.
+    """
+    # It imports torch.
+    from slime.rollout.rollout_dump import load_rollout
+
+    try:
+        # As a template the path would lose its braces.
+        samples = load_rollout(str(path).replace("{", "{{").replace("}", "}}"), 0)
+    except UserError as error:
+        raise ValueError(f"{path}: {str(error).removeprefix('--load-debug-rollout-data: ')}") from None
+    groups: dict[int | None, list[int]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group_index, []).append(max(1, sample.response_length))
+    sizes = set(map(len, groups.values()))
+    if len(sizes) != 1 or (n_samples_per_prompt is not None and sizes != {n_samples_per_prompt}):
+        wanted = "as many each" if n_samples_per_prompt is None else f"{n_samples_per_prompt} each"
+        raise ValueError(f"{path}: its prompts have {sorted(sizes)} answers, expected {wanted}")
+    return np.asarray(list(groups.values()))
+
+
+def lengths_from_statistics(mean: float, median: float, longest: float, shape: RunShape) -> np.ndarray:
+    """Lengths that have this median and mean, log-normal up to the longest: one for each answer of a rollout, dealt at random.
+
+    The median of a log-normal distribution is exp(μ), its mean exp(μ + σ²/2).
+    """
+    sigma = math.sqrt(2 * math.log(max(1.0, mean / median)))
+    answers = shape.rollout_batch_size * shape.n_samples_per_prompt
+    quantiles = (np.arange(answers) + 0.5) / answers
+    normal = np.asarray([NormalDist().inv_cdf(quantile) for quantile in quantiles])
+    lengths = np.minimum(median * np.exp(sigma * normal), longest)
+    lengths = np.maximum(1, np.round(lengths * mean / lengths.mean()))
+    # The longest answer is what a rollout waits for.
+    lengths[-1] = longest
+    return np.random.default_rng(0).permutation(lengths).astype(int).reshape(shape.rollout_batch_size, -1)
