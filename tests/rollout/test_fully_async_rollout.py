@@ -18,6 +18,7 @@ from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
 from tests.support.models.rollout_args import CountingDataSource, make_args
 from tests.support.models.rollout_steps import group_numbers, plugin, prompt_number
+from tests.support.processes.waiting import until
 
 Status = Sample.Status
 
@@ -32,12 +33,6 @@ async def worker_of(args, source):
             task.cancel()
         await asyncio.gather(*worker._tasks, *worker.in_flight, return_exceptions=True)
         await close_http_client()
-
-
-async def until(condition):
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def rollout(worker, number, trained_as=None):

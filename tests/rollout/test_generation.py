@@ -19,6 +19,7 @@ from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample, failed_and_masked
 from tests.support.models.rollout_args import CONTEXT_LENGTH, VOCAB_SIZE, make_args
 from tests.support.models.rollout_steps import params, plugin, run
+from tests.support.processes.waiting import until
 
 Status = Sample.Status
 
@@ -222,9 +223,7 @@ def test_the_semaphore_limits_requests_and_rewards_run_outside_it(server, checkp
 
     async def graded():
         task = asyncio.create_task(generate_and_rm_group(args, group, params(args)))
-        async with asyncio.timeout(60):
-            while server.in_flight < 3:
-                await asyncio.sleep(0.01)
+        await until(lambda: server.in_flight == 3)
         server.release()
         return await task
 

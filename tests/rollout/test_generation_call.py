@@ -16,6 +16,7 @@ from slime.utils.http_utils import close_http_client
 from slime.utils.types import Sample
 from tests.support.models.rollout_args import CountingDataSource, make_args
 from tests.support.models.rollout_steps import group_numbers, plugin, prompt_number
+from tests.support.processes.waiting import until
 
 Status = Sample.Status
 
@@ -41,12 +42,6 @@ async def fn(args, sample, sampling_params):
     append_engine_output(args, sample, await post(get_model_url(args, "default"), payload))
     return sample
 """
-
-
-async def until(condition):
-    async with asyncio.timeout(LIMIT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def as_call(coroutine, calls, name):

@@ -16,6 +16,7 @@ from slime.rollout.user_functions import (
 )
 from slime.utils import async_utils
 from slime.utils.errors import RunError
+from tests.support.processes.waiting import until
 
 # Only ever reached by a test that fails.
 LIMIT_S = 60.0
@@ -41,12 +42,6 @@ async def leave_behind(number, function, **options):
     for call in calls:
         call.cancel()
     await asyncio.wait(calls)
-
-
-async def until(condition):
-    async with asyncio.timeout(LIMIT_S):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def test_plain_functions_run_in_all_slots_at_once_and_in_no_more():

@@ -14,6 +14,7 @@ from slime.utils.http_utils import (
     post_control,
 )
 from tests.support.processes.http_server import answering, forget_everything, make_args, serving
+from tests.support.processes.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -81,12 +82,14 @@ def test_an_attempt_that_an_engine_took_into_its_death_does_not_count():
             http_utils.set_engine_supply(url, supply)
             request = asyncio.create_task(post(f"{url}/generate", {}, max_retries=2))
             for number in (1, 2):
+                await until(lambda number=number: len(supply.doubts) == number)
+                # Time for an attempt that did not wait until it is known what became of the engine.
                 await asyncio.sleep(0.15)
-                assert len(seen) == len(supply.doubts) == number, "it waits until it is known what became of the engine"
+                assert len(seen) == len(supply.doubts) == number
                 assert "answered 502" in supply.doubts[-1]
                 supply.dead, supply.decided = number, True
-            for _ in range(2):
-                await asyncio.sleep(0.15)
+            for number in (3, 4):
+                await until(lambda number=number: len(supply.doubts) == number)
                 supply.decided = True  # nobody died of these
             with pytest.raises(HttpError, match=r"answered 500.*\(2 attempts\)"):
                 await request

@@ -278,7 +278,8 @@ def test_time_limits_of_generation_and_control_are_separate_and_not_retried():
             for call in (get(url), post_control(url, {})):
                 with pytest.raises(HttpError, match=r"within 0.2 s \(--http-request-timeout"):
                     await call
-        assert len(seen) == 3
+        # Fewer where a busy machine had not connected within the limit.
+        assert len(seen) <= 3
 
     asyncio.run(main())
 

@@ -1,5 +1,6 @@
-"""Waits for what another process does, as soon as it is done and no longer than a limit."""
+"""Waits for what another process or task does, as soon as it is done and no longer than a limit."""
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -14,4 +15,12 @@ def wait_until(condition: Callable[[], T], seconds: float = 60.0) -> T:
     while not (result := condition()):
         assert time.monotonic() < deadline, f"nothing happened within {seconds:g} s"
         time.sleep(_POLL_SECONDS)
+    return result
+
+
+async def until(condition: Callable[[], T], seconds: float = 60.0) -> T:
+    """`wait_until` in a coroutine, whose event loop goes on meanwhile; TimeoutError after `seconds`."""
+    async with asyncio.timeout(seconds):
+        while not (result := condition()):
+            await asyncio.sleep(_POLL_SECONDS / 4)
     return result
