@@ -1,13 +1,17 @@
-"""How far the plan at scale is from runs of this machine: the seconds of a step, predicted and measured.
+"""How far the plan at scale is from runs of this machine, and what overlap gains in them: the seconds of a step.
 
-    python tools/bench/bench_simulation.py outputs/simulation              # all runs, then the table; about 4 minutes each
+    python tools/bench/bench_simulation.py outputs/simulation              # all runs, then the tables; about 4 minutes each
     python tools/bench/bench_simulation.py outputs/simulation --runs sync  # one of them, or those that are still missing
     python tools/bench/bench_simulation.py --of outputs/quickstart/seed-0/runs/NAME  # a run of train.py that is there
 
 The times of the model come from the odd steps of the run `sync`. What they predict is compared with its other steps, and with
 all steps of the other runs, whose lengths it was not told: they are drawn from those of `sync`. The task is that of the quick
 start, with answers of drawn lengths (`tools/bench/long_answers.py`). `decode` leaves the engines as they are, and tells its own
-times; in the others phases mostly wait, as cores that are shared would slow down what overlaps.
+times; in the others phases mostly wait, as cores that are shared would slow down what overlaps. In those with `even` in their
+names all answers have one length.
+
+The second table compares runs that overlap with the synchronous one of the same answers. While rollout r is trained the next
+may be generated, so the times of the synchronous run's phases allow a gain of the shorter of both in every step.
 """
 
 import argparse
@@ -35,35 +39,47 @@ _SLOW = (
     "--custom-generate-function-path tools/bench/long_answers.py:slow_generate "
     "--custom-advantage-function-path tools/bench/long_answers.py:slow_advantages"
 )
+_EVEN = _SLOW.replace("slow_generate", "slow_even_generate")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run beside its `name`: the arrangement that it shows, the driver, and the flags that make it so.
+    """A run beside its `name`: the driver, and the flags that make it so.
 
-    measured_by: the run whose odd steps tell the times.
+    Attributes:
+        arrangement: what the plan replays; None: it has no such arrangement.
+        measured_by: the synchronous run with the same answers. Its odd steps tell the times.
     """
 
-    arrangement: str
     driver: str
     flags: str
+    arrangement: str | None = None
     measured_by: str = "sync"
 
 
+_PARTIAL = f"--partial-rollout --over-sampling-batch-size {_OVER_SAMPLING}"
+_NEVER_STOPS = (
+    "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async "
+    "--eval-function-path slime.rollout.sglang_rollout.generate_rollout --sglang-server-concurrency 16"
+)
 RUNS = {
     "decode": Run(
-        "sync", "train.py", "--custom-generate-function-path tools/bench/long_answers.py:custom_generate", "decode"
+        "train.py", "--custom-generate-function-path tools/bench/long_answers.py:custom_generate", "sync", "decode"
     ),
-    "sync": Run("sync", "train.py", _SLOW),
-    "partial": Run("partial", "train.py", f"{_SLOW} --partial-rollout --over-sampling-batch-size {_OVER_SAMPLING}"),
-    "async": Run("async", "train_async.py", _SLOW),
+    "sync": Run("train.py", _SLOW, "sync"),
+    "partial": Run("train.py", f"{_SLOW} {_PARTIAL}", "partial"),
+    "async": Run("train_async.py", _SLOW, "async"),
+    "in_flight": Run("train_async.py", f"{_SLOW} --update-weights-in-flight", "in_flight"),
+    "never_stops": Run("train_async.py", f"{_SLOW} {_NEVER_STOPS}"),
+    "sync_even": Run("train.py", _EVEN, "sync", "sync_even"),
+    "async_even": Run("train_async.py", _EVEN, "async", "sync_even"),
 }
 
 
 def start(name: str, directory: Path, rollouts: int, seconds: int) -> None:
     """Run it, and leave its record in `directory`/`name`; one that is there already stays."""
     run, target = RUNS[name], directory / name
-    if (target / "done").exists():
+    if _is_done(directory, name):
         return
     task = directory / "task"
     if not (task / "task.json").exists():
@@ -131,6 +147,22 @@ def compare(name: str, directory: Path, measured_by: Path, arrangement: str, run
     return f"| {name} | {len(steps)} | {predicted:.2f} | {mean:.2f} ± {spread:.2f} | {predicted / mean - 1:+.1%} |"
 
 
+def overlap(name: str, directory: Path, synchronous: Path) -> str:
+    """The line of a run that overlaps in the second table; `synchronous`: the run with the same answers that does not.
+
+    Steps count that both have finished and that begin with a rollout which was generated beside another step.
+    """
+    there, here = (read_run(run).curves for run in (synchronous, directory))
+    rollout, train, step, overlapped = (
+        there["perf/rollout_time"], there["perf/train_time"], there["perf/step_time"], here["perf/step_time"],
+    )  # fmt: skip
+    steps = [each for each in step if each > _FIRST and each in overlapped and each + 1 in rollout]
+    apart, beside = (float(np.mean([times[each] for each in steps])) for times in (step, overlapped))
+    allowed = float(np.mean([min(rollout[each + 1], train[each]) for each in steps]))
+    gained = apart - beside
+    return f"| {name} | {len(steps)} | {apart:.2f} | {beside:.2f} | {allowed:.2f} | {gained:.2f} | {gained / allowed:.0%} |"
+
+
 def processor() -> str:
     """Its model, and how many cores there are."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -167,9 +199,21 @@ def main() -> None:
     if options.of:
         print(compare(directory.name, directory, directory, "sync", options.max_running_requests))
         return
-    for name, run in RUNS.items():
-        if (directory / name / "done").exists() and (directory / run.measured_by / "done").exists():
+    done = {
+        name: run for name, run in RUNS.items() if _is_done(directory, name) and _is_done(directory, run.measured_by)
+    }
+    for name, run in done.items():
+        if run.arrangement:
             print(compare(name, directory / name, directory / run.measured_by, run.arrangement))
+    print("\n| Run | Steps | Synchronous | Overlapped | Allowed gain | Gain | Share |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for name, run in done.items():
+        if run.driver == "train_async.py":
+            print(overlap(name, directory / name, directory / run.measured_by))
+
+
+def _is_done(directory: Path, name: str) -> bool:
+    return (directory / name / "done").exists()
 
 
 if __name__ == "__main__":

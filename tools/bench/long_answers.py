@@ -39,7 +39,15 @@ async def custom_generate(args: Namespace, sample: Sample, sampling_params: dict
 
 async def slow_generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """The same a few tokens at a time, with a wait before them; an abort ends it between two requests."""
-    tokens = answer_tokens(sample.index, args.rollout_max_response_len)
+    return await _slowly(args, sample, sampling_params, answer_tokens(sample.index, args.rollout_max_response_len))
+
+
+async def slow_even_generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """As `slow_generate`, with answers of one length: half of the longest."""
+    return await _slowly(args, sample, sampling_params, args.rollout_max_response_len // 2)
+
+
+async def _slowly(args: Namespace, sample: Sample, sampling_params: dict[str, Any], tokens: int) -> Sample:
     while (left := tokens - sample.response_length) > 0:
         piece = min(left, _TOKENS_AT_ONCE)
         await asyncio.sleep(piece * _SECONDS_PER_TOKEN)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tests.tools.simulation.test_measured import ARGUMENTS, write_run
-from tools.bench.bench_simulation import compare
+from tests.tools.test_report import write_events
+from tools.bench.bench_simulation import compare, overlap
 
 SIZES = {
     "rollout_batch_size": 8, "over_sampling_batch_size": 8, "n_samples_per_prompt": 4, "sglang_max_running_requests": 64,
@@ -36,3 +37,18 @@ def test_another_run_is_predicted_from_the_synchronous_one(tmp_path: Path):
     steps, predicted, found = numbers(compare("async", other, sync, "async"))
     # The run that was written does not overlap, and the prediction does.
     assert steps == 5 and predicted < 0.9 * found
+
+
+def test_the_gain_of_a_run_that_overlaps_is_a_share_of_what_the_phases_of_the_other_allow(tmp_path: Path):
+    """Phases of 4 s and 3 s and 1 s besides: 8 s apart and 5 s at best. Of the first steps, which take longer, none counts."""
+    apart = {"rollout": 4.0, "train": 3.0, "step": 8.0}
+    for name, seconds in (("sync", apart), ("async", {**apart, "step": 5.6})):
+        scalars = [
+            (f"perf/{phase}_time", 100.0 if step < 2 else value, step)
+            for step in range(6)
+            for phase, value in seconds.items()
+        ]
+        write_events(tmp_path / name, scalars)
+    _, name, *cells, _ = (cell.strip() for cell in overlap("async", tmp_path / "async", tmp_path / "sync").split("|"))
+    # The last step has no rollout after it.
+    assert name == "async" and cells == ["3", "8.00", "5.60", "3.00", "2.40", "80%"]
