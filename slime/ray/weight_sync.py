@@ -14,7 +14,7 @@ import logging
 import random
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -77,10 +77,14 @@ class WeightSync:
         first = self._pushes == 0
         self._trained_at_push = self._train_group.rollouts_trained
         check = self._args.check_weight_update_equal
+        before = self._weight_push.version
         for _ in range(_ROUNDS):
             self._devices.turn_to(Turn.PUSH)
             fleet = self._rollout_manager.begin_push()
-            report = self._push_with_checksums(fleet) if first and check else self._weight_push.push(_receivers(fleet))
+            # Engines that took the weights, and failed before they proved them, leave a version to their successors: one more
+            # for the same weights would make all samples that wait older than anybody expected.
+            send = self._weight_push.push if self._weight_push.version == before else self._weight_push.repeat
+            report = self._push_with_checksums(fleet, send) if first and check else send(_receivers(fleet))
             served = _without(fleet, report.failed.keys())
             failed = dict(report.failed)
             if not failed or self._args.use_fault_tolerance:
@@ -126,14 +130,14 @@ class WeightSync:
             )
         self.push()
 
-    def _push_with_checksums(self, fleet: FleetSnapshot) -> PushReport:
+    def _push_with_checksums(self, fleet: FleetSnapshot, send: Callable[[list[Receiver]], PushReport]) -> PushReport:
         with self._scratch_directory() as directory:
             self._train_group.export_hf(str(directory))
             self._call(fleet, "update_weights_from_disk", str(directory))
         from_disk = self._checksums(fleet)
         self._call(fleet, "reset_weights")
         check_all_reset(from_disk, self._checksums(fleet))
-        report = self._weight_push.push(_receivers(fleet))
+        report = send(_receivers(fleet))
         served = _without(fleet, report.failed.keys())
         # An engine that failed ends the run, or another takes its place: the others go on serving, so they are checked.
         if served.engines and (not report.failed or self._args.use_fault_tolerance):

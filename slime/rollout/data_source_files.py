@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import shutil
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -94,23 +95,38 @@ def read_state(directory: str | Path) -> dict[str, Any]:
         raise UserError(f"{directory}: no readable data-source state ({type(error).__name__}: {error})") from error
 
 
-def write_drawn_ahead(directory: str | Path, entries: list[dict[str, Any]]) -> None:
+@dataclass(frozen=True)
+class DrawnAhead:
+    """What rollouts behind a state have drawn.
+
+    Attributes:
+        entries: groups and prompts that are still with them, in plain values.
+        positions: by rollout, the position behind the last number that a group made of a plain prompt has got in it.
+        group_size: samples of each group that is made of a prompt; None: not known.
+    """
+
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    positions: dict[int, int] = field(default_factory=dict)
+    group_size: int | None = None
+
+
+def write_drawn_ahead(directory: str | Path, ahead: DrawnAhead) -> None:
     """Put what rollouts behind a state have drawn into its directory, in the place of what lies there of an earlier save.
 
     Raises:
         UserError: an entry is not plain.
     """
     place = Path(directory) / _DRAWN_AHEAD
-    if entries:
-        write_state(place, {"entries": entries})
+    if ahead.entries or ahead.positions:
+        write_state(place, {one.name: getattr(ahead, one.name) for one in fields(ahead)})
     elif place.exists():
         shutil.rmtree(place)
 
 
-def read_drawn_ahead(directory: str | Path) -> list[dict[str, Any]]:
+def read_drawn_ahead(directory: str | Path) -> DrawnAhead:
     """What `write_drawn_ahead` wrote, which may be nothing. Raises as `read_state`."""
     place = Path(directory) / _DRAWN_AHEAD
-    return read_state(place)["entries"] if place.is_dir() else []
+    return DrawnAhead(**read_state(place)) if place.is_dir() else DrawnAhead()
 
 
 def groups_to_plain(entry: Any) -> Any:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
+import dataclasses
 import functools
 import inspect
 import logging
@@ -29,6 +30,7 @@ from typing import Any
 from slime.rollout.base_types import leaves
 from slime.rollout.data_source_files import (
     FLAG,
+    DrawnAhead,
     calling_source,
     find_state,
     groups_from_plain,
@@ -98,8 +100,9 @@ class Draws:
         self._begun: set[int] = set()
         self._under_way: set[int] = set()
         self._noted: dict[int, list[_Drawn]] = {}
-        # By rollout: the position behind those whose numbers groups of an earlier run have.
+        # By rollout: the position behind those whose numbers groups of an earlier run have, and behind those given so far.
         self._first_positions: dict[int, int] = {}
+        self._positions: dict[int, int] = {}
 
     def _observe(self) -> None:
         """See what `get_samples` and `add_samples` of the source give and take from now on: its class becomes one that tells.
@@ -130,20 +133,30 @@ class Draws:
                 setattr(telling, name, _telling(telling, name, told))
         telling.__reduce_ex__ = _reducing_as(own, telling)
 
-    def resume_after(self, rollout_id: int, again: list[dict[str, Any]]) -> None:
+    def resume_after(self, rollout_id: int, ahead: DrawnAhead) -> None:
         """The next rollout is the one behind `rollout_id`; what `behind` gave is drawn first."""
         self._begun.add(rollout_id)
-        if again:
+        if ahead.entries:
             self._observe()
-        self.again = [groups_from_plain(plain["samples"]) if "samples" in plain else plain["prompt"] for plain in again]
+        entries = ahead.entries
+        self.again = [groups_from_plain(one["samples"]) if "samples" in one else one["prompt"] for one in entries]
+        # Those that went back to the source are not among the entries, and have their numbers still.
+        self._first_positions = dict(ahead.positions)
         numbers = (leaf.group_index for leaf in leaves(self.again) if isinstance(leaf, Sample))
-        for number in sorted(number for number in numbers if number is not None):
+        for number in (number for number in numbers if number is not None):
             of_rollout, position = divmod(number, _NUMBERS_PER_ROLLOUT)
-            self._first_positions[of_rollout] = position + 1
+            self._first_positions[of_rollout] = max(self._first_positions.get(of_rollout, 0), position + 1)
+        self._positions = dict(self._first_positions)
 
     def first_number(self, rollout_id: int) -> int:
         """The number of the first group that is made of a plain prompt for `rollout_id`: behind those of an earlier run."""
         return rollout_id * _NUMBERS_PER_ROLLOUT + self._first_positions.get(rollout_id, 0)
+
+    def numbered(self, rollout_id: int, last: int) -> None:
+        """`last` is the highest number so far of a group that was made for `rollout_id`."""
+        with self.lock:
+            position = last + 1 - rollout_id * _NUMBERS_PER_ROLLOUT
+            self._positions[rollout_id] = max(self._positions.get(rollout_id, 0), position)
 
     @contextlib.contextmanager
     def of_rollout(self, rollout_id: int) -> Iterator[None]:
@@ -198,16 +211,19 @@ class Draws:
         """Whether no rollout before `rollout_id` is under way, which might draw more, or give back."""
         return all(other >= rollout_id for other in self._under_way)
 
-    def behind(self, rollout_id: int) -> list[dict[str, Any]]:
-        """In plain values what rollouts behind `rollout_id` have, in their order, and what is still to be drawn again."""
+    def behind(self, rollout_id: int, group_size: int) -> DrawnAhead:
+        """What rollouts behind `rollout_id` have, in their order, and then what is still to be drawn again."""
         later = [
             drawn.as_of_now() for number in sorted(self._noted) if number > rollout_id for drawn in self._noted[number]
         ]
-        return later + [_as_plain(entry) for entry in self.again]
+        positions = {number: position for number, position in self._positions.items() if number > rollout_id}
+        return DrawnAhead(later + [_as_plain(entry) for entry in self.again], positions, group_size)
 
     def release(self) -> None:
         """Forget what no state needs that is yet to be taken."""
         self._noted = {number: noted for number, noted in self._noted.items() if self._is_needed(number)}
+        oldest = min(self.awaited | self._under_way, default=0)
+        self._positions = {number: position for number, position in self._positions.items() if number > oldest}
 
     def hold(self, rollout_id: int, entry: Any, group: list[Any]) -> None:
         """`rollout_id` has made `group` of `entry`, which it has drawn."""
@@ -331,6 +347,9 @@ def draw_groups(args: Any, source: Any, num_samples: int, rollout_id: int, drawn
         first += drawn
         groups = [_as_group(args, entry, first + position) for position, entry in enumerate(entries)]
         if draws is not None:
+            made = [group for entry, group in zip(entries, groups, strict=True) if group is not entry]
+            if made:
+                draws.numbered(rollout_id, made[-1][0].group_index)
             for entry, group in zip(entries, groups, strict=True):
                 draws.hold(drawn_for, entry, group)
         return groups
@@ -385,7 +404,7 @@ class DataSourceSnapshots:
         self._args = args
         self._source = source
         # Of a rollout: the state after it, and what rollouts behind it had drawn by then.
-        self._kept: dict[int, tuple[Any, list[Any]]] = {}
+        self._kept: dict[int, tuple[Any, DrawnAhead]] = {}
         self._saves_given_state = has_method(source, "save") and "state" in inspect.signature(source.save).parameters
         has_state = has_method(source, "state_dict")
         self._written_here = has_state and has_method(source, "load_state_dict") and not self._saves_given_state
@@ -414,7 +433,7 @@ class DataSourceSnapshots:
                     state = self._source.state_dict()
                     # A user's source may hand out what it goes on changing.
                     state = copy.deepcopy(state) if self._written_here else state
-                self._kept[rollout_id] = state, self._draws.behind(rollout_id)
+                self._kept[rollout_id] = state, self._draws.behind(rollout_id, self._args.n_samples_per_prompt)
                 self._draws.awaited.remove(rollout_id)
             self._draws.release()
 
@@ -431,23 +450,23 @@ class DataSourceSnapshots:
             with source_turn:
                 with calling_source(self._args, self._source, "save", f"rollout {rollout_id}"):
                     self._source.save(rollout_id)
-                again = self._draws.behind(rollout_id)
+                ahead = self._draws.behind(rollout_id, self._args.n_samples_per_prompt)
                 self._draws.awaited = {other for other in self._draws.awaited if other > rollout_id}
                 self._draws.release()
-            write_drawn_ahead(directory, again)
+            write_drawn_ahead(directory, ahead)
             return
         if rollout_id not in self._kept:
             raise RunError(
                 f"the data state after rollout {rollout_id} cannot be saved: none was taken when its prompts were drawn, as is "
                 "done for the rollouts that --save-interval names"
             )
-        state, again = self._kept[rollout_id]
+        state, ahead = self._kept[rollout_id]
         if self._written_here:
             write_state(directory, state)
         else:
             with calling_source(self._args, self._source, "save", f"rollout {rollout_id}"):
                 self._source.save(rollout_id, state)
-        write_drawn_ahead(directory, again)
+        write_drawn_ahead(directory, ahead)
         # Saves come in order.
         for old in [kept for kept in tuple(self._kept) if kept <= rollout_id]:
             del self._kept[old]
@@ -456,24 +475,39 @@ class DataSourceSnapshots:
         """Restore the state after `rollout_id`; nothing to do for a negative id.
 
         Raises:
-            UserError: there is no such state (unless `args.fresh_data_state`), it is unreadable, or the source raised.
+            UserError: there is no such state (unless `args.fresh_data_state`), it is unreadable, the source raised, or
+                groups of another size are to be drawn again.
         """
-        again = []
+        ahead = DrawnAhead()
         if rollout_id >= 0:
             if self._written_here:
                 self._load_here(rollout_id)
             else:
                 self._load_by_source(rollout_id)
             if self._args.load:
-                again = read_drawn_ahead(state_directory(self._args.load, rollout_id))
-            if again and self._args.fresh_data_state:
-                logger.warning(
-                    "--fresh-data-state: %d prompts that rollouts behind %d had drawn are not drawn again",
-                    len(again),
-                    rollout_id,
-                )
-                again = []
-        self._draws.resume_after(rollout_id, again)
+                ahead = self._drawn_ahead(rollout_id)
+        self._draws.resume_after(rollout_id, ahead)
+
+    def _drawn_ahead(self, rollout_id: int) -> DrawnAhead:
+        ahead = read_drawn_ahead(state_directory(self._args.load, rollout_id))
+        if ahead.entries and self._args.fresh_data_state:
+            logger.warning(
+                "--fresh-data-state: %d prompts that rollouts behind %d had drawn are not drawn again",
+                len(ahead.entries),
+                rollout_id,
+            )
+            return dataclasses.replace(ahead, entries=[])
+        size, groups = (
+            self._args.n_samples_per_prompt,
+            [one for one in ahead.entries if isinstance(one.get("samples"), list)],
+        )
+        if groups and ahead.group_size not in (None, size):
+            raise UserError(
+                f"--n-samples-per-prompt {size}: rollouts behind {rollout_id} had drawn {len(groups)} groups of "
+                f"{ahead.group_size}, which are drawn again; resume with the value of the first start, or give "
+                "--fresh-data-state to leave them out"
+            )
+        return ahead
 
     def _load_here(self, rollout_id: int) -> None:
         directory = find_state(self._args, rollout_id)

@@ -252,6 +252,64 @@ def test_groups_of_a_resumed_run_have_other_numbers_than_those_that_waited(data_
     assert numbers[-1] == 3 * 2**20 + 5, "where nothing waited, the first number is free"
 
 
+class KeepsGroups(OwnPlace):
+    """What goes back to it is in its state as it is, with its numbers."""
+
+    def save(self, rollout_id):
+        self.saved[rollout_id] = self.next, copy.deepcopy(self.returned)
+
+    def load(self, rollout_id):
+        self.next, self.returned = copy.deepcopy(self.saved[rollout_id])
+
+    saved = {}
+
+
+def test_groups_that_went_back_to_the_source_keep_numbers_that_a_resumed_run_gives_to_no_other(data_args):
+    """Such a source is saved as it is when rollouts behind the saved one have drawn from it, and given back."""
+    data_args.n_samples_per_prompt = 2
+    source = KeepsGroups(data_args)
+    states, (first, second) = observed(data_args, source)
+    first(draw_groups, data_args, source, 2, 0)
+    *_, unused = second(draw_groups, data_args, source, 4, 1)
+    second(give_back, data_args, source, [unused], 1)
+    states.remember(0)
+    first.end()
+    states.save(0)
+    second.end()
+    for start in range(2):
+        source, states = resumed(data_args, KeepsGroups, 0)
+        rollout = Rollout(states, 1)
+        groups = rollout(draw_groups, data_args, source, 6, 1)
+        assert prompts(groups) == ["p2", "p3", "p4", "p5", "p6", "p7"]
+        numbers = [group[0].group_index for group in groups]
+        assert len(set(numbers)) == 6 and unused[0].group_index in numbers
+        rollout.end()
+        if start == 0:
+            # Saved before anything is drawn: what is known of the numbers goes on with the state.
+            source, states = resumed(data_args, KeepsGroups, 0)
+            states.remember(0)
+            states.save(0)
+
+
+def test_groups_of_another_size_are_not_drawn_again(data_args):
+    """Whoever is asked for groups of the new size would be blamed for them."""
+    data_args.n_samples_per_prompt = 2
+    source = RolloutDataSource(data_args)
+    states, (first, second) = observed(data_args, source)
+    first(draw_groups, data_args, source, 2, 0)
+    second(draw_groups, data_args, source, 3, 1)
+    states.remember(0)
+    first.end()
+    second.end()
+    states.save(0)
+    data_args.n_samples_per_prompt = 4
+    with pytest.raises(UserError, match="^--n-samples-per-prompt 4: rollouts behind 0 had drawn 3 groups of 2, which"):
+        resumed(data_args, RolloutDataSource, 0)
+    data_args.fresh_data_state = True
+    source, _ = resumed(data_args, RolloutDataSource, 0)
+    assert [len(group) for group in source.get_samples(1)] == [4]
+
+
 def test_a_state_waits_for_what_rollouts_before_it_still_give_back(data_args):
     source = RolloutDataSourceWithBuffer(data_args)
     states = DataSourceSnapshots(data_args, source)
