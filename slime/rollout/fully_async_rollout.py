@@ -229,15 +229,19 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
         """Queue, drop or give back the next group that is done."""
         task = await self._done.get()
         self._call.pendings.discard(task)
-        origin = self.in_flight[task]
+        origin, finished = self.in_flight[task], None
         try:
-            await self._settle(task, origin)
+            finished = await self._settle(task, origin)
         finally:
             async with self._changed:
+                # At once, so that it takes up room in one place.
                 del self.in_flight[task]
+                if finished is not None:
+                    self.queue.append((origin, finished))
                 self._changed.notify_all()
 
-    async def _settle(self, task: asyncio.Task[Any], origin: list[Any]) -> None:
+    async def _settle(self, task: asyncio.Task[Any], origin: list[Any]) -> list[Any] | None:
+        """The group, if it is finished and stays."""
         error = RunError(f"{task.get_name()} was cancelled") if task.cancelled() else task.exception()
         if error is not None:
             # Before it ends the run, so that no prompt is lost.
@@ -255,7 +259,7 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
                     f"{name} was aborted {self._interruptions[name]} times; does something abort the engines, or does a custom "
                     "function always return ABORTED?"
                 )
-            return
+            return None
         del self._interruptions[name]
         self._failures.add(group)
         if self._filter is not None and await self._filter_drops(group):
@@ -264,11 +268,11 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
             # Those that failed look alike to a filter: without this, a dead reward service would be asked for ever.
             if self._failures.samples >= self.args.rollout_batch_size * self.args.n_samples_per_prompt:
                 self._failures.stop_when_most_failed()
-            return
+            return None
         if self._draws is not None:
             # As it goes into a state: attempts with their prompts beside them, which are gone on with, or done.
             self._draws.finished(origin, lambda: as_continuable_group(origin, [new_attempt(entry) for entry in group]))
-        self.queue.append((origin, group))
+        return group
 
     async def _filter_drops(self, group: list[Any]) -> bool:
         samples, path = leaves(group), self.args.dynamic_sampling_filter_path

@@ -157,10 +157,13 @@ def test_a_bound_on_staleness_holds_while_a_rollout_is_packed_and_frees_all_of_i
 
     async def main():
         async with worker_of(args, source) as worker:
+            loop = asyncio.get_running_loop()
+
+            async def look():
+                while_packing.append((worker._room(), list(source.handed_out)))
 
             def watched(groups):
-                # In this order: a group that starts is handed out before it takes up room.
-                while_packing.append((worker._room(), list(source.handed_out)))
+                asyncio.run_coroutine_threadsafe(look(), loop).result(60)
                 pack(groups)
 
             monkeypatch.setattr(fully_async_rollout, "_pack", watched)
