@@ -70,6 +70,17 @@ class EngineActor(SGLangEngine):
         self._of_helpers = [helper.wait_for_end.remote() for helper in self._helpers]
         return url
 
+    def _computing_seconds(self) -> float:
+        asked = [helper.computing_seconds.remote() for helper in self._helpers]
+        others = wait_for_all(asked, f"the other parts of engine {self.rank}", _ANSWER_SECONDS) if asked else []
+        parts = [self.computing_seconds(), *others]
+        # While one compiles the others wait for it, and compute nothing; of an engine of which one stopped comes nothing.
+        return sum(parts) if all(parts) else 0.0
+
+    def computing_seconds(self) -> float:
+        """Processor seconds of this part alone, for the one that serves."""
+        return super()._computing_seconds()
+
     def _raise_if_another_part_failed(self) -> None:
         ended, _ = (
             ray.wait(self._of_helpers, num_returns=len(self._of_helpers), timeout=0) if self._of_helpers else ([], [])

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime.backends.sglang_utils import sglang_engine
 from slime.backends.sglang_utils.server_arguments import EnginePart
 from slime.serving import engines as engines_module
 from slime.serving.engines import EngineActor, Engines
@@ -134,3 +135,26 @@ def test_a_part_that_does_not_start_ends_the_start(first_part):
     first_part.outcomes["helper started"] = RunError("engine 2 failed to start: exit code 3")
     with pytest.raises(RunError, match="engine 2 failed to start: exit code 3"):
         first_part.init_over_nodes([0, 6], [Helper()])
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "progress"),
+    [
+        ((5.0, 5.0), (3.0, 9.0), False), ((5.0, 9.0), (3.0, 3.0), False), ((5.0, 5.0), (3.0, 3.0), None),
+        # What stopped has 0: the other one may wait for it with all its might.
+        ((5.0, 9.0), (3.0, 0.0), None),
+    ],
+    ids=["the other part compiles", "the first part compiles", "both hang", "the other part has stopped"],
+)  # fmt: skip
+def test_an_engine_over_nodes_makes_progress_where_any_part_computes(first_part, monkeypatch, first, other, progress):
+    seconds, of_helper = iter(first), iter(other)
+    monkeypatch.setattr(sglang_engine, "computing_seconds", lambda pid: next(seconds))
+    monkeypatch.setattr(first_part, "_answers", lambda path, timeout: path == "/health")
+    first_part._process = SimpleNamespace(pid=1, poll=lambda: None, describe_log=lambda lines: "log")
+    first_part._helpers = [SimpleNamespace(computing_seconds=SimpleNamespace(remote=lambda: next(of_helper)))]
+    monkeypatch.setattr(engines_module, "wait_for_all", lambda refs, *words, **named: refs)
+    if progress is None:
+        with pytest.raises(RunError, match="engine 2 hangs: it gave no token within 0.2 s"):
+            first_part.makes_progress(0.2)
+    else:
+        assert first_part.makes_progress(0.2) is progress

@@ -181,14 +181,14 @@ class SGLangEngine:
         Raises:
             RunError: it did not answer, and computed nothing; or it is dead.
         """
-        deadline, before = time.monotonic() + timeout, computing_seconds(self._process.pid)
+        deadline, before = time.monotonic() + timeout, self._computing_seconds()
         while (left := deadline - time.monotonic()) > 0:
             # While it generates for others, any token of theirs counts: nothing is computed for the question.
             if self._answers("/health_generate", left):
                 return True
             self.raise_if_dead()
             time.sleep(_READY_POLL_SECONDS)
-        worked = computing_seconds(self._process.pid) - before
+        worked = self._computing_seconds() - before
         # The process that answers compiles and loads nothing: it has no reason to be silent.
         if worked < _COMPUTING_SHARE * timeout or not self._answers("/health", _HEALTH_SECONDS):
             self.raise_if_dead()
@@ -390,6 +390,10 @@ class SGLangEngine:
         self._call("POST", "/weights_checker", {"action": "reset_tensors"})
 
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _computing_seconds(self) -> float:
+        """Processor seconds that the engine has used so far, to tell one that computes from one that hangs."""
+        return computing_seconds(self._process.pid)
 
     def _raise_if_another_part_failed(self) -> None:
         """Nothing: an engine on one node has one part."""
