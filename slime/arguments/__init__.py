@@ -16,7 +16,6 @@ from pathlib import Path
 from slime.arguments.bounds import missing_needs, replace_wrong_sizes, warn_of_idle_flags, warn_of_unusual_values
 from slime.arguments.config_files.custom_config import apply_custom_config, overruled_values
 from slime.arguments.config_files.role_config import apply_role_config, critic_values
-from slime.arguments.config_files.serving_config import missing_models, serving_violations
 from slime.arguments.derivation import derive, resolve_aliases
 from slime.arguments.flag import flag_of
 from slime.arguments.hf_config import apply_hf_config, read_hf_config, takes_shape_of_config
@@ -167,6 +166,6 @@ def _apply_shape(args: argparse.Namespace) -> list[Violation]:
 RULES: tuple[Rule, ...] = (
     *PLACEMENT_RULES, *BATCH_RULES, *ROLLOUT_RULES, *OBJECTIVE_RULES, *REPLAY_RULES, *DATA_RULES, missing_needs,
     *CHECKPOINT_RULES, *WEIGHT_RULES, *MODEL_NAME_RULES, warn_of_idle_flags, warn_of_unusual_values, overruled_values,
-    critic_values, *TRACKER_RULES, *MEGATRON_RULES, *SERVING_RULES, serving_violations,
-    *of_kind(Kind.MISSING, *FILE_RULES, *EXTENSION_RULES, missing_models), *of_kind(Kind.NOT_BUILT, *NOT_BUILT_RULES),
+    critic_values, *TRACKER_RULES, *MEGATRON_RULES, *SERVING_RULES,
+    *of_kind(Kind.MISSING, *FILE_RULES, *EXTENSION_RULES), *of_kind(Kind.NOT_BUILT, *NOT_BUILT_RULES),
 )  # fmt: skip

@@ -18,6 +18,7 @@ from slime.algorithms.estimators import estimator
 from slime.arguments.checkpoints import WeightSource, latest_iteration, resolve_initial_weights
 from slime.arguments.config_files.eval_file import load_eval_config
 from slime.arguments.config_files.role_config import critic_weights
+from slime.arguments.config_files.serving_config import load_serving_config, served_groups
 from slime.arguments.flag import flag_of
 from slime.arguments.megatron.values import derive_megatron_values
 from slime.arguments.origins import Origin
@@ -70,6 +71,13 @@ def _parallel_sizes(args: argparse.Namespace, violations: list[Violation]) -> No
         violations.append(broken(args, template, per_node=per_node))
     args.data_parallel_size = data_parallel_size(args)
     args.rollout_num_engines = (args.rollout_num_gpus or 0) // args.rollout_num_gpus_per_engine
+    args.served_models = None
+    if args.sglang_config is not None and args.has_engines:
+        # Read once: the processes of the run may be where the file is not.
+        args.served_models, found = load_serving_config(args)
+        sizes = "--rollout-num-gpus", "--rollout-num-gpus-per-engine", "--hf-checkpoint"
+        violations += about(found, "--sglang-config", *sizes)
+        args.rollout_num_engines = sum(group.num_engines for group in served_groups(args))
 
 
 def settle_precision(args: argparse.Namespace, *, on_gpus: bool) -> None:

@@ -99,7 +99,6 @@ NOT_YET: tuple[NotYet, ...] = (
     *features("prefill and decode on different engines", "prefill_num_servers", "sglang_disaggregation_*",
         "sglang_enable_pd_role_switch", "sglang_optimistic_prefill_attempts", "sglang_num_reserved_decode_tokens",
         "router_pd_disaggregation", "router_prefill_policy", "router_decode_policy", "router_bootstrap_port_annotation"),
-    *features("a serving topology from YAML", "sglang_config"),
     *features("engines that only encode media", "sglang_encoder_*", "sglang_language_only",
         "sglang_enable_adaptive_dispatch_to_encoder"),
     *features(_DATA_PARALLEL_ATTENTION, "sglang_enable_dp_attention*", "sglang_enable_dp_lm_head", "router_dp_aware"),

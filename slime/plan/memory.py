@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from slime.arguments.config_files.role_config import critic_args
+from slime.arguments.config_files.serving_config import arguments_of_group, served_groups
 from slime.arguments.sizes import longest_sample, plans_for_gpus
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.serving_memory import ServingMemory, serving_memory
@@ -83,7 +84,11 @@ def plan_memory(
         buffers = max(push_buffers(shape, setup, stage) for stage in setup.stages) + received_buffers(shape, setup)
     phases = _phases(args, worst, critic, buffers, served, gpu_memory)
     warnings = [_too_large(phase, gpu_memory) for phase in phases if phase.fits is False]
-    warnings += _cache_warnings(args, served, gpu_memory)
+    for where, of_group in _groups(args):
+        served_by_group = served if not where else _serving(of_group, shape, hf_config, gpu_memory)[0]
+        of_engines = _cache_warnings(of_group, served_by_group, gpu_memory)
+        name = "num_gpus_per_engine" if where else "--rollout-num-gpus-per-engine"
+        warnings += [where + warning.replace("--rollout-num-gpus-per-engine", name) for warning in of_engines]
     if setup is not None and worst is not None:
         warnings += _over_long(args, shape, setup, worst)
     notes = (reason,) if reason is not None else tuple(_training_notes(args) if training is not None else ())
@@ -245,6 +250,14 @@ def _too_large(phase: PhasePlan, gpu_memory: int) -> str:
         f"{phase.name} needs {phase.total / GIB:.1f} GiB on a GPU of {gpu_memory / GIB:.1f} GiB: it does not fit; "
         "the flags beside the largest parts would lower it"
     )
+
+
+def _groups(args: argparse.Namespace) -> list[tuple[str, argparse.Namespace]]:
+    """The line of every group of engines of `--sglang-config`, and the flags that describe it; without that, of the run."""
+    if args.sglang_config is None or not starts_engines(args):
+        return [("", args)]
+    groups = [group for group in served_groups(args) if group.num_engines]
+    return [(f"{group.where}: " if group.where else "", arguments_of_group(args, group)) for group in groups]
 
 
 def _cache_warnings(args: argparse.Namespace, served: ServingMemory | None, gpu_memory: int | None) -> list[str]:

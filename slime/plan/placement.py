@@ -7,7 +7,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from slime.arguments.config_files.serving_config import ServerGroup, served_models
+from slime.arguments.config_files.serving_config import ServerGroup, served_groups, served_models
 from slime.arguments.sizes import plans_for_gpus
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.serving_memory import (
@@ -118,7 +118,7 @@ def engine_parts(args: argparse.Namespace, first: int) -> tuple[EnginePart, ...]
     if not starts_engines(args):
         return ()
     parts = []
-    for group in (group for model in served_models(args) for group in model.groups):
+    for group in served_groups(args):
         worker = group.worker_type
         if worker != "placeholder":
             parts.append(

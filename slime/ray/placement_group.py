@@ -20,6 +20,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from slime.arguments.config_files.serving_config import served_groups
 from slime.arguments.sizes import GpuRanges
 from slime.observability.console import StartupClock
 from slime.observability.waiting import wait_for, wait_for_all
@@ -60,8 +61,7 @@ def create_placement_groups(args: argparse.Namespace) -> dict[str, Bundles]:
     layout = plan.layout
     order = arrange_bundles(devices, group_sizes(args, layout))
     engines = slice(layout.first_rollout_gpu, layout.first_rollout_gpu + layout.rollout_gpus)
-    part = min(args.rollout_num_gpus_per_engine, args.num_gpus_per_node)
-    check_engines_fit([devices[index] for index in order[engines]], part)
+    check_engines_fit([devices[index] for index in order[engines]], engine_sizes(args, layout))
     places = tuple((index, devices[index][1]) for index in order)
     actor, rollout = places[: layout.actor_gpus], places[engines]
     return {
@@ -150,15 +150,28 @@ def sort_bundles(devices: list[tuple[str, int]]) -> list[int]:
 def group_sizes(args: argparse.Namespace, layout: GpuRanges) -> list[tuple[str, int]]:
     """Ranks and engines that lie on one node, in the order of the run's GPUs: (name, size).
 
-    The ranks of a tensor-parallel group exchange activations in every layer. Where training and engines share GPUs, engines
-    follow the ranks.
+    The ranks of a tensor-parallel group exchange activations in every layer. Engines on GPUs of training ranks follow those.
     """
     tensor = args.tensor_model_parallel_size
     sizes = [(f"the tensor-parallel group of rank {first}", tensor) for first in range(0, layout.actor_gpus, tensor)]
-    if layout.first_rollout_gpu >= layout.actor_gpus:
-        each = args.rollout_num_gpus_per_engine
-        part = min(each, args.num_gpus_per_node)
-        sizes += [(f"engine {first // each}", part) for first in range(0, layout.rollout_gpus, part)]
+    first = layout.first_rollout_gpu
+    for name, size in engine_sizes(args, layout):
+        sizes += [(name, size)] if first >= layout.actor_gpus else []
+        first += size
+    return sizes
+
+
+def engine_sizes(args: argparse.Namespace, layout: GpuRanges) -> list[tuple[str, int]]:
+    """Engines, or parts of them that fill nodes, in the order of the GPUs for engines: (name, size). GPUs that are kept free of
+    engines are groups of one."""
+    sizes: list[tuple[str, int]] = []
+    engine = 0
+    for group in served_groups(args) if layout.rollout_gpus else ():
+        for _ in range(group.num_engines):
+            part = min(group.num_gpus_per_engine, args.num_gpus_per_node)
+            sizes += [(f"engine {engine}", part)] * (group.num_gpus_per_engine // part)
+            engine += 1
+        sizes += [("a GPU without an engine", 1)] * (group.num_gpus if group.num_engines == 0 else 0)
     return sizes
 
 
@@ -217,19 +230,22 @@ def _first_fit(devices: list[tuple[str, int]], sizes: Sequence[tuple[str, int]],
     return [*(index for turn in range(len(sizes)) for index in taken[turn]), *rest]
 
 
-def check_engines_fit(devices: list[tuple[str, int]], per_engine: int) -> None:
-    """Raise UserError unless every run of `per_engine` devices lies on one node with consecutive ids.
+def check_engines_fit(devices: list[tuple[str, int]], sizes: Sequence[tuple[str, int]]) -> None:
+    """Raise UserError unless the devices of every engine, (name, size), lie on one node with consecutive ids.
 
     An engine is told its first device and counts upwards from there.
     """
-    for start in range(0, len(devices), per_engine):
-        run = devices[start : start + per_engine]
+    start = 0
+    for name, size in sizes:
+        run = devices[start : start + size]
+        start += size
         node, first = run[0]
         if run != [(node, first + offset) for offset in range(len(run))]:
             places = ", ".join(f"{address} GPU {device}" for address, device in run)
             raise UserError(
-                f"engine {start // per_engine} would get the devices {places}, but an engine needs consecutive devices of one "
-                "node; free the devices between them, or change --rollout-num-gpus-per-engine or the number of training ranks"
+                f"{name} would get the devices {places}, but an engine needs consecutive devices of one node; free the "
+                "devices between them, or change the GPUs of an engine (--rollout-num-gpus-per-engine, or num_gpus_per_engine "
+                "in --sglang-config) or the number of training ranks"
             )
 
 

@@ -217,7 +217,7 @@ class RolloutManager:
             router_api_key=self._serving.api_key,
             sglang_router_ip=host,
             sglang_router_port=router.port,
-            sglang_model_routers={"default": (host, router.port)},
+            sglang_model_routers={self._serving.model: (host, router.port)},
         )
         if self.args.use_fault_tolerance:
             set_engine_supply(router.url, self._serving)

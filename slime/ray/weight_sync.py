@@ -143,7 +143,7 @@ class WeightSync:
         if served.engines and (not report.failed or self._args.use_fault_tolerance):
             after_push = self._checksums(served)
             check_equal_checksums({engine: from_disk[engine] for engine in after_push}, after_push)
-            tensors = len(next(iter(after_push.values())))
+            tensors = sum(map(len, after_push.values()))
             logger.info("weight check: %d tensors equal on %d engines", tensors, len(after_push))
         return report
 

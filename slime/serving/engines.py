@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from slime.arguments.config_files.serving_config import arguments_of_group
 from slime.backends.sglang_utils.external import ExternalEngine, ExternalEngineInfo
 from slime.backends.sglang_utils.server_arguments import EnginePart
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
@@ -121,7 +122,7 @@ class Engines:
             A reference to the server's URL, ready when it is healthy; an error when it is not within
             `--engine-start-timeout`.
         """
-        _, _, engine = self._topology.find(name.engine_id)
+        _, group, engine = self._topology.find(name.engine_id)
         self._handles = {other: handle for other, handle in self._handles.items() if other.engine_id != name.engine_id}
         common = {
             # Ray joins them with those of the process that starts the actor, which has them from the driver.
@@ -135,6 +136,7 @@ class Engines:
             actor_class = ray.remote(ExternalEngineActor).options(num_cpus=0, scheduling_strategy=here, **common)
             self._handles[name] = actor_class.remote(self._args, name.engine_id, str(self._log_dir), engine.external)
             return self._handles[name].init.remote()
+        args = self._args if group.settings is None else arguments_of_group(self._args, group.settings)
         parts = []
         for devices in engine.nodes:
             strategy = PlacementGroupSchedulingStrategy(
@@ -144,7 +146,7 @@ class Engines:
             )
             options = {"num_cpus": 0.2, "num_gpus": 0.2, "scheduling_strategy": strategy, **common}
             actor_class = ray.remote(EngineActor).options(**options)
-            parts.append(actor_class.remote(self._args, name.engine_id, str(self._log_dir)))
+            parts.append(actor_class.remote(args, name.engine_id, str(self._log_dir)))
         self._handles[name], *helpers = parts
         first_gpus = [devices[0].device_id for devices in engine.nodes]
         if not helpers:

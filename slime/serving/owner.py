@@ -71,6 +71,7 @@ class ServingOwner:
         placement_group, places: where engines may live: (bundle index, device id) of every GPU for them, in order.
 
     Attributes:
+        model: the name under which functions of the user's own find the router.
         ended: its result is None when `shutdown` was called, and a RunError when something died that nobody replaces.
     """
 
@@ -83,6 +84,7 @@ class ServingOwner:
         self.api_key: str = args.router_api_key or secrets.token_urlsafe(32)
         self.ended: Future[None] = Future()
         topology = topology_of(args, places)
+        self.model: str = topology.models[0].name
         self._start_limit = _start_limit(args)
         self._fleet = Fleet((engine.engine_id for engine in topology.engines), self._start_limit)
         self._engines = Engines(self._with_key(), placement_group, topology, log_dir)

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slime.arguments.config_files.serving_config import ModelServing, served_models
+from slime.arguments.config_files.serving_config import ModelServing, ServerGroup, served_models
 from slime.backends.sglang_utils.external import ExternalEngineInfo
 
 
@@ -41,10 +41,11 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class EngineGroup:
-    """Equal engines with one `role`, a worker type of `--sglang-config`."""
+    """Equal engines with one `role`, a worker type of `--sglang-config`; `settings`: how the run starts them."""
 
     role: str
     engines: tuple[EngineSpec, ...]
+    settings: ServerGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def lay_out(models: Sequence[ModelServing], devices: Sequence[Device], gpus_per_
                 engine_id += 1
             first += group.num_gpus
             if engines:
-                groups.append(EngineGroup(group.worker_type, tuple(engines)))
+                groups.append(EngineGroup(group.worker_type, tuple(engines), group))
         found.append(ServedModel(model.name, model.update_weights, tuple(groups)))
     return Topology(tuple(found))
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from slime.utils.errors import RunError
 
+# `{rank of the engine}/{tensor name}` → checksum of what the rank holds of the tensor.
 ChecksumReport = Mapping[str, str]
 
 
@@ -57,15 +58,17 @@ def check_equal_checksums(from_disk: Mapping[int, ChecksumReport], after_push: M
     """Compare the reports of all engines (engine id → tensor name → checksum).
 
     Raises:
-        RunError: engines disagree after loading from disk, or an engine's tensors after the push are not those; names
-            the tensors.
+        RunError: engines with equally many ranks disagree after loading from disk, or an engine's tensors after the push are
+            not those; names the tensors.
     """
     if from_disk.keys() != after_push.keys():
         raise RunError(f"weight check: {len(from_disk)} engines before the push, {len(after_push)} after it")
-    first = min(from_disk)
-    for engine, report in from_disk.items():
+    alike: dict[frozenset[str], int] = {}
+    for engine, report in sorted(from_disk.items()):
         if not report:
             raise RunError(f"weight check: engine {engine} reports no tensors")
+        # The ranks of an engine of another size hold other parts of the tensors.
+        first = alike.setdefault(frozenset(name.partition("/")[0] for name in report), engine)
         message = f"engine {engine} and engine {first} differ after loading the same checkpoint"
         _check(report, from_disk[first], message)
     for engine, report in after_push.items():

@@ -28,7 +28,6 @@ def test_a_flag_has_one_reason(args):
     ("words", "flag"),
     [
         ("--prefill-num-servers 1 --rollout-num-gpus 2", "--prefill-num-servers 1"),
-        ("--sglang-config x.yaml", "--sglang-config "),
         ("--sglang-disaggregation-mode prefill", "--sglang-disaggregation-mode prefill"),
         ("--sglang-speculative-algorithm EAGLE", "--sglang-speculative-algorithm EAGLE"),
         ("--sglang-enable-lora", "--sglang-enable-lora"),

@@ -15,7 +15,8 @@ args = SimpleNamespace(
     has_trainer=True, has_engines=True, world_size=1, rollout_num_gpus=2, rollout_num_gpus_per_engine=2, log_level="INFO",
     rollout_external=False, colocate=False, rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_context_len=64,
     rollout_max_prompt_len=None, rollout_max_response_len=None, use_opd=False, use_rollout_routing_replay=False,
-    use_critic=False, asynchronous=False, tensor_model_parallel_size=1, num_gpus_per_node=8,
+    use_critic=False, asynchronous=False, tensor_model_parallel_size=1, num_gpus_per_node=8, sglang_config=None,
+    prefill_num_servers=None, hf_checkpoint="/model",
 )
 with ray_cluster(args) as args:
     bundles = create_placement_groups(args)

@@ -60,6 +60,21 @@ def test_topology_of_a_file(tmp_path):
     assert plan.placement.engines == 3
 
 
+def test_every_group_of_a_file_is_warned_of_by_its_line(tmp_path):
+    """The memory that is shown is that of the first one with engines."""
+    path = tmp_path / "serving.yaml"
+    path.write_text(
+        "sglang:\n  - name: actor\n    server_groups:\n      - {worker_type: placeholder, num_gpus: 1}\n"
+        "      - {num_gpus: 2, num_gpus_per_engine: 2}\n"
+        "      - {num_gpus: 1, num_gpus_per_engine: 1, overrides: {mem_fraction_static: 0.02}}\n"
+    )
+    plan = make_plan(planned(SMALL, "--rollout-num-gpus", "4", "--sglang-config", str(path)))
+    assert plan.memory.serving.static_fraction == 0.8
+    (warning,) = [warning for warning in plan.warnings if "KV cache" in warning]
+    assert warning.startswith(f"{path}:6: the weights of an engine take ")
+    assert "on each of its 1 GPUs" in warning and "raise num_gpus_per_engine or" in warning
+
+
 def test_256_gpus_take_one_block_and_a_line_for_each_pipeline_stage():
     plan = make_plan(planned(TWO_NODES, "--actor-num-nodes", "32"))
     lines = placement_lines(plan.placement, plan.layout)

@@ -5,11 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime.arguments.config_files.serving_config import load_serving_config
 from slime.ray import placement_group
 from slime.ray.cluster import plan_cluster
 from slime.ray.driver import RunLength
-from slime.ray.placement_group import arrange_bundles, check_engines_fit, group_sizes, sort_bundles
+from slime.ray.placement_group import arrange_bundles, check_engines_fit, engine_sizes, group_sizes, sort_bundles
 from slime.utils.errors import UserError
+
+RUN = {
+    "has_trainer": True, "has_engines": True, "rollout_external": False, "colocate": False, "sglang_config": None,
+    "prefill_num_servers": None, "hf_checkpoint": "/model", "rollout_num_gpus_per_engine": 1,
+    "tensor_model_parallel_size": 1, "num_gpus_per_node": 8,
+}  # fmt: skip
 
 
 def test_s8_devices_are_ordered_as_numbers():
@@ -83,8 +90,7 @@ def test_the_work_grows_with_the_devices_and_not_with_their_square():
 def test_groups_of_a_run_are_those_of_tensor_parallelism_and_engines():
     values = {"world_size": 4, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2, "tensor_model_parallel_size": 2,
               "num_gpus_per_node": 8}  # fmt: skip
-    modes = {"has_trainer": True, "has_engines": True, "rollout_external": False, "colocate": False}
-    args = SimpleNamespace(**values, **modes)
+    args = SimpleNamespace(**{**RUN, **values})
     ranks = [("the tensor-parallel group of rank 0", 2), ("the tensor-parallel group of rank 2", 2)]
     assert group_sizes(args, plan_cluster(args).layout) == [*ranks, ("engine 0", 2), ("engine 1", 2)]
     # A node for each part of an engine.
@@ -93,6 +99,29 @@ def test_groups_of_a_run_are_those_of_tensor_parallelism_and_engines():
     # They share the GPUs.
     args.colocate = True
     assert group_sizes(args, plan_cluster(args).layout) == ranks
+    # Two of them have theirs beside.
+    args.rollout_num_gpus, args.num_gpus_per_node = 8, 8
+    assert group_sizes(args, plan_cluster(args).layout) == [*ranks, ("engine 2", 2), ("engine 3", 2)]
+
+
+def test_engines_of_a_file_have_sizes_of_their_own(tmp_path):
+    """A GPU that stays free is one too; of an engine that is larger than a node each node has a part."""
+    path = tmp_path / "serving.yaml"
+    path.write_text(
+        "sglang:\n  - name: actor\n    server_groups:\n      - {num_gpus: 4, num_gpus_per_engine: 2}\n"
+        "      - {worker_type: placeholder, num_gpus: 2}\n      - {num_gpus: 8, num_gpus_per_engine: 8}\n"
+        "      - {num_gpus: 1}\n"
+    )
+    args = SimpleNamespace(
+        **{**RUN, "world_size": 1, "rollout_num_gpus": 15, "num_gpus_per_node": 4, "sglang_config": str(path)}
+    )
+    args.served_models, _ = load_serving_config(args)
+    path.unlink()  # nobody reads it again: it may be on the driver's machine alone
+    layout = plan_cluster(args).layout
+    free = ("a GPU without an engine", 1)
+    engines = [("engine 0", 2), ("engine 1", 2), free, free, ("engine 2", 4), ("engine 2", 4), ("engine 3", 1)]
+    assert engine_sizes(args, layout) == engines
+    assert group_sizes(args, layout) == [("the tensor-parallel group of rank 0", 1), *engines]
 
 
 def plan(**values):
@@ -134,10 +163,12 @@ def test_every_mode_lies_in_the_order_of_nodes_and_devices(monkeypatch, mode, ac
     monkeypatch.setattr(placement_group, "_locate", lambda group, index: given[index])
     monkeypatch.setattr(placement_group, "wait_for_all", lambda refs, *arguments: refs)
     values = {
-        "has_trainer": True, "has_engines": True, "rollout_external": False, "colocate": False, "world_size": 16,
-        "rollout_num_gpus": 16, "rollout_num_gpus_per_engine": 4, "num_gpus_per_node": 8, "tensor_model_parallel_size": 4,
-    }  # fmt: skip
-    placed = placement_group.create_placement_groups(argparse.Namespace(**{**values, **mode}))
+        "world_size": 16,
+        "rollout_num_gpus": 16,
+        "rollout_num_gpus_per_engine": 4,
+        "tensor_model_parallel_size": 4,
+    }
+    placed = placement_group.create_placement_groups(argparse.Namespace(**{**RUN, **values, **mode}))
     for part, (first, last) in {"actor": actor, "rollout": rollout}.items():
         assert [given[bundle] for bundle, _ in placed[part].places] == FOUR_NODES[first:last]
         assert [device for _, device in placed[part].places] == [device for _, device in FOUR_NODES[first:last]]
@@ -146,9 +177,11 @@ def test_every_mode_lies_in_the_order_of_nodes_and_devices(monkeypatch, mode, ac
 
 @pytest.mark.parametrize("devices", [[("a", 0), ("a", 2)], [("a", 7), ("b", 0)], [("a", 1), ("a", 0)]])
 def test_engine_needs_consecutive_devices_of_one_node(devices):
-    check_engines_fit([("a", 0), ("a", 1), ("b", 4), ("b", 5)], 2)
+    sizes = [("engine 0", 2), ("engine 1", 2)]
+    check_engines_fit([("a", 0), ("a", 1), ("b", 4), ("b", 5)], sizes)
     with pytest.raises(UserError, match="engine 1 would get the devices"):
-        check_engines_fit([("a", 4), ("a", 5), *devices], 2)
+        check_engines_fit([("a", 4), ("a", 5), *devices], sizes)
+    check_engines_fit([("a", 3), *devices], [("engine 0", 1), ("engine 1", 1), ("engine 2", 1)])
 
 
 @pytest.mark.parametrize(

@@ -58,13 +58,13 @@ def test_who_waits_for_a_death_hears_of_it_or_of_the_end(tmp_path, error):
 
 def test_user_functions_find_address_and_key_of_the_router(tmp_path, monkeypatch):
     router = SimpleNamespace(ip="::1", port=3000)
-    owner = SimpleNamespace(start=lambda: router, api_key="made up")
+    owner = SimpleNamespace(start=lambda: router, api_key="made up", model="actor")
     monkeypatch.setattr("slime.ray.rollout_manager.ServingOwner", lambda *arguments: owner)
     parsed = with_run_values(parse(tmp_path), log_dir=str(tmp_path))
     manager = RolloutManager(parsed)
     manager._start_serving(None, [])
     args = manager.args
-    assert args.sglang_model_routers == {"default": ("[::1]", 3000)}
+    assert args.sglang_model_routers == {"actor": ("[::1]", 3000)}
     assert parsed.sglang_router_ip is None, "what was parsed stays"
     assert (args.sglang_router_ip, args.sglang_router_port, args.router_api_key) == ("[::1]", 3000, "made up")
 

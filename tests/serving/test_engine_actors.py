@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime.arguments.config_files.serving_config import ServerGroup
 from slime.backends.sglang_utils import sglang_engine
 from slime.backends.sglang_utils.server_arguments import EnginePart
 from slime.serving import engines as engines_module
@@ -19,15 +20,16 @@ class Actors:
     """Stands for Ray: remembers the actors that are made, and what each is asked."""
 
     def __init__(self):
-        self.made, self.asked = [], []
+        self.made, self.asked, self.given = [], [], []
 
     def remote(self, cls):
         return SimpleNamespace(
-            options=lambda **options: SimpleNamespace(remote=lambda *words: self._make(cls, options))
+            options=lambda **options: SimpleNamespace(remote=lambda *words: self._make(cls, options, words))
         )
 
-    def _make(self, cls, options):
+    def _make(self, cls, options, words):
         number = len(self.made)
+        self.given.append(words)
         self.made.append((cls.__name__, options))
 
         class Handle:
@@ -79,6 +81,24 @@ def test_an_engine_over_nodes_is_an_actor_on_each_and_all_of_them_end(actors, tm
     assert len(actors.killed) == 2
     engines.stop()
     assert len(actors.killed) == 2
+
+
+def test_an_engine_is_started_with_the_settings_of_its_group(actors, tmp_path):
+    """Also in the place of one that died."""
+    settings = ServerGroup("regular", 4, 2, {"mem_fraction_static": 0.5})
+    groups = (
+        EngineGroup("regular", (EngineSpec(0, NODES[:1], 0),), settings),
+        EngineGroup("regular", (EngineSpec(1, NODES[1:], 2),), ServerGroup("regular", 1, 1, {})),
+    )
+    args = SimpleNamespace(sglang_config="/serving.yaml", rollout_num_gpus_per_engine=8, sglang_mem_fraction_static=0.8)
+    engines = Engines(args, None, Topology((ServedModel("actor", True, groups),)), tmp_path)
+    for name in (EngineName(0), EngineName(1), EngineName(0, 1)):
+        engines.start(name)
+    given = [words[0] for words in actors.given]
+    assert [(of.rollout_num_gpus_per_engine, of.sglang_mem_fraction_static) for of in given] == [
+        (2, 0.5), (1, 0.8), (2, 0.5),
+    ]  # fmt: skip
+    assert all(of.sglang_config is None for of in given) and args.sglang_config == "/serving.yaml"
 
 
 def test_an_engine_of_others_is_an_actor_beside_the_router(actors, tmp_path):

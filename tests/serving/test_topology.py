@@ -53,6 +53,8 @@ def test_several_models_have_their_engines_one_after_the_other_and_placeholders_
     topology = lay_out(models, DEVICES, gpus_per_node=8)
     assert ids(topology.engines) == [(0, 2, 1), (1, 3, 1), (2, 4, 4), (3, 8, 2), (4, 10, 2)]
     assert [model.name for model in topology.models] == ["actor", "reward"]
+    # What a new server is started with, in the place of a dead one too.
+    assert [of.settings for of in topology.models[0].groups] == [*models[0].groups[1:]]
     found = [topology.find(engine_id) for engine_id in range(5)]
     assert [(model.update_weights, group.role) for model, group, _ in found] == [
         (True, "prefill"), (True, "prefill"), (True, "decode"), (False, "regular"), (False, "regular"),

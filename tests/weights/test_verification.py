@@ -53,6 +53,17 @@ def test_engines_that_disagree_after_loading_are_named():
         check_equal_checksums({2: REPORT, 5: {**REPORT, "0/embed": "0"}}, {2: REPORT, 5: REPORT})
 
 
+def test_engines_of_one_size_are_compared_with_each_other():
+    """Two ranks hold half a tensor each, and an engine of one all of it."""
+    halves = {f"{rank}/{name}": f"half of {name}" for rank in range(2) for name in ("embed", "norm")}
+    reports = {0: halves, 1: REPORT, 2: dict(halves), 3: dict(REPORT)}
+    check_equal_checksums(reports, dict(reports))
+    for engine, other in ((2, 0), (3, 1)):
+        wrong = {**reports, engine: {**reports[engine], "0/embed": "0"}}
+        with pytest.raises(RunError, match=f"engine {engine} and engine {other} differ.*: 1 of .* tensors: 0/embed"):
+            check_equal_checksums(wrong, wrong)
+
+
 def test_a_tensor_that_only_one_side_has_differs():
     assert differing_tensors(REPORT, {"0/embed": "11", "0/head": "5"}) == ["0/head", "0/norm"]
 

@@ -260,6 +260,11 @@ def run_shape(values: dict[str, Any], path: Path) -> RunShape:
                 f"--from-run: {path} has --colocate, so its steps hold seconds in which trainer and engines change places, and "
                 "other arrangements have none; give a run with both apart, and switch_seconds in --phases"
             )
+        if values.get("sglang_config") is not None:
+            raise ValueError(
+                f"--from-run: {path} has --sglang-config, and engines of several sizes are not replayed; give a run whose "
+                "engines are alike"
+            )
         if values["over_sampling_batch_size"] > values["rollout_batch_size"]:
             raise ValueError(
                 f"--from-run: {path} has --over-sampling-batch-size {values['over_sampling_batch_size']}, so part of what its "

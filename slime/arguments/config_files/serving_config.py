@@ -9,30 +9,29 @@
 Every model has a router of its own and at least one group of equal engines. All groups of a model serve the same
 weights; the GPUs of all groups of all models are the run's `--rollout-num-gpus`.
 
-In the `overrides:` of a group of engines every server argument is checked and converted like the flag of its name.
+In the `overrides:` of a group of engines every server argument is checked and converted like the flag of its name. What the
+trainer, or whoever sends a request to any engine, goes by is of the run, and none of a group's.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import functools
-import logging
 import os
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from slime.arguments.config_files.flag_names import FlagNames, attribute_name, near_name
 from slime.arguments.flag import flag_of
+from slime.arguments.origins import Origin
 from slime.arguments.server_flags import NO_SHARE, REFUSED, is_share
 from slime.arguments.surface import add_flag, load_surface
 from slime.arguments.unknown_flags import DERIVED, unknown
-from slime.arguments.violations import Violation, about
 from slime.utils.errors import UserError
 from slime.utils.yaml_file import YamlMapping, load_yaml, plain
-
-logger = logging.getLogger(__name__)
 
 FLAG = "--sglang-config"
 WORKER_TYPES = ("regular", "prefill", "decode", "placeholder", "encoder")
@@ -48,12 +47,14 @@ class ServerGroup:
     Attributes:
         num_gpus: GPUs of the whole group, above 0.
         overrides: server arguments of these engines, by field name; they win over `--sglang-*`.
+        where: `file:line`; empty where flags describe the group.
     """
 
     worker_type: str
     num_gpus: int
     num_gpus_per_engine: int
     overrides: dict[str, Any]
+    where: str = field(default="", compare=False)
 
     @property
     def num_engines(self) -> int:
@@ -68,24 +69,13 @@ class ModelServing:
     model_path: str
     update_weights: bool
     groups: tuple[ServerGroup, ...]
-
-
-def serving_of(args: argparse.Namespace) -> tuple[list[ModelServing], list[str]]:
-    """`load_serving_config` with what the run's arguments say."""
-    return load_serving_config(
-        args.sglang_config,
-        hf_checkpoint=args.hf_checkpoint,
-        rollout_num_gpus=args.rollout_num_gpus,
-        rollout_num_gpus_per_engine=args.rollout_num_gpus_per_engine,
-        flags=server_flags(),
-    )
+    where: str = field(default="", compare=False)
 
 
 def served_models(args: argparse.Namespace) -> list[ModelServing]:
     """The models that the run serves on its own GPUs: those of the file, else the one that the flags describe."""
-    models = serving_of(args)[0] if args.sglang_config else []
-    if models:
-        return models
+    if args.sglang_config is not None and args.served_models:
+        return args.served_models
     per_engine = max(1, args.rollout_num_gpus_per_engine)
     gpus, prefill = args.rollout_num_gpus or 0, (args.prefill_num_servers or 0) * per_engine
     sizes = {"prefill": prefill, "decode": gpus - prefill} if prefill else {"regular": gpus}
@@ -93,54 +83,35 @@ def served_models(args: argparse.Namespace) -> list[ModelServing]:
     return [ModelServing("default", args.hf_checkpoint, True, groups)]
 
 
-def serving_violations(args: argparse.Namespace) -> Iterator[Violation]:
-    """One violation for every wrong line of `--sglang-config`; a run that only trains ignores the file."""
-    if args.sglang_config is not None and args.has_engines:
-        yield from about(
-            serving_of(args)[1], FLAG, "--rollout-num-gpus", "--rollout-num-gpus-per-engine", "--hf-checkpoint"
-        )
+def served_groups(args: argparse.Namespace) -> list[ServerGroup]:
+    """The groups of all models, in the order of their GPUs."""
+    return [group for model in served_models(args) for group in model.groups]
 
 
-def missing_models(args: argparse.Namespace) -> Iterator[Violation]:
-    """A violation for every model of the file whose directory does not exist."""
-    if args.sglang_config is None or not args.has_engines:
-        return
-    for model in serving_of(args)[0]:
-        # That --hf-checkpoint is missing is said elsewhere.
-        of_run = args.hf_checkpoint is not None and model.model_path == os.path.abspath(args.hf_checkpoint)
-        if not of_run and not os.path.isdir(model.model_path):
-            problem = (
-                f"model {model.name}: model_path {model.model_path}: no such directory; give a Hugging Face directory"
-            )
-            yield Violation((FLAG,), problem).at(args.sglang_config)
+def arguments_of_group(args: argparse.Namespace, group: ServerGroup) -> argparse.Namespace:
+    """A copy of `args`: those of a run in which all engines are as the group's, and nothing but its overrides was given."""
+    values = {PREFIX + name: value for name, value in group.overrides.items()}
+    copied = copy.copy(args)
+    vars(copied).update(values, rollout_num_gpus_per_engine=group.num_gpus_per_engine, sglang_config=None)
+    copied.origins = dict.fromkeys(vars(args), Origin.DEFAULT) | dict.fromkeys(values, Origin.YAML)
+    return copied
 
 
-def load_serving_config(
-    path: str,
-    *,
-    hf_checkpoint: str | None,
-    rollout_num_gpus: int | None,
-    rollout_num_gpus_per_engine: int = 1,
-    flags: FlagNames | None = None,
-) -> tuple[list[ModelServing], list[str]]:
-    """The models in the file, defaults filled in, and one message per wrong line.
-
-    Args:
-        rollout_num_gpus: what the groups must sum to; None: whatever they sum to. 0: no engines, whatever the file says.
-        flags: of the server, which `overrides` are checked against; None: any override is right.
-    """
-    reader = _Reader(hf_checkpoint, rollout_num_gpus_per_engine, flags)
+def load_serving_config(args: argparse.Namespace) -> tuple[list[ModelServing], list[str]]:
+    """The models in the file, defaults filled in, and one message per wrong line. Without `rollout_num_gpus` the groups may
+    have any number of GPUs; 0: no engines, whatever the file says."""
+    reader = _Reader(args)
     try:
-        mapping = load_yaml(path, FLAG)
+        mapping = load_yaml(args.sglang_config, FLAG)
         models = list(reader.models(mapping))
     except UserError as error:
         return [], [*reader.violations, str(error)]
-    if rollout_num_gpus == 0:
-        return [ModelServing("default", hf_checkpoint or "", True, ())], reader.violations
+    if args.rollout_num_gpus == 0:
+        return [ModelServing("default", args.hf_checkpoint or "", True, ())], reader.violations
     total = sum(group.num_gpus for model in models for group in model.groups)
-    if not reader.violations and rollout_num_gpus is not None and total != rollout_num_gpus:
+    if not reader.violations and args.rollout_num_gpus not in (None, total):
         reader.violations.append(
-            f"{mapping.where()}: the groups have {total} GPUs in all, --rollout-num-gpus says {rollout_num_gpus}; "
+            f"{mapping.where()}: the groups have {total} GPUs in all, --rollout-num-gpus says {args.rollout_num_gpus}; "
             f"give --rollout-num-gpus {total}, or change the groups"
         )
     return models, reader.violations
@@ -149,11 +120,10 @@ def load_serving_config(
 class _Reader:
     """Turns entries into models. What is wrong goes to `violations`; the entry is left out, and the rest is read."""
 
-    def __init__(self, hf_checkpoint: str | None, per_engine: int, flags: FlagNames | None) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         self.violations: list[str] = []
-        self._hf_checkpoint = hf_checkpoint
-        self._per_engine = per_engine
-        self._flags = flags
+        self._hf_checkpoint = args.hf_checkpoint
+        self._per_engine = args.rollout_num_gpus_per_engine
 
     def models(self, mapping: YamlMapping) -> Iterator[ModelServing]:
         self._check_keys(mapping, ("sglang",))
@@ -167,9 +137,9 @@ class _Reader:
             groups = self._groups(entry, name, per_engine)
             with self._noting():
                 path = self._model_path(entry, name, groups)
-            updates = self._updates(entry, name, path)
+            updates = self._updates(entry, path)
             if len(self.violations) == found:
-                yield ModelServing(name, path, updates, groups)
+                yield ModelServing(name, path, updates, groups, entry.where())
 
     def _name(self, entry: YamlMapping, first: dict[str, str]) -> str:
         self._check_keys(entry, _MODEL_KEYS)
@@ -217,7 +187,7 @@ class _Reader:
             raise UserError(
                 f"{entry.where('num_gpus')}: num_gpus {num_gpus} is no multiple of num_gpus_per_engine {per_engine}"
             )
-        return ServerGroup(worker_type, num_gpus, per_engine, overrides)
+        return ServerGroup(worker_type, num_gpus, per_engine, overrides, entry.where())
 
     def _overrides(self, entry: YamlMapping) -> dict[str, Any]:
         overrides = entry.get("overrides")
@@ -226,8 +196,17 @@ class _Reader:
         if not isinstance(overrides, YamlMapping):
             self.violations.append(f"{entry.where('overrides')}: overrides: expected `name: value` lines below it")
             return {}
-        values, wrong = read_overrides(overrides, self._flags)
-        self.violations += wrong
+        values: dict[str, Any] = {}
+        for key in overrides:
+            name = attribute_name(key).removeprefix(PREFIX)
+            with self._noting():
+                flags = _server_flags()
+                if flags is None or name == "model_path":
+                    # The latter is for the model to judge.
+                    values[name] = plain(overrides[key])
+                else:
+                    name, value = _converted(overrides, key, name, flags)
+                    values[name] = value
         return values
 
     def _model_path(self, entry: YamlMapping, name: str, groups: tuple[ServerGroup, ...]) -> str:
@@ -243,15 +222,12 @@ class _Reader:
             raise UserError(f"{entry.where()}: model {name}: give `model_path`, or --hf-checkpoint")
         return os.path.abspath(path)
 
-    def _updates(self, entry: YamlMapping, name: str, path: str | None) -> bool:
+    def _updates(self, entry: YamlMapping, path: str | None) -> bool:
         if "update_weights" in entry:
             if not isinstance(entry["update_weights"], bool):
                 self.violations.append(f"{entry.where('update_weights')}: update_weights: give true or false")
             return entry["update_weights"]
-        is_actor = self._hf_checkpoint is not None and path == os.path.abspath(self._hf_checkpoint)
-        if path is not None and not is_actor:
-            _warn_of_old_weights(entry.where(), name)
-        return is_actor
+        return self._hf_checkpoint is not None and path == os.path.abspath(self._hf_checkpoint)
 
     def _check_keys(self, mapping: YamlMapping, known: Collection[str]) -> None:
         for key in mapping:
@@ -270,15 +246,6 @@ class _Reader:
             self.violations.append(str(error))
 
 
-@functools.cache
-def _warn_of_old_weights(where: str, name: str) -> None:
-    """Once, however often the file is read."""
-    logger.warning(
-        "%s: model %s is not --hf-checkpoint, so it gets no weights of the trainer; `update_weights: true` changes that",
-        where, name,
-    )  # fmt: skip
-
-
 def _entries(mapping: YamlMapping, key: str) -> list[YamlMapping]:
     entries = mapping.get(key)
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, YamlMapping) for entry in entries):
@@ -295,11 +262,16 @@ def _positive(mapping: YamlMapping, key: str, default: int) -> int:
 
 
 PREFIX = "sglang_"
-_TENSOR_PARALLEL = "it follows from num_gpus_per_engine and pp_size; drop it"
+_OF_THE_RUN = ("context_length", "enable_deterministic_inference", "enable_nccl_nvls", "enable_symm_mem")
+# Why a group's engines cannot be given a value of their own, beside what every run refuses.
+_REASONS = {
+    "tp_size": "it follows from num_gpus_per_engine and pp_size; drop it",
+    **{name: f"all engines need the same; give {flag_of(PREFIX + name)}" for name in _OF_THE_RUN},
+}
 
 
 @functools.cache
-def server_flags() -> FlagNames | None:
+def _server_flags() -> FlagNames | None:
     """The flags of the installed server; None where there is none, and any override may be right."""
     specs = load_surface("sglang")
     if specs is None:
@@ -310,29 +282,12 @@ def server_flags() -> FlagNames | None:
     return FlagNames(parser)
 
 
-def read_overrides(overrides: YamlMapping, flags: FlagNames | None) -> tuple[dict[str, Any], list[str]]:
-    """The server arguments by field name, and one message per wrong line. `model_path` stays for the model to judge."""
-    values: dict[str, Any] = {}
-    violations: list[str] = []
-    for key in overrides:
-        name = attribute_name(key).removeprefix(PREFIX)
-        try:
-            if flags is None or name == "model_path":
-                values[name] = plain(overrides[key])
-            else:
-                field, value = _converted(overrides, key, name, flags)
-                values[field] = value
-        except UserError as error:
-            violations.append(str(error))
-    return values, violations
-
-
 def _converted(overrides: YamlMapping, key: str, name: str, flags: FlagNames) -> tuple[str, Any]:
     flag = flags.find(PREFIX + name)
     dest = PREFIX + name if flag is None else flag.dest
     field = dest.removeprefix(PREFIX)
     follows = DERIVED.get(flag_of(dest))
-    reason = _TENSOR_PARALLEL if field == "tp_size" else REFUSED.get(dest)
+    reason = _REASONS.get(field, REFUSED.get(dest))
     if reason is None and follows is not None:
         reason = f"{unknown(follows).message}; drop it"
     if reason is not None:

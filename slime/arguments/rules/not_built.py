@@ -7,15 +7,18 @@ feature deletes its rows.
 import argparse
 import fnmatch
 from collections.abc import Iterator
+from dataclasses import replace
 
 from slime.arguments import server_flags
 from slime.arguments.config_files.eval_file import places_in
+from slime.arguments.config_files.serving_config import FLAG, served_groups, served_models
 from slime.arguments.flag import NotYet, flag_of
 from slime.arguments.groups import OWN_FLAGS
 from slime.arguments.megatron import effects
 from slime.arguments.origins import Origin
 from slime.arguments.paths import MANAGER_PLUG_INS
 from slime.arguments.rules.algorithm import reward_types
+from slime.arguments.rules.serving import of_groups
 from slime.arguments.sizes import layout_of
 from slime.arguments.violations import Rule, Violation, about, broken, refused, where
 from slime.models.families import FAMILIES_BY_NAME, TRAINED_MODEL_TYPES, family_name
@@ -65,30 +68,49 @@ def rows() -> tuple[NotYet, ...]:
 
 
 def engines(args: argparse.Namespace) -> Iterator[Violation]:
-    """The first engine whose GPUs lie on more nodes than they fill; GPUs are counted as `layout` does."""
-    if args.sglang_config is not None or not args.rollout_num_gpus:
+    """The first engine of each group whose GPUs lie on more nodes than they fill; GPUs are counted as `layout` does."""
+    if args.rollout_external or not args.rollout_num_gpus:
         return
-    layout = layout_of(args)
-    total, first, per_node = layout.rollout_gpus, layout.first_rollout_gpu, args.num_gpus_per_node
-    each = args.rollout_num_gpus_per_engine
-    start = _first_split(total, first, each, per_node)
-    if start is None:
-        return
-    fitting = [n for n in range(1, each) if total % n == 0 and _first_split(total, first, n, per_node) is None]
-    template = (
-        "{--rollout-num-gpus-per-engine=}: an engine would have the GPUs {start} to {last} of the run, which lie on two nodes "
-        "({--num-gpus-per-node=}{training}): engines over parts of nodes are not built yet; give "
-        "{--rollout-num-gpus-per-engine} {fitting}"
-    )
-    last = start + min(each, per_node) - 1
-    numbers = {"start": start, "last": last, "fitting": " or ".join(map(str, fitting[-2:]))}
-    yield broken(args, template, training=f", training takes the first {first}" if first else "", **numbers)
+    first, per_node = layout_of(args).first_rollout_gpu, args.num_gpus_per_node
+    training = f", training takes the first {first}" if first else ""
+    for group in served_groups(args):
+        total, each = group.num_gpus if group.num_engines else 0, group.num_gpus_per_engine
+        start = _first_split(total, first, each, per_node)
+        if start is not None:
+            fitting = [n for n in range(1, each) if total % n == 0 and _first_split(total, first, n, per_node) is None]
+            name = "num_gpus_per_engine" if group.where else "{--rollout-num-gpus-per-engine}"
+            template = (
+                f"{name} {each}: an engine would have the GPUs {{start}} to {{last}} of the run, which lie on two nodes "
+                f"({{--num-gpus-per-node=}}{training}): engines over parts of nodes are not built yet; give {name} "
+                f"{' or '.join(map(str, fitting[-2:]))}"
+            )
+            violation = broken(args, template, start=start, last=start + min(each, per_node) - 1)
+            yield replace(violation, flags=(FLAG,)).at(group.where) if group.where else violation
+        first += group.num_gpus
 
 
 def _first_split(total: int, first: int, each: int, per_node: int) -> int | None:
     each = min(each, per_node)  # a larger one takes whole nodes
     starts = range(first, first + total - each + 1, each)
     return next((start for start in starts if start // per_node != (start + each - 1) // per_node), None)
+
+
+def topology(args: argparse.Namespace) -> Iterator[Violation]:
+    """What `--sglang-config` describes beside engines that generate with the trainer's weights, line by line."""
+    lines, given = [], args.sglang_config is not None and args.has_engines
+    for position, model in enumerate(served_models(args) if given else ()):
+        name = f"{model.where}: model {model.name}"
+        if position:
+            lines.append(f"{name}: a second model, with a router of its own, is not built yet; leave it out")
+        elif model.where and model.model_path != args.hf_checkpoint:
+            lines.append(f"{name}: another model_path than --hf-checkpoint is not built yet; leave it out")
+        elif args.has_trainer and not model.update_weights:
+            lines.append(f"{name}: training without update_weights is not built yet; leave it out")
+        for group in model.groups:
+            if group.worker_type not in ("regular", "placeholder"):
+                what = "encode media" if group.worker_type == "encoder" else group.worker_type
+                lines.append(f"{group.where}: engines that only {what} are not built yet; give worker_type regular")
+    yield from about([f"{line} (--dry-run plans with it)" for line in lines], FLAG)
 
 
 def layers(args: argparse.Namespace) -> Iterator[Violation]:
@@ -181,7 +203,8 @@ NOT_BUILT_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.has_engines and args.rollout_num_gpus == 0 and not args.rollout_external,
         "{--rollout-num-gpus=}: give the number of GPUs for the engines, or {--debug-train-only}; a run of routers alone is "
         "not built yet"),
-    engines, layers, prediction_layers, rewards, media_of_evaluation, built_family, not_yet_violations,
+    topology, engines, layers, prediction_layers, rewards, media_of_evaluation, built_family, not_yet_violations,
+    *where(lambda args: args.sglang_config is not None, of_groups(not_yet_violations)),
 )  # fmt: skip
 MODEL_NAME_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.model_name is not None and args.has_trainer and family_name(args.model_name) is None,

@@ -9,6 +9,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 
+from slime.arguments.config_files.serving_config import FLAG, arguments_of_group, served_groups
 from slime.arguments.flag import flag_of
 from slime.arguments.hf_config import read_hf_config
 from slime.arguments.server_flags import NO_SHARE, REFUSED, is_share, tensor_parallel_size
@@ -47,6 +48,21 @@ def engine_sizes(args: argparse.Namespace) -> Iterator[Violation]:
         yield broken(args, template, derived=derived, fitting=typed * stages)
 
 
+def of_groups(rule: Rule) -> Rule:
+    """The rule, asked of each group of `--sglang-config` as if all engines of the run were so; without that, of the run."""
+
+    def asked(args: argparse.Namespace) -> Iterator[Violation]:
+        if args.sglang_config is None or not args.has_engines:
+            yield from rule(args)
+            return
+        for group in served_groups(args):
+            for violation in rule(arguments_of_group(args, group)) if group.num_engines else ():
+                message = violation.message.replace(flag_of("rollout_num_gpus_per_engine"), "num_gpus_per_engine")
+                yield Violation((FLAG,), f"{group.where}: {message}", violation.kind)
+
+    return asked
+
+
 def attention_heads(args: argparse.Namespace) -> Iterator[Violation]:
     """Tensor-parallel ranks of an engine share the heads; key-value heads may also be repeated on equally many ranks."""
     found, latent = _heads(args)
@@ -75,8 +91,8 @@ def _fits(heads: int, groups: int, size: int) -> bool:
 
 def _heads(args: argparse.Namespace) -> tuple[tuple[int, int] | None, bool]:
     """Attention heads and key-value heads of the model that the engines load, None where they are not known; latent?"""
-    if args.hf_checkpoint is None or args.sglang_config is not None:
-        return None, False  # that file gives groups of engines sizes of their own
+    if args.hf_checkpoint is None:
+        return None, False
     try:
         config = read_hf_config(args.hf_checkpoint)
     except UserError:
@@ -145,7 +161,7 @@ def refused_flags(args: argparse.Namespace) -> Iterator[Violation]:
 
 def whole_engines(args: argparse.Namespace) -> Iterator[Violation]:
     total, each = args.rollout_num_gpus or 0, args.rollout_num_gpus_per_engine
-    if total % each:
+    if args.sglang_config is None and total % each:
         nearest = sorted({max(each, total // each * each), (total // each + 1) * each})
         template = "{--rollout-num-gpus=} is no multiple of {--rollout-num-gpus-per-engine=}; give {nearest}"
         yield broken(args, template, nearest=" or ".join(str(number) for number in nearest))
@@ -165,7 +181,9 @@ def external_addresses(args: argparse.Namespace) -> Iterator[Violation]:
 
 # A run that only trains ignores the flags of engines and router.
 SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
-    one_topology, engine_sizes, attention_heads,
+    one_topology, engine_sizes, of_groups(attention_heads),
+    refused(lambda args: args.sglang_config is not None and args.sglang_tp_size is not None,
+        "{--sglang-tp-size=}: in {--sglang-config} each group has a size of its own; drop it"),
     refused(lambda args: (args.sglang_dp_size or 1) > 1 and not args.sglang_enable_dp_attention,
         "{--sglang-dp-size=} needs {--sglang-enable-dp-attention} (whole copies of the model are more engines: a smaller "
         "{--rollout-num-gpus-per-engine})"),
@@ -197,10 +215,10 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.has_engines and args.hf_checkpoint is None,
         "{--hf-checkpoint} is needed: the engines load their config and tokenizer from it"),
     whole_engines,
-    refused(lambda args: args.rollout_num_gpus_per_engine > args.num_gpus_per_node
+    of_groups(refused(lambda args: args.rollout_num_gpus_per_engine > args.num_gpus_per_node
             and args.rollout_num_gpus_per_engine % args.num_gpus_per_node,
         "{--rollout-num-gpus-per-engine=} is above {--num-gpus-per-node=} and no multiple of it: an engine fills whole nodes "
-        "or a part of one"),
+        "or a part of one")),
     external_addresses,
     refused(lambda args: args.rollout_external and args.colocate,
         "{--colocate}: the engines of {--rollout-external-engine-addrs} have GPUs of their own; drop one of the two"),

@@ -1,20 +1,25 @@
 """`--sglang-config`: models, groups and their GPUs."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from slime.arguments.config_files.serving_config import ModelServing, ServerGroup, load_serving_config, server_flags
+from slime.arguments.config_files.serving_config import (
+    ModelServing,
+    ServerGroup,
+    arguments_of_group,
+    load_serving_config,
+)
+from slime.backends.sglang_utils.server_arguments import compute_server_arguments
 from tests.support.models.args import parse
 from tests.support.tables.config_files import written
+from tests.support.tables.rules import violations as refusals
 
 
 def load(tmp_path, text, **changes):
-    given = {
-        "hf_checkpoint": "/actor",
-        "rollout_num_gpus": 8,
-        "rollout_num_gpus_per_engine": 2,
-        "flags": server_flags(),
-    }
-    return load_serving_config(str(written(tmp_path, text, "serving.yaml")), **{**given, **changes})
+    given = {"hf_checkpoint": "/actor", "rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 2}
+    path = str(written(tmp_path, text, "serving.yaml"))
+    return load_serving_config(SimpleNamespace(sglang_config=path, **{**given, **changes}))
 
 
 TWO_MODELS = """sglang:
@@ -33,7 +38,7 @@ TWO_MODELS = """sglang:
 """
 
 
-def test_defaults_are_filled_in(tmp_path, caplog):
+def test_defaults_are_filled_in(tmp_path):
     models, violations = load(tmp_path, TWO_MODELS)
     assert violations == []
     actor, reward = models
@@ -44,13 +49,14 @@ def test_defaults_are_filled_in(tmp_path, caplog):
     )  # fmt: skip
     assert [group.num_engines for group in actor.groups] == [2, 1, 0]
     assert reward.update_weights is False and reward.groups[0].num_engines == 1
-    assert [record.getMessage().split(": ", 1)[1][:25] for record in caplog.records] == ["model reward is not --hf-"]
+    lines = [entry.where.removeprefix(f"{tmp_path}/serving.yaml:") for entry in (actor, *actor.groups, reward)]
+    assert lines == ["2", "5", "8", "9", "10"]
 
 
-def test_weights_of_another_model_may_be_updated(tmp_path, caplog):
+def test_weights_of_another_model_may_be_updated(tmp_path):
     text = "sglang:\n  - {name: a, model_path: /b, update_weights: true, server_groups: [{num_gpus: 8}]}\n"
     ((model,), violations) = load(tmp_path, text)
-    assert model.update_weights and violations == [] and not caplog.records
+    assert model.update_weights and violations == []
 
 
 def test_without_engines_there_is_one_model_without_groups(tmp_path):
@@ -122,6 +128,14 @@ def test_one_slip_hides_no_other(tmp_path):
         ("tp_size: 4", "tp_size is set by the run: it follows from num_gpus_per_engine and pp_size; drop it"),
         ("api_key: k", "api_key is set by the run: router and engines of a run share one key"),
         ("port: 1", "port is set by the run: every engine takes a free port of its node; drop it"),
+        (
+            "context-length: 64",
+            "context-length is set by the run: all engines need the same; give --sglang-context-length",
+        ),
+        (
+            "enable_symm_mem: true",
+            "enable_symm_mem is set by the run: all engines need the same; give --sglang-enable-symm",
+        ),
     ],
 )
 def test_overrides_are_checked_like_flags(tmp_path, override, message):
@@ -136,13 +150,101 @@ def test_overrides_are_converted_like_flags(tmp_path):
     assert served.groups[0].overrides == {"mem_fraction_static": 0.1, "enable_metrics": False}
 
 
-def test_the_directory_of_another_model_must_exist(tmp_path):
-    path = tmp_path / "serving.yaml"
-    path.write_text(
-        "sglang:\n  - {name: b, model_path: /nope, update_weights: false, server_groups: [{num_gpus: 1}]}\n"
-    )
-    args = parse(tmp_path, "--sglang-config", str(path), "--dry-run")
-    assert f"{path}: model b: model_path /nope: no such directory; give a Hugging Face directory" in args.plan_notes
+SIZES = """sglang:
+  - name: actor
+    server_groups:
+      - {num_gpus: 4, num_gpus_per_engine: 2, overrides: {max_running_requests: 4, dtype: bfloat16}}
+      - {worker_type: placeholder, num_gpus: 1}
+      - {num_gpus: 1, num_gpus_per_engine: 1}
+"""
+
+
+def test_a_run_takes_engines_of_several_sizes(tmp_path):
+    path = written(tmp_path, SIZES, "serving.yaml")
+    words = ["--rollout-num-gpus", "6", "--sglang-config", str(path), "--sglang-dtype", "float32", "--seed", "7"]
+    args = parse(tmp_path, *words)
+    assert args.rollout_num_engines == 3, "in flight is --sglang-server-concurrency for each of them"
+    (served,), _ = load_serving_config(args)
+    found = []
+    for group in (served.groups[0], served.groups[2]):
+        of_group = arguments_of_group(args, group)
+        of_group.router_api_key = "key"
+        values = compute_server_arguments(of_group, 1, host="h", port=1, nccl_port=2, on_cpu=True).values
+        found.append(
+            [values[name] for name in ("tp_size", "dtype", "max_running_requests", "random_seed", "model_path")]
+        )
+    model = args.hf_checkpoint
+    seed = 7 + args.num_gpus_per_node
+    assert found == [[2, "bfloat16", 4, seed, model], [1, "float32", 64, seed, model]]
+    assert args.sglang_dtype == "float32" and args.sglang_config == str(path), "what was parsed stays"
+
+
+def group_lines(*groups):
+    return "sglang:\n  - name: actor\n    server_groups:\n" + "".join(f"      - {group}\n" for group in groups)
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        (group_lines("{worker_type: prefill, num_gpus: 2}", "{worker_type: decode, num_gpus: 2}"),
+         ["4: engines that only prefill are not built yet; give worker_type regular",
+          "5: engines that only decode are not built yet; give worker_type regular"]),
+        (group_lines("{num_gpus: 2}", "{worker_type: encoder, num_gpus: 2}"),
+         ["5: engines that only encode media are not built yet; give worker_type regular"]),
+        (group_lines("{num_gpus: 2}") + "  - {name: judge, model_path: /judge, server_groups: [{num_gpus: 2}]}\n",
+         ["5: model judge: a second model, with a router of its own, is not built yet; leave it out"]),
+        (group_lines("{num_gpus: 4, overrides: {model_path: /b}}"),
+         ["2: model actor: another model_path than --hf-checkpoint is not built yet; leave it out"]),
+        (group_lines("{num_gpus: 4}") + "    update_weights: false\n",
+         ["2: model actor: training without update_weights is not built yet; leave it out"]),
+        (group_lines("{num_gpus: 2, num_gpus_per_engine: 2}", "{num_gpus: 2, overrides: {quantization: fp8, pp: 2}}"),
+         ["5: --sglang-pp-size 2: a weight group over pipeline stages of an engine is not built yet; drop the flag",
+          "5: --sglang-quantization fp8: quantisation by the engine (pushed weights would not be quantised) is not built yet; "
+          "drop the flag"]),
+        (group_lines("{num_gpus: 3, num_gpus_per_engine: 3}", "{num_gpus: 1}"),
+         ["4: num_gpus_per_engine 3: 3 tensor-parallel ranks cannot share the model's 4 attention heads and 2 key-value heads "
+          "evenly; 2 or 4 would do"]),
+    ],
+    ids=["prefill and decode", "encoder", "two models", "another model", "frozen", "overrides", "heads"],
+)  # fmt: skip
+def test_what_is_not_built_is_refused_by_line(tmp_path, text, lines):
+    path = written(tmp_path, text, "serving.yaml")
+    found = refusals(tmp_path, f"--rollout-num-gpus 4 --sglang-config {path}")
+    assert [line.removesuffix(" (--dry-run plans with it)") for line in found] == [f"{path}:{line}" for line in lines]
+    if "cannot share" not in lines[0]:
+        assert parse(tmp_path, "--rollout-num-gpus", "4", "--sglang-config", str(path), "--dry-run").plan_notes == found
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ("{num_gpus: 3, num_gpus_per_engine: 3}", "num_gpus_per_engine 3 is above --num-gpus-per-node 2 and no multiple of it"),
+        ("{num_gpus: 2, num_gpus_per_engine: 2}",
+         "num_gpus_per_engine 2: an engine would have the GPUs 1 to 2 of the run, which lie on two nodes (--num-gpus-per-node "
+         "2, training takes the first 1): engines over parts of nodes are not built yet; give num_gpus_per_engine 1"),
+    ],
+)  # fmt: skip
+def test_an_engine_of_a_group_fills_nodes_or_a_part_of_one(tmp_path, group, message):
+    path = written(tmp_path, group_lines("{worker_type: placeholder, num_gpus: 1}", group), "serving.yaml")
+    words = f"--rollout-num-gpus {1 + int(group[11])} --actor-num-gpus-per-node 1 --num-gpus-per-node 2"
+    if "lie on" in message:
+        path.write_text(group_lines(group))
+        words = "--rollout-num-gpus 2 --actor-num-gpus-per-node 1 --num-gpus-per-node 2"
+    assert any(f"{path}:" in line and message in line for line in refusals(tmp_path, f"{words} --sglang-config {path}"))
+
+
+def test_the_size_of_a_group_is_its_own(tmp_path):
+    """`--rollout-num-gpus-per-engine` is the default of groups, and no size of the run."""
+    path = written(tmp_path, group_lines("{num_gpus: 1, num_gpus_per_engine: 1}", "{num_gpus: 2}"), "serving.yaml")
+    words = f"--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2 --sglang-config {path}"
+    assert parse(tmp_path, *words.split()).rollout_num_engines == 2
+    (line,) = refusals(tmp_path, f"{words} --sglang-tp-size 2")
+    assert line == "--sglang-tp-size 2: in --sglang-config each group has a size of its own; drop it"
+
+
+def test_a_run_that_only_trains_ignores_the_file(tmp_path):
+    path = written(tmp_path, group_lines("{worker_type: encoder, num_gpus: 3}"), "serving.yaml")
+    assert parse(tmp_path, "--debug-train-only", "--sglang-config", str(path)).rollout_num_engines == 0
 
 
 def test_a_model_needs_a_path(tmp_path):

@@ -99,6 +99,15 @@ def test_two_batch_sizes_tell_the_parts_apart(runs):
     assert found.lengths.shape == (5 * 4 + 5 * 16, 2)
 
 
+def test_engines_of_several_sizes_are_not_replayed(tmp_path, runs):
+    record = tmp_path / "small" / "tensorboard" / "args.json"
+    found = json.loads(record.read_text())
+    found["arguments"]["sglang_config"] = {"value": "/serving.yaml"}
+    record.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match="has --sglang-config, and engines of several sizes are not replayed"):
+        measured(runs)
+
+
 def test_steps_that_are_alike_share_their_time_out_as_usual():
     seconds, alike = [4.0, 4.0, 4.0], [8.0, 8.0, 8.0]
     assert fit(seconds, [Part([1.0] * 3, 0.0), Part(alike, 0.5), Part(alike, 0.5)]) == pytest.approx(
