@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.arguments.config_files.serving_config import ServerGroup, served_groups, served_models
-from slime.arguments.sizes import plans_for_gpus
+from slime.arguments.sizes import layout_of, plans_for_gpus
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.serving_memory import (
     ServingSetup,
@@ -38,7 +38,9 @@ def plan_placement(
     """The placement; `layout` None: no training ranks. `parts` count their GPUs from the first GPU of the run."""
     mode = placement_mode(args)
     training = layout.world_size if layout is not None else 0
-    total = max([training, *(part.first + part.count for part in parts)])
+    ranges = layout_of(args)
+    # The last ones may be kept free of engines.
+    total = max(training, ranges.first_rollout_gpu + ranges.rollout_gpus)
     per_node = gpus_per_node(args)
     engines = _engine_of_gpu(parts)
     gpus = [_gpu(gpu, layout if gpu < training else None, engines.get(gpu)) for gpu in range(total)]

@@ -7,6 +7,7 @@ from slime.plan import make_plan
 from slime.plan.placement import serving_setup
 from slime.plan.setup import shape_of
 from slime.plan.text import placement_lines
+from slime.ray.cluster import plan_cluster
 from tests.support.tables.plans import SMALL, TWO_NODES, planned
 
 
@@ -52,12 +53,14 @@ def test_topology_of_a_file(tmp_path):
         "      - {worker_type: placeholder, num_gpus: 2}\n"
         "      - {worker_type: regular, num_gpus: 4, num_gpus_per_engine: 4}\n"
         "      - {worker_type: regular, num_gpus: 2, num_gpus_per_engine: 1}\n"
+        "      - {worker_type: placeholder, num_gpus: 1}\n"
     )
-    plan = make_plan(planned(SMALL, "--rollout-num-gpus", "8", "--sglang-config", str(path)))
+    args = planned(SMALL, "--rollout-num-gpus", "9", "--sglang-config", str(path))
+    plan = make_plan(args)
     assert [(gpu.engine, gpu.engine_rank) for gpu in gpus(plan)[4:]] == [
-        (None, None), (None, None), (0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (2, 0),
+        (None, None), (None, None), (0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (2, 0), (None, None),
     ]  # fmt: skip
-    assert plan.placement.engines == 3
+    assert plan.placement.engines == 3 and plan.placement.num_gpus == plan_cluster(args).gpus
 
 
 def test_every_group_of_a_file_is_warned_of_by_its_line(tmp_path):
