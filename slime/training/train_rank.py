@@ -29,7 +29,7 @@ from slime.training.train_step import train_one_step
 from slime.utils.device import get_accelerator
 from slime.utils.errors import RunError
 from slime.utils.misc import Box
-from slime.utils.ports import service_host
+from slime.utils.ports import group_environment, service_host
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,10 @@ class TrainRank:
         args = self.args
         load_plug_ins(args, RANK_PLUG_INS)
         master_address, master_port = rendezvous
+        # Engines that the run did not start may be on other machines, and meet this rank in a group, too.
+        host = service_host(info.url for info in args.rollout_external_engine_infos or ())
         os.environ.update(
+            group_environment(host),
             MASTER_ADDR=master_address,
             MASTER_PORT=str(master_port),
             RANK=str(self.rank),

@@ -20,6 +20,11 @@ def host_ip_override() -> str | None:
     return os.environ.get("SLIME_HOST_IP") or None
 
 
+def gloo_interface() -> str | None:
+    """`GLOO_SOCKET_IFNAME`: the network interface on which process groups on the host meet."""
+    return os.environ.get("GLOO_SOCKET_IFNAME") or None
+
+
 def cache_home() -> Path | None:
     """`XDG_CACHE_HOME`, else `~/.cache`; None when the user has no home directory."""
     named = os.environ.get("XDG_CACHE_HOME", "")

@@ -8,12 +8,15 @@ reservation, start the server, release when the server answers.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import random
 import socket
 from collections.abc import Iterable
 from urllib.parse import urlsplit
+
+import psutil
 
 from slime.utils import env
 from slime.utils.errors import RunError
@@ -76,9 +79,13 @@ def service_host(clients: Iterable[str] = ()) -> str:
 
     Args:
         clients: URLs of servers outside of Ray that will connect.
+
+    Raises:
+        RunError: `SLIME_HOST_IP` is no address of this machine.
     """
     override = env.host_ip_override()
     if override:
+        interface_of(override)
         return override
     import ray
 
@@ -86,6 +93,39 @@ def service_host(clients: Iterable[str] = ()) -> str:
         return ray.util.get_node_ip_address()
     ways = (_address_towards(client) for client in clients)
     return next((address for address in ways if not ipaddress.ip_address(address).is_loopback), LOOPBACK)
+
+
+def interface_of(address: str) -> str:
+    """The name of the network interface of this machine that has `address`, as 127.0.0.2 lies on that of 127.0.0.1.
+
+    Raises:
+        RunError: none has it.
+    """
+    found: dict[ipaddress.IPv4Address | ipaddress.IPv6Address, str] = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        for entry in addresses:
+            if entry.family in (socket.AF_INET, socket.AF_INET6):
+                # Link-local addresses name their interface behind a percent sign.
+                found[ipaddress.ip_address(entry.address.partition("%")[0])] = name
+    # A node may have been given a name in place of an address.
+    with contextlib.suppress(OSError):
+        wanted = ipaddress.ip_address(socket.getaddrinfo(address, None)[0][4][0].partition("%")[0])
+        for own, name in found.items():
+            if own == wanted or (own.is_loopback and wanted.is_loopback and own.version == wanted.version):
+                return name
+    shown = ", ".join(f"{own} ({name})" for own, name in found.items())
+    raise RunError(
+        f"{address} is no address of this machine, which has {shown}: set SLIME_HOST_IP on each node to one of its own, "
+        "or start its Ray node under one (`ray start --node-ip-address`)"
+    )
+
+
+def group_environment(host: str) -> dict[str, str]:
+    """Variables with which process groups of Gloo are met on the interface of `host`; none where the user has named one.
+
+    Gloo itself listens where the name of the machine leads, which is often loopback: other nodes would wait for it in vain.
+    """
+    return {} if env.gloo_interface() else {"GLOO_SOCKET_IFNAME": interface_of(host)}
 
 
 def _address_towards(url: str) -> str:

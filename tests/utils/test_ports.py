@@ -1,9 +1,19 @@
+import re
 import socket
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from slime.utils.errors import RunError
-from slime.utils.ports import host_for_url, normalize_external_engine_addr, reserve_port, service_host
+from slime.utils.ports import (
+    group_environment,
+    host_for_url,
+    interface_of,
+    normalize_external_engine_addr,
+    reserve_port,
+    service_host,
+)
 
 LOOPBACK = "127.0.0.1"
 
@@ -102,3 +112,60 @@ def test_clients_on_other_machines_are_given_an_address_that_they_reach():
             pytest.skip("this machine has no way out")
         expected = probe.getsockname()[0]
     assert service_host(["http://127.0.0.1:30000", "http://203.0.113.1:30000"]) == expected != LOOPBACK
+
+
+@pytest.fixture
+def interfaces(monkeypatch):
+    """A machine with an address of each kind, whatever this one has."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("SLIME_HOST_IP", raising=False)
+    found = {
+        "lo": [(socket.AF_INET, LOOPBACK), (socket.AF_INET6, "::1")],
+        "eth0": [
+            (socket.AF_PACKET, "02:fc:00:00:00:01"),
+            (socket.AF_INET, "10.0.0.7"),
+            (socket.AF_INET6, "fe80::1%eth0"),
+        ],
+        "eth1": [(socket.AF_INET, "10.1.0.7")],
+    }
+    monkeypatch.setattr(
+        psutil,
+        "net_if_addrs",
+        lambda: {
+            name: [SimpleNamespace(family=family, address=address) for family, address in addresses]
+            for name, addresses in found.items()
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    "address, name",
+    [
+        (LOOPBACK, "lo"),
+        ("127.0.0.5", "lo"),
+        ("::1", "lo"),
+        ("localhost", "lo"),
+        ("10.0.0.7", "eth0"),
+        ("fe80::1", "eth0"),
+        ("10.1.0.7", "eth1"),
+    ],
+)
+def test_an_address_lies_on_an_interface(interfaces, address, name):
+    assert interface_of(address) == name
+    assert group_environment(address) == {"GLOO_SOCKET_IFNAME": name}
+
+
+def test_an_interface_that_the_user_names_is_kept(interfaces, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    assert group_environment("10.0.0.7") == {}
+
+
+def test_an_address_that_the_node_announces_and_does_not_have_is_told_with_those_that_it_has(interfaces, monkeypatch):
+    monkeypatch.setenv("SLIME_HOST_IP", "10.1.0.7")
+    assert service_host() == "10.1.0.7"
+    for other in ("10.9.9.9", "no-such-host.invalid"):
+        monkeypatch.setenv("SLIME_HOST_IP", other)
+        with pytest.raises(
+            RunError, match=re.escape(f"{other} is no address of this machine, which has 127.0.0.1 (lo), ")
+        ):
+            service_host()

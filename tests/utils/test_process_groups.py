@@ -1,3 +1,4 @@
+import socket
 import subprocess
 import sys
 import weakref
@@ -50,6 +51,31 @@ def test_two_members_of_a_group_without_a_default_group():
             member.kill()
     dist.destroy_process_group(group)
     assert not dist.is_initialized()
+
+
+LISTENING = """
+import os, psutil, sys
+import torch.distributed as dist
+from slime.utils.ports import group_environment
+
+os.environ.update(group_environment(sys.argv[1]))
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+print(*{c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN})
+"""
+# One of each interface that has any.
+OWN_ADDRESSES = sorted(
+    next(entry.address for entry in addresses if entry.family == socket.AF_INET)
+    for addresses in psutil.net_if_addrs().values()
+    if any(entry.family == socket.AF_INET for entry in addresses)
+)
+
+
+@pytest.mark.parametrize("host", OWN_ADDRESSES)
+def test_a_group_listens_where_its_node_is_reached_whatever_the_name_of_the_machine_leads_to(host):
+    environment = {name: value for name, value in environment_for_python().items() if name != "GLOO_SOCKET_IFNAME"}
+    command = [sys.executable, "-c", LISTENING, host]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == [host], done.stderr
 
 
 def test_the_store_listens_on_its_host_only():

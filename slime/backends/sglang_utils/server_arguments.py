@@ -27,6 +27,7 @@ from slime.arguments.surface import FlagSpec
 from slime.plan.placement import sleeping_sides
 from slime.utils.child_process import environment_for_python
 from slime.utils.errors import UserError
+from slime.utils.ports import group_environment
 
 # Fields that follow from the run, so that a value of the user could only contradict them.
 NOT_EXPOSED = frozenset(
@@ -187,8 +188,9 @@ def compute_server_arguments(
 def compute_server_environment(arguments: ServerArguments, on_cpu: bool, cache: Path | None = None) -> dict[str, str]:
     """The whole environment of the server process: ours, SGLang's settings where the user did not set them himself.
 
-    The trainer's allocator settings are removed; internal traffic ignores proxies; on CPU every server process computes
-    with one thread (more oversubscribe the cores and cost a factor of 20) and tensor-parallel ranks get a core each.
+    The trainer's allocator settings are removed; internal traffic ignores proxies, and ranks meet on the server's host; on CPU
+    every server process computes with one thread (more oversubscribe the cores and cost a factor of 20) and tensor-parallel
+    ranks get a core each.
 
     Args:
         cache: where the server keeps compiled kernels; None: where SGLang does.
@@ -201,6 +203,9 @@ def compute_server_environment(arguments: ServerArguments, on_cpu: bool, cache: 
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         environment.pop(name, None)
     environment["NO_PROXY"] = environment["no_proxy"] = "*"
+    # Of the addresses of a machine SGLang itself takes the one on the way to the internet.
+    host = arguments.values["host"]
+    environment.update(group_environment(host), SGLANG_HOST_IP=host)
     return environment_on_cpu(environment, arguments.values["tp_size"]) if on_cpu else environment
 
 

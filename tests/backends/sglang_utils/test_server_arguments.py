@@ -20,6 +20,7 @@ from slime.backends.sglang_utils.server_arguments import (
 )
 from slime.backends.sglang_utils.server_process import hide_from_logs, write_arguments_file
 from slime.utils.errors import UserError
+from slime.utils.ports import interface_of
 
 
 def make_args(**overrides) -> SimpleNamespace:
@@ -151,6 +152,16 @@ def test_what_libraries_read_reaches_the_server(monkeypatch):
         monkeypatch.setenv(name, value)
     environment = compute_server_environment(compute(make_args(), on_cpu=False), on_cpu=False)
     assert {name: environment[name] for name in given} == given
+
+
+def test_ranks_of_a_server_meet_on_its_host_whatever_the_driver_has(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("SGLANG_HOST_IP", "10.0.0.1")
+    environment = compute_server_environment(compute(make_args(), host="127.0.0.3"), on_cpu=True)
+    assert (environment["SGLANG_HOST_IP"], environment["GLOO_SOCKET_IFNAME"]) == (
+        "127.0.0.3",
+        interface_of("127.0.0.1"),
+    )
 
 
 def test_still_so_sglang_leaves_what_nccl_reads_as_it_was_given():
