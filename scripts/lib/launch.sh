@@ -5,7 +5,7 @@
 #
 # and ends with `launch "$@"`: the arguments of the user come last, and win. What would be refused is refused before Ray is
 # touched. What is submitted runs on the Ray cluster that is there; where there is none, a head is started for the run on this
-# machine and ended with it, and nothing else is.
+# machine and ended with it, and nothing else is. A script that is a job of a cluster itself becomes the run.
 
 RUN_NAME="$(basename "${BASH_SOURCE[-1]}" .sh)"
 RUN_NAME="${RUN_NAME#run-}"
@@ -218,7 +218,6 @@ submit() {
     printf 'rm -f -- "$0"\nexec%s\n' "$(quoted "${job[@]}")" >"$JOB_FILE"
     job=(bash "$JOB_FILE")
   fi
-  RUNTIME_ENV[NCCL_NVLS_ENABLE]="${NCCL_NVLS_ENABLE:-$(nvlink_present)}"
   SUBMISSION_ID="$RUN_NAME-$(date +%Y%m%d-%H%M%S)-$$"
   say "submitting job $SUBMISSION_ID to $CLUSTER_ADDRESS"
   SUBMIT_MESSAGES="$(mktemp "${TMPDIR:-/tmp}/slime-submit-XXXXXX")" # `end_run` removes it
@@ -238,6 +237,22 @@ submit() {
   done
   SUBMISSION_ID="" # it ended by itself
   return "$status"
+}
+
+# Runs in place of this script, which is a job of a Ray cluster already: whoever stops that job stops the run with it. All
+# processes of the run get RUNTIME_ENV beside what the job was given. Arguments: those of the user.
+become_run() {
+  # shellcheck disable=SC2016 # Python reads it
+  local name merge='
+import json, os, sys
+job = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])
+env = job.setdefault("runtime_env", {})
+env["env_vars"] = {**env.get("env_vars", {}), **json.loads(sys.argv[1])["env_vars"]}
+print(json.dumps(job))'
+  RAY_JOB_CONFIG_JSON_ENV_VAR="$("$PYTHON" -c "$merge" "$(runtime_env_json)")"
+  export RAY_JOB_CONFIG_JSON_ENV_VAR
+  for name in "${!RUNTIME_ENV[@]}"; do export "$name=${RUNTIME_ENV[$name]}"; done
+  SLIME_START_COMMAND="$(start_command "$@")" exec "${COMMAND[@]}"
 }
 
 # Plans, prints or submits the run. Arguments: those of the user.
@@ -273,6 +288,9 @@ launch() {
     if [[ -n "$CLUSTER_ADDRESS" ]]; then export RAY_ADDRESS="$CLUSTER_ADDRESS"; fi
     exec "${COMMAND[@]}"
   else
+    RUNTIME_ENV[NCCL_NVLS_ENABLE]="${NCCL_NVLS_ENABLE:-$(nvlink_present)}"
+    # Ray tells every job what it was submitted with.
+    if [[ -n "${RAY_JOB_CONFIG_JSON_ENV_VAR:-}" ]]; then become_run "$@"; fi
     require_ray
     trap end_run EXIT
     trap 'exit 130' INT

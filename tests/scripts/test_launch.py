@@ -8,6 +8,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +129,30 @@ def test_interrupt_stops_the_job_and_the_own_head(stub) -> None:
     assert calls(stub)[-1].split()[-1] in next(line for line in calls(stub) if line.startswith("job submit"))
     assert "ended the head" in output
     assert not list(Path(stub["TMPDIR"]).glob("slime-job-*"))
+
+
+def test_a_script_that_is_a_job_itself_becomes_the_run(stub, tmp_path: Path) -> None:
+    """Another job would go on when this one is stopped."""
+    program = tmp_path / "run.py"
+    program.write_text("import json, os, sys; print(json.dumps([os.getpid(), sys.argv[1:], dict(os.environ)]))")
+    given = {"runtime_env": {"env_vars": {"MINE": 'a "b"'}}, "metadata": {"job_submission_id": "raysubmit_1"}}
+    ray_says = {"RAY_ADDRESS": "198.51.100.1:6379", "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(given)}
+    environment = script_environment(**{**stub, "PYTHON": sys.executable, "TRAIN_SCRIPT": str(program), **ray_says})
+    with subprocess.Popen(
+        ["bash", str(ONE_NODE), "--seed", "7"], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    ) as process:
+        output, _ = process.communicate(timeout=60)
+    pid, words, variables = json.loads(output)
+    assert (process.returncode, pid, words[-2:]) == (0, process.pid, ["--seed", "7"])
+    assert not Path(stub["STUB_LOG"]).exists(), "Ray was asked for something"
+    described = json.loads(variables["RAY_JOB_CONFIG_JSON_ENV_VAR"])
+    assert described["metadata"] == given["metadata"]
+    of_processes = described["runtime_env"]["env_vars"]
+    assert of_processes.pop("MINE") == 'a "b"'
+    assert of_processes["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert of_processes.items() <= variables.items()
+    assert shlex.split(variables["SLIME_START_COMMAND"])[-3:] == [str(ONE_NODE), "--seed", "7"]
+    assert variables["RAY_ADDRESS"] == ray_says["RAY_ADDRESS"]
 
 
 @pytest.mark.parametrize("words", ["", "--check"])
@@ -280,6 +305,7 @@ NOT_SAID_AGAIN = {
     "DRY_RUN", "PRINT_COMMAND", "START_SECONDS", "PYTHON", "RAY", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH",
     "RAY_PORT", "RAY_TMPDIR", "DASHBOARD_PORT", "CLUSTER_DIR", "TMPDIR", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "WANDB_API_KEY",
     "CHECK_MESSAGES", "SUBMIT_MESSAGES", "JOB_FILE", "OWN_DIR", "SUBMISSION_ID", "CLUSTER_ADDRESS", "SAY_AS",
+    "RAY_JOB_CONFIG_JSON_ENV_VAR",
 }  # fmt: skip
 
 
