@@ -34,6 +34,13 @@ async def marked_generate(args: Any, sample: Sample, sampling_params: dict[str, 
     return sample
 
 
+async def held_generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """The default generation, which in rollout 1 waits until there is a file `go` in `--save`: nodes of a cluster see that."""
+    while GenerateState(args).rollout_id == 1 and not Path(args.save, "go").exists():
+        await asyncio.sleep(0.05)
+    return await generate(args, sample, sampling_params)
+
+
 def graded_reward(args: Any, sample: Sample) -> float:
     """The built-in grader's verdict, plus a part that a random model earns in differing amounts."""
     response = sample.tokens[-sample.response_length :]

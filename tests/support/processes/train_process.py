@@ -44,7 +44,7 @@ class ListeningSocket:
 
 class TrainProcess:
     """One `python train.py`, or another `program`, with `flags`; its working directory, output and event files lie in
-    `directory`."""
+    `directory`. `within`: the words of a command that runs the one behind it."""
 
     def __init__(
         self,
@@ -52,6 +52,7 @@ class TrainProcess:
         directory: Path,
         env: Mapping[str, str] | None = None,
         program: str = "train.py",
+        within: Sequence[str] = (),
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.program = program
@@ -68,6 +69,7 @@ class TrainProcess:
             MARK: self.mark,
             **(env or {}),
         }
+        self._within = within
         self._process: subprocess.Popen | None = None
         self._started = 0.0
 
@@ -75,7 +77,7 @@ class TrainProcess:
         self._started = time.monotonic()
         with self.output_path.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, str(REPOSITORY / self.program), *self.flags],
+                [*self._within, sys.executable, str(REPOSITORY / self.program), *self.flags],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

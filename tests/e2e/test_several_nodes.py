@@ -1,0 +1,142 @@
+"""Runs over four Ray nodes of this machine, each with a loopback address and eight logical GPUs of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.models.tiny_task import PLUG_INS, TinyTask
+from tests.support.processes.ray_nodes import RayNodes
+from tests.support.processes.train_process import TrainProcess
+from tests.support.processes.waiting import wait_until
+from tests.support.tables.shell_arrays import ROOT, script_environment
+
+NODES, GPUS = 4, 8
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory) -> Iterator[RayNodes]:
+    with RayNodes(tmp_path_factory.mktemp("cluster"), NODES, GPUS) as cluster:
+        yield cluster
+
+
+SCRIPT = ROOT / "scripts" / "run-qwen3-4B.sh"
+
+
+def ray(nodes: RayNodes, *words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """A command of Ray's about the cluster's jobs."""
+    return subprocess.run(
+        [str(Path(sys.executable).with_name("ray")), "job", words[0], "--address", nodes.dashboard, *words[1:]],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout,
+        env=script_environment(RAY_AUTH_MODE="disabled"),
+    )  # fmt: skip
+
+
+OF_A_RUN = r"train\.py|RankProcess|RolloutManager|EngineActor|server_process|sglang::|router_process"
+
+
+def of_a_run(nodes: RayNodes) -> list[str]:
+    """Command lines of processes of a run on the cluster."""
+    return [command for command in nodes.processes().values() if re.search(OF_A_RUN, command)]
+
+
+@pytest.mark.slow
+def test_ray_job_submit_runs_a_launch_script(nodes, tmp_path):
+    done = ray(
+        nodes, "submit", "--", "env", "-C", str(tmp_path), "MODEL=toy", "NUM_GPUS=2", f"BASE_DIR={tmp_path}", "bash",
+        str(SCRIPT), "--num-rollout", "1", timeout=330,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-8000:]
+    (norm,) = re.findall(r"rollout 0 \(1/1\) \|.* grad_norm ([\d.]+)", done.stdout)
+    assert float(norm) > 0
+    assert (tmp_path / "checkpoints/qwen3-4B-toy/latest_checkpointed_iteration.txt").read_text().strip() == "0"
+    wait_until(lambda: not of_a_run(nodes), 60)
+
+
+HOLD = """
+import json, ray, sys
+from ray.util.placement_group import placement_group
+ray.init(logging_level="ERROR", _node_ip_address=sys.argv[2])
+held = [{"GPU": gpus, f"node:{address}": 0.001} for address, gpus in json.loads(sys.argv[1]).items()]
+print("held" if placement_group(held).wait(120) else "not held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def held(nodes: RayNodes, gpus: list[int]) -> Iterator[None]:
+    """Another run has so many GPUs of each node."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, json.dumps(dict(zip(nodes.addresses, gpus, strict=True))), nodes.addresses[0]],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "RAY_ADDRESS": nodes.address, "RAY_AUTH_MODE": "disabled"},
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout.readline() == "held\n"
+            yield
+        finally:
+            process.stdin.close()
+            process.wait(60)
+
+
+def in_a_directory_that_nobody_else_sees(directory: Path) -> list[str]:
+    """Words of a command that runs another one in `directory`, which is empty at first and stays empty to all others. Where the
+    system does not allow that, the directory is an ordinary one."""
+    directory.mkdir()
+    for unshare in (["unshare", "--mount"], ["unshare", "--mount", "--map-root-user"]):
+        words = [*unshare, "sh", "-c", 'mount -t tmpfs none "$0" && cd "$0" && exec "$@"', str(directory)]
+        if subprocess.run([*words, "true"], capture_output=True).returncode == 0:
+            return words
+    return ["env", "--chdir", str(directory)]
+
+
+@pytest.mark.slow
+def test_ranks_and_engines_of_a_run_find_each_other_over_four_nodes(nodes, task: TinyTask, tmp_path):
+    """One GPU is free on the first node and on the last, and two on those between, where tensor-parallel ranks lie then."""
+    driver = tmp_path / "driver"
+    flags = [
+        *task.rollout_flags, *task.train_flags, "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "2",
+        "--tensor-model-parallel-size", "2", "--rollout-num-gpus", "2", "--num-rollout", "2", "--save",
+        tmp_path / "checkpoints", "--save-interval", "2", "--custom-generate-function-path", f"{PLUG_INS}:held_generate",
+    ]  # fmt: skip
+    # No accelerator is named: the nodes have none either.
+    env = {
+        "RAY_ADDRESS": nodes.address, "RAY_AUTH_MODE": "disabled", "SLIME_HOST_IP": nodes.addresses[3],
+        "TMPDIR": str(driver), "XDG_CACHE_HOME": str(driver), "TENSORBOARD_DIR": str(driver / "tensorboard"),
+    }  # fmt: skip
+    run = TrainProcess(flags, tmp_path / "run", env, within=in_a_directory_that_nobody_else_sees(driver))
+    with held(nodes, [GPUS - 1, GPUS - 2, GPUS - 2, GPUS - 1]), run:
+        run.wait_for_line(r"rollout 0 \(1/2\) ", 330)
+        actors, listening = nodes.actors(), nodes.listening()
+        (tmp_path / "checkpoints" / "go").touch()
+        run.wait_for_success(120)
+    first, second, third, last = nodes.addresses
+    ranks_of = {node: sorted(name for name in names if name.startswith("rank ")) for node, names in actors.items()}
+    assert ranks_of == {first: [], second: ["rank 0", "rank 1"], third: ["rank 2", "rank 3"], last: []}
+    assert [actors[node].count("EngineActor") for node in nodes.addresses] == [1, 0, 0, 1]
+    # Every server is at the address of its own node. Gloo takes the first address of the interface, which all nodes have here.
+    servers = {node: addresses_of(listening[node], "server_process") for node in nodes.addresses}
+    assert servers == {first: {first}, second: set(), third: set(), last: {last}}
+    (manager,) = (node for node, names in actors.items() if "manager" in names)
+    assert {node: addresses_of(listening[node], "router_process") - {"127.0.0.1"} for node in nodes.addresses} == {
+        node: {node} if node == manager else set() for node in nodes.addresses
+    }
+    for node in nodes.addresses:
+        assert addresses_of(listening[node], OF_A_RUN) <= {node, "127.0.0.1"}, listening[node]
+    assert second in addresses_of(listening[second], "RankProcess"), "the store at which ranks meet"
+    norms = [float(norm) for norm in re.findall(r"rollout \d \(\d/2\) \|.* grad_norm ([\d.]+)", run.output())]
+    assert len(norms) == 2 and all(norm > 0 for norm in norms)
+    assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text().strip() == "1"
+    wait_until(lambda: not of_a_run(nodes), 60)
+
+
+def addresses_of(listening: set[tuple[str, str]], pattern: str) -> set[str]:
+    return {address for command, address in listening if re.search(pattern, command) and ":" not in address}
