@@ -29,6 +29,7 @@ class CriticRank(TrainRank):
 
     role = "critic"
     metric_prefix = "train/critic-"
+    phase_prefix = "critic_"
     # What functions of a user's logged in the last `values`, until `train` hands it over.
     _logged_with_values: Sequence[LoggedMetrics] = ()
 

@@ -44,10 +44,12 @@ class TrainRank:
     Attributes:
         role: which of the two models it is, actor or critic.
         metric_prefix: of the metrics of its optimizer steps.
+        phase_prefix: of its phases whose names both models have.
     """
 
     role = "actor"
     metric_prefix = "train/"
+    phase_prefix = ""
 
     def __init__(self, args: argparse.Namespace, rank: int, world_size: int, local_rank: int) -> None:
         configure_logger(args.log_level)
@@ -88,7 +90,7 @@ class TrainRank:
             return
         accelerator, before = get_accelerator(), self.memory.holds
         bytes_before = accelerator.memory_allocated()
-        with timer("wake_up" if holds > before else "sleep"):
+        with timer(f"{self.phase_prefix}{'wake_up' if holds > before else 'sleep'}"):
             self.memory.hold(holds)
         # The first time is news.
         level = logging.DEBUG if self._has_slept or self.rank else logging.INFO

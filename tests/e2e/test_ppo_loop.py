@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 
 import pytest
 import torch
 
 from tests.support.models.tiny_checkpoint import make_tiny_checkpoint
-from tests.support.processes.train_process import TrainProcess
+from tests.support.processes.train_process import TrainProcess, checkpoint_tensors
 
 KL_COEF = 0.1
 
@@ -96,6 +97,30 @@ def test_both_checkpoints_are_there(finished, directory):
     for place in (directory / "checkpoints", directory / "checkpoints" / "critic"):
         assert (place / "latest_checkpointed_iteration.txt").read_text().strip() == "1"
         assert (place / "iter_0000001" / "metadata.json").is_file()
+
+
+@pytest.mark.slow
+def test_models_and_engines_that_take_turns_on_one_device_change_no_number(finished, directory, flags, tmp_path):
+    shared = run([*flags, "--colocate"], tmp_path, 2)
+    for name in (
+        "train/critic-value_loss",
+        "train/critic-grad_norm",
+        "train/loss",
+        "train/grad_norm",
+        "rollout/values",
+    ):
+        assert shared.scalars(name) == finished.scalars(name) != {}, name
+    # Both models sleep while the engine generates, and wake when it is done.
+    for phase in ("sleep", "wake_up", "critic_sleep", "critic_wake_up"):
+        assert sorted(shared.scalars(f"perf/{phase}_time")) == [0, 1], phase
+    for role in ("actor", "critic"):
+        assert re.search(rf"{role} rank 0: \S+ MiB of resident memory with \w+, \S+ MiB with nothing", shared.output())
+    for place in ("", "critic"):
+        left, right = (
+            checkpoint_tensors(root / "checkpoints" / place / "iter_0000001") for root in (tmp_path, directory)
+        )
+        assert left.keys() == right.keys() and len(left) > 10
+        assert [name for name in left if left[name] != right[name]] == [], place
 
 
 @pytest.mark.slow
