@@ -25,7 +25,7 @@ def test_a_plan_of_the_asynchronous_loop(tmp_path):
 def test_a_run_on_shared_devices_is_refused(tmp_path):
     done = train_async(tmp_path, "--colocate")
     assert done.returncode == 2
-    assert "--colocate and --offload: train_async.py generates while it trains" in done.stderr
+    assert "--colocate, --offload and --release-train: train_async.py generates while it trains" in done.stderr
     assert "ERROR" not in done.stdout
     assert not (tmp_path / "outputs").exists()
 

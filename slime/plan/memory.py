@@ -213,10 +213,10 @@ def _phases(
         trainer = None if worst is None else worst.total + critic
         return _phases_apart(args, trainer, engine if served is not None else None, gpu_memory)
     left_behind = CUDA_OVERHEAD_BYTES
-    asleep = left_behind if args.offload_train else worst.persistent
+    asleep = 0 if args.release_train else left_behind if args.offload_train else worst.persistent
     idle = left_behind if args.offload_rollout else engine
     # A trainer that sleeps keeps its weights for that long; engines take room for theirs first, the cache after the sync.
-    sending = left_behind + worst.weights if args.offload_train else asleep
+    sending = left_behind + worst.weights if args.offload_train or args.release_train else asleep
     receiving = left_behind + served.weights if args.offload_rollout else idle
     return (
         _phase("training", worst.total + critic, idle, gpu_memory),

@@ -65,10 +65,12 @@ def placement_mode(args: argparse.Namespace) -> str:
 def sleeping_sides(args: argparse.Namespace) -> Sides:
     """Whether trainer and engines give their memory back while the other works.
 
+    A trainer that ends while engines work is one that sleeps: its memory is in a checkpoint.
+
     With a critic `offload_train` is on by itself, for turns of the two models on GPUs of their own, which are not built yet.
     """
     both = args.has_trainer and args.has_engines
-    trainer, engines = both and args.offload_train, both and args.offload_rollout
+    trainer, engines = both and (args.offload_train or args.release_train), both and args.offload_rollout
     if trainer and args.use_critic and not args.colocate:
         trainer = not args.typed_flags.isdisjoint({"offload", "offload_train"})
     return Sides(trainer, engines and not args.rollout_external)

@@ -183,7 +183,7 @@ def training_setup(
         push_snapshot=args.has_engines and args.update_weight_mode == "delta",
         gloo=not on_gpus,
         host_copies=len(host_copies(args)),
-        sleeps=sleeping_sides(args).trainer,
+        sleeps=sleeping_sides(args).trainer and not args.release_train,
         saves=args.save is not None,
         shares_saves=args.ckpt_fully_parallel_save,
         overhead=CUDA_OVERHEAD_BYTES if on_gpus else 0,

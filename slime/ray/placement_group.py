@@ -28,7 +28,7 @@ from slime.plan.placement import sleeping_sides
 from slime.ray.cluster import plan_cluster
 from slime.ray.driver import StartedRun
 from slime.ray.rollout_manager import RolloutClient
-from slime.ray.train_group import ActorCritic, TrainGroup
+from slime.ray.train_group import ActorCritic, EndingTrainGroup, TrainGroup
 from slime.utils import env
 from slime.utils.errors import UserError
 from slime.utils.run_values import with_run_values
@@ -110,7 +110,8 @@ def _train_group(args: argparse.Namespace, bundles: Bundles, actor_cls: type | N
     # An evaluation alone needs no values.
     if args.use_critic and args.num_rollout != 0:
         return ActorCritic(args, bundles.group, bundles.places, actor_cls)
-    return TrainGroup(args, bundles.group, bundles.places, actor_cls)
+    group = EndingTrainGroup if args.release_train else TrainGroup
+    return group(args, bundles.group, bundles.places, actor_cls)
 
 
 def _wait_for_start(

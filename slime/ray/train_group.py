@@ -9,17 +9,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import logging
 import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from slime.arguments.checkpoints import WeightSource
 from slime.arguments.config_files.role_config import critic_args
 from slime.observability.logging_utils import LoggedMetrics, drain_outbox
 from slime.observability.waiting import unwatch_actors, wait_for, wait_for_all, watch_actors
@@ -39,6 +42,8 @@ _CRITIC_RANK = "slime.training.critic_rank.CriticRank"
 _CALL_DEADLINE_SECONDS = 24 * 3600.0
 _DISPOSE_DEADLINE_SECONDS = 60.0
 _LEFT_METRICS_SECONDS = 3.0
+
+logger = logging.getLogger(__name__)
 
 Report = Callable[[list[LoggedMetrics]], None]
 
@@ -72,6 +77,10 @@ class RankProcess:
     def call_after(self, awaited: Any, method: str, *arguments: Any) -> Any:
         """`call`, when the reference `awaited` is ready."""
         return self.call(method, *arguments)
+
+    def process_id(self) -> int:
+        """Of this process, on its node."""
+        return os.getpid()
 
     def take_logged(self) -> list[LoggedMetrics]:
         """What the rank logged in work that failed, and so has not handed over."""
@@ -112,6 +121,11 @@ class TrainGroup:
         self._starting: list[ray.ObjectRef] = []
         # By this object; each changes the weights.
         self.rollouts_trained = 0
+
+    @property
+    def lives(self) -> bool:
+        """Whether there are ranks."""
+        return bool(self._actors)
 
     @property
     def starting(self) -> list[ray.ObjectRef]:
@@ -293,6 +307,104 @@ class TrainGroup:
             **early,
         }
         return at_start, typed
+
+
+class EndingTrainGroup(TrainGroup):
+    """Ranks that end when they are to hold nothing, and are created again when they are to hold something: `--release-train`.
+
+    What they know is in the checkpoint of the last rollout, and until there is one, in what the first of them started from.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        group: PlacementGroup,
+        places: Sequence[tuple[int, int]],
+        actor_cls: type | str | None = None,
+    ) -> None:
+        super().__init__(args, group, places, actor_cls)
+        # The last that engines got of these ranks, or of those before; None before the first push.
+        self._pushed: int | None = None
+        # Of ranks that have ended since the last training: what they had not handed over, and what it took to replace them.
+        self._logged: list[LoggedMetrics] = []
+        self._seconds = 0.0
+
+    def hold(self, holds: Holds) -> None:
+        """Have all ranks hold that much of their memory on the devices; no rank holds nothing."""
+        if holds is Holds.NOTHING:
+            self._end()
+            return
+        if not self.lives:
+            self._create_again()
+        # Where devices are not shared nobody needs what the optimizer has.
+        if self._args.colocate:
+            super().hold(holds)
+
+    def train(self, rollout_id: int, rollout: RolloutResult, report: Report) -> None:
+        """As of every group; `report` also gets what the ranks before these left, and how long it took to start these."""
+        if self._seconds:
+            self._logged.append(
+                ({"perf/start_trainer_time": self._seconds, "rollout/step": rollout_id}, "rollout/step")
+            )
+        report(self._logged)
+        self._logged, self._seconds = [], 0.0
+        super().train(rollout_id, rollout, report)
+
+    def publish(self, rollout_id: int) -> None:
+        """Make the checkpoint of `rollout_id` the one that a resume takes, and that ranks are created from."""
+        super().publish(rollout_id)
+        source = WeightSource("megatron", self._args.save, rollout_id, resume=True)
+        # What was asked for the start of the run is done.
+        self._args = argparse.Namespace(
+            **{
+                **vars(self._args),
+                "initial_weights": source,
+                "no_load_optim": False,
+                "no_load_rng": False,
+                "finetune": False,
+            }
+        )
+
+    def weights_pushed(self, version: int) -> None:
+        """Tell all ranks that engines serve their weights as `version`."""
+        super().weights_pushed(version)
+        self._pushed = version
+
+    def _end(self) -> None:
+        """End all ranks; returns when their processes are gone, and with them what they had on the devices."""
+        if not self.lives:
+            return
+        limit = _DISPOSE_DEADLINE_SECONDS
+        # All ranks log the same, and what functions of a user's log counts once.
+        self._logged += wait_for(self._actors[0].take_logged.remote(), f"metrics of {self.rank_name} 0", limit)
+        ids = wait_for_all([actor.process_id.remote() for actor in self._actors], "ids of the ranks' processes", limit)
+        self.dispose()
+        gone = []
+        for process_id, (bundle, _) in zip(ids, self._places, strict=True):
+            options = {
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, bundle),
+                "runtime_env": {"env_vars": env.actor_environment()},
+            }
+            gone.append(_wait_until_gone.options(**options).remote(process_id, limit))
+        # A process that looks begins first.
+        wait_for_all(gone, f"end of the {self.rank_name}s", 2 * limit, pending=self._name_ranks)
+
+    def _create_again(self) -> None:
+        started = time.perf_counter()
+        self.create()
+        if self._pushed is None:
+            self.open_weight_push()
+        else:
+            self._call_all("continue_weight_pushes", self._pushed)
+        self._seconds += time.perf_counter() - started
+        logger.info("training ranks started again in %.1f s", self._seconds)
+
+
+@ray.remote(num_cpus=0)
+def _wait_until_gone(process_id: int, seconds: float) -> None:
+    """Return when that process of this node has ended; after `seconds` it is an error that it has not."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(process_id).wait(seconds)
 
 
 class ActorCritic(TrainGroup):

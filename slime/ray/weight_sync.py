@@ -61,6 +61,8 @@ class WeightSync:
         self._pushes = 0
         # Rollouts that the weights of the last push were trained on, of this start.
         self._trained_at_push = 0
+        # What the trainer told of the log-probs of its last weights; such a one that ends has told it for engines to come.
+        self._log_probs: list[list[float]] = []
         # Engines whose log-probs were compared.
         self._proven: set[EngineName] = set()
         rollout_manager.bring_weights_by(self.push_to_stale)
@@ -113,8 +115,11 @@ class WeightSync:
         fleet = self._rollout_manager.begin_push_to_stale()
         if not fleet.engines:
             return
-        self._devices.turn_to(Turn.PUSH)
-        report = self._weight_push.repeat(_receivers(fleet))
+        if self._train_group.lives:
+            self._devices.turn_to(Turn.PUSH)
+            report = self._weight_push.repeat(_receivers(fleet))
+        else:
+            report = self._weight_push.repeat_from_files(_receivers(fleet))
         failed = {**report.failed, **self._turn_to_generation(_without(fleet, report.failed.keys()))}
         self._rollout_manager.end_push(fleet.names, report.version, failed)
         served = _without(fleet, failed.keys())
@@ -160,9 +165,10 @@ class WeightSync:
         """
         sequences = probe_sequences(self._args.vocab_size)
         # The trainer computes while it has its weights, the engines when they have caches.
-        trainer = self._train_group.probe_log_probs(sequences) if unproven.engines else []
+        if self._train_group.lives and (unproven.engines or self._args.release_train):
+            self._log_probs = self._train_group.probe_log_probs(sequences)
         self._devices.turn_to(Turn.GENERATION)
-        return self._compare_log_probs(unproven, sequences, trainer) if unproven.engines else {}
+        return self._compare_log_probs(unproven, sequences, self._log_probs) if unproven.engines else {}
 
     def _compare_log_probs(
         self, fleet: FleetSnapshot, sequences: list[list[int]], trainer: list[list[float]]

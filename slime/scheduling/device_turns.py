@@ -9,6 +9,7 @@ Each arrow first takes from one side, then gives to the other: what both need ne
     generate → drain → engines sleep → trainer wakes → train (→ save) → trainer keeps its weights only → engines take room for
     weights → push → trainer sleeps → engines take room for caches → continue
 
+A trainer that sleeps may also end (`--release-train`): then it holds nothing, and is there again when it holds something.
 A side that does not sleep holds everything at all times. To ask for the turn that it is already is fine and does nothing.
 Engines lose their weights when they sleep, so nothing leads from TRAINING to GENERATION but a push.
 """

@@ -136,6 +136,12 @@ class ActorRank(TrainRank):
         )
         return Opening(groups.num_stages, self.weight_version, expected)
 
+    def continue_weight_pushes(self, version: int) -> None:
+        """Make this rank ready for pushes where ranks that have ended left off: engines serve the live weights as `version`."""
+        self.open_weight_push()
+        self.weight_source.continue_from(version)
+        self.weight_version = version
+
     def connect_engines(self, source: int, engines: Sequence[Receiver]) -> Connected | None:
         """Connect source `source` to `engines`; how that went, if this rank is the one that sends."""
         return self.weight_source.connect(engines) if source == self.groups.stage else None

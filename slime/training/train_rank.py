@@ -93,7 +93,8 @@ class TrainRank:
         with timer(f"{self.phase_prefix}{'wake_up' if holds > before else 'sleep'}"):
             self.memory.hold(holds)
         # The first time is news.
-        level = logging.DEBUG if self._has_slept or self.rank else logging.INFO
+        is_news = not (self._has_slept or self.rank or self.args.release_train)
+        level = logging.INFO if is_news else logging.DEBUG
         logger.log(
             level,
             "%s rank %d: %.1f MiB of %s memory with %s, %.1f MiB with %s",

@@ -124,6 +124,17 @@ class WeightPush:
         """
         return self._push(engines, self.version)
 
+    def repeat_from_files(self, engines: Sequence[Receiver]) -> PushReport:
+        """`repeat` without the trainer, which has ended: the files of the last push are there still."""
+        started = time.monotonic()
+        served = _Engines(self._args, engines)
+        order = self._transport.fetching_order(self._args, self.version)
+        if order is not None:
+            served.leave_out(served.refusing(order))
+        self._pause(served)
+        self._place(served, self.version)
+        return PushReport(self.version, served.failed, self._metrics([], time.monotonic() - started))
+
     def _push(self, engines: Sequence[Receiver], version: int) -> PushReport:
         started = time.monotonic()
         served = _Engines(self._args, engines)
@@ -138,17 +149,21 @@ class WeightPush:
         if through_files:
             sent += self._fetch(served, version)
             self._pause(served)
-        served.order(*self._transport.placing_order(self._args, version))
-        served.order("set_weight_version", str(version))
-        served.verify_version(str(version))
-        # Before the trainer hears of it: weights that nobody serves are pushed again, under the same number.
-        served.order("continue_generation")
+        self._place(served, version)
         if served.remaining and version > self.version:
             self.version = version
             self._sources.weights_pushed(version)
         elif served.remaining:
             self._sources.weights_settled()
         return PushReport(self.version, served.failed, self._metrics(sent, time.monotonic() - started))
+
+    def _place(self, served: _Engines, version: int) -> None:
+        """Have what arrived put in place, and let the engines that have it go on."""
+        served.order(*self._transport.placing_order(self._args, version))
+        served.order("set_weight_version", str(version))
+        served.verify_version(str(version))
+        # Before the trainer hears of it: weights that nobody serves are pushed again, under the same number.
+        served.order("continue_generation")
 
     def _pause(self, served: _Engines) -> None:
         # Retracted requests go on with the new weights, and compute anew what they have from the flushed cache.

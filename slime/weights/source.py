@@ -134,6 +134,11 @@ class WeightSource:
             self._transport.help(bucket)
             del bucket
 
+    def continue_from(self, version: int) -> None:
+        """Go on where a source that has ended left off; see `Transport.continue_from`."""
+        if self._transport is not None:
+            self._transport.continue_from(version)
+
     def settle(self) -> None:
         """The engines have in place what was sent."""
         if self._transport is not None:

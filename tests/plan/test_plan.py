@@ -62,6 +62,15 @@ def test_parts_add_up_and_phases_take_both():
     assert all(phase.fits for phase in plan.memory.phases)
 
 
+def test_a_trainer_that_ends_leaves_nothing_on_the_devices_and_on_the_host(tmp_path):
+    files = ["--save", str(tmp_path), "--update-weight-transport", "disk", "--update-weight-disk-dir", str(tmp_path)]
+    sleeping, ending = (make_plan(planned(TWO_NODES, *words)) for words in (files, [*files, "--release-train"]))
+    _, sync, generation = ending.memory.phases
+    assert generation.trainer == 0 < sync.trainer == sleeping.memory.phases[1].trainer
+    assert [part.name for part in ending.memory.training.host_parts] == []
+    assert [part.name for part in sleeping.memory.training.host_parts] != []
+
+
 def test_without_offload_both_count():
     plan = make_plan(planned(TWO_NODES, "--no-offload-train", "--no-offload-rollout"))
     training, _, generation = plan.memory.phases

@@ -27,7 +27,7 @@ from slime.utils.errors import RunError
 def make(**values):
     defaults = {
         "has_engines": True, "eval_interval": 5, "skip_eval_before_train": False, "save_interval": 5,
-        "loss_type": "policy_loss", "offload_train": False, "offload_rollout": False,
+        "loss_type": "policy_loss", "offload_train": False, "release_train": False, "offload_rollout": False,
     }  # fmt: skip
     return SimpleNamespace(**{**defaults, **values})
 
@@ -276,7 +276,7 @@ def make_pool():
     def make(**flags):
         values = {
             "has_trainer": True, "has_engines": True, "colocate": True, "offload_train": True, "offload_rollout": True,
-            "use_critic": False, "typed_flags": set(), "rollout_external": False,
+            "use_critic": False, "typed_flags": set(), "rollout_external": False, "release_train": False,
         }  # fmt: skip
         told = []
         ranks, engines = Side("ranks", told), Side("engines", told)
@@ -296,6 +296,17 @@ def test_ranks_and_engines_are_told_in_the_order_of_the_turns(make_pool):
     ]  # fmt: skip
     with pytest.raises(IllegalTurn):
         pool.devices.turn_to(Turn.GENERATION)
+
+
+@pytest.mark.parametrize("colocate", [True, False])
+def test_ranks_that_end_take_the_turns_of_ranks_that_sleep(make_pool, colocate):
+    pool = make_pool(release_train=True, offload_train=False, offload_rollout=colocate, colocate=colocate)
+    for turn in (Turn.PUSH, Turn.GENERATION, Turn.TRAINING, Turn.PUSH, Turn.PUSH, Turn.GENERATION):
+        pool.devices.turn_to(turn)
+    told = [holds for side, holds in pool.told if side == "ranks"]
+    assert told == ["WEIGHTS", "NOTHING", "ALL", "WEIGHTS", "NOTHING"]
+    engines = [holds for side, holds in pool.told if side == "engines"]
+    assert engines == (["WEIGHTS", "ALL", "NOTHING", "WEIGHTS", "ALL"] if colocate else [])
 
 
 def test_after_an_error_in_the_middle_the_next_turn_begins_where_it_was(make_pool):

@@ -240,7 +240,7 @@ def test_a_started_run_is_returned_and_what_was_parsed_stays(monkeypatch, typed,
         placement_group, "_wait_for_start", lambda *arguments, one_after_the_other: waits.append(one_after_the_other)
     )
     flags = {"has_trainer": trains, "use_critic": False, "colocate": shares, "has_engines": True, "rollout_external": False,
-             "offload_train": False, "offload_rollout": shares}  # fmt: skip
+             "offload_train": False, "release_train": False, "offload_rollout": shares}  # fmt: skip
     args = argparse.Namespace(**flags, **typed)
     bundles = {"actor": placement_group.Bundles(None, ())}
     run = placement_group.create_training_models(args, bundles, manager)

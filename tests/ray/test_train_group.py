@@ -16,7 +16,8 @@ from slime.observability import logging_utils
 from slime.observability.waiting import wait_for
 from slime.ray import train_group
 from slime.ray.driver import RolloutResult, RunLength, RunProgress, StartedRun, StepReport
-from slime.ray.train_group import RankProcess, TrainGroup
+from slime.ray.train_group import EndingTrainGroup, RankProcess, TrainGroup
+from slime.scheduling.device_turns import Holds
 from slime.utils.env import READ_AT_PROCESS_START
 from slime.utils.errors import RunError
 from tests.support.processes.local_ray import start_ray
@@ -168,6 +169,7 @@ def make_group():
         deterministic_mode=False,
         has_trainer=True,
         has_engines=False,
+        colocate=False,
         train_start_timeout=60.0,
         role="actor",
     )
@@ -282,3 +284,99 @@ def test_a_rank_that_dies_while_it_has_nothing_to_do_ends_whatever_is_awaited(ma
     finally:
         group.kill()
     assert wait_for(ray.put(1), "what follows", 60) == 1, "a group that was killed is not watched"
+
+
+class Ranks:
+    """Stands for the Ray actors of a group: what they are asked."""
+
+    def __init__(self, monkeypatch, **flags):
+        self.told, self.created_with = [], []
+        values = {"colocate": True, "save": "/s", "initial_weights": "where the run starts", "no_load_optim": True}
+        args = argparse.Namespace(**{**values, "no_load_rng": True, "finetune": True, **flags})
+        self.group = EndingTrainGroup(args, None, [(0, 0)])
+
+        def start(group, after=None):
+            self.created_with.append(group._args)
+            group._actors = [self]
+
+        def call(group, method, *arguments):
+            assert group.lives
+            self.told.append((method, *arguments))
+            return [[({"train/loss": 1.0}, "train/step")]]
+
+        def end(group):
+            self.told.append("end")
+            group.dispose()
+
+        monkeypatch.setattr(TrainGroup, "start", start)
+        monkeypatch.setattr(TrainGroup, "wait_ready", lambda group: 0)
+        monkeypatch.setattr(TrainGroup, "dispose", lambda group: group._actors.clear())
+        monkeypatch.setattr(TrainGroup, "_call_all", call)
+        monkeypatch.setattr(TrainGroup, "_call_first", call)
+        monkeypatch.setattr(EndingTrainGroup, "_end", end)
+        self.group.create()
+
+
+def test_ranks_that_end_are_created_from_where_the_run_starts_and_later_from_its_last_checkpoint(monkeypatch):
+    ranks = Ranks(monkeypatch)
+    group, first = ranks.group, ranks.created_with[0]
+    group.open_weight_push()
+    for holds in (Holds.WEIGHTS, Holds.NOTHING, Holds.ALL):
+        group.hold(holds)
+    assert ranks.created_with[1] is first
+    # No engine has had weights yet.
+    assert ranks.told == [
+        ("open_weight_push",),
+        ("hold", Holds.WEIGHTS),
+        "end",
+        ("open_weight_push",),
+        ("hold", Holds.ALL),
+    ]
+    group.save(4)
+    group.publish(4)
+    group.weights_pushed(7)
+    ranks.told.clear()
+    for holds in (Holds.NOTHING, Holds.NOTHING, Holds.WEIGHTS):
+        group.hold(holds)
+    assert ranks.told == ["end", "end", ("continue_weight_pushes", 7), ("hold", Holds.WEIGHTS)]
+    args = ranks.created_with[2]
+    source = args.initial_weights
+    assert (source.kind, source.path, source.step, source.resume) == ("megatron", "/s", 4, True)
+    assert (args.no_load_optim, args.no_load_rng, args.finetune) == (False, False, False)
+    assert first.initial_weights == "where the run starts" and first.finetune, "nobody writes into arguments"
+
+
+def test_ranks_with_devices_of_their_own_hold_all_while_they_live(monkeypatch):
+    ranks = Ranks(monkeypatch, colocate=False)
+    for holds in (Holds.WEIGHTS, Holds.NOTHING, Holds.ALL, Holds.WEIGHTS):
+        ranks.group.hold(holds)
+    assert ranks.told == ["end", ("open_weight_push",)]
+
+
+@pytest.mark.slow
+def test_processes_of_ranks_that_end_are_gone_and_what_they_had_logged_is_not(make_group, monkeypatch):
+    of_a_user = make_group(of_a_user=True)
+    group = EndingTrainGroup(of_a_user._args, of_a_user._group, of_a_user._places, of_a_user._actor_cls)
+    monkeypatch.setattr(EndingTrainGroup, "open_weight_push", lambda group: None)
+    told = []
+    try:
+        group.create()
+        pids = ray.get([actor.process_id.remote() for actor in group._actors], timeout=30)
+        ray.get(group._actors[0].__ray_call__.remote(_log_something), timeout=30)
+        group.hold(Holds.NOTHING)
+        assert not group.lives and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+        group.hold(Holds.NOTHING)
+        group.hold(Holds.ALL)
+        group.train(3, RolloutResult((None, None), [], None), told.extend)
+    finally:
+        group.kill()
+    left, seconds = told[:2]
+    assert left == ({"user/hook": 1.0, "rollout/step": 2}, "rollout/step")
+    assert seconds[0]["perf/start_trainer_time"] > 0 and seconds[0]["rollout/step"] == 3
+    assert [metrics["train/loss"] for metrics, _ in told[2:]] == [0.0, 1.0]
+
+
+def _log_something(process):
+    from slime.observability.logging_utils import log
+
+    log(None, {"user/hook": 1.0, "rollout/step": 2}, "rollout/step")

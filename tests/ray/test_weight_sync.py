@@ -64,6 +64,10 @@ class Pushes:
         self.events.append("again")
         return self._report(receivers, self.failed.pop(0) if self.failed else {})
 
+    def repeat_from_files(self, receivers):
+        self.events.append("from files")
+        return self._report(receivers, {})
+
     def _report(self, receivers, failed):
         self.events.append([(of.id, of.handle, of.num_gpus, of.gpu_offset) for of in receivers])
         return PushReport(self.version, failed, {"perf/update_weights_time": 1.0})
@@ -89,11 +93,14 @@ def sync(monkeypatch, events):
         end_push=lambda names, *rest: events.append((*map(str, names), *rest)),
         bring_weights_by=lambda bring: events.append(bring),
     )
-    flags = {"check_weight_update_equal": False, "use_fault_tolerance": False, "max_weight_staleness": None}
+    flags = {
+        "check_weight_update_equal": False, "use_fault_tolerance": False, "max_weight_staleness": None,
+        "release_train": False,
+    }  # fmt: skip
     args = SimpleNamespace(**flags, vocab_size=50)
     turns = []
     ranks = SimpleNamespace(
-        rollouts_trained=0, probe_log_probs=lambda sequences: turns.append("probe") or ["of the trainer"]
+        rollouts_trained=0, lives=True, probe_log_probs=lambda sequences: turns.append("probe") or ["of the trainer"]
     )
     sync = WeightSync(args, ranks, manager, SimpleNamespace(turn_to=turns.append))
     assert events.pop() == sync.push_to_stale
@@ -133,6 +140,20 @@ def test_devices_turn_to_the_push_and_then_to_generation_and_log_probs_are_told_
     sync.stale = fleet_of()
     sync.push_to_stale()
     assert sync.turns == []
+
+
+def test_a_trainer_that_ends_tells_its_log_probs_for_engines_that_come_when_it_is_gone(sync, events):
+    sync._args.release_train = True
+    sync.push()
+    sync.push()
+    assert sync.turns == [Turn.PUSH, "probe", Turn.GENERATION, "compare", Turn.PUSH, "probe", Turn.GENERATION]
+    sync._train_group.lives = False
+    sync.turns.clear()
+    events.clear()
+    sync.stale = fleet_of("new", first=1)
+    sync.push_to_stale()
+    assert sync.turns == [Turn.GENERATION, "compare"]
+    assert events == ["from files", [(1, "new", 1, 1)], ("log-probs", "engine 1"), ("engine 1", 6, {})]
 
 
 def test_a_push_that_ends_the_run_gives_nobody_its_caches(sync):

@@ -305,7 +305,7 @@ def test_a_push_through_files(serving, old_checkpoint, old_model, new_model, tmp
     serving.call_all("reset_weights")
     flags = {
         "update_weight_transport": "disk", "update_weight_disk_dir": str(tmp_path), "update_weight_disk_keep_files": False,
-        "hf_checkpoint": str(old_checkpoint), "update_weight_local_checkpoint_dir": None,
+        "hf_checkpoint": str(old_checkpoint), "release_train": False, "update_weight_local_checkpoint_dir": None,
     }  # fmt: skip
     for version, model in ((7, new_model), (8, old_model)):
         tensors = model.named_tensors()
@@ -324,7 +324,7 @@ def test_a_push_of_what_changed(serving, old_checkpoint, old_model, new_model, t
     serving.call_all("reset_weights")
     flags = {
         "update_weight_transport": "disk", "update_weight_mode": "delta", "update_weight_disk_dir": str(tmp_path / "pushes"),
-        "update_weight_disk_keep_files": False, "hf_checkpoint": str(old_checkpoint),
+        "update_weight_disk_keep_files": False, "release_train": False, "hf_checkpoint": str(old_checkpoint),
         "update_weight_delta_encoding": "xor", "update_weight_delta_checksum": "xxh3-128",
     }  # fmt: skip
     tensors = dict(old_model.named_tensors())

@@ -133,6 +133,33 @@ def test_who_missed_a_push_gets_it_under_its_version_and_the_trainer_pushes_noth
 
 
 @pytest.mark.usefixtures("limits")
+@pytest.mark.parametrize("local", [None, "/local"])
+def test_where_the_trainer_has_ended_who_missed_a_push_gets_the_files_that_are_there(local):
+    log = Log([(("fetch_weights", 2), "disk full")])
+    args = SimpleNamespace(
+        **{**vars(ARGS), "update_weight_transport": "disk", "update_weight_disk_dir": "/d"},
+        update_weight_local_checkpoint_dir=local,
+    )
+    pushes = WeightPush(args, Trainer(log, version=6))
+    pushes.push(engines_of(log))
+    log.clear()
+    late = [Receiver(id, Handle(id, log), 1, id) for id in (1, 2)]
+    report = pushes.repeat_from_files(late)
+    assert report.version == pushes.version == 7
+    assert report.failed == ({} if local is None else {2: "disk full"})
+    assert [entry for entry in log if entry[1] == 1] == [
+        *([] if local is None else [("fetch_weights", 1, "/d/weight_v000007")]),
+        ("pause_generation", 1, "abort"),
+        ("flush_cache", 1),
+        ("update_weights_from_disk", 1, local or "/d/weight_v000007", "7"),
+        ("set_weight_version", 1, "7"),
+        ("get_weight_version", 1),
+        ("continue_generation", 1),
+    ]
+    assert not [entry for entry in log if entry[0] in ("connect", "send", "settled", "pushed")]
+
+
+@pytest.mark.usefixtures("limits")
 def test_the_version_goes_on_where_the_trainer_was():
     log = Log()
     pushes = WeightPush(ARGS, Trainer(log, version=6))

@@ -77,7 +77,7 @@ class Way:
         mode = "full" if name == "full" else "delta"
         self._args = SimpleNamespace(
             hf_checkpoint=str(directory / "hf"), update_weight_transport="disk", update_weight_mode=mode, colocate=False,
-            update_weight_disk_dir=str(directory / name), update_weight_disk_keep_files=False,
+            update_weight_disk_dir=str(directory / name), update_weight_disk_keep_files=False, release_train=False,
             update_weight_delta_encoding=name, update_weight_delta_checksum="xxh3-128",
             update_weight_local_checkpoint_dir=str(directory / f"{name}-host"), distributed_timeout_minutes=10,
         )  # fmt: skip

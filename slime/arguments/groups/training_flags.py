@@ -133,8 +133,7 @@ WEIGHTS = Group("weights and training process", (
     switch("--model-args-from-hf", "derive all model-shape flags from the config of --hf-checkpoint; typed flags must agree "
         "with it"),
     switch("--release-train", "end the train actors during generation and recreate them from a checkpoint for each step; "
-        "needs --save and --update-weight-transport disk, and saves every rollout",
-        not_yet="ending the trainer during generation"),
+        "needs --save and --update-weight-transport disk, and saves every rollout"),
     flag("--log-probs-chunk-size", int, -1, "rows per float32 chunk when computing log-probs; 0 or less: chosen so that a "
         "chunk stays under 256 MiB, and no chunks where kernels are compiled"),
     switch("--recompute-loss-function", "compute log-probs and loss once more in the backward pass instead of keeping their "

@@ -147,10 +147,10 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
     refused(lambda args: "" in (args.rollout_stop or []),
         "{--rollout-stop}: an empty stop string would end every response at once; give text, or drop the flag"),
     lengths, lengths_of_sets, summed_lengths,
-    refused(lambda args: args.asynchronous and (args.colocate or args.offload_rollout or args.offload_train
-            and (not args.use_critic or not args.typed_flags.isdisjoint({"offload", "offload_train"}))),
-        "{--colocate} and {--offload}: train_async.py generates while it trains, so both need GPUs of their own, and nobody "
-        "sleeps; use train.py, or drop it"),
+    refused(lambda args: args.asynchronous and (args.colocate or args.release_train or args.offload_rollout
+            or args.offload_train and (not args.use_critic or not args.typed_flags.isdisjoint({"offload", "offload_train"}))),
+        "{--colocate}, {--offload} and {--release-train}: train_async.py generates while it trains, so both need GPUs of their "
+        "own, and nobody sleeps or ends; use train.py, or drop it"),
     refused(lambda args: not args.asynchronous and args.has_engines and args.update_weights_interval != 1,
         "{--update-weights-interval=}: train.py pushes the weights after every rollout; use train_async.py, or give 1"),
     refused(lambda args: not args.asynchronous and args.rollout_function_path.startswith(FULLY_ASYNC),
@@ -306,6 +306,8 @@ WEIGHT_RULES: tuple[Rule, ...] = (
             "{--release-train} with {--advantage-estimator=}: the critic would be lost; drop it"),
         refused(lambda args: args.keep_old_actor,
             "{--release-train} with {--keep-old-actor}: the copy would be lost; drop one"),
+        refused(lambda args: args.no_save_rng or args.no_save_optim and not args.use_stateless_adam,
+            "{--release-train} with {--no-save-optim} or {--no-save-rng}: that would be lost in every step; drop it"),
         refused(lambda args: args.save is None,
             "{--release-train} recreates the trainer from a checkpoint for each step; give {--save}"),
         refused(lambda args: args.save_interval not in (None, 1),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from slime.utils.errors import UserError
 from slime.utils.filesystem import claim_directory, fsync_tree, replace_directory
 from slime.weights.hf_writer import copy_auxiliary_files, number_shards, write_shard
-from slime.weights.publication import directory_of, index_metadata
+from slime.weights.publication import Publication, directory_of, index_metadata, is_publication
 from slime.weights.transports.transport import Background, Order, Transport
 
 if TYPE_CHECKING:
@@ -102,8 +102,17 @@ class DiskTransport(Transport):
         Background(lambda: shutil.rmtree(draft, ignore_errors=True), f"removing {draft}").ended_within(_DISCARD_SECONDS)
 
     def settle(self) -> None:
-        if self._is_last and not self._args.update_weight_disk_keep_files:
+        if not self._is_last or self._args.update_weight_disk_keep_files:
+            return
+        if self._args.release_train:
+            # Who needs these weights later finds no trainer that could write them again.
+            self._remove_others()
+        else:
             shutil.rmtree(self._final)
+
+    def continue_from(self, version: int) -> None:
+        # Engines of one host share their copy with those of the same chain only.
+        self._chain = Publication.read(self.directory(self._args, version)).chain
 
     def _writer(self, path: Path, bucket: NamedTensors) -> Callable[[], Any]:
         """A function that writes a shard; what it needs of the bucket lies on the CPU when it is returned."""
@@ -111,6 +120,12 @@ class DiskTransport(Transport):
 
     def _index_metadata(self) -> Mapping[str, Any]:
         return index_metadata(self._chain, self._version)
+
+    def _remove_others(self) -> None:
+        """Remove what other pushes have published; nothing else."""
+        for other in self._final.parent.glob("weight_v*"):
+            if other != self._final and is_publication(other):
+                shutil.rmtree(other)
 
     def _wait(self) -> None:
         """Return when the shard that is being written is on disk."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from slime.weights import delta_encoding
 from slime.weights.hf_reader import Place, places_of_checkpoint, read_bytes, safetensors_dtype
 from slime.weights.hf_writer import own_storage, write_shard
-from slime.weights.publication import CHECKPOINT, Patch, index_metadata, is_publication, patches_to_metadata
+from slime.weights.publication import CHECKPOINT, Patch, index_metadata, patches_to_metadata
 from slime.weights.transports.disk import DiskTransport
 from slime.weights.transports.transport import Delta
 
@@ -149,9 +148,3 @@ class DiskDeltaTransport(DiskTransport):
         args = self._args
         delta = (args.update_weight_delta_encoding, args.update_weight_delta_checksum)
         return index_metadata(self._chain, self._version, self._changes_version, delta)
-
-    def _remove_others(self) -> None:
-        """Remove what other pushes have published; nothing else."""
-        for other in self._final.parent.glob("weight_v*"):
-            if other != self._final and is_publication(other):
-                shutil.rmtree(other)

@@ -150,6 +150,13 @@ class Transport:
     def settle(self) -> None:
         """Give up what held the bytes: the engines have them in place."""
 
+    def continue_from(self, version: int) -> None:
+        """Go on where a transport in a process that has ended left off: engines have its weights `version`.
+
+        Raises:
+            RunError: what it left is not there.
+        """
+
     def close(self) -> None:
         """Leave the engines. Errors are ignored: they may be gone."""
 

@@ -238,6 +238,13 @@ def test_complete_settings_break_no_rule(tmp_path, words):
 
 def test_a_released_trainer_saves_every_rollout(tmp_path):
     assert parse(tmp_path, *COMPLETE_RELEASE.split(), "--dry-run").save_interval == 1
+    # The optimizer that has nothing to save needs no more than that.
+    parse(tmp_path, *COMPLETE_RELEASE.split(), "--use-stateless-adam", "--no-save-optim", "--dry-run")
+
+
+def test_nobody_ends_in_the_asynchronous_loop(tmp_path):
+    with pytest.raises(UserError, match="--release-train: train_async.py generates while it trains"):
+        asynchronous(tmp_path, COMPLETE_RELEASE)
 
 
 def test_one_advice_for_deltas_of_colocated_engines(tmp_path):

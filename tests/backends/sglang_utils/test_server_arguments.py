@@ -28,7 +28,7 @@ def make_args(**overrides) -> SimpleNamespace:
         "hf_checkpoint": "/models/m", "seed": 1234, "num_gpus_per_node": 8, "rollout_num_gpus_per_engine": 2,
         "sglang_pp_size": None, "sglang_tp_size": None, "fp16": False, "use_rollout_routing_replay": False,
         "trust_remote_code": False, "router_api_key": None, "has_trainer": True, "has_engines": True, "colocate": False,
-        "offload_train": False, "offload_rollout": False, "rollout_external": False,
+        "offload_train": False, "offload_rollout": False, "release_train": False, "rollout_external": False,
     }  # fmt: skip
     return SimpleNamespace(**{**values, **overrides})
 

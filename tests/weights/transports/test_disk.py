@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from slime.utils import filesystem
 from slime.utils.errors import RunError, UserError
 from slime.weights.local_checkpoint import LocalCheckpoint
+from slime.weights.publication import Publication
 from slime.weights.transports import disk
 from slime.weights.transports.disk import DiskTransport
 from slime.weights.transports.transport import Background
@@ -29,12 +30,12 @@ def args(tmp_path):
     (hf / "model.safetensors").write_text("weights of somebody else")
     return SimpleNamespace(
         hf_checkpoint=str(hf), update_weight_disk_dir=str(tmp_path / "pushes"), update_weight_disk_keep_files=False,
-        update_weight_local_checkpoint_dir=None, distributed_timeout_minutes=1,
+        update_weight_local_checkpoint_dir=None, distributed_timeout_minutes=1, release_train=False,
     )  # fmt: skip
 
 
-def send(args, version, sources=BUCKETS):
-    transports = [DiskTransport(args, index, len(sources)) for index in range(len(sources))]
+def send(args, version, sources=BUCKETS, transports=None):
+    transports = transports or [DiskTransport(args, index, len(sources)) for index in range(len(sources))]
     for transport, buckets in zip(transports, sources, strict=True):
         transport.connect([])
         transport.begin(version)
@@ -69,6 +70,29 @@ def test_all_sources_make_one_checkpoint(args, tmp_path):
     for transport in transports:
         transport.settle()
     assert contents(tmp_path / "pushes") == []
+
+
+def test_where_the_trainer_ends_the_last_files_stay_and_the_next_one_goes_on_with_its_chain(args, tmp_path):
+    args.release_train = True
+    foreign = tmp_path / "pushes" / "weight_v000000"
+    foreign.mkdir(parents=True)
+    chains = set()
+    for version in (1, 2, 3):
+        transports = [DiskTransport(args, index, 2) for index in range(2)]
+        if version > 1:
+            assert contents(tmp_path / "pushes") == ["weight_v000000", f"weight_v00000{version - 1}"]
+            for transport in transports:
+                transport.continue_from(version - 1)
+        send(args, version, transports=transports)
+        for transport in transports:
+            transport.settle()
+        chains.add(Publication.read(DiskTransport.directory(args, version)).chain)
+    assert len(chains) == 1
+    with pytest.raises(RunError, match="weight_v000007 holds no weights"):
+        DiskTransport(args, 0, 1).continue_from(7)
+    # Engines that take weights 3 once more are told that they have them.
+    transports[-1].settle()
+    assert contents(tmp_path / "pushes") == ["weight_v000000", "weight_v000003"], "what no push has made stays"
 
 
 def test_hosts_copy_what_is_published_and_engines_load_the_copy(args, tmp_path):
