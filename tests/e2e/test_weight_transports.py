@@ -1,0 +1,97 @@
+"""Every way in which weights travel, in whole runs: engines hold what the trainer has, and all runs learn the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slime.arguments.checkpoints import iteration_directory
+from tests.support.models.tiny_task import TinyTask
+from tests.support.processes.train_process import TrainProcess, checkpoint_tensors
+
+pytestmark = pytest.mark.slow
+
+ROLLOUTS = range(3)
+
+
+def through_disk(directory: Path, *words: object) -> list[object]:
+    return ["--update-weight-transport", "disk", "--update-weight-disk-dir", directory / "pushes", *words]
+
+
+def by_deltas(directory: Path, encoding: str) -> list[object]:
+    copies = ["--update-weight-local-checkpoint-dir", directory / "local"]
+    return through_disk(directory, "--update-weight-mode", "delta", "--update-weight-delta-encoding", encoding, *copies)
+
+
+WAYS: dict[str, Callable[[Path], list[object]]] = {
+    "shared handles": lambda directory: ["--colocate"],
+    "disk": through_disk,
+    "disk, copied to the engines' host": lambda directory: through_disk(
+        directory, "--update-weight-local-checkpoint-dir", directory / "local"
+    ),
+    "disk, on shared devices": lambda directory: through_disk(directory, "--colocate"),
+    "delta, xor": lambda directory: by_deltas(directory, "xor"),
+    "delta, overwrite": lambda directory: by_deltas(directory, "overwrite"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    process: TrainProcess
+    checkpoints: Path
+
+
+def run_of(task: TinyTask, directory: Path, words: list[object]) -> Run:
+    checkpoints = directory / "checkpoints"
+    flags = [
+        *task.loop_flags, "--num-rollout", len(ROLLOUTS), "--check-weight-update-equal", "--save", checkpoints,
+        "--load", checkpoints, "--save-interval", "1", *words,
+    ]  # fmt: skip
+    return Run(TrainProcess(flags, directory), checkpoints)
+
+
+def finish(run: Run) -> Run:
+    with run.process as process:
+        process.wait_for_success(400)
+        process.assert_no_process_left()
+    return run
+
+
+@pytest.fixture(scope="module")
+def process_group(task, tmp_path_factory) -> Run:
+    return finish(run_of(task, tmp_path_factory.mktemp("process_group"), []))
+
+
+def assert_engines_held_the_weights(run: Run) -> None:
+    output = run.process.output()
+    assert len(re.findall(r"weight check: \d+ tensors equal on 2 engines", output)) == 1
+    differences = run.process.scalars("train/train_rollout_logprob_abs_diff")
+    assert differences and all(value <= 1e-5 for value in differences.values())
+
+
+def assert_same_end(run: Run, other: Run) -> None:
+    left, right = (checkpoint_tensors(iteration_directory(r.checkpoints, ROLLOUTS[-1])) for r in (run, other))
+    assert left.keys() == right.keys() and len(left) > 10
+    assert [name for name in left if left[name] != right[name]] == []
+
+
+def test_the_process_group_gives_engines_what_the_trainer_has(process_group):
+    assert_engines_held_the_weights(process_group)
+    assert sorted(process_group.process.scalars("train/loss")) == list(ROLLOUTS)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_other_way_learns_the_same(task, process_group, tmp_path, way):
+    run = finish(run_of(task, tmp_path, WAYS[way](tmp_path)))
+    assert_engines_held_the_weights(run)
+    for tag in ("train/loss", "train/grad_norm", "rollout/raw_reward"):
+        assert run.process.scalars(tag) == process_group.process.scalars(tag) != {}, tag
+    assert_same_end(run, process_group)
+    # The push before the first rollout belongs to no step.
+    density = run.process.scalars("perf/update_weights_density")
+    assert sorted(density) == (list(ROLLOUTS) if way.startswith("delta") else [])
+    assert all(0 < share <= 1 for share in density.values())
