@@ -1,0 +1,58 @@
+"""The runs of the quick start, with their flags as the script gives them: its task, the supervised start, and what follows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.processes.train_process import REPOSITORY, TrainProcess
+
+# In the place of the interpreter of a copy of the script: tells what it was to run.
+_TELLING = f"""#!/bin/sh
+exec {sys.executable} -c 'import json, sys; print("told " + json.dumps(sys.argv[1:]))' "$@"
+"""
+
+
+class ToyTask:
+    """Made below `directory`; `start` is the supervised run whose checkpoint all others begin with."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory.resolve()
+        self._copy = self._directory / "script"
+        (self._copy / "scripts").mkdir(parents=True)
+        shutil.copy(REPOSITORY / "scripts/quickstart.sh", self._copy / "scripts")
+        interpreter = self._copy / ".venv/bin/python"
+        interpreter.parent.mkdir(parents=True)
+        interpreter.write_text(_TELLING)
+        interpreter.chmod(0o755)
+        # The plan makes a task that is not there in a directory of its own.
+        program, _, *arguments = self._told("unused")[0]
+        task = self._directory / "seed-0/task"
+        subprocess.run([sys.executable, str(REPOSITORY / program), str(task), *arguments], check=True)
+
+    def start(self) -> TrainProcess:
+        """The supervised run."""
+        return self._process("supervised", 0)
+
+    def run(self, name: str, *words: str) -> TrainProcess:
+        """The GRPO run of `scripts/quickstart.sh {words}`."""
+        return self._process(name, 1, *words)
+
+    def _process(self, name: str, position: int, *words: str) -> TrainProcess:
+        program, *flags = [told for told in self._told(name, *words) if "make_toy_task" not in told[0]][position]
+        return TrainProcess(
+            [flag for flag in flags if flag != "--dry-run"], self._directory / f"process-{name}", program=program
+        )
+
+    def _told(self, name: str, *words: str) -> list[list[str]]:
+        """The commands that a plan of the script runs."""
+        script = str(self._copy / "scripts/quickstart.sh")
+        done = subprocess.run(
+            ["bash", script, "--dir", str(self._directory), "--run", name, "--dry-run", *words],
+            stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, check=True,
+        )  # fmt: skip
+        lines = [line for line in done.stdout.splitlines() if line.startswith("told ")]
+        return [json.loads(line.removeprefix("told ")) for line in lines]
