@@ -1,13 +1,10 @@
 """The waits of a transfer, and who is to blame for one that breaks: peers in processes of their own play the engines."""
 
-import math
-import os
 import re
 import socket
 import subprocess
 import sys
 import threading
-import time
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -20,6 +17,7 @@ from slime.weights.transports import process_group
 from slime.weights.transports.process_group import ProcessGroupTransport, communicator_environment
 from slime.weights.transports.transport import Background, EnginesFailed, Receiver
 from tests.support.processes.local_ray import start_ray
+from tests.support.processes.weight_peers import engine_of, start_peers
 
 
 @pytest.mark.parametrize(
@@ -292,79 +290,12 @@ def test_engines_that_do_not_come_are_waited_for_no_longer_than_a_moment(monkeyp
     assert Background(lambda: transport._wait_for_who_joins({}), "waiting").ended_within(60)
 
 
-class Peer:
-    """What an engine does with a weight group, in a process of its own."""
-
-    def __init__(self):
-        import torch  # noqa: F401
-
-        import slime.utils.process_groups  # noqa: F401
-
-        self.trouble, self.received, self.groups = None, [], {}
-
-    def start(self, trouble):
-        """Forget what was received. `trouble`: what it does instead of receiving the second bucket from now on."""
-        self.trouble, self.received = trouble, []
-
-    def init_weights_update_group(self, host, port, rank, world_size, name, backend, timeout):
-        import torch.distributed as dist
-
-        from slime.utils.process_groups import init_process_group
-
-        if self.trouble == "does not join":
-            raise RunError("the engine does not join")
-        limit = timedelta(seconds=60)
-        store = dist.TCPStore(host, port, is_master=False, timeout=limit)
-        self.groups[name] = init_process_group(backend, store, world_size, rank, name, limit)
-
-    def destroy_weights_update_group(self, name):
-        import torch.distributed as dist
-
-        dist.destroy_process_group(self.groups.pop(name))
-
-    def update_weights_from_distributed(self, names, dtypes, shapes, group_name, version, load_format, timeout):
-        import torch
-        import torch.distributed as dist
-
-        assert set(dtypes) == {"float32"}
-        if self.received:
-            if self.trouble == "dies":
-                os._exit(1)
-            if self.trouble == "hangs":
-                time.sleep(600)
-            if self.trouble in ("refuses", "refuses once"):
-                self.trouble = self.trouble if self.trouble == "refuses" else None
-                raise RunError("no memory for this bucket")
-        # As SGLang does it.
-        if load_format:
-            assert load_format == "flattened_bucket"
-            buffers = [torch.empty(sum(4 * math.prod(shape) for shape in shapes), dtype=torch.uint8)]
-        else:
-            buffers = [torch.empty(shape) for shape in shapes]
-        try:
-            works = [dist.broadcast(buffer, 0, self.groups[group_name], async_op=True) for buffer in buffers]
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            raise RunError(f"the broadcast broke: {error}") from None
-        found = {value for buffer in buffers for value in buffer.view(torch.float32).flatten().tolist()}
-        self.received.append((names, found, load_format) if len(names) == 3 else (names, found))
-
-    def get_weight_version(self):
-        return "0"
-
-    def all_received(self):
-        return self.received
-
-
 @pytest.fixture(scope="module")
 def receivers():
     import ray
 
     start_ray(num_cpus=4)
-    peers = [ray.remote(num_cpus=0, max_concurrency=4)(Peer).remote() for _ in range(3)]
-    ray.get([peer.get_weight_version.remote() for peer in peers], timeout=300)
-    yield [Receiver(id, peer, 1, id) for id, peer in enumerate(peers)]
+    yield [Receiver(id, peer, 1, id) for id, peer in enumerate(start_peers(3))]
     ray.shutdown()
 
 
@@ -408,6 +339,28 @@ def test_a_connection_that_stands_is_kept_and_another_set_of_engines_joins_a_new
         assert received_by(receivers) == [3 * RECEIVED, 3 * RECEIVED, RECEIVED]
     finally:
         transport.close()
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
+def test_engines_of_several_sizes_are_one_world(receivers, sizes):
+    """Each has the ranks behind those of the engines before it, one for each of its devices."""
+    import ray
+
+    ray.get([of.handle.start.remote(None) for of in receivers], timeout=60)
+    ranks, engines = [of.handle for of in receivers], []
+    for id, size in enumerate(sizes):
+        first = sum(sizes[:id])
+        # Their devices may lie anywhere: a placeholder is before the second one.
+        engines.append(Receiver(id, engine_of(ranks[first : first + size]), size, first + id))
+    transport = ProcessGroupTransport(SimpleNamespace(**{**vars(ARGS), "distributed_timeout_minutes": 5}), 0, 1)
+    try:
+        assert transfer(transport, engines) == []
+    finally:
+        transport.close()
+    assert received_by(receivers) == [RECEIVED] * 3
+    told = ray.get([of.handle.all_told.remote() for of in engines], timeout=60)
+    broadcasts = [("broadcast",)] * len(BUCKETS)
+    assert told == [[("join", 1, 4), *broadcasts], [("join", 1 + sizes[0], 4), *broadcasts]]
 
 
 def test_large_tensors_of_the_host_travel_as_they_are_and_small_ones_in_one_piece(receivers):

@@ -1,0 +1,161 @@
+"""What engines do with weights, in processes of their own: one for each device of an engine, and one that speaks for all."""
+
+from __future__ import annotations
+
+import base64
+import math
+import os
+import pickle
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from slime.utils.errors import RunError
+
+
+class Peer:
+    """A device of an engine: its rank in weight groups, and what it received."""
+
+    def __init__(self) -> None:
+        import torch  # noqa: F401
+
+        import slime.utils.process_groups  # noqa: F401
+
+        self.trouble, self.received, self.groups = None, [], {}
+
+    def start(self, trouble):
+        """Forget what was received. `trouble`: what it does instead of receiving the second bucket from now on."""
+        self.trouble, self.received = trouble, []
+
+    def init_weights_update_group(self, host, port, rank, world_size, name, backend, timeout):
+        import torch.distributed as dist
+
+        from slime.utils.process_groups import init_process_group
+
+        if self.trouble == "does not join":
+            raise RunError("the engine does not join")
+        limit = timedelta(seconds=60)
+        store = dist.TCPStore(host, port, is_master=False, timeout=limit)
+        self.groups[name] = init_process_group(backend, store, world_size, rank, name, limit)
+
+    def destroy_weights_update_group(self, name):
+        import torch.distributed as dist
+
+        dist.destroy_process_group(self.groups.pop(name))
+
+    def update_weights_from_distributed(self, names, dtypes, shapes, group_name, version, load_format, timeout):
+        import torch
+        import torch.distributed as dist
+
+        assert set(dtypes) == {"float32"}
+        if self.received:
+            if self.trouble == "dies":
+                os._exit(1)
+            if self.trouble == "hangs":
+                time.sleep(600)
+            if self.trouble in ("refuses", "refuses once"):
+                self.trouble = self.trouble if self.trouble == "refuses" else None
+                raise RunError("no memory for this bucket")
+        # As SGLang does it.
+        if load_format:
+            assert load_format == "flattened_bucket"
+            buffers = [torch.empty(sum(4 * math.prod(shape) for shape in shapes), dtype=torch.uint8)]
+        else:
+            buffers = [torch.empty(shape) for shape in shapes]
+        try:
+            works = [dist.broadcast(buffer, 0, self.groups[group_name], async_op=True) for buffer in buffers]
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise RunError(f"the broadcast broke: {error}") from None
+        found = {value for buffer in buffers for value in buffer.view(torch.float32).flatten().tolist()}
+        self.received.append((names, found, load_format) if len(names) == 3 else (names, found))
+
+    def open_handle(self, handle):
+        """As SGLang finds the tensors of a handle."""
+        found = pickle.loads(base64.b64decode(handle))
+        values = set(found["flattened_tensor"].view(found["metadata"][0].dtype).tolist())
+        self.received.append(([entry.name for entry in found["metadata"]], values))
+
+    def get_weight_version(self):
+        return "0"
+
+    def all_received(self):
+        return self.received
+
+
+class EnginePeer:
+    """An engine whose devices are the `ranks`, actors of `Peer`; `told` is what it was told, in order.
+
+    `reports`: what it says is its version; None: what it was told.
+    """
+
+    def __init__(self, ranks: Sequence[Any], reports: str | None = None) -> None:
+        self.ranks, self.reports, self.told, self.version = ranks, reports, [], "0"
+
+    def _ask(self, method: str, arguments: Sequence[Sequence[Any]]) -> None:
+        """Ask all ranks at the same time: they may wait for each other."""
+        import ray
+
+        refs = [getattr(rank, method).remote(*words) for rank, words in zip(self.ranks, arguments, strict=True)]
+        ray.get(refs, timeout=120)
+
+    def init_weights_update_group(self, host, port, rank_offset, *rest):
+        self.told.append(("join", rank_offset, rest[0]))
+        places = [(host, port, rank_offset + position, *rest) for position in range(len(self.ranks))]
+        self._ask("init_weights_update_group", places)
+
+    def destroy_weights_update_group(self, name):
+        self._ask("destroy_weights_update_group", [[name]] * len(self.ranks))
+
+    def update_weights_from_distributed(self, *bucket):
+        self.told.append(("broadcast",))
+        self._ask("update_weights_from_distributed", [bucket] * len(self.ranks))
+
+    def update_weights_from_tensor(self, handles, load_format, timeout):
+        self.told.append(("handles",))
+        self._ask("open_handle", [[handle] for handle in handles])
+
+    def pause_generation(self, mode):
+        self.told.append(("pause", mode))
+
+    def flush_cache(self):
+        self.told.append(("flush",))
+
+    def begin_weight_update(self):
+        self.told.append(("begin",))
+
+    def end_weight_update(self):
+        self.told.append(("end",))
+
+    def set_weight_version(self, version):
+        self.told.append(("version", version))
+        self.version = version
+
+    def get_weight_version(self):
+        self.told.append(("version?",))
+        return self.reports or self.version
+
+    def continue_generation(self):
+        self.told.append(("continue",))
+
+    def all_told(self):
+        told, self.told = self.told, []
+        return told
+
+
+def start_peers(count: int) -> list[Any]:
+    """Actors of `Peer`, ready."""
+    import ray
+
+    peers = [ray.remote(num_cpus=0, max_concurrency=4)(Peer).remote() for _ in range(count)]
+    ray.get([peer.get_weight_version.remote() for peer in peers], timeout=300)
+    return peers
+
+
+def engine_of(ranks: Sequence[Any], reports: str | None = None) -> Any:
+    """An actor of `EnginePeer`. It takes one order after the other, as a server does."""
+    import ray
+
+    return ray.remote(num_cpus=0)(EnginePeer).remote(list(ranks), reports)
