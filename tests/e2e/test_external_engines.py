@@ -79,8 +79,7 @@ def engines(task, tmp_path_factory):
             engine.end()
 
 
-@pytest.fixture
-def flags(task, engines) -> list[str]:
+def flags_of_a_run(task, engines: list[PlainEngine]) -> list[str]:
     addresses = [engine.address for engine in engines]
     return [
         *task.rollout_flags, *task.train_flags, "--actor-num-gpus-per-node", "1", "--num-rollout", "2",
@@ -89,7 +88,8 @@ def flags(task, engines) -> list[str]:
 
 
 @pytest.mark.slow
-def test_engines_of_others_learn_with_a_run_and_outlive_it_however_it_ends(flags, engines, tmp_path):
+def test_engines_of_others_learn_with_a_run_and_outlive_it_however_it_ends(task, engines, tmp_path):
+    flags = flags_of_a_run(task, engines)
     pids = [engine.process.pid for engine in engines]
     with TrainProcess([*flags, "--check-weight-update-equal"], tmp_path / "first") as process:
         process.wait_for_success(300)
@@ -121,17 +121,31 @@ def test_engines_of_others_learn_with_a_run_and_outlive_it_however_it_ends(flags
 
 
 @pytest.mark.slow
-def test_an_engine_that_ends_is_named_and_the_others_live(flags, engines, tmp_path):
-    """Also where the engines are as a killed run has left them."""
+@pytest.mark.parametrize("tolerance", [[], ["--use-fault-tolerance"]], ids=["the run ends", "the run goes on"])
+def test_an_engine_that_ends_is_named_and_the_others_live(task, engines, tmp_path, tolerance):
+    """Also where the others are as a killed run has left them. Nobody starts another one in its place."""
+    other, mortal = engines[0], PlainEngine(task.model, tmp_path / "mortal.log")
     held = ["--custom-generate-function-path", f"{PLUG_INS}:marked_generate"]
-    with TrainProcess([*flags, *held], tmp_path / "last", {"E2E_HOLD_ROLLOUT": "1"}) as process:
-        process.wait_for_line("holding rollout 1", 300)
-        engines[1].end()
-        assert process.wait(60) == 1, process.output()
-        process.assert_no_process_left()
-        assert f"engine 1 died: nobody listens at http://{engines[1].address} any more" in process.output()
-    wait_until(engines[0].generates)
-    assert engines[0].is_out_of_all_groups()
+    flags = [*flags_of_a_run(task, [other, mortal]), *held, *tolerance]
+    try:
+        with TrainProcess(flags, tmp_path / "run", {"E2E_HOLD_ROLLOUT": "1"}) as process:
+            process.wait_for_line("holding rollout 1", 300)
+            mortal.end()
+            if tolerance:
+                process.wait_for_line("engine 1 is given up", 60)
+                (process.directory / "go").touch()
+            assert process.wait(120) == (0 if tolerance else 1), process.output()
+            process.assert_no_process_left()
+    finally:
+        mortal.end()
+    output = process.output()
+    assert f"engine 1 died: nobody listens at http://{mortal.address}" in output
+    assert ("the run goes on without it" in output.lower()) == bool(tolerance) and "a new server" not in output
+    assert other.process.poll() is None
+    wait_until(other.generates)
+    assert other.is_out_of_all_groups()
+    # The first push, and those after both rollouts where these are made.
+    assert other.weight_version == ("3" if tolerance else "2")
 
 
 def test_engines_that_are_not_there_end_a_run_before_anything_starts(task, tmp_path):
