@@ -1,10 +1,10 @@
-"""Asynchronous runs that are killed at moments of chance, and started again with the same command until they are through."""
+"""Asynchronous runs that are killed at events of chance, and started again with the same command until they are through."""
 
 from __future__ import annotations
 
 import random
+import re
 import signal
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -13,11 +13,12 @@ import torch
 
 from tests.support.models.tiny_task import ROLLOUT_BATCH_SIZE, SAMPLES_PER_PROMPT, TinyTask
 from tests.support.processes.train_process import TrainProcess
+from tests.support.processes.waiting import wait_until
 
 ROLLOUTS = range(12)
 PROMPTS = 14
 BOUND = 2
-KILLS = 3
+KILLS = 2
 
 pytestmark = pytest.mark.slow
 
@@ -45,6 +46,38 @@ def run_loop(task: TinyTask, directory: Path, flags: list[str]) -> TrainProcess:
     )  # fmt: skip
 
 
+def last_checkpoint(process: TrainProcess) -> int:
+    pointer = process.directory / "checkpoints/latest_checkpointed_iteration.txt"
+    return int(pointer.read_text()) if pointer.is_file() else -1
+
+
+def done_of(rollout_id: int, process: TrainProcess) -> dict[str, bool]:
+    """What is done of a rollout, in its order. Others go on beside it: each event is some moment of theirs."""
+    checkpoints = process.directory / "checkpoints"
+    return {
+        "samples": (process.directory / f"{rollout_id}.pt").is_file(),
+        "a checkpoint that is begun": any(checkpoints.glob(f"*iter_{rollout_id:07d}*")),
+        "data state": (checkpoints / f"rollout/global_dataset_state_dict_{rollout_id}").is_dir(),
+        "a checkpoint": last_checkpoint(process) >= rollout_id,
+        "all": re.search(rf"rollout {rollout_id} \(", process.output()) is not None,
+    }
+
+
+def kill_at_some_event(process: TrainProcess, chance: random.Random) -> None:
+    """Of a rollout of which nothing is there when the run starts."""
+    drawn_before = max((int(dump.stem) for dump in process.directory.glob("*.pt")), default=-1)
+    rollout_id = drawn_before + chance.randint(1, 2)
+    event = chance.choice(list(done_of(rollout_id, process)))
+    print(f"killed when of rollout {rollout_id} this is done: {event}")
+    # Without any checkpoint the next start would be another run.
+    wait_until(
+        lambda: (last_checkpoint(process) >= 0 and done_of(rollout_id, process)[event]) or process.has_ended(), 300
+    )
+    process.send_signal_to_driver(signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL, process.output()[-4000:]
+    process.assert_no_process_left(60)
+
+
 @pytest.fixture(scope="module", params=LOOPS)
 def survived(request, task, tmp_path_factory) -> tuple[TrainProcess, list[list[dict]]]:
     """The last process, and the samples that each rollout was trained on in the end."""
@@ -52,11 +85,7 @@ def survived(request, task, tmp_path_factory) -> tuple[TrainProcess, list[list[d
     chance = random.Random()
     for _ in range(KILLS):
         with run_loop(task, directory, LOOPS[request.param]) as process:
-            process.wait_for_line(r"rollout \d+ \(\d+/12\)", 200)
-            time.sleep(chance.uniform(0, 3))
-            process.send_signal_to_driver(signal.SIGKILL)
-            process.wait(60)
-            process.assert_no_process_left(60)
+            kill_at_some_event(process, chance)
     with run_loop(task, directory, LOOPS[request.param]) as process:
         process.wait_for_success(400)
         process.assert_no_process_left()

@@ -107,6 +107,10 @@ class TrainProcess:
         """What a terminal does: the driver and everything in its process group get the signal."""
         os.killpg(self._process.pid, number)
 
+    def has_ended(self) -> bool:
+        """Whether the driver has; others of the run may be there still."""
+        return self._process.poll() is not None
+
     def wait(self, timeout: float) -> int:
         """The exit status; an AssertionError with the end of the output after `timeout` seconds."""
         try:
