@@ -1,8 +1,10 @@
 """A weight push: new weights from the training ranks to all engines, whatever carries them.
 
-pause → flush → connect → begin → send → put in place → version → verify → continue
+connect → pause → flush → begin → send → put in place → version → verify → continue
 
-Where weights are files, engines are paused when these are written, and on their hosts where they are copied to those:
+What stands between two steps of the trainer every engine goes through by itself: an order over the network and back costs more
+than most of them do. Where weights are files, engines are paused when these are written, and on their hosts where they are
+copied to those:
 
 connect → send → hook → fetch → pause → flush → put in place → version → verify → continue
 
@@ -131,25 +133,21 @@ class WeightPush:
         order = self._transport.fetching_order(self._args, self.version)
         if order is not None:
             served.leave_out(served.refusing(order))
-        self._pause(served)
-        self._place(served, self.version)
+        served.order(*self._pausing_orders(), *self._placing_orders(self.version))
         return PushReport(self.version, served.failed, self._metrics([], time.monotonic() - started))
 
     def _push(self, engines: Sequence[Receiver], version: int) -> PushReport:
         started = time.monotonic()
         served = _Engines(self._args, engines)
         through_files = self._transport.directory(self._args, version) is not None
-        if not through_files:
-            self._pause(served)
+        pause, opening = self._pausing_orders(), self._transport.opening_order(self._args, version)
         self._connect(served)
-        opening = self._transport.opening_order(self._args, version)
-        if opening is not None:
-            served.order(*opening)
+        if not through_files:
+            served.order(*pause, *([] if opening is None else [opening]))
         sent = self._send(served, version, self._next_is_whole)
         if through_files:
             sent += self._fetch(served, version)
-            self._pause(served)
-        self._place(served, version)
+        served.order(*(pause if through_files else ()), *self._placing_orders(version))
         if served.remaining and version > self.version:
             self.version = version
             self._sources.weights_pushed(version)
@@ -157,18 +155,20 @@ class WeightPush:
             self._sources.weights_settled()
         return PushReport(self.version, served.failed, self._metrics(sent, time.monotonic() - started))
 
-    def _place(self, served: _Engines, version: int) -> None:
-        """Have what arrived put in place, and let the engines that have it go on."""
-        served.order(*self._transport.placing_order(self._args, version))
-        served.order("set_weight_version", str(version))
-        served.verify_version(str(version))
-        # Before the trainer hears of it: weights that nobody serves are pushed again, under the same number.
-        served.order("continue_generation")
-
-    def _pause(self, served: _Engines) -> None:
+    def _pausing_orders(self) -> list[Order]:
         # Retracted requests go on with the new weights, and compute anew what they have from the flushed cache.
-        served.order("pause_generation", "retract" if self._args.update_weights_in_flight else "abort")
-        served.order("flush_cache")
+        return [("pause_generation", "retract" if self._args.update_weights_in_flight else "abort"), ("flush_cache",)]
+
+    def _placing_orders(self, version: int) -> list[Order]:
+        """To put in place what arrived, and to go on. The trainer hears of it later: what nobody serves is pushed again, under
+        the same number.
+        """
+        return [
+            self._transport.placing_order(self._args, version),
+            ("set_weight_version", str(version)),
+            ("prove_weight_version", str(version)),
+            ("continue_generation",),
+        ]
 
     def _connect(self, served: _Engines) -> None:
         """Connect every source, in turn, to the engines that remain: until one round of all sources goes well."""
@@ -220,9 +220,9 @@ class WeightPush:
         """Let the engines go on with the weights that they have, if nothing was sent."""
         if any(of_source.num_buckets for of_source in sent):
             return
-        if self._transport.opening_order(self._args, self.version) is not None:
-            served.order(*self._transport.placing_order(self._args, self.version))
-        served.order("continue_generation")
+        opened = self._transport.opening_order(self._args, self.version) is not None
+        placing = [self._transport.placing_order(self._args, self.version)] if opened else []
+        served.order(*placing, ("continue_generation",))
 
     def _metrics(self, sent: list[Sent], seconds: float) -> dict[str, float]:
         num_bytes, parts = sum(one.num_bytes for one in sent), sum(one.num_buckets for one in sent)
@@ -284,24 +284,22 @@ class _Engines:
         logger.warning("weight push: broken by %s; all engines are connected and get everything again", broken.failed)
         self._tried_again = True
 
-    def order(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of all that remain, at the same time. Returns the results of those that still do."""
+    def order(self, *orders: Order) -> list[Any]:
+        """Have all that remain carry out `orders`, one after the other, each engine by itself.
+
+        Returns:
+            The results of the last order, from the engines that still remain.
+        """
         from slime.observability.waiting import wait_for_each
 
-        answers = [getattr(engine.handle, method).remote(*arguments) for engine in self.remaining]
-        outcomes = wait_for_each(answers, f"weight push, {method} of the engines", self._timeout)
+        answers = [engine.handle.carry_out.remote(orders) for engine in self.remaining]
+        name = f"weight push, {', '.join(method for method, *_ in orders)} of the engines"
+        outcomes = wait_for_each(answers, name, len(orders) * self._timeout)
         outcome_of = dict(zip((engine.id for engine in self.remaining), outcomes, strict=True))
         self.leave_out({id: str(outcome) for id, outcome in outcome_of.items() if isinstance(outcome, RunError)})
         return [outcome_of[engine.id] for engine in self.remaining]
 
     def refusing(self, order: Order) -> dict[int, str]:
         """Give an order that is answered with a reason why it cannot be done, or None. Returns the reasons."""
-        reasons = self.order(*order)
+        reasons = self.order(order)
         return {engine.id: reason for engine, reason in zip(self.remaining, reasons, strict=True) if reason is not None}
-
-    def verify_version(self, version: str) -> None:
-        """Leave out whoever reports another version."""
-        reported = self.order("get_weight_version")
-        wrong = {engine.id: found for engine, found in zip(self.remaining, reported, strict=True) if found != version}
-        message = f"weight push: engines report another version than {version} (engine: version): {wrong}"
-        self.leave_out(dict.fromkeys(wrong, message))

@@ -14,10 +14,12 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-import requests
+import urllib3
 
 from slime.arguments.surface import version_of
 from slime.backends.sglang_utils.server_arguments import (
@@ -42,6 +44,8 @@ _READY_POLL_SECONDS = 0.1
 _FLUSH_SECONDS = 60.0
 _FLUSH_PAUSE_SECONDS = 1.0
 _CONNECT_TIMEOUT_SECONDS = 10.0
+# As many as threads ask at the same time.
+_MOST_CONNECTIONS = 8
 # Requests whose time grows with the size of the model: all of its weights are read, hashed or put in place.
 _LOADING = frozenset({"/update_weights_from_disk", "/weights_checker", "/end_weight_update"})
 # What sglang calls the kinds of its memory.
@@ -88,11 +92,9 @@ class SGLangEngine:
         # Kinds of memory; see `sleep`.
         self._given_back: set[str] = set()
         self._continues = self._has_slept = False
-        self._session = requests.Session()
-        # Internal traffic: neither proxies nor .netrc.
-        self._session.trust_env = False
-        if self._api_key:
-            self._session.headers["Authorization"] = f"Bearer {self._api_key}"
+        # For internal traffic: it asks no proxy. A push consists of many short requests, so the lighter client.
+        headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
+        self._connections = urllib3.PoolManager(maxsize=_MOST_CONNECTIONS, headers=headers, retries=False)
 
     # -- life -------------------------------------------------------------------------------------------------------
 
@@ -213,6 +215,17 @@ class SGLangEngine:
             f"{index}/{name}": value for index, rank in enumerate(ranks) for name, value in rank["checksums"].items()
         }
 
+    def carry_out(self, orders: Sequence[tuple[Any, ...]]) -> Any:
+        """Call methods of this engine in turn, each given by its name and arguments; the first error ends it.
+
+        Returns:
+            What the last one returned.
+        """
+        result = None
+        for method, *arguments in orders:
+            result = getattr(self, method)(*arguments)
+        return result
+
     # -- generation -------------------------------------------------------------------------------------------------
 
     def pause_generation(self, mode: str = "abort") -> None:
@@ -236,11 +249,11 @@ class SGLangEngine:
         while True:
             seconds = max(deadline - time.monotonic(), _FLUSH_PAUSE_SECONDS)
             response = self._request("POST", "/flush_cache", {}, seconds)
-            if response.ok:
+            if response.status < HTTPStatus.BAD_REQUEST:
                 return
             if time.monotonic() + _FLUSH_PAUSE_SECONDS >= deadline:
                 raise RunError(
-                    f"engine {self.rank} refused to flush its cache for {_FLUSH_SECONDS:g} s: {response.text[:500]}"
+                    f"engine {self.rank} refused to flush its cache for {_FLUSH_SECONDS:g} s: {_text_of(response)[:500]}"
                 )
             time.sleep(_FLUSH_PAUSE_SECONDS)
 
@@ -385,6 +398,16 @@ class SGLangEngine:
         """Tell the server the version of the weights it now holds."""
         self._call("POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
+    def prove_weight_version(self, version: str) -> None:
+        """Return when the server reports `version`, as text, for its weights.
+
+        Raises:
+            RunError: it reports another one.
+        """
+        found = self.get_weight_version()
+        if found != version:
+            raise RunError(f"engine {self.rank} reports weight version {found} after it was told {version}")
+
     def reset_weights(self) -> None:
         """Overwrite every tensor with random numbers (self-test: what is not pushed again stays wrong)."""
         self._call("POST", "/weights_checker", {"action": "reset_tensors"})
@@ -455,8 +478,10 @@ class SGLangEngine:
     def _answers(self, path: str, timeout: float) -> bool:
         """Whether a GET of `path` succeeds within `timeout` seconds."""
         try:
-            return self._session.get(f"{self._url}{path}", timeout=timeout).ok
-        except requests.RequestException:
+            return (
+                self._connections.request("GET", f"{self._url}{path}", timeout=timeout).status < HTTPStatus.BAD_REQUEST
+            )
+        except urllib3.exceptions.HTTPError:
             return False
 
     def _describe_end(self) -> str:
@@ -469,17 +494,16 @@ class SGLangEngine:
 
     def _request(
         self, method: str, path: str, payload: dict[str, Any] | None = None, timeout: float | None = None
-    ) -> requests.Response:
+    ) -> urllib3.BaseHTTPResponse:
         """`timeout` in seconds; None: what the flag for this kind of request says."""
         flag = ""
         if timeout is None:
             name = "engine_load_timeout" if path in _LOADING else "http_control_timeout"
             timeout, flag = getattr(self._args, name), f" (--{name.replace('_', '-')})"
         try:
-            return self._session.request(
-                method, self.url() + path, json=payload, timeout=(min(_CONNECT_TIMEOUT_SECONDS, timeout), timeout)
-            )
-        except requests.RequestException as error:
+            limit = urllib3.Timeout(connect=min(_CONNECT_TIMEOUT_SECONDS, timeout), read=timeout)
+            return self._connections.request(method, self.url() + path, json=payload, timeout=limit)
+        except urllib3.exceptions.HTTPError as error:
             # A dying server closes its connections a moment before its process has ended.
             if self._process is not None and self._process.wait(2.0) is not None:
                 raise RunError(f"engine {self.rank} died ({path}): {self._describe_end()}") from None
@@ -487,9 +511,14 @@ class SGLangEngine:
 
     def _call(self, method: str, path: str, payload: dict[str, Any] | None = None, timeout: float | None = None) -> Any:
         response = self._request(method, path, payload, timeout)
-        if not response.ok:
-            raise RunError(f"engine {self.rank} answered {response.status_code} to {path}: {response.text[:1000]}")
+        if response.status >= HTTPStatus.BAD_REQUEST:
+            raise RunError(f"engine {self.rank} answered {response.status} to {path}: {_text_of(response)[:1000]}")
         try:
             return response.json()
         except ValueError:
-            return response.text
+            return _text_of(response)
+
+
+def _text_of(response: urllib3.BaseHTTPResponse) -> str:
+    """The body of an answer, which may be an error page of anybody's."""
+    return response.data.decode(errors="replace")

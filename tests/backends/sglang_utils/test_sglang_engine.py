@@ -6,7 +6,7 @@ from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
-import requests
+import urllib3
 
 from slime.backends.sglang_utils import sglang_engine
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine, kernel_cache
@@ -14,7 +14,7 @@ from slime.utils.errors import RunError
 
 
 class BusyServer:
-    """In the place of a session: refuses for `refusals` times, each after `answer_s` seconds of a clock of its own."""
+    """In the place of its connections: refuses for `refusals` times, each after `answer_s` seconds of a clock of its own."""
 
     def __init__(self, answer_s, refusals):
         self.answer_s, self.refusals, self.now = answer_s, refusals, 0.0
@@ -26,13 +26,12 @@ class BusyServer:
         self.now += seconds
 
     def request(self, method, url, json, timeout):
-        connect, read = timeout
-        assert connect <= read
-        self.now += min(read, self.answer_s)
-        if read < self.answer_s:
-            raise requests.ReadTimeout("too slow")
+        assert timeout.connect_timeout <= timeout.read_timeout
+        self.now += min(timeout.read_timeout, self.answer_s)
+        if timeout.read_timeout < self.answer_s:
+            raise urllib3.exceptions.HTTPError("too slow")
         self.refusals -= 1
-        return SimpleNamespace(ok=self.refusals < 0, text="requests are running")
+        return SimpleNamespace(status=200 if self.refusals < 0 else 400, data=b"requests are running")
 
 
 @pytest.fixture
@@ -40,7 +39,7 @@ def flush(monkeypatch, tmp_path):
     def call(answer_s, refusals):
         server = BusyServer(answer_s, refusals)
         engine = SGLangEngine(SimpleNamespace(), 3, tmp_path)
-        engine._url, engine._session = "http://10.0.0.1:1", server
+        engine._url, engine._connections = "http://10.0.0.1:1", server
         monkeypatch.setattr(sglang_engine, "time", server)
         try:
             engine.flush_cache()
@@ -48,6 +47,20 @@ def flush(monkeypatch, tmp_path):
             call.took = server.now
 
     return call
+
+
+def test_an_engine_carries_out_orders_in_turn_until_one_fails(tmp_path, monkeypatch):
+    engine, asked = SGLangEngine(SimpleNamespace(), 3, tmp_path), []
+    monkeypatch.setattr(
+        engine, "_call", lambda method, path, payload=None: asked.append((path, payload)) or {"weight_version": "4"}
+    )
+    assert engine.carry_out([("pause_generation", "retract"), ("get_weight_version",)]) == "4"
+    assert asked == [("/pause_generation", {"mode": "retract"}), ("/model_info", None)]
+    engine.prove_weight_version("4")
+    asked.clear()
+    with pytest.raises(RunError, match="engine 3 reports weight version 4 after it was told 5"):
+        engine.carry_out([("set_weight_version", "5"), ("prove_weight_version", "5"), ("continue_generation",)])
+    assert [path for path, _ in asked] == ["/update_weight_version", "/model_info"]
 
 
 def test_a_cache_is_flushed_when_the_last_request_has_ended(flush):
@@ -115,8 +128,8 @@ def engine(monkeypatch, tmp_path):
         short = path.removesuffix("_memory_occupation").removesuffix("_generation").lstrip("/")
         engine.asked.append((short, *payload.get("tags", ())))
         if short in engine.refuses:
-            return SimpleNamespace(ok=False, status_code=400, text="no")
-        return SimpleNamespace(ok=True, json=lambda: {})
+            return SimpleNamespace(status=400, data=b"no")
+        return SimpleNamespace(status=200, json=lambda: {})
 
     monkeypatch.setattr(engine, "_request", request)
     return engine

@@ -12,7 +12,7 @@ import types
 
 import psutil
 import pytest
-import requests
+import urllib3
 
 from slime.backends.sglang_utils import sglang_engine, worker_watch
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
@@ -204,11 +204,11 @@ def test_a_time_limit_that_ran_out_is_named_by_its_flag(engine, monkeypatch, pat
     limits = []
 
     def refuse(method, url, *, json, timeout):
-        limits.append(timeout[1])
-        raise requests.ReadTimeout("too late")
+        limits.append(timeout.read_timeout)
+        raise urllib3.exceptions.HTTPError("too late")
 
     engine._args.engine_load_timeout, engine._args.http_control_timeout, engine._url = 3.0, 2.0, "http://127.0.0.1:1"
-    monkeypatch.setattr(engine._session, "request", refuse)
+    monkeypatch.setattr(engine._connections, "request", refuse)
     monkeypatch.setattr(engine._process, "wait", lambda timeout: None)
     with pytest.raises(RunError, match=re.escape(f"engine 3 did not answer {path} within {flag}: too late")):
         engine._call("POST", path)

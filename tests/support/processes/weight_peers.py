@@ -117,6 +117,12 @@ class EnginePeer:
         self.told.append(("handles",))
         self._ask("open_handle", [[handle] for handle in handles])
 
+    def carry_out(self, orders):
+        result = None
+        for method, *arguments in orders:
+            result = getattr(self, method)(*arguments)
+        return result
+
     def pause_generation(self, mode):
         self.told.append(("pause", mode))
 
@@ -136,6 +142,11 @@ class EnginePeer:
     def get_weight_version(self):
         self.told.append(("version?",))
         return self.reports or self.version
+
+    def prove_weight_version(self, version):
+        found = self.get_weight_version()
+        if found != version:
+            raise RunError(f"the engine reports weight version {found}")
 
     def continue_generation(self):
         self.told.append(("continue",))
