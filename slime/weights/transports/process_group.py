@@ -5,7 +5,7 @@ a thread of its own: when an engine refuses the HTTP half, nobody receives, and 
 instead of hanging in the collective. While a bucket travels, the next one can be made.
 
 On the host new memory costs more time than anything else that is done with a byte. There tensors travel as they are, without a
-flat bucket that both sides would fill first, and in buckets so small that engines have room for one where the last one was.
+flat bucket that both sides would fill first.
 
 After a failure the group is closed on both sides, so that engines that still receive get an error instead of waiting on. Where
 our own broadcast hangs, its communicator is aborted first. With NCCL that ends it; with Gloo both sides wait for their limits.
@@ -38,8 +38,8 @@ _FAREWELL_SECONDS = 30.0
 _POLL_SECONDS = 0.001
 # Tensors that go as they are: what a broadcast of its own costs is little beside the copies that it saves.
 _LARGE_TENSOR_BYTES = 2**20
-# The C library gives back to the system at once what is larger than this.
-_HOST_BUCKET_BYTES = 32 * 2**20
+# On the host the order to receive a bucket costs as much as the transfer of some ten megabytes, and nothing travels meanwhile.
+_HOST_BUCKET_BYTES = 128 * 2**20
 # Of `_blame`: ending the collective, leaving the group, the answers that are left, the probes.
 _BLAMING_SECONDS = 6 * _AFTER_FAILURE_SECONDS
 
@@ -162,7 +162,8 @@ class ProcessGroupTransport(Transport):
         flat = self._flattener.flatten(bucket)
         # An engine makes room for the tensors of a flat bucket and again for the bucket. A single tensor goes as it is: an
         # embedding may be much larger than a bucket.
-        load_format, sent = ("flattened_bucket", flat.buffer) if len(bucket) > 1 else (None, flat.single())
+        goes_as_bytes = len(bucket) > 1 or not _is_known(bucket[0][1])
+        load_format, sent = ("flattened_bucket", flat.buffer) if goes_as_bytes else (None, flat.single())
         return (flat.names, flat.dtypes, flat.shapes, load_format), [sent]
 
     def finish(self) -> None:
@@ -259,8 +260,12 @@ class ProcessGroupTransport(Transport):
 def _goes_flat(bucket: NamedTensors) -> bool:
     """Whether tensors go as one piece: on a GPU all do, on the host small ones, and those that Gloo does not know."""
     large = sum(tensor.nbytes for _, tensor in bucket) >= _LARGE_TENSOR_BYTES * len(bucket)
-    known = all(str(tensor.dtype).removeprefix("torch.") in _GLOO_DTYPES for _, tensor in bucket)
-    return not (bucket[0][1].device.type == "cpu" and large and known)
+    return not (bucket[0][1].device.type == "cpu" and large and all(_is_known(tensor) for _, tensor in bucket))
+
+
+def _is_known(tensor: torch.Tensor) -> bool:
+    """Whether a broadcast takes the dtype of `tensor`: Gloo lacks some, such as those of eight-bit floats."""
+    return tensor.device.type != "cpu" or str(tensor.dtype).removeprefix("torch.") in _GLOO_DTYPES
 
 
 def _as_it_is(bucket: NamedTensors) -> tuple[Announced, list[torch.Tensor]]:
@@ -276,9 +281,9 @@ def _broadcast(tensors: Sequence[torch.Tensor], group: Any) -> None:
     # The default device belongs to a thread, and this is a new one.
     accelerator.set_device(tensors[0].device.index or 0)
     works = [dist.broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors]
-    # For these collectives alone: the next bucket is being gathered on the same device.
     for work in works:
-        while not work.is_completed():
+        # On a GPU `wait` is for the device, on which the next bucket is being gathered: these collectives alone are awaited.
+        while tensors[0].device.type != "cpu" and not work.is_completed():
             time.sleep(_POLL_SECONDS)
         work.wait()
 

@@ -164,6 +164,7 @@ class Work:
         return self.aborted.is_set()
 
     def wait(self):
+        self.aborted.wait()
         raise RuntimeError("the communicator was aborted")
 
 
@@ -395,8 +396,16 @@ def test_what_goes_in_one_piece(dtype, size, is_flat):
     )
 
 
+@pytest.mark.parametrize("dtype, load_format", [(torch.bfloat16, None), (torch.float8_e4m3fn, "flattened_bucket")])
+def test_a_single_tensor_goes_as_bytes_where_gloo_lacks_its_dtype(dtype, load_format):
+    tensor = torch.ones(3, 4).to(dtype)
+    (names, dtypes, shapes, announced_format), [sent] = ProcessGroupTransport(ARGS, 0, 1)._flat([("a", tensor)])
+    assert (names, dtypes, shapes, announced_format) == (["a"], [str(dtype)[6:]], [[3, 4]], load_format)
+    assert str(sent.dtype)[6:] in process_group._GLOO_DTYPES and sent.view(dtype).view(3, 4).equal(tensor)
+
+
 def test_the_host_has_small_buckets():
-    for flag, size in ((2**29, 2**25), (2**20, 2**20)):
+    for flag, size in ((2**29, 2**27), (2**20, 2**20)):
         assert ProcessGroupTransport.bucket_bytes(SimpleNamespace(update_weight_buffer_size=flag)) == size
 
 
