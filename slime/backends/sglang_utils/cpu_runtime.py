@@ -7,6 +7,7 @@ assumption of those versions that it lifts.
 
 from __future__ import annotations
 
+import collections
 import importlib.machinery
 import importlib.util
 import sys
@@ -14,6 +15,7 @@ import types
 from collections.abc import Callable, Sequence
 
 from slime.utils.device import gpus_on_this_machine
+from slime.weights.transports.shared_handles import HOST_BUCKET_BYTES
 
 _INERT_PACKAGES = ("torchvision", "sgl_kernel", "triton")
 
@@ -147,6 +149,27 @@ def _weight_checker_without_cuda(module: types.ModuleType) -> None:
     module.torch = _ModuleView(torch, cuda=cuda)
 
 
+def _keep_buckets_mapped(module: types.ModuleType) -> None:
+    """sglang 0.5.21, `/update_weights_from_tensor`: lets go of the memory that a bucket of weights lies in as soon as it has
+    loaded it. On the host that unmaps it, and mapping it again for the next bucket costs more than half of a copy.
+
+    A trainer has two such buffers, which it fills in turn and keeps from push to push, so the last two stay mapped here.
+    """
+    updater = module.WeightUpdater
+    load_bucket = updater._update_weights_from_flattened_bucket
+    last_buckets: collections.deque = collections.deque(maxlen=2)
+
+    def load_bucket_and_keep_it(self, flattened_tensor_bucket_dict):
+        loaded = load_bucket(self, flattened_tensor_bucket_dict)
+        bucket = flattened_tensor_bucket_dict["flattened_tensor"]
+        # The trainer keeps no larger one.
+        if bucket.untyped_storage().nbytes() <= HOST_BUCKET_BYTES:
+            last_buckets.append(bucket)
+        return loaded
+
+    updater._update_weights_from_flattened_bucket = load_bucket_and_keep_it
+
+
 class _ModuleView:
     """A module with some names replaced, for one importer only."""
 
@@ -164,6 +187,7 @@ _PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
     "sglang.srt.arg_groups.choices": _allow_seeded_sampling,
     "sglang.srt.batch_invariant_ops.batch_invariant_ops": _no_batch_invariant_kernels,
     "sglang.srt.utils.weight_checker": _weight_checker_without_cuda,
+    "sglang.srt.model_executor.model_runner_components.weight_updater": _keep_buckets_mapped,
 }
 
 

@@ -2,7 +2,7 @@
 
 A bucket is copied once, into memory that engines can map, and each engine gets an order with a handle for each of its ranks; it
 copies from there into its weights. Meanwhile the next bucket is made and ordered too. Memory is written again only when all
-engines have answered: then none has it mapped.
+engines have answered: then none reads it.
 
 On the host of one node, memory of the source serves all ranks of all engines. Otherwise an engine rank needs memory of the
 training rank on its device: then every training rank walks through the tensors and flattens them, and the source collects their
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 # On the host an order takes as long as the copy of some megabytes. Engines would wait for many orders of smaller buckets, and
 # for the first of larger ones.
-_HOST_BUCKET_BYTES = 64 * 2**20
+HOST_BUCKET_BYTES = 64 * 2**20
 # Between the end of an engine's own time limit and its answer.
 _ANSWER_SECONDS = 30.0
 _NAME = "sending weights by shared handles"
@@ -80,7 +80,7 @@ class SharedHandlesTransport(Transport):
     @classmethod
     def bucket_bytes(cls, args: Any) -> int:
         size = super().bucket_bytes(args)
-        return min(size, _HOST_BUCKET_BYTES) if get_accelerator().shares_host_memory else size
+        return min(size, HOST_BUCKET_BYTES) if get_accelerator().shares_host_memory else size
 
     @classmethod
     def opening_order(cls, args: Any, version: int) -> Order:

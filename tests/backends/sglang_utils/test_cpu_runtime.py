@@ -6,7 +6,9 @@ That a server really runs with the adapter is shown by `tests/serving/test_engin
 import importlib.util
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -56,6 +58,10 @@ def test_still_needed_inert_packages(package):
         ("sglang.srt.arg_groups.choices", "DETERMINISTIC_ATTENTION_BACKEND_CHOICES = ["),
         ("sglang.srt.batch_invariant_ops.batch_invariant_ops", "def enable_batch_invariant_mode("),
         ("sglang.srt.utils.weight_checker", "torch.cuda.synchronize()"),
+        (
+            "sglang.srt.model_executor.model_runner_components.weight_updater",
+            'flattened_tensor = flattened_tensor_bucket_dict["flattened_tensor"]',
+        ),
     ],
 )
 def test_still_needed_patches(module, assumption):
@@ -64,7 +70,7 @@ def test_still_needed_patches(module, assumption):
 
 
 def test_every_patch_is_checked():
-    assert len(cpu_runtime._PATCHES) == 5
+    assert len(cpu_runtime._PATCHES) == 6
 
 
 def test_still_needed_start_method_and_gc_freeze():
@@ -131,6 +137,22 @@ def test_install_serves_inert_modules_and_keeps_torch_unchanged():
         "submodule refused",
         "False",
     ]
+
+
+def test_the_last_two_buckets_of_weights_stay_mapped_and_no_larger_one(monkeypatch):
+    class WeightUpdater:
+        def _update_weights_from_flattened_bucket(self, flattened_tensor_bucket_dict):
+            return True, f"{len(flattened_tensor_bucket_dict['flattened_tensor'])} bytes"
+
+    monkeypatch.setattr(cpu_runtime, "HOST_BUCKET_BYTES", 8)
+    cpu_runtime._keep_buckets_mapped(SimpleNamespace(WeightUpdater=WeightUpdater))
+    buckets = [torch.zeros(size, dtype=torch.uint8) for size in (7, 8, 9, 6)]
+    seen = [weakref.ref(bucket) for bucket in buckets]
+    for bucket in buckets:
+        answer = WeightUpdater()._update_weights_from_flattened_bucket({"flattened_tensor": bucket})
+        assert answer == (True, f"{len(bucket)} bytes")
+    del buckets, bucket
+    assert [of_one() is not None for of_one in seen] == [False, True, False, True]
 
 
 def test_install_after_sglang_is_refused(monkeypatch):
