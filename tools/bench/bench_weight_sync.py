@@ -6,12 +6,13 @@
 
 A push takes from the pause of the engines to the order to go on (`perf/update_weights_time`). The trainer is one process that
 holds the tensors of a checkpoint and sends them as a rank does; nothing is gathered. Pushes take turns with copies: other work
-on the machine meets both.
+on the machine meets both. Beside much of it the seconds of the processor say more than those of the clock.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import threading
@@ -84,6 +85,10 @@ def measure(options: argparse.Namespace, args_of: dict[str, argparse.Namespace],
     trainer = ray.remote(num_cpus=0, max_concurrency=2, runtime_env=environment)(Trainer).remote(args_of["group"])
     names = ray.get(trainer.names.remote())
     receivers = [Receiver(rank, engine, 1, rank) for rank, engine in enumerate(engines)]
+    roles = {
+        "trainer": [ray.get(trainer.pid.remote())],
+        "servers": ray.get([one.server_pid.remote() for one in engines]),
+    }
     for count in options.engines:
         for way in options.ways:
             ray.get(trainer.open.remote(args_of[way]))
@@ -91,18 +96,39 @@ def measure(options: argparse.Namespace, args_of: dict[str, argparse.Namespace],
             push = WeightPush(args_of[way], Sources(trainer, names))
             # The first push makes what later ones use again.
             metrics = [push.push(receivers[:count]).metrics]
-            copies = []
+            copies, computed = [], []
             for _ in range(options.pushes):
                 copies.append(ray.get(trainer.copy.remote()))
+                before = processor_seconds(roles)
                 report = push.push(receivers[:count])
+                after = processor_seconds(roles)
+                computed.append({role: after[role] - before[role] for role in roles})
                 if report.failed:
                     sys.exit(str(report.failed))
                 metrics.append(report.metrics)
-            tell(way, count, metrics, copies, ray.get(trainer.memory_seen.remote()))
+            tell(way, count, metrics, copies, computed, ray.get(trainer.memory_seen.remote()))
             ray.get(trainer.close.remote())
 
 
-def tell(way: str, engines: int, metrics: Sequence[dict[str, float]], copies: Sequence[float], memory: int) -> None:
+def processor_seconds(roles: dict[str, list[int]]) -> dict[str, float]:
+    """What the processes of each role, and those that they started, have computed."""
+    found = {}
+    for role, pids in roles.items():
+        processes = [
+            one for pid in pids for one in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))
+        ]
+        found[role] = sum(sum(process.cpu_times()[:2]) for process in processes)
+    return found
+
+
+def tell(
+    way: str,
+    engines: int,
+    metrics: Sequence[dict[str, float]],
+    copies: Sequence[float],
+    computed: Sequence[dict[str, float]],
+    memory: int,
+) -> None:
     seconds = [of_push["perf/update_weights_time"] for of_push in metrics]
     size, parts = metrics[0]["perf/update_weights_bytes"], metrics[0]["perf/update_weights_parts"]
     best, median = min(seconds[1:]), sorted(seconds[1:])[len(seconds[1:]) // 2]
@@ -111,6 +137,8 @@ def tell(way: str, engines: int, metrics: Sequence[dict[str, float]], copies: Se
         f"{way}, {engines} engine(s): {size / 1e6:.1f} MB in {parts:.0f} parts",
         f"  first push {seconds[0]:.4f} s; then best {best:.4f} s, median {median:.4f} s",
         f"  copy {copy:.4f} s ({size / copy / 1e9:.1f} GB/s); ratio {copy / best:.2f}",
+        "  processor: "
+        + ", ".join(f"{role} {min(of_push[role] for of_push in computed):.3f} s" for role in computed[0]),
         f"  peak of the trainer: {memory / 1e6:.1f} MB above its weights",
     )
     print("\n".join(lines), flush=True)
@@ -129,6 +157,9 @@ class Trainer:
         self._size = sum(tensor.nbytes for tensor in self._tensors.values())
         self._copied = [torch.ones(self._size, dtype=torch.uint8) for _ in range(2)]
         self._source: Any = None
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def names(self) -> set[str]:
         return set(self._tensors)
