@@ -28,6 +28,66 @@ def nodes(tmp_path_factory) -> Iterator[RayNodes]:
         yield cluster
 
 
+# Flags of each mode. All 32 GPUs are taken, but for the run whose engines are somebody else's.
+_ONE_NODE = ["--actor-num-gpus-per-node", "8", "--tensor-model-parallel-size", "4"]
+_HALF, _ALL = [*_ONE_NODE, "--actor-num-nodes", "2"], [*_ONE_NODE, "--actor-num-nodes", "4"]
+_OTHERS = ["http://127.0.0.9:1", "http://127.0.0.9:2"]
+MODES = {
+    "disaggregated": [*_HALF, "--rollout-num-gpus", "16", "--rollout-num-gpus-per-engine", "4"],
+    "colocated": [*_ALL, "--colocate", "--rollout-num-gpus", "32", "--rollout-num-gpus-per-engine", "4"],
+    # One engine shares the GPUs of the ranks, and three lie beside them.
+    "mixed": [*_ONE_NODE, "--colocate", "--rollout-num-gpus", "32", "--rollout-num-gpus-per-engine", "8"],
+    "an engine over whole nodes": [*_HALF, "--rollout-num-gpus", "16", "--rollout-num-gpus-per-engine", "16"],
+    "external engines": [*_ONE_NODE, "--rollout-external-engine-addrs", *_OTHERS],
+}
+
+
+@pytest.fixture(scope="module")
+def placed(nodes) -> dict[str, dict]:
+    """By mode, what the plan says and what light actors found."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.processes.light_cluster", json.dumps(MODES)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=360,
+        env={**os.environ, "RAY_ADDRESS": nodes.address, "RAY_AUTH_MODE": "disabled", "SLIME_HOST_IP": nodes.addresses[3]},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-8000:]
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_lies_where_the_plan_says(nodes, placed, mode):
+    found = placed[mode]
+    # In the order of their addresses: those that Ray chose for a run that does not take all.
+    chosen = [node for node in nodes.addresses if node in {rank["node"] for rank in found["ranks"]}]
+    if mode != "external engines":
+        chosen = nodes.addresses
+
+    def place_of(gpu: int) -> tuple[str, int]:
+        return chosen[gpu // GPUS], gpu % GPUS
+
+    ranks = {rank["rank"]: (rank["node"], rank["device"]) for rank in found["ranks"]}
+    assert ranks == {rank: place_of(gpu) for gpu, rank, _ in found["plan"] if rank is not None}
+    # The address at which all ranks meet is that of the node of rank 0.
+    assert {rank["rendezvous"] for rank in found["ranks"]} == {chosen[0]}
+    # The driver is on a node of its own choice.
+    assert found["driver"] == nodes.addresses[3]
+    if mode == "external engines":
+        assert [(engine["engine"], engine["url"], engine["node"]) for (engine,) in found["engines"]] == [
+            (number, url, found["driver"]) for number, url in enumerate(_OTHERS)
+        ]
+        return
+    gpus_of = {engine: [gpu for gpu, _, of_gpu in found["plan"] if of_gpu == engine] for _, _, engine in found["plan"]}
+    gpus_of.pop(None, None)
+    assert sorted(gpus_of) == list(range(len(found["engines"])))
+    for engine, gpus in gpus_of.items():
+        # A part of an engine for each of its nodes, which is told the first of its GPUs there.
+        parts = [(part["engine"], part["host"], part["node"], part["device"]) for part in found["engines"][engine]]
+        assert parts == [
+            (engine, place_of(gpu)[0], *place_of(gpu)) for gpu in gpus if gpu == gpus[0] or gpu % GPUS == 0
+        ]
+
+
 SCRIPT = ROOT / "scripts" / "run-qwen3-4B.sh"
 
 

@@ -1,0 +1,120 @@
+"""A program that places modes of a run on the Ray cluster at RAY_ADDRESS, by the code of a run, with light actors for ranks and
+engines: they tell where they are, and import no torch.
+
+    python -m tests.support.processes.light_cluster '{"colocated": ["--colocate", …], …}'
+
+It prints one line of JSON: by mode, what the plan says and what was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+
+from slime.plan import make_plan
+from slime.ray.cluster import plan_cluster, ray_cluster
+from slime.ray.placement_group import create_placement_groups
+from slime.ray.train_group import TrainGroup
+from slime.serving import engines as engines_module
+from slime.serving.engines import Engines
+from slime.serving.fleet import EngineName
+from slime.serving.topology import topology_of
+from slime.utils.ports import reserve_port, service_host
+from slime.utils.run_values import with_run_values
+from tests.support.tables.plans import SMALL, planned
+
+_SECONDS = 300
+_FIRST_PORT = 24000
+
+
+def _here() -> list[Any]:
+    """The node of this process by Ray, and the address that its servers would announce, with a port that is free there."""
+    with reserve_port(service_host(), _FIRST_PORT) as port:
+        return [ray.util.get_node_ip_address(), port.host, port.port]
+
+
+class LightRank:
+    """Stands for a training rank."""
+
+    def __init__(self, args: Any, rank: int, world_size: int, device: int) -> None:
+        self._place = {"rank": rank, "device": device}
+
+    def rendezvous_address(self) -> str:
+        return service_host()
+
+    def init(self, rendezvous: str) -> dict[str, Any]:
+        return {**self._place, "node": _here()[0], "rendezvous": rendezvous}
+
+    def dispose(self) -> None:
+        """Nothing is held."""
+
+
+class LightEngine:
+    """Stands for an engine, or for a part of one."""
+
+    def __init__(self, args: Any, rank: int, log_dir: str) -> None:
+        self._rank = rank
+
+    def init(self, base_gpu_id: int) -> list[dict[str, Any]]:
+        node, host, _ = _here()
+        return [{"engine": self._rank, "device": base_gpu_id, "node": node, "host": host}]
+
+    def init_over_nodes(self, base_gpu_ids: list[int], helpers: list[Any]) -> list[dict[str, Any]]:
+        others = [helper.init.remote(base_gpu_id=gpu) for helper, gpu in zip(helpers, base_gpu_ids[1:], strict=True)]
+        return [*self.init(base_gpu_ids[0]), *(part for other in others for part in ray.get(other, timeout=_SECONDS))]
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+
+class LightExternalEngine(LightEngine):
+    """Stands for the process that speaks to an engine of others."""
+
+    def __init__(self, args: Any, rank: int, log_dir: str, info: Any) -> None:
+        super().__init__(args, rank, log_dir)
+        self._url = info.url
+
+    def init(self) -> list[dict[str, Any]]:
+        return [{"engine": self._rank, "url": self._url, "node": _here()[0]}]
+
+
+def place(args: argparse.Namespace) -> dict[str, Any]:
+    """Place the run, and take it down again."""
+    nodes = make_plan(args).placement.nodes
+    if args.rollout_external_engine_addrs:
+        infos = [SimpleNamespace(url=url, num_gpus=1) for url in args.rollout_external_engine_addrs]
+        args = with_run_values(args, rollout_external_engine_infos=infos)
+    parts = create_placement_groups(args)
+    group = TrainGroup(args, parts["actor"].group, parts["actor"].places, LightRank)
+    topology = topology_of(args, parts["rollout"].places)
+    engines = Engines(args, parts["rollout"].group, topology, Path("/nowhere"))
+    starting = [engines.start(EngineName(engine.engine_id)) for engine in topology.engines]
+    group.start()
+    found = {
+        "plan": [(gpu.gpu, gpu.rank, gpu.engine) for node in nodes for gpu in node.gpus],
+        "ranks": ray.get(group.starting, timeout=_SECONDS),
+        "engines": ray.get(starting, timeout=_SECONDS),
+        "driver": ray.util.get_node_ip_address(),
+    }
+    engines.stop()
+    group.dispose()
+    ray.util.remove_placement_group(parts["actor"].group)
+    return found
+
+
+def main(modes: dict[str, list[str]]) -> None:
+    engines_module.EngineActor, engines_module.ExternalEngineActor = LightEngine, LightExternalEngine
+    parsed = {mode: planned(SMALL, *words) for mode, words in modes.items()}
+    # They take turns in one session: processes of one mode serve the next.
+    with ray_cluster(max(parsed.values(), key=lambda args: plan_cluster(args).gpus)):
+        print(json.dumps({mode: place(args) for mode, args in parsed.items()}))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
