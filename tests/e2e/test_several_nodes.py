@@ -88,18 +88,8 @@ def test_every_mode_lies_where_the_plan_says(nodes, placed, mode):
         ]
 
 
+RAY = str(Path(sys.executable).with_name("ray"))
 SCRIPT = ROOT / "scripts" / "run-qwen3-4B.sh"
-
-
-def ray(nodes: RayNodes, *words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """A command of Ray's about the cluster's jobs."""
-    return subprocess.run(
-        [str(Path(sys.executable).with_name("ray")), "job", words[0], "--address", nodes.dashboard, *words[1:]],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout,
-        env=script_environment(RAY_AUTH_MODE="disabled"),
-    )  # fmt: skip
-
-
 OF_A_RUN = r"train\.py|RankProcess|RolloutManager|EngineActor|server_process|sglang::|router_process"
 
 
@@ -108,17 +98,49 @@ def of_a_run(nodes: RayNodes) -> list[str]:
     return [command for command in nodes.processes().values() if re.search(OF_A_RUN, command)]
 
 
+def submission(nodes: RayNodes, directory: Path, *words: str) -> list[str]:
+    """The command that submits the script with `words`, on the toy model, and follows its lines."""
+    script = f"env -C {directory} MODEL=toy NUM_GPUS=2 BASE_DIR={directory} bash {SCRIPT}".split()
+    return [RAY, "job", "submit", "--address", nodes.dashboard, "--", *script, *words]
+
+
 @pytest.mark.slow
 def test_ray_job_submit_runs_a_launch_script(nodes, tmp_path):
-    done = ray(
-        nodes, "submit", "--", "env", "-C", str(tmp_path), "MODEL=toy", "NUM_GPUS=2", f"BASE_DIR={tmp_path}", "bash",
-        str(SCRIPT), "--num-rollout", "1", timeout=330,
+    done = subprocess.run(
+        submission(nodes, tmp_path, "--num-rollout", "1"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=330, env=script_environment(RAY_AUTH_MODE="disabled"),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-8000:]
     (norm,) = re.findall(r"rollout 0 \(1/1\) \|.* grad_norm ([\d.]+)", done.stdout)
     assert float(norm) > 0
     assert (tmp_path / "checkpoints/qwen3-4B-toy/latest_checkpointed_iteration.txt").read_text().strip() == "0"
     wait_until(lambda: not of_a_run(nodes), 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_hand", [False, True], ids=["of a script that submits", "of a script that was submitted"])
+def test_ray_job_stop_ends_the_run(nodes, tmp_path, by_hand):
+    words = ["--num-rollout", "1000"]
+    environment = script_environment(
+        MODEL="toy", NUM_GPUS="2", BASE_DIR=str(tmp_path), RAY_ADDRESS=nodes.dashboard, RAY_AUTH_MODE="disabled"
+    )
+    command = submission(nodes, tmp_path, *words) if by_hand else ["bash", str(SCRIPT), *words]
+    output = tmp_path / "output.txt"
+    with output.open("w") as file:
+        script = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=file, stderr=subprocess.STDOUT)
+    with script:
+        try:
+            wait_until(lambda: script.poll() is not None or "rollout 0 (1/" in output.read_text(), 330)
+            assert of_a_run(nodes), output.read_text()
+            job = re.search(r"Job '(\S+)' submitted", output.read_text())[1]
+            stop = [RAY, "job", "stop", "--address", nodes.dashboard, job]
+            assert subprocess.run(stop, env=environment, timeout=120).returncode == 0
+            # To Ray what was stopped has not failed.
+            assert script.wait(60) == 0
+            assert "was stopped" in output.read_text(), output.read_text()
+            wait_until(lambda: not of_a_run(nodes), 60)
+        finally:
+            script.kill()
 
 
 HOLD = """
