@@ -143,7 +143,11 @@ class WeightPush:
         pause, opening = self._pausing_orders(), self._transport.opening_order(self._args, version)
         self._connect(served)
         if not through_files:
+            joined = len(served.remaining)
             served.order(*pause, *([] if opening is None else [opening]))
+            if len(served.remaining) < joined:
+                # Nothing is sent to who failed: the others would wait for it.
+                self._connect(served)
         sent = self._send(served, version, self._next_is_whole)
         if through_files:
             sent += self._fetch(served, version)
@@ -270,8 +274,8 @@ class _Engines:
         self._tried_again = False
 
     def leave_out(self, failed: dict[int, str]) -> None:
-        """Go on without these engines."""
-        self.failed.update(failed)
+        """Go on without these engines. What one failed of first is its reason; the rest follows from that."""
+        self.failed = {**failed, **self.failed}
         self.remaining = [engine for engine in self.remaining if engine.id not in failed]
 
     def blame(self, broken: Connected | Sent) -> None:

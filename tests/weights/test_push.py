@@ -31,7 +31,7 @@ class Handle:
     """An engine that carries out orders, and remembers its version."""
 
     def __init__(self, id, log):
-        self.id, self.log, self.version = id, log, "0"
+        self.id, self.log, self.version, self.has_failed = id, log, "0", False
 
     @property
     def carry_out(self):
@@ -41,6 +41,7 @@ class Handle:
         for method, *arguments in orders:
             self.log.append((method, self.id, *arguments))
             if (error := self.log.problems.pop((method, self.id), None)) is not None:
+                self.has_failed = isinstance(error, RunError)
                 return error
             if method == "set_weight_version":
                 (self.version,) = arguments
@@ -48,11 +49,13 @@ class Handle:
 
 
 class Trainer:
-    """Two sources, each of which sends its names in one bucket of ten bytes."""
+    """Two sources, each of which sends its names in one bucket of ten bytes; what it sends to an engine that has failed already
+    arrives nowhere."""
 
     def __init__(self, log, names=NAMES, expected=("a", "b", "c"), version=0, refusal=None, certain=True):
         self.log, self.names, self.expected, self.version = log, names, expected, version
         self.refusal, self.certain = refusal, certain
+        self.connected = {}
 
     def open_weight_push(self):
         expected = None if self.expected is None else set(self.expected)
@@ -60,12 +63,15 @@ class Trainer:
 
     def connect_engines(self, source, engines):
         self.log.append(("connect", source, [engine.id for engine in engines]))
+        self.connected[source] = list(engines)
         return Connected(self.log.problems.pop(("connect", source), {}), self.certain)
 
     def send_weights(self, source, version, whole):
         self.log.append(("send", source, version))
         if self.refusal is not None and source == self.refusal:
             return Sent([], 0, 0, {}, False, "an unknown name")
+        if any(engine.handle.has_failed for engine in self.connected[source]):
+            return Sent([], 0, 0, {engine.id: "it is broken" for engine in self.connected[source]}, False, None)
         return Sent(self.names[source], 10, 1, self.log.problems.pop(("send", source), {}), self.certain, None)
 
     def weights_pushed(self, version):
@@ -194,6 +200,18 @@ def test_an_engine_that_fails_is_left_out_of_the_rest(method):
     asked = [entry[0] for entry in log if entry[1] == 0 and entry[0] in METHODS]
     assert asked[-1] == method
     assert ("continue_generation", 1) in log
+    # Nothing is sent to it: the others would wait for it, and have used up the try that they have.
+    sends = [position for position, entry in enumerate(log) if entry[0] == "send"]
+    early = METHODS.index(method) < METHODS.index("end_weight_update")
+    joined = [[0, 1], [0, 1], [1], [1]] if early else [[0, 1], [0, 1]]
+    assert [entry[2] for entry in log[: sends[0]] if entry[0] == "connect"] == joined and len(sends) == 2
+
+
+def test_an_engine_keeps_the_reason_that_it_failed_of_first():
+    served = push._Engines(ARGS, engines_of(Log()))
+    served.leave_out({0: "engine 0 died"})
+    served.leave_out({0: "connection closed by peer"})
+    assert served.failed == {0: "engine 0 died"} and [engine.id for engine in served.remaining] == [1]
 
 
 @pytest.mark.usefixtures("limits")
