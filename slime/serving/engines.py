@@ -30,6 +30,8 @@ _SHUTDOWN_SECONDS = 30.0
 _ORDER_SECONDS = 180.0
 # To fetch an outcome that is there.
 _ANSWER_SECONDS = 10.0
+# For the other parts of an engine to say what they have computed.
+_MEASURE_SECONDS = 5.0
 
 
 class EngineActor(SGLangEngine):
@@ -71,9 +73,12 @@ class EngineActor(SGLangEngine):
         self._of_helpers = [helper.wait_for_end.remote() for helper in self._helpers]
         return url
 
-    def _computing_seconds(self) -> float:
+    def _computing_seconds(self) -> float | None:
         asked = [helper.computing_seconds.remote() for helper in self._helpers]
-        others = wait_for_all(asked, f"the other parts of engine {self.rank}", _ANSWER_SECONDS) if asked else []
+        others = wait_for_each(asked, f"the other parts of engine {self.rank}", _MEASURE_SECONDS) if asked else []
+        if any(isinstance(other, RunError) for other in others):
+            # A busy node is late. Whether a part has ended is heard of on another way.
+            return None
         parts = [self.computing_seconds(), *others]
         # While one compiles the others wait for it, and compute nothing; of an engine of which one stopped comes nothing.
         return sum(parts) if all(parts) else 0.0

@@ -8,6 +8,7 @@ from slime.arguments.config_files.serving_config import ServerGroup
 from slime.backends.sglang_utils import sglang_engine
 from slime.backends.sglang_utils.server_arguments import EnginePart
 from slime.serving import engines as engines_module
+from slime.serving import fleet
 from slime.serving.engines import EngineActor, Engines
 from slime.serving.fleet import EngineName
 from slime.serving.topology import Device, EngineGroup, EngineSpec, ServedModel, Topology
@@ -172,9 +173,46 @@ def test_an_engine_over_nodes_makes_progress_where_any_part_computes(first_part,
     monkeypatch.setattr(first_part, "_answers", lambda path, timeout: path == "/health")
     first_part._process = SimpleNamespace(pid=1, poll=lambda: None, describe_log=lambda lines: "log")
     first_part._helpers = [SimpleNamespace(computing_seconds=SimpleNamespace(remote=lambda: next(of_helper)))]
-    monkeypatch.setattr(engines_module, "wait_for_all", lambda refs, *words, **named: refs)
+    monkeypatch.setattr(engines_module, "wait_for_each", lambda refs, *words, **named: refs)
     if progress is None:
         with pytest.raises(RunError, match="engine 2 hangs: it gave no token within 0.2 s"):
             first_part.makes_progress(0.2)
     else:
         assert first_part.makes_progress(0.2) is progress
+
+
+@pytest.mark.parametrize(
+    ("paths", "ended", "outcome"),
+    [
+        (["/health_generate", "/health"], None, True),
+        (["/health"], None, False),
+        ([], None, "engine 2 hangs: .* in which its parts did not say what they computed; log"),
+        ([], RunError("engine 2 died: its scheduler"), "engine 2 died: its scheduler"),
+    ],
+    ids=["the engine answers", "the engine is silent", "its front end hangs", "the other part has died"],
+)
+def test_a_part_that_does_not_say_what_it_computes_ends_no_engine(first_part, monkeypatch, paths, ended, outcome):
+    """It is on a busy machine, perhaps."""
+    asked = []
+    late = SimpleNamespace(computing_seconds=SimpleNamespace(remote=lambda: asked.append("late") or "late"))
+    monkeypatch.setattr(engines_module, "wait_for_each", lambda refs, *words: [RunError("no answer within 5 s")])
+    monkeypatch.setattr(sglang_engine, "computing_seconds", lambda pid: 5.0)
+    monkeypatch.setattr(first_part, "_answers", lambda path, timeout: path in paths)
+    first_part._process = SimpleNamespace(pid=1, poll=lambda: None, describe_log=lambda lines: "log")
+    first_part._helpers, first_part._of_helpers = [late], ["helper ended"]
+    if ended is not None:
+        first_part.outcomes["helper ended"] = ended
+    if isinstance(outcome, bool):
+        assert first_part.makes_progress(0.2) is outcome
+        # Nobody needs to know what an engine computes that answers.
+        assert bool(asked) is not outcome
+    else:
+        with pytest.raises(RunError, match=outcome):
+            first_part.makes_progress(0.2)
+
+
+def test_a_check_that_ends_is_not_overdue():
+    beside_its_limit = (
+        sglang_engine._IDLE_TOKEN_SECONDS + 2 * engines_module._MEASURE_SECONDS + sglang_engine._HEALTH_SECONDS
+    )
+    assert beside_its_limit < fleet._ANSWER_SECONDS

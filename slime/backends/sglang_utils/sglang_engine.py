@@ -54,6 +54,8 @@ _MEMORY = (*_WEIGHTS, *_CACHES)
 _WATCH_POLL_SECONDS = 0.2
 _LINES_OF_A_DEAD_SERVER = 12
 _HEALTH_SECONDS = 5.0
+# In which an engine gives a token that has nothing else to do: then nobody looks at what it computes.
+_IDLE_TOKEN_SECONDS = 1.0
 # Of the time of a check: what an engine that compiles or loads computes at least, and one that hangs never does.
 _COMPUTING_SHARE = 0.02
 
@@ -178,25 +180,34 @@ class SGLangEngine:
         """Whether the server generates: it is asked for a token, again and again, for `timeout` seconds.
 
         Returns:
-            True when it answered; False when it did not, and computed something else meanwhile: a kernel, a load.
+            True when it answered; False when it did not, and computed something else meanwhile: a kernel, a load; or when
+            nobody knows whether it did.
 
         Raises:
             RunError: it did not answer, and computed nothing; or it is dead.
         """
-        deadline, before = time.monotonic() + timeout, self._computing_seconds()
+        if self._answers("/health_generate", min(_IDLE_TOKEN_SECONDS, timeout)):
+            return True
+        before = self._computing_seconds()
+        deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
             # While it generates for others, any token of theirs counts: nothing is computed for the question.
             if self._answers("/health_generate", left):
                 return True
             self.raise_if_dead()
             time.sleep(_READY_POLL_SECONDS)
-        worked = self._computing_seconds() - before
+        after = self._computing_seconds()
+        worked = None if before is None or after is None else after - before
+        is_idle = worked is not None and worked < _COMPUTING_SHARE * timeout
         # The process that answers compiles and loads nothing: it has no reason to be silent.
-        if worked < _COMPUTING_SHARE * timeout or not self._answers("/health", _HEALTH_SECONDS):
+        if is_idle or not self._answers("/health", _HEALTH_SECONDS):
             self.raise_if_dead()
+            computed = (
+                "its parts did not say what they computed" if worked is None else f"it computed for {worked:.1f} s"
+            )
             raise RunError(
                 f"engine {self.rank} hangs: it gave no token within {timeout:g} s (--rollout-health-check-timeout), in which "
-                f"it computed for {worked:.1f} s; {self._process.describe_log(_LINES_OF_A_DEAD_SERVER)}"
+                f"{computed}; {self._process.describe_log(_LINES_OF_A_DEAD_SERVER)}"
             )
         return False
 
@@ -414,8 +425,8 @@ class SGLangEngine:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _computing_seconds(self) -> float:
-        """Processor seconds that the engine has used so far, to tell one that computes from one that hangs."""
+    def _computing_seconds(self) -> float | None:
+        """Processor seconds that the engine has used so far, to tell one that computes from one that hangs; None: unknown."""
         return computing_seconds(self._process.pid)
 
     def _raise_if_another_part_failed(self) -> None:
