@@ -147,7 +147,8 @@ class WeightSync:
         # An engine that failed ends the run, or another takes its place: the others go on serving, so they are checked.
         if served.engines and (not report.failed or self._args.use_fault_tolerance):
             after_push = self._checksums(served)
-            check_equal_checksums({engine: from_disk[engine] for engine in after_push}, after_push)
+            alike = {engine.name.engine_id: engine.alike for engine in served.engines}
+            check_equal_checksums({engine: from_disk[engine] for engine in after_push}, after_push, alike)
             tensors = sum(map(len, after_push.values()))
             logger.info("weight check: %d tensors equal on %d engines", tensors, len(after_push))
         return report

@@ -187,11 +187,10 @@ class Engines:
         """The engines of `records` with their handles and devices, under the `version` of the last push."""
         engines = []
         for record in records:
-            _, _, spec = self._topology.find(record.name.engine_id)
-            handle = self._handles[record.name]
-            engines.append(
-                EngineSnapshot(record.name, record.state, record.weight_version, handle, spec.num_gpus, spec.gpu_offset)
-            )
+            _, group, spec = self._topology.find(record.name.engine_id)
+            place = (self._handles[record.name], spec.num_gpus, spec.gpu_offset)
+            alike = spec.engine_id if spec.external else group.engines[0].engine_id
+            engines.append(EngineSnapshot(record.name, record.state, record.weight_version, *place, alike))
         return FleetSnapshot(version, tuple(engines))
 
     def stop(self, names: Iterable[EngineName] | None = None) -> None:

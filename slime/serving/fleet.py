@@ -94,6 +94,7 @@ class EngineSnapshot:
         handle: its actor; for the operation that the snapshot was taken for.
         num_gpus: its devices, each a rank of a weight-update group.
         gpu_offset: where its devices begin among those of all engines.
+        alike: the first of the engines that are started as it is; of one that others started, itself.
     """
 
     name: EngineName
@@ -102,6 +103,7 @@ class EngineSnapshot:
     handle: Any
     num_gpus: int
     gpu_offset: int
+    alike: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,21 +54,26 @@ class PushedNames:
             )
 
 
-def check_equal_checksums(from_disk: Mapping[int, ChecksumReport], after_push: Mapping[int, ChecksumReport]) -> None:
+def check_equal_checksums(
+    from_disk: Mapping[int, ChecksumReport], after_push: Mapping[int, ChecksumReport], alike: Mapping[int, int]
+) -> None:
     """Compare the reports of all engines (engine id → tensor name → checksum).
 
+    Args:
+        alike: of every engine one that is started as it is, the same for all of these. Others hold other parts of the tensors,
+            or have them in another dtype.
+
     Raises:
-        RunError: engines with equally many ranks disagree after loading from disk, or an engine's tensors after the push are
+        RunError: engines that are started alike disagree after loading from disk, or an engine's tensors after the push are
             not those; names the tensors.
     """
     if from_disk.keys() != after_push.keys():
         raise RunError(f"weight check: {len(from_disk)} engines before the push, {len(after_push)} after it")
-    alike: dict[frozenset[str], int] = {}
+    firsts: dict[int, int] = {}
     for engine, report in sorted(from_disk.items()):
         if not report:
             raise RunError(f"weight check: engine {engine} reports no tensors")
-        # The ranks of an engine of another size hold other parts of the tensors.
-        first = alike.setdefault(frozenset(name.partition("/")[0] for name in report), engine)
+        first = firsts.setdefault(alike[engine], engine)
         message = f"engine {engine} and engine {first} differ after loading the same checkpoint"
         _check(report, from_disk[first], message)
     for engine, report in after_push.items():

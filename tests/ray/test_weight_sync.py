@@ -43,7 +43,7 @@ def test_engines_have_the_time_to_load_that_their_flag_gives_and_a_moment_more(m
 
 def fleet_of(*handles, version=None, first=0) -> FleetSnapshot:
     engines = [
-        EngineSnapshot(EngineName(first + position), EngineState.STALE, None, handle, 1, first + position)
+        EngineSnapshot(EngineName(first + position), EngineState.STALE, None, handle, 1, first + position, first)
         for position, handle in enumerate(handles)
     ]
     return FleetSnapshot(version, tuple(engines))
@@ -224,6 +224,18 @@ def test_one_that_goes_on_with_other_weights_is_named_also_when_another_failed(s
         RunError, match="^weight check: engine 1 does not hold the trainer's weights after the push: .* norm$"
     ):
         sync.push()
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_engines_that_load_other_bytes_of_a_checkpoint_are_not_started_alike(sync, checksums, alike):
+    checksums.reports[0]["b"] = checksums.reports[2]["b"] = "of another dtype"
+    if alike:
+        with pytest.raises(RunError, match="engine 1 and engine 0 differ after loading the same checkpoint"):
+            sync.push()
+        return
+    first, second = sync.fleets[0].engines
+    sync.fleets[0] = FleetSnapshot(None, (first, dataclasses.replace(second, alike=1)))
+    sync.push()
 
 
 def test_nobody_is_checked_where_a_failure_ends_the_run_or_none_is_left(sync, checksums):

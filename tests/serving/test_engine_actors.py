@@ -10,7 +10,7 @@ from slime.backends.sglang_utils.server_arguments import EnginePart
 from slime.serving import engines as engines_module
 from slime.serving import fleet
 from slime.serving.engines import EngineActor, Engines
-from slime.serving.fleet import EngineName
+from slime.serving.fleet import EngineName, EngineRecord, EngineState
 from slime.serving.topology import Device, EngineGroup, EngineSpec, ServedModel, Topology
 from slime.utils.errors import RunError
 
@@ -100,6 +100,23 @@ def test_an_engine_is_started_with_the_settings_of_its_group(actors, tmp_path):
         (2, 0.5), (1, 0.8), (2, 0.5),
     ]  # fmt: skip
     assert all(of.sglang_config is None for of in given) and args.sglang_config == "/serving.yaml"
+
+
+def test_a_snapshot_tells_which_engines_are_started_alike(actors, tmp_path):
+    groups = (
+        EngineGroup("regular", (EngineSpec(0, NODES[:1], 0), EngineSpec(1, NODES[1:], 2))),
+        EngineGroup("regular", (EngineSpec(2, NODES[:1], 4), EngineSpec(3, NODES[1:], 6))),
+    )
+    external = SimpleNamespace(num_gpus=2, url="http://a:1")
+    outside = EngineGroup("regular", (EngineSpec(4, (), 8, external), EngineSpec(5, (), 10, external)))
+    args = SimpleNamespace()
+    engines = Engines(args, None, Topology((ServedModel("actor", True, (*groups, outside)),)), tmp_path)
+    records = [EngineRecord(EngineName(id), EngineState.SERVING, 3) for id in range(6)]
+    for record in records:
+        engines.start(record.name)
+    found = engines.snapshot(3, records).engines
+    assert [engine.alike for engine in found] == [0, 0, 2, 2, 4, 5]
+    assert [(engine.num_gpus, engine.gpu_offset) for engine in found] == [(2, 2 * id) for id in range(6)]
 
 
 def test_an_engine_of_others_is_an_actor_beside_the_router(actors, tmp_path):
