@@ -33,11 +33,14 @@ from slime.utils.errors import RunError
 from slime.utils.filesystem import write_json_atomically
 from slime.weights.source import Connected, Sent
 from slime.weights.transports import Order, Receiver, transport_of
+from slime.weights.transports.transport import FLUSH_SECONDS
 from slime.weights.verification import NamesDiffer, PushedNames
 
 logger = logging.getLogger(__name__)
 
 _VERSION_FILE = "weight_version.json"
+# Orders that take the longer the larger the model is.
+_LOADING = frozenset({"fetch_weights", "update_weights_from_disk", "end_weight_update"})
 # Between the end of an engine's own time limit and its answer.
 _ANSWER_SECONDS = 30.0
 
@@ -267,8 +270,9 @@ class _Engines:
     """The engines that still take part in a push (`remaining`), and why the others do not (`failed`)."""
 
     def __init__(self, args: Any, engines: Sequence[Receiver]) -> None:
-        # Engines put what they received in place when a push ends, which takes the longer the larger the model is.
-        self._timeout = max(args.http_control_timeout, args.engine_load_timeout) + _ANSWER_SECONDS
+        # What an engine has for each of the others.
+        self._limit = args.http_control_timeout
+        self._limits = {"flush_cache": FLUSH_SECONDS, **dict.fromkeys(_LOADING, args.engine_load_timeout)}
         self.remaining = list(engines)
         self.failed: dict[int, str] = {}
         self._tried_again = False
@@ -298,7 +302,8 @@ class _Engines:
 
         answers = [engine.handle.carry_out.remote(orders) for engine in self.remaining]
         name = f"weight push, {', '.join(method for method, *_ in orders)} of the engines"
-        outcomes = wait_for_each(answers, name, len(orders) * self._timeout)
+        limit = sum(self._limits.get(method, self._limit) for method, *_ in orders) + _ANSWER_SECONDS
+        outcomes = wait_for_each(answers, name, limit)
         outcome_of = dict(zip((engine.id for engine in self.remaining), outcomes, strict=True))
         self.leave_out({id: str(outcome) for id, outcome in outcome_of.items() if isinstance(outcome, RunError)})
         return [outcome_of[engine.id] for engine in self.remaining]

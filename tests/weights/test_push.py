@@ -10,6 +10,7 @@ from slime.weights import push
 from slime.weights.push import Opening, WeightPush, read_weight_version, write_weight_version
 from slime.weights.source import Connected, Sent
 from slime.weights.transports import Delta, Receiver
+from slime.weights.transports.transport import FLUSH_SECONDS
 from slime.weights.verification import NamesDiffer
 
 ARGS = SimpleNamespace(
@@ -348,13 +349,22 @@ def test_names_of_all_sources_are_checked_together(names, expected, message):
 
 
 @pytest.mark.parametrize("control, load", [(60.0, 5000.0), (5000.0, 60.0)])
-def test_engines_that_put_weights_in_place_have_the_longer_of_their_limits(limits, control, load):
-    """How long that takes follows from the size of the model."""
+@pytest.mark.parametrize("transport, local", [("nccl", None), ("disk", None), ("disk", "/local")])
+def test_engines_have_the_time_that_each_of_their_orders_may_take(limits, control, load, transport, local):
+    """A driver that waits longer waits for an engine that is frozen."""
+    args = SimpleNamespace(**{
+        **vars(ARGS), "http_control_timeout": control, "engine_load_timeout": load, "update_weight_transport": transport,
+        "update_weight_disk_dir": "/shared", "update_weight_local_checkpoint_dir": local,
+    })  # fmt: skip
     log = Log()
-    args = SimpleNamespace(**{**vars(ARGS), "http_control_timeout": control, "engine_load_timeout": load})
     WeightPush(args, Trainer(log)).push(engines_of(log))
-    # Pause, flush and begin; put in place, version, proof and continue.
-    assert limits == [3 * (5000.0 + push._ANSWER_SECONDS), 4 * (5000.0 + push._ANSWER_SECONDS)]
+    pausing, placing, answer = control + FLUSH_SECONDS, load + 3 * control, push._ANSWER_SECONDS
+    if transport == "nccl":
+        # The opening too.
+        assert limits == [pausing + control + answer, placing + answer]
+    else:
+        fetching = [] if local is None else [load + answer]
+        assert limits == [*fetching, pausing + placing + answer]
 
 
 class DeltaTrainer(Trainer):

@@ -36,12 +36,12 @@ from slime.utils.errors import RunError
 from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
 from slime.utils.ports import PortReservation, host_for_url, random_port_start, reserve_port, service_host
 from slime.weights.local_checkpoint import LocalCheckpoint
+from slime.weights.transports.transport import FLUSH_SECONDS
 
 logger = logging.getLogger(__name__)
 
 _FIRST_PORT = 15000
 _READY_POLL_SECONDS = 0.1
-_FLUSH_SECONDS = 60.0
 _FLUSH_PAUSE_SECONDS = 1.0
 _CONNECT_TIMEOUT_SECONDS = 10.0
 # As many as threads ask at the same time.
@@ -256,7 +256,7 @@ class SGLangEngine:
         Raises:
             RunError: requests still run after that, or the server does not answer in that time.
         """
-        deadline = time.monotonic() + _FLUSH_SECONDS
+        deadline = time.monotonic() + FLUSH_SECONDS
         while True:
             seconds = max(deadline - time.monotonic(), _FLUSH_PAUSE_SECONDS)
             response = self._request("POST", "/flush_cache", {}, seconds)
@@ -264,7 +264,7 @@ class SGLangEngine:
                 return
             if time.monotonic() + _FLUSH_PAUSE_SECONDS >= deadline:
                 raise RunError(
-                    f"engine {self.rank} refused to flush its cache for {_FLUSH_SECONDS:g} s: {_text_of(response)[:500]}"
+                    f"engine {self.rank} refused to flush its cache for {FLUSH_SECONDS:g} s: {_text_of(response)[:500]}"
                 )
             time.sleep(_FLUSH_PAUSE_SECONDS)
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # A method of an engine, and its arguments.
 Order = tuple[Any, ...]
+# In which requests may end, before an engine refuses to flush its cache.
+FLUSH_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
