@@ -66,10 +66,12 @@ class SharedHandlesTransport(Transport):
         self._engines: list[Receiver] = []
         # Of each bucket on its way: the engines' answers.
         self._in_flight: list[dict[int, Any]] = []
-        self._on_host = get_accelerator().shares_host_memory
+        on_host = get_accelerator().shares_host_memory
         self._bucket_bytes = self.bucket_bytes(args)
+        # Of a buffer that stays: on the host memory is little, and dear to make anew; on the GPU training has it.
+        self._kept_bytes = self._bucket_bytes if on_host else 0
         # A tensor larger than a bucket is in memory already that an engine on the same GPU can map.
-        self._flattener = BucketFlattener(2, math.inf if self._on_host else self._bucket_bytes, SharedMemory())
+        self._flattener = BucketFlattener(2, math.inf if on_host else self._bucket_bytes, SharedMemory())
         # The last bucket, whose bytes may be those of a tensor that nobody else holds.
         self._last: FlatBucket | None = None
 
@@ -98,9 +100,11 @@ class SharedHandlesTransport(Transport):
     def connect(self, engines: Sequence[Receiver]) -> None:
         if list(engines) == self._engines:
             return
-        # Engines that have not opened a buffer yet would not find it; one that hangs, and is given up, may keep it mapped.
+        # Engines that have not opened a buffer yet would not find it.
         self._failed_of(keep=0)
-        self._flattener.release()
+        # Those that stay have the buffers mapped: new ones would take their memory beside that of the old ones. One that hangs,
+        # and is given up, may read what is written next; nobody asks it for anything any more.
+        self._flattener.release(above=self._kept_bytes if engines else 0)
         self._engines = list(engines)
 
     def assist(self, engines: Sequence[Receiver]) -> None:
@@ -140,9 +144,8 @@ class SharedHandlesTransport(Transport):
         self._failed_of(keep=0)
 
     def settle(self) -> None:
-        # Until the next push training has the memory of the GPU. On the host it is little, and dear to make anew.
         self._last = None
-        self._flattener.release(above=self._bucket_bytes if self._on_host else 0)
+        self._flattener.release(above=self._kept_bytes)
         get_accelerator().collect_shared_memory()
 
     def close(self) -> None:

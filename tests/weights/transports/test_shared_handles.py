@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -179,6 +180,34 @@ def test_the_host_has_small_buckets_and_keeps_their_memory_and_no_larger_one():
     transport.settle()
     kept = [buffer.numel() for buffer in transport._flattener._buffers if buffer is not None]
     assert kept == [2**20], "the other one was of 2 MiB"
+    transport.close()
+
+
+def test_engines_that_stay_are_given_the_memory_that_they_have_mapped():
+    """New memory would be taken beside that, of which containers have little."""
+
+    def files():
+        return {path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")}
+
+    of_others = files()
+    engines, names = [Engine(lambda handle: handle) for _ in range(3)], []
+    receivers = receivers_of(*engines)
+    transport = SharedHandlesTransport(ARGS, 0, 1)
+    # One leaves, and another one comes in its place.
+    for connected in (receivers[:2], receivers[:1], [receivers[0], receivers[2]]):
+        transport.connect(connected)
+        for bucket in buckets_of([1.0, 2.0, 3.0]):
+            transport.send(bucket)
+        transport.finish()
+        transport.settle()
+        names.append(files() - of_others)
+    assert len(names[0]) == 2 and names == 3 * names[:1]
+    transport.send([("a", torch.ones(2**19))])
+    transport.connect(receivers[:1])
+    kept = [buffer.numel() for buffer in transport._flattener._buffers if buffer is not None]
+    assert len(kept) == 1 and kept[0] < 2**20, "the other one is larger than a bucket"
+    transport.connect([])
+    assert files() == of_others
     transport.close()
 
 
