@@ -190,7 +190,8 @@ def compute_server_environment(arguments: ServerArguments, on_cpu: bool, cache: 
 
     The trainer's allocator settings are removed; internal traffic ignores proxies, and ranks meet on the server's host; on CPU
     every server process computes with one thread (more oversubscribe the cores and cost a factor of 20) and tensor-parallel
-    ranks get a core each.
+    ranks get a core each. A SGLANG_HOST_IP of the driver counts for nothing: it may be of another node. SLIME_HOST_IP, of each
+    node, is what the server's host follows.
 
     Args:
         cache: where the server keeps compiled kernels; None: where SGLang does.
