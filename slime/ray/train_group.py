@@ -32,6 +32,7 @@ from slime.utils import env
 from slime.utils.errors import RunError
 from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
 from slime.utils.plugin_loader import load_function
+from slime.weights.publication import PushDirectory
 from slime.weights.push import Opening
 from slime.weights.source import Connected, Sent
 from slime.weights.transports import Receiver
@@ -313,6 +314,7 @@ class EndingTrainGroup(TrainGroup):
     """Ranks that end when they are to hold nothing, and are created again when they are to hold something: `--release-train`.
 
     What they know is in the checkpoint of the last rollout, and until there is one, in what the first of them started from.
+    Their directory of pushes is the run's while no rank lives, too: a process on the node of rank 0 holds it.
     """
 
     def __init__(
@@ -323,8 +325,10 @@ class EndingTrainGroup(TrainGroup):
         actor_cls: type | str | None = None,
     ) -> None:
         super().__init__(args, group, places, actor_cls)
-        # The last that engines got of these ranks, or of those before; None before the first push.
-        self._pushed: int | None = None
+        # (version, chain) of the last that engines got of these ranks, or of those before; None before the first push.
+        self._pushed: tuple[int, str] | None = None
+        # From the first push on.
+        self._directory: Any = None
         # Of ranks that have ended since the last training: what they had not handed over, and what it took to replace them.
         self._logged: list[LoggedMetrics] = []
         self._seconds = 0.0
@@ -367,8 +371,54 @@ class EndingTrainGroup(TrainGroup):
 
     def weights_pushed(self, version: int) -> None:
         """Tell all ranks that engines serve their weights as `version`."""
-        super().weights_pushed(version)
-        self._pushed = version
+        chains = self._call_all("weights_pushed", version)
+        self._pushed = version, next(chain for chain in chains if chain is not None)
+
+    def open_weight_push(self) -> Opening:
+        """Make the ranks ready for pushes of their weights.
+
+        Raises:
+            UserError: another run has the directory of pushes.
+        """
+        if self._directory is None:
+            self._directory = self._claim_directory()
+        return super().open_weight_push()
+
+    def require_files(self) -> None:
+        """Raise RunError unless the files of the last push are there, of this run."""
+        self._ask_directory(self._directory, "require", *self._pushed)
+
+    def dispose(self) -> None:
+        """End all ranks, and give the directory of pushes back."""
+        self._give_directory_back()
+        super().dispose()
+
+    def kill(self) -> None:
+        """As `dispose`, at once."""
+        self._give_directory_back()
+        super().kill()
+
+    def _claim_directory(self) -> Any:
+        bundle, _ = self._places[0]
+        holder = ray.remote(PushDirectory).options(**_beside(self._group, bundle))
+        directory = holder.remote(self._args.update_weight_disk_dir)
+        self._ask_directory(directory, "claim")
+        # If it died, nobody would hold the lock.
+        watch_actors([directory])
+        return directory
+
+    def _ask_directory(self, directory: Any, method: str, *arguments: Any) -> None:
+        limit = 60.0 * self._args.distributed_timeout_minutes
+        flag = "--distributed-timeout-minutes"
+        wait_for(
+            getattr(directory, method).remote(*arguments), f"{method} of the directory of pushes", limit, flag=flag
+        )
+
+    def _give_directory_back(self) -> None:
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            unwatch_actors([directory])
+            ray.kill(directory, no_restart=True)
 
     def _end(self) -> None:
         """End all ranks; returns when their processes are gone, and with them what they had on the devices."""
@@ -378,14 +428,11 @@ class EndingTrainGroup(TrainGroup):
         # All ranks log the same, and what functions of a user's log counts once.
         self._logged += wait_for(self._actors[0].take_logged.remote(), f"metrics of {self.rank_name} 0", limit)
         ids = wait_for_all([actor.process_id.remote() for actor in self._actors], "ids of the ranks' processes", limit)
-        self.dispose()
-        gone = []
-        for process_id, (bundle, _) in zip(ids, self._places, strict=True):
-            options = {
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, bundle),
-                "runtime_env": {"env_vars": env.actor_environment()},
-            }
-            gone.append(_wait_until_gone.options(**options).remote(process_id, limit))
+        super().dispose()
+        gone = [
+            _wait_until_gone.options(**_beside(self._group, bundle)).remote(process_id, limit)
+            for process_id, (bundle, _) in zip(ids, self._places, strict=True)
+        ]
         # A process that looks begins first.
         wait_for_all(gone, f"end of the {self.rank_name}s", 2 * limit, pending=self._name_ranks)
 
@@ -395,9 +442,18 @@ class EndingTrainGroup(TrainGroup):
         if self._pushed is None:
             self.open_weight_push()
         else:
-            self._call_all("continue_weight_pushes", self._pushed)
+            self._call_all("continue_weight_pushes", *self._pushed)
         self._seconds += time.perf_counter() - started
         logger.info("training ranks started again in %.1f s", self._seconds)
+
+
+def _beside(group: PlacementGroup, bundle: int) -> dict[str, Any]:
+    """Options of a process that has a bundle's node and none of its resources."""
+    return {
+        "num_cpus": 0,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, bundle),
+        "runtime_env": {"env_vars": env.actor_environment()},
+    }
 
 
 @ray.remote(num_cpus=0)

@@ -136,10 +136,13 @@ class ActorRank(TrainRank):
         )
         return Opening(groups.num_stages, self.weight_version, expected)
 
-    def continue_weight_pushes(self, version: int) -> None:
-        """Make this rank ready for pushes where ranks that have ended left off: engines serve the live weights as `version`."""
+    def continue_weight_pushes(self, version: int, chain: str) -> None:
+        """Make this rank ready for pushes where ranks that have ended left off: engines serve the live weights as `version`.
+
+        `chain`: what `weights_pushed` of those told.
+        """
         self.open_weight_push()
-        self.weight_source.continue_from(version)
+        self.weight_source.continue_from(version, chain)
         self.weight_version = version
 
     def connect_engines(self, source: int, engines: Sequence[Receiver]) -> Connected | None:
@@ -173,11 +176,12 @@ class ActorRank(TrainRank):
         with calling_user_code(flag, path, f"weights {version}"):
             load_function(path, flag=flag)(self.args, str(directory), list(engines))
 
-    def weights_pushed(self, version: int) -> None:
-        """Engines serve the live weights as `version`."""
+    def weights_pushed(self, version: int) -> str | None:
+        """Engines serve the live weights as `version`. Returns the chain of the files, if this rank publishes them."""
         self.weight_version = version
-        self.weight_source.settle()
+        chain = self.weight_source.settle()
         self.state_schedule.after_push()
+        return chain
 
     def weights_settled(self) -> None:
         """Engines that had missed the last push have in place what was sent."""

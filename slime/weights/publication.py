@@ -2,7 +2,8 @@
 
 Some hold a whole Hugging Face checkpoint. Others hold what changed since the one before: in their files a tensor is the stream
 that makes the new bytes of the old ones, and the file's metadata say how, with the digest of what must come out. A tensor that
-has no such line is there as it is. Those of one trainer's life form a chain; version 0 in it is `--hf-checkpoint`.
+has no such line is there as it is. Those of one trainer's life form a chain; version 0 in it is `--hf-checkpoint`. A trainer
+that ends between pushes (`--release-train`) goes on with the chain of the one before.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.utils.errors import RunError
+from slime.utils.errors import RunError, UserError
+from slime.utils.filesystem import claim_directory
 from slime.weights.delta_encoding import COMPRESSION
 from slime.weights.hf_reader import INDEX_FILE
 
@@ -103,6 +105,35 @@ def index_metadata(
         names = ("delta_encoding", "checksum_format", "compression_format")
         metadata |= dict(zip(names, (*delta, COMPRESSION), strict=True))
     return metadata
+
+
+class PushDirectory:
+    """`--update-weight-disk-dir`, which one run at a time has: this process while it lives."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+
+    def claim(self) -> None:
+        """Take the directory.
+
+        Raises:
+            UserError: another run has it.
+        """
+        if not claim_directory(Path(self._root)):
+            raise UserError(
+                f"--update-weight-disk-dir {self._root}: another run pushes its weights through this directory; end that run, "
+                "or name another directory"
+            )
+
+    def require(self, version: int, chain: str) -> None:
+        """Raise RunError unless weights `version` of that chain are there."""
+        found = Publication.read(directory_of(self._root, version))
+        if (found.chain, found.version) != (chain, version):
+            raise RunError(
+                f"--update-weight-disk-dir {self._root}: {found.directory.name} is not what this run has pushed as version "
+                f"{version}: another run has replaced it; end that run, or name another directory, and start this one again: "
+                "it goes on from its last checkpoint"
+            )
 
 
 def is_publication(directory: Path) -> bool:

@@ -81,6 +81,10 @@ class Sources(Protocol):
         """All ranks hear that engines have in place what was sent, under the version of the last push."""
         ...
 
+    def require_files(self) -> None:
+        """Raise RunError unless the files of the last push are there. Asked of ranks only that have ended."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class PushReport:
@@ -130,8 +134,13 @@ class WeightPush:
         return self._push(engines, self.version)
 
     def repeat_from_files(self, engines: Sequence[Receiver]) -> PushReport:
-        """`repeat` without the trainer, which has ended: the files of the last push are there still."""
+        """`repeat` without the trainer, which has ended: the files of the last push are there still.
+
+        Raises:
+            RunError: they are not; no engine was asked for anything.
+        """
         started = time.monotonic()
+        self._sources.require_files()
         served = _Engines(self._args, engines)
         order = self._transport.fetching_order(self._args, self.version)
         if order is not None:

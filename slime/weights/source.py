@@ -134,15 +134,17 @@ class WeightSource:
             self._transport.help(bucket)
             del bucket
 
-    def continue_from(self, version: int) -> None:
+    def continue_from(self, version: int, chain: str) -> None:
         """Go on where a source that has ended left off; see `Transport.continue_from`."""
         if self._transport is not None:
-            self._transport.continue_from(version)
+            self._transport.continue_from(version, chain)
 
-    def settle(self) -> None:
-        """The engines have in place what was sent."""
-        if self._transport is not None:
-            self._transport.settle()
+    def settle(self) -> str | None:
+        """The engines have in place what was sent. Returns `Transport.chain`."""
+        if self._transport is None:
+            return None
+        self._transport.settle()
+        return self._transport.chain()
 
     def close(self) -> None:
         """Leave the engines."""

@@ -19,7 +19,7 @@ from slime.ray.driver import RolloutResult, RunLength, RunProgress, StartedRun, 
 from slime.ray.train_group import EndingTrainGroup, RankProcess, TrainGroup
 from slime.scheduling.device_turns import Holds
 from slime.utils.env import READ_AT_PROCESS_START
-from slime.utils.errors import RunError
+from slime.utils.errors import RunError, UserError
 from tests.support.processes.local_ray import start_ray
 
 SECRET = "value-that-nobody-may-read"
@@ -302,6 +302,8 @@ class Ranks:
         def call(group, method, *arguments):
             assert group.lives
             self.told.append((method, *arguments))
+            if method == "weights_pushed":
+                return [None, "the chain"]
             return [[({"train/loss": 1.0}, "train/step")]]
 
         def end(group):
@@ -314,6 +316,8 @@ class Ranks:
         monkeypatch.setattr(TrainGroup, "_call_all", call)
         monkeypatch.setattr(TrainGroup, "_call_first", call)
         monkeypatch.setattr(EndingTrainGroup, "_end", end)
+        monkeypatch.setattr(EndingTrainGroup, "_claim_directory", lambda group: self.told.append("claim") or self)
+        monkeypatch.setattr(EndingTrainGroup, "_give_directory_back", lambda group: None)
         self.group.create()
 
 
@@ -326,6 +330,7 @@ def test_ranks_that_end_are_created_from_where_the_run_starts_and_later_from_its
     assert ranks.created_with[1] is first
     # No engine has had weights yet.
     assert ranks.told == [
+        "claim",
         ("open_weight_push",),
         ("hold", Holds.WEIGHTS),
         "end",
@@ -338,7 +343,7 @@ def test_ranks_that_end_are_created_from_where_the_run_starts_and_later_from_its
     ranks.told.clear()
     for holds in (Holds.NOTHING, Holds.NOTHING, Holds.WEIGHTS):
         group.hold(holds)
-    assert ranks.told == ["end", "end", ("continue_weight_pushes", 7), ("hold", Holds.WEIGHTS)]
+    assert ranks.told == ["end", "end", ("continue_weight_pushes", 7, "the chain"), ("hold", Holds.WEIGHTS)]
     args = ranks.created_with[2]
     source = args.initial_weights
     assert (source.kind, source.path, source.step, source.resume) == ("megatron", "/s", 4, True)
@@ -350,7 +355,27 @@ def test_ranks_with_devices_of_their_own_hold_all_while_they_live(monkeypatch):
     ranks = Ranks(monkeypatch, colocate=False)
     for holds in (Holds.WEIGHTS, Holds.NOTHING, Holds.ALL, Holds.WEIGHTS):
         ranks.group.hold(holds)
-    assert ranks.told == ["end", ("open_weight_push",)]
+    assert ranks.told == ["end", "claim", ("open_weight_push",)]
+
+
+def test_another_run_is_refused_the_directory_of_pushes_while_no_rank_lives(make_group, monkeypatch, tmp_path):
+    ranks = make_group()
+    args = argparse.Namespace(
+        **vars(ranks._args), update_weight_disk_dir=str(tmp_path / "pushes"), distributed_timeout_minutes=1.0
+    )
+    run, another = (EndingTrainGroup(args, ranks._group, ranks._places) for _ in range(2))
+    monkeypatch.setattr(TrainGroup, "open_weight_push", lambda group: None)
+    try:
+        run.open_weight_push()
+        run.open_weight_push()
+        with pytest.raises(UserError, match=r"^--update-weight-disk-dir .*pushes: another run pushes"):
+            another.open_weight_push()
+        run._pushed = 3, "the chain"
+        with pytest.raises(RunError, match="weight_v000003 holds no weights of a push"):
+            run.require_files()
+    finally:
+        run.kill()
+    assert run._directory is None
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ def args(tmp_path):
     save_file({"a": torch.zeros(4)}, hf / "model.safetensors")
     return SimpleNamespace(
         hf_checkpoint=str(hf), update_weight_disk_dir=str(tmp_path / "pushes"), update_weight_disk_keep_files=True,
-        update_weight_local_checkpoint_dir=str(tmp_path / "local"), distributed_timeout_minutes=1,
+        update_weight_local_checkpoint_dir=str(tmp_path / "local"), distributed_timeout_minutes=1, release_train=False,
     )  # fmt: skip
 
 

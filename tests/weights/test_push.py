@@ -81,6 +81,9 @@ class Trainer:
     def weights_settled(self):
         self.log.append(("settled",))
 
+    def require_files(self):
+        self.log.append(("files",))
+
 
 @pytest.fixture
 def limits(monkeypatch):
@@ -160,6 +163,7 @@ def test_where_the_trainer_has_ended_who_missed_a_push_gets_the_files_that_are_t
     late = [Receiver(id, Handle(id, log), 1, id) for id in (1, 2)]
     report = pushes.repeat_from_files(late)
     assert report.version == pushes.version == 7
+    assert log.pop(0) == ("files",), "nobody is asked for anything before it is known whose they are"
     assert report.failed == ({} if local is None else {2: "disk full"})
     assert [entry for entry in log if entry[1] == 1] == [
         *([] if local is None else [("fetch_weights", 1, "/d/weight_v000007")]),

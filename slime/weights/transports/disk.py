@@ -4,7 +4,8 @@ Every source writes its buckets as shards into a hidden directory; the last one 
 Engines load it in one go, from there or from a copy on their host. One that cannot may have new tensors beside old ones; it is
 left out of the push.
 
-The first source holds a lock on the directory while the run lives: another run would publish under the same names.
+The first source holds a lock on the directory while the run lives: another run would publish under the same names. Where the
+trainer ends between pushes (`--release-train`), a process beside it holds the lock.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.utils.errors import UserError
-from slime.utils.filesystem import claim_directory, fsync_tree, replace_directory
+from slime.utils.filesystem import fsync_tree, replace_directory
 from slime.weights.hf_writer import copy_auxiliary_files, number_shards, write_shard
-from slime.weights.publication import Publication, directory_of, index_metadata, is_publication
+from slime.weights.publication import PushDirectory, directory_of, index_metadata, is_publication
 from slime.weights.transports.transport import Background, Order, Transport
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class DiskTransport(Transport):
         self._timeout = 60.0 * args.distributed_timeout_minutes
         # Tells the pushes of this trainer's life from those of others.
         self._chain = secrets.token_hex(8)
+        self._directory = PushDirectory(args.update_weight_disk_dir)
         self._draft: Path | None = None  # until a push begins
         self._shards = 0
         self._writing: Background | None = None
@@ -65,11 +66,8 @@ class DiskTransport(Transport):
         Raises:
             UserError: another run has the directory.
         """
-        if self._source == 0 and not claim_directory(Path(self._args.update_weight_disk_dir)):
-            raise UserError(
-                f"--update-weight-disk-dir {self._args.update_weight_disk_dir}: another run pushes its weights through this "
-                "directory; end that run, or name another directory"
-            )
+        if self._source == 0 and not self._args.release_train:
+            self._directory.claim()
         self._version, self._final = version, self.directory(self._args, version)
         self._draft, self._shards, self._writing = self._final.with_name(f".{self._final.name}"), 0, None
         if self._source == 0:
@@ -110,9 +108,13 @@ class DiskTransport(Transport):
         else:
             shutil.rmtree(self._final)
 
-    def continue_from(self, version: int) -> None:
+    def chain(self) -> str | None:
+        return self._chain if self._is_last else None
+
+    def continue_from(self, version: int, chain: str) -> None:
         # Engines of one host share their copy with those of the same chain only.
-        self._chain = Publication.read(self.directory(self._args, version)).chain
+        self._directory.require(version, chain)
+        self._chain = chain
 
     def _writer(self, path: Path, bucket: NamedTensors) -> Callable[[], Any]:
         """A function that writes a shard; what it needs of the bucket lies on the CPU when it is returned."""

@@ -152,11 +152,15 @@ class Transport:
     def settle(self) -> None:
         """Give up what held the bytes: the engines have them in place."""
 
-    def continue_from(self, version: int) -> None:
+    def chain(self) -> str | None:
+        """What tells the pushes of this run from those of others, of the source that publishes them; None elsewhere."""
+        return None
+
+    def continue_from(self, version: int, chain: str) -> None:
         """Go on where a transport in a process that has ended left off: engines have its weights `version`.
 
         Raises:
-            RunError: what it left is not there.
+            RunError: what it left is not there, or is another run's.
         """
 
     def close(self) -> None:

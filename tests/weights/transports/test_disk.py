@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from slime.utils import filesystem
 from slime.utils.errors import RunError, UserError
 from slime.weights.local_checkpoint import LocalCheckpoint
-from slime.weights.publication import Publication
+from slime.weights.publication import PushDirectory
 from slime.weights.transports import disk
 from slime.weights.transports.disk import DiskTransport
 from slime.weights.transports.transport import Background
@@ -74,6 +74,8 @@ def test_all_sources_make_one_checkpoint(args, tmp_path):
 
 def test_where_the_trainer_ends_the_last_files_stay_and_the_next_one_goes_on_with_its_chain(args, tmp_path):
     args.release_train = True
+    directory = PushDirectory(args.update_weight_disk_dir)
+    directory.claim()
     foreign = tmp_path / "pushes" / "weight_v000000"
     foreign.mkdir(parents=True)
     chains = set()
@@ -81,18 +83,33 @@ def test_where_the_trainer_ends_the_last_files_stay_and_the_next_one_goes_on_wit
         transports = [DiskTransport(args, index, 2) for index in range(2)]
         if version > 1:
             assert contents(tmp_path / "pushes") == ["weight_v000000", f"weight_v00000{version - 1}"]
+            (chain,) = chains
             for transport in transports:
-                transport.continue_from(version - 1)
+                transport.continue_from(version - 1, chain)
         send(args, version, transports=transports)
         for transport in transports:
             transport.settle()
-        chains.add(Publication.read(DiskTransport.directory(args, version)).chain)
-    assert len(chains) == 1
+        assert transports[0].chain() is None, "the last source publishes"
+        chains.add(transports[1].chain())
+    (chain,) = chains
+    directory.require(3, chain)
     with pytest.raises(RunError, match="weight_v000007 holds no weights"):
-        DiskTransport(args, 0, 1).continue_from(7)
+        DiskTransport(args, 0, 1).continue_from(7, chain)
     # Engines that take weights 3 once more are told that they have them.
     transports[-1].settle()
     assert contents(tmp_path / "pushes") == ["weight_v000000", "weight_v000003"], "what no push has made stays"
+
+
+def test_weights_that_another_run_has_put_in_place_of_those_of_this_one_are_not_gone_on_with(args, tmp_path):
+    transports = send(args, 1)
+    send(args, 1)
+    replaced = (
+        r"^--update-weight-disk-dir .*pushes: weight_v000001 is not what this run has pushed as version 1: another run"
+    )
+    with pytest.raises(RunError, match=replaced):
+        PushDirectory(args.update_weight_disk_dir).require(1, transports[-1].chain())
+    with pytest.raises(RunError, match=replaced):
+        DiskTransport(args, 1, 2).continue_from(1, transports[-1].chain())
 
 
 def test_hosts_copy_what_is_published_and_engines_load_the_copy(args, tmp_path):
@@ -186,6 +203,15 @@ def test_a_second_run_is_refused_a_directory_while_the_first_one_lives(args, tmp
             second.begin(1)
         second.discard()
     assert contents(tmp_path / "pushes") == [".weight_v000001"], "the draft of the first run"
+
+
+def test_a_trainer_that_ends_leaves_the_claim_to_who_lives_as_long_as_the_run(args, tmp_path, monkeypatch):
+    args.release_train = True
+    PushDirectory(args.update_weight_disk_dir).claim()
+    with monkeypatch.context() as a_rank:
+        a_rank.setattr(filesystem, "_locks", {})
+        send(args, 1)
+    assert contents(tmp_path / "pushes") == ["weight_v000001"]
 
 
 def test_a_failed_push_leaves_no_draft(args, tmp_path):

@@ -35,7 +35,7 @@ def args(tmp_path):
     save_file(checkpoint(), hf / "model.safetensors")
     return SimpleNamespace(
         hf_checkpoint=str(hf), update_weight_transport="disk", update_weight_mode="delta", colocate=False,
-        update_weight_disk_dir=str(tmp_path / "pushes"), update_weight_disk_keep_files=False,
+        update_weight_disk_dir=str(tmp_path / "pushes"), update_weight_disk_keep_files=False, release_train=False,
         update_weight_delta_encoding="xor", update_weight_delta_checksum="xxh3-128",
         update_weight_local_checkpoint_dir=str(tmp_path / "local"), distributed_timeout_minutes=1,
     )  # fmt: skip
