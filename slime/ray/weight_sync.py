@@ -89,7 +89,8 @@ class WeightSync:
             report = self._push_with_checksums(fleet, send) if first and check else send(_receivers(fleet))
             served = _without(fleet, report.failed.keys())
             failed = dict(report.failed)
-            if not failed or self._args.use_fault_tolerance:
+            # Where nobody has the weights nobody generates, and the trainer keeps them for the engines to come.
+            if served.engines and (not failed or self._args.use_fault_tolerance):
                 failed |= self._turn_to_generation(served if check else _without(served, self._proven))
             self._rollout_manager.end_push(fleet.names, report.version, failed)
             served = _without(fleet, failed.keys())

@@ -163,6 +163,14 @@ def test_a_push_that_ends_the_run_gives_nobody_its_caches(sync):
     assert sync.turns == [Turn.PUSH]
 
 
+def test_after_a_push_that_nobody_took_the_trainer_stays_as_it_is_for_the_engines_to_come(sync):
+    sync._args.use_fault_tolerance = sync._args.release_train = True
+    sync.pushes.failed = [{0: "engine 0 died", 1: "engine 1 died"}]
+    sync.push()
+    # To turn to what is there already does nothing.
+    assert sync.turns == [Turn.PUSH, Turn.PUSH, "probe", Turn.GENERATION, "compare"]
+
+
 def test_a_new_server_proves_its_first_weights_and_nobody_later_ones(sync, events):
     sync.push()
     second_life = dataclasses.replace(sync.fleets[0].engines[1], name=EngineName(1, 1))
