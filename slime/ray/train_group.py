@@ -43,6 +43,8 @@ _CRITIC_RANK = "slime.training.critic_rank.CriticRank"
 _CALL_DEADLINE_SECONDS = 24 * 3600.0
 _DISPOSE_DEADLINE_SECONDS = 60.0
 _LEFT_METRICS_SECONDS = 3.0
+# By which the system's clock may have been set meanwhile, from which the time of a process's creation is counted.
+_CLOCK_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +81,9 @@ class RankProcess:
         """`call`, when the reference `awaited` is ready."""
         return self.call(method, *arguments)
 
-    def process_id(self) -> int:
-        """Of this process, on its node."""
-        return os.getpid()
+    def identity(self) -> tuple[int, float]:
+        """(process id, when it was created in seconds of the epoch) of this process, which no other of its node has."""
+        return os.getpid(), psutil.Process().create_time()
 
     def take_logged(self) -> list[LoggedMetrics]:
         """What the rank logged in work that failed, and so has not handed over."""
@@ -427,11 +429,14 @@ class EndingTrainGroup(TrainGroup):
         limit = _DISPOSE_DEADLINE_SECONDS
         # All ranks log the same, and what functions of a user's log counts once.
         self._logged += wait_for(self._actors[0].take_logged.remote(), f"metrics of {self.rank_name} 0", limit)
-        ids = wait_for_all([actor.process_id.remote() for actor in self._actors], "ids of the ranks' processes", limit)
+        asked = [actor.identity.remote() for actor in self._actors]
+        processes = wait_for_all(asked, "ids of the ranks' processes", limit, pending=self._name_ranks)
         super().dispose()
         gone = [
-            _wait_until_gone.options(**_beside(self._group, bundle)).remote(process_id, limit)
-            for process_id, (bundle, _) in zip(ids, self._places, strict=True)
+            ray.remote(_wait_until_gone)
+            .options(**_beside(self._group, bundle))
+            .remote(self._name_ranks([rank]), process, limit)
+            for rank, (process, (bundle, _)) in enumerate(zip(processes, self._places, strict=True))
         ]
         # A process that looks begins first.
         wait_for_all(gone, f"end of the {self.rank_name}s", 2 * limit, pending=self._name_ranks)
@@ -456,11 +461,25 @@ def _beside(group: PlacementGroup, bundle: int) -> dict[str, Any]:
     }
 
 
-@ray.remote(num_cpus=0)
-def _wait_until_gone(process_id: int, seconds: float) -> None:
-    """Return when that process of this node has ended; after `seconds` it is an error that it has not."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(process_id).wait(seconds)
+def _wait_until_gone(rank: str, identity: tuple[int, float], seconds: float) -> None:
+    """Return when that process of this node has ended.
+
+    Raises:
+        RunError: after `seconds` it has not.
+    """
+    process_id, created = identity
+    try:
+        process = psutil.Process(process_id)
+        if abs(process.create_time() - created) <= _CLOCK_SECONDS:
+            process.wait(seconds)
+    except psutil.NoSuchProcess:
+        return
+    except psutil.TimeoutExpired as error:
+        raise RunError(
+            f"{rank} has been killed, and {seconds:g} s later its process {process_id} is still there, with what it has on its "
+            "device: the driver of the device, or a disk, keeps it (/proc tells where it waits). When it is gone, start the "
+            "run again: it goes on from its last checkpoint"
+        ) from error
 
 
 class ActorCritic(TrainGroup):

@@ -4,11 +4,13 @@ import argparse
 import multiprocessing.util
 import os
 import signal
+import subprocess
 import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import ray
 
@@ -358,6 +360,19 @@ def test_ranks_with_devices_of_their_own_hold_all_while_they_live(monkeypatch):
     assert ranks.told == ["end", "claim", ("open_weight_push",)]
 
 
+def test_a_process_that_does_not_end_is_an_error_that_names_it_and_another_of_its_number_is_none():
+    name, created = "training rank 2", psutil.Process().create_time()
+    message = (
+        f"^training rank 2 has been killed, and 0.01 s later its process {os.getpid()} is still there.* start the run"
+    )
+    with pytest.raises(RunError, match=message):
+        train_group._wait_until_gone(name, (os.getpid(), created), 0.01)
+    train_group._wait_until_gone(name, (os.getpid(), created - 100.0), 0.01)
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    train_group._wait_until_gone(name, (ended.pid, created), 0.01)
+
+
 def test_another_run_is_refused_the_directory_of_pushes_while_no_rank_lives(make_group, monkeypatch, tmp_path):
     ranks = make_group()
     args = argparse.Namespace(
@@ -386,7 +401,7 @@ def test_processes_of_ranks_that_end_are_gone_and_what_they_had_logged_is_not(ma
     told = []
     try:
         group.create()
-        pids = ray.get([actor.process_id.remote() for actor in group._actors], timeout=30)
+        pids = [pid for pid, _ in ray.get([actor.identity.remote() for actor in group._actors], timeout=30)]
         ray.get(group._actors[0].__ray_call__.remote(_log_something), timeout=30)
         group.hold(Holds.NOTHING)
         assert not group.lives and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
