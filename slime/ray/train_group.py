@@ -329,6 +329,8 @@ class EndingTrainGroup(TrainGroup):
         super().__init__(args, group, places, actor_cls)
         # (version, chain) of the last that engines got of these ranks, or of those before; None before the first push.
         self._pushed: tuple[int, str] | None = None
+        # Of the ranks that live.
+        self._holds = Holds.ALL
         # From the first push on.
         self._directory: Any = None
         # Of ranks that have ended since the last training: what they had not handed over, and what it took to replace them.
@@ -337,14 +339,17 @@ class EndingTrainGroup(TrainGroup):
 
     def hold(self, holds: Holds) -> None:
         """Have all ranks hold that much of their memory on the devices; no rank holds nothing."""
-        if holds is Holds.NOTHING:
+        # Ranks that keep their weights only have nothing that they could train on with: the checkpoint has it.
+        if holds is Holds.NOTHING or (self.lives and holds > self._holds):
             self._end()
+        if holds is Holds.NOTHING:
             return
         if not self.lives:
             self._create_again()
         # Where devices are not shared nobody needs what the optimizer has.
         if self._args.colocate:
             super().hold(holds)
+            self._holds = holds
 
     def train(self, rollout_id: int, rollout: RolloutResult, report: Report) -> None:
         """As of every group; `report` also gets what the ranks before these left, and how long it took to start these."""
@@ -443,6 +448,7 @@ class EndingTrainGroup(TrainGroup):
 
     def _create_again(self) -> None:
         started = time.perf_counter()
+        self._holds = Holds.ALL
         self.create()
         if self._pushed is None:
             self.open_weight_push()

@@ -47,10 +47,14 @@ class ResidentMemory:
 
     On CPU the bytes go into a file that has no name in the directory for temporary files (`TMPDIR`), so that they leave the
     process; on a GPU into host memory that the device copies to and from by itself.
+
+    Args:
+        ends: the process ends after it has held its weights only, so nothing keeps the optimizer's state for it.
     """
 
-    def __init__(self, residents: Callable[[], Residents]) -> None:
+    def __init__(self, residents: Callable[[], Residents], *, ends: bool = False) -> None:
         self._residents = residents
+        self._ends = ends
         place = _FileCopy if get_accelerator().shares_host_memory else _PinnedCopy
         self._weights, self._optimizer = _PutAway(place()), _PutAway(place())
         self._gradients: list[tuple[torch.UntypedStorage, int]] = []
@@ -62,8 +66,13 @@ class ResidentMemory:
         """Have exactly that on the device. What is so already is left alone.
 
         Raises:
-            RunError: there is no room for the bytes where they go; nothing of that part has moved then.
+            RunError: there is no room for the bytes where they go; nothing of that part has moved then. Or a process that
+                ends is to have its optimizer back.
         """
+        if self._ends and self.holds < holds:
+            raise RunError(
+                "a training rank has given its optimizer up for a push (--release-train): only a new one can train"
+            )
         if self.holds is Holds.ALL and holds < Holds.ALL:
             # Asked now, while all tensors have their bytes: nothing can be made of one that has none.
             residents = self._residents()
@@ -71,9 +80,13 @@ class ResidentMemory:
             optimizer = _storages(residents.optimizer, without=weights)
             gradients = _storages(residents.gradients, without=[*weights, *optimizer])
             self._to_put_away = weights
-            self._optimizer.put_away(optimizer)
+            dropped = gradients
+            if self._ends:
+                dropped = [*gradients, *optimizer]
+            else:
+                self._optimizer.put_away(optimizer)
             self._gradients = [(storage, storage.nbytes()) for storage in gradients]
-            for storage in gradients:
+            for storage in dropped:
                 storage.resize_(0)
             self.holds = Holds.WEIGHTS
         if self.holds is Holds.WEIGHTS and holds is Holds.NOTHING:

@@ -58,7 +58,7 @@ class TrainRank:
         self.world_size = world_size
         self.local_rank = local_rank
         self.backend = make_backend(args)
-        self.memory = ResidentMemory(self.residents)
+        self.memory = ResidentMemory(self.residents, ends=args.release_train)
         self._has_slept = False
         # Of the work on a rollout that is under way, or that failed.
         self._not_handed_over: list[LoggedMetrics] = []

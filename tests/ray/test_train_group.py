@@ -353,6 +353,14 @@ def test_ranks_that_end_are_created_from_where_the_run_starts_and_later_from_its
     assert first.initial_weights == "where the run starts" and first.finetune, "nobody writes into arguments"
 
 
+def test_ranks_that_keep_their_weights_only_are_replaced_before_a_training(monkeypatch):
+    ranks = Ranks(monkeypatch)
+    for holds in (Holds.WEIGHTS, Holds.WEIGHTS, Holds.ALL, Holds.ALL):
+        ranks.group.hold(holds)
+    weights, everything = ("hold", Holds.WEIGHTS), ("hold", Holds.ALL)
+    assert ranks.told == [weights, weights, "end", "claim", ("open_weight_push",), everything, everything]
+
+
 def test_ranks_with_devices_of_their_own_hold_all_while_they_live(monkeypatch):
     ranks = Ranks(monkeypatch, colocate=False)
     for holds in (Holds.WEIGHTS, Holds.NOTHING, Holds.ALL, Holds.WEIGHTS):

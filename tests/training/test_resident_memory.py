@@ -79,6 +79,16 @@ def test_from_all_to_nothing_and_back_in_one_call(place):
     assert model.buffer.tolist() == list(range(12)) and model.main.tolist() == [1.5, 2.5]
 
 
+def test_a_process_that_ends_keeps_nothing_of_its_optimizer_and_does_not_train_without(place, monkeypatch):
+    model = Model()
+    memory = ResidentMemory(model.residents, ends=True)
+    monkeypatch.setattr(resident_memory._PutAway, "put_away", lambda put_away, storages: pytest.fail("it was put away"))
+    memory.hold(Holds.WEIGHTS)
+    assert model.sizes() == [48, 0, 0, 0] and model.buffer.tolist() == list(range(12))
+    with pytest.raises(RunError, match="given its optimizer up"):
+        memory.hold(Holds.ALL)
+
+
 def test_an_optimizer_that_has_grown_leaves_whole(place):
     model = Model()
     memory = ResidentMemory(model.residents)
