@@ -7,6 +7,7 @@ values; the actor's log-probs, advantages, returns and training; the critic's tr
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import functools
 import logging
@@ -45,6 +46,7 @@ _DISPOSE_DEADLINE_SECONDS = 60.0
 _LEFT_METRICS_SECONDS = 3.0
 # By which the system's clock may have been set meanwhile, from which the time of a process's creation is counted.
 _CLOCK_SECONDS = 1.0
+_START_SECONDS, _END_SECONDS = "perf/start_trainer_time", "perf/end_trainer_time"
 
 logger = logging.getLogger(__name__)
 
@@ -335,17 +337,20 @@ class EndingTrainGroup(TrainGroup):
         self._directory: Any = None
         # Of ranks that have ended since the last training: what they had not handed over, and what it took to replace them.
         self._logged: list[LoggedMetrics] = []
-        self._seconds = 0.0
+        self._seconds: dict[str, float] = collections.defaultdict(float)
 
     def hold(self, holds: Holds) -> None:
         """Have all ranks hold that much of their memory on the devices; no rank holds nothing."""
         # Ranks that keep their weights only have nothing that they could train on with: the checkpoint has it.
         if holds is Holds.NOTHING or (self.lives and holds > self._holds):
-            self._end()
+            with self._timed(_END_SECONDS):
+                self._end()
         if holds is Holds.NOTHING:
             return
         if not self.lives:
-            self._create_again()
+            with self._timed(_START_SECONDS):
+                self._create_again()
+            logger.info("training ranks started again in %.1f s", self._seconds[_START_SECONDS])
         # Where devices are not shared nobody needs what the optimizer has.
         if self._args.colocate:
             super().hold(holds)
@@ -354,11 +359,10 @@ class EndingTrainGroup(TrainGroup):
     def train(self, rollout_id: int, rollout: RolloutResult, report: Report) -> None:
         """As of every group; `report` also gets what the ranks before these left, and how long it took to start these."""
         if self._seconds:
-            self._logged.append(
-                ({"perf/start_trainer_time": self._seconds, "rollout/step": rollout_id}, "rollout/step")
-            )
+            self._logged.append(({**self._seconds, "rollout/step": rollout_id}, "rollout/step"))
         report(self._logged)
-        self._logged, self._seconds = [], 0.0
+        self._logged = []
+        self._seconds.clear()
         super().train(rollout_id, rollout, report)
 
     def publish(self, rollout_id: int) -> None:
@@ -447,15 +451,18 @@ class EndingTrainGroup(TrainGroup):
         wait_for_all(gone, f"end of the {self.rank_name}s", 2 * limit, pending=self._name_ranks)
 
     def _create_again(self) -> None:
-        started = time.perf_counter()
         self._holds = Holds.ALL
         self.create()
         if self._pushed is None:
             self.open_weight_push()
         else:
             self._call_all("continue_weight_pushes", *self._pushed)
-        self._seconds += time.perf_counter() - started
-        logger.info("training ranks started again in %.1f s", self._seconds)
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._seconds[name] += time.perf_counter() - started
 
 
 def _beside(group: PlacementGroup, bundle: int) -> dict[str, Any]:

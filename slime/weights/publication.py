@@ -136,10 +136,9 @@ class PushDirectory:
             )
 
 
-def is_publication(directory: Path) -> bool:
-    """Whether a push has made `directory`, of this run or of another."""
+def chain_of(directory: Path) -> str | None:
+    """The chain of what a push has made; None if `directory` is something else."""
     try:
-        Publication.read(directory)
+        return Publication.read(directory).chain
     except RunError:
-        return False
-    return True
+        return None

@@ -80,8 +80,9 @@ def test_a_trainer_that_ends_in_every_step_changes_no_number(task, stays, tmp_pa
         assert sorted(stays.process.scalars(tag)) == list(ROLLOUTS), tag
         assert run.process.scalars(tag) == pytest.approx(stays.process.scalars(tag), rel=ROUNDING, abs=0), tag
     assert_same_end(run, stays)
-    seconds = run.process.scalars("perf/start_trainer_time")
-    assert sorted(seconds) == list(ROLLOUTS) and all(value > 0 for value in seconds.values())
+    for tag in ("perf/start_trainer_time", "perf/end_trainer_time"):
+        seconds = run.process.scalars(tag)
+        assert sorted(seconds) == list(ROLLOUTS) and all(value > 0 for value in seconds.values()), tag
     # Only the last files are there: those of engines that would come back.
     assert [path.name for path in (tmp_path / "pushes").glob("weight_v*")] == [f"weight_v{len(ROLLOUTS) + 1:06d}"]
     assert "training ranks started again" not in stays.process.output()

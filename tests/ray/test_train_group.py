@@ -420,7 +420,10 @@ def test_processes_of_ranks_that_end_are_gone_and_what_they_had_logged_is_not(ma
         group.kill()
     left, seconds = told[:2]
     assert left == ({"user/hook": 1.0, "rollout/step": 2}, "rollout/step")
-    assert seconds[0]["perf/start_trainer_time"] > 0 and seconds[0]["rollout/step"] == 3
+    assert (
+        seconds[0]["perf/start_trainer_time"] > 0 < seconds[0]["perf/end_trainer_time"]
+        and seconds[0]["rollout/step"] == 3
+    )
     assert [metrics["train/loss"] for metrics, _ in told[2:]] == [0.0, 1.0]
 
 

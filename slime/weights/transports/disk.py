@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.utils.filesystem import fsync_tree, replace_directory
 from slime.weights.hf_writer import copy_auxiliary_files, number_shards, write_shard
-from slime.weights.publication import PushDirectory, directory_of, index_metadata, is_publication
+from slime.weights.publication import PushDirectory, chain_of, directory_of, index_metadata
 from slime.weights.transports.transport import Background, Order, Transport
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class DiskTransport(Transport):
             return
         if self._args.release_train:
             # Who needs these weights later finds no trainer that could write them again.
-            self._remove_others()
+            self._remove_others(chains={self._chain})
         else:
             shutil.rmtree(self._final)
 
@@ -123,10 +123,11 @@ class DiskTransport(Transport):
     def _index_metadata(self) -> Mapping[str, Any]:
         return index_metadata(self._chain, self._version)
 
-    def _remove_others(self) -> None:
-        """Remove what other pushes have published; nothing else."""
+    def _remove_others(self, chains: Collection[str] | None = None) -> None:
+        """Remove what other pushes have published, of these chains (None: of any); nothing else."""
         for other in self._final.parent.glob("weight_v*"):
-            if other != self._final and is_publication(other):
+            chain = chain_of(other)
+            if other != self._final and chain is not None and (chains is None or chain in chains):
                 shutil.rmtree(other)
 
     def _wait(self) -> None:
