@@ -25,10 +25,11 @@ from slime.arguments.sizes import GpuRanges
 from slime.observability.console import StartupClock
 from slime.observability.waiting import wait_for, wait_for_all
 from slime.plan.placement import sleeping_sides
+from slime.ray.actor_critic import ActorCritic
 from slime.ray.cluster import plan_cluster
 from slime.ray.driver import StartedRun
 from slime.ray.rollout_manager import RolloutClient
-from slime.ray.train_group import ActorCritic, EndingTrainGroup, TrainGroup
+from slime.ray.train_group import EndingTrainGroup, TrainGroup
 from slime.utils import env
 from slime.utils.errors import UserError
 from slime.utils.run_values import with_run_values

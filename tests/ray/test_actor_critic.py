@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from slime.arguments.checkpoints import WeightSource
+from slime.ray.actor_critic import ActorCritic
 from slime.ray.driver import RolloutResult
-from slime.ray.train_group import ActorCritic, TrainGroup
+from slime.ray.train_group import TrainGroup
 from slime.scheduling.device_turns import Holds
 from slime.utils.errors import RunError
 from tests.support.models.args import parse
