@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import dataclasses
 import logging
 import multiprocessing
 import os
@@ -18,7 +19,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime.arguments.checkpoints import WeightSource
+from slime.arguments.checkpoints import WeightSource, is_megatron_checkpoint, latest_iteration
 from slime.observability.logging_utils import LoggedMetrics, drain_outbox
 from slime.observability.waiting import unwatch_actors, wait_for, wait_for_all, watch_actors
 from slime.ray.driver import RolloutResult
@@ -321,7 +322,9 @@ class EndingTrainGroup(TrainGroup):
         places: Sequence[tuple[int, int]],
         actor_cls: type | str | None = None,
     ) -> None:
-        super().__init__(args, group, places, actor_cls)
+        super().__init__(_with_fixed_iterations(args), group, places, actor_cls)
+        # The rollout that they train next; None before the first of them are ready.
+        self._next: int | None = None
         # (version, chain) of the last that engines got of these ranks, or of those before; None before the first push.
         self._pushed: tuple[int, str] | None = None
         # Of the ranks that live.
@@ -331,6 +334,21 @@ class EndingTrainGroup(TrainGroup):
         # Of ranks that have ended since the last training: what they had not handed over, and what it took to replace them.
         self._logged: list[LoggedMetrics] = []
         self._seconds: dict[str, float] = collections.defaultdict(float)
+
+    def wait_ready(self) -> int:
+        """As of every group.
+
+        Raises:
+            RunError: also if the ranks would go on elsewhere than those before them ended.
+        """
+        first = super().wait_ready()
+        if self._next not in (None, first):
+            raise RunError(
+                f"the {self.rank_name}s that were started again would train rollout {first}, and rollout {self._next} is next: "
+                f"{self._args.initial_weights} is not what it was; start the run again, and it goes on from its last checkpoint"
+            )
+        self._next = first
+        return first
 
     def hold(self, holds: Holds) -> None:
         """Have all ranks hold that much of their memory on the devices; no rank holds nothing."""
@@ -361,6 +379,7 @@ class EndingTrainGroup(TrainGroup):
     def publish(self, rollout_id: int) -> None:
         """Make the checkpoint of `rollout_id` the one that a resume takes, and that ranks are created from."""
         super().publish(rollout_id)
+        self._next = rollout_id + 1
         source = WeightSource("megatron", self._args.save, rollout_id, resume=True)
         # What was asked for the start of the run is done.
         self._args = argparse.Namespace(
@@ -456,6 +475,22 @@ class EndingTrainGroup(TrainGroup):
         started = time.perf_counter()
         yield
         self._seconds[name] += time.perf_counter() - started
+
+
+def _with_fixed_iterations(args: argparse.Namespace) -> argparse.Namespace:
+    """A copy that names the iterations which checkpoints to load call their latest now: later it may be another one."""
+    fixed: dict[str, Any] = {}
+    source = args.initial_weights
+    if source.kind == "megatron" and source.step is None:
+        fixed["initial_weights"] = dataclasses.replace(source, step=latest_iteration(source.path))
+    models = [
+        ("ref_ckpt_step", args.ref_ckpt_step, args.ref_load),
+        ("opd_teacher_ckpt_step", args.opd_teacher_ckpt_step, args.opd_teacher_load),
+    ]
+    for name, step, directory in models:
+        if step is None and directory is not None and is_megatron_checkpoint(directory):
+            fixed[name] = latest_iteration(directory)
+    return argparse.Namespace(**{**vars(args), **fixed})
 
 
 def _beside(group: PlacementGroup, bundle: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import ray
 
+from slime.arguments.checkpoints import WeightSource
 from slime.observability import logging_utils
 from slime.observability.waiting import wait_for
 from slime.ray import train_group
@@ -174,6 +175,7 @@ def make_group():
         colocate=False,
         train_start_timeout=60.0,
         role="actor",
+        **NOTHING_TO_LOAD,
     )
 
     class Rank:
@@ -288,13 +290,19 @@ def test_a_rank_that_dies_while_it_has_nothing_to_do_ends_whatever_is_awaited(ma
     assert wait_for(ray.put(1), "what follows", 60) == 1, "a group that was killed is not watched"
 
 
+NOTHING_TO_LOAD = {
+    "initial_weights": WeightSource("random"), "ref_load": None, "ref_ckpt_step": None, "opd_teacher_load": None,
+    "opd_teacher_ckpt_step": None,
+}  # fmt: skip
+
+
 class Ranks:
     """Stands for the Ray actors of a group: what they are asked."""
 
     def __init__(self, monkeypatch, **flags):
         self.told, self.created_with = [], []
-        values = {"colocate": True, "save": "/s", "initial_weights": "where the run starts", "no_load_optim": True}
-        args = argparse.Namespace(**{**values, "no_load_rng": True, "finetune": True, **flags})
+        values = {"colocate": True, "save": "/s", "no_load_optim": True, "no_load_rng": True, "finetune": True}
+        args = argparse.Namespace(**{**values, **NOTHING_TO_LOAD, **flags})
         self.group = EndingTrainGroup(args, None, [(0, 0)])
 
         def start(group, after=None):
@@ -313,7 +321,8 @@ class Ranks:
             group.dispose()
 
         monkeypatch.setattr(TrainGroup, "start", start)
-        monkeypatch.setattr(TrainGroup, "wait_ready", lambda group: 0)
+        self.loaded: int | None = None
+        monkeypatch.setattr(TrainGroup, "wait_ready", lambda group: self.wait_ready(group))
         monkeypatch.setattr(TrainGroup, "dispose", lambda group: group._actors.clear())
         monkeypatch.setattr(TrainGroup, "_call_all", call)
         monkeypatch.setattr(TrainGroup, "_call_first", call)
@@ -321,6 +330,10 @@ class Ranks:
         monkeypatch.setattr(EndingTrainGroup, "_claim_directory", lambda group: self.told.append("claim") or self)
         monkeypatch.setattr(EndingTrainGroup, "_give_directory_back", lambda group: None)
         self.group.create()
+
+    def wait_ready(self, group):
+        source = group._args.initial_weights
+        return 1 + (source.step if source.resume else -1) if self.loaded is None else self.loaded
 
 
 def test_ranks_that_end_are_created_from_where_the_run_starts_and_later_from_its_last_checkpoint(monkeypatch):
@@ -350,7 +363,38 @@ def test_ranks_that_end_are_created_from_where_the_run_starts_and_later_from_its
     source = args.initial_weights
     assert (source.kind, source.path, source.step, source.resume) == ("megatron", "/s", 4, True)
     assert (args.no_load_optim, args.no_load_rng, args.finetune) == (False, False, False)
-    assert first.initial_weights == "where the run starts" and first.finetune, "nobody writes into arguments"
+    assert first.initial_weights.kind == "random" and first.finetune, "nobody writes into arguments"
+
+
+def test_ranks_load_what_the_first_of_them_loaded_although_newer_checkpoints_are_there(monkeypatch, tmp_path):
+    pointer = tmp_path / "latest_checkpointed_iteration.txt"
+    pointer.write_text("3")
+    directory = str(tmp_path)
+    flags = {
+        "ref_load": directory,
+        "opd_teacher_load": directory,
+        "initial_weights": WeightSource("megatron", directory),
+    }
+    ranks = Ranks(monkeypatch, **flags)
+    pointer.write_text("4")
+    ranks.group.hold(Holds.NOTHING)
+    ranks.group.hold(Holds.ALL)
+    for args in ranks.created_with:
+        assert (args.initial_weights.step, args.ref_ckpt_step, args.opd_teacher_ckpt_step) == (3, 3, 3)
+    given = Ranks(monkeypatch, ref_load=directory, ref_ckpt_step=2).created_with[0]
+    assert given.ref_ckpt_step == 2 and given.opd_teacher_ckpt_step is None
+
+
+def test_ranks_that_would_train_another_rollout_than_is_next_end_the_run(monkeypatch):
+    ranks = Ranks(monkeypatch)
+    ranks.group.save(4)
+    ranks.group.publish(4)
+    ranks.group.hold(Holds.NOTHING)
+    ranks.loaded = 3
+    with pytest.raises(
+        RunError, match=r"would train rollout 3, and rollout 5 is next: /s \(megatron\) is not what it was"
+    ):
+        ranks.group.hold(Holds.ALL)
 
 
 def test_ranks_that_keep_their_weights_only_are_replaced_before_a_training(monkeypatch):
