@@ -497,10 +497,8 @@ class DataSourceSnapshots:
                 rollout_id,
             )
             return dataclasses.replace(ahead, entries=[])
-        size, groups = (
-            self._args.n_samples_per_prompt,
-            [one for one in ahead.entries if isinstance(one.get("samples"), list)],
-        )
+        size = self._args.n_samples_per_prompt
+        groups = [one for one in ahead.entries if isinstance(one.get("samples"), list)]
         if groups and ahead.group_size not in (None, size):
             raise UserError(
                 f"--n-samples-per-prompt {size}: rollouts behind {rollout_id} had drawn {len(groups)} groups of "

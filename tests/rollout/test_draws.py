@@ -25,12 +25,8 @@ def test_plain_prompts_become_numbered_groups_of_independent_copies():
     groups = draw_groups(make_args(), Flat(["a", sample, chat, kept]), 4, rollout_id=1, drawn=5)
     assert [[s.prompt for s in group] for group in groups[:3]] == [["a", "a"], ["b", "b"], [chat, chat]]
     first = 2**20 + 5
-    assert [[s.group_index for s in group] for group in groups] == [
-        [first] * 2,
-        [first + 1] * 2,
-        [first + 2] * 2,
-        [3, 3],
-    ]
+    numbers = [[s.group_index for s in group] for group in groups]
+    assert numbers == [[first] * 2, [first + 1] * 2, [first + 2] * 2, [3, 3]]
     assert [s.index for group in groups[:2] for s in group] == [2 * first, 2 * first + 1, 2 * first + 2, 2 * first + 3]
     groups[1][0].metadata["k"].append(2)
     assert groups[1][1].metadata == sample.metadata == {"k": [1]}
