@@ -159,7 +159,8 @@ def test_every_process_of_a_run_logs_at_its_level(monkeypatch, module, name, arg
     levels = []
     process = importlib.import_module(module)
     monkeypatch.setattr(process, "configure_logger", levels.append)
-    getattr(process, name)(SimpleNamespace(log_level="DEBUG", train_backend="megatron"), *arguments)
+    args = SimpleNamespace(log_level="DEBUG", train_backend="megatron", release_train=False)
+    getattr(process, name)(args, *arguments)
     assert levels == ["DEBUG"]
 
 
