@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -95,3 +96,17 @@ def test_every_other_way_learns_the_same(task, process_group, tmp_path, way):
     density = run.process.scalars("perf/update_weights_density")
     assert sorted(density) == (list(ROLLOUTS) if way.startswith("delta") else [])
     assert all(0 < share <= 1 for share in density.values())
+
+
+def test_a_killed_run_that_pushes_deltas_goes_on_with_new_ones(task, process_group, tmp_path):
+    """What it left, in both directories, is of another trainer's life."""
+    killed = run_of(task, tmp_path, by_deltas(tmp_path, "xor"))
+    with killed.process as process:
+        process.wait_for_line(r"rollout 1 \(2/3\)", 400)
+        process.send_signal_to_driver(signal.SIGKILL)
+        assert process.wait(60) == -signal.SIGKILL
+        process.assert_no_process_left(60)
+    assert sorted(path.name for path in (tmp_path / "pushes").glob("weight_v*")) != []
+    resumed = finish(run_of(task, tmp_path, by_deltas(tmp_path, "xor")))
+    assert_engines_held_the_weights(resumed)
+    assert_same_end(resumed, process_group)
