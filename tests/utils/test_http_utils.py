@@ -269,17 +269,17 @@ def test_time_limits_of_generation_and_control_are_separate_and_not_retried():
 
         async def slow(request):
             seen.append(request)
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(2.0)
             return web.json_response(1)
 
         async with serving(slow) as url:
-            init_http_client(make_args(http_request_timeout=5.0, http_control_timeout=0.2))
+            # A busy machine connects within the shorter limit, too.
+            init_http_client(make_args(http_request_timeout=60.0, http_control_timeout=1.0))
             assert await post(url, {}) == 1
             for call in (get(url), post_control(url, {})):
-                with pytest.raises(HttpError, match=r"within 0.2 s \(--http-request-timeout"):
+                with pytest.raises(HttpError, match=r"within 1 s \(--http-request-timeout"):
                     await call
-        # Fewer where a busy machine had not connected within the limit.
-        assert len(seen) <= 3
+        assert len(seen) == 3
 
     asyncio.run(main())
 
