@@ -19,7 +19,12 @@ Config = dict[str, Any]
 Part = Callable[[Config], dict[str, Any]]
 
 LAYER = "{layer}"
+EXPERT = "{expert}"
 _LAYER_NUMBER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
+# Experts are modules in the local layer spec; Transformer Engine numbers the weights of one module.
+_EXPERT_NUMBER = re.compile(
+    r"(?<=\.local_experts\.)\d+(?=\.)|(?<=\.experts\.linear_fc[12]\.weight)\d+$|(?<=\.experts\.linear_fc[12]\.bias)\d+$"
+)
 _PREDICTION_LAYERS = "mtp."
 
 
@@ -27,13 +32,19 @@ _PREDICTION_LAYERS = "mtp."
 class Rule:
     """One kind of Megatron parameter.
 
-    megatron: its names, with `{layer}` for the layer's number; several where the layer specs name it differently.
-    hf: the HF tensors it is made of, with `{layer}`, in the order that the layout expects.
+    megatron: its names, with `{layer}` for the layer's number and `{expert}` for the expert's; several where the layer specs
+        name it differently.
+    hf: the HF tensors it is made of, with the same numbers, in the order that the layout expects.
     """
 
     megatron: tuple[str, ...]
     hf: tuple[str, ...]
     layout: Layout
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether each expert has one: they are spread over expert-parallel ranks, and cut as experts are."""
+        return EXPERT in self.megatron[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,18 +96,18 @@ class Family:
         return {**found, **self.constants, "spec": self.layer_spec.rsplit(".", 1) if self.layer_spec else None}
 
     def find(self, megatron_name: str) -> tuple[Rule, tuple[str, ...]]:
-        """The rule for a global Megatron name (wrapper prefixes allowed), and the HF names with the layer's number.
+        """The rule for a global Megatron name (wrapper prefixes allowed), and the HF names with layer's and expert's numbers.
 
         Raises:
             KeyError: no rule has this name.
         """
         name = strip_wrappers(megatron_name)
-        match = _LAYER_NUMBER.search(name)
-        layer = match.group() if match else ""
         rule = self._rule(name)
         if rule is None:
             raise KeyError(f"no conversion rule for the Megatron parameter {name}")
-        return rule, tuple(hf_name.replace(LAYER, layer) for hf_name in rule.hf)
+        places = ((LAYER, _LAYER_NUMBER.search(name)), (EXPERT, _EXPERT_NUMBER.search(name)))
+        numbers = [(place, match.group()) for place, match in places if match]
+        return rule, tuple(_with_numbers(hf_name, numbers) for hf_name in rule.hf)
 
     def leaves_out(self, megatron_name: str) -> bool:
         """Whether a parameter of a multi-token-prediction layer has no place in the family's HF checkpoints."""
@@ -108,7 +119,7 @@ class Family:
         return self.predictions is not None and self.predictions.search(hf_name) is not None
 
     def _rule(self, name: str) -> Rule | None:
-        generic = _LAYER_NUMBER.sub(LAYER, name, count=1)
+        generic = _EXPERT_NUMBER.sub(EXPERT, _LAYER_NUMBER.sub(LAYER, name, count=1))
         return next((rule for rule in self.rules if generic in rule.megatron), None)
 
 
@@ -116,6 +127,17 @@ def strip_wrappers(name: str) -> str:
     """A parameter's name without the `module.` prefixes of data-parallel and mixed-precision wrappers."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
+    return name
+
+
+def next_expert(megatron_name: str, steps: int) -> str:
+    """The name of the same parameter of the expert `steps` further on; a name without an expert's number stays as it is."""
+    return _EXPERT_NUMBER.sub(lambda found: str(int(found.group()) + steps), megatron_name)
+
+
+def _with_numbers(name: str, numbers: list[tuple[str, str]]) -> str:
+    for place, number in numbers:
+        name = name.replace(place, number)
     return name
 
 
@@ -170,3 +192,38 @@ GATED_MLP = (
 )
 
 DENSE_LAYER = LAYER_NORMS + ATTENTION + GATED_MLP
+
+
+def routed_experts(
+    hf: str = "mlp", parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> tuple[Rule, ...]:
+    """The router and the experts of a layer.
+
+    Args:
+        hf: what the HF names of both begin with, below the layer.
+        parts: names of an expert's gate, up and down projection.
+    """
+    gate, up, down = (f"{hf}.experts.{EXPERT}.{part}.weight" for part in parts)
+    return (
+        layer_rule("mlp.router.weight", f"{hf}.gate.weight", Replicated()),
+        layer_rule(_expert_names("linear_fc1"), (gate, up), GatedLinear()),
+        layer_rule(_expert_names("linear_fc2"), down, Sharded(dim=1)),
+    )
+
+
+def _expert_names(module: str) -> tuple[str, str]:
+    return (f"mlp.experts.local_experts.{EXPERT}.{module}.weight", f"mlp.experts.{module}.weight{EXPERT}")
+
+
+def shared_experts(hf: str) -> tuple[Rule, ...]:
+    """The experts that see every token; `hf` is what their HF names begin with, below the layer."""
+    gate, up, down = (f"{hf}.{part}_proj.weight" for part in ("gate", "up", "down"))
+    return (
+        layer_rule("mlp.shared_experts.linear_fc1.weight", (gate, up), GatedLinear()),
+        layer_rule("mlp.shared_experts.linear_fc2.weight", down, Sharded(dim=1)),
+    )
+
+
+# A weight that no gradient trains, in float32.
+EXPERT_BIAS = (layer_rule("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", Replicated()),)
+SHARED_EXPERT_GATE = (layer_rule("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", Replicated()),)

@@ -1,9 +1,9 @@
-"""The families of Qwen: dense ones that train, and others that are planned: their weights have no rules yet."""
+"""The families of Qwen: those that train, and others that are planned: their weights have no rules yet."""
 
 import dataclasses
 
 from slime.models import config_entries as hf
-from slime.models.family import DENSE_LAYER, ENDS, Family
+from slime.models.family import DENSE_LAYER, ENDS, SHARED_EXPERT_GATE, Family, routed_experts, shared_experts
 
 _DENSE = (hf.decoder, hf.grouped_query_attention)
 _MOE = (*_DENSE, hf.experts, hf.softmax_router)
@@ -26,19 +26,21 @@ QWEN3 = Family(
     rules=ENDS + DENSE_LAYER,
 )
 
-_QWEN2_MOE = Family(
+QWEN2_MOE = Family(
     model_types=("qwen2_moe",),
     names=("qwen2moe",),
     parts=(*_MOE, hf.qkv_bias),
     constants={"moe_shared_expert_gate": True},
     absent={"qkv_bias": True, "norm_topk_prob": False},
+    rules=ENDS + DENSE_LAYER + routed_experts() + shared_experts("mlp.shared_expert") + SHARED_EXPERT_GATE,
 )
-_QWEN3_MOE = Family(
+QWEN3_MOE = Family(
     model_types=("qwen3_moe",),
     names=("qwen3moe",),
     parts=(*_MOE, hf.partial_rope),
     constants={"qk_layernorm": True},
     absent={"norm_topk_prob": False},
+    rules=ENDS + DENSE_LAYER + routed_experts(),
 )
 _QWEN3_NEXT = Family(
     model_types=("qwen3_next",),
@@ -67,4 +69,4 @@ _QWEN3_5_MOE = dataclasses.replace(
 # Known by name; what its config says is not written down yet.
 _QWEN3_VL = Family(model_types=(), names=("qwen3vl",))
 
-QWEN = (QWEN2, QWEN3, _QWEN2_MOE, _QWEN3_MOE, _QWEN3_NEXT, _QWEN3_5, _QWEN3_5_MOE, _QWEN3_VL)
+QWEN = (QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, _QWEN3_NEXT, _QWEN3_5, _QWEN3_5_MOE, _QWEN3_VL)

@@ -83,7 +83,7 @@ class RankGroups:
     @property
     def gives_weights(self) -> bool:
         """Whether it is the one rank of its stage that hands weights out; the others of its copy help to make them whole."""
-        return (self.replica, self.data_rank, self.tensor_rank) == (0, 0, 0)
+        return self.replica == 0 and self.data_rank == 0 and self.speaks_for_its_samples
 
 
 @dataclass(frozen=True)

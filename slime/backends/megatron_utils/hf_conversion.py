@@ -2,12 +2,13 @@
 
 Which tensors make up which parameter is told by the family (`slime.models`). Loading and exporting again gives the same bits.
 
-Loading: a rank reads the rows and columns that it holds and no others, and copies them into a parameter before it reads those
-of the next, so the memory needed beside the model is that of its largest parameter. Names are compared first; nothing is loaded
-from a checkpoint whose names do not fit.
+Loading: a rank reads the rows, columns and experts that it holds and no others, and copies them into a parameter before it
+reads those of the next, so the memory needed beside the model is that of its largest parameter. Names are compared first;
+nothing is loaded from a checkpoint whose names do not fit.
 
 Exporting: the tensor-parallel ranks of a stage walk through its parameters in the same order, and gather one at a time. Each
-of them gets every tensor, and a rank that has no use for it drops it. Tied embeddings are one parameter, however many stages
+of them gets every tensor, and a rank that has no use for it drops it. So do expert-parallel ranks: each walks through its own
+experts, and one gather brings as many as there are ranks, one of each. Tied embeddings are one parameter, however many stages
 hold a copy, and are therefore given once. Layers for multi-token prediction are left out where the family's checkpoints have
 none.
 """
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from slime.arguments.config_files.role_config import CRITIC
 from slime.arguments.hf_config import read_hf_config
 from slime.models.families import FAMILIES, FAMILIES_BY_NAME, TRAINED_MODEL_TYPES, family_name
-from slime.models.family import Family, Rule, strip_wrappers
+from slime.models.family import Family, Rule, next_expert, strip_wrappers
 from slime.models.tensor_layouts import Layout, TensorSizes
 from slime.utils.errors import UserError
 from slime.weights.hf_reader import SafetensorsDirectory
@@ -34,8 +35,8 @@ from slime.weights.quantisers import refuse_quantised
 
 logger = logging.getLogger(__name__)
 
-# Global name, parameter, and what it is made of.
-Plan = list[tuple[str, torch.nn.Parameter, Rule, tuple[str, ...]]]
+# Global name, weight, and what it is made of.
+Plan = list[tuple[str, torch.Tensor, Rule, tuple[str, ...]]]
 NamedTensor = tuple[str, torch.Tensor]
 
 _LISTED = 20
@@ -46,7 +47,7 @@ _HEAD = "lm_head.weight"
 def load_hf_weights(args: Any, model_chunks: Iterable[torch.nn.Module], hf_dir: str | Path) -> int:
     """Fill the parameters of `model_chunks` from the HF directory `hf_dir`, converted to the parameters' dtype.
 
-    Collective over the pipeline group; all its stages raise the same error.
+    Collective over the ranks that hold one copy of the weights; all of them raise the same error.
 
     Returns:
         0, the iteration at which such a run starts.
@@ -55,21 +56,19 @@ def load_hf_weights(args: Any, model_chunks: Iterable[torch.nn.Module], hf_dir: 
         UserError: unsupported `model_type`; tensors missing or surplus (all are listed); a shape that the flags
         contradict; the weights are quantised.
     """
-    from slime.backends.megatron_utils.schedules import gather_from_stages
-
     refuse_quantised(hf_dir)
     family = family_of_directory(hf_dir)
     source = SafetensorsDirectory(hf_dir)
     plan = _plan(family, model_chunks)
-    needed = gather_from_stages({hf_name for *_, hf_names in plan for hf_name in hf_names})
+    needed = _gather_from_parts({hf_name for *_, hf_names in plan for hf_name in hf_names})
     _check_names(set().union(*needed), source, family, hf_dir, args.role == CRITIC)
     message = None
     try:
         _fill(plan, source, tensor_sizes(args), hf_dir)
     except UserError as error:
         message = str(error)
-    # A tensor that does not fit is met by the stage that holds it; the others are not left alone with what comes next.
-    messages = [found for found in gather_from_stages(message) if found is not None]
+    # A tensor that does not fit is met by the ranks that hold it; the others are not left alone with what comes next.
+    messages = [found for found in _gather_from_parts(message) if found is not None]
     if messages:
         raise UserError(messages[0])
     return 0
@@ -98,13 +97,9 @@ def tensor_sizes(args: Any) -> TensorSizes:
 
 
 def _fill(plan: Plan, source: SafetensorsDirectory, sizes: TensorSizes, hf_dir: str | Path) -> None:
-    from megatron.core import parallel_state
-
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_tensor_model_parallel_world_size()
     for name, parameter, rule, hf_names in plan:
         tensors = [source.tensor(hf_name) for hf_name in hf_names]
-        shard = rule.layout.part(tensors, sizes, rank, size)
+        shard = rule.layout.part(tensors, sizes, *_place(rule))
         if shard.shape != parameter.shape:
             raise UserError(
                 f"{hf_dir}: {', '.join(hf_names)} of shape {[list(tensor.shape) for tensor in tensors]} give "
@@ -112,6 +107,29 @@ def _fill(plan: Plan, source: SafetensorsDirectory, sizes: TensorSizes, hf_dir: 
                 "agree with the checkpoint's config.json"
             )
         parameter.copy_(shard)
+
+
+def _place(rule: Rule) -> tuple[int, int]:
+    """This rank's place among those that a parameter is cut for, and their number."""
+    from megatron.core import parallel_state
+
+    if rule.of_experts:
+        return parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
+    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+
+
+def _gather_from_parts(value: Any) -> list[Any]:
+    """`value` of the ranks that hold different layers, or different experts. Small things only."""
+    from megatron.core import parallel_state
+
+    from slime.backends.megatron_utils.schedules import gather_from_stages
+
+    size = parallel_state.get_expert_model_parallel_world_size()
+    of_experts: list[Any] = [value]
+    if size > 1:
+        of_experts = [None] * size
+        dist.all_gather_object(of_experts, value, group=parallel_state.get_expert_model_parallel_group())
+    return [found for of_stage in gather_from_stages(of_experts) for found in of_stage]
 
 
 def expected_hf_names(hf_dir: str | Path) -> set[str]:
@@ -127,10 +145,10 @@ def expected_hf_names(hf_dir: str | Path) -> set[str]:
 
 
 def _plan(family: Family, model_chunks: Iterable[torch.nn.Module]) -> Plan:
-    from slime.backends.megatron_utils.parameter_names import global_named_parameters
+    from slime.backends.megatron_utils.parameter_names import global_named_weights
     from slime.backends.megatron_utils.value_head import is_value_head
 
-    named = [item for chunk in model_chunks for item in global_named_parameters(chunk)]
+    named = [item for chunk in model_chunks for item in global_named_weights(chunk)]
     # No directory of a language model has a critic's head, and not all have layers for multi-token prediction; those keep
     # the weights that they have.
     kept = [(name, parameter) for name, parameter in named if not is_value_head(parameter)]
@@ -193,7 +211,8 @@ def iter_stage_named_tensors(
     args: Any, model_chunks: Iterable[torch.nn.Module], names: set[str]
 ) -> Iterator[NamedTensor]:
     """Yield (HF name, tensor) for the parameters `names` of this stage, in the order of the model. Collective over the
-    tensor-parallel group; all stages together, each with what `names_of_stage` says, yield the whole model.
+    tensor-parallel group, and over that of the ranks which share the experts. All stages together, each with what
+    `names_of_stage` says, yield the whole model.
 
     Tensors are whole, contiguous, detached, on the parameters' device and in their dtype, without vocabulary padding.
     They may share memory with the model: use or copy them before the next optimizer step.
@@ -202,7 +221,7 @@ def iter_stage_named_tensors(
     for chunk in _named_chunks(model_chunks):
         for name, parameter in chunk.items():
             if name in names:
-                yield from _gathered(family, sizes, name, parameter.detach())
+                yield from _gathered(family, sizes, name, parameter.detach(), args.num_experts)
 
 
 def convert_to_hf(
@@ -255,24 +274,31 @@ def _to_hf(family: Family, sizes: TensorSizes, name: str, whole: torch.Tensor) -
         yield hf_name, tensor.contiguous()
 
 
-def _gathered(family: Family, sizes: TensorSizes, name: str, local: torch.Tensor) -> Iterator[NamedTensor]:
-    """What the tensor-parallel parts of a parameter make together."""
+def _gathered(
+    family: Family, sizes: TensorSizes, name: str, local: torch.Tensor, num_experts: int | None
+) -> Iterator[NamedTensor]:
+    """What the parts of a parameter make together; of an expert's, also those of the experts of the other ranks."""
     rule, hf_names = family.find(name)
-    whole = _gather(rule.layout, local)
-    for hf_name, tensor in _to_hf(family, sizes, name, whole):
-        # One of several that share what was gathered would keep all of it as long as itself.
-        shares = whole is not local and len(hf_names) > 1 and tensor.untyped_storage().nbytes() > tensor.nbytes
-        yield hf_name, tensor.clone() if shares else tensor
+    if rule.of_experts:
+        wholes = _gather_experts(rule.layout, name, local, num_experts)
+    else:
+        wholes = [(name, _gather(rule.layout, local))]
+    for whole_name, whole in wholes:
+        for hf_name, tensor in _to_hf(family, sizes, whole_name, whole):
+            # One of several that share what was gathered would keep all of it as long as itself.
+            is_one_of_several = len(wholes) * len(hf_names) > 1 and whole is not local
+            shares = is_one_of_several and tensor.untyped_storage().nbytes() > tensor.nbytes
+            yield hf_name, tensor.clone() if shares else tensor
 
 
-def _named_chunks(model_chunks: Iterable[torch.nn.Module]) -> list[dict[str, torch.nn.Parameter]]:
-    from slime.backends.megatron_utils.parameter_names import global_named_parameters
+def _named_chunks(model_chunks: Iterable[torch.nn.Module]) -> list[dict[str, torch.Tensor]]:
+    from slime.backends.megatron_utils.parameter_names import global_named_weights
 
-    return [dict(global_named_parameters(chunk)) for chunk in model_chunks]
+    return [dict(global_named_weights(chunk)) for chunk in model_chunks]
 
 
 def _parameters_in_order(
-    chunks: Sequence[dict[str, torch.nn.Parameter]], family: Family
+    chunks: Sequence[dict[str, torch.Tensor]], family: Family
 ) -> Iterator[tuple[int, int, str, torch.Tensor]]:
     """(chunk, stage, global name, its like on the meta device) of every parameter that `family` has, in the model's order.
 
@@ -304,11 +330,31 @@ def _tell_what_stays(model_types: tuple[str, ...]) -> None:
 def _gather(layout: Layout, local: torch.Tensor) -> torch.Tensor:
     from megatron.core import parallel_state
 
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    if size == 1 or not layout.sharded:
-        return local
-    shards = local.new_empty(size, *local.shape)
     group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() == 1 or not layout.sharded:
+        return local
+    return layout.gather(_of_group(local, group))
+
+
+def _gather_experts(layout: Layout, name: str, local: torch.Tensor, num_experts: int) -> list[NamedTensor]:
+    """(global name, whole parameter) of the experts that stand where `name` does, one of each expert-parallel rank."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_expert_tensor_and_model_parallel_group()
+    if group.size() == 1:
+        return [(name, local)]
+    # Ranks that an expert is cut for are next to each other.
+    of_ranks = _of_group(local, group).unflatten(0, (-1, parallel_state.get_expert_tensor_parallel_world_size()))
+    own, step = parallel_state.get_expert_model_parallel_rank(), num_experts // len(of_ranks)
+    return [
+        (next_expert(name, (rank - own) * step), shards[0] if len(shards) == 1 else layout.gather(shards))
+        for rank, shards in enumerate(of_ranks)
+    ]
+
+
+def _of_group(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The tensors of all ranks of the group, [ranks, …]."""
+    shards = local.new_empty(group.size(), *local.shape)
     # Gloo takes the parts only end to end.
     dist.all_gather_into_tensor(shards.flatten(0, 1), local.contiguous(), group=group)
-    return layout.gather(shards)
+    return shards

@@ -7,6 +7,7 @@ a GPU, has chosen the device. `init` must run before anything else of megatron.c
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import warnings
 from typing import Any
@@ -61,7 +62,7 @@ def rank_groups(args: Any) -> RankGroups:
         data_rank=parallel_state.get_data_parallel_rank(),
         sample_group=parallel_state.get_data_parallel_group(),
         token_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        replica=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        replica=_replica(),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         cp=context_parallel(args),
@@ -70,6 +71,17 @@ def rank_groups(args: Any) -> RankGroups:
         stage=parallel_state.get_pipeline_model_parallel_rank(),
         num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
     )
+
+
+def _replica() -> int:
+    """The number of this rank's copy of its stage. A copy is made of whole tensor-parallel groups, and of whole groups of ranks
+    that all experts are spread over and cut for: what a gather is among."""
+    from megatron.core import parallel_state
+
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    of_replicas = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    place = of_replicas * tensor + parallel_state.get_tensor_model_parallel_rank()
+    return place // math.lcm(tensor, parallel_state.get_expert_tensor_and_model_parallel_world_size())
 
 
 def context_parallel(args: Any) -> ContextParallel:

@@ -20,12 +20,14 @@ waited for.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
@@ -47,10 +49,20 @@ def transformer_engine_available() -> bool:
 
 def get_decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> ModuleSpec | TransformerBlockSubmodules:
     """The spec of the decoder that `GPTModel` takes, for the layers of this pipeline stage (and virtual stage)."""
-    if config.transformer_impl == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    layers = [_local_layer_spec(config)] * get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    is_local = config.transformer_impl == "local"
+    if config.num_moe_experts is None:
+        if not is_local:
+            return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        layers = [_local_layer_spec(config)] * get_num_layers_to_build(config, vp_stage=vp_stage)
+        return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    # Which layers of this stage have experts is told by Megatron (`--moe-layer-freq`).
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=not is_local, normalization=config.normalization, vp_stage=vp_stage
+    )
+    if is_local:
+        block.layer_specs = [_with_own_parts(copy.deepcopy(layer), config) for layer in block.layer_specs]
+        block.layer_norm = RMSNorm
+    return block
 
 
 def get_prediction_layer_spec(config: TransformerConfig) -> ModuleSpec:
@@ -64,12 +76,13 @@ def get_prediction_layer_spec(config: TransformerConfig) -> ModuleSpec:
 
 
 def _local_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
-        normalization=config.normalization,
-    )
+    """The spec of a layer without experts."""
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    return _with_own_parts(layer, config)
+
+
+def _with_own_parts(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+    """The local spec of a layer with what it lacks for packed sequences and sequence parallelism, put in in place."""
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules

@@ -29,7 +29,7 @@ from slime.arguments.config_files.role_config import CRITIC
 from slime.backends.megatron_utils.config_fields import fields_from_args, params_dtype
 from slime.backends.megatron_utils.initialize import has_contiguous_context
 from slime.backends.megatron_utils.layer_spec import get_decoder_spec, rotate_by_position, transformer_engine_available
-from slime.backends.megatron_utils.parameter_names import EMBEDDING, global_named_parameters
+from slime.backends.megatron_utils.parameter_names import EMBEDDING, global_named_parameters, named_expert_biases
 from slime.backends.megatron_utils.parameter_selection import select_trained_parameters
 from slime.backends.megatron_utils.prediction_layers import put_prediction_layers
 from slime.backends.megatron_utils.value_head import put_value_head
@@ -47,6 +47,7 @@ FUSIONS = (
     "gradient_accumulation_fusion",
     "apply_rope_fusion",
     "persist_layer_norm",
+    "moe_router_fusion",
 )
 # Megatron's output layer adds weight gradients into their buffer by it, also beside Transformer Engine, and raises without it.
 _FUSED_GRADIENTS = "fused_weight_gradient_mlp_cuda"
@@ -155,7 +156,8 @@ def _layer_implementation_fields(args: Any) -> dict[str, Any]:
                 f"--{name.replace('_', '-')} needs Transformer Engine and --transformer-impl transformer_engine; install "
                 "it or leave the flag out"
             )
-    return {"transformer_impl": "local", **dict.fromkeys(FUSIONS, False)}
+    # Model scripts ask for these two, and mean speed: without a kernel experts and their tokens are taken one after the other.
+    return {"transformer_impl": "local", **dict.fromkeys((*FUSIONS, "moe_grouped_gemm", "moe_permute_fusion"), False)}
 
 
 def _require_flash_attention() -> None:
@@ -265,6 +267,9 @@ def setup_model(args: Any) -> list[DistributedDataParallel]:
         model = model.to(get_accelerator().current_device())
         if config.fp16 or config.bf16:
             model = Float16Module(config, model)
+            for _, bias in named_expert_biases(model):
+                # Routers do that at their first forward pass; a bias that is loaded before would be rounded.
+                bias.data = bias.float()
         # Buckets let the first chunk's gradients travel during backward; those of later chunks have time in any case.
         wrapped = DistributedDataParallel(config, ddp_config, model, disable_bucketing=index > 0)
         chunks.append(wrapped)

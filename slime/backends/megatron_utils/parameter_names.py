@@ -7,19 +7,17 @@ of a tied embedding on the last stage has the embedding's name. Tensor-parallel 
 
 from __future__ import annotations
 
-import logging
-import re
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from megatron.core.models.gpt import GPTModel
 
+from slime.models.family import next_expert
+
 EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
-_LOCAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
-_GROUPED_EXPERT = re.compile(
-    r"(?<=\.experts\.linear_fc[12]\.(?:weight))\d+$|(?<=\.experts\.linear_fc[12]\.(?:bias))\d+$"
-)
+_EXPERT_BIAS = ".router.expert_bias"
 
 
 def unwrap_model(chunk: torch.nn.Module) -> GPTModel:
@@ -31,6 +29,23 @@ def unwrap_model(chunk: torch.nn.Module) -> GPTModel:
 
 def global_named_parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """(global name, parameter) of a model chunk, wrapped or bare, in the order of the model."""
+    yield from _with_global_names(chunk, unwrap_model(chunk).named_parameters())
+
+
+def global_named_weights(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """`global_named_parameters`, then the biases by which routers choose: weights too, which no gradient trains."""
+    model = unwrap_model(chunk)
+    yield from _with_global_names(chunk, itertools.chain(model.named_parameters(), named_expert_biases(model)))
+
+
+def named_expert_biases(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, float32 [experts]) of each router of the chunk that has one."""
+    return ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(_EXPERT_BIAS))
+
+
+def _with_global_names(
+    chunk: torch.nn.Module, named: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
     from megatron.core import parallel_state
 
     model = unwrap_model(chunk)
@@ -45,8 +60,8 @@ def global_named_parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, torch
         size = parallel_state.get_expert_model_parallel_world_size()
         first_expert = experts // size * parallel_state.get_expert_model_parallel_rank()
     tied = getattr(model, "share_embeddings_and_output_weights", False)
-    for name, parameter in model.named_parameters():
-        yield global_name(name, layers, first_expert, tied), parameter
+    for name, tensor in named:
+        yield global_name(name, layers, first_expert, tied), tensor
 
 
 def parameters_with_bad_gradient(chunks: Iterable[torch.nn.Module]) -> list[str]:
@@ -70,9 +85,4 @@ def global_name(name: str, layers: Mapping[str, int], first_expert: int, tied: b
         if name.startswith(local + "."):
             name = f"{local.rpartition('.')[0]}.{number}{name.removeprefix(local)}"
             break
-    for pattern in (_LOCAL_EXPERT, _GROUPED_EXPERT):
-        name = pattern.sub(lambda found: str(int(found.group()) + first_expert), name)
-    return name
-
-
-logger = logging.getLogger(__name__)
+    return next_expert(name, first_expert)

@@ -10,7 +10,7 @@ from slime.utils.errors import UserError
 
 
 @pytest.mark.parametrize(
-    "name", ["MiMoV2FlashForCausalLM", "qwen3moe", "qwen3-next-80B", "qwen3_5", "qwen2_moe", "Qwen2VLConfig", "llama"]
+    "name", ["MiMoV2FlashForCausalLM", "glm4moe", "qwen3-next-80B", "qwen3_5", "Qwen2VLConfig", "llama"]
 )
 def test_names_of_other_families_are_refused(name):
     with pytest.raises(UserError, match="qwen2.*qwen3"):
@@ -26,4 +26,4 @@ def test_by_directory(tmp_path):
         (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
         with pytest.raises(UserError, match=f"'{model_type}' is not one of .*mimo.*qwen2.*qwen3"):
             family_of_directory(tmp_path)
-    assert sorted(TRAINED_MODEL_TYPES) == ["mimo", "qwen2", "qwen3"]
+    assert sorted(TRAINED_MODEL_TYPES) == ["mimo", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]

@@ -26,24 +26,29 @@ def write_tiny_model(
     groups: int = 2,
     head_dim: int = 16,
     seed: int = 0,
+    **config_entries: Any,
 ):
-    """Save a random float32 model of the family to `directory` (config.json, model.safetensors) and return it."""
+    """Save a random float32 model of the family to `directory` (config.json, model.safetensors) and return it.
+
+    `config_entries` are further ones of its config, or others.
+    """
     import torch
     import transformers
 
-    config = transformers.CONFIG_MAPPING[model_type](
-        vocab_size=vocab_size,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        head_dim=head_dim,
-        tie_word_embeddings=tied,
-        max_position_embeddings=512,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        attn_implementation="sdpa",
-    )
+    entries = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": head_dim,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "attn_implementation": "sdpa",
+    }
+    config = transformers.CONFIG_MAPPING[model_type](**{**entries, **config_entries})
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -56,6 +61,22 @@ def write_tiny_model(
                     parameter.mul_(3.0)
     model.save_pretrained(directory)
     return model.eval()
+
+
+# By model type: config entries of a tiny mixture of experts.
+TINY_EXPERTS: dict[str, dict[str, Any]] = {
+    # The first layer is dense, experts are chosen by all scores, and some see every token.
+    "qwen2_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64,
+        "mlp_only_layers": [0], "head_dim": 8,
+    },
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
+}  # fmt: skip
+
+
+def write_tiny_mixture(directory: Path, model_type: str, **options: Any):
+    """`write_tiny_model` of a family with experts."""
+    return write_tiny_model(directory, **{"model_type": model_type, **TINY_EXPERTS[model_type], **options})
 
 
 def write_tiny_mimo(directory: Path, **options: Any) -> None:
@@ -103,7 +124,8 @@ def tiny_args(hf_dir: str | Path, **overrides: Any) -> SimpleNamespace:
         "normalization": "RMSNorm",
         "swiglu": True,
         "add_bias_linear": False,
-        **{name: of_family[name] for name in ("qk_layernorm", "add_qkv_bias", "spec")},
+        **{name: of_family[name] for name in ("qk_layernorm", "add_qkv_bias", "spec", "num_experts")},
+        **{name: value for name, value in of_family.items() if name.startswith("moe_")},
         "mtp_num_layers": config.get("num_nextn_predict_layers"),
         "rotary_base": config["rope_parameters"]["rope_theta"],
         "max_position_embeddings": config["max_position_embeddings"],

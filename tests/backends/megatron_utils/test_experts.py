@@ -1,0 +1,195 @@
+"""Mixtures of experts: the experts and logits of transformers, and the bits of a Hugging Face checkpoint in every layout."""
+
+import collections
+import dataclasses
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.models.tiny_model import TINY_EXPERTS, tiny_args, write_tiny_mixture
+from tests.support.processes.distributed import run_distributed
+
+BIASED = "biased"
+# As published checkpoints are: without a row of padding.
+VOCABULARY = 128
+SEQUENCES = [[1, 5, 9, 3, 2, 77], [4, 4, 100, 119, 2, 8, 90, 11, 3, 60]]
+EXPERTS = {"expert_model_parallel_size": 2}
+TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+WHOLE_EXPERTS = {"expert_tensor_parallel_size": 1}
+PIPELINE = {"pipeline_model_parallel_size": 2}
+TWO_RANKS = {
+    "experts": EXPERTS,
+    "experts cut": TENSOR,
+    "experts whole, spread over the tensor group": {**TENSOR, **EXPERTS, **WHOLE_EXPERTS},
+    "experts cut, the rest whole": {"expert_tensor_parallel_size": 2},
+}
+FOUR_RANKS = {
+    "experts x cut": {**TENSOR, **EXPERTS},
+    "experts x cut, the rest whole": {**EXPERTS, "expert_tensor_parallel_size": 2},
+    "experts x pipeline": {**PIPELINE, **EXPERTS},
+    "experts x pipeline x tensor": {**PIPELINE, **TENSOR, **EXPERTS, **WHOLE_EXPERTS},
+    "experts x context": {"context_parallel_size": 2, **EXPERTS},
+    "four": {"expert_model_parallel_size": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("hf")
+    models = {name: write_tiny_mixture(root / name, name, vocab_size=VOCABULARY) for name in TINY_EXPERTS}
+    write_biases(root / "qwen3_moe", root / BIASED)
+    return root, models
+
+
+def write_biases(source, directory):
+    """A checkpoint whose routers have biases, which bfloat16 would round."""
+    shutil.copytree(source, directory)
+    tensors = load_file(directory / "model.safetensors")
+    for number in range(2):
+        bias = torch.linspace(-0.01, 0.01001, 4) * (number + 1)
+        tensors[f"model.layers.{number}.mlp.gate.e_score_correction_bias"] = bias
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def args_of(root, name, **overrides):
+    biased = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"} if name == BIASED else {}
+    return tiny_args(root / name, **{**biased, **overrides})
+
+
+def know_biases():
+    """Have this process know a family of Qwen3-MoE with biases."""
+    from slime.models.families import FAMILIES
+    from slime.models.family import EXPERT_BIAS
+
+    family = FAMILIES["qwen3_moe"]
+    FAMILIES["qwen3_moe"] = dataclasses.replace(family, rules=family.rules + EXPERT_BIAS)
+
+
+def forward(cases):
+    """Logits of the packed sequences, and by router which experts each token goes to."""
+    from tests.support.processes import megatron_worker as megatron
+
+    found = {}
+    for name, args in cases.items():
+        chunks = megatron.load_model(args)
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        maps = []
+        for module in chunks[0].modules():
+            if isinstance(module, TopKRouter):
+                module.register_forward_hook(lambda router, inputs, output, maps=maps: maps.append(output[1].bool()))
+        with torch.no_grad():
+            found[name] = megatron.packed_forward(chunks[0], SEQUENCES), maps
+    return found
+
+
+def test_a_token_goes_to_the_experts_of_transformers(models):
+    root, of_transformers = models
+    (found,) = run_distributed(forward, 1, ({name: args_of(root, name) for name in of_transformers},))
+    for name, model in of_transformers.items():
+        with torch.no_grad():
+            outputs = [model(torch.tensor([tokens]), output_router_logits=True) for tokens in SEQUENCES]
+        logits, maps = found[name]
+        scores = [torch.cat(of_layer) for of_layer in zip(*(output.router_logits for output in outputs), strict=True)]
+        assert len(maps) == len(scores) == (1 if name == "qwen2_moe" else 2)
+        for map_, of_layer in zip(maps, scores, strict=True):
+            chosen = torch.zeros_like(map_).scatter(1, of_layer.topk(2).indices, True)
+            assert torch.equal(map_, chosen), name
+        expected = torch.cat([output.logits[0] for output in outputs])
+        assert (logits - expected).abs().max() <= 1e-5, name
+
+
+def round_trips(root, names, layouts, dtype):
+    """By model and layout: the weights that were loaded, and which of its checkpoint's bytes this rank has read."""
+    know_biases()
+    from slime.backends.megatron_utils import initialize
+    from slime.weights.hf_reader import StoredTensor
+    from tests.support.processes import megatron_worker as megatron
+
+    read, counts = StoredTensor.__getitem__, collections.Counter()
+
+    def counted(stored, index):
+        found = read(stored, index)
+        counts[stored._name] += found.nbytes
+        return found
+
+    StoredTensor.__getitem__ = counted
+    found = {}
+    for name in names:
+        for layout, sizes in layouts.items():
+            counts.clear()
+            args = args_of(root, name, **sizes, **dtype)
+            chunks, groups = megatron.load_model(args), initialize.rank_groups(args)
+            place = groups.stage, groups.gives_weights
+            found[name, layout] = megatron.whole_weights(args, chunks), dict(counts), place
+    return found
+
+
+def assert_round_trips(ranks, root, names, layouts):
+    for name in names:
+        stored = load_file(root / name / "model.safetensors")
+        for layout, sizes in layouts.items():
+            of_ranks = [rank[name, layout] for rank in ranks]
+            for weights, read, _ in of_ranks:
+                assert weights.keys() == stored.keys(), (name, layout)
+                assert all(torch.equal(weights[key], stored[key]) for key in stored), (name, layout)
+                experts = sum(tensor.nbytes for key, tensor in stored.items() if ".experts." in key)
+                cut = sizes.get("expert_tensor_parallel_size", sizes.get("tensor_model_parallel_size", 1))
+                parts = cut * sizes.get("expert_model_parallel_size", 1) * sizes.get("pipeline_model_parallel_size", 1)
+                if name != "qwen2_moe":  # whose first layer is dense: stages have not the same share
+                    assert sum(read[key] for key in read if ".experts." in key) * parts == experts, (name, layout)
+            givers = [stage for *_, (stage, gives) in of_ranks if gives]
+            assert sorted(givers) == list(range(sizes.get("pipeline_model_parallel_size", 1))), layout
+
+
+def test_round_trip_is_bitwise_and_a_rank_reads_its_own_experts_alone(models):
+    root, names = models[0], (*TINY_EXPERTS, BIASED)
+    (one,) = run_distributed(round_trips, 1, (root, names, {"one": {}}, {}))
+    assert_round_trips([one], root, names, {"one": {}})
+    ranks = run_distributed(round_trips, 2, (root, names, TWO_RANKS, {}))
+    assert_round_trips(ranks, root, names, TWO_RANKS)
+
+
+@pytest.mark.slow
+def test_round_trip_is_bitwise_in_products_of_layouts(models):
+    root, names = models[0], (*TINY_EXPERTS, BIASED)
+    ranks = run_distributed(round_trips, 4, (root, names, FOUR_RANKS, {}), timeout=300)
+    assert_round_trips(ranks, root, names, FOUR_RANKS)
+
+
+def test_biases_stay_in_float32_where_weights_have_16_bits(models):
+    root = models[0]
+    (one,) = run_distributed(round_trips, 1, (root, (BIASED,), {"one": {}}, {"bf16": True}))
+    stored, (weights, *_) = load_file(root / BIASED / "model.safetensors"), one[BIASED, "one"]
+    for key, tensor in stored.items():
+        expected = tensor if key.endswith("e_score_correction_bias") else tensor.bfloat16()
+        assert weights[key].dtype == expected.dtype and torch.equal(weights[key], expected), key
+
+
+def refusals(root, directories):
+    from slime.utils.errors import UserError
+    from tests.support.processes import megatron_worker as megatron
+
+    messages = []
+    for directory in directories:
+        try:
+            megatron.load_model(args_of(root, directory, expert_model_parallel_size=2))
+        except UserError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_tensor_that_does_not_fit_is_told_by_ranks_that_do_not_hold_it(models):
+    root = models[0]
+    key = "model.layers.1.mlp.experts.3.up_proj.weight"
+    for name in ("lacking", "cut"):
+        shutil.copytree(root / "qwen3_moe", root / name)
+    tensors = load_file(root / "cut" / "model.safetensors")
+    save_file({**tensors, key: tensors[key][:40].contiguous()}, root / "cut" / "model.safetensors")
+    del tensors[key]
+    save_file(tensors, root / "lacking" / "model.safetensors")
+    first, second = run_distributed(refusals, 2, (root, ("lacking", "cut")))
+    assert first == second
+    assert f"1 missing: {key}" in first[0] and key in first[1] and "[40, 32]" in first[1]
