@@ -18,8 +18,7 @@ from typing import Any, NoReturn
 
 from slime.arguments.config_files.role_config import ACTOR
 from slime.arguments.flag import as_typed
-from slime.arguments.groups import OWN_GROUPS
-from slime.arguments.groups.package_flags import add_megatron_flags, add_server_flags
+from slime.arguments.groups import OWN_GROUPS, add_megatron_flags, add_server_flags
 from slime.arguments.groups.run_flags import SERVING
 from slime.arguments.help_text import HelpFormatter, HelpGrepAction, print_page
 from slime.arguments.origins import start_origins

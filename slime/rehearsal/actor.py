@@ -16,11 +16,10 @@ from slime.backends.megatron_utils.model_provider import FUSIONS
 from slime.rehearsal.recorder import Recorder
 from slime.rehearsal.report import Pushed, Saved, Task
 from slime.training.actor_rank import ActorRank
-from slime.training.critic_rank import CriticRank
 from slime.training.model_states import ModelStates, StateSchedule
-from slime.training.passes import forward_values
 from slime.training.rollout_data import RolloutData
-from slime.training.train_rank import TrainRank
+from slime.training.train_rank import CriticRank, TrainRank
+from slime.training.train_step import forward_values
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
 from slime.weights.buckets import BucketFlattener, FlatBucket

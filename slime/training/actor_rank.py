@@ -17,12 +17,12 @@ from slime.training.advantages import compute_advantages_and_returns
 from slime.training.checkpoint_publication import publish_checkpoint, unpublished
 from slime.training.column_exchange import ColumnPart, fetch_column, send_columns
 from slime.training.model_states import ACTOR, REFERENCE, ModelStates, StateSchedule
-from slime.training.passes import forward_log_probs
 from slime.training.reports import rollout_data_metrics, save_train_data, worst_token_lines
 from slime.training.resident_memory import Residents
 from slime.training.rollout_data import RolloutData, refresh_mask_sums
 from slime.training.step_statistics import needs_log_prob_pass
 from slime.training.train_rank import TrainRank
+from slime.training.train_step import forward_log_probs
 from slime.utils.misc import Box
 from slime.utils.plugin_loader import calling_user_code, load_function
 from slime.utils.process_groups import get_gloo_group, patient_groups

@@ -23,8 +23,8 @@ from slime.utils.plugin_loader import load_function
 
 if TYPE_CHECKING:
     from slime.training.model_states import ModelStates
-    from slime.training.passes import MicroBatches
     from slime.training.resident_memory import Residents
+    from slime.training.train_step import MicroBatches
 
 # Where the backends of `--train-backend` are; a class is imported in the ranks' processes only.
 BACKENDS = {

@@ -1,5 +1,5 @@
 """What every training rank does, whatever model it trains: join the groups, build and load the model, take optimizer steps,
-leave. The actor's and the critic's ranks are made of it.
+leave; and what a critic's rank does beside it. The actor's ranks, which do more, have a chapter of their own.
 
 Ranks are plain classes; `slime.ray.train_group` makes Ray actors of them. All methods that touch the model are collective:
 the group calls them on every rank.
@@ -12,7 +12,7 @@ import contextlib
 import datetime
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
@@ -21,15 +21,18 @@ from slime.observability.logging_utils import LoggedMetrics, collected_metrics, 
 from slime.observability.timer import Timer, timer
 from slime.scheduling.device_turns import Holds
 from slime.training.backend import RankGroups, make_backend
+from slime.training.checkpoint_publication import forget_checkpoints, show_checkpoint
+from slime.training.column_exchange import ColumnPart, fetch_column, send_columns
 from slime.training.metric_reduction import mean_of_steps
 from slime.training.resident_memory import ResidentMemory, Residents
 from slime.training.rollout_batch import process_rollout_data
-from slime.training.rollout_data import RolloutData
-from slime.training.train_step import train_one_step
+from slime.training.rollout_data import RolloutData, refresh_mask_sums
+from slime.training.train_step import forward_values, train_one_step
 from slime.utils.device import get_accelerator
 from slime.utils.errors import RunError
 from slime.utils.misc import Box
 from slime.utils.ports import group_environment, service_host
+from slime.utils.process_groups import patient_groups
 
 logger = logging.getLogger(__name__)
 
@@ -191,3 +194,93 @@ class TrainRank:
         """What the phases took since the last call."""
         seconds = {f"perf/{name}_time": value for name, value in Timer().pop_seconds().items()}
         return {**seconds, "rollout/step": rollout_id}, "rollout/step"
+
+
+class CriticRank(TrainRank):
+    """A rank of the critic: it says what every response token is worth, and learns the returns that the actor computed.
+
+    Its `args` are those of `slime.arguments.config_files.role_config.critic_args`. A rollout takes two calls: `values` before
+    the actor's work, `train` after it. The data stay on the rank in between. Of what `--rollout-data-postprocess-path` does on
+    the actor's side the critic sees `returns` and `loss_masks`: both models train on the same tokens. A critic has no other set
+    of weights and pushes none.
+    """
+
+    role = "critic"
+    metric_prefix = "train/critic-"
+    phase_prefix = "critic_"
+    # What functions of a user's logged in the last `values`, until `train` hands it over.
+    _logged_with_values: Sequence[LoggedMetrics] = ()
+
+    def init(self, rendezvous: tuple[str, int]) -> int:
+        """Join the group, build the model, load the weights. Returns the first rollout id to train.
+
+        Args:
+            rendezvous: what rank 0's `rendezvous_address` returned.
+        """
+        self._join(rendezvous)
+        self._rollout_id: int | None = None
+        self._data = RolloutData()
+        return self._load_model() + 1
+
+    def values(self, rollout_id: int, shards: list[Box]) -> ColumnPart | None:
+        """Values of this rank's samples, under the weights before training. One rank of those that have the same samples
+        returns them."""
+        self.require(Holds.ALL, "it computes values")
+        self._rollout_id, self._data = rollout_id, RolloutData()
+        with self._collected() as logged, timer("critic_values"):
+            data = self._fetch(shards)
+            data.update(forward_values(self.args, self.backend, data))
+            part = send_columns(data, ["values"], self.groups) if self.groups.is_last_stage else None
+        self._data, self._logged_with_values = data, logged
+        return part
+
+    def train(self, rollout_id: int, parts: Sequence[ColumnPart]) -> list[LoggedMetrics]:
+        """Train on the samples of the last `values`. Returns what was logged (the same numbers on every rank).
+
+        Args:
+            parts: what the actor's ranks say about these samples.
+
+        Raises:
+            RunError: the last call of `values` was for another rollout.
+        """
+        if rollout_id != self._rollout_id:
+            raise RunError(f"the critic was asked for values of rollout {self._rollout_id}, not of {rollout_id}")
+        data, self._data, self._rollout_id = self._data, RolloutData(), None
+        with self._collected() as logged:
+            logged += self._logged_with_values
+            self._logged_with_values = ()
+            with timer("critic_train"):
+                if self.groups.is_last_stage:
+                    data["returns"] = fetch_column(parts, "returns", data, self.args.http_control_timeout)
+                if any("loss_masks" in part.boxes for part in parts):
+                    take_masks(parts, data, self.groups.sample_group, self.args.http_control_timeout)
+                self._train_steps(rollout_id, data, logged)
+            logged.append(self._seconds(rollout_id))
+        return logged
+
+    def take_logged(self) -> list[LoggedMetrics]:
+        """As of every rank; the actor's work may have failed between the two calls."""
+        return [*self._logged_with_values, *super().take_logged()]
+
+    def save(self, rollout_id: int) -> None:
+        """Write the checkpoint of `rollout_id`. It is not yet the newest."""
+        self.require(Holds.ALL, "a save")
+        with patient_groups(self.args.checkpoint_write_timeout):
+            self.backend.save(rollout_id)
+
+    def publish(self, rollout_id: int) -> None:
+        """Make the checkpoint of `rollout_id` the newest, and keep older ones: the actor's newest may be one of those.
+
+        Called on rank 0 only.
+        """
+        show_checkpoint(self.args, rollout_id)
+
+    def forget(self, rollout_id: int) -> None:
+        """Delete the checkpoints that `--keep-last` lets go. Called on rank 0 only, when the actor's is published."""
+        forget_checkpoints(self.args, rollout_id)
+
+
+def take_masks(parts: Sequence[ColumnPart], data: RolloutData, sample_group: dist.ProcessGroup, timeout: float) -> None:
+    """Put the actor's masks in place of the rollout's, with what follows from them. Called on every rank."""
+    data["loss_masks"] = fetch_column(parts, "loss_masks", data, timeout)
+    refresh_mask_sums(data, sample_group)

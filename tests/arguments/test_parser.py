@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from slime.arguments import groups as packages
 from slime.arguments import parse_args
 from slime.arguments import parser as parser_module
 from slime.arguments.groups import OWN_GROUPS
-from slime.arguments.groups import package_flags as packages
 from slime.arguments.groups import run_flags as run
 from slime.arguments.help_text import groups_of
 from slime.arguments.parser import build_parser, parse_known

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from slime.arguments.checkpoints import WeightSource
-from slime.ray.actor_critic import ActorCritic
 from slime.ray.driver import RolloutResult
+from slime.ray.placement_group import ActorCritic
 from slime.ray.train_group import TrainGroup
 from slime.scheduling.device_turns import Holds
 from slime.utils.errors import RunError

@@ -68,7 +68,7 @@ class CriticRun(LayoutRun):
     def prepare(self):
         import torch
 
-        from slime.training.passes import forward_values
+        from slime.training.train_step import forward_values
 
         self.data.update(forward_values(self.args, self.backend, self.data))
         if self.is_last_stage:
@@ -103,8 +103,8 @@ def exchanged(run, earlier):
     import torch.distributed as dist
 
     from slime.training.column_exchange import fetch_column, send_columns
-    from slime.training.critic_rank import take_masks
     from slime.training.rollout_data import RolloutData
+    from slime.training.train_rank import take_masks
 
     ray.put, ray.get = lambda value: value, lambda value, timeout: value
     edited = RolloutData(run.data, run.cp)

@@ -4,8 +4,8 @@ import torch
 from slime.scheduling.zigzag import response_ranges
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
 from slime.training.packed_stream import pack_stream
-from slime.training.passes import MicroBatches
 from slime.training.rollout_data import RolloutData
+from slime.training.train_step import MicroBatches
 
 
 def test_stream_pads_with_a_pseudo_sequence():

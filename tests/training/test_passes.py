@@ -29,8 +29,8 @@ def passes(hf_dir):
     rank = loaded_rank(args)
     import torch
 
-    from slime.training.passes import forward_log_probs, forward_per_sample
     from slime.training.rollout_data import RolloutData
+    from slime.training.train_step import forward_log_probs, forward_per_sample
     from tests.support.processes.megatron_worker import packed_forward
 
     masters = [p.detach().clone() for group in rank.backend.optimizer.param_groups for p in group["params"]]

@@ -11,7 +11,7 @@ import pytest
 
 from slime.observability.logging_utils import drain_outbox, log
 from slime.scheduling.device_turns import Holds
-from slime.training import actor_rank, critic_rank, train_rank
+from slime.training import actor_rank, train_rank
 from slime.training.train_rank import TrainRank
 from slime.utils.ports import interface_of
 from slime.weights.source import WeightSource
@@ -112,7 +112,7 @@ def test_what_functions_of_a_user_log_is_handed_over_in_order_and_once(monkeypat
     assert rank.take_logged() == [], "what was handed over is not told again"
 
 
-def make_critic(monkeypatch, failing) -> critic_rank.CriticRank:
+def make_critic(monkeypatch, failing) -> train_rank.CriticRank:
     """A critic in which functions of a user's log in both passes, the one of `failing` then fails."""
 
     def note(name):
@@ -121,9 +121,9 @@ def make_critic(monkeypatch, failing) -> critic_rank.CriticRank:
             raise RuntimeError("not finite")
         return {}
 
-    monkeypatch.setattr(critic_rank, "forward_values", lambda *arguments: note("values"))
+    monkeypatch.setattr(train_rank, "forward_values", lambda *arguments: note("values"))
     monkeypatch.setattr(train_rank, "train_one_step", lambda *arguments, **options: note("train"))
-    rank = awake(critic_rank.CriticRank)
+    rank = awake(train_rank.CriticRank)
     rank.args = SimpleNamespace(num_steps_per_rollout=1, reset_optimizer_states=False)
     rank.rank, rank.backend = 0, SimpleNamespace(groups=SimpleNamespace(is_last_stage=False))
     rank._not_handed_over = []
@@ -160,7 +160,7 @@ def test_what_a_critic_logged_before_the_actor_failed_is_told(monkeypatch):
     assert names_of_users(rank.take_logged()) == ["mine/values"]
 
 
-@pytest.mark.parametrize("module, name", [(actor_rank, "ActorRank"), (critic_rank, "CriticRank")])
+@pytest.mark.parametrize("module, name", [(actor_rank, "ActorRank"), (train_rank, "CriticRank")])
 def test_ranks_wait_for_those_that_write_as_long_as_the_bytes_take(monkeypatch, module, name):
     events = []
 

@@ -34,9 +34,8 @@ def train_worker(cases):
     for name, args in cases.items():
         backend = load_backend(args)
         from slime.training.advantages import compute_advantages_and_returns
-        from slime.training.passes import forward_log_probs
         from slime.training.reports import rollout_data_metrics
-        from slime.training.train_step import train_one_step
+        from slime.training.train_step import forward_log_probs, train_one_step
 
         data = shard_of(args, backend.groups.data_rank)
         compute_advantages_and_returns(args, data)

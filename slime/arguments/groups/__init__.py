@@ -1,9 +1,25 @@
-"""The flags of our own, each declared once, in the order in which `--help` shows their groups."""
+"""The groups of flags: our own, each flag declared once, in the order in which `--help` shows them; then those that installed
+packages tell, Megatron-Core's by topic, the servers of SGLang and the router as one group each.
+
+Flags of our own with the same spelling win: their groups come first, and what is taken is left out of the others. Megatron's
+are the fields of its dataclasses and the historical names; all spellings of one value set one attribute of `args`, and the
+first of them carries the default. Every field of SGLang's `ServerArgs` is a `--sglang-<field>`, every one of the router's
+`RouterArgs` a `--router-<field>`. Where one of those two is not installed its flags are missing: a run that only trains does
+without.
+"""
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Container, Iterator, Sequence
+from typing import Any
 
 from slime.arguments.flag import Bounds, Caller, Flag, Group
 from slime.arguments.groups import run_flags as run
 from slime.arguments.groups import training_flags as training
-from slime.arguments.megatron.names import BOUNDS as MEGATRON_BOUNDS
+from slime.arguments.megatron import names
+from slime.arguments.surface import VALUE_TYPES, FlagSpec, add_flag, load_surface, taken
+from slime.utils.errors import UserError
 
 OWN_GROUPS: tuple[Group, ...] = (
     run.CONFIGURATION, run.CLUSTER, training.CHECKPOINTS, training.WEIGHTS, run.ROLLOUT, run.DATA, run.EVALUATION, run.REWARD,
@@ -15,10 +31,184 @@ OWN_FLAGS: dict[str, Flag] = {flag.dest: flag for group in (*OWN_GROUPS, run.SER
 # Attribute -> bounds, of the flags of Megatron too.
 BOUNDS: dict[str, Bounds] = {
     **{name: flag.bounds for name, flag in OWN_FLAGS.items() if flag.bounds is not None},
-    **MEGATRON_BOUNDS,
+    **names.BOUNDS,
 }
+
+# Title -> attributes it holds; the first match in this order counts.
+_TOPICS: tuple[tuple[str, str], ...] = (
+    ("experts", r"^moe_|^num_experts$|overlap_moe|ep_overlap"),
+    ("latent and linear attention", r"multi_latent|lora_rank|qk_head_dim|qk_pos_emb|v_head_dim|mscale|^beta_|rope_type"
+     r"|rotary_scaling_factor|original_max|mla_latents|^dsa_|^linear_|experimental_attention"),
+    ("checkpoints", r"ckpt|^load$|^save|no_save|no_load|finetune|^async_s|on_missing_checkpoint|from_checkpoint"),
+    ("recomputation and offload", r"recompute|offload|activation_checkpoints|saved_activations|empty_unused"),
+    ("optimizer and schedule", r"^lr|^min_lr|decoupled|weight_decay|optimizer|train_iters|opt_param|adam|muon|sgd"
+     r"|clip_grad|apply_wd|main_\w+_dtype|exp_avg|param_remainders|pin_cpu"),
+    ("precision and fusion", r"fp8|fp4|bf16|fp16|fp32|dtype|kitchen|fusion|fused|deterministic|batch_invariant|amax|quant"
+     r"|autocast|loss_scale|hysteresis|num_layers_at_|precision|persist_layer|layer_norm$|jit_fuser|te_activation"),
+    ("logging and profiling", r"^log_|logging|tensorboard|timing|profil|^memory|record_memory|config_logger|barrier"),
+    ("parallelism", r"parallel|pipeline|tp_comm|ddp_|overlap|nccl|sharp|gloo|p2p|fsdp|grad_reduce|distributed|cp_comm"
+     r"|communicator|stream_groups|collective|align_|check_for|all_gather|gather|vp_stage|sharding|replica|symmetric"
+     r"|wgrad|div_fusion|communication_unit|double_buffer|tp_pp_dp|decoder_\w+_pipeline|virtual"),
+    ("other", r"cuda_graph|inference|mamba|flash_decode|eterogen|hybrid|test_mode|^seed$|manual_gc|train_sync|prefill"
+     r"|rng_tracker|experimental|meta_device|cpu_init|perform_init|batch_size|_interval$"),
+)  # fmt: skip
+_SHAPE_TOPIC = "model shape"
+_ORDER = (
+    "parallelism", _SHAPE_TOPIC, "experts", "latent and linear attention", "precision and fusion",
+    "optimizer and schedule", "recomputation and offload", "checkpoints", "logging and profiling", "other",
+)  # fmt: skip
+
+# Flags of theirs that rules and plans ask for: unset where the package is not installed.
+READ = {
+    "sglang": (
+        "sglang_pp_size", "sglang_tp_size", "sglang_dp_size", "sglang_enable_dp_attention", "sglang_mem_fraction_static",
+        "sglang_context_length", "sglang_dtype", "sglang_quantization",
+    ),
+    "router": ("router_backend",),
+}  # fmt: skip
+
+# Families that are read from a package: name for `load_surface`, title in `--help`.
+REFLECTED = (
+    ("sglang", "SGLang server (an unset flag leaves the default of run or server)"),
+    ("router", "Router (fields of its RouterArgs)"),
+)
 
 
 def plug_ins_of(caller: Caller) -> tuple[str, ...]:
     """The attributes that name what these processes call."""
     return tuple(name for name, flag in OWN_FLAGS.items() if flag.plug_in is caller)
+
+
+def add_megatron_flags(parser: argparse.ArgumentParser) -> None:
+    """Add one argument group per topic.
+
+    Raises:
+        UserError: Megatron-Core is not installed.
+    """
+    reflected = load_surface("megatron")
+    if reflected is None:
+        raise UserError("megatron-core is not installed, and its flags come from it: pip install megatron-core")
+    specs = merge(reflected)
+    topics: dict[str, list[FlagSpec]] = {title: [] for title in _ORDER}
+    for spec in specs:
+        topics[topic_of(spec)].append(spec)
+    dests = set(taken(parser).dests)
+    for title, members in topics.items():
+        group = parser.add_argument_group(f"Megatron: {title}")
+        for spec in members:
+            _add_what_is_free(group, spec, parser._option_string_actions, dests)
+
+
+def merge(reflected: Sequence[FlagSpec]) -> list[FlagSpec]:
+    """The reflected flags under Megatron-LM's names and with its defaults, then the historical flags without a field."""
+    renamed = [_with_table_values(spec) for spec in reflected]
+    by_dest: dict[str, FlagSpec] = {}
+    for spec in renamed:
+        if spec.metadata.get("other_spelling"):
+            continue
+        if spec.dest in by_dest:
+            # Two dataclasses call one thing differently.
+            flags = tuple(dict.fromkeys((*by_dest[spec.dest].flags, *spec.flags)))
+            by_dest[spec.dest] = dataclasses.replace(by_dest[spec.dest], flags=flags)
+        else:
+            by_dest[spec.dest] = spec
+    extra: list[FlagSpec] = []
+    for spec in names.HISTORICAL:
+        field = by_dest.get(spec.dest)
+        if field is None:
+            extra.append(spec)
+        elif spec.action == "store_false" or field.action == "bool":
+            extra.append(dataclasses.replace(spec, metadata={"other_spelling": True}))
+        else:
+            by_dest[spec.dest] = _with_historical(field, spec)
+    fields = [by_dest[spec.dest] if not spec.metadata.get("other_spelling") else spec for spec in renamed]
+    return [*fields, *extra]
+
+
+def topic_of(spec: FlagSpec) -> str:
+    """The topic under which the flag is listed."""
+    if spec.dest in names.SHAPE:
+        return _SHAPE_TOPIC
+    for title, pattern in _TOPICS:
+        if re.search(pattern, spec.dest):
+            return title
+    return _SHAPE_TOPIC if "TransformerConfig" in spec.metadata.get("configs", ()) else "other"
+
+
+def _with_table_values(spec: FlagSpec) -> FlagSpec:
+    dest = names.FIELD_DESTS.get(spec.dest, spec.dest)
+    renamed = () if dest == spec.dest or spec.metadata.get("other_spelling") else ("--" + dest.replace("_", "-"),)
+    changes: dict[str, Any] = {"dest": dest, "flags": tuple(dict.fromkeys((*renamed, *spec.flags)))}
+    if dest in names.MEANINGS and not spec.metadata.get("other_spelling"):
+        changes["help"] = names.MEANINGS[dest]
+    if dest in names.OUR_DEFAULTS:
+        changes["default"] = names.OUR_DEFAULTS[dest][0]
+    elif dest in names.DEFAULTS:
+        changes["default"] = names.DEFAULTS[dest]
+    if dest in names.CHOICES:
+        changes["choices"] = names.CHOICES[dest]
+    if dest in names.TYPES:
+        changes["type"] = names.TYPES[dest]
+    if spec.action == "store_true" and changes.get("default"):
+        changes["action"] = "bool"
+    return dataclasses.replace(spec, **changes)
+
+
+def _with_historical(field: FlagSpec, historical: FlagSpec) -> FlagSpec:
+    """One flag with the spellings of both; text, type and choices are the historical ones."""
+    default = field.default if field.dest in names.OUR_DEFAULTS else historical.default
+    flags = tuple(dict.fromkeys((*historical.flags, *field.flags)))
+    return dataclasses.replace(historical, flags=flags, default=default, metadata=field.metadata)
+
+
+def _add_what_is_free(group: argparse._ArgumentGroup, spec: FlagSpec, flags: Container[str], dests: set[str]) -> None:
+    """Add the spellings of `spec` that are not among the `flags` of the parser; `dests` are its attributes so far."""
+    free = tuple(flag for flag in spec.flags if flag not in flags)
+    if not free:
+        return
+    known = spec.dest in dests
+    dests.add(spec.dest)
+    if known or spec.metadata.get("other_spelling"):
+        spec = dataclasses.replace(spec, default=argparse.SUPPRESS)
+    if spec.action == "bool" and any("--no-" + flag.removeprefix("--") in flags for flag in free):
+        spec = dataclasses.replace(spec, action="store_true")
+    spec = dataclasses.replace(spec, flags=free)
+    if spec.metadata.get("one_or_more"):
+        _add_one_or_more(group, spec)
+    else:
+        add_flag(group, spec)
+
+
+class _OneOrMore(argparse.Action):
+    """A single word is the value itself, several are a list: fields that take either keep Megatron's two meanings."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if hasattr(parser, "note_given"):
+            parser.note_given(self.dest, option_string or "", values)
+        setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
+
+
+def _add_one_or_more(group: argparse._ArgumentGroup, spec: FlagSpec) -> None:
+    group.add_argument(
+        *spec.flags, dest=spec.dest, action=_OneOrMore, nargs="+", type=VALUE_TYPES[spec.type],
+        choices=list(spec.choices) if spec.choices else None, default=spec.default, help=spec.help.replace("%", "%%"),
+    )  # fmt: skip
+
+
+def titles() -> Iterator[str]:
+    """The titles of the groups, in their order."""
+    return (f"Megatron: {title}" for title in _ORDER)
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """Add one group for each installed package, with what no flag of our own takes."""
+    for package, title in REFLECTED:
+        specs = load_surface(package)
+        if specs is None:
+            parser.set_defaults(**dict.fromkeys(READ[package]))
+            continue
+        own = taken(parser).flags
+        group = parser.add_argument_group(title)
+        for spec in specs:
+            if own.isdisjoint(spec.flags):
+                add_flag(group, spec)

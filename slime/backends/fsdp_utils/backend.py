@@ -24,10 +24,10 @@ from slime.arguments.flag import as_typed, flag_of
 from slime.training.backend import Collect, RankGroups, StepLoss, StepResult, Update
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL
 from slime.training.model_states import ModelStates
-from slime.training.passes import MicroBatches
 from slime.training.resident_memory import Residents
 from slime.training.rollout_data import MicroBatch
 from slime.training.routing_replay import RoutingReplay
+from slime.training.train_step import MicroBatches
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
 from slime.utils.process_groups import join_world

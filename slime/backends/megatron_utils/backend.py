@@ -16,9 +16,9 @@ from slime.arguments.checkpoints import WeightSource
 from slime.backends.megatron_utils import initialize
 from slime.training.backend import Collect, StepLoss, StepResult
 from slime.training.model_states import ModelStates
-from slime.training.passes import MicroBatches
 from slime.training.resident_memory import Residents
 from slime.training.routing_replay import RoutingReplay
+from slime.training.train_step import MicroBatches
 
 
 class MegatronBackend:

@@ -29,8 +29,8 @@ from slime.backends.megatron_utils.parameter_names import unwrap_model
 from slime.backends.megatron_utils.replaying_router import routing_replay_of
 from slime.training.backend import Collect
 from slime.training.packed_stream import PackedStream
-from slime.training.passes import MicroBatches
 from slime.training.rollout_data import Metrics, MicroBatch
+from slime.training.train_step import MicroBatches
 
 # Of the batch that it is made for: what Megatron's schedule calls with the logits [1, T, V / tensor-parallel size].
 LogitsFunction = Callable[[MicroBatch], Callable[..., Any]]

@@ -1,13 +1,35 @@
 """How the bytes of a weight push travel, one file per way. `transport_of` chooses; the table is keyed by
-`--update-weight-transport`."""
+`--update-weight-transport`. A colocated run takes two of them at once."""
 
-from typing import Any
+from __future__ import annotations
 
-from slime.weights.transports.colocated import ColocatedTransport
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from slime.arguments.sizes import GpuRanges, layout_of
+from slime.utils.errors import UserError
 from slime.weights.transports.disk import DiskTransport
 from slime.weights.transports.disk_delta import DiskDeltaTransport
 from slime.weights.transports.process_group import ProcessGroupTransport
+from slime.weights.transports.shared_handles import SharedHandlesTransport
 from slime.weights.transports.transport import Delta, EnginesFailed, Order, Receiver, Transport
+
+if TYPE_CHECKING:
+    from slime.weights.buckets import NamedTensors
+
+__all__ = [
+    "TRANSPORTS",
+    "ColocatedTransport",
+    "Delta",
+    "DiskTransport",
+    "EnginesFailed",
+    "Order",
+    "ProcessGroupTransport",
+    "Receiver",
+    "Transport",
+    "split_engines",
+    "transport_of",
+]
 
 TRANSPORTS: dict[str, type[Transport]] = {"nccl": ProcessGroupTransport, "disk": DiskTransport}
 
@@ -21,15 +43,111 @@ def transport_of(args: Any) -> type[Transport]:
     return TRANSPORTS[args.update_weight_transport]
 
 
-__all__ = [
-    "TRANSPORTS",
-    "ColocatedTransport",
-    "Delta",
-    "DiskTransport",
-    "EnginesFailed",
-    "Order",
-    "ProcessGroupTransport",
-    "Receiver",
-    "Transport",
-    "transport_of",
-]
+class ColocatedTransport(Transport):
+    """To the engines on the trainer's devices by handles, and to those beside them over a process group, at the same time; with
+    engines of one kind, one of the two."""
+
+    def __init__(self, args: Any, source: int, num_sources: int) -> None:
+        self._layout = layout_of(args)
+        self._handles = SharedHandlesTransport(args, source, num_sources)
+        self._group = ProcessGroupTransport(args, source, num_sources)
+        self._ways: list[Transport] = []
+        # Whether handles are given at all: if not, no rank helps with them.
+        self._gives_handles = False
+
+    @classmethod
+    def takes_every_rank(cls, args: Any) -> bool:
+        return SharedHandlesTransport.takes_every_rank(args)
+
+    @classmethod
+    def bucket_bytes(cls, args: Any) -> int:
+        size, layout = SharedHandlesTransport.bucket_bytes(args), layout_of(args)
+        is_mixed = layout.first_rollout_gpu + layout.rollout_gpus > layout.actor_gpus
+        return min(size, ProcessGroupTransport.bucket_bytes(args)) if is_mixed else size
+
+    @classmethod
+    def opening_order(cls, args: Any, version: int) -> Order:
+        return SharedHandlesTransport.opening_order(args, version)
+
+    @classmethod
+    def placing_order(cls, args: Any, version: int) -> Order:
+        return SharedHandlesTransport.placing_order(args, version)
+
+    @classmethod
+    def longest_wait(cls, args: Any) -> float:
+        # A bucket goes both ways, one after the other.
+        return SharedHandlesTransport.longest_wait(args) + ProcessGroupTransport.longest_wait(args)
+
+    def connect(self, engines: Sequence[Receiver]) -> None:
+        inside, beside = split_engines(engines, self._layout)
+        self._gives_handles = bool(inside)
+        self._handles.connect(inside)
+        if beside:
+            self._group.connect(beside)
+        else:
+            self._group.close()
+        self._ways = [way for way, of_way in ((self._handles, inside), (self._group, beside)) if of_way]
+
+    def assist(self, engines: Sequence[Receiver]) -> None:
+        inside, _ = split_engines(engines, self._layout)
+        self._gives_handles = bool(inside)
+        self._handles.assist(inside)
+
+    def begin(self, version: int) -> None:
+        self._each("begin", version)
+
+    def send(self, bucket: NamedTensors) -> None:
+        self._each("send", bucket)
+
+    def help(self, bucket: NamedTensors) -> None:
+        if self._gives_handles:
+            self._handles.help(bucket)
+
+    def finish(self) -> None:
+        self._each("finish")
+
+    def discard(self) -> None:
+        self._each("discard")
+
+    def settle(self) -> None:
+        for way in (self._handles, self._group):
+            way.settle()
+
+    def close(self) -> None:
+        for way in (self._handles, self._group):
+            way.close()
+
+    def _each(self, method: str, *arguments: Any) -> None:
+        """Call a method of both ways: engines that break one of them leave the other as far as it has come."""
+        failures = []
+        for way in self._ways:
+            try:
+                getattr(way, method)(*arguments)
+            except EnginesFailed as error:
+                failures.append(error)
+        # Where engines are known to be to blame, others that failed may have done so because of them.
+        to_tell = [error for error in failures if error.certain] or failures
+        if to_tell:
+            failed = {id: reason for error in to_tell for id, reason in error.failed.items()}
+            raise EnginesFailed(failed, certain=to_tell[0].certain)
+
+
+def split_engines(engines: Sequence[Receiver], layout: GpuRanges) -> tuple[list[Receiver], list[Receiver]]:
+    """Those on devices of training ranks, and those on devices beside them.
+
+    Raises:
+        UserError: an engine has devices of both kinds.
+    """
+    inside: list[Receiver] = []
+    beside: list[Receiver] = []
+    for engine in engines:
+        first = layout.first_rollout_gpu + engine.gpu_offset
+        last = first + engine.num_gpus - 1
+        if first < layout.actor_gpus <= last:
+            raise UserError(
+                f"engine {engine.id} has devices {first} to {last}, of which training ranks have those before "
+                f"{layout.actor_gpus}: no way of weights reaches both kinds; choose --rollout-num-gpus-per-engine so that it "
+                "divides the number of training ranks"
+            )
+        (inside if last < layout.actor_gpus else beside).append(engine)
+    return inside, beside

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.arguments.groups import package_flags as megatron
+from slime.arguments import groups as megatron
 from slime.arguments.megatron.effects import ACTS_WITH, FIXED, NO_EFFECT, NOT_YET
 from slime.arguments.megatron.names import FIELD_DESTS, OUR_DEFAULTS
 from slime.arguments.parser import build_parser

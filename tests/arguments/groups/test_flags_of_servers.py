@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from slime.arguments.groups import package_flags as packages
+from slime.arguments import groups as packages
 from slime.arguments.groups.run_flags import SERVING
 
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from slime.arguments.groups.package_flags import titles
+from slime.arguments.groups import titles
 from slime.arguments.help_text import groups_of, meaning_of
 from slime.arguments.megatron.names import MEANINGS
 from slime.arguments.parser import build_parser

@@ -54,8 +54,8 @@ def log_probs(args, backend):
     """Log-probs of three sequences in one stream, and of each alone."""
     import torch
 
-    from slime.training.passes import forward_log_probs
     from slime.training.rollout_data import RolloutData
+    from slime.training.train_step import forward_log_probs
 
     sequences = [[5, 9, 7, 3], [1, 2], [8, 8, 4, 11, 2]]
 

@@ -159,7 +159,7 @@ def _arrival() -> dict[str, str]:
     import argparse
 
     configs = {config.__name__: _without_checks(config) for config in flag_surface.config_classes()}
-    from slime.arguments.groups import package_flags as megatron
+    from slime.arguments import groups as megatron
     from slime.backends.megatron_utils.config_fields import dtype_of_name, fields_from_args
 
     parser = argparse.ArgumentParser(allow_abbrev=False)

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from slime.arguments.groups import package_flags as megatron
+from slime.arguments import groups as megatron
 from slime.arguments.surface import FlagSpec, add_flag
 from tests.support.processes.distributed import REPOSITORY
 

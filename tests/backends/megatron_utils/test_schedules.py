@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 from slime.backends.megatron_utils.schedules import fill_last_group, received_micro_batches, set_schedule_functions
-from slime.training.passes import MicroBatches
 from slime.training.rollout_data import RolloutData
+from slime.training.train_step import MicroBatches
 from tests.support.models.args import default_args
 
 

@@ -18,8 +18,7 @@ def worker(cases):
 def waits(args, times, load_backend):
     backend = load_backend(args)
     from slime.training.advantages import compute_advantages_and_returns
-    from slime.training.passes import forward_log_probs
-    from slime.training.train_step import train_one_step
+    from slime.training.train_step import forward_log_probs, train_one_step
 
     data = shard_of(args, 0)
     samples = len(data["tokens"])

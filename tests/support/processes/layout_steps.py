@@ -63,7 +63,7 @@ class LayoutRun:
     def prepare(self) -> None:
         """Log-probs under the weights as they are, and advantages; both on the last stage only."""
         from slime.training.advantages import compute_advantages_and_returns
-        from slime.training.passes import forward_log_probs
+        from slime.training.train_step import forward_log_probs
 
         self.data.update(forward_log_probs(self.args, self.backend, self.data, with_entropy=True))
         if self.is_last_stage:

@@ -169,7 +169,7 @@ def make_rank(args: SimpleNamespace, role: str) -> Any:
 
     backend = load_backend(args)
     from slime.training.actor_rank import ActorRank
-    from slime.training.critic_rank import CriticRank
+    from slime.training.train_rank import CriticRank
 
     if role == "critic":
         _fill_value_heads(backend)
@@ -200,7 +200,7 @@ def run_objective(rank: Any, samples: Sequence[PlainSample], objective: str) -> 
         `rounding` for `train` and `rollout`.
     """
     from slime.training.advantages import compute_advantages_and_returns
-    from slime.training.passes import forward_log_probs, forward_values
+    from slime.training.train_step import forward_log_probs, forward_values
 
     args, groups = rank.args, rank.groups
     masked = objective == "top-p"

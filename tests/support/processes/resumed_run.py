@@ -47,7 +47,7 @@ class ResumableRun(LayoutRun):
     def prepare(self) -> None:
         if getattr(self.args, "role", "actor") == "actor":
             return super().prepare()
-        from slime.training.passes import forward_values
+        from slime.training.train_step import forward_values
 
         self.data.update(forward_values(self.args, self.backend, self.data))
         if self.is_last_stage:

@@ -14,9 +14,9 @@ from slime.weights.transports import (
     EnginesFailed,
     ProcessGroupTransport,
     Receiver,
+    split_engines,
     transport_of,
 )  # fmt: skip
-from slime.weights.transports.colocated import split_engines
 from slime.weights.transports.shared_handles import SharedHandlesTransport
 from tests.support.processes.local_ray import start_ray
 from tests.support.processes.served_engines import Trainer
