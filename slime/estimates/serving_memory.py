@@ -215,7 +215,10 @@ def served_weight_bytes(shape: ModelShape, plain: float, config: Config | None, 
     left_out = tuple(_left_out(config or {}))
     sizes = {}
     for part, layers in _layers_by_part(shape).items():
-        kept = sum(_is_left_out(left_out, layer, _PROJECTIONS[part]) for layer in layers)
+        kept = sum(
+            any(_names(entry, f"model.layers.{layer}.{name}") for entry in left_out for name in _PROJECTIONS[part])
+            for layer in layers
+        )
         share = kept / max(len(layers), 1)
         sizes[part] = share * plain + (1 - share) * found.bytes_per_weight
     return WeightBytes(**sizes, rest=plain)
@@ -304,10 +307,6 @@ def _left_out(config: Config) -> Iterator[str]:
         entries = config.get(key)
         if isinstance(entries, list):
             yield from (entry.replace("language_model.", "") for entry in entries if isinstance(entry, str))
-
-
-def _is_left_out(entries: tuple[str, ...], layer: int, projections: tuple[str, ...]) -> bool:
-    return any(_names(entry, f"model.layers.{layer}.{name}") for entry in entries for name in projections)
 
 
 def _names(entry: str, module: str) -> bool:

@@ -212,9 +212,11 @@ def _mlp_gather(shape: ModelShape, counts: ParameterCounts) -> int:
 def _stage_memory(shape: ModelShape, counts: ParameterCounts, setup: TrainingSetup, stage: PipelineStage) -> RankMemory:
     held = rank_parameters(shape, counts, setup.layout, stage)
     base = _persistent(held, setup, stage, _sent(shape, counts, setup, stage) if setup.push_snapshot else 0)
+    # What lives in host memory is updated there.
+    update = round(_optimizer_shard(held, setup) * setup.state.step * (1 - setup.state.offloaded))
     moments = [
         *_computing(shape, setup, stage, base),
-        replace(base, moment="optimizer step", buffers=_step_buffers(held, setup)),
+        replace(base, moment="optimizer step", buffers=update),
         replace(base, moment="weight push", buffers=push_buffers(shape, setup, stage)),
     ]
     if setup.gloo:
@@ -293,11 +295,6 @@ def _optimizer_bytes(held: RankParameters, setup: TrainingSetup) -> float:
     replicas = setup.layout.dense_replicas if setup.state.distributed else 1
     vocabulary = (held.embedding + held.output_head + held.norms) / replicas
     return _optimizer_shard(held, setup) * setup.state.optimizer + vocabulary * setup.state.vocabulary_moments
-
-
-def _step_buffers(held: RankParameters, setup: TrainingSetup) -> int:
-    """Of the update on the device; what lives in host memory is updated there."""
-    return round(_optimizer_shard(held, setup) * setup.state.step * (1 - setup.state.offloaded))
 
 
 def _computing(

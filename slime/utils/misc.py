@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import difflib
 import socket
 import sys
 import threading
@@ -24,8 +25,14 @@ __all__ = [
     "get_free_port",
     "group_by",
     "load_function",
+    "near_name",
     "should_run_periodic_action",
 ]
+
+
+# How alike long names are of which one may be a slip of the other, and up to which length names are short.
+_CLOSE = 0.9
+_SHORT_NAME = 12
 
 
 class SingletonMeta(type):
@@ -171,3 +178,39 @@ def chunk_named_params_by_size(
         chunk_bytes += param_bytes
     if chunk:
         yield chunk
+
+
+def near_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that `name` probably is a slip of: one letter amiss in a short name, two in a longer one."""
+    if name in known:
+        return None
+    allowed = 1 if len(name) < _SHORT_NAME else 2
+    best: tuple[float, str] | None = None
+    for candidate in known:
+        if abs(len(candidate) - len(name)) > allowed:
+            continue
+        # Cheap bounds first: there are more than a thousand names.
+        matcher = difflib.SequenceMatcher(None, candidate, name, autojunk=False)
+        if matcher.quick_ratio() < 0.6:
+            continue
+        distance = _edit_distance(name, candidate)
+        if distance <= allowed and (best is None or distance < best[0]):
+            best = (distance, candidate)
+    if best is not None:
+        return best[1]
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE)), None)
+
+
+def _edit_distance(left: str, right: str) -> int:
+    """Insertions, deletions, replacements and swaps of neighbours that turn one word into the other."""
+    before: list[int] = []
+    previous = list(range(len(right) + 1))
+    for i, a in enumerate(left, 1):
+        current = [i]
+        for j, b in enumerate(right, 1):
+            cost = min(previous[j] + 1, current[j - 1] + 1, previous[j - 1] + (a != b))
+            if i > 1 and j > 1 and a == right[j - 2] and left[i - 2] == b:
+                cost = min(cost, before[j - 2] + 1)
+            current.append(cost)
+        before, previous = previous, current
+    return previous[-1]

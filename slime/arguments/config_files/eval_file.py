@@ -13,10 +13,10 @@ import os
 from collections.abc import Callable, Collection
 from typing import Any
 
-from slime.arguments.config_files.flag_names import near_name
 from slime.arguments.paths import absolute_plug_in
 from slime.utils.errors import UserError
 from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs, eval_dataset_keys, value_problem
+from slime.utils.misc import near_name
 from slime.utils.plugin_loader import file_of_path
 from slime.utils.plugin_source import problem_of_path
 from slime.utils.yaml_file import YamlMapping, load_yaml, plain

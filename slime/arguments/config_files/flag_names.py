@@ -11,16 +11,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from slime.observability.run_record import shown
 from slime.utils.errors import UserError
+from slime.utils.misc import near_name
 from slime.utils.yaml_file import YamlMapping
-
-_CLOSE = 0.9
-_SHORT_NAME = 12
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,12 @@ class FlagNames:
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self._parser = parser
         self._flags: dict[str, NamedFlag] = {}
-        actions = [action for action in parser._actions if action.option_strings and _settable(action)]
+        unset = argparse._HelpAction | argparse._VersionAction
+        actions = [
+            action
+            for action in parser._actions
+            if action.option_strings and action.dest != argparse.SUPPRESS and not isinstance(action, unset)
+        ]
         for action in actions:
             for option in action.option_strings:
                 name = attribute_name(option)
@@ -128,46 +130,6 @@ class _WrongValue(Exception):
 def attribute_name(key: str) -> str:
     """A flag or key in the spelling of attributes."""
     return key.lstrip("-").replace("-", "_")
-
-
-def near_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` probably is a slip of: one letter amiss in a short name, two in a longer one."""
-    if name in known:
-        return None
-    allowed = 1 if len(name) < _SHORT_NAME else 2
-    best: tuple[float, str] | None = None
-    for candidate in known:
-        if abs(len(candidate) - len(name)) > allowed:
-            continue
-        # Cheap bounds first: there are more than a thousand names.
-        matcher = difflib.SequenceMatcher(None, candidate, name, autojunk=False)
-        if matcher.quick_ratio() < 0.6:
-            continue
-        distance = _edit_distance(name, candidate)
-        if distance <= allowed and (best is None or distance < best[0]):
-            best = (distance, candidate)
-    if best is not None:
-        return best[1]
-    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE)), None)
-
-
-def _edit_distance(left: str, right: str) -> int:
-    """Insertions, deletions, replacements and swaps of neighbours that turn one word into the other."""
-    before: list[int] = []
-    previous = list(range(len(right) + 1))
-    for i, a in enumerate(left, 1):
-        current = [i]
-        for j, b in enumerate(right, 1):
-            cost = min(previous[j] + 1, current[j - 1] + 1, previous[j - 1] + (a != b))
-            if i > 1 and j > 1 and a == right[j - 2] and left[i - 2] == b:
-                cost = min(cost, before[j - 2] + 1)
-            current.append(cost)
-        before, previous = previous, current
-    return previous[-1]
-
-
-def _settable(action: argparse.Action) -> bool:
-    return not isinstance(action, argparse._HelpAction | argparse._VersionAction) and action.dest != argparse.SUPPRESS
 
 
 def _boolean(value: Any) -> bool:

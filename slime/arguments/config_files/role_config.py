@@ -34,7 +34,7 @@ from slime.arguments.checkpoints import (
     latest_iteration,
 )
 from slime.arguments.config_files.custom_config import read_flag_values, set_from_file, sets_plug_in
-from slime.arguments.config_files.flag_names import FlagNames, attribute_name, near_name
+from slime.arguments.config_files.flag_names import FlagNames, attribute_name
 from slime.arguments.help_text import groups_of
 from slime.arguments.hf_config import is_hf_checkpoint
 from slime.arguments.megatron.values import derive_virtual_stages
@@ -44,6 +44,7 @@ from slime.arguments.sizes import MODEL_PARALLEL, data_parallel_size, divides_th
 from slime.arguments.violations import Violation, broken
 from slime.observability.run_record import shown
 from slime.utils.errors import UserError
+from slime.utils.misc import near_name
 from slime.utils.yaml_file import YamlMapping, load_yaml
 
 logger = logging.getLogger(__name__)

@@ -24,13 +24,14 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.arguments.config_files.flag_names import FlagNames, attribute_name, near_name
+from slime.arguments.config_files.flag_names import FlagNames, attribute_name
 from slime.arguments.flag import flag_of
 from slime.arguments.origins import Origin
 from slime.arguments.server_flags import NO_SHARE, REFUSED, is_share
 from slime.arguments.surface import add_flag, load_surface
 from slime.arguments.unknown_flags import DERIVED, unknown
 from slime.utils.errors import UserError
+from slime.utils.misc import near_name
 from slime.utils.yaml_file import YamlMapping, load_yaml, plain
 
 FLAG = "--sglang-config"

@@ -174,7 +174,10 @@ def _add_what_is_free(group: argparse._ArgumentGroup, spec: FlagSpec, flags: Con
         spec = dataclasses.replace(spec, action="store_true")
     spec = dataclasses.replace(spec, flags=free)
     if spec.metadata.get("one_or_more"):
-        _add_one_or_more(group, spec)
+        group.add_argument(
+            *spec.flags, dest=spec.dest, action=_OneOrMore, nargs="+", type=VALUE_TYPES[spec.type],
+            choices=list(spec.choices) if spec.choices else None, default=spec.default, help=spec.help.replace("%", "%%"),
+        )  # fmt: skip
     else:
         add_flag(group, spec)
 
@@ -186,13 +189,6 @@ class _OneOrMore(argparse.Action):
         if hasattr(parser, "note_given"):
             parser.note_given(self.dest, option_string or "", values)
         setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
-
-
-def _add_one_or_more(group: argparse._ArgumentGroup, spec: FlagSpec) -> None:
-    group.add_argument(
-        *spec.flags, dest=spec.dest, action=_OneOrMore, nargs="+", type=VALUE_TYPES[spec.type],
-        choices=list(spec.choices) if spec.choices else None, default=spec.default, help=spec.help.replace("%", "%%"),
-    )  # fmt: skip
 
 
 def titles() -> Iterator[str]:

@@ -248,20 +248,13 @@ def _layers_per_virtual_stage(args: argparse.Namespace, layers: int) -> Iterator
         yield broken(args, template, layers=layers // stages, hint=fitting)
 
 
-def _interleaves(args: argparse.Namespace) -> bool:
-    return args.pipeline_model_parallel_size > 1 and (args.virtual_pipeline_model_parallel_size or 1) > 1
-
-
-def _has_small_groups(args: argparse.Namespace) -> bool:
-    group = args.microbatch_group_size_per_vp_stage
-    return group is not None and group < args.pipeline_model_parallel_size
-
-
-INTERLEAVING_RULES: tuple[Rule, ...] = where(_interleaves,
+INTERLEAVING_RULES: tuple[Rule, ...] = where(
+    lambda args: args.pipeline_model_parallel_size > 1 and (args.virtual_pipeline_model_parallel_size or 1) > 1,
     refused(lambda args: "overlap_p2p_comm" in args.typed_flags and not args.overlap_p2p_comm,
         "{--no-overlap-p2p-communication} with virtual pipeline stages: messages for different stages of a rank could be "
         "swapped; drop it"),
-    refused(_has_small_groups,
+    refused(lambda args: args.microbatch_group_size_per_vp_stage is not None
+        and args.microbatch_group_size_per_vp_stage < args.pipeline_model_parallel_size,
         "{--microbatch-group-size-per-virtual-pipeline-stage} {microbatch_group_size_per_vp_stage} is below "
         "{--pipeline-model-parallel-size=}; give at least {pipeline_model_parallel_size}, or drop it"),
 )  # fmt: skip

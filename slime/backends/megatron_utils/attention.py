@@ -74,7 +74,8 @@ class PackedAttention(MegatronModule):
             packed [tokens, heads * dim], with the dimension of 1 if the query has it, or [length, batch, heads * dim].
         """
         if packed_seq_params is None:
-            return self._attend_batch(query, key, value)
+            query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+            return self._causal_attention(query, key, value).permute(2, 0, 1, 3).flatten(2)
         rows = [tensor if tensor.dim() == 3 else tensor.squeeze(1) for tensor in (query, key, value)]
         output = self._attend_packed(*rows, packed_seq_params)
         return output if query.dim() == 3 else output.unsqueeze(1)
@@ -87,10 +88,6 @@ class PackedAttention(MegatronModule):
         if query.is_cuda:
             return self._attend_packed_cuda(query, key, value, packed)
         return self._attend_each_sequence(query, key, value, packed)
-
-    def _attend_batch(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        return self._causal_attention(query, key, value).permute(2, 0, 1, 3).flatten(2)
 
     def _attend_each_sequence(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
