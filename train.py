@@ -20,26 +20,17 @@ with installed_packages():
         evaluates_before_training,
         saves,
     )
-    from slime.ray.session import ending, main
+    from slime.ray.session import main, started
 
 
 def train(args: argparse.Namespace, progress: RunProgress | None = None) -> None:
-    """The whole run. `rollout_manager` makes the data, `actor` learns from it, `sync` hands the weights back.
-
-    `progress` hears how far it comes, for whoever asks when it ends.
-    """
-    # Importing Ray takes longer than all that `--help` does, which parsing answers.
-    from slime.ray.placement_group import create_placement_groups, create_rollout_manager, create_training_models
-
-    placement = create_placement_groups(args)
-    rollout_manager = create_rollout_manager(args, placement["rollout"])
-    with ending(rollout_manager):
-        run = create_training_models(args, placement, rollout_manager)
-        with ending(run.actor):
-            loop(args, run, progress or RunProgress())
+    """The whole run. `progress` hears how far it comes, for whoever asks when it ends."""
+    with started(args) as run:
+        loop(args, run, progress or RunProgress())
 
 
 def loop(args: argparse.Namespace, run: StartedRun, progress: RunProgress) -> None:
+    """`rollout_manager` makes the data, `actor` learns from it, `sync` hands the weights back."""
     from slime.ray.weight_sync import WeightSync
 
     rollout_manager, actor = run.rollout_manager, run.actor

@@ -35,7 +35,7 @@ from slime.observability.run_record import (
 )
 from slime.observability.trackers import new_run_id
 from slime.plan import check_before_start, nothing_left, show_plan
-from slime.ray.driver import RunProgress
+from slime.ray.driver import RunProgress, StartedRun
 from slime.utils import env
 from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import sweep_scratch_directories
@@ -168,6 +168,20 @@ def _start_command(words: Sequence[str]) -> list[str]:
         return shlex.split(env.start_command() or "") or own
     except ValueError:  # quotes that do not close
         return own
+
+
+@contextlib.contextmanager
+def started(args: argparse.Namespace) -> Iterator[StartedRun]:
+    """Place and start all parts of a run; they end with the block."""
+    # Importing Ray takes longer than all that `--help` does, which parsing answers.
+    from slime.ray.placement_group import create_placement_groups, create_rollout_manager, create_training_models
+
+    placement = create_placement_groups(args)
+    rollout_manager = create_rollout_manager(args, placement["rollout"])
+    with ending(rollout_manager):
+        run = create_training_models(args, placement, rollout_manager)
+        with ending(run.actor):
+            yield run
 
 
 @contextlib.contextmanager
