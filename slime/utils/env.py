@@ -4,6 +4,8 @@ import os
 import re
 from pathlib import Path
 
+from slime.utils.errors import UserError
+
 
 def debug_enabled() -> bool:
     """`SLIME_DEBUG=1`: debug log level and full tracebacks for errors that normally end with one message."""
@@ -23,6 +25,26 @@ def host_ip_override() -> str | None:
 def gloo_interface() -> str | None:
     """`GLOO_SOCKET_IFNAME`: the network interface on which process groups on the host meet."""
     return os.environ.get("GLOO_SOCKET_IFNAME") or None
+
+
+_INT4_TRAINING = ("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE")
+
+
+def int4_training_group_size() -> int | None:
+    """`OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1`: train with weights rounded to INT4, in groups of `OPEN_TRAINING_INT4_GROUP_SIZE`.
+
+    Raises:
+        UserError: the first is 1, and the second no positive number.
+    """
+    switch, size = (os.environ.get(name, "") for name in _INT4_TRAINING)
+    if switch in ("", "0"):
+        return None
+    if not size.isdigit() or int(size) == 0:
+        raise UserError(
+            f"{_INT4_TRAINING[0]}={switch} needs {_INT4_TRAINING[1]}, the group_size of the INT4 checkpoint in "
+            f"--hf-checkpoint; it is {size!r}"
+        )
+    return int(size)
 
 
 def cache_home() -> Path | None:
@@ -72,7 +94,7 @@ def actor_environment() -> dict[str, str]:
         "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
         "RAY_USE_UVLOOP": "0",
     }
-    handed_on = ("SLIME_ACCELERATOR", "SLIME_DEBUG")
+    handed_on = ("SLIME_ACCELERATOR", "SLIME_DEBUG", *_INT4_TRAINING)
     return {**variables, **{name: os.environ[name] for name in handed_on if name in os.environ}}
 
 

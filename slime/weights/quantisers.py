@@ -1,11 +1,15 @@
-"""Tensors of a trained model as a quantised checkpoint has them: FP8 by blocks or by tensors, INT4 in groups.
+"""Quantised checkpoints: FP8 by blocks or by tensors, INT4 in groups. How a trained model becomes one, and one is read again.
 
 The checkpoint decides: `quantization_config` in its `config.json` how, and its tensors which. A weight is quantised where the
 checkpoint has its scale, so norms, embeddings, routers and whatever else its maker left alone stay as they are. What comes out
 must have the names, dtypes and shapes that the checkpoint has.
 
-Scales of FP8 are the largest magnitude over 448, the largest number of `float8_e4m3fn`. Those of INT4, the rounding and the
-packing are those of the `compressed-tensors` package, with which engines read it.
+Scales of FP8 are the largest magnitude over 448, the largest number of `float8_e4m3fn`; where the checkpoint has powers of two
+(`scale_fmt` ue8m0), the next one. Those of INT4, the rounding and the packing are those of the `compressed-tensors` package,
+with which engines read it.
+
+Who reads a quantised checkpoint gets the numbers that engines compute with, under the names of the weights. What is indexed is
+read, with the scales of the blocks or groups that it touches.
 """
 
 from __future__ import annotations
@@ -14,10 +18,10 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from slime.utils.errors import RunError, UserError
-from slime.weights.hf_reader import Place, places_of_checkpoint, safetensors_dtype
+from slime.weights.hf_reader import Place, SafetensorsDirectory, StoredTensor, places_of_checkpoint, safetensors_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -27,12 +31,21 @@ if TYPE_CHECKING:
 _FP8_LARGEST = 448.0
 # Of a tensor of zeros: the scale is not zero.
 _LEAST_AMAX = 1e-12
+# Engines that compute with powers of two take no smaller one.
+_LEAST_AMAX_OF_POWERS = 1e-4
+_PACKED = "weight_packed"
+# So many integers of any number of bits fill whole words.
+_INTEGERS_OF_WHOLE_WORDS = 32
+
+ScaleFormat = Literal["float", "ue8m0"]
 
 
-def quantise_fp8_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_fp8_blocks(
+    weight: torch.Tensor, block: tuple[int, int], scale_format: ScaleFormat = "float"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix as `float8_e4m3fn`, and the scale of every block, float32 [rows / block, columns / block], rounded up.
 
-    A block of zeros has the scale 1.
+    A block of zeros has the scale 1. With `scale_format` ue8m0 a scale is the least power of two that is not smaller.
     """
     import torch
 
@@ -40,7 +53,12 @@ def quantise_fp8_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[t
     padded = torch.nn.functional.pad(weight.float(), (0, -columns % width, 0, -rows % height))
     blocks = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width)
     amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
-    scale = torch.where(amax == 0, 1.0, amax / _FP8_LARGEST)
+    scale = amax / _FP8_LARGEST
+    if scale_format == "ue8m0":
+        mantissa, exponent = torch.frexp(amax.clamp(min=_LEAST_AMAX_OF_POWERS) / _FP8_LARGEST)
+        # A power of two has the mantissa 1/2 and stays what it is.
+        scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
+    scale = torch.where(amax == 0, 1.0, scale)
     quantised = (blocks / scale).clamp(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn)
     return quantised.view(padded.shape)[:rows, :columns].contiguous(), scale[:, 0, :, 0].contiguous()
 
@@ -60,13 +78,25 @@ def quantise_int4(weight: torch.Tensor, scheme: Any) -> dict[str, torch.Tensor]:
         scheme: a `QuantizationScheme` of compressed-tensors whose weights are quantised by group or by channel.
     """
     from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+
+    scale, zero_point = _scale_and_zero(weight, scheme)
+    state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}
+    return PackedQuantizationCompressor.compress(state, scheme)
+
+
+def rounded_as_int4(weight: torch.Tensor, scheme: Any) -> torch.Tensor:
+    """The numbers that engines compute with after `quantise_int4`, in the dtype of `weight`."""
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+
+    return fake_quantize(weight, *_scale_and_zero(weight, scheme), scheme.weights)
+
+
+def _scale_and_zero(weight: torch.Tensor, scheme: Any) -> tuple[torch.Tensor, torch.Tensor]:
     from compressed_tensors.quantization.utils import calculate_qparams
 
     rows, columns = weight.shape
     groups = weight.view(rows, -1, scheme.weights.group_size or columns)
-    scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
-    state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}
-    return PackedQuantizationCompressor.compress(state, scheme)
+    return calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,15 +150,6 @@ def quantisation_settings(directory: Path) -> Mapping[str, Any] | None:
     return config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
 
 
-def refuse_quantised(directory: str | Path) -> None:
-    """Raise UserError where training would start from quantised weights: their scales would be left out."""
-    if quantisation_settings(Path(directory)) is not None:
-        raise UserError(
-            f"{directory} holds quantised weights, which training cannot start from; name the checkpoint that they were made "
-            "of with --ref-load (or --load), and keep this one as --hf-checkpoint for the engines"
-        )
-
-
 def quantiser_of(directory: str | Path) -> Quantiser | None:
     """The quantiser for a checkpoint; None where it is not quantised.
 
@@ -147,16 +168,17 @@ def quantiser_of(directory: str | Path) -> Quantiser | None:
     if method == "fp8":
         return _fp8(directory, settings, places)
     if method == "compressed-tensors" and settings.get("format") == "pack-quantized":
-        return Quantiser(directory, "weight_packed", _int4(directory, settings), places)
+        scheme = int4_scheme(directory, settings)
+        return Quantiser(directory, _PACKED, lambda weight: quantise_int4(weight, scheme), places)
     raise _refusal(directory, f"quant_method {method}, format {settings.get('format')}")
 
 
 def _fp8(directory: Path, settings: Mapping[str, Any], places: Mapping[str, Place]) -> Quantiser:
     if settings.get("activation_scheme", "dynamic") != "dynamic" or settings.get("fmt", "e4m3") != "e4m3":
         raise _refusal(directory, f"activation_scheme {settings.get('activation_scheme')}, fmt {settings.get('fmt')}")
-    if settings.get("scale_fmt") not in (None, "float"):
-        raise _refusal(directory, f"scale_fmt {settings['scale_fmt']}")
-    block = settings.get("weight_block_size")
+    scale_format, block = settings.get("scale_fmt") or "float", settings.get("weight_block_size")
+    if scale_format not in ("float", "ue8m0") or (scale_format == "ue8m0" and block is None):
+        raise _refusal(directory, f"scale_fmt {scale_format}, weight_block_size {block}")
     if block is None:
         names = ("weight", "weight_scale")
         quantise: Callable[[Any], Any] = quantise_fp8_tensor
@@ -164,12 +186,17 @@ def _fp8(directory: Path, settings: Mapping[str, Any], places: Mapping[str, Plac
         names = ("weight", "weight_scale_inv")
 
         def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return quantise_fp8_blocks(weight, tuple(block))
+            return quantise_fp8_blocks(weight, tuple(block), scale_format)
 
     return Quantiser(directory, names[1], lambda weight: dict(zip(names, quantise(weight), strict=True)), places)
 
 
-def _int4(directory: Path, settings: Mapping[str, Any]) -> Callable[[torch.Tensor], Mapping[str, torch.Tensor]]:
+def int4_scheme(directory: Path, settings: Mapping[str, Any]) -> Any:
+    """The `QuantizationScheme` of a `pack-quantized` checkpoint.
+
+    Raises:
+        UserError: it has several, or one that is not known here.
+    """
     from compressed_tensors.quantization import QuantizationScheme
 
     schemes = list(settings.get("config_groups", {}).values())
@@ -178,8 +205,7 @@ def _int4(directory: Path, settings: Mapping[str, Any]) -> Callable[[torch.Tenso
         raise _refusal(
             directory, "pack-quantized with more than one group, another strategy, or an order of activations"
         )
-    scheme = QuantizationScheme.model_validate({"targets": ["Linear"], **schemes[0]})
-    return lambda weight: quantise_int4(weight, scheme)
+    return QuantizationScheme.model_validate({"targets": ["Linear"], **schemes[0]})
 
 
 def _integer_type(name: str) -> torch.dtype:
@@ -190,6 +216,138 @@ def _integer_type(name: str) -> torch.dtype:
 
 def _refusal(directory: Path, what: str) -> UserError:
     return UserError(
-        f"--hf-checkpoint {directory}: weights are not quantised as its quantization_config asks for ({what}); FP8 (e4m3, "
-        "dynamic activations) and INT4 (compressed-tensors, pack-quantized) are"
+        f"{directory}: weights are neither quantised nor read as its quantization_config asks for ({what}); FP8 (e4m3, dynamic "
+        "activations) and INT4 (compressed-tensors, pack-quantized) are"
     )
+
+
+def open_checkpoint(directory: str | Path) -> SafetensorsDirectory:
+    """The tensors of a Hugging Face checkpoint by name; weights that are quantised there as plain numbers.
+
+    Raises:
+        UserError: it has no weights, or they are quantised in a way that is not known here.
+    """
+    directory = Path(directory)
+    settings = quantisation_settings(directory)
+    if settings is None:
+        return SafetensorsDirectory(directory)
+    # What cannot be written is not read either.
+    quantiser_of(directory)
+    if settings["quant_method"] == "fp8":
+        block = tuple(settings.get("weight_block_size") or ())
+        return _Dequantised(
+            directory, "weight_scale_inv" if block else "weight_scale", lambda parts: _Fp8(parts, block)
+        )
+    scheme = int4_scheme(directory, settings)
+    return _Dequantised(directory, _PACKED, lambda parts: _Packed(parts, scheme.weights))
+
+
+class _Dequantised(SafetensorsDirectory):
+    """`suffix` as of a `Quantiser`; `read` gives a weight by the stored parts of its module."""
+
+    _PARTS = ("weight", _PACKED, "weight_scale", "weight_scale_inv", "weight_shape", "weight_zero_point")
+
+    def __init__(
+        self, directory: Path, suffix: str, read: Callable[[Mapping[str, StoredTensor]], StoredTensor]
+    ) -> None:
+        super().__init__(directory)
+        self._read, stored = read, super().names()
+        modules = {name.removesuffix(suffix) for name in stored if name.endswith(suffix)}
+        self._parts = {
+            module: {part: module + part for part in self._PARTS if module + part in stored} for module in modules
+        }
+        hidden = {name for parts in self._parts.values() for name in parts.values()}
+        self._names = (stored - hidden) | {f"{module}weight" for module in modules}
+
+    def names(self) -> set[str]:
+        return set(self._names)
+
+    def tensor(self, name: str) -> StoredTensor:
+        parts = self._parts.get(name.removesuffix("weight"))
+        if parts is None or not name.endswith("weight"):
+            return super().tensor(name)
+        found = {part: super(_Dequantised, self).tensor(stored) for part, stored in parts.items()}
+        try:
+            return self._read(found)
+        except KeyError as error:
+            raise UserError(f"{self._directory}: {name} is quantised, and its {error.args[0]} is missing") from error
+
+
+class _Fp8:
+    """A matrix in FP8, read as float32: its numbers times the scale of their block, or of the tensor."""
+
+    def __init__(self, parts: Mapping[str, StoredTensor], block: tuple[int, ...]) -> None:
+        self._numbers, self._block = parts["weight"], block
+        self._scale = parts["weight_scale_inv" if block else "weight_scale"]
+        self.shape = self._numbers.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        import torch
+
+        return torch.float32
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
+        rows, columns = _ranges(index, self.shape)
+        numbers = self._numbers[rows, columns].float()
+        if not self._block:
+            return numbers * self._scale[...].float()
+        return numbers * _spread(self._scale, (rows, columns), self._block).float()
+
+
+class _Packed:
+    """A matrix of packed integers, read in the dtype of its scales: (integer - zero point) times the scale of its group."""
+
+    def __init__(self, parts: Mapping[str, StoredTensor], weights: Any) -> None:
+        self._integers, self._scale, self._bits = parts[_PACKED], parts["weight_scale"], weights.num_bits
+        self._zero = None if weights.symmetric else parts["weight_zero_point"]
+        if weights.group_size:
+            columns = self._scale.shape[1] * weights.group_size
+        else:
+            columns = int(parts["weight_shape"][:][1])
+        self.shape, self._group = (self._integers.shape[0], columns), weights.group_size or columns
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._scale.dtype
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
+        rows, columns = _ranges(index, self.shape)
+        numbers = self._unpacked(self._integers, rows, columns, self.shape[1], 1).to(self.dtype)
+        if self._zero is not None:
+            groups = slice(columns.start // self._group, -(-columns.stop // self._group))
+            zero = self._unpacked(self._zero, groups, rows, self.shape[0], 0)
+            of_groups = zero.repeat_interleave(self._group, dim=1)[:, columns.start % self._group :]
+            numbers = numbers - of_groups[:, : numbers.shape[1]].to(self.dtype)
+        return numbers * _spread(self._scale, (rows, columns), (1, self._group))
+
+    def _unpacked(self, stored: StoredTensor, across: slice, along: slice, length: int, dim: int) -> torch.Tensor:
+        """Integers [rows, columns] of a matrix that is packed along `dim`, where it has `length` of them."""
+        from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+        whole = _INTEGERS_OF_WHOLE_WORDS
+        first, last = along.start // whole * whole, min(-(-along.stop // whole) * whole, length)
+        words = slice(first * self._bits // 32, -(-last * self._bits // 32))
+        read = stored[across, words] if dim == 1 else stored[words, across]
+        shape = [last - first, last - first]
+        own = slice(along.start - first, along.stop - first)
+        unpacked = unpack_from_int32(read, self._bits, shape, packed_dim=dim)
+        return unpacked[:, own] if dim == 1 else unpacked[own]
+
+
+def _ranges(index: slice | tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, slice]:
+    """The rows and columns that are meant by an index of a matrix."""
+    given = index if isinstance(index, tuple) else (index,)
+    given = (*given, *[slice(None)] * (2 - len(given)))
+    rows, columns = (slice(*part.indices(length)[:2]) for part, length in zip(given, shape, strict=True))
+    return rows, columns
+
+
+def _spread(scale: StoredTensor, place: tuple[slice, slice], block: tuple[int, ...]) -> torch.Tensor:
+    """The scale of every entry of `place`, of blocks of the size `block`; nothing else of `scale` is read."""
+    read = tuple(slice(own.start // size, -(-own.stop // size)) for own, size in zip(place, block, strict=True))
+    found = scale[read]
+    for dim, (own, size) in enumerate(zip(place, block, strict=True)):
+        spread = found.repeat_interleave(size, dim=dim)
+        found = spread.narrow(dim, own.start % size, own.stop - own.start)
+    return found

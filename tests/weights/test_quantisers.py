@@ -10,11 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from slime.utils.errors import RunError, UserError
 from slime.weights.quantisers import (
+    open_checkpoint,
     quantise_fp8_blocks,
     quantise_fp8_tensor,
     quantise_int4,
     quantiser_of,
-    refuse_quantised,
+    rounded_as_int4,
 )
 
 BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -36,19 +37,22 @@ def matrix(rows=200, columns=320):
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).bfloat16() * 0.02
 
 
-def sglang_block_dequant(*arguments):
-    # The package asks for CUDA when it is imported: the function alone is taken out of its file.
+def of_sglang(name):
+    # The package asks for CUDA when it is imported: the function, and what it calls, are taken out of its file.
     import ast
     import importlib.util
     from pathlib import Path
 
     root = Path(importlib.util.find_spec("sglang").origin).parent
     tree = ast.parse((root / "srt/layers/quantization/fp8_utils.py").read_text())
-    (function,) = [node for node in tree.body if getattr(node, "name", None) == "block_quant_dequant"]
+    functions = [node for node in tree.body if getattr(node, "name", None) in (name, "ceil_to_ue8m0")]
+    space = {"torch": torch, "List": list, "Tuple": tuple, "ceil_align": lambda x, y: -(-x // y) * y}
+    exec(compile(ast.Module(functions, []), "fp8_utils.py", "exec"), space)
+    return space[name]
 
-    space = {"torch": torch, "List": list}
-    exec(compile(ast.Module([function], []), "fp8_utils.py", "exec"), space)
-    return space["block_quant_dequant"](*arguments)
+
+def sglang_block_dequant(*arguments):
+    return of_sglang("block_quant_dequant")(*arguments)
 
 
 def test_blocks_of_fp8_by_hand():
@@ -81,6 +85,18 @@ def test_blocks_of_fp8_as_the_engine_reads_them():
     assert sglang_block_dequant(again, scale_again, [128, 128], torch.float32).allclose(read, rtol=1e-6)
 
 
+def test_scales_that_are_powers_of_two_as_the_engine_makes_them():
+    weight = matrix()
+    # Above a power of two, at one, and below the least magnitude that engines take.
+    weight[:128, :128] *= 1000
+    weight[0, 128], weight[128:, 128:256] = 448.0 * 4, 1e-6
+    quantised, scale = quantise_fp8_blocks(weight, (128, 128), "ue8m0")
+    expected, expected_scale = of_sglang("per_block_cast_to_fp8")(weight)
+    assert scale.equal(expected_scale) and quantised.view(torch.uint8).equal(expected.view(torch.uint8))
+    assert scale[0, 1] == 4 and scale[1, 1] == 2**-22 and torch.frexp(scale).mantissa.eq(0.5).all()
+    assert quantise_fp8_blocks(torch.zeros(2, 2), (2, 2), "ue8m0")[1].item() == 1
+
+
 def test_a_tensor_of_fp8():
     quantised, scale = quantise_fp8_tensor(torch.tensor([[896.0, -2.0], [0.0, 448.0]]))
     assert (scale.item(), quantised.float().tolist()) == (2.0, [[448.0, -1.0], [0.0, 224.0]])
@@ -105,6 +121,7 @@ def test_int4_as_the_engine_reads_it(symmetric, strategy, group_size):
     zero = torch.zeros_like(step) if symmetric else (-8 - low / step).clamp(-8, 7).round()
     expected = ((groups / step + zero).round().clamp(-8, 7) - zero) * step
     assert read.view_as(expected).allclose(expected, atol=1e-6)
+    assert rounded_as_int4(weight, scheme).equal(read)
 
 
 @pytest.fixture
@@ -115,7 +132,8 @@ def checkpoint(tmp_path):
         tensors = {"norm.weight": torch.ones(256, dtype=dtype), "lm_head.weight": weight.clone()}
         if settings["quant_method"] == "fp8":
             block = settings.get("weight_block_size")
-            quantised, scale = quantise_fp8_blocks(weight, tuple(block)) if block else quantise_fp8_tensor(weight)
+            how = (tuple(block), settings.get("scale_fmt", "float")) if block else ()
+            quantised, scale = quantise_fp8_blocks(weight, *how) if block else quantise_fp8_tensor(weight)
             tensors |= {"up.weight": quantised, "up.weight_scale_inv" if block else "up.weight_scale": scale}
         else:
             scheme = QuantizationScheme.model_validate(settings["config_groups"]["group_0"])
@@ -128,7 +146,9 @@ def checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings", [BLOCK, TENSOR, int4(), int4(symmetric=False)], ids=["block", "tensor", "int4", "zero"]
+    "settings",
+    [BLOCK, {**BLOCK, "scale_fmt": "ue8m0"}, TENSOR, int4(), int4(symmetric=False)],
+    ids=["block", "powers", "tensor", "int4", "zero"],
 )
 def test_what_comes_out_is_what_the_checkpoint_has(checkpoint, settings):
     directory = checkpoint(settings)
@@ -154,7 +174,8 @@ def test_a_checkpoint_that_is_not_quantised_has_no_quantiser(tmp_path):
     "settings",
     [
         {**BLOCK, "activation_scheme": "static"},
-        {**BLOCK, "scale_fmt": "ue8m0"},
+        {**BLOCK, "scale_fmt": "other"},
+        {**TENSOR, "scale_fmt": "ue8m0"},
         {"quant_method": "awq"},
         {**int4(), "format": "float-quantized"},
         {**int4(), "config_groups": {**int4()["config_groups"], "group_1": {}}},
@@ -163,8 +184,9 @@ def test_a_checkpoint_that_is_not_quantised_has_no_quantiser(tmp_path):
 def test_what_is_not_known_is_refused_by_name(tmp_path, settings):
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
-    with pytest.raises(UserError, match=r"^--hf-checkpoint .*quantization_config asks for"):
-        quantiser_of(tmp_path)
+    for use in (quantiser_of, open_checkpoint):
+        with pytest.raises(UserError, match=r"neither quantised nor read as its quantization_config asks for"):
+            use(tmp_path)
 
 
 def test_a_config_that_does_not_fit_the_tensors_is_refused(checkpoint):
@@ -176,8 +198,73 @@ def test_a_config_that_does_not_fit_the_tensors_is_refused(checkpoint):
         list(quantiser_of(directory)([("up.weight", matrix(128, 256))]))
 
 
-def test_training_does_not_start_from_quantised_weights(checkpoint, tmp_path):
-    with pytest.raises(UserError, match=r"holds quantised weights.* --ref-load"):
-        refuse_quantised(checkpoint(BLOCK))
-    (tmp_path / "config.json").write_text("{}")
-    refuse_quantised(tmp_path)
+def as_the_engine_reads(directory, settings):
+    """The quantised weight of `checkpoint`, whole, by the engine packages' own functions."""
+    parts = {
+        name[3:]: tensor for name, tensor in load_file(directory / "model.safetensors").items() if name[:3] == "up."
+    }
+    if settings["quant_method"] == "compressed-tensors":
+        scheme = QuantizationScheme.model_validate(settings["config_groups"]["group_0"])
+        return PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
+    block = settings.get("weight_block_size")
+    if block is None:
+        return parts["weight"].float() * parts["weight_scale"]
+    return sglang_block_dequant(parts["weight"], parts["weight_scale_inv"], block, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        BLOCK,
+        {**BLOCK, "weight_block_size": [48, 80]},
+        TENSOR,
+        int4(),
+        int4(symmetric=False),
+        int4(strategy="channel", group_size=None, symmetric=False),
+    ],
+    ids=["block", "odd block", "tensor", "int4", "zero", "channel"],
+)
+def test_what_is_read_is_what_the_engine_reads(checkpoint, settings):
+    directory = checkpoint(settings)
+    expected = as_the_engine_reads(directory, settings)
+    opened = open_checkpoint(directory)
+    assert opened.names() == {"norm.weight", "lm_head.weight", "up.weight"}
+    assert opened.tensor("lm_head.weight")[:].equal(matrix(128, 256))
+    stored = opened.tensor("up.weight")
+    assert tuple(stored.shape) == (128, 256) and stored.dtype == expected.dtype
+    for index in (
+        (slice(None)),
+        slice(7, 90),
+        (slice(None), slice(128, 256)),
+        (slice(33, 34), slice(3, 201)),
+        (slice(130, 131), slice(5, 5)),
+    ):
+        found = stored[index]
+        assert found.equal(expected[index]) and found.dtype == expected.dtype, index
+
+
+def test_a_part_reads_its_own_blocks_alone(checkpoint, monkeypatch):
+    from slime.weights.hf_reader import StoredTensor
+
+    read, found = StoredTensor.__getitem__, []
+
+    def counted(stored, index):
+        tensor = read(stored, index)
+        found.append((stored._name, tuple(tensor.shape)))
+        return tensor
+
+    monkeypatch.setattr(StoredTensor, "__getitem__", counted)
+    open_checkpoint(checkpoint({**BLOCK, "weight_block_size": [32, 64]})).tensor("up.weight")[32:64, 100:140]
+    assert found == [("up.weight", (32, 40)), ("up.weight_scale_inv", (1, 2))]
+    found.clear()
+    open_checkpoint(checkpoint(int4())).tensor("up.weight")[:64, 96:160]
+    assert found == [("up.weight_packed", (64, 8)), ("up.weight_scale", (64, 2))]
+
+
+def test_a_weight_without_its_scale_is_an_error(checkpoint):
+    directory = checkpoint(int4())
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["up.weight_scale"]
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(UserError, match=r"up\.weight is quantised, and its weight_scale is missing"):
+        open_checkpoint(directory).tensor("up.weight")

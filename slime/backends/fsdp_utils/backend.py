@@ -32,7 +32,7 @@ from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
 from slime.utils.process_groups import join_world
 from slime.weights.hf_reader import SafetensorsDirectory
-from slime.weights.quantisers import refuse_quantised
+from slime.weights.quantisers import open_checkpoint
 
 _HEAD = "lm_head.weight"
 # The one value that each of these has here.
@@ -97,8 +97,7 @@ class FSDPBackend:
                 f"{source.path} is a checkpoint of Megatron's: --train-backend fsdp starts from a Hugging Face directory"
             )
         if source.kind == "hf":
-            refuse_quantised(source.path)
-            files = SafetensorsDirectory(source.path)
+            files = open_checkpoint(source.path)
             for name, parameter in self.model.named_parameters():
                 shape, start = compute_local_shape_and_global_offset(
                     parameter.shape, parameter.device_mesh, parameter.placements

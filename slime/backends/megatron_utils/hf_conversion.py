@@ -31,7 +31,7 @@ from slime.models.family import Family, Rule, next_expert, strip_wrappers
 from slime.models.tensor_layouts import Layout, TensorSizes
 from slime.utils.errors import UserError
 from slime.weights.hf_reader import SafetensorsDirectory
-from slime.weights.quantisers import refuse_quantised
+from slime.weights.quantisers import open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +54,10 @@ def load_hf_weights(args: Any, model_chunks: Iterable[torch.nn.Module], hf_dir: 
 
     Raises:
         UserError: unsupported `model_type`; tensors missing or surplus (all are listed); a shape that the flags
-        contradict; the weights are quantised.
+        contradict; the weights are quantised in a way that is not known.
     """
-    refuse_quantised(hf_dir)
     family = family_of_directory(hf_dir)
-    source = SafetensorsDirectory(hf_dir)
+    source = open_checkpoint(hf_dir)
     plan = _plan(family, model_chunks)
     needed = _gather_from_parts({hf_name for *_, hf_names in plan for hf_name in hf_names})
     _check_names(set().union(*needed), source, family, hf_dir, args.role == CRITIC)

@@ -28,6 +28,7 @@ from megatron.core.transformer.module import Float16Module
 from slime.arguments.config_files.role_config import CRITIC
 from slime.backends.megatron_utils.config_fields import fields_from_args, params_dtype
 from slime.backends.megatron_utils.initialize import has_contiguous_context
+from slime.backends.megatron_utils.int4_training import round_weights_to_int4
 from slime.backends.megatron_utils.layer_spec import get_decoder_spec, rotate_by_position, transformer_engine_available
 from slime.backends.megatron_utils.parameter_names import EMBEDDING, global_named_parameters, named_expert_biases
 from slime.backends.megatron_utils.parameter_selection import select_trained_parameters
@@ -273,6 +274,7 @@ def setup_model(args: Any) -> list[DistributedDataParallel]:
         # Buckets let the first chunk's gradients travel during backward; those of later chunks have time in any case.
         wrapped = DistributedDataParallel(config, ddp_config, model, disable_bucketing=index > 0)
         chunks.append(wrapped)
+    round_weights_to_int4(args, chunks)
     return chunks
 
 
