@@ -1,4 +1,4 @@
-"""The model against transformers: the same weights give the same logits and gradients in every layout."""
+"""The model that flags describe. Its logits and gradients, by family: `test_every_family.py`."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -12,86 +12,11 @@ from tests.support.processes.distributed import run_distributed
 
 VOCABULARY = 131
 LENGTHS = (7, 16, 33, 2, 6)
-MODELS = {
-    "qwen3-untied": {"model_type": "qwen3", "tied": False},
-    "qwen3-tied": {"model_type": "qwen3", "tied": True},
-    "qwen2-tied": {"model_type": "qwen2", "tied": True, "head_dim": 8},
-}
 
 
 def _sequences():
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
-
-
-def _reference(model, sequences):
-    """Logits [tokens, vocabulary] and gradients of the summed next-token loss, by transformers."""
-    logits = [model(torch.tensor([sequence])).logits[0] for sequence in sequences]
-    losses = [
-        F.cross_entropy(rows[:-1], torch.tensor(sequence[1:]), reduction="sum")
-        for rows, sequence in zip(logits, sequences, strict=True)
-    ]
-    sum(losses).backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return torch.cat(logits).detach(), gradients
-
-
-def _logits_and_gradients(directories, sequences, overrides):
-    from tests.support.processes import megatron_worker as megatron
-
-    results = {}
-    for name, directory in directories.items():
-        args = tiny_args(directory, **overrides)
-        chunks = megatron.load_model(args)
-        chunks[0].train()
-        logits = megatron.packed_forward(chunks[0], sequences)
-        whole = megatron.gather_vocabulary(logits)
-        # Megatron's cross entropy writes over its logits.
-        megatron.next_token_loss(logits, sequences).backward()
-        from megatron.core.distributed import finalize_model_grads
-
-        finalize_model_grads(chunks)
-        results[name] = (whole, megatron.hf_gradients(args, chunks))
-    return results
-
-
-def _run_layouts(directories, sequences, layouts):
-    return [_logits_and_gradients(directories, sequences, layout) for layout in layouts]
-
-
-def _write_models(tmp_path):
-    models = {name: write_tiny_model(tmp_path / name, vocab_size=VOCABULARY, **how) for name, how in MODELS.items()}
-    return models, {name: str(tmp_path / name) for name in models}
-
-
-def _compare(results, references):
-    for name, (logits, gradients) in results.items():
-        expected_logits, expected_gradients = references[name]
-        torch.testing.assert_close(logits[:, :VOCABULARY], expected_logits, rtol=0, atol=5e-6)
-        assert (logits[:, VOCABULARY:] < -1e8).all(), "padding rows of the vocabulary must not enter a softmax"
-        # A tied head has no tensor of its own: its gradient is part of the embedding's.
-        assert set(gradients) == set(expected_gradients)
-        for hf_name, gradient in gradients.items():
-            expected = expected_gradients[hf_name]
-            scale = expected.abs().max().item()
-            assert (gradient - expected).abs().max().item() <= 2e-5 * max(scale, 1e-3), (name, hf_name)
-
-
-def test_logits_and_gradients_equal_transformers_in_every_layout(tmp_path):
-    models, directories = _write_models(tmp_path)
-    sequences = _sequences()
-    references = {name: _reference(model, sequences) for name, model in models.items()}
-    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    (single,) = run_distributed(_run_layouts, 1, (directories, sequences, [{}, recompute]))
-    for results in single:
-        _compare(results, references)
-    parallel = [
-        {"tensor_model_parallel_size": 2},
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    ]
-    for results_of_rank in run_distributed(_run_layouts, 2, (directories, sequences, parallel)):
-        for results in results_of_rank:
-            _compare(results, references)
 
 
 def _isolation(directory, sequences):

@@ -47,6 +47,8 @@ def write_tiny_model(
         "max_position_embeddings": 512,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "attn_implementation": "sdpa",
+        # Those of some classes stand behind the end of so small a vocabulary.
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
     config = transformers.CONFIG_MAPPING[model_type](**{**entries, **config_entries})
     with torch.random.fork_rng(devices=[]):
@@ -79,12 +81,12 @@ def write_tiny_mixture(directory: Path, model_type: str, **options: Any):
     return write_tiny_model(directory, **{"model_type": model_type, **TINY_EXPERTS[model_type], **options})
 
 
-def write_tiny_mimo(directory: Path, **options: Any) -> None:
-    """Save a random model of the MiMo family: a Qwen2 with a layer for multi-token prediction."""
+def write_tiny_mimo(directory: Path, **options: Any):
+    """Save a random model of the MiMo family: a Qwen2, which is returned, with a layer for multi-token prediction."""
     import torch
     from safetensors.torch import load_file, save_file
 
-    write_tiny_model(directory, model_type="qwen2", **options)
+    model = write_tiny_model(directory, **{**options, "model_type": "qwen2"})
     config = json.loads((directory / "config.json").read_text())
     hidden = config["hidden_size"]
     (directory / "config.json").write_text(
@@ -103,36 +105,18 @@ def write_tiny_mimo(directory: Path, **options: Any) -> None:
         layer[f"model.mtp_layers.0.{norm}.weight"] = torch.randn(hidden, generator=generator)
     layer["model.mtp_layers.0.input_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator)
     save_file({**tensors, **layer}, directory / "model.safetensors", metadata={"format": "pt"})
+    return model
 
 
 def tiny_args(hf_dir: str | Path, **overrides: Any) -> SimpleNamespace:
-    """The parser's own arguments with those that fit the model in `hf_dir`; neither derived nor checked."""
+    """The parser's own arguments with those of the model in `hf_dir`; neither derived nor checked."""
     config = json.loads((Path(hf_dir) / "config.json").read_text())
-    of_family = model_args_from_hf(config)
-    tensor_parallel = overrides.get("tensor_model_parallel_size", 1)
-    divisor = 8 * tensor_parallel
+    divisor = 8 * overrides.get("tensor_model_parallel_size", 1)
     values: dict[str, Any] = {
+        **model_args_from_hf(config),
         "hf_checkpoint": str(hf_dir),
-        "num_layers": config["num_hidden_layers"],
-        "hidden_size": config["hidden_size"],
-        "ffn_hidden_size": config["intermediate_size"],
-        "num_attention_heads": config["num_attention_heads"],
-        "num_query_groups": config["num_key_value_heads"],
-        "group_query_attention": True,
-        "kv_channels": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-        "layernorm_epsilon": config["rms_norm_eps"],
-        "normalization": "RMSNorm",
-        "swiglu": True,
-        "add_bias_linear": False,
-        **{name: of_family[name] for name in ("qk_layernorm", "add_qkv_bias", "spec", "num_experts")},
-        **{name: value for name, value in of_family.items() if name.startswith("moe_")},
-        "mtp_num_layers": config.get("num_nextn_predict_layers"),
-        "rotary_base": config["rope_parameters"]["rope_theta"],
-        "max_position_embeddings": config["max_position_embeddings"],
         "seq_length": config["max_position_embeddings"],
-        "vocab_size": config["vocab_size"],
         "padded_vocab_size": -(-config["vocab_size"] // divisor) * divisor,
-        "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
         "accumulate_allreduce_grads_in_fp32": True,
         "distributed_timeout_minutes": 1,
         "checkpoint_write_timeout": 60.0,

@@ -78,7 +78,8 @@ class LayoutRun:
         """The mean absolute entry of the last gradient, over what this rank holds."""
         import torch
 
-        flat = torch.cat([p.main_grad.flatten() for chunk in self.model for p in chunk.parameters()])
+        trained = [p for chunk in self.model for p in chunk.parameters() if p.requires_grad]
+        flat = torch.cat([p.main_grad.flatten() for p in trained])
         return float(flat.abs().mean())
 
     def weights(self) -> dict[str, np.ndarray]:

@@ -97,10 +97,13 @@ def next_token_loss(logits: torch.Tensor, sequences: Sequence[Sequence[int]]) ->
 
 
 def hf_gradients(args: SimpleNamespace, chunks: list[Any]) -> dict[str, torch.Tensor]:
-    """The reduced gradients under HF names: exported as if they were the weights (which they overwrite)."""
+    """The reduced gradients under HF names: exported as if they were the weights (which they overwrite).
+
+    What is not trained has none: zeros.
+    """
     with torch.no_grad():
         for parameter in chunks[0].parameters():
-            parameter.copy_(parameter.main_grad)
+            parameter.copy_(parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter))
     return whole_weights(args, chunks)
 
 

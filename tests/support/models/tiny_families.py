@@ -1,0 +1,75 @@
+"""A tiny model of every family that trains, as a table: a new family is a row, and goes through all that the others do.
+
+`tests/backends/megatron_utils/test_every_family.py` takes each row from its config to flags, to logits and gradients that are
+transformers', and back to the same tensors, on one rank and in every layout of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.support.models.tiny_model import write_tiny_mimo, write_tiny_mixture, write_tiny_model
+
+VOCABULARY = 131
+# Name of a layout -> the flags that make it.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "recomputed": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "tp2 whole sequence": {"tensor_model_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
+    "ep2": {"expert_model_parallel_size": 2, "data_parallel_size": 2},
+    "tp2 pp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2},
+}
+DENSE = ("recomputed", "tp2", "tp2 whole sequence", "pp2", "cp2", "tp2 pp2")
+
+EXPERTS = ("recomputed", "tp2", "pp2", "cp2", "ep2")
+
+
+def ranks_of(layout: Mapping[str, Any]) -> int:
+    """How many ranks the sizes of a layout ask for."""
+    names = (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "data_parallel_size",
+    )
+    count = 1
+    for name in names:
+        count *= layout.get(name, 1)
+    return count
+
+
+@dataclass(frozen=True)
+class TinyFamily:
+    """A tiny model of a family.
+
+    model_type: of its config.
+    entries: sizes and other entries of its config, as the arguments of `write`, beside those that it has anyway.
+    write: writes a random model to a directory, and returns the same model in transformers, or an independent computation of
+        it: called with token ids [1, length] it returns `.logits`, and its parameters can be saved with `save_pretrained`.
+    layouts: names of `LAYOUTS`.
+    """
+
+    model_type: str
+    entries: Mapping[str, Any] = field(default_factory=dict)
+    write: Callable[..., Any] = write_tiny_model
+    layouts: tuple[str, ...] = DENSE
+
+    def save(self, directory: Path) -> Any:
+        """Write the model to `directory`, and return its reference."""
+        return self.write(directory, model_type=self.model_type, vocab_size=VOCABULARY, **self.entries)
+
+
+TINY_FAMILIES: dict[str, TinyFamily] = {
+    "qwen2": TinyFamily("qwen2", {"head_dim": 8}),
+    "qwen2 tied": TinyFamily("qwen2", {"head_dim": 8, "tied": True}),
+    "qwen3": TinyFamily("qwen3"),
+    "qwen3 tied": TinyFamily("qwen3", {"tied": True}),
+    "mimo": TinyFamily("mimo", {"head_dim": 8}, write=write_tiny_mimo),
+    "qwen2_moe": TinyFamily("qwen2_moe", write=write_tiny_mixture, layouts=EXPERTS),
+    "qwen3_moe": TinyFamily("qwen3_moe", write=write_tiny_mixture, layouts=EXPERTS),
+}

@@ -1,0 +1,144 @@
+"""What every family is asked: logits and gradients of its reference, and its checkpoint given back bit by bit.
+
+`run_families` is a worker for `run_distributed`; the rest compares what it found, in the test's process.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests.support.models.tiny_families import LAYOUTS, VOCABULARY
+from tests.support.models.tiny_model import tiny_args
+
+LENGTHS = (7, 16, 33, 2, 6)
+# Logits in float32, absolute.
+LOGITS = 5e-6
+
+
+def sequences() -> list[list[int]]:
+    """Random token ids, the same at every call."""
+    import torch
+
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def run_families(
+    directories: Mapping[str | None, Mapping[str, str]],
+) -> dict[str | None, dict[str, SimpleNamespace | str]]:
+    """What this rank finds, by layout and family; on one rank a traceback where a family failed.
+
+    Args:
+        directories: name of a layout (None: one rank) -> name -> directory of a tiny model.
+
+    Returns:
+        exported: the tensors that its pipeline stage sends, by HF name.
+        not_contiguous, larger_storage: of these, those that are no dense rows, and those that keep more memory than theirs.
+        logits: [tokens, padded vocabulary] of the packed sequences; None where one call does not run the whole model.
+        gradients: of the summed next-token loss, by HF name; None as logits.
+    """
+    from tests.support.processes import megatron_worker as megatron
+
+    found: dict[str | None, dict[str, SimpleNamespace | str]] = {}
+    for layout, models in directories.items():
+        sizes = LAYOUTS[layout] if layout else {}
+        megatron.start(tiny_args(next(iter(models.values())), **sizes))
+        found[layout] = {}
+        for name, directory in models.items():
+            try:
+                found[layout][name] = _run_family(tiny_args(directory, **sizes))
+            except Exception:
+                if layout is not None:
+                    # Other ranks wait for this one.
+                    raise
+                found[layout][name] = traceback.format_exc()
+    return found
+
+
+def _run_family(args: Any) -> SimpleNamespace:
+    from megatron.core.distributed import finalize_model_grads
+
+    from slime.backends.megatron_utils.hf_conversion import (
+        iter_stage_named_tensors,
+        load_hf_weights,
+        names_of_stage,
+    )
+    from slime.backends.megatron_utils.model_provider import setup_model
+    from tests.support.processes import megatron_worker as megatron
+
+    chunks = setup_model(args)
+    load_hf_weights(args, chunks, args.hf_checkpoint)
+    found = SimpleNamespace(exported={}, not_contiguous=[], larger_storage=[], logits=None, gradients=None)
+    for name, tensor in iter_stage_named_tensors(args, chunks, names_of_stage(args, chunks)):
+        assert name not in found.exported
+        found.exported[name] = tensor.clone()
+        if not tensor.is_contiguous():
+            found.not_contiguous.append(name)
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:
+            found.larger_storage.append(name)
+    if args.pipeline_model_parallel_size > 1 or args.context_parallel_size > 1:
+        return found
+    chunks[0].train()
+    logits = megatron.packed_forward(chunks[0], sequences())
+    found.logits = megatron.gather_vocabulary(logits)
+    # Megatron's cross entropy writes over its logits.
+    megatron.next_token_loss(logits, sequences()).backward()
+    finalize_model_grads(chunks)
+    found.gradients = megatron.hf_gradients(args, chunks)
+    return found
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the reference gives: logits [tokens, vocabulary], and gradients by the names of the checkpoint."""
+
+    logits: Any
+    gradients: Mapping[str, Any]
+
+
+def reference(model: Any, directory: Path) -> Expected:
+    """Run the reference of a tiny model; its gradients are saved to `directory` as if they were weights, for their names."""
+    import torch
+    import torch.nn.functional as F
+    from safetensors.torch import load_file
+
+    logits = [model(torch.tensor([sequence])).logits[0] for sequence in sequences()]
+    losses = [
+        F.cross_entropy(rows[:-1], torch.tensor(sequence[1:]), reduction="sum")
+        for rows, sequence in zip(logits, sequences(), strict=True)
+    ]
+    sum(losses).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter))
+    model.save_pretrained(directory)
+    return Expected(torch.cat(logits).detach(), load_file(directory / "model.safetensors"))
+
+
+def assert_like_reference(found: SimpleNamespace, expected: Expected) -> None:
+    """Logits and gradients are the reference's, and the padding of the vocabulary enters no softmax."""
+    import torch
+
+    torch.testing.assert_close(found.logits[:, :VOCABULARY], expected.logits, rtol=0, atol=LOGITS)
+    assert (found.logits[:, VOCABULARY:] < -1e8).all(), "padding rows of the vocabulary must not enter a softmax"
+    # A reference without the layers for multi-token prediction has no gradients of these.
+    assert expected.gradients.keys() <= found.gradients.keys()
+    for name, gradient in expected.gradients.items():
+        scale = gradient.abs().max().item()
+        assert (found.gradients[name] - gradient).abs().max().item() <= 2e-5 * max(scale, 1e-3), name
+
+
+def assert_gives_checkpoint_back(stages: Sequence[SimpleNamespace], directory: Path) -> None:
+    """The stages send the tensors of the checkpoint between them, each once, with the same bits."""
+    from safetensors.torch import load_file
+
+    stored = load_file(directory / "model.safetensors")
+    sent = [pair for stage in stages for pair in stage.exported.items()]
+    assert sorted(name for name, _ in sent) == sorted(stored)
+    different = [name for name, tensor in sent if tensor.dtype != stored[name].dtype or not tensor.equal(stored[name])]
+    assert different == []
