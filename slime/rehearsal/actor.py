@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import argparse
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -107,7 +108,7 @@ class SwallowingWriter:
         return parallel_state.get_data_parallel_world_size(with_context_parallel=True)
 
 
-class RehearsedRank(TrainRank):
+class RehearsedRank(TrainRank, abc.ABC):
     """A rank whose phases are called one by one.
 
     Attributes:
@@ -140,13 +141,13 @@ class RehearsedRank(TrainRank):
         args = argparse.Namespace(**{**vars(args), **changed})
         super().__init__(args, task.rank, args.world_size, 0)
 
+    @abc.abstractmethod
     def phases(self) -> dict[str, Callable[[], None]]:
         """What it does, in this order."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def brought(self) -> Iterable[str]:
         """Columns per response token that come from elsewhere, beside those that every rollout has."""
-        raise NotImplementedError
 
     def kinds(self) -> dict[int, str]:
         """The kinds of the storages that a model and its optimizer hold, by number."""

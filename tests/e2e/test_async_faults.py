@@ -35,14 +35,10 @@ LOOPS = {
 }  # fmt: skip
 
 
-def schedulers(process: TrainProcess) -> set[int]:
-    return {pid for pid, command in process.processes().items() if command.startswith("sglang::scheduler")}
-
-
 def kill_one_that_has_requests(process: TrainProcess) -> None:
     """It answers nobody from the moment at which it is stopped."""
     process.wait_for_line(f"holding rollout {HELD}", 300)
-    scheduler = min(schedulers(process))
+    scheduler = min(process.schedulers())
     os.kill(scheduler, signal.SIGSTOP)
     (process.directory / "go").touch()
     process.wait_for_line(f"going on with rollout {HELD}", 300)
@@ -65,10 +61,10 @@ def survived(request, task, tmp_path_factory) -> tuple[TrainProcess, int, list[l
     ]  # fmt: skip
     with TrainProcess(flags, directory, {"E2E_HOLD_ROLLOUT": str(HELD)}, "train_async.py") as process:
         process.wait_for_line(f"holding rollout {HELD}", 300)
-        before = schedulers(process)
+        before = process.schedulers().keys()
         kill_one_that_has_requests(process)
         process.wait_for_line(r"engine \d has a new server", REPLACED_SECONDS)
-        now = wait_until(lambda: found if len(found := schedulers(process)) == len(before) else None)
+        now = wait_until(lambda: found if len(found := process.schedulers().keys()) == len(before) else None)
         assert len(now - before) == 1, "one server is new, and the other one has never stopped"
         process.wait_for_success(REPLACED_SECONDS)
         process.assert_no_process_left()

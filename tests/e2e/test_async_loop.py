@@ -46,9 +46,7 @@ def run_loop(task: TinyTask, directory: Path, *more: object, env: dict[str, str]
 @pytest.fixture(scope="module")
 def finished(task, tmp_path_factory):
     run = run_loop(task, tmp_path_factory.mktemp("whole"), "--check-weight-update-equal")
-    with run.process as process:
-        process.wait_for_success(400)
-        process.assert_no_process_left()
+    run.process.finish()
     return run
 
 
@@ -65,9 +63,7 @@ def resumed(task, tmp_path_factory):
         process.assert_no_process_left(60)
     assert (killed.checkpoints / "latest_checkpointed_iteration.txt").read_text().strip() in ("2", "3")
     resumed = run_loop(task, directory)
-    with resumed.process as process:
-        process.wait_for_success(300)
-        process.assert_no_process_left()
+    resumed.process.finish(300)
     return resumed
 
 
@@ -144,9 +140,7 @@ def in_flight(task, tmp_path_factory):
         # With several steps the trainer computes its log-probs before the first.
         "--num-steps-per-rollout", 2, "--save-debug-train-data", directory / "train_{rollout_id}.pt",
     )  # fmt: skip
-    with run.process as process:
-        process.wait_for_success(400)
-        process.assert_no_process_left()
+    run.process.finish()
     return run
 
 
@@ -219,9 +213,7 @@ def never_stops(task, tmp_path_factory):
         "--max-weight-staleness", 2, "--rollout-max-response-len", 300, "--max-tokens-per-gpu", 1024,
         "--num-steps-per-rollout", 2, "--save-debug-train-data", directory / "train_{rollout_id}.pt",
     )  # fmt: skip
-    with run.process as process:
-        process.wait_for_success(400)
-        process.assert_no_process_left()
+    run.process.finish()
     return run
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import signal
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.models.tiny_task import PLUG_INS, TinyTask
-from tests.support.processes.train_process import TrainProcess, checkpoint_tensors
+from tests.support.processes.train_process import SavingRun, TrainProcess, checkpoint_tensors
 
 pytestmark = pytest.mark.slow
 
@@ -22,40 +21,27 @@ APART = ["--rollout-num-gpus", "2"]
 SHARED = ["--colocate", "--rollout-num-gpus", "2"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    process: TrainProcess
-    checkpoints: Path
-
-
-def run_of(task: TinyTask, directory: Path, *words: object) -> Run:
+def run_of(task: TinyTask, directory: Path, *words: object) -> SavingRun:
     checkpoints = directory / "checkpoints"
     flags = [
         *task.rollout_flags, *task.train_flags, "--actor-num-gpus-per-node", "1", "--num-rollout", len(ROLLOUTS),
         "--check-weight-update-equal", "--save", checkpoints, "--load", checkpoints, "--save-interval", "2",
         "--eval-interval", "2", "--eval-prompt-data", "held_out", task.evaluation, *words,
     ]  # fmt: skip
-    return Run(TrainProcess(flags, directory), checkpoints)
-
-
-def finish(run: Run) -> Run:
-    with run.process as process:
-        process.wait_for_success(400)
-        process.assert_no_process_left()
-    return run
+    return SavingRun(TrainProcess(flags, directory), checkpoints)
 
 
 @pytest.fixture(scope="module")
-def apart(task, tmp_path_factory) -> Run:
-    return finish(run_of(task, tmp_path_factory.mktemp("apart"), *APART))
+def apart(task, tmp_path_factory) -> SavingRun:
+    return run_of(task, tmp_path_factory.mktemp("apart"), *APART).finish()
 
 
 @pytest.fixture(scope="module")
-def shared(task, tmp_path_factory) -> Run:
-    return finish(run_of(task, tmp_path_factory.mktemp("shared"), *SHARED))
+def shared(task, tmp_path_factory) -> SavingRun:
+    return run_of(task, tmp_path_factory.mktemp("shared"), *SHARED).finish()
 
 
-def assert_same(run: Run, other: Run) -> None:
+def assert_same(run: SavingRun, other: SavingRun) -> None:
     """Every number of training and evaluation, and every tensor of the last checkpoint."""
     for tag in ("train/loss", "train/grad_norm", "train/kl_loss", "rollout/raw_reward", "eval/held_out"):
         assert run.process.scalars(tag) == other.process.scalars(tag) != {}, tag
@@ -85,7 +71,7 @@ def test_the_memory_that_left_is_told_once(shared):
     ("words", "sleeps"), [(["--no-offload-rollout"], True), (["--no-offload-train"], False)], ids=["trainer", "engines"]
 )
 def test_each_side_may_sleep_alone(task, apart, tmp_path, words, sleeps):
-    run = finish(run_of(task, tmp_path, *SHARED, *words))
+    run = run_of(task, tmp_path, *SHARED, *words).finish()
     assert_same(run, apart)
     assert (run.process.scalars("perf/sleep_time") != {}) == sleeps
     assert ("SGLang gives it back" in run.process.output()) == (not sleeps)
@@ -98,7 +84,7 @@ def test_a_run_that_is_killed_while_engines_sleep_goes_on(task, apart, tmp_path)
         process.send_signal_to_driver(signal.SIGKILL)
         assert process.wait(60) == -signal.SIGKILL
         process.assert_no_process_left(60)
-    resumed = finish(run_of(task, tmp_path, *SHARED))
+    resumed = run_of(task, tmp_path, *SHARED).finish()
     iteration = f"iter_{ROLLOUTS[-1]:07d}"
     left, right = (checkpoint_tensors(run.checkpoints / iteration) for run in (resumed, apart))
     assert [name for name in right if left[name] != right[name]] == []
@@ -135,11 +121,11 @@ def test_an_engine_that_is_killed_is_replaced_when_the_others_wake(task, tmp_pat
     ]  # fmt: skip
     with TrainProcess(flags, tmp_path, {"E2E_HOLD_ROLLOUT": "1"}) as process:
         process.wait_for_line("holding the training" if moment == "asleep" else "holding rollout 1", 600)
-        (scheduler,) = schedulers(process)
+        (scheduler,) = process.schedulers()
         os.kill(scheduler, signal.SIGKILL)
         process.wait_for_line("a new server starts in its place", 300)
         if moment == "asleep":
-            assert schedulers(process) == [], "its device is the trainer's"
+            assert not process.schedulers(), "its device is the trainer's"
         go.touch()
         process.wait_for_line("engine 0 has a new server", 600)
         if moment == "generating":
@@ -152,7 +138,3 @@ def test_an_engine_that_is_killed_is_replaced_when_the_others_wake(task, tmp_pat
         assert {version for sample in samples for version in sample["weight_versions"]} == {str(rollout_id + 1)}
     differences = process.scalars("train/train_rollout_logprob_abs_diff")
     assert sorted(differences) == [0, 1] and all(0 < value <= 1e-5 for value in differences.values())
-
-
-def schedulers(process: TrainProcess) -> list[int]:
-    return [pid for pid, command in process.processes().items() if command.startswith("sglang::scheduler")]

@@ -29,9 +29,7 @@ def rollouts(task, tmp_path_factory):
         *task.rollout_flags, "--debug-rollout-only", "--rollout-num-gpus", "1", "--num-rollout", len(ROLLOUTS),
         "--save-debug-rollout-data", directory / "{rollout_id}.pt",
     ]  # fmt: skip
-    with TrainProcess(flags, directory / "run") as process:
-        process.wait_for_success(200)
-        process.assert_no_process_left()
+    process = TrainProcess(flags, directory / "run").finish(200)
     return process, directory
 
 
@@ -43,10 +41,7 @@ def train(task, dumps, directory, layout):
         "--load-debug-rollout-data", dumps / "{rollout_id}.pt",
         "--save-debug-train-data", directory / "train_{rollout_id}.pt",
     ]  # fmt: skip
-    with TrainProcess(flags, directory) as process:
-        process.wait_for_success(200)
-        process.assert_no_process_left()
-    return process
+    return TrainProcess(flags, directory).finish(200)
 
 
 @pytest.fixture(scope="module")

@@ -28,15 +28,6 @@ sglang:
 """
 
 
-def schedulers(process: TrainProcess) -> dict[str, list[int]]:
-    """Name → processes; ranks of an engine of several are numbered."""
-    found: dict[str, list[int]] = {}
-    for pid, command in process.processes().items():
-        if command.startswith("sglang::scheduler"):
-            found.setdefault(command.split()[0].removeprefix("sglang::"), []).append(pid)
-    return found
-
-
 @pytest.mark.parametrize("placement", ["apart", "mixed"], ids=["apart", "mixed, one apart"])
 def test_engines_of_two_sizes_are_trained_with_and_the_large_one_is_replaced(task, tmp_path, placement):
     """Mixed: the large engine has the devices of both ranks, and gets its weights by handles; the small one by a group."""
@@ -51,15 +42,16 @@ def test_engines_of_two_sizes_are_trained_with_and_the_large_one_is_replaced(tas
     ]  # fmt: skip
     with TrainProcess(flags, tmp_path, {"E2E_HOLD_ROLLOUT": "1"}) as process:
         process.wait_for_line("holding rollout 1", 400)
-        before = schedulers(process)
-        assert sorted(map(len, before.values())) == [1, 1, 1], before
-        (name,) = [name for name in before if name.endswith("TP1")]
-        os.kill(before[name][0], signal.SIGKILL)
+        before = process.schedulers()
+        assert len(before) == len(set(before.values())) == 3, before
+        (killed,) = [pid for pid, name in before.items() if name.endswith("TP1")]
+        os.kill(killed, signal.SIGKILL)
         process.wait_for_line("engine 0 has a new server", 400)
         process.wait_for_line("engine 0: weights of version 2", 400)
-        now = wait_until(lambda: found if (found := schedulers(process)).keys() == before.keys() else None)
-        changed = [name for name in before if now[name] != before[name]]
-        assert len(changed) == 2 and name in changed
+        names = sorted(before.values())
+        now = wait_until(lambda: found if sorted((found := process.schedulers()).values()) == names else None)
+        gone = before.keys() - now.keys()
+        assert len(gone) == 2 and killed in gone
         (tmp_path / "go").touch()
         process.wait_for_success(400)
         process.assert_no_process_left()

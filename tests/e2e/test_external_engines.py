@@ -91,12 +91,10 @@ def flags_of_a_run(task, engines: list[PlainEngine]) -> list[str]:
 def test_engines_of_others_learn_with_a_run_and_outlive_it_however_it_ends(task, engines, tmp_path):
     flags = flags_of_a_run(task, engines)
     pids = [engine.process.pid for engine in engines]
-    with TrainProcess([*flags, "--check-weight-update-equal"], tmp_path / "first") as process:
-        process.wait_for_success(300)
-        process.assert_no_process_left()
-        assert "weight check: " in process.output() and "2 engines are ready behind the router" in process.output()
-        differences = process.scalars("train/train_rollout_logprob_abs_diff")
-        assert set(differences) == {0, 1} and max(differences.values()) <= 1e-5
+    process = TrainProcess([*flags, "--check-weight-update-equal"], tmp_path / "first").finish(300)
+    assert "weight check: " in process.output() and "2 engines are ready behind the router" in process.output()
+    differences = process.scalars("train/train_rollout_logprob_abs_diff")
+    assert set(differences) == {0, 1} and max(differences.values()) <= 1e-5
     # A push before the first rollout and one after each of two.
     assert [engine.weight_version for engine in engines] == ["3", "3"]
     assert all(engine.generates() and engine.is_out_of_all_groups() for engine in engines)

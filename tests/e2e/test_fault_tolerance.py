@@ -23,13 +23,9 @@ PATIENT_CHECKS = ["--rollout-health-check-interval", "1", "--rollout-health-chec
 HURRIED_CHECKS = ["--rollout-health-check-interval", "1", "--rollout-health-check-timeout", "30"]
 
 
-def schedulers(process: TrainProcess) -> list[int]:
-    return sorted(pid for pid, command in process.processes().items() if command.startswith("sglang::scheduler"))
-
-
 def kill_with_requests_in_flight(process: TrainProcess, go) -> None:
     """Requests that nobody answers, and then nobody can."""
-    scheduler = schedulers(process)[0]
+    scheduler = min(process.schedulers())
     os.kill(scheduler, signal.SIGSTOP)
     go.touch()
     process.wait_for_line("going on with rollout 1", 300)
@@ -37,19 +33,19 @@ def kill_with_requests_in_flight(process: TrainProcess, go) -> None:
 
 
 def kill_before_any_request(process: TrainProcess, go) -> None:
-    os.kill(schedulers(process)[0], signal.SIGKILL)
+    os.kill(min(process.schedulers()), signal.SIGKILL)
     process.wait_for_line("a new server starts in its place", 300)
     go.touch()
 
 
 def hang(process: TrainProcess, go) -> None:
-    os.kill(schedulers(process)[0], signal.SIGSTOP)
+    os.kill(min(process.schedulers()), signal.SIGSTOP)
     go.touch()
 
 
 def hang_up_front(process: TrainProcess, go) -> None:
     """The process that takes the requests stops, and the scheduler goes on."""
-    server = psutil.Process(schedulers(process)[0])
+    server = psutil.Process(min(process.schedulers()))
     while "server_process" not in " ".join(server.cmdline()):
         server = server.parent()
     server.suspend()
@@ -83,7 +79,7 @@ def test_the_run_goes_on_with_a_new_server_that_has_the_weights(task, tmp_path, 
     ]  # fmt: skip
     with TrainProcess(flags, tmp_path, {"E2E_HOLD_ROLLOUT": "1"}) as process:
         process.wait_for_line("holding rollout 1", 900)
-        before = schedulers(process)
+        before = list(process.schedulers())
         assert len(before) == engines
         fault(process, tmp_path / "go")
         process.wait_for_line(r"engine \d has a new server", REPLACED_SECONDS)
@@ -91,7 +87,7 @@ def test_the_run_goes_on_with_a_new_server_that_has_the_weights(task, tmp_path, 
             # Nobody else could answer: it gets the weights in the middle of the rollout. Beside another one it may as well be
             # the next push that brings them.
             process.wait_for_line("engine 0: weights of version 2", REPLACED_SECONDS)
-        now = wait_until(lambda: found if len(found := schedulers(process)) == engines else None)
+        now = wait_until(lambda: found if len(found := list(process.schedulers())) == engines else None)
         assert len(set(now) - set(before)) == 1, "one server is new, and the old one is gone"
         process.wait_for_success(900)
         process.assert_no_process_left()

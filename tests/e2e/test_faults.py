@@ -205,7 +205,7 @@ def test_a_killed_scheduler_ends_the_run_by_its_name(flags, tmp_path, asked):
     words = ["--custom-generate-function-path", f"{PLUG_INS}:marked_generate"]
     with TrainProcess([*flags, *words], tmp_path, {"E2E_HOLD_ROLLOUT": "0"}) as process:
         process.wait_for_line("holding rollout 0", 400)
-        (scheduler,) = [pid for pid, command in process.processes().items() if command.startswith("sglang::scheduler")]
+        (scheduler,) = process.schedulers()
         if asked:
             # Requests that nobody answers, and then nobody can.
             os.kill(scheduler, signal.SIGSTOP)

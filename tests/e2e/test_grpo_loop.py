@@ -97,9 +97,7 @@ def resumed_run(task, tmp_path_factory):
     assert (killed.checkpoints / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
 
     resumed = run_loop(task, directory)
-    with resumed.process as process:
-        process.wait_for_success(300)
-        process.assert_no_process_left()
+    resumed.process.finish(300)
     return resumed
 
 

@@ -35,10 +35,7 @@ def finished(flags, directory):
     notes = directory / "notes"
     notes.mkdir()
     more = ["--pipeline-model-parallel-size", "2", "--num-rollout", len(ROLLOUTS), "--save-hf", directory / "hf"]
-    with TrainProcess([*flags, *more], directory / "run", {"E2E_NOTES": str(notes)}) as process:
-        process.wait_for_success(500)
-        process.assert_no_process_left()
-    return process
+    return TrainProcess([*flags, *more], directory / "run", {"E2E_NOTES": str(notes)}).finish(500)
 
 
 @pytest.mark.slow
@@ -98,9 +95,7 @@ def test_the_checkpoint_goes_on_with_tensor_parallelism_and_a_transport_through_
         "--tensor-model-parallel-size", "2", "--num-rollout", len(ROLLOUTS) + 1, "--update-weight-transport", "disk",
         "--update-weight-disk-dir", pushes, "--update-weight-disk-keep-files", "--save-debug-rollout-data", dump,
     ]  # fmt: skip
-    with TrainProcess([*flags, *more], directory / "resumed", {"E2E_NOTES": str(notes)}) as process:
-        process.wait_for_success(500)
-        process.assert_no_process_left()
+    process = TrainProcess([*flags, *more], directory / "resumed", {"E2E_NOTES": str(notes)}).finish(500)
     assert list(process.scalars("train/loss")) == [len(ROLLOUTS)]
     assert process.scalars("train/train_rollout_logprob_abs_diff")[len(ROLLOUTS)] <= 1e-5
     # Four pushes before the end of the first start: one before each rollout, and one after the last.

@@ -6,7 +6,6 @@ is allowed; an optimizer, a learning rate or a reference that was lost changes n
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -18,7 +17,7 @@ import torch
 
 from slime.arguments.checkpoints import iteration_directory
 from tests.support.models.tiny_task import PLUG_INS, TinyTask
-from tests.support.processes.train_process import TrainProcess, checkpoint_tensors
+from tests.support.processes.train_process import SavingRun, TrainProcess, checkpoint_tensors
 
 pytestmark = pytest.mark.slow
 
@@ -28,13 +27,7 @@ LAST = ROLLOUTS[-1]
 ROUNDING = 5e-6
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    process: TrainProcess
-    checkpoints: Path
-
-
-def run_of(task: TinyTask, directory: Path, *words: object, env: dict[str, str] | None = None) -> Run:
+def run_of(task: TinyTask, directory: Path, *words: object, env: dict[str, str] | None = None) -> SavingRun:
     checkpoints = directory / "checkpoints"
     flags = [
         # The refreshed reference is part of the checkpoint that the next ranks start from.
@@ -43,22 +36,15 @@ def run_of(task: TinyTask, directory: Path, *words: object, env: dict[str, str] 
         "--update-weight-transport", "disk", "--update-weight-disk-dir", directory / "pushes", "--dump-details",
         directory / "details", *words,
     ]  # fmt: skip
-    return Run(TrainProcess(flags, directory, env or {}), checkpoints)
-
-
-def finish(run: Run) -> Run:
-    with run.process as process:
-        process.wait_for_success(400)
-        process.assert_no_process_left()
-    return run
+    return SavingRun(TrainProcess(flags, directory, env or {}), checkpoints)
 
 
 @pytest.fixture(scope="module")
-def stays(task, tmp_path_factory) -> Run:
-    return finish(run_of(task, tmp_path_factory.mktemp("stays"), "--rollout-num-gpus", "2"))
+def stays(task, tmp_path_factory) -> SavingRun:
+    return run_of(task, tmp_path_factory.mktemp("stays"), "--rollout-num-gpus", "2").finish()
 
 
-def assert_same_end(run: Run, other: Run) -> None:
+def assert_same_end(run: SavingRun, other: SavingRun) -> None:
     left, right = (checkpoint_tensors(iteration_directory(r.checkpoints, LAST)) for r in (run, other))
     assert left.keys() == right.keys() and len(left) > 10
     for name in left:
@@ -73,9 +59,8 @@ def assert_same_end(run: Run, other: Run) -> None:
 def test_a_trainer_that_ends_in_every_step_changes_no_number(task, stays, tmp_path, colocate):
     copies = ["--update-weight-local-checkpoint-dir", tmp_path / "local"]
     place = ["--colocate"] if colocate else copies
-    run = finish(
-        run_of(task, tmp_path, "--release-train", "--rollout-num-gpus", "2", "--check-weight-update-equal", *place)
-    )
+    words = ["--release-train", "--rollout-num-gpus", "2", "--check-weight-update-equal", *place]
+    run = run_of(task, tmp_path, *words).finish()
     for tag in ("train/loss", "train/grad_norm", "train/kl_loss", "train/lr-pg_0", "rollout/raw_reward"):
         assert sorted(stays.process.scalars(tag)) == list(ROLLOUTS), tag
         assert run.process.scalars(tag) == pytest.approx(stays.process.scalars(tag), rel=ROUNDING, abs=0), tag
@@ -105,8 +90,7 @@ def test_an_engine_that_comes_back_finds_its_weights_while_no_trainer_lives_and_
         assert ranks(process) != []
         process.wait_for_line("holding rollout 1", 400)
         assert ranks(process) == []
-        schedulers = [pid for pid, command in process.processes().items() if command.startswith("sglang::scheduler")]
-        os.kill(schedulers[0], signal.SIGKILL)
+        os.kill(min(process.schedulers()), signal.SIGKILL)
         process.wait_for_line(r"engine \d: weights of version 2", 400)
         assert ranks(process) == []
         (process.directory / "go").touch()
@@ -116,4 +100,4 @@ def test_an_engine_that_comes_back_finds_its_weights_while_no_trainer_lives_and_
         process.assert_no_process_left(60)
     samples = torch.load(tmp_path / "details" / "rollout_data" / "1.pt", weights_only=True)["samples"]
     assert {version for sample in samples for version in sample["weight_versions"]} == {"2"}
-    assert_same_end(finish(run_of(task, tmp_path, *words)), stays)
+    assert_same_end(run_of(task, tmp_path, *words).finish(), stays)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import signal
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import pytest
 
 from slime.arguments.checkpoints import iteration_directory
 from tests.support.models.tiny_task import TinyTask
-from tests.support.processes.train_process import TrainProcess, checkpoint_tensors
+from tests.support.processes.train_process import SavingRun, TrainProcess, checkpoint_tensors
 
 pytestmark = pytest.mark.slow
 
@@ -40,41 +39,28 @@ WAYS: dict[str, Callable[[Path], list[object]]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    process: TrainProcess
-    checkpoints: Path
-
-
-def run_of(task: TinyTask, directory: Path, words: list[object]) -> Run:
+def run_of(task: TinyTask, directory: Path, words: list[object]) -> SavingRun:
     checkpoints = directory / "checkpoints"
     flags = [
         *task.loop_flags, "--num-rollout", len(ROLLOUTS), "--check-weight-update-equal", "--save", checkpoints,
         "--load", checkpoints, "--save-interval", "1", *words,
     ]  # fmt: skip
-    return Run(TrainProcess(flags, directory), checkpoints)
-
-
-def finish(run: Run) -> Run:
-    with run.process as process:
-        process.wait_for_success(400)
-        process.assert_no_process_left()
-    return run
+    return SavingRun(TrainProcess(flags, directory), checkpoints)
 
 
 @pytest.fixture(scope="module")
-def process_group(task, tmp_path_factory) -> Run:
-    return finish(run_of(task, tmp_path_factory.mktemp("process_group"), []))
+def process_group(task, tmp_path_factory) -> SavingRun:
+    return run_of(task, tmp_path_factory.mktemp("process_group"), []).finish()
 
 
-def assert_engines_held_the_weights(run: Run) -> None:
+def assert_engines_held_the_weights(run: SavingRun) -> None:
     output = run.process.output()
     assert len(re.findall(r"weight check: \d+ tensors equal on 2 engines", output)) == 1
     differences = run.process.scalars("train/train_rollout_logprob_abs_diff")
     assert differences and all(value <= 1e-5 for value in differences.values())
 
 
-def assert_same_end(run: Run, other: Run) -> None:
+def assert_same_end(run: SavingRun, other: SavingRun) -> None:
     left, right = (checkpoint_tensors(iteration_directory(r.checkpoints, ROLLOUTS[-1])) for r in (run, other))
     assert left.keys() == right.keys() and len(left) > 10
     assert [name for name in left if left[name] != right[name]] == []
@@ -87,7 +73,7 @@ def test_the_process_group_gives_engines_what_the_trainer_has(process_group):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_other_way_learns_the_same(task, process_group, tmp_path, way):
-    run = finish(run_of(task, tmp_path, WAYS[way](tmp_path)))
+    run = run_of(task, tmp_path, WAYS[way](tmp_path)).finish()
     assert_engines_held_the_weights(run)
     for tag in ("train/loss", "train/grad_norm", "rollout/raw_reward"):
         assert run.process.scalars(tag) == process_group.process.scalars(tag) != {}, tag
@@ -107,6 +93,6 @@ def test_a_killed_run_that_pushes_deltas_goes_on_with_new_ones(task, process_gro
         assert process.wait(60) == -signal.SIGKILL
         process.assert_no_process_left(60)
     assert sorted(path.name for path in (tmp_path / "pushes").glob("weight_v*")) != []
-    resumed = finish(run_of(task, tmp_path, by_deltas(tmp_path, "xor")))
+    resumed = run_of(task, tmp_path, by_deltas(tmp_path, "xor")).finish()
     assert_engines_held_the_weights(resumed)
     assert_same_end(resumed, process_group)

@@ -216,6 +216,9 @@ class LosesAnEngine(Transport):
     def send(self, bucket):
         raise EnginesFailed({4: "engine 4 hangs"}, certain=True)
 
+    def finish(self):
+        raise AssertionError("engines had failed before")
+
 
 def push_worker():
     """What came of a push by the first of two ranks that make the buckets; and the limits in their gathers, and after it."""

@@ -66,14 +66,6 @@ class ColocatedTransport(Transport):
         return min(size, ProcessGroupTransport.bucket_bytes(args)) if is_mixed else size
 
     @classmethod
-    def opening_order(cls, args: Any, version: int) -> Order:
-        return SharedHandlesTransport.opening_order(args, version)
-
-    @classmethod
-    def placing_order(cls, args: Any, version: int) -> Order:
-        return SharedHandlesTransport.placing_order(args, version)
-
-    @classmethod
     def longest_wait(cls, args: Any) -> float:
         # A bucket goes both ways, one after the other.
         return SharedHandlesTransport.longest_wait(args) + ProcessGroupTransport.longest_wait(args)

@@ -43,7 +43,11 @@ class DiskTransport(Transport):
 
     @classmethod
     def longest_wait(cls, args: Any) -> float:
-        return super().longest_wait(args) + 2 * _DISCARD_SECONDS
+        return 60.0 * args.distributed_timeout_minutes + 2 * _DISCARD_SECONDS
+
+    @classmethod
+    def opening_order(cls, args: Any, version: int) -> None:
+        return None
 
     @classmethod
     def directory(cls, args: Any, version: int) -> Path:

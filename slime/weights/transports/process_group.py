@@ -25,7 +25,7 @@ from slime.utils.device import get_accelerator
 from slime.utils.errors import RunError
 from slime.utils.ports import service_host
 from slime.weights.buckets import BucketFlattener
-from slime.weights.transports.transport import Background, EnginesFailed, Order, Receiver, Transport
+from slime.weights.transports.transport import Background, EnginesFailed, Receiver, Transport
 
 if TYPE_CHECKING:
     import torch
@@ -38,11 +38,6 @@ _FAREWELL_SECONDS = 30.0
 _POLL_SECONDS = 0.001
 # Tensors that go as they are: what a broadcast of its own costs is little beside the copies that it saves.
 _LARGE_TENSOR_BYTES = 2**20
-# On the host the order to receive a bucket costs as much as the transfer of some ten megabytes, and nothing travels meanwhile.
-_HOST_BUCKET_BYTES = 128 * 2**20
-# Of `_blame`: ending the collective, leaving the group, the answers that are left, the probes.
-_BLAMING_SECONDS = 6 * _AFTER_FAILURE_SECONDS
-
 
 _GLOO_DTYPES = frozenset({"float32", "bfloat16", "float16", "float64", "int64", "int32", "int8", "uint8"})
 
@@ -73,6 +68,11 @@ def weight_group_name(source: int) -> str:
 class ProcessGroupTransport(Transport):
     """One group `slime-pp_{source}`: the source is rank 0, and every engine has a rank for each of its devices."""
 
+    # Nothing travels while engines are told to receive a bucket.
+    host_bucket_bytes = 128 * 2**20
+    # Ending the collective, leaving the group, the answers that are left, the probes.
+    giving_up_seconds = 6 * _AFTER_FAILURE_SECONDS
+
     def __init__(self, args: Any, source: int, num_sources: int) -> None:
         self._group_name = weight_group_name(source)
         # Engines that the run did not start may be on other machines, also where Ray has only this one.
@@ -87,24 +87,6 @@ class ProcessGroupTransport(Transport):
         self._farewells: dict[int, Any] = {}
         self._bucket_bytes = self.bucket_bytes(args)
         self._flattener = BucketFlattener(max_bytes=self._bucket_bytes)
-
-    @classmethod
-    def bucket_bytes(cls, args: Any) -> int:
-        size = super().bucket_bytes(args)
-        return min(size, _HOST_BUCKET_BYTES) if get_accelerator().shares_host_memory else size
-
-    @classmethod
-    def opening_order(cls, args: Any, version: int) -> Order:
-        return ("begin_weight_update",)
-
-    @classmethod
-    def placing_order(cls, args: Any, version: int) -> Order:
-        return ("end_weight_update",)
-
-    @classmethod
-    def longest_wait(cls, args: Any) -> float:
-        # For a bucket, and for a tensor larger than one that comes after it.
-        return 2 * super().longest_wait(args) + _BLAMING_SECONDS
 
     def connect(self, engines: Sequence[Receiver]) -> None:
         """Build the group; engine i takes the `num_gpus` ranks after those of the engines before it."""
@@ -123,7 +105,7 @@ class ProcessGroupTransport(Transport):
         # NCCL's watchdog ends the process at the limit of the group. Our wait for a bucket, after which the communicator is
         # aborted, begins when the next bucket is made, which may itself take as long as a collective. Gloo has no watchdog:
         # its limit lets go of engines that hang in the broadcast.
-        limit = timeout if backend == "gloo" else 2 * timeout + timedelta(seconds=_BLAMING_SECONDS)
+        limit = timeout if backend == "gloo" else 2 * timeout + timedelta(seconds=self.giving_up_seconds)
         answers, offset = {}, 1
         for engine in engines:
             join = engine.handle.init_weights_update_group.remote

@@ -31,7 +31,7 @@ from slime.arguments.sizes import layout_of
 from slime.utils.device import get_accelerator
 from slime.utils.errors import RunError, UserError
 from slime.weights.buckets import BucketFlattener, FlatBucket, Memory
-from slime.weights.transports.transport import EnginesFailed, Order, Receiver, Transport
+from slime.weights.transports.transport import EnginesFailed, Receiver, Transport
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +52,9 @@ Handles = dict[int, str]
 
 class SharedHandlesTransport(Transport):
     """Training rank r is on device r of the run, where engines that share devices with the trainer are too."""
+
+    host_bucket_bytes = HOST_BUCKET_BYTES
+    giving_up_seconds = 2 * _ANSWER_SECONDS
 
     def __init__(self, args: Any, source: int, num_sources: int) -> None:
         self._every_rank = self.takes_every_rank(args)
@@ -78,24 +81,6 @@ class SharedHandlesTransport(Transport):
     @classmethod
     def takes_every_rank(cls, args: Any) -> bool:
         return args.actor_num_nodes > 1 or not get_accelerator().shares_host_memory
-
-    @classmethod
-    def bucket_bytes(cls, args: Any) -> int:
-        size = super().bucket_bytes(args)
-        return min(size, HOST_BUCKET_BYTES) if get_accelerator().shares_host_memory else size
-
-    @classmethod
-    def opening_order(cls, args: Any, version: int) -> Order:
-        return ("begin_weight_update",)
-
-    @classmethod
-    def placing_order(cls, args: Any, version: int) -> Order:
-        return ("end_weight_update",)
-
-    @classmethod
-    def longest_wait(cls, args: Any) -> float:
-        # For a bucket, and for a tensor larger than one that comes after it.
-        return 2 * (super().longest_wait(args) + _ANSWER_SECONDS)
 
     def connect(self, engines: Sequence[Receiver]) -> None:
         if list(engines) == self._engines:

@@ -1,13 +1,17 @@
 """What every transport is: connect, begin, send buckets, finish, close; and what engines are told before and after."""
 
+# ruff: noqa: B027 - most transports have something to do in a few of these methods only
+
 from __future__ import annotations
 
+import abc
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from slime.utils.device import get_accelerator
 from slime.utils.errors import RunError
 
 if TYPE_CHECKING:
@@ -55,7 +59,7 @@ class EnginesFailed(RunError):
         self.failed, self.certain = dict(failed), certain
 
 
-class Transport:
+class Transport(abc.ABC):
     """Carries buckets from one source, a training rank, to engines.
 
     Sources take turns: of two, one has finished before the other connects or begins. Nothing waits without a deadline.
@@ -65,13 +69,18 @@ class Transport:
         source: position of this source among the `num_sources` that a model has.
     """
 
-    def __init__(self, args: Any, source: int, num_sources: int) -> None:
-        raise NotImplementedError
+    # On the host the order to take a bucket costs as much as the copy of some megabytes: the bucket that is fastest there.
+    host_bucket_bytes: ClassVar[int | None] = None
+    # In which a source finds out who missed a bucket.
+    giving_up_seconds: ClassVar[float] = 60.0
+
+    @abc.abstractmethod
+    def __init__(self, args: Any, source: int, num_sources: int) -> None: ...
 
     @classmethod
     def opening_order(cls, args: Any, version: int) -> Order | None:
-        """What all engines are told before the first source begins."""
-        return None
+        """What all engines are told before the first source begins; None: nothing."""
+        return ("begin_weight_update",)
 
     @classmethod
     def directory(cls, args: Any, version: int) -> Path | None:
@@ -89,12 +98,13 @@ class Transport:
     @classmethod
     def placing_order(cls, args: Any, version: int) -> Order:
         """What all engines are told when all sources have finished: to put in place what came, as weights `version`."""
-        raise NotImplementedError
+        return ("end_weight_update",)
 
     @classmethod
     def longest_wait(cls, args: Any) -> float:
-        """Seconds after which a source makes the next bucket at the latest: the limit of one, and giving up who missed it."""
-        return 60.0 * args.distributed_timeout_minutes
+        """Seconds after which a source makes the next bucket at the latest: the limits of one, and of a tensor larger than a
+        bucket that comes after it, and giving up who missed them."""
+        return 2 * 60.0 * args.distributed_timeout_minutes + cls.giving_up_seconds
 
     @classmethod
     def takes_every_rank(cls, args: Any) -> bool:
@@ -104,7 +114,10 @@ class Transport:
     @classmethod
     def bucket_bytes(cls, args: Any) -> int:
         """The most bytes of tensors that a bucket is made of; a larger tensor is one of its own."""
-        return args.update_weight_buffer_size
+        sizes = [args.update_weight_buffer_size]
+        if cls.host_bucket_bytes is not None and get_accelerator().shares_host_memory:
+            sizes.append(cls.host_bucket_bytes)
+        return min(sizes)
 
     def connect(self, engines: Sequence[Receiver]) -> None:
         """Reach `engines`, and no others, from here on. A connection to the same ones that still stands is kept.
@@ -126,6 +139,7 @@ class Transport:
         """What became of the bytes of the tensors, after `finish`; None: they travelled as they are."""
         return None
 
+    @abc.abstractmethod
     def send(self, bucket: NamedTensors) -> None:
         """Start to carry a bucket. Returns when the one before it has arrived, or lies ready at the engines, so the next can be
         made meanwhile.
@@ -133,18 +147,17 @@ class Transport:
         Raises:
             EnginesFailed: engines broke the transfer, of this bucket or of one before.
         """
-        raise NotImplementedError
 
     def help(self, bucket: NamedTensors) -> None:
         """Take part in what concerns all ranks of a bucket that is sent by another, or no longer sent."""
 
+    @abc.abstractmethod
     def finish(self) -> None:
         """Return when all buckets have arrived.
 
         Raises:
             EnginesFailed: engines broke the transfer of the last one.
         """
-        raise NotImplementedError
 
     def discard(self) -> None:
         """Give up what was sent: the push has failed, and no engine is to blame. Errors are ignored."""

@@ -125,6 +125,13 @@ class TrainProcess:
         status = self.wait(timeout)
         assert status == 0, f"exit status {status}:\n{self.output()[-_OUTPUT_TAIL:]}"
 
+    def finish(self, timeout: float = 400) -> TrainProcess:
+        """Start it, see that it ends well within `timeout` seconds, and that it leaves no process."""
+        with self:
+            self.wait_for_success(timeout)
+            self.assert_no_process_left()
+        return self
+
     def wait_for_line(self, pattern: str, timeout: float) -> str:
         """The first line of the output that matches `pattern`, as soon as it is there."""
         deadline = time.monotonic() + timeout
@@ -165,6 +172,15 @@ class TrainProcess:
             if entry.name.isdigit() and self._belongs(entry)
         }
 
+    def schedulers(self) -> dict[int, str]:
+        """Process id and name ("scheduler", "scheduler_TP1") of each of SGLang's schedulers: one for a rank of an engine."""
+        titles = {pid: command.split(" ", 1)[0] for pid, command in sorted(self.processes().items())}
+        return {
+            pid: title.removeprefix("sglang::")
+            for pid, title in titles.items()
+            if title.startswith("sglang::scheduler")
+        }
+
     def assert_no_process_left(self, timeout: float = 60.0) -> None:
         """Processes need a moment to end: all of the run have to be gone after `timeout` seconds."""
         deadline = time.monotonic() + timeout
@@ -199,6 +215,18 @@ class TrainProcess:
         with contextlib.suppress(OSError):
             return Path(os.readlink(entry / "cwd")).is_relative_to(self.directory) and bool(_read(entry / "cmdline"))
         return False
+
+
+@dataclasses.dataclass(frozen=True)
+class SavingRun:
+    """A run, and the directory of its checkpoints."""
+
+    process: TrainProcess
+    checkpoints: Path
+
+    def finish(self) -> SavingRun:
+        self.process.finish()
+        return self
 
 
 def _read(path: Path) -> bytes:
