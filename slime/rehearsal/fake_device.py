@@ -243,24 +243,18 @@ def lift_stages() -> None:
     """What is assumed about the other stages of a pipeline; called where there are some, after `lift_megatron`."""
     from megatron.core import parallel_state
 
-    from slime.backends.megatron_utils import hf_conversion, schedules
+    from slime.backends.megatron_utils import schedules
     from slime.backends.megatron_utils.parameter_names import EMBEDDING
-
-    check_names = hf_conversion._check_names
 
     def gather_from_stages(value: Any) -> list[Any]:
         # Assumption: stages answer. Here all that the others say is whose copy an embedding is: the first one's.
         chunks = value if isinstance(value, list) else []
-        nothing = [{} for _ in chunks] if chunks else set() if isinstance(value, set) else None
+        nothing = [{} for _ in chunks] if chunks else None
         gathered = [nothing] * parallel_state.get_pipeline_model_parallel_world_size()
         if chunks:
             gathered[0] = [{name: like for name, like in chunk.items() if name == EMBEDDING} for chunk in chunks]
         gathered[parallel_state.get_pipeline_model_parallel_rank()] = value
         return gathered
-
-    def check_names_of_stage(needed: set[str], source: Any, *others: Any) -> None:
-        # Assumption: every stage says which tensors it needs, and what is left is surplus.
-        check_names(needed, SimpleNamespace(names=lambda: source.names() & needed), *others)
 
     def broadcast_from_last_stage(value: Any) -> Any:
         # Assumption: the last stage tells its metrics.
@@ -268,4 +262,17 @@ def lift_stages() -> None:
 
     schedules.gather_from_stages = gather_from_stages
     schedules.broadcast_from_last_stage = broadcast_from_last_stage
-    hf_conversion._check_names = check_names_of_stage
+
+
+def lift_parts() -> None:
+    """What is assumed of ranks that hold other parts of the model, layers or experts, where a checkpoint is loaded."""
+    from slime.backends.megatron_utils import hf_conversion
+
+    check_names = hf_conversion._check_names
+
+    def check_names_of_part(needed: set[str], source: Any, *others: Any) -> None:
+        # Assumption: every part says which tensors it needs, and what is left is surplus.
+        check_names(needed, SimpleNamespace(names=lambda: source.names() & needed), *others)
+
+    hf_conversion._gather_from_parts = lambda value: [value]
+    hf_conversion._check_names = check_names_of_part

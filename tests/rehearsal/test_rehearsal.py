@@ -199,7 +199,6 @@ MIXTURE = {
 
 
 def test_experts_get_equally_many_tokens(arguments, stand_in, tmp_path):
-    """The families with experts are not trained yet, so no tensor of theirs has a name for the push."""
     directory = write_config(tmp_path / "experts", **MIXTURE)
     cut = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-model-parallel-size", "2"]
     words = ["--hf-checkpoint", str(directory), *cut, "--actor-num-gpus-per-node", "4", "--use-routing-replay"]
@@ -229,8 +228,10 @@ def test_experts_get_equally_many_tokens(arguments, stand_in, tmp_path):
     assert [line.partition(":")[0] for line in result.not_rehearsed] == [
         "loading",
         "routing replay",
-        "a weight push, because nothing names its tensors",
+        "the names of the push",
     ]
+    # Of each layer two norms, attention with norms of its own, the router, and all six experts of both ranks.
+    assert len(result.pushed.names) == len(set(result.pushed.names)) == 3 + layers * (2 + 6 + 1 + 3 * 6)
 
 
 @pytest.mark.slow
