@@ -123,6 +123,12 @@ class PackedStream:
         return torch.cat([slice_with_cp(values, 0, self.cp) for values in padded])
 
     @cached_property
+    def is_padding(self) -> torch.Tensor:
+        """Of each of this rank's rows whether it belongs to no sample, bool [T]."""
+        samples = [torch.ones(end + 1, dtype=torch.int8) for _, end in self.predicting_positions]
+        return (self.rows_of(samples) == 0).to(self.tokens.device, non_blocking=True)
+
+    @cached_property
     def response_rows(self) -> torch.Tensor:
         """`host_response_rows` on the device of the tokens."""
         return self.host_response_rows.to(self.tokens.device, non_blocking=True)

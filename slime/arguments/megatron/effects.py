@@ -223,7 +223,7 @@ ACTS_WITH: tuple[ActsWith, ...] = (
 
 
 _CONTEXT = "another context parallelism than gathering keys and values"
-_EXPERTS = "mixture-of-experts training"
+_EXPERTS = "that way of training experts"
 _ATTENTION = "another attention than causal self-attention with grouped queries"
 _MLA = "multi-head latent attention"
 _NORM = "another norm than RMSNorm with weights around one"
@@ -246,7 +246,6 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("defer_embedding_wgrad_compute", _ENGINE),
     NotYet("num_microbatches_with_partial_activation_checkpoints", "recomputing some micro-batches only"),
     *features(_CONTEXT, "cp_comm_type", "hierarchical_context_parallel_sizes", "hybrid_context_parallel"),
-    NotYet("expert_model_parallel_size", _EXPERTS, works=(1,)),
     NotYet("tp_comm_overlap", "overlap of tensor-parallel communication"),
     NotYet("delay_wgrad_compute", "delayed weight gradients"),
     *features(_GATHER, "overlap_param_gather", "overlap_param_gather_with_optimizer_step", "create_all_gather_group"),
@@ -276,7 +275,11 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("attention_backend", "choosing between attention kernels", works=("auto", "flash")),
     NotYet("experimental_attention_variant", _ATTENTION),
     NotYet("multi_latent_attention", _MLA),
-    NotYet("num_experts", _EXPERTS),
+    *features(_EXPERTS, "overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap", "moe_latent_size",
+        "moe_use_legacy_grouped_gemm", "moe_router_topk_limited_devices", "moe_router_padding_for_quantization",
+        "moe_router_padding_for_fp8", "moe_router_force_load_balancing", "moe_input_jitter_eps", "moe_per_layer_logging",
+        "moe_apply_probs_on_input", "moe_pad_expert_input_to_capacity", "moe_enable_routing_replay"),
+    NotYet("moe_router_load_balancing_type", "that balance of experts", works=("aux_loss", "seq_aux_loss", "none")),
     NotYet("heterogeneous_block_specs", "layers that differ"),
     NotYet("is_hybrid_model", "Mamba layers"),
     # Precision

@@ -91,12 +91,15 @@ class MegatronBackend:
         rollouts: int,
     ) -> StepResult:
         from slime.backends.megatron_utils.optimizer import update_weights
+        from slime.backends.megatron_utils.parameter_names import named_expert_biases
         from slime.backends.megatron_utils.prediction_layers import PredictionStep, trains_prediction_layers
         from slime.backends.megatron_utils.schedules import forward_backward
 
         prediction = None
         if trains_prediction_layers(self.args):
             prediction = PredictionStep(self.args, self.model, batches.samples, denominator).loss
+        # Megatron moves them with the reduction of gradients, before anybody asks whether the step counts.
+        biases = [(bias, bias.clone()) for chunk in self.model for _, bias in named_expert_biases(chunk)]
         metrics = forward_backward(
             self.args,
             self.model,
@@ -109,6 +112,9 @@ class MegatronBackend:
         update = update_weights(self.optimizer, accepts)
         if update.taken:
             self.scheduler.step(increment=rollouts)
+        else:
+            for bias, before in biases:
+                bias.copy_(before)
         return StepResult(metrics, learning_rates, update)
 
     def bad_gradients(self) -> list[str]:

@@ -90,8 +90,38 @@ def _leave_counts_on_host(token_dispatcher: types.ModuleType) -> None:
     dispatcher._maybe_dtoh_and_synchronize = as_numpy
 
 
+def _fill_uneven_parts(mappings: types.ModuleType) -> None:
+    """Assumption: ranks may bring parts of different lengths to a collective, as NCCL takes them and Gloo does not. Here all
+    are as long as the longest one, and what was filled up is dropped."""
+    import torch
+
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def filled(part: Any, length: int) -> Any:
+        return torch.cat([part, part.new_zeros(length - len(part), *part.shape[1:])])
+
+    def gather_parts(input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, None, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        parts = gather(filled(input_, max(sizes)), group).chunk(len(sizes)) if max(sizes) else [input_]
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=False)])
+
+    def scatter_parts(input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(input_, group, None, use_global_buffer)
+        sizes = [int(size) for size in input_split_sizes]
+        if not max(sizes):
+            return input_
+        parts = [filled(part, max(sizes)) for part in input_.split(sizes)]
+        return reduce_scatter(torch.cat(parts), group)[: sizes[group.rank()]]
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_parts, scatter_parts
+
+
 MODULE_LIFTS: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.jit": _disable_jit_fuser,
+    "megatron.core.tensor_parallel.mappings": _fill_uneven_parts,
     "megatron.core.tensor_parallel.random": _use_cpu_generator,
     "megatron.core.transformer.moe.moe_utils": _define_missing_name,
     "megatron.core.transformer.moe.token_dispatcher": _leave_counts_on_host,

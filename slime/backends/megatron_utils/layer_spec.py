@@ -33,6 +33,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import get_mtp_layer_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -59,8 +62,13 @@ def get_decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=not is_local, normalization=config.normalization, vp_stage=vp_stage
     )
+    block.layer_specs = [copy.deepcopy(layer) for layer in block.layer_specs]
+    for layer in block.layer_specs:
+        if layer.submodules.mlp.module is MoELayer:
+            layer.submodules.mlp.submodules.router = Router
+        if is_local:
+            _with_own_parts(layer, config)
     if is_local:
-        block.layer_specs = [_with_own_parts(copy.deepcopy(layer), config) for layer in block.layer_specs]
         block.layer_norm = RMSNorm
     return block
 
@@ -89,6 +97,25 @@ def _with_own_parts(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     attention.core_attention = PackedAttention
     attention.q_layernorm = attention.k_layernorm = RMSNorm if config.qk_layernorm else IdentityOp
     return layer
+
+
+class Router(TopKRouter):
+    """Megatron's router; what it counts and averages leaves padding out, and does not depend on how a stream is cut."""
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask[:, None])
+
+    def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Add the gradient of the z-loss: the mean over the tokens of a stream of logsumexp² (Zoph et al. 2022, arXiv
+        2202.08906, equation 5)."""
+        coefficient = self.config.moe_z_loss_coeff
+        if coefficient is None or not (self.training and torch.is_grad_enabled()):
+            return logits
+        squares = logits.logsumexp(-1).square()
+        counted = torch.ones_like(squares) if padding_mask is None else (~padding_mask).to(squares.dtype)
+        tokens = counted.sum()
+        torch.distributed.all_reduce(tokens, group=self.tp_cp_group)
+        return MoEAuxLossAutoScaler.apply(logits, coefficient * (squares * counted).sum() / tokens.clamp(min=1))
 
 
 class RMSNorm(torch.nn.Module):

@@ -52,6 +52,7 @@ FUSIONS = (
 )
 # Megatron's output layer adds weight gradients into their buffer by it, also beside Transformer Engine, and raises without it.
 _FUSED_GRADIENTS = "fused_weight_gradient_mlp_cuda"
+_DEEPEP = "deep_ep"
 
 
 def build_transformer_config(args: Any) -> TransformerConfig:
@@ -86,6 +87,11 @@ def build_transformer_config(args: Any) -> TransformerConfig:
 
 def _dispatcher(args: Any) -> str:
     wanted = args.moe_token_dispatcher_type
+    if wanted == "flex" and not _imports(_DEEPEP):
+        raise UserError(
+            f"--moe-token-dispatcher-type flex needs the kernels of DeepEP (module {_DEEPEP}), which do not import here; "
+            "install them, or give alltoall"
+        )
     return "alltoall" if wanted == "allgather" else wanted
 
 

@@ -211,7 +211,9 @@ def _evaluating(model: list[DistributedDataParallel]) -> Iterator[None]:
 def _forward(chunk: torch.nn.Module, stream: PackedStream) -> torch.Tensor:
     """Logits [1, T, V / tensor-parallel size] of the stream; before the last stage hidden states [T, 1, hidden]."""
     # In 16 bits Megatron's wrapper would copy all logits to float32; the loss does that chunk by chunk.
-    options = {"fp32_output": False} if chunk.config.bf16 or chunk.config.fp16 else {}
+    options: dict[str, Any] = {"fp32_output": False} if chunk.config.bf16 or chunk.config.fp16 else {}
+    if chunk.config.num_moe_experts:
+        options["padding_mask"] = _padding_mask(chunk, stream)
     return chunk(
         input_ids=stream.tokens[None],
         position_ids=stream.position_ids[None],
@@ -219,6 +221,16 @@ def _forward(chunk: torch.nn.Module, stream: PackedStream) -> torch.Tensor:
         packed_seq_params=packed_seq_params(stream, by_position=rotates_by_position(unwrap_model(chunk))),
         **options,
     )
+
+
+def _padding_mask(chunk: torch.nn.Module, stream: PackedStream) -> torch.Tensor:
+    """Which rows routers are to leave out of what they count, bool [1, T]. With sequence parallelism Megatron takes a rank's
+    part of it on the first stage only."""
+    mask = stream.is_padding[None]
+    if not chunk.config.sequence_parallel or unwrap_model(chunk).pre_process:
+        return mask
+    group = parallel_state.get_tensor_model_parallel_group()
+    return mask.chunk(group.size(), dim=1)[group.rank()]
 
 
 def broadcast_from_last_stage(value: Any) -> Any:

@@ -22,13 +22,13 @@ def objections(origin: Origin, **values) -> list[str]:
 
 
 def test_a_typed_flag_can_be_dropped():
-    (message,) = objections(Origin.COMMAND_LINE, num_experts=8)
-    assert message.startswith("--num-experts 8: ") and "drop the flag" in message
+    (message,) = objections(Origin.COMMAND_LINE, window_size=8)
+    assert message.startswith("--window-size 8: ") and "drop the flag" in message
 
 
 def test_what_the_config_asks_for_has_no_flag_to_drop():
-    (message,) = objections(Origin.HF_CONFIG, num_experts=8)
-    assert message.startswith("config.json of --hf-checkpoint asks for --num-experts 8: ") and "drop" not in message
+    (message,) = objections(Origin.HF_CONFIG, window_size=8)
+    assert message.startswith("config.json of --hf-checkpoint asks for --window-size 8: ") and "drop" not in message
 
 
 def test_every_step_is_logged_and_no_other_interval_is_accepted(tmp_path):

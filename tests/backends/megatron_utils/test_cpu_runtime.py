@@ -166,10 +166,47 @@ def test_with_all_lifts_the_wheel_trains_saves_and_loads(hf_dir):
     assert run_distributed(_run_each, 1, (hf_dir, [""]), start_method="spawn") == [{"": None}]
 
 
+# What one rank alone does not need.
+OF_SEVERAL_RANKS = "megatron.core.tensor_parallel.mappings"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("lift", cpu_runtime.lift_names())
+@pytest.mark.parametrize("lift", [name for name in cpu_runtime.lift_names() if name != OF_SEVERAL_RANKS])
 def test_the_wheel_fails_without_the_lift(without_each, lift):
     assert without_each[lift] is not None
+
+
+def _gather_uneven_parts(left_out):
+    """What comes of one row of this rank and two rows of the other: gathered, and summed and given back; or the error."""
+    import torch
+    import torch.distributed as dist
+
+    cpu_runtime.install(without=frozenset(left_out))
+    dist.init_process_group("gloo")
+    from megatron.core.tensor_parallel import mappings
+
+    rank, sizes, group = dist.get_rank(), [1, 2], dist.group.WORLD
+    found = []
+    for own in (torch.full((sizes[rank], 2), float(rank + 1)), torch.empty(0, 2)):
+        splits = sizes if len(own) else [0, 0]
+        try:
+            whole = mappings._gather_along_first_dim(own, group, splits)
+            part = mappings._reduce_scatter_along_first_dim(whole * (rank + 1), group, splits)
+        except RuntimeError as error:
+            return str(error)
+        found.append((whole.tolist(), part.tolist()))
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_may_bring_different_numbers_of_tokens():
+    whole = [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
+    ranks = run_distributed(_gather_uneven_parts, 2, ([],), start_method="spawn")
+    assert ranks == [[(whole, part), ([], [])] for part in ([[3.0, 3.0]], [[6.0, 6.0], [6.0, 6.0]])]
+    assert all(
+        "size" in error
+        for error in run_distributed(_gather_uneven_parts, 2, ([OF_SEVERAL_RANKS],), start_method="spawn")
+    )
 
 
 def _look_at_torch():

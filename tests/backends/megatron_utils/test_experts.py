@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.models.tiny_model import TINY_EXPERTS, tiny_args, write_tiny_mixture
 from tests.support.processes.distributed import run_distributed
+from tests.support.processes.layout_steps import assert_equal_runs, layout_args, train_steps
 
 BIASED = "biased"
 # As published checkpoints are: without a row of padding.
@@ -145,7 +146,7 @@ def assert_round_trips(ranks, root, names, layouts):
 
 
 def test_round_trip_is_bitwise_and_a_rank_reads_its_own_experts_alone(models):
-    root, names = models[0], (*TINY_EXPERTS, BIASED)
+    root, names = models[0], ("qwen2_moe", BIASED)
     (one,) = run_distributed(round_trips, 1, (root, names, {"one": {}}, {}))
     assert_round_trips([one], root, names, {"one": {}})
     ranks = run_distributed(round_trips, 2, (root, names, TWO_RANKS, {}))
@@ -193,3 +194,119 @@ def test_a_tensor_that_does_not_fit_is_told_by_ranks_that_do_not_hold_it(models)
     first, second = run_distributed(refusals, 2, (root, ("lacking", "cut")))
     assert first == second
     assert f"1 missing: {key}" in first[0] and key in first[1] and "[40, 32]" in first[1]
+
+
+# The same in every layout: balancing losses and the capacity of an expert are those of a stream.
+SAME_STREAMS = {"use_dynamic_batch_size": False, "micro_batch_size": 5}
+LOSSES = {
+    "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.05, **SAME_STREAMS,
+}  # fmt: skip
+BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+# By name: model, flags, and whether tokens may be divided: how many an expert takes is counted on each rank.
+TRAINED = {
+    "plain": ("qwen3_moe", {}, True),
+    "losses and shared experts": ("qwen2_moe", LOSSES, True),
+    "losses and biases": (BIASED, {**LOSSES, **BIAS, "moe_router_bias_update_rate": 0.01}, True),
+    "capacity": ("qwen3_moe", {**SAME_STREAMS, "moe_expert_capacity_factor": 1.0}, False),
+}
+DATA = {"data_parallel_size": 2}
+TRAINED_ON_TWO = {
+    "experts": {**DATA, **EXPERTS},
+    "cut": TENSOR,
+    "whole, spread over the tensor group": {**TENSOR, **EXPERTS, **WHOLE_EXPERTS},
+    "whole in the tensor group": {**TENSOR, **WHOLE_EXPERTS},
+    "pipeline": PIPELINE,
+    "zigzag": {"context_parallel_size": 2, **EXPERTS},
+    "gathered": {"context_parallel_size": 2, "allgather_cp": True, **EXPERTS},
+}
+TRAINED_ON_FOUR = {
+    "experts x cut": {**DATA, **TENSOR, **EXPERTS},
+    "cut x pipeline, the rest whole": {**DATA, **PIPELINE, "expert_tensor_parallel_size": 2},
+    "experts x pipeline": {**DATA, **PIPELINE, **EXPERTS},
+    "experts x pipeline x tensor": {**PIPELINE, **TENSOR, **EXPERTS, **WHOLE_EXPERTS},
+    "experts x context": {**DATA, "context_parallel_size": 2, "expert_model_parallel_size": 4},
+}
+
+
+def train(cases):
+    know_biases()
+    return train_steps(cases)
+
+
+def training_cases(root, names, layouts):
+    return {
+        (name, layout): layout_args(root / model, **flags, **sizes)
+        for name, (model, flags, tokens_may_be_divided) in TRAINED.items()
+        for layout, sizes in layouts.items()
+        if name in names and (tokens_may_be_divided or layout in ("one", "experts", "pipeline", "experts x pipeline"))
+    }
+
+
+def assert_trained_like_one(models, one_rank, names, ranks, layouts):
+    found = run_distributed(train, ranks, (training_cases(models[0], names, layouts),), timeout=300)
+    for case in found[0]:
+        try:
+            assert_equal_runs([rank[case] for rank in found], one_rank[case[0], "one"])
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+@pytest.fixture(scope="module")
+def one_rank(models):
+    cases = training_cases(models[0], TRAINED, {"one": {}})
+    model, flags, _ = TRAINED["losses and biases"]
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"):
+        cases[name, "one"] = layout_args(models[0] / model, **{**flags, name: 0.0})
+    return run_distributed(train, 1, (cases,))[0]
+
+
+def test_balancing_losses_and_biases_act(one_rank):
+    trained = one_rank["losses and biases", "one"]
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        without = one_rank[name, "one"]["steps"][0]
+        assert abs(without["grad_norm"] - trained["steps"][0]["grad_norm"]) > 1e-3, name
+        assert without["loss"] == trained["steps"][0]["loss"]
+    for number in range(2):
+        name = f"model.layers.{number}.mlp.gate.e_score_correction_bias"
+        # By the rate towards the mean in each step, or not at all where a load is the mean.
+        moves = (trained["weights"][name] - trained["loaded"][name]) / 0.01
+        assert abs(moves - moves.round()).max() < 1e-4 and 1 <= abs(moves).max() <= 3
+        frozen = one_rank["moe_router_bias_update_rate", "one"]
+        assert (frozen["weights"][name] == frozen["loaded"][name]).all()
+
+
+def test_two_ranks_train_as_one(models, one_rank):
+    assert_trained_like_one(models, one_rank, ["losses and biases"], 2, TRAINED_ON_TWO)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_every_mixture_as_one(models, one_rank):
+    assert_trained_like_one(models, one_rank, TRAINED, 2, TRAINED_ON_TWO)
+
+
+@pytest.mark.slow
+def test_four_ranks_train_every_mixture_as_one(models, one_rank):
+    assert_trained_like_one(models, one_rank, TRAINED, 4, TRAINED_ON_FOUR)
+
+
+def refuse_steps(args):
+    """The biases of routers after a step that the guard has refused, and those before."""
+    know_biases()
+    from slime.backends.megatron_utils.parameter_names import named_expert_biases
+    from tests.support.processes.layout_steps import LayoutRun
+
+    run = LayoutRun(args)
+    biases = [bias for _, bias in named_expert_biases(run.model[0])]
+    before = [bias.clone() for bias in biases]
+    run.prepare()
+    with torch.no_grad():
+        run.model[0].module.output_layer.weight[0, 0] = float("nan")
+    metrics = run.step()
+    return metrics["skipped_steps"], all(torch.equal(bias, was) for bias, was in zip(biases, before, strict=True))
+
+
+def test_a_step_that_is_not_taken_moves_no_bias(models):
+    model, flags, _ = TRAINED["losses and biases"]
+    args = layout_args(models[0] / model, **flags, check_for_nan_in_loss_and_grad=False)
+    ((skipped, unmoved),) = run_distributed(refuse_steps, 1, (args,))
+    assert skipped == 1 and unmoved
