@@ -143,11 +143,13 @@ def training_limits(config: Config, derived: ModelArgs) -> Iterator[str]:
         )
     rope, known = rope_type(config), family_of(config).rope_types
     attention_bias = bool(config.get("attention_bias", False))
+    has_biases = derived["add_qkv_bias"] and not derived["multi_latent_attention"]
     found = (
         ("hidden_act", config.get("hidden_act", "silu"), ("silu",)),
         ("rope_type", rope, known),
         ("use_sliding_window", bool(config.get("use_sliding_window", False)), (False,)),
-        ("attention_bias", attention_bias, (True, False) if derived["add_qkv_bias"] else (False,)),
+        ("attention_bias", attention_bias, (True, False) if has_biases else (False,)),
+        ("rope_interleave", config.get("rope_interleave", True), (True,)),
         ("mlp_bias", bool(config.get("mlp_bias", False)), (False,)),
     )
     for name, value, supported in found:
@@ -159,6 +161,13 @@ def training_limits(config: Config, derived: ModelArgs) -> Iterator[str]:
     if derived.get("moe_router_score_function") == "sigmoid" and config.get("norm_topk_prob") is False:
         yield (
             "config.json of --hf-checkpoint: norm_topk_prob False cannot be trained with a sigmoid router; only True is built"
+        )
+    groups, of_groups = derived.get("moe_router_num_groups") or 1, derived.get("moe_router_group_topk") or 1
+    if groups > 1 and derived["moe_router_topk"] // of_groups != 2:
+        # The engines take two, Megatron as many as each group that is chosen gives.
+        yield (
+            "config.json of --hf-checkpoint: groups of experts are chosen by their best two; num_experts_per_tok "
+            f"{derived['moe_router_topk']} of topk_group {of_groups} groups cannot be trained"
         )
 
 

@@ -4,22 +4,19 @@ Those that stand here are planned: their configs become flags, their weights hav
 file beside this one, where it gets them.
 """
 
-import dataclasses
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from slime.models import config_entries as hf
 from slime.models.family import Config, Family
+from slime.models.latent import LATENT
 from slime.models.mimo import MIMO
 from slime.models.qwen import QWEN
 from slime.utils.errors import UserError
 
 _DENSE = (hf.decoder, hf.grouped_query_attention)
 _SIGMOID_MOE = (*_DENSE, hf.experts, hf.sigmoid_router)
-_LATENT_MOE = (
-    hf.decoder, hf.latent_attention, hf.experts, hf.sigmoid_router, hf.frozen_expert_bias,
-)  # fmt: skip
 
 _LLAMA = Family(
     model_types=("llama",),
@@ -48,59 +45,6 @@ _GLM4_MOE = Family(
     constants={"moe_token_dispatcher_type": "alltoall"},
     absent={"partial_rotary_factor": 0.5, "first_k_dense_replace": 1},
 )
-_GLM4_MOE_LITE = Family(
-    model_types=("glm4_moe_lite",),
-    names=("glm4moelite",),
-    parts=_LATENT_MOE,
-    constants={
-        # Of no effect on latent attention; the published launch scripts have it.
-        "add_qkv_bias": True,
-        "add_position_embedding": False,
-        "apply_rope_fusion": False,
-        "make_vocab_size_divisible_by": 64,
-    },
-    absent={"first_k_dense_replace": 1},
-    rope_types=("default", "yarn"),
-)
-_GLM_MOE_DSA = Family(
-    model_types=("glm_moe_dsa",),
-    names=("glmmoedsa",),
-    parts=(*_LATENT_MOE, hf.sparse_attention),
-    constants={
-        "add_position_embedding": False,
-        "enable_experimental": True,
-        "allgather_cp": True,
-        "make_vocab_size_divisible_by": 16,
-    },
-    absent={"first_k_dense_replace": 3},
-    rope_types=("default", "yarn"),
-    layer_spec="slime_plugins.models.glm5.glm5.get_glm5_spec",
-)
-
-_DEEPSEEK_V3 = Family(
-    model_types=("deepseek_v3",),
-    names=("deepseekv3",),
-    parts=(*_LATENT_MOE, hf.expert_groups, hf.yarn_attention_scale),
-    constants={"attention_softmax_in_fp32": True, "apply_rope_fusion": False, "moe_token_dispatcher_type": "alltoall"},
-    absent={"first_k_dense_replace": 3},
-    rope_types=("default", "yarn"),
-)
-_DEEPSEEK_V32 = dataclasses.replace(
-    _DEEPSEEK_V3,
-    model_types=("deepseek_v32",),
-    names=("deepseekv32",),
-    parts=(*_DEEPSEEK_V3.parts, hf.sparse_attention),
-    constants={**_DEEPSEEK_V3.constants, "enable_experimental": True, "allgather_cp": True},
-    layer_spec=_GLM_MOE_DSA.layer_spec,
-)
-_KIMI_K2 = dataclasses.replace(
-    _DEEPSEEK_V3,
-    model_types=("kimi_k2",),
-    names=("kimi",),
-    # The width that published launch scripts give; latent attention does not read it.
-    constants={**_DEEPSEEK_V3.constants, "kv_channels": 64},
-    absent={"first_k_dense_replace": 1},
-)
 
 _MINIMAX_M2 = Family(
     model_types=("minimax_m2",),
@@ -123,11 +67,7 @@ ALL: tuple[Family, ...] = (
     _LLAMA,
     _GLM4,
     _GLM4_MOE,
-    _GLM4_MOE_LITE,
-    _GLM_MOE_DSA,
-    _DEEPSEEK_V3,
-    _DEEPSEEK_V32,
-    _KIMI_K2,
+    *LATENT,
     _MINIMAX_M2,
 )
 

@@ -67,6 +67,7 @@ class Family:
     rules: which HF tensors make up each Megatron parameter; a family without is planned and not trained.
     ignored: matches HF tensors that carry no weights of the model.
     predictions: matches HF tensors of layers for multi-token prediction; None where the family's checkpoints have none.
+    predictions_follow: layers for multi-token prediction have the numbers behind the last layer's. They have no rules.
     """
 
     model_types: tuple[str, ...]
@@ -81,6 +82,7 @@ class Family:
     rules: tuple[Rule, ...] = ()
     ignored: re.Pattern[str] = re.compile(r"\.rotary_emb\.inv_freq$")
     predictions: re.Pattern[str] | None = None
+    predictions_follow: bool = False
 
     @property
     def is_trained(self) -> bool:
@@ -117,6 +119,11 @@ class Family:
     def is_prediction(self, hf_name: str) -> bool:
         """Whether an HF tensor belongs to a layer for multi-token prediction."""
         return self.predictions is not None and self.predictions.search(hf_name) is not None
+
+    def may_be_left_out(self, hf_name: str, num_layers: int) -> bool:
+        """Whether an HF tensor is none of the model's weights: a buffer, or of a layer behind the model's `num_layers`."""
+        number = _LAYER_NUMBER.search(hf_name) if self.predictions_follow else None
+        return self.ignored.search(hf_name) is not None or (number is not None and int(number.group()) >= num_layers)
 
     def _rule(self, name: str) -> Rule | None:
         generic = _EXPERT_NUMBER.sub(EXPERT, _LAYER_NUMBER.sub(LAYER, name, count=1))

@@ -214,7 +214,6 @@ def _require_layout(args: argparse.Namespace) -> None:
         "--moe-expert-capacity-factor": bool(args.num_experts) and args.moe_expert_capacity_factor is not None,
     }
     not_built = {
-        "--multi-latent-attention": args.multi_latent_attention,
         f"--spec {' '.join(args.spec or ())}": any(
             not family.is_trained and args.spec is not None and family.layer_spec == ".".join(args.spec)
             for family in ALL

@@ -304,9 +304,23 @@ def test_what_would_be_built_differently(changes, message):
     ("name", "changes", "expected"),
     [
         ("llama3.1-8B-Instruct", {"rope_scaling": {"rope_type": "dynamic"}}, "only 'default' or 'llama3' is built"),
-        ("deepseek-v3", {"norm_topk_prob": False}, "norm_topk_prob False cannot be trained with a sigmoid router"),
         ("glm5-744B-A40B", {"rope_parameters": {"rope_type": "longrope"}}, "only 'default' or 'yarn' is built"),
     ],
 )
 def test_limits_of_families_that_are_only_planned(name, changes, expected):
     assert expected in limits_of({**PUBLISHED_MODELS[name], **changes})[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("deepseek-v3", {"norm_topk_prob": False}, "norm_topk_prob False cannot be trained with a sigmoid router"),
+        ("deepseek-v3", {"num_experts_per_tok": 6}, "num_experts_per_tok 6 of topk_group 4 groups cannot be trained"),
+        ("deepseek-v3", {"rope_interleave": False}, "rope_interleave False cannot be trained"),
+        ("glm4.7-30B-A3B", {"attention_bias": True}, "attention_bias True cannot be trained"),
+    ],
+)
+def test_limits_of_families_with_latent_attention(name, changes, expected):
+    assert list(limits_of(PUBLISHED_MODELS[name])) == []
+    (limit,) = limits_of({**PUBLISHED_MODELS[name], **changes})
+    assert expected in limit

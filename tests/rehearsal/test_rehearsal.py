@@ -410,13 +410,6 @@ def test_what_cannot_be_rehearsed_is_refused(arguments, words, said):
         show_rehearsal(arguments(*words))
 
 
-def test_layers_that_are_planned_are_refused(arguments):
-    args = arguments()
-    args.multi_latent_attention = True
-    with pytest.raises(UserError, match="--multi-latent-attention: its layers are planned and not built yet"):
-        show_rehearsal(args)
-
-
 def test_micro_batches_are_full(arguments):
     args = arguments("--use-dynamic-batch-size", "--max-tokens-per-gpu", "150", "--rollout-max-response-len", "40")
     layout = parallel_layout(args)

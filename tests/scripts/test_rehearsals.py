@@ -24,7 +24,7 @@ SMALLEST = "run-qwen2.5-0.5B-gb10-smoke"
 CPU_SECONDS, DEADLINE = 120, 1500
 MEMORY = 8 * 2**30
 # Layers that are planned and not built, and a trainer that is not rehearsed.
-REFUSED_FLAGS = ("--multi-latent-attention", "--spec", "--train-backend")
+REFUSED_FLAGS = ("--spec", "--train-backend")
 
 
 def refused_flag(name: str) -> str | None:

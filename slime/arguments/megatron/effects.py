@@ -225,7 +225,6 @@ ACTS_WITH: tuple[ActsWith, ...] = (
 _CONTEXT = "another context parallelism than gathering keys and values"
 _EXPERTS = "that way of training experts"
 _ATTENTION = "another attention than causal self-attention with grouped queries"
-_MLA = "multi-head latent attention"
 _NORM = "another norm than RMSNorm with weights around one"
 _ENGINE = "training with Transformer Engine's low-precision and fused kernels"
 _FSDP = "Megatron's own FSDP"
@@ -274,7 +273,6 @@ NOT_YET: tuple[NotYet, ...] = (
     *features(_ATTENTION, "attention_output_gate", "no_rope_freq", "apply_query_key_layer_scaling"),
     NotYet("attention_backend", "choosing between attention kernels", works=("auto", "flash")),
     NotYet("experimental_attention_variant", _ATTENTION),
-    NotYet("multi_latent_attention", _MLA),
     *features(_EXPERTS, "overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap", "moe_latent_size",
         "moe_use_legacy_grouped_gemm", "moe_router_topk_limited_devices", "moe_router_padding_for_quantization",
         "moe_router_padding_for_fp8", "moe_router_force_load_balancing", "moe_input_jitter_eps", "moe_per_layer_logging",

@@ -8,6 +8,9 @@ variable-length kernel does the stream.
 A context-parallel rank holds pieces of sequences (`Segment`), each of which attends to its sequence from the start up to
 itself. Keys and values of all ranks are gathered, queries stay where they are. The gather is one collective per layer; in the
 backward pass the ranks' gradients are summed and each keeps its own rows.
+
+Multi-head latent attention makes queries, keys and values of all heads out of one small vector per token; what follows is the
+same attention, with keys that are wider than values.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding, apply_rotary_pos_emb
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.module import MegatronModule
 
 from slime.training.context_parallel import gather_rows
@@ -44,6 +50,8 @@ class PackedAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection=None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -66,12 +74,13 @@ class PackedAttention(MegatronModule):
         Args:
             query: packed [tokens, heads, dim] (in another format than "thd" [tokens, 1, heads, dim]), or
                 [length, batch, heads, dim] without `packed_seq_params`.
-            key, value: as query, with the number of query groups in place of heads.
+            key, value: as query, with the number of query groups in place of heads; values may have another width.
             attention_mask: unused; the mask is causal within each sequence.
             packed_seq_params: cumulative lengths of the packed sequences.
 
         Returns:
-            packed [tokens, heads * dim], with the dimension of 1 if the query has it, or [length, batch, heads * dim].
+            packed [tokens, heads * dim of a value], with the dimension of 1 if the query has it, or
+            [length, batch, heads * dim of a value].
         """
         if packed_seq_params is None:
             query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
@@ -118,10 +127,11 @@ class PackedAttention(MegatronModule):
         if query.dtype == torch.float32:
             # The variable-length kernel exists for 16-bit types only.
             return self._attend_each_sequence(query, key, value, packed)
+        width = value.shape[-1]
         output = varlen_attn(
             query.contiguous(),
             key.contiguous(),
-            value.contiguous(),
+            _as_wide_as(key, value).contiguous(),
             packed.cu_seqlens_q,
             packed.cu_seqlens_kv,
             int(packed.max_seqlen_q),
@@ -130,12 +140,17 @@ class PackedAttention(MegatronModule):
             window_size=(-1, 0),
             enable_gqa=True,
         )
-        return output.flatten(1)
+        return output[..., :width].flatten(1)
 
     def _causal_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=True, scale=self.softmax_scale
         )
+
+
+def _as_wide_as(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`value` with zeros up to the width of `key`: the variable-length kernel knows one width."""
+    return F.pad(value, (0, key.shape[-1] - value.shape[-1]))
 
 
 # Queries of one call on CPU: their mask over all keys exists as a tensor.
@@ -184,7 +199,7 @@ def attend_over_context(
         query: [T, heads, dim]; key, value: [T, groups, dim], rotated, of this rank's rows.
 
     Returns:
-        [T, heads · dim]
+        [T, heads · dim of a value]
     """
     key_width = key.shape[-1]
     gathered = gather_rows(torch.cat([key, value], dim=-1), stream.cp, stream.gather_order)
@@ -204,10 +219,11 @@ def _attend_cuda(
     """
     from torch.nn.attention.varlen import varlen_attn
 
+    width = value.shape[-1]
     output = varlen_attn(
         query.contiguous(),
         key.index_select(0, stream.segment_keys),
-        value.index_select(0, stream.segment_keys),
+        _as_wide_as(key, value).index_select(0, stream.segment_keys),
         stream.query_boundaries,
         stream.key_boundaries,
         max(s.queries for s in stream.segments),
@@ -216,7 +232,7 @@ def _attend_cuda(
         window_size=(-1, 0),
         enable_gqa=True,
     )
-    return output.flatten(1)
+    return output[..., :width].flatten(1)
 
 
 def _attend_each_segment(
@@ -253,3 +269,132 @@ def _attend_in_blocks(
         yield F.scaled_dot_product_attention(
             block[None], key[None, :, :seen], value[None, :, :seen], attn_mask=visible, enable_gqa=True, scale=scale
         )[0]
+
+
+# Megatron-Core takes Transformer Engine for installed when its own stand-ins for that import, and then asks whether a layer is
+# an instance of one of them, which is no type.
+multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
+
+
+class _Yarn(YarnRotaryEmbedding):
+    """Megatron's, without cosines and sines for a fused kernel, which it would cut at once for context-parallel ranks."""
+
+    def _set_cos_sin_cache(self, *_: object, **__: object) -> None:
+        return
+
+
+multi_latent_attention.YarnRotaryEmbedding = _Yarn
+
+
+class LatentAttention(multi_latent_attention.MLASelfAttention):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) of packed streams.
+
+    Megatron's own layer finds positions from the lengths of sequences, as its other layers do. And where tensor-parallel ranks
+    share the projection down to the latent vector, it gives the rotated part of the keys, which the heads of all ranks use, the
+    gradient of one rank's heads.
+
+    Raises:
+        UserError: `--apply-rope-fusion`.
+    """
+
+    def __init__(self, config, *args: object, **options: object) -> None:
+        if config.apply_rope_fusion:
+            raise UserError(
+                "--apply-rope-fusion: no fused kernel rotates for latent attention here; give --no-rope-fusion"
+            )
+        super().__init__(config, *args, **options)
+        if config.q_lora_rank is not None and not config.sequence_parallel:
+            # Megatron sums the gradients of norms of this name over tensor-parallel ranks, as those of norms of single heads
+            # need it. This norm's are the same on all of them.
+            for parameter in self.q_layernorm.parameters():
+                parameter.average_gradients_across_tp_domain = True
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: None = None,
+        position_ids: None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: object,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value, and the latent vectors that they are made of.
+
+        Args:
+            hidden_states: [T, 1, hidden]; with sequence parallelism this rank's rows of them.
+
+        Returns:
+            query and key [T, 1, heads, qk_head_dim + qk_pos_emb_head_dim], value [T, 1, heads, v_head_dim], all of this
+            rank's heads; latent vectors of queries (without a rank of their own the hidden states) and of keys and values.
+        """
+        config = self.config
+        latent, key_rotated = self._project_down(self.linear_kv_down_proj, hidden_states).split(
+            [config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1
+        )
+        key_rotated = tensor_parallel.copy_to_tensor_model_parallel_region(key_rotated)
+        latent = self.kv_layernorm(self._rows_of_rank(latent))
+        query_latent = hidden_states
+        if config.q_lora_rank is not None:
+            query_latent = self._project_down(self.linear_q_down_proj, hidden_states)
+            query_latent = self.q_layernorm(self._rows_of_rank(query_latent))
+        frequencies, concentration = self._rotation(len(key_rotated), packed_seq_params)
+
+        def heads(query_latent: torch.Tensor, latent: torch.Tensor, key_rotated: torch.Tensor):
+            return self._heads(query_latent, latent, key_rotated, frequencies, concentration)
+
+        if self.recompute_up_proj:
+            self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=None)
+            made = self.qkv_up_checkpoint.checkpoint(heads, query_latent, latent, key_rotated)
+        else:
+            made = heads(query_latent, latent, key_rotated)
+        return (*made, query_latent, latent)
+
+    def _heads(
+        self,
+        query_latent: torch.Tensor,
+        latent: torch.Tensor,
+        key_rotated: torch.Tensor,
+        frequencies: torch.Tensor,
+        concentration: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        config = self.config
+        project = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
+        query = project(query_latent)[0].unflatten(-1, (-1, self.q_head_dim))
+        key_value = self.linear_kv_up_proj(latent)[0].unflatten(-1, (-1, config.qk_head_dim + config.v_head_dim))
+        query, query_rotated = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
+        key, value = key_value.split([config.qk_head_dim, config.v_head_dim], dim=-1)
+        query_rotated, key_rotated = (
+            apply_rotary_pos_emb(rotated, frequencies, config, mscale=concentration, cp_group=self.pg_collection.cp)
+            for rotated in (query_rotated, key_rotated.unsqueeze(-2))
+        )
+        key_rotated = key_rotated.expand(-1, -1, key.shape[-2], -1)
+        return torch.cat([query, query_rotated], -1), torch.cat([key, key_rotated], -1), value.contiguous()
+
+    def _project_down(self, layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        """Whole latent vectors of all rows: each tensor-parallel rank has some of their channels."""
+        return tensor_parallel.gather_from_tensor_model_parallel_region(layer(hidden)[0])
+
+    def _rows_of_rank(self, latent: torch.Tensor) -> torch.Tensor:
+        if not self.config.sequence_parallel:
+            return latent
+        return tensor_parallel.scatter_to_sequence_parallel_region(latent)
+
+    def _rotation(self, rows: int, packed: PackedSeqParams | None) -> tuple[torch.Tensor, float]:
+        """The frequencies [T, 1, 1, dim] of the rows' positions, and a factor on their cosine and sine (1 but for YaRN).
+
+        Nothing is remembered from the forward pass: where a layer is recomputed, the model may have seen other streams since.
+        """
+        longest = rows if packed is None else int(packed.max_seqlen_q)
+        found = self.rotary_pos_emb.get_emb(longest)
+        frequencies, concentration = found if isinstance(found, tuple) else (found, 1.0)
+        if packed is None:
+            return frequencies, concentration
+        return frequencies.index_select(0, _positions(packed, rows)), concentration
+
+
+def _positions(packed: PackedSeqParams, rows: int) -> torch.Tensor:
+    stream = getattr(packed, "stream", None)
+    if stream is not None:
+        return stream.position_ids
+    lengths = packed.cu_seqlens_q.diff()
+    starts = packed.cu_seqlens_q[:-1].repeat_interleave(lengths, output_size=rows)
+    return torch.arange(rows, device=starts.device) - starts

@@ -10,7 +10,7 @@ Exporting: the tensor-parallel ranks of a stage walk through its parameters in t
 of them gets every tensor, and a rank that has no use for it drops it. So do expert-parallel ranks: each walks through its own
 experts, and one gather brings as many as there are ranks, one of each. Tied embeddings are one parameter, however many stages
 hold a copy, and are therefore given once. Layers for multi-token prediction are left out where the family's checkpoints have
-none.
+none, or have some that are not trained here.
 """
 
 from __future__ import annotations
@@ -132,15 +132,14 @@ def _gather_from_parts(value: Any) -> list[Any]:
 
 
 def expected_hf_names(hf_dir: str | Path) -> set[str]:
-    """Names of the tensors that the export of a model of this directory has: those on disk, a tied head and buffers
-    without weights left out.
+    """Names of the tensors that the export of a model of this directory has: those on disk; a tied head, buffers without
+    weights, and layers for multi-token prediction without rules left out.
 
     Raises:
         UserError: unsupported `model_type`, or no safetensors files.
     """
     names = SafetensorsDirectory(hf_dir).names()
-    family = family_of_directory(hf_dir)
-    return {name for name in names if not _may_be_ignored(name, family, hf_dir)}
+    return names - _left_out(names, family_of_directory(hf_dir), hf_dir)
 
 
 def _plan(family: Family, model_chunks: Iterable[torch.nn.Module]) -> Plan:
@@ -174,7 +173,7 @@ def _check_names(
     if is_critic:
         present = {name for name in present if name != _HEAD and not family.is_prediction(name)}
     missing = sorted(needed - present)
-    surplus = sorted(name for name in present - needed if not _may_be_ignored(name, family, hf_dir))
+    surplus = sorted(present - needed - _left_out(present - needed, family, hf_dir))
     problems = [
         f"{len(names)} {what}: {', '.join(names[:_LISTED])}{', ...' if len(names) > _LISTED else ''}"
         for what, names in (("missing", missing), ("not in the model", surplus))
@@ -187,10 +186,11 @@ def _check_names(
         )
 
 
-def _may_be_ignored(name: str, family: Family, hf_dir: str | Path) -> bool:
-    if name == _HEAD:
-        return bool(read_hf_config(hf_dir, flag="checkpoint").get("tie_word_embeddings", False))
-    return family.ignored.search(name) is not None
+def _left_out(names: set[str], family: Family, hf_dir: str | Path) -> set[str]:
+    """Those of an HF directory's tensors that its model can do without."""
+    config = read_hf_config(hf_dir, flag="checkpoint")
+    found = {name for name in names if family.may_be_left_out(name, config["num_hidden_layers"])}
+    return found | (names & {_HEAD} if config.get("tie_word_embeddings", False) else set())
 
 
 def names_of_stage(args: Any, model_chunks: Iterable[torch.nn.Module]) -> set[str]:

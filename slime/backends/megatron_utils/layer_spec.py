@@ -41,7 +41,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import nn
 
-from slime.backends.megatron_utils.attention import PackedAttention
+from slime.backends.megatron_utils.attention import LatentAttention, PackedAttention
 from slime.utils.errors import UserError
 
 
@@ -55,7 +55,7 @@ def get_decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
     is_local = config.transformer_impl == "local"
     if config.num_moe_experts is None:
         if not is_local:
-            return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+            return _engine_layer_spec(config)
         layers = [_local_layer_spec(config)] * get_num_layers_to_build(config, vp_stage=vp_stage)
         return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
     # Which layers of this stage have experts is told by Megatron (`--moe-layer-freq`).
@@ -66,8 +66,8 @@ def get_decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
     for layer in block.layer_specs:
         if layer.submodules.mlp.module is MoELayer:
             layer.submodules.mlp.submodules.router = Router
-        if is_local:
-            _with_own_parts(layer, config)
+        put = _with_own_parts if is_local else _with_own_attention
+        put(layer, config)
     if is_local:
         block.layer_norm = RMSNorm
     return block
@@ -76,16 +76,27 @@ def get_decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
 def get_prediction_layer_spec(config: TransformerConfig) -> ModuleSpec:
     """The spec of a layer for multi-token prediction."""
     if config.transformer_impl == "transformer_engine":
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-        return get_mtp_layer_spec(layer, use_transformer_engine=True)
+        return get_mtp_layer_spec(_engine_layer_spec(config), use_transformer_engine=True)
     spec = get_mtp_layer_spec(_local_layer_spec(config), use_transformer_engine=False)
     spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = RMSNorm
     return spec
 
 
+def _engine_layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """The spec of a layer of Transformer Engine without experts."""
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
+    )
+    return _with_own_attention(layer, config)
+
+
 def _local_layer_spec(config: TransformerConfig) -> ModuleSpec:
     """The spec of a layer without experts."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    layer = get_gpt_layer_local_spec(
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization=config.normalization,
+    )
     return _with_own_parts(layer, config)
 
 
@@ -95,7 +106,23 @@ def _with_own_parts(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    attention.q_layernorm = attention.k_layernorm = RMSNorm if config.qk_layernorm else IdentityOp
+    attention.q_layernorm = norm = RMSNorm if config.qk_layernorm else IdentityOp
+    if config.multi_latent_attention:
+        attention.kv_layernorm = norm
+    else:
+        attention.k_layernorm = norm
+    return _with_own_attention(layer, config)
+
+
+def _with_own_attention(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+    """The spec of a layer with our latent attention, if it has such, put in in place."""
+    if config.multi_latent_attention:
+        attention = layer.submodules.self_attention
+        attention.module = LatentAttention
+        attention.submodules.core_attention = PackedAttention
+        # That of Transformer Engine has the projections down on every rank as a whole.
+        column_parallel = attention.submodules.linear_q_proj
+        attention.submodules.linear_q_down_proj = attention.submodules.linear_kv_down_proj = column_parallel
     return layer
 
 

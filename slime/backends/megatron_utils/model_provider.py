@@ -105,6 +105,9 @@ def _model_fields(args: Any) -> dict[str, Any]:
         **_pipeline_fields(args),
         **_initialization_fields(args),
     }
+    if args.multi_latent_attention:
+        # Unset it means that queries have no latent vector; Megatron would take a number of its own.
+        fields["q_lora_rank"] = args.q_lora_rank
     if args.swiglu:
         fields.update(gated_linear_unit=True, activation_func=F.silu)
     return fields
@@ -209,9 +212,10 @@ def get_model_provider_func(args: Any) -> ModelProvider:
             seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
             vp_stage=vp_stage,
         )
-        # A spec of a family's own may have attention that asks for Megatron's packed format.
-        is_local = config.transformer_impl == "local" and args.spec is None and not config.multi_latent_attention
-        if is_local or has_contiguous_context(args):
+        # A spec of a family's own may have attention that asks for Megatron's packed format. Latent attention has a rotary
+        # embedding of its own in each layer.
+        is_local = config.transformer_impl == "local" and args.spec is None
+        if not config.multi_latent_attention and (is_local or has_contiguous_context(args)):
             rotate_by_position(model)
         if post_process and args.padded_vocab_size > args.vocab_size:
             _mask_vocabulary_padding(model.output_layer, args)

@@ -170,6 +170,26 @@ def _keep_buckets_mapped(module: types.ModuleType) -> None:
     updater._update_weights_from_flattened_bucket = load_bucket_and_keep_it
 
 
+def _rotate_without_scaling(module: types.ModuleType) -> None:
+    """sglang 0.5.21, latent attention on CPU: asserts that its rotary embedding is scaled (YaRN)."""
+    wrapper = module.get_rope_wrapper
+
+    def get_rope_wrapper(*args, rope_scaling=None, device=None, **options):
+        if rope_scaling is None:
+            return module.get_rope(*args, rope_scaling=rope_scaling, **options)
+        return wrapper(*args, rope_scaling=rope_scaling, device=device, **options)
+
+    module.get_rope_wrapper = get_rope_wrapper
+
+
+def _attend_to_latent_vectors(module: types.ModuleType) -> None:
+    """sglang 0.5.21, latent attention: of a prompt without cached prefix it makes keys and values of all heads, which
+    torch_native then looks for in the cache. The cache has latent vectors, and torch_native attends to them as well."""
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    module.AttentionBackendRegistry.register("torch_native", lambda attention, forward_batch: AttnForwardMethod.MLA)
+
+
 class _ModuleView:
     """A module with some names replaced, for one importer only."""
 
@@ -186,6 +206,8 @@ _PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
     "sglang.srt.mem_cache.pool_host.common": _plain_host_memory,
     "sglang.srt.arg_groups.choices": _allow_seeded_sampling,
     "sglang.srt.batch_invariant_ops.batch_invariant_ops": _no_batch_invariant_kernels,
+    "sglang.srt.layers.rotary_embedding.factory": _rotate_without_scaling,
+    "sglang.srt.models.deepseek_common.attention_backend_handler": _attend_to_latent_vectors,
     "sglang.srt.utils.weight_checker": _weight_checker_without_cuda,
     "sglang.srt.model_executor.model_runner_components.weight_updater": _keep_buckets_mapped,
 }

@@ -1,12 +1,17 @@
 """Which directories and names can be converted."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from slime.backends.megatron_utils.hf_conversion import convert_to_hf, family_of_directory
+from slime.backends.megatron_utils.hf_conversion import convert_to_hf, expected_hf_names, family_of_directory
 from slime.models.families import TRAINED_MODEL_TYPES
 from slime.models.qwen import QWEN3
 from slime.utils.errors import UserError
+from tests.support.models.tiny_model import tiny_args, write_tiny_latent
+from tests.support.processes.distributed import run_distributed
 
 
 @pytest.mark.parametrize(
@@ -26,4 +31,26 @@ def test_by_directory(tmp_path):
         (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
         with pytest.raises(UserError, match=f"'{model_type}' is not one of .*mimo.*qwen2.*qwen3"):
             family_of_directory(tmp_path)
-    assert sorted(TRAINED_MODEL_TYPES) == ["mimo", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
+    assert sorted(TRAINED_MODEL_TYPES) == [
+        "deepseek_v3", "glm4_moe_lite", "kimi_k2", "mimo", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    ]  # fmt: skip
+
+
+def _exported(directory):
+    from tests.support.processes import megatron_worker as megatron
+
+    args = tiny_args(directory)
+    return sorted(megatron.whole_weights(args, megatron.load_model(args)))
+
+
+def test_layers_behind_the_last_one_are_left_out_where_they_predict_tokens(tmp_path):
+    write_tiny_latent(tmp_path, "deepseek_v3")
+    tensors = load_file(tmp_path / "model.safetensors")
+    names = set(tensors)
+    behind = {"model.layers.2.eh_proj.weight", "model.layers.2.self_attn.o_proj.weight"}
+    save_file(tensors | {name: torch.zeros(2) for name in behind}, tmp_path / "model.safetensors")
+    assert expected_hf_names(tmp_path) == names
+    assert run_distributed(_exported, 1, (str(tmp_path),)) == [sorted(names)]
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "qwen3"}))
+    assert expected_hf_names(tmp_path) == names | behind

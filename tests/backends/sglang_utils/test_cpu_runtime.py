@@ -57,6 +57,11 @@ def test_still_needed_inert_packages(package):
         ("sglang.srt.mem_cache.pool_host.common", "ALLOC_MEMORY_FUNCS"),
         ("sglang.srt.arg_groups.choices", "DETERMINISTIC_ATTENTION_BACKEND_CHOICES = ["),
         ("sglang.srt.batch_invariant_ops.batch_invariant_ops", "def enable_batch_invariant_mode("),
+        ("sglang.srt.layers.rotary_embedding.factory", "    assert rope_scaling is not None\n"),
+        (
+            "sglang.srt.models.deepseek_common.attention_backend_handler",
+            'return cls._handlers.get(backend_name, cls._handlers.get("triton"))',
+        ),
         ("sglang.srt.utils.weight_checker", "torch.cuda.synchronize()"),
         (
             "sglang.srt.model_executor.model_runner_components.weight_updater",
@@ -70,7 +75,7 @@ def test_still_needed_patches(module, assumption):
 
 
 def test_every_patch_is_checked():
-    assert len(cpu_runtime._PATCHES) == 6
+    assert len(cpu_runtime._PATCHES) == 8
 
 
 def test_still_needed_start_method_and_gc_freeze():

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.models.tiny_model import write_tiny_mimo, write_tiny_mixture, write_tiny_model
+from tests.support.models.tiny_model import write_tiny_latent, write_tiny_mimo, write_tiny_mixture, write_tiny_model
 
 VOCABULARY = 131
 # Name of a layout -> the flags that make it.
@@ -21,7 +21,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 whole sequence": {"tensor_model_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
     "cp2": {"context_parallel_size": 2},
+    "cp2 gathered": {"context_parallel_size": 2, "allgather_cp": True},
     "ep2": {"expert_model_parallel_size": 2, "data_parallel_size": 2},
+    "tp2 up recomputed": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["mla_up_proj"],
+    },
     "tp2 pp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2},
 }
 DENSE = ("recomputed", "tp2", "tp2 whole sequence", "pp2", "cp2", "tp2 pp2")
@@ -64,6 +71,11 @@ class TinyFamily:
         return self.write(directory, model_type=self.model_type, vocab_size=VOCABULARY, **self.entries)
 
 
+# The projections up from the latent vectors can be recomputed alone.
+LATENT = (*EXPERTS, "cp2 gathered", "tp2 pp2", "tp2 up recomputed")
+_ONE_GROUP = {"n_group": 1, "topk_group": 1}
+_PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}, "rms_norm_eps": 1e-5}
+
 TINY_FAMILIES: dict[str, TinyFamily] = {
     "qwen2": TinyFamily("qwen2", {"head_dim": 8}),
     "qwen2 tied": TinyFamily("qwen2", {"head_dim": 8, "tied": True}),
@@ -72,4 +84,18 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     "mimo": TinyFamily("mimo", {"head_dim": 8}, write=write_tiny_mimo),
     "qwen2_moe": TinyFamily("qwen2_moe", write=write_tiny_mixture, layouts=EXPERTS),
     "qwen3_moe": TinyFamily("qwen3_moe", write=write_tiny_mixture, layouts=EXPERTS),
+    "deepseek_v3": TinyFamily("deepseek_v3", write=write_tiny_latent, layouts=LATENT),
+    "deepseek_v3 dense": TinyFamily(
+        "deepseek_v3",
+        {"first_k_dense_replace": 2},
+        write=write_tiny_latent,
+        layouts=("recomputed", "tp2 whole sequence", "pp2"),
+    ),
+    "moonlight": TinyFamily(
+        "deepseek_v3", {**_ONE_GROUP, **_PLAIN, "q_lora_rank": None}, write=write_tiny_latent, layouts=LATENT
+    ),
+    "kimi_k2": TinyFamily("kimi_k2", _ONE_GROUP, write=write_tiny_latent, layouts=("recomputed", "pp2", "ep2")),
+    "glm4_moe_lite": TinyFamily(
+        "glm4_moe_lite", _ONE_GROUP | _PLAIN, write=write_tiny_latent, layouts=("recomputed", "pp2", "ep2")
+    ),
 }

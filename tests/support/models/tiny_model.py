@@ -81,6 +81,39 @@ def write_tiny_mixture(directory: Path, model_type: str, **options: Any):
     return write_tiny_model(directory, **{"model_type": model_type, **TINY_EXPERTS[model_type], **options})
 
 
+# Latent vectors of queries too, YaRN, one dense layer, and experts in groups of which half are chosen.
+_TINY_LATENT: dict[str, Any] = {
+    "groups": 4, "head_dim": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 12, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 16, "n_shared_experts": 2, "routed_scaling_factor": 2.5,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    },
+}  # fmt: skip
+
+
+def write_tiny_latent(directory: Path, model_type: str, **options: Any):
+    """`write_tiny_model` of a family with multi-head latent attention, and with biases of its routers."""
+    import torch
+
+    # Kimi K2 is DeepSeek V3 under another name, which transformers does not know.
+    known = "deepseek_v3" if model_type == "kimi_k2" else model_type
+    model = write_tiny_model(directory, **{"model_type": known, **_TINY_LATENT, **options})
+    generator = torch.Generator().manual_seed(2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.add_(0.05 * torch.randn(buffer.shape, generator=generator))
+    model.save_pretrained(directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+    for name, module in model.named_modules():
+        if name.endswith("a_layernorm"):
+            # Engines take the config's, as for all norms; transformers takes 1e-6.
+            module.variance_epsilon = config["rms_norm_eps"]
+    return model
+
+
 def write_tiny_mimo(directory: Path, **options: Any):
     """Save a random model of the MiMo family: a Qwen2, which is returned, with a layer for multi-token prediction."""
     import torch

@@ -1,0 +1,111 @@
+"""Families with multi-head latent attention: those that train, and those with sparse attention on top, which are planned.
+
+Queries, keys and values of all heads are made of one small vector per token. The rotated channels of a head stand in pairs in
+the HF tensors, and Megatron rotates them as they stand there.
+"""
+
+import dataclasses
+
+from slime.models import config_entries as hf
+from slime.models.family import (
+    ENDS,
+    EXPERT_BIAS,
+    GATED_MLP,
+    LAYER_NORMS,
+    Family,
+    layer_rule,
+    routed_experts,
+    shared_experts,
+)
+from slime.models.tensor_layouts import Replicated, Sharded
+
+_LATENT_MOE = (
+    hf.decoder, hf.latent_attention, hf.experts, hf.sigmoid_router, hf.frozen_expert_bias,
+)  # fmt: skip
+
+# All tensor-parallel ranks share the projections down to the latent vectors, by their channels.
+_ATTENTION = (
+    layer_rule("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", Sharded(dim=0)),
+    layer_rule("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", Sharded(dim=0)),
+    layer_rule("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", Sharded(dim=0)),
+    layer_rule("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", Sharded(dim=0)),
+    layer_rule("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", Sharded(dim=0)),
+    layer_rule("self_attention.linear_proj.weight", "self_attn.o_proj.weight", Sharded(dim=1)),
+    layer_rule(
+        ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
+        "self_attn.q_a_layernorm.weight",
+        Replicated(),
+    ),
+    layer_rule(
+        ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"),
+        "self_attn.kv_a_layernorm.weight",
+        Replicated(),
+    ),
+)
+
+# Leading layers are dense; the others have experts that see every token.
+_RULES = (
+    ENDS + LAYER_NORMS + _ATTENTION + GATED_MLP + routed_experts() + EXPERT_BIAS + shared_experts("mlp.shared_experts")
+)
+
+GLM4_MOE_LITE = Family(
+    model_types=("glm4_moe_lite",),
+    names=("glm4moelite",),
+    parts=_LATENT_MOE,
+    constants={
+        # Of no effect on latent attention; the published launch scripts have it.
+        "add_qkv_bias": True,
+        "add_position_embedding": False,
+        "apply_rope_fusion": False,
+        "make_vocab_size_divisible_by": 64,
+    },
+    absent={"first_k_dense_replace": 1},
+    rope_types=("default", "yarn"),
+    rules=_RULES,
+    predictions_follow=True,
+)
+
+_GLM_MOE_DSA = Family(
+    model_types=("glm_moe_dsa",),
+    names=("glmmoedsa",),
+    parts=(*_LATENT_MOE, hf.sparse_attention),
+    constants={
+        "add_position_embedding": False,
+        "enable_experimental": True,
+        "allgather_cp": True,
+        "make_vocab_size_divisible_by": 16,
+    },
+    absent={"first_k_dense_replace": 3},
+    rope_types=("default", "yarn"),
+    layer_spec="slime_plugins.models.glm5.glm5.get_glm5_spec",
+)
+
+DEEPSEEK_V3 = Family(
+    model_types=("deepseek_v3",),
+    names=("deepseekv3",),
+    parts=(*_LATENT_MOE, hf.expert_groups, hf.yarn_attention_scale),
+    constants={"attention_softmax_in_fp32": True, "apply_rope_fusion": False, "moe_token_dispatcher_type": "alltoall"},
+    absent={"first_k_dense_replace": 3},
+    rope_types=("default", "yarn"),
+    rules=_RULES,
+    predictions_follow=True,
+)
+_DEEPSEEK_V32 = dataclasses.replace(
+    DEEPSEEK_V3,
+    model_types=("deepseek_v32",),
+    names=("deepseekv32",),
+    parts=(*DEEPSEEK_V3.parts, hf.sparse_attention),
+    rules=(),
+    constants={**DEEPSEEK_V3.constants, "enable_experimental": True, "allgather_cp": True},
+    layer_spec=_GLM_MOE_DSA.layer_spec,
+)
+KIMI_K2 = dataclasses.replace(
+    DEEPSEEK_V3,
+    model_types=("kimi_k2",),
+    names=("kimi",),
+    # The width that published launch scripts give; latent attention does not read it.
+    constants={**DEEPSEEK_V3.constants, "kv_channels": 64},
+    absent={"first_k_dense_replace": 1},
+)
+
+LATENT = (GLM4_MOE_LITE, _GLM_MOE_DSA, DEEPSEEK_V3, _DEEPSEEK_V32, KIMI_K2)
