@@ -379,6 +379,7 @@ def give_back(
 
 
 def _as_group(args: Any, entry: Any, number: int) -> list[Any]:
+    size = args.n_samples_per_prompt
     is_chat = isinstance(entry, list) and bool(entry) and all(isinstance(message, dict) for message in entry)
     if isinstance(entry, str) or is_chat:
         entry = Sample(prompt=entry)
@@ -388,8 +389,12 @@ def _as_group(args: Any, entry: Any, number: int) -> list[Any]:
                 f"{FLAG} {args.data_source_path}: get_samples returned a group that holds {type(other[0]).__name__}; expected "
                 "Samples (a prompt stands alone, not in a list)"
             )
+        if not isinstance(entry, list) or len(entry) != size:
+            found = f"{len(entry)} entries" if isinstance(entry, list) else type(entry).__name__
+            raise UserError(
+                f"{FLAG} {args.data_source_path}: get_samples returned a group of {found}; expected a list of {size} Samples"
+            )
         return entry
-    size = args.n_samples_per_prompt
     group = [copy.deepcopy(entry) for _ in range(size)]
     for position, sample in enumerate(group):
         sample.group_index = number

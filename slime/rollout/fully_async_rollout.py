@@ -26,7 +26,7 @@ from slime.rollout.filter_hub.base_types import (
     should_drop_dynamic_filter_output,
 )
 from slime.rollout.generate_state import GenerateState
-from slime.rollout.generation import generate_and_rm_group, is_aborted
+from slime.rollout.generation import is_aborted, start_group
 from slime.rollout.generation_call import GenerationCall, current_call
 from slime.rollout.sglang_rollout import MAX_INTERRUPTIONS_OF_A_GROUP
 from slime.rollout.staleness import is_too_old
@@ -213,14 +213,7 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
             self._start(group)
 
     def _start(self, group: list[Any]) -> None:
-        n = self.args.n_samples_per_prompt
-        if not isinstance(group, list) or len(group) != n:
-            size = f"{len(group)} entries" if isinstance(group, list) else type(group).__name__
-            raise UserError(
-                f"--data-source-path: get_samples returned a group of {size}; expected a list of {n} Samples"
-            )
-        coroutine = generate_and_rm_group(self.args, group, self.state.sampling_params)
-        task = asyncio.create_task(coroutine, name=f"group {leaves(group)[0].group_index}")
+        task = start_group(self.args, group, self.state.sampling_params)
         self.in_flight[task] = group
         self._call.pendings.add(task)
         task.add_done_callback(self._done.put_nowait)

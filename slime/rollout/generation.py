@@ -221,6 +221,12 @@ async def generate_and_rm_group(
     return finished
 
 
+def start_group(args: Any, group: list[Any], sampling_params: dict[str, Any]) -> asyncio.Task[list[Any]]:
+    """`generate_and_rm_group` as a task, which has the group's number for its name."""
+    coroutine = generate_and_rm_group(args, group, sampling_params)
+    return asyncio.create_task(coroutine, name=f"group {leaves(group)[0].group_index}")
+
+
 async def _already_finished(args: Any, entry: list[Any]) -> list[Any]:
     """An execution that fanned out in an earlier step and was finished then."""
     attempt = new_attempt(entry)

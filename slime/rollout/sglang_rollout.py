@@ -35,7 +35,7 @@ from slime.rollout.filter_hub.base_types import (
     should_drop_dynamic_filter_output,
 )
 from slime.rollout.generate_state import GenerateState
-from slime.rollout.generation import generate, generate_and_rm, generate_and_rm_group, is_aborted
+from slime.rollout.generation import generate, generate_and_rm, generate_and_rm_group, is_aborted, start_group
 from slime.rollout.generation_call import GenerationCall
 from slime.rollout.staleness import is_too_old
 from slime.rollout.user_functions import call_user_function, describe_samples, run_in_daemon_thread
@@ -158,18 +158,11 @@ class RolloutStep:
             self._start(group)
 
     def _start(self, group: list[Any]) -> None:
-        n = self.args.n_samples_per_prompt
-        if not isinstance(group, list) or len(group) != n:
-            size = f"{len(group)} entries" if isinstance(group, list) else type(group).__name__
-            raise UserError(
-                f"--data-source-path: get_samples returned a group of {size}; expected a list of {n} Samples"
-            )
         entries = group
         if is_too_old(self.args, group, self.call.trained_as):
             self.counts["stale_groups"] += 1
             entries = as_prompts(group)
-        coroutine = generate_and_rm_group(self.args, entries, self.state.sampling_params)
-        task = asyncio.create_task(coroutine, name=f"group {leaves(group)[0].group_index}")
+        task = start_group(self.args, entries, self.state.sampling_params)
         self.origins[task] = group
         self.started_at[task] = time.monotonic()
         self.call.pendings.add(task)

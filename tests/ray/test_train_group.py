@@ -259,7 +259,9 @@ def test_ranks_build_their_model_when_what_they_wait_for_is_ready(make_group, tm
 
     @ray.remote(num_cpus=0)
     def asleep(sign):
+        deadline = time.monotonic() + 60
         while not os.path.exists(sign):
+            assert time.monotonic() < deadline, "nobody let the engines go to sleep"
             time.sleep(0.02)
 
     group, other, sign = make_group(), make_group(), tmp_path / "asleep"

@@ -63,6 +63,19 @@ def test_a_group_of_something_else_than_samples_is_refused():
         draw_groups(make_args(), Source(), 2, 0)
 
 
+@pytest.mark.parametrize(
+    ("group", "found"), [([Sample()], "1 entries"), ((Sample(), Sample()), "tuple")], ids=["too few", "no list"]
+)
+def test_a_group_of_another_size_is_refused(group, found):
+    class Source:
+        def get_samples(self, num_samples):
+            return [group]
+
+    message = f"my.Source: get_samples returned a group of {found}; expected a list of 2 Samples"
+    with pytest.raises(UserError, match=message):
+        draw_groups(make_args(), Source(), 2, 0)
+
+
 def test_groups_that_cannot_be_given_back_are_an_error():
     with pytest.raises(UserError, match=r"Flat has no add_samples\(groups\), but rollout 2 has 1 unfinished"):
         give_back(make_args(), Flat([]), [[Sample()]], 2)

@@ -6,14 +6,17 @@ rules applies to it.
 
 import argparse
 import contextlib
+import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from slime.arguments.config_files.serving_config import FLAG, arguments_of_group, served_groups
 from slime.arguments.flag import flag_of
 from slime.arguments.hf_config import read_hf_config
 from slime.arguments.server_flags import NO_SHARE, REFUSED, is_share, tensor_parallel_size
-from slime.arguments.violations import Kind, Rule, Violation, about, broken, refused, refused_each, where
+from slime.arguments.sizes import layout_of
+from slime.arguments.violations import Kind, Rule, Violation, about, broken, divisors, refused, refused_each, where
 from slime.estimates.serving_memory import require_whole_groups
 from slime.utils.errors import UserError
 from slime.utils.ports import normalize_external_engine_addr
@@ -167,6 +170,30 @@ def whole_engines(args: argparse.Namespace) -> Iterator[Violation]:
         yield broken(args, template, nearest=" or ".join(str(number) for number in nearest))
 
 
+def engines_on_both_sides(args: argparse.Namespace) -> Iterator[Violation]:
+    """With `--colocate`: an engine of each group with GPUs of training ranks and GPUs beside them, which no weights reach."""
+    ranks = layout_of(args).actor_gpus
+    if not (args.colocate and ranks) or args.update_weight_transport != "nccl":
+        return
+    first = number = 0
+    for group in served_groups(args):
+        total, each = group.num_gpus, group.num_gpus_per_engine
+        inside = ranks - first
+        if group.num_engines and 0 < inside < total and total % each == 0 and inside % each:
+            start = ranks - inside % each
+            name = "num_gpus_per_engine" if group.where else "{--rollout-num-gpus-per-engine}"
+            template = (
+                f"{name} {each} with {{--colocate}}: engine {{engine}} would have the GPUs {{start}} to {{last}}, of which "
+                "training ranks have those up to {rank} ({--actor-num-nodes=} x {--actor-num-gpus-per-node=}), and no weights "
+                f"reach both kinds; give {name} {{fitting}}"
+            )
+            fitting = " or ".join(map(str, divisors(math.gcd(total, inside))[-2:]))
+            engine, last = number + inside // each, start + each - 1
+            found = broken(args, template, engine=engine, start=start, last=last, rank=ranks - 1, fitting=fitting)
+            yield replace(found, flags=(FLAG,)).at(group.where) if group.where else found
+        first, number = first + total, number + group.num_engines
+
+
 def external_addresses(args: argparse.Namespace) -> Iterator[Violation]:
     first: dict[str, int] = {}
     for position, address in enumerate(args.rollout_external_engine_addrs or []):
@@ -214,7 +241,7 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
         "{--rollout-num-gpus} is not set: give the number of GPUs for the engines, or {--colocate}, or {--debug-train-only}"),
     refused(lambda args: args.has_engines and args.hf_checkpoint is None,
         "{--hf-checkpoint} is needed: the engines load their config and tokenizer from it"),
-    whole_engines,
+    whole_engines, engines_on_both_sides,
     of_groups(refused(lambda args: args.rollout_num_gpus_per_engine > args.num_gpus_per_node
             and args.rollout_num_gpus_per_engine % args.num_gpus_per_node,
         "{--rollout-num-gpus-per-engine=} is above {--num-gpus-per-node=} and no multiple of it: an engine fills whole nodes "

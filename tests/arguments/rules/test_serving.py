@@ -51,6 +51,12 @@ def parse_with_heads(directory, heads: int, *words: str):
             "--debug-rollout-only --rollout-num-gpus 8 --rollout-num-gpus-per-engine 8 --dry-run",
             "8 tensor-parallel ranks cannot share the model's 4 attention heads .*; 4 would do",
         ),
+        (
+            "--colocate --actor-num-gpus-per-node 6 --num-gpus-per-node 8 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 4",
+            "--rollout-num-gpus-per-engine 4 with --colocate: engine 1 would have the GPUs 4 to 7, of which training ranks "
+            r"have those up to 5 \(--actor-num-nodes 1 x --actor-num-gpus-per-node 6\), .*; "
+            "give --rollout-num-gpus-per-engine 1 or 2",
+        ),
         ("--prefill-num-servers 1 --rollout-num-gpus 1", "(?m)of the 1 engines .* give 1, and --rollout-num-gpus 2$"),
         ("--prefill-num-servers 2 --rollout-num-gpus 2", "(?m)of the 2 engines .* give 1$"),
         ("--sglang-tp 2", "--sglang-tp-size 2 contradicts"),
@@ -112,6 +118,10 @@ def test_a_broken_rule_names_flags_values_and_a_way_out(tmp_path, words, message
     [
         "--rollout-num-gpus 2 --rollout-num-gpus-per-engine 2 --sglang-tp-size 2",
         "--sglang-dp-size 1 --sglang-pp 1",
+        # Inside, and beside; files reach engines wherever they are.
+        "--colocate --actor-num-gpus-per-node 2 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2",
+        "--colocate --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2 --update-weight-transport disk "
+        "--update-weight-disk-dir pushes",
         "--sglang-context-length 300 --rollout-max-context-len 300 --sglang-mem-fraction-static 0.8",
         "--sglang-router-ip router.local --sglang-router-port 80 --router-policy random --router-api-key k",
         "--router-cb-failure-threshold 3 --no-router-disable-circuit-breaker --router-backend sglang",
@@ -120,6 +130,21 @@ def test_a_broken_rule_names_flags_values_and_a_way_out(tmp_path, words, message
 )
 def test_what_the_rules_allow(tmp_path, words):
     parse(tmp_path, *words.split())
+
+
+def test_an_engine_of_a_group_with_gpus_of_both_sides_is_told_by_its_line(tmp_path):
+    """The ranks have three GPUs; the second group begins with the last of these."""
+    serving = tmp_path / "serving.yaml"
+    group = "      - {num_gpus: 2, num_gpus_per_engine: 2}\n"
+    serving.write_text(f"sglang:\n  - name: actor\n    server_groups:\n{group}{group}")
+    words = (
+        f"--colocate --actor-num-gpus-per-node 3 --num-gpus-per-node 8 --rollout-num-gpus 4 --sglang-config {serving}"
+    )
+    message = (
+        "serving.yaml:5: num_gpus_per_engine 2 with --colocate: engine 1 would have the GPUs 2 to 3, of which training ranks "
+        "have those up to 2 "
+    )
+    assert message in refusal(tmp_path, words)
 
 
 def test_a_run_that_only_trains_ignores_the_flags_of_engines(tmp_path):

@@ -168,6 +168,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--rollout-num-gpus 1 --rollout-num-gpus-per-engine 2", "--rollout-num-gpus --rollout-num-gpus-per-engine", WRONG),
         ("--rollout-num-gpus 12 --rollout-num-gpus-per-engine 12",
          "--rollout-num-gpus-per-engine --num-gpus-per-node", WRONG),
+        ("--colocate --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2",
+         "--rollout-num-gpus-per-engine --colocate --actor-num-nodes --actor-num-gpus-per-node", WRONG),
         ("--rollout-external-engine-addrs 10.0.0.5", "--rollout-external-engine-addrs", WRONG),
         ("--rollout-external-engine-addrs a:1 http://a:1/", "--rollout-external-engine-addrs", WRONG),
         ("--rollout-external-engine-addrs a:1 --colocate", "--colocate --rollout-external-engine-addrs", WRONG),
