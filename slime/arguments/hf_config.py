@@ -17,7 +17,7 @@ from slime.arguments.model_shape import SHAPE_FLAGS
 from slime.arguments.value_types import written_pattern
 from slime.arguments.violations import Kind, Violation, about
 from slime.estimates.shape import expert_layers
-from slime.models.config_entries import rope_type
+from slime.models.config_entries import LLAMA3_BAND, rope_scaling, rope_type
 from slime.models.families import SUPPORTED_MODEL_TYPES, TRAINED_MODEL_TYPES, family_of, model_args_from_hf
 from slime.utils.errors import UserError
 
@@ -151,6 +151,11 @@ def training_limits(config: Config, derived: ModelArgs) -> Iterator[str]:
         ("attention_bias", attention_bias, (True, False) if has_biases else (False,)),
         ("rope_interleave", config.get("rope_interleave", True), (True,)),
         ("mlp_bias", bool(config.get("mlp_bias", False)), (False,)),
+        *(
+            (name, rope_scaling(config).get(name, only), (only,))
+            for name, only in LLAMA3_BAND.items()
+            if rope == "llama3"
+        ),
     )
     for name, value, supported in found:
         if value not in supported:

@@ -113,6 +113,10 @@ def partial_rope(config: Config) -> ModelArgs:
     return {"rotary_percent": float(share)}
 
 
+# Between which wavelengths Llama 3's scaling begins and ends: Megatron has these numbers, and no flag for others.
+LLAMA3_BAND = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
 def llama3_rope(config: Config) -> ModelArgs:
     """The frequency scaling of Llama 3.1 and later; the factor goes by two names on the command line."""
     if rope_type(config) != "llama3":
@@ -286,7 +290,7 @@ _COUNTS = (
 )  # fmt: skip
 _FACTORS = (
     "rms_norm_eps", "rope_theta", "partial_rotary_factor", "routed_scaling_factor", "factor", "beta_fast", "beta_slow",
-    "original_max_position_embeddings",
+    "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
 )  # fmt: skip
 _SWITCHES = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm", "norm_topk_prob", "use_sliding_window",

@@ -1,7 +1,7 @@
 """The families of models that are known, and how the family of a model is found: by its config, or by its name.
 
-Those that stand here are planned: their configs become flags, their weights have no rules yet. One that is built moves to a
-file beside this one, where it gets them.
+Those that stand here have no rules of their own for their weights: of most nothing is built but how their configs become
+flags. One that gets rules of its own moves to a file beside this one.
 """
 
 import re
@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.models import config_entries as hf
-from slime.models.family import Config, Family
+from slime.models.family import DENSE_LAYER, ENDS, Config, Family
+from slime.models.glm import GLM4
 from slime.models.latent import LATENT
 from slime.models.mimo import MIMO
 from slime.models.qwen import QWEN
@@ -18,26 +19,15 @@ from slime.utils.errors import UserError
 _DENSE = (hf.decoder, hf.grouped_query_attention)
 _SIGMOID_MOE = (*_DENSE, hf.experts, hf.sigmoid_router)
 
-_LLAMA = Family(
+# Llama 3 and its kin; the scaling of the rotary embedding came with 3.1.
+LLAMA = Family(
     model_types=("llama",),
     names=("llama",),
     parts=(*_DENSE, hf.llama3_rope),
     rope_types=("default", "llama3"),
+    rules=ENDS + DENSE_LAYER,
 )
 
-_GLM4 = Family(
-    model_types=("glm4",),
-    names=("glm4",),
-    parts=(*_DENSE, hf.qkv_bias, hf.partial_rope),
-    constants={
-        "post_self_attn_layernorm": True,
-        "post_mlp_layernorm": True,
-        "rotary_interleaved": True,
-        "apply_rope_fusion": False,
-    },
-    absent={"partial_rotary_factor": 0.5, "attention_bias": True},
-    layer_spec="slime_plugins.models.glm4.get_glm_spec",
-)
 _GLM4_MOE = Family(
     model_types=("glm4_moe",),
     names=("glm4moe",),
@@ -64,8 +54,8 @@ _MINIMAX_M2 = Family(
 ALL: tuple[Family, ...] = (
     *QWEN,
     MIMO,
-    _LLAMA,
-    _GLM4,
+    LLAMA,
+    GLM4,
     _GLM4_MOE,
     *LATENT,
     _MINIMAX_M2,

@@ -166,6 +166,19 @@ class GatedLinear(Sharded):
         return _joined(gates + ups)
 
 
+class FusedGatedLinear(GatedLinear):
+    """One HF tensor [gate; up]; each rank holds its part of gate, then its part of up."""
+
+    def part(self, tensors: Sequence[Stored], sizes: TensorSizes, rank: int, size: int) -> torch.Tensor:
+        (tensor,) = tensors
+        width = tensor.shape[0] // 2
+        own = _own(width, rank, size)
+        return _joined([tensor[own], tensor[width + own.start : width + own.stop]])
+
+    def split(self, whole: torch.Tensor, sizes: TensorSizes) -> Sequence[torch.Tensor]:
+        return (whole,)
+
+
 def _own(length: int, rank: int, size: int) -> slice:
     """The rows that a rank has of `length`; where they do not divide, parts differ, and do not fit the model's parameters."""
     return slice(length * rank // size, length * (rank + 1) // size)

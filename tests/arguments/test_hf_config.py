@@ -196,7 +196,7 @@ def test_details_that_scripts_leave_out_come_from_the_config(parser):
 
 
 def test_a_run_refuses_what_a_dry_run_notes(parser):
-    config = PUBLISHED_MODELS["llama3-8B"]
+    config = PUBLISHED_MODELS["minimax-m2"]
     violations, _ = compared(parser, config, "--model-args-from-hf", dry_run=False)
     assert len(violations) == 1 and "its layers are not built yet" in violations[0]
     planned, args = compared(parser, config, "--model-args-from-hf", dry_run=True)
@@ -304,11 +304,17 @@ def test_what_would_be_built_differently(changes, message):
     ("name", "changes", "expected"),
     [
         ("llama3.1-8B-Instruct", {"rope_scaling": {"rope_type": "dynamic"}}, "only 'default' or 'llama3' is built"),
+        (
+            "llama3.1-8B-Instruct",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 8.0}},
+            "high_freq_factor 8.0 cannot be trained; only 4.0 is built",
+        ),
         ("glm5-744B-A40B", {"rope_parameters": {"rope_type": "longrope"}}, "only 'default' or 'yarn' is built"),
     ],
 )
-def test_limits_of_families_that_are_only_planned(name, changes, expected):
-    assert expected in limits_of({**PUBLISHED_MODELS[name], **changes})[1]
+def test_limits_of_families(name, changes, expected):
+    """Of one that is only planned, behind the limit that it is."""
+    assert expected in limits_of({**PUBLISHED_MODELS[name], **changes})[-1]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from slime.models.tensor_layouts import GatedLinear, QueryKeyValue, Replicated, Sharded, TensorSizes, Vocabulary
+from slime.models.tensor_layouts import (
+    FusedGatedLinear,
+    GatedLinear,
+    QueryKeyValue,
+    Replicated,
+    Sharded,
+    TensorSizes,
+    Vocabulary,
+)
 from slime.utils.errors import UserError
 
 # 4 query heads in 2 groups, head dimension 2.
@@ -39,6 +47,7 @@ def test_query_key_value_rows_stand_together_per_group():
 def test_gated_shards_hold_their_part_of_gate_and_of_up():
     rows = torch.tensor([0, 1, 2, 3]), torch.tensor([10, 11, 12, 13])
     assert part(GatedLinear(), rows, rank=1, size=2).tolist() == [2, 3, 12, 13]
+    assert part(FusedGatedLinear(), (torch.cat(rows),), rank=1, size=2).tolist() == [2, 3, 12, 13]
 
 
 def test_vocabulary_is_padded_with_zero_rows():

@@ -23,7 +23,7 @@ from slime.arguments.flag import (
 from slime.arguments.hf_config import is_hf_checkpoint
 from slime.arguments.value_types import environment_variables
 
-_FURTHER_NORM_IN_A_LAYER = "a further norm in a layer"
+_OF_GLM = "{--spec} of layers that have it: slime_plugins.models.glm4 get_glm_spec"
 _FSDP_BACKEND = "the FSDP backend"
 _HOOKING_INTO_MEGATRON = "hooking into Megatron"
 _BLOCK_FP_FORWARD_IN_THE_TRAINER = "block-FP8 forward in the trainer"
@@ -172,8 +172,8 @@ WEIGHTS = Group("weights and training process", (
     flag("--qwen-gdn-backend", str, "fla", "kernel family of gated-delta-net layers (Qwen3-Next and its kin)", "fla",
         "flashqla", not_yet="a gated-delta-net layer"),
     switch("--use-gated-attention", "another name of --attention-output-gate", not_yet="gated attention"),
-    switch("--post-self-attn-layernorm", "one more norm after attention", not_yet=_FURTHER_NORM_IN_A_LAYER),
-    switch("--post-mlp-layernorm", "one more norm after the MLP", not_yet=_FURTHER_NORM_IN_A_LAYER),
+    switch("--post-self-attn-layernorm", "one more norm after attention", needs=_OF_GLM),
+    switch("--post-mlp-layernorm", "one more norm after the MLP", needs=_OF_GLM),
     switch("--allgather-cp", "context parallelism with contiguous shards and gathered keys and values; sparse-attention "
         "(DSA) models only"),
     flag("--padded-vocab-size", int, None, "force the padded vocabulary size; unset: --vocab-size up to a multiple of "

@@ -258,7 +258,6 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("check_weight_hash_across_dp_replicas_interval", "comparing weights of data-parallel ranks"),
     *features("that reduction of gradients", "ddp_reduce_scatter_with_fp32_accumulation", "ddp_average_in_collective"),
     # Shape
-    NotYet("spec", "layer specs of one's own"),
     NotYet("transformer_impl", "that layer implementation", works=("transformer_engine", "local")),
     NotYet("position_embedding_type", "another position embedding than RoPE", works=("rope",)),
     NotYet("layernorm_zero_centered_gamma", _NORM),

@@ -86,8 +86,6 @@ def test_every_own_flag_has_a_reader_or_a_row():
 # Read where it changes nothing yet: attribute → why.
 READ_ALREADY = {
     "multimodal_keys": "data sets refuse it in their own words",
-    "post_mlp_layernorm": "part of the model's shape",
-    "post_self_attn_layernorm": "part of the model's shape",
     "update_weights_interval": "when the old actor moves",
     "use_rollout_routing_replay": "the trainer's side, which any rollout function can serve",
     "train_backend": "the trainer makes its backend of it; a run with FSDP is refused",

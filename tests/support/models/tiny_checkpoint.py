@@ -1,8 +1,9 @@
-"""A tiny Qwen3 checkpoint with random weights and a byte-level tokenizer, built locally in about a second."""
+"""A tiny checkpoint with random weights and a byte-level tokenizer, built locally in about a second."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 
@@ -30,16 +31,21 @@ def make_tiny_tokenizer(path: str | Path) -> dict[str, int]:
 
 
 def make_tiny_checkpoint(
-    path: str | Path, seed: int = 0, vocab_size: int = 320, tie: bool = True, **config_overrides
+    path: str | Path,
+    seed: int = 0,
+    vocab_size: int = 320,
+    tie: bool = True,
+    model_type: str = "qwen3",
+    **config_overrides: Any,
 ) -> Path:
-    """Write a Qwen3 checkpoint in float32 to `path`.
+    """Write a checkpoint in float32 to `path`, of the family that transformers knows by `model_type`.
 
     `vocab_size` is at least 260 (the tokenizer's size); `tie` shares the embedding with the head; `config_overrides`
-    replace fields of the Qwen3 configuration. The weights depend on `seed` only and are scaled up, so that the next-token
+    replace fields of the configuration. The weights depend on `seed` only and are scaled up, so that the next-token
     distribution is far from flat. The global random state is left as it was.
     """
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -61,7 +67,7 @@ def make_tiny_checkpoint(
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(Qwen3Config(**config)).float()
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**config)).float()
         with torch.no_grad():
             for parameter in model.parameters():
                 # Norm weights are all ones at first: change them too, so that a lost one shows.

@@ -75,13 +75,22 @@ class TinyFamily:
 LATENT = (*EXPERTS, "cp2 gathered", "tp2 pp2", "tp2 up recomputed")
 _ONE_GROUP = {"n_group": 1, "topk_group": 1}
 _PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}, "rms_norm_eps": 1e-5}
-
+_LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+_HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 TINY_FAMILIES: dict[str, TinyFamily] = {
     "qwen2": TinyFamily("qwen2", {"head_dim": 8}),
     "qwen2 tied": TinyFamily("qwen2", {"head_dim": 8, "tied": True}),
     "qwen3": TinyFamily("qwen3"),
     "qwen3 tied": TinyFamily("qwen3", {"tied": True}),
     "mimo": TinyFamily("mimo", {"head_dim": 8}, write=write_tiny_mimo),
+    "llama": TinyFamily("llama", {"head_dim": 8}),
+    # Of 16 frequencies of a head one lies in the band of the scaling, and some on either side.
+    "llama3": TinyFamily("llama", {"head_dim": 32, "tied": True, "rope_parameters": {**_LLAMA3_ROPE, "factor": 8.0}}),
+    "glm4": TinyFamily("glm4", {"head_dim": 16, "attention_bias": True, "rope_parameters": _HALF_ROPE}),
+    "glm4 without bias": TinyFamily("glm4", {"head_dim": 16, "attention_bias": False, "rope_parameters": _HALF_ROPE}),
     "qwen2_moe": TinyFamily("qwen2_moe", write=write_tiny_mixture, layouts=EXPERTS),
     "qwen3_moe": TinyFamily("qwen3_moe", write=write_tiny_mixture, layouts=EXPERTS),
     "deepseek_v3": TinyFamily("deepseek_v3", write=write_tiny_latent, layouts=LATENT),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.support.models.tiny_checkpoint import make_tiny_checkpoint
 
@@ -64,11 +65,11 @@ class TinyTask:
         ]  # fmt: skip
 
 
-def make_tiny_task(directory: Path, prompts: int = 14) -> TinyTask:
-    """Write model, prompts and held-out prompts below `directory`."""
+def make_tiny_task(directory: Path, prompts: int = 14, **model: Any) -> TinyTask:
+    """Write model (`make_tiny_checkpoint`), prompts and held-out prompts below `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     task = TinyTask(
-        make_tiny_checkpoint(directory / "model"), directory / "prompts.jsonl", directory / "held_out.jsonl"
+        make_tiny_checkpoint(directory / "model", **model), directory / "prompts.jsonl", directory / "held_out.jsonl"
     )
     _write_rows(task.prompts, range(prompts))
     _write_rows(task.evaluation, range(100, 103))

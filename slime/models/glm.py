@@ -1,0 +1,29 @@
+"""GLM-4 and GLM-Z1, dense: one tensor for gate and up, and a norm behind attention and behind the MLP of every layer."""
+
+from slime.models import config_entries as hf
+from slime.models.family import ATTENTION, ENDS, LAYER_NORMS, Family, layer_rule
+from slime.models.tensor_layouts import FusedGatedLinear, Replicated, Sharded
+
+_FURTHER_NORMS = tuple(
+    layer_rule(f"{name}.weight", f"{name}.weight", Replicated())
+    for name in ("post_self_attn_layernorm", "post_mlp_layernorm")
+)
+_MLP = (
+    layer_rule("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", FusedGatedLinear()),
+    layer_rule("mlp.linear_fc2.weight", "mlp.down_proj.weight", Sharded(dim=1)),
+)
+
+GLM4 = Family(
+    model_types=("glm4",),
+    names=("glm4",),
+    parts=(hf.decoder, hf.grouped_query_attention, hf.qkv_bias, hf.partial_rope),
+    constants={
+        "post_self_attn_layernorm": True,
+        "post_mlp_layernorm": True,
+        "rotary_interleaved": True,
+        "apply_rope_fusion": False,
+    },
+    absent={"partial_rotary_factor": 0.5, "attention_bias": True},
+    layer_spec="slime_plugins.models.glm4.get_glm_spec",
+    rules=ENDS + LAYER_NORMS + ATTENTION + _FURTHER_NORMS + _MLP,
+)
