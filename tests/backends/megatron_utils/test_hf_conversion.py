@@ -14,7 +14,7 @@ from tests.support.processes.distributed import run_distributed
 
 
 @pytest.mark.parametrize(
-    "name", ["MiMoV2FlashForCausalLM", "glm4moe", "qwen3-next-80B", "qwen3_5", "Qwen2VLConfig", "kimi"]
+    "name", ["MiMoV2FlashForCausalLM", "glm4moe", "qwen3-next-80B", "qwen3_5", "Qwen2VLConfig", "MiniMaxM2"]
 )
 def test_names_of_other_families_are_refused(name):
     with pytest.raises(UserError, match="qwen2.*qwen3"):
@@ -26,7 +26,7 @@ def test_by_directory(tmp_path):
         family_of_directory(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     assert family_of_directory(tmp_path) is QWEN3
-    for model_type in ("mamba", "kimi_k2"):
+    for model_type in ("mamba", "minimax_m2"):
         (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
         with pytest.raises(UserError, match=f"'{model_type}' is not one of .*mimo.*qwen2.*qwen3"):
             family_of_directory(tmp_path)
