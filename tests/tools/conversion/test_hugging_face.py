@@ -1,0 +1,148 @@
+"""Quantised checkpoints as engines' packages read them, the way back, and what is left alone."""
+
+import json
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationScheme
+from safetensors.torch import load_file, save_file
+
+from slime.utils.errors import UserError
+from slime.weights.quantisers import open_checkpoint, quantise_fp8_blocks, quantiser_of, rounded_as_int4
+from tools import convert_hf_to_fp8, convert_hf_to_int4_direct, fp8_cast_bf16
+
+EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"
+QUANTISED = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight", EXPERT)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix(rows, columns):
+        return torch.randn(rows, columns, generator=generator).bfloat16()
+
+    tensors = {name: matrix(64, 96) for name in QUANTISED}
+    tensors |= {
+        "model.embed_tokens.weight": matrix(40, 64),
+        "lm_head.weight": matrix(40, 64),
+        "model.layers.1.mlp.gate.weight": matrix(4, 64),
+        "model.layers.0.input_layernorm.weight": torch.ones(64).bfloat16(),
+        "model.layers.0.self_attn.q_proj.bias": torch.ones(64).bfloat16(),
+    }
+    directory = tmp_path / "model"
+    directory.mkdir()
+    names = list(tensors)
+    save_file({name: tensors[name] for name in names[:3]}, directory / "model-00001-of-00002.safetensors")
+    save_file({name: tensors[name] for name in names[3:]}, directory / "model-00002-of-00002.safetensors")
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "dtype": "bfloat16"}))
+    (directory / "tokenizer.json").write_text("{}")
+    return directory, tensors
+
+
+def read(directory):
+    found = {}
+    for path in directory.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def config_of(directory):
+    return json.loads((directory / "config.json").read_text())["quantization_config"]
+
+
+@pytest.mark.parametrize("scale_format", ["float", "ue8m0"])
+def test_blocks_of_fp8_there_and_back(checkpoint, tmp_path, scale_format):
+    source, tensors = checkpoint
+    target, back = tmp_path / "fp8", tmp_path / "back"
+    convert_hf_to_fp8.main(
+        ["--model-dir", str(source), "--save-dir", str(target), "--block-size", "32", "64", "--scale-fmt", scale_format]
+    )
+    stored = read(target)
+    for name, tensor in tensors.items():
+        if name not in QUANTISED:
+            assert stored[name].equal(tensor)
+            continue
+        quantised, scale = quantise_fp8_blocks(tensor, (32, 64), scale_format)
+        assert stored[name + "_scale_inv"].equal(scale)
+        assert stored[name].view(torch.uint8).equal(quantised.view(torch.uint8))
+    assert (target / "tokenizer.json").exists() and not list(target.glob(".*"))
+    config = config_of(target)
+    left = ["lm_head", "model.layers.1.mlp.gate"]
+    assert sorted(config.pop("modules_to_not_convert")) == left
+    assert config.pop("scale_fmt", "float") == scale_format
+    assert config == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [32, 64],
+    }
+    # A push to engines that serve it has the same names and bits.
+    pushed = dict(quantiser_of(target)(tensors.items()))
+    assert pushed.keys() == stored.keys() and all(pushed[name].shape == stored[name].shape for name in stored)
+    fp8_cast_bf16.main(["--input-fp8-hf-path", str(target), "--output-bf16-hf-path", str(back)])
+    assert "quantization_config" not in json.loads((back / "config.json").read_text())
+    plain, opened = read(back), open_checkpoint(target)
+    assert plain.keys() == tensors.keys()
+    assert all(plain[name].equal(opened.tensor(name)[:].bfloat16()) for name in tensors)
+    index = json.loads((back / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors.keys()
+
+
+def test_rows_and_whole_matrices_of_fp8(checkpoint, tmp_path):
+    source, tensors = checkpoint
+    weight = tensors[EXPERT].float()
+    for strategy, amax in (("channel", weight.abs().amax(1, keepdim=True)), ("tensor", weight.abs().amax())):
+        target = tmp_path / strategy
+        convert_hf_to_fp8.main(["--model-dir", str(source), "--save-dir", str(target), "--strategy", strategy])
+        stored = read(target)
+        assert stored[EXPERT + "_scale"].equal(amax / 448)
+        assert (stored[EXPERT].float() * stored[EXPERT + "_scale"] - weight).abs().max() <= amax.max() / 16
+    assert config_of(tmp_path / "channel")["config_groups"]["group_0"]["weights"]["strategy"] == "channel"
+
+
+@pytest.mark.parametrize("is_symmetric", [True, False])
+def test_int4_as_the_engines_package_reads_it(checkpoint, tmp_path, is_symmetric):
+    source, tensors = checkpoint
+    target = tmp_path / "int4"
+    words = ["--model-dir", str(source), "--save-dir", str(target), "--ignore-rules", "re:.*self_attn"]
+    convert_hf_to_int4_direct.main([*words, *([] if is_symmetric else ["--no-is-symmetric"])])
+    stored, config = read(target), config_of(target)
+    scheme = QuantizationScheme.model_validate(config["config_groups"]["group_0"])
+    assert "model.layers.0.self_attn.q_proj" in config["ignore"]
+    assert stored["model.layers.0.self_attn.q_proj.weight"].equal(tensors["model.layers.0.self_attn.q_proj.weight"])
+    for name in QUANTISED[1:]:
+        module = name.removesuffix("weight")
+        parts = {part.removeprefix(module): value for part, value in stored.items() if part.startswith(module)}
+        read_by_package = PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
+        assert read_by_package.equal(rounded_as_int4(tensors[name], scheme))
+        assert open_checkpoint(target).tensor(name)[:].equal(read_by_package)
+
+
+def test_what_cannot_be_converted_is_refused(checkpoint, tmp_path, capsys):
+    source, _ = checkpoint
+
+    def message(main, *words):
+        with pytest.raises(SystemExit) as end:
+            main(list(words))
+        return str(end.value)
+
+    assert "is no directory" in message(
+        convert_hf_to_fp8.main, "--model-dir", "/nowhere", "--save-dir", str(tmp_path / "a")
+    )
+    same = message(convert_hf_to_fp8.main, "--model-dir", str(source), "--save-dir", str(source))
+    assert "is the source" in same
+    assert "is not quantised" in message(
+        fp8_cast_bf16.main, "--input-fp8-hf-path", str(source), "--output-bf16-hf-path", str(tmp_path / "b")
+    )
+    with pytest.raises(UserError, match=r"--ignore-rules: .* in '\('"):
+        from tools.conversion.hugging_face import quantised_matrices
+
+        quantised_matrices({}, ["re:("])
+    (source / "model-00002-of-00002.safetensors").unlink()
+    (source / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model-00002-of-00002.safetensors"}})
+    )
+    lost = message(convert_hf_to_fp8.main, "--model-dir", str(source), "--save-dir", str(tmp_path / "c"))
+    assert "model-00002-of-00002.safetensors, which model.safetensors.index.json names, is not there" in lost

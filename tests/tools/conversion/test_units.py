@@ -1,0 +1,123 @@
+"""Conversions in units: resumed after a failure, refused where they would overwrite, visible only when they are whole."""
+
+import functools
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slime.utils.errors import RunError, UserError
+from tools.conversion.units import Conversion, Unit, split_into_units, write_streamed_shard
+
+UNITS = [Unit(0, ("a", "b"), 2), Unit(1, ("c",), 1), Unit(2, ("d",), 1)]
+
+
+@pytest.fixture
+def source(tmp_path):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "weights").write_text("1")
+    return tmp_path / "source"
+
+
+def write(failing, draft, unit):
+    """Writes a line for every call, by unit."""
+    if unit.index in failing:
+        raise OSError(28, "No space left on device")
+    with open(draft / f"unit-{unit.index}", "a") as file:
+        file.write("written\n")
+    return list(unit.names)
+
+
+def finish(draft, results):
+    (draft / "all").write_text(json.dumps(results))
+
+
+def kill(draft, unit):
+    os._exit(9)
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_failed_conversion_goes_on_with_what_is_left(source, tmp_path, workers):
+    target = tmp_path / "target"
+    conversion = Conversion(source, target, {"option": 1}, workers)
+    with pytest.raises(RunError, match=r"No space left on device.* MB are free there.*the same command goes on"):
+        conversion.run(UNITS, functools.partial(write, (2,)), finish)
+    assert not target.exists() and (conversion.draft / "unit-0").read_text() == "written\n"
+    conversion.run(UNITS, functools.partial(write, ()), finish)
+    # Nothing was done twice, and nothing is left beside what was made.
+    assert sorted(path.name for path in target.iterdir()) == ["all", "unit-0", "unit-1", "unit-2"]
+    assert all((target / f"unit-{index}").read_text() == "written\n" for index in range(3))
+    assert json.loads((target / "all").read_text()) == [["a", "b"], ["c"], ["d"]]
+    assert not conversion.draft.exists()
+
+
+@pytest.mark.parametrize("change", ["source", "options"])
+def test_what_was_left_of_another_conversion_is_not_used(source, tmp_path, change):
+    target = tmp_path / "target"
+    with pytest.raises(RunError):
+        Conversion(source, target, {}).run(UNITS, functools.partial(write, (2,)), finish)
+    if change == "source":
+        (source / "weights").write_text("22")
+    Conversion(source, target, {"changed": change}).run(UNITS, functools.partial(write, ()), finish)
+    assert (target / "unit-0").read_text() == "written\n"
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_an_error(source, tmp_path):
+    with pytest.raises(RunError, match="a process was killed .*give fewer --max-workers"):
+        Conversion(source, tmp_path / "target", {}, workers=2).run(UNITS, kill, finish)
+
+
+def test_nothing_is_overwritten(source, tmp_path):
+    for target in (source, source / "inside", tmp_path):
+        with pytest.raises(UserError, match="is the source"):
+            Conversion(source, target, {}, force=True).run(UNITS, functools.partial(write, ()), finish)
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "mine").touch()
+    with pytest.raises(UserError, match="exists already.* --force"):
+        Conversion(source, target, {}).run(UNITS, functools.partial(write, ()), finish)
+    Conversion(source, target, {}, force=True).run(UNITS, functools.partial(write, ()), finish)
+    assert not (target / "mine").exists() and (target / "all").exists()
+
+
+def test_units_keep_the_order_and_the_bounds(monkeypatch):
+    sizes = [("a", 3), ("b", 3), ("c", 10), ("d", 1)]
+    assert split_into_units(sizes, 1, 6) == [
+        Unit(0, ("a", "b"), 6),
+        Unit(1, ("c",), 10),
+        Unit(2, ("d",), 1),
+    ]
+    # Small conversions are one unit, however many could work.
+    assert split_into_units(sizes, 8, 100) == [Unit(0, ("a", "b", "c", "d"), 17)]
+    monkeypatch.setattr("tools.conversion.units.LEAST_UNIT_BYTES", 1)
+    assert [unit.nbytes for unit in split_into_units(sizes, 2, 100)] == [3, 3, 10, 1]
+
+
+def test_a_shard_is_written_as_its_tensors_come(tmp_path):
+    tensors = {
+        "odd": torch.arange(3, dtype=torch.uint8),
+        "bf16": torch.randn(4, 4).bfloat16(),
+        "fp8": torch.randn(3, 3).to(torch.float8_e4m3fn),
+        "float": torch.randn(2, 2),
+        "scalar": torch.tensor(2.0),
+        "part": torch.arange(64).view(8, 8)[:, 2:4],
+        "empty": torch.zeros(0, 4),
+    }
+    held = []
+
+    def streamed():
+        for name, tensor in tensors.items():
+            held.append(name)
+            yield name, tensor
+
+    write_streamed_shard(tmp_path / "a.safetensors", streamed(), len(tensors))
+    found = load_file(tmp_path / "a.safetensors")
+    assert held == list(tensors) and found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        assert found[name].float().equal(tensor.float()), name
+    with pytest.raises(RunError, match="tensor x occurs twice"):
+        write_streamed_shard(tmp_path / "b.safetensors", [("x", torch.zeros(2)), ("x", torch.zeros(2))], 2)

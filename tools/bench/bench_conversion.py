@@ -1,0 +1,125 @@
+"""Converters of checkpoints beside a copy of the same files, in one run.
+
+    python tools/bench/bench_conversion.py --gigabytes 2
+
+A random model in the shape of Qwen3 is written, and read once, so that all find it in memory. Then its files are copied and
+brought to the disk, by one process, and each converter makes what it makes of them. Rounds take turns, and the least time of
+each is told; that of a converter has the start of its processes in it. Ratios are speeds: bytes read per second, over those
+of the copy.
+"""
+
+import argparse
+import json
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from slime.utils.filesystem import fsync_tree
+
+ROOT = Path(__file__).resolve().parents[2]
+HIDDEN, HEADS, GROUPS, HEAD_DIM, FFN, VOCABULARY = 2048, 16, 8, 128, 6144, 32768
+TOOLS = {
+    "convert_hf_to_torch_dist": "--hf-checkpoint {model} --save {target}",
+    "convert_torch_dist_to_hf": "--input-dir {torch_dist} --output-dir {target} --origin-hf-dir {model}",
+    "convert_hf_to_fp8": "--model-dir {model} --save-dir {target}",
+    "convert_hf_to_int4_direct": "--model-dir {model} --save-dir {target}",
+    "fp8_cast_bf16": "--input-fp8-hf-path {fp8} --output-bf16-hf-path {target}",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--only", nargs="*", choices=TOOLS, default=list(TOOLS))
+    options = parser.parse_args()
+    directory = Path(tempfile.mkdtemp(prefix="bench-conversion-"))
+    try:
+        tell(options, directory)
+    finally:
+        shutil.rmtree(directory)
+
+
+def tell(options: argparse.Namespace, directory: Path) -> None:
+    model = directory / "model"
+    write_model(model, int(options.gigabytes * 1e9))
+    size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    made = {"torch_dist": directory / "torch_dist", "fp8": directory / "fp8"}
+    least: dict[str, float] = {}
+    peaks: dict[str, float] = {}
+    for _ in range(options.rounds):
+        least["copy"] = min(least.get("copy", float("inf")), copied(model, directory / "copy"))
+        for tool in options.only:
+            target = {"convert_hf_to_torch_dist": made["torch_dist"], "convert_hf_to_fp8": made["fp8"]}.get(
+                tool, directory / "made"
+            )
+            shutil.rmtree(target, ignore_errors=True)
+            words = TOOLS[tool].format(model=model, target=target, **made).split()
+            command = [sys.executable, "-W", "ignore", ROOT / "tools" / f"{tool}.py", *words]
+            start = time.perf_counter()
+            subprocess.run([*command, "--max-workers", str(options.workers)], check=True)
+            least[tool] = min(least.get(tool, float("inf")), time.perf_counter() - start)
+            peaks[tool] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
+    count = len(list(model.glob("*.safetensors")))
+    print(f"{size / 1e9:.2f} GB in {count} files, {platform.processor() or platform.machine()}")
+    for name, seconds in least.items():
+        # The peak is that of the largest process so far.
+        memory = f", at most {peaks[name]:.2f} GB in a process" if name in peaks else ""
+        print(f"{name:28s} {seconds:7.2f} s  {least['copy'] / seconds:5.2f} of the copy's speed{memory}")
+
+
+def copied(source: Path, target: Path) -> float:
+    shutil.rmtree(target, ignore_errors=True)
+    start = time.perf_counter()
+    shutil.copytree(source, target)
+    fsync_tree(target)
+    return time.perf_counter() - start
+
+
+def write_model(directory: Path, nbytes: int) -> None:
+    """A checkpoint of at least `nbytes`, in files of eight layers."""
+    directory.mkdir()
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    heads = HEADS * HEAD_DIM, GROUPS * HEAD_DIM
+    shapes = {
+        "self_attn.q_proj": (heads[0], HIDDEN), "self_attn.k_proj": (heads[1], HIDDEN),
+        "self_attn.v_proj": (heads[1], HIDDEN), "self_attn.o_proj": (HIDDEN, heads[0]),
+        "mlp.gate_proj": (FFN, HIDDEN), "mlp.up_proj": (FFN, HIDDEN), "mlp.down_proj": (HIDDEN, FFN),
+        "self_attn.q_norm": (HEAD_DIM,), "self_attn.k_norm": (HEAD_DIM,),
+        "input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,),
+    }  # fmt: skip
+    ends = {"model.embed_tokens.weight": draw(VOCABULARY, HIDDEN), "model.norm.weight": draw(HIDDEN)}
+    save_file(ends, directory / "model-ends.safetensors", metadata={"format": "pt"})
+    written, layers, layer = sum(tensor.nbytes for tensor in ends.values()), {}, 0
+    # Random numbers of one layer do for all.
+    drawn = {name: draw(*shape) for name, shape in shapes.items()}
+    while written < nbytes or layers:
+        layers |= {f"model.layers.{layer}.{name}.weight": tensor + layer / 8 for name, tensor in drawn.items()}
+        layer += 1
+        if layer % 8 == 0:
+            save_file(layers, directory / f"model-{layer:05d}.safetensors", metadata={"format": "pt"})
+            written, layers = written + sum(tensor.nbytes for tensor in layers.values()), {}
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": layer, "hidden_size": HIDDEN,
+        "intermediate_size": FFN, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "head_dim": HEAD_DIM,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "vocab_size": VOCABULARY, "max_position_embeddings": 4096,
+        "tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False, "dtype": "bfloat16",
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+if __name__ == "__main__":
+    main()

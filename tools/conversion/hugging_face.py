@@ -1,0 +1,306 @@
+"""Hugging Face checkpoints made of others: quantised for engines, or back to plain numbers.
+
+Numbers, names and `quantization_config` are those with which engines read a checkpoint; `slime.weights.quantisers` makes
+them, as it does for pushes, so what a run sends to engines has the form of what is converted here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime.utils.errors import UserError
+from slime.utils.filesystem import write_json_atomically
+from slime.weights.hf_reader import INDEX_FILE, Place, SafetensorsDirectory, places_of_checkpoint
+from slime.weights.hf_writer import copy_auxiliary_files, number_shards
+from slime.weights.quantisers import (
+    open_checkpoint,
+    quantisation_settings,
+    quantise_fp8_blocks,
+    quantise_fp8_tensor,
+    quantise_int4,
+)
+from tools.conversion.units import Conversion, Unit, split_into_units, write_streamed_shard
+
+if TYPE_CHECKING:
+    import torch
+
+# What the matrices of attention (also latent, linear, and that of an indexer) and of dense and expert layers are called.
+_LINEAR = re.compile(
+    r"(?:\.(?:[qkvo]_proj|qkv_proj|gate_proj|up_proj|down_proj|gate_up_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|wq_b|wk"
+    r"|in_proj_qkv|in_proj_qkvz|in_proj_z|out_proj)|\.experts\.\d+\.w[123])\.weight$"
+)
+_EMBEDDING = re.compile(r"embed")
+# Numbers that a processor's cache holds in float32.
+_STRIP_NUMBERS = 2**17
+DEFAULT_SHARD_BYTES = 5 * 1024**3
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How matrices become quantised ones.
+
+    settings: `quantization_config`, but for what is left alone; `ignored` is the entry that names it.
+    parts: what stands in the place of `weight`.
+    """
+
+    settings: dict[str, Any]
+    ignored: str
+    parts: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
+
+
+def quantised_matrices(
+    places: Mapping[str, Place], rules: Sequence[str], columns: int = 1
+) -> tuple[list[str], list[str]]:
+    """(weights that are to be quantised, modules that are left alone), of a checkpoint's tensors.
+
+    Args:
+        rules: modules to leave alone: a name, its end after a dot, or a pattern after `re:`.
+        columns: what the columns have to be a multiple of.
+
+    Raises:
+        UserError: a pattern is none; no weight is left.
+    """
+    try:
+        patterns = [re.compile(rule.removeprefix("re:")) for rule in rules if rule.startswith("re:")]
+    except re.error as error:
+        raise UserError(f"--ignore-rules: {error} in {error.pattern!r}") from error
+    names = [rule for rule in rules if not rule.startswith("re:")]
+
+    def is_ignored(module: str) -> bool:
+        by_name = any(module == name or module.endswith("." + name) for name in names)
+        return by_name or any(pattern.match(module) for pattern in patterns)
+
+    chosen, left = [], []
+    for name, place in places.items():
+        if not name.endswith(".weight") or len(place.shape) != 2 or _EMBEDDING.search(name):
+            continue
+        module = name.removesuffix(".weight")
+        fits = _LINEAR.search(name) and not is_ignored(module) and place.shape[1] % columns == 0
+        (chosen if fits and place.dtype in ("BF16", "F16", "F32") else left).append(name if fits else module)
+    if not chosen:
+        raise UserError(
+            "no weight is left that could be quantised: the checkpoint has none of the known names, or all are ignored"
+        )
+    return chosen, left
+
+
+def fp8_recipe(strategy: str, block: Sequence[int], scale_format: str) -> Recipe:
+    """`strategy`: block, channel or tensor."""
+    if strategy == "channel":
+        weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+        inputs = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+        groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
+        settings = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+        return Recipe(settings, "ignore", _fp8_channels)
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    if strategy == "tensor":
+        return Recipe(settings, "modules_to_not_convert", _fp8_tensor)
+    settings["weight_block_size"] = list(block)
+    if scale_format != "float":
+        settings["scale_fmt"] = scale_format
+    parts = functools.partial(_fp8_blocks, block=tuple(block), scale_format=scale_format)
+    return Recipe(settings, "modules_to_not_convert", parts)
+
+
+def _fp8_blocks(weight: torch.Tensor, block: tuple[int, int], scale_format: Any) -> Mapping[str, torch.Tensor]:
+    def parts(strip: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return dict(zip(("weight", "weight_scale_inv"), quantise_fp8_blocks(strip, block, scale_format), strict=True))
+
+    return in_strips(weight, block[0], parts)
+
+
+def _fp8_tensor(weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    return dict(zip(("weight", "weight_scale"), quantise_fp8_tensor(weight), strict=True))
+
+
+def _fp8_channels(weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    # A channel is a block of one row.
+    quantised, scale = quantise_fp8_blocks(weight, (1, weight.shape[1]))
+    return {"weight": quantised, "weight_scale": scale}
+
+
+def int4_recipe(group_size: int, is_symmetric: bool) -> Recipe:
+    """Round to nearest, in groups of columns."""
+    weights = {
+        "num_bits": 4, "type": "int", "symmetric": is_symmetric, "strategy": "group", "group_size": group_size,
+        "dynamic": False,
+    }  # fmt: skip
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    settings = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "config_groups": groups,
+    }  # fmt: skip
+    return Recipe(settings, "ignore", functools.partial(_int4, group=groups["group_0"]))
+
+
+def _int4(weight: torch.Tensor, group: dict[str, Any]) -> Mapping[str, torch.Tensor]:
+    from compressed_tensors.quantization import QuantizationScheme
+
+    return quantise_int4(weight, QuantizationScheme.model_validate(group))
+
+
+def quantise_checkpoint(
+    source: Path, target: Path, recipe: Recipe, rules: Sequence[str], columns: int, options: argparse.Namespace
+) -> None:
+    """Write `source` with its matrices quantised by `recipe` as `target`; see `Conversion` for errors.
+
+    Args:
+        rules, columns: as of `quantised_matrices`.
+        options: what `add_options` has added.
+
+    Raises:
+        UserError: it is quantised already.
+    """
+    if quantisation_settings(source) is not None:
+        raise UserError(f"{source} is quantised already: make a plain one of it first (tools/fp8_cast_bf16.py)")
+    places = _places(source)
+    chosen, left = quantised_matrices(places, rules, columns)
+    settings = {**recipe.settings, recipe.ignored: left}
+    config = {**_config(source), "quantization_config": settings}
+    _convert(
+        source, target, config, functools.partial(_quantised, source, frozenset(chosen), recipe.parts), places, options
+    )
+
+
+def dequantise_checkpoint(source: Path, target: Path, options: argparse.Namespace) -> None:
+    """Write the quantised checkpoint `source` with plain numbers, in the 16-bit type of its config, as `target`.
+
+    Raises:
+        UserError: it is not quantised.
+    """
+    if quantisation_settings(source) is None:
+        raise UserError(f"{source} is not quantised: its config.json has no quantization_config")
+    places, names = _places(source), open_checkpoint(source).names()
+    config = _config(source)
+    for part in (config, config.get("text_config", {})):
+        part.pop("quantization_config", None)
+    dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    stored = {name: places.get(name) or places[name.removesuffix("weight") + "weight_packed"] for name in names}
+    _convert(source, target, config, functools.partial(_plain, source, dtype), stored, options)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that all converters to Hugging Face checkpoints have."""
+    parser.add_argument("--max-workers", type=int, default=2, help="processes that convert (default: %(default)s)")
+    parser.add_argument(
+        "--chunk-size", type=int, default=DEFAULT_SHARD_BYTES, metavar="BYTES",
+        help="largest size of a weight file before quantisation (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("-f", "--force", action="store_true", help="replace the target if it exists")
+
+
+def write_hf_shard(
+    named: Callable[[Sequence[str]], Iterator[tuple[str, torch.Tensor]]], draft: Path, unit: Unit
+) -> None:
+    """Write what `named` makes of the unit's names as one weight file."""
+    # A weight becomes four tensors at most.
+    write_streamed_shard(draft / shard_name(unit.index), named(unit.names), 4 * len(unit.names))
+
+
+def shard_name(index: int) -> str:
+    return f"shard-{index:05d}.safetensors"
+
+
+def finish_hf_checkpoint(source: Path, config: Mapping[str, Any], draft: Path, count: int) -> None:
+    """Make `count` shards in `draft` a checkpoint with the tokenizer of `source`. May be called again."""
+    for left in (*draft.glob("model-*-of-*.safetensors"), draft / INDEX_FILE):
+        # Numbered by an attempt that was ended there.
+        number = re.match(r"model-(\d+)-of-", left.name)
+        if number:
+            left.rename(draft / shard_name(int(number[1]) - 1))
+        else:
+            left.unlink(missing_ok=True)
+    number_shards(draft, [shard_name(index) for index in range(count)])
+    copy_auxiliary_files(source, draft)
+    write_json_atomically(draft / "config.json", dict(config))
+
+
+def _convert(
+    source: Path,
+    target: Path,
+    config: Mapping[str, Any],
+    named: Callable[[Sequence[str]], Iterator[tuple[str, torch.Tensor]]],
+    places: Mapping[str, Place],
+    options: argparse.Namespace,
+) -> None:
+    # In the order of the files, so that what lies together stays together.
+    ordered = sorted(places.items(), key=lambda item: (item[1].path.name, item[1].start))
+    sizes = [(name, place.stop - place.start) for name, place in ordered]
+    conversion = Conversion(source, target, {"config": config}, options.max_workers, options.force)
+    conversion.run(
+        split_into_units(sizes, options.max_workers, options.chunk_size),
+        functools.partial(write_hf_shard, named),
+        lambda draft, results: finish_hf_checkpoint(source, config, draft, len(results)),
+    )
+
+
+def _quantised(
+    source: Path,
+    chosen: frozenset[str],
+    parts: Callable[[torch.Tensor], Mapping[str, torch.Tensor]],
+    names: Sequence[str],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    stored = SafetensorsDirectory(source)
+    for name in names:
+        tensor = stored.tensor(name)[...]
+        if name not in chosen:
+            yield name, tensor
+            continue
+        module = name.removesuffix("weight")
+        yield from ((module + part, made) for part, made in parts(tensor).items())
+
+
+def in_strips(
+    weight: torch.Tensor, height: int, parts: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
+) -> Mapping[str, torch.Tensor]:
+    """What `parts` makes of a matrix, strip by strip of whole multiples of `height` rows: a processor's cache holds a strip."""
+    import torch
+
+    rows = height * max(_STRIP_NUMBERS // (height * weight.shape[1]), 1)
+    strips = [parts(strip) for strip in weight.split(rows)]
+    return {name: torch.cat([strip[name] for strip in strips]) for name in strips[0]}
+
+
+def _plain(source: Path, dtype: str, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    import torch
+
+    from slime.weights.hf_reader import StoredTensor
+
+    opened = open_checkpoint(source)
+    for name in names:
+        stored = opened.tensor(name)
+        # What was never quantised stays as it is.
+        if isinstance(stored, StoredTensor):
+            yield name, stored[...]
+            continue
+        whole = torch.empty(stored.shape, dtype=getattr(torch, dtype))
+        rows = max(_STRIP_NUMBERS // stored.shape[1], 1)
+        for first in range(0, stored.shape[0], rows):
+            whole[first : first + rows] = stored[first : first + rows]
+        yield name, whole
+
+
+def _places(source: Path) -> dict[str, Place]:
+    if not source.is_dir():
+        raise UserError(f"{source} is no directory; give a Hugging Face checkpoint")
+    try:
+        places = places_of_checkpoint(source)
+    except FileNotFoundError as error:
+        raise UserError(f"{error.filename}, which {INDEX_FILE} names, is not there") from error
+    if not places:
+        raise UserError(f"{source} holds no *.safetensors file")
+    return places
+
+
+def _config(source: Path) -> dict[str, Any]:
+    try:
+        return json.loads((source / "config.json").read_text())
+    except FileNotFoundError as error:
+        raise UserError(f"{source} has no config.json: it is no Hugging Face checkpoint") from error

@@ -1,0 +1,148 @@
+"""What a checkpoint directory holds, as lines to read; checksums of its files, on demand."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from slime.arguments.checkpoints import POINTER, is_megatron_checkpoint, iteration_directory, latest_iteration
+from slime.utils.errors import UserError
+from slime.utils.filesystem import write_json_atomically
+from slime.weights.hf_reader import Place, places_of_checkpoint
+from slime.weights.quantisers import quantisation_settings
+from tools.conversion.torch_dist import TorchDistDirectory, describe_model, missing_and_surplus, parse_model_flags
+
+CHECKSUMS = "checksums.json"
+_READ_BYTES = 16 * 1024**2
+
+
+def describe(directory: Path) -> Iterator[str]:
+    """Lines about a Hugging Face directory, a Megatron checkpoint, or one of its iterations.
+
+    Raises:
+        UserError: it is neither, or a file of it is missing or cut off.
+    """
+    if is_megatron_checkpoint(directory):
+        newest = latest_iteration(directory)
+        others = sorted(int(path.name[5:]) for path in directory.glob("iter_*") if path.name[5:].isdigit())
+        yield f"Megatron checkpoint, iterations {', '.join(map(str, others))}; the newest is {newest} ({POINTER})"
+        directory = iteration_directory(directory, newest)
+    if (directory / ".metadata").is_file():
+        yield from _describe_torch_dist(directory)
+    elif (directory / "config.json").is_file():
+        yield from _describe_hf(directory)
+    else:
+        raise UserError(f"{directory} is no checkpoint: it has neither {POINTER} nor .metadata nor config.json")
+
+
+def _describe_torch_dist(directory: Path) -> Iterator[str]:
+    stored = TorchDistDirectory(directory)
+    stored.require_files()
+    common = torch.load(directory / "common.pt", weights_only=True, map_location="cpu")
+    layout = ", ".join(f"{name} {size}" for name, size in common.get("layout", {}).items())
+    yield f"iteration {common.get('iteration', '?')}, saved by {layout or 'a converter'}"
+    yield f"optimizer state: {'yes' if common.get('has_optimizer') else 'no'}"
+    states = sorted(path.name for path in (directory / "states").glob("*"))
+    if states:
+        yield f"further sets of weights: {', '.join(states)}"
+    numel: collections.Counter[str] = collections.Counter()
+    for entry in stored.tensors.values():
+        numel[str(entry.properties.dtype).removeprefix("torch.")] += math.prod(entry.size)
+    yield _sizes_line(len(stored.tensors), numel)
+
+
+def _describe_hf(directory: Path) -> Iterator[str]:
+    config = json.loads((directory / "config.json").read_text())
+    places = _places(directory)
+    numel: collections.Counter[str] = collections.Counter()
+    for place in places.values():
+        numel[place.dtype] += math.prod(place.shape)
+    settings = quantisation_settings(directory)
+    method = "no" if settings is None else f"{settings.get('quant_method')} {settings.get('format', '')}".rstrip()
+    files = {place.path.name for place in places.values()}
+    yield f"Hugging Face checkpoint of {config.get('model_type')}, {len(files)} weight files, quantised: {method}"
+    yield _sizes_line(len(places), numel)
+
+
+def _places(directory: Path) -> Mapping[str, Place]:
+    try:
+        return places_of_checkpoint(directory)
+    except FileNotFoundError as error:
+        raise UserError(f"{error.filename}, which the index names, is not there") from error
+
+
+def _sizes_line(count: int, numel: Mapping[str, int]) -> str:
+    parts = ", ".join(f"{number:,} {dtype}" for dtype, number in sorted(numel.items()))
+    return f"{count} tensors, numbers in them: {parts or 'none'}"
+
+
+def misfits(directory: Path, hf_checkpoint: Path, words: Sequence[str]) -> list[str]:
+    """What does not fit between a checkpoint and the model of `hf_checkpoint` with the model flags `words`."""
+    if not is_megatron_checkpoint(directory) and not (directory / ".metadata").is_file():
+        args = parse_model_flags(hf_checkpoint, words)
+        missing, surplus = missing_and_surplus(directory, describe_model(args)[0], args.model_name)
+        return [*(f"lacks {name}" for name in missing), *(f"has {name}, which the model has not" for name in surplus)]
+    parameters, _ = describe_model(parse_model_flags(hf_checkpoint, words))
+    wanted = {piece.key: piece.shape for parameter in parameters for piece in parameter.pieces}
+    root = (
+        directory
+        if not is_megatron_checkpoint(directory)
+        else iteration_directory(directory, latest_iteration(directory))
+    )
+    found = {key: tuple(entry.size) for key, entry in TorchDistDirectory(root).tensors.items()}
+    lines = [f"lacks {key}" for key in sorted(wanted.keys() - found.keys())]
+    lines += [f"has {key}, which the model has not" for key in sorted(found.keys() - wanted.keys())]
+    for key in sorted(wanted.keys() & found.keys()):
+        # Padding of the vocabulary depends on the layout.
+        is_vocabulary = key in ("embedding.word_embeddings.weight", "output_layer.weight")
+        if wanted[key][is_vocabulary:] != found[key][is_vocabulary:]:
+            lines.append(f"{key} is {list(found[key])}, and {list(wanted[key])} in the model")
+    return lines
+
+
+def write_checksums(directory: Path) -> int:
+    """Write the digest of every file below `directory` to `checksums.json` there; returns how many files there are."""
+    digests = {str(path.relative_to(directory)): _digest(path) for path in _files(directory)}
+    write_json_atomically(directory / CHECKSUMS, digests)
+    return len(digests)
+
+
+def check_checksums(directory: Path) -> list[str]:
+    """What differs from `checksums.json`, in words.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    try:
+        digests = json.loads((directory / CHECKSUMS).read_text())
+    except FileNotFoundError as error:
+        raise UserError(f"{directory} has no {CHECKSUMS}: --write-checksums makes it") from error
+    present = {str(path.relative_to(directory)): path for path in _files(directory)}
+    lines = [f"{name} is missing" for name in sorted(digests.keys() - present.keys())]
+    lines += [f"{name} is new" for name in sorted(present.keys() - digests.keys())]
+    return lines + [
+        f"{name} has changed"
+        for name in sorted(digests.keys() & present.keys())
+        if _digest(present[name]) != digests[name]
+    ]
+
+
+def _files(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        raise UserError(f"{directory} is no directory")
+    return sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / CHECKSUMS)
+
+
+def _digest(path: Path) -> str:
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return f"xxh3_128:{digest.hexdigest()}"

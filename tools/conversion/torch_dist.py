@@ -1,0 +1,475 @@
+"""Megatron checkpoints (torch_dist) made of Hugging Face directories, and these of those.
+
+Towards Megatron the model is built on the meta device, where it has no memory, and asked how it describes its parameters to
+torch_dist. Each is then made out of its Hugging Face tensors and written, one after the other. Towards Hugging Face no model
+is built: names and places in the checkpoint's metadata say which parameter of which layer lies where. Either way the rules of
+the family (`slime.models`) and the layouts are those of training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import io
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.arguments.checkpoints import POINTER, is_megatron_checkpoint, iteration_directory, latest_iteration
+from slime.models.families import FAMILIES, FAMILIES_BY_NAME, family_name, model_args_from_hf
+from slime.models.family import Family
+from slime.models.tensor_layouts import TensorSizes
+from slime.utils.errors import UserError
+from slime.utils.filesystem import write_text_atomically
+from slime.weights.hf_reader import StoredTensor
+from slime.weights.quantisers import open_checkpoint, quantiser_of
+from tools.conversion.hugging_face import finish_hf_checkpoint, shard_name
+from tools.conversion.units import Conversion, Unit, split_into_units, write_streamed_shard
+
+# A run that builds a model and nothing else; --load-debug-rollout-data names a file that it never reads.
+_RUN = (
+    "--model-args-from-hf", "--debug-train-only", "--num-rollout", "0", "--rollout-batch-size", "1",
+    "--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1", "--disable-rewards-normalization",
+)  # fmt: skip
+_OPTIMIZER = "optimizer."
+_LAYERS = re.compile(r"(?<=\blayers)\.(?!\d)")
+_EXPERTS = ".experts.experts."
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a parameter as torch_dist has it: under `key`, at `offset` of a tensor of `shape`.
+
+    `stride` and `start` say which entries of the parameter it is; `sizes` are its own, with a one for each axis (of layers, of
+    experts) that torch_dist puts in front.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+    axes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """A parameter of the model with the pieces that torch_dist has of it."""
+
+    name: str
+    pieces: tuple[Piece, ...]
+    numel: int
+
+
+def parse_model_flags(hf_checkpoint: Path, words: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a run whose model is that of `hf_checkpoint`, with the flags `words`."""
+    from slime.arguments import parse_args
+
+    given = ["--hf-checkpoint", str(hf_checkpoint), *_RUN]
+    given += ["--load-debug-rollout-data", str(hf_checkpoint / "config.json")]
+    # On disk names are the same for all layer specs, and this one needs no kernels.
+    return parse_args(argv=[*given, *words, "--transformer-impl", "local"])
+
+
+def describe_model(args: argparse.Namespace) -> tuple[list[Parameter], list[str]]:
+    """(parameters, keys of objects) of the whole model that `args` describe, as torch_dist has them. No weights are made."""
+    import torch.distributed as dist
+
+    from slime.backends.megatron_utils import initialize
+
+    # A process group of this process alone, over no network.
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        os.environ.setdefault("RANK", "0")
+        os.environ.setdefault("WORLD_SIZE", "1")
+        initialize.init(args)
+        from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+        from slime.backends.megatron_utils.model_provider import get_model_provider_func
+
+        with torch.device("meta"):
+            model = get_model_provider_func(args)(pre_process=True, post_process=True, vp_stage=None)
+        own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+        parameters, objects = [], []
+        for name, entry in model.sharded_state_dict().items():
+            if isinstance(entry, ShardedObject):
+                objects.append(entry.unique_key)
+                continue
+            if name not in own:
+                continue
+            found = [entry] if isinstance(entry, ShardedTensor) else _flat(entry.build())
+            pieces = tuple(_piece(sharded) for sharded in found)
+            # One rank has the numbers of the whole model.
+            parameters.append(Parameter(name, pieces, sum(sharded.data.numel() for sharded in found)))
+        return parameters, objects
+    finally:
+        initialize.destroy()
+
+
+def _flat(built: Any) -> list[Any]:
+    values = built.values() if isinstance(built, dict) else built if isinstance(built, list | tuple) else (built,)
+    return [
+        found for value in values for found in (_flat(value) if isinstance(value, dict | list | tuple) else (value,))
+    ]
+
+
+def _piece(sharded: Any) -> Piece:
+    axes = sharded.prepend_axis_num
+    sizes = (1,) * axes + tuple(sharded.local_shape)
+    data = sharded.data
+    return Piece(
+        sharded.key,
+        tuple(sharded.global_shape),
+        tuple(sharded.global_offset),
+        sizes,
+        data.stride(),
+        data.storage_offset(),
+        axes,
+    )
+
+
+def convert_hf_to_torch_dist(
+    source: Path, target: Path, words: Sequence[str], *, workers: int, force: bool, largest: int
+) -> None:
+    """Write the Hugging Face directory `source` as the Megatron checkpoint `target`, of iteration 0. See `Conversion` for
+    errors.
+
+    Args:
+        words: model flags, where config.json does not say all.
+
+    Raises:
+        UserError: tensors are missing or surplus, or the flags contradict the checkpoint.
+    """
+    args = parse_model_flags(source, words)
+    family = _family(source, args.model_name)
+    parameters, objects = describe_model(args)
+    kept = [parameter for parameter in parameters if not family.leaves_out(parameter.name)]
+    missing, surplus = missing_and_surplus(source, kept, args.model_name)
+    for what, names in (("lacks", missing), ("has, and the model of the flags has not,", surplus)):
+        if names:
+            raise UserError(f"{source} {what} {len(names)} tensors: {', '.join(names[:20])}")
+    sizes = [(parameter.name, 2 * parameter.numel) for parameter in kept]
+    write = functools.partial(
+        _write_distcp, source, family, _sizes(args), {parameter.name: parameter for parameter in kept}
+    )
+    conversion = Conversion(source, target, {"flags": list(words), "format": "torch_dist"}, workers, force)
+    units = split_into_units(sizes, workers, largest)
+    conversion.run(units, write, functools.partial(_finish_torch_dist, objects))
+
+
+def _sizes(args: argparse.Namespace) -> TensorSizes:
+    from slime.backends.megatron_utils.hf_conversion import tensor_sizes
+
+    return tensor_sizes(args)
+
+
+def _family(hf_dir: Path, model_name: str | None) -> Family:
+    config = _read_config(hf_dir)
+    name = family_name(model_name) if model_name else None
+    family = FAMILIES_BY_NAME.get(name) if model_name else FAMILIES.get(config.get("model_type"))
+    if family is None or not family.is_trained:
+        raise UserError(f"{hf_dir}: no conversion for {model_name or config.get('model_type')!r}")
+    return family
+
+
+def _read_config(hf_dir: Path) -> dict[str, Any]:
+    try:
+        return json.loads((hf_dir / "config.json").read_text())
+    except FileNotFoundError as error:
+        raise UserError(f"{hf_dir} has no config.json: it is no Hugging Face checkpoint") from error
+
+
+def missing_and_surplus(
+    hf_dir: Path, parameters: Sequence[Parameter], model_name: str | None
+) -> tuple[list[str], list[str]]:
+    """Tensors that a Hugging Face directory lacks for the model's parameters, and those that it has for none."""
+    family = _family(hf_dir, model_name)
+    needed = {
+        hf_name
+        for parameter in parameters
+        if not family.leaves_out(parameter.name)
+        for hf_name in family.find(parameter.name)[1]
+    }
+    present = open_checkpoint(hf_dir).names()
+    return sorted(needed - present), sorted(_of_the_model(hf_dir, present - needed, family))
+
+
+def _of_the_model(hf_dir: Path, names: set[str], family: Family) -> set[str]:
+    """Those of `names` that carry weights of their own."""
+    tied = _read_config(hf_dir).get("tie_word_embeddings", False)
+    return {name for name in names if not family.ignored.search(name) and not (tied and name == "lm_head.weight")}
+
+
+def _write_distcp(
+    source: Path, family: Family, sizes: TensorSizes, parameters: dict[str, Parameter], draft: Path, unit: Unit
+) -> list[Any]:
+    """Write the pieces of the unit's parameters as one file; returns where each lies."""
+    # As of torch's own writers for large tensors: the file system has its own, and nobody reads them.
+    torch.serialization.set_crc32_options(False)
+    opened, written = open_checkpoint(source), []
+    file_name = f"__{unit.index}_0.distcp"
+    path = _iteration(draft) / file_name
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "wb") as file:
+        for name in unit.names:
+            rule, hf_names = family.find(name)
+            tensors = [opened.tensor(hf_name) for hf_name in hf_names]
+            whole = rule.layout.part(tensors, sizes, 0, 1)
+            if not all(isinstance(tensor, StoredTensor) for tensor in tensors):
+                # Quantised weights are numbers of 16 bits when they are trained.
+                whole = whole.bfloat16()
+            parameter = parameters[name]
+            if whole.numel() != parameter.numel:
+                raise UserError(
+                    f"{source}: {', '.join(hf_names)} have {whole.numel()} entries for {name}, and the model flags ask for "
+                    f"{parameter.numel}; make the shape flags agree with config.json"
+                )
+            whole = whole.contiguous()
+            for piece in parameter.pieces:
+                tensor = whole.as_strided(piece.sizes[piece.axes :], piece.stride, piece.start)
+                start = file.tell()
+                torch.save(_alone(tensor).view(piece.sizes), file)
+                place = [str(tensor.dtype).removeprefix("torch."), start, file.tell() - start]
+                written.append([dataclasses.asdict(piece), file_name, *place])
+        file.flush()
+        os.fsync(file.fileno())
+    return written
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, with a storage that holds nothing else: torch saves whole storages. What lies end to end is not copied."""
+    if not tensor.is_contiguous():
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return torch.from_numpy(tensor.flatten().view(torch.uint8).numpy()).view(tensor.dtype).view(tensor.shape)
+
+
+def _iteration(draft: Path) -> Path:
+    return iteration_directory(draft, 0)
+
+
+def _finish_torch_dist(objects: Sequence[str], draft: Path, results: list[Any]) -> None:
+    """Metadata, the common part and the pointer: as Megatron-Core 0.16 and torch write them."""
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter, WriteResult, _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    directory, described = _iteration(draft), {}
+    places: list[WriteResult] = []
+    for piece, file_name, dtype, start, length in (entry for result in results for entry in result):
+        key, offset = piece["key"], torch.Size(piece["offset"])
+        entry = described.setdefault(
+            key,
+            TensorStorageMetadata(TensorProperties(getattr(torch, dtype)), torch.Size(piece["shape"]), []),
+        )
+        entry.chunks.append(ChunkStorageMetadata(offset, torch.Size(piece["sizes"])))
+        info = _StorageInfo(file_name, start, length)
+        places.append(WriteResult(MetadataIndex(key, offset), length, info))
+    # What Transformer Engine would keep of a layer beside its weights; there is nothing of it.
+    file_name = f"__{len(results)}_0.distcp"
+    with open(directory / file_name, "wb") as file:
+        for key in objects:
+            start = file.tell()
+            torch.save([None], file)
+            described[key] = BytesStorageMetadata()
+            places.append(
+                WriteResult(
+                    MetadataIndex(key), file.tell() - start, _StorageInfo(file_name, start, file.tell() - start)
+                )
+            )
+    FileSystemWriter(directory).finish(Metadata(state_dict_metadata=described), [places])
+    torch.save({"format_version": 1, "iteration": 0, "has_optimizer": False}, directory / "common.pt")
+    save_config(CheckpointingConfig("torch_dist"), str(directory))
+    write_text_atomically(draft / POINTER, "0")
+
+
+class TorchDistDirectory:
+    """The tensors of a torch_dist checkpoint by key, optimizer state apart; whole tensors or, of stacked ones, one entry.
+
+    Raises:
+        UserError: the directory is none.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        from torch.distributed.checkpoint import FileSystemReader
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        try:
+            metadata = FileSystemReader(directory).read_metadata()
+        except FileNotFoundError as error:
+            raise UserError(f"{directory} is no torch_dist checkpoint: it has no .metadata") from error
+        self._directory, self._storage = directory, {}
+        for index, place in metadata.storage_data.items():
+            self._storage[index.fqn, tuple(index.offset or ())] = place
+        self.tensors = {
+            key: entry
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata) and not key.startswith(_OPTIMIZER)
+        }
+
+    def require_files(self) -> None:
+        """Raise UserError where a file is missing, or ends before what the metadata says is in it."""
+        ends: dict[str, int] = {}
+        for place in self._storage.values():
+            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+        for name, end in sorted(ends.items()):
+            path = self._directory / name
+            if not path.is_file():
+                raise UserError(f"{path} is missing")
+            if path.stat().st_size < end:
+                raise UserError(f"{path} is cut off: it has {path.stat().st_size} bytes, and should have {end}")
+
+    def read(self, key: str, prefix: tuple[int, ...]) -> torch.Tensor:
+        """Of the tensor `key` what stands at `prefix` of its first axes.
+
+        Raises:
+            UserError: a file is missing or too short, or the pieces are not the whole.
+        """
+        entry, depth = self.tensors[key], len(prefix)
+        whole, filled = torch.empty(entry.size[depth:], dtype=entry.properties.dtype), 0
+        for chunk in entry.chunks:
+            inside = tuple(at - first for at, first in zip(prefix, chunk.offsets, strict=False))
+            if all(0 <= at < size for at, size in zip(inside, chunk.sizes, strict=False)):
+                piece = self._load(key, tuple(chunk.offsets)).view(chunk.sizes)[inside]
+                if piece.shape == entry.size[depth:]:
+                    return piece
+                place = zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True)
+                whole[tuple(slice(first, first + size) for first, size in place)] = piece
+                filled += piece.numel()
+        if filled != whole.numel():
+            raise UserError(f"{self._directory}: {key} is incomplete: {filled} of {whole.numel()} entries are there")
+        return whole
+
+    def _load(self, key: str, offset: tuple[int, ...]) -> torch.Tensor:
+        place = self._storage[key, offset]
+        path = self._directory / place.relative_path
+        try:
+            with open(path, "rb") as file:
+                file.seek(place.offset)
+                data = file.read(place.length)
+            return torch.load(io.BytesIO(data), weights_only=True)
+        except (OSError, RuntimeError, EOFError) as error:
+            raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def megatron_names(key: str, shape: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(global name of a parameter, where it stands in the first axes) of all that are stacked in the tensor `key`."""
+    labels = []
+    if _LAYERS.search(key):
+        labels.append("layer")
+        key = _LAYERS.sub(".{layer}.", key, count=1)
+    if _EXPERTS in key:
+        labels.append("expert")
+        key = key.replace(_EXPERTS, ".experts.local_experts.{expert}.")
+    for numbers in itertools.product(*(range(count) for count in shape[: len(labels)])):
+        yield key.format(**dict(zip(labels, numbers, strict=True))), numbers
+
+
+def convert_torch_dist_to_hf(
+    source: Path,
+    target: Path,
+    origin: Path,
+    *,
+    model_name: str | None,
+    vocab_size: int | None,
+    adds_missing: bool,
+    workers: int,
+    force: bool,
+    largest: int,
+) -> None:
+    """Write the Megatron checkpoint `source` (or one of its iterations) as the Hugging Face directory `target`.
+
+    Args:
+        origin: a Hugging Face directory of the same model: configuration, tokenizer, and the quantisation of the target.
+        adds_missing: what `origin` has and the checkpoint has not is copied from there.
+
+    Raises:
+        UserError: tensors are missing or surplus; the family is not known.
+    """
+    directory = iteration_directory(source, latest_iteration(source)) if is_megatron_checkpoint(source) else source
+    family, config = _family(origin, model_name), _read_config(origin)
+    found = model_args_from_hf(config)
+    heads = found["num_attention_heads"]
+    sizes = TensorSizes(heads, found.get("num_query_groups") or heads, vocab_size or found["vocab_size"], 0)
+    stored = TorchDistDirectory(directory)
+    places: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    made: set[str] = set()
+    for key, entry in stored.tensors.items():
+        for name, numbers in megatron_names(key, entry.size):
+            try:
+                made.update(family.find(name)[1])
+            except KeyError as error:
+                raise UserError(
+                    f"{directory}: {error.args[0]}; is it the checkpoint of another family, or of a critic?"
+                ) from error
+            count = entry.size[len(numbers) :].numel() * entry.properties.dtype.itemsize
+            places[name] = (key, numbers, count)
+    lacking = _lacking(origin, made, family)
+    if lacking and not adds_missing:
+        raise UserError(
+            f"{directory} lacks {len(lacking)} tensors that {origin} has: {', '.join(sorted(lacking)[:20])}; "
+            "--add-missing-from-origin-hf copies them"
+        )
+    ordered = sorted(places, key=_by_number)
+    named = [(name, places[name][2]) for name in ordered] + [(f"origin:{name}", 0) for name in sorted(lacking)]
+    write = functools.partial(_write_hf, directory, origin, family, sizes, places)
+    options = {"vocab_size": vocab_size, "model_name": model_name, "origin": str(origin.resolve()), "format": "hf"}
+    conversion = Conversion(directory, target, options, workers, force)
+    conversion.run(
+        split_into_units(named, workers, largest),
+        write,
+        lambda draft, results: finish_hf_checkpoint(
+            origin, {**config, **({"vocab_size": vocab_size} if vocab_size else {})}, draft, len(results)
+        ),
+    )
+
+
+def _lacking(origin: Path, made: set[str], family: Family) -> set[str]:
+    """Tensors of `origin`, if it has any, that are not in `made`."""
+    if not any(origin.glob("*.safetensors")):
+        return set()
+    return _of_the_model(origin, open_checkpoint(origin).names() - made, family)
+
+
+def _by_number(name: str) -> list[Any]:
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def _write_hf(
+    directory: Path,
+    origin: Path,
+    family: Family,
+    sizes: TensorSizes,
+    places: dict[str, tuple[str, tuple[int, ...], int]],
+    draft: Path,
+    unit: Unit,
+) -> None:
+    stored, quantiser = TorchDistDirectory(directory), quantiser_of(origin)
+
+    def named() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in unit.names:
+            if name.startswith("origin:"):
+                hf_name = name.removeprefix("origin:")
+                yield hf_name, open_checkpoint(origin).tensor(hf_name)[...]
+                continue
+            key, numbers, _ = places[name]
+            rule, hf_names = family.find(name)
+            yield from zip(hf_names, rule.layout.split(stored.read(key, numbers), sizes), strict=True)
+
+    tensors = named() if quantiser is None else quantiser(named())
+    write_streamed_shard(draft / shard_name(unit.index), tensors, 16 * len(unit.names))

@@ -1,0 +1,248 @@
+"""A conversion in units: several processes write them, what is finished is not done twice, and what comes out appears whole.
+
+A conversion writes into a hidden directory beside its target. Each unit, a share of the tensors, becomes a file there; when
+that is on the disk, a note of it is. A conversion that was killed, or met a full disk, goes on from these notes when the same
+command comes again; another source, or other options, start from nothing. At the end the directory gets the name of the
+target.
+
+A process holds one tensor at a time, so memory does not depend on the size of a model.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import multiprocessing
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from slime.utils.errors import RunError, UserError
+from slime.utils.filesystem import claim_directory, fsync_tree, replace_directory, write_json_atomically
+from slime.weights.hf_reader import safetensors_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+_PLAN, _NOTES, _LOCK = "plan.json", "finished", ".lock"
+# Fewer bytes are not worth a unit of their own.
+LEAST_UNIT_BYTES = 256 * 1024**2
+# Of a safetensors file: what its header has for itself, and for each tensor beside its name.
+_HEADER_BYTES, _ENTRY_BYTES = 4096, 256
+_ALIGNMENT = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """What one process converts in one go: `names` of tensors, of about `nbytes` together."""
+
+    index: int
+    names: tuple[str, ...]
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """From `source` to `target`; `options` are what else decides about the bytes. `force`: an existing target is replaced."""
+
+    source: Path
+    target: Path
+    options: dict[str, Any]
+    workers: int = 1
+    force: bool = False
+
+    @property
+    def draft(self) -> Path:
+        return self.target.with_name(f".{self.target.name}.converting")
+
+    def run(
+        self,
+        units: Sequence[Unit],
+        write: Callable[[Path, Unit], Any],
+        finish: Callable[[Path, list[Any]], None],
+    ) -> None:
+        """Write all units, then `finish`, and show the target.
+
+        Args:
+            write: writes a unit into the directory, in a process that has nothing but this function and its arguments, and
+                returns what `finish` needs of it, as JSON has it.
+            finish: makes the units a checkpoint; called again if it was interrupted.
+
+        Raises:
+            UserError: the target is the source, lies inside it or holds it; it is there already; another process writes it.
+            RunError: something could not be written; the message says what is left for the next attempt.
+        """
+        self._refuse()
+        draft = self.draft
+        if not claim_directory(draft):
+            raise UserError(f"another process is converting to {self.target}")
+        draft.mkdir(exist_ok=True)
+        try:
+            finished = self._finished(units)
+            with tqdm(total=sum(unit.nbytes for unit in units), unit="B", unit_scale=True, disable=None) as bar:
+                bar.set_description(self.target.name)
+                bar.update(sum(unit.nbytes for unit in units if unit.index in finished))
+                for unit, result in self._write([unit for unit in units if unit.index not in finished], write):
+                    write_json_atomically(draft / _NOTES / f"{unit.index:05d}.json", result)
+                    finished[unit.index] = result
+                    bar.update(unit.nbytes)
+            finish(draft, [finished[unit.index] for unit in units])
+            for name in (_PLAN, _LOCK):
+                (draft / name).unlink(missing_ok=True)
+            shutil.rmtree(draft / _NOTES)
+            fsync_tree(draft)
+            replace_directory(draft, self.target)
+        except UserError:
+            raise
+        except BrokenProcessPool as error:
+            raise self._failure("a process was killed (out of memory?); give fewer --max-workers") from error
+        except Exception as error:
+            raise self._failure(str(error)) from error
+
+    def _failure(self, what: str) -> RunError:
+        free = shutil.disk_usage(self.target.parent).free / 1e6
+        return RunError(
+            f"{self.target} could not be written: {what}. {free:.0f} MB are free there. What is finished waits in "
+            f"{self.draft}: the same command goes on with it"
+        )
+
+    def _refuse(self) -> None:
+        target, source = self.target.resolve(), self.source.resolve()
+        if target == source or source in target.parents or target in source.parents:
+            raise UserError(
+                f"{self.target} is the source {self.source}, or one lies in the other; give another directory"
+            )
+        if self.target.exists() and not self.force:
+            raise UserError(f"{self.target} exists already; give another directory, or --force to replace it")
+
+    def _finished(self, units: Sequence[Unit]) -> dict[int, Any]:
+        """What earlier attempts at the same have left, by unit; of others nothing is left."""
+        files = sorted(path for path in self.source.rglob("*") if path.is_file())
+        plan = {
+            "source": [
+                [str(path.relative_to(self.source)), path.stat().st_size, path.stat().st_mtime_ns] for path in files
+            ],
+            "options": self.options,
+            "units": [list(unit.names) for unit in units],
+        }
+        plan, file = json.loads(json.dumps(plan)), self.draft / _PLAN
+        try:
+            is_same = json.loads(file.read_text()) == plan
+        except (OSError, ValueError):
+            is_same = False
+        if not is_same:
+            for path in self.draft.iterdir():
+                if path.name != _LOCK:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            (self.draft / _NOTES).mkdir()
+            write_json_atomically(file, plan)
+        return {int(note.stem): json.loads(note.read_text()) for note in (self.draft / _NOTES).glob("*.json")}
+
+    def _write(self, units: Sequence[Unit], write: Callable[[Path, Unit], Any]) -> Iterator[tuple[Unit, Any]]:
+        """(unit, result) as they are finished."""
+        workers = min(self.workers, len(units))
+        if workers <= 1:
+            for unit in units:
+                yield unit, write(self.draft, unit)
+            return
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (os.getpid(),)) as pool:
+            waiting = {pool.submit(write, self.draft, unit): unit for unit in units}
+            failures = []
+            for future in concurrent.futures.as_completed(waiting):
+                if future.cancelled():
+                    continue
+                if future.exception() is not None:
+                    # What the others are at is not lost; nothing new begins.
+                    failures.append(future.exception())
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    continue
+                yield waiting[future], future.result()
+            if failures:
+                raise failures[0]
+
+
+def _start_worker(parent: int) -> None:
+    import torch
+
+    # Each process has one thread: there are as many processes as work at once.
+    torch.set_num_threads(1)
+
+    def end_with_parent() -> None:
+        while os.getppid() == parent:
+            if _end.wait(1.0):
+                return
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+_end = threading.Event()
+
+
+def split_into_units(sizes: Iterable[tuple[str, int]], workers: int, largest: int) -> list[Unit]:
+    """Consecutive tensors (name, bytes) in units of at most `largest` bytes, as many as keep `workers` busy; a tensor that is
+    larger is a unit of its own."""
+    sizes = list(sizes)
+    limit = min(largest, max(-(-sum(size for _, size in sizes) // (2 * workers)), LEAST_UNIT_BYTES))
+    units: list[Unit] = []
+    names: list[str] = []
+    total = 0
+    for name, size in sizes:
+        if names and total + size > limit:
+            units.append(Unit(len(units), tuple(names), total))
+            names, total = [], 0
+        names.append(name)
+        total += size
+    return [*units, Unit(len(units), tuple(names), total)]
+
+
+def write_streamed_shard(path: Path, named_tensors: Iterable[tuple[str, torch.Tensor]], count: int) -> None:
+    """Write a safetensors file tensor by tensor, and bring it to the disk.
+
+    The header, which comes first, is written last, into room that is kept for it. Tensors lie at multiples of 8 bytes, apart
+    from those whose size is none, which wait for the end.
+
+    Args:
+        count: how many names there are at most, none longer than 256 bytes.
+    """
+    import torch
+
+    room = -(-(_HEADER_BYTES + 2 * _ENTRY_BYTES * count) // _ALIGNMENT) * _ALIGNMENT
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    uneven: list[tuple[str, torch.Tensor]] = []
+
+    def put(name: str, tensor: torch.Tensor) -> None:
+        if name in header:
+            raise RunError(f"tensor {name} occurs twice")
+        start = file.tell() - 8 - room
+        # Numpy knows neither bfloat16 nor float8.
+        file.write(memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+        offsets = [start, start + tensor.nbytes]
+        header[name] = {
+            "dtype": safetensors_dtype(tensor.dtype), "shape": list(tensor.shape), "data_offsets": offsets,
+        }  # fmt: skip
+
+    with open(path, "wb") as file:
+        file.seek(8 + room)
+        for name, tensor in named_tensors:
+            if tensor.nbytes % _ALIGNMENT:
+                uneven.append((name, tensor.clone()))
+            else:
+                put(name, tensor)
+        for name, tensor in sorted(uneven, key=lambda item: -item[1].element_size()):
+            put(name, tensor)
+        text = json.dumps(header).encode()
+        if len(text) > room:
+            raise RunError(f"{path}: names of {count} tensors do not fit its header")
+        file.seek(0)
+        file.write(room.to_bytes(8, "little") + text.ljust(room))
+        file.flush()
+        os.fsync(file.fileno())

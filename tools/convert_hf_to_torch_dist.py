@@ -1,0 +1,48 @@
+#!/usr/bin/env python3
+"""Make a Megatron checkpoint (torch_dist) of a Hugging Face directory. It can be loaded in any parallel layout.
+
+    python tools/convert_hf_to_torch_dist.py --hf-checkpoint MODEL --save MODEL_torch_dist
+    python tools/convert_hf_to_torch_dist.py --hf-checkpoint MODEL --save MODEL_torch_dist ${MODEL_ARGS[@]}
+
+The model's flags come from its config.json; flags that are given here go before them. A run takes the result as --ref-load.
+It needs none of this: --hf-checkpoint, --ref-load and --load take Hugging Face directories as they are. Quantised weights
+become numbers of 16 bits. A conversion that was interrupted goes on when the same command comes again.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.utils.errors import RunError, UserError
+
+
+def main(words: list[str] | None = None, *, source: str = "--hf-checkpoint", target: str = "--save") -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(source, dest="source", type=Path, required=True, help="the directory to convert")
+    parser.add_argument(target, dest="target", type=Path, required=True, help="where the checkpoint goes")
+    parser.add_argument("--max-workers", type=int, default=2, help="processes that convert (default: %(default)s)")
+    parser.add_argument(
+        "--chunk-size",
+        type=int,
+        default=5 * 1024**3,
+        metavar="BYTES",
+        help="largest size of a file (default: %(default)s)",
+    )
+    parser.add_argument("-f", "--force", action="store_true", help="replace the target if it exists")
+    args, flags = parser.parse_known_args(words)
+    from tools.conversion.torch_dist import convert_hf_to_torch_dist
+
+    try:
+        convert_hf_to_torch_dist(
+            args.source, args.target, flags, workers=args.max_workers, force=args.force, largest=args.chunk_size
+        )
+    except (UserError, RunError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+#!/usr/bin/env python3
+"""Make a Hugging Face directory of a Megatron checkpoint (torch_dist), whatever layout has saved it.
+
+    python tools/convert_torch_dist_to_hf.py --input-dir RUN/checkpoints --output-dir MODEL-TRAINED --origin-hf-dir MODEL
+    python tools/convert_torch_dist_to_hf.py --input-dir RUN/checkpoints/iter_0000099 --output-dir OUT --origin-hf-dir MODEL
+
+Configuration and tokenizer are those of --origin-hf-dir, and where that is quantised the result is too. No model is built,
+and memory is that of the largest tensor for each process. A conversion that was interrupted goes on when the same command
+comes again.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.utils.errors import RunError, UserError
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input-dir", type=Path, required=True, help="the checkpoint, or one of its iterations")
+    parser.add_argument("--output-dir", type=Path, required=True, help="where the Hugging Face directory goes")
+    parser.add_argument(
+        "--origin-hf-dir", type=Path, required=True, help="a directory of the same model; its weights are not needed"
+    )
+    parser.add_argument("--model-name", help="the family, such as qwen3 (default: that of --origin-hf-dir)")
+    parser.add_argument(
+        "-a", "--add-missing-from-origin-hf", action="store_true",
+        help="copy tensors that only --origin-hf-dir has, such as those of layers that were not trained",
+    )  # fmt: skip
+    parser.add_argument("--vocab-size", type=int, help="rows of embedding and head (default: as config.json has it)")
+    parser.add_argument("--max-workers", type=int, default=2, help="processes that convert (default: %(default)s)")
+    parser.add_argument(
+        "--chunk-size",
+        type=int,
+        default=5 * 1024**3,
+        metavar="BYTES",
+        help="largest size of a weight file (default: %(default)s)",
+    )
+    parser.add_argument("-f", "--force", action="store_true", help="replace the target if it exists")
+    args = parser.parse_args(words)
+    from tools.conversion.torch_dist import convert_torch_dist_to_hf
+
+    try:
+        convert_torch_dist_to_hf(
+            args.input_dir,
+            args.output_dir,
+            args.origin_hf_dir,
+            model_name=args.model_name,
+            vocab_size=args.vocab_size,
+            adds_missing=args.add_missing_from_origin_hf,
+            workers=args.max_workers,
+            force=args.force,
+            largest=args.chunk_size,
+        )
+    except (UserError, RunError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

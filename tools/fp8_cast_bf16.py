@@ -1,0 +1,33 @@
+#!/usr/bin/env python3
+"""Make a plain checkpoint, in the 16-bit type of its config, of one in FP8; one packed to INT4 by compressed-tensors will do
+too.
+
+    python tools/fp8_cast_bf16.py --input-fp8-hf-path MODEL-FP8 --output-bf16-hf-path MODEL
+
+The numbers are those that engines compute with. A run needs none of this: it starts from quantised checkpoints as they are.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.utils.errors import RunError, UserError
+from tools.conversion.hugging_face import add_options, dequantise_checkpoint
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input-fp8-hf-path", type=Path, required=True, help="the checkpoint to convert")
+    parser.add_argument("--output-bf16-hf-path", type=Path, required=True, help="where the new one goes")
+    add_options(parser)
+    args = parser.parse_args(words)
+    try:
+        dequantise_checkpoint(args.input_fp8_hf_path, args.output_bf16_hf_path, args)
+    except (UserError, RunError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+#!/usr/bin/env python3
+"""Say what a checkpoint holds: of a run (a directory, or one of its iterations) or of Hugging Face.
+
+    python tools/inspect_checkpoint.py RUN/checkpoints
+    python tools/inspect_checkpoint.py RUN/checkpoints --hf-checkpoint MODEL ${MODEL_ARGS[@]}
+    python tools/inspect_checkpoint.py RUN/checkpoints --write-checksums
+    python tools/inspect_checkpoint.py RUN/checkpoints --check-checksums
+
+With --hf-checkpoint, and model flags where config.json does not say all, it says too whether the checkpoint fits that model.
+Files that are missing or cut off are always found; --write-checksums notes the content of all files in checksums.json, and
+--check-checksums compares. The exit status is 1 where something does not fit.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.utils.errors import UserError
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("directory", type=Path, help="the checkpoint")
+    parser.add_argument("--hf-checkpoint", type=Path, help="the model that it is to fit")
+    sums = parser.add_mutually_exclusive_group()
+    sums.add_argument("--write-checksums", action="store_true", help="note the content of all files")
+    sums.add_argument("--check-checksums", action="store_true", help="compare it with the note")
+    args, flags = parser.parse_known_args(words)
+    if flags and args.hf_checkpoint is None:
+        parser.error(f"{flags[0]}: model flags need --hf-checkpoint")
+    from tools.conversion import inspection
+
+    wrong: list[str] = []
+    try:
+        for line in inspection.describe(args.directory):
+            print(line)
+        if args.hf_checkpoint is not None:
+            wrong += inspection.misfits(args.directory, args.hf_checkpoint, flags)
+            if not wrong:
+                print(f"it fits the model of {args.hf_checkpoint}")
+        if args.write_checksums:
+            print(
+                f"{inspection.write_checksums(args.directory)} files noted in {args.directory / inspection.CHECKSUMS}"
+            )
+        if args.check_checksums:
+            wrong += inspection.check_checksums(args.directory)
+            print("the files are those that were noted" if not wrong else f"{len(wrong)} differences")
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    for line in wrong:
+        print(line)
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
