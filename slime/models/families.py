@@ -10,7 +10,7 @@ from typing import Any
 
 from slime.models import config_entries as hf
 from slime.models.family import DENSE_LAYER, ENDS, Config, Family
-from slime.models.glm import GLM4
+from slime.models.glm import GLM4, GLM4_MOE
 from slime.models.latent import LATENT
 from slime.models.mimo import MIMO
 from slime.models.qwen import QWEN
@@ -26,14 +26,6 @@ LLAMA = Family(
     parts=(*_DENSE, hf.llama3_rope),
     rope_types=("default", "llama3"),
     rules=ENDS + DENSE_LAYER,
-)
-
-_GLM4_MOE = Family(
-    model_types=("glm4_moe",),
-    names=("glm4moe",),
-    parts=(*_SIGMOID_MOE, hf.frozen_expert_bias, hf.qkv_bias, hf.qk_norm, hf.partial_rope),
-    constants={"moe_token_dispatcher_type": "alltoall"},
-    absent={"partial_rotary_factor": 0.5, "first_k_dense_replace": 1},
 )
 
 _MINIMAX_M2 = Family(
@@ -56,7 +48,7 @@ ALL: tuple[Family, ...] = (
     MIMO,
     LLAMA,
     GLM4,
-    _GLM4_MOE,
+    GLM4_MOE,
     *LATENT,
     _MINIMAX_M2,
 )

@@ -1,7 +1,20 @@
-"""GLM-4 and GLM-Z1, dense: one tensor for gate and up, and a norm behind attention and behind the MLP of every layer."""
+"""GLM-4 and GLM-Z1, dense: one tensor for gate and up, and a norm behind attention and behind the MLP of every layer.
+
+GLM-4.5 and later: leading dense layers, then layers with experts.
+"""
 
 from slime.models import config_entries as hf
-from slime.models.family import ATTENTION, ENDS, LAYER_NORMS, Family, layer_rule
+from slime.models.family import (
+    ATTENTION,
+    DENSE_LAYER,
+    ENDS,
+    EXPERT_BIAS,
+    LAYER_NORMS,
+    Family,
+    layer_rule,
+    routed_experts,
+    shared_experts,
+)
 from slime.models.tensor_layouts import FusedGatedLinear, Replicated, Sharded
 
 _FURTHER_NORMS = tuple(
@@ -26,4 +39,23 @@ GLM4 = Family(
     absent={"partial_rotary_factor": 0.5, "attention_bias": True},
     layer_spec="slime_plugins.models.glm4.get_glm_spec",
     rules=ENDS + LAYER_NORMS + ATTENTION + _FURTHER_NORMS + _MLP,
+)
+
+GLM4_MOE = Family(
+    model_types=("glm4_moe",),
+    names=("glm4moe",),
+    parts=(
+        hf.decoder,
+        hf.grouped_query_attention,
+        hf.experts,
+        hf.sigmoid_router,
+        hf.frozen_expert_bias,
+        hf.qkv_bias,
+        hf.qk_norm,
+        hf.partial_rope,
+    ),
+    constants={"moe_token_dispatcher_type": "alltoall"},
+    absent={"partial_rotary_factor": 0.5, "first_k_dense_replace": 1},
+    rules=ENDS + DENSE_LAYER + routed_experts() + EXPERT_BIAS + shared_experts("mlp.shared_experts"),
+    predictions_follow=True,
 )

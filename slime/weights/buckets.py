@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -18,24 +19,39 @@ if TYPE_CHECKING:
     NamedTensors = list[tuple[str, torch.Tensor]]
 
 
+# Engines make one layer of these two, and only out of one bucket: a part that comes without the other is lost without a word.
+_LOADED_TOGETHER = re.compile(r"(?<=\.self_attn\.)(?:q_a_proj|kv_a_proj_with_mqa)\..*")
+
+
 def split_into_buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[NamedTensors]:
     """Group consecutive tensors into buckets of at most `max_bytes`; a larger tensor forms a bucket of its own.
+
+    Consecutive tensors that engines load together are in one bucket, be it larger.
 
     Lazy: at most one bucket and one tensor are held, and none of a full bucket while the tensor after it is made.
     """
     bucket, size = [], 0
     for name, tensor in named_tensors:
+        layer = _layer_loaded_together(name)
         if bucket and size + tensor.nbytes > max_bytes:
-            yield bucket
-            bucket, size = [], 0
+            kept = [item for item in bucket if layer is not None and _layer_loaded_together(item[0]) == layer]
+            if len(kept) < len(bucket):
+                yield bucket[: len(bucket) - len(kept)]
+            bucket, size = kept, sum(tensor.nbytes for _, tensor in kept)
+            del kept
         bucket.append((name, tensor))
         size += tensor.nbytes
         del tensor
-        if size >= max_bytes:
+        if size >= max_bytes and layer is None:
             yield bucket
             bucket, size = [], 0
     if bucket:
         yield bucket
+
+
+def _layer_loaded_together(name: str) -> str | None:
+    found = _LOADED_TOGETHER.search(name)
+    return None if found is None else name[: found.start()]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,19 @@ def test_s10_a_tensor_larger_than_the_buffer_travels_alone():
     assert names_of(split_into_buckets(tensors(10, 500, 10), 100)) == [["t0"], ["t1"], ["t2"]]
 
 
+def test_what_engines_load_together_is_in_one_bucket():
+    attention = "model.layers.{}.self_attn.{}"
+    sizes = {
+        "a": 60, attention.format(0, "q_a_proj.weight"): 30, attention.format(0, "kv_a_proj_with_mqa.weight"): 20,
+        attention.format(1, "q_a_proj.weight"): 70, attention.format(1, "q_a_proj.weight_scale_inv"): 1,
+        attention.format(1, "kv_a_proj_with_mqa.weight"): 120, attention.format(1, "kv_a_proj_with_mqa.weight_scale_inv"): 1,
+        attention.format(1, "kv_b_proj.weight"): 10, attention.format(2, "kv_b_proj.weight"): 90,
+    }  # fmt: skip
+    names = list(sizes)
+    buckets = split_into_buckets([(name, torch.zeros(size, dtype=torch.uint8)) for name, size in sizes.items()], 100)
+    assert names_of(buckets) == [names[:1], names[1:3], names[3:7], names[7:]]
+
+
 def test_no_tensors_no_buckets():
     assert list(split_into_buckets([], 100)) == []
 

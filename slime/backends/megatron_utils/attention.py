@@ -303,6 +303,9 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
                 "--apply-rope-fusion: no fused kernel rotates for latent attention here; give --no-rope-fusion"
             )
         super().__init__(config, *args, **options)
+        if config.q_lora_rank is not None:
+            # Weights travel in the order of the modules, and engines load both projections down together.
+            self.linear_q_up_proj = self._modules.pop("linear_q_up_proj")
         if config.q_lora_rank is not None and not config.sequence_parallel:
             # Megatron sums the gradients of norms of this name over tensor-parallel ranks, as those of norms of single heads
             # need it. This norm's are the same on all of them.

@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.models.tiny_model import write_tiny_latent, write_tiny_mimo, write_tiny_mixture, write_tiny_model
+from tests.support.models.tiny_model import (
+    write_biased_mixture,
+    write_tiny_latent,
+    write_tiny_mimo,
+    write_tiny_mixture,
+    write_tiny_model,
+)
 
 VOCABULARY = 131
 # Name of a layout -> the flags that make it.
@@ -71,6 +77,13 @@ class TinyFamily:
         return self.write(directory, model_type=self.model_type, vocab_size=VOCABULARY, **self.entries)
 
 
+# As GLM-4.5: half of each head is rotated; heads have norms, projections biases.
+_GLM4_MOE: dict[str, Any] = {
+    "first_k_dense_replace": 1, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4,
+    "moe_intermediate_size": 16, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "use_qk_norm": True,
+    "attention_bias": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
 # The projections up from the latent vectors can be recomputed alone.
 LATENT = (*EXPERTS, "cp2 gathered", "tp2 pp2", "tp2 up recomputed")
 _ONE_GROUP = {"n_group": 1, "topk_group": 1}
@@ -93,6 +106,7 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     "glm4 without bias": TinyFamily("glm4", {"head_dim": 16, "attention_bias": False, "rope_parameters": _HALF_ROPE}),
     "qwen2_moe": TinyFamily("qwen2_moe", write=write_tiny_mixture, layouts=EXPERTS),
     "qwen3_moe": TinyFamily("qwen3_moe", write=write_tiny_mixture, layouts=EXPERTS),
+    "glm4_moe": TinyFamily("glm4_moe", _GLM4_MOE, write=write_biased_mixture, layouts=EXPERTS),
     "deepseek_v3": TinyFamily("deepseek_v3", write=write_tiny_latent, layouts=LATENT),
     "deepseek_v3 dense": TinyFamily(
         "deepseek_v3",

@@ -94,23 +94,29 @@ _TINY_LATENT: dict[str, Any] = {
 
 
 def write_tiny_latent(directory: Path, model_type: str, **options: Any):
-    """`write_tiny_model` of a family with multi-head latent attention, and with biases of its routers."""
-    import torch
-
+    """`write_biased_mixture` of a family with multi-head latent attention."""
     # Kimi K2 is DeepSeek V3 under another name, which transformers does not know.
     known = "deepseek_v3" if model_type == "kimi_k2" else model_type
-    model = write_tiny_model(directory, **{"model_type": known, **_TINY_LATENT, **options})
-    generator = torch.Generator().manual_seed(2)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.add_(0.05 * torch.randn(buffer.shape, generator=generator))
-    model.save_pretrained(directory)
+    model = write_biased_mixture(directory, **{"model_type": known, **_TINY_LATENT, **options})
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
     for name, module in model.named_modules():
         if name.endswith("a_layernorm"):
             # Engines take the config's, as for all norms; transformers takes 1e-6.
             module.variance_epsilon = config["rms_norm_eps"]
+    return model
+
+
+def write_biased_mixture(directory: Path, **options: Any):
+    """`write_tiny_model` of a family whose routers have biases."""
+    import torch
+
+    model = write_tiny_model(directory, **options)
+    generator = torch.Generator().manual_seed(2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.add_(0.05 * torch.randn(buffer.shape, generator=generator))
+    model.save_pretrained(directory)
     return model
 
 
