@@ -8,9 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.models.grpo_batch import TRAINED_TOKENS
 from tests.support.models.tiny_model import TINY_EXPERTS, tiny_args, write_tiny_mixture
+from tests.support.oracles.rounding import assert_equal_weights, bound_of_weights
 from tests.support.processes.distributed import run_distributed
 from tests.support.processes.layout_steps import assert_equal_runs, layout_args, train_steps
+from tests.support.processes.resumed_run import ResumableRun, resumable_args, resumed
 
 BIASED = "biased"
 # As published checkpoints are: without a row of padding.
@@ -310,3 +313,53 @@ def test_a_step_that_is_not_taken_moves_no_bias(models):
     args = layout_args(models[0] / model, **flags, check_for_nan_in_loss_and_grad=False)
     ((skipped, unmoved),) = run_distributed(refuse_steps, 1, (args,))
     assert skipped == 1 and unmoved
+
+
+def save_and_go_on(runs):
+    """By name: the weights at a checkpoint after two steps, and those that a third step ends at."""
+    know_biases()
+    return {name: go_on(ResumableRun(args), steps=2, saves=True) for name, args in runs.items()}
+
+
+def resume_and_go_on(runs):
+    know_biases()
+    return {name: go_on(resumed(args, directory)) for name, (args, directory) in runs.items()}
+
+
+def go_on(run, steps=0, saves=False):
+    for _ in range(steps):
+        run.prepare()
+        run.step()
+    if saves:
+        run.save()
+    loaded = run.weights()
+    run.prepare()
+    run.step()
+    return loaded, run.weights(), run.mean_gradient()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_with_other_expert_parallel_sizes_and_with_its_optimizer(models, tmp_path):
+    root, (model, flags, _) = models[0], TRAINED["losses and biases"]
+
+    def args_in(layout, name):
+        further = {"lr": 1e-3, "clip_grad": 0.0, **flags, **layout}
+        return resumable_args(root / model, tmp_path / name, **further)
+
+    (one,) = run_distributed(save_and_go_on, 1, ({"one": args_in({}, "one")},))
+    spread = run_distributed(save_and_go_on, 2, ({"spread": args_in(TRAINED_ON_TWO["experts"], "spread")},))
+    saved = {"one": one["one"], "spread": spread[0]["spread"]}
+    ways = {(source, layout): sizes for source in saved for layout, sizes in TRAINED_ON_TWO.items()}
+    runs = {way: (args_in(sizes, "resumed"), tmp_path / way[0]) for way, sizes in ways.items()}
+    found = dict(run_distributed(resume_and_go_on, 2, (runs,), timeout=300)[0])
+    of_one = {("spread", "one"): (args_in({}, "resumed"), tmp_path / "spread")}
+    fresh = {"fresh": (args_in({"no_load_optim": True}, "resumed"), tmp_path / "spread")}
+    (alone,) = run_distributed(resume_and_go_on, 1, ({**of_one, **fresh},))
+    without_moments = alone.pop("fresh")
+    for way, (loaded, weights, _) in {**found, **alone}.items():
+        at_checkpoint, after, gradient = saved[way[0]]
+        assert all((loaded[name] == at_checkpoint[name]).all() for name in at_checkpoint), way
+        assert_equal_weights(weights, after, bound_of_weights(args_in({}, "one"), [gradient], TRAINED_TOKENS))
+    # Not for want of moments.
+    _, weights, _ = without_moments
+    assert max(abs(weights[name] - weight).max() for name, weight in saved["spread"][1].items()) > 1e-4
