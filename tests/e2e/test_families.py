@@ -39,6 +39,14 @@ SERVED = {
         **_LATENT, **_ONE_GROUP, "q_lora_rank": None, "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
     },
+    "glm4_moe_lite": {
+        **_LATENT, **_ONE_GROUP, "model_type": "glm4_moe_lite",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+    },
+    "glm4_moe": {
+        **_EXPERTS, **_ONE_GROUP, "model_type": "glm4_moe", "attention_bias": True, "use_qk_norm": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
     "glm4": {
         "model_type": "glm4", "attention_bias": True, "tie": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
