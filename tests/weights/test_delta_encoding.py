@@ -1,4 +1,4 @@
-"""Encodings of a delta: the vector of the format, and inverses on random bytes."""
+"""Encodings of a delta: the vector of the format, the plain formulas bit for bit, and inverses."""
 
 import sys
 import zlib
@@ -20,41 +20,78 @@ def array(data):
     return np.frombuffer(data, dtype=np.uint8).copy()
 
 
+def plain(encoding, old, new):
+    """What the formulas of the format say, byte by byte."""
+    places = [place for place, (theirs, ours) in enumerate(zip(old, new, strict=True)) if theirs != ours]
+    if encoding == "xor":
+        return bytes(theirs ^ ours for theirs, ours in zip(old, new, strict=True)), len(places)
+    words = b"".join(number.to_bytes(4, "little") for number in (len(places), *places))
+    return words + bytes(new[place] for place in places), len(places)
+
+
+def check(encoding, old, new):
+    """`encode` against the formulas and `apply`. The bytes of `old` and `new` may begin anywhere in memory."""
+    base = old.copy()
+    found = encode(encoding, old, new, "xxh3-128")
+    expected, changed = plain(encoding, base.tobytes(), new.tobytes())
+    assert found.changed == changed and found.digest == digest("xxh3-128", new)
+    assert old.tobytes() == new.tobytes(), "the base follows"
+    if changed == 0:
+        assert found.payload == b""
+        return
+    assert zstandard.ZstdDecompressor().decompress(found.payload) == expected
+    once = apply(encoding, found.payload, base)
+    assert once.tobytes() == new.tobytes()
+    assert apply(encoding, found.payload, once).tobytes() == (base if encoding == "xor" else new).tobytes()
+
+
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_the_vector_of_the_format(encoding):
     old = array(OLD)
-    payload, changed = encode(encoding, old, array(NEW))
-    assert zstandard.ZstdDecompressor().decompress(payload) == VECTOR[encoding]
-    assert changed == 2 and old.tobytes() == NEW, "the base follows"
-    assert apply(encoding, payload, array(OLD)).tobytes() == NEW
+    found = encode(encoding, old, array(NEW), "adler32")
+    assert zstandard.ZstdDecompressor().decompress(found.payload) == VECTOR[encoding]
+    assert found.changed == 2 and found.digest == digest("adler32", array(NEW))
+    assert old.tobytes() == NEW, "the base follows"
+    assert apply(encoding, found.payload, array(OLD)).tobytes() == NEW
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-@pytest.mark.parametrize("size", [1, 7, 50, 1000])
-def test_any_bytes_come_back_over_several_blocks(encoding, size, monkeypatch):
-    monkeypatch.setattr(delta_encoding, "_BLOCK_BYTES", 7)
+@pytest.mark.parametrize("share", [0, 0.01, 0.3, 1])
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 31, 32, 33, 64, 95, 96, 1000, 4096])
+def test_bytes_in_blocks_and_what_is_left_at_the_end_are_as_the_formulas_say(encoding, share, size, monkeypatch):
+    for block in ("_XOR_BLOCK_BYTES", "_OVERWRITE_BLOCK_BYTES"):
+        monkeypatch.setattr(delta_encoding, block, 96)
     random = np.random.default_rng(size)
-    old = random.integers(0, 256, size, dtype=np.uint8)
-    new = np.where(random.random(size) < 0.3, random.integers(0, 256, size, dtype=np.uint8), old).astype(np.uint8)
-    new[-1] = old[-1] ^ 1
-    payload, changed = encode(encoding, old.copy(), new)
-    assert changed == int((old != new).sum())
-    assert apply(encoding, payload, old).tobytes() == new.tobytes()
-    twice = apply(encoding, payload, apply(encoding, payload, old))
-    assert twice.tobytes() == (old if encoding == "xor" else new).tobytes()
+    memory = random.integers(0, 256, size + 3, dtype=np.uint8)
+    for first in (0, 3):  # words that lie where words do, and others
+        old, changes = memory[first : first + size].copy(), random.random(size) < share
+        new = np.concatenate([memory[:first], old ^ (changes * random.integers(1, 256, size)).astype(np.uint8)])
+        check(encoding, old, new[first:])
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-@pytest.mark.parametrize("size", [0, 5])
-def test_what_did_not_change_has_no_payload(encoding, size):
-    same = np.arange(size, dtype=np.uint8)
-    assert encode(encoding, same.copy(), same) == (b"", 0)
+@pytest.mark.parametrize("place", [0, 7, 8, 31, 32, 2**20 - 1, 2**20, 2**20 + 96, 2**20 + 100])
+def test_a_single_byte_is_found_wherever_it_is(encoding, place):
+    old = np.arange(2**20 + 101, dtype=np.uint32).astype(np.uint8)
+    new = old.copy()
+    new[place] ^= 128
+    found = encode(encoding, old.copy(), new, "xxh3-128")
+    assert found.changed == 1 and apply(encoding, found.payload, old).tobytes() == new.tobytes()
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, np.int64, np.int8, np.bool_])
+def test_tensors_of_every_size_of_element(encoding, dtype):
+    random = np.random.default_rng(0)
+    weights = (random.standard_normal(777) * 100).astype(dtype)
+    moved = np.where(random.random(777) < 0.2, weights + dtype(1), weights).astype(dtype)
+    check(encoding, weights.view(np.uint8).copy(), moved.view(np.uint8))
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_a_payload_of_another_tensor_or_a_damaged_one_is_refused(encoding):
     old = np.zeros(100, dtype=np.uint8)
-    payload, _ = encode(encoding, old.copy(), np.arange(100, dtype=np.uint8))
+    payload = encode(encoding, old.copy(), np.arange(100, dtype=np.uint8), "xxh3-128").payload
     with pytest.raises(ValueError, match="it is for a tensor of"):
         apply(encoding, payload, old[:10])
     with pytest.raises(ValueError):
@@ -78,6 +115,7 @@ def test_a_tensor_whose_positions_cannot_be_counted_is_sent_as_a_difference():
 def test_digests(monkeypatch):
     data = np.arange(200, dtype=np.uint8)
     assert digest("adler32", data) == f"{zlib.adler32(bytes(range(200))):08x}"
+    assert digest("adler32", data[:0]) == "00000001"
     # Of no bytes, as the authors of XXH3 publish it.
     assert digest("xxh3-128", data[:0]) == "99aa06d3014798d86001c324468d497f"
     for kind in ("xxh3-128", "adler32"):

@@ -131,11 +131,11 @@ class DiskDeltaTransport(DiskTransport):
             self._base[name] = _Base(*form, new.copy())
             return _Change(name, tensor, None, len(new))
         encoding = delta_encoding.usable_encoding(self._args.update_weight_delta_encoding, len(new))
-        payload, changed = delta_encoding.encode(encoding, base.data, new)
-        if not changed:
+        found = delta_encoding.encode(encoding, base.data, new, self._args.update_weight_delta_checksum)
+        if not found.changed:
             return None
-        digest = delta_encoding.digest(self._args.update_weight_delta_checksum, new)
-        return _Change(name, torch.frombuffer(bytearray(payload), dtype=torch.uint8), Patch(encoding, digest), changed)
+        stream = torch.frombuffer(bytearray(found.payload), dtype=torch.uint8)
+        return _Change(name, stream, Patch(encoding, found.digest), found.changed)
 
     def _base_of(self, name: str) -> _Base | None:
         if name not in self._base and self._changes_version == CHECKPOINT:
