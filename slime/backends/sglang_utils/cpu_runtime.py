@@ -12,7 +12,8 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from slime.utils.device import gpus_on_this_machine
 from slime.weights.transports.shared_handles import HOST_BUCKET_BYTES
@@ -190,6 +191,47 @@ def _attend_to_latent_vectors(module: types.ModuleType) -> None:
     module.AttentionBackendRegistry.register("torch_native", lambda attention, forward_batch: AttnForwardMethod.MLA)
 
 
+def _load_while_receiving(module: types.ModuleType) -> None:
+    """sglang 0.5.21, `/update_weights_from_distributed`: waits for all tensors of a bucket, and loads none before. On the host
+    receiving and loading are copies, which two threads can make at the same time.
+    """
+    import torch
+
+    updater = module.WeightUpdater
+    receive = updater.receive_weights_from_distributed
+
+    def start_to_receive(self, *, names, dtypes, shapes, group_name, load_format=None):
+        if load_format is not None or group_name not in self._model_update_group:
+            return receive(
+                self, names=names, dtypes=dtypes, shapes=shapes, group_name=group_name, load_format=load_format
+            )
+        group, weights, arrivals = self._model_update_group[group_name], [], []
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+            weight = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            arrivals.append(torch.distributed.broadcast(weight, src=0, group=group, async_op=True))
+            weights.append((name, weight))
+        return _Arriving(weights, arrivals)
+
+    updater.receive_weights_from_distributed = start_to_receive
+
+
+class _Arriving:
+    """Named tensors, each of which is given when it has arrived; as often as they are asked for."""
+
+    def __init__(self, weights: Sequence[tuple[str, Any]], arrivals: Sequence[Any]):
+        self._weights, self._arrivals = weights, arrivals
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        for weight, arrival in zip(self._weights, self._arrivals, strict=True):
+            arrival.wait()
+            yield weight
+
+
+def _copy_weights_less(module: types.ModuleType) -> None:
+    _keep_buckets_mapped(module)
+    _load_while_receiving(module)
+
+
 class _ModuleView:
     """A module with some names replaced, for one importer only."""
 
@@ -209,7 +251,7 @@ _PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
     "sglang.srt.layers.rotary_embedding.factory": _rotate_without_scaling,
     "sglang.srt.models.deepseek_common.attention_backend_handler": _attend_to_latent_vectors,
     "sglang.srt.utils.weight_checker": _weight_checker_without_cuda,
-    "sglang.srt.model_executor.model_runner_components.weight_updater": _keep_buckets_mapped,
+    "sglang.srt.model_executor.model_runner_components.weight_updater": _copy_weights_less,
 }
 
 

@@ -38,6 +38,9 @@ _FAREWELL_SECONDS = 30.0
 _POLL_SECONDS = 0.001
 # Tensors that go as they are: what a broadcast of its own costs is little beside the copies that it saves.
 _LARGE_TENSOR_BYTES = 2**20
+# Of two buffers that stay from push to push on the host. Where a smaller one was the allocator would find no room again, and
+# grow with every push; what is larger it maps for itself, and gives back whole.
+_KEPT_HOST_BYTES = 32 * 2**20
 
 _GLOO_DTYPES = frozenset({"float32", "bfloat16", "float16", "float64", "int64", "int32", "int8", "uint8"})
 
@@ -87,6 +90,8 @@ class ProcessGroupTransport(Transport):
         self._farewells: dict[int, Any] = {}
         self._bucket_bytes = self.bucket_bytes(args)
         self._flattener = BucketFlattener(max_bytes=self._bucket_bytes)
+        # Until the next push training has the memory of its device.
+        self._kept_bytes = _KEPT_HOST_BYTES if get_accelerator().shares_host_memory else 0
 
     def connect(self, engines: Sequence[Receiver]) -> None:
         """Build the group; engine i takes the `num_gpus` ranks after those of the engines before it."""
@@ -150,8 +155,7 @@ class ProcessGroupTransport(Transport):
 
     def finish(self) -> None:
         self._settle_bucket()
-        # Until the next push training has the memory.
-        self._flattener.release()
+        self._flattener.release(above=self._kept_bytes)
 
     def close(self) -> None:
         if self._in_flight is not None:

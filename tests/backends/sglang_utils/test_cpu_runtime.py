@@ -67,6 +67,10 @@ def test_still_needed_inert_packages(package):
             "sglang.srt.model_executor.model_runner_components.weight_updater",
             'flattened_tensor = flattened_tensor_bucket_dict["flattened_tensor"]',
         ),
+        (
+            "sglang.srt.model_executor.model_runner_components.weight_updater",
+            "        for handle in handles:\n            handle.wait()\n        return weights\n",
+        ),
     ],
 )
 def test_still_needed_patches(module, assumption):
@@ -158,6 +162,41 @@ def test_the_last_two_buckets_of_weights_stay_mapped_and_no_larger_one(monkeypat
         assert answer == (True, f"{len(bucket)} bytes")
     del buckets, bucket
     assert [of_one() is not None for of_one in seen] == [False, True, False, True]
+
+
+def test_a_tensor_is_loaded_when_it_has_arrived_and_others_have_not(monkeypatch):
+    class WeightUpdater:
+        device, _model_update_group = "cpu", {"of the source": "group"}
+
+        def receive_weights_from_distributed(self, **of_bucket):
+            return of_bucket
+
+    events = []
+
+    def broadcast(tensor, src, group, async_op):
+        assert (src, group, async_op) == (0, "group", True)
+        tensor.fill_(len(events))
+        events.append("begun")
+        return SimpleNamespace(wait=lambda: events.append("arrived"))
+
+    monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
+    cpu_runtime._load_while_receiving(SimpleNamespace(WeightUpdater=WeightUpdater))
+    bucket = {
+        "names": ["a", "b"],
+        "dtypes": ["bfloat16", "int8"],
+        "shapes": [[2], [1, 3]],
+        "group_name": "of the source",
+    }
+    weights = WeightUpdater().receive_weights_from_distributed(**bucket)
+    of_two_models = [[], []]
+    for loaded in of_two_models:
+        for name, tensor in weights:
+            events.append(name)
+            loaded.append((name, tensor.dtype, tensor.tolist()))
+    assert events[:6] == ["begun", "begun", "arrived", "a", "arrived", "b"]
+    assert of_two_models == [[("a", torch.bfloat16, [0.0, 0.0]), ("b", torch.int8, [[1, 1, 1]])]] * 2
+    for others in ({"load_format": "flattened_bucket"}, {"load_format": None, "group_name": "nobody's"}):
+        assert WeightUpdater().receive_weights_from_distributed(**{**bucket, **others}) == {**bucket, **others}
 
 
 def test_install_after_sglang_is_refused(monkeypatch):

@@ -196,16 +196,28 @@ def test_a_broadcast_that_ends_is_not_aborted(monkeypatch):
     assert transport._group is None
 
 
-def test_the_buffers_are_given_up_when_a_push_ends(monkeypatch):
+@pytest.mark.parametrize("on_host, kept", [(True, [20, 16]), (False, [])])
+def test_when_a_push_ends_two_small_buffers_of_the_host_stay(monkeypatch, on_host, kept):
+    """An allocator would not find their room again; what it maps, and the memory of a GPU, is given up."""
+    accelerator = SimpleNamespace(shares_host_memory=on_host)
+    monkeypatch.setattr(process_group, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr(process_group, "_broadcast", lambda buffer, group: None)
+    monkeypatch.setattr(process_group, "_KEPT_HOST_BYTES", 20)
     transport = ProcessGroupTransport(ARGS, 0, 1)
-    transport._group, given_up = object(), []
-    monkeypatch.setattr(transport._flattener, "release", lambda: given_up.append(True))
-    for _ in range(3):
-        transport.send([("a", torch.ones(3))])
-    assert not given_up
-    transport.finish()
-    assert given_up and transport._in_flight is None
+    transport._group = object()
+
+    def held():
+        return sorted((len(buffer) for buffer in transport._flattener._buffers if buffer is not None), reverse=True)
+
+    for sizes in ([6, 6], [5, 4]):
+        for size in sizes:
+            transport.send([("a", torch.ones(size))])
+        assert held() == [4 * size for size in sizes]
+        transport.finish()
+        assert transport._in_flight is None and held() == ([] if sizes[0] == 6 else kept)
+    transport._group = None
+    transport.close()
+    assert held() == []
 
 
 @pytest.mark.parametrize(
@@ -374,7 +386,7 @@ def test_large_tensors_of_the_host_travel_as_they_are_and_small_ones_in_one_piec
         for size in (2**18, 2**18 - 1):
             transport.send([(name, torch.full((size,), float(value))) for value, name in enumerate("xyz")])
         transport.finish()
-        assert [buffer for buffer in transport._flattener._buffers if buffer is not None] == []
+        assert [len(buffer) for buffer in transport._flattener._buffers if buffer is not None] == [12 * (2**18 - 1)]
     finally:
         transport.close()
     expected = [(list("xyz"), {0.0, 1.0, 2.0}, load_format) for load_format in (None, "flattened_bucket")]
