@@ -26,6 +26,8 @@ _LATENT = {
 _DETERMINISTIC = "--sglang-enable-deterministic-inference"
 # Family -> its config, beside that of every tiny checkpoint.
 SERVED = {
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3"},
     "llama": {"model_type": "llama"},
     "llama3": {
         "model_type": "llama",

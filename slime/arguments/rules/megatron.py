@@ -67,7 +67,8 @@ def tensor_parallel(args: argparse.Namespace) -> Iterator[Violation]:
         if value is not None and value % size:
             yield _not_divided(args, flag_of(name), value)
     groups = args.num_query_groups if args.group_query_attention else None
-    if groups and groups % size and not args.multi_latent_attention:
+    # Of fewer groups than ranks each is held by several.
+    if groups and groups % size and size % groups and not args.multi_latent_attention:
         yield _not_divided(args, "--num-query-groups", groups)
 
 

@@ -26,6 +26,13 @@ def test_group_query_attention_needs_its_groups(tmp_path):
     assert "give --swiglu --disable-bias-linear --normalization RMSNorm, or --model-args-from-hf" in str(error.value)
 
 
+def test_tensor_parallel_ranks_may_share_key_and_value_heads(tmp_path):
+    """Four ranks with two heads, and six where they neither share nor divide."""
+    assert parse(tmp_path, *FOUR.split(), "--tensor-model-parallel-size", "4").num_query_groups == 2
+    lines = violations(tmp_path, f"{FOUR} --tensor-model-parallel-size 4 --num-attention-heads 12 --num-query-groups 6")
+    assert [line for line in lines if "--tensor-model-parallel-size 4 does not divide --num-query-groups 6" in line]
+
+
 def test_an_unknown_shape_names_what_is_missing(tmp_path):
     words = [word for word in command_line(tmp_path) if word != "--model-args-from-hf"]
     with pytest.raises(UserError, match="the model's shape is not known: give --num-layers, --hidden-size"):

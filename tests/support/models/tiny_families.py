@@ -35,6 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "recompute_granularity": "selective",
         "recompute_modules": ["mla_up_proj"],
     },
+    "tp4": {"tensor_model_parallel_size": 4, "sequence_parallel": True},
     "tp2 pp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2},
 }
 DENSE = ("recomputed", "tp2", "tp2 whole sequence", "pp2", "cp2", "tp2 pp2")
@@ -94,9 +95,11 @@ _LLAMA3_ROPE = {
 }  # fmt: skip
 _HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 TINY_FAMILIES: dict[str, TinyFamily] = {
-    "qwen2": TinyFamily("qwen2", {"head_dim": 8}),
+    "qwen2": TinyFamily("qwen2", {"head_dim": 8}, layouts=(*DENSE, "tp4")),
     "qwen2 tied": TinyFamily("qwen2", {"head_dim": 8, "tied": True}),
     "qwen3": TinyFamily("qwen3"),
+    # Two tensor-parallel ranks share a key and value head.
+    "qwen3 with one group": TinyFamily("qwen3", {"groups": 1}),
     "qwen3 tied": TinyFamily("qwen3", {"tied": True}),
     "mimo": TinyFamily("mimo", {"head_dim": 8}, write=write_tiny_mimo),
     "llama": TinyFamily("llama", {"head_dim": 8}),

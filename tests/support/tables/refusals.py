@@ -192,8 +192,6 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
          "--num-experts --expert-model-parallel-size", WRONG),
         ("--actor-num-gpus-per-node 3 --tensor-model-parallel-size 3",
          "--num-attention-heads --tensor-model-parallel-size", WRONG),
-        ("--actor-num-gpus-per-node 4 --tensor-model-parallel-size 4",
-         "--num-query-groups --tensor-model-parallel-size", WRONG),
         ("--actor-num-gpus-per-node 4 --tensor-model-parallel-size 2 --padded-vocab-size 301",
          "--padded-vocab-size --tensor-model-parallel-size", WRONG),
         ("--sequence-parallel", "--sequence-parallel --tensor-model-parallel-size", WRONG),
