@@ -49,6 +49,42 @@ def test_there_and_back_is_bitwise(directories, tmp_path, name):
     assert (tmp_path / "back" / "config.json").exists()
 
 
+def _families(root):
+    """Of every family that trains, by name: its tensors that differ from what came back, or from what Megatron loads."""
+    from pathlib import Path
+
+    from tests.support.models.tiny_families import TINY_FAMILIES
+
+    paths, found = {}, {}
+    for number, (name, family) in enumerate(TINY_FAMILIES.items()):
+        model, checkpoint, back = (Path(root) / f"{number}{suffix}" for suffix in ("", "-dist", "-back"))
+        family.save(model)
+        convert_hf_to_torch_dist(model, checkpoint, [], **OPTIONS)
+        convert_torch_dist_to_hf(checkpoint, back, model, **HF_OPTIONS)
+        paths[name] = (model, checkpoint, back)
+    for name, (model, checkpoint, back) in paths.items():
+        stored, returned = load_file(model / "model.safetensors"), {}
+        for path in back.glob("*.safetensors"):
+            returned |= load_file(path)
+        loaded = _load(str(checkpoint), str(model), {})
+        found[name] = [
+            key
+            for key in sorted(stored.keys() | returned.keys() | loaded.keys())
+            for given in (returned, loaded)
+            if key not in given
+            or key not in stored
+            or given[key].dtype != stored[key].dtype
+            or not given[key].equal(stored[key])
+        ]
+    return found
+
+
+@pytest.mark.slow
+def test_every_family_goes_there_and_back_bitwise_and_is_loaded(tmp_path):
+    (found,) = run_distributed(_families, 1, (str(tmp_path),), timeout=400)
+    assert len(found) >= 17 and not any(found.values()), found
+
+
 def _load(checkpoint, hf_dir, layout):
     """What a rank that loads the checkpoint exports, and what it saves again."""
     from slime.arguments.checkpoints import WeightSource
