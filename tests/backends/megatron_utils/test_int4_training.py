@@ -9,7 +9,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 
 from slime.weights.quantisers import quantise_int4, rounded_as_int4
-from tests.support.models.tiny_model import tiny_args, write_tiny_model
+from tests.support.models.tiny_model import tiny_args, write_tiny_mixture, write_tiny_model
 from tests.support.processes.distributed import run_distributed
 
 GROUP = 16
@@ -34,12 +34,16 @@ def directories(tmp_path_factory):
     """A model, the same packed to INT4 for engines, and its weights rounded to what these are."""
     root = tmp_path_factory.mktemp("int4")
     write_tiny_model(root / "plain")
+    return pack(root)
+
+
+def pack(root):
     tensors = load_file(root / "plain" / "model.safetensors")
     packed, rounded = {}, {}
     for name, tensor in tensors.items():
         if "_proj.weight" in name:
             parts = quantise_int4(tensor, SCHEME)
-            packed |= {name.removesuffix("weight") + part: value for part, value in parts.items()}
+            packed |= {name.removesuffix("weight") + part: value.contiguous() for part, value in parts.items()}
             rounded[name] = rounded_as_int4(tensor, SCHEME)
         else:
             packed[name] = rounded[name] = tensor
@@ -98,6 +102,20 @@ def test_a_layer_computes_with_the_numbers_of_the_push_and_the_gradient_is_the_p
     assert trained[3] == []
     # What engines serve is what the loader reads.
     assert torch.equal(loaded[0], expected[0])
+
+
+@pytest.mark.slow
+def test_experts_compute_with_the_numbers_of_the_push(tmp_path):
+    write_tiny_mixture(tmp_path / "plain", "qwen3_moe")
+    pack(tmp_path)
+    served, plain, rounded = (str(tmp_path / name) for name in ("packed", "plain", "rounded"))
+    cases = [(True, served, plain, {}), (False, plain, rounded, {}), (False, plain, plain, {})]
+    ((trained, expected, unrounded),) = run_distributed(_logits_and_gradients, 1, (cases,))
+    assert torch.equal(trained[0], expected[0]) and not torch.allclose(trained[0], unrounded[0])
+    experts = [name for name in expected[1] if ".experts." in name]
+    assert experts and any(expected[1][name].any() for name in experts)
+    for name, gradient in expected[1].items():
+        assert torch.equal(trained[1][name], gradient), name
 
 
 @pytest.mark.slow
