@@ -40,33 +40,23 @@ def a_reward_can_be_asked_for_and_grades(directory: Path) -> None:
 
 
 def a_family_is_loaded_trained_and_exported(directory: Path) -> None:
-    from safetensors.torch import load_file
-
     from tests.support.models.args import parse
-    from tests.support.models.tiny_model import write_tiny_model
+    from tests.support.models.tiny_families import TINY_FAMILIES
     from tests.support.processes.distributed import run_distributed
+    from tests.support.processes.family_checks import (
+        assert_gives_checkpoint_back,
+        assert_like_reference,
+        reference,
+        run_families,
+    )
 
-    model = write_tiny_model(directory / "seed_oss", model_type="seed_oss")
+    model = TINY_FAMILIES["seed_oss"].save(directory / "seed_oss")
     args = parse(directory, "--hf-checkpoint", str(directory / "seed_oss"))
     assert args.add_qkv_bias and not args.qk_layernorm and args.num_layers == 2
-    sequence = list(range(20))
-    ((exported, logits),) = run_distributed(_round_trip, 1, (str(directory / "seed_oss"), sequence))
-    stored = load_file(directory / "seed_oss" / "model.safetensors")
-    assert exported.keys() == stored.keys()
-    assert all(exported[name].equal(tensor) for name, tensor in stored.items())
-    expected = model(stored["model.embed_tokens.weight"].new_tensor([sequence]).long()).logits[0]
-    assert (logits - expected).abs().max() < 1e-4
-
-
-def _round_trip(hf_dir: str, sequence: list[int]):
-    from tests.support.models.tiny_model import tiny_args
-    from tests.support.processes import megatron_worker as megatron
-
-    args = tiny_args(hf_dir)
-    chunks = megatron.load_model(args)
-    exported = megatron.whole_weights(args, chunks)
-    logits = megatron.packed_forward(chunks[0], [sequence])[: len(sequence), : args.vocab_size]
-    return exported, logits.detach().clone()
+    (found,) = run_distributed(run_families, 1, ({None: {"seed_oss": str(directory / "seed_oss")}},))
+    assert not isinstance(found[None]["seed_oss"], str), found[None]["seed_oss"]
+    assert_gives_checkpoint_back([found[None]["seed_oss"]], directory / "seed_oss")
+    assert_like_reference(found[None]["seed_oss"], reference(model, directory / "gradients"))
 
 
 def check(name: str) -> None:
