@@ -2,6 +2,7 @@
 
 As a rule bit for bit. On a machine with many more processes than cores a run differed once by what float32 rounds, so that much
 is allowed; an optimizer, a learning rate or a reference that was lost changes numbers by a thousand times as much.
+The number of threads does not: one and two train this model on given rollouts to the same bits.
 """
 
 from __future__ import annotations
