@@ -1,0 +1,98 @@
+"""A saver that is killed at any moment leaves a checkpoint that loads, and the next one goes on from it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from slime.arguments.checkpoints import WeightSource, is_megatron_checkpoint, latest_iteration
+from tests.support.processes.checkpoint_trainer import Trainer, make_args, resume
+from tests.support.processes.distributed import run_distributed
+
+KILLS = 20
+SECONDS = 60.0
+
+
+def _save_forever(args, first, messages) -> None:
+    """Go on from the newest checkpoint: step, tell the weights, save, tell that it is saved."""
+    # Megatron's writer has processes of its own; a machine that goes down takes them along.
+    os.setsid()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    trainer = Trainer(args)
+    if is_megatron_checkpoint(args.save):
+        trainer.load(WeightSource("megatron", args.save, resume=True))
+    for iteration in range(first, 1000):
+        trainer.step()
+        messages.send((iteration, trainer.state()["weights"]))
+        trainer.save(iteration)
+        messages.send((iteration, None))
+
+
+def _kill_savers(args) -> list[dict]:
+    """What is found after every kill: the newest checkpoint, the moment of the kill, and what had been told."""
+    generator, context = random.Random(0), multiprocessing.get_context("fork")
+    weights, found, duration, first = {}, [], 1.0, 0
+    for kill in range(KILLS):
+        messages, sender = context.Pipe(duplex=False)
+        saver = context.Process(target=_save_forever, args=(args, first, sender))
+        saver.start()
+        sender.close()
+
+        def next_message(messages=messages):
+            assert messages.poll(SECONDS), "the saver says nothing"
+            return messages.recv()
+
+        saved = None
+        # One save is left alone, and tells how long they take; the next one is not.
+        for save in range(2 if kill == 0 else 1):
+            iteration, weights[iteration] = next_message()
+            start = time.monotonic()
+            if kill == 0 and save == 0:
+                saved, _ = next_message()
+                duration = time.monotonic() - start
+        time.sleep(generator.uniform(0, 1.3 * duration))
+        os.killpg(saver.pid, signal.SIGKILL)
+        saver.join(SECONDS)
+        while messages.poll():
+            try:
+                number, later = messages.recv()
+            except (EOFError, OSError):
+                # It was killed while it told something.
+                break
+            if later is None:
+                saved = number
+            else:
+                weights[number] = later
+        snapshot = Path(f"{args.save}_after_{kill}")
+        shutil.copytree(args.save, snapshot)
+        newest = latest_iteration(snapshot)
+        found.append({"newest": newest, "saved": saved, "begun": max(weights), "snapshot": str(snapshot)})
+        first = newest + 1
+        weights = {number: of_number for number, of_number in weights.items() if number <= newest}
+        found[-1]["weights"] = weights[newest]
+    for case in found:
+        read = make_args(args.hf_checkpoint, case["snapshot"])
+        iteration, state, _ = resume(read, WeightSource("megatron", case["snapshot"], resume=True))
+        case["loaded"] = iteration
+        case["equal"] = all((state["weights"][name] == weight).all() for name, weight in case.pop("weights").items())
+    return found
+
+
+@pytest.mark.slow
+def test_a_saver_that_is_killed_at_twenty_moments_leaves_a_loadable_checkpoint_each_time(hf_dir, tmp_path):
+    (found,) = run_distributed(_kill_savers, 1, (make_args(hf_dir, tmp_path / "checkpoints"),), timeout=400)
+    assert len(found) == KILLS
+    for case in found:
+        assert case["loaded"] == case["newest"] and case["equal"], case
+        # What was told to be saved is, and nothing is newer than what was begun.
+        assert (case["saved"] or 0) <= case["newest"] <= case["begun"], case
+    # The moments were before and after publication.
+    assert {case["newest"] == case["begun"] for case in found} == {True, False}
