@@ -4,8 +4,9 @@
     python tools/write_model_table.py --check                # exit status 1 when it is not up to date
     python tools/write_model_table.py --rehearse NAME ...    # rehearse these models at their true size, record it, rewrite
 
-What is tested of a family is read from the tables that its tests go by (`tests/support/models/tiny_families.py` and
-`tests/e2e/test_families.py`); what a rehearsal found is kept beside the page, in model-rehearsals.json.
+What is tested of a family is read from the tables that its tests go by (`tests/support/models/tiny_families.py`,
+`tests/e2e/test_families.py` and `tests/e2e/test_mixture_loop.py`); what a rehearsal found is kept beside the page, in
+model-rehearsals.json.
 """
 
 import argparse
@@ -23,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from slime.models.families import FAMILIES, TRAINED_MODEL_TYPES  # noqa: E402
 from slime.utils.filesystem import write_text_atomically  # noqa: E402
-from tests.e2e.test_families import SERVED  # noqa: E402
+from tests.e2e import test_families, test_mixture_loop  # noqa: E402
 from tests.support.models.tiny_families import TINY_FAMILIES  # noqa: E402
 from tools.published_models import PUBLISHED_MODELS  # noqa: E402
 
@@ -31,6 +32,7 @@ PAGE = ROOT / "docs" / "en" / "advanced" / "models.md"
 RECORDS = PAGE.with_name("model-rehearsals.json")
 BEGIN, END = "<!-- model table: begin -->", "<!-- model table: end -->"
 NOT_YET = "not yet"
+_SERVED = {entries["model_type"] for entries in (*test_families.SERVED.values(), test_mixture_loop.SERVED)}
 _HEADER = (
     "Script", "`model_type`", "Trains; logits and gradients of transformers; checkpoint given back", "Layouts of its test",
     "Served by SGLang on CPU, five rollouts", "Rehearsed: layout", "Peak GiB of rank 0, planned", "Seconds",
@@ -83,7 +85,7 @@ def _row(name: str, record: dict[str, Any] | None) -> list[str]:
     tiny = [row for row in TINY_FAMILIES.values() if row.model_type in own]
     tested = bool(tiny) and model_type in TRAINED_MODEL_TYPES
     layouts = dict.fromkeys(layout for row in tiny for layout in row.layouts)
-    is_served = any(entries["model_type"] in own for entries in SERVED.values())
+    is_served = not _SERVED.isdisjoint(own)
     return [
         f"`{name}`",
         f"`{model_type}`",

@@ -12,7 +12,8 @@ from tests.support.processes.train_process import TrainProcess
 
 ROLLOUTS = range(5)
 # SGLang holds a head of its own for this family; published models have one.
-EXPERTS = {
+SERVED = {
+    "model_type": "qwen3_moe",
     "tie": False,
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -29,7 +30,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mixture(directory):
-    return make_tiny_task(directory / "task", model_type="qwen3_moe", **EXPERTS)
+    return make_tiny_task(directory / "task", **SERVED)
 
 
 @pytest.fixture(scope="module")
