@@ -86,6 +86,23 @@ def _logits_and_gradients(cases):
     return results
 
 
+def test_a_matrix_is_rounded_while_it_computes_and_its_gradient_is_not():
+    from slime.backends.megatron_utils import int4_training
+
+    layer = torch.nn.Linear(2 * GROUP, 3, bias=False)
+    inputs = torch.randn(5, 2 * GROUP, generator=torch.Generator().manual_seed(0))
+    digits = layer.weight.detach().clone()
+    int4_training._round_in_forward("layer.weight", layer, "weight", SCHEME)
+    output = layer(inputs)
+    output.sum().backward()
+    rounded = rounded_as_int4(digits, SCHEME)
+    assert torch.equal(output, inputs @ rounded.T) and not torch.allclose(rounded, digits)
+    assert torch.allclose(layer.weight.grad, inputs.sum(0).expand(3, -1))
+    # The parameter keeps its digits, and stands in its place again.
+    assert torch.equal(layer.weight, digits) and "weight" not in vars(layer)
+
+
+@pytest.mark.slow
 def test_a_layer_computes_with_the_numbers_of_the_push_and_the_gradient_is_the_parameters(directories):
     served, plain, rounded = (str(directories / name) for name in ("packed", "plain", "rounded"))
     # The reference has the rounded weights as its parameters, and rounds nothing itself.
