@@ -80,20 +80,45 @@ def assert_rehearsed(name: str, found: Measured) -> None:
 def assert_near_the_plan(report: str) -> set[str]:
     """Every size that is planned is near its plan, or said to be apart from it; and the sum is near in any case.
 
+    Two moments of a step may be equally high: with the sums within 1 % of each other, and no logits where the plan has its
+    peak in the loss, the rehearsed peak is another moment's, whose activations are not those of the loss.
+
     Returns:
         What is compared.
     """
-    compared = set()
+    rows = {}
     for line in report.splitlines():
-        if not (found := _ROW.fullmatch(line)) or found[4] is None:
-            continue
-        rehearsed, planned = (float(found[place]) * _UNITS[found[place + 1]] for place in (2, 4))
-        compared.add(found[1])
+        if (found := _ROW.fullmatch(line)) and found[4] is not None:
+            rows[found[1]] = (line, *(float(found[place]) * _UNITS[found[place + 1]] for place in (2, 4)))
+    _, rehearsed, planned = rows["together"]
+    is_near = abs(rehearsed - planned) <= 0.01 * planned
+    of_another_moment = is_near and "planned (loss)" in report and "logits" in rows and rows["logits"][1] == 0
+    for kind, (line, rehearsed, planned) in rows.items():
         # The printed digits.
         rounding = 0.01 * planned
         is_apart = abs(rehearsed - planned) > 0.1 * planned + rounding
-        assert not is_apart or "apart by" in line and found[1] not in _KINDS, line
-    return compared
+        may_be_apart = kind not in _KINDS or of_another_moment and kind == "activations"
+        assert not is_apart or "apart by" in line and may_be_apart, line
+    return set(rows)
+
+
+@pytest.mark.parametrize(
+    ("logits", "together", "is_accepted"),
+    [("   0 B", "86.2", True), ("   0 B", "85.9", False), ("9.0 GiB", "86.2", False)],
+)
+def test_activations_may_be_those_of_another_moment_that_is_as_high(logits, together, is_accepted):
+    report = f"""  memory of a step at its peak    rehearsed      planned (loss)
+    optimizer                    42.0 GiB     42.9 GiB
+    activations                  19.2 GiB      3.2 GiB   apart by 490%
+    logits                       {logits}     14.4 GiB   apart by 100%
+    together                     {together} GiB     86.9 GiB"""
+    if is_accepted:
+        assert assert_near_the_plan(report) == {"optimizer", "activations", "logits", "together"}
+    else:
+        with pytest.raises(AssertionError, match="activations"):
+            assert_near_the_plan(report)
+    with pytest.raises(AssertionError, match="optimizer"):
+        assert_near_the_plan(report.replace("42.0 GiB     42.9 GiB", "30.0 GiB     42.9 GiB   apart by 30%"))
 
 
 def test_every_script_is_rehearsed_or_refused():
