@@ -34,11 +34,13 @@ def int4_training_group_size() -> int | None:
     """`OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1`: train with weights rounded to INT4, in groups of `OPEN_TRAINING_INT4_GROUP_SIZE`.
 
     Raises:
-        UserError: the first is 1, and the second no positive number.
+        UserError: the first is neither 1 nor 0, or 1 and the second no positive number.
     """
     switch, size = (os.environ.get(name, "") for name in _INT4_TRAINING)
     if switch in ("", "0"):
         return None
+    if switch != "1":
+        raise UserError(f"{_INT4_TRAINING[0]}={switch}: give 1 to train with INT4 numbers, or 0")
     if not size.isdigit() or int(size) == 0:
         raise UserError(
             f"{_INT4_TRAINING[0]}={switch} needs {_INT4_TRAINING[1]}, the group_size of the INT4 checkpoint in "

@@ -208,6 +208,15 @@ def int4_scheme(directory: Path, settings: Mapping[str, Any]) -> Any:
     return QuantizationScheme.model_validate({"targets": ["Linear"], **schemes[0]})
 
 
+def moves_when_read(directory: str | Path) -> bool:
+    """Whether weights that are read from this checkpoint and quantised again become other numbers, as packed integers do.
+
+    The scale of a group follows from its extremes, and these have been rounded: a symmetric group with the scale 1 and the
+    extreme 7 gets the scale 7 / 7.5. FP8 keeps the largest number of a block as it is, so that nothing moves.
+    """
+    return (quantisation_settings(Path(directory)) or {}).get("format") == "pack-quantized"
+
+
 def _integer_type(name: str) -> torch.dtype:
     import torch
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from slime.utils.errors import RunError, UserError
 from slime.weights.quantisers import (
+    moves_when_read,
     open_checkpoint,
     quantise_fp8_blocks,
     quantise_fp8_tensor,
@@ -259,6 +260,22 @@ def test_a_part_reads_its_own_blocks_alone(checkpoint, monkeypatch):
     found.clear()
     open_checkpoint(checkpoint(int4())).tensor("up.weight")[:64, 96:160]
     assert found == [("up.weight_packed", (64, 8)), ("up.weight_scale", (64, 2))]
+
+
+@pytest.mark.parametrize(
+    ("settings", "largest_move"),
+    [(BLOCK, 0), (TENSOR, 0), (int4(symmetric=False), 1 / 15), (int4(), 1 / 15)],
+    ids=["block", "tensor", "zero", "int4"],
+)
+def test_only_int4_moves_when_it_is_read_and_quantised_again(checkpoint, settings, largest_move):
+    directory = checkpoint(settings, torch.float32)
+    read = open_checkpoint(directory).tensor("up.weight")[:]
+    again = dict(quantiser_of(directory)([("up.weight", read)]))
+    save_file({**load_file(directory / "model.safetensors"), **again}, directory / "model.safetensors")
+    groups = (open_checkpoint(directory).tensor("up.weight")[:] - read).view(128, -1, 32).abs().amax(-1)
+    moved = (groups / read.view(128, -1, 32).abs().amax(-1)).amax().item()
+    assert moved == pytest.approx(largest_move, rel=1e-2, abs=1e-6)
+    assert moves_when_read(directory) == (largest_move > 0)
 
 
 def test_a_weight_without_its_scale_is_an_error(checkpoint):

@@ -31,7 +31,7 @@ from slime.models.family import Family, Rule, next_expert, strip_wrappers
 from slime.models.tensor_layouts import Layout, TensorSizes
 from slime.utils.errors import UserError
 from slime.weights.hf_reader import SafetensorsDirectory
-from slime.weights.quantisers import open_checkpoint
+from slime.weights.quantisers import moves_when_read, open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,12 @@ def load_hf_weights(args: Any, model_chunks: Iterable[torch.nn.Module], hf_dir: 
     """
     family = family_of_directory(hf_dir)
     source = open_checkpoint(hf_dir)
+    if moves_when_read(hf_dir) and _speaks_for_its_stage():
+        logger.warning(
+            "%s: INT4 weights that are read and rounded again are not the same: the first push moves the largest of a "
+            "group by up to a fifteenth; start from the checkpoint that it was made of (--ref-load), if you have it",
+            hf_dir,
+        )
     plan = _plan(family, model_chunks)
     needed = _gather_from_parts({hf_name for *_, hf_names in plan for hf_name in hf_names})
     _check_names(set().union(*needed), source, family, hf_dir, args.role == CRITIC)

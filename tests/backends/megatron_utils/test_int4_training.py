@@ -165,6 +165,9 @@ def test_what_does_not_fit_is_refused_by_name(directories, monkeypatch):
     args.hf_checkpoint = str(directories / "plain")
     with pytest.raises(UserError, match="is not an INT4 checkpoint"):
         round_weights_to_int4(args, [])
+    monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "false")
+    with pytest.raises(UserError, match="=false: give 1 to train with INT4 numbers, or 0"):
+        round_weights_to_int4(args, [])
     monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "0")
     round_weights_to_int4(args, [])
 
