@@ -17,8 +17,8 @@ from slime.arguments.model_shape import SHAPE_FLAGS
 from slime.arguments.value_types import written_pattern
 from slime.arguments.violations import Kind, Violation, about
 from slime.estimates.shape import expert_layers
-from slime.models.config_entries import LLAMA3_BAND, rope_scaling, rope_type
-from slime.models.families import SUPPORTED_MODEL_TYPES, TRAINED_MODEL_TYPES, family_of, model_args_from_hf
+from slime.models.config_entries import FIXED_BY_SCALING, rope_scaling, rope_type
+from slime.models.families import SUPPORTED_MODEL_TYPES, TRAINED_MODEL_TYPES, family_of, misnomer, model_args_from_hf
 from slime.utils.errors import UserError
 
 Config = dict[str, Any]
@@ -48,7 +48,8 @@ def apply_hf_config(args: argparse.Namespace, config: Config) -> list[Violation]
         if name not in args.typed_flags and (takes_shape_of_config(args) or name in SUPPLEMENTS):
             setattr(args, name, value)
     limits = about(training_limits(config, derived), "--hf-checkpoint", kind=Kind.NOT_BUILT)
-    return [*limits, *_differences(args, derived)]
+    names = about(misnomer(args.model_name or "", config), "--model-name", "--hf-checkpoint")
+    return [*limits, *names, *_differences(args, derived)]
 
 
 def takes_shape_of_config(args: argparse.Namespace) -> bool:
@@ -121,6 +122,8 @@ _MEANINGS: dict[str, Callable[[argparse.Namespace, ModelArgs], bool]] = {
         (args.moe_ffn_hidden_size or args.ffn_hidden_size) == derived["moe_ffn_hidden_size"]
     ),
     "add_qkv_bias": lambda args, derived: derived["multi_latent_attention"],
+    # Any that is typed; Megatron's default would move biases that the family keeps.
+    "moe_router_bias_update_rate": lambda args, derived: True,
     # Whoever names a layer spec or a model provider answers for it.
     "spec": lambda args, derived: "spec" in args.typed_flags or args.custom_model_provider_path is not None,
     # Unset means the neutral value.
@@ -141,21 +144,17 @@ def training_limits(config: Config, derived: ModelArgs) -> Iterator[str]:
             f"model_type {model_type!r} of --hf-checkpoint is planned by --dry-run, but its layers are not built yet; "
             f"models of type {' or '.join(TRAINED_MODEL_TYPES)} can be trained"
         )
-    rope, known = rope_type(config), family_of(config).rope_types
+    rope, scaling = rope_type(config), rope_scaling(config)
     attention_bias = bool(config.get("attention_bias", False))
     has_biases = derived["add_qkv_bias"] and not derived["multi_latent_attention"]
     found = (
         ("hidden_act", config.get("hidden_act", "silu"), ("silu",)),
-        ("rope_type", rope, known),
+        ("rope_type", rope, family_of(config).rope_types),
         ("use_sliding_window", bool(config.get("use_sliding_window", False)), (False,)),
         ("attention_bias", attention_bias, (True, False) if has_biases else (False,)),
         ("rope_interleave", config.get("rope_interleave", True), (True,)),
         ("mlp_bias", bool(config.get("mlp_bias", False)), (False,)),
-        *(
-            (name, rope_scaling(config).get(name, only), (only,))
-            for name, only in LLAMA3_BAND.items()
-            if rope == "llama3"
-        ),
+        *((name, scaling.get(name, only), (only,)) for name, only in FIXED_BY_SCALING.get(rope, {}).items()),
     )
     for name, value, supported in found:
         if value not in supported:
@@ -181,15 +180,15 @@ CHOICES = frozenset({
     "max_position_embeddings", "mtp_num_layers", "make_vocab_size_divisible_by", "add_position_embedding",
     "attention_softmax_in_fp32", "apply_rope_fusion", "masked_softmax_fusion", "enable_experimental", "allgather_cp",
     "moe_grouped_gemm", "moe_permute_fusion", "moe_router_dtype", "moe_aux_loss_coeff", "moe_router_load_balancing_type",
-    "moe_router_bias_update_rate", "moe_token_dispatcher_type", "moe_token_drop_policy",
+    "moe_token_dispatcher_type", "moe_token_drop_policy",
 })  # fmt: skip
 
 # Details that scripts with explicit flags usually leave out: filled in from the config unless typed, compared if typed.
 SUPPLEMENTS = frozenset({
-    "rope_scaling_factor", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
-    "mscale_all_dim", "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
-    "linear_num_key_heads", "linear_num_value_heads", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk",
-    "dsa_indexer_layers",
+    "moe_router_bias_update_rate", "rope_type", "rope_scaling_factor", "rotary_scaling_factor",
+    "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "linear_attention_freq",
+    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+    "linear_num_value_heads", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "dsa_indexer_layers",
 })  # fmt: skip
 
 # Attributes whose usual flag has another name.

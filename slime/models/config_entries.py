@@ -66,6 +66,7 @@ def latent_attention(config: Config) -> ModelArgs:
     require(config, _NEEDED_BY_LATENT_ATTENTION)
     rope = rope_scaling(config)
     scaled = rope_type(config) != "default"
+    factor = float(rope.get("factor", 1.0)) if scaled else 1.0
     args = {
         "multi_latent_attention": True,
         "q_lora_rank": config.get("q_lora_rank"),
@@ -75,7 +76,9 @@ def latent_attention(config: Config) -> ModelArgs:
         "v_head_dim": config["v_head_dim"],
         "kv_channels": config["qk_nope_head_dim"],
         "qk_layernorm": True,
-        "rotary_scaling_factor": float(rope.get("factor", 1.0)) if scaled else 1.0,
+        "rotary_scaling_factor": factor,
+        # A factor of 1 is the same with both types.
+        **({"rope_type": "yarn"} if factor != 1.0 else {}),
     }
     names = {"original_max_position_embeddings": int, "beta_fast": float, "beta_slow": float}
     return {**args, **{name: kind(rope[name]) for name, kind in names.items() if scaled and name in rope}}
@@ -113,8 +116,13 @@ def partial_rope(config: Config) -> ModelArgs:
     return {"rotary_percent": float(share)}
 
 
-# Between which wavelengths Llama 3's scaling begins and ends: Megatron has these numbers, and no flag for others.
-LLAMA3_BAND = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# Entries that scale RoPE for which Megatron has these values, and no flag for others.
+FIXED_BY_SCALING: dict[str, Config] = {
+    # Between which wavelengths the scaling begins and ends.
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    # The factor follows from mscale and mscale_all_dim.
+    "yarn": {"attention_factor": None, "truncate": True},
+}
 
 
 def llama3_rope(config: Config) -> ModelArgs:

@@ -5,7 +5,7 @@ flags. One that gets rules of its own moves to a file beside this one.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from slime.models import config_entries as hf
@@ -23,6 +23,7 @@ _SIGMOID_MOE = (*_DENSE, hf.experts, hf.sigmoid_router)
 LLAMA = Family(
     model_types=("llama",),
     names=("llama",),
+    other_models=("llama4",),
     parts=(*_DENSE, hf.llama3_rope),
     rope_types=("default", "llama3"),
     rules=ENDS + DENSE_LAYER,
@@ -97,6 +98,16 @@ def family_name(model_name: str) -> str | None:
     plain = re.sub(r"[^a-z0-9]", "", model_name.lower())
     longest = max((name for name in (*FAMILIES_BY_NAME, *_OTHER_MODELS) if name in plain), key=len, default=None)
     return longest if longest in FAMILIES_BY_NAME else None
+
+
+def misnomer(model_name: str, config: Config) -> Iterator[str]:
+    """What is wrong with a `--model-name` by whose rules the weights of the config's model would get wrong names."""
+    named, family = FAMILIES_BY_NAME.get(family_name(model_name) or ""), family_of(config)
+    if named is not None and named.is_trained and named.rules != family.rules:
+        yield (
+            f"--model-name {model_name} means {named.names[0]}, and config.json of --hf-checkpoint is of type "
+            f"{config['model_type']}; drop --model-name, or give {' or '.join(family.names)}"
+        )
 
 
 def qk_norm_spans_heads(spec: Sequence[str]) -> bool:

@@ -29,6 +29,7 @@ _MLP = (
 GLM4 = Family(
     model_types=("glm4",),
     names=("glm4",),
+    other_models=("glm4v",),
     parts=(hf.decoder, hf.grouped_query_attention, hf.qkv_bias, hf.partial_rope),
     constants={
         "post_self_attn_layernorm": True,

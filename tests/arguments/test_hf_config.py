@@ -18,6 +18,7 @@ from tests.support.tables.model_scripts import script_flags
 from tools.published_models import PUBLISHED_MODELS
 
 WRITTEN_DOWN = script_flags()
+YARN = PUBLISHED_MODELS["deepseek-v3"]["rope_scaling"]
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +131,7 @@ def test_flags_of_a_published_model_agree_with_its_config(name, derivation, pars
         ("glm4.5-355B-A32B", {"ffn_hidden_size": ("1",)}, ["--ffn-hidden-size", "1", "12288"]),
         ("deepseek-v3", {"q_lora_rank": None}, ["--q-lora-rank", "unset", "1536"]),
         ("deepseek-v3", {"rotary_scaling_factor": ("32",)}, ["--rotary-scaling-factor", "32.0", "40.0"]),
+        ("deepseek-v3", {"rope_type": ("rope",)}, ["--rope-type", "rope", "yarn"]),
         ("kimi-k2", {"moe_router_num_groups": ("8",)}, ["--moe-router-num-groups", "8", "1"]),
     ],
 )
@@ -150,6 +152,9 @@ def test_one_difference_is_one_row(name, changes, row, parser):
         ("glm4.5-106B-A12B", {"moe_router_num_groups": ("1",), "moe_router_group_topk": ("1",)}),
         ("deepseek-v3", {"kv_channels": None}),
         ("glm4.7-30B-A3B", {"add_qkv_bias": None}),
+        ("glm4.7-30B-A3B", {"rope_type": ("rope",)}),  # nothing is scaled
+        ("deepseek-v3", {"rope_type": ("yarn",)}),
+        ("deepseek-v3", {"moe_router_bias_update_rate": ("1e-3",)}),
         ("qwen2.5-7B", {"kv_channels": ("128",)}),
         ("mimo-7B-rl", {"mtp_num_layers": None}),
         ("glm4-9B", {"spec": ("my.module", "my_spec")}),
@@ -193,6 +198,31 @@ def test_details_that_scripts_leave_out_come_from_the_config(parser):
     assert (args.beta_fast, args.original_max_position_embeddings) == (1.0, 4096)
     _, args = compared(parser, PUBLISHED_MODELS["llama3.2-3B-Instruct"], *flags_of("llama3.2-3B-Instruct"))
     assert args.rope_scaling_factor == 32.0
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4.5-355B-A32B", "glm4.7-30B-A3B"])
+def test_pretrained_biases_stay_unless_a_rate_is_typed(name, parser):
+    """Megatron's default would move them."""
+    violations, args = compared(parser, PUBLISHED_MODELS[name], *flags_of(name, moe_router_bias_update_rate=None))
+    assert violations == [] and args.moe_router_bias_update_rate == 0.0
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "way_out"),
+    [
+        (
+            "glm4.5-355B-A32B",
+            "glm4.5-355B-A32B",
+            "means glm4, and config.json of --hf-checkpoint is of type glm4_moe; drop",
+        ),
+        ("qwen3-30B-A3B", "Qwen3-30B-A3B", "drop --model-name, or give qwen3moe"),
+        ("qwen3-30B-A3B", "qwen3_moe", None),
+        ("deepseek-v3", "kimi-k2", None),  # its weights have the same names
+    ],
+)
+def test_a_name_of_another_family(model, name, way_out, parser):
+    found, _ = compared(parser, PUBLISHED_MODELS[model], *flags_of(model), "--model-name", name)
+    assert len(found) == (way_out is not None) and all(way_out in message for message in found)
 
 
 def test_a_run_refuses_what_a_dry_run_notes(parser):
@@ -323,6 +353,12 @@ def test_limits_of_families(name, changes, expected):
         ("deepseek-v3", {"norm_topk_prob": False}, "norm_topk_prob False cannot be trained with a sigmoid router"),
         ("deepseek-v3", {"num_experts_per_tok": 6}, "num_experts_per_tok 6 of topk_group 4 groups cannot be trained"),
         ("deepseek-v3", {"rope_interleave": False}, "rope_interleave False cannot be trained"),
+        ("deepseek-v3", {"rope_scaling": {**YARN, "attention_factor": 2.0}}, "attention_factor 2.0 cannot be trained"),
+        (
+            "deepseek-v3",
+            {"rope_scaling": {**YARN, "truncate": False}},
+            "truncate False cannot be trained; only True is built",
+        ),
         ("glm4.7-30B-A3B", {"attention_bias": True}, "attention_bias True cannot be trained"),
     ],
 )

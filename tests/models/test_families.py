@@ -201,10 +201,37 @@ def test_the_family_of_a_name(name, family):
 
 
 @pytest.mark.parametrize(
-    "name", ["MiMoV2FlashForCausalLM", "Qwen2VLConfig", "qwen2.5-vl", "Qwen3Omni", "qwen", "mamba"]
+    "name",
+    [
+        "MiMoV2FlashForCausalLM",
+        "Qwen2VLConfig",
+        "qwen2.5-vl",
+        "Qwen3Omni",
+        "qwen",
+        "mamba",
+        "llama4",
+        "Glm4vForConditionalGeneration",
+        "Kimi-VL",
+        "kimi-linear",
+    ],
 )
 def test_names_that_mean_no_family(name):
     assert family_name(name) is None
+
+
+def test_yarn_of_latent_attention():
+    """Both scales of the softmax, and the kind of rotation wherever a factor changes it."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.5}
+    plain = PUBLISHED_MODELS["glm4.7-30B-A3B"]
+    found = model_args_from_hf({**plain, "rope_parameters": yarn})
+    assert [found[name] for name in ("rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim")] == [
+        "yarn",
+        4.0,
+        0.7,
+        0.5,
+    ]
+    assert "rope_type" not in model_args_from_hf(plain)
+    assert "rope_type" not in model_args_from_hf({**plain, "rope_parameters": {**yarn, "factor": 1.0}})
 
 
 def test_names_of_all_families():

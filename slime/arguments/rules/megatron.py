@@ -70,6 +70,16 @@ def tensor_parallel(args: argparse.Namespace) -> Iterator[Violation]:
     # Of fewer groups than ranks each is held by several.
     if groups and groups % size and size % groups and not args.multi_latent_attention:
         yield _not_divided(args, "--num-query-groups", groups)
+    heads = args.num_attention_heads
+    if heads and groups and not size % groups and not args.multi_latent_attention:
+        # The projection itself is cut evenly, whoever holds which head.
+        channels = (heads + 2 * groups) * (args.kv_channels or args.hidden_size // heads)
+        if channels % size:
+            template = "{--tensor-model-parallel-size=} does not divide the {channels} channels of queries, keys and "
+            template += "values, with {--num-attention-heads=} and {--num-query-groups=}{hint}"
+            shared = [n for n in divisors(channels) if n < size and (groups % n == 0 or n % groups == 0)]
+            fitting = [n for n in shared if heads % n == 0]
+            yield broken(args, template, channels=channels, hint=hint("--tensor-model-parallel-size", fitting))
 
 
 def _not_divided(args: argparse.Namespace, flag: str, value: int) -> Violation:
@@ -96,6 +106,8 @@ SHAPE_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.group_query_attention and args.num_query_groups is None,
         "{--group-query-attention} needs {--num-query-groups}, a divisor of {--num-attention-heads=}"),
     grouped_heads,
+    refused(lambda args: args.multi_latent_attention and args.rotary_seq_len_interpolation_factor is not None,
+        "{--rotary-seq-len-interpolation-factor=} has no effect with {--multi-latent-attention}; drop it"),
     refused(_has_uneven_heads,
         "{--hidden-size=} is no multiple of {--num-attention-heads=}; give {--kv-channels}, a head's width"),
 )  # fmt: skip

@@ -134,11 +134,11 @@ class Router(TopKRouter):
 
     def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Add the gradient of the z-loss: the mean over the tokens of a stream of logsumexp² (Zoph et al. 2022, arXiv
-        2202.08906, equation 5)."""
+        2202.08906, equation 5), in float32: 16 bits cannot count the tokens of a stream."""
         coefficient = self.config.moe_z_loss_coeff
         if coefficient is None or not (self.training and torch.is_grad_enabled()):
             return logits
-        squares = logits.logsumexp(-1).square()
+        squares = logits.float().logsumexp(-1).square()
         counted = torch.ones_like(squares) if padding_mask is None else (~padding_mask).to(squares.dtype)
         tokens = counted.sum()
         torch.distributed.all_reduce(tokens, group=self.tp_cp_group)

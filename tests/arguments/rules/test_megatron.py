@@ -33,6 +33,26 @@ def test_tensor_parallel_ranks_may_share_key_and_value_heads(tmp_path):
     assert [line for line in lines if "--tensor-model-parallel-size 4 does not divide --num-query-groups 6" in line]
 
 
+def test_the_projection_of_queries_keys_and_values_is_cut_evenly(tmp_path):
+    """Two groups of keys and 48 heads of 16 channels: 832 = 2^6 x 13 channels, which 12 ranks cannot share."""
+    shape = "--num-attention-heads 48 --kv-channels 16 --num-query-groups 2 --actor-num-gpus-per-node"
+    (line,) = [
+        line for line in violations(tmp_path, f"{shape} 12 --tensor-model-parallel-size 12") if "channels of" in line
+    ]
+    assert line.startswith(
+        "--tensor-model-parallel-size 12 does not divide the 832 channels of queries, keys and values"
+    )
+    assert line.endswith("; --tensor-model-parallel-size 1 or 2 or 4 or 8 would do")
+    lines = violations(tmp_path, f"{shape} 8 --tensor-model-parallel-size 8")
+    assert not [line for line in lines if "channels of" in line]
+
+
+def test_positions_of_latent_attention_are_not_divided(tmp_path):
+    words = "--multi-latent-attention --rotary-seq-len-interpolation-factor 2"
+    message = "--rotary-seq-len-interpolation-factor 2 has no effect with --multi-latent-attention; drop it"
+    assert message in violations(tmp_path, words)
+
+
 def test_an_unknown_shape_names_what_is_missing(tmp_path):
     words = [word for word in command_line(tmp_path) if word != "--model-args-from-hf"]
     with pytest.raises(UserError, match="the model's shape is not known: give --num-layers, --hidden-size"):

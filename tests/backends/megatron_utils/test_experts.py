@@ -2,7 +2,9 @@
 
 import collections
 import dataclasses
+import math
 import shutil
+import types
 
 import pytest
 import torch
@@ -45,6 +47,21 @@ def models(tmp_path_factory):
     models = {name: write_tiny_mixture(root / name, name, vocab_size=VOCABULARY) for name in TINY_EXPERTS}
     write_biases(root / "qwen3_moe", root / BIASED)
     return root, models
+
+
+def test_the_z_loss_counts_in_32_bits(monkeypatch):
+    """1001 tokens, a number that bfloat16 does not have; two equal logits, whose logsumexp is log 2 and softmax 1/2."""
+    from slime.backends.megatron_utils.layer_spec import Router
+
+    counted = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tokens, group: counted.append(tokens.item()))
+    router = types.SimpleNamespace(config=types.SimpleNamespace(moe_z_loss_coeff=0.5), training=True, tp_cp_group=None)
+    logits = torch.zeros(1002, 2, dtype=torch.bfloat16, requires_grad=True)
+    padding = torch.arange(1002) == 1001
+    Router.apply_z_loss(router, logits, padding).backward(torch.zeros_like(logits))
+    assert counted == [1001]
+    expected = torch.full((1002, 1), 0.5 * 2 * math.log(2) / 2 / 1001) * ~padding[:, None]
+    torch.testing.assert_close(logits.grad.float(), expected.expand(-1, 2), rtol=2**-8, atol=0)
 
 
 def write_biases(source, directory):
