@@ -82,7 +82,8 @@ def with_table(page: str, records: dict[str, dict[str, Any]]) -> str:
 def _row(name: str, record: dict[str, Any] | None) -> list[str]:
     model_type = PUBLISHED_MODELS[name]["model_type"]
     own = FAMILIES[model_type].model_types
-    tiny = [row for row in TINY_FAMILIES.values() if row.model_type in own]
+    # Layers that are all dense hold layouts that experts do not.
+    tiny = [row for key, row in TINY_FAMILIES.items() if row.model_type in own and not key.endswith(" dense")]
     tested = bool(tiny) and model_type in TRAINED_MODEL_TYPES
     layouts = dict.fromkeys(layout for row in tiny for layout in row.layouts)
     is_served = not _SERVED.isdisjoint(own)

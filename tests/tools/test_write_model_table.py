@@ -17,5 +17,7 @@ def test_a_row_says_what_is_tested_and_what_was_rehearsed():
     assert "| `glm4` | yes |" in rows["glm4-9B"] and rows["glm4-9B"].endswith("| TP 2, DP 4 | 12.3, 12.3 | 7 |")
     # Its engine is tested with experts on two training ranks, in a module of its own.
     assert rows["qwen3-30B-A3B"].split(" | ")[4] == "yes"
+    # With experts tensor parallelism needs sequence parallelism.
+    assert "tp2" in rows["deepseek-v3"] and "whole sequence" not in rows["deepseek-v3"]
     assert "| `minimax_m2` | " + NOT_YET in rows["minimax-m2"]
     assert json.loads(RECORDS.read_text()).keys() <= rows.keys()
