@@ -6,6 +6,8 @@
 
 Matrices of attention and of dense and expert layers are quantised; norms, embeddings, head and routers are copied. Numbers
 are those of weight pushes. A conversion that was interrupted goes on when the same command comes again.
+
+What --strategy channel makes is for engines alone: a run refuses it as --hf-checkpoint, and fp8_cast_bf16.py does not read it.
 """
 
 import argparse
@@ -24,7 +26,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--save-dir", type=Path, required=True, help="where the new one goes")
     parser.add_argument(
         "--strategy", choices=("block", "channel", "tensor"), default="block",
-        help="what has a scale of its own: a block, a row, or a whole matrix (default: %(default)s)",
+        help="what has a scale of its own: a block, a row (for engines alone), or a whole matrix (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--block-size",
@@ -47,6 +49,8 @@ def main(words: list[str] | None = None) -> None:
     try:
         recipe = fp8_recipe(args.strategy, args.block_size, args.scale_fmt)
         quantise_checkpoint(args.model_dir, args.save_dir, recipe, (), 1, args)
+        if args.strategy == "channel":
+            print(f"{args.save_dir} is for engines alone: runs and fp8_cast_bf16.py read --strategy block and tensor")
     except (UserError, RunError) as error:
         sys.exit(f"error: {error}")
 

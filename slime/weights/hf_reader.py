@@ -71,17 +71,33 @@ def safetensors_dtype(dtype: torch.dtype) -> str:
 
 
 def places_of_checkpoint(directory: Path) -> dict[str, Place]:
-    """`places_of_tensors` of a checkpoint directory: of the files that its index names, where it has one."""
+    """`places_of_tensors` of a checkpoint directory: of the files that its index names, where it has one.
+
+    Raises:
+        UserError: the index is broken, or names a tensor that its file has not.
+    """
     index = directory / INDEX_FILE
     if index.is_file():
-        weight_map = json.loads(index.read_text())["weight_map"]
+        weight_map = _read_index(index)
         files = {name: places_of_tensors(directory / name)[0] for name in sorted(set(weight_map.values()))}
+        absent = next(
+            (f"{file}: it has no {name}" for name, file in weight_map.items() if name not in files[file]), None
+        )
+        if absent is not None:
+            raise UserError(f"{index} does not fit {absent}")
         return {name: files[file][name] for name, file in weight_map.items()}
     return {
         name: place
         for path in sorted(directory.glob("*.safetensors"))
         for name, place in places_of_tensors(path)[0].items()
     }
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        return json.loads(path.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read: it is no index of safetensors files") from error
 
 
 class StoredTensor:
@@ -139,10 +155,14 @@ class SafetensorsDirectory:
         except SafetensorError as error:
             raise UserError(f"{path}: tensor {name} cannot be read: {error}") from error
 
+    def parts(self, name: str) -> dict[str, StoredTensor]:
+        """What is stored for the tensor `name`, as it is, by its own names: of a quantised one several."""
+        return {name: self.tensor(name)}
+
     def _read_index(self) -> dict[str, str]:
         index = self._directory / INDEX_FILE
         if index.is_file():
-            return json.loads(index.read_text())["weight_map"]
+            return _read_index(index)
         files = sorted(self._directory.glob("*.safetensors"))
         if not files:
             raise UserError(f"{self._directory} holds no *.safetensors file")

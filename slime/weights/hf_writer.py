@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 _DEFAULT_SHARD_BYTES = 5 * 1024**3
 _LEAST_SHARD_BYTES = 512 * 1024**2
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
+# The note that `tools/inspect_checkpoint.py` makes of a directory's files: of another directory it is wrong.
+CHECKSUMS = "checksums.json"
 _ON_ONE_DISK = "the directory has to be on a disk that all nodes share"
 
 
@@ -135,10 +137,11 @@ def _complete(draft: Path, shards: dict[str, list[str]]) -> None:
 
 
 def copy_auxiliary_files(source_hf_dir: str | Path, target: str | Path) -> None:
-    """Copy every top-level file that is not a weight file or its index: configuration, tokenizer, templates."""
+    """Copy every top-level file that is not a weight file, its index, or our note of checksums: configuration, tokenizer."""
     for path in sorted(Path(source_hf_dir).iterdir()):
         is_weight_file = any(path.match(pattern) for pattern in _WEIGHT_FILES)
-        if path.is_file() and not path.name.startswith(".") and not is_weight_file:
+        is_wanted = not path.name.startswith(".") and path.name != CHECKSUMS
+        if path.is_file() and is_wanted and not is_weight_file:
             shutil.copyfile(path, Path(target) / path.name)
 
 

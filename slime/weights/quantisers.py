@@ -144,9 +144,16 @@ class Quantiser:
 
 
 def quantisation_settings(directory: Path) -> Mapping[str, Any] | None:
-    """`quantization_config` of a checkpoint; None where it has none."""
+    """`quantization_config` of a checkpoint; None where it has none.
+
+    Raises:
+        UserError: its config.json is broken.
+    """
     file = directory / "config.json"
-    config = json.loads(file.read_text()) if file.is_file() else {}
+    try:
+        config = json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
     return config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
 
 
@@ -280,6 +287,11 @@ class _Dequantised(SafetensorsDirectory):
             return self._read(found)
         except KeyError as error:
             raise UserError(f"{self._directory}: {name} is quantised, and its {error.args[0]} is missing") from error
+
+    def parts(self, name: str) -> dict[str, StoredTensor]:
+        module = self._parts.get(name.removesuffix("weight")) if name.endswith("weight") else None
+        stored = (name,) if module is None else tuple(module.values())
+        return {part: super(_Dequantised, self).tensor(part) for part in stored}
 
 
 class _Fp8:

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from slime.utils.errors import UserError
-from slime.weights.hf_reader import SafetensorsDirectory, StoredTensor
+from slime.weights.hf_reader import SafetensorsDirectory, StoredTensor, places_of_checkpoint
 
 TENSORS = {
     "matrix": torch.arange(24, dtype=torch.bfloat16).view(6, 4),
@@ -64,6 +64,13 @@ def test_an_index_that_names_what_a_file_has_not_is_told_by_file_and_tensor(dire
         source.tensor("matrix")
     with pytest.raises(UserError, match="three.safetensors cannot be read"):
         source.tensor("vector")
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"matrix": "two.safetensors"}}))
+    with pytest.raises(UserError, match="index.json does not fit two.safetensors: it has no matrix"):
+        places_of_checkpoint(directory)
+    (directory / "model.safetensors.index.json").write_text("{")
+    for read in (SafetensorsDirectory, places_of_checkpoint):
+        with pytest.raises(UserError, match="index.json cannot be read"):
+            read(directory)
 
 
 def test_a_directory_without_weights_is_refused(tmp_path):

@@ -15,7 +15,7 @@ from tests.support.processes.distributed import run_distributed
 def source(tmp_path):
     directory = tmp_path / "source"
     directory.mkdir()
-    for name in ("config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja"):
+    for name in ("config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja", "checksums.json"):
         (directory / name).write_text(f"content of {name}")
     (directory / "model.safetensors").write_bytes(b"old weights")
     (directory / "model.safetensors.index.json").write_text("{}")

@@ -163,7 +163,7 @@ def quantise_checkpoint(
     places = _places(source)
     chosen, left = quantised_matrices(places, rules, columns)
     settings = {**recipe.settings, recipe.ignored: left}
-    config = {**_config(source), "quantization_config": settings}
+    config = {**read_config(source), "quantization_config": settings}
     _convert(
         source, target, config, functools.partial(_quantised, source, frozenset(chosen), recipe.parts), places, options
     )
@@ -178,7 +178,7 @@ def dequantise_checkpoint(source: Path, target: Path, options: argparse.Namespac
     if quantisation_settings(source) is None:
         raise UserError(f"{source} is not quantised: its config.json has no quantization_config")
     places, names = _places(source), open_checkpoint(source).names()
-    config = _config(source)
+    config = read_config(source)
     for part in (config, config.get("text_config", {})):
         part.pop("quantization_config", None)
     dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
@@ -299,8 +299,18 @@ def _places(source: Path) -> dict[str, Place]:
     return places
 
 
-def _config(source: Path) -> dict[str, Any]:
+def read_config(hf_dir: Path) -> dict[str, Any]:
+    """The `config.json` of a Hugging Face directory, as it is.
+
+    Raises:
+        UserError: there is none, or it is broken.
+    """
     try:
-        return json.loads((source / "config.json").read_text())
-    except FileNotFoundError as error:
-        raise UserError(f"{source} has no config.json: it is no Hugging Face checkpoint") from error
+        config = json.loads((hf_dir / "config.json").read_text())
+    except OSError as error:
+        raise UserError(f"{hf_dir} has no config.json: it is no Hugging Face checkpoint") from error
+    except ValueError as error:
+        raise UserError(f"{hf_dir / 'config.json'} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{hf_dir / 'config.json'} holds no JSON object")
+    return config

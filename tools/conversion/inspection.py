@@ -8,16 +8,21 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import torch
-
 from slime.arguments.checkpoints import POINTER, is_megatron_checkpoint, iteration_directory, latest_iteration
 from slime.utils.errors import UserError
 from slime.utils.filesystem import write_json_atomically
 from slime.weights.hf_reader import Place, places_of_checkpoint
+from slime.weights.hf_writer import CHECKSUMS
 from slime.weights.quantisers import quantisation_settings
-from tools.conversion.torch_dist import TorchDistDirectory, describe_model, missing_and_surplus, parse_model_flags
+from tools.conversion.hugging_face import read_config
+from tools.conversion.torch_dist import (
+    TorchDistDirectory,
+    describe_model,
+    missing_and_surplus,
+    parse_model_flags,
+    read_common,
+)
 
-CHECKSUMS = "checksums.json"
 _READ_BYTES = 16 * 1024**2
 
 
@@ -43,7 +48,7 @@ def describe(directory: Path) -> Iterator[str]:
 def _describe_torch_dist(directory: Path) -> Iterator[str]:
     stored = TorchDistDirectory(directory)
     stored.require_files()
-    common = torch.load(directory / "common.pt", weights_only=True, map_location="cpu")
+    common = read_common(directory)
     layout = ", ".join(f"{name} {size}" for name, size in common.get("layout", {}).items())
     yield f"iteration {common.get('iteration', '?')}, saved by {layout or 'a converter'}"
     yield f"optimizer state: {'yes' if common.get('has_optimizer') else 'no'}"
@@ -57,7 +62,7 @@ def _describe_torch_dist(directory: Path) -> Iterator[str]:
 
 
 def _describe_hf(directory: Path) -> Iterator[str]:
-    config = json.loads((directory / "config.json").read_text())
+    config = read_config(directory)
     places = _places(directory)
     numel: collections.Counter[str] = collections.Counter()
     for place in places.values():

@@ -13,8 +13,9 @@ import dataclasses
 import functools
 import io
 import itertools
-import json
+import math
 import os
+import pickle
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from slime.arguments.checkpoints import POINTER, is_megatron_checkpoint, iteration_directory, latest_iteration
+from slime.arguments.hf_config import text_config_of
 from slime.models.families import FAMILIES, FAMILIES_BY_NAME, family_name, model_args_from_hf
 from slime.models.family import Family
 from slime.models.tensor_layouts import TensorSizes
@@ -30,7 +32,8 @@ from slime.utils.errors import UserError
 from slime.utils.filesystem import write_text_atomically
 from slime.weights.hf_reader import StoredTensor
 from slime.weights.quantisers import open_checkpoint, quantiser_of
-from tools.conversion.hugging_face import finish_hf_checkpoint, shard_name
+from tools.conversion.hugging_face import finish_hf_checkpoint, read_config, shard_name
+from tools.conversion.origin import require_same_model, require_same_tensors
 from tools.conversion.units import Conversion, Unit, split_into_units, write_streamed_shard
 
 # A run that builds a model and nothing else; --load-debug-rollout-data names a file that it never reads.
@@ -41,6 +44,9 @@ _RUN = (
 _OPTIMIZER = "optimizer."
 _LAYERS = re.compile(r"(?<=\blayers)\.(?!\d)")
 _EXPERTS = ".experts.experts."
+# In front of the names of tensors that are copied.
+_ORIGIN = "origin:"
+COMMON = "common.pt"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +169,9 @@ def convert_hf_to_torch_dist(
     )
     conversion = Conversion(source, target, {"flags": list(words), "format": "torch_dist"}, workers, force)
     units = split_into_units(sizes, workers, largest)
-    conversion.run(units, write, functools.partial(_finish_torch_dist, objects))
+    from slime.backends.megatron_utils.checkpoint.writing import attention_heads
+
+    conversion.run(units, write, functools.partial(_finish_torch_dist, objects, attention_heads(args)))
 
 
 def _sizes(args: argparse.Namespace) -> TensorSizes:
@@ -173,19 +181,12 @@ def _sizes(args: argparse.Namespace) -> TensorSizes:
 
 
 def _family(hf_dir: Path, model_name: str | None) -> Family:
-    config = _read_config(hf_dir)
+    config = read_config(hf_dir)
     name = family_name(model_name) if model_name else None
     family = FAMILIES_BY_NAME.get(name) if model_name else FAMILIES.get(config.get("model_type"))
     if family is None or not family.is_trained:
         raise UserError(f"{hf_dir}: no conversion for {model_name or config.get('model_type')!r}")
     return family
-
-
-def _read_config(hf_dir: Path) -> dict[str, Any]:
-    try:
-        return json.loads((hf_dir / "config.json").read_text())
-    except FileNotFoundError as error:
-        raise UserError(f"{hf_dir} has no config.json: it is no Hugging Face checkpoint") from error
 
 
 def missing_and_surplus(
@@ -205,7 +206,7 @@ def missing_and_surplus(
 
 def _of_the_model(hf_dir: Path, names: set[str], family: Family) -> set[str]:
     """Those of `names` that carry weights of their own."""
-    tied = _read_config(hf_dir).get("tie_word_embeddings", False)
+    tied = read_config(hf_dir).get("tie_word_embeddings", False)
     return {name for name in names if not family.ignored.search(name) and not (tied and name == "lm_head.weight")}
 
 
@@ -256,7 +257,7 @@ def _iteration(draft: Path) -> Path:
     return iteration_directory(draft, 0)
 
 
-def _finish_torch_dist(objects: Sequence[str], draft: Path, results: list[Any]) -> None:
+def _finish_torch_dist(objects: Sequence[str], heads: dict[str, int], draft: Path, results: list[Any]) -> None:
     """Metadata, the common part and the pointer: as Megatron-Core 0.16 and torch write them."""
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
     from torch.distributed.checkpoint.filesystem import FileSystemWriter, WriteResult, _StorageInfo
@@ -293,7 +294,9 @@ def _finish_torch_dist(objects: Sequence[str], draft: Path, results: list[Any]) 
                 )
             )
     FileSystemWriter(directory).finish(Metadata(state_dict_metadata=described), [places])
-    torch.save({"format_version": 1, "iteration": 0, "has_optimizer": False}, directory / "common.pt")
+    torch.save(
+        {"format_version": 1, "iteration": 0, "has_optimizer": False, "attention_heads": heads}, directory / COMMON
+    )
     save_config(CheckpointingConfig("torch_dist"), str(directory))
     write_text_atomically(draft / POINTER, "0")
 
@@ -302,7 +305,7 @@ class TorchDistDirectory:
     """The tensors of a torch_dist checkpoint by key, optimizer state apart; whole tensors or, of stacked ones, one entry.
 
     Raises:
-        UserError: the directory is none.
+        UserError: the directory is none, or its metadata cannot be read.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -313,6 +316,8 @@ class TorchDistDirectory:
             metadata = FileSystemReader(directory).read_metadata()
         except FileNotFoundError as error:
             raise UserError(f"{directory} is no torch_dist checkpoint: it has no .metadata") from error
+        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, ValueError) as error:
+            raise UserError(f"{directory / '.metadata'} cannot be read: {error or 'it is cut off'}") from error
         self._directory, self._storage = directory, {}
         for index, place in metadata.storage_data.items():
             self._storage[index.fqn, tuple(index.offset or ())] = place
@@ -367,6 +372,19 @@ class TorchDistDirectory:
             raise UserError(f"{path} cannot be read: {error}") from error
 
 
+def read_common(directory: Path) -> dict[str, Any]:
+    """What a torch_dist checkpoint says beside its tensors.
+
+    Raises:
+        UserError: its `common.pt` is missing or broken.
+    """
+    path = directory / COMMON
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise UserError(f"{path} cannot be read: {error or 'it is cut off'}") from error
+
+
 def megatron_names(key: str, shape: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(global name of a parameter, where it stands in the first axes) of all that are stacked in the tensor `key`."""
     labels = []
@@ -399,26 +417,33 @@ def convert_torch_dist_to_hf(
         adds_missing: what `origin` has and the checkpoint has not is copied from there.
 
     Raises:
-        UserError: tensors are missing or surplus; the family is not known.
+        UserError: tensors are missing or surplus; the checkpoint is of another model than `origin`; the vocabulary has fewer
+            rows than `vocab_size`; the family is not known.
     """
     directory = iteration_directory(source, latest_iteration(source)) if is_megatron_checkpoint(source) else source
-    family, config = _family(origin, model_name), _read_config(origin)
-    found = model_args_from_hf(config)
-    heads = found["num_attention_heads"]
-    sizes = TensorSizes(heads, found.get("num_query_groups") or heads, vocab_size or found["vocab_size"], 0)
+    family, config = _family(origin, model_name), read_config(origin)
+    try:
+        flags = model_args_from_hf(text_config_of(config))
+    except UserError as error:
+        raise UserError(f"--origin-hf-dir {origin}: {error}") from error
+    heads = flags["num_attention_heads"]
+    sizes = TensorSizes(heads, flags.get("num_query_groups") or heads, vocab_size or flags["vocab_size"], 0)
     stored = TorchDistDirectory(directory)
     places: dict[str, tuple[str, tuple[int, ...], int]] = {}
-    made: set[str] = set()
+    shapes: dict[str, tuple[int, ...]] = {}
     for key, entry in stored.tensors.items():
         for name, numbers in megatron_names(key, entry.size):
             try:
-                made.update(family.find(name)[1])
+                family.find(name)
             except KeyError as error:
                 raise UserError(
                     f"{directory}: {error.args[0]}; is it the checkpoint of another family, or of a critic?"
                 ) from error
-            count = entry.size[len(numbers) :].numel() * entry.properties.dtype.itemsize
-            places[name] = (key, numbers, count)
+            shapes[name] = tuple(entry.size[len(numbers) :])
+            places[name] = (key, numbers, entry.size[len(numbers) :].numel() * entry.properties.dtype.itemsize)
+    noted = read_common(directory).get("attention_heads", {}) if (directory / COMMON).is_file() else {}
+    require_same_model(directory, origin, shapes, noted, family, sizes, flags)
+    made = require_same_tensors(directory, origin, shapes, family, sizes, ignores_rows=vocab_size is not None)
     lacking = _lacking(origin, made, family)
     if lacking and not adds_missing:
         raise UserError(
@@ -426,24 +451,39 @@ def convert_torch_dist_to_hf(
             "--add-missing-from-origin-hf copies them"
         )
     ordered = sorted(places, key=_by_number)
-    named = [(name, places[name][2]) for name in ordered] + [(f"origin:{name}", 0) for name in sorted(lacking)]
-    write = functools.partial(_write_hf, directory, origin, family, sizes, places)
-    options = {"vocab_size": vocab_size, "model_name": model_name, "origin": str(origin.resolve()), "format": "hf"}
-    conversion = Conversion(directory, target, options, workers, force)
+    named = [(name, places[name][2]) for name in ordered] + [
+        (f"{_ORIGIN}{name}", lacking[name]) for name in sorted(lacking)
+    ]
+    if vocab_size is not None:
+        config = _with_vocab_size(config, vocab_size)
+    conversion = Conversion(
+        directory, target, {"config": config, "model_name": model_name, "format": "hf"}, workers, force, (origin,)
+    )
     conversion.run(
         split_into_units(named, workers, largest),
-        write,
-        lambda draft, results: finish_hf_checkpoint(
-            origin, {**config, **({"vocab_size": vocab_size} if vocab_size else {})}, draft, len(results)
-        ),
+        functools.partial(_write_hf, directory, origin, family, sizes, places),
+        lambda draft, results: finish_hf_checkpoint(origin, config, draft, len(results)),
     )
 
 
-def _lacking(origin: Path, made: set[str], family: Family) -> set[str]:
-    """Tensors of `origin`, if it has any, that are not in `made`."""
+def _with_vocab_size(config: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """`config` with another `vocab_size`, where the config of a model of text and images has it as well."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return {**config, "vocab_size": vocab_size}
+    whole = {"vocab_size": vocab_size} if "vocab_size" in config else {}
+    return {**config, **whole, "text_config": {**text, "vocab_size": vocab_size}}
+
+
+def _lacking(origin: Path, made: set[str], family: Family) -> dict[str, int]:
+    """Tensors of `origin`, if it has any, that are not in `made`, with the bytes that are stored for each."""
     if not any(origin.glob("*.safetensors")):
-        return set()
-    return _of_the_model(origin, open_checkpoint(origin).names() - made, family)
+        return {}
+    opened = open_checkpoint(origin)
+    return {
+        name: sum(math.prod(part.shape) * part.dtype.itemsize for part in opened.parts(name).values())
+        for name in _of_the_model(origin, opened.names() - made, family)
+    }
 
 
 def _by_number(name: str) -> list[Any]:
@@ -460,16 +500,20 @@ def _write_hf(
     unit: Unit,
 ) -> None:
     stored, quantiser = TorchDistDirectory(directory), quantiser_of(origin)
+    copied = [name.removeprefix(_ORIGIN) for name in unit.names if name.startswith(_ORIGIN)]
 
     def named() -> Iterator[tuple[str, torch.Tensor]]:
         for name in unit.names:
-            if name.startswith("origin:"):
-                hf_name = name.removeprefix("origin:")
-                yield hf_name, open_checkpoint(origin).tensor(hf_name)[...]
-                continue
-            key, numbers, _ = places[name]
-            rule, hf_names = family.find(name)
-            yield from zip(hf_names, rule.layout.split(stored.read(key, numbers), sizes), strict=True)
+            if not name.startswith(_ORIGIN):
+                key, numbers, _ = places[name]
+                rule, hf_names = family.find(name)
+                yield from zip(hf_names, rule.layout.split(stored.read(key, numbers), sizes), strict=True)
+
+    def of_origin() -> Iterator[tuple[str, torch.Tensor]]:
+        opened = open_checkpoint(origin) if copied else None
+        for name in copied:
+            # As it is stored: it is quantised already.
+            yield from ((part, tensor[...]) for part, tensor in opened.parts(name).items())
 
     tensors = named() if quantiser is None else quantiser(named())
-    write_streamed_shard(draft / shard_name(unit.index), tensors, 16 * len(unit.names))
+    write_streamed_shard(draft / shard_name(unit.index), itertools.chain(tensors, of_origin()), 16 * len(unit.names))

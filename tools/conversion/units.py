@@ -31,7 +31,8 @@ from slime.weights.hf_reader import safetensors_dtype
 if TYPE_CHECKING:
     import torch
 
-_PLAN, _NOTES, _LOCK = "plan.json", "finished", ".lock"
+# Hidden: nobody takes them for a part of the checkpoint.
+_PLAN, _NOTES, _LOCK = ".plan.json", ".finished", ".lock"
 # Fewer bytes are not worth a unit of their own.
 LEAST_UNIT_BYTES = 256 * 1024**2
 # Of a safetensors file: what its header has for itself, and for each tensor beside its name.
@@ -50,13 +51,15 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """From `source` to `target`; `options` are what else decides about the bytes. `force`: an existing target is replaced."""
+    """From `source` to `target`; `options` are what else decides about the bytes, and so are the files of the directories
+    `also_read`. `force`: an existing target is replaced."""
 
     source: Path
     target: Path
     options: dict[str, Any]
     workers: int = 1
     force: bool = False
+    also_read: Sequence[Path] = ()
 
     @property
     def draft(self) -> Path:
@@ -76,12 +79,17 @@ class Conversion:
             finish: makes the units a checkpoint; called again if it was interrupted.
 
         Raises:
-            UserError: the target is the source, lies inside it or holds it; it is there already; another process writes it.
+            UserError: the target is a directory that is read, lies inside it or holds it; it is there already, or cannot be
+                made; another process writes it.
             RunError: something could not be written; the message says what is left for the next attempt.
         """
         self._refuse()
         draft = self.draft
-        if not claim_directory(draft):
+        try:
+            is_claimed = claim_directory(draft)
+        except OSError as error:
+            raise UserError(f"{self.target} cannot be made: {error}; give another directory") from error
+        if not is_claimed:
             raise UserError(f"another process is converting to {self.target}")
         draft.mkdir(exist_ok=True)
         try:
@@ -94,11 +102,12 @@ class Conversion:
                     finished[unit.index] = result
                     bar.update(unit.nbytes)
             finish(draft, [finished[unit.index] for unit in units])
-            for name in (_PLAN, _LOCK):
-                (draft / name).unlink(missing_ok=True)
-            shutil.rmtree(draft / _NOTES)
             fsync_tree(draft)
             replace_directory(draft, self.target)
+            # The notes go last: whatever fails before, the next attempt goes on with them.
+            shutil.rmtree(self.target / _NOTES)
+            for name in (_PLAN, _LOCK):
+                (self.target / name).unlink(missing_ok=True)
         except UserError:
             raise
         except BrokenProcessPool as error:
@@ -114,21 +123,19 @@ class Conversion:
         )
 
     def _refuse(self) -> None:
-        target, source = self.target.resolve(), self.source.resolve()
-        if target == source or source in target.parents or target in source.parents:
-            raise UserError(
-                f"{self.target} is the source {self.source}, or one lies in the other; give another directory"
-            )
+        target = self.target.resolve()
+        for read in (self.source, *self.also_read):
+            source = read.resolve()
+            if target == source or source in target.parents or target in source.parents:
+                raise UserError(f"{self.target} is the source {read}, or one lies in the other; give another directory")
         if self.target.exists() and not self.force:
             raise UserError(f"{self.target} exists already; give another directory, or --force to replace it")
 
     def _finished(self, units: Sequence[Unit]) -> dict[int, Any]:
         """What earlier attempts at the same have left, by unit; of others nothing is left."""
-        files = sorted(path for path in self.source.rglob("*") if path.is_file())
         plan = {
-            "source": [
-                [str(path.relative_to(self.source)), path.stat().st_size, path.stat().st_mtime_ns] for path in files
-            ],
+            "source": _files(self.source),
+            "also_read": [[str(directory.resolve()), _files(directory)] for directory in self.also_read],
             "options": self.options,
             "units": [list(unit.names) for unit in units],
         }
@@ -169,6 +176,12 @@ class Conversion:
                 raise failures[0]
 
 
+def _files(directory: Path) -> list[tuple[str, int, int]]:
+    """(path, size, time of the last change) of all files below `directory`."""
+    found = [(path, path.stat()) for path in sorted(directory.rglob("*")) if path.is_file()]
+    return [(str(path.relative_to(directory)), state.st_size, state.st_mtime_ns) for path, state in found]
+
+
 def _start_worker(parent: int) -> None:
     import torch
 
@@ -189,7 +202,13 @@ _end = threading.Event()
 
 def split_into_units(sizes: Iterable[tuple[str, int]], workers: int, largest: int) -> list[Unit]:
     """Consecutive tensors (name, bytes) in units of at most `largest` bytes, as many as keep `workers` busy; a tensor that is
-    larger is a unit of its own."""
+    larger is a unit of its own.
+
+    Raises:
+        UserError: there are to be no workers.
+    """
+    if workers < 1:
+        raise UserError(f"--max-workers {workers}: at least one process has to convert")
     sizes = list(sizes)
     limit = min(largest, max(-(-sum(size for _, size in sizes) // (2 * workers)), LEAST_UNIT_BYTES))
     units: list[Unit] = []
@@ -223,8 +242,9 @@ def write_streamed_shard(path: Path, named_tensors: Iterable[tuple[str, torch.Te
         if name in header:
             raise RunError(f"tensor {name} occurs twice")
         start = file.tell() - 8 - room
-        # Numpy knows neither bfloat16 nor float8.
-        file.write(memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+        # Numpy knows neither bfloat16 nor float8. One entry counts as contiguous with any stride, and as bytes it does not.
+        whole = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
+        file.write(memoryview(whole.view(torch.uint8).numpy()))
         offsets = [start, start + tensor.nbytes]
         header[name] = {
             "dtype": safetensors_dtype(tensor.dtype), "shape": list(tensor.shape), "data_offsets": offsets,

@@ -90,16 +90,19 @@ def test_blocks_of_fp8_there_and_back(checkpoint, tmp_path, scale_format):
     assert index["weight_map"].keys() == tensors.keys()
 
 
-def test_rows_and_whole_matrices_of_fp8(checkpoint, tmp_path):
+def test_rows_and_whole_matrices_of_fp8(checkpoint, tmp_path, capsys):
     source, tensors = checkpoint
     weight = tensors[EXPERT].float()
     for strategy, amax in (("channel", weight.abs().amax(1, keepdim=True)), ("tensor", weight.abs().amax())):
         target = tmp_path / strategy
         convert_hf_to_fp8.main(["--model-dir", str(source), "--save-dir", str(target), "--strategy", strategy])
+        assert ("channel is for engines alone" in capsys.readouterr().out) == (strategy == "channel")
         stored = read(target)
         assert stored[EXPERT + "_scale"].equal(amax / 448)
         assert (stored[EXPERT].float() * stored[EXPERT + "_scale"] - weight).abs().max() <= amax.max() / 16
     assert config_of(tmp_path / "channel")["config_groups"]["group_0"]["weights"]["strategy"] == "channel"
+    with pytest.raises(UserError, match="float-quantized"):
+        open_checkpoint(tmp_path / "channel")
 
 
 @pytest.mark.parametrize("is_symmetric", [True, False])

@@ -5,11 +5,12 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from slime.utils.errors import UserError
 from tests.support.models.tiny_model import tiny_args, write_tiny_mimo, write_tiny_model
 from tests.support.processes.distributed import run_distributed
+from tools import convert_hf_to_fp8
 from tools.conversion.inspection import check_checksums, describe, misfits, write_checksums
 from tools.conversion.torch_dist import convert_hf_to_torch_dist, convert_torch_dist_to_hf, megatron_names
 
@@ -204,6 +205,137 @@ def test_a_file_that_is_cut_off_or_lost_is_found(directories, tmp_path):
     part.unlink()
     with pytest.raises(UserError, match=r"__0_0.distcp is missing"):
         list(describe(tmp_path / "run"))
+
+
+def origin_with(directories, path, **entries):
+    """A directory of the model `qwen3` without weights, with other entries in its config."""
+    path.mkdir()
+    config = json.loads((directories / "qwen3" / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **entries}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}, "num_attention_heads of .* 4 .* 8 by"),
+        ({"num_hidden_layers": 2, "layer_types": None}, "number of layers 4 in the checkpoint, 2 by config.json"),
+        ({"num_hidden_layers": 6, "layer_types": None}, "number of layers 4 in the checkpoint, 6 by config.json"),
+        ({"hidden_size": 64}, "hidden size 32 in the checkpoint, 64 by config.json"),
+        ({"head_dim": 8}, r"rows of decoder.layers.0.self_attention.linear_qkv.weight 128 in the checkpoint, 64 by"),
+        ({"vocab_size": 1000}, r"has \d+ rows of vocabulary.* asks for 1000"),
+    ],
+)
+def test_the_config_of_another_model_is_refused(directories, tmp_path, entries, message):
+    origin = origin_with(directories, tmp_path / "origin", **entries)
+    with pytest.raises(UserError, match=message):
+        convert_torch_dist_to_hf(directories / "qwen3-dist", tmp_path / "back", origin, **HF_OPTIONS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["origin"]
+
+
+@pytest.mark.parametrize("notes_heads", [True, False])
+def test_heads_are_told_apart_where_all_rows_are_as_many(directories, tmp_path, notes_heads):
+    """By what the checkpoint notes of them, or by the norm that each has a channel of."""
+    shutil.copytree(directories / "qwen3-dist", tmp_path / "dist")
+    if not notes_heads:
+        common = torch.load(tmp_path / "dist" / "iter_0000000" / "common.pt")
+        assert common.pop("attention_heads") == {"num_attention_heads": 4, "num_query_groups": 2}
+        torch.save(common, tmp_path / "dist" / "iter_0000000" / "common.pt")
+    origin = origin_with(directories, tmp_path / "origin", num_attention_heads=8, num_key_value_heads=4, head_dim=8)
+    what = "num_attention_heads of" if notes_heads else "channels of .*q_layernorm.weight 16 .* 8 by"
+    with pytest.raises(UserError, match=rf"of different models: {what}"):
+        convert_torch_dist_to_hf(tmp_path / "dist", tmp_path / "back", origin, **HF_OPTIONS)
+
+
+def test_weights_of_another_model_are_refused(directories, tmp_path):
+    for what, message in (
+        ("less", r"has 1 tensors that .* has not: lm_head.weight"),
+        ("wider", r"q_norm.*\[16\].*\[8\]"),
+    ):
+        shutil.copytree(directories / "qwen3", tmp_path / what)
+        tensors = load_file(tmp_path / what / "model.safetensors")
+        if what == "less":
+            del tensors["lm_head.weight"]
+        else:
+            name = "model.layers.1.self_attn.q_norm.weight"
+            tensors[name] = tensors[name][:8].clone()
+        save_file(tensors, tmp_path / what / "model.safetensors")
+        with pytest.raises(UserError, match=message):
+            convert_torch_dist_to_hf(directories / "qwen3-dist", tmp_path / "back", tmp_path / what, **HF_OPTIONS)
+
+
+def test_the_origin_is_not_replaced(directories, tmp_path):
+    origin = origin_with(directories, tmp_path / "models")
+    for target in (origin, tmp_path):
+        with pytest.raises(UserError, match="is the source .*models, or one lies in the other"):
+            convert_torch_dist_to_hf(directories / "qwen3-dist", target, origin, **{**HF_OPTIONS, "force": True})
+    assert (origin / "config.json").exists()
+
+
+def test_rows_of_the_vocabulary(directories, tmp_path):
+    options = {**HF_OPTIONS, "vocab_size": 100}
+    convert_torch_dist_to_hf(directories / "tied-dist", tmp_path / "back", directories / "tied", **options)
+    (path, *_) = [
+        path for path in (tmp_path / "back").glob("*.safetensors") if "model.embed_tokens.weight" in load_file(path)
+    ]
+    stored = load_file(directories / "tied" / "model.safetensors")["model.embed_tokens.weight"]
+    assert load_file(path)["model.embed_tokens.weight"].equal(stored[:100])
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["vocab_size"] == 100
+    with pytest.raises(UserError, match=r"has \d+ rows of vocabulary, and --vocab-size .* 1000"):
+        convert_torch_dist_to_hf(
+            directories / "tied-dist", tmp_path / "b", directories / "tied", **{**HF_OPTIONS, "vocab_size": 1000}
+        )
+
+
+def test_the_size_of_the_vocabulary_stands_where_the_config_has_it(directories, tmp_path):
+    config = json.loads((directories / "qwen3" / "config.json").read_text())
+    origin = tmp_path / "origin"
+    origin.mkdir()
+    (origin / "config.json").write_text(json.dumps({"model_type": config["model_type"], "text_config": config}))
+    options = {**HF_OPTIONS, "vocab_size": 100}
+    convert_torch_dist_to_hf(directories / "qwen3-dist", tmp_path / "back", origin, **options)
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert "vocab_size" not in written and written["text_config"]["vocab_size"] == 100
+
+
+def test_what_a_quantised_origin_adds_is_copied_as_it_is_stored(directories, tmp_path):
+    dense, origin = tmp_path / "dense-dist", tmp_path / "origin"
+    shutil.copytree(directories / "mimo-dist", dense)
+    _forget_prediction(dense)
+    recipe = ["--model-dir", str(directories / "mimo"), "--save-dir", str(origin), "--block-size", "8", "16"]
+    convert_hf_to_fp8.main(recipe)
+    convert_torch_dist_to_hf(dense, tmp_path / "back", origin, **{**HF_OPTIONS, "adds_missing": True})
+    stored, back = ({}, {})
+    for directory, found in ((origin, stored), (tmp_path / "back", back)):
+        for path in directory.glob("*.safetensors"):
+            found |= load_file(path)
+    assert back.keys() == stored.keys() and "weight_scale_inv" in "".join(name for name in back if ".mtp" in name)
+    assert all(
+        back[name].dtype == tensor.dtype and back[name].float().equal(tensor.float()) for name, tensor in stored.items()
+    )
+
+
+def test_broken_parts_of_a_checkpoint_are_told_by_file(directories, tmp_path):
+    shutil.copytree(directories / "tied-dist", tmp_path / "run")
+    parts = tmp_path / "run" / "iter_0000000"
+    (parts / "common.pt").unlink()
+    with pytest.raises(UserError, match="common.pt cannot be read"):
+        list(describe(tmp_path / "run"))
+    metadata = (parts / ".metadata").read_bytes()
+    for length in (0, 3, len(metadata) // 2, len(metadata) - 1):
+        (parts / ".metadata").write_bytes(metadata[:length])
+        with pytest.raises(UserError, match=".metadata cannot be read"):
+            list(describe(tmp_path / "run"))
+        with pytest.raises(UserError, match=".metadata cannot be read"):
+            convert_torch_dist_to_hf(tmp_path / "run", tmp_path / "back", directories / "tied", **HF_OPTIONS)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": ')
+    for action in (
+        lambda: list(describe(tmp_path / "hf")),
+        lambda: convert_torch_dist_to_hf(directories / "tied-dist", tmp_path / "back", tmp_path / "hf", **HF_OPTIONS),
+    ):
+        with pytest.raises(UserError, match="config.json cannot be read"):
+            action()
 
 
 def _misfits(root):

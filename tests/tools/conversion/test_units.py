@@ -53,15 +53,43 @@ def test_a_failed_conversion_goes_on_with_what_is_left(source, tmp_path, workers
     assert not conversion.draft.exists()
 
 
-@pytest.mark.parametrize("change", ["source", "options"])
+@pytest.mark.parametrize("change", ["source", "options", "also_read"])
 def test_what_was_left_of_another_conversion_is_not_used(source, tmp_path, change):
-    target = tmp_path / "target"
+    target, other = tmp_path / "target", tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
     with pytest.raises(RunError):
-        Conversion(source, target, {}).run(UNITS, functools.partial(write, (2,)), finish)
+        Conversion(source, target, {}, also_read=(other,)).run(UNITS, functools.partial(write, (2,)), finish)
     if change == "source":
         (source / "weights").write_text("22")
-    Conversion(source, target, {"changed": change}).run(UNITS, functools.partial(write, ()), finish)
+    elif change == "also_read":
+        (other / "config.json").write_text("[1]")
+    options = {"changed": True} if change == "options" else {}
+    Conversion(source, target, options, also_read=(other,)).run(UNITS, functools.partial(write, ()), finish)
     assert (target / "unit-0").read_text() == "written\n"
+
+
+@pytest.mark.parametrize("fails", ["fsync_tree", "replace_directory"])
+def test_what_fails_at_the_very_end_is_not_done_again(source, tmp_path, monkeypatch, fails):
+    def full(*paths):
+        raise OSError(28, "No space left on device")
+
+    conversion = Conversion(source, tmp_path / "target", {})
+    with monkeypatch.context() as patched, pytest.raises(RunError, match="No space left"):
+        patched.setattr(f"tools.conversion.units.{fails}", full)
+        conversion.run(UNITS, functools.partial(write, ()), finish)
+    # No unit could be written any more.
+    conversion.run(UNITS, functools.partial(write, (0, 1, 2)), finish)
+    assert (tmp_path / "target" / "unit-0").read_text() == "written\n"
+    assert sorted(path.name for path in (tmp_path / "target").iterdir()) == ["all", "unit-0", "unit-1", "unit-2"]
+
+
+def test_a_target_that_cannot_be_made_and_no_workers_are_told(source, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="target cannot be made"):
+        Conversion(source, tmp_path / "file" / "target", {}).run(UNITS, functools.partial(write, ()), finish)
+    with pytest.raises(UserError, match="--max-workers 0"):
+        split_into_units([("a", 3)], 0, 6)
 
 
 @pytest.mark.slow
@@ -74,6 +102,10 @@ def test_nothing_is_overwritten(source, tmp_path):
     for target in (source, source / "inside", tmp_path):
         with pytest.raises(UserError, match="is the source"):
             Conversion(source, target, {}, force=True).run(UNITS, functools.partial(write, ()), finish)
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(UserError, match="is the source .*other"):
+        Conversion(source, other, {}, force=True, also_read=(other,)).run(UNITS, functools.partial(write, ()), finish)
     target = tmp_path / "target"
     target.mkdir()
     (target / "mine").touch()
@@ -103,6 +135,8 @@ def test_a_shard_is_written_as_its_tensors_come(tmp_path):
         "fp8": torch.randn(3, 3).to(torch.float8_e4m3fn),
         "float": torch.randn(2, 2),
         "scalar": torch.tensor(2.0),
+        "single": torch.arange(6.0).view(2, 3)[1:, 2:].bfloat16().as_strided((1, 1), (5, 3)),
+        "column": torch.arange(8.0)[3:].as_strided((1,), (7,)),
         "part": torch.arange(64).view(8, 8)[:, 2:4],
         "empty": torch.zeros(0, 4),
     }

@@ -33,6 +33,7 @@ from slime.backends.megatron_utils.checkpoint.optimizer_state import (
     trained_parts,
 )
 from slime.backends.megatron_utils.generator_states import save_generators
+from slime.backends.megatron_utils.hf_conversion import tensor_sizes
 from slime.backends.megatron_utils.parameter_names import unwrap_model
 from slime.backends.megatron_utils.parameter_selection import selection_of
 from slime.training.checkpoint_publication import unpublished
@@ -158,6 +159,7 @@ def _common_state(args: argparse.Namespace, iteration: int, optimizer: Any, sche
         "parameter_groups": group_settings(optimizer),
         "loss_scales": loss_scales(optimizer),
         "layout": layout_of(args),
+        "attention_heads": attention_heads(args),
         "parameter_selection": selection_of(args),
     }
 
@@ -257,6 +259,12 @@ def replicas() -> dist.ProcessGroup:
 def layout_of(args: argparse.Namespace) -> dict[str, int]:
     """The parallel sizes with which the states of generators can be used again."""
     return {name: getattr(args, name) for name in _LAYOUT}
+
+
+def attention_heads(args: argparse.Namespace) -> dict[str, int]:
+    """How the rows of fused queries, keys and values are divided, which their number does not tell."""
+    sizes = tensor_sizes(args)
+    return {"num_attention_heads": sizes.num_attention_heads, "num_query_groups": sizes.num_query_groups}
 
 
 def describe(cause: BaseException) -> str:
