@@ -26,6 +26,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from slime.arguments.config_files.role_config import CRITIC
+from slime.backends.megatron_utils.attention import PackedAttention
 from slime.backends.megatron_utils.config_fields import fields_from_args, params_dtype
 from slime.backends.megatron_utils.initialize import has_contiguous_context
 from slime.backends.megatron_utils.int4_training import round_weights_to_int4
@@ -214,7 +215,7 @@ def get_model_provider_func(args: Any) -> ModelProvider:
         )
         # A spec of a family's own may have attention that asks for Megatron's packed format. Latent attention has a rotary
         # embedding of its own in each layer.
-        is_local = config.transformer_impl == "local" and args.spec is None
+        is_local = config.transformer_impl == "local" and all(map(_has_packed_attention, model.decoder.layers))
         if not config.multi_latent_attention and (is_local or has_contiguous_context(args)):
             rotate_by_position(model)
         if post_process and args.padded_vocab_size > args.vocab_size:
@@ -223,6 +224,10 @@ def get_model_provider_func(args: Any) -> ModelProvider:
         return model
 
     return provider
+
+
+def _has_packed_attention(layer: torch.nn.Module) -> bool:
+    return isinstance(getattr(layer.self_attention, "core_attention", None), PackedAttention)
 
 
 def _decoder_spec(args: Any, config: TransformerConfig, vp_stage: int | None) -> Any:

@@ -34,9 +34,13 @@ def waits(args, times, load_backend):
 
 
 def test_waits_do_not_grow_with_layers_and_samples(tmp_path):
+    """Nor with layers that come from a spec of the family's own, as those of GLM-4 do."""
     for layers in (2, 4):
-        write_tiny_model(tmp_path / str(layers), layers=layers)
-    shallow, deep = str(tmp_path / "2"), str(tmp_path / "4")
+        for model_type in ("qwen3", "glm4"):
+            write_tiny_model(tmp_path / model_type / str(layers), model_type=model_type, layers=layers)
+    shallow, deep = str(tmp_path / "qwen3" / "2"), str(tmp_path / "qwen3" / "4")
     cases = {"few": (shallow, 1), "more layers": (deep, 1), "more samples": (shallow, 3)}
-    ((found),) = run_distributed(worker, 1, (cases,))
+    own_spec = {f"glm4 {layers}": (str(tmp_path / "glm4" / str(layers)), 1) for layers in (2, 4)}
+    ((found),) = run_distributed(worker, 1, ({**cases, **own_spec},))
     assert found["few"] == found["more layers"] == found["more samples"]
+    assert found["glm4 2"] == found["glm4 4"]
