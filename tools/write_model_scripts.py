@@ -117,7 +117,8 @@ def is_written(name: str, told: dict[str, Any], config: dict[str, Any]) -> bool:
         return partial_rope in family_of(config).parts
     if name in _YARN:
         return "mscale" in told or told["use_rope_scaling"]
-    if name == "max_position_embeddings" or name in SUPPLEMENTS:
+    # Readers of a script look for what becomes of the routers' biases.
+    if name == "max_position_embeddings" or (name in SUPPLEMENTS and name != "moe_router_bias_update_rate"):
         return False
     return value is not None and (value is not False or name in _WHERE_FALSE)
 

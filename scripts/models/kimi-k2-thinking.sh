@@ -26,6 +26,8 @@ MODEL_ARGS=(
   --v-head-dim 128
   --kv-channels 64
   --rotary-scaling-factor 64
+  --mscale 1
+  --mscale-all-dim 1
   --moe-router-topk 8
   --moe-ffn-hidden-size 2048
   --moe-shared-expert-intermediate-size 2048
@@ -42,8 +44,6 @@ MODEL_ARGS=(
   --moe-router-bias-update-rate 0
   --moe-router-num-groups 1
   --moe-router-group-topk 1
-  --mscale 1
-  --mscale-all-dim 1
   --attention-softmax-in-fp32
   --no-rope-fusion
   --moe-token-dispatcher-type alltoall

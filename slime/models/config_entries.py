@@ -79,6 +79,7 @@ def latent_attention(config: Config) -> ModelArgs:
         "rotary_scaling_factor": factor,
         # A factor of 1 is the same with both types.
         **({"rope_type": "yarn"} if factor != 1.0 else {}),
+        **(yarn_attention_scale(config) if rope_type(config) == "yarn" else {}),
     }
     names = {"original_max_position_embeddings": int, "beta_fast": float, "beta_slow": float}
     return {**args, **{name: kind(rope[name]) for name, kind in names.items() if scaled and name in rope}}

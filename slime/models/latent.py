@@ -20,7 +20,7 @@ from slime.models.family import (
 from slime.models.tensor_layouts import Replicated, Sharded
 
 _LATENT_MOE = (
-    hf.decoder, hf.latent_attention, hf.yarn_attention_scale, hf.experts, hf.sigmoid_router, hf.frozen_expert_bias,
+    hf.decoder, hf.latent_attention, hf.experts, hf.sigmoid_router, hf.frozen_expert_bias,
 )  # fmt: skip
 
 # All tensor-parallel ranks share the projections down to the latent vectors, by their channels.
@@ -83,7 +83,7 @@ _GLM_MOE_DSA = Family(
 DEEPSEEK_V3 = Family(
     model_types=("deepseek_v3",),
     names=("deepseekv3",),
-    parts=(*_LATENT_MOE, hf.expert_groups),
+    parts=(*_LATENT_MOE, hf.expert_groups, hf.yarn_attention_scale),
     constants={"attention_softmax_in_fp32": True, "apply_rope_fusion": False, "moe_token_dispatcher_type": "alltoall"},
     absent={"first_k_dense_replace": 3},
     rope_types=("default", "yarn"),
