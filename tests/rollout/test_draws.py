@@ -45,33 +45,21 @@ def test_the_rollout_id_is_passed_where_it_is_accepted():
     assert seen == [(3, 9)]
 
 
-def test_what_is_no_list_is_refused():
-    class Source:
-        def get_samples(self, num_samples):
-            return "prompts"
-
-    with pytest.raises(UserError, match="--data-source-path my.Source: get_samples returned str; expected a list"):
-        draw_groups(make_args(), Source(), 2, 0)
-
-
-def test_a_group_of_something_else_than_samples_is_refused():
-    class Source:
-        def get_samples(self, num_samples):
-            return [["a prompt", "another"]]
-
-    with pytest.raises(UserError, match="my.Source: get_samples returned a group that holds str; expected Samples"):
-        draw_groups(make_args(), Source(), 2, 0)
-
-
 @pytest.mark.parametrize(
-    ("group", "found"), [([Sample()], "1 entries"), ((Sample(), Sample()), "tuple")], ids=["too few", "no list"]
+    ("given", "message"),
+    [
+        ("prompts", "--data-source-path my.Source: get_samples returned str; expected a list"),
+        ([["a prompt", "another"]], "my.Source: get_samples returned a group that holds str; expected Samples"),
+        ([[Sample()]], "my.Source: get_samples returned a group of 1 entries; expected a list of 2 Samples"),
+        ([(Sample(), Sample())], "my.Source: get_samples returned a group of tuple; expected a list of 2 Samples"),
+    ],
+    ids=["no list", "no samples", "a small group", "a group that is no list"],
 )
-def test_a_group_of_another_size_is_refused(group, found):
+def test_what_is_no_list_of_groups_is_refused(given, message):
     class Source:
         def get_samples(self, num_samples):
-            return [group]
+            return given
 
-    message = f"my.Source: get_samples returned a group of {found}; expected a list of 2 Samples"
     with pytest.raises(UserError, match=message):
         draw_groups(make_args(), Source(), 2, 0)
 

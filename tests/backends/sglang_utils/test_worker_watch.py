@@ -94,6 +94,8 @@ def test_a_scheduler_below_a_controller_is_watched_too(watch, monkeypatch, waits
     ours, theirs = multiprocessing.Pipe()
     _, of_server, causes = watch(sleep_beside_a_helper, theirs, waits, name="controller")
     scheduler = psutil.Process(ours.recv())
+    # A process has started a moment before it has its title.
+    wait_until(lambda: scheduler.cmdline()[:1] == ["sglang::scheduler_DP0"])
     if waits:
         # The watch is not to come before the controller.
         monkeypatch.setattr(worker_watch, "_runs", lambda process: psutil.pid_exists(process.pid))
