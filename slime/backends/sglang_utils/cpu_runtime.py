@@ -191,6 +191,16 @@ def _attend_to_latent_vectors(module: types.ModuleType) -> None:
     module.AttentionBackendRegistry.register("torch_native", lambda attention, forward_batch: AttnForwardMethod.MLA)
 
 
+def _attend_in_batches(module: types.ModuleType) -> None:
+    """sglang 0.5.21, torch_native: walks through the requests of a batch in Python."""
+
+    @module.register_attention_backend("torch_native")
+    def create_batched_attention(runner):
+        from slime.backends.sglang_utils.cpu_attention import BatchedAttention
+
+        return BatchedAttention(runner)
+
+
 def _load_while_receiving(module: types.ModuleType) -> None:
     """sglang 0.5.21, `/update_weights_from_distributed`: waits for all tensors of a bucket, and loads none before. On the host
     receiving and loading are copies, which two threads can make at the same time.
@@ -248,6 +258,7 @@ _PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
     "sglang.srt.mem_cache.pool_host.common": _plain_host_memory,
     "sglang.srt.arg_groups.choices": _allow_seeded_sampling,
     "sglang.srt.batch_invariant_ops.batch_invariant_ops": _no_batch_invariant_kernels,
+    "sglang.srt.layers.attention.attention_registry": _attend_in_batches,
     "sglang.srt.layers.rotary_embedding.factory": _rotate_without_scaling,
     "sglang.srt.models.deepseek_common.attention_backend_handler": _attend_to_latent_vectors,
     "sglang.srt.utils.weight_checker": _weight_checker_without_cuda,

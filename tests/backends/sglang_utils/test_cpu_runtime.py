@@ -57,6 +57,7 @@ def test_still_needed_inert_packages(package):
         ("sglang.srt.mem_cache.pool_host.common", "ALLOC_MEMORY_FUNCS"),
         ("sglang.srt.arg_groups.choices", "DETERMINISTIC_ATTENTION_BACKEND_CHOICES = ["),
         ("sglang.srt.batch_invariant_ops.batch_invariant_ops", "def enable_batch_invariant_mode("),
+        ("sglang.srt.layers.attention.attention_registry", '@register_attention_backend("torch_native")\n'),
         ("sglang.srt.layers.rotary_embedding.factory", "    assert rope_scaling is not None\n"),
         (
             "sglang.srt.models.deepseek_common.attention_backend_handler",
@@ -78,8 +79,13 @@ def test_still_needed_patches(module, assumption):
     assert assumption in source_of(module)
 
 
+def test_still_needed_batched_attention():
+    source = source_of("sglang.srt.layers.attention.torch_native_backend")
+    assert source.count("for seq_idx in range(seq_lens.shape[0]):") == 2
+
+
 def test_every_patch_is_checked():
-    assert len(cpu_runtime._PATCHES) == 8
+    assert len(cpu_runtime._PATCHES) == 9
 
 
 def test_still_needed_start_method_and_gc_freeze():

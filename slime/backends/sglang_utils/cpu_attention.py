@@ -1,0 +1,188 @@
+"""Attention of a server without a GPU: one call per layer for all requests of a length class, not one for each request.
+
+sglang 0.5.21's torch_native walks through the requests of a batch in Python, and while it decodes that walk costs more than
+the rest of a small model. Here the keys and values of requests of about the same length are gathered and padded, and attention
+is called once. The answer to a request depends on nothing beside it: its class follows from its own lengths, and what pads it
+is its own first token, so numbers that went wrong in another request (NaN in the cache) cannot reach it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+# Queries of one piece of a prompt. A piece sees no token behind its last query, so less above the diagonal is computed.
+QUERIES_OF_A_PIECE = 256
+# Elements of the mask of one call, and of its scores for one head.
+ELEMENTS_OF_A_CALL = 1 << 22
+
+
+class Piece(NamedTuple):
+    """Consecutive queries of one request: `first_query` and `queries` in the batch, the last of which sees `length` tokens."""
+
+    request: int
+    first_query: int
+    queries: int
+    length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Pieces that are attended to at once, padded to the same sizes.
+
+    queries: int64 `[pieces, queries]`, rows of the batch; a padded one repeats the piece's first.
+    slots: int64 `[pieces, tokens]`, places in the cache; a padded one repeats the request's first.
+    mask: float `[pieces, 1, queries, tokens]` in the dtype of the queries: 0 where a query sees a token, −inf elsewhere.
+    filled: int64, which of the flat `[pieces · queries]` are no padding; None where all are.
+    """
+
+    queries: torch.Tensor
+    slots: torch.Tensor
+    mask: torch.Tensor
+    filled: torch.Tensor | None
+
+
+def size_class(length: int, step: int) -> int:
+    """The size that a length is padded to: multiples of `step`, and no more than eight sizes in an octave."""
+    step = max(step, 1 << max((length - 1).bit_length() - 4, 0))
+    return -(-length // step) * step
+
+
+def pieces_of(extended: Sequence[int], lengths: Sequence[int]) -> Iterator[Piece]:
+    """The pieces of requests of `lengths` tokens, of which the last `extended` ones are queries of this batch."""
+    first = 0
+    for request, (queries, length) in enumerate(zip(extended, lengths, strict=True)):
+        for start in range(0, queries, QUERIES_OF_A_PIECE):
+            count = min(QUERIES_OF_A_PIECE, queries - start)
+            yield Piece(request, first + start, count, length - queries + start + count)
+        first += queries
+
+
+def plan_calls(pieces: Iterator[Piece], slots_of_requests: torch.Tensor, dtype: torch.dtype) -> list[Call]:
+    """Puts pieces of the same size class into calls of at most `ELEMENTS_OF_A_CALL`.
+
+    Args:
+        slots_of_requests: integers `[requests, longest length or more]`, where the cache has a request's tokens.
+    """
+    classes: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        queries = 1 if piece.queries == 1 else size_class(piece.queries, step=16)
+        classes[queries, size_class(piece.length, step=32)].append(piece)
+    calls = []
+    for (queries, tokens), members in classes.items():
+        at_once = max(1, ELEMENTS_OF_A_CALL // (queries * tokens))
+        calls += [
+            _call(members[start : start + at_once], queries, tokens, slots_of_requests, dtype)
+            for start in range(0, len(members), at_once)
+        ]
+    return calls
+
+
+def _call(pieces: list[Piece], queries: int, tokens: int, slots_of_requests: torch.Tensor, dtype: torch.dtype) -> Call:
+    requests, firsts, counts, lengths = torch.tensor(pieces).unbind(1)
+    query, token = torch.arange(queries), torch.arange(tokens)
+    is_query, is_token = query < counts[:, None], token < lengths[:, None]
+    # No request is longer than the table is wide, but its class may be.
+    slots = slots_of_requests[requests[:, None], token.clamp(max=slots_of_requests.shape[1] - 1)]
+    last_seen = lengths[:, None] - counts[:, None] + torch.where(is_query, query, 0)
+    hidden = token > last_seen[:, :, None]
+    return Call(
+        torch.where(is_query, firsts[:, None] + query, firsts[:, None]),
+        torch.where(is_token, slots, slots[:, :1]).long(),
+        torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None],
+        None if bool(is_query.all()) else is_query.flatten().nonzero()[:, 0],
+    )
+
+
+class BatchedAttention(TorchNativeAttnBackend):
+    """What serves `torch_native` without a GPU. Sliding windows, cross-attention and encoders go the old way."""
+
+    def __init__(self, model_runner):
+        super().__init__(model_runner)
+        self._calls: list[Call] | None = None
+        self._workspace: dict[str, torch.Tensor] = {}
+
+    def init_forward_metadata(self, forward_batch) -> None:
+        super().init_forward_metadata(forward_batch)
+        self._calls = None
+
+    def _run_sdpa_forward_decode(
+        self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens=None, **options
+    ):
+        if encoder_lens is not None or options["sliding_window_size"] is not None:
+            tables = (req_to_token, req_pool_indices, seq_lens, encoder_lens)
+            return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *tables, **options)
+        if self._calls is None:
+            lengths = seq_lens.tolist()
+            self._calls = plan_calls(
+                pieces_of([1] * len(lengths), lengths), req_to_token[req_pool_indices], query.dtype
+            )
+        return self._attend(query, output, k_cache, v_cache, options["scaling"])
+
+    def _run_sdpa_forward_extend(
+        self,
+        query,
+        output,
+        k_cache,
+        v_cache,
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        extend_prefix_lens,
+        extend_seq_lens,
+        encoder_lens=None,
+        **options,
+    ):
+        if encoder_lens is not None or options["sliding_window_size"] is not None or not options["causal"]:
+            tables = (req_to_token, req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens, encoder_lens)
+            return super()._run_sdpa_forward_extend(query, output, k_cache, v_cache, *tables, **options)
+        if self._calls is None:
+            pieces = pieces_of(extend_seq_lens.tolist(), seq_lens.tolist())
+            self._calls = plan_calls(pieces, req_to_token[req_pool_indices], query.dtype)
+        return self._attend(query, output, k_cache, v_cache, options["scaling"])
+
+    def _attend(self, query, output, k_cache, v_cache, scaling: float | None) -> torch.Tensor:
+        """Fills `output` `[queries, query heads, value channels]` by the calls of this forward pass.
+
+        Query heads that share a key are further queries of it, so no key is repeated.
+        """
+        heads = k_cache.shape[1]
+        grouped = query.shape[1] // heads
+        # Latent attention: the values are the first channels of the keys.
+        one_cache = v_cache.data_ptr() == k_cache.data_ptr()
+        for call in self._calls:
+            pieces, queries = call.queries.shape
+            keys = self._gather("keys", k_cache, call.slots).to(query.dtype)
+            if one_cache:
+                values = keys[..., : v_cache.shape[-1]]
+            else:
+                values = self._gather("values", v_cache, call.slots).to(query.dtype)
+            asked = query[call.queries].unflatten(2, (heads, grouped)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+            answered = torch.nn.functional.scaled_dot_product_attention(
+                asked,
+                keys.transpose(1, 2),
+                values.transpose(1, 2),
+                attn_mask=call.mask.expand(-1, grouped, -1, -1).flatten(1, 2)[:, None],
+                scale=scaling,
+            )
+            answered = answered.unflatten(2, (grouped, queries)).permute(0, 3, 1, 2, 4).reshape(-1, *output.shape[1:])
+            rows = call.queries.flatten()
+            if call.filled is not None:
+                answered, rows = answered[call.filled], rows[call.filled]
+            output[rows] = answered
+        return output
+
+    def _gather(self, name: str, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """`cache[slots]`, in memory that is kept: to get and return megabytes at each layer costs more than to fill them."""
+        size = slots.numel() * cache[0].numel()
+        kept = self._workspace.get(name)
+        if kept is None or kept.numel() < size or kept.dtype != cache.dtype:
+            kept = self._workspace[name] = cache.new_empty(size)
+        gathered = kept[:size].view(slots.numel(), *cache.shape[1:])
+        torch.index_select(cache, 0, slots.flatten(), out=gathered)
+        return gathered.view(*slots.shape, *cache.shape[1:])
