@@ -66,6 +66,7 @@ class Family:
 
     rules: which HF tensors make up each Megatron parameter; a family without is planned and not trained.
     ignored: matches HF tensors that carry no weights of the model.
+    not_trained: matches HF tensors of parts of the model that no trainer has: they are neither loaded nor exported.
     predictions: matches HF tensors of layers for multi-token prediction; None where the family's checkpoints have none.
     predictions_follow: layers for multi-token prediction have the numbers behind the last layer's. They have no rules.
     """
@@ -81,6 +82,7 @@ class Family:
     qk_norm_spans_heads: bool = False
     rules: tuple[Rule, ...] = ()
     ignored: re.Pattern[str] = re.compile(r"\.rotary_emb\.inv_freq$")
+    not_trained: re.Pattern[str] | None = None
     predictions: re.Pattern[str] | None = None
     predictions_follow: bool = False
 
@@ -121,9 +123,12 @@ class Family:
         return self.predictions is not None and self.predictions.search(hf_name) is not None
 
     def may_be_left_out(self, hf_name: str, num_layers: int) -> bool:
-        """Whether an HF tensor is none of the model's weights: a buffer, or of a layer behind the model's `num_layers`."""
+        """Whether an HF tensor is none of the trained weights: a buffer, of another part, or of a layer behind the model's
+        `num_layers`."""
         number = _LAYER_NUMBER.search(hf_name) if self.predictions_follow else None
-        return self.ignored.search(hf_name) is not None or (number is not None and int(number.group()) >= num_layers)
+        is_behind = number is not None and int(number.group()) >= num_layers
+        is_other = self.not_trained is not None and self.not_trained.search(hf_name) is not None
+        return is_behind or is_other or self.ignored.search(hf_name) is not None
 
     def _rule(self, name: str) -> Rule | None:
         generic = _EXPERT_NUMBER.sub(EXPERT, _LAYER_NUMBER.sub(LAYER, name, count=1))

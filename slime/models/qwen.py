@@ -1,9 +1,22 @@
 """The families of Qwen: those that train, and others that are planned: their weights have no rules yet."""
 
 import dataclasses
+import re
 
 from slime.models import config_entries as hf
-from slime.models.family import DENSE_LAYER, ENDS, SHARED_EXPERT_GATE, Family, routed_experts, shared_experts
+from slime.models.family import (
+    ATTENTION,
+    DENSE_LAYER,
+    ENDS,
+    GATED_MLP,
+    LAYER_NORMS,
+    SHARED_EXPERT_GATE,
+    Family,
+    layer_rule,
+    routed_experts,
+    shared_experts,
+)
+from slime.models.tensor_layouts import GatedQueryKeyValue, PerKeyHead, QueryKeyValue, Replicated, Sharded
 
 _DENSE = (hf.decoder, hf.grouped_query_attention)
 _MOE = (*_DENSE, hf.experts, hf.softmax_router)
@@ -42,13 +55,45 @@ QWEN3_MOE = Family(
     absent={"norm_topk_prob": False},
     rules=ENDS + DENSE_LAYER + routed_experts(),
 )
-_QWEN3_NEXT = Family(
+# Layers of either kind have their own of these; norms of linear attention are around one, the others around zero.
+_GATED_ATTENTION = (
+    layer_rule(
+        "self_attention.linear_qkv.weight",
+        tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
+        GatedQueryKeyValue(),
+    ),
+    *(rule for rule in ATTENTION if not isinstance(rule.layout, QueryKeyValue)),
+)
+_DELTA_NET = (
+    layer_rule("self_attention.conv1d.weight", "linear_attn.conv1d.weight", PerKeyHead(("k", "k", "v"))),
+    layer_rule("self_attention.A_log", "linear_attn.A_log", Sharded(dim=0)),
+    layer_rule("self_attention.dt_bias", "linear_attn.dt_bias", Sharded(dim=0)),
+    layer_rule("self_attention.norm.weight", "linear_attn.norm.weight", Replicated()),
+    layer_rule("self_attention.out_proj.weight", "linear_attn.out_proj.weight", Sharded(dim=1)),
+)
+_MIXED_LAYERS = LAYER_NORMS + _GATED_ATTENTION + _DELTA_NET
+
+QWEN3_NEXT = Family(
     model_types=("qwen3_next",),
     names=("qwen3next",),
     parts=(*_MOE, hf.partial_rope, hf.linear_attention),
     constants={"qk_layernorm": True, "layernorm_zero_centered_gamma": True, "moe_shared_expert_gate": True},
     absent={"partial_rotary_factor": 0.25},
     layer_spec="slime_plugins.models.qwen3_next.get_qwen3_next_spec",
+    rules=ENDS
+    + _MIXED_LAYERS
+    + (
+        layer_rule(
+            "self_attention.in_proj.weight",
+            ("linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight"),
+            PerKeyHead(("kkvv",), ("hh",)),
+        ),
+    )
+    + GATED_MLP
+    + routed_experts()
+    + shared_experts("mlp.shared_expert")
+    + SHARED_EXPERT_GATE,
+    not_trained=re.compile(r"^mtp\."),
 )
 # Text-only checkpoints of multimodal models carry the type of their language model.
 _QWEN3_5 = Family(
@@ -69,4 +114,4 @@ _QWEN3_5_MOE = dataclasses.replace(
 # Known by name; what its config says is not written down yet.
 _QWEN3_VL = Family(model_types=(), names=("qwen3vl",))
 
-QWEN = (QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, _QWEN3_NEXT, _QWEN3_5, _QWEN3_5_MOE, _QWEN3_VL)
+QWEN = (QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT, _QWEN3_5, _QWEN3_5_MOE, _QWEN3_VL)

@@ -10,8 +10,8 @@ Families are read before there is a tensor (`--help`), so that nothing here impo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.utils.errors import UserError
 
@@ -21,12 +21,30 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class TensorSizes:
-    """The sizes of a model that the layouts need."""
+    """The sizes of a model that the layouts need. Those of linear attention are 0 where a model has none."""
 
     num_attention_heads: int
     num_query_groups: int
     vocab_size: int
     padded_vocab_size: int
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+
+    @classmethod
+    def of(cls, flags: Mapping[str, Any]) -> TensorSizes:
+        """The sizes of the model of these flags; without `padded_vocab_size` for tensors that are not padded."""
+        heads = flags["num_attention_heads"]
+        groups = flags.get("num_query_groups") if flags.get("group_query_attention", True) else None
+        linear = {field.name for field in dataclasses.fields(cls) if field.name.startswith("linear_")}
+        return cls(
+            num_attention_heads=heads,
+            num_query_groups=groups or heads,
+            vocab_size=flags["vocab_size"],
+            padded_vocab_size=flags.get("padded_vocab_size", 0),
+            **{name: flags.get(name) or 0 for name in linear},
+        )
 
 
 class Stored(Protocol):
@@ -116,37 +134,123 @@ class Vocabulary(Sharded):
         return (whole[: sizes.vocab_size],)
 
 
-class QueryKeyValue(Sharded):
-    """HF query, key and value rows; in Megatron's fused layer each query group's rows stand together as
-    [its query heads, its key head, its value head]. Weights and biases alike."""
+# Number of the HF tensor, its first row, and how many rows.
+Piece = tuple[int, int, int]
+
+
+class _Interleaved(Sharded):
+    """Rows of several HF tensors in another order, as one Megatron parameter; a rank holds consecutive rows of it."""
 
     def __init__(self) -> None:
         super().__init__(dim=0)
 
+    def _pieces(self, rows: Sequence[int], sizes: TensorSizes) -> Iterator[Piece]:
+        """The HF rows in Megatron's order. Args: rows: of each HF tensor.
+
+        Raises:
+            UserError: the numbers of rows contradict a flag.
+        """
+        raise NotImplementedError
+
     def part(self, tensors: Sequence[Stored], sizes: TensorSizes, rank: int, size: int) -> torch.Tensor:
-        groups = sizes.num_query_groups
         rows = [tensor.shape[0] for tensor in tensors]
-        if any(count % groups for count in rows):
-            raise UserError(
-                f"--num-query-groups {groups} does not divide the checkpoint's rows of query, key and value: {rows}"
-            )
         own = _own(sum(rows), rank, size)
         pieces, start = [], 0
-        for group in range(groups):
-            for tensor, count in zip(tensors, rows, strict=True):
-                of_group = count // groups
-                # Of more ranks than groups each has a part of one.
-                first, last = max(own.start - start, 0), min(own.stop - start, of_group)
-                if first < last:
-                    pieces.append(tensor[group * of_group + first : group * of_group + last])
-                start += of_group
+        for tensor, begin, count in self._pieces(rows, sizes):
+            # Of more ranks than groups of rows each has a part of one.
+            first, last = max(own.start - start, 0), min(own.stop - start, count)
+            if first < last:
+                pieces.append(tensors[tensor][begin + first : begin + last])
+            start += count
         return _joined(pieces)
 
+
+class QueryKeyValue(_Interleaved):
+    """HF query, key and value rows; in Megatron's fused layer each query group's rows stand together as
+    [its query heads, its key head, its value head]. Weights and biases alike."""
+
+    # Heads that a query head takes in the query rows.
+    heads_per_query = 1
+
+    def _pieces(self, rows: Sequence[int], sizes: TensorSizes) -> Iterator[Piece]:
+        groups = sizes.num_query_groups
+        if any(count % groups for count in rows):
+            raise UserError(
+                f"--num-query-groups {groups} does not divide the checkpoint's rows of query, key and value: {list(rows)}"
+            )
+        for group in range(groups):
+            yield from self._queries(group, rows[0] // groups, sizes)
+            for tensor in range(1, len(rows)):
+                count = rows[tensor] // groups
+                yield tensor, group * count, count
+
+    def _queries(self, group: int, count: int, sizes: TensorSizes) -> Iterator[Piece]:
+        yield 0, group * count, count
+
     def split(self, whole: torch.Tensor, sizes: TensorSizes) -> Sequence[torch.Tensor]:
-        heads_per_group = sizes.num_attention_heads // sizes.num_query_groups
-        groups = whole.unflatten(0, (sizes.num_query_groups, heads_per_group + 2, -1))
-        parts = (groups[:, :heads_per_group], groups[:, heads_per_group], groups[:, heads_per_group + 1])
+        queries = self.heads_per_query * sizes.num_attention_heads // sizes.num_query_groups
+        groups = whole.unflatten(0, (sizes.num_query_groups, queries + 2, -1))
+        parts = (self._in_hf_order(groups[:, :queries]), groups[:, queries], groups[:, queries + 1])
         return tuple(part.reshape(-1, *whole.shape[1:]) for part in parts)
+
+    def _in_hf_order(self, queries: torch.Tensor) -> torch.Tensor:
+        return queries
+
+
+class GatedQueryKeyValue(QueryKeyValue):
+    """`QueryKeyValue` of attention whose output is gated: HF has [query, gate] of every head, Megatron of every group its
+    queries, then its gates."""
+
+    heads_per_query = 2
+
+    def _queries(self, group: int, count: int, sizes: TensorSizes) -> Iterator[Piece]:
+        heads = 2 * sizes.num_attention_heads // sizes.num_query_groups
+        for first in (0, 1):
+            for head in range(first, heads, 2):
+                yield 0, group * count + head * (count // heads), count // heads
+
+    def _in_hf_order(self, queries: torch.Tensor) -> torch.Tensor:
+        return queries.unflatten(1, (2, -1)).transpose(1, 2)
+
+
+class PerKeyHead(_Interleaved):
+    """What a linear-attention layer makes of its input; in Megatron each key head's rows stand together, in this order.
+
+    Args:
+        tensors: of each HF tensor what it consists of. Each entry is a run of blocks of all key heads, `k` as wide as a key,
+            `v` as wide as the values of a key head, `h` with a number per value: ("k", "v") has all keys, then all values, and
+            ("kv",) of every key head its key and its values.
+    """
+
+    def __init__(self, *tensors: tuple[str, ...]) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+    def _widths(self, sizes: TensorSizes) -> list[list[int]]:
+        values = sizes.linear_num_value_heads // sizes.linear_num_key_heads
+        width = {"k": sizes.linear_key_head_dim, "v": values * sizes.linear_value_head_dim, "h": values}
+        return [[sum(width[kind] for kind in block) for block in blocks] for blocks in self.tensors]
+
+    def _pieces(self, rows: Sequence[int], sizes: TensorSizes) -> Iterator[Piece]:
+        heads, widths = sizes.linear_num_key_heads, self._widths(sizes)
+        expected = [heads * sum(blocks) for blocks in widths]
+        if list(rows) != expected:
+            raise UserError(
+                f"the flags of linear attention (--linear-num-key-heads {heads} and others) ask for {expected} rows, and the "
+                f"checkpoint has {list(rows)}"
+            )
+        for head in range(heads):
+            for tensor, blocks in enumerate(widths):
+                begin = 0
+                for width in blocks:
+                    yield tensor, begin + head * width, width
+                    begin += heads * width
+
+    def split(self, whole: torch.Tensor, sizes: TensorSizes) -> Sequence[torch.Tensor]:
+        widths = self._widths(sizes)
+        heads = whole.unflatten(0, (sizes.linear_num_key_heads, -1))
+        blocks = iter(heads.split([width for blocks in widths for width in blocks], dim=1))
+        return tuple(_joined([next(blocks).flatten(0, 1) for _ in of_tensor]) for of_tensor in widths)
 
 
 class GatedLinear(Sharded):

@@ -241,4 +241,5 @@ def test_names_of_all_families():
     ]  # fmt: skip
     assert {name for name in FAMILIES_BY_NAME if FAMILIES_BY_NAME[name].is_trained} == {
         "deepseekv3", "glm4", "glm4moe", "glm4moelite", "kimi", "llama", "mimo", "qwen2", "qwen2moe", "qwen3", "qwen3moe",
+        "qwen3next",
     }  # fmt: skip

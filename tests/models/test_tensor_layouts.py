@@ -6,6 +6,8 @@ import torch
 from slime.models.tensor_layouts import (
     FusedGatedLinear,
     GatedLinear,
+    GatedQueryKeyValue,
+    PerKeyHead,
     QueryKeyValue,
     Replicated,
     Sharded,
@@ -14,8 +16,17 @@ from slime.models.tensor_layouts import (
 )
 from slime.utils.errors import UserError
 
-# 4 query heads in 2 groups, head dimension 2.
-SIZES = TensorSizes(num_attention_heads=4, num_query_groups=2, vocab_size=5, padded_vocab_size=8)
+# 4 query heads in 2 groups, head dimension 2. Linear attention: 2 key heads of width 1 with two values of width 2 each.
+SIZES = TensorSizes(
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=5,
+    padded_vocab_size=8,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=1,
+    linear_value_head_dim=2,
+)
 
 
 class Counting:
@@ -44,6 +55,29 @@ def test_query_key_value_rows_stand_together_per_group():
         assert parts == [merged[start : start + 16 // size] for start in range(0, 16, 16 // size)]
 
 
+def test_gated_queries_of_a_group_stand_before_their_gates():
+    rows = torch.arange(8), torch.arange(100, 102), torch.arange(200, 202)
+    merged = [0, 2, 1, 3, 100, 200, 4, 6, 5, 7, 101, 201]
+    assert part(GatedQueryKeyValue(), rows).tolist() == merged
+    assert part(GatedQueryKeyValue(), rows, rank=1, size=2).tolist() == merged[6:]
+
+
+def test_rows_of_linear_attention_stand_together_per_key_head():
+    queries_keys_values, decays = torch.arange(12), torch.arange(100, 104)
+    apart = PerKeyHead(("k", "k", "v"), ("h",))
+    merged = [0, 2, 4, 5, 6, 7, 100, 101, 1, 3, 8, 9, 10, 11, 102, 103]
+    assert part(apart, (queries_keys_values, decays)).tolist() == merged
+    assert part(apart, (queries_keys_values, decays), rank=1, size=2).tolist() == merged[8:]
+    together = PerKeyHead(("kkv",), ("h",))
+    merged = [*range(6), 100, 101, *range(6, 12), 102, 103]
+    assert part(together, (queries_keys_values, decays)).tolist() == merged
+
+
+def test_rows_that_contradict_the_sizes_of_linear_attention_are_an_error():
+    with pytest.raises(UserError, match=r"--linear-num-key-heads 2 .* ask for \[12\] rows, .* has \[10\]"):
+        part(PerKeyHead(("k", "k", "v")), (torch.zeros(10),))
+
+
 def test_gated_shards_hold_their_part_of_gate_and_of_up():
     rows = torch.tensor([0, 1, 2, 3]), torch.tensor([10, 11, 12, 13])
     assert part(GatedLinear(), rows, rank=1, size=2).tolist() == [2, 3, 12, 13]
@@ -66,8 +100,23 @@ def test_vocabulary_is_padded_with_zero_rows():
         (QueryKeyValue(), (torch.randn(8, 3), torch.randn(4, 3), torch.randn(4, 3))),
         (QueryKeyValue(), (torch.randn(8), torch.randn(4), torch.randn(4))),
         (GatedLinear(), (torch.randn(8, 3), torch.randn(8, 3))),
+        (GatedQueryKeyValue(), (torch.randn(16, 3), torch.randn(4, 3), torch.randn(4, 3))),
+        (PerKeyHead(("kkvv",), ("hh",)), (torch.randn(20, 3), torch.randn(8, 3))),
+        (PerKeyHead(("k", "k", "v"), ("v",), ("h",)), (torch.randn(12, 3), torch.randn(8, 3), torch.randn(4, 3))),
+        (PerKeyHead(("k", "k", "v")), (torch.randn(12, 1, 4),)),
     ],
-    ids=["replicated", "row parallel", "vocabulary", "qkv weight", "qkv bias", "gated"],
+    ids=[
+        "replicated",
+        "row parallel",
+        "vocabulary",
+        "qkv weight",
+        "qkv bias",
+        "gated",
+        "gated qkv",
+        "linear interleaved",
+        "linear",
+        "convolution",
+    ],
 )
 @pytest.mark.parametrize("size", [1, 2])
 def test_round_trip_is_exact(layout, tensors, size):

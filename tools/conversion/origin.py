@@ -75,7 +75,8 @@ def _comparisons(
     heads, groups = sizes.num_attention_heads, sizes.num_query_groups
     width = flags.get("kv_channels") or flags["hidden_size"] // heads
     for name, shape in shapes.items():
-        if not isinstance(family.find(name)[0].layout, QueryKeyValue):
+        layout = family.find(name)[0].layout
+        if not isinstance(layout, QueryKeyValue):
             continue
         if name.endswith(_QKV):
             for flag, expected in (("num_attention_heads", heads), ("num_query_groups", groups)):
@@ -87,7 +88,7 @@ def _comparisons(
             if norm is not None:
                 expected = heads * width if family.qk_norm_spans_heads else width
                 yield f"channels of {attention}.q_layernorm.weight", norm[0], expected
-        yield f"rows of {name}", shape[0], (heads + 2 * groups) * width
+        yield f"rows of {name}", shape[0], (layout.heads_per_query * heads + 2 * groups) * width
 
 
 def require_same_tensors(

@@ -426,8 +426,7 @@ def convert_torch_dist_to_hf(
         flags = model_args_from_hf(text_config_of(config))
     except UserError as error:
         raise UserError(f"--origin-hf-dir {origin}: {error}") from error
-    heads = flags["num_attention_heads"]
-    sizes = TensorSizes(heads, flags.get("num_query_groups") or heads, vocab_size or flags["vocab_size"], 0)
+    sizes = TensorSizes.of({**flags, "vocab_size": vocab_size or flags["vocab_size"]})
     stored = TorchDistDirectory(directory)
     places: dict[str, tuple[str, tuple[int, ...], int]] = {}
     shapes: dict[str, tuple[int, ...]] = {}

@@ -169,9 +169,9 @@ WEIGHTS = Group("weights and training process", (
     # Model
     plug_in("--custom-model-provider-path", RANKS, "function that builds the Megatron model",
         not_yet="an own model provider"),
-    flag("--qwen-gdn-backend", str, "fla", "kernel family of gated-delta-net layers (Qwen3-Next and its kin)", "fla",
-        "flashqla", not_yet="a gated-delta-net layer"),
-    switch("--use-gated-attention", "another name of --attention-output-gate", not_yet="gated attention"),
+    flag("--qwen-gdn-backend", str, "fla", "kernels of gated-delta-net layers (Qwen3-Next and its kin) on GPUs: package "
+        "flash-linear-attention or flash-qla", "fla", "flashqla", needs="{--spec} of such layers"),
+    switch("--use-gated-attention", "another name of --attention-output-gate"),
     switch("--post-self-attn-layernorm", "one more norm after attention", needs=_OF_GLM),
     switch("--post-mlp-layernorm", "one more norm after the MLP", needs=_OF_GLM),
     switch("--allgather-cp", "context parallelism with contiguous shards and gathered keys and values; sparse-attention "

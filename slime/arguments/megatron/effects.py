@@ -225,7 +225,6 @@ ACTS_WITH: tuple[ActsWith, ...] = (
 _CONTEXT = "another context parallelism than gathering keys and values"
 _EXPERTS = "that way of training experts"
 _ATTENTION = "another attention than causal self-attention with grouped queries"
-_NORM = "another norm than RMSNorm with weights around one"
 _ENGINE = "training with Transformer Engine's low-precision and fused kernels"
 _FSDP = "Megatron's own FSDP"
 _OPTIMIZER = "another optimizer than Adam"
@@ -260,7 +259,6 @@ NOT_YET: tuple[NotYet, ...] = (
     # Shape
     NotYet("transformer_impl", "that layer implementation", works=("transformer_engine", "local")),
     NotYet("position_embedding_type", "another position embedding than RoPE", works=("rope",)),
-    NotYet("layernorm_zero_centered_gamma", _NORM),
     *features("another MLP than gated SiLU (--swiglu)", "gated_linear_unit", "squared_relu", "quick_geglu"),
     NotYet("glu_linear_offset", "another MLP than gated SiLU (--swiglu)", works=(0.0,)),
     NotYet("activation_func_clamp_value", "another MLP than gated SiLU (--swiglu)"),
@@ -269,7 +267,7 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("softmax_type", _ATTENTION, works=("vanilla",)),
     *features(_ATTENTION, "window_size", "qk_l2_norm", "qk_clip"),
     NotYet("log_max_attention_logit", _LOGGING),
-    *features(_ATTENTION, "attention_output_gate", "no_rope_freq", "apply_query_key_layer_scaling"),
+    *features(_ATTENTION, "no_rope_freq", "apply_query_key_layer_scaling"),
     NotYet("attention_backend", "choosing between attention kernels", works=("auto", "flash")),
     NotYet("experimental_attention_variant", _ATTENTION),
     *features(_EXPERTS, "overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap", "moe_latent_size",

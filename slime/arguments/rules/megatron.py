@@ -62,7 +62,8 @@ def parallel_sizes(args: argparse.Namespace) -> Iterator[Violation]:
 
 def tensor_parallel(args: argparse.Namespace) -> Iterator[Violation]:
     size = args.tensor_model_parallel_size
-    for name in ("num_attention_heads", "ffn_hidden_size", "moe_ffn_hidden_size", "padded_vocab_size"):
+    linear = ("linear_num_key_heads",) if args.linear_attention_freq is not None else ()
+    for name in ("num_attention_heads", "ffn_hidden_size", "moe_ffn_hidden_size", "padded_vocab_size", *linear):
         value = vars(args)[name]
         if value is not None and value % size:
             yield _not_divided(args, flag_of(name), value)
@@ -73,7 +74,8 @@ def tensor_parallel(args: argparse.Namespace) -> Iterator[Violation]:
     heads = args.num_attention_heads
     if heads and groups and not size % groups and not args.multi_latent_attention:
         # The projection itself is cut evenly, whoever holds which head.
-        channels = (heads + 2 * groups) * (args.kv_channels or args.hidden_size // heads)
+        queries = heads * (1 + args.attention_output_gate)
+        channels = (queries + 2 * groups) * (args.kv_channels or args.hidden_size // heads)
         if channels % size:
             template = "{--tensor-model-parallel-size=} does not divide the {channels} channels of queries, keys and "
             template += "values, with {--num-attention-heads=} and {--num-query-groups=}{hint}"

@@ -67,6 +67,14 @@ def load_hf_weights(args: Any, model_chunks: Iterable[torch.nn.Module], hf_dir: 
     plan = _plan(family, model_chunks)
     needed = _gather_from_parts({hf_name for *_, hf_names in plan for hf_name in hf_names})
     _check_names(set().union(*needed), source, family, hf_dir, args.role == CRITIC)
+    untouched = [name for name in source.names() if family.not_trained and family.not_trained.search(name)]
+    if untouched and dist.get_rank() == 0:
+        logger.info(
+            "%s: %d tensors (%s, …) are of parts that are not trained here; neither pushes nor exports have them",
+            hf_dir,
+            len(untouched),
+            min(untouched),
+        )
     message = None
     try:
         _fill(plan, source, tensor_sizes(args), hf_dir)
@@ -93,12 +101,7 @@ def family_of_directory(hf_dir: str | Path) -> Family:
 
 def tensor_sizes(args: Any) -> TensorSizes:
     """The sizes of the run's model that the layouts of its tensors need."""
-    return TensorSizes(
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        vocab_size=args.vocab_size,
-        padded_vocab_size=args.padded_vocab_size,
-    )
+    return TensorSizes.of(vars(args))
 
 
 def _fill(plan: Plan, source: SafetensorsDirectory, sizes: TensorSizes, hf_dir: str | Path) -> None:

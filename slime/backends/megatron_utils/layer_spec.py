@@ -148,28 +148,34 @@ class Router(TopKRouter):
 class RMSNorm(torch.nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019, arXiv 1910.07467).
 
+    With `--apply-layernorm-1p` the weight is stored as its distance from one, and added to it in float32: 16 bits have fewer
+    numbers near one than near zero.
+
     The constructor takes what Megatron's layer specs pass to a norm: `config`, `hidden_size`, `eps`.
 
     Raises:
-        UserError: `--normalization` is not RMSNorm, or the weights are stored around zero.
+        UserError: `--normalization` is not RMSNorm.
     """
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
-        if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
+        if config.normalization != "RMSNorm":
             raise UserError(
-                f"--normalization {config.normalization}"
-                f"{' --apply-layernorm-1p' if config.layernorm_zero_centered_gamma else ''} needs Transformer Engine; "
-                "the local layer spec has plain RMSNorm only"
+                f"--normalization {config.normalization} needs Transformer Engine; the local layer spec has RMSNorm only"
             )
         self.normalized_shape = (hidden_size,)
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.is_around_zero = config.layernorm_zero_centered_gamma
+        start = torch.zeros if self.is_around_zero else torch.ones
+        self.weight = torch.nn.Parameter(start(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [..., hidden_size], any float dtype; same shape and dtype out."""
-        return F.rms_norm(hidden, self.normalized_shape, self.weight, self.eps)
+        if not self.is_around_zero:
+            return F.rms_norm(hidden, self.normalized_shape, self.weight, self.eps)
+        normed = F.rms_norm(hidden.float(), self.normalized_shape, 1 + self.weight.float(), self.eps)
+        return normed.to(hidden.dtype)
 
 
 class RotaryByPosition(nn.Module):

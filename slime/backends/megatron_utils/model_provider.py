@@ -227,7 +227,9 @@ def get_model_provider_func(args: Any) -> ModelProvider:
 
 
 def _has_packed_attention(layer: torch.nn.Module) -> bool:
-    return isinstance(getattr(layer.self_attention, "core_attention", None), PackedAttention)
+    attention = layer.self_attention
+    rotates = getattr(attention, "rotates", True)
+    return not rotates or isinstance(getattr(attention, "core_attention", None), PackedAttention)
 
 
 def _decoder_spec(args: Any, config: TransformerConfig, vp_stage: int | None) -> Any:

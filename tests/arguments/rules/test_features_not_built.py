@@ -64,7 +64,8 @@ def names_in(paths) -> set[str]:
 
 def sources(*, outside_arguments: bool) -> list[Path]:
     skipped = ("slime/arguments", "slime/plan") if outside_arguments else TABLES
-    files = [*(ROOT / "slime").rglob("*.py"), *ROOT.glob("train*.py")]
+    files = [path for folder in ("slime", "slime_plugins") for path in (ROOT / folder).rglob("*.py")]
+    files += ROOT.glob("train*.py")
     return [path for path in files if not str(path.relative_to(ROOT)).startswith(skipped)]
 
 

@@ -33,6 +33,18 @@ def test_tensor_parallel_ranks_may_share_key_and_value_heads(tmp_path):
     assert [line for line in lines if "--tensor-model-parallel-size 4 does not divide --num-query-groups 6" in line]
 
 
+def test_tensor_parallel_ranks_hold_whole_heads_of_linear_attention(tmp_path):
+    words = f"{FOUR} --tensor-model-parallel-size 4 --linear-attention-freq 4 --linear-num-key-heads"
+    message = "--tensor-model-parallel-size 4 does not divide --linear-num-key-heads 6; 3 would do"
+    assert message in violations(tmp_path, f"{words} 6")
+    assert not [line for line in violations(tmp_path, f"{words} 8") if "does not divide" in line]
+
+
+def test_fsdp_packs_no_samples_for_linear_attention(tmp_path):
+    lines = violations(tmp_path, "--train-backend fsdp --linear-attention-freq 4")
+    assert [line for line in lines if "linear attention would mix the samples of a packed stream" in line]
+
+
 def test_the_projection_of_queries_keys_and_values_is_cut_evenly(tmp_path):
     """Two groups of keys and 48 heads of 16 channels: 832 = 2^6 x 13 channels, which 12 ranks cannot share."""
     shape = "--num-attention-heads 48 --kv-channels 16 --num-query-groups 2 --actor-num-gpus-per-node"

@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.support.models.tiny_model import (
     write_biased_mixture,
+    write_tiny_delta_net,
     write_tiny_latent,
     write_tiny_mimo,
     write_tiny_mixture,
@@ -41,6 +42,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 DENSE = ("recomputed", "tp2", "tp2 whole sequence", "pp2", "cp2", "tp2 pp2")
 
 EXPERTS = ("recomputed", "tp2", "pp2", "cp2", "ep2")
+# Layers of two kinds.
+MIXED = (*EXPERTS, "cp2 gathered", "tp2 pp2")
 
 
 def ranks_of(layout: Mapping[str, Any]) -> int:
@@ -94,6 +97,15 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 _HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+# Three layers with linear attention, two values per key, and one with softmax attention.
+_DELTA_NET: dict[str, Any] = {
+    "layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+_GATED_MOE: dict[str, Any] = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64,
+}  # fmt: skip
 TINY_FAMILIES: dict[str, TinyFamily] = {
     "qwen2": TinyFamily("qwen2", {"head_dim": 8}, layouts=(*DENSE, "tp4")),
     "qwen2 tied": TinyFamily("qwen2", {"head_dim": 8, "tied": True}),
@@ -109,6 +121,14 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     "glm4 without bias": TinyFamily("glm4", {"head_dim": 16, "attention_bias": False, "rope_parameters": _HALF_ROPE}),
     "qwen2_moe": TinyFamily("qwen2_moe", write=write_tiny_mixture, layouts=EXPERTS),
     "qwen3_moe": TinyFamily("qwen3_moe", write=write_tiny_mixture, layouts=EXPERTS),
+    "qwen3_next": TinyFamily("qwen3_next", {**_DELTA_NET, **_GATED_MOE}, write=write_tiny_delta_net, layouts=MIXED),
+    # Two tensor-parallel ranks share a key and value head of softmax attention.
+    "qwen3_next with one group": TinyFamily(
+        "qwen3_next",
+        {**_DELTA_NET, **_GATED_MOE, "groups": 1, "mlp_only_layers": [1]},
+        write=write_tiny_delta_net,
+        layouts=("recomputed", "tp2", "pp2"),
+    ),
     "glm4_moe": TinyFamily("glm4_moe", _GLM4_MOE, write=write_biased_mixture, layouts=EXPERTS),
     "deepseek_v3": TinyFamily("deepseek_v3", write=write_tiny_latent, layouts=LATENT),
     "deepseek_v3 dense": TinyFamily(

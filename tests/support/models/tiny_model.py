@@ -120,6 +120,19 @@ def write_biased_mixture(directory: Path, **options: Any):
     return model
 
 
+def write_tiny_delta_net(directory: Path, **options: Any):
+    """`write_tiny_model` of a family with linear attention, whose states reach over many tokens."""
+    import torch
+
+    model = write_tiny_model(directory, **options)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.copy_(torch.linspace(0.02, 0.5, len(parameter)).log())
+    model.save_pretrained(directory)
+    return model
+
+
 def write_tiny_mimo(directory: Path, **options: Any):
     """Save a random model of the MiMo family: a Qwen2, which is returned, with a layer for multi-token prediction."""
     import torch
