@@ -1,7 +1,7 @@
 """The families of models that are known, and how the family of a model is found: by its config, or by its name.
 
-Those that stand here have no rules of their own for their weights: of most nothing is built but how their configs become
-flags. One that gets rules of its own moves to a file beside this one.
+Those that stand here share all they have with others; families of one maker, and those with rules of their own, have files
+beside this one.
 """
 
 import re
@@ -9,11 +9,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from slime.models import config_entries as hf
-from slime.models.family import DENSE_LAYER, ENDS, Config, Family
+from slime.models.family import (
+    ATTENTION,
+    DENSE_LAYER,
+    ENDS,
+    LAYER_NORMS,
+    Config,
+    Family,
+    layer_rule,
+    routed_experts,
+)
 from slime.models.glm import GLM4, GLM4_MOE
 from slime.models.latent import LATENT
 from slime.models.mimo import MIMO
 from slime.models.qwen import QWEN
+from slime.models.tensor_layouts import Replicated
 from slime.utils.errors import UserError
 
 _DENSE = (hf.decoder, hf.grouped_query_attention)
@@ -29,7 +39,8 @@ LLAMA = Family(
     rules=ENDS + DENSE_LAYER,
 )
 
-_MINIMAX_M2 = Family(
+# Every layer has experts; norms of queries and keys span all heads.
+MINIMAX_M2 = Family(
     model_types=("minimax_m2",),
     names=("minimaxm2",),
     parts=(*_SIGMOID_MOE, hf.partial_rope),
@@ -42,6 +53,14 @@ _MINIMAX_M2 = Family(
     },
     layer_spec="slime_plugins.models.minimax_m2.get_minimax_m2_layer_spec",
     qk_norm_spans_heads=True,
+    rules=(
+        *ENDS,
+        *LAYER_NORMS,
+        *ATTENTION,
+        *routed_experts("block_sparse_moe", ("w1", "w3", "w2")),
+        layer_rule("mlp.router.expert_bias", "block_sparse_moe.e_score_correction_bias", Replicated()),
+    ),
+    predictions_follow=True,
 )
 
 ALL: tuple[Family, ...] = (
@@ -51,7 +70,7 @@ ALL: tuple[Family, ...] = (
     GLM4,
     GLM4_MOE,
     *LATENT,
-    _MINIMAX_M2,
+    MINIMAX_M2,
 )
 
 FAMILIES: dict[str, Family] = {model_type: family for family in ALL for model_type in family.model_types}

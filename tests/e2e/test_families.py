@@ -49,6 +49,11 @@ SERVED = {
         **_EXPERTS, **_ONE_GROUP, "model_type": "glm4_moe", "attention_bias": True, "use_qk_norm": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
+    "minimax_m2": {
+        "model_type": "minimax_m2", "tie": False, "num_local_experts": 8, "num_experts_per_tok": 4, "head_dim": 16,
+        "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer",
+        "rotary_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
     "glm4": {
         "model_type": "glm4", "attention_bias": True, "tie": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},

@@ -240,6 +240,6 @@ def test_names_of_all_families():
         "qwen2", "qwen2moe", "qwen3", "qwen35", "qwen3moe", "qwen3next", "qwen3vl",
     ]  # fmt: skip
     assert {name for name in FAMILIES_BY_NAME if FAMILIES_BY_NAME[name].is_trained} == {
-        "deepseekv3", "glm4", "glm4moe", "glm4moelite", "kimi", "llama", "mimo", "qwen2", "qwen2moe", "qwen3", "qwen3moe",
-        "qwen3next",
+        "deepseekv3", "glm4", "glm4moe", "glm4moelite", "kimi", "llama", "mimo", "minimaxm2", "qwen2", "qwen2moe",
+        "qwen3", "qwen3moe", "qwen3next",
     }  # fmt: skip

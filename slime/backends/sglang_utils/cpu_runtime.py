@@ -201,6 +201,23 @@ def _attend_in_batches(module: types.ModuleType) -> None:
         return BatchedAttention(runner)
 
 
+def _norms_over_all_heads(module: types.ModuleType) -> None:
+    """sglang 0.5.21, MiniMax-M2: its norms of queries and keys are kernels for CUDA, or for a CPU with AMX and sgl_kernel."""
+    import torch
+
+    def squares(query, key):
+        return torch.stack([rows.float().square().sum(-1) for rows in (query, key)])
+
+    def normed(query, key, query_weight, key_weight, sums, tp_world=1, eps=1e-5):
+        rows_and_weights = zip((query, key), (query_weight, key_weight), sums, strict=True)
+        return tuple(
+            (rows.float() * torch.rsqrt(total / (rows.shape[-1] * tp_world) + eps)[:, None] * weight).to(rows.dtype)
+            for rows, weight, total in rows_and_weights
+        )
+
+    module.rms_sumsq_serial, module.rms_apply_serial = squares, normed
+
+
 def _load_while_receiving(module: types.ModuleType) -> None:
     """sglang 0.5.21, `/update_weights_from_distributed`: waits for all tensors of a bucket, and loads none before. On the host
     receiving and loading are copies, which two threads can make at the same time.
@@ -261,6 +278,7 @@ _PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
     "sglang.srt.layers.attention.attention_registry": _attend_in_batches,
     "sglang.srt.layers.rotary_embedding.factory": _rotate_without_scaling,
     "sglang.srt.models.deepseek_common.attention_backend_handler": _attend_to_latent_vectors,
+    "sglang.srt.models.minimax_m2": _norms_over_all_heads,
     "sglang.srt.utils.weight_checker": _weight_checker_without_cuda,
     "sglang.srt.model_executor.model_runner_components.weight_updater": _copy_weights_less,
 }

@@ -63,6 +63,7 @@ def test_still_needed_inert_packages(package):
             "sglang.srt.models.deepseek_common.attention_backend_handler",
             'return cls._handlers.get(backend_name, cls._handlers.get("triton"))',
         ),
+        ("sglang.srt.models.minimax_m2", "    assert x1.is_cuda and x2.is_cuda\n    B, D1 = x1.shape\n"),
         ("sglang.srt.utils.weight_checker", "torch.cuda.synchronize()"),
         (
             "sglang.srt.model_executor.model_runner_components.weight_updater",
@@ -85,7 +86,7 @@ def test_still_needed_batched_attention():
 
 
 def test_every_patch_is_checked():
-    assert len(cpu_runtime._PATCHES) == 9
+    assert len(cpu_runtime._PATCHES) == 10
 
 
 def test_still_needed_start_method_and_gc_freeze():

@@ -106,6 +106,7 @@ _DELTA_NET: dict[str, Any] = {
 _GATED_MOE: dict[str, Any] = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64,
 }  # fmt: skip
+_MINIMAX_M2 = {"num_local_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 16, "rope_parameters": _HALF_ROPE}
 TINY_FAMILIES: dict[str, TinyFamily] = {
     "qwen2": TinyFamily("qwen2", {"head_dim": 8}, layouts=(*DENSE, "tp4")),
     "qwen2 tied": TinyFamily("qwen2", {"head_dim": 8, "tied": True}),
@@ -130,6 +131,14 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
         layouts=("recomputed", "tp2", "pp2"),
     ),
     "glm4_moe": TinyFamily("glm4_moe", _GLM4_MOE, write=write_biased_mixture, layouts=EXPERTS),
+    # Half of each head is rotated.
+    "minimax_m2": TinyFamily(
+        "minimax_m2", _MINIMAX_M2, write=write_biased_mixture, layouts=(*EXPERTS, "cp2 gathered", "tp2 pp2")
+    ),
+    # Two tensor-parallel ranks share a key and value head, and its norm.
+    "minimax_m2 with one group": TinyFamily(
+        "minimax_m2", {**_MINIMAX_M2, "groups": 1}, write=write_biased_mixture, layouts=("recomputed", "tp2", "pp2")
+    ),
     "deepseek_v3": TinyFamily("deepseek_v3", write=write_tiny_latent, layouts=LATENT),
     "deepseek_v3 dense": TinyFamily(
         "deepseek_v3",
