@@ -49,6 +49,37 @@ def int4_training_group_size() -> int | None:
     return int(size)
 
 
+_REWARD_KEY = "SLIME_RM_API_KEY"
+_REWARD_KEY_FILE = "SLIME_RM_API_KEY_FILE"
+
+
+def reward_service_key() -> str | None:
+    """`SLIME_RM_API_KEY`, else the text of the file `SLIME_RM_API_KEY_FILE`: the token for the service at `--rm-url`.
+
+    The file is for clusters that were started beforehand: the key itself is handed on to no actor, because it would stand in
+    logs of Ray.
+
+    Raises:
+        UserError: there is no such file, it is empty, or the token could not stand in a header.
+    """
+    path = os.environ.get(_REWARD_KEY_FILE)
+    key = os.environ.get(_REWARD_KEY)
+    source = _REWARD_KEY
+    if not key and path:
+        source = f"{_REWARD_KEY_FILE} {path}"
+        try:
+            key = Path(path).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"{source}: cannot be read: {type(error).__name__}; give a file with the token alone"
+            ) from None
+        if not key:
+            raise UserError(f"{source}: is empty; give a file with the token alone")
+    if key and not (key.isascii() and key.isprintable()):
+        raise UserError(f"{source}: the token may hold printable ASCII characters only, in one line")
+    return key or None
+
+
 def cache_home() -> Path | None:
     """`XDG_CACHE_HOME`, else `~/.cache`; None when the user has no home directory."""
     named = os.environ.get("XDG_CACHE_HOME", "")
@@ -96,7 +127,7 @@ def actor_environment() -> dict[str, str]:
         "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
         "RAY_USE_UVLOOP": "0",
     }
-    handed_on = ("SLIME_ACCELERATOR", "SLIME_DEBUG", *_INT4_TRAINING)
+    handed_on = ("SLIME_ACCELERATOR", "SLIME_DEBUG", _REWARD_KEY_FILE, *_INT4_TRAINING)
     return {**variables, **{name: os.environ[name] for name in handed_on if name in os.environ}}
 
 

@@ -282,11 +282,13 @@ def _num_prompts(payload: dict[str, Any]) -> int | None:
     return None
 
 
-async def post_control(url: str, payload: Any = None, max_retries: int | None = None) -> Any:
+async def post_control(
+    url: str, payload: Any = None, max_retries: int | None = None, headers: dict[str, str] | None = None
+) -> Any:
     """As `post`, for control requests: past the limit of generation, and within `--http-control-timeout`."""
     body = _encode(payload)
     timeout = _timeout(_settings.control_timeout)
-    return await _send(_UNLIMITED, timeout, "POST", url, lambda: body, None, max_retries)
+    return await _send(_UNLIMITED, timeout, "POST", url, lambda: body, headers, max_retries)
 
 
 async def get(url: str, max_retries: int | None = None) -> Any:
@@ -336,7 +338,7 @@ async def _send(
         if supply is not None:
             supply.doubt_all(str(failure))
         if attempt < attempts or supply is not None:
-            told = attempt == 1 and _is_news(url, failure.status)
+            told = attempt == 1 and is_news(url, failure.status)
             level = logging.WARNING if told else logging.DEBUG
             logger.log(level, "%s; attempt %d of request %s", failure, attempt, request_id)
             await asyncio.sleep(RETRY_DELAY_S)
@@ -354,7 +356,8 @@ async def _send(
                     )
                 continue
         if attempt == attempts:
-            raise HttpError(f"{failure} ({attempts} attempts)", url=url, status=failure.status, body=failure.body)
+            tried = f"{failure} ({attempts} attempts)" if attempts > 1 else str(failure)
+            raise HttpError(tried, url=url, status=failure.status, body=failure.body)
         attempt += 1
 
 
@@ -367,7 +370,7 @@ async def _wait_until(condition: Callable[[], bool], url: str, limit: float) -> 
         await asyncio.sleep(_SUPPLY_POLL_SECONDS)
 
 
-def _is_news(url: str, status: int | None) -> bool:
+def is_news(url: str, status: int | None) -> bool:
     """Whether a failure of this kind was not told of lately: all requests in flight fail when an engine does."""
     now, key = time.monotonic(), (url, status)
     if now < _told_until.get(key, 0.0):

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from slime.utils import env
+from slime.utils.errors import UserError
 
 
 def test_variables_of_libraries_are_handed_on_and_secrets_are_not(monkeypatch):
@@ -40,3 +41,25 @@ def test_cache_home(monkeypatch, variables, expected):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert env.cache_home() == expected
+
+
+def test_the_key_of_a_reward_service(monkeypatch, tmp_path):
+    for name in ("SLIME_RM_API_KEY", "SLIME_RM_API_KEY_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    assert env.reward_service_key() is None
+    file = tmp_path / "key"
+    monkeypatch.setenv("SLIME_RM_API_KEY_FILE", str(file))
+    with pytest.raises(UserError, match="SLIME_RM_API_KEY_FILE .*key: cannot be read: FileNotFoundError"):
+        env.reward_service_key()
+    for content, problem in ((" \n", "is empty"), ("two\nlines-s3cret", "printable"), ("schlüssel-s3cret", "ASCII")):
+        file.write_text(content, encoding="utf-8")
+        with pytest.raises(UserError, match=problem) as error:
+            env.reward_service_key()
+        assert "s3cret" not in str(error.value)
+    file.write_text("of the file\n")
+    assert env.reward_service_key() == "of the file"
+    # The path goes to actors, which are started with what stands in Ray's logs, and the key does not.
+    monkeypatch.setenv("SLIME_RM_API_KEY", "of the variable")
+    assert env.reward_service_key() == "of the variable"
+    assert env.actor_environment()["SLIME_RM_API_KEY_FILE"] == str(file)
+    assert not {"SLIME_RM_API_KEY"} & {*env.actor_environment(), *env.library_environment()}

@@ -14,7 +14,7 @@ from slime.arguments.derivation import FULLY_ASYNC
 from slime.arguments.flag import flag_of
 from slime.arguments.sizes import positions_of_model
 from slime.arguments.violations import Rule, Violation, broken, refused, refused_each, warned, where
-from slime.utils.reward_types import is_planned_reward_type, is_reward_type, known_reward_types
+from slime.utils.reward_types import REMOTE, bare_reward_type, is_reward_type, known_reward_types
 
 logger = logging.getLogger(__name__)
 
@@ -124,10 +124,13 @@ def reward_types(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 def rewards(args: argparse.Namespace) -> Iterator[Violation]:
     for place, name in reward_types(args):
-        if not is_reward_type(name) and not is_planned_reward_type(name):
+        unserved = bare_reward_type(name) == REMOTE and args.rm_url is None and args.has_engines
+        if unserved or not is_reward_type(name):
             yield broken(
                 args,
-                "{place} {name} is no built-in reward; known types: {known}, or give {--custom-rm-path}",
+                "{place} {name} needs {--rm-url}, the address of the service that grades"
+                if unserved
+                else "{place} {name} is no built-in reward; known types: {known}, or give {--custom-rm-path}",
                 *([place] if place == "--rm-type" else []),
                 place=place,
                 name=name,

@@ -16,13 +16,10 @@ from slime.arguments.flag import NotYet, flag_of
 from slime.arguments.groups import OWN_FLAGS
 from slime.arguments.megatron import effects
 from slime.arguments.origins import Origin
-from slime.arguments.paths import MANAGER_PLUG_INS
-from slime.arguments.rules.algorithm import reward_types
 from slime.arguments.rules.serving import of_groups
 from slime.arguments.sizes import layout_of
 from slime.arguments.violations import Rule, Violation, about, broken, refused, where
 from slime.models.families import FAMILIES_BY_NAME, TRAINED_MODEL_TYPES, family_name
-from slime.utils.reward_types import is_planned_reward_type, known_reward_types
 
 # Our own declare it: nothing but the default is fine.
 OWN_ROWS = tuple(
@@ -148,26 +145,6 @@ def prediction_layers(args: argparse.Namespace) -> Iterator[Violation]:
         )
 
 
-def rewards(args: argparse.Namespace) -> Iterator[Violation]:
-    planned = [(place, name) for place, name in reward_types(args) if is_planned_reward_type(name)]
-    for place, name in planned:
-        yield broken(
-            args,
-            "{place} {name}: this reward is not built yet; {known} are, and {--custom-rm-path} takes one of yours",
-            *([place] if place == "--rm-type" else []),
-            place=place,
-            name=name,
-            known=known_reward_types(),
-        )
-    users = not args.typed_flags.isdisjoint(MANAGER_PLUG_INS) or any(data.custom_rm_path for data in args.eval_datasets)
-    if args.rm_url is not None and not users and not args.use_opd and not planned:
-        yield broken(
-            args,
-            "{--rm-url=}: rewards over HTTP ({--rm-type} remote_rm) are not built yet, and no function of yours is there to "
-            "use the address; give {--custom-rm-path}, or drop the flag",
-        )
-
-
 def media_of_evaluation(args: argparse.Namespace) -> Iterator[Violation]:
     """The flag has a row of its own."""
     if not any(row.name == "multimodal_keys" for row in OWN_ROWS):
@@ -203,7 +180,7 @@ NOT_BUILT_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.has_engines and args.rollout_num_gpus == 0 and not args.rollout_external,
         "{--rollout-num-gpus=}: give the number of GPUs for the engines, or {--debug-train-only}; a run of routers alone is "
         "not built yet"),
-    topology, engines, layers, prediction_layers, rewards, media_of_evaluation, built_family, not_yet_violations,
+    topology, engines, layers, prediction_layers, media_of_evaluation, built_family, not_yet_violations,
     *where(lambda args: args.sglang_config is not None, of_groups(not_yet_violations)),
 )  # fmt: skip
 MODEL_NAME_RULES: tuple[Rule, ...] = (

@@ -1,8 +1,8 @@
 """Rewards of samples: which function grades a sample, ours or the user's, under which limits, and what it may return.
 
 Precedence: `sample.custom_rm_path`, `--custom-rm-path`, `metadata["rm_type"]`, `--rm-type`. At most `--rm-concurrency`
-calls run, of types that compare symbolically no more than there are workers, each for at most `--rm-timeout` seconds,
-waiting not counted. One that gave no reward in that time is made once more; grading never runs on the event loop.
+calls run, of types that are graded in worker processes no more than there are of these, each for at most `--rm-timeout`
+seconds, waiting not counted. One that gave no reward in that time is made once more; grading never runs on the event loop.
 
 `boxed_` before a type of ours grades the content of the last box instead of the response.
 
@@ -15,10 +15,12 @@ once more may run twice at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import inspect
 import logging
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,9 +29,12 @@ from slime.rollout.attempts import own_copy
 from slime.rollout.failures import SampleFailed
 from slime.rollout.rm_hub.deepscaler import solution_part
 from slime.rollout.rm_hub.f1 import f1_score
+from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
+from slime.rollout.rm_hub.ifbench import compute_ifbench_reward
 from slime.rollout.rm_hub.math_dapo_utils import compute_score
 from slime.rollout.rm_hub.math_utils import extract_boxed_answer, grade_answer_verl
-from slime.rollout.rm_hub.symbolic_pool import pool_size
+from slime.rollout.rm_hub.remote import remote_rm
+from slime.rollout.rm_hub.worker_pool import pool_size
 from slime.rollout.user_functions import (
     CallKind,
     CallTimedOut,
@@ -44,7 +49,7 @@ from slime.rollout.user_functions import (
 from slime.utils.errors import UserError
 from slime.utils.finite_number import finite_number
 from slime.utils.plugin_loader import load_function, user_function_error
-from slime.utils.reward_types import BOXED, known_reward_types
+from slime.utils.reward_types import BOXED, REMOTE, bare_reward_type, known_reward_types
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -63,9 +68,9 @@ async def async_rm(args: Any, sample: Sample, *, evaluation: bool = False, **kwa
         if needs_worker(args, sample):
             # More would wait for a worker within their time limit.
             at_a_time = min(at_a_time, pool_size())
-        reward = await _limited(args, [sample], at_a_time, lambda graded, limit: call_user_function(
-            compute_builtin_reward, args, *graded, source="--rm-type", at_a_time=at_a_time, timeout=limit
-        ))  # fmt: skip
+        reward = await _limited(
+            args, [sample], at_a_time, lambda graded, limit: _grade_by_type(args, *graded, at_a_time, limit)
+        )
         return checked_reward(args, sample, reward, "--rm-type", evaluation)
     keywords = {"evaluation": evaluation, **kwargs}
     reward = await _limited(
@@ -115,6 +120,12 @@ async def _grade_batch(args: Any, samples: list[Sample], evaluation: bool, kwarg
     ]
 
 
+async def _grade_by_type(args: Any, sample: Sample, at_a_time: int, limit: float | None) -> Any:
+    options = {"source": "--rm-type", "at_a_time": at_a_time, "timeout": limit}
+    reward = await call_user_function(compute_builtin_reward, args, sample, **options)
+    return await call_user_function(reward, **options) if callable(reward) else reward
+
+
 def _custom_reward(args: Any, sample: Sample) -> CustomReward | None:
     path = sample.custom_rm_path or args.custom_rm_path
     return CustomReward(path, args) if path else None
@@ -149,11 +160,13 @@ async def _limited(
 def compute_builtin_reward(args: Any, sample: Sample) -> Any:
     """The reward of `sample` by its `metadata["rm_type"]`, else `--rm-type`. May block; run it off the event loop.
 
+    Where a service grades, what comes back is the call that asks it, for the event loop.
+
     Raises:
         UserError: no or an unknown type, or a label that the type needs is missing.
     """
     rm_type = _type_of(args, sample)
-    name = rm_type.removeprefix(BOXED)
+    name = bare_reward_type(rm_type)
     if name not in _REWARDS:
         source = "metadata rm_type" if sample.metadata.get("rm_type") else "--rm-type"
         raise UserError(
@@ -168,8 +181,8 @@ def compute_builtin_reward(args: Any, sample: Sample) -> Any:
 
 
 def needs_worker(args: Any, sample: Sample) -> bool:
-    """Whether the reward of `sample` may be decided in a worker process for symbolic comparison."""
-    return _type_of(args, sample).removeprefix(BOXED) in _SYMBOLIC
+    """Whether the reward of `sample` may be decided in a worker process."""
+    return bare_reward_type(_type_of(args, sample)) in _IN_WORKERS
 
 
 def _type_of(args: Any, sample: Sample) -> str:
@@ -203,6 +216,33 @@ def _f1(args: Any, sample: Sample, response: str) -> float:
     return f1_score(response, _label(sample, "f1"))[0]
 
 
+def _gpqa(args: Any, sample: Sample, response: str) -> float:
+    with _naming(sample):
+        return compute_gpqa_reward(response, sample.label, sample.metadata)
+
+
+def _ifbench(args: Any, sample: Sample, response: str) -> float:
+    user = sample.prompt if isinstance(sample.prompt, str) else next(
+        (str(turn.get("content", "")) for turn in reversed(sample.prompt) if turn.get("role") == "user"), ""
+    )  # fmt: skip
+    with _naming(sample):
+        return compute_ifbench_reward(response, sample.label, {"prompt": user, **sample.metadata})
+
+
+def _remote(args: Any, sample: Sample, response: str) -> Callable[[], Awaitable[Any]]:
+    asked = own_copy(sample)
+    asked.response = response
+    return functools.partial(remote_rm, args, asked)
+
+
+@contextlib.contextmanager
+def _naming(sample: Sample) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"sample {sample.index}: {error}") from None
+
+
 def _random(args: Any, sample: Sample, response: str) -> int:
     """A coin that falls the same way when a seeded run is repeated."""
     if sample.index is None:
@@ -214,10 +254,13 @@ _REWARDS: dict[str, Callable[[Any, Sample, str], Any]] = {
     "dapo": _dapo,
     "deepscaler": _deepscaler,
     "f1": _f1,
+    "gpqa": _gpqa,
+    "ifbench": _ifbench,
     "math": _math,
     "random": _random,
+    REMOTE: _remote,
 }
-_SYMBOLIC = frozenset({"deepscaler", "math"})
+_IN_WORKERS = frozenset({"deepscaler", "ifbench", "math"})
 
 
 FLAG = "--custom-rm-path"

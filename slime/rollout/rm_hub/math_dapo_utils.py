@@ -4,9 +4,10 @@ import re
 from typing import Any
 
 from slime.rollout.rm_hub.answer_normalization import normalize_answer
-from slime.rollout.rm_hub.math_utils import last_boxed_only_string
+from slime.rollout.rm_hub.math_utils import extract_boxed_answer, last_boxed_only_string
 
 _TAIL_CHARACTERS = 300
+_STRICT_TAIL_CHARACTERS = 100
 _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
 
@@ -32,15 +33,22 @@ def normalize_final_answer(answer: str) -> str:
     return without_commas if re.fullmatch(r"-?\d+(?:\.\d+)?", without_commas) else normalized
 
 
-def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
-    """`score` ±1, `acc`, and `pred`, the normalised answer ("[INVALID]" without an answer line).
+def compute_score(solution_str: str, ground_truth: Any, strict_box_verify: bool = False) -> dict[str, Any]:
+    """`score` ±1, `acc`, and `pred`, the normalised answer ("[INVALID]" without one).
 
     Integers are compared by value, other labels by their normalised text.
+
+    Args:
+        strict_box_verify: the answer is the last box of the last 100 characters, and no line `Answer: …` counts.
     """
-    matches = _ANSWER_LINE.findall(solution_str[-_TAIL_CHARACTERS:])
-    predicted = normalize_final_answer(matches[-1]) if matches else "[INVALID]"
+    if strict_box_verify:
+        box = extract_boxed_answer(solution_str[-_STRICT_TAIL_CHARACTERS:])
+        answers = [] if box is None else [box]
+    else:
+        answers = _ANSWER_LINE.findall(solution_str[-_TAIL_CHARACTERS:])
+    predicted = normalize_final_answer(answers[-1]) if answers else "[INVALID]"
     truth = normalize_final_answer(str(ground_truth))
-    correct = bool(matches) and (predicted == truth or _same_integer(predicted, truth))
+    correct = bool(answers) and (predicted == truth or _same_integer(predicted, truth))
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": predicted}
 
 

@@ -10,7 +10,7 @@ import math
 import re
 from fractions import Fraction
 
-from slime.rollout.rm_hub import symbolic_pool
+from slime.rollout.rm_hub import worker_pool
 from slime.rollout.rm_hub.answer_normalization import exact_latex, normalize_answer, split_unit
 
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox) ([^\s$]+)")
@@ -167,7 +167,7 @@ def _are_equal(given: str, truth: str) -> bool:
         return values[0] == values[1]
     if "=" not in given or "=" not in truth:
         given, truth = _value(given), _value(truth)
-    return symbolic_pool.are_equal(*(exact_latex(_without_plus_minus(text)) for text in (given, truth)))
+    return worker_pool.are_equal(*(exact_latex(_without_plus_minus(text)) for text in (given, truth)))
 
 
 def _without_plus_minus(text: str) -> str:

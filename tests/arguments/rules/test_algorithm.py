@@ -73,6 +73,15 @@ def test_reward_types_of_own_functions_and_boxed_ones_are_free(tmp_path):
     parse(tmp_path, "--rm-type", "mine", "--custom-rm-path", "tests.support.reward")
 
 
+@pytest.mark.parametrize("name", ["remote_rm", "boxed_remote_rm"])
+def test_a_reward_over_http_needs_an_address(tmp_path, name):
+    assert_violation(
+        tmp_path, f"--rm-type {name}", f"--rm-type {name} needs --rm-url, the address of the service that grades"
+    )
+    assert parse(tmp_path, "--rm-type", name, "--rm-url", "http://h:1/x").rm_type == name
+    parse(tmp_path, "--rm-type", name, "--debug-train-only")
+
+
 def test_values_of_a_file_are_named_with_their_line(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl")
     (tmp_path / "eval.yaml").write_text(

@@ -36,21 +36,6 @@ def test_layers_that_are_not_built(tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["gpqa", "ifbench", "remote_rm", "boxed_gpqa"])
-def test_rewards_that_are_planned(tmp_path, name):
-    note = f"--rm-type {name}: this reward is not built yet; "
-    (line,) = violations(tmp_path, f"--rm-type {name} --rm-url http://h:1/x")
-    assert line.startswith(note)
-    assert [text[: len(note)] for text in parse(tmp_path, "--rm-type", name, "--dry-run").plan_notes] == [note]
-    parse(tmp_path, "--rm-type", name, "--custom-rm-path", "tests.reward")
-
-
-def test_the_address_of_a_reward_needs_a_function_that_uses_it(tmp_path):
-    (line,) = violations(tmp_path, "--rm-url http://h:1/x")
-    assert line.startswith("--rm-url http://h:1/x: rewards over HTTP (--rm-type remote_rm) are not built yet")
-    parse(tmp_path, "--rm-url", "http://h:1/x", "--custom-rm-path", "tests.reward")
-
-
 def test_media_of_an_evaluation_set(tmp_path):
     command_line(tmp_path)
     entry = f"{{name: a, path: {tmp_path}/prompts.jsonl, multimodal_keys: {{image: x}}}}"

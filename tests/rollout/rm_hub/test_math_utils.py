@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.rollout.rm_hub import symbolic_pool, symbolic_worker
+from slime.rollout.rm_hub import grading_worker, worker_pool
 from slime.rollout.rm_hub.math_utils import (
     extract_answer,
     extract_boxed_answer,
@@ -27,7 +27,7 @@ from slime.rollout.rm_hub.math_utils import (
 @pytest.fixture(scope="module", autouse=True)
 def end_workers():
     yield
-    symbolic_pool.close_pool()
+    worker_pool.close_pools()
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_verdicts_that_need_no_symbols(response, label, right, monkeypatch):
     def unreachable(*args):
         raise AssertionError("text, numbers and our own rules decide this alone")
 
-    monkeypatch.setattr(symbolic_pool, "are_equal", unreachable)
+    monkeypatch.setattr(worker_pool, "are_equal", unreachable)
     assert grade_answer_verl(response, label) is right
 
 
@@ -213,8 +213,8 @@ def test_w3_hostile_answers_end_quickly_with_no(given, monkeypatch):
         asked.append(given)
         return are_equal_within(given, truth, timeout=1.0)
 
-    are_equal_within = symbolic_pool.are_equal
-    monkeypatch.setattr(symbolic_pool, "are_equal", are_equal)
+    are_equal_within = worker_pool.are_equal
+    monkeypatch.setattr(worker_pool, "are_equal", are_equal)
     started = time.process_time()
     assert not grade_answer_verl("\\boxed{" + given + "}", "x+1")
     assert not grade_answer_sympy(given, "x+1")
@@ -238,7 +238,7 @@ SIZES = {
 @pytest.mark.parametrize("size", SIZES)
 def test_w3_what_is_too_large_never_reaches_the_library(size, monkeypatch):
     asked = []
-    monkeypatch.setattr(symbolic_pool, "are_equal", lambda given, truth: asked.append((given, truth)) or True)
+    monkeypatch.setattr(worker_pool, "are_equal", lambda given, truth: asked.append((given, truth)) or True)
     within, beyond = SIZES[size]
     assert grade_answer_sympy(within, "x+1") and grade_answer_sympy("x+1", within) and len(asked) == 2
     assert not grade_answer_sympy(beyond, "x+1") and not grade_answer_sympy("x+1", beyond)
@@ -247,38 +247,38 @@ def test_w3_what_is_too_large_never_reaches_the_library(size, monkeypatch):
 
 def test_w3_python_reaches_the_library_as_data():
     """What the rules before it refuse does no harm in the worker either."""
-    pool = symbolic_pool.SymbolicPool(size=1)
+    pool = worker_pool.WorkerPool("formulas", size=1)
     try:
-        assert not [given for given in PYTHON if pool.are_equal(given, "x+1", timeout=2.0)]
+        assert not [given for given in PYTHON if pool.ask([given, "x+1"], timeout=2.0)]
         assert not Path("/tmp/slime_w3").exists()
-        assert pool.are_equal("1+x", "x+1")
+        assert pool.ask(["1+x", "x+1"])
     finally:
         pool.close()
 
 
 def test_w3_a_comparison_beyond_its_limit_is_given_up_and_the_pool_lives_on():
-    pool = symbolic_pool.SymbolicPool(size=1)
+    pool = worker_pool.WorkerPool("formulas", size=1)
     try:
         product = "".join(rf"(x+\sin({i}x))^{{64}}" for i in range(1, 12))
-        assert not pool.are_equal(product, rf"{product}+\cos(x)^{{64}}", timeout=0.2)
+        assert not pool.ask([product, rf"{product}+\cos(x)^{{64}}"], timeout=0.2)
         assert pool._idle.empty(), "the worker that was busy is gone"
-        assert pool.are_equal("x x", "x^2")
+        assert pool.ask(["x x", "x^2"])
     finally:
         pool.close()
 
 
 def test_w3_workers_that_die_are_replaced():
-    pool = symbolic_pool.SymbolicPool(size=1)
+    pool = worker_pool.WorkerPool("formulas", size=1)
     try:
-        assert pool.are_equal("x+x", "2x")
+        assert pool.ask(["x+x", "2x"])
         idle = pool._idle.queue[0]
         idle._process.kill()
         idle._process.wait()
-        assert pool.are_equal("x+x", "2x")
+        assert pool.ask(["x+x", "2x"])
         # What the library cannot read is not equal, and ends no worker.
         survivor = pool._idle.queue[0]
-        assert not pool.are_equal(r"\frac{", "x")
-        assert pool.are_equal("x", "x")
+        assert not pool.ask([r"\frac{", "x"])
+        assert pool.ask(["x", "x"])
         assert pool._idle.queue[0] is survivor
     finally:
         pool.close()
@@ -290,26 +290,26 @@ def test_as_many_workers_as_cores_and_none_before_it_is_needed(monkeypatch):
     class Worker:
         alive = True
 
-        def __init__(self):
+        def __init__(self, kind):
             started.append(self)
 
-        def ask(self, given, truth, timeout):
+        def ask(self, question, timeout):
             together.wait(60)
             return True
 
         def close(self):
             pass
 
-    monkeypatch.setattr(symbolic_pool, "_Worker", Worker)
-    monkeypatch.setattr(symbolic_pool.os, "sched_getaffinity", lambda _: set(range(6)))
-    pool = symbolic_pool.SymbolicPool()
+    monkeypatch.setattr(worker_pool, "_Worker", Worker)
+    monkeypatch.setattr(worker_pool.os, "sched_getaffinity", lambda _: set(range(6)))
+    pool = worker_pool.WorkerPool("formulas")
     assert (pool.size, started) == (6, [])
     together = threading.Barrier(6)
     with ThreadPoolExecutor(12) as threads:
-        assert list(threads.map(lambda _: pool.are_equal("x", "x"), range(12))) == [True] * 12
+        assert list(threads.map(lambda _: pool.ask(["x", "x"]), range(12))) == [True] * 12
     assert len(started) == 6
-    monkeypatch.setattr(symbolic_pool.os, "sched_getaffinity", lambda _: set(range(400)))
-    assert symbolic_pool.SymbolicPool().size == symbolic_pool.MAX_WORKERS
+    monkeypatch.setattr(worker_pool.os, "sched_getaffinity", lambda _: set(range(400)))
+    assert worker_pool.WorkerPool("formulas").size == worker_pool.MAX_WORKERS
 
 
 def test_grading_plain_numbers_loads_no_sympy():
@@ -340,18 +340,18 @@ def test_w3_a_worker_ends_itself_while_it_computes(what):
 def test_w3_a_comparison_that_wants_all_memory_is_no():
     """Nothing of the machine's memory beyond the limit, and the worker goes on."""
     with worker_that("return bool(bytes(given << 20)) or True") as worker:
-        limit = symbolic_worker.MEMORY_LIMIT_BYTES >> 20
+        limit = (grading_worker.MEMORY_LIMIT_BYTES >> 20) + 16
         assert [asked(worker, mib, 1, 9) for mib in (1, limit, 1)] == [b"true\n", b"false\n", b"true\n"]
 
 
 @contextlib.contextmanager
 def worker_that(body, alarm_s=60):
     """The process of a worker that compares by `body`."""
-    directory = str(Path(symbolic_pool.__file__).parent)
+    directory = str(Path(worker_pool.__file__).parent)
     code = (
-        f"import itertools, sys, time; sys.path.insert(0, {directory!r}); import symbolic_worker\n"
+        f"import itertools, sys, time; sys.path.insert(0, {directory!r}); import grading_worker\n"
         f"def are_equal(given, truth):\n    {body}\n"
-        f"symbolic_worker.are_equal = are_equal\nsymbolic_worker.main(alarm_s={alarm_s})"
+        f"grading_worker.are_equal = are_equal\ngrading_worker.main('formulas', alarm_s={alarm_s})"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
         try:
@@ -361,8 +361,8 @@ def worker_that(body, alarm_s=60):
             worker.kill()
 
 
-def asked(worker, *question):
+def asked(worker, given, truth, seconds):
     """The line that the worker answers; nothing where it ends."""
-    worker.stdin.write(json.dumps(question).encode() + b"\n")
+    worker.stdin.write(json.dumps([seconds, [given, truth]]).encode() + b"\n")
     worker.stdin.flush()
     return worker.stdout.readline()

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from slime.rollout.rm_hub import grading as builtin_rewards
-from slime.rollout.rm_hub import symbolic_pool
+from slime.rollout.rm_hub import worker_pool
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.grading import compute_builtin_reward, needs_worker
 from slime.rollout.rm_hub.math_dapo_utils import compute_score, normalize_final_answer, remove_boxed
 from slime.utils.errors import UserError
-from slime.utils.reward_types import BOXED, REWARD_TYPES
+from slime.utils.reward_types import BOXED, REMOTE, REWARD_TYPES
 from slime.utils.types import Sample
 
 
@@ -53,6 +53,14 @@ def test_dapo_scores(response, label, score):
     result = compute_score(response, label)
     assert result["score"] == score
     assert result["acc"] is (score == 1.0)
+
+
+def test_dapo_with_boxes_alone():
+    def score(text, label="42"):
+        return compute_score(text, label, strict_box_verify=True)["score"]
+
+    assert [score(r"\boxed{41} \boxed{42}"), score(r"\fbox{042}", 42), score(r"\boxed{\frac12}", "1/2")] == [1.0] * 3
+    assert [score("Answer: 42"), score(r"\boxed{42}" + "x" * 100), score(r"\boxed{41}")] == [-1.0] * 3
 
 
 def test_dapo_vector_with_a_text_label():
@@ -118,13 +126,43 @@ def test_the_coin_is_fair_and_falls_the_same_way_again():
 
 @pytest.mark.parametrize(("rm_type", "metadata"), [(None, {}), ("maths", {}), ("math", {"rm_type": "gpqa2"})])
 def test_unknown_types_list_the_known_ones(rm_type, metadata):
-    with pytest.raises(UserError, match=r"sample 3: .*known types: dapo, deepscaler, f1, math, random"):
+    with pytest.raises(
+        UserError, match=r"sample 3: .*known types: dapo, deepscaler, f1, gpqa, ifbench, math, random, remote_rm"
+    ):
         grade(rm_type, "x", "y", metadata)
 
 
 def test_a_missing_label_is_named():
     with pytest.raises(UserError, match=r"sample 3 has no label, which --rm-type math needs; see --label-key"):
         grade("math", r"\boxed{5}", None)
+
+
+@pytest.mark.parametrize(
+    ("rm_type", "message"),
+    [("gpqa", "sample 3: gpqa: the right answer 'xyz' is none"), ("ifbench", "sample 3: ifbench: the metadata needs")],
+)
+def test_an_unsuitable_row_is_named(rm_type, message):
+    with pytest.raises(UserError, match=message):
+        grade(rm_type, "x", "xyz", {"choices": ["u", "v"]})
+
+
+def test_instructions_about_the_prompt_find_it(monkeypatch):
+    asked = []
+    monkeypatch.setattr(worker_pool, "followed_instructions", lambda text, prompt, rows: asked.append(prompt) or [True])
+    args, given = SimpleNamespace(rm_type="ifbench"), {"instruction_id_list": ["x"], "kwargs": [{}]}
+    messages = [
+        {"role": "user", "content": "first"},
+        {"role": "user", "content": "last"},
+        {"role": "tool", "content": "t"},
+    ]
+    for prompt, metadata in (
+        ("text", given),
+        (messages, given),
+        (messages, {**given, "prompt": "of the row"}),
+        ([], given),
+    ):
+        assert compute_builtin_reward(args, Sample(index=0, response="r", prompt=prompt, metadata=metadata)) == 1.0
+    assert asked == ["text", "last", "of the row", ""]
 
 
 def test_w6_grading_installs_nothing_and_needs_no_network(monkeypatch):
@@ -141,14 +179,15 @@ def test_w6_grading_installs_nothing_and_needs_no_network(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", recorded)
     answers = {
         "dapo": ("Answer: 5", "5"), "deepscaler": (r"</think>\boxed{(x+1)^2}", "x^2+2x+1"), "f1": ("5", "5"),
-        "math": (r"\boxed{(x+1)^2}", "x^2+2x+1"), "random": ("", ""),
+        "math": (r"\boxed{(x+1)^2}", "x^2+2x+1"), "random": ("", ""), "gpqa": ("the answer is (b)", "B"),
     }  # fmt: skip
-    assert answers.keys() == set(REWARD_TYPES)
+    # These two have tests of their own: one needs a library, the other a service.
+    assert answers.keys() | {"ifbench", REMOTE} == set(REWARD_TYPES)
     for rm_type, (answer, label) in answers.items():
         reward = grade(rm_type, answer, label)
         assert (reward["score"] if rm_type == "dapo" else reward) in ((0, 1) if rm_type == "random" else (1,)), rm_type
     # Only the worker that compares formulas is a process of its own.
-    assert all(command[-1].endswith("symbolic_worker.py") for command in started)
+    assert all(command[-2].endswith("grading_worker.py") for command in started)
 
 
 def test_the_command_line_knows_the_same_names():
@@ -158,8 +197,10 @@ def test_the_command_line_knows_the_same_names():
 @pytest.mark.parametrize("rm_type", [prefix + name for name in REWARD_TYPES for prefix in ("", BOXED)])
 def test_a_worker_is_asked_by_the_types_that_say_so(monkeypatch, rm_type):
     asked = []
-    monkeypatch.setattr(symbolic_pool, "are_equal", lambda *pair: asked.append(pair) or True)
-    sample = Sample(index=0, response="</think> Answer: \\boxed{x + 1}", label="1 + x")
-    args = SimpleNamespace(rm_type=rm_type, rollout_seed=1)
+    monkeypatch.setattr(worker_pool, "are_equal", lambda *pair: asked.append(pair) or True)
+    monkeypatch.setattr(worker_pool, "followed_instructions", lambda *text: asked.append(text) or [True])
+    metadata = {"instruction_id_list": ["x"], "kwargs": [{}], "correct_letter": "A"}
+    sample = Sample(index=0, response="</think> Answer: \\boxed{x + 1}", label="1 + x", metadata=metadata)
+    args = SimpleNamespace(rm_type=rm_type, rollout_seed=1, rm_url=None)
     compute_builtin_reward(args, sample)
     assert bool(asked) == needs_worker(args, sample)

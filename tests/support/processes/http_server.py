@@ -42,7 +42,7 @@ def forget_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def serving(handler: Handler) -> AsyncIterator[str]:
     """The URL of a server that answers with `handler`."""
-    app = web.Application()
+    app = web.Application(client_max_size=2**24)
     app.router.add_route("*", "/{tail:.*}", handler)
     runner = web.AppRunner(app, shutdown_timeout=0.2)
     await runner.setup()

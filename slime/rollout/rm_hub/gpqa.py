@@ -1,0 +1,142 @@
+"""Multiple choice, as in GPQA (arXiv 2311.12022): which letter a response settles on, against the right one.
+
+A statement ("the answer is C", "option C", "C is correct", a box) counts more than a letter that stands alone, and of each kind
+the last one with a valid letter decides. Letters are whole words in upper case; marked ones, `(c)`, `**c**`, `\\boxed{c}`, may
+be lower case. What is negated or called wrong is neither. A response without any letter may name a choice by its text.
+"""
+
+import re
+import string
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from slime.utils.errors import UserError
+
+# Of the response: an answer stands at its end, and the patterns below look at every letter.
+_TAIL_CHARACTERS = 20_000
+_DEFAULT_LETTERS = string.ascii_uppercase[:10]
+
+_MARKED = (
+    r"\\boxed\s{0,9}\{\s{0,9}(?:\\(?:text|mathrm|mathbf|textbf)\s{0,9}\{)?\s{0,9}\(?(?P<boxed>[A-Za-z])\)?[\s.}]{0,9}\}"
+    r"|\*\*\s{0,9}\(?(?P<bold>[A-Za-z])\)?\s{0,9}[.:)]?\s{0,9}\*\*"
+    r"|(?<!\w)[(\[{](?P<bracketed>[A-Za-z])[)\]}]"
+)
+_LETTER = re.compile(_MARKED + r"|(?<![\w'’\\])(?P<plain>[A-Z])(?!['’]?\w)")
+# What leads to a letter, at the end of the text before it. Fillers stand between: "is definitely", "must therefore be".
+_LEAD = re.compile(r"\b(?:answer|option|choice)s?\b(?P<between>[^.!?\n]{0,60})$", re.IGNORECASE)
+_FILLERS = 4
+_VERDICT = re.compile(
+    r"\s+(?:is|seems|looks|must be|would be|should be)\s+(?:[a-z]+\s+){0,2}?(?:the\s+)?(?:correct|right|true|best)\b"
+)
+_REJECTION = re.compile(
+    r"\W{0,3}\s*(?:\w+\s+){0,2}?(?:not|\w+n['’]t|never|wrong|incorrect|false|impossible|invalid|excluded|eliminated)\b",
+    re.IGNORECASE,
+)
+_NEGATION = re.compile(r"not|no|never|neither|nor|cannot|without|\w+n['’]t", re.IGNORECASE)
+_WORD = re.compile(r"[\w'’]+")
+# Behind an A or I that is a letter and no English word.
+_AFTER_A_LETTER = re.compile(
+    r"\s+(?:is|was|because|since|as|for|and|or|but|so|which|with|from|by|due|if|would|must|seems|looks|then|here|also|not)\b"
+)
+
+
+def compute_gpqa_reward(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:
+    """1.0 when the response settles on the right choice, else 0.0.
+
+    `metadata` may hold `choices` (texts, in the order of the letters), `valid_letters` (else as many as there are choices,
+    else A to J) and `correct_letter`. Without the last, the label is a letter, the index of a choice counted from 0, or its
+    text.
+
+    Raises:
+        UserError: neither label nor `correct_letter`, or one that is none of the valid letters and choices.
+    """
+    metadata = metadata or {}
+    choices = [str(choice) for choice in metadata.get("choices") or ()]
+    valid = _valid_letters(metadata.get("valid_letters"), choices)
+    right = _correct_letter(metadata.get("correct_letter"), label, valid, choices)
+    text = (response or "").rpartition("</think>")[2][-_TAIL_CHARACTERS:]
+    given = _settled_letter(text, valid)
+    if given is not None:
+        return float(given == right)
+    named = [position for position, choice in enumerate(choices) if _names(text, choice)]
+    if choices:
+        return float(len(named) == 1 and valid[named[0]] == right)
+    return float(right is None and _names(text, str(label)))
+
+
+def _valid_letters(given: Any, choices: Sequence[str]) -> list[str]:
+    letters = [str(letter).strip().upper() for letter in given or ()] or list(
+        string.ascii_uppercase[: len(choices)] if choices else _DEFAULT_LETTERS
+    )
+    if len(letters) < len(choices) or any(len(letter) != 1 for letter in letters):
+        raise UserError(
+            f"gpqa: valid_letters {given!r} of the metadata: give one letter for each of {len(choices)} choices"
+        )
+    return letters
+
+
+def _correct_letter(named: Any, label: Any, valid: Sequence[str], choices: Sequence[str]) -> str | None:
+    """The right letter; None where the label is a text and there are no choices to look it up in."""
+    right = label if named is None else named
+    text = "" if right is None else str(right).strip()
+    letter = text.strip("()").upper()
+    if not text:
+        raise UserError("gpqa: a sample needs a label (--label-key), or correct_letter in its metadata")
+    if letter in valid:
+        return letter
+    if named is None:
+        is_index = re.fullmatch(r"\d{1,3}", text) is not None and int(text) < len(choices or valid)
+        matching = [place for place, choice in enumerate(choices) if choice.strip().casefold() == text.casefold()]
+        # A number of the data is an index; one in quotes may be a choice's text.
+        if is_index and (isinstance(right, int) or not matching):
+            return valid[int(text)]
+        if len(matching) == 1:
+            return valid[matching[0]]
+        if not choices:
+            return None
+    raise UserError(
+        f"gpqa: the right answer {text!r} is none of the letters {''.join(valid)} and names none of the choices {choices}"
+    )
+
+
+def _settled_letter(text: str, valid: Sequence[str]) -> str | None:
+    stated = standing = None
+    for letter, is_statement in _letters(text):
+        if letter in valid:
+            stated, standing = (letter if is_statement else stated), letter
+    return stated or standing
+
+
+def _letters(text: str) -> Iterator[tuple[str, bool]]:
+    """(letter, whether it is stated to be the answer), in their order."""
+    for match in _LETTER.finditer(text):
+        letter = match[match.lastgroup]
+        after = text[match.end() : match.end() + 60]
+        if (
+            match.lastgroup == "plain"
+            and letter in "AI"
+            and re.match(r"\s+[a-z]", after)
+            and not _AFTER_A_LETTER.match(after)
+        ):
+            continue
+        lead = _LEAD.search(text, max(0, match.start() - 80), match.start())
+        between = _WORD.findall(lead["between"]) if lead else []
+        negated = any(_NEGATION.fullmatch(word) for word in between or _words_before(text, match.start()))
+        if negated or _REJECTION.match(after):
+            continue
+        is_led = lead is not None and len(between) <= _FILLERS
+        yield letter.upper(), match.lastgroup == "boxed" or is_led or _VERDICT.match(after) is not None
+
+
+def _words_before(text: str, position: int) -> list[str]:
+    """Up to three words that stand before `position` in its sentence."""
+    return _WORD.findall(re.split(r"[.!?;,:\n]", text[max(0, position - 60) : position])[-1])[-3:]
+
+
+def _names(text: str, choice: str) -> bool:
+    """Whether `choice` occurs as whole words, and nowhere behind a negation."""
+    if not choice.strip():
+        return False
+    places = list(re.finditer(rf"(?<![\w.]){re.escape(choice.strip())}(?!\w|\.\d)", text, re.IGNORECASE))
+    before = [_WORD.findall(text[max(0, place.start() - 60) : place.start()])[-3:] for place in places]
+    return bool(places) and not any(_NEGATION.fullmatch(word) for words in before for word in words)

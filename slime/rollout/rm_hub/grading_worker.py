@@ -1,0 +1,170 @@
+"""The worker process that grades with libraries. Run as a file, by `worker_pool`, with its kind: formulas or instructions.
+
+One JSON line in, `[seconds, question]`; one JSON line out, the answer: of `[given, truth]` true or false, of
+`[response, prompt, [[id, keywords], …]]` a list of verdicts, or a text that says what is missing. It ends when its input ends,
+so it does not outlive its parent. Memory is limited here, and so is time, by timers whose default action ends the process,
+whatever it computes: one on the processor's time for the question, an alarm for a parent that was killed meanwhile. The time
+limits of math-verify are off: they are alarms too, and would disarm ours.
+
+Nothing here evaluates Python: `latex2sympy` builds sympy objects from a parsed tree. The library's `parse` is not used,
+because it hands plain arithmetic to sympy's `parse_expr`, which does. No check may use the network: a library that looks for
+its data there fails at once.
+"""
+
+import contextlib
+import functools
+import importlib
+import json
+import os
+import random
+import re
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
+
+# Longer than the parent waits.
+ALARM_S = 60
+# Beside what the libraries take.
+MEMORY_LIMIT_BYTES = 1 << 30
+# Decimal digits to which two values must agree where no exact comparison decides.
+NUMERIC_DIGITS = 50
+
+# The letter i as a factor or alone: not in a word, in the name of a command, or as an index.
+_IMAGINARY_UNIT = re.compile(r"(?<![a-zA-Z\\_])i(?![a-zA-Z])")
+_ODD_ROOT = re.compile(r"\\sqrt\[\s*(\d*[13579])\s*\]\s*\{\s*-")
+
+
+@functools.lru_cache(maxsize=256)
+def parse(text: str, is_real: bool | None) -> object:
+    """The sympy object that LaTeX stands for. Raises whatever the library raises on text outside its language."""
+    from latex2sympy2_extended import NormalizationConfig, latex2sympy
+
+    config = NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
+    )
+    return latex2sympy(_ODD_ROOT.sub(r"-\\sqrt[\1]{", text), is_real=is_real, normalization_config=config)
+
+
+def are_equal(given: str, truth: str) -> bool:
+    """Whether `given` is a right answer where `truth` is the label."""
+    from math_verify import verify
+
+    # The library knows the imaginary unit as I, and loses an exponent directly behind it. Beside it, unknowns are not real.
+    is_real = None if any(_IMAGINARY_UNIT.search(text) for text in (given, truth)) else True
+    given, truth = (_IMAGINARY_UNIT.sub("(I)", text) for text in (given, truth))
+    return verify(
+        _united(parse(truth, is_real)),
+        _united(parse(given, is_real)),
+        numeric_precision=NUMERIC_DIGITS,
+        allow_set_relation_comp=True,
+        timeout_seconds=None,
+    )
+
+
+def _united(tree: object) -> object:
+    """`x < -1 or x > 1` is the union of what each inequality allows."""
+    import sympy
+    from sympy.core.relational import Relational
+
+    if isinstance(tree, sympy.FiniteSet) and all(isinstance(element, Relational) for element in tree.args):
+        if not any(isinstance(element, sympy.Eq) for element in tree.args):
+            return sympy.Or(*tree.args).as_set()
+    return tree
+
+
+# Of IFBench (its own directory, on PYTHONPATH), and of IFEval. Both have INSTRUCTION_DICT: id -> class of checks.
+REGISTRIES = ("instructions_registry", "lm_eval.tasks.ifeval.instructions_registry")
+
+
+@functools.cache
+def checks_by_id() -> dict[str, type]:
+    """The class of checks of every instruction that an installed library knows; the first of REGISTRIES wins."""
+    found: dict[str, type] = {}
+    for name in REGISTRIES:
+        try:
+            found = {**importlib.import_module(name).INSTRUCTION_DICT, **found}
+        except ImportError:
+            continue
+    return found
+
+
+def follow(response: str, prompt: str, instructions: list[list]) -> list[bool] | str:
+    """Whether `response` follows each of the instructions, strictly; a text where a check is missing or refuses keywords."""
+    verdicts = []
+    for name, keywords in instructions:
+        if name not in checks_by_id():
+            return (
+                f"no check is installed for instruction {name}: those of IFEval come with the extra ifbench (pip install "
+                "'slime[ifbench]'), those of IFBench with a copy of its repository on PYTHONPATH"
+            )
+        # What a check is not told it draws.
+        random.seed(0)
+        try:
+            check = checks_by_id()[name](name)
+            check.build_description(**keywords)
+            if "prompt" in (check.get_instruction_args() or {}):
+                check.build_description(prompt=prompt)
+        except Exception as error:
+            return f"instruction {name} refuses its kwargs {keywords}: {type(error).__name__}: {error}"
+        try:
+            verdicts.append(bool(response.strip() and check.check_following(response)))
+        except LookupError as error:
+            # NLTK's way of saying that its data are not there.
+            if "nltk" in str(error).lower():
+                return f"instruction {name}: {' '.join(str(error).split())}"
+            verdicts.append(False)
+        except Exception:
+            # A text that a check cannot read does not follow it.
+            verdicts.append(False)
+    return verdicts
+
+
+def _load_formulas() -> None:
+    import math_verify  # noqa: F401 - the slow import comes before the first question
+
+
+def _load_instructions() -> None:
+    def refused(*arguments: object) -> None:
+        raise OSError("grading uses no network")
+
+    socket.socket.connect = socket.socket.connect_ex = refused
+    if checks_by_id():
+        with contextlib.suppress(ImportError):
+            # The same text has the same language each time.
+            importlib.import_module("langdetect").DetectorFactory.seed = 0
+
+
+# (what comes before the first question, the answer to one, the answer where the library fails)
+_KINDS = {
+    "formulas": (_load_formulas, lambda question: bool(are_equal(*question)), False),
+    "instructions": (_load_instructions, lambda question: follow(*question), "grading failed"),
+}
+
+
+def main(kind: str, alarm_s: int = ALARM_S) -> None:
+    load, answer, failure = _KINDS[kind]
+    # Libraries print what is none of the parent's business.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    load()
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY_LIMIT_BYTES, taken + MEMORY_LIMIT_BYTES))
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        seconds, question = json.loads(line)
+        signal.alarm(alarm_s)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            verdict = answer(question)
+        except Exception:
+            # What the library cannot read or compare is not shown to be equal.
+            verdict = failure
+        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(verdict), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

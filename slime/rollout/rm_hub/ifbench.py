@@ -1,0 +1,43 @@
+"""Strict instruction following (IFEval, arXiv 2311.07911; IFBench, arXiv 2507.02833): all instructions of a row are followed.
+
+A row's metadata has `instruction_id_list`, the ids of its instructions, and `kwargs`, one dict for each. The checks are those
+of the benchmarks' own libraries, found where they are installed; nothing is fetched when a run needs them.
+"""
+
+import json
+from typing import Any
+
+from slime.rollout.rm_hub import worker_pool
+from slime.utils.errors import UserError
+
+# Checks are linear in the text, and more than this answers no prompt.
+_MAX_CHARACTERS = 200_000
+
+
+def compute_ifbench_reward(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:
+    """1.0 when the response (what follows its last `</think>`) follows all instructions of the metadata, else 0.0. Blocks.
+
+    The checks that repeat the prompt find it in `metadata["prompt"]`. There is no label. What takes more than 5 s of the
+    processor is not followed.
+
+    Raises:
+        UserError: metadata without instructions, with unsuitable keywords, or with an id that no installed library knows.
+    """
+    metadata = metadata or {}
+    names, keywords = metadata.get("instruction_id_list"), metadata.get("kwargs")
+    keywords = json.loads(keywords) if isinstance(keywords, str) else keywords
+    if not names or not isinstance(keywords, list | tuple) or len(keywords) != len(names):
+        raise UserError(
+            "ifbench: the metadata needs instruction_id_list, and kwargs with one object for each of its entries; it has "
+            f"{sorted(metadata)}; see --metadata-key"
+        )
+    text = (response or "").rpartition("</think>")[2]
+    if not text.strip() or len(text) > _MAX_CHARACTERS:
+        return 0.0
+    # Columns of Parquet files have all keywords in each row, most of them null.
+    given = [{key: value for key, value in (entry or {}).items() if value is not None} for entry in keywords]
+    instructions = list(zip(map(str, names), given, strict=True))
+    verdict = worker_pool.followed_instructions(text, str(metadata.get("prompt", "")), instructions)
+    if isinstance(verdict, str):
+        raise UserError(f"ifbench: {verdict}")
+    return float(verdict is not None and all(verdict))

@@ -1,0 +1,97 @@
+"""Multiple choice: which letter a response settles on, and what counts as the right one."""
+
+import pytest
+
+from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
+from slime.utils.errors import UserError
+
+CITIES = {"choices": ["London", "Paris", "Berlin"]}
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "metadata", "verdict"),
+    [
+        ("The answer is definitely C", "C", {}, 1),
+        ("The answer is clearly (B)", "B", {}, 1),
+        ("the answer is a little tricky: B", "B", {}, 1),
+        ("it is not paris", "Paris", {}, 0),
+        ("Definitely paris.", "Paris", CITIES, 1),
+        ("Answer: C? A fits better; no, B.", "B", {"valid_letters": ["A", "B"]}, 1),
+    ],
+)
+def test_w1_vectors_of_multiple_choice(response, label, metadata, verdict):
+    """A letter is never taken out of a word (definitely, clearly, tricky)."""
+    assert compute_gpqa_reward(response, label, metadata) == verdict
+
+
+@pytest.mark.parametrize("letter", ["A", "D"])
+@pytest.mark.parametrize(
+    ("response", "settled"),
+    [
+        ("Perhaps B. I think A is a fair option, but the final answer: D", "D"),
+        ("Option A is wrong. Option B is incorrect. So D", "D"),
+        ("D is the correct answer. B and C are decoys", "D"),
+        ("The correct choice must therefore be A because of that", "A"),
+        ("The answer is not D. It is (a)", "A"),
+        (r"Option B says so, and yet \boxed{\text{D}}", "D"),
+        ("<think>The answer is A.</think> **d**", "D"),
+        ("**Answer: A**", "A"),
+        ("D", "D"),
+        ("It can't be D.", None),
+        ("A study shows that I was right", None),
+        ("the answer is d", None),
+        ("the electron(d)s", None),
+        ("", None),
+    ],
+)
+def test_the_letter_that_a_response_settles_on(response, settled, letter):
+    assert compute_gpqa_reward(response, letter, {"choices": ["w1", "x1", "y1", "z1"]}) == (letter == settled)
+
+
+@pytest.mark.parametrize(
+    ("label", "metadata", "letter"),
+    [
+        ("a", {}, "A"),
+        ("(B)", {}, "B"),
+        (2, {}, "C"),
+        ("2", CITIES, "C"),
+        (1, {"choices": ["1", "2", "3"]}, "B"),
+        ("1", {"choices": ["1", "2", "3"]}, "A"),
+        (" berlin ", CITIES, "C"),
+        ("Paris", {**CITIES, "correct_letter": "a"}, "A"),
+        (None, {"correct_letter": "J"}, "J"),
+        ("Q", {"valid_letters": "PQ"}, "Q"),
+    ],
+)
+def test_the_right_letter(label, metadata, letter):
+    assert compute_gpqa_reward(f"The answer is {letter}.", label, metadata) == 1
+    assert compute_gpqa_reward("no letter at all", label, metadata) == 0
+
+
+@pytest.mark.parametrize(
+    ("response", "verdict"),
+    [
+        ("London or Paris", 0),
+        ("It isn't London. It must be Paris", 1),
+        ("never really in Paris", 0),
+        ("Parisian", 0),
+        ("nothing of the kind", 0),
+    ],
+)
+def test_w2_texts_of_choices(response, verdict):
+    assert compute_gpqa_reward(response, "Paris", CITIES) == verdict
+
+
+@pytest.mark.parametrize(
+    ("label", "metadata", "message"),
+    [
+        (None, {}, "needs a label"),
+        ("Rome", CITIES, "'Rome' is none of the letters ABC"),
+        ("A", {"correct_letter": "Z"}, "'Z' is none of the letters"),
+        ("A", {**CITIES, "valid_letters": "AB"}, "one letter for each of 3 choices"),
+        (3, CITIES, "'3' is none"),
+    ],
+)
+def test_a_row_without_a_right_letter_is_an_error(label, metadata, message):
+    with pytest.raises(UserError, match=message):
+        compute_gpqa_reward("A", label, metadata)
