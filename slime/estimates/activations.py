@@ -156,29 +156,39 @@ class ActivationModel:
         inside = 4.0 * heads
         if self.kernels is Kernels.TORCH_CPU:
             inside += output  # one tensor per sequence; the output is their concatenation
-        elif self.kernels is Kernels.TORCH_CUDA:
-            # The kernel wants values that lie together. Where a sequence lies on several ranks they are a copy of all rows that
-            # the rank's two parts of it see, parts + 1/2 times as many as its own; so are the keys, in place of its own.
+        elif self.kernels is Kernels.TORCH_CUDA or self.shape.mla is not None:
+            # Latent attention has this kernel beside Transformer Engine's layers too. It wants values that lie together. Where
+            # a sequence lies on several ranks they are a copy of all rows that the rank's two parts of it see, parts + 1/2
+            # times as many as its own; so are the keys, in place of its own.
             parts = self.layout.context
             inside += self.bytes * value_width * (1 if parts == 1 else 2 * parts)
         return output if self.recompute.drops("core_attn") else output + inside
 
     def _latent_attention(self, mla: MlaShape) -> float:
         """DeepSeek-V2 (arXiv 2405.04434, section 2.1)."""
-        tensor = self.layout.tensor
-        heads = self.shape.num_attention_heads / tensor
-        query = self.shape.query_width / tensor
-        down = mla.kv_lora_rank + mla.qk_pos_emb_head_dim + (mla.q_lora_rank or 0)
-        norms = self.norm(mla.kv_lora_rank) + (self.norm(mla.q_lora_rank) if mla.q_lora_rank else 0.0)
-        up = query + heads * (mla.qk_head_dim + mla.v_head_dim)
-        # Queries and keys with their rotated part joined on; values are cut out of the projection.
-        assembled = 2 * query + heads * mla.v_head_dim
-        kept = self.bytes * down + norms
-        if not self.recompute.drops("mla_up_proj"):
-            kept += self.bytes * (up + assembled)
+        rows = self._sequence_ranks
+        heads = self.shape.num_attention_heads / self.layout.tensor
+        query, value = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim), heads * mla.v_head_dim
+        again, up_again = self.recompute.drops("core_attn"), self.recompute.drops("mla_up_proj")
+        # Every rank has the latent vectors of all rows at first. Its own rows are a copy of those of keys and values, and a
+        # view of those of queries, which keeps all.
+        elements = mla.kv_lora_rank / rows if rows > 1 else 0.0
+        if rows == 1 or up_again:
+            elements += mla.kv_lora_rank + mla.qk_pos_emb_head_dim
+        elements += mla.q_lora_rank or 0
+        kept = 0.0
+        if self.shape.qk_norm is not None:
+            kept += self.norm((mla.kv_lora_rank + (mla.q_lora_rank or 0)) / rows)
+        if not up_again:
+            # Queries and keys with their rotated part joined on, and cosines and sines for both; nothing needs the projections.
+            elements += 2 * query + 4 * mla.qk_pos_emb_head_dim
+            # The kernel on CUDA gets a copy of the values, as wide as the keys.
+            elements += value if again or self.kernels is Kernels.TORCH_CPU else 0.0
         if mla.indexer is not None:
-            kept += self.bytes * (mla.indexer.num_heads + 1) * mla.indexer.head_dim
-        return kept + self._core_attention(heads * mla.v_head_dim, heads * mla.v_head_dim, heads)
+            elements += (mla.indexer.num_heads + 1) * mla.indexer.head_dim
+        if self.kernels is not Kernels.TORCH_CPU and not again and value < query:
+            elements += query  # its output, from which the values' width is copied
+        return kept + self.bytes * elements + self._core_attention(value, query, heads)
 
     def _linear_attention(self, linear: LinearAttentionShape) -> float:
         """Gated delta net (arXiv 2412.06464), run whole on every tensor-parallel rank.

@@ -37,7 +37,10 @@ def mla_attention_flops(
     qk_pos_emb_head_dim: int,
     v_head_dim: int,
 ) -> FlopsModel:
-    """One layer of multi-head latent attention (arXiv 2405.04434, section 2.1); without `q_lora_rank`, q is one projection."""
+    """One layer of multi-head latent attention (arXiv 2405.04434, section 2.1); without `q_lora_rank`, q is one projection.
+
+    What the kernel on CUDA computes with values that are padded to the width of keys is not counted.
+    """
     query_width = num_heads * (qk_head_dim + qk_pos_emb_head_dim)
     value_width = num_heads * v_head_dim
     if q_lora_rank:

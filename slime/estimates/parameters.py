@@ -1,7 +1,7 @@
 """The number of parameters, exact, from the shape alone: of a model by part, and of one training rank.
 
 Every part says whether tensor-parallel ranks share it or hold all of it, so that counts per rank follow by division; of
-linear attention the trainer and the engines say different things.
+linear attention and of the projections down to latent vectors the trainer and the engines say different things.
 The score-correction bias of a router counts as a parameter: checkpoints hold it.
 
 A rank holds the layers of its pipeline stage, cut by tensor and expert parallelism. The embedding lies on the first stage, the
@@ -21,14 +21,15 @@ class LayerParameters:
     """One transformer layer.
 
     attention: shared by tensor-parallel ranks.
-    attention_replicated: whole on every tensor-parallel rank (latent down-projections, norms of queries and keys, the
-        indexer).
+    attention_replicated: whole on every tensor-parallel rank (norms of queries, keys and latent vectors, the indexer).
     dense_mlp: shared by tensor-parallel ranks.
     routed_experts: all experts of the layer; shared by expert-parallel and expert-tensor-parallel ranks.
     shared_experts: shared by tensor-parallel ranks.
     router: whole on every rank, with the expert bias and the gate of the shared expert.
     norms: whole on every rank, with the biases of row-parallel projections.
     linear_attention: whole on every training rank, where it runs as one module; shared by the ranks of an engine.
+    latent_projections: down to the latent vectors; shared by tensor-parallel ranks of the trainer, whole on every rank of an
+        engine.
     """
 
     attention: int
@@ -39,6 +40,7 @@ class LayerParameters:
     router: int
     norms: int
     linear_attention: int = 0
+    latent_projections: int = 0
 
     @property
     def total(self) -> int:
@@ -117,10 +119,12 @@ def _mtp_transformer_layer(shape: ModelShape) -> LayerParameters:
 
 
 def _layer(shape: ModelShape, *, experts: bool, linear_attention: bool, indexer: bool) -> LayerParameters:
+    down = 0
     if linear_attention:
         attention, replicated = 0, 0
     elif shape.mla is not None:
         attention, replicated = _latent_attention(shape, shape.mla, shape.mla.indexer if indexer else None)
+        down = shape.hidden_size * shape.mla.latent_width
     else:
         attention, replicated = _grouped_query_attention(shape)
     row_biases = shape.hidden_size * ((not linear_attention) + 1) if shape.linear_bias else 0
@@ -134,6 +138,7 @@ def _layer(shape: ModelShape, *, experts: bool, linear_attention: bool, indexer:
         router=_router(shape) if experts else 0,
         norms=(2 + shape.num_extra_norms) * _norm(shape, shape.hidden_size) + row_biases,
         linear_attention=_linear_attention(shape.linear_attention, shape.hidden_size) if linear_attention else 0,
+        latent_projections=down,
     )
 
 
@@ -167,16 +172,14 @@ def _grouped_query_attention(shape: ModelShape) -> tuple[int, int]:
 
 
 def _latent_attention(shape: ModelShape, mla: MlaShape, indexer: IndexerShape | None) -> tuple[int, int]:
-    """Latent projections have no biases, whatever the flags say."""
+    """Shared and whole, without the projections down. Latent projections have no biases, whatever the flags say."""
     keys_and_values = shape.num_attention_heads * (mla.qk_head_dim + mla.v_head_dim)
     attention = mla.kv_lora_rank * keys_and_values + shape.value_width * shape.hidden_size
-    replicated = shape.hidden_size * (mla.kv_lora_rank + mla.qk_pos_emb_head_dim)
-    norm_width = mla.kv_lora_rank
+    replicated, norm_width = 0, mla.kv_lora_rank
     if mla.q_lora_rank is None:
         attention += shape.hidden_size * shape.query_width
     else:
         attention += mla.q_lora_rank * shape.query_width
-        replicated += shape.hidden_size * mla.q_lora_rank
         norm_width += mla.q_lora_rank
     if shape.qk_norm is not None:
         replicated += _norm(shape, norm_width)
@@ -238,7 +241,7 @@ def rank_parameters(
     return RankParameters(
         embedding=vocabulary if holds_embedding else 0,
         output_head=output,
-        attention=sums.attention + sums.attention_replicated + sums.linear_attention,
+        attention=sums.attention + sums.attention_replicated + sums.linear_attention + sums.latent_projections,
         dense_mlp=sums.dense_mlp + sum(prediction.projection // layout.tensor for prediction in mtp),
         shared_experts=sums.shared_experts,
         routed_experts=sums.routed_experts,
@@ -257,6 +260,7 @@ def _of_layer(layer: LayerParameters, layout: ParallelLayout) -> LayerParameters
         router=layer.router,
         norms=layer.norms,
         linear_attention=layer.linear_attention,
+        latent_projections=layer.latent_projections // layout.tensor,
     )
 
 

@@ -139,7 +139,8 @@ def _weights(shape: ModelShape, setup: ServingSetup) -> int:
 
 
 def _layer_bytes(layer: LayerParameters, size: WeightBytes, ranks: int, attention_ranks: int) -> float:
-    attention = (layer.attention / attention_ranks + layer.attention_replicated) * size.attention
+    whole = layer.attention_replicated + layer.latent_projections
+    attention = (layer.attention / attention_ranks + whole) * size.attention
     linear = layer.linear_attention / attention_ranks * size.linear_attention
     experts = layer.shared_experts * size.shared_experts + layer.routed_experts * size.routed_experts
     mlp = (layer.dense_mlp * size.dense_mlp + experts) / ranks

@@ -33,6 +33,11 @@ class MlaShape:
     v_head_dim: int
     indexer: IndexerShape | None = None
 
+    @property
+    def latent_width(self) -> int:
+        """What a token is projected down to: latent vectors, and the part of the keys that has the position."""
+        return self.kv_lora_rank + self.qk_pos_emb_head_dim + (self.q_lora_rank or 0)
+
 
 @dataclass(frozen=True)
 class MoeShape:

@@ -178,8 +178,8 @@ def push_buffers(shape: ModelShape, setup: TrainingSetup, stage: PipelineStage) 
     that takes the whole model, the tensors that go into one, and the largest gather beside them, whose result may be larger
     than a bucket and is then sent as it is.
 
-    Where nothing is gathered the tensors are the model's own, but for attention's: queries, keys and values lie in another
-    order there.
+    Where nothing is gathered the tensors are the model's own, but for those of attention that is not latent: queries, keys and
+    values lie in another order there.
     """
     counts, weight = count_parameters(shape, padded_vocabulary=True), setup.state.weight
     model = counts.total_with_mtp * weight
@@ -187,7 +187,8 @@ def push_buffers(shape: ModelShape, setup: TrainingSetup, stage: PipelineStage) 
     if bucket == 0:
         return 0
     if setup.layout.tensor == setup.layout.expert == 1:
-        return round(buckets + bucket * sum(layer.attention for layer in counts.layers) / counts.total)
+        ordered = 0 if shape.mla is not None else sum(layer.attention for layer in counts.layers)
+        return round(buckets + bucket * ordered / counts.total)
     # The embedding is gathered first, when there are no buckets yet; the output head last.
     beside = max(_mlp_gather(shape, counts), counts.output_head if stage.is_last else 0)
     return max(buckets + bucket + beside * weight, counts.embedding * weight if stage.is_first else 0)

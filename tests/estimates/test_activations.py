@@ -1,5 +1,7 @@
 """Bytes per token that a layer keeps, against lists written out by hand and the published formula."""
 
+import dataclasses
+
 from slime.estimates.activations import (
     ActivationModel,
     Kernels,
@@ -129,12 +131,46 @@ def test_experts_see_topk_copies():
 def test_latent_attention():
     mla = MlaShape(q_lora_rank=96, kv_lora_rank=64, qk_head_dim=32, qk_pos_emb_head_dim=16, v_head_dim=24)
     kept = model(mla=mla, num_attention_heads=8).layer(0).attention
-    query, up = 8 * 48, 8 * (32 + 24)
-    down, norms = 64 + 16 + 96, 64 + 96
-    assembled = 2 * query + 8 * 24
-    assert kept == 2 * (down + norms + query + up + assembled + 8 * 24) + 4 * 8
-    without = model(mla=mla, recompute=Recompute("selective", modules=("mla_up_proj",))).layer(0).attention
-    assert kept - without == 2 * (query + up + assembled)
+    assert kept == model(CUDA, mla=mla).layer(0).attention
+    query = key = 8 * 48
+    down, output, angles = 64 + 16 + 96, 8 * 24, 4 * 16
+    # The kernel knows one width: values are padded to that of the keys, and so is what it gives.
+    wide_values = wide_output = key
+    assert kept == 2 * (down + query + key + angles + wide_values + wide_output + output) + 4 * 8
+
+    def without(module, **changes):
+        recompute = Recompute("selective", modules=(module,))
+        return kept - model(mla=mla, recompute=recompute, **changes).layer(0).attention
+
+    assert without("mla_up_proj") == 2 * (query + key + angles)
+    # Attention that is called once more is called with the values as they are.
+    assert without("core_attn") == 2 * (wide_values + wide_output - 8 * 24) + 4 * 8
+    normed = model(mla=mla, qk_norm="head").layer(0).attention
+    assert normed - kept == 2 * (64 + 96)
+    as_wide = dataclasses.replace(mla, v_head_dim=48)
+    assert model(mla=as_wide).layer(0).attention == 2 * (down + query + key + angles + wide_values + query) + 4 * 8
+
+
+def test_latent_attention_over_ranks():
+    mla = MlaShape(q_lora_rank=96, kv_lora_rank=64, qk_head_dim=32, qk_pos_emb_head_dim=16, v_head_dim=24)
+    wide = {"mla": mla, "qk_norm": "head"}
+    key = 8 * 48
+    # Keys and wide values of 3 ranks: 7 parts of half a rank's rows, in place of its own.
+    alone, one_of_three = (model(context=size, **wide).layer(0).attention for size in (1, 3))
+    assert one_of_three - alone == 2 * (7 / 2 * 2 * key - 2 * key)
+    # Of two tensor-parallel ranks each has half of the heads, and the latent vectors of all rows, whose norms see its own rows
+    # with sequence parallelism; of keys and values it keeps only those.
+    heads = 2 * (2 * key + 2 * key + 8 * 24) + 4 * 8
+    whole, rows = (model(tensor=2, sequence_parallel=sequence, **wide).layer(0).attention for sequence in (False, True))
+    assert whole == alone - heads / 2
+    assert whole - rows == 2 * (64 + 96) / 2 + 2 * (64 + 16 - 64 / 2)
+
+
+def test_latent_attention_on_cpu_keeps_values_as_they_are():
+    mla = MlaShape(q_lora_rank=None, kv_lora_rank=64, qk_head_dim=32, qk_pos_emb_head_dim=16, v_head_dim=48)
+    query, output = 8 * 48, 8 * 48
+    kept = model(CPU, 4, mla=mla).layer(0).attention
+    assert kept == 4 * (64 + 16 + 2 * query + 4 * 16 + 8 * 48 + 2 * output) + 4 * 8
 
 
 def test_multi_token_prediction_counts_like_the_last_layer():

@@ -69,17 +69,22 @@ def test_experts_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("q_lora_rank", "attention", "replicated"),
+    ("q_lora_rank", "attention", "norms", "down"),
     [
-        # Up-projections: q 7x4x(3+2), k and v 6x4x(3+5); output 4x5x8. Whole: down-projections 8x7 and 8x(6+2), norms 7 and 6.
-        (7, 7 * 20 + 6 * 32 + 20 * 8, 8 * 7 + 8 * 8 + 13),
-        (None, 8 * 20 + 6 * 32 + 20 * 8, 8 * 8 + 6),
+        # Up-projections: q 7x4x(3+2), k and v 6x4x(3+5); output 4x5x8. Norms 7 and 6; down-projections 8x7 and 8x(6+2).
+        (7, 7 * 20 + 6 * 32 + 20 * 8, 13, 8 * 7 + 8 * 8),
+        (None, 8 * 20 + 6 * 32 + 20 * 8, 6, 8 * 8),
     ],
 )
-def test_latent_attention_by_hand(q_lora_rank, attention, replicated):
+def test_latent_attention_by_hand(q_lora_rank, attention, norms, down):
     mla = MlaShape(q_lora_rank, kv_lora_rank=6, qk_head_dim=3, qk_pos_emb_head_dim=2, v_head_dim=5)
-    layer = count_parameters(changed(mla=mla, qk_norm="head")).layers[0]
-    assert (layer.attention, layer.attention_replicated) == (attention, replicated)
+    shape = changed(mla=mla, qk_norm="head")
+    counts = count_parameters(shape)
+    layer = counts.layers[0]
+    assert (layer.attention, layer.attention_replicated, layer.latent_projections) == (attention, norms, down)
+    # Two tensor-parallel ranks share the projections down, by their channels; the norms are whole.
+    held = rank_parameters(shape, counts, ParallelLayout(2, 2), *split_into_stages(2, 1))
+    assert held.attention == 2 * ((attention + down) // 2 + norms)
 
 
 def test_linear_attention_is_a_part_of_its_own():

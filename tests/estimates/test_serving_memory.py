@@ -54,6 +54,10 @@ def test_latent_and_linear_attention():
     mla = MlaShape(None, kv_lora_rank=128, qk_head_dim=32, qk_pos_emb_head_dim=16, v_head_dim=32)
     latent = dataclasses.replace(SHAPE, mla=mla)
     assert serving_memory(latent, dataclasses.replace(SETUP, tensor=8)).cache_bytes_per_token == 4 * (128 + 16) * 2
+    # Each rank of an engine has the projections down to the latent vectors, and reads them whole.
+    one, two = (serving_memory(latent, dataclasses.replace(SETUP, tensor=tensor)).weights for tensor in (1, 2))
+    whole = 2 * (4 * 512 * (128 + 16) + (4 * 2 + 1) * 512)
+    assert two - whole == (one - whole) / 2
     linear = LinearAttentionShape(4, 32, 4, 32, 4, (True, True, True, False))
     assert serving_memory(dataclasses.replace(SHAPE, linear_attention=linear), SETUP).cache_bytes_per_token == 1024
 

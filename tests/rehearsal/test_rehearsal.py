@@ -256,6 +256,39 @@ def test_experts_go_through_however_they_are_cut(arguments, stand_in, tmp_path, 
     assert result.peaks["step"]["gradients"] == 2 * result.peaks["step"]["weights"]
 
 
+LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 256, "intermediate_size": 288,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 1000, "q_lora_rank": 192,
+    "kv_lora_rank": 128, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 32, "first_k_dense_replace": 4,
+    "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 64, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True, "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cut", [["--context-parallel-size", "2"], ["--tensor-model-parallel-size", "2", "--sequence-parallel"]]
+)
+def test_latent_attention_keeps_what_is_planned(arguments, stand_in, tmp_path, cut):
+    directory = write_config(tmp_path / "latent", **LATENT)
+    words = [
+        "--rollout-max-context-len",
+        "512",
+        "--use-dynamic-batch-size",
+        "--max-tokens-per-gpu",
+        "4096",
+        "--random-init",
+    ]
+    args = arguments("--hf-checkpoint", str(directory), *words, *cut)
+    args = argparse.Namespace(**{**vars(args), **run.WITHOUT_KERNELS})
+    result = rehearsed(args, stand_in)
+    (plan,) = planned(args, parallel_layout(args), 1)
+    assert result.peaks["step"]["weights"] == plan.step["weights"]
+    if stand_in.library:
+        assert result.peaks["step"]["activations"] == pytest.approx(plan.step["activations"], rel=0.01)
+
+
 @pytest.mark.slow
 def test_prediction_layers_go_through(arguments, stand_in, tmp_path):
     write_tiny_mimo(tmp_path, vocab_size=131072)
