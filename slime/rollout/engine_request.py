@@ -1,18 +1,30 @@
-"""One `/generate` request: what is sent for a sample, checked here because engines die of some mistakes.
+"""One `/generate` request: what is sent for a sample, checked here because engines die of some mistakes, and to whom.
 
-Addresses of the routers that serve this run, and of the engines behind them.
+Addresses of the routers that serve this run, and of the engines behind them. Requests go to a router, but for those with a
+field that it drops: these go to the engines that it lists.
 """
 
+import asyncio
+import collections
+import contextlib
 import functools
+import hashlib
+import itertools
 import logging
+import time
+import weakref
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from slime.rollout.failures import SampleFailed
 from slime.rollout.generate_state import GenerateState, deterministic_inference
+from slime.rollout.generation_call import current_call
 from slime.utils import http_utils
 from slime.utils.errors import RunError, UserError
+from slime.utils.http_utils import post_generate
+from slime.utils.misc import SingletonMeta
 from slime.utils.ports import host_for_url
 from slime.utils.sample_fields import held, token_array
 from slime.utils.types import Sample
@@ -85,14 +97,113 @@ def check_prompt_length(args: Any, sample: Sample) -> None:
         )
 
 
-def routing_headers(args: Any, sample: Sample) -> dict[str, str] | None:
-    """The header by which a consistent-hashing router keeps a session on one engine."""
-    if args.router_policy == "consistent_hashing" and sample.session_id:
-        return {"X-SMG-Routing-Key": sample.session_id}
-    return None
-
+# -- who is asked --------------------------------------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
+
+_EXPERTS_ASKED, _EXPERTS_ANSWERED = "return_routed_experts", "routed_experts"
+# For so long the list of engines is taken for true; a request that failed is sent again after a longer time.
+_LISTED_SECONDS = 0.5
+# An engine that broke a request gets no other for so long where there are others: a dead one looks idle, and the router
+# lists it until its owner has seen its end.
+_AVOIDED_SECONDS = 10.0
+
+
+async def ask_engine(args: Any, sample: Sample, payload: dict[str, Any], model_name: str = "default") -> dict[str, Any]:
+    """The answer of an engine of a served model to the `/generate` request `payload` for `sample`.
+
+    Functions of users ask by it where the routing of engines is replayed: a request with `return_routed_experts` passes by a
+    router that would drop this field.
+
+    Raises:
+        HttpError: the engine refused the request, or did not answer.
+    """
+    url, ids = get_model_url(args, model_name), current_call().request_ids
+    session = sample.session_id if args.router_policy == "consistent_hashing" else None
+    headers = {"X-SMG-Routing-Key": session} if session else None
+    engine = None
+    if payload.get(_EXPERTS_ASKED):
+        engines = await _Engines().behind(url, model_name, payload["input_ids"][:1])
+        engine = None if engines is None else functools.partial(engines.one, session)
+    output = await post_generate(url, payload, headers=headers, request_ids=ids, engine=engine)
+    if "routed_experts_start_len" in payload:
+        # Stock engines honour it without saying so.
+        output["meta_info"].setdefault("routed_experts_start_len", payload["routed_experts_start_len"])
+    return output
+
+
+class EnginesOfRouter:
+    """The engines that a router lists, for requests past it; `url`: its `/generate`.
+
+    The engine with the fewest of these requests gets the next one, in turn where several have. A session stays with its
+    engine, and moves no other when an engine comes or goes (rendezvous hashing).
+    """
+
+    def __init__(self, model_name: str, url: str) -> None:
+        self._model_name, self._url = model_name, url
+        self._urls: list[str] = []
+        self._list_again_at = 0.0
+        self._in_flight: collections.Counter[str] = collections.Counter()
+        self._turns, self._last_turn = itertools.count(1), collections.Counter[str]()
+        self._avoided_until: dict[str, float] = {}
+
+    @contextlib.asynccontextmanager
+    async def one(self, session: str | None = None) -> AsyncIterator[str]:
+        """The `/generate` of an engine, which counts as asked until the end of the block; the router's where it lists none.
+
+        Raises:
+            RunError: the router does not tell its engines.
+        """
+        urls = await self._listed()
+        if not urls:
+            yield self._url
+            return
+        engine = self._choose(urls, session)
+        self._in_flight[engine] += 1
+        try:
+            yield engine + "/generate"
+        except Exception:
+            self._avoided_until[engine] = time.monotonic() + _AVOIDED_SECONDS
+            raise
+        finally:
+            self._in_flight[engine] -= 1
+
+    async def _listed(self) -> list[str]:
+        now = time.monotonic()
+        if not self._urls or now >= self._list_again_at:
+            # Others use the old list meanwhile.
+            self._list_again_at = now + _LISTED_SECONDS
+            self._urls = await list_engine_urls(self._model_name, self._url.removesuffix("/generate"))
+        return self._urls
+
+    def _choose(self, urls: Sequence[str], session: str | None) -> str:
+        now = time.monotonic()
+        urls = [url for url in urls if self._avoided_until.get(url, 0.0) <= now] or urls
+        if session is not None:
+            return max(urls, key=lambda url: hashlib.blake2b(f"{session} {url}".encode()).digest())
+        chosen = min(urls, key=lambda url: (self._in_flight[url], self._last_turn[url]))
+        self._last_turn[chosen] = next(self._turns)
+        return chosen
+
+
+class _Engines(metaclass=SingletonMeta):
+    """Of each router, the engines to be asked past it for routed experts; None where it hands such requests on whole."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, EnginesOfRouter | None] = {}
+        self._locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
+
+    async def behind(self, url: str, model_name: str, tokens: Any) -> EnginesOfRouter | None:
+        """What became of `tokens` at the router's `url` when one more was asked for, with experts; that is done once."""
+        async with self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+            if url not in self._known:
+                probe = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1}, _EXPERTS_ASKED: True}
+                answer = await post_generate(url, probe, request_ids=current_call().request_ids)
+                dropped = answer["meta_info"].get(_EXPERTS_ANSWERED) is None
+                self._known[url] = EnginesOfRouter(model_name, url) if dropped else None
+                if dropped:
+                    logger.info("%s: the router drops %s; such requests go to its engines", url, _EXPERTS_ASKED)
+        return self._known[url]
 
 
 def router_urls(args: Any) -> dict[str, str]:

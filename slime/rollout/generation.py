@@ -22,19 +22,12 @@ from slime.rollout.custom_generate import (
     apply_rollout_sample_hooks,
     resolve_generate_function,
 )
-from slime.rollout.engine_request import (
-    build_payload,
-    check_prompt_length,
-    get_model_url,
-    routing_headers,
-    token_budget,
-)
+from slime.rollout.engine_request import ask_engine, build_payload, check_prompt_length, token_budget
 from slime.rollout.failures import SampleFailed, failing_alone, mark_failed
 from slime.rollout.generate_state import GenerateState, deterministic_inference
 from slime.rollout.generation_call import current_call
 from slime.rollout.rm_hub.grading import async_rm, batched_async_rm
 from slime.utils.engine_answers import TokenLogProbs
-from slime.utils.http_utils import post_generate
 from slime.utils.sample_fields import first_not_finite, held
 from slime.utils.types import Sample
 
@@ -64,12 +57,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         sample.status = Status.TRUNCATED
         return sample
     payload = build_payload(state, sample, sampling_params, budget)
-    url, headers = get_model_url(args, "default"), routing_headers(args, sample)
-    output = await post_generate(url, payload, headers=headers, request_ids=call.request_ids)
-    if "routed_experts_start_len" in payload:
-        # Stock engines honour it without saying so.
-        output["meta_info"].setdefault("routed_experts_start_len", payload["routed_experts_start_len"])
-    append_engine_output(args, sample, output)
+    append_engine_output(args, sample, await ask_engine(args, sample, payload))
     return sample
 
 

@@ -275,7 +275,8 @@ def routed_experts_column(args: argparse.Namespace, samples: Sequence[Sample]) -
 def check_routed_experts(args: argparse.Namespace, batch: dict[str, Any]) -> None:
     """Whether the column is there and can be replayed: shape, ids, and that every MoE layer was captured.
 
-    A sample that trains nothing may have no rows.
+    Rows behind the last trained token may lack: nothing depends on them, and no engine runs what a tool said at the end of an
+    answer through the model.
 
     Args:
         batch: the train batch, before it is split.
@@ -292,14 +293,17 @@ def check_routed_experts(args: argparse.Namespace, batch: dict[str, Any]) -> Non
     seen = np.zeros(len(layers), dtype=bool)
     for position, experts in enumerate(batch[ROUTED_EXPERTS]):
         where = f"`{ROUTED_EXPERTS}` of sample {batch['sample_indices'][position]}"
-        if len(experts) == 0 and not batch["loss_masks"][position].any():
-            continue
         expected = (len(batch["tokens"][position]) - 1, args.num_layers, args.moe_router_topk)
-        if experts.shape != expected:
+        lacking = expected[0] - len(experts)
+        # The row of a position predicts the next token.
+        trains = lacking > 0 and batch["loss_masks"][position][-lacking:].any()
+        if experts.shape[1:] != expected[1:] or lacking < 0 or trains:
             raise UserError(
                 f"{where} has shape {list(experts.shape)}, but tokens - 1, --num-layers and --moe-router-topk make "
-                f"{list(expected)}"
+                f"{list(expected)}; only rows behind the last trained token may lack"
             )
+        if len(experts) == 0:
+            continue
         captured = _captured_layers(experts[:, layers], args.num_experts, where)
         if args.moe_router_topk > 1:
             _require_captured(captured, layers, where)

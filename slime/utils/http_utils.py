@@ -110,6 +110,8 @@ class _LoopClient:
 
 
 _UNLIMITED = contextlib.nullcontext()
+# Of an engine that gets a request: its URL, while the request lasts.
+Address = contextlib.AbstractAsyncContextManager[str]
 
 _settings = HttpSettings()
 # Parsing leaves the interpreter to others, so more threads than a few only help where cores are idle.
@@ -203,14 +205,21 @@ async def post(
 
 
 async def post_generate(
-    url: str, payload: dict[str, Any], headers: dict[str, str] | None = None, *, request_ids: set[str] | None = None
+    url: str,
+    payload: dict[str, Any],
+    headers: dict[str, str] | None = None,
+    *,
+    request_ids: set[str] | None = None,
+    engine: Callable[[], Address] | None = None,
 ) -> Any:
     """As `post`, for an engine's answer. A long one is parsed off the event loop, its token log-probs into `TokenLogProbs`.
 
     Those of a short one are lists of entries; `TokenLogProbs.of` takes both.
 
     Args:
+        url: of the router.
         request_ids: holds the ids (`rid`) by which engines know this request until it is answered.
+        engine: gives the URL that an attempt goes to instead, of one of the engines behind the router, as long as it lasts.
     """
     # Arrow takes a moment to load and is needed where engines are asked only.
     from slime.utils.engine_answers import decode_engine_answer
@@ -218,7 +227,9 @@ async def post_generate(
     client, supply = _client(), _supplies.get(_origin(url))
     timeout = _timeout(client.settings.request_timeout)
     with _identified(payload, request_ids) as body:
-        content = await _send(client.generation_slots, timeout, "POST", url, body, headers, None, supply, decode=False)
+        content = await _send(
+            client.generation_slots, timeout, "POST", url, body, headers, None, supply, decode=False, engine=engine
+        )
     if len(content) < _THREAD_FROM_BYTES:
         return _decode(content)
     return await asyncio.get_running_loop().run_in_executor(_decoders, decode_engine_answer, content, _decode)
@@ -306,6 +317,7 @@ async def _send(
     max_retries: int | None,
     supply: EngineSupply | None = None,
     decode: bool = True,
+    engine: Callable[[], Address] | None = None,
 ) -> Any:
     """The answer: parsed, or its bytes. `body` makes that of an attempt, when its turn has come."""
     session = _client().session
@@ -314,31 +326,35 @@ async def _send(
     attempts = max(1, _settings.max_retries if max_retries is None else max_retries)
     attempt, survived = 1, 0
     while True:
+        address = url
         if supply is not None:
             await _wait_until(supply.is_serving, url, timeout.total)
         try:
             async with slots:
                 # It outlives no engine that dies while it waits for its slot.
                 deaths = 0 if supply is None else supply.deaths()
-                async with session.request(method, url, data=body(), headers=headers, timeout=timeout) as response:
+                async with (
+                    contextlib.nullcontext(url) if engine is None else engine() as address,
+                    session.request(method, address, data=body(), headers=headers, timeout=timeout) as response,
+                ):
                     content = await response.read()
                     if response.status < 400:
                         return _decode(content) if decode else content
-                    failure = _status_error(method, url, response.status, content)
+                    failure = _status_error(method, address, response.status, content)
             if failure.status != 429 and failure.status < 500:
                 raise failure
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            failure = HttpError(f"{method} {url} failed: {type(error).__name__}: {error}", url=url)
+            failure = HttpError(f"{method} {address} failed: {type(error).__name__}: {error}", url=address)
         except TimeoutError as error:
             raise HttpError(
-                f"{method} {url} did not answer within {timeout.total:g} s "
+                f"{method} {address} did not answer within {timeout.total:g} s "
                 "(--http-request-timeout for generation, --http-control-timeout for control requests)",
-                url=url,
+                url=address,
             ) from error
         if supply is not None:
             supply.doubt_all(str(failure))
         if attempt < attempts or supply is not None:
-            told = attempt == 1 and is_news(url, failure.status)
+            told = attempt == 1 and is_news(address, failure.status)
             level = logging.WARNING if told else logging.DEBUG
             logger.log(level, "%s; attempt %d of request %s", failure, attempt, request_id)
             await asyncio.sleep(RETRY_DELAY_S)
@@ -350,14 +366,14 @@ async def _send(
                     raise HttpError(
                         f"{failure} (request {request_id} was under way when engines died, {survived} times: it may be what "
                         "they die of)",
-                        url=url,
+                        url=address,
                         status=failure.status,
                         body=failure.body,
                     )
                 continue
         if attempt == attempts:
             tried = f"{failure} ({attempts} attempts)" if attempts > 1 else str(failure)
-            raise HttpError(tried, url=url, status=failure.status, body=failure.body)
+            raise HttpError(tried, url=address, status=failure.status, body=failure.body)
         attempt += 1
 
 

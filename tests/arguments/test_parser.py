@@ -288,10 +288,7 @@ def test_rows_of_features_that_are_built_are_gone():
     beyond_arguments = [path for path in sources() if not any(path.is_relative_to(room) for room in telling)]
     read = set(re.findall(r"\bargs\.([a-z_0-9]+)", "\n".join(path.read_text() for path in beyond_arguments)))
     stale = {row.name for row in OWN_ROWS if not row.works} & read
-    # The trainer replays what a rollout brings; the engines are not asked for it.
-    assert stale - {"use_rollout_routing_replay"} == set(), (
-        "a feature reads them: delete their rows, or say which values work"
-    )
+    assert stale == set(), "a feature reads them: delete their rows, or say which values work"
 
 
 def own_flags() -> set[str]:

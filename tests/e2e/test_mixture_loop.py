@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from slime.rollout.rollout_dump import load_rollout
 from tests.support.models.tiny_task import make_tiny_task
 from tests.support.processes.train_process import TrainProcess
 
@@ -87,3 +89,24 @@ def test_engines_on_the_devices_of_the_ranks_get_handles(mixture, directory):
     ]  # fmt: skip
     process = TrainProcess(more, directory / "colocated").finish(500)
     assert_engine_has_the_weights(process, range(2))
+
+
+@pytest.mark.slow
+def test_the_trainer_sends_tokens_to_the_experts_that_the_engines_chose(mixture, directory):
+    from transformers import AutoModelForCausalLM
+
+    dumps = str(directory / "samples" / "{rollout_id}.pt")
+    more = [
+        *mixture.loop_flags, *SPREAD, "--num-rollout", "2", "--use-rollout-routing-replay", "--save-debug-rollout-data", dumps,
+        "--rollout-sample-hook-path", "tests.support.processes.plug_ins.misplaced_experts",
+    ]  # fmt: skip
+    process = TrainProcess(more, directory / "replayed").finish(500)
+    assert "the router drops return_routed_experts; such requests go to its engines" in process.output()
+    model = AutoModelForCausalLM.from_pretrained(mixture.model, dtype=torch.float32)
+    for sample in load_rollout(dumps, 0):
+        with torch.no_grad():
+            scores = model(torch.tensor([sample.tokens[:-1]]), output_router_logits=True).router_logits
+        chosen = torch.stack([of_layer.topk(2).indices for of_layer in scores], dim=1)
+        assert chosen.sort().values.tolist() == torch.tensor(sample.rollout_routed_experts).sort().values.tolist()
+    differences = process.scalars("train/train_rollout_logprob_abs_diff")
+    assert 0 < differences[0] <= 1e-5 and differences[1] > 1e-2, differences

@@ -1,12 +1,23 @@
-"""Which router a model name leads to."""
+"""Which router a model name leads to, and which engine a request goes to that passes by the router."""
 
-from slime.rollout import engine_request as engine_urls
-from slime.rollout.engine_request import get_model_url
-from tests.support.models.rollout_args import make_args
+import asyncio
+import contextlib
+
+import pytest
+
+from slime.rollout import engine_request
+from slime.rollout.engine_request import EnginesOfRouter, ask_engine, get_model_url
+from slime.rollout.generate_state import GenerateState
+from slime.utils import http_utils
+from slime.utils.http_utils import close_http_client
+from slime.utils.types import Sample
+from tests.support.models.rollout_args import make_args, make_checkpoint
+from tests.support.processes.fake_generate_server import FakeGenerateServer
+from tests.support.processes.waiting import until
 
 
 def test_unknown_names_lead_to_the_first_router_with_one_warning(caplog):
-    engine_urls._warn_once.cache_clear()
+    engine_request._warn_once.cache_clear()
     routers = {"actor": ("::1", 5), "reward": ("10.0.0.1", 6)}
     args = make_args("", 5, sglang_model_routers=routers)
     args.sglang_router_ip = "::1"
@@ -19,3 +30,133 @@ def test_unknown_names_lead_to_the_first_router_with_one_warning(caplog):
     for _ in range(2):
         assert get_model_url(args, "rewrad") == "http://[::1]:5/generate"
     assert caplog.messages == ["no model is served under the name 'rewrad'; 'actor' is asked. Known: actor, reward"]
+
+
+EXPERTS = {"return_routed_experts": True, "routed_experts_start_len": 3}
+
+
+def payload(**fields):
+    return {"input_ids": [65, 66], "sampling_params": {"max_new_tokens": 8}, **fields}
+
+
+@pytest.fixture
+def servers(tmp_path):
+    """A router that is an engine itself and drops the field, and another engine."""
+    with FakeGenerateServer() as router, FakeGenerateServer() as engine:
+        router.other_workers = [engine.url]
+        args = make_args(make_checkpoint(tmp_path), router.port)
+        GenerateState(args)
+        yield router, engine, args
+
+
+def run(coroutine):
+    async def main():
+        try:
+            return await coroutine
+        finally:
+            await close_http_client()
+
+    return asyncio.run(main())
+
+
+def asked(server):
+    return [request for request in server.requests if request["sampling_params"]["max_new_tokens"] > 1]
+
+
+def test_requests_for_experts_are_spread_over_the_engines_of_a_router_that_drops_them(servers):
+    router, engine, args = servers
+    router.hold = engine.hold = lambda request: request["sampling_params"]["max_new_tokens"] > 1
+
+    async def main():
+        requests = [asyncio.create_task(ask_engine(args, Sample(index=i), payload(**EXPERTS))) for i in range(6)]
+        await until(lambda: len(asked(router)) + len(asked(engine)) == 6)
+        assert len(asked(router)) == len(asked(engine)) == 3
+        router.release(), engine.release()
+        return await asyncio.gather(*requests)
+
+    # Stock engines honour the start without saying so.
+    assert [answer["meta_info"]["routed_experts_start_len"] for answer in run(main())] == [3] * 6
+    # What the router drops was tried once, with a token of the prompt.
+    (probe,) = [request for request in router.requests if request not in asked(router)]
+    assert probe["input_ids"] == [65] and probe["return_routed_experts"] is True
+
+
+def test_other_requests_and_a_router_that_drops_nothing_are_asked_as_ever(servers, monkeypatch):
+    router, engine, args = servers
+    run(ask_engine(args, Sample(index=0), payload()))
+    assert len(router.requests) == 1
+    monkeypatch.setattr(router, "_scores", lambda request: {"routed_experts": "AAAA"})
+    for _ in range(2):
+        run(ask_engine(args, Sample(index=0), payload(**EXPERTS)))
+    assert len(asked(router)) == 3 and len(router.requests) == 4 and engine.requests == []
+
+
+def test_an_engine_that_breaks_requests_gets_no_other_for_a_while(servers, monkeypatch):
+    """A dead one has the fewest requests, and the router lists it for some seconds."""
+    router, _, args = servers
+    monkeypatch.setattr(http_utils, "RETRY_DELAY_S", 0.0)
+    router.other_workers = ["http://127.0.0.1:1"]
+    tries = []
+    monkeypatch.setattr(http_utils, "is_news", lambda address, status: tries.append(address))
+
+    async def main():
+        for index in range(5):
+            await ask_engine(args, Sample(index=index), payload(**EXPERTS))
+
+    run(main())
+    assert len(asked(router)) == 5 and tries == ["http://127.0.0.1:1/generate"]
+
+
+def test_the_list_of_engines_is_the_routers(servers, monkeypatch):
+    router, engine, args = servers
+    monkeypatch.setattr(engine_request, "_LISTED_SECONDS", 0.0)
+
+    async def main():
+        for listed in ([engine.url], [], [engine.url]):
+            router.other_workers = listed
+            for index in range(2):
+                await ask_engine(args, Sample(index=index), payload(**EXPERTS))
+
+    run(main())
+    assert (len(asked(router)), len(asked(engine))) == (4, 2)
+
+
+def engines(monkeypatch, urls):
+    async def listed(model_name, router_url):
+        assert router_url == "http://router"
+        return list(urls)
+
+    monkeypatch.setattr(engine_request, "list_engine_urls", listed)
+    return EnginesOfRouter("default", "http://router/generate")
+
+
+def test_engines_of_equal_load_take_turns_and_none_leads_back_to_the_router(monkeypatch):
+    async def main():
+        found, choice = [], engines(monkeypatch, ["a", "b", "c"])
+        for _ in range(4):
+            async with choice.one() as url:
+                found.append(url)
+        async with choice.one() as busy, contextlib.AsyncExitStack() as others:
+            rest = [await others.enter_async_context(choice.one()) for _ in range(2)]
+            assert {busy, *rest} == {"a/generate", "b/generate", "c/generate"}
+        async with engines(monkeypatch, []).one() as url:
+            return found, url
+
+    found, url = asyncio.run(main())
+    assert found == ["a/generate", "b/generate", "c/generate", "a/generate"] and url == "http://router/generate"
+
+
+def test_a_session_stays_with_its_engine_and_the_loss_of_another_moves_it_not(monkeypatch):
+    sessions = [f"session {number}" for number in range(60)]
+
+    async def places(urls):
+        choice, found = engines(monkeypatch, urls), {}
+        for session in sessions:
+            async with choice.one(session) as first, choice.one(session) as again:
+                assert first == again
+                found[session] = first
+        return found
+
+    three, two = asyncio.run(places(["a", "b", "c"])), asyncio.run(places(["c", "a"]))
+    assert {session: url for session, url in three.items() if url != "b/generate"}.items() <= two.items()
+    assert all(list(three.values()).count(url) > 5 for url in ("a/generate", "b/generate", "c/generate"))

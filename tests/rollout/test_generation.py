@@ -9,7 +9,6 @@ import threading
 import numpy as np
 import pytest
 
-from slime.rollout import generation
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate, generate_and_rm, generate_and_rm_group
 from slime.utils import async_utils, http_utils
@@ -320,16 +319,18 @@ def test_engines_are_asked_for_the_experts_that_the_sample_does_not_have(server,
     args.num_layers, args.moe_router_topk = 2, 1
     asked = []
 
-    async def answer(url, payload, headers=None, request_ids=None):
-        asked.append((payload["return_routed_experts"], payload["routed_experts_start_len"]))
-        start, end = payload["routed_experts_start_len"], len(payload["input_ids"]) + 1
+    async def answer(url, payload, **options):
+        start, end = payload.get("routed_experts_start_len"), len(payload["input_ids"]) + 1
+        if start is None:
+            return {"meta_info": {"routed_experts": []}}  # this router hands such requests on
+        asked.append((payload["return_routed_experts"], start))
         rows = [[position, position] for position in range(start, end)]
         meta_info = {
             "output_token_logprobs": [[-0.5, 70], [-0.5, 71]], "finish_reason": {"type": "abort"}, "routed_experts": rows,
         }  # fmt: skip
         return {"text": "FG", "meta_info": meta_info}
 
-    monkeypatch.setattr("slime.rollout.generation.post_generate", answer)
+    monkeypatch.setattr("slime.rollout.engine_request.post_generate", answer)
     sample = Sample(index=0, tokens=[65, 66, 67])
     for _ in range(2):
         run(generate(args, sample, params(args)))
@@ -457,14 +458,14 @@ def test_a_token_without_a_finite_log_prob_is_generated_once_more_and_never_trai
 ):
     answers = []
 
-    async def post(url, payload, headers=None, request_ids=None):
+    async def post(url, payload, **options):
         value = -0.5 if len(answers) == recovers_at else log_prob
         answers.append(value)
         rows = [[-0.5, 70, None], [value, 71, None]]
         finish = {"type": "stop"}
         return {"text": "FG", "meta_info": {"output_token_logprobs": rows, "finish_reason": finish}}
 
-    monkeypatch.setattr(generation, "post_generate", post)
+    monkeypatch.setattr("slime.rollout.engine_request.post_generate", post)
     args = make_args(checkpoint, server.port)
     recovers_at = None
     failed = run(generate_and_rm(args, Sample(index=3, prompt="hello"), params(args)))

@@ -256,13 +256,23 @@ def test_a_batch_without_the_column_is_refused():
         check_routed_experts(ARGS, build_train_batch([a_sample()], [0.0], [0.0]))
 
 
-@pytest.mark.parametrize("shape", [(4, 3, 2), (3, 2, 2), (3, 3, 1), (3, 6), (0, 3, 2)])
+@pytest.mark.parametrize("shape", [(4, 3, 2), (2, 3, 2), (3, 2, 2), (3, 3, 1), (3, 6), (0, 3, 2)])
 def test_wrong_shapes_are_refused(shape):
     samples = [a_sample(7)]
     batch = checked_batch(samples)
     batch["rollout_routed_experts"] = [np.ones(shape, np.int32)]
     with pytest.raises(UserError, match=r"sample 7 has shape .* \[3, 3, 2\]"):
         check_routed_experts(ARGS, batch)
+
+
+def test_rows_may_lack_behind_the_last_trained_token():
+    """What a tool said at the end of an answer was run through no engine."""
+    sample = a_sample(7, 6, response_length=4, loss_mask=[1, 1, 0, 0])
+    sample.rollout_routed_experts = sample.rollout_routed_experts[:3]
+    assert len(checked_batch([sample])["rollout_routed_experts"][0]) == 3
+    sample.rollout_routed_experts = sample.rollout_routed_experts[:2]
+    with pytest.raises(UserError, match=r"sample 7 has shape .* only rows behind the last trained token may lack"):
+        checked_batch([sample])
 
 
 def test_a_layer_that_was_not_captured_is_refused():

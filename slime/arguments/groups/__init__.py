@@ -62,7 +62,7 @@ _ORDER = (
 READ = {
     "sglang": (
         "sglang_pp_size", "sglang_tp_size", "sglang_dp_size", "sglang_enable_dp_attention", "sglang_mem_fraction_static",
-        "sglang_context_length", "sglang_dtype", "sglang_quantization",
+        "sglang_context_length", "sglang_dtype", "sglang_quantization", "sglang_enable_hierarchical_cache",
     ),
     "router": ("router_backend",),
 }  # fmt: skip

@@ -277,8 +277,7 @@ OFF_POLICY = Group("off-policy corrections", (
     plug_in("--custom-tis-function-path", RANKS, "replaces the weighting of --use-tis", idle=_NO_TIS),
     # Replay
     switch("--use-routing-replay", "training sends tokens to the experts that the log-prob pass chose (arXiv 2507.18071)"),
-    switch("--use-rollout-routing-replay", "training sends tokens to the experts that the engine chose (arXiv 2510.11370); "
-        "implies --use-routing-replay", not_yet="asking the engines for the experts that they chose"),
+    switch("--use-rollout-routing-replay", "as --use-routing-replay, with the experts that engines chose (arXiv 2510.11370)"),
     # Masks
     switch("--use-opsm", "mask sequences with negative advantage that drifted off-policy by more than --opsm-delta",
         idle=_IMITATION),

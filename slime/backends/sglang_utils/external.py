@@ -213,6 +213,11 @@ def misfits(args: argparse.Namespace, told: dict[str, Any]) -> Iterator[str]:
             yield f"it was started with --{option} {value}: {row.feature} is not built yet"
     if args.use_rollout_routing_replay and not told.get("enable_return_routed_experts"):
         yield "--use-rollout-routing-replay needs an engine that was started with --enable-return-routed-experts"
+    if args.use_rollout_routing_replay and told.get("enable_hierarchical_cache"):
+        yield (
+            "it was started with --enable-hierarchical-cache, and loses the experts of cached prompts, which "
+            "--use-rollout-routing-replay asks for"
+        )
     for name, value in typed_fields(args).items():
         if name in told and told[name] != value:
             flag = f"--sglang-{name.replace('_', '-')}"

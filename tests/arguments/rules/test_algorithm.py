@@ -223,14 +223,8 @@ def test_what_cannot_be_replayed_is_refused(tmp_path, words, part):
 
 
 def test_the_flag_itself_is_no_reason_to_refuse(tmp_path):
-    lines = violations(tmp_path, f"{EXPERTS} --use-routing-replay")
+    lines = violations(tmp_path, f"{EXPERTS} --use-rollout-routing-replay")
     assert not any("replay" in line for line in lines), "\n".join(lines)
-
-
-def test_the_experts_of_the_engines_are_not_asked_for_yet(tmp_path):
-    args = parse(tmp_path, "--use-rollout-routing-replay", "--dry-run", "--debug-rollout-only")
-    assert args.use_routing_replay
-    assert any(note.startswith("--use-rollout-routing-replay: asking the engines") for note in args.plan_notes)
 
 
 COMPLETE_DELTA = (

@@ -88,7 +88,6 @@ def test_every_own_flag_has_a_reader_or_a_row():
 READ_ALREADY = {
     "multimodal_keys": "data sets refuse it in their own words",
     "update_weights_interval": "when the old actor moves",
-    "use_rollout_routing_replay": "the trainer's side, which any rollout function can serve",
     "train_backend": "the trainer makes its backend of it; a run with FSDP is refused",
     "attn_implementation": "FSDP, which only tests start",
     "update_weight_transport": "the plan",

@@ -153,6 +153,11 @@ def test_sizes_and_roles_under_all_their_names(told, expected):
         ({"pp_size": 2}, {}, "--pp-size 2: a weight group over pipeline stages of an engine is not built yet"),
         ({"quantization": "fp8"}, {}, "--quantization fp8: quantisation by the engine"),
         ({}, {"use_rollout_routing_replay": True}, "started with --enable-return-routed-experts"),
+        (
+            {"enable_return_routed_experts": True, "enable_hierarchical_cache": True},
+            {"use_rollout_routing_replay": True},
+            "loses the experts of cached prompts",
+        ),
         ({"context_length": 512}, {"sglang_context_length": 1024}, "--sglang-context-length 1024: the engine was started"),
     ],
 )  # fmt: skip

@@ -55,6 +55,13 @@ def failing_reward(args: Any, sample: Sample) -> float:
     return 0.0
 
 
+def misplaced_experts(args: Any, sample: Sample, rollout_id: int) -> Sample:
+    """In rollout 1, every token went to the expert behind the one that the engine chose."""
+    if rollout_id == 1:
+        sample.rollout_routed_experts = (sample.rollout_routed_experts + 1) % args.num_experts
+    return sample
+
+
 def noted_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
     """The advantages of GRPO; notes which rank computed them, and that log-probs were there."""
     import torch

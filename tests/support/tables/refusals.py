@@ -137,6 +137,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--use-stateless-adam", "--use-stateless-adam --no-save-optim", WRONG),
         ("--use-routing-replay", "--use-routing-replay --num-experts", WRONG),
         ("--use-rollout-routing-replay", "--use-rollout-routing-replay --num-experts", WRONG),
+        ("--use-rollout-routing-replay --sglang-enable-hierarchical-cache",
+         "--use-rollout-routing-replay --sglang-enable-hierarchical-cache", WRONG),
     ),
     "files and checkpoints": (
         ("--save-interval 2", "--save-interval --save", WRONG),
