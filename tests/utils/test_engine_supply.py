@@ -138,7 +138,7 @@ def test_an_engine_that_dies_while_a_request_waits_for_its_slot_is_not_outlived_
             supply.dead += 1
             may_end.set()
             await first
-            with pytest.raises(HttpError, match=r"answered 500.*\(1 attempts\)"):
+            with pytest.raises(HttpError, match=r"answered 500: \{\}$"):
                 await second
             assert len(supply.doubts) == 1
 
