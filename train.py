@@ -12,13 +12,13 @@ from slime import installed_packages
 with installed_packages():
     from slime.ray.driver import (
         RunProgress,
+        Saver,
         SharedDevices,
         StartedRun,
         StepReport,
         Turn,
         evaluates,
         evaluates_before_training,
-        saves,
     )
     from slime.ray.session import main, started
 
@@ -35,6 +35,7 @@ def loop(args: argparse.Namespace, run: StartedRun, progress: RunProgress) -> No
 
     rollout_manager, actor = run.rollout_manager, run.actor
     report = StepReport(args, run, progress)
+    saver = Saver(args, run, report)
     devices = SharedDevices(args, actor, rollout_manager)
     sync = WeightSync(args, actor, rollout_manager, devices) if args.has_trainer and args.has_engines else None
     if sync:
@@ -52,16 +53,13 @@ def loop(args: argparse.Namespace, run: StartedRun, progress: RunProgress) -> No
                 actor.train(rollout_id, rollout, report.add)
             # The next batch needs its place in the object store.
             del rollout
-            if actor and saves(args, run.length, rollout_id):
-                with report.phase("save_model"):
-                    actor.save(rollout_id)
-                    rollout_manager.save(rollout_id)
-                    report.saved(rollout_id)
-                    actor.publish(rollout_id)
+            if actor:
+                saver.after(rollout_id)
             if sync:
                 report.add_metrics(sync.push())
         if evaluates(args, run.length, rollout_id):
             report.evaluation(rollout_manager.evaluate(rollout_id).result())
+    saver.finish()
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ with installed_packages():
     from slime.ray.driver import (
         RolloutsAhead,
         RunProgress,
+        Saver,
         SharedDevices,
         StartedRun,
         StepReport,
         evaluates,
         evaluates_before_training,
         pushes,
-        saves,
     )
     from slime.ray.session import main, started
 
@@ -36,6 +36,7 @@ def loop(args: argparse.Namespace, run: StartedRun, progress: RunProgress) -> No
 
     rollout_manager, actor = run.rollout_manager, run.actor
     report = StepReport(args, run, progress)
+    saver = Saver(args, run, report)
     # Nobody sleeps: both sides work at the same time.
     devices = SharedDevices(args, actor, rollout_manager)
     sync = WeightSync(args, actor, rollout_manager, devices) if args.has_trainer and args.has_engines else None
@@ -54,18 +55,15 @@ def loop(args: argparse.Namespace, run: StartedRun, progress: RunProgress) -> No
             if actor:
                 actor.train(rollout_id, rollout, report.add)
             del rollout
-            if actor and saves(args, run.length, rollout_id):
-                with report.phase("save_model"):
-                    actor.save(rollout_id)
-                    rollout_manager.save(rollout_id)
-                    report.saved(rollout_id)
-                    actor.publish(rollout_id)
+            if actor:
+                saver.after(rollout_id)
             if sync and pushes(args, run.length, rollout_id):
                 with ahead.ready_for_push():
                     report.add_metrics(sync.push())
         ahead.start(rollout_id + 1)
         if evaluates(args, run.length, rollout_id):
             report.evaluation(rollout_manager.evaluate(rollout_id).result())
+    saver.finish()
 
 
 if __name__ == "__main__":

@@ -65,6 +65,7 @@ class TrainingSetup:
     host_copies: sets of weights kept in host memory (reference and what its swap puts aside).
     sleeps: weights and optimizer state move to host memory while engines work.
     saves: checkpoints are written.
+    saves_in_background: the rank trains, or sleeps, while its checkpoint is written.
     shares_saves: replicas write a share each of what they hold alike; else the first of them writes all of it.
     overhead: bytes of the process's context and libraries.
     """
@@ -86,6 +87,7 @@ class TrainingSetup:
     host_copies: int = 0
     sleeps: bool = False
     saves: bool = False
+    saves_in_background: bool = False
     shares_saves: bool = True
     overhead: int = 0
 
@@ -118,6 +120,7 @@ class RankMemory:
     saving_optimizer: int = 0
     saving_weights: int = 0
     stage_savings: tuple[int, ...] = (0,)
+    saves_in_background: bool = False
 
     @property
     def host(self) -> int:
@@ -134,8 +137,11 @@ class RankMemory:
 
     def saving_beyond(self, *, one_memory: bool) -> int:
         """What a save takes of the host more than there is at other times: when the rank sleeps, or, where host and device
-        have `one_memory`, at its peak. Activations are gone when it saves. A mean over the ranks of the stage."""
+        have `one_memory`, at its peak. Activations are gone when it saves, unless it trains on meanwhile. A mean over the ranks
+        of the stage."""
         room = self.total - self.persistent if one_memory else self.host_asleep
+        if self.saves_in_background:
+            room = 0
         return -(-sum(max(0, saving - room) for saving in self.stage_savings) // len(self.stage_savings))
 
     def saving_of_node(self, ranks: int) -> int:
@@ -155,7 +161,7 @@ class RankMemory:
 
 HOST_PARTS = ("host_offloaded", "host_asleep", "host_copies", "host_snapshot")
 SAVING_PARTS = ("saving_optimizer", "saving_weights")
-_OTHERS = ("moment", "stage", "stage_savings", *HOST_PARTS, *SAVING_PARTS)
+_OTHERS = ("moment", "stage", "stage_savings", "saves_in_background", *HOST_PARTS, *SAVING_PARTS)
 MEMORY_PARTS = tuple(field.name for field in fields(RankMemory) if field.name not in _OTHERS)
 
 # Tokens, positions, masks, advantages, returns and up to four kinds of log-probs of a sample that waits for its micro-batch.
@@ -261,6 +267,7 @@ def _persistent(held: RankParameters, setup: TrainingSetup, stage: PipelineStage
         saving_optimizer=savings[0][0],
         saving_weights=savings[0][1],
         stage_savings=tuple(map(sum, savings)),
+        saves_in_background=setup.saves_in_background,
     )
 
 

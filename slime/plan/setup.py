@@ -185,6 +185,7 @@ def training_setup(
         host_copies=len(host_copies(args)),
         sleeps=sleeping_sides(args).trainer and not args.release_train,
         saves=args.save is not None,
+        saves_in_background=args.async_save,
         shares_saves=args.ckpt_fully_parallel_save,
         overhead=CUDA_OVERHEAD_BYTES if on_gpus else 0,
     )

@@ -197,6 +197,56 @@ class StepReport:
                 logger.info("%s", evaluation_line(name, metrics))
 
 
+class Saver:
+    """Saves and publishes the checkpoints of a run: weights, and the place in the data that belongs to them.
+
+    With `--async-save` a checkpoint is published when a later rollout, the next save or the end of the loop finds it written.
+    Until then the one before it is the newest, whatever happens.
+    """
+
+    def __init__(self, args: argparse.Namespace, run: StartedRun, report: StepReport) -> None:
+        self._args, self._run, self._report = args, run, report
+        # The rollout whose checkpoint is being written.
+        self._unpublished: int | None = None
+
+    def after(self, rollout_id: int) -> None:
+        """A rollout has been trained: save it if that is due, and publish what has been written meanwhile.
+
+        Raises:
+            RunError: a checkpoint could not be written; also that of an earlier rollout.
+        """
+        actor, due = self._run.actor, saves(self._args, self._run.length, rollout_id)
+        if self._unpublished is not None and (due or actor.save_has_ended()):
+            self.finish()
+        if not due:
+            return
+        with self._report.phase("save_model"):
+            actor.save(rollout_id)
+            self._run.rollout_manager.save(rollout_id)
+            if not self._args.async_save:
+                self._publish(rollout_id)
+                return
+        self._unpublished = rollout_id
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one, and publish it.
+
+        Raises:
+            RunError: it could not be written.
+        """
+        rollout_id, self._unpublished = self._unpublished, None
+        if rollout_id is None:
+            return
+        with self._report.phase("finish_save"):
+            self._run.actor.finish_save()
+            self._publish(rollout_id)
+
+    def _publish(self, rollout_id: int) -> None:
+        # Whatever ends the run from here on may find it to be the newest.
+        self._report.saved(rollout_id)
+        self._run.actor.publish(rollout_id)
+
+
 class SharedDevices:
     """Lets one side sleep and wakes the other, in the order of `slime.scheduling.device_turns`.
 

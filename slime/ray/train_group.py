@@ -189,8 +189,21 @@ class TrainGroup:
         self._call_all("hold", holds)
 
     def save(self, rollout_id: int) -> None:
-        """Write the checkpoint of `rollout_id`; `publish` makes it the newest."""
+        """Write the checkpoint of `rollout_id`; `publish` makes it the newest. With `--async-save` only `finish_save` waits
+        until it is written; ranks may train meanwhile."""
         self._call_all("save", rollout_id)
+
+    def save_has_ended(self) -> bool:
+        """Whether no rank writes its part of the last `save` any more."""
+        return all(self._call_all("save_has_ended"))
+
+    def finish_save(self) -> None:
+        """Wait until the checkpoint of the last `save` is written.
+
+        Raises:
+            RunError: a rank could not write its part.
+        """
+        self._call_all("finish_save")
 
     def publish(self, rollout_id: int) -> None:
         """Make the checkpoint of `rollout_id` the one that a resume takes."""

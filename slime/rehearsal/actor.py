@@ -72,9 +72,10 @@ class SwallowingWriter:
         self.sizes: Counter[str] = Counter()
         self.written: defaultdict[str, float] = defaultdict(float)
 
-    def __call__(self, state: dict[str, Any], directory: str, strategy: Any) -> None:
+    def __call__(self, state: dict[str, Any], directory: str, strategy: Any, async_sharded_save: bool) -> Any:
         from megatron.core.dist_checkpointing.dict_utils import nested_values
         from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
         from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
         apply_factories(state)
@@ -99,6 +100,7 @@ class SwallowingWriter:
                 if taken < due:
                     taken += size
                     copies.append(_in_host_memory(tensor.data))
+        return AsyncRequest(None, (), [])
 
     def _replicas(self, name: str) -> int:
         from megatron.core import parallel_state

@@ -87,13 +87,15 @@ class ActorRank(TrainRank):
         return dataclasses.replace(residents, weights=[*residents.weights, *self.states.buffers()])
 
     def save(self, rollout_id: int) -> None:
-        """Write the checkpoint of `rollout_id` (and the Hugging Face export, if asked for). It is not yet the newest."""
+        """Write the checkpoint of `rollout_id`, with `--async-save` up to what `finish_save` waits for, and the Hugging Face
+        export, if asked for."""
         self.require(Holds.ALL, "a save")
         self.states.require_active(ACTOR)
-        with patient_groups(self.args.checkpoint_write_timeout):
-            self.backend.save(rollout_id, self.states, self.state_schedule.stored())
+        self._begin_save(rollout_id, self.states, self.state_schedule.stored())
         if self.rank == 0:
             write_weight_version(unpublished(iteration_directory(self.args.save, rollout_id)), self.weight_version)
+        if not self.args.async_save:
+            self.finish_save()
         if self.args.save_hf is not None:
             self.export_hf(self.args.save_hf.format(rollout_id=rollout_id))
 

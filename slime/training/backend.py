@@ -113,6 +113,26 @@ class StepResult:
     update: Update
 
 
+class UnfinishedSave(Protocol):
+    """A checkpoint that is being written, in its hidden directory.
+
+    Attributes:
+        bytes_on_host: what of it is held in this rank's host memory until it is finished.
+    """
+
+    bytes_on_host: int
+
+    def has_ended(self) -> bool:
+        """Whether this rank would not wait for its own part in `finish`. Not collective."""
+
+    def finish(self) -> Any:
+        """Wait until all parts are on the disk.
+
+        Raises:
+            RunError: a rank could not write its part, or not in time; on all ranks, and the directory is gone.
+        """
+
+
 class Backend(Protocol):
     """One rank of a model that is trained.
 
@@ -144,8 +164,10 @@ class Backend(Protocol):
             False, and nothing done, where it holds no such state.
         """
 
-    def save(self, rollout_id: int, states: ModelStates | None = None, stored: Sequence[str] = ()) -> None:
-        """Write the checkpoint of `rollout_id`, which `checkpoint_publication` makes the newest.
+    def save(self, rollout_id: int, states: ModelStates | None = None, stored: Sequence[str] = ()) -> UnfinishedSave:
+        """Begin to write the checkpoint of `rollout_id`, which `checkpoint_publication` makes the newest when it is finished.
+
+        From the return on weights and optimizer may change; errors are raised when it is finished.
 
         Args:
             stored: names out of `states` whose weights the checkpoint holds too.

@@ -13,6 +13,7 @@ import datetime
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,7 +21,7 @@ from slime.arguments.paths import RANK_PLUG_INS, load_plug_ins
 from slime.observability.logging_utils import LoggedMetrics, collected_metrics, configure_logger, drain_outbox
 from slime.observability.timer import Timer, timer
 from slime.scheduling.device_turns import Holds
-from slime.training.backend import RankGroups, make_backend
+from slime.training.backend import RankGroups, UnfinishedSave, make_backend
 from slime.training.checkpoint_publication import forget_checkpoints, show_checkpoint
 from slime.training.column_exchange import ColumnPart, fetch_column, send_columns
 from slime.training.metric_reduction import mean_of_steps
@@ -63,6 +64,7 @@ class TrainRank:
         self.backend = make_backend(args)
         self.memory = ResidentMemory(self.residents, ends=args.release_train)
         self._has_slept = False
+        self._unfinished: UnfinishedSave | None = None
         # Of the work on a rollout that is under way, or that failed.
         self._not_handed_over: list[LoggedMetrics] = []
 
@@ -115,6 +117,20 @@ class TrainRank:
         """What the rank has on its device between two steps."""
         return self.backend.residents()
 
+    def save_has_ended(self) -> bool:
+        """Whether `finish_save` would not wait for this rank's own part."""
+        return self._unfinished.has_ended()
+
+    def finish_save(self) -> None:
+        """Wait until the checkpoint of the last `save` is on the disk. It is not yet the newest.
+
+        Raises:
+            RunError: a rank could not write it; on all ranks.
+        """
+        unfinished, self._unfinished = self._unfinished, None
+        with patient_groups(self.args.checkpoint_write_timeout):
+            unfinished.finish()
+
     def dispose(self) -> None:
         """Leave all process groups."""
         self.backend.close()
@@ -146,6 +162,23 @@ class TrainRank:
         if self.rank == 0:
             logger.info("%s weights: %s%s", self.role, source, ", resuming" if source.resume else "")
         return self.backend.load(source)
+
+    def _begin_save(self, rollout_id: int, *states: Any) -> None:
+        """Begin with the checkpoint of `rollout_id`; `finish_save` waits for it.
+
+        Args:
+            states: further arguments of the backend's `save`.
+        """
+        with patient_groups(self.args.checkpoint_write_timeout):
+            self._unfinished = self.backend.save(rollout_id, *states)
+        if self.args.async_save and not self.rank:
+            size = self._unfinished.bytes_on_host / 2**20
+            logger.info(
+                "%s rank 0 writes %.1f MiB of rollout %d in the background, and holds them in host memory until then",
+                self.role,
+                size,
+                rollout_id,
+            )
 
     def _fetch(self, shards: list[Box]) -> RolloutData:
         """This rank's shard of a rollout as tensors on the device."""
@@ -263,10 +296,11 @@ class CriticRank(TrainRank):
         return [*self._logged_with_values, *super().take_logged()]
 
     def save(self, rollout_id: int) -> None:
-        """Write the checkpoint of `rollout_id`. It is not yet the newest."""
+        """Write the checkpoint of `rollout_id`, with `--async-save` up to what `finish_save` waits for."""
         self.require(Holds.ALL, "a save")
-        with patient_groups(self.args.checkpoint_write_timeout):
-            self.backend.save(rollout_id)
+        self._begin_save(rollout_id)
+        if not self.args.async_save:
+            self.finish_save()
 
     def publish(self, rollout_id: int) -> None:
         """Make the checkpoint of `rollout_id` the newest, and keep older ones: the actor's newest may be one of those.

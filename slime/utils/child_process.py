@@ -7,12 +7,15 @@ Invariants:
   (`kill -9` included), the pipe closes and a child that called `exit_when_parent_dies` ends its whole group. The
   kernel's parent-death signal is not used: it fires when the *thread* that started the child ends.
 - What a child writes goes to one log file, so a failure can be shown with its last lines.
+
+`ForkedCall` is another kind of child: a copy of this process, for one call. It follows its parent by a pipe of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import multiprocessing
 import os
 import select
 import signal
@@ -20,10 +23,15 @@ import stat
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from slime.utils.errors import RunError
 
 _EXIT_POLL_SECONDS = 0.02
+# Between the end of a process's pipes and its own.
+_EXIT_SECONDS = 5.0
 _TAIL_BYTES = 64 * 1024
 
 
@@ -184,12 +192,93 @@ def exit_when_parent_dies() -> None:
     if not stat.S_ISFIFO(os.fstat(0).st_mode) or os.getpgrp() != os.getpid():
         return
     lifeline = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3)
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
+    _end_with(lifeline, -os.getpgrp())
+
+
+def _end_with(lifeline: int, owner: int) -> None:
+    """Have the kernel send SIGKILL to `owner` (negative: a process group) when the other end of the pipe closes."""
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, owner)
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
     # The parent may have ended before the kernel was asked to watch: then the pipe is readable (end of file) already.
     if select.select([lifeline], [], [], 0)[0]:
-        os.killpg(os.getpgrp(), signal.SIGKILL)
+        os.kill(owner, signal.SIGKILL)
+
+
+class ForkedCall:
+    """`function()` in a copy of this process, which has the memory as it is now, whatever changes here afterwards.
+
+    The copy has one thread. A lock that another thread holds at this moment stays locked in it for ever, so `function` is for
+    plain work on memory and files: it uses no device, no Ray, no parallel kernels, and logs nothing. What it returns or raises
+    is pickled. Memory that is mapped to be shared is no copy.
+    """
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        context = multiprocessing.get_context("fork")
+        self._result, sender = context.Pipe(duplex=False)
+        lifeline, self._lifeline = os.pipe()
+        try:
+            self._process = context.Process(
+                target=_call_and_send, args=(function, sender, lifeline, self._lifeline), daemon=True
+            )
+            self._process.start()
+        except BaseException:
+            os.close(self._lifeline)
+            raise
+        finally:
+            # So that its end is the end of the pipe. A copy that is made later holds our ends of the pipes of those before it;
+            # when we are killed it ends first, and they follow.
+            os.close(lifeline)
+            sender.close()
+        self.pid = self._process.pid
+
+    def has_ended(self) -> bool:
+        """Whether `result` would not wait."""
+        return self._result.poll()
+
+    def result(self, timeout: float) -> Any:
+        """What the function returned; may be called once. Afterwards the copy is gone.
+
+        Raises:
+            Exception: the function raised it.
+            RunError: the copy ended without a result.
+            TimeoutError: it had none after `timeout` seconds; it is ended.
+        """
+        try:
+            if not self._result.poll(max(0.0, timeout)):
+                raise TimeoutError(f"no result after {timeout:g} s")
+            value, error = self._result.recv()
+        except (EOFError, ConnectionError):
+            self._process.join(_EXIT_SECONDS)
+            raise RunError(f"its process: {describe_exit_status(self._process.exitcode)}") from None
+        finally:
+            self.kill()
+        if error is not None:
+            raise error
+        return value
+
+    def kill(self) -> None:
+        """End the copy at once. Harmless when it has ended."""
+        if self._lifeline is None:
+            return
+        self._process.kill()
+        self._process.join()
+        os.close(self._lifeline)
+        self._lifeline = None
+        self._result.close()
+
+
+def _call_and_send(function: Callable[[], Any], sender: Any, lifeline: int, others_end: int) -> None:
+    os.close(others_end)
+    _end_with(lifeline, os.getpid())
+    # What our parent does at a signal is not for its copy.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        answer = function(), None
+    except Exception as error:
+        answer = None, error
+    sender.send(answer)

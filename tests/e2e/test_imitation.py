@@ -26,12 +26,16 @@ def imitation_flags(task, tmp_path_factory):
 
 @pytest.mark.slow
 def test_imitation_in_bfloat16_ends_the_same_in_two_halves(imitation_flags, tmp_path):
-    for name, lengths in {"whole": (6,), "halves": (3, 6)}.items():
+    """And checkpoints that are written in the background are those that training waits for."""
+    background = ["--async-save", "--keep-last", "1"]
+    for name, lengths, more in [("whole", (6,), []), ("halves", (3, 6), background)]:
         for length in lengths:
             directory = tmp_path / name
-            flags = [*imitation_flags, "--num-rollout", length, "--save", directory, "--load", directory]
+            flags = [*imitation_flags, "--num-rollout", length, "--save", directory, "--load", directory, *more]
             with TrainProcess(flags, tmp_path / f"{name}_{length}") as process:
                 process.wait_for_success(300)
+    assert sorted(path.name for path in (tmp_path / "whole").glob("*iter_*")) == ["iter_0000002", "iter_0000005"]
+    assert sorted(path.name for path in (tmp_path / "halves").glob("*iter_*")) == ["iter_0000005"]
     whole, halves = (checkpoint_tensors(tmp_path / name / "iter_0000005") for name in ("whole", "halves"))
     assert whole.keys() == halves.keys() and any(name.startswith("/optimizer.state.param") for name in whole)
     assert [name for name in whole if whole[name] != halves[name]] == []

@@ -148,6 +148,10 @@ def test_what_a_save_gathers_and_copies(distributed):
     asleep = memory(saves=True, shares_saves=False, sleeps=True)
     room = asleep.host_asleep
     assert asleep.saving_beyond(one_memory=False) == math.ceil(sum(max(0, s - room) for s in alone.stage_savings) / 16)
+    # Written in the background, a checkpoint is there while the rank sleeps, or computes.
+    meanwhile = memory(saves=True, shares_saves=False, sleeps=True, saves_in_background=True)
+    for one_memory in (False, True):
+        assert meanwhile.saving_beyond(one_memory=one_memory) == sum(alone.stage_savings) / 16
     assert (shared.total, shared.host) == (memory().total, 0)
     assert shared.saving_beyond(one_memory=False) == shared.saving
     # It does not sleep then; and activations are gone.

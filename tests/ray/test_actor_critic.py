@@ -76,14 +76,25 @@ def test_what_was_logged_before_a_failure_of_either_model_is_reported(models, mo
 
 def test_the_actors_pointer_moves_last_and_nothing_goes_before_it_does(models, calls):
     models.save(3)
+    models.finish_save()
     models.publish(3)
     assert calls == [
         ("critic rank", "save", 3),
         ("training rank", "save", 3),
+        ("critic rank", "finish_save"),
+        ("training rank", "finish_save"),
         ("critic rank", "publish", 3),
         ("training rank", "publish", 3),
         ("critic rank", "forget", 3),
     ]
+
+
+@pytest.mark.parametrize("critic", [[True, True], [True, False]])
+@pytest.mark.parametrize("actor", [[True, True], [False, True]])
+def test_a_save_has_ended_when_no_rank_of_either_model_writes(models, monkeypatch, critic, actor):
+    answers = {"critic rank": critic, "training rank": actor}
+    monkeypatch.setattr(TrainGroup, "_call_all", lambda group, method: answers[group.rank_name])
+    assert models.save_has_ended() is (all(critic) and all(actor))
 
 
 @pytest.mark.parametrize("resumes, of_critic, accepted", [(True, 4, True), (True, 5, False), (False, 0, True)])

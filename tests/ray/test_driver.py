@@ -1,4 +1,5 @@
 import contextlib
+import functools
 import weakref
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ def make(**values):
     defaults = {
         "has_engines": True, "eval_interval": 5, "skip_eval_before_train": False, "save_interval": 5,
         "loss_type": "policy_loss", "offload_train": False, "release_train": False, "offload_rollout": False,
+        "async_save": False,
     }  # fmt: skip
     return SimpleNamespace(**{**defaults, **values})
 
@@ -131,6 +133,63 @@ def test_the_end_of_a_run_knows_what_was_saved():
     manager.save = lambda rollout_id: None
     train.loop(args, started(0, 3, manager, actor), progress)
     assert seen == [None, 1, 1, 2] and progress.rollout_saved == 2
+
+
+class WritingActor:
+    """Trains nothing; its writers are done when the rollout `done_at` of a save's has been trained."""
+
+    def __init__(self, events, progress, done_at):
+        self.events, self.progress, self.done_at = events, progress, done_at
+        self.trained = self.begun = None
+        self.lost = ()
+
+    def train(self, rollout_id, rollout, report):
+        self.trained = rollout_id
+
+    def save(self, rollout_id):
+        self.begun = rollout_id
+        self.events.append(("begin", rollout_id))
+
+    def save_has_ended(self):
+        return self.trained >= self.done_at[self.begun]
+
+    def finish_save(self):
+        if self.begun in self.lost:
+            raise RunError("a disk is full")
+        self.events.append(("finish", self.trained))
+
+    def publish(self, rollout_id):
+        assert self.progress.rollout_saved == rollout_id
+        self.events.append(("publish", rollout_id))
+
+
+@pytest.fixture
+def background():
+    events, progress = [], RunProgress()
+    actor = WritingActor(events, progress, {1: 2, 3: 9, 5: 9, 6: 9})
+    manager = FakeManager()
+    manager.save = lambda rollout_id: events.append(("data", rollout_id))
+    args = make(has_engines=False, has_trainer=True, save_interval=2, async_save=True)
+    run = functools.partial(train.loop, args, started(0, 7, manager, actor), progress)
+    return SimpleNamespace(run=run, events=events, actor=actor, progress=progress)
+
+
+def test_a_checkpoint_in_the_background_is_published_when_it_is_written_or_the_next_one_or_the_end_comes(background):
+    background.run()
+    assert background.events == [
+        ("begin", 1), ("data", 1), ("finish", 2), ("publish", 1),
+        ("begin", 3), ("data", 3), ("finish", 5), ("publish", 3),
+        ("begin", 5), ("data", 5), ("finish", 6), ("publish", 5),
+        ("begin", 6), ("data", 6), ("finish", 6), ("publish", 6),
+    ]  # fmt: skip
+    assert background.progress.rollout_saved == 6
+
+
+def test_a_checkpoint_that_the_background_could_not_write_ends_the_run_and_the_one_before_stays_the_newest(background):
+    background.actor.lost = (3,)
+    with pytest.raises(RunError, match="a disk is full"):
+        background.run()
+    assert background.events[-1] == ("data", 3) and background.progress.rollout_saved == 1
 
 
 def test_a_stop_in_the_first_rollout_knows_where_the_run_stands():

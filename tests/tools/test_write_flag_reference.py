@@ -37,7 +37,7 @@ def example() -> ArgumentParser:
     parser = ArgumentParser(add_help=False)
     group = parser.add_argument_group("rollout")
     group.add_argument("--size", "--sz", type=int, default=3, choices=[1, 3], help="a*b | c < 100 %%")
-    group.add_argument("--async-save", action="store_true", help="share")
+    group.add_argument("--record-memory-history", action="store_true", help="share")
     group.add_argument("--train-backend", default="megatron", help="engine")
     parser.add_argument_group("Megatron: other").add_argument("--lr-x", nargs="+", type=float, help="rate")
     return parser
@@ -56,9 +56,9 @@ def test_a_line_holds_what_makes_a_flag(monkeypatch):
         declared[own].add_to(parser)
     header, *lines = command_line(parser).splitlines()
     assert header.startswith("# megatron-core ") and lines == [
-        "--async-save  StoreTrue dest='async_save' nargs=0 default=False not_built",
         "--hook  Store(str) dest='hook' default=None plug_in=ranks",
         "--lr-x  Store(float) dest='lr_x' nargs='+' default=None bounds=[0,inf)finite",
+        "--record-memory-history  StoreTrue dest='record_memory_history' nargs=0 default=False not_built",
         "--save  Store(str) dest='save' default=None path=written placeholders=rank,role",
         "--size --sz  Store(int) dest='size' choices=[1, 3] default=3 bounds=[0,1)",
         "--train-backend  Store(str) dest='train_backend' default='megatron' not_built_beside=megatron",
@@ -75,7 +75,7 @@ def test_rows_of_the_reference():
 
 def test_planned_features_are_marked(monkeypatch):
     rows = (
-        write_flag_reference.NotYet("async_s*", "saving"),
+        write_flag_reference.NotYet("record_mem*", "recording"),
         write_flag_reference.NotYet("train_backend", "x", ("megatron",)),
     )
     monkeypatch.setattr(write_flag_reference, "rows", lambda: rows)

@@ -161,7 +161,8 @@ def test_what_a_critic_logged_before_the_actor_failed_is_told(monkeypatch):
 
 
 @pytest.mark.parametrize("module, name", [(actor_rank, "ActorRank"), (train_rank, "CriticRank")])
-def test_ranks_wait_for_those_that_write_as_long_as_the_bytes_take(monkeypatch, module, name):
+@pytest.mark.parametrize("in_background", [False, True])
+def test_ranks_wait_for_those_that_write_as_long_as_the_bytes_take(monkeypatch, module, name, in_background):
     events = []
 
     @contextlib.contextmanager
@@ -170,14 +171,23 @@ def test_ranks_wait_for_those_that_write_as_long_as_the_bytes_take(monkeypatch, 
         yield
         events.append("as before")
 
-    monkeypatch.setattr(module, "patient_groups", patient_groups)
+    monkeypatch.setattr(train_rank, "patient_groups", patient_groups)
     rank = awake(getattr(module, name))
-    rank.args, rank.rank = SimpleNamespace(checkpoint_write_timeout=2350.0, save_hf=None), 1
+    rank.args = SimpleNamespace(checkpoint_write_timeout=2350.0, save_hf=None, async_save=in_background)
+    rank.rank = 1
     rank.states = SimpleNamespace(require_active=lambda name: None)
     rank.state_schedule = SimpleNamespace(stored=lambda: ())
-    rank.backend = SimpleNamespace(save=lambda *arguments: events.append("written"))
+    unfinished = SimpleNamespace(finish=lambda: events.append("written"), has_ended=lambda: events[-1] == "trained")
+    rank.backend = SimpleNamespace(save=lambda *arguments: events.append("begun") or unfinished)
     rank.save(3)
-    assert events == [2350.0, "written", "as before"]
+    if in_background:
+        assert not rank.save_has_ended()
+        events.append("trained")
+        assert rank.save_has_ended()
+        rank.finish_save()
+    assert [event for event in events if event != "trained"] == [
+        2350.0, "begun", "as before", 2350.0, "written", "as before",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("replica, gathered", [(0, ["gathered"]), (1, [])])

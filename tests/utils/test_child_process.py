@@ -7,7 +7,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slime.utils.child_process import ChildProcess, describe_exit_status, environment_for_python, read_log_tail
+from slime.utils.child_process import (
+    ChildProcess,
+    ForkedCall,
+    describe_exit_status,
+    environment_for_python,
+    read_log_tail,
+)
+from slime.utils.errors import RunError
 from tests.support.processes.waiting import wait_until
 
 # A child that follows its parent and has a child of its own, as a server has. It holds the interpreter lock, as the
@@ -28,6 +35,14 @@ import sys, time
 from slime.utils.child_process import ChildProcess, environment_for_python
 child = ChildProcess("child", [sys.executable, "-c", sys.argv[1], sys.argv[2]], sys.argv[2] + ".log", environment_for_python())
 child.start()
+time.sleep(60)
+"""
+
+FORKING_PARENT = """
+import sys, time
+from slime.utils.child_process import ForkedCall
+calls = [ForkedCall(lambda: time.sleep(60)) for _ in range(3)]
+open(sys.argv[1], "w").write(" ".join(str(call.pid) for call in calls) + "\\n")
 time.sleep(60)
 """
 
@@ -129,3 +144,62 @@ def test_exit_status_in_words():
     assert describe_exit_status(3) == "exit code 3"
     assert describe_exit_status(-15) == "ended by SIGTERM"
     assert "memory" in describe_exit_status(-9)
+
+
+@pytest.fixture
+def held():
+    """(wait, release): in a copy of this process `wait` returns when `release` was called here."""
+    reader, writer = os.pipe()
+
+    def wait():
+        os.close(writer)
+        os.read(reader, 1)
+
+    yield wait, lambda: os.write(writer, b"1")
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_forked_call_works_on_the_memory_of_the_moment_it_began(held):
+    wait, release = held
+    memory = ["then"]
+
+    def call():
+        wait()
+        return memory
+
+    copy = ForkedCall(call)
+    memory[0] = "now"
+    assert not copy.has_ended()
+    release()
+    wait_until(copy.has_ended)
+    assert copy.result(60.0) == ["then"] and not runs(copy.pid)
+
+
+def test_a_forked_call_that_raises_is_killed_or_hangs_is_an_error_and_leaves_no_process(held):
+    def fails():
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="^no space left$"):
+        ForkedCall(fails).result(60.0)
+    killed, hangs = ForkedCall(held[0]), ForkedCall(held[0])
+    os.kill(killed.pid, signal.SIGKILL)
+    wait_until(killed.has_ended)
+    with pytest.raises(RunError, match="^its process: ended by SIGKILL"):
+        killed.result(60.0)
+    with pytest.raises(TimeoutError, match="^no result after 0 s$"):
+        hangs.result(0.0)
+    assert not runs(hangs.pid)
+    hangs.kill()
+
+
+def test_forked_calls_follow_a_parent_that_is_killed(tmp_path):
+    marker = tmp_path / "pids"
+    parent = subprocess.Popen([sys.executable, "-c", FORKING_PARENT, str(marker)], env=environment_for_python())
+    try:
+        pids = wait_until(lambda: pids_in(marker))
+        wait_until(lambda: [psutil.Process(pid).status() for pid in pids] == [psutil.STATUS_SLEEPING] * 3)
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_until(lambda: not any(runs(pid) for pid in pids), 5)

@@ -15,7 +15,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,8 +96,10 @@ def estimated(words: Sequence[str]) -> tuple[int, str]:
     return memory.training.total, memory.training.moment
 
 
-def run_ranks(words: Sequence[str], world_size: int) -> list[int]:
-    """Peak bytes of every rank, each in a process of its own."""
+def run_ranks(
+    words: Sequence[str], world_size: int, measure: Callable[[Sequence[str]], Any] | None = None
+) -> list[Any]:
+    """What `measure` finds on every rank, each in a process of its own; None: peak bytes."""
     import torch.multiprocessing as multiprocessing
     from torch.distributed import TCPStore
 
@@ -105,7 +107,9 @@ def run_ranks(words: Sequence[str], world_size: int) -> list[int]:
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
     ranks = [
-        context.Process(target=_rank, args=(rank, world_size, store.port, list(words), results), daemon=True)
+        context.Process(
+            target=_rank, args=(rank, world_size, store.port, list(words), results, measure or peak_of_training)
+        )
         for rank in range(world_size)
     ]
     for rank in ranks:
@@ -121,12 +125,12 @@ def run_ranks(words: Sequence[str], world_size: int) -> list[int]:
     return [results.get() for _ in ranks]
 
 
-def _rank(rank: int, world_size: int, port: int, words: list[str], results: Any) -> None:
+def _rank(rank: int, world_size: int, port: int, words: list[str], results: Any, measure: Callable) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True", OMP_NUM_THREADS="1",
     )  # fmt: skip
-    results.put(peak_of_training(words))
+    results.put(measure(words))
 
 
 def peak_of_training(words: Sequence[str]) -> int:
@@ -149,14 +153,14 @@ def peak_of_training(words: Sequence[str]) -> int:
         backend.place()
         backend.load(WeightSource("random"))
         for step in range(2):
-            train_one_step(args, backend, _batch(args), step, 0)
+            train_one_step(args, backend, batch_of_rank(args), step, 0)
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
     return live.peak
 
 
-def _batch(args: argparse.Namespace) -> RolloutData:
+def batch_of_rank(args: argparse.Namespace) -> RolloutData:
     """This rank's data of one rollout step: samples that fill the token budget."""
     import numpy as np
     import torch

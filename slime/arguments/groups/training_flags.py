@@ -112,7 +112,7 @@ CHECKPOINTS = Group("checkpoints", (
         bounds=AT_LEAST_ONE, needs=_DIRECTORY),
     flag("--keep-last", int, None, "keep only the newest N checkpoints, with their data states and exports; unset: all",
         bounds=AT_LEAST_ONE, needs=_DIRECTORY),
-    switch("--async-save", "write checkpoints in the background", not_yet="saving in the background"),
+    switch("--async-save", "write checkpoints while training goes on, from a copy in host memory", idle=_NEVER_SAVES),
     switch("--no-save-optim", "leave the optimizer state out; a run that resumes from it starts its optimizer fresh",
         idle=_NEVER_SAVES),
     flag("--save-hf", str, None, "with every save, also export to this Hugging Face directory, on a disk that all nodes "

@@ -44,6 +44,8 @@ NO_EFFECT: dict[str, str] = {
     "dist_ckpt_optim_fully_reshardable": "checkpoints can be loaded into any layout as it is",
     "distrib_optim_fully_reshardable_mem_efficient": "data-parallel ranks divide what a save gathers as it is",
     "ckpt_assume_constant_structure": "it allows a shortcut that is not taken: the layout is planned at every save",
+    "use_persistent_ckpt_worker": "every checkpoint has writers of its own",
+    "async_strategy": "the writers of --async-save are copies of the ranks' processes, of no library",
     "deallocate_pipeline_outputs": "a stage's outputs are freed as soon as that is safe",
     "bias_gelu_fusion": "no model with GELU is built",
     "log_loss_scale_to_tensorboard": "the loss scale is not logged",
@@ -55,8 +57,7 @@ NO_EFFECT: dict[str, str] = {
 _NOTHING = (0, 1, "none")
 # On by default; typing that does no harm.
 _ON_BY_DEFAULT = frozenset((
-    "use_persistent_ckpt_worker", "align_grad_reduce", "align_param_gather",
-    "batch_p2p_comm", "batch_p2p_sync", "tp_comm_bulk_wgrad", "tp_comm_bulk_dgrad",
+    "align_grad_reduce", "align_param_gather", "batch_p2p_comm", "batch_p2p_sync", "tp_comm_bulk_wgrad", "tp_comm_bulk_dgrad",
     "tp_comm_overlap_ag", "tp_comm_overlap_rs", "tp_comm_split_ag", "tp_comm_split_rs", "pin_cpu_grads", "pin_cpu_params",
     "store_param_remainders", "muon_split_qkv", "preserve_fp32_weights", "gradient_reduce_div_fusion", "fp8_wgrad",
     "cpu_offloading_activations", "barrier_with_L1_time", "use_mamba_mem_eff_path",
@@ -204,7 +205,6 @@ ACTS_WITH: tuple[ActsWith, ...] = (
     ActsWith("{--cuda-graph-impl}", lambda args: args.cuda_graph_impl != "none", (
         "cuda_graph_scope", "cuda_graph_warmup_steps", "cuda_graph_use_single_mempool", "cuda_graph_retain_backward_graph",
     )),
-    ActsWith("{--async-save}", _given("async_save"), ("use_persistent_ckpt_worker", "async_strategy")),
     ActsWith("{--ckpt-fully-parallel-load}", _given("ckpt_fully_parallel_load"), ("ckpt_fully_parallel_load_exchange_algo",)),
     ActsWith("{--use-pytorch-profiler}", _given("use_pytorch_profiler"), (
         "profile_step_start", "profile_step_end", "profile_ranks", "pytorch_profiler_collect_shapes",

@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from slime.arguments.checkpoints import WeightSource
 from slime.arguments.flag import as_typed, flag_of
-from slime.training.backend import Collect, RankGroups, StepLoss, StepResult, Update
+from slime.training.backend import Collect, RankGroups, StepLoss, StepResult, UnfinishedSave, Update
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL
 from slime.training.model_states import ModelStates
 from slime.training.resident_memory import Residents
@@ -113,7 +113,7 @@ class FSDPBackend:
                 parameter.to_local().copy_(stored[own])
         return True
 
-    def save(self, rollout_id: int, states: ModelStates | None = None, stored: Sequence[str] = ()) -> None:
+    def save(self, rollout_id: int, states: ModelStates | None = None, stored: Sequence[str] = ()) -> UnfinishedSave:
         raise UserError(
             "--save: --train-backend fsdp writes no checkpoints yet; give --save-hf alone, or --train-backend megatron"
         )

@@ -14,7 +14,7 @@ import torch
 
 from slime.arguments.checkpoints import WeightSource
 from slime.backends.megatron_utils import initialize
-from slime.training.backend import Collect, StepLoss, StepResult
+from slime.training.backend import Collect, StepLoss, StepResult, UnfinishedSave
 from slime.training.model_states import ModelStates
 from slime.training.resident_memory import Residents
 from slime.training.routing_replay import RoutingReplay
@@ -71,10 +71,10 @@ class MegatronBackend:
             load_checkpoint(self.args, source, self.model)
         return True
 
-    def save(self, rollout_id: int, states: ModelStates | None = None, stored: Sequence[str] = ()) -> None:
-        from slime.backends.megatron_utils.checkpoint import save_checkpoint
+    def save(self, rollout_id: int, states: ModelStates | None = None, stored: Sequence[str] = ()) -> UnfinishedSave:
+        from slime.backends.megatron_utils.checkpoint import begin_checkpoint
 
-        save_checkpoint(self.args, rollout_id, self.model, self.optimizer, self.scheduler, states, stored)
+        return begin_checkpoint(self.args, rollout_id, self.model, self.optimizer, self.scheduler, states, stored)
 
     def forward(self, batches: MicroBatches, collect: Collect) -> list[dict[str, list[torch.Tensor]]]:
         from slime.backends.megatron_utils.schedules import forward_only

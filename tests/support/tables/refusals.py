@@ -127,6 +127,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
          "--release-train --advantage-estimator", WRONG),
         ("--release-train --save /s --update-weight-transport disk --update-weight-disk-dir /d --keep-old-actor",
          "--release-train --keep-old-actor", WRONG),
+        ("--release-train --save /s --update-weight-transport disk --update-weight-disk-dir /d --async-save",
+         "--release-train --async-save", WRONG),
         ("--release-train --save /s --update-weight-transport disk --update-weight-disk-dir /d --no-save-optim",
          "--release-train --no-save-optim --no-save-rng", WRONG),
         ("--release-train --save /s --update-weight-transport disk --update-weight-disk-dir /d --no-save-rng",

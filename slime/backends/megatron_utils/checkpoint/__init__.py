@@ -7,10 +7,11 @@ directories in `states/` of the checkpoint.
 """
 
 from slime.backends.megatron_utils.checkpoint.reading import load_checkpoint, load_stored_state
-from slime.backends.megatron_utils.checkpoint.writing import save_checkpoint
+from slime.backends.megatron_utils.checkpoint.writing import begin_checkpoint, save_checkpoint
 from slime.training.checkpoint_publication import forget_checkpoints, publish_checkpoint, show_checkpoint
 
 __all__ = [
+    "begin_checkpoint",
     "forget_checkpoints",
     "load_checkpoint",
     "load_stored_state",

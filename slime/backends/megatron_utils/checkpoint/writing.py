@@ -1,13 +1,19 @@
 """Writing a checkpoint, whole and synced, under its hidden name. A rank that cannot write its part fails the save on all.
 
+Tensors are written by copies of the ranks' processes, which have the memory of the moment they were made in; what is on a
+device is copied to the host for them. So a rank may train on while they write. Everything else is written by the rank itself.
+
 What a checkpoint holds: a rank's share of model and optimizer, where further sets of weights lie, and the layout.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
+import queue
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
@@ -38,6 +46,7 @@ from slime.backends.megatron_utils.parameter_names import unwrap_model
 from slime.backends.megatron_utils.parameter_selection import selection_of
 from slime.training.checkpoint_publication import unpublished
 from slime.training.model_states import ModelStates
+from slime.utils.child_process import ForkedCall
 from slime.utils.errors import RunError
 from slime.utils.filesystem import fsync_tree
 
@@ -63,34 +72,176 @@ def save_checkpoint(
     Raises:
         RunError: writing failed on some rank; the message names the path and the cause, and nothing was published.
     """
-    final = iteration_directory(args.save, iteration)
-    temporary = unpublished(final)
-    error = _run_on_rank_zero(lambda: _fresh_directory(temporary, stored))
-    if error is None:
-        error = _write(args, iteration, temporary, model, optimizer, scheduler)
-    for name in stored:
-        if error is None:
-            error = _write_state(args, directory_of_state(temporary, name), model, states, name)
-    if error is None:
-        error = _run_on_rank_zero(lambda: fsync_tree(temporary))
-    if error is not None:
-        _run_on_rank_zero(lambda: shutil.rmtree(temporary, ignore_errors=True))
-        free = shutil.disk_usage(final.parent).free / 1e6
-        raise RunError(
-            f"checkpoint {final} could not be written: {error}. {free:.0f} MB are free there. Older checkpoints are untouched"
-        )
-    return final
+    return begin_checkpoint(args, iteration, model, optimizer, scheduler, states, stored).finish()
 
 
-def _write(
+def begin_checkpoint(
     args: argparse.Namespace,
     iteration: int,
-    directory: Path,
+    model: list[torch.nn.Module],
+    optimizer: Any,
+    scheduler: Any,
+    states: ModelStates | None = None,
+    stored: Sequence[str] = (),
+) -> UnfinishedCheckpoint:
+    """As `save_checkpoint`, up to the moment from which on model and optimizer may change: their tensors may still be on the
+    way to the disk. An error is raised by `finish` of what is returned."""
+    unfinished = UnfinishedCheckpoint(iteration_directory(args.save, iteration), args.checkpoint_write_timeout)
+    temporary = unfinished.directory
+    unfinished.error = _run_on_rank_zero(lambda: _fresh_directory(temporary, stored))
+    if unfinished.error is None:
+        unfinished.error = _begin(args, iteration, unfinished, model, optimizer, scheduler)
+    for name in stored:
+        if unfinished.error is None:
+            unfinished.error = _begin_state(args, unfinished, model, states, name)
+    return unfinished
+
+
+class UnfinishedCheckpoint:
+    """A checkpoint whose tensors are being written: one writer for each file of this rank.
+
+    Args:
+        final: the directory that it will have.
+        limit: seconds that writing may take, from now on.
+
+    Attributes:
+        directory: its hidden name.
+        error: what is known to have failed, on all ranks.
+    """
+
+    def __init__(self, final: Path, limit: float) -> None:
+        self._final, self._limit, self._begun = final, limit, time.monotonic()
+        self._parts: list[tuple[AsyncRequest, list[ForkedCall]]] = []
+        self.directory = unpublished(final)
+        self.error: str | None = None
+
+    @property
+    def bytes_on_host(self) -> int:
+        """What the writers have in host memory, of which they share with this process what does not change here."""
+        buckets = [bucket for request, _ in self._parts for bucket in _buckets(request)]
+        return sum(tensor.nbytes for _, _, (_, tensors) in buckets for _, tensor in tensors)
+
+    def add(self, state: dict[str, Any], directory: Path, strategy: Any) -> None:
+        """Begin to write `state`, as Megatron describes it for torch_dist. Collective."""
+        # Megatron would start a process for a queue through which its writers answer. Ours answer by pipes, and what takes
+        # their answers out of the queue is this process.
+        filesystem_async._results_queue = queue.Queue()
+        request = dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True)
+        writers: list[ForkedCall] = []
+        if request.async_fn is not None:
+            request = _with_host_tensors(request)
+            self._parts.append((request, writers))
+            for index, bucket in enumerate(_buckets(request)):
+                writers.append(ForkedCall(functools.partial(_write, request.async_fn.args[0], index, bucket)))
+        else:
+            self._parts.append((request, writers))
+
+    def has_ended(self) -> bool:
+        """Whether this rank's writers are done, have failed, or have no time left. Not collective."""
+        writers = [writer for _, writers in self._parts for writer in writers]
+        return self._left() <= 0 or all(writer.has_ended() for writer in writers)
+
+    def finish(self) -> Path:
+        """Wait until the checkpoint is whole and synced; returns the directory that it will have. Collective.
+
+        Raises:
+            RunError: as `save_checkpoint`.
+        """
+        error = self.error
+        if error is None:
+            error = _first_error(self._take_answers())
+        if error is None:
+            error = _first_error(self._write_metadata())
+        if error is None:
+            error = _run_on_rank_zero(lambda: fsync_tree(self.directory))
+        for writer in (writer for _, writers in self._parts for writer in writers):
+            writer.kill()
+        # Tensors of the device have copies in them.
+        self._parts = []
+        if error is not None:
+            _run_on_rank_zero(lambda: shutil.rmtree(self.directory, ignore_errors=True))
+            free = shutil.disk_usage(self._final.parent).free / 1e6
+            raise RunError(
+                f"checkpoint {self._final} could not be written: {error}. {free:.0f} MB are free there. Older checkpoints are "
+                "untouched"
+            )
+        return self._final
+
+    def _left(self) -> float:
+        return self._begun + self._limit - time.monotonic()
+
+    def _take_answers(self) -> str | None:
+        """Wait for this rank's writers, up to its first error, which is returned."""
+        try:
+            for request, writers in self._parts:
+                answers = {index: writer.result(self._left()) for index, writer in enumerate(writers)}
+                if answers:
+                    # Megatron asks for them when it finishes.
+                    request.async_fn_args[2].put(answers)
+        except TimeoutError:
+            error = f"a writer needs more than {self._limit:g} s (--checkpoint-write-timeout)"
+        except Exception as cause:
+            error = describe(cause)
+        else:
+            return None
+        return f"rank {dist.get_rank()}: {error}" if dist.get_world_size() > 1 else error
+
+    def _write_metadata(self) -> str | None:
+        """What Megatron does when all ranks have written; this rank's error, or None."""
+        try:
+            for request, _ in self._parts:
+                for finalize in request.finalize_fns:
+                    finalize()
+        except (Exception, CheckpointException) as cause:
+            logger.debug("finishing %s failed", self.directory, exc_info=True)
+            return describe(cause)
+        return None
+
+
+def _buckets(request: AsyncRequest) -> list[Any]:
+    """A rank's files: (path, name, (byte items, tensor items)); an item is what it is and its data."""
+    return request.async_fn_args[1] if request.async_fn is not None else []
+
+
+def _with_host_tensors(request: AsyncRequest) -> AsyncRequest:
+    """`request` with all tensors in host memory of which a copy of this process has a copy.
+
+    They are held until the writers are done: a device's tensors are copied to pinned memory, which is used again when nobody
+    holds it.
+    """
+    before = request.async_fn_args[1]
+    buckets = request.preload_fn()
+    for (_, _, (_, old)), (_, _, (_, new)) in zip(before, buckets, strict=True):
+        for place, ((_, original), (item, tensor)) in enumerate(zip(old, new, strict=True)):
+            if tensor is original and (tensor.is_shared() or tensor.is_pinned()):
+                new[place] = item, tensor.clone()
+    rank, _, answers = request.async_fn_args
+    return request._replace(async_fn_args=(rank, buckets, answers))
+
+
+def _write(transforms: list[Any], index: int, bucket: Any) -> list[Any]:
+    """Write and sync one file of this rank, in a process of its own. Returns where in it what lies."""
+    answers: queue.SimpleQueue = queue.SimpleQueue()
+    nothing_to_count: queue.Queue = queue.Queue()
+    nothing_to_count.put(index)
+    filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+        transforms, index, bucket, answers, nothing_to_count, use_fsync=True
+    )
+    _, answer = answers.get()
+    if isinstance(answer, Exception):
+        raise RunError(describe(answer))
+    return answer
+
+
+def _begin(
+    args: argparse.Namespace,
+    iteration: int,
+    unfinished: UnfinishedCheckpoint,
     model: list[torch.nn.Module],
     optimizer: Any,
     scheduler: Any,
 ) -> str | None:
-    """Write all parts; the first error of any rank, or None."""
+    """Begin with all parts but the further sets of weights; the first error of any rank, or None."""
     common, memory, error = {}, Memory(exists=False, step=None), None
     try:
         memory, common = memory_of(optimizer), _common_state(args, iteration, optimizer, scheduler)
@@ -116,27 +267,30 @@ def _write(
         if has_optimizer:
             put_step(state["optimizer"], memory.step)
         state.update(common, has_optimizer=has_optimizer)
-        dist_checkpointing.save(state, str(directory), _save_strategy(args))
+        unfinished.add(state, unfinished.directory, _save_strategy(args))
         if not args.no_save_rng:
-            save_generators(directory)
+            save_generators(unfinished.directory)
     except (Exception, CheckpointException) as cause:
-        # Above all a full disk, which torch and safetensors report as errors of their own, on all ranks that write. The
-        # others hear of it here. Who fails between two collectives of Megatron's leaves them to the limit of their wait
-        # (--checkpoint-write-timeout).
-        logger.debug("writing %s failed", directory, exc_info=True)
+        # Above all a full disk. The others hear of it here. Who fails between two collectives of Megatron's leaves them to
+        # the limit of their wait (--checkpoint-write-timeout).
+        logger.debug("writing %s failed", unfinished.directory, exc_info=True)
         error = describe(cause)
     return _first_error(error)
 
 
-def _write_state(
-    args: argparse.Namespace, directory: Path, model: list[torch.nn.Module], states: ModelStates, name: str
+def _begin_state(
+    args: argparse.Namespace,
+    unfinished: UnfinishedCheckpoint,
+    model: list[torch.nn.Module],
+    states: ModelStates,
+    name: str,
 ) -> str | None:
-    """Write the weights of the state `name`; the first error of any rank, or None."""
-    error = None
+    """Begin with the weights of the state `name`; the first error of any rank, or None."""
+    directory, error = directory_of_state(unfinished.directory, name), None
     try:
         with states(name):
             state = sharded_state(args, model, None, is_loading=False)
-            dist_checkpointing.save(state, str(directory), _save_strategy(args))
+            unfinished.add(state, directory, _save_strategy(args))
     except (Exception, CheckpointException) as cause:
         logger.debug("writing %s failed", directory, exc_info=True)
         error = describe(cause)
@@ -269,6 +423,8 @@ def attention_heads(args: argparse.Namespace) -> dict[str, int]:
 
 def describe(cause: BaseException) -> str:
     """An error of the writer in one line; of what torch gathered from several ranks the first, without its traceback."""
+    if isinstance(cause, RunError):
+        return str(cause)
     if isinstance(cause, CheckpointException) and cause.failures:
         rank, (first, _) = next(iter(cause.failures.items()))
         return f"rank {rank}: {describe(first)}"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import random
 import shutil
-import signal
 import time
 from pathlib import Path
 
@@ -21,10 +19,10 @@ KILLS = 20
 SECONDS = 60.0
 
 
-def _save_forever(args, first, messages) -> None:
+def _save_forever(args, first, messages, in_background) -> None:
     """Go on from the newest checkpoint: step, tell the weights, save, tell that it is saved."""
-    # Megatron's writer has processes of its own; a machine that goes down takes them along.
-    os.setsid()
+    from slime.backends.megatron_utils.checkpoint import begin_checkpoint, publish_checkpoint
+
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     trainer = Trainer(args)
     if is_megatron_checkpoint(args.save):
@@ -32,17 +30,24 @@ def _save_forever(args, first, messages) -> None:
     for iteration in range(first, 1000):
         trainer.step()
         messages.send((iteration, trainer.state()["weights"]))
-        trainer.save(iteration)
+        if in_background:
+            unfinished = begin_checkpoint(args, iteration, trainer.model, trainer.optimizer, trainer.scheduler)
+            # What is written is no longer what is trained.
+            trainer.step()
+            unfinished.finish()
+            publish_checkpoint(args, iteration)
+        else:
+            trainer.save(iteration)
         messages.send((iteration, None))
 
 
-def _kill_savers(args) -> list[dict]:
+def _kill_savers(args, in_background) -> list[dict]:
     """What is found after every kill: the newest checkpoint, the moment of the kill, and what had been told."""
     generator, context = random.Random(0), multiprocessing.get_context("fork")
     weights, found, duration, first = {}, [], 1.0, 0
     for kill in range(KILLS):
         messages, sender = context.Pipe(duplex=False)
-        saver = context.Process(target=_save_forever, args=(args, first, sender))
+        saver = context.Process(target=_save_forever, args=(args, first, sender, in_background))
         saver.start()
         sender.close()
 
@@ -59,7 +64,8 @@ def _kill_savers(args) -> list[dict]:
                 saved, _ = next_message()
                 duration = time.monotonic() - start
         time.sleep(generator.uniform(0, 1.3 * duration))
-        os.killpg(saver.pid, signal.SIGKILL)
+        # Its writers follow it.
+        saver.kill()
         saver.join(SECONDS)
         while messages.poll():
             try:
@@ -87,8 +93,12 @@ def _kill_savers(args) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_a_saver_that_is_killed_at_twenty_moments_leaves_a_loadable_checkpoint_each_time(hf_dir, tmp_path):
-    (found,) = run_distributed(_kill_savers, 1, (make_args(hf_dir, tmp_path / "checkpoints"),), timeout=400)
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_saver_that_is_killed_at_twenty_moments_leaves_a_loadable_checkpoint_each_time(
+    hf_dir, tmp_path, in_background
+):
+    args = make_args(hf_dir, tmp_path / "checkpoints")
+    (found,) = run_distributed(_kill_savers, 1, (args, in_background), timeout=400)
     assert len(found) == KILLS
     for case in found:
         assert case["loaded"] == case["newest"] and case["equal"], case

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
+import os
 import re
 import resource
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
 from slime.arguments.checkpoints import WeightSource
-from tests.support.processes.checkpoint_trainer import LAYOUTS, ROLLOUTS_PER_STEP, Trainer, make_args, resume
+from tests.support.processes.checkpoint_trainer import (
+    LAYOUTS,
+    ROLLOUTS_PER_STEP,
+    Trainer,
+    assert_same,
+    make_args,
+    resume,
+)
 from tests.support.processes.distributed import run_distributed
+from tests.support.processes.waiting import wait_until
 
 
 def save_on_full_disk(trainer, iteration, full_ranks) -> str | None:
@@ -79,6 +90,96 @@ def accidents_worker(args) -> dict:
         (Path(keeping.save) / f"rollout/global_dataset_state_dict_{iteration}").mkdir(parents=True)
         trainer.save(iteration)
     return results
+
+
+def background_worker(args) -> dict:
+    """Checkpoints whose writers are held, so that what happens meanwhile happens in this order. Messages and directories."""
+    from slime.backends.megatron_utils.checkpoint import begin_checkpoint, publish_checkpoint, writing
+    from slime.utils.errors import RunError
+
+    write = writing._write
+    trainer = Trainer(args)
+    trainer.step()
+    results = {}
+
+    def begin(iteration, room=resource.RLIM_INFINITY, **values):
+        """An unfinished checkpoint, what lets its writers go on, and their process ids."""
+        reader, writer = os.pipe()
+
+        def wait_and_write(*arguments):
+            os.close(writer)
+            os.read(reader, 1)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+            return write(*arguments)
+
+        writing._write = wait_and_write
+        changed = copy.copy(args)
+        vars(changed).update(values)
+        unfinished = begin_checkpoint(changed, iteration, trainer.model, trainer.optimizer, trainer.scheduler)
+        pids = [process.pid for process in multiprocessing.active_children()]
+        assert len(pids) == 2 and unfinished.bytes_on_host > 0
+        return unfinished, lambda: os.write(writer, b"22"), pids
+
+    def message(unfinished):
+        with pytest.raises(RunError) as error:
+            unfinished.finish()
+        assert not multiprocessing.active_children()
+        return str(error.value), sorted(path.name for path in Path(args.save).iterdir())
+
+    unfinished, release, _ = begin(0)
+    results["saved"] = trainer.state()
+    trainer.step()
+    trainer.step()
+    assert not unfinished.has_ended() and not (Path(args.save) / "iter_0000000").exists()
+    release()
+    wait_until(unfinished.has_ended)
+    unfinished.finish()
+    publish_checkpoint(args, 0)
+
+    unfinished, _, pids = begin(1)
+    os.kill(pids[0], signal.SIGKILL)
+    results["killed"] = message(unfinished)
+
+    unfinished, _, _ = begin(2, checkpoint_write_timeout=0.1)
+    wait_until(unfinished.has_ended)
+    results["hung"] = message(unfinished)
+
+    unfinished, release, _ = begin(3, room=2000)
+    release()
+    results["disk full"] = message(unfinished)
+
+    results["loaded"] = resume(args, WeightSource("megatron", args.save, resume=True))
+    return results
+
+
+@pytest.fixture(scope="module")
+def background(hf_dir, tmp_path_factory):
+    args = make_args(hf_dir, tmp_path_factory.mktemp("background") / "checkpoints")
+    return run_distributed(background_worker, 1, (args,))[0]
+
+
+def test_a_checkpoint_holds_what_was_there_when_it_was_begun_while_training_goes_on(background):
+    iteration, loaded, _ = background["loaded"]
+    assert iteration == 0
+    assert_same(loaded, background["saved"])
+    assert loaded["random"] == background["saved"]["random"]
+
+
+@pytest.mark.parametrize(
+    "accident, iteration, cause",
+    [
+        ("killed", 1, r"its process: ended by SIGKILL \(.+\)"),
+        ("hung", 2, r"a writer needs more than 0\.1 s \(--checkpoint-write-timeout\)"),
+        ("disk full", 3, r"OSError: \[Errno 27\] File too large"),
+    ],
+)
+def test_a_writer_in_the_background_that_fails_is_told_and_leaves_the_old_checkpoint(
+    background, accident, iteration, cause
+):
+    message, names = background[accident]
+    expected = rf"checkpoint /.+/iter_000000{iteration} could not be written: {cause}\. \d+ MB are free there\. "
+    assert re.fullmatch(expected + "Older checkpoints are untouched", message), message
+    assert names == ["iter_0000000", "latest_checkpointed_iteration.txt"]
 
 
 @pytest.fixture(scope="module")
