@@ -88,14 +88,14 @@ def flat(tensors: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
 
 def per_token(per_response: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """The value [S] of each response at each of its tokens, [sum of the lengths]; nothing is waited for."""
-    on_device = torch.tensor(lengths, dtype=torch.int64).to(per_response.device, non_blocking=True)
+    on_device = torch.as_tensor(lengths, dtype=torch.int64).to(per_response.device, non_blocking=True)
     return per_response.repeat_interleave(on_device, output_size=sum(lengths))
 
 
 def true_until(flags: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Of boolean `flags` over the tokens of all responses: how many are true in each response, int64 [S], and from its start up
     to and with each token, int64 [N]."""
-    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int64).to(flags.device, non_blocking=True)
+    ends = torch.as_tensor([0, *itertools.accumulate(lengths)], dtype=torch.int64).to(flags.device, non_blocking=True)
     # Whole numbers, so differences of running sums are exact.
     until = torch.nn.functional.pad(flags.cumsum(0), (1, 0))
     at_ends = until.index_select(0, ends)
@@ -104,7 +104,7 @@ def true_until(flags: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tenso
 
 def sums_of_responses(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """Σ of each response, float64 [S] with gradient, of `values` [N] over the tokens of all; the same bits every time."""
-    on_device = torch.tensor(lengths, dtype=torch.int64).to(values.device, non_blocking=True)
+    on_device = torch.as_tensor(lengths, dtype=torch.int64).to(values.device, non_blocking=True)
     return _SumsOfSegments.apply(values.double(), on_device)
 
 
@@ -238,6 +238,6 @@ def _cells(taken: torch.Tensor, lengths: Sequence[int], counts: Sequence[int], w
         lengths, counts: tokens and steps of each row.
     """
     starts = [row * width - before for row, before in enumerate([0, *itertools.accumulate(counts)][:-1])]
-    on_device = [torch.tensor(numbers).to(taken.device, non_blocking=True) for numbers in (starts, lengths)]
+    on_device = [torch.as_tensor(numbers).to(taken.device, non_blocking=True) for numbers in (starts, lengths)]
     first_cells = torch.repeat_interleave(*on_device, output_size=len(taken))
     return torch.where(taken, first_cells + taken.cumsum(0) - 1, len(lengths) * width)

@@ -1,0 +1,111 @@
+"""What a source has for saving, a state or methods that save and load, is written and read for it."""
+
+import numpy as np
+import pytest
+
+from slime.rollout.draws import DataSourceSnapshots
+from slime.utils.errors import RunError, UserError
+from tests.support.models.data_sources import make_args
+
+
+class Cursor:
+    """A source with a state but no save or load."""
+
+    def __init__(self):
+        self.state = {"position": [0], "weights": np.zeros(2, np.float32)}
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+class OnlySaves:
+    """A source that only knows save and load."""
+
+    def __init__(self):
+        self.calls = []
+
+    def save(self, rollout_id):
+        self.calls.append(("save", rollout_id))
+
+    def load(self, rollout_id):
+        self.calls.append(("load", rollout_id))
+
+
+@pytest.fixture
+def args(tmp_path):
+    return make_args(save=str(tmp_path), load=str(tmp_path), fresh_data_state=False)
+
+
+def test_a_state_alone_is_written_and_read_for_the_source(args):
+    source = Cursor()
+    states = DataSourceSnapshots(args, source)
+    for rollout_id in range(3):
+        source.state["position"][0] = 10 * rollout_id
+        states.remember(rollout_id)
+    source.state["position"][0] = 99
+    states.save(1)
+    states.remember(7)
+    states.save(7)
+    restored = Cursor()
+    DataSourceSnapshots(args, restored).load(1)
+    assert restored.state["position"] == [10], "as it was after rollout 1, though the source went on changing it"
+    assert restored.state["weights"].dtype == np.float32
+    DataSourceSnapshots(args, restored).load(7)
+    assert restored.state["position"] == [99]
+    with pytest.raises(UserError, match="no data-source state of rollout 5 .*--fresh-data-state"):
+        DataSourceSnapshots(args, restored).load(5)
+    DataSourceSnapshots(args, restored).load(-1)
+
+
+def test_a_state_that_is_not_plain_says_where(args):
+    source = Cursor()
+    source.state["handle"] = object()
+    with pytest.raises(UserError, match=r"state\['handle'\] is a object"):
+        states = DataSourceSnapshots(args, source)
+        states.remember(0)
+        states.save(0)
+
+
+def test_a_state_that_was_not_taken_is_an_error_and_not_the_present_one(args):
+    states = DataSourceSnapshots(args, Cursor())
+    for rollout_id in range(20):
+        states.remember(rollout_id)
+    states.save(0)
+    states.save(19)
+    with pytest.raises(
+        RunError, match="the data state after rollout 20 cannot be saved: none was taken when its prompts"
+    ):
+        states.save(20)
+
+
+def test_save_and_load_alone_are_called_with_the_rollout(args):
+    source = OnlySaves()
+    states = DataSourceSnapshots(args, source)
+    states.remember(2)
+    states.save(2)
+    states.load(2)
+    assert source.calls == [("save", 2), ("load", 2)]
+
+
+def test_both_kinds_prefer_the_state(args):
+    class Both(Cursor, OnlySaves):
+        def __init__(self):
+            Cursor.__init__(self)
+            OnlySaves.__init__(self)
+
+    source = Both()
+    states = DataSourceSnapshots(args, source)
+    states.remember(0)
+    states.save(0)
+    states.load(0)
+    assert source.calls == [] and source.state["position"] == [0]
+
+
+def test_a_source_that_cannot_be_restored_is_named(args):
+    with pytest.raises(UserError, match=r"--data-source-path my.Source: object has no load\(rollout_id\)"):
+        DataSourceSnapshots(args, object()).load(4)
+    args.fresh_data_state = True
+    DataSourceSnapshots(args, object()).load(4)
