@@ -10,7 +10,9 @@ model-rehearsals.json.
 """
 
 import argparse
+import functools
 import json
+import math
 import os
 import re
 import subprocess
@@ -24,9 +26,11 @@ sys.path.insert(0, str(ROOT))
 
 from slime.models.families import FAMILIES, TRAINED_MODEL_TYPES  # noqa: E402
 from slime.utils.filesystem import write_text_atomically  # noqa: E402
+from slime.weights.hf_reader import INDEX_FILE  # noqa: E402
 from tests.e2e import test_families, test_mixture_loop  # noqa: E402
 from tests.support.models.tiny_families import TINY_FAMILIES  # noqa: E402
 from tools.published_models import PUBLISHED_MODELS  # noqa: E402
+from tools.write_memory_table import words_of  # noqa: E402
 
 PAGE = ROOT / "docs" / "en" / "advanced" / "models.md"
 RECORDS = PAGE.with_name("model-rehearsals.json")
@@ -35,13 +39,21 @@ NOT_YET = "not yet"
 _SERVED = {entries["model_type"] for entries in (*test_families.SERVED.values(), test_mixture_loop.SERVED)}
 _HEADER = (
     "Script", "`model_type`", "Trains; logits and gradients of transformers; checkpoint given back", "Layouts of its test",
-    "Served by SGLang on CPU, five rollouts", "Rehearsed: layout", "Peak GiB of rank 0, planned", "Seconds",
+    "Served by SGLang on CPU, five rollouts", "Rehearsed: layout", "Peak GiB of rank 0, planned",
+    "More than 10 % apart", "Tensors of its push", "Seconds",
 )  # fmt: skip
 _BATCH = (
     "--num-rollout", "1", "--rollout-batch-size", "32", "--n-samples-per-prompt", "8", "--rm-type", "math",
     "--rollout-max-response-len", "4096", "--bf16", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4608",
     "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1",
 )  # fmt: skip
+_LAYOUT = (
+    "--actor-num-nodes", "--actor-num-gpus-per-node", "--tensor-model-parallel-size", "--pipeline-model-parallel-size",
+    "--context-parallel-size", "--expert-model-parallel-size", "--expert-tensor-parallel-size",
+    "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
+)  # fmt: skip
+# What is mapped at once has to be less than the memory of the machine.
+_FILE_BYTES = 4 * 2**30
 # Above so many layers x hidden size^2 a model is cut over 8 tensor-parallel ranks.
 _LARGE = 40 * 4096**2
 
@@ -55,7 +67,7 @@ def main() -> int:
     options = parser.parse_args()
     records = recorded()
     for name in options.rehearse:
-        records[name] = rehearse(name)
+        records |= dict.fromkeys(same_model(name), rehearse(name))
         write_text_atomically(RECORDS, json.dumps(dict(sorted(records.items())), indent=2) + "\n")
     old = PAGE.read_text()
     new = with_table(old, records)
@@ -66,7 +78,8 @@ def main() -> int:
 
 
 def recorded() -> dict[str, dict[str, Any]]:
-    """What rehearsals found: name of a script -> layout, GiB as rehearsed and as planned, seconds."""
+    """What rehearsals found: name of a script -> layout, GiB as rehearsed and as planned, the kinds of memory that are more
+    than 10 % apart, tensors that rank 0 pushed and those of a checkpoint (None: nothing tells), seconds."""
     return json.loads(RECORDS.read_text())
 
 
@@ -95,43 +108,154 @@ def _row(name: str, record: dict[str, Any] | None) -> list[str]:
         "yes" if is_served else NOT_YET if not tested else "no test",
         record["layout"] if record else NOT_YET,
         f"{record['rehearsed_gib']:.1f}, {record['planned_gib']:.1f}" if record else "",
+        _apart(record) if record else "",
+        _tensors(record) if record else "",
         str(record["seconds"]) if record else "",
     ]
 
 
+def _apart(record: dict[str, Any]) -> str:
+    return "" if record["apart"] is None else ", ".join(record["apart"]) or "none"
+
+
+def _tensors(record: dict[str, Any]) -> str:
+    pushed, stored = record["pushed"], record["stored"]
+    if pushed is None:
+        return ""
+    return f"{pushed:,}" if stored is None else f"{pushed:,} of {stored:,}"
+
+
 def rehearse(name: str) -> dict[str, Any]:
-    """Rehearse a step of GRPO on rank 0, at the model's true size.
+    """Rehearse a step of GRPO on rank 0, at the model's true size, with the flags of its script.
 
     Raises:
         RuntimeError: the rehearsal failed, with the end of what it printed.
     """
-    config = PUBLISHED_MODELS[name]
-    text = config.get("text_config", config)
-    large = text["num_hidden_layers"] * text["hidden_size"] ** 2 > _LARGE
-    tensor, nodes = (8, 8) if large else (2, 1)
+    layout = layout_of(name)
+    stored = tensors_of(PUBLISHED_MODELS[name])
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(config))
-        prompts = Path(directory) / "prompts.jsonl"
+        checkpoint = Path(directory)
+        (checkpoint / "config.json").write_text(json.dumps(PUBLISHED_MODELS[name]))
+        if stored is not None:
+            write_stand_in(checkpoint, stored)
+        prompts = checkpoint / "prompts.jsonl"
         prompts.write_text('{"prompt": "1 + 1?", "label": "2"}\n' * 32)
         words = [
-            "--hf-checkpoint", directory, "--model-args-from-hf", "--prompt-data", str(prompts), *_BATCH,
-            "--actor-num-nodes", str(nodes), "--actor-num-gpus-per-node", "8", "--rollout-num-gpus", "8",
-            "--tensor-model-parallel-size", str(tensor), "--sequence-parallel", "--rehearse", "--rehearse-ranks", "0",
+            "--hf-checkpoint", directory, *model_words(name), "--prompt-data", str(prompts), *_BATCH, *layout,
+            "--rollout-num-gpus", "8", "--sequence-parallel", "--rehearse", "--rehearse-ranks", "0",
         ]  # fmt: skip
+        # The plan is one for GPUs only where nothing asks for the CPU.
+        environment = {key: value for key, value in os.environ.items() if key != "SLIME_ACCELERATOR"}
         result = subprocess.run(
             [sys.executable, str(ROOT / "train.py"), *words], cwd=ROOT, capture_output=True, text=True, timeout=600,
-            env={**os.environ, "SLIME_ACCELERATOR": "cpu"},
+            env=environment,
         )  # fmt: skip
     memory = re.search(r"together +([\d.]+) GiB +([\d.]+) GiB", result.stdout)
     seconds = re.search(r"rehearsed in (\d+) s", result.stdout)
-    if result.returncode or not memory or not seconds:
+    pushed = re.search(r"weight push: ([\d,]+) tensors", result.stdout)
+    if result.returncode or not memory or not seconds or not pushed:
         raise RuntimeError(f"{name}: exit status {result.returncode}: {(result.stdout + result.stderr)[-3000:]}")
+    apart = re.findall(r"^    (\w+) .*   (?:apart by|not planned)", result.stdout, re.MULTILINE)
+    if re.search(r"^    logits .*   (?:apart by 100%|not planned)", result.stdout, re.MULTILINE):
+        # Peaks of two moments: only what is there at all times can be compared.
+        apart = [kind for kind in apart if kind not in ("activations", "logits")]
     return {
-        "layout": f"TP {tensor}, DP {8 * nodes // tensor}",
+        "layout": _spelled(layout),
         "rehearsed_gib": float(memory[1]),
         "planned_gib": float(memory[2]),
+        "apart": apart,
+        "pushed": int(pushed[1].replace(",", "")),
+        "stored": None if stored is None else len(stored),
         "seconds": int(seconds[1]),
     }
+
+
+def same_model(name: str) -> list[str]:
+    """The scripts with the flags of this one, itself among them, whose rehearsal is the same."""
+    words, model_type = model_words(name), PUBLISHED_MODELS[name]["model_type"]
+    return [
+        other
+        for other, config in PUBLISHED_MODELS.items()
+        if config["model_type"] == model_type and model_words(other) == words
+    ]
+
+
+@functools.cache
+def model_words(name: str) -> list[str]:
+    """The flags of `scripts/models/<name>.sh`."""
+    command = f"source {ROOT}/scripts/models/{name}.sh && printf '%s\\0' \"${{MODEL_ARGS[@]}}\""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("MODEL_ARGS_")}
+    result = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True, env=environment
+    )
+    return result.stdout.split("\0")[:-1]
+
+
+def layout_of(name: str) -> list[str]:
+    """The flags of the layout: with experts those of the launch script, where the model or one with its flags has any."""
+    if "--num-experts" in model_words(name):
+        sourced = [f"models/{other}.sh" for other in same_model(name)]
+        scripts = [
+            path.name
+            for path in sorted((ROOT / "scripts").glob("run-*.sh"), key=lambda path: len(path.name))
+            if any(script in path.read_text() for script in sourced)
+        ]
+        if scripts:
+            words = words_of(scripts[0])
+            return [word for flag in _LAYOUT if flag in words for word in (flag, words[words.index(flag) + 1])]
+    text = PUBLISHED_MODELS[name].get("text_config", PUBLISHED_MODELS[name])
+    large = text["num_hidden_layers"] * text["hidden_size"] ** 2 > _LARGE
+    tensor, nodes, expert = (8, 8, 32) if large else (2, 1, 8)
+    experts = ["--expert-model-parallel-size", str(expert)] if "--num-experts" in model_words(name) else []
+    sizes = ["--actor-num-nodes", str(nodes), "--actor-num-gpus-per-node", "8"]
+    return [*sizes, "--tensor-model-parallel-size", str(tensor), *experts]
+
+
+def _spelled(layout: list[str]) -> str:
+    size = dict(zip(layout[::2], map(int, layout[1::2]), strict=True))
+    sizes = {key: size.get(flag, 1) for key, flag in zip(("TP", "PP", "CP", "EP"), _LAYOUT[2:6], strict=True)}
+    dense = sizes["TP"] * sizes["PP"] * sizes["CP"]
+    sizes = {"TP": sizes["TP"], "DP": size[_LAYOUT[0]] * size[_LAYOUT[1]] // dense, **sizes}
+    return ", ".join(f"{key} {size}" for key, size in sizes.items() if size > 1 or key in ("TP", "DP"))
+
+
+def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]] | None:
+    """Names and shapes of the tensors that transformers would write of a model of this config; None: it has no such class."""
+    import torch
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    kind = getattr(transformers, config["architectures"][0], None)
+    if kind is None:
+        return None
+    with torch.device("meta"):
+        model = kind(kind.config_class(**{key: value for key, value in config.items() if key != "model_type"}))
+    tensors = {
+        name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, model.state_dict()).items()
+    }
+    if config.get("tie_word_embeddings"):
+        del tensors["lm_head.weight"]
+    return tensors
+
+
+def write_stand_in(directory: Path, tensors: dict[str, tuple[int, ...]]) -> None:
+    """Safetensors files of bfloat16 tensors of these shapes, holes behind their headers, which take no room on a disk."""
+    headers: list[dict[str, Any]] = []
+    end = _FILE_BYTES
+    weight_map = {}
+    for name, shape in tensors.items():
+        if end >= _FILE_BYTES:
+            headers.append({})
+            end = 0
+        start, end = end, end + 2 * math.prod(shape)
+        headers[-1][name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+        weight_map[name] = f"model-{len(headers):05}.safetensors"
+    for number, header in enumerate(headers, 1):
+        text = json.dumps(header).encode()
+        with (directory / f"model-{number:05}.safetensors").open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + max(entry["data_offsets"][1] for entry in header.values()))
+    (directory / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,28 @@
 
 import json
 
-from tools.write_model_table import NOT_YET, PAGE, RECORDS, recorded, with_table
+import pytest
+
+from slime.weights.hf_reader import SafetensorsDirectory
+from tools import write_model_table
+from tools.write_model_table import (
+    NOT_YET,
+    PAGE,
+    RECORDS,
+    layout_of,
+    recorded,
+    same_model,
+    tensors_of,
+    with_table,
+    write_stand_in,
+)
+
+SMALL = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 16, "intermediate_size": 24,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32, "q_lora_rank": 6,
+    "kv_lora_rank": 4, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 5, "first_k_dense_replace": 1,
+    "n_routed_experts": 3, "n_shared_experts": 1, "moe_intermediate_size": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
 
 
 def test_the_table_is_up_to_date():
@@ -10,11 +31,16 @@ def test_the_table_is_up_to_date():
 
 
 def test_a_row_says_what_is_tested_and_what_was_rehearsed():
-    record = {"layout": "TP 2, DP 4", "rehearsed_gib": 12.34, "planned_gib": 12.3, "seconds": 7}
+    record = {
+        "layout": "TP 2, DP 4", "rehearsed_gib": 12.34, "planned_gib": 12.3, "apart": ["push"], "pushed": 1234, "stored": 5678,
+        "seconds": 7,
+    }  # fmt: skip
     page = with_table(PAGE.read_text(), {"glm4-9B": record})
     rows = {line.split(" | ")[0].strip("| `"): line for line in page.splitlines() if line.startswith("| `")}
     assert len(rows) == 50
-    assert "| `glm4` | yes |" in rows["glm4-9B"] and rows["glm4-9B"].endswith("| TP 2, DP 4 | 12.3, 12.3 | 7 |")
+    assert "| `glm4` | yes |" in rows["glm4-9B"] and rows["glm4-9B"].endswith(
+        "| TP 2, DP 4 | 12.3, 12.3 | push | 1,234 of 5,678 | 7 |"
+    )
     # Its engine is tested with experts on two training ranks, in a module of its own.
     assert rows["qwen3-30B-A3B"].split(" | ")[4] == "yes"
     # With experts tensor parallelism needs sequence parallelism.
@@ -22,3 +48,35 @@ def test_a_row_says_what_is_tested_and_what_was_rehearsed():
     # A family that trains, whose engine no test starts, and which nobody rehearsed.
     assert rows["kimi-k2"].split(" | ")[2:6:3] == ["yes", NOT_YET] and rows["kimi-k2"].split(" | ")[4] == "no test"
     assert json.loads(RECORDS.read_text()).keys() <= rows.keys()
+
+
+def test_scripts_of_one_model_share_its_rehearsal_and_layout():
+    """By their flags: DeepSeek V3 with fewer layers is another model."""
+    assert set(same_model("deepseek-v3")) == {"deepseek-v3", "deepseek-v3.1", "deepseek-r1"}
+    assert same_model("deepseek-v3-5layer") == ["deepseek-v3-5layer"]
+    # The launch script is that of another of the three.
+    assert dict(zip(layout_of("deepseek-v3")[::2], layout_of("deepseek-v3")[1::2], strict=True)) == {
+        "--actor-num-nodes": "16", "--actor-num-gpus-per-node": "8", "--tensor-model-parallel-size": "8",
+        "--pipeline-model-parallel-size": "4", "--context-parallel-size": "4", "--expert-model-parallel-size": "32",
+        "--expert-tensor-parallel-size": "1", "--decoder-last-pipeline-num-layers": "13",
+    }  # fmt: skip
+    # Dense models of this size are cut in two, whatever their launch scripts do.
+    assert layout_of("glm4-9B")[-2:] == ["--tensor-model-parallel-size", "2"]
+
+
+@pytest.mark.parametrize("file_bytes", [2**32, 1000])
+def test_a_checkpoint_without_room_has_the_tensors_that_transformers_writes(tmp_path, monkeypatch, file_bytes):
+    """In one file, and in several."""
+    monkeypatch.setattr(write_model_table, "_FILE_BYTES", file_bytes)
+    tensors = tensors_of(SMALL)
+    # One layer is dense; the other has three experts, and one that sees every token. Layers have two norms and seven tensors of
+    # attention.
+    assert len(tensors) == 3 + 2 * (7 + 2) + 3 + (2 + 3 * 3 + 3)
+    assert tensors["model.layers.1.mlp.experts.2.down_proj.weight"] == (16, 8)
+    write_stand_in(tmp_path, tensors)
+    stored = SafetensorsDirectory(tmp_path)
+    assert {name: stored.tensor(name).shape for name in stored.names()} == tensors
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (file_bytes == 1000)
+    # Of no class, and of one with a head that is the embedding.
+    assert tensors_of({"architectures": ["NobodyForCausalLM"]}) is None
+    assert "lm_head.weight" not in tensors_of({**SMALL, "tie_word_embeddings": True})
