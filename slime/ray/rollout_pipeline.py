@@ -102,7 +102,7 @@ class RolloutPipeline:
         drawing = contextlib.nullcontext() if self.states is None else self.states.of_rollout(rollout_id)
         with self._call(generation_name(rollout_id), rollout_id, trained_as) as logged, drawing:
             started = time.perf_counter()
-            samples, extra_metrics = self._samples_of(rollout_id)
+            samples, extra_metrics = self.samples_of(rollout_id)
             seconds = time.perf_counter() - started
             self._remember_state(rollout_id)
             staleness = hold_to_bound(self.args, samples, trained_as)
@@ -110,7 +110,7 @@ class RolloutPipeline:
                 save_rollout(self.args.save_debug_rollout_data, rollout_id, samples)
             shards, critic_shards, dropped = self._build_shards(samples) if self.args.has_trainer else ([], [], 0)
             metrics = merge_extra_metrics({"rollout/dropped_rollouts": dropped, **staleness}, extra_metrics, "rollout/")
-            if not self._logged_by_user(rollout_id, samples, metrics, seconds):
+            if not self.logged_by_user(rollout_id, samples, metrics, seconds):
                 metrics.update(compute_rollout_metrics(self.args, samples))
                 if not self.args.has_trainer:
                     metrics["rollout/raw_reward"] = _mean_reward(self.args, samples)
@@ -129,7 +129,7 @@ class RolloutPipeline:
         ):
             self.states.remember(rollout_id)
 
-    def _samples_of(self, rollout_id: int) -> tuple[list[Any], dict[str, Any] | None]:
+    def samples_of(self, rollout_id: int) -> tuple[list[Any], dict[str, Any] | None]:
         """The step's samples, flat, from the rollout function or from a dump."""
         args = self.args
         if args.load_debug_rollout_data is not None:
@@ -150,17 +150,18 @@ class RolloutPipeline:
         """One boxed object per data-parallel rank of the actor and of the critic, if there is one, and the number of
         rollouts that fit no whole step."""
         batch = convert_samples_to_train_batch(self.args, samples)
-        schedule = _schedule(self.args, batch)
+        schedule = batch_schedule(self.args, batch)
         shards = [Box(ray.put(shard)) for shard in split_for_data_parallel(batch, schedule)]
         if not self.args.use_critic:
             return shards, [], schedule.dropped
         # A layout or a token budget of its own; else the ranks of both models take the same objects.
-        of_critic = _schedule(critic_args(self.args), batch)
+        of_critic = batch_schedule(critic_args(self.args), batch)
         if of_critic == schedule:
             return shards, shards, schedule.dropped
         return shards, [Box(ray.put(shard)) for shard in split_for_data_parallel(batch, of_critic)], schedule.dropped
 
-    def _logged_by_user(self, rollout_id: int, samples: list[Any], metrics: dict[str, Any], seconds: float) -> bool:
+    def logged_by_user(self, rollout_id: int, samples: list[Any], metrics: dict[str, Any], seconds: float) -> bool:
+        """Whether a user's function logged the rollout in the place of the usual metrics."""
         path = self.args.custom_rollout_log_function_path
         if path is None:
             return False
@@ -190,7 +191,8 @@ class RolloutPipeline:
         return logged
 
 
-def _schedule(args: argparse.Namespace, batch: dict[str, Any]) -> DPSchedule:
+def batch_schedule(args: argparse.Namespace, batch: dict[str, Any]) -> DPSchedule:
+    """How the samples of a step are dealt to ranks and micro-batches."""
     return schedule_from_args(
         args,
         train_parallel_config(args),

@@ -9,10 +9,12 @@ import dataclasses
 import os
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
+from slime.plugins.__main__ import main as try_functions
 from slime.rollout.base_types import leaves
 from slime.rollout.data_source import create_data_source
 from slime.rollout.draws import draw_groups
@@ -34,6 +36,8 @@ from tests.support.tables.page import blocks
 PAGE = Path(__file__).parents[2] / "docs/en/get_started/customization.md"
 PLUG_INS = {re.match(r"# (\S+\.py)\n", text)[1]: text for kind, text in blocks(PAGE) if kind == "python"}
 COMMANDS = [text for kind, text in blocks(PAGE) if kind == "bash"]
+TRIALS = [command for command in COMMANDS if command.startswith("python -m slime.plugins check ")]
+COMMANDS = [command for command in COMMANDS if command not in TRIALS]
 CHECKS = {}
 
 
@@ -96,6 +100,11 @@ def answers(*responses, label="85"):
                tokens=[1, *range(len(text))], status=Sample.Status.COMPLETED)
         for i, text in enumerate(responses)
     ]  # fmt: skip
+
+
+@check("test_my_reward.py")
+def tries_a_function(given):
+    load_function("test_my_reward.py:test_my_reward")()
 
 
 # -- rewards -----------------------------------------------------------------------------------------------------------
@@ -224,7 +233,7 @@ def logs_a_metric(given):
 
     args = parse(given.directory, "--custom-rollout-log-function-path", "my_log.py:log_questions")
     drain_outbox()
-    assert RolloutPipeline(args)._logged_by_user(3, answers("85?", "86"), {}, 1.0) is False
+    assert RolloutPipeline(args).logged_by_user(3, answers("85?", "86"), {}, 1.0) is False
     assert drain_outbox() == [({"rollout/questions": 0.5, "rollout/step": 3}, "rollout/step")]
 
 
@@ -310,7 +319,8 @@ def test_a_file_of_the_page_does_what_the_page_says(name, here, checkpoint, serv
 
 def test_every_file_is_run_and_named_in_a_command():
     assert set(CHECKS) == set(PLUG_INS)
-    assert [name for name in PLUG_INS if not any(name in command for command in COMMANDS)] == []
+    unnamed = [name for name in PLUG_INS if not any(name in command for command in COMMANDS)]
+    assert unnamed == ["test_my_reward.py"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -323,6 +333,14 @@ def test_a_command_of_the_page_is_accepted(command, here):
         if ".py:" in word:
             assert os.path.isfile(word.partition(":")[0]) and callable(load_function(word))
     assert args.rollout_batch_size == 4
+
+
+def test_functions_of_the_page_are_tried(here, monkeypatch, capsys):
+    (trial,) = TRIALS
+    monkeypatch.setattr(sys, "argv", shlex.split(trial.replace("\\\n", " "))[2:])
+    assert try_functions() == 0
+    told = capsys.readouterr().out
+    assert told.count("\n  fine") == 2 and "returned    1.0" in told
 
 
 def test_every_field_of_a_sample_is_in_the_table():

@@ -104,9 +104,9 @@ def take_from_buffer(args):
 
 
 FAILURES = {
-    "--rollout-function-path fails": lambda args: RolloutPipeline(args)._samples_of(3),
+    "--rollout-function-path fails": lambda args: RolloutPipeline(args).samples_of(3),
     "--eval-function-path fails": lambda args: RolloutPipeline(args).evaluate(3, before=False),
-    "--rollout-sample-filter-path fails": lambda args: RolloutPipeline(args)._samples_of(3),
+    "--rollout-sample-filter-path fails": lambda args: RolloutPipeline(args).samples_of(3),
     "--data-source-path NoConstructor": RolloutPipeline,
     "--data-source-path Failing": lambda args: draw_groups(args, RolloutPipeline(args).data_source, 2, 3),
     "--data-source-path Failing add": lambda args: give_back(args, RolloutPipeline(args).data_source, [], 3),
@@ -136,9 +136,9 @@ def test_a_plug_in_that_raises_ends_the_run_with_flag_path_and_its_own_traceback
 def test_a_log_function_is_loaded_by_its_flag_and_its_failure_is_only_reported(tmp_path, plug_ins, caplog):
     (tmp_path / "logs.py").write_text("def rollout_log_function(*arguments):\n    return len(arguments) == 5\n")
     args = parse(tmp_path, "--custom-rollout-log-function-path", str(tmp_path / "logs.py"))
-    assert RolloutPipeline(args)._logged_by_user(3, [], {}, 1.0) is True, "a conventional name, which the flag decides"
+    assert RolloutPipeline(args).logged_by_user(3, [], {}, 1.0) is True, "a conventional name, which the flag decides"
     args.custom_rollout_log_function_path = f"{plug_ins}:fails"
-    assert RolloutPipeline(args)._logged_by_user(3, [], {}, 1.0) is False
+    assert RolloutPipeline(args).logged_by_user(3, [], {}, 1.0) is False
     assert "--custom-rollout-log-function-path" in caplog.text
 
 
@@ -206,7 +206,7 @@ def test_a_source_of_the_users_sees_in_its_arguments_what_the_run_finds_out(tmp_
     words = ["--data-source-path", f"{plug_ins}:KnowsTheRun", "--rollout-function-path", f"{plug_ins}:tells_the_source"]
     args = parse(tmp_path, *words, "--num-rollout", "6")
     pipeline = RolloutPipeline(args)
-    samples, _ = pipeline._samples_of(0)
+    samples, _ = pipeline.samples_of(0)
     assert samples[0].metadata["found"] == [6, pipeline.length.rollouts_per_epoch, 3]
     assert "level" not in vars(args) and "rollouts_per_epoch" not in vars(args)
 

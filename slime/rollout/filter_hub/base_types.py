@@ -50,12 +50,12 @@ def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
 
 
 def should_drop_dynamic_filter_output(
-    output: DynamicFilterOutput, *, remaining_batch_size: int, target_data_size: int
+    out: DynamicFilterOutput, *, remaining_batch_size: int, target_data_size: int
 ) -> bool:
     """Whether the group is dropped, given how many groups are still obtainable, this one included."""
-    if output.keep:
+    if out.keep:
         return False
-    return not (output.keep_when_insufficient and remaining_batch_size <= target_data_size)
+    return not (out.keep_when_insufficient and remaining_batch_size <= target_data_size)
 
 
 class MetricGatherer:

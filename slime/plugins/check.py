@@ -1,0 +1,303 @@
+"""A step of a run without a model, for the functions of a user's own that its command line names."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.arguments import parse_args
+from slime.plugins.recorder import POINTS, Recorder
+from slime.ray.rollout_pipeline import RolloutPipeline, batch_schedule
+from slime.rollout.draws import draw_groups
+from slime.rollout.rm_hub.grading import clear_reward_instances
+from slime.rollout.train_data import convert_samples_to_train_batch
+from slime.utils import async_utils
+from slime.utils.errors import RunError, UserError
+from slime.utils.http_utils import close_http_client
+from slime.utils.misc import SingletonMeta
+from slime.utils.plugin_loader import calling_user_code, load_function, observing_plug_ins
+from slime.utils.ports import host_for_url
+from slime.utils.processing_utils import load_tokenizer
+from slime.utils.run_values import with_run_values
+
+ANSWER = "I add both numbers. Answer: \\boxed{4}"
+_POLL_S = 0.05
+_HOST = "127.0.0.1"
+_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64,
+    "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "vocab_size": 300, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came of one function."""
+
+    record: Recorder
+    problems: tuple[str, ...]
+
+    def text(self) -> str:
+        """The finding as it is printed."""
+        record = self.record
+        lines = [
+            f"{record.flag} {record.path}",
+            f"  defined as  {record.signature}",
+            f"  called as   {POINTS[record.flag].call}",
+        ]
+        if record.calls:
+            lines.append(f"  given       {record.given}")
+            lines.append(f"  returned    {record.returned or 'nothing: no call came to its end'}")
+        if record.changed:
+            lines.append(f"  changed     {', '.join(sorted(record.changed))} of samples")
+        if record.seconds:
+            middle, longest = statistics.median(record.seconds), max(record.seconds)
+            lines.append(f"  cost        {record.calls} calls, {middle:.4f} s in the middle, {longest:.4f} s at most")
+        return "\n".join(
+            [*lines, *(f"  PROBLEM     {problem}" for problem in self.problems or ())]
+            + ([] if self.problems else ["  fine"])
+        )
+
+
+def check(words: Sequence[str], *, answers: Sequence[str] | None = None, time_limit: float = 20.0) -> list[Finding]:
+    """Have the functions that `words`, flags of a run, name called by the framework.
+
+    Args:
+        answers: texts of the engine, one for each turn of a conversation, then from the first again.
+        time_limit: seconds for a call of any of them.
+
+    Raises:
+        UserError: no function is named, or a run would refuse the flags.
+    """
+    named = [flag for flag in POINTS if flag in {word.partition("=")[0] for word in words}]
+    if not named:
+        raise UserError(f"no plug-in is named; give one of {', '.join(POINTS)}")
+    with tempfile.TemporaryDirectory(prefix="slime-plugins-") as directory:
+        args = parse_args(argv=_command_line(Path(directory), words, named, time_limit))
+        records: dict[tuple[str, str], Recorder] = {}
+        watched: dict[tuple[str, str, Any], Any] = {}
+        lock = threading.Lock()
+
+        def observe(flag: str | None, path: str, found: Any) -> Any:
+            if flag not in named:
+                return found
+            with lock:
+                record = records.setdefault((flag, path), Recorder(flag, path))
+                if (flag, path, found) not in watched:
+                    watched[flag, path, found] = record.watched(found)
+                return watched[flag, path, found]
+
+        with observing_plug_ins(observe), _engine(args, answers or [ANSWER]) as engine:
+            host, port = engine
+            models = {"default": (host_for_url(host), port)}
+            values = {"sglang_router_ip": host, "sglang_router_port": port, "sglang_model_routers": models}
+            failure = _run(
+                lambda: _step(with_run_values(args, rollout_num_engines=1, **values), named), records, time_limit
+            )
+    return _findings(args, named, records, failure)
+
+
+def _command_line(directory: Path, words: Sequence[str], named: Sequence[str], time_limit: float) -> list[str]:
+    (directory / "config.json").write_text(json.dumps(_CONFIG))
+    _write_tokenizer(directory)
+    rows = [{"prompt": f"What is {i}+{i}?", "label": str(2 * i), "metadata": {"row": i}} for i in range(1, 5)]
+    (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluates = {"--eval-function-path", "--custom-eval-rollout-log-function-path"} & set(named)
+    given = {word.partition("=")[0] for word in words}
+    defaults = {
+        "--hf-checkpoint": [str(directory)], "--prompt-data": [str(directory / "prompts.jsonl")], "--num-rollout": ["4"],
+        "--label-key": ["label"], "--metadata-key": ["metadata"], "--rollout-max-response-len": ["1024"],
+        "--rollout-batch-size": ["2"], "--n-samples-per-prompt": ["2"], "--rollout-num-gpus": ["1"],
+        "--actor-num-gpus-per-node": ["1"], "--model-args-from-hf": [], "--http-request-timeout": [str(time_limit)],
+        "--rm-timeout": [str(time_limit)],
+    }  # fmt: skip
+    if "--custom-rm-path" not in named:
+        defaults["--rm-type"] = ["math"]
+    if evaluates:
+        defaults |= {"--eval-interval": ["1"], "--eval-prompt-data": ["sums", str(directory / "prompts.jsonl")]}
+    own = [word for flag, value in defaults.items() if flag not in given for word in (flag, *value)]
+    needed = [word for flag in named for word in POINTS[flag].words if POINTS[flag].words[0] not in given]
+    return [*own, *needed, *words]
+
+
+def _write_tokenizer(directory: Path) -> None:
+    """A token for each byte, with the marks of a conversation."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    whole.chat_template = _TEMPLATE
+    whole.save_pretrained(str(directory))
+
+
+@contextlib.contextmanager
+def _engine(args: argparse.Namespace, answers: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Address of what looks like a router with one engine."""
+    from aiohttp import web
+
+    tokenizer = load_tokenizer(args.hf_checkpoint, args.trust_remote_code)
+    # The turn of a conversation, by the tokens that were sent for it.
+    turns: dict[tuple[int, ...], int] = {}
+
+    async def generate(request: web.Request) -> web.Response:
+        payload = await request.json()
+        sent = tuple(payload.get("input_ids") or ())
+        turns[sent] = max((turn + 1 for ids, turn in turns.items() if ids != sent == ids + sent[len(ids) :]), default=0)
+        ids = tokenizer.encode(answers[turns[sent] % len(answers)], add_special_tokens=False)
+        budget = payload["sampling_params"].get("max_new_tokens", len(ids))
+        meta = {
+            "output_token_logprobs": [[-0.5, token, None] for token in ids[:budget]],
+            "finish_reason": {"type": "length" if len(ids) >= budget else "stop"},
+            "weight_version": "1",
+            "completion_tokens": min(len(ids), budget),
+        }
+        if payload.get("logprob_start_len") is not None:
+            meta["input_token_logprobs"] = [[-0.5, token, None] for token in payload.get("input_ids", ())]
+        return web.json_response({"text": tokenizer.decode(ids[:budget], skip_special_tokens=True), "meta_info": meta})
+
+    async def idle(request: web.Request) -> web.Response:
+        return web.json_response({"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0}], "workers": []})
+
+    async def start() -> tuple[web.AppRunner, int]:
+        app = web.Application(client_max_size=2**28)
+        app.router.add_post("/generate", generate)
+        app.router.add_route("*", "/{other:.*}", idle)
+        runner = web.AppRunner(app, shutdown_timeout=0.2)
+        await runner.setup()
+        site = web.TCPSite(runner, _HOST, 0)
+        await site.start()
+        return runner, runner.addresses[0][1]
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="slime-plugins-engine", daemon=True)
+    thread.start()
+    runner, port = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
+    try:
+        yield _HOST, port
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(60)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(60)
+        loop.close()
+
+
+def _step(args: argparse.Namespace, named: Sequence[str]) -> None:
+    """One rollout, an evaluation where it was asked for, and the training rank's part up to the loss."""
+    SingletonMeta.clear_instances()
+    clear_reward_instances()
+    try:
+        pipeline = RolloutPipeline(args)
+        if "--buffer-filter-path" in named:
+            pipeline.data_source.add_samples(pipeline.data_source.get_samples(1))
+        samples, metrics = pipeline.samples_of(0)
+        if "--data-source-path" in named:
+            with calling_user_code("--data-source-path", args.data_source_path, "groups that were not used"):
+                pipeline.data_source.add_samples(draw_groups(args, pipeline.data_source, 1, 1))
+        batch = convert_samples_to_train_batch(args, samples)
+        if args.custom_rollout_log_function_path is not None:
+            pipeline.logged_by_user(0, samples, metrics or {}, 1.0)
+        if args.eval_interval is not None:
+            pipeline.evaluate(0)
+    finally:
+        with contextlib.suppress(RuntimeError):
+            async_utils.run(close_http_client())
+        SingletonMeta.clear_instances()
+        clear_reward_instances()
+    _train(args, batch)
+
+
+def _train(args: argparse.Namespace, batch: dict[str, Any]) -> None:
+    import torch
+
+    from slime.training.advantages import compute_advantages_and_returns
+    from slime.training.loss import loss_function
+    from slime.training.rollout_batch import split_for_data_parallel, to_tensors
+
+    data = to_tensors(split_for_data_parallel(batch, batch_schedule(args, batch))[0], "cpu")
+    data.setdefault("log_probs", [torch.full((length,), -0.5) for length in data["response_lengths"]])
+    data.setdefault("ref_log_probs", [torch.full((length,), -0.6) for length in data["response_lengths"]])
+    compute_advantages_and_returns(args, data)
+    path, flag = args.rollout_data_postprocess_path, "--rollout-data-postprocess-path"
+    if path is not None:
+        with calling_user_code(flag, path, "rollout 0"):
+            load_function(path, flag=flag)(args, 0, data)
+    micro_batch = data.micro_batch(range(len(data["total_lengths"])), pad_multiple=4)
+    generator = torch.Generator().manual_seed(0)
+    shape = (len(micro_batch.stream.tokens), args.padded_vocab_size or args.vocab_size or _CONFIG["vocab_size"])
+    logits = torch.randn(*shape, generator=generator).requires_grad_()
+    loss, _ = loss_function(args, micro_batch, logits, None, role="actor")
+    loss.backward()
+
+
+def _run(step: Callable[[], None], records: dict[Any, Recorder], time_limit: float) -> str | None:
+    """What ends the step, if anything does; a call beyond twice the time limit ends it too."""
+    failures: list[str] = []
+
+    def work() -> None:
+        try:
+            step()
+        except (UserError, RunError, TypeError, ValueError) as error:
+            failures.append(str(error))
+        except Exception:
+            failures.append(traceback.format_exc())
+
+    thread = threading.Thread(target=work, name="slime-plugins-step", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_POLL_S)
+        for record in list(records.values()):
+            for caller, started in list(record.running.values()):
+                # What has a limit of the framework's own ends by it first.
+                if time.monotonic() - started > time_limit * 2 + 5 * _POLL_S:
+                    return _hanging(record, caller, time_limit)
+    return failures[0] if failures else None
+
+
+def _hanging(record: Recorder, caller: threading.Thread, time_limit: float) -> str:
+    frame = sys._current_frames().get(caller.ident)
+    where = "".join(traceback.format_stack(frame)[-4:]) if frame is not None else ""
+    return f"{record.flag} {record.path} did not return within {time_limit:g} s; it is here:\n{where}"
+
+
+def _findings(
+    args: argparse.Namespace, named: Sequence[str], records: dict[tuple[str, str], Recorder], failure: str | None
+) -> list[Finding]:
+    for flag in named:
+        if flag not in {record.flag for record in records.values()}:
+            records[flag, ""] = Recorder(flag, str(vars(args)[flag.removeprefix("--").replace("-", "_")]))
+    # The message names the function that is to blame.
+    blamed = [record for record in records.values() if failure and f"{record.flag} {record.path}" in failure]
+    findings = []
+    for record in records.values():
+        problems = list(record.problems)
+        if record in blamed:
+            problems.append(failure)
+        elif failure and not record.calls:
+            problems.append(f"not called: the step ended before{'' if blamed else f', with: {failure}'}")
+        elif failure and not blamed:
+            problems.append(f"the step ended with: {failure}")
+        elif not record.calls:
+            problems.append("nothing called it: another flag takes its place, or the step has no use for it")
+        findings.append(Finding(record, tuple(problems)))
+    return findings

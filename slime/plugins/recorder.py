@@ -1,0 +1,244 @@
+"""Every plug-in point, and how the calls of a plug-in are watched: what goes in, what comes out, what it costs.
+
+A watched function is called as it is; its result goes on to the framework unchanged, which judges it. Only what the framework
+cannot see is found here: arguments that are shared and were changed, and coroutines where nobody awaits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import inspect
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.rollout.base_types import leaves
+from slime.rollout.user_functions import is_coroutine_function
+from slime.utils.errors import UserError
+from slime.utils.types import Sample
+
+
+@dataclass(frozen=True)
+class Point:
+    """A place where a user's function is called.
+
+    Attributes:
+        call: how, and what has to come back.
+        may_await: whether it may be a coroutine function.
+        keeps_samples: whether samples are not its to change.
+        words: further flags, without which a run has no use for it.
+    """
+
+    call: str
+    may_await: bool = False
+    keeps_samples: bool = False
+    words: tuple[str, ...] = ()
+    # A run goes on where it raises.
+    is_forgiven: bool = False
+
+
+_REWARD = (
+    "fn(args, sample) → float or dict; fn(args, samples) → list; or a class with compute_reward(prompts, responses)"
+)
+_TIS = "fn(*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kw) → (pg_loss, masks, metrics)"
+POINTS = {
+    "--rollout-function-path": Point(
+        "fn(args, rollout_id, data_source, evaluation=False) → RolloutFnTrainOutput, or a list of groups"
+    ),
+    "--eval-function-path": Point(
+        "fn(args, rollout_id, data_source, evaluation=True) → RolloutFnEvalOutput, or {set: {rewards, truncated, samples}}"
+    ),
+    "--custom-generate-function-path": Point(
+        "async fn(args, sample, sampling_params[, evaluation]) → Sample or list of them; fn(args, samples, evaluation) → list",
+        may_await=True,
+    ),
+    "--rollout-sample-hook-path": Point(
+        "fn(args, sample, *, rollout_id=None, evaluation=False) → Sample or None", may_await=True
+    ),
+    "--custom-rm-path": Point(_REWARD, may_await=True),
+    "--dynamic-sampling-filter-path": Point(
+        "fn(args, samples, **kw) → DynamicFilterOutput(keep, reason) or bool", keeps_samples=True
+    ),
+    "--buffer-filter-path": Point("fn(args, rollout_id, buffer, num_samples) → groups, taken out of buffer"),
+    "--rollout-sample-filter-path": Point("fn(args, data): sets remove_sample of samples; returns nothing"),
+    "--rollout-all-samples-process-path": Point(
+        "fn(args, all_groups, data_source): returns nothing", keeps_samples=True
+    ),
+    "--custom-reward-post-process-path": Point("fn(args, samples) → (raw rewards, rewards), one for each sample"),
+    "--custom-convert-samples-to-train-data-path": Point(
+        "fn(args, samples) → {tokens, response_lengths, rewards, raw_reward, truncated, sample_indices, loss_masks}"
+    ),
+    "--data-source-path": Point(
+        "class(args) with get_samples(num_samples) → groups or prompts, and add_samples(groups)"
+    ),
+    "--custom-rollout-log-function-path": Point(
+        "fn(rollout_id, args, samples, rollout_extra_metrics, rollout_time) → True to leave out the usual metrics",
+        keeps_samples=True,
+        is_forgiven=True,
+    ),
+    "--custom-eval-rollout-log-function-path": Point(
+        "fn(rollout_id, args, data, extra_metrics) → True to leave out the usual metrics", is_forgiven=True
+    ),
+    "--rollout-data-postprocess-path": Point(
+        "fn(args, rollout_id, rollout_data): edits in place, on each training rank"
+    ),
+    "--custom-advantage-function-path": Point(
+        "fn(args, rollout_data): sets advantages and returns, lists of tensors shaped as log_probs"
+    ),
+    "--custom-loss-function-path": Point(
+        "fn(args, batch, logits, sum_of_sample_mean) → (loss, {name: scalar tensor})",
+        words=("--loss-type", "custom_loss"),
+    ),
+    "--custom-tis-function-path": Point(_TIS, words=("--use-tis",)),
+    "--custom-pg-loss-reducer-function-path": Point(
+        "fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss[, rollout_mask_sums]) → fn(flat tensor)"
+    ),
+}
+# Of classes, which are constructed once: what of them is called.
+_METHODS = ("compute_reward", "get_samples", "add_samples", "state_dict", "load_state_dict", "save", "load")
+
+
+@dataclass
+class Recorder:
+    """The calls of one plug-in."""
+
+    flag: str
+    path: str
+    signature: str = ""
+    calls: int = 0
+    seconds: list[float] = field(default_factory=list)
+    given: str = ""
+    returned: str = ""
+    changed: set[str] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+    # Thread and start of the calls that are under way.
+    running: dict[int, tuple[threading.Thread, float]] = field(default_factory=dict)
+
+    def watched(self, found: Any) -> Any:
+        """`found`, a function or a class, with its calls recorded."""
+        self.signature = _signature(found)
+        if inspect.isclass(found):
+            methods = {
+                name: self.watched_function(getattr(found, name), 1) for name in _METHODS if hasattr(found, name)
+            }
+            return type(found.__name__, (found,), {"__module__": found.__module__, **methods})
+        return self.watched_function(found)
+
+    def watched_function(self, function: Callable[..., Any], skipped: int = 0) -> Callable[..., Any]:
+        """`function` with its calls recorded; of its arguments the first `skipped` are none of the user's."""
+        if is_coroutine_function(function):
+            if not POINTS[self.flag].may_await:
+                raise UserError(
+                    f"{self.flag} {self.path} is async, and nobody awaits it here; write `def`, and run coroutines with "
+                    f"slime.utils.async_utils.run. It is called as {POINTS[self.flag].call}"
+                )
+
+            @functools.wraps(function)
+            async def awaited(*args: Any, **kwargs: Any) -> Any:
+                with self._call([*args[skipped:], *kwargs.values()]) as done:
+                    return done(await function(*args, **kwargs))
+
+            return awaited
+
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with self._call([*args[skipped:], *kwargs.values()]) as done:
+                return done(function(*args, **kwargs))
+
+        return called
+
+    @contextmanager
+    def _call(self, given: list[Any]) -> Iterator[Callable[[Any], Any]]:
+        before = _shared_state(given)
+        samples = [sample for value in given if isinstance(value, Sample | list) for sample in _samples(value)]
+        fields = [_fields(sample) for sample in samples]
+        self.calls += 1
+        if not self.given:
+            self.given = ", ".join(map(described, given))
+        number, started = self.calls, time.perf_counter()
+        self.running[number] = (threading.current_thread(), time.monotonic())
+
+        def done(result: Any) -> Any:
+            self.returned = self.returned or described(result)
+            return result
+
+        try:
+            yield done
+        except Exception as error:
+            if POINTS[self.flag].is_forgiven:
+                self._note(f"it raised {type(error).__name__}: {error}; a run reports that and logs its usual metrics")
+            raise
+        finally:
+            del self.running[number]
+            self.seconds.append(time.perf_counter() - started)
+            changed = {name for name, value in _shared_state(given).items() if before.get(name) != value}
+            if changed:
+                self._note(
+                    f"it changed args.{', args.'.join(sorted(changed))}: args are shared by all calls under way; keep "
+                    "what belongs to a sample in sample.metadata"
+                )
+            now = {
+                name for old, sample in zip(fields, samples, strict=True) for name in _differing(old, _fields(sample))
+            }
+            self.changed |= now
+            if now and POINTS[self.flag].keeps_samples:
+                self._note(f"it changed {', '.join(sorted(now))} of samples, not its own; a sample hook may")
+
+    def _note(self, problem: str) -> None:
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+
+def _signature(found: Any) -> str:
+    kind = "class" if inspect.isclass(found) else "async def" if is_coroutine_function(found) else "def"
+    try:
+        return f"{kind} {getattr(found, '__name__', 'function')}{inspect.signature(found)}"
+    except (TypeError, ValueError):
+        return kind
+
+
+def _shared_state(given: list[Any]) -> dict[str, str]:
+    return {
+        name: repr(value) for one in given if isinstance(one, argparse.Namespace) for name, value in vars(one).items()
+    }
+
+
+def _samples(value: Any) -> list[Sample]:
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Sample)]
+
+
+def _fields(sample: Sample) -> dict[str, str]:
+    return {name: repr(value) for name, value in sample.to_dict().items()}
+
+
+def _differing(old: dict[str, str], new: dict[str, str]) -> set[str]:
+    return {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
+
+
+def described(value: Any) -> str:
+    """`value` in a few words."""
+    if isinstance(value, Sample):
+        lengths = f"{len(value.tokens)} tokens, response {value.response_length}"
+        masked = "" if value.loss_mask is None else f", {sum(value.loss_mask)} of them trained"
+        log_probs = ", with log-probs" if value.rollout_log_probs is not None else ""
+        reward = "" if value.reward is None else f", reward {value.reward!r}"
+        return f"Sample({lengths}{masked}{log_probs}, {value.status.value}{reward})"
+    if isinstance(value, argparse.Namespace):
+        return "args"
+    if isinstance(value, list | tuple) and value:
+        brackets = "[]" if isinstance(value, list) else "()"
+        more = f", … {len(value)} of them" if len(value) > 3 else ""
+        return brackets[0] + ", ".join(described(entry) for entry in value[:3]) + more + brackets[1]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return f"{type(value).__name__} {described(vars(value))}"
+    if hasattr(value, "shape"):
+        return f"{type(value).__name__} {tuple(value.shape)}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {described(entry)}" for key, entry in list(value.items())[:12]) + "}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{type(value).__name__} {text[:40]}…"

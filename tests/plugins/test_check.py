@@ -1,0 +1,226 @@
+"""Functions of a user's own, tried alone: what is said of good ones, and of those that a run would stumble over."""
+
+import inspect
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from slime.arguments.flag import flag_of
+from slime.arguments.paths import MANAGER_PLUG_INS, RANK_PLUG_INS
+from slime.plugins import POINTS, check
+from slime.plugins.__main__ import main
+from slime.utils.errors import UserError
+
+PLUG_INS = """
+import asyncio, threading, time
+import torch
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.sglang_rollout import generate
+from slime.rollout.sglang_rollout import generate_rollout as default_rollout
+from slime.data import Sample
+
+forever = threading.Event()
+
+def rollout(args, rollout_id, data_source, evaluation=False):
+    output = default_rollout(args, rollout_id, data_source, evaluation=evaluation)
+    return output if evaluation else RolloutFnTrainOutput(output.samples, {"own": 1})
+
+async def two_turns(args, sample, sampling_params):
+    sample = await generate(args, sample, sampling_params)
+    sample.append_response_tokens(args, tokens=[1, 2], trainable=False, text="..")
+    return await generate(args, sample, sampling_params)
+
+def hook(args, sample, *, rollout_id=None, evaluation=False):
+    sample.metadata["seen"] = True
+
+async def reward(args, sample, **kwargs): return float("4" in sample.response)
+class Judge:
+    def compute_reward(self, prompts, responses, labels): return [0.5 for _ in prompts]
+def group_filter(args, samples, **kwargs): return DynamicFilterOutput(keep=True)
+def take(args, rollout_id, buffer, num_samples):
+    taken = buffer[:num_samples]
+    del buffer[:num_samples]
+    return taken
+def mark(args, data): data[0][0].remove_sample = True
+def see_all(args, all_groups, data_source): assert len(all_groups) >= 2
+def post_process(args, samples): return [s.reward for s in samples], [1.0 for s in samples]
+def convert(args, samples):
+    return {"tokens": [s.tokens for s in samples], "response_lengths": [s.response_length for s in samples],
+            "rewards": [1.0 for s in samples], "raw_reward": [s.reward for s in samples],
+            "truncated": [0 for s in samples], "sample_indices": [s.index for s in samples],
+            "loss_masks": [[1] * s.response_length for s in samples]}
+class Source:
+    def __init__(self, args): self.back = []
+    def get_samples(self, num_samples): return [Sample(prompt="1+1?", label="2") for _ in range(num_samples)]
+    def add_samples(self, groups): self.back += groups
+def log(rollout_id, args, samples, rollout_extra_metrics, rollout_time): return False
+def log_evaluation(rollout_id, args, data, extra_metrics): return True
+def postprocess(args, rollout_id, rollout_data): rollout_data["loss_masks"][0].zero_()
+def advantages(args, rollout_data):
+    rollout_data["advantages"] = [torch.ones(n) for n in rollout_data["response_lengths"]]
+    rollout_data["returns"] = rollout_data["advantages"]
+def loss(args, batch, logits, sum_of_sample_mean): return 0.0 * logits.sum(), {"own": torch.zeros(())}
+def tis(*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kwargs): return pg_loss * 0.5, loss_masks, {}
+def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss): return lambda flat: flat.sum() / 100
+
+def nothing(args, sample, sampling_params): return None
+async def two_arguments(args, sample): return sample
+async def raises(args, sample, sampling_params): raise KeyError("no such tool")
+async def hangs(args, sample, sampling_params): await asyncio.Event().wait()
+def hangs_plainly(args, rollout_id, data_source, evaluation=False): forever.wait()
+async def writes_args(args, sample):
+    args.rollout_temperature = 0.5
+    return 1.0
+async def awaited_filter(args, samples): return True
+def greedy_filter(args, samples):
+    samples[0].reward = 7.0
+    return True
+def text_reward(args, sample): return "good"
+def long_advantages(args, rollout_data):
+    rollout_data["advantages"] = rollout_data["returns"] = [torch.ones(n + 1) for n in rollout_data["response_lengths"]]
+def broken_log(rollout_id, args, samples, rollout_extra_metrics, rollout_time): raise RuntimeError("disk is full")
+"""
+GOOD = {
+    "--rollout-function-path": "rollout",
+    "--eval-function-path": "rollout",
+    "--custom-generate-function-path": "two_turns",
+    "--rollout-sample-hook-path": "hook",
+    "--custom-rm-path": "reward",
+    "--dynamic-sampling-filter-path": "group_filter",
+    "--buffer-filter-path": "take",
+    "--rollout-sample-filter-path": "mark",
+    "--rollout-all-samples-process-path": "see_all",
+    "--custom-reward-post-process-path": "post_process",
+    "--custom-convert-samples-to-train-data-path": "convert",
+    "--data-source-path": "Source",
+    "--custom-rollout-log-function-path": "log",
+    "--custom-eval-rollout-log-function-path": "log_evaluation",
+    "--rollout-data-postprocess-path": "postprocess",
+    "--custom-advantage-function-path": "advantages",
+    "--custom-loss-function-path": "loss",
+    "--custom-tis-function-path": "tis",
+    "--custom-pg-loss-reducer-function-path": "reducer",
+}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plug_ins") / "own.py"
+    path.write_text(textwrap.dedent(PLUG_INS))
+    return path
+
+
+def checked(file, flag, name, **options):
+    (finding,) = check([flag, f"{file}:{name}"], **{"time_limit": 20.0, **options})
+    return finding
+
+
+@pytest.mark.parametrize("flag", POINTS)
+def test_a_good_function_of_every_point(file, flag):
+    finding = checked(file, flag, GOOD[flag])
+    assert finding.problems == () and finding.record.calls >= 1 and finding.record.returned
+    assert finding.text().endswith("\n  fine") and POINTS[flag].call in finding.text()
+
+
+def test_every_plug_in_of_the_command_line_is_a_point_or_not_built():
+    from slime.arguments.groups import OWN_FLAGS
+
+    # Called by nothing here: weights are not written.
+    elsewhere = {"--custom-update-weight-post-write-path", "--custom-model-provider-path"}
+    elsewhere |= {flag_of(name) for name in RANK_PLUG_INS if OWN_FLAGS[name].not_yet}
+    assert {flag_of(name) for name in (*MANAGER_PLUG_INS, *RANK_PLUG_INS)} - elsewhere == set(POINTS) == set(GOOD)
+
+
+def test_several_functions_work_together_and_a_class(file):
+    words = ["--custom-generate-function-path", f"{file}:two_turns", "--custom-rm-path", f"{file}:Judge"]
+    generate, reward = check(words, answers=["first", "second"])
+    assert (generate.problems, reward.problems) == ((), ())
+    assert "with log-probs, completed" in generate.record.returned and "loss_mask" in generate.record.changed
+    assert reward.record.given == "['What is 1+1?'], ['first..second'], ['2']" and reward.record.returned == "[0.5]"
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "problem"),
+    [
+        (
+            "--custom-generate-function-path",
+            "nothing",
+            "returned None (NoneType) for sample 0; expected Sample or a non-empty",
+        ),
+        ("--custom-generate-function-path", "two_arguments", "takes 2 positional arguments but 3 were given"),
+        ("--custom-generate-function-path", "raises", "raised KeyError for sample 0: 'no such tool'"),
+        ("--custom-rm-path", "writes_args", "it changed args.rollout_temperature: args are shared"),
+        ("--custom-rm-path", "text_reward", "is 'good' (str); expected a finite number"),
+        ("--dynamic-sampling-filter-path", "awaited_filter", "is async, and nobody awaits it here; write `def`"),
+        ("--dynamic-sampling-filter-path", "greedy_filter", "it changed reward of samples, not its own"),
+        ("--custom-advantage-function-path", "long_advantages", "38"),
+        ("--custom-rollout-log-function-path", "broken_log", "it raised RuntimeError: disk is full"),
+    ],
+)
+def test_what_a_run_would_stumble_over(file, flag, name, problem):
+    finding = checked(file, flag, name)
+    assert any(problem in found for found in finding.problems), finding.problems
+    assert f"{flag} {file}:{name}" in finding.text()
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "problem"),
+    [
+        ("--custom-generate-function-path", "hangs", "did not return within --http-request-timeout 0.3 s"),
+        ("--rollout-function-path", "hangs_plainly", "did not return within 0.3 s; it is here:"),
+    ],
+)
+def test_functions_that_never_return(file, flag, name, problem):
+    finding = checked(file, flag, name, time_limit=0.3)
+    assert problem in finding.problems[0]
+    assert name != "hangs_plainly" or "forever.wait()" in finding.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--custom-rm-path", "{file}:rewards"], "did you mean 'reward'"),
+        (["--custom-rm-path", "nowhere.module.function"], "there is no module or package 'nowhere'"),
+        (["--custom-rm-path", "{file}x.py:reward"], "there is no file"),
+        (["--custom-rm-path", "{file}:reward", "--rm-concurency", "3"], "--rm-concurrency"),
+        (["--rm-type", "math"], "no plug-in is named; give one of --rollout-function-path"),
+    ],
+)
+def test_commands_that_a_run_refuses(file, words, message):
+    with pytest.raises(UserError, match=message):
+        check([word.format(file=file) for word in words])
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "told"),
+    [("reward", 0, "\n  fine\n"), ("text_reward", 1, "PROBLEM"), ("rewards", 1, "did you mean")],
+)
+def test_the_status_of_the_command(file, monkeypatch, capsys, name, status, told):
+    monkeypatch.setattr(sys, "argv", ["slime.plugins", "check", "--custom-rm-path", f"{file}:{name}"])
+    assert main() == status
+    assert told in "".join(capsys.readouterr())
+
+
+@pytest.mark.slow
+def test_the_command(file):
+    def run(*words):
+        command = [sys.executable, "-W", "ignore", "-m", "slime.plugins", "check", *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
+
+    good = run("--custom-rm-path", f"{file}:reward", "--answer", "it is 4")
+    assert good.returncode == 0, good.stderr
+    assert "given       args, Sample(" in good.stdout and "returned    1.0" in good.stdout and "4 calls" in good.stdout
+    bad = run("--rollout-function-path", f"{file}:hangs_plainly", "--time-limit", "0.5")
+    assert bad.returncode == 1 and "PROBLEM" in bad.stdout, bad.stderr
+
+
+def test_what_was_watched_is_as_it_was(file):
+    from slime.utils.plugin_loader import load_function
+
+    checked(file, "--custom-rm-path", "reward")
+    assert not hasattr(load_function(f"{file}:reward"), "__wrapped__")
+    assert inspect.iscoroutinefunction(load_function(f"{file}:reward"))
