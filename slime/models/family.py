@@ -26,6 +26,8 @@ _EXPERT_NUMBER = re.compile(
     r"(?<=\.local_experts\.)\d+(?=\.)|(?<=\.experts\.linear_fc[12]\.weight)\d+$|(?<=\.experts\.linear_fc[12]\.bias)\d+$"
 )
 _PREDICTION_LAYERS = "mtp."
+# Of the model's embedding and output layer.
+_COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,8 @@ class Family:
     ignored: matches HF tensors that carry no weights of the model.
     not_trained: matches HF tensors of parts of the model that no trainer has: they are neither loaded nor exported.
     predictions: matches HF tensors of layers for multi-token prediction; None where the family's checkpoints have none.
-    predictions_follow: layers for multi-token prediction have the numbers behind the last layer's. They have no rules.
+    predictions_follow: layers for multi-token prediction have the numbers behind the last layer's.
+    num_layers: of the model whose names are asked for, where predictions follow (`of_model`).
     """
 
     model_types: tuple[str, ...]
@@ -85,6 +88,11 @@ class Family:
     not_trained: re.Pattern[str] | None = None
     predictions: re.Pattern[str] | None = None
     predictions_follow: bool = False
+    num_layers: int = 0
+
+    def of_model(self, num_layers: int) -> Family:
+        """The family for a model of so many layers: with these, names of layers for multi-token prediction are known."""
+        return dataclasses.replace(self, num_layers=num_layers)
 
     @property
     def is_trained(self) -> bool:
@@ -109,8 +117,9 @@ class Family:
         rule = self._rule(name)
         if rule is None:
             raise KeyError(f"no conversion rule for the Megatron parameter {name}")
-        places = ((LAYER, _LAYER_NUMBER.search(name)), (EXPERT, _EXPERT_NUMBER.search(name)))
-        numbers = [(place, match.group()) for place, match in places if match]
+        before = self.num_layers if name.startswith(_PREDICTION_LAYERS) else 0
+        places = ((LAYER, _LAYER_NUMBER.search(name), before), (EXPERT, _EXPERT_NUMBER.search(name), 0))
+        numbers = [(place, str(int(match.group()) + first)) for place, match, first in places if match]
         return rule, tuple(_with_numbers(hf_name, numbers) for hf_name in rule.hf)
 
     def leaves_out(self, megatron_name: str) -> bool:
@@ -122,13 +131,13 @@ class Family:
         """Whether an HF tensor belongs to a layer for multi-token prediction."""
         return self.predictions is not None and self.predictions.search(hf_name) is not None
 
-    def may_be_left_out(self, hf_name: str, num_layers: int) -> bool:
-        """Whether an HF tensor is none of the trained weights: a buffer, of another part, or of a layer behind the model's
-        `num_layers`."""
+    def may_be_left_out(self, hf_name: str, num_layers: int, predictions: int = 0) -> bool:
+        """Whether an HF tensor is none of the model's weights: a buffer, or of a layer behind the model's `num_layers` and its
+        `predictions` layers for multi-token prediction; or what those have a copy of."""
         number = _LAYER_NUMBER.search(hf_name) if self.predictions_follow else None
-        is_behind = number is not None and int(number.group()) >= num_layers
-        is_other = self.not_trained is not None and self.not_trained.search(hf_name) is not None
-        return is_behind or is_other or self.ignored.search(hf_name) is not None
+        behind = -1 if number is None else int(number.group()) - num_layers
+        is_copy = behind >= 0 and hf_name.endswith(_COPIES)
+        return self.ignored.search(hf_name) is not None or behind >= predictions or is_copy
 
     def _rule(self, name: str) -> Rule | None:
         generic = _EXPERT_NUMBER.sub(EXPERT, _LAYER_NUMBER.sub(LAYER, name, count=1))
@@ -161,6 +170,35 @@ def layer_rule(megatron: str | tuple[str, ...], hf: str | tuple[str, ...], layou
         tuple(f"decoder.layers.{LAYER}.{name}" for name in megatron),
         tuple(f"model.layers.{LAYER}.{name}" for name in hf),
         layout,
+    )
+
+
+def prediction_layer(
+    inner: tuple[Rule, ...],
+    hf: str = f"model.layers.{LAYER}.",
+    names: tuple[str, str, str, str] = ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    projection: Layout | None = None,
+) -> tuple[Rule, ...]:
+    """The rules of layers for multi-token prediction.
+
+    Args:
+        inner: rules of the decoder layer that they have inside.
+        hf: what their HF names begin with.
+        names: their own HF names there: norms of embedding and state, projection of both, norm of the result.
+        projection: layout of that of [embedding; state]; None: as Megatron has it.
+    """
+    megatron = f"{_PREDICTION_LAYERS}layers.{LAYER}."
+
+    def inside(rule: Rule) -> Rule:
+        renamed = (name.replace(f"decoder.layers.{LAYER}.", f"{megatron}transformer_layer.") for name in rule.megatron)
+        there = (name.replace(f"model.layers.{LAYER}.", hf) for name in rule.hf)
+        return dataclasses.replace(rule, megatron=tuple(renamed), hf=tuple(there))
+
+    layouts = (Replicated(), Replicated(), projection or Sharded(dim=0), Replicated())
+    own = zip(("enorm", "hnorm", "eh_proj", "final_layernorm"), names, layouts, strict=True)
+    return (
+        *(Rule((f"{megatron}{ours}.weight",), (f"{hf}{theirs}.weight",), layout) for ours, theirs, layout in own),
+        *map(inside, inner),
     )
 
 

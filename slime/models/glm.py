@@ -12,6 +12,7 @@ from slime.models.family import (
     LAYER_NORMS,
     Family,
     layer_rule,
+    prediction_layer,
     routed_experts,
     shared_experts,
 )
@@ -42,6 +43,7 @@ GLM4 = Family(
     rules=ENDS + LAYER_NORMS + ATTENTION + _FURTHER_NORMS + _MLP,
 )
 
+_LAYER_WITH_EXPERTS = DENSE_LAYER + routed_experts() + EXPERT_BIAS + shared_experts("mlp.shared_experts")
 GLM4_MOE = Family(
     model_types=("glm4_moe",),
     names=("glm4moe",),
@@ -57,6 +59,6 @@ GLM4_MOE = Family(
     ),
     constants={"moe_token_dispatcher_type": "alltoall"},
     absent={"partial_rotary_factor": 0.5, "first_k_dense_replace": 1},
-    rules=ENDS + DENSE_LAYER + routed_experts() + EXPERT_BIAS + shared_experts("mlp.shared_experts"),
+    rules=ENDS + _LAYER_WITH_EXPERTS + prediction_layer(_LAYER_WITH_EXPERTS),
     predictions_follow=True,
 )

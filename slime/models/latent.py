@@ -14,6 +14,7 @@ from slime.models.family import (
     LAYER_NORMS,
     Family,
     layer_rule,
+    prediction_layer,
     routed_experts,
     shared_experts,
 )
@@ -44,9 +45,8 @@ _ATTENTION = (
 )
 
 # Leading layers are dense; the others have experts that see every token.
-_RULES = (
-    ENDS + LAYER_NORMS + _ATTENTION + GATED_MLP + routed_experts() + EXPERT_BIAS + shared_experts("mlp.shared_experts")
-)
+_LAYER = LAYER_NORMS + _ATTENTION + GATED_MLP + routed_experts() + EXPERT_BIAS + shared_experts("mlp.shared_experts")
+_RULES = ENDS + _LAYER + prediction_layer(_LAYER)
 
 GLM4_MOE_LITE = Family(
     model_types=("glm4_moe_lite",),

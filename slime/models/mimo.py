@@ -5,20 +5,16 @@ Their projection takes [state; embedding] where Megatron's takes [embedding; sta
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from slime.models.config_entries import decoder, grouped_query_attention, mtp_layers
-from slime.models.family import DENSE_LAYER, ENDS, LAYER, Family, Rule
-from slime.models.tensor_layouts import Layout, Replicated, Sharded, Stored, TensorSizes
+from slime.models.family import DENSE_LAYER, ENDS, LAYER, Family, prediction_layer
+from slime.models.tensor_layouts import Sharded, Stored, TensorSizes
 
 if TYPE_CHECKING:
     import torch
-
-_MEGATRON = f"mtp.layers.{LAYER}."
-_HF = f"model.mtp_layers.{LAYER}."
 
 
 class _SwappedInputs(Sharded):
@@ -35,17 +31,6 @@ class _SwappedInputs(Sharded):
         return (whole.roll(whole.shape[1] // 2, dims=1),)
 
 
-def _own(megatron: str, hf: str, layout: Layout) -> Rule:
-    return Rule((f"{_MEGATRON}{megatron}.weight",), (f"{_HF}{hf}.weight",), layout)
-
-
-def _inner(rule: Rule) -> Rule:
-    """The rule of a decoder layer for the same parameter inside a prediction layer."""
-    megatron = (name.replace(f"decoder.layers.{LAYER}.", f"{_MEGATRON}transformer_layer.") for name in rule.megatron)
-    hf = (name.replace(f"model.layers.{LAYER}.", _HF) for name in rule.hf)
-    return dataclasses.replace(rule, megatron=tuple(megatron), hf=tuple(hf))
-
-
 MIMO = Family(
     model_types=("mimo",),
     names=("mimo",),
@@ -55,11 +40,12 @@ MIMO = Family(
     rules=(
         *ENDS,
         *DENSE_LAYER,
-        _own("enorm", "token_layernorm", Replicated()),
-        _own("hnorm", "hidden_layernorm", Replicated()),
-        _own("eh_proj", "input_proj", _SwappedInputs()),
-        _own("final_layernorm", "final_layernorm", Replicated()),
-        *(_inner(rule) for rule in DENSE_LAYER),
+        *prediction_layer(
+            DENSE_LAYER,
+            f"model.mtp_layers.{LAYER}.",
+            ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+            _SwappedInputs(),
+        ),
     ),
     predictions=re.compile(r"^model\.mtp_layers\."),
 )

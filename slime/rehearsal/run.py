@@ -285,8 +285,6 @@ def _left_out(
     if args.num_experts:
         yield "the choice of experts: every expert gets equally many tokens"
         yield "kernels for all experts of a rank at once, and DeepEP: experts work one after the other, after an all-to-all"
-        if args.mtp_num_layers:
-            yield "experts of prediction layers: these have one MLP of --ffn-hidden-size each, and the plan counts experts"
     yield "compiled kernels of log-probs: the chunks stand in for them, with their operations and memory"
     yield "values: no loss, no overflow, no skipped step; what depends on them goes its usual way"
     yield "the file system that a checkpoint is written to"

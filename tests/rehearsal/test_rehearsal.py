@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from slime.arguments import parse_args
 from slime.arguments.config_files.role_config import critic_args
+from slime.backends.megatron_utils.hf_conversion import expected_hf_names
 from slime.plan.setup import parallel_layout
 from slime.ray.session import main
 from slime.rehearsal import run
@@ -25,7 +26,8 @@ from slime.rehearsal.run import micro_batches, planned, rehearse_rank, show_rehe
 from slime.rehearsal.stand_in import StandIn, find_or_build
 from slime.utils.errors import RunError, UserError
 from tests.support.models.args import command_line, write_config
-from tests.support.models.tiny_model import write_tiny_mimo, write_tiny_model
+from tests.support.models.tiny_families import TINY_FAMILIES
+from tests.support.models.tiny_model import write_predicting, write_tiny_mimo, write_tiny_model
 from tests.support.processes.waiting import wait_until
 
 HIDDEN, LAYERS = 192, 2
@@ -303,6 +305,20 @@ def test_prediction_layers_go_through(arguments, stand_in, tmp_path):
         (plan,) = planned(args, parallel_layout(args), 1)
         assert result.peaks["step"]["logits"] == pytest.approx(plan.step["logits"], rel=0.05), plan
     assert result.data_dependent == {} and result.not_rehearsed == []
+
+
+@pytest.mark.slow
+def test_prediction_layers_with_experts_go_through(arguments, stand_in, tmp_path):
+    row = TINY_FAMILIES["glm4_moe"]
+    write_predicting(tmp_path, row.write, model_type=row.model_type, vocab_size=1024, hidden=HIDDEN, **row.entries)
+    words = ["--mtp-num-layers", "1", "--enable-mtp-training", "--expert-model-parallel-size", "2"]
+    args = arguments("--hf-checkpoint", str(tmp_path), *words)
+    result = rehearsed(args, stand_in)
+    assert result.not_rehearsed == [] and set(result.pushed.names) == expected_hf_names(tmp_path, 1)
+    assert any(name.startswith("model.layers.2.mlp.experts.7.") for name in result.pushed.names)
+    (plan,) = planned(args, parallel_layout(args), 1)
+    for kind in ("weights", "gradients", "optimizer"):
+        assert result.peaks["step"][kind] == pytest.approx(plan.step[kind], rel=0.02)
 
 
 def test_the_same_ranks_of_actor_and_critic_are_rehearsed(arguments, monkeypatch, tmp_path, capsys):

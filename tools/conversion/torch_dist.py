@@ -186,7 +186,7 @@ def _family(hf_dir: Path, model_name: str | None) -> Family:
     family = FAMILIES_BY_NAME.get(name) if model_name else FAMILIES.get(config.get("model_type"))
     if family is None or not family.is_trained:
         raise UserError(f"{hf_dir}: no conversion for {model_name or config.get('model_type')!r}")
-    return family
+    return family.of_model(text_config_of(config)["num_hidden_layers"])
 
 
 def missing_and_surplus(

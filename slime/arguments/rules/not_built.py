@@ -130,12 +130,6 @@ def layers(args: argparse.Namespace) -> Iterator[Violation]:
 def prediction_layers(args: argparse.Namespace) -> Iterator[Violation]:
     if not args.has_trainer:
         return
-    if args.mtp_num_layers and args.num_experts:
-        yield broken(
-            args,
-            "{--mtp-num-layers=} with {--num-experts=}: prediction layers of models with experts are not built yet; leave "
-            "{--mtp-num-layers} out",
-        )
     layout = args.pipeline_model_parallel_layout
     if layout is not None and "m" in layout:
         yield broken(

@@ -141,7 +141,7 @@ class MegatronBackend:
     def expected_names(self) -> set[str]:
         from slime.backends.megatron_utils.hf_conversion import expected_hf_names
 
-        return expected_hf_names(self.args.hf_checkpoint)
+        return expected_hf_names(self.args.hf_checkpoint, self.args.mtp_num_layers or 0)
 
     def live_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index, chunk in enumerate(self.model):

@@ -93,10 +93,12 @@ def family_of_directory(hf_dir: str | Path) -> Family:
     Raises:
         UserError: no config, or the weights of its type are not converted.
     """
-    model_type = read_hf_config(hf_dir, flag="checkpoint").get("model_type")
+    config = read_hf_config(hf_dir, flag="checkpoint")
+    model_type = config.get("model_type")
     if model_type not in TRAINED_MODEL_TYPES:
         raise UserError(f"{hf_dir}/config.json: model_type {model_type!r} is not one of {sorted(TRAINED_MODEL_TYPES)}")
-    return FAMILIES[model_type]
+    family = FAMILIES[model_type]
+    return family.of_model(config["num_hidden_layers"]) if family.predictions_follow else family
 
 
 def tensor_sizes(args: Any) -> TensorSizes:
@@ -140,15 +142,15 @@ def _gather_from_parts(value: Any) -> list[Any]:
     return [found for of_stage in gather_from_stages(of_experts) for found in of_stage]
 
 
-def expected_hf_names(hf_dir: str | Path) -> set[str]:
+def expected_hf_names(hf_dir: str | Path, predictions: int = 0) -> set[str]:
     """Names of the tensors that the export of a model of this directory has: those on disk; a tied head, buffers without
-    weights, and layers for multi-token prediction without rules left out.
+    weights, and layers for multi-token prediction behind the first `predictions` left out.
 
     Raises:
         UserError: unsupported `model_type`, or no safetensors files.
     """
     names = SafetensorsDirectory(hf_dir).names()
-    return names - _left_out(names, family_of_directory(hf_dir), hf_dir)
+    return names - _left_out(names, family_of_directory(hf_dir), hf_dir, predictions)
 
 
 def _plan(family: Family, model_chunks: Iterable[torch.nn.Module]) -> Plan:
@@ -195,10 +197,10 @@ def _check_names(
         )
 
 
-def _left_out(names: set[str], family: Family, hf_dir: str | Path) -> set[str]:
+def _left_out(names: set[str], family: Family, hf_dir: str | Path, predictions: int = 0) -> set[str]:
     """Those of an HF directory's tensors that its model can do without."""
     config = read_hf_config(hf_dir, flag="checkpoint")
-    found = {name for name in names if family.may_be_left_out(name, config["num_hidden_layers"])}
+    found = {name for name in names if family.may_be_left_out(name, config["num_hidden_layers"], predictions)}
     return found | (names & {_HEAD} if config.get("tie_word_embeddings", False) else set())
 
 
@@ -249,7 +251,7 @@ def convert_to_hf(
         raise UserError(
             f"export to a quantised checkpoint ({quantization_config.get('quant_method')}) is not supported"
         )
-    return list(_to_hf(_trained_family(model_name), tensor_sizes(args), name, param))
+    return list(_to_hf(_trained_family(model_name).of_model(args.num_layers), tensor_sizes(args), name, param))
 
 
 def remove_padding(name: str, param: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -265,7 +267,9 @@ def family_of_run(args: Any) -> Family:
     Raises:
         UserError: nothing names a family, or its weights are not converted.
     """
-    return _trained_family(args.model_name) if args.model_name else family_of_directory(args.hf_checkpoint)
+    if args.model_name:
+        return _trained_family(args.model_name).of_model(args.num_layers)
+    return family_of_directory(args.hf_checkpoint)
 
 
 def _trained_family(model_name: str) -> Family:

@@ -73,12 +73,18 @@ def get_decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
     return block
 
 
-def get_prediction_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """The spec of a layer for multi-token prediction."""
-    if config.transformer_impl == "transformer_engine":
-        return get_mtp_layer_spec(_engine_layer_spec(config), use_transformer_engine=True)
-    spec = get_mtp_layer_spec(_local_layer_spec(config), use_transformer_engine=False)
-    spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = RMSNorm
+def get_prediction_layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> ModuleSpec:
+    """The spec of a layer for multi-token prediction: inside it is like the last decoder layer."""
+    is_local = config.transformer_impl == "local"
+    if config.num_moe_experts is None:
+        layer = (_local_layer_spec if is_local else _engine_layer_spec)(config)
+    else:
+        layer = get_decoder_spec(config, vp_stage).layer_specs[-1]
+        if layer.submodules.mlp.module is MoELayer:
+            layer.submodules.mlp.submodules.router = PredictionRouter
+    spec = get_mtp_layer_spec(layer, use_transformer_engine=not is_local)
+    if is_local:
+        spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = RMSNorm
     return spec
 
 
@@ -143,6 +149,20 @@ class Router(TopKRouter):
         tokens = counted.sum()
         torch.distributed.all_reduce(tokens, group=self.tp_cp_group)
         return MoEAuxLossAutoScaler.apply(logits, coefficient * (squares * counted).sum() / tokens.clamp(min=1))
+
+
+class PredictionRouter(TopKRouter):
+    """The router of a layer for multi-token prediction, which learns from the loss of its layer and from nothing else: no
+    balancing, no z-loss, and the biases by which it chooses stand still."""
+
+    def is_aux_loss_enabled(self) -> bool:
+        return False
+
+    def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        return logits
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        """Counts nothing: experts of equal load keep their biases."""
 
 
 class RMSNorm(torch.nn.Module):

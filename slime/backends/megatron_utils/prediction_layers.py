@@ -88,7 +88,7 @@ def put_prediction_layers(args: Any, model: GPTModel, vp_stage: int | None) -> N
     """Give a bare model chunk the layers, as `model.mtp`, if it is the one that has the output layer."""
     if not (has_prediction_layers(args) and model.post_process):
         return
-    spec = get_prediction_layer_spec(model.config)
+    spec = get_prediction_layer_spec(model.config, vp_stage)
     spec.module = PredictionLayer
     submodules = MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * args.mtp_num_layers)
     model.mtp = MultiTokenPredictionBlock(model.config, submodules, vp_stage=vp_stage)

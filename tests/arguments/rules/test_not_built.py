@@ -12,11 +12,7 @@ def test_prediction_layers(tmp_path):
     words = "--mtp-num-layers 1 --enable-mtp-training --mtp-loss-scaling-factor 0.1"
     args = parse(tmp_path, *words.split())
     assert (args.mtp_num_layers, args.enable_mtp_training, args.mtp_loss_scaling_factor) == (1, True, 0.1)
-    args.num_experts = 8
-    (violation,) = prediction_layers(args)
-    message = violation.message
-    assert message.startswith("--mtp-num-layers 1 with --num-experts 8: ") and "leave --mtp-num-layers out" in message
-    args.num_experts, args.pipeline_model_parallel_layout = None, "Et|tmL"
+    args.pipeline_model_parallel_layout = "Et|tmL"
     (violation,) = prediction_layers(args)
     message = violation.message
     assert message.startswith("--pipeline-model-parallel-layout Et|tmL: m, ") and message.endswith("leave m out")

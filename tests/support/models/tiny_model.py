@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,6 +132,33 @@ def write_tiny_delta_net(directory: Path, **options: Any):
                 parameter.copy_(torch.linspace(0.02, 0.5, len(parameter)).log())
     model.save_pretrained(directory)
     return model
+
+
+def write_predicting(directory: Path, write: Callable[..., Any], **options: Any):
+    """What `write` writes, but its last layer is one for multi-token prediction. Returns the model in transformers, to which
+    that is a layer as all others, and by name what it lacks of it."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    model = write(directory, layers=3, **options)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(
+        json.dumps({**config, "num_hidden_layers": 2, "num_nextn_predict_layers": 1})
+    )
+    hidden = config["hidden_size"]
+    shapes = {"eh_proj": (hidden, 2 * hidden), **dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), (hidden,))}
+    generator = torch.Generator().manual_seed(1)
+    own = {name: torch.randn(shape, generator=generator) / 4 for name, shape in shapes.items()}
+    own = {name: tensor if tensor.ndim == 2 else 1 + tensor for name, tensor in own.items()}
+    tensors = load_file(directory / "model.safetensors")
+    further = {
+        **own,
+        "embed_tokens": tensors["model.embed_tokens.weight"].clone(),
+        "shared_head.head": tensors["lm_head.weight"],
+    }
+    tensors |= {f"model.layers.2.{name}.weight": tensor.clone() for name, tensor in further.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return model, own
 
 
 def write_tiny_mimo(directory: Path, **options: Any):
