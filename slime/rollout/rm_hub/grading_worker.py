@@ -14,6 +14,7 @@ its data there fails at once.
 import contextlib
 import functools
 import importlib
+import importlib.util
 import json
 import os
 import random
@@ -22,6 +23,7 @@ import resource
 import signal
 import socket
 import sys
+import types
 from pathlib import Path
 
 # Longer than the parent waits.
@@ -79,30 +81,47 @@ REGISTRIES = ("instructions_registry", "lm_eval.tasks.ifeval.instructions_regist
 
 
 @functools.cache
-def checks_by_id() -> dict[str, type]:
-    """The class of checks of every instruction that an installed library knows; the first of REGISTRIES wins."""
+def checks_by_id() -> tuple[dict[str, type], str]:
+    """The class of checks of every instruction that an installed library knows, and why one cannot be imported.
+
+    The first of REGISTRIES wins.
+    """
     found: dict[str, type] = {}
+    failures = []
     for name in REGISTRIES:
         try:
+            _name_packages(name)
             found = {**importlib.import_module(name).INSTRUCTION_DICT, **found}
-        except ImportError:
-            continue
-    return found
+        except ImportError as error:
+            failures.append(f"{name}: {error}")
+    return found, "; ".join(failures)
+
+
+def _name_packages(module: str) -> None:
+    """Make the packages around `module` known without running them: lm_eval's import whole frameworks, which takes long."""
+    packages = module.split(".")[:-1]
+    top = importlib.util.find_spec(packages[0]) if packages else None
+    for depth in range(1, len(packages) + 1) if top is not None and top.submodule_search_locations else ():
+        package = types.ModuleType(".".join(packages[:depth]))
+        package.__path__ = [os.path.join(place, *packages[1:depth]) for place in top.submodule_search_locations]
+        sys.modules.setdefault(package.__name__, package)
 
 
 def follow(response: str, prompt: str, instructions: list[list]) -> list[bool] | str:
     """Whether `response` follows each of the instructions, strictly; a text where a check is missing or refuses keywords."""
+    checks, failures = checks_by_id()
     verdicts = []
     for name, keywords in instructions:
-        if name not in checks_by_id():
+        if name not in checks:
             return (
                 f"no check is installed for instruction {name}: those of IFEval come with the extra ifbench (pip install "
                 "'slime[ifbench]'), those of IFBench with a copy of its repository on PYTHONPATH"
+                f"{f' ({failures})' if failures else ''}"
             )
         # What a check is not told it draws.
         random.seed(0)
         try:
-            check = checks_by_id()[name](name)
+            check = checks[name](name)
             check.build_description(**keywords)
             if "prompt" in (check.get_instruction_args() or {}):
                 check.build_description(prompt=prompt)
@@ -113,7 +132,10 @@ def follow(response: str, prompt: str, instructions: list[list]) -> list[bool] |
         except LookupError as error:
             # NLTK's way of saying that its data are not there.
             if "nltk" in str(error).lower():
-                return f"instruction {name}: {' '.join(str(error).split())}"
+                reason = " ".join(str(error).replace("*", "").split())[:60]
+                return (
+                    f"instruction {name} needs data, once: python -m nltk.downloader punkt_tab (NLTK says: {reason} …)"
+                )
             verdicts.append(False)
         except Exception:
             # A text that a check cannot read does not follow it.
@@ -130,7 +152,7 @@ def _load_instructions() -> None:
         raise OSError("grading uses no network")
 
     socket.socket.connect = socket.socket.connect_ex = refused
-    if checks_by_id():
+    if checks_by_id()[0]:
         with contextlib.suppress(ImportError):
             # The same text has the same language each time.
             importlib.import_module("langdetect").DetectorFactory.seed = 0

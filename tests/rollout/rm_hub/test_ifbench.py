@@ -54,6 +54,15 @@ INSTRUCTION_DICT = {
 def library(tmp_path_factory):
     directory = tmp_path_factory.mktemp("library")
     (directory / "instructions_registry.py").write_text(REGISTRY)
+    # IFEval's are deep in a package whose own imports take long, or fail.
+    inner = directory / "lm_eval/tasks/ifeval"
+    inner.mkdir(parents=True)
+    for package in (directory / "lm_eval", directory / "lm_eval/tasks"):
+        (package / "__init__.py").write_text("raise ImportError('a whole framework')")
+    (inner / "checks.py").write_text("class Check(__import__('instructions_registry').Lower): pass")
+    (inner / "instructions_registry.py").write_text(
+        "from lm_eval.tasks.ifeval import checks\nINSTRUCTION_DICT = {'ifeval:lower': checks.Check, 'words': None}"
+    )
     worker_pool.close_pools()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(directory))
@@ -74,6 +83,11 @@ def reward(response, *instructions, **metadata):
 def test_all_instructions_are_followed_or_none(response, verdict):
     # A Parquet column gives every row all keywords, null where they are another's.
     assert reward(response, ("words", {"num_words": 3, "relation": None}), ("lower", None)) == verdict
+
+
+def test_both_libraries_are_asked_and_the_first_wins():
+    assert reward("low", ("ifeval:lower", {}), ("words", {"num_words": 1})) == 1.0
+    assert reward("HIGH", ("ifeval:lower", {}), ("words", {"num_words": 1})) == 0.0
 
 
 def test_what_was_thought_does_not_count():
@@ -106,7 +120,10 @@ def test_w3_a_check_without_an_end_is_given_up():
     [
         (("count:unknown", {}), r"no check is installed for instruction count:unknown: .*slime\[ifbench\]"),
         (("words", {"number": 3}), "words refuses its kwargs {'number': 3}: TypeError"),
-        (("no_data", {}), "Resource punkt_tab not found"),
+        (
+            ("no_data", {}),
+            "no_data needs data, once: python -m nltk.downloader punkt_tab .NLTK says: Resource punkt_tab not found",
+        ),
     ],
 )
 def test_w6_what_is_missing_is_told_and_not_fetched(instruction, message):
