@@ -162,6 +162,11 @@ def peak_of_training(words: Sequence[str]) -> int:
 
 def batch_of_rank(args: argparse.Namespace) -> RolloutData:
     """This rank's data of one rollout step: samples that fill the token budget."""
+    return step_of_samples(args, SAMPLE // 4, [SAMPLE - SAMPLE // 4] * args.global_batch_size)
+
+
+def step_of_samples(args: argparse.Namespace, prompt: int, responses: Sequence[int]) -> RolloutData:
+    """This rank's data of one rollout step: made-up samples with a prompt of `prompt` tokens and responses of these lengths."""
     import numpy as np
     import torch
     from megatron.core import parallel_state
@@ -173,10 +178,10 @@ def batch_of_rank(args: argparse.Namespace) -> RolloutData:
 
     generator = np.random.default_rng(0)
     samples = []
-    for index in range(args.global_batch_size):
+    for index, response in enumerate(responses):
         sample = Sample(index=index, group_index=index // args.n_samples_per_prompt, rollout_id=index, prompt="")
-        sample.tokens = generator.integers(0, args.vocab_size, SAMPLE).tolist()
-        sample.response_length = SAMPLE - SAMPLE // 4
+        sample.tokens = generator.integers(0, args.vocab_size, prompt + response).tolist()
+        sample.response_length = response
         sample.status = Sample.Status.COMPLETED
         samples.append(sample)
     rewards = generator.standard_normal(len(samples)).tolist()

@@ -92,6 +92,71 @@ def test_packed_and_batched_attention_equal_masked_products():
     assert "--attention-dropout 0" in refusal
 
 
+def _neighbours_worker(lengths, place):
+    """Output and gradients of the sequence at `place` among others, and alone."""
+    attention = _attention()
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    whole = _inputs(sum(lengths))
+
+    def attended(rows, lengths):
+        inputs = [tensor.detach()[rows].requires_grad_() for tensor in whole]
+        boundaries = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries)
+        output = attention(*inputs, None, packed_seq_params=packed)
+        output.square().sum().backward()
+        return [output.detach(), *(tensor.grad for tensor in inputs)]
+
+    own = slice(sum(lengths[:place]), sum(lengths[: place + 1]))
+    among_others = [tensor[own] for tensor in attended(slice(0, sum(lengths)), lengths)]
+    return among_others, attended(own, [lengths[place]])
+
+
+def test_a_sequence_is_attended_to_the_same_bits_whatever_its_neighbours_are():
+    ((among_others, alone),) = run_distributed(_neighbours_worker, 1, ([40, 23, 1, 700], 1))
+    for found, expected in zip(among_others, alone, strict=True):
+        assert torch.equal(found, expected)
+
+
+def _rotation_worker():
+    from slime.backends.megatron_utils import cpu_runtime
+
+    cpu_runtime.install()
+    from slime.backends.megatron_utils.attention import _megatrons_rotation, rotate
+
+    kept = []
+
+    def rotated(rotate, width, scale):
+        generator = torch.Generator().manual_seed(0)
+        half = torch.rand(7, 1, 1, width // 2, generator=generator) * 6
+        channels = torch.randn(7, 1, HEADS, DIM, generator=generator).transpose(1, 2).requires_grad_()
+        kept.append(0)
+
+        def count(tensor):
+            kept[-1] += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            output = rotate(channels, torch.cat([half, half], -1).transpose(1, 2), mscale=scale)
+        (output * torch.randn(output.shape, generator=generator)).sum().backward()
+        return output.detach(), channels.grad
+
+    cases = [(DIM, 1.0), (DIM // 2, 1.0), (DIM, 1.5)]
+    pairs = [(rotated(rotate, *case), rotated(_megatrons_rotation, *case)) for case in cases]
+    by_hand = rotate(torch.tensor([[3.0, 4.0, 5.0]]), torch.full((1, 2), math.pi / 2))
+    return pairs, kept, by_hand
+
+
+def test_rotation_is_megatrons_and_keeps_cosines_and_sines_alone():
+    ((pairs, kept, by_hand),) = run_distributed(_rotation_worker, 1)
+    for ours, megatrons in pairs:
+        for found, expected in zip(ours, megatrons, strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert kept[0::2] == [2 * 7 * DIM, 7 * DIM, 2 * 7 * DIM]
+    # A quarter of a turn: (a, b) becomes (−b, a), and what is not rotated stays.
+    torch.testing.assert_close(by_hand, torch.tensor([[-4.0, 3.0, 5.0]]))
+
+
 # With blocks of 4 queries, chunks of one and of several blocks.
 LENGTHS = [21, 1, 5, 40]
 BLOCK = 4
