@@ -3,7 +3,16 @@
 BOXED = "boxed_"
 # Graded by a service, at --rm-url.
 REMOTE = "remote_rm"
-REWARD_TYPES = ("dapo", "deepscaler", "f1", "gpqa", "ifbench", "math", "random", REMOTE)
+REWARD_TYPES = (
+    "dapo",
+    "deepscaler",
+    "f1",
+    "gpqa",
+    "ifbench",
+    "math",
+    "random",
+    REMOTE,
+)
 
 
 def is_reward_type(name: str) -> bool:
