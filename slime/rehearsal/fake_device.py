@@ -239,6 +239,14 @@ def lift_experts(recorder: Recorder) -> None:
     token_dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = counts_on_host
 
 
+def lift_selection() -> None:
+    """What is assumed about the parameters of other ranks, where some are frozen."""
+    from slime.backends.megatron_utils import parameter_selection
+
+    # Assumption: ranks tell how many of theirs match. What none of this rank's do, one of another rank does.
+    parameter_selection.of_all_ranks = lambda counts: [max(count, 1) for count in counts]
+
+
 def lift_stages() -> None:
     """What is assumed about the other stages of a pipeline; called where there are some, after `lift_megatron`."""
     from megatron.core import parallel_state

@@ -51,11 +51,12 @@ def _rehearse(task: Task, make: Callable[[Task, Recorder], RehearsedRank] | None
 
     torch.set_num_threads(1)
     from slime.backends.megatron_utils import cpu_runtime
-    from slime.rehearsal.fake_device import enter, lift_experts, lift_megatron, lift_parts, lift_stages
+    from slime.rehearsal.fake_device import enter, lift_experts, lift_megatron, lift_parts, lift_selection, lift_stages
 
     recorder, fake = enter("cpu" if task.library is None else "cuda", task.rank, task.args.world_size)
     cpu_runtime.install()
     lift_megatron()
+    lift_selection()
     if task.args.pipeline_model_parallel_size > 1:
         lift_stages()
     if task.args.pipeline_model_parallel_size * task.args.expert_model_parallel_size > 1:

@@ -203,11 +203,13 @@ def test_buckets_hold_gathered_tensors_of_any_stage():
     shape = ModelShape(4, 512, 2048, 8, 8, 64, 1024, 1024, moe=moe)
     model = count_parameters(shape).total
     bounded = setup(ParallelLayout(16, pipeline=2, expert=8), 4, push_bucket=10**9)
-    # Gates and ups of an expert, twice, are more than the head: 2 * 2 * 512 * 1024 entries of two bytes.
-    assert push_buffers(shape, bounded, bounded.stages[1]) == 2 * 2 * model + 2 * 2**21
-    assert (
-        push_buffers(shape, dataclasses.replace(bounded, push_bucket=10**6), bounded.stages[0]) == 3 * 10**6 + 2 * 2**21
-    )
+    # One gather brings gates and ups of 8 experts, 8 * 2 * 512 * 1024 entries of two bytes: more than the head.
+    assert push_buffers(shape, bounded, bounded.stages[1]) == 2 * 2 * model + 2 * 2**23
+    small = dataclasses.replace(bounded, push_bucket=10**6)
+    assert push_buffers(shape, small, small.stages[0]) == 3 * 10**6 + 2 * 2**23
+    # Halves of an expert are gathered, and put together.
+    halves = dataclasses.replace(small, layout=ParallelLayout(16, tensor=2, expert=8, expert_tensor=2))
+    assert push_buffers(shape, halves, small.stages[0]) == 3 * 10**6 + 2 * 2**24
     assert push_buffers(shape, dataclasses.replace(bounded, push_bucket=0), bounded.stages[0]) == 0
 
 

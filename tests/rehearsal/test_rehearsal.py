@@ -17,10 +17,11 @@ from safetensors import safe_open
 
 from slime.arguments import parse_args
 from slime.arguments.config_files.role_config import critic_args
+from slime.backends.megatron_utils import parameter_selection
 from slime.backends.megatron_utils.hf_conversion import expected_hf_names
 from slime.plan.setup import parallel_layout
 from slime.ray.session import main
-from slime.rehearsal import run
+from slime.rehearsal import fake_device, run
 from slime.rehearsal.report import Pushed, Rehearsed
 from slime.rehearsal.run import micro_batches, planned, rehearse_rank, show_rehearsal
 from slime.rehearsal.stand_in import StandIn, find_or_build
@@ -289,6 +290,22 @@ def test_latent_attention_keeps_what_is_planned(arguments, stand_in, tmp_path, c
     assert result.peaks["step"]["weights"] == plan.step["weights"]
     if stand_in.library:
         assert result.peaks["step"]["activations"] == pytest.approx(plan.step["activations"], rel=0.01)
+
+
+def test_what_matches_nothing_of_a_rank_is_taken_to_match_elsewhere(monkeypatch):
+    # It is put back after the test.
+    monkeypatch.setattr(parameter_selection, "of_all_ranks", parameter_selection.of_all_ranks)
+    fake_device.lift_selection()
+    assert parameter_selection.of_all_ranks([0, 3]) == [1, 3]
+
+
+@pytest.mark.slow
+def test_frozen_prediction_layers_go_through(arguments, stand_in, tmp_path):
+    write_tiny_mimo(tmp_path)
+    result = rehearsed(arguments("--hf-checkpoint", str(tmp_path)), stand_in)
+    kinds = result.peaks["step"]
+    # Frozen ones have neither gradients nor a state.
+    assert kinds["gradients"] < 2 * kinds["weights"] and len(result.pushed.names) == 43
 
 
 @pytest.mark.slow

@@ -51,8 +51,7 @@ def select_trained_parameters(args: argparse.Namespace, model: Sequence[torch.nn
         parameter.requires_grad_(is_value_head(parameter) or _is_trained(flags, patterns))
         trained += parameter.requires_grad
         matched = [count + hit for count, hit in zip(matched, hits, strict=True)]
-    counts = all_reduce_sum(torch.tensor([*matched, trained, len(parameters)]), dist.group.WORLD)
-    *matched, trained, total = counts.tolist()
+    *matched, trained, total = of_all_ranks([*matched, trained, len(parameters)])
     _require_matches(patterns, matched, [name for name, _ in parameters])
     if not trained:
         raise UserError(
@@ -63,6 +62,11 @@ def select_trained_parameters(args: argparse.Namespace, model: Sequence[torch.nn
             _let_gradients_reach_layers(chunk)
     if dist.get_rank() == 0:
         logger.info("%.1f%% of the ranks' parameter tensors are trained, the others frozen", 100 * trained / total)
+
+
+def of_all_ranks(counts: Sequence[int]) -> list[int]:
+    """The sums of all ranks' counts. Collective."""
+    return all_reduce_sum(torch.tensor(counts), dist.group.WORLD).tolist()
 
 
 def _let_gradients_reach_layers(chunk: torch.nn.Module) -> None:
