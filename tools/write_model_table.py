@@ -97,7 +97,8 @@ def _row(name: str, record: dict[str, Any] | None) -> list[str]:
     own = FAMILIES[model_type].model_types
     # Layers that are all dense hold layouts that experts do not.
     tiny = [row for key, row in TINY_FAMILIES.items() if row.model_type in own and not key.endswith(" dense")]
-    tested = bool(tiny) and model_type in TRAINED_MODEL_TYPES
+    has_own_provider = "--custom-model-provider-path" in (ROOT / "scripts" / "models" / f"{name}.sh").read_text()
+    tested = bool(tiny) and model_type in TRAINED_MODEL_TYPES and not has_own_provider
     layouts = dict.fromkeys(layout for row in tiny for layout in row.layouts)
     is_served = not _SERVED.isdisjoint(own)
     return [

@@ -191,14 +191,27 @@ class ActivationModel:
         return kept + self.bytes * elements + self._core_attention(value, query, heads)
 
     def _linear_attention(self, linear: LinearAttentionShape) -> float:
-        """Gated delta net (arXiv 2412.06464), run whole on every tensor-parallel rank.
+        """Gated delta net (arXiv 2412.06464); tensor-parallel ranks share its heads.
 
-        Kept: the projections, the convolved queries, keys and values, the normalised queries and keys, the output before
-        and after its gated norm, decay and beta per head.
+        Kept by a kernel: the projections, the convolved queries, keys and values, the normalised queries and keys, the output
+        before and after its gated norm, decay and beta per head. PyTorch keeps what its chunks of 64 tokens are computed from,
+        in float32: per key head queries and keys as they are normalised and cut into chunks, and their products; per value head
+        the two sides of the triangular system and its solution, four matrices of a chunk, what enters and leaves it, what is
+        written, and states; and the steps of the gated norm.
         """
         mixed = 2 * linear.key_width + linear.value_width
-        elements = 2 * mixed + linear.value_width + 2 * linear.key_width + 2 * linear.value_width
-        return self.bytes * elements + 8.0 * linear.num_value_heads
+        if self.kernels is Kernels.TRANSFORMER_ENGINE:
+            elements = 2 * mixed + linear.value_width + 2 * linear.key_width + 2 * linear.value_width
+            return (self.bytes * elements + 8.0 * linear.num_value_heads) / self.layout.tensor
+        chunk, values = 64, linear.num_value_heads
+        keys = values * linear.key_head_dim
+        projected = 3 * mixed + 3 * linear.value_width + 2 * values
+        in_chunks = 5 * linear.key_width + 2 * chunk * linear.num_key_heads
+        systems = 5 * keys + 3 * linear.value_width + 4 * chunk * values
+        states = 2 * linear.value_width + 2 * keys * linear.value_head_dim / chunk
+        norm = 4 * linear.value_width
+        float32 = in_chunks + systems + states + norm + 8 * values
+        return (self.bytes * projected + 4.0 * float32) / self.layout.tensor
 
     def _mlp(self, width: float, module: str) -> tuple[float, float]:
         """(kept, gradients on the way back) of an MLP with inner width `width`, divided over tensor-parallel ranks."""

@@ -1,7 +1,7 @@
 """The number of parameters, exact, from the shape alone: of a model by part, and of one training rank.
 
 Every part says whether tensor-parallel ranks share it or hold all of it, so that counts per rank follow by division; of
-linear attention and of the projections down to latent vectors the trainer and the engines say different things.
+the projections down to latent vectors the trainer and the engines say different things.
 The score-correction bias of a router counts as a parameter: checkpoints hold it.
 
 A rank holds the layers of its pipeline stage, cut by tensor and expert parallelism. The embedding lies on the first stage, the
@@ -21,13 +21,14 @@ class LayerParameters:
     """One transformer layer.
 
     attention: shared by tensor-parallel ranks.
-    attention_replicated: whole on every tensor-parallel rank (norms of queries, keys and latent vectors, the indexer).
+    attention_replicated: whole on every tensor-parallel rank (norms of queries, keys, latent vectors and linear attention, the
+        indexer).
     dense_mlp: shared by tensor-parallel ranks.
     routed_experts: all experts of the layer; shared by expert-parallel and expert-tensor-parallel ranks.
     shared_experts: shared by tensor-parallel ranks.
     router: whole on every rank, with the expert bias and the gate of the shared expert.
     norms: whole on every rank, with the biases of row-parallel projections.
-    linear_attention: whole on every training rank, where it runs as one module; shared by the ranks of an engine.
+    linear_attention: shared by tensor-parallel ranks.
     latent_projections: down to the latent vectors; shared by tensor-parallel ranks of the trainer, whole on every rank of an
         engine.
     """
@@ -121,7 +122,7 @@ def _mtp_transformer_layer(shape: ModelShape) -> LayerParameters:
 def _layer(shape: ModelShape, *, experts: bool, linear_attention: bool, indexer: bool) -> LayerParameters:
     down = 0
     if linear_attention:
-        attention, replicated = 0, 0
+        attention, replicated = 0, shape.linear_attention.value_head_dim
     elif shape.mla is not None:
         attention, replicated = _latent_attention(shape, shape.mla, shape.mla.indexer if indexer else None)
         down = shape.hidden_size * shape.mla.latent_width
@@ -196,11 +197,11 @@ def _indexer(indexer: IndexerShape, hidden_size: int, query_input: int) -> int:
 
 
 def _linear_attention(linear: LinearAttentionShape, hidden_size: int) -> int:
-    """q, k, v and output gate; beta and decay; convolution over q, k, v; decay weights; norm per head; output."""
+    """q, k, v and output gate; beta and decay; convolution over q, k, v; decay weights; output."""
     inputs = hidden_size * (2 * linear.key_width + 2 * linear.value_width + 2 * linear.num_value_heads)
     convolution = linear.conv_kernel * (2 * linear.key_width + linear.value_width)
     decay = 2 * linear.num_value_heads
-    return inputs + convolution + decay + linear.value_head_dim + linear.value_width * hidden_size
+    return inputs + convolution + decay + linear.value_width * hidden_size
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,7 @@ def _of_layer(layer: LayerParameters, layout: ParallelLayout) -> LayerParameters
         shared_experts=layer.shared_experts // layout.tensor,
         router=layer.router,
         norms=layer.norms,
-        linear_attention=layer.linear_attention,
+        linear_attention=layer.linear_attention // layout.tensor,
         latent_projections=layer.latent_projections // layout.tensor,
     )
 

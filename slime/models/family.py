@@ -132,11 +132,13 @@ class Family:
         return self.predictions is not None and self.predictions.search(hf_name) is not None
 
     def may_be_left_out(self, hf_name: str, num_layers: int, predictions: int = 0) -> bool:
-        """Whether an HF tensor is none of the model's weights: a buffer, or of a layer behind the model's `num_layers` and its
-        `predictions` layers for multi-token prediction; or what those have a copy of."""
+        """Whether an HF tensor is none of the trained weights: a buffer, of another part, or of a layer behind the model's
+        `num_layers` and its `predictions` layers for multi-token prediction; or what those have a copy of."""
         number = _LAYER_NUMBER.search(hf_name) if self.predictions_follow else None
         behind = -1 if number is None else int(number.group()) - num_layers
         is_copy = behind >= 0 and hf_name.endswith(_COPIES)
+        if self.not_trained is not None and self.not_trained.search(hf_name) is not None:
+            return True
         return self.ignored.search(hf_name) is not None or behind >= predictions or is_copy
 
     def _rule(self, name: str) -> Rule | None:

@@ -1,4 +1,7 @@
-"""The families of Qwen: those that train, and others that are planned: their weights have no rules yet."""
+"""The families of Qwen.
+
+Qwen3.5 is published as models of text and images, of which the language model is trained; their other parts stay as they are.
+"""
 
 import dataclasses
 import re
@@ -12,6 +15,7 @@ from slime.models.family import (
     LAYER_NORMS,
     SHARED_EXPERT_GATE,
     Family,
+    Rule,
     layer_rule,
     routed_experts,
     shared_experts,
@@ -39,13 +43,15 @@ QWEN3 = Family(
     rules=ENDS + DENSE_LAYER,
 )
 
+_SHARED_AND_ROUTED = routed_experts() + shared_experts("mlp.shared_expert") + SHARED_EXPERT_GATE
+
 QWEN2_MOE = Family(
     model_types=("qwen2_moe",),
     names=("qwen2moe",),
     parts=(*_MOE, hf.qkv_bias),
     constants={"moe_shared_expert_gate": True},
     absent={"qkv_bias": True, "norm_topk_prob": False},
-    rules=ENDS + DENSE_LAYER + routed_experts() + shared_experts("mlp.shared_expert") + SHARED_EXPERT_GATE,
+    rules=ENDS + DENSE_LAYER + _SHARED_AND_ROUTED,
 )
 QWEN3_MOE = Family(
     model_types=("qwen3_moe",),
@@ -90,28 +96,67 @@ QWEN3_NEXT = Family(
         ),
     )
     + GATED_MLP
-    + routed_experts()
-    + shared_experts("mlp.shared_expert")
-    + SHARED_EXPERT_GATE,
+    + _SHARED_AND_ROUTED,
     not_trained=re.compile(r"^mtp\."),
 )
+
+
+def _of_language_model(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """The rules of a language model that is a part of a model of text and images; its head is not."""
+    return tuple(
+        dataclasses.replace(rule, hf=tuple(re.sub(r"^model\.", "model.language_model.", name) for name in rule.hf))
+        for rule in rules
+    )
+
+
+_QWEN3_5_LAYERS = (
+    *_MIXED_LAYERS,
+    layer_rule(
+        "self_attention.in_proj.weight",
+        tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+        PerKeyHead(("k", "k", "v"), ("v",), ("h",), ("h",)),
+    ),
+)
 # Text-only checkpoints of multimodal models carry the type of their language model.
-_QWEN3_5 = Family(
-    model_types=("qwen3_5", "qwen3_5_text"),
-    names=("qwen35",),
+_QWEN3_5_TEXT = Family(
+    model_types=("qwen3_5_text",),
+    names=("qwen35text",),
     parts=(*_DENSE, hf.partial_rope, hf.linear_attention),
     constants={"qk_layernorm": True, "layernorm_zero_centered_gamma": True},
     absent={"partial_rotary_factor": 0.25},
     layer_spec="slime_plugins.models.qwen3_5.get_qwen3_5_spec",
+    rules=ENDS + _QWEN3_5_LAYERS + GATED_MLP,
+    not_trained=re.compile(r"^(mtp|model\.visual)\."),
+)
+_QWEN3_5 = dataclasses.replace(
+    _QWEN3_5_TEXT, model_types=("qwen3_5",), names=("qwen35",), rules=_of_language_model(_QWEN3_5_TEXT.rules)
+)
+_QWEN3_5_MOE_TEXT = dataclasses.replace(
+    _QWEN3_5_TEXT,
+    model_types=("qwen3_5_moe_text",),
+    names=("qwen35moetext",),
+    parts=(*_MOE, hf.partial_rope, hf.linear_attention),
+    constants={**_QWEN3_5_TEXT.constants, "moe_shared_expert_gate": True},
+    rules=ENDS + _QWEN3_5_LAYERS + _SHARED_AND_ROUTED,
 )
 _QWEN3_5_MOE = dataclasses.replace(
-    _QWEN3_5,
-    model_types=("qwen3_5_moe", "qwen3_5_moe_text"),
-    names=(),
-    parts=(*_MOE, hf.partial_rope, hf.linear_attention),
-    constants={**_QWEN3_5.constants, "moe_shared_expert_gate": True},
+    _QWEN3_5_MOE_TEXT,
+    model_types=("qwen3_5_moe",),
+    names=("qwen35moe",),
+    rules=_of_language_model(_QWEN3_5_MOE_TEXT.rules),
 )
 # Known by name; what its config says is not written down yet.
 _QWEN3_VL = Family(model_types=(), names=("qwen3vl",))
 
-QWEN = (QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT, _QWEN3_5, _QWEN3_5_MOE, _QWEN3_VL)
+QWEN = (
+    QWEN2,
+    QWEN3,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+    _QWEN3_5,
+    _QWEN3_5_TEXT,
+    _QWEN3_5_MOE,
+    _QWEN3_5_MOE_TEXT,
+    _QWEN3_VL,
+)

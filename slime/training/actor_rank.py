@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from slime.arguments.checkpoints import OLD_ACTOR, TEACHER, iteration_directory
+from slime.arguments.hf_config import read_hf_config
+from slime.models.families import FAMILIES
 from slime.observability.logging_utils import LoggedMetrics
 from slime.observability.timer import timer
 from slime.scheduling.device_turns import Holds
@@ -28,6 +32,7 @@ from slime.utils.plugin_loader import calling_user_code, load_function
 from slime.utils.process_groups import get_gloo_group, patient_groups
 from slime.utils.processing_utils import load_tokenizer
 from slime.weights.buckets import split_into_buckets
+from slime.weights.hf_reader import SafetensorsDirectory
 from slime.weights.push import Opening, read_weight_version, write_weight_version
 from slime.weights.quantisers import quantiser_of
 from slime.weights.source import Connected, Sent, WeightSource
@@ -104,7 +109,8 @@ class ActorRank(TrainRank):
         publish_checkpoint(self.args, rollout_id)
 
     def export_hf(self, directory: str) -> None:
-        """Write the live weights as a Hugging Face checkpoint, with config and tokenizer of `--hf-checkpoint`.
+        """Write the live weights as a Hugging Face checkpoint, with config and tokenizer of `--hf-checkpoint`, and with what it
+        has of parts that are not trained.
 
         Every pipeline stage writes its own shards, from the first of the copies that there are.
 
@@ -115,6 +121,8 @@ class ActorRank(TrainRank):
 
         self.require(Holds.WEIGHTS, "an export")
         tensors = self._tensors_of_checkpoint()() if self.groups.replica == 0 else ()
+        if self.groups.gives_weights and self.groups.stage == 0:
+            tensors = itertools.chain(tensors, self._tensors_of_other_parts())
         with patient_groups(self.args.checkpoint_write_timeout):
             write_hf_checkpoint(
                 directory,
@@ -213,6 +221,16 @@ class ActorRank(TrainRank):
         """Makes the tensors of this stage as `--hf-checkpoint` has them: quantised, where that is."""
         tensors, quantiser = self.backend.stage_tensors(), quantiser_of(self.args.hf_checkpoint)
         return tensors if quantiser is None else lambda: quantiser(tensors())
+
+    def _tensors_of_other_parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What `--hf-checkpoint` has of parts of the model that are not trained, as it is stored there."""
+        directory = Path(self.args.hf_checkpoint)
+        family = FAMILIES.get(read_hf_config(directory).get("model_type"))
+        if family is None or family.not_trained is None or not any(directory.glob("*.safetensors")):
+            return
+        source = SafetensorsDirectory(directory)
+        for name in sorted(filter(family.not_trained.search, source.names())):
+            yield name, source.tensor(name)[...]
 
     def _load_stored(self, name: str) -> bool:
         """Load the state `name` out of the checkpoint that the run resumes from; False where there is none."""

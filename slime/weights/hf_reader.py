@@ -125,8 +125,35 @@ class StoredTensor:
             raise UserError(f"{self._path}: tensor {self._name} cannot be read: {error}") from error
 
 
+class _OfExpert(StoredTensor):
+    """One expert's rows, from `start` on, of a tensor of all experts [experts, rows, columns]."""
+
+    def __init__(self, fused: StoredTensor, expert: int, rows: range) -> None:
+        self._fused, self._expert, self._rows = fused, expert, rows
+        self.shape = (len(rows), *fused.shape[2:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._fused.dtype
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
+        rows, *columns = index if isinstance(index, tuple) else (slice(None) if index is ... else index,)
+        own = self._rows[rows]
+        return self._fused[(slice(self._expert, self._expert + 1), slice(own.start, own.stop), *columns)][0]
+
+
+# What one tensor of all experts holds of each, rows one after the other.
+_FUSED_EXPERTS = {
+    ".experts.gate_up_proj": ("gate_proj.weight", "up_proj.weight"),
+    ".experts.down_proj": ("down_proj.weight",),
+}
+
+
 class SafetensorsDirectory:
     """The tensors of all safetensors files of a directory, by name. Files are mapped.
+
+    Where a directory has one tensor of all experts of a layer (`mlp.experts.gate_up_proj`), each expert's matrices are given in
+    its place, under the names that they have elsewhere (`mlp.experts.7.gate_proj.weight`).
 
     Raises:
         UserError: the directory has no safetensors file, or the index names a file or tensor that is not there.
@@ -136,9 +163,18 @@ class SafetensorsDirectory:
         self._directory = Path(directory)
         self._files: dict[str, Any] = {}
         self._file_of = self._read_index()
+        # Name -> the tensor of all experts, the expert, and its place among the parts.
+        self._fused: dict[str, tuple[str, int, int]] = {}
+        for name in self._file_of:
+            ending = next((ending for ending in _FUSED_EXPERTS if name.endswith(ending)), None)
+            if ending is not None:
+                layer, parts = name.removesuffix(ending), _FUSED_EXPERTS[ending]
+                for expert in range(self._stored(name).shape[0]):
+                    for place, part in enumerate(parts):
+                        self._fused[f"{layer}.experts.{expert}.{part}"] = (name, expert, place)
 
     def names(self) -> set[str]:
-        return set(self._file_of)
+        return (set(self._file_of) - {name for name, *_ in self._fused.values()}) | set(self._fused)
 
     def tensor(self, name: str) -> StoredTensor:
         """The tensor `name`, of which nothing is read yet.
@@ -146,6 +182,15 @@ class SafetensorsDirectory:
         Raises:
             UserError: the file cannot be read, or does not have it.
         """
+        if name not in self._fused:
+            return self._stored(name)
+        fused_name, expert, place = self._fused[name]
+        fused = self._stored(fused_name)
+        parts = next(parts for ending, parts in _FUSED_EXPERTS.items() if fused_name.endswith(ending))
+        rows = fused.shape[1] // len(parts)
+        return _OfExpert(fused, expert, range(place * rows, (place + 1) * rows))
+
+    def _stored(self, name: str) -> StoredTensor:
         from safetensors import SafetensorError
 
         file_name = self._file_of[name]

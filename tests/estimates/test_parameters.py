@@ -91,7 +91,7 @@ def test_linear_attention_is_a_part_of_its_own():
     linear = LinearAttentionShape(2, 3, 4, 5, conv_kernel=2, layers=(True, False))
     first, second = count_parameters(changed(linear_attention=linear)).layers
     # qkvz 8x(6+6+20+20), beta and decay 8x8, convolution 2x32, A and dt 2x4, norm 5, output 20x8.
-    assert (first.attention, first.linear_attention) == (0, 416 + 64 + 64 + 8 + 5 + 160)
+    assert (first.attention, first.attention_replicated, first.linear_attention) == (0, 5, 416 + 64 + 64 + 8 + 160)
     assert (second.attention, second.linear_attention) == (288, 0)
 
 
@@ -217,12 +217,12 @@ def test_experts_are_divided_by_their_own_sizes():
     assert cut.routed_experts == held.routed_experts // 2
 
 
-def test_linear_attention_is_whole_on_every_training_rank():
+def test_training_ranks_share_linear_attention_but_for_its_norm():
     linear = LinearAttentionShape(2, 4, 2, 4, 4, (True, True, True, False))
     shape = ModelShape(**SIZES, linear_attention=linear)
     counts = count_parameters(shape)
     held = per_stage(shape, ParallelLayout(2, tensor=2))[0]
-    assert held.attention == 3 * counts.layers[0].linear_attention + counts.layers[3].attention // 2
+    assert held.attention == 3 * (counts.layers[0].linear_attention // 2 + 4) + counts.layers[3].attention // 2
 
 
 def test_layers_of_multi_token_prediction_lie_last_and_bring_the_embedding():

@@ -66,7 +66,7 @@ def test_linear_attention_is_shared_by_the_ranks_of_an_engine():
     linear = LinearAttentionShape(4, 32, 4, 32, 4, (True, True, True, False))
     shape = dataclasses.replace(SHAPE, linear_attention=linear)
     held = {tensor: serving_memory(shape, dataclasses.replace(SETUP, tensor=tensor)).weights for tensor in (1, 4)}
-    norms = 2 * (4 * 2 + 1) * 512
+    norms = 2 * ((4 * 2 + 1) * 512 + 3 * 32)
     assert held[4] - norms == (held[1] - norms) / 4
     groups = serving_memory(shape, dataclasses.replace(SETUP, tensor=4, attention_data=4)).weights
     # Attention of both kinds, and the embedding, are whole again; the MLP and the head stay shared.

@@ -234,12 +234,21 @@ def test_yarn_of_latent_attention():
     assert "rope_type" not in model_args_from_hf({**plain, "rope_parameters": {**yarn, "factor": 1.0}})
 
 
+def test_parts_that_are_not_trained_are_left_out():
+    """Of a checkpoint with a vision tower and layers for multi-token prediction."""
+    families = {name: FAMILIES[name] for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")}
+    for name, family in families.items():
+        assert family.may_be_left_out("mtp.layers.0.self_attn.q_proj.weight", 4), name
+        assert not family.may_be_left_out(family.find("decoder.final_layernorm.weight")[1][0], 4), name
+        assert family.may_be_left_out("model.visual.blocks.0.norm1.weight", 4) == (name != "qwen3_next"), name
+
+
 def test_names_of_all_families():
     assert sorted(FAMILIES_BY_NAME) == [
         "deepseekv3", "deepseekv32", "glm4", "glm4moe", "glm4moelite", "glmmoedsa", "kimi", "llama", "mimo", "minimaxm2",
-        "qwen2", "qwen2moe", "qwen3", "qwen35", "qwen3moe", "qwen3next", "qwen3vl",
+        "qwen2", "qwen2moe", "qwen3", "qwen35", "qwen35moe", "qwen35moetext", "qwen35text", "qwen3moe", "qwen3next", "qwen3vl",
     ]  # fmt: skip
     assert {name for name in FAMILIES_BY_NAME if FAMILIES_BY_NAME[name].is_trained} == {
         "deepseekv3", "glm4", "glm4moe", "glm4moelite", "kimi", "llama", "mimo", "minimaxm2", "qwen2", "qwen2moe",
-        "qwen3", "qwen3moe", "qwen3next",
+        "qwen3", "qwen35", "qwen35moe", "qwen35moetext", "qwen35text", "qwen3moe", "qwen3next",
     }  # fmt: skip

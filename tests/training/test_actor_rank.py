@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.models.grpo_batch import make_samples
+from tests.support.models.tiny_families import TINY_FAMILIES
 from tests.support.models.tiny_model import write_tiny_model
 from tests.support.processes.actor_run import TEMPERATURE, Rank, command_line, same
 from tests.support.processes.distributed import run_distributed
@@ -28,6 +29,24 @@ def export_worker(directory: Path, layouts: dict[str, list[str]]) -> dict[str, l
         results[name] = made
         run.end()
     return results
+
+
+@pytest.mark.slow
+def test_an_export_has_the_parts_that_are_not_trained(tmp_path):
+    """A vision tower, and a layer for multi-token prediction."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    TINY_FAMILIES["qwen3_5"].save(tmp_path / "actor")
+    path = tmp_path / "actor" / "model.safetensors"
+    stored = load_file(path) | {"mtp.fc.weight": torch.arange(6.0).view(2, 3)}
+    save_file(stored, path, metadata={"format": "pt"})
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "unused"}) + "\n")
+    made = run_distributed(export_worker, 2, (tmp_path, {"export": []}))[0]["export"]
+    assert not [name for name in made if name.startswith(("model.visual.", "mtp."))]
+    exported = load_file(next((tmp_path / "export").glob("*.safetensors")))
+    assert exported.keys() == stored.keys() and all(exported[name].equal(stored[name]) for name in stored)
+    assert len(stored) > len(made) + 5
 
 
 @pytest.mark.slow

@@ -76,3 +76,24 @@ def test_an_index_that_names_what_a_file_has_not_is_told_by_file_and_tensor(dire
 def test_a_directory_without_weights_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"holds no \*.safetensors"):
         SafetensorsDirectory(tmp_path)
+
+
+def test_one_tensor_of_all_experts_is_given_expert_by_expert(tmp_path):
+    """Rows of gate come before those of up; what is indexed is read of the one expert alone."""
+    gate_up, down = torch.arange(48.0).view(2, 6, 4), torch.arange(24.0).view(2, 4, 3)
+    save_file(
+        {"l.experts.gate_up_proj": gate_up, "l.experts.down_proj": down, "l.gate.weight": torch.ones(2, 4)},
+        tmp_path / "one.safetensors",
+    )
+    source = SafetensorsDirectory(tmp_path)
+    parts = {
+        f"l.experts.{expert}.{part}_proj.weight": tensor
+        for expert in (0, 1)
+        for part, tensor in (("gate", gate_up[expert, :3]), ("up", gate_up[expert, 3:]), ("down", down[expert]))
+    }
+    assert source.names() == {"l.gate.weight", *parts}
+    for name, tensor in parts.items():
+        stored = source.tensor(name)
+        assert (stored.shape, stored.dtype) == (tensor.shape, tensor.dtype)
+        for index in (slice(None), ..., slice(1, 2), (slice(None), slice(1, 3)), slice(2, 2)):
+            assert stored[index].equal(tensor[index])

@@ -103,6 +103,13 @@ _DELTA_NET: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
 }  # fmt: skip
+_TWO_KINDS: dict[str, Any] = {**_DELTA_NET, "layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+_VISION: dict[str, Any] = {
+    "vision": {
+        "depth": 1, "hidden_size": 8, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 2,
+        "num_position_embeddings": 4, "temporal_patch_size": 1,
+    },
+}  # fmt: skip
 _GATED_MOE: dict[str, Any] = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64,
 }  # fmt: skip
@@ -129,6 +136,16 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
         {**_DELTA_NET, **_GATED_MOE, "groups": 1, "mlp_only_layers": [1]},
         write=write_tiny_delta_net,
         layouts=("recomputed", "tp2", "pp2"),
+    ),
+    "qwen3_5": TinyFamily("qwen3_5", {**_TWO_KINDS, **_VISION}, write=write_tiny_delta_net, layouts=DENSE),
+    "qwen3_5_text": TinyFamily(
+        "qwen3_5_text", {**_TWO_KINDS, "tied": True}, write=write_tiny_delta_net, layouts=("recomputed", "pp2")
+    ),
+    "qwen3_5_moe": TinyFamily(
+        "qwen3_5_moe", {**_TWO_KINDS, **_GATED_MOE, **_VISION}, write=write_tiny_delta_net, layouts=EXPERTS
+    ),
+    "qwen3_5_moe_text": TinyFamily(
+        "qwen3_5_moe_text", {**_TWO_KINDS, **_GATED_MOE}, write=write_tiny_delta_net, layouts=("recomputed", "pp2")
     ),
     "glm4_moe": TinyFamily("glm4_moe", _GLM4_MOE, write=write_biased_mixture, layouts=EXPERTS),
     # Half of each head is rotated.

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from slime.arguments.hf_config import read_hf_config
 from slime.models.families import model_args_from_hf
 from tests.support.models.args import default_args
 
@@ -27,11 +28,13 @@ def write_tiny_model(
     groups: int = 2,
     head_dim: int = 16,
     seed: int = 0,
+    vision: dict[str, Any] | None = None,
     **config_entries: Any,
 ):
     """Save a random float32 model of the family to `directory` (config.json, model.safetensors) and return it.
 
-    `config_entries` are further ones of its config, or others.
+    `config_entries` are further ones of its config, or others; with `vision`, the config of a vision tower, those of its
+    language model.
     """
     import torch
     import transformers
@@ -51,10 +54,15 @@ def write_tiny_model(
         # Those of some classes stand behind the end of so small a vocabulary.
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
-    config = transformers.CONFIG_MAPPING[model_type](**{**entries, **config_entries})
+    entries |= config_entries
+    kind = transformers.AutoModelForCausalLM
+    if vision is not None:
+        entries = {"text_config": entries, "vision_config": vision, "tie_word_embeddings": tied}
+        kind = transformers.AutoModelForImageTextToText
+    config = transformers.CONFIG_MAPPING[model_type](**entries)
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = kind.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 # Norms away from 1, biases away from 0, and logits that differ: otherwise mistakes would not show.
@@ -190,7 +198,7 @@ def write_tiny_mimo(directory: Path, **options: Any):
 
 def tiny_args(hf_dir: str | Path, **overrides: Any) -> SimpleNamespace:
     """The parser's own arguments with those of the model in `hf_dir`; neither derived nor checked."""
-    config = json.loads((Path(hf_dir) / "config.json").read_text())
+    config = read_hf_config(hf_dir)
     divisor = 8 * overrides.get("tensor_model_parallel_size", 1)
     values: dict[str, Any] = {
         **model_args_from_hf(config),
