@@ -18,7 +18,7 @@ from slime.algorithms.estimators import estimator
 from slime.arguments.checkpoints import WeightSource, latest_iteration, resolve_initial_weights
 from slime.arguments.config_files.eval_file import load_eval_config
 from slime.arguments.config_files.role_config import critic_weights
-from slime.arguments.config_files.serving_config import load_serving_config, served_groups
+from slime.arguments.config_files.serving_config import load_serving_config, served_models
 from slime.arguments.flag import flag_of
 from slime.arguments.megatron.values import derive_megatron_values
 from slime.arguments.origins import Origin
@@ -77,7 +77,8 @@ def _parallel_sizes(args: argparse.Namespace, violations: list[Violation]) -> No
         args.served_models, found = load_serving_config(args)
         sizes = "--rollout-num-gpus", "--rollout-num-gpus-per-engine", "--hf-checkpoint"
         violations += about(found, "--sglang-config", *sizes)
-        args.rollout_num_engines = sum(group.num_engines for group in served_groups(args))
+        # Those that generate; other models are asked by functions of the user's.
+        args.rollout_num_engines = sum(group.num_engines for group in served_models(args)[0].groups)
 
 
 def settle_precision(args: argparse.Namespace, *, on_gpus: bool) -> None:

@@ -91,6 +91,8 @@ def tensor_parallel_size(args: argparse.Namespace) -> int:
     return args.rollout_num_gpus_per_engine // (args.sglang_pp_size or 1)
 
 
+# Of those below, what a model may be given whose weights stay.
+ONLY_AGAINST_PUSHES = ("sglang_cpu_offload_gb", "sglang_pp_size", "sglang_quantization")
 _DATA_PARALLEL_ATTENTION = "data-parallel attention (weight groups and routing over its ranks)"
 _WEIGHTS_ON_THE_HOST = "engine weights in host memory (pushed weights would not reach them)"
 

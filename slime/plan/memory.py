@@ -21,6 +21,7 @@ import psutil
 
 from slime.arguments.config_files.role_config import critic_args
 from slime.arguments.config_files.serving_config import arguments_of_group, served_groups
+from slime.arguments.hf_config import read_hf_config
 from slime.arguments.sizes import longest_sample, plans_for_gpus
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.serving_memory import ServingMemory, serving_memory
@@ -36,6 +37,7 @@ from slime.estimates.training_memory import (
     training_memory,
     worst_rank,
 )
+from slime.models.families import model_args_from_hf
 from slime.plan.placement import EnginePart, gpus_per_node, placement_mode, serving_setup, starts_engines
 from slime.plan.setup import (
     CUDA_OVERHEAD_BYTES,
@@ -84,8 +86,9 @@ def plan_memory(
         buffers = max(push_buffers(shape, setup, stage) for stage in setup.stages) + received_buffers(shape, setup)
     phases = _phases(args, worst, critic, buffers, served, gpu_memory)
     warnings = [_too_large(phase, gpu_memory) for phase in phases if phase.fits is False]
-    for where, of_group in _groups(args):
-        served_by_group = served if not where else _serving(of_group, shape, hf_config, gpu_memory)[0]
+    for where, of_group, frozen in _groups(args):
+        found = _frozen_model(of_group) if frozen else (shape, hf_config)
+        served_by_group = served if not where else None if found is None else _serving(of_group, *found, gpu_memory)[0]
         of_engines = _cache_warnings(of_group, served_by_group, gpu_memory)
         name = "num_gpus_per_engine" if where else "--rollout-num-gpus-per-engine"
         warnings += [where + warning.replace("--rollout-num-gpus-per-engine", name) for warning in of_engines]
@@ -252,12 +255,26 @@ def _too_large(phase: PhasePlan, gpu_memory: int) -> str:
     )
 
 
-def _groups(args: argparse.Namespace) -> list[tuple[str, argparse.Namespace]]:
-    """The line of every group of engines of `--sglang-config`, and the flags that describe it; without that, of the run."""
+def _groups(args: argparse.Namespace) -> list[tuple[str, argparse.Namespace, bool]]:
+    """The line of every group of engines of `--sglang-config`, the flags that describe it, and whether its model is another
+    than the trained one; without that, of the run."""
     if args.sglang_config is None or not starts_engines(args):
-        return [("", args)]
+        return [("", args, False)]
     groups = [group for group in served_groups(args) if group.num_engines]
-    return [(f"{group.where}: " if group.where else "", arguments_of_group(args, group)) for group in groups]
+    return [
+        (f"{group.where}: " if group.where else "", arguments_of_group(args, group), not group.update_weights)
+        for group in groups
+    ]
+
+
+def _frozen_model(args: argparse.Namespace) -> tuple[ModelShape, dict[str, Any]] | None:
+    """Shape and config of --hf-checkpoint, whatever the flags say of the trained model; None where they are not known."""
+    try:
+        config = read_hf_config(args.hf_checkpoint)
+        shape = shape_of(argparse.Namespace(**{**vars(args), **model_args_from_hf(config)}))
+    except UserError:
+        return None
+    return None if shape is None else (shape, config)
 
 
 def _cache_warnings(args: argparse.Namespace, served: ServingMemory | None, gpu_memory: int | None) -> list[str]:

@@ -4,10 +4,11 @@ GPUs count in order of their nodes, training first unless the two share.
 """
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from slime.arguments.config_files.serving_config import ServerGroup, served_groups, served_models
+from slime.arguments.config_files.serving_config import served_groups, served_models
 from slime.arguments.sizes import layout_of, plans_for_gpus
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.serving_memory import (
@@ -18,8 +19,9 @@ from slime.estimates.serving_memory import (
     unknown_quantisation,
 )
 from slime.estimates.shape import ModelShape
-from slime.plan.structure import GpuPlan, NodePlan, PlacementPlan, SyncPlan
+from slime.plan.structure import GpuPlan, NodePlan, PlacementPlan, ServedModelPlan, SyncPlan
 from slime.scheduling.device_turns import Sides
+from slime.scheduling.served_models import ServerGroup
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,17 @@ def plan_placement(
         NodePlan(start // per_node, tuple(gpus[start : start + per_node])) for start in range(0, total, per_node)
     )
     count = len({place[0] for place in engines.values()})
-    return PlacementPlan(mode, total, per_node, training, count, nodes)
+    models = tuple(_models(args)) if starts_engines(args) and args.sglang_config is not None else ()
+    return PlacementPlan(mode, total, per_node, training, count, nodes, models)
+
+
+def _models(args: argparse.Namespace) -> Iterator[ServedModelPlan]:
+    first = 0
+    for model in served_models(args):
+        count = sum(group.num_engines for group in model.groups)
+        engines = (first, first + count - 1) if count else None
+        yield ServedModelPlan(model.name, model.model_path, engines, model.update_weights)
+        first += count
 
 
 def placement_mode(args: argparse.Namespace) -> str:

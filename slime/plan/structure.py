@@ -27,8 +27,21 @@ class NodePlan:
 
 
 @dataclass(frozen=True)
+class ServedModelPlan:
+    """A model behind a router of its own; `engines`: the first and the last of its engines, None where it has none."""
+
+    name: str
+    path: str
+    engines: tuple[int, int] | None
+    update_weights: bool
+
+
+@dataclass(frozen=True)
 class PlacementPlan:
-    """mode: "colocated", "disaggregated", "training only", "engines only" or "external engines"."""
+    """mode: "colocated", "disaggregated", "training only", "engines only" or "external engines".
+
+    models: those of `--sglang-config`; empty without it.
+    """
 
     mode: str
     num_gpus: int
@@ -36,6 +49,7 @@ class PlacementPlan:
     training_ranks: int
     engines: int
     nodes: tuple[NodePlan, ...]
+    models: tuple[ServedModelPlan, ...] = ()
 
 
 @dataclass(frozen=True)

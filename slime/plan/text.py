@@ -29,6 +29,7 @@ from slime.plan.structure import (
     PhasePlan,
     PlacementPlan,
     Plan,
+    ServedModelPlan,
     ServingMemoryPlan,
     SyncPlan,
     TrainingMemoryPlan,
@@ -62,7 +63,7 @@ def render(plan: Plan) -> str:
         _section("BATCH", list(_batch(plan.batch))),
         _section("PARAMETERS", list(_parameters(plan.parameters, plan.layout))),
         _section("MEMORY", list(_memory(plan.memory, plan.missing, plan.batch))),
-        _section("WEIGHT SYNC", list(_sync(plan.sync))),
+        _section("WEIGHT SYNC", list(_sync(plan.sync, plan.placement.models))),
         _section("VALUES that differ from the defaults", list(_values(plan))),
         _section("WARNINGS", list(_bullets(plan.warnings))),
         _section("NOTES", list(_bullets(plan.notes))),
@@ -223,10 +224,14 @@ def _phase(phase: PhasePlan, unit: _Unit) -> list[str]:
     return [phase.name, unit(phase.trainer), unit(phase.engine), unit(phase.total), verdict]
 
 
-def _sync(sync: SyncPlan | None) -> Iterator[str]:
+def _sync(sync: SyncPlan | None, models: Sequence[ServedModelPlan]) -> Iterator[str]:
     if sync is None:
         return
-    line = f"{_size(sync.bytes)} to every engine by {sync.transport}, in about {sync.buckets} bucket{_s(sync.buckets)}"
+    updated = [model.name for model in models if model.update_weights]
+    of = f" of model {', '.join(updated)}" if len(models) > 1 else ""
+    line = (
+        f"{_size(sync.bytes)} to every engine{of} by {sync.transport}, in about {sync.buckets} bucket{_s(sync.buckets)}"
+    )
     time = f"{sync.seconds:.2g} s or more at {sync.link_gbps:g} Gbit/s"
     if not sync.shared_handles:
         yield f"{line}: {time}"
@@ -319,6 +324,10 @@ def _legend(placement: PlacementPlan, layout: LayoutPlan | None) -> Iterator[str
         yield f"{placement.training_ranks} training rank{'s' if placement.training_ranks != 1 else ''}: {shown}{more}"
     if placement.engines:
         yield f"{placement.engines} engine{'s' if placement.engines != 1 else ''} (engine.part of it)"
+    for model in placement.models if len(placement.models) > 1 else ():
+        engines = "no engine" if model.engines is None else f"engine {_range(model.engines)}"
+        kept = "" if model.update_weights else f", weights of {model.path} that stay"
+        yield f"model {model.name}, with a router of its own: {engines}{kept}"
 
 
 def _alike(nodes: Sequence[NodePlan]) -> Iterator[tuple[int, int]]:

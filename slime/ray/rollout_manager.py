@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -210,17 +211,19 @@ class RolloutManager:
 
     def _start_serving(self, group: PlacementGroup | None, places: Sequence[tuple[int, int]]) -> None:
         self._serving = ServingOwner(self.args, group, places, self.args.log_dir)
-        router = self._serving.start()
-        host = host_for_url(router.ip)
+        routers = self._serving.start()
+        addresses = {model: (host_for_url(router.ip), router.port) for model, router in routers.items()}
+        first_host, first_port = next(iter(addresses.values()))
         self.args = with_run_values(
             self.args,
             router_api_key=self._serving.api_key,
-            sglang_router_ip=host,
-            sglang_router_port=router.port,
-            sglang_model_routers={self._serving.model: (host, router.port)},
+            sglang_router_ip=first_host,
+            sglang_router_port=first_port,
+            sglang_model_routers=addresses,
         )
         if self.args.use_fault_tolerance:
-            set_engine_supply(router.url, self._serving)
+            for model, router in routers.items():
+                set_engine_supply(router.url, _EnginesOfModel(self._serving, model))
 
     def _shutdown(self, *, silent: bool = False) -> None:
         if self._serving is not None:
@@ -229,8 +232,33 @@ class RolloutManager:
             # What this process would still tell is the end itself: requests lose their engines, groups are given up.
             logging.disable(logging.CRITICAL)
         if self._serving is not None:
-            set_engine_supply(f"http://{self.args.sglang_router_ip}:{self.args.sglang_router_port}", None)
+            for router in self._serving.routers.values():
+                set_engine_supply(router.url, None)
             self._serving.shutdown()
+
+
+@dataclasses.dataclass(frozen=True)
+class _EnginesOfModel:
+    """The engines behind the router of `model`, as requests to it see them (`EngineSupply`)."""
+
+    owner: ServingOwner
+    model: str
+
+    def is_serving(self) -> bool:
+        """Whether requests find an engine."""
+        return self.owner.is_serving(self.model)
+
+    def doubt_all(self, cause: str) -> None:
+        """A request failed: look after the engines."""
+        self.owner.doubt_all(self.model, cause)
+
+    def is_decided(self) -> bool:
+        """Whether no engine is doubted."""
+        return self.owner.is_decided(self.model)
+
+    def deaths(self) -> int:
+        """How many engines have died so far."""
+        return self.owner.deaths(self.model)
 
 
 class RunningCall(Generic[Result]):

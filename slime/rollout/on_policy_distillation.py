@@ -4,6 +4,8 @@
     --custom-rm-path slime.rollout.on_policy_distillation.reward_func
     --custom-reward-post-process-path slime.rollout.on_policy_distillation.post_process_rewards
 
+Without `--rm-url` the teacher is the model `teacher` of `--sglang-config`, served by the run.
+
 The teacher's log-probs of the response tokens become `sample.teacher_log_probs`, a column of the train batch; what they are
 worth is decided by `--opd-kl-coef`. The reward itself is 0, unless a function of the user's calls `reward_func` and returns a
 reward of its own.
@@ -21,6 +23,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from slime.rollout.engine_request import get_model_url, router_urls
 from slime.rollout.train_data import relative_rewards
 from slime.utils.engine_answers import TokenLogProbs
 from slime.utils.errors import RunError, UserError
@@ -30,12 +33,14 @@ from slime.utils.processing_utils import load_tokenizer
 from slime.utils.sample_fields import held, read_only, token_array
 from slime.utils.types import Sample
 
+# The name of a teacher that the run serves itself.
+SERVED_TEACHER = "teacher"
 # Teachers whose tokenizer was compared, by address.
 _compared: set[str] = set()
 
 
 async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
-    """Have the teacher at `args.rm_url` score `sample` at the student's temperature; sets `teacher_log_probs`, returns 0.
+    """Have the teacher score `sample` at the student's temperature; sets `teacher_log_probs`, returns 0.
 
     Raises:
         UserError: no address, or the teacher reads the tokens as other text than the student.
@@ -82,8 +87,13 @@ def _number(args: Any, sample: Sample) -> float:
 
 
 def _teacher_url(args: Any) -> str:
+    if not args.rm_url and SERVED_TEACHER in router_urls(args):
+        return get_model_url(args, SERVED_TEACHER)
     if not args.rm_url:
-        raise UserError("distillation over HTTP needs --rm-url, the teacher's address, such as http://10.0.0.1:30000")
+        raise UserError(
+            "distillation over HTTP needs --rm-url, the teacher's address, such as http://10.0.0.1:30000, or a model "
+            f"`{SERVED_TEACHER}` in --sglang-config"
+        )
     # The address of a server alone means its one method that scores.
     return args.rm_url if urlsplit(args.rm_url).path.strip("/") else args.rm_url.rstrip("/") + "/generate"
 

@@ -141,7 +141,9 @@ class Engines:
             actor_class = ray.remote(ExternalEngineActor).options(num_cpus=0, scheduling_strategy=here, **common)
             self._handles[name] = actor_class.remote(self._args, name.engine_id, str(self._log_dir), engine.external)
             return self._handles[name].init.remote()
-        args = self._args if group.settings is None else arguments_of_group(self._args, group.settings)
+        args = self._args
+        if group.settings is not None:
+            args = arguments_of_group(args, group.settings, sleeps=engine.sleeps)
         parts = []
         for devices in engine.nodes:
             strategy = PlacementGroupSchedulingStrategy(

@@ -1,9 +1,11 @@
-"""The owner of all that serves in a run: router, engines, and what is known of them.
+"""The owner of all that serves in a run: routers, engines, and what is known of them.
 
-Everything that can run at the same time does: `start` returns at once, so that router, engines and training ranks come
+Everything that can run at the same time does: `start` returns at once, so that routers, engines and training ranks come
 up together; `wait_ready` joins. From then on a thread watches. An engine that dies or hangs is replaced where the run asks for
 that: it leaves the router, a new server starts in its place, gets the weights of the last push, and only then requests. One
 that dies again and again is given up. Whatever else dies ends `ended` with its cause.
+
+Each model has a router of its own. Engines of a frozen model serve what they loaded: no push waits for them or reaches them.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -28,7 +31,7 @@ from slime.scheduling.device_turns import Holds
 from slime.serving.engines import Engines
 from slime.serving.fleet import REPLACEMENTS, EngineName, EngineRecord, EngineState, Fleet, FleetSnapshot, HealthChecks
 from slime.serving.router import RouterHandle, start_router
-from slime.serving.topology import topology_of
+from slime.serving.topology import ServedModel, topology_of
 from slime.utils.errors import RunError
 from slime.utils.run_values import with_run_values
 
@@ -65,13 +68,14 @@ def longest_push_wait(args: argparse.Namespace, num_engines: int) -> float:
 
 
 class ServingOwner:
-    """Router and engines of a run. Methods may be called from any thread.
+    """Routers and engines of a run. Methods may be called from any thread.
 
     Args:
         placement_group, places: where engines may live: (bundle index, device id) of every GPU for them, in order.
 
     Attributes:
-        model: the name under which functions of the user's own find the router.
+        routers: by the name of the model, under which functions of the user's own find it; the first is that of the model
+            that generates. Empty before `start`.
         ended: its result is None when `shutdown` was called, and a RunError when something died that nobody replaces.
     """
 
@@ -84,12 +88,11 @@ class ServingOwner:
         self.api_key: str = args.router_api_key or secrets.token_urlsafe(32)
         self.ended: Future[None] = Future()
         topology = topology_of(args, places)
-        self.model: str = topology.models[0].name
         self._start_limit = _start_limit(args)
         self._fleet = Fleet((engine.engine_id for engine in topology.engines), self._start_limit)
         self._engines = Engines(self._with_key(), placement_group, topology, log_dir)
         self._topology = topology
-        self._router: RouterHandle | None = None
+        self.routers: dict[str, RouterHandle] = {}
         self._starting: dict[EngineName, ray.ObjectRef] = {}
         self._urls: dict[EngineName, str] = {}
         # Engines that the router knows.
@@ -104,7 +107,9 @@ class ServingOwner:
             first_wait=args.rollout_health_check_first_wait,
             work_limit=args.engine_start_timeout,
         )
-        self._generations = self._deaths = 0
+        self._generations = 0
+        # By model.
+        self._deaths: Counter[str] = Counter()
         # While the engines sleep; the dead among them that a new server may follow.
         self._asleep = False
         self._cleared: list[EngineName] = []
@@ -113,24 +118,27 @@ class ServingOwner:
         self._ending = threading.Event()
         self._watching: threading.Thread | None = None
 
-    def start(self) -> RouterHandle:
-        """Start router and engines; does not wait for them."""
+    def start(self) -> dict[str, RouterHandle]:
+        """Start routers and engines; does not wait for them. Returns `routers`."""
         # A router that runs already is tried with the key that was given for it, if any: one that has a key refuses others,
         # one without ignores ours.
         given = self._args.sglang_router_ip is not None
         ours = [engine.external.url for engine in self._topology.engines if engine.external is not None]
-        self._router = start_router(self._args if given else self._with_key(), self._log_dir, ours)
+        for number, model in enumerate(self._topology.models):
+            args = self._args if given and number == 0 else self._with_key()
+            self.routers[model.name] = start_router(args, self._log_dir, ours, number)
         self._starting = {record.name: self._engines.start(record.name) for record in self._fleet.records()}
-        return self._router
+        return self.routers
 
     def wait_ready(self) -> None:
-        """Return when the router sends requests to all engines, and to no others. Each engine keeps its own time.
+        """Return when the routers send requests to all their engines, and to no others. Each engine keeps its own time.
 
         Raises:
             RunError: a server failed to start; holds the last lines of its log. All engines are ended.
         """
-        if self._router.process is not None:
-            self._router.wait_ready()
+        for router in self.routers.values():
+            if router.process is not None:
+                router.wait_ready()
         names = list(self._starting)
         try:
             urls = wait_for_all(
@@ -143,14 +151,17 @@ class ServingOwner:
         except BaseException:
             self._engines.stop()
             raise
-        self._router.refuse_other_workers(urls)
         # Nobody sends requests before the first push, so engines without the trainer's weights may be known to the router.
-        self._router.add_workers(urls, _REGISTRATION_SECONDS, self.api_key)
+        for model, router in self.routers.items():
+            of_model = [url for name, url in zip(names, urls, strict=True) if self._model(name).name == model]
+            router.refuse_other_workers(of_model)
+            router.add_workers(of_model, _REGISTRATION_SECONDS, self.api_key)
+            shown = "" if len(self.routers) == 1 else f" of model {model}"
+            logger.info("%d engines%s are ready behind the router %s", len(of_model), shown, router.url)
         self._registered.update(names)
         for name, url in zip(names, urls, strict=True):
             self._answers(name, url)
         self._admit([name for name in names if not self._gets_weights(name)], None)
-        logger.info("%d engines are ready behind the router %s", len(urls), self._router.url)
         self._watching = threading.Thread(target=self._watch, daemon=True, name="serving watch")
         self._watching.start()
 
@@ -163,26 +174,26 @@ class ServingOwner:
             RunError: something died that nobody replaces, or nothing became of an engine for longer than a start may take.
         """
         with self._changed:
-            self._wait_until_settled("weight push")
+            self._wait_until_settled("weight push", self._gets_weights)
             if self._asleep:
                 raise RunError("weight push: the engines sleep, and have no room for weights before they wake")
             return self._taking_weights(EngineState.STALE, EngineState.SERVING)
 
-    def _wait_until_settled(self, purpose: str) -> None:
+    def _wait_until_settled(self, purpose: str, concerns: Callable[[EngineName], bool]) -> None:
         # Each life has its time, so the limit begins anew with what happens to one.
-        while not self.ended.done() and (waiting := self._unsettled()):
+        while not self.ended.done() and (waiting := self._unsettled(concerns)):
             if not self._changed.wait_for(
-                lambda waiting=waiting: self.ended.done() or self._unsettled() != waiting, self._start_limit
+                lambda waiting=waiting: self.ended.done() or self._unsettled(concerns) != waiting, self._start_limit
             ):
                 late = ", ".join(f"{name} is {state.value}" for name, state in waiting)
                 raise RunError(f"{purpose}: {late} after {self._start_limit:.0f} s (--engine-start-timeout)")
         if self.ended.done():
             self.ended.result()
 
-    def _unsettled(self) -> list[tuple[EngineName, EngineState]]:
-        """Engines that a push would miss, although they or those in their place may get it yet."""
+    def _unsettled(self, concerns: Callable[[EngineName], bool]) -> list[tuple[EngineName, EngineState]]:
+        """Engines that a push, or a sleep, would miss, although they or those in their place may get it yet."""
         records = self._fleet.records(EngineState.STARTING, EngineState.SUSPECT, EngineState.DEAD)
-        return [(record.name, record.state) for record in records]
+        return [(record.name, record.state) for record in records if concerns(record.name)]
 
     def begin_push_to_stale(self) -> FleetSnapshot:
         """The engines that lack the weights of the last push, `version` of the result; the others go on."""
@@ -192,7 +203,7 @@ class ServingOwner:
     def lacks_weights(self) -> bool:
         """Whether an engine waits for the weights of a push that it has missed."""
         with self._changed:
-            waiting = {record.name for record in self._fleet.records(EngineState.STALE)} - self._receiving
+            waiting = {name for name in self._named(EngineState.STALE) if self._gets_weights(name)} - self._receiving
             return self._fleet.version is not None and bool(waiting)
 
     def end_push(self, names: Sequence[EngineName], version: int, failed: Mapping[int, str]) -> None:
@@ -210,7 +221,7 @@ class ServingOwner:
             return self._snapshot(self._fleet.records(EngineState.STALE, EngineState.SERVING, EngineState.SUSPECT))
 
     def _taking_weights(self, *states: EngineState) -> FleetSnapshot:
-        names = [record.name for record in self._fleet.records(*states) if self._gets_weights(record.name)]
+        names = [name for name in self._named(*states) if self._gets_weights(name)]
         for name in names:
             self._fleet.weights_change(name)
         self._receiving.update(names)
@@ -219,8 +230,20 @@ class ServingOwner:
     def _snapshot(self, records: Sequence[EngineRecord]) -> FleetSnapshot:
         return self._engines.snapshot(self._fleet.version, records)
 
+    def _named(self, *states: EngineState) -> list[EngineName]:
+        return [record.name for record in self._fleet.records(*states)]
+
+    def _model(self, name: EngineName) -> ServedModel:
+        return self._topology.find(name.engine_id)[0]
+
+    def _router_of(self, name: EngineName) -> RouterHandle:
+        return self.routers[self._model(name).name]
+
     def _gets_weights(self, name: EngineName) -> bool:
-        return self._args.has_trainer and self._topology.find(name.engine_id)[0].update_weights
+        return self._args.has_trainer and self._model(name).update_weights
+
+    def _sleeps(self, name: EngineName) -> bool:
+        return self._topology.find(name.engine_id)[2].sleeps
 
     def _admit(self, names: Sequence[EngineName], version: int | None) -> None:
         """Let engines serve that hold `version` whole: the router first has to know those that took another's place."""
@@ -230,7 +253,7 @@ class ServingOwner:
             error = None
             if url is not None:
                 try:
-                    self._router.add_workers([url], _REGISTRATION_SECONDS, self.api_key)
+                    self._router_of(name).add_workers([url], _REGISTRATION_SECONDS, self.api_key)
                 except RunError as refusal:
                     error = refusal
             with self._changed:
@@ -242,16 +265,17 @@ class ServingOwner:
             if url is not None and not admitted:
                 # Whoever replaces it takes only those out of the router that were admitted.
                 with contextlib.suppress(RunError):
-                    self._router.remove_workers([url], _ROUTER_FAREWELL_SECONDS)
+                    self._router_of(name).remove_workers([url], _ROUTER_FAREWELL_SECONDS)
             if error is not None:
                 self._died(name, error)
 
     # -- sleep ------------------------------------------------------------------------------------------------------
 
     def hold(self, holds: Holds) -> None:
-        """Have all engines hold that much of their memory. What is so already is left alone.
+        """Have all engines that sleep hold that much of their memory. What is so already is left alone.
 
-        An engine that dies asleep is replaced when the others wake: until then its GPUs are the trainer's.
+        Those of a frozen model have their weights again when they wake, and serve when they have caches. An engine that dies
+        asleep is replaced when the others wake: until then its GPUs are the trainer's.
 
         Raises:
             RunError: an engine failed that nobody replaces; samples are being generated.
@@ -262,16 +286,19 @@ class ServingOwner:
             self._wake()
         else:
             with self._changed:
-                names = [record.name for record in self._fleet.records(EngineState.STALE, EngineState.SERVING)]
-            self._order(names, "wake_caches")
+                names = [name for name in self._named(EngineState.STALE, EngineState.SERVING) if self._sleeps(name)]
+            names = [name for name in self._order(names, "wake_caches") if not self._gets_weights(name)]
+            with self._changed:
+                names = [name for name in names if self._is(name, EngineState.STALE)]
+            self._admit(self._order(names, "continue_generation") if names else (), None)
 
     def _sleep(self) -> None:
         with self._changed:
             if self._generations:
                 raise RunError("the engines cannot sleep while samples are generated")
-            self._wait_until_settled("sleep of the engines")
+            self._wait_until_settled("sleep of the engines", self._sleeps)
             self._asleep = True
-            names = [record.name for record in self._fleet.records(EngineState.STALE, EngineState.SERVING)]
+            names = [name for name in self._named(EngineState.STALE, EngineState.SERVING) if self._sleeps(name)]
         for name in self._order(names, "sleep"):
             with self._changed:
                 if self._is(name, EngineState.STALE, EngineState.SERVING):
@@ -283,7 +310,7 @@ class ServingOwner:
             for name in self._cleared:
                 self._start_successor(name, since=time.monotonic())
             self._cleared.clear()
-            names = [record.name for record in self._fleet.records(EngineState.ASLEEP)]
+            names = self._named(EngineState.ASLEEP)
         for name in self._order(names, "wake_weights"):
             with self._changed:
                 if self._is(name, EngineState.ASLEEP):
@@ -316,26 +343,32 @@ class ServingOwner:
             with self._changed:
                 self._generations -= 1
 
-    def is_serving(self) -> bool:
-        """Whether requests find an engine."""
+    def is_serving(self, model: str | None = None) -> bool:
+        """Whether requests to `model`, or to each one that gets the trainer's weights, find an engine."""
         with self._changed:
-            return bool(self._fleet.records(EngineState.SERVING, EngineState.SUSPECT))
+            found = {self._model(name).name for name in self._named(EngineState.SERVING, EngineState.SUSPECT)}
+        trained = [
+            served.name for served in self._topology.models if served.update_weights or not self._args.has_trainer
+        ]
+        return found.issuperset(trained if model is None else [model])
 
-    def doubt_all(self, cause: str) -> None:
-        """A request failed, and nobody knows on which engine: all are checked at once, and doubted until they answer."""
+    def doubt_all(self, model: str, cause: str) -> None:
+        """A request to `model` failed, and nobody knows on which engine: all of it are checked at once, and doubted until they
+        answer."""
         with self._changed:
-            for record in self._fleet.records(EngineState.SERVING):
-                self._fleet.doubt(record.name, cause)
+            for name in self._named(EngineState.SERVING):
+                if self._model(name).name == model:
+                    self._fleet.doubt(name, cause)
             self._health.hurry(time.monotonic())
 
-    def is_decided(self) -> bool:
-        """Whether no engine is doubted: each of them is known to live, or to be dead."""
+    def is_decided(self, model: str) -> bool:
+        """Whether no engine of `model` is doubted: each of them is known to live, or to be dead."""
         with self._changed:
-            return not self._fleet.records(EngineState.SUSPECT)
+            return all(self._model(name).name != model for name in self._named(EngineState.SUSPECT))
 
-    def deaths(self) -> int:
-        """How many engines have died so far."""
-        return self._deaths
+    def deaths(self, model: str) -> int:
+        """How many engines of `model` have died so far."""
+        return self._deaths[model]
 
     # -- life and death ---------------------------------------------------------------------------------------------
 
@@ -374,9 +407,10 @@ class ServingOwner:
                         "no place for its process (`ray status` shows the nodes that are left), or that does not answer"
                     ),
                 )
-            if self._router.process is not None and self._router.process.poll() is not None:
-                words = _ROUTER_ADVICE if self._args.use_fault_tolerance else ""
-                self._fail(RunError(f"the router died: {self._router.process.describe_end()}{words}"))
+            for router in self.routers.values():
+                if router.process is not None and router.process.poll() is not None:
+                    words = _ROUTER_ADVICE if self._args.use_fault_tolerance else ""
+                    self._fail(RunError(f"the router died: {router.process.describe_end()}{words}"))
             if self.ended.done() or not awaited:
                 self._ending.wait(_WATCH_POLL_SECONDS)
 
@@ -393,7 +427,7 @@ class ServingOwner:
         with self._changed:
             if self._ending.is_set() or not self._fleet.die(name, str(error), time.monotonic()):
                 return
-            self._deaths += 1
+            self._deaths[self._model(name).name] += 1
             self._health.forget(name)
             if not self._args.use_fault_tolerance:
                 self._fail(error)
@@ -412,7 +446,7 @@ class ServingOwner:
         if why:
             logger.warning("%s is given up: %s. The run goes on without it; the last time: %s", name, why, error)
         else:
-            when = " when the others wake" if self._asleep else ""
+            when = " when the others wake" if self._asleep and self._sleeps(name) else ""
             logger.warning("%s\n%s is taken out, and a new server starts in its place%s", error, name, when)
         threading.Thread(target=self._replace, args=(name,), daemon=True, name=f"replacement of {name}").start()
 
@@ -428,15 +462,15 @@ class ServingOwner:
             if name in self._registered:
                 # The router may wait for the requests that the engine has, which end with it.
                 with contextlib.suppress(RunError):
-                    self._router.remove_workers([self._urls[name]], _ROUTER_FAREWELL_SECONDS)
+                    self._router_of(name).remove_workers([self._urls[name]], _ROUTER_FAREWELL_SECONDS)
             self._engines.stop([name])
             if name in self._registered:
-                self._router.remove_workers([self._urls[name]], _REGISTRATION_SECONDS)
+                self._router_of(name).remove_workers([self._urls[name]], _REGISTRATION_SECONDS)
             with self._changed:
                 self._registered.discard(name)
                 self._urls.pop(name, None)
                 if self._is(name, EngineState.DEAD) and not self._ending.is_set():
-                    if self._asleep:
+                    if self._asleep and self._sleeps(name):
                         self._cleared.append(name)
                     else:
                         self._start_successor(name)
@@ -513,16 +547,17 @@ class ServingOwner:
 
     def leave_given_router(self) -> None:
         """Take our engines out of a router that goes on without us; before they end, or it would send them requests."""
-        if self._router is None or self._router.process is not None or not self._urls:
+        router = next((router for router in self.routers.values() if router.process is None), None)
+        if router is None or not self._urls:
             return
-        ours = [url for url in self._urls.values() if url not in self._router.found]
+        ours = [url for name, url in self._urls.items() if self._router_of(name) is router and url not in router.found]
         try:
-            self._router.remove_workers(ours, _ROUTER_FAREWELL_SECONDS)
+            router.remove_workers(ours, _ROUTER_FAREWELL_SECONDS)
         except RunError as error:
             logger.warning("our engines may still be registered: %s", error)
 
     def shutdown(self) -> None:
-        """End the engines, and the router that this run started."""
+        """End the engines, and the routers that this run started."""
         with self._changed:
             self._ending.set()
             if not self.ended.done():
@@ -531,8 +566,8 @@ class ServingOwner:
         if self._watching is not None:
             self._watching.join(_WATCH_END_SECONDS)
         self._engines.stop()
-        if self._router is not None:
-            self._router.shutdown()
+        for router in self.routers.values():
+            router.shutdown()
 
     def _with_key(self) -> argparse.Namespace:
         return with_run_values(self._args, router_api_key=self.api_key)

@@ -194,31 +194,36 @@ def _seconds_left(deadline: float | None) -> float:
     return min(_REQUEST_TIMEOUT_SECONDS, max(deadline - time.monotonic(), _POLL_SECONDS))
 
 
-def start_router(args: Any, log_dir: str | Path, ours: Sequence[str] = ()) -> RouterHandle:
-    """Start the router, or check the one that `--sglang-router-ip/port` names. Call `wait_ready` on the result.
+def start_router(args: Any, log_dir: str | Path, ours: Sequence[str] = (), number: int = 0) -> RouterHandle:
+    """Start a router, or check the one that `--sglang-router-ip/port` names. Call `wait_ready` on the result.
 
-    One that runs already may serve engines that are `ours`, and no others.
+    One that runs already may serve engines that are `ours`, and no others; it is that of the first model.
 
-    The router starts beside whatever the caller does next (engines, usually). Its log is `{log_dir}/router.log`.
+    The router starts beside whatever the caller does next (engines, usually). Its log is `{log_dir}/router.log`; of model
+    `number`, counted from 0, `router_{number}.log`.
 
     Raises:
         UserError: the given address does not answer as a router.
     """
     api_key = getattr(args, "router_api_key", None)
-    if getattr(args, "sglang_router_ip", None):
+    if number == 0 and getattr(args, "sglang_router_ip", None):
         return _given_router(args.sglang_router_ip, args.sglang_router_port, api_key, ours)
     host = service_host()
     port = reserve_port(host, random_port_start(_FIRST_PORT))
     prometheus_port = reserve_port(host, port.port + 1)
     fields = compute_router_fields(args, host, port.port, prometheus_port.port)
+    if number:
+        # One that was given is the first router's.
+        fields |= {"prometheus_host": host, "prometheus_port": prometheus_port.port}
     scratch = make_scratch_directory("router")
     arguments_file = scratch / "arguments.json"
     with os.fdopen(os.open(arguments_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         json.dump(fields, file)
+    name = f"router_{number}" if number else "router"
     process = ChildProcess(
-        "router",
+        name,
         [sys.executable, "-m", "slime.serving.router_process", "--arguments-file", str(arguments_file)],
-        Path(log_dir) / "router.log",
+        Path(log_dir) / f"{name}.log",
         {**environment_for_python(), "NO_PROXY": "*", "no_proxy": "*"},
     )
     process.start()

@@ -10,8 +10,10 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slime.arguments.config_files.serving_config import ModelServing, ServerGroup, served_models
+from slime.arguments.config_files.serving_config import served_models
+from slime.arguments.sizes import layout_of
 from slime.backends.sglang_utils.external import ExternalEngineInfo
+from slime.scheduling.served_models import ModelServing, ServerGroup
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,15 @@ class Device:
 class EngineSpec:
     """One engine. `nodes`: its devices, node by node; `gpu_offset`: where they begin among the devices of all engines.
 
-    `external`: somebody else started it, on devices that are none of the run's.
+    `external`: somebody else started it, on devices that are none of the run's. `sleeps`: where engines give their memory back,
+    this one does: the trainer has its devices too, or the engines have devices of their own altogether.
     """
 
     engine_id: int
     nodes: tuple[tuple[Device, ...], ...]
     gpu_offset: int
     external: ExternalEngineInfo | None = None
+    sleeps: bool = True
 
     @property
     def num_gpus(self) -> int:
@@ -81,13 +85,17 @@ def topology_of(args: argparse.Namespace, places: Sequence[tuple[int, int]]) -> 
     """What the flags ask for, on `places`: (bundle index, device id) of every GPU for engines, in order."""
     if args.rollout_external:
         return of_external_engines(args.rollout_external_engine_infos)
-    return lay_out(served_models(args), [Device(*place) for place in places], args.num_gpus_per_node)
+    shared = layout_of(args).actor_gpus if args.colocate else None
+    return lay_out(served_models(args), [Device(*place) for place in places], args.num_gpus_per_node, shared)
 
 
-def lay_out(models: Sequence[ModelServing], devices: Sequence[Device], gpus_per_node: int) -> Topology:
+def lay_out(
+    models: Sequence[ModelServing], devices: Sequence[Device], gpus_per_node: int, shared: int | None = None
+) -> Topology:
     """Give every group its run of `devices`, and every engine of the group its part. A placeholder's stay free.
 
-    An engine that is larger than a node takes whole nodes.
+    An engine that is larger than a node takes whole nodes. `shared`: so many of the first devices are the trainer's too; None:
+    the trainer is apart.
     """
     found: list[ServedModel] = []
     first = engine_id = 0
@@ -100,7 +108,7 @@ def lay_out(models: Sequence[ModelServing], devices: Sequence[Device], gpus_per_
                 offset = first + position * size
                 share = min(size, gpus_per_node)
                 nodes = tuple(tuple(devices[start : start + share]) for start in range(offset, offset + size, share))
-                engines.append(EngineSpec(engine_id, nodes, offset))
+                engines.append(EngineSpec(engine_id, nodes, offset, sleeps=shared is None or offset < shared))
                 engine_id += 1
             first += group.num_gpus
             if engines:

@@ -140,11 +140,13 @@ def generation_concurrency(args: Any) -> int:
 def init_http_client(args: Any) -> None:
     """Take limits, time limits and the token from `args`. Existing sessions are replaced at their next use."""
     global _settings
-    routers = list((getattr(args, "sglang_model_routers", None) or {}).values())
+    models = getattr(args, "sglang_model_routers", None) or {}
+    routers = list(models.values())
     if getattr(args, "sglang_router_ip", None):
         routers.append((args.sglang_router_ip, args.sglang_router_port))
     settings = HttpSettings(
-        max_connections=generation_concurrency(args),
+        # Functions of the user's may ask every other model as often.
+        max_connections=generation_concurrency(args) * max(1, len(models)),
         request_timeout=args.http_request_timeout,
         control_timeout=args.http_control_timeout,
         max_retries=args.http_max_retries,

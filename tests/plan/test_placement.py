@@ -1,12 +1,14 @@
 """Which GPU holds which rank and which part of an engine, and how an engine's memory is divided."""
 
+import json
+
 import pytest
 
 from slime.estimates.serving_memory import WeightBytes
 from slime.plan import make_plan
 from slime.plan.placement import serving_setup
 from slime.plan.setup import shape_of
-from slime.plan.text import placement_lines
+from slime.plan.text import placement_lines, render
 from slime.ray.cluster import plan_cluster
 from tests.support.tables.plans import SMALL, TWO_NODES, planned
 
@@ -122,25 +124,46 @@ def test_engine_sizes_and_data_parallel_attention():
 
 SERVING = """
 sglang:
-  - name: judge
-    model_path: /nowhere/judge
-    update_weights: false
-    server_groups: [{num_gpus: 2, num_gpus_per_engine: 1}]
   - name: actor
     server_groups:
-      - {worker_type: placeholder, num_gpus: 2, num_gpus_per_engine: 1}
-      - {num_gpus: 4, num_gpus_per_engine: 4, overrides: {mem_fraction_static: 0.6}}
+      - {{worker_type: placeholder, num_gpus: 2, num_gpus_per_engine: 1}}
+      - {{num_gpus: 4, num_gpus_per_engine: 4, overrides: {{mem_fraction_static: 0.6}}}}
+  - name: judge
+    model_path: {judge}
+    update_weights: false
+    server_groups: [{{num_gpus: 2, num_gpus_per_engine: 1, overrides: {{mem_fraction_static: 0.7}}}}]
 """
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_the_engine_of_the_trained_model_is_planned(tmp_path, known):
+def test_models_are_drawn_with_their_engines_and_the_engine_of_the_trained_one_is_planned(tmp_path):
     path = tmp_path / "serving.yaml"
-    path.write_text(SERVING if known else SERVING.replace("name: actor", "name: actor\n    update_weights: false"))
-    command = SMALL.replace("--rollout-num-gpus 2", "--rollout-num-gpus 8")
-    found = setup(planned(command, "--sglang-config", str(path)))
-    # Where no model gets weights the first one with engines stands for all.
-    assert (found.tensor, found.static_fraction) == ((4, 0.6) if known else (1, 0.8))
+    path.write_text(SERVING.format(judge="/nowhere/judge"))
+    args = planned(SMALL.replace("--rollout-num-gpus 2", "--rollout-num-gpus 8"), "--sglang-config", str(path))
+    found = setup(args)
+    assert (found.tensor, found.static_fraction) == (4, 0.6)
+    plan = make_plan(args)
+    assert [gpu.engine for gpu in gpus(plan)[4:]] == [None, None, 0, 0, 0, 0, 1, 2]
+    lines = render(plan).splitlines()
+    assert "model actor, with a router of its own: engine 0" in [line.strip() for line in lines]
+    frozen = "model judge, with a router of its own: engine 1-2, weights of /nowhere/judge that stay"
+    assert frozen in [line.strip() for line in lines]
+    assert any("to every engine of model actor by process group" in line for line in lines)
+
+
+def test_the_cache_of_a_frozen_model_is_judged_by_its_own_shape(tmp_path):
+    judge = tmp_path / "judge"
+    judge.mkdir()
+    large = {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 8192, "intermediate_size": 32768,
+        "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 152064,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    }  # fmt: skip
+    (judge / "config.json").write_text(json.dumps(large))
+    path = tmp_path / "serving.yaml"
+    path.write_text(SERVING.format(judge=judge))
+    args = planned(SMALL.replace("--rollout-num-gpus 2", "--rollout-num-gpus 8"), "--sglang-config", str(path))
+    (warning,) = [warning for warning in make_plan(args).warnings if "KV cache" in warning]
+    assert warning.startswith(f"{path}:10: the weights of an engine take ") and "leave nothing" in warning
 
 
 def test_an_unknown_format_is_a_note(monkeypatch):

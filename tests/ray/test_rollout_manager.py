@@ -32,7 +32,7 @@ def test_the_manager_falls_silent_before_its_engines_end(tmp_path, monkeypatch):
     monkeypatch.setattr("logging.disable", lambda level: events.append("silent"))
     manager = RolloutManager(parse(tmp_path))
     manager._serving = SimpleNamespace(
-        leave_given_router=lambda: events.append("leave"), shutdown=lambda: events.append("end")
+        leave_given_router=lambda: events.append("leave"), shutdown=lambda: events.append("end"), routers={}
     )
     manager._shutdown()
     assert events == ["leave", "end"]
@@ -57,14 +57,14 @@ def test_who_waits_for_a_death_hears_of_it_or_of_the_end(tmp_path, error):
 
 
 def test_user_functions_find_address_and_key_of_the_router(tmp_path, monkeypatch):
-    router = SimpleNamespace(ip="::1", port=3000)
-    owner = SimpleNamespace(start=lambda: router, api_key="made up", model="actor")
+    routers = {name: SimpleNamespace(ip="::1", port=port) for name, port in (("actor", 3000), ("judge", 3001))}
+    owner = SimpleNamespace(start=lambda: routers, api_key="made up")
     monkeypatch.setattr("slime.ray.rollout_manager.ServingOwner", lambda *arguments: owner)
     parsed = with_run_values(parse(tmp_path), log_dir=str(tmp_path))
     manager = RolloutManager(parsed)
     manager._start_serving(None, [])
     args = manager.args
-    assert args.sglang_model_routers == {"actor": ("[::1]", 3000)}
+    assert args.sglang_model_routers == {"actor": ("[::1]", 3000), "judge": ("[::1]", 3001)}
     assert parsed.sglang_router_ip is None, "what was parsed stays"
     assert (args.sglang_router_ip, args.sglang_router_port, args.router_api_key) == ("[::1]", 3000, "made up")
 

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.arguments.config_files.serving_config import ServerGroup
 from slime.backends.sglang_utils import sglang_engine
 from slime.backends.sglang_utils.server_arguments import EnginePart
+from slime.scheduling.served_models import ServerGroup
 from slime.serving import engines as engines_module
 from slime.serving import fleet
 from slime.serving.engines import EngineActor, Engines
@@ -87,18 +87,24 @@ def test_an_engine_over_nodes_is_an_actor_on_each_and_all_of_them_end(actors, tm
 def test_an_engine_is_started_with_the_settings_of_its_group(actors, tmp_path):
     """Also in the place of one that died."""
     settings = ServerGroup("regular", 4, 2, {"mem_fraction_static": 0.5})
-    groups = (
-        EngineGroup("regular", (EngineSpec(0, NODES[:1], 0),), settings),
-        EngineGroup("regular", (EngineSpec(1, NODES[1:], 2),), ServerGroup("regular", 1, 1, {})),
-    )
-    args = SimpleNamespace(sglang_config="/serving.yaml", rollout_num_gpus_per_engine=8, sglang_mem_fraction_static=0.8)
-    engines = Engines(args, None, Topology((ServedModel("actor", True, groups),)), tmp_path)
+    small = ServerGroup("regular", 1, 1, {}, model_path="/judge", update_weights=False)
+    actor = EngineGroup("regular", (EngineSpec(0, NODES[:1], 0),), settings)
+    judge = EngineGroup("regular", (EngineSpec(1, NODES[1:], 2, sleeps=False),), small)
+    models = (ServedModel("actor", True, (actor,)), ServedModel("judge", False, (judge,)))
+    args = SimpleNamespace(
+        sglang_config="/serving.yaml", rollout_num_gpus_per_engine=8, sglang_mem_fraction_static=0.8, hf_checkpoint="/actor",
+        offload_rollout=True, use_rollout_routing_replay=False,
+    )  # fmt: skip
+    engines = Engines(args, None, Topology(models), tmp_path)
     for name in (EngineName(0), EngineName(1), EngineName(0, 1)):
         engines.start(name)
     given = [words[0] for words in actors.given]
     assert [(of.rollout_num_gpus_per_engine, of.sglang_mem_fraction_static) for of in given] == [
         (2, 0.5), (1, 0.8), (2, 0.5),
     ]  # fmt: skip
+    # A frozen model's engines load their own checkpoint, and those beside the trainer keep their memory.
+    told = [(of.hf_checkpoint, of.offload_rollout) for of in given]
+    assert told == [("/actor", True), ("/judge", False), ("/actor", True)]
     assert all(of.sglang_config is None for of in given) and args.sglang_config == "/serving.yaml"
 
 

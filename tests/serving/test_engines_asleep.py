@@ -88,7 +88,7 @@ def test_one_that_dies_asleep_is_replaced_when_the_others_wake_and_its_time_coun
     owner._fleet._down_since[1] -= 1000.0
     owner.outcomes["start", EngineName(1, 1)] = died("no place yet")
     owner.hold(Holds.WEIGHTS)
-    wait_until(lambda: owner.deaths() == 2)
+    wait_until(lambda: owner.deaths("default") == 2)
     assert owner.begin_push() == (1, [LEFT, EngineName(1, 2)])
     assert owner._cleared == []
 
@@ -106,7 +106,7 @@ def test_one_that_dies_asleep_ends_a_run_that_replaces_none(make_owner):
 def test_engines_sleep_when_the_successor_of_one_is_there(make_owner):
     owner = serving(make_owner(use_fault_tolerance=True))
     owner.outcomes["end", RIGHT] = died("exit code -9")
-    wait_until(lambda: owner.deaths() == 1)
+    wait_until(lambda: owner.deaths("default") == 1)
     owner.hold(Holds.NOTHING)
     assert owner.events[-1] == ("sleep", LEFT, EngineName(1, 1))
     assert states(owner) == [EngineState.ASLEEP] * 2

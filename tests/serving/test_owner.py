@@ -68,7 +68,9 @@ def test_engines_always_have_a_key_but_a_given_router_is_tried_with_its_own(
     monkeypatch.setattr(
         owner_module,
         "start_router",
-        lambda args, log_dir, ours: asked.append(args.router_api_key) or start_router(args, log_dir, ours),
+        lambda args, log_dir, ours, number: (
+            asked.append(args.router_api_key) or start_router(args, log_dir, ours, number)
+        ),
     )
     owner.start()
     engine_key = owner._engines._args.router_api_key
@@ -168,7 +170,7 @@ def test_a_dead_engine_leaves_the_router_before_a_new_server_starts_and_gets_wei
     assert owner.events == [remove, ("stop", FIRST), remove], "at the end it is sure that the router has forgotten it"
     assert KILLED in caplog.text and "a new server starts in its place" in caplog.text
     assert owner.begin_push_to_stale() == (1, [SECOND]), "the other one goes on"
-    assert states(owner) == [EngineState.STALE, EngineState.SERVING] and owner.deaths() == 1
+    assert states(owner) == [EngineState.STALE, EngineState.SERVING] and owner.deaths("default") == 1
     owner.end_push([SECOND], 1, {})
     assert owner.events[3:] == [("add", ["http://0.1"])]
     assert states(owner) == [EngineState.SERVING] * 2 and not owner.lacks_weights()
@@ -222,7 +224,7 @@ def test_a_successor_that_does_not_start_is_tried_again(make_owner):
     owner.outcomes["start", SECOND] = failed_start(1)
     owner.outcomes["end", FIRST] = died()
     wait_until(owner.lacks_weights)
-    assert owner.begin_push_to_stale() == (1, [EngineName(0, 2)]) and owner.deaths() == 2
+    assert owner.begin_push_to_stale() == (1, [EngineName(0, 2)]) and owner.deaths("default") == 2
     assert ("stop", SECOND) in owner.events, "what it left is ended"
 
 
@@ -244,7 +246,7 @@ def test_an_engine_that_dies_again_and_again_is_given_up_and_the_others_go_on(ma
         in (caplog.text)
     )
     assert states(owner) == [EngineState.GIVEN_UP, EngineState.SERVING]
-    assert owner.is_serving() and owner.is_decided() and not owner.lacks_weights()
+    assert owner.is_serving() and owner.is_decided("default") and not owner.lacks_weights()
     assert owner.begin_push() == (1, [EngineName(1)]), "nobody waits for it"
     owner.end_push([EngineName(1)], 2, {})
     assert owner.engines() == (2, [EngineName(1)]) and not owner.ended.done()
@@ -276,7 +278,7 @@ def test_nobody_starts_an_engine_again_that_the_run_did_not_start(make_owner, ca
 def test_a_router_that_had_engines_before_the_run_keeps_them(make_owner):
     owner = make_owner()
     ready(owner)
-    owner._router.found = frozenset({"http://0.0"})
+    owner.routers["default"].found = frozenset({"http://0.0"})
     owner.leave_given_router()
     assert owner.events[-1] == ("remove", ["http://1.0"])
 
@@ -322,7 +324,7 @@ def test_an_engine_that_failed_a_push_is_replaced(make_owner):
     _, names = owner.begin_push()
     owner.end_push(names, 2, {1: "engine 1 did not answer"})
     wait_until(owner.lacks_weights)
-    assert owner.begin_push_to_stale() == (2, [EngineName(1, 1)]) and owner.deaths() == 1
+    assert owner.begin_push_to_stale() == (2, [EngineName(1, 1)]) and owner.deaths("default") == 1
 
 
 @pytest.mark.parametrize("error", [None, RunError("workers not healthy after 60 s: http://0.1")])
@@ -341,11 +343,11 @@ def test_a_successor_that_is_lost_while_it_is_registered_does_not_stay_in_the_ro
         owner.outcomes["end", SECOND] = died()
         wait_until(lambda: owner._fleet.record(0).name == third)
 
-    monkeypatch.setattr(owner._router, "add_workers", add_workers)
+    monkeypatch.setattr(owner.routers["default"], "add_workers", add_workers)
     owner.end_push([SECOND], 1, {})
     wait_until(owner.lacks_weights)
     assert ("remove", ["http://0.1"]) in owner.events[1:] and SECOND not in owner._registered
-    assert owner.deaths() == 2 and not owner.ended.done()
+    assert owner.deaths("default") == 2 and not owner.ended.done()
     assert owner.begin_push_to_stale() == (1, [third])
 
 
@@ -355,7 +357,7 @@ def test_what_a_push_says_of_a_life_that_ended_meanwhile_is_late(make_owner):
     owner.outcomes["end", FIRST] = died()
     wait_until(owner.lacks_weights)
     owner.end_push(names, 2, {0: "its connections are lost"})
-    assert owner.begin_push_to_stale() == (2, [SECOND]) and owner.deaths() == 1
+    assert owner.begin_push_to_stale() == (2, [SECOND]) and owner.deaths("default") == 1
 
 
 # -- checks --------------------------------------------------------------------------------------------------------------
@@ -382,10 +384,10 @@ def test_one_that_computes_without_an_answer_is_doubted_and_not_killed(make_owne
     owner.outcomes["check", FIRST] = False
     with owner.generating():
         wait_until(lambda: states(owner)[0] is EngineState.SUSPECT)
-        assert owner.is_serving() and not owner.is_decided()
+        assert owner.is_serving() and not owner.is_decided("default")
         owner.outcomes["check", FIRST] = True
-        wait_until(owner.is_decided)
-    assert owner.deaths() == 0
+        wait_until(lambda: owner.is_decided("default"))
+    assert owner.deaths("default") == 0
     assert states(owner) == [EngineState.SERVING] * 2
 
 
@@ -393,18 +395,18 @@ def test_one_that_computes_for_longer_than_a_start_may_take_is_replaced(make_own
     owner = serving(make_owner(use_fault_tolerance=True, engine_start_timeout=0.2))
     owner.outcomes["check", FIRST] = False
     with owner.generating():
-        wait_until(lambda: owner.deaths() == 1)
+        wait_until(lambda: owner.deaths("default") == 1)
     assert re.search(r"engine 0 computes, and has not answered for \d+ s \(--engine-start-timeout\)", caplog.text)
 
 
 def test_a_failed_request_has_all_engines_checked_also_when_none_is_due(make_owner):
     owner = serving(make_owner(use_fault_tolerance=True, rollout_health_check_first_wait=300.0))
     with owner.generating():
-        owner.doubt_all("POST failed")
+        owner.doubt_all("default", "POST failed")
         assert states(owner) == [EngineState.SUSPECT] * 2
         owner.outcomes["check", EngineName(1)] = True
         wait_until(lambda: states(owner)[1] is EngineState.SERVING)
-        assert not owner.is_decided(), "one is doubted still"
+        assert not owner.is_decided("default"), "one is doubted still"
     # It is decided after the generation, too: a push waits for that.
     owner.outcomes["check", FIRST] = True
     assert owner.begin_push()[1] == [FIRST, EngineName(1)]
@@ -437,7 +439,7 @@ def test_an_answer_that_is_there_counts_although_the_watch_comes_late(make_owner
         wait_until(lambda: {("check", FIRST), ("check", EngineName(1))} <= owner._awaited.keys())
         owner.outcomes["end of something"] = None
         wait_until(lambda: ("check", FIRST) not in owner._awaited and ("check", EngineName(1)) not in owner._awaited)
-    assert states(owner) == [EngineState.SERVING] * 2 and owner.deaths() == 0
+    assert states(owner) == [EngineState.SERVING] * 2 and owner.deaths("default") == 0
 
 
 def test_without_the_flag_nothing_is_checked(make_owner):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.arguments.config_files.serving_config import ModelServing, ServerGroup
+from slime.scheduling.served_models import ModelServing, ServerGroup
 from slime.serving.topology import Device, lay_out, topology_of
 
 DEVICES = [Device(bundle, bundle % 8) for bundle in range(24)]
@@ -21,7 +21,7 @@ def ids(engines):
 def test_one_model_as_the_flags_describe_it():
     args = SimpleNamespace(
         sglang_config=None, rollout_num_gpus=4, rollout_num_gpus_per_engine=2, prefill_num_servers=None,
-        hf_checkpoint="/actor", num_gpus_per_node=8, rollout_external=False,
+        hf_checkpoint="/actor", num_gpus_per_node=8, rollout_external=False, colocate=False,
     )  # fmt: skip
     topology = topology_of(args, [(3, 1), (4, 2), (5, 3), (6, 4)])
     (model,) = topology.models
@@ -62,6 +62,18 @@ def test_several_models_have_their_engines_one_after_the_other_and_placeholders_
     assert [engine.engine_id for _, _, engine in found] == list(range(5))
     with pytest.raises(KeyError):
         topology.find(5)
+
+
+def test_engines_on_devices_of_the_trainer_sleep_and_those_beside_do_not():
+    models = [
+        ModelServing("a", "/a", True, (group("regular", 4, 2),)),
+        ModelServing("b", "/b", False, (group("regular", 2, 1),)),
+    ]
+    assert [engine.sleeps for engine in lay_out(models, DEVICES, 8).engines] == [True] * 4, (
+        "all have devices of their own"
+    )
+    assert [engine.sleeps for engine in lay_out(models, DEVICES, 8, shared=5).engines] == [True, True, True, False]
+    assert [engine.sleeps for engine in lay_out(models, DEVICES, 8, shared=2).engines] == [True, False, False, False]
 
 
 def test_an_engine_larger_than_a_node_takes_whole_nodes():

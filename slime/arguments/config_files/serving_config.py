@@ -7,10 +7,10 @@
           - {worker_type: decode, num_gpus: 4, overrides: {mem_fraction_static: 0.8}}
 
 Every model has a router of its own and at least one group of equal engines. All groups of a model serve the same
-weights; the GPUs of all groups of all models are the run's `--rollout-num-gpus`.
+weights; the GPUs of all groups of all models are the run's `--rollout-num-gpus`. The first model generates.
 
 In the `overrides:` of a group of engines every server argument is checked and converted like the flag of its name. What the
-trainer, or whoever sends a request to any engine, goes by is of the run, and none of a group's.
+trainer, or whoever asks the first model, goes by is of the run, and none of its groups'.
 """
 
 from __future__ import annotations
@@ -19,58 +19,29 @@ import argparse
 import contextlib
 import copy
 import functools
+import logging
 import os
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 from slime.arguments.config_files.flag_names import FlagNames, attribute_name
 from slime.arguments.flag import flag_of
 from slime.arguments.origins import Origin
-from slime.arguments.server_flags import NO_SHARE, REFUSED, is_share
+from slime.arguments.server_flags import NO_SHARE, ONLY_AGAINST_PUSHES, REFUSED, is_share
 from slime.arguments.surface import add_flag, load_surface
 from slime.arguments.unknown_flags import DERIVED, unknown
+from slime.scheduling.served_models import WORKER_TYPES, ModelServing, ServerGroup
 from slime.utils.errors import UserError
 from slime.utils.misc import near_name
 from slime.utils.yaml_file import YamlMapping, load_yaml, plain
 
+logger = logging.getLogger(__name__)
+
 FLAG = "--sglang-config"
-WORKER_TYPES = ("regular", "prefill", "decode", "placeholder", "encoder")
 _MODEL_KEYS = ("name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups")
 _GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
 _GROUP_LISTS = ("server_groups", "engine_groups")
-
-
-@dataclass(frozen=True)
-class ServerGroup:
-    """Equal engines of one model. A `placeholder` keeps its GPUs free of engines.
-
-    Attributes:
-        num_gpus: GPUs of the whole group, above 0.
-        overrides: server arguments of these engines, by field name; they win over `--sglang-*`.
-        where: `file:line`; empty where flags describe the group.
-    """
-
-    worker_type: str
-    num_gpus: int
-    num_gpus_per_engine: int
-    overrides: dict[str, Any]
-    where: str = field(default="", compare=False)
-
-    @property
-    def num_engines(self) -> int:
-        return 0 if self.worker_type == "placeholder" else self.num_gpus // self.num_gpus_per_engine
-
-
-@dataclass(frozen=True)
-class ModelServing:
-    """A model behind a router of its own; `update_weights`: it receives the trainer's weights."""
-
-    name: str
-    model_path: str
-    update_weights: bool
-    groups: tuple[ServerGroup, ...]
-    where: str = field(default="", compare=False)
 
 
 def served_models(args: argparse.Namespace) -> list[ModelServing]:
@@ -89,12 +60,22 @@ def served_groups(args: argparse.Namespace) -> list[ServerGroup]:
     return [group for model in served_models(args) for group in model.groups]
 
 
-def arguments_of_group(args: argparse.Namespace, group: ServerGroup) -> argparse.Namespace:
-    """A copy of `args`: those of a run in which all engines are as the group's, and nothing but its overrides was given."""
+def arguments_of_group(args: argparse.Namespace, group: ServerGroup, *, sleeps: bool = True) -> argparse.Namespace:
+    """A copy of `args`: those of a run in which all engines are as the group's, and nothing but its overrides was given.
+
+    `sleeps`: where engines give their memory back, these do.
+    """
     values = {PREFIX + name: value for name, value in group.overrides.items()}
     copied = copy.copy(args)
     vars(copied).update(values, rollout_num_gpus_per_engine=group.num_gpus_per_engine, sglang_config=None)
+    copied.hf_checkpoint = group.model_path or args.hf_checkpoint
+    copied.offload_rollout = args.offload_rollout and sleeps
     copied.origins = dict.fromkeys(vars(args), Origin.DEFAULT) | dict.fromkeys(values, Origin.YAML)
+    if not group.update_weights:
+        # Nobody trains on its experts, nor brings it weights when it wakes.
+        copied.use_rollout_routing_replay = False
+        copied.sglang_enable_weights_cpu_backup = copied.offload_rollout or None
+        copied.origins |= dict.fromkeys(ONLY_AGAINST_PUSHES, Origin.DEFAULT)
     return copied
 
 
@@ -140,16 +121,20 @@ class _Reader:
                 path = self._model_path(entry, name, groups)
             updates = self._updates(entry, path)
             if len(self.violations) == found:
+                groups = tuple(replace(group, model_path=path, update_weights=updates) for group in groups)
                 yield ModelServing(name, path, updates, groups, entry.where())
 
     def _name(self, entry: YamlMapping, first: dict[str, str]) -> str:
         self._check_keys(entry, _MODEL_KEYS)
+        self._generates = not first
         name = entry.get("name")
         if not isinstance(name, str) or not name:
             self.violations.append(f"{entry.where()}: the model needs a `name`")
             return "?"
         if name in first:
             self.violations.append(f"{entry.where('name')}: a second model {name}; the first: {first[name]}")
+        if name == "default" and first:
+            self.violations.append(f"{entry.where('name')}: `default` means the first model; give another name")
         first.setdefault(name, entry.where())
         return name
 
@@ -206,7 +191,7 @@ class _Reader:
                     # The latter is for the model to judge.
                     values[name] = plain(overrides[key])
                 else:
-                    name, value = _converted(overrides, key, name, flags)
+                    name, value = _converted(overrides, key, name, flags, self._generates)
                     values[name] = value
         return values
 
@@ -228,7 +213,10 @@ class _Reader:
             if not isinstance(entry["update_weights"], bool):
                 self.violations.append(f"{entry.where('update_weights')}: update_weights: give true or false")
             return entry["update_weights"]
-        return self._hf_checkpoint is not None and path == os.path.abspath(self._hf_checkpoint)
+        updates = self._hf_checkpoint is not None and path == os.path.abspath(self._hf_checkpoint)
+        if not updates and path is not None:
+            logger.warning("%s: not --hf-checkpoint: its weights stay (update_weights: false)", entry.where())
+        return updates
 
     def _check_keys(self, mapping: YamlMapping, known: Collection[str]) -> None:
         for key in mapping:
@@ -263,6 +251,7 @@ def _positive(mapping: YamlMapping, key: str, default: int) -> int:
 
 
 PREFIX = "sglang_"
+# By the first two goes whoever asks the first model.
 _OF_THE_RUN = ("context_length", "enable_deterministic_inference", "enable_nccl_nvls", "enable_symm_mem")
 # Why a group's engines cannot be given a value of their own, beside what every run refuses.
 _REASONS = {
@@ -283,12 +272,12 @@ def _server_flags() -> FlagNames | None:
     return FlagNames(parser)
 
 
-def _converted(overrides: YamlMapping, key: str, name: str, flags: FlagNames) -> tuple[str, Any]:
+def _converted(overrides: YamlMapping, key: str, name: str, flags: FlagNames, generates: bool) -> tuple[str, Any]:
     flag = flags.find(PREFIX + name)
     dest = PREFIX + name if flag is None else flag.dest
     field = dest.removeprefix(PREFIX)
     follows = DERIVED.get(flag_of(dest))
-    reason = _REASONS.get(field, REFUSED.get(dest))
+    reason = REFUSED.get(dest) if field in _OF_THE_RUN[:2] and not generates else _REASONS.get(field, REFUSED.get(dest))
     if reason is None and follows is not None:
         reason = f"{unknown(follows).message}; drop it"
     if reason is not None:

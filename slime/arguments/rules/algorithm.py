@@ -239,8 +239,10 @@ _DISTILLATION_RULES = (
         refused(lambda args: args.has_engines and args.typed_flags.isdisjoint(_SETS_TEACHER_LOG_PROBS),
             f"{{--opd-type=}} needs a function that asks the teacher: {{--custom-rm-path}} {_SERVED_TEACHER}, or one of yours "
             "that sets teacher_log_probs"),
-        refused(lambda args: args.has_engines and args.custom_rm_path == _SERVED_TEACHER and args.rm_url is None,
-            "{--custom-rm-path=} needs {--rm-url}, the teacher's address, such as http://10.0.0.1:30000"),
+        refused(lambda args: args.has_engines and args.custom_rm_path == _SERVED_TEACHER and args.rm_url is None
+                and "teacher" not in (model.name for model in args.served_models or ()),
+            "{--custom-rm-path=} needs {--rm-url}, the teacher's address, such as http://10.0.0.1:30000, or a model `teacher` "
+            "in --sglang-config"),
         warned(lambda args: args.has_engines and args.rollout_temperature != 1,
             "{--opd-type=} with {--rollout-temperature=}: the teacher is asked for log-probs at that temperature, but many "
             "engines give those of a prompt at 1.0 whatever they are asked; make sure that the teacher's does not, or give "

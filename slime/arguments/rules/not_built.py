@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from slime.arguments import server_flags
 from slime.arguments.config_files.eval_file import places_in
-from slime.arguments.config_files.serving_config import FLAG, served_groups, served_models
+from slime.arguments.config_files.serving_config import FLAG, served_groups
 from slime.arguments.flag import NotYet, flag_of
 from slime.arguments.groups import OWN_FLAGS
 from slime.arguments.megatron import effects
@@ -93,21 +93,11 @@ def _first_split(total: int, first: int, each: int, per_node: int) -> int | None
 
 
 def topology(args: argparse.Namespace) -> Iterator[Violation]:
-    """What `--sglang-config` describes beside engines that generate with the trainer's weights, line by line."""
-    lines, given = [], args.sglang_config is not None and args.has_engines
-    for position, model in enumerate(served_models(args) if given else ()):
-        name = f"{model.where}: model {model.name}"
-        if position:
-            lines.append(f"{name}: a second model, with a router of its own, is not built yet; leave it out")
-        elif model.where and model.model_path != args.hf_checkpoint:
-            lines.append(f"{name}: another model_path than --hf-checkpoint is not built yet; leave it out")
-        elif args.has_trainer and not model.update_weights:
-            lines.append(f"{name}: training without update_weights is not built yet; leave it out")
-        for group in model.groups:
-            if group.worker_type not in ("regular", "placeholder"):
-                what = "encode media" if group.worker_type == "encoder" else group.worker_type
-                lines.append(f"{group.where}: engines that only {what} are not built yet; give worker_type regular")
-    yield from about([f"{line} (--dry-run plans with it)" for line in lines], FLAG)
+    for group in served_groups(args) if args.sglang_config is not None and args.has_engines else ():
+        if group.worker_type not in ("regular", "placeholder"):
+            what = "encode media" if group.worker_type == "encoder" else group.worker_type
+            line = f"{group.where}: engines that only {what} are not built yet; give worker_type regular"
+            yield from about([f"{line} (--dry-run plans with it)"], FLAG)
 
 
 def layers(args: argparse.Namespace) -> Iterator[Violation]:

@@ -7,6 +7,7 @@ rules applies to it.
 import argparse
 import contextlib
 import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -117,6 +118,20 @@ def data_parallel_size(args: argparse.Namespace) -> Iterator[Violation]:
         yield from about([error], "--sglang-dp-size", "--rollout-num-gpus-per-engine")
 
 
+def models(args: argparse.Namespace) -> Iterator[Violation]:
+    """Models of `--sglang-config` that the trainer or the engines could not go by, line by line."""
+    for position, model in enumerate(args.served_models or ()):
+        trained, problem = args.has_trainer and model.update_weights, None
+        if trained and model.where and model.model_path != args.hf_checkpoint:
+            problem = "the trainer's weights are those of --hf-checkpoint; leave model_path out, or give it there"
+        elif args.has_trainer and position == 0 and not trained:
+            problem = "the first one generates what is trained on; give update_weights: true, or put another one first"
+        elif not trained and model.where and not args.dry_run and not os.path.isfile(f"{model.model_path}/config.json"):
+            problem = f"no config.json in {model.model_path}; give the directory of a Hugging Face checkpoint"
+        if problem:
+            yield from about([f"{model.where}: model {model.name}: {problem}"], FLAG)
+
+
 def one_topology(args: argparse.Namespace) -> Iterator[Violation]:
     """Three ways to say which engines there are; one run takes one of them."""
     names = ("prefill_num_servers", "sglang_config", "rollout_external_engine_addrs")
@@ -208,7 +223,7 @@ def external_addresses(args: argparse.Namespace) -> Iterator[Violation]:
 
 # A run that only trains ignores the flags of engines and router.
 SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
-    one_topology, engine_sizes, of_groups(attention_heads),
+    models, one_topology, engine_sizes, of_groups(attention_heads),
     refused(lambda args: args.sglang_config is not None and args.sglang_tp_size is not None,
         "{--sglang-tp-size=}: in {--sglang-config} each group has a size of its own; drop it"),
     refused(lambda args: (args.sglang_dp_size or 1) > 1 and not args.sglang_enable_dp_attention,

@@ -5,12 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from slime.arguments.config_files.serving_config import (
-    ModelServing,
-    ServerGroup,
     arguments_of_group,
     load_serving_config,
 )
 from slime.backends.sglang_utils.server_arguments import compute_server_arguments
+from slime.scheduling.served_models import ModelServing, ServerGroup
 from tests.support.models.args import parse
 from tests.support.tables.config_files import written
 from tests.support.tables.rules import violations as refusals
@@ -88,7 +87,7 @@ def model(*lines):
         (model("{num_gpus: 8, worker_type: prefill}"), 3, "prefill and decode groups need each other"),
         (model("{num_gpus: 8, overrides: 3}"), 4, "overrides: expected"),
         (model("{num_gpus: 4, overrides: {model_path: /b}}", "{num_gpus: 4}"), 2, "different models (/actor, /b)"),
-        ("sglang:\n  - server_groups: [{num_gpus: 8}]\n", 2, "the model needs a `name`"),
+        ("sglang:\n  - server_groups: [{num_gpus: 8, overrides: {dtype: float32}}]\n", 2, "the model needs a `name`"),
         ("sglang:\n  - {name: a}\n", 2, "model a: give `server_groups`"),
         ("sglang:\n  - name: a\n    server_groups: [{num_gpus: 8}]\n    engine_groups: []\n", 4, "give `server_groups` (once"),
         ("sglang:\n  - name: a\n    update_weights: 1\n    server_groups: [{num_gpus: 8}]\n", 3, "give true or false"),
@@ -191,12 +190,6 @@ def group_lines(*groups):
           "5: engines that only decode are not built yet; give worker_type regular"]),
         (group_lines("{num_gpus: 2}", "{worker_type: encoder, num_gpus: 2}"),
          ["5: engines that only encode media are not built yet; give worker_type regular"]),
-        (group_lines("{num_gpus: 2}") + "  - {name: judge, model_path: /judge, server_groups: [{num_gpus: 2}]}\n",
-         ["5: model judge: a second model, with a router of its own, is not built yet; leave it out"]),
-        (group_lines("{num_gpus: 4, overrides: {model_path: /b}}"),
-         ["2: model actor: another model_path than --hf-checkpoint is not built yet; leave it out"]),
-        (group_lines("{num_gpus: 4}") + "    update_weights: false\n",
-         ["2: model actor: training without update_weights is not built yet; leave it out"]),
         (group_lines("{num_gpus: 2, num_gpus_per_engine: 2}", "{num_gpus: 2, overrides: {quantization: fp8, pp: 2}}"),
          ["5: --sglang-pp-size 2: a weight group over pipeline stages of an engine is not built yet; drop the flag",
           "5: --sglang-quantization fp8: quantisation by the engine (pushed weights would not be quantised) is not built yet; "
@@ -205,7 +198,7 @@ def group_lines(*groups):
          ["4: num_gpus_per_engine 3: 3 tensor-parallel ranks cannot share the model's 4 attention heads and 2 key-value heads "
           "evenly; 2 or 4 would do"]),
     ],
-    ids=["prefill and decode", "encoder", "two models", "another model", "frozen", "overrides", "heads"],
+    ids=["prefill and decode", "encoder", "overrides", "heads"],
 )  # fmt: skip
 def test_what_is_not_built_is_refused_by_line(tmp_path, text, lines):
     path = written(tmp_path, text, "serving.yaml")
@@ -213,6 +206,79 @@ def test_what_is_not_built_is_refused_by_line(tmp_path, text, lines):
     assert [line.removesuffix(" (--dry-run plans with it)") for line in found] == [f"{path}:{line}" for line in lines]
     if "cannot share" not in lines[0]:
         assert parse(tmp_path, "--rollout-num-gpus", "4", "--sglang-config", str(path), "--dry-run").plan_notes == found
+
+
+JUDGE = """  - name: judge
+    model_path: {path}
+    server_groups:
+      - {{num_gpus: 1, overrides: {{context_length: 64, quantization: fp8}}}}
+"""
+
+
+def test_a_frozen_model_beside_the_trained_one_has_its_own_checkpoint_and_settings(tmp_path, caplog):
+    other = tmp_path / "judge"
+    other.mkdir()
+    written(other, '{"num_attention_heads": 2, "num_key_value_heads": 2}', "config.json")
+    path = written(tmp_path, group_lines("{num_gpus: 1}") + JUDGE.format(path=other), "serving.yaml")
+    words = f"--rollout-num-gpus 2 --sglang-config {path} --colocate --actor-num-gpus-per-node 2 --sglang-dtype float32"
+    args = parse(tmp_path, *words.split())
+    assert f"{path}:5: not --hf-checkpoint: its weights stay" in caplog.text
+    assert args.rollout_num_engines == 1, "requests of the rollout go to the first model"
+    assert [(model.name, model.update_weights) for model in args.served_models] == [("actor", True), ("judge", False)]
+    args.router_api_key = "key"
+    args.use_rollout_routing_replay = True
+    ((actor,), (judge,)) = (model.groups for model in args.served_models)
+
+    def values(group, **options):
+        of_group = arguments_of_group(args, group, **options)
+        return compute_server_arguments(of_group, 1, host="h", port=1, nccl_port=2, on_cpu=False).values
+
+    of_judge, of_actor = values(judge), values(actor)
+    assert (of_judge["model_path"], of_actor["model_path"]) == (str(other), args.hf_checkpoint)
+    assert (of_judge["context_length"], of_judge["quantization"], of_judge["dtype"]) == (64, "fp8", "float32")
+    # Nobody pushes it what it has when it falls asleep.
+    assert of_judge["enable_memory_saver"] and of_judge["enable_weights_cpu_backup"]
+    assert of_actor["enable_memory_saver"] and not of_actor.get("enable_weights_cpu_backup")
+    assert of_actor["enable_return_routed_experts"] and "enable_return_routed_experts" not in of_judge
+    awake = values(judge, sleeps=False)
+    assert "enable_memory_saver" not in awake and "enable_weights_cpu_backup" not in awake
+
+
+def test_a_copy_of_the_trained_model_may_stay_as_it_is(tmp_path, caplog):
+    copy = "  - {name: reference, update_weights: false, server_groups: [{num_gpus: 1}]}\n"
+    path = written(tmp_path, group_lines("{num_gpus: 1}") + copy, "serving.yaml")
+    args = parse(tmp_path, "--rollout-num-gpus", "2", "--sglang-config", str(path))
+    assert args.served_models[1].model_path == args.hf_checkpoint and not args.served_models[1].update_weights
+    assert "weights stay" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        (group_lines("{num_gpus: 4, overrides: {model_path: /b}}"), 2, "the first one generates what is trained on"),
+        (group_lines("{num_gpus: 4}") + "    model_path: /b\n    update_weights: true\n", 2,
+         "the trainer's weights are those of --hf-checkpoint; leave model_path out, or give it there"),
+        (group_lines("{num_gpus: 4}") + "    update_weights: false\n", 2, "the first one generates what is trained on"),
+        (group_lines("{num_gpus: 2}") + "  - {name: b, model_path: /b, server_groups: [{num_gpus: 2}]}\n", 5,
+         "no config.json in /b; give the directory of a Hugging Face checkpoint"),
+        (group_lines("{num_gpus: 2}") + "  - {name: default, server_groups: [{num_gpus: 2}]}\n", 5,
+         "`default` means the first model; give another name"),
+    ],
+    ids=["another first", "another updated", "frozen first", "no checkpoint", "name"],
+)  # fmt: skip
+def test_models_that_the_trainer_cannot_go_by_are_refused_by_line(tmp_path, text, line, message):
+    path = written(tmp_path, text, "serving.yaml")
+    (found,) = refusals(tmp_path, f"--rollout-num-gpus 4 --sglang-config {path}")
+    assert found.startswith(f"{path}:{line}: ") and message in found
+
+
+def test_a_run_that_only_generates_may_serve_any_model_first(tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    written(other, "{}", "config.json")
+    path = written(tmp_path, group_lines(f"{{num_gpus: 4, overrides: {{model_path: {other}}}}}"), "serving.yaml")
+    words = f"--debug-rollout-only --rollout-num-gpus 4 --sglang-config {path}"
+    assert parse(tmp_path, *words.split()).served_models[0].model_path == str(other)
 
 
 @pytest.mark.parametrize(

@@ -30,25 +30,26 @@ class Router:
     ip, port, url = "127.0.0.1", 1, "http://127.0.0.1:1"
     found = frozenset()
 
-    def __init__(self, events, *, process=None, error=None):
+    def __init__(self, events, *, process=None, error=None, number=0):
         self.events, self.process, self.error = events, process, error
+        self.suffix = f" {number}" if number else ""
 
     def wait_ready(self):
-        self.events.append("router is ready")
+        self.events.append(f"router{self.suffix} is ready")
 
     def refuse_other_workers(self, urls):
-        self.events.append(("only", urls))
+        self.events.append((f"only{self.suffix}", urls))
 
     def add_workers(self, urls, timeout, key):
-        self.events.append(("add", urls))
+        self.events.append((f"add{self.suffix}", urls))
 
     def remove_workers(self, urls, timeout):
-        self.events.append(("remove", urls))
+        self.events.append((f"remove{self.suffix}", urls))
         if self.error:
             raise self.error
 
     def shutdown(self):
-        self.events.append("router")
+        self.events.append(f"router{self.suffix}")
 
 
 class Process:
@@ -68,19 +69,22 @@ def make_owner(monkeypatch, tmp_path):
     """An owner whose engines are no processes: what is asked of them is a pair (what, engine), whose outcome the test decides.
 
     `owner.events` is what happened in order; `owner.outcomes` the results and errors of what has ended (in a list: of the next
-    time only). Servers start at once.
+    time only). Servers start at once. What happens to the router of a second model ends in its number.
     """
     made = []
 
     def make(*, engines=2, process=None, error=None, **flags):
         events, outcomes = [], {}
-        router = Router(events, process=process, error=error)
-        monkeypatch.setattr(owner_module, "start_router", lambda args, log_dir, ours: router)
+
+        def start_router(args, log_dir, ours, number):
+            return Router(events, process=process, error=error, number=number)
+
+        monkeypatch.setattr(owner_module, "start_router", start_router)
         values = {
             "rollout_num_gpus": engines, "rollout_external": False, "rollout_num_gpus_per_engine": 1, "num_gpus_per_node": 8,
             "sglang_config": None, "prefill_num_servers": None, "hf_checkpoint": "/actor", "router_api_key": None,
             "sglang_router_ip": None, "rollout_external_engine_infos": None, "has_trainer": True, "engine_start_timeout": 600.0,
-            "use_fault_tolerance": False,
+            "use_fault_tolerance": False, "colocate": False,
             "rollout_health_check_interval": 0.05, "rollout_health_check_timeout": 600.0,
             "rollout_health_check_first_wait": 0.0,
         }  # fmt: skip

@@ -64,6 +64,7 @@ def make_args(checkpoint: str | Path, **overrides: Any) -> SimpleNamespace:
         "trust_remote_code": False,
         "update_weight_transport": "nccl",
         "colocate": False,
+        "offload_rollout": False,
         "has_engines": True,
         "rollout_external": False,
         "world_size": 2,
@@ -83,7 +84,7 @@ class Serving:
     def __init__(self, args, log_dir, placement_group) -> None:
         self.args, self.log_dir, self.placement_group = args, log_dir, placement_group
         self.owner = ServingOwner(args, placement_group, [(0, 0), (1, 1)], log_dir)
-        self.router = self.owner.start()
+        self.router = self.owner.start()["default"]
         self.engines: list[Any] = []
         self.urls: list[str] = []
 

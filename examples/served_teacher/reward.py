@@ -1,0 +1,17 @@
+"""Graded answers, and for distillation the log-probs of a teacher that the run serves itself.
+
+    bash scripts/quickstart.sh -- --sglang-config examples/served_teacher/serving.yaml --rollout-num-gpus 2 \
+      --use-opd --opd-type sglang --opd-kl-coef 0.01 --custom-rm-path examples/served_teacher/reward.py:reward
+"""
+
+from typing import Any
+
+from slime.rollout.on_policy_distillation import reward_func
+from slime.rollout.rm_hub.math_utils import grade_answer_verl
+from slime.utils.types import Sample
+
+
+async def reward(args: Any, sample: Sample, **kwargs: Any) -> float:
+    """1 for a right answer, else 0; the model `teacher` of `--sglang-config` sets `sample.teacher_log_probs`."""
+    await reward_func(args, sample)
+    return float(grade_answer_verl(sample.response, str(sample.label)))

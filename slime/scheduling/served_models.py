@@ -1,0 +1,41 @@
+"""What engines there shall be, as data: models behind routers of their own, in groups of equal engines."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+WORKER_TYPES = ("regular", "prefill", "decode", "placeholder", "encoder")
+
+
+@dataclass(frozen=True)
+class ServerGroup:
+    """Equal engines of one model. A `placeholder` keeps its GPUs free of engines.
+
+    Attributes:
+        num_gpus: GPUs of the whole group, above 0.
+        overrides: server arguments of these engines, by field name; they win over `--sglang-*`.
+        where: `file:line`; empty where flags describe the group.
+        model_path, update_weights: those of its model; None: --hf-checkpoint.
+    """
+
+    worker_type: str
+    num_gpus: int
+    num_gpus_per_engine: int
+    overrides: dict[str, Any]
+    where: str = field(default="", compare=False)
+    model_path: str | None = field(default=None, compare=False)
+    update_weights: bool = field(default=True, compare=False)
+
+    @property
+    def num_engines(self) -> int:
+        return 0 if self.worker_type == "placeholder" else self.num_gpus // self.num_gpus_per_engine
+
+
+@dataclass(frozen=True)
+class ModelServing:
+    """A model behind a router of its own; `update_weights`: it receives the trainer's weights."""
+
+    name: str
+    model_path: str
+    update_weights: bool
+    groups: tuple[ServerGroup, ...]
+    where: str = field(default="", compare=False)

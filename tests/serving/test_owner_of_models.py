@@ -1,0 +1,138 @@
+"""Two models behind routers of their own: the trainer's, and a frozen one beside it. Without processes, as `test_owner.py`."""
+
+import pytest
+
+from slime.scheduling.device_turns import Holds
+from slime.scheduling.served_models import ModelServing, ServerGroup
+from slime.serving.fleet import EngineName, EngineState
+from slime.utils.errors import RunError
+from tests.support.processes.owned_engines import KILLED, Process, RayTaskError, died, ready, states
+from tests.support.processes.waiting import wait_until
+
+ACTOR, JUDGE = EngineName(0), EngineName(1)
+
+
+@pytest.fixture
+def make_pair(make_owner):
+    """An owner of one engine of `actor` and one of the frozen model `judge`."""
+
+    def make(**flags):
+        group = ServerGroup("regular", 1, 1, {})
+        models = [ModelServing("actor", "/actor", True, (group,)), ModelServing("judge", "/judge", False, (group,))]
+        return make_owner(sglang_config="serving.yaml", served_models=models, **flags)
+
+    return make
+
+
+def pushed(owner, version=1):
+    _, names = owner.begin_push()
+    owner.end_push(names, version, {})
+    owner.events.clear()
+    return names
+
+
+def test_each_model_has_its_router_and_a_frozen_one_serves_at_once(make_pair):
+    owner = ready(make_pair(process=Process()))
+    assert list(owner.routers) == ["actor", "judge"]
+    assert owner.events == [
+        "router is ready", "router 1 is ready", ("only", ["http://0.0"]), ("add", ["http://0.0"]), ("only 1", ["http://1.0"]),
+        ("add 1", ["http://1.0"]),
+    ]  # fmt: skip
+    assert states(owner) == [EngineState.STALE, EngineState.SERVING]
+    assert owner.is_serving("judge") and not owner.is_serving("actor") and not owner.is_serving()
+    owner.events.clear()
+    owner.shutdown()
+    assert owner.events == ["engines", "router", "router 1"]
+
+
+def test_pushes_go_to_the_trained_model_alone(make_pair):
+    owner = ready(make_pair())
+    for version in (1, 2):
+        assert pushed(owner, version) == [ACTOR]
+        records = owner._fleet.records()
+        assert [(record.state, record.weight_version) for record in records] == [
+            (EngineState.SERVING, version), (EngineState.SERVING, None),
+        ]  # fmt: skip
+        assert owner.is_serving()
+
+
+def test_the_router_of_a_second_model_is_watched_too(make_pair):
+    owner = ready(make_pair(process=Process()))
+    owner.routers["judge"].process = process = Process()
+    process.status = 3
+    with pytest.raises(RunError, match="^the router died: exit code 3"):
+        owner.ended.result(60)
+
+
+def test_a_frozen_engine_that_dies_is_replaced_at_its_own_router_and_keeps_no_push_waiting(make_pair):
+    owner = ready(make_pair(use_fault_tolerance=True))
+    pushed(owner)
+    # Its successor does not start for a while.
+    owner.outcomes["start", EngineName(1, 1)] = None
+    del owner.outcomes["start", EngineName(1, 1)]
+    start = owner._engines.start
+
+    def hold_back(name):
+        return ("start", name) if name.engine_id == 1 else start(name)
+
+    owner._engines.start = hold_back
+    owner.outcomes["end", JUDGE] = RayTaskError(RunError(KILLED))
+    wait_until(lambda: states(owner)[1] is EngineState.STARTING)
+    assert owner.deaths("judge") == 1 and owner.deaths("actor") == 0
+    assert owner.is_serving("actor") and owner.is_serving() and not owner.is_serving("judge")
+    assert not owner.lacks_weights() and pushed(owner, 2) == [ACTOR], "a push does not wait for it"
+    owner.outcomes["start", EngineName(1, 1)] = "http://1.1"
+    wait_until(lambda: owner.is_serving("judge"))
+    assert owner.events == [("add 1", ["http://1.1"])]
+    assert owner._fleet.record(1).weight_version is None and not owner.lacks_weights()
+    assert owner.begin_push_to_stale() == (2, [])
+
+
+def test_a_failed_request_has_the_engines_of_its_model_looked_after(make_pair):
+    owner = ready(make_pair(use_fault_tolerance=True))
+    pushed(owner)
+    with owner.generating():
+        owner.doubt_all("judge", "POST failed")
+        assert not owner.is_decided("judge") and owner.is_decided("actor")
+        owner.outcomes["check", JUDGE] = [True]
+        wait_until(lambda: owner.is_decided("judge"))
+
+
+def test_a_frozen_model_that_is_given_up_ends_the_run(make_pair):
+    owner = ready(make_pair(use_fault_tolerance=True))
+    for generation in range(1, 9):
+        owner.outcomes["start", EngineName(1, generation)] = died("no room")
+    owner.outcomes["end", JUDGE] = died()
+    with pytest.raises(RunError, match="no other engine does its work"):
+        owner.ended.result(60)
+
+
+def colocated(make_pair, ranks, **flags):
+    """Both engines have GPUs of the run from the first on, of which training ranks have the first `ranks`."""
+    shared = {"colocate": True, "world_size": ranks, "has_engines": True, **flags}
+    return ready(make_pair(**shared))
+
+
+def test_a_frozen_engine_on_devices_of_the_trainer_sleeps_and_serves_again_without_a_push(make_pair):
+    owner = colocated(make_pair, ranks=2)
+    owner.hold(Holds.NOTHING)
+    assert states(owner) == [EngineState.ASLEEP] * 2
+    owner.hold(Holds.WEIGHTS)
+    assert pushed(owner) == [ACTOR] and states(owner) == [EngineState.SERVING, EngineState.STALE]
+    owner.hold(Holds.ALL)
+    assert owner.events == [("wake_caches", ACTOR, JUDGE), ("continue_generation", JUDGE)]
+    assert states(owner) == [EngineState.SERVING] * 2
+
+
+def test_a_frozen_engine_beside_the_trainer_never_sleeps_and_its_successor_waits_for_nobody(make_pair):
+    owner = colocated(make_pair, ranks=1, use_fault_tolerance=True)
+    pushed(owner)
+    owner.hold(Holds.NOTHING)
+    assert states(owner) == [EngineState.ASLEEP, EngineState.SERVING] and owner.events == [("sleep", ACTOR)]
+    owner.outcomes["end", JUDGE] = died()
+    wait_until(lambda: owner._fleet.record(1).name == EngineName(1, 1) and owner.is_serving("judge"))
+    assert owner._cleared == [] and states(owner)[0] is EngineState.ASLEEP
+    owner.events.clear()
+    for holds in (Holds.WEIGHTS, Holds.ALL):
+        owner.hold(holds)
+    assert owner.events == [("wake_weights", ACTOR), ("wake_caches", ACTOR)]
