@@ -189,6 +189,7 @@ SUPPLEMENTS = frozenset({
     "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "linear_attention_freq",
     "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
     "linear_num_value_heads", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "dsa_indexer_layers",
+    "dsa_indexer_rope_interleave",
 })  # fmt: skip
 
 # Attributes whose usual flag has another name.

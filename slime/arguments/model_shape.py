@@ -98,7 +98,6 @@ def _mla(args: Any) -> MlaShape | None:
         return None
     indexer, heads, head_dim = None, _get(args, "dsa_indexer_n_heads", None), _get(args, "dsa_indexer_head_dim", None)
     if heads is not None and head_dim is not None:
-        # Which layers share an indexer is known from the Hugging Face config alone; there is no flag for it.
         layers = _get(args, "dsa_indexer_layers", [1] * args.num_layers)
         indexer = IndexerShape(heads, head_dim, tuple(bool(own) for own in layers[: args.num_layers]))
     return MlaShape(

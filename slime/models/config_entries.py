@@ -86,10 +86,21 @@ def latent_attention(config: Config) -> ModelArgs:
 
 
 def yarn_attention_scale(config: Config) -> ModelArgs:
-    """How YaRN scales the softmax; both are 1 where nothing is scaled, which changes nothing there."""
-    rope = rope_scaling(config)
-    absent = 0.0 if rope_type(config) == "yarn" else 1.0
-    return {"mscale": float(rope.get("mscale", 1.0)), "mscale_all_dim": float(rope.get("mscale_all_dim", absent))}
+    """How YaRN scales the softmax; both are 1 where nothing is scaled, which changes nothing there.
+
+    Raises:
+        UserError: one of the two is set without the other; transformers then takes neither, and engines take the one.
+    """
+    rope, is_yarn = rope_scaling(config), rope_type(config) == "yarn"
+    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    if is_yarn and not (mscale and all_dim) and (all_dim or mscale not in (None, 1)):
+        raise UserError(
+            f"YaRN with mscale {mscale} and mscale_all_dim {all_dim}: transformers and engines read this differently; set both"
+        )
+    return {
+        "mscale": 1.0 if mscale is None else float(mscale),
+        "mscale_all_dim": float(not is_yarn) if all_dim is None else float(all_dim),
+    }
 
 
 def qkv_bias(config: Config) -> ModelArgs:
@@ -204,7 +215,7 @@ def linear_attention(config: Config) -> ModelArgs:
 
 
 def sparse_attention(config: Config) -> ModelArgs:
-    """The indexer that picks the keys; `dsa_indexer_layers` (no flag) says which layers have one, where not all do."""
+    """The indexer that picks the keys, and which layers have one, where not all do."""
     names = {
         "index_n_heads": "dsa_indexer_n_heads", "index_head_dim": "dsa_indexer_head_dim", "index_topk": "dsa_indexer_topk",
     }  # fmt: skip
@@ -212,7 +223,8 @@ def sparse_attention(config: Config) -> ModelArgs:
     own = _indexer_layers(config)
     return {
         **{flag: config[name] for name, flag in names.items()},
-        **({} if all(own) else {"dsa_indexer_layers": own}),
+        "dsa_indexer_layers": None if all(own) else own,
+        "dsa_indexer_rope_interleave": bool(config.get("indexer_rope_interleave", False)),
     }
 
 
@@ -303,6 +315,7 @@ _FACTORS = (
 )  # fmt: skip
 _SWITCHES = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm", "norm_topk_prob", "use_sliding_window",
+    "indexer_rope_interleave",
 )  # fmt: skip
 _LISTS = ("layer_types", "mlp_layer_types", "mlp_only_layers", "indexer_types")
 _OBJECTS = ("rope_parameters", "rope_scaling")

@@ -1,4 +1,4 @@
-"""Families with multi-head latent attention: those that train, and those with sparse attention on top, which are planned.
+"""Families with multi-head latent attention, some with sparse attention on top.
 
 Queries, keys and values of all heads are made of one small vector per token. The rotated channels of a head stand in pairs in
 the HF tensors, and Megatron rotates them as they stand there.
@@ -18,7 +18,7 @@ from slime.models.family import (
     routed_experts,
     shared_experts,
 )
-from slime.models.tensor_layouts import Replicated, Sharded
+from slime.models.tensor_layouts import IndexerHeads, Replicated, Sharded
 
 _LATENT_MOE = (
     hf.decoder, hf.latent_attention, hf.experts, hf.sigmoid_router, hf.frozen_expert_bias,
@@ -48,6 +48,16 @@ _ATTENTION = (
 _LAYER = LAYER_NORMS + _ATTENTION + GATED_MLP + routed_experts() + EXPERT_BIAS + shared_experts("mlp.shared_experts")
 _RULES = ENDS + _LAYER + prediction_layer(_LAYER)
 
+# Every tensor-parallel rank has the whole indexer.
+_INDEXER = (
+    *(
+        layer_rule(f"self_attention.indexer.{name}", f"self_attn.indexer.{name}", IndexerHeads())
+        for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias")
+    ),
+    layer_rule("self_attention.indexer.weights_proj.weight", "self_attn.indexer.weights_proj.weight", Replicated()),
+)
+_SPARSE = {"enable_experimental": True, "allgather_cp": True}
+
 GLM4_MOE_LITE = Family(
     model_types=("glm4_moe_lite",),
     names=("glm4moelite",),
@@ -64,19 +74,15 @@ GLM4_MOE_LITE = Family(
     rules=_RULES,
     predictions_follow=True,
 )
-
-_GLM_MOE_DSA = Family(
+GLM_MOE_DSA = dataclasses.replace(
+    GLM4_MOE_LITE,
     model_types=("glm_moe_dsa",),
     names=("glmmoedsa",),
     parts=(*_LATENT_MOE, hf.sparse_attention),
-    constants={
-        "add_position_embedding": False,
-        "enable_experimental": True,
-        "allgather_cp": True,
-        "make_vocab_size_divisible_by": 16,
-    },
+    constants={"add_position_embedding": False, "make_vocab_size_divisible_by": 16, **_SPARSE},
     absent={"first_k_dense_replace": 3},
-    rope_types=("default", "yarn"),
+    # Layers for multi-token prediction are not built with an indexer.
+    rules=ENDS + _LAYER + _INDEXER,
     layer_spec="slime_plugins.models.glm5.glm5.get_glm5_spec",
 )
 
@@ -90,14 +96,14 @@ DEEPSEEK_V3 = Family(
     rules=_RULES,
     predictions_follow=True,
 )
-_DEEPSEEK_V32 = dataclasses.replace(
+DEEPSEEK_V32 = dataclasses.replace(
     DEEPSEEK_V3,
     model_types=("deepseek_v32",),
     names=("deepseekv32",),
     parts=(*DEEPSEEK_V3.parts, hf.sparse_attention),
-    rules=(),
-    constants={**DEEPSEEK_V3.constants, "enable_experimental": True, "allgather_cp": True},
-    layer_spec=_GLM_MOE_DSA.layer_spec,
+    constants={**DEEPSEEK_V3.constants, **_SPARSE},
+    rules=GLM_MOE_DSA.rules,
+    layer_spec=GLM_MOE_DSA.layer_spec,
 )
 KIMI_K2 = dataclasses.replace(
     DEEPSEEK_V3,
@@ -109,4 +115,4 @@ KIMI_K2 = dataclasses.replace(
     absent={"first_k_dense_replace": 1},
 )
 
-LATENT = (GLM4_MOE_LITE, _GLM_MOE_DSA, DEEPSEEK_V3, _DEEPSEEK_V32, KIMI_K2)
+LATENT = (GLM4_MOE_LITE, GLM_MOE_DSA, DEEPSEEK_V3, DEEPSEEK_V32, KIMI_K2)

@@ -27,23 +27,26 @@ class TensorSizes:
     num_query_groups: int
     vocab_size: int
     padded_vocab_size: int
+    # Linear attention, the indexer of sparse attention, and the rotated channels of latent attention; 0 for models without.
     linear_num_key_heads: int = 0
     linear_num_value_heads: int = 0
     linear_key_head_dim: int = 0
     linear_value_head_dim: int = 0
+    dsa_indexer_head_dim: int = 0
+    qk_pos_emb_head_dim: int = 0
 
     @classmethod
     def of(cls, flags: Mapping[str, Any]) -> TensorSizes:
         """The sizes of the model of these flags; without `padded_vocab_size` for tensors that are not padded."""
         heads = flags["num_attention_heads"]
         groups = flags.get("num_query_groups") if flags.get("group_query_attention", True) else None
-        linear = {field.name for field in dataclasses.fields(cls) if field.name.startswith("linear_")}
+        of_some = [field.name for field in dataclasses.fields(cls) if field.default == 0]
         return cls(
             num_attention_heads=heads,
             num_query_groups=groups or heads,
             vocab_size=flags["vocab_size"],
             padded_vocab_size=flags.get("padded_vocab_size", 0),
-            **{name: flags.get(name) or 0 for name in linear},
+            **{name: flags.get(name) or 0 for name in of_some},
         )
 
 
@@ -91,6 +94,22 @@ class Replicated:
 
     def gather(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         return shards[0]
+
+
+class IndexerHeads(Replicated):
+    """One HF tensor, whole on every rank: rows of the indexer's heads. The channels that are rotated stand first in each head
+    there, and last in Megatron's."""
+
+    def part(self, tensors: Sequence[Stored], sizes: TensorSizes, rank: int, size: int) -> torch.Tensor:
+        (tensor,) = tensors
+        return self._swapped(tensor[:], sizes, sizes.qk_pos_emb_head_dim)
+
+    def split(self, whole: torch.Tensor, sizes: TensorSizes) -> Sequence[torch.Tensor]:
+        return (self._swapped(whole, sizes, sizes.dsa_indexer_head_dim - sizes.qk_pos_emb_head_dim),)
+
+    def _swapped(self, tensor: torch.Tensor, sizes: TensorSizes, first: int) -> torch.Tensor:
+        heads = tensor.unflatten(0, (-1, sizes.dsa_indexer_head_dim))
+        return _joined((heads[:, first:], heads[:, :first]), dim=1).flatten(0, 1)
 
 
 class Sharded(Replicated):

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     NamedTensors = list[tuple[str, torch.Tensor]]
 
 
-# Engines make one layer of these two, and only out of one bucket: a part that comes without the other is lost without a word.
-_LOADED_TOGETHER = re.compile(r"(?<=\.self_attn\.)(?:q_a_proj|kv_a_proj_with_mqa)\..*")
+# Engines make one layer of the first two, and a number of a part of the third and its scale; and only out of one bucket: what
+# comes without the other is lost without a word.
+_LOADED_TOGETHER = re.compile(r"(?<=\.self_attn\.)(?:q_a_proj|kv_a_proj_with_mqa|indexer\.wk)\..*")
 
 
 def split_into_buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[NamedTensors]:

@@ -105,7 +105,7 @@ def test_every_derived_name_is_an_attribute_of_a_flag_and_has_its_type(parser):
 
 
 def test_every_kind_of_flag_names_flags(parser):
-    known = {action.dest for action in parser._actions} | {"dsa_indexer_layers"}
+    known = {action.dest for action in parser._actions}
     assert known >= CHOICES | SUPPLEMENTS
     assert not CHOICES & SUPPLEMENTS
 
@@ -243,12 +243,29 @@ def test_parts_that_are_not_trained_are_left_out():
         assert family.may_be_left_out("model.visual.blocks.0.norm1.weight", 4) == (name != "qwen3_next"), name
 
 
+@pytest.mark.parametrize(
+    ("scales", "is_read_in_one_way"),
+    [({}, True), ({"mscale": 1.0}, True), ({"mscale": 1.0, "mscale_all_dim": 0.0}, True),
+     ({"mscale": 0.7, "mscale_all_dim": 0.5}, True), ({"mscale": 0.7}, False), ({"mscale_all_dim": 0.5}, False),
+     ({"mscale": 0.0}, False), ({"mscale": 0.0, "mscale_all_dim": 1.0}, False)],
+)  # fmt: skip
+def test_scales_of_yarn_that_are_read_in_two_ways_are_refused(scales, is_read_in_one_way):
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, **scales}
+    config = {**PUBLISHED_MODELS["glm4.7-30B-A3B"], "rope_parameters": yarn}
+    if is_read_in_one_way:
+        found = model_args_from_hf(config)
+        assert (found["mscale"], found["mscale_all_dim"]) == (scales.get("mscale", 1), scales.get("mscale_all_dim", 0))
+    else:
+        with pytest.raises(UserError, match="set both"):
+            model_args_from_hf(config)
+
+
 def test_names_of_all_families():
     assert sorted(FAMILIES_BY_NAME) == [
         "deepseekv3", "deepseekv32", "glm4", "glm4moe", "glm4moelite", "glmmoedsa", "kimi", "llama", "mimo", "minimaxm2",
         "qwen2", "qwen2moe", "qwen3", "qwen35", "qwen35moe", "qwen35moetext", "qwen35text", "qwen3moe", "qwen3next", "qwen3vl",
     ]  # fmt: skip
     assert {name for name in FAMILIES_BY_NAME if FAMILIES_BY_NAME[name].is_trained} == {
-        "deepseekv3", "glm4", "glm4moe", "glm4moelite", "kimi", "llama", "mimo", "minimaxm2", "qwen2", "qwen2moe",
-        "qwen3", "qwen35", "qwen35moe", "qwen35moetext", "qwen35text", "qwen3moe", "qwen3next",
+        "deepseekv3", "deepseekv32", "glm4", "glm4moe", "glm4moelite", "glmmoedsa", "kimi", "llama", "mimo", "minimaxm2",
+        "qwen2", "qwen2moe", "qwen3", "qwen35", "qwen35moe", "qwen35moetext", "qwen35text", "qwen3moe", "qwen3next",
     }  # fmt: skip

@@ -7,6 +7,7 @@ from slime.models.tensor_layouts import (
     FusedGatedLinear,
     GatedLinear,
     GatedQueryKeyValue,
+    IndexerHeads,
     PerKeyHead,
     QueryKeyValue,
     Replicated,
@@ -16,7 +17,8 @@ from slime.models.tensor_layouts import (
 )
 from slime.utils.errors import UserError
 
-# 4 query heads in 2 groups, head dimension 2. Linear attention: 2 key heads of width 1 with two values of width 2 each.
+# 4 query heads in 2 groups, head dimension 2. Linear attention: 2 key heads of width 1 with two values of width 2 each. Heads
+# of an indexer have six channels, of which two are rotated.
 SIZES = TensorSizes(
     num_attention_heads=4,
     num_query_groups=2,
@@ -26,6 +28,8 @@ SIZES = TensorSizes(
     linear_num_value_heads=4,
     linear_key_head_dim=1,
     linear_value_head_dim=2,
+    dsa_indexer_head_dim=6,
+    qk_pos_emb_head_dim=2,
 )
 
 
@@ -82,6 +86,14 @@ def test_gated_shards_hold_their_part_of_gate_and_of_up():
     rows = torch.tensor([0, 1, 2, 3]), torch.tensor([10, 11, 12, 13])
     assert part(GatedLinear(), rows, rank=1, size=2).tolist() == [2, 3, 12, 13]
     assert part(FusedGatedLinear(), (torch.cat(rows),), rank=1, size=2).tolist() == [2, 3, 12, 13]
+
+
+def test_rotated_channels_stand_last_in_each_head_of_an_indexer():
+    rows = torch.arange(12)
+    merged = [2, 3, 4, 5, 0, 1, 8, 9, 10, 11, 6, 7]
+    for rank in range(2):
+        assert part(IndexerHeads(), (rows,), rank, 2).tolist() == merged
+    assert IndexerHeads().split(torch.tensor(merged), SIZES)[0].equal(rows)
 
 
 def test_vocabulary_is_padded_with_zero_rows():

@@ -29,10 +29,11 @@ def test_what_engines_load_together_is_in_one_bucket():
         attention.format(1, "q_a_proj.weight"): 70, attention.format(1, "q_a_proj.weight_scale_inv"): 1,
         attention.format(1, "kv_a_proj_with_mqa.weight"): 120, attention.format(1, "kv_a_proj_with_mqa.weight_scale_inv"): 1,
         attention.format(1, "kv_b_proj.weight"): 10, attention.format(2, "kv_b_proj.weight"): 90,
+        attention.format(2, "indexer.wk.weight"): 10, attention.format(2, "indexer.wk.weight_scale_inv"): 1,
     }  # fmt: skip
     names = list(sizes)
     buckets = split_into_buckets([(name, torch.zeros(size, dtype=torch.uint8)) for name, size in sizes.items()], 100)
-    assert names_of(buckets) == [names[:1], names[1:3], names[3:7], names[7:]]
+    assert names_of(buckets) == [names[:1], names[1:3], names[3:7], names[7:9], names[9:]]
 
 
 def test_no_tensors_no_buckets():

@@ -165,7 +165,8 @@ WEIGHTS = Group("weights and training process", (
         "are frozen", nargs="+"),
     flag("--freeze-params-name-list", str, None, "regular expressions (re.search); parameters that match one are frozen; not "
         "with --only-train-params-name-list", nargs="+"),
-    switch("--freeze-indexer", "freeze the weights that choose keys in sparse attention; an error when the model has none"),
+    switch("--freeze-indexer", "freeze the weights that choose keys in sparse attention, which nothing trains in any case; an "
+        "error when the model has none"),
     # Model
     plug_in("--custom-model-provider-path", RANKS, "function that builds the Megatron model",
         not_yet="an own model provider"),
@@ -174,6 +175,9 @@ WEIGHTS = Group("weights and training process", (
     switch("--use-gated-attention", "another name of --attention-output-gate"),
     switch("--post-self-attn-layernorm", "one more norm after attention", needs=_OF_GLM),
     switch("--post-mlp-layernorm", "one more norm after the MLP", needs=_OF_GLM),
+    flag("--dsa-indexer-layers", int, None, "for each layer 1 where it has an indexer of sparse attention, 0 where it takes "
+        "the choice of the last layer that has one; unset: all have one", nargs="+", bounds=share(1)),
+    switch("--dsa-indexer-rope-interleave", "the indexer rotates neighbouring channels together, and not those of two halves"),
     switch("--allgather-cp", "context parallelism with contiguous shards and gathered keys and values; sparse-attention "
         "(DSA) models only"),
     flag("--padded-vocab-size", int, None, "force the padded vocabulary size; unset: --vocab-size up to a multiple of "

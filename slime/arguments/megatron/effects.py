@@ -140,10 +140,8 @@ ACTS_WITH: tuple[ActsWith, ...] = (
              lambda args: args.multi_latent_attention or args.use_rope_scaling, ("rotary_scaling_factor",)),
     ActsWith("{--use-rope-scaling}", _given("use_rope_scaling"), ("rope_scaling_factor",)),
     ActsWith("{--experimental-attention-variant} dsa or a {--spec} with such layers",
-             lambda args: args.experimental_attention_variant == "dsa" or bool(args.spec), (
-        "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "dsa_indexer_loss_coeff",
-        "dsa_indexer_use_sparse_loss",
-    )),
+             lambda args: args.experimental_attention_variant == "dsa" or bool(args.spec),
+             ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")),
     ActsWith(_LINEAR_ATTENTION, lambda args: bool(args.experimental_attention_variant or args.spec), (
         "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
         "linear_num_key_heads", "linear_num_value_heads",
@@ -270,6 +268,7 @@ NOT_YET: tuple[NotYet, ...] = (
     *features(_ATTENTION, "no_rope_freq", "apply_query_key_layer_scaling"),
     NotYet("attention_backend", "choosing between attention kernels", works=("auto", "flash")),
     NotYet("experimental_attention_variant", _ATTENTION),
+    *features("a loss that trains an indexer", "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"),
     *features(_EXPERTS, "overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap", "moe_latent_size",
         "moe_use_legacy_grouped_gemm", "moe_router_topk_limited_devices", "moe_router_padding_for_quantization",
         "moe_router_padding_for_fp8", "moe_router_force_load_balancing", "moe_input_jitter_eps", "moe_per_layer_logging",

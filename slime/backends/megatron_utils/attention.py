@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -93,8 +93,9 @@ class PackedAttention(MegatronModule):
     def _attend_packed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
     ) -> torch.Tensor:
-        if is_context_parallel(packed):
-            return attend_over_context(query, key, value, packed.stream, self.softmax_scale)
+        chosen = getattr(packed, "chosen", None)
+        if is_context_parallel(packed) or chosen is not None:
+            return attend_over_context(query, key, value, packed.stream, self.softmax_scale, chosen)
         if query.is_cuda:
             return self._attend_packed_cuda(query, key, value, packed)
         return self._attend_each_sequence(query, key, value, packed)
@@ -160,9 +161,16 @@ _CPU_QUERIES = 512
 
 @dataclass
 class StreamParams(PackedSeqParams):
-    """Megatron's description of a packed stream, with the stream itself for our own attention and rotary embedding."""
+    """Megatron's description of a packed stream, with the stream itself for our own attention and rotary embedding.
+
+    chosen: the keys that each row attends to in the layer that is under way, int32 [T, k], as places in its sequence, −1 for
+        none; None: all that it sees.
+    choices: those that later layers take over, by the number of the layer that made them.
+    """
 
     stream: PackedStream | None = None
+    chosen: torch.Tensor | None = None
+    choices: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 def packed_seq_params(stream: PackedStream, *, by_position: bool) -> StreamParams:
@@ -192,12 +200,18 @@ def is_context_parallel(packed: PackedSeqParams | None) -> bool:
 
 
 def attend_over_context(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, stream: PackedStream, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    stream: PackedStream,
+    scale: float,
+    chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention within each sequence of the whole stream, for the rows of this rank. Collective.
 
     Args:
         query: [T, heads, dim]; key, value: [T, groups, dim], rotated, of this rank's rows.
+        chosen: see `StreamParams`.
 
     Returns:
         [T, heads · dim of a value]
@@ -206,9 +220,9 @@ def attend_over_context(
     gathered = gather_rows(torch.cat([key, value], dim=-1), stream.cp, stream.gather_order)
     key, value = gathered[..., :key_width], gathered[..., key_width:]
     # The variable-length kernel exists for 16-bit types only.
-    if query.is_cuda and query.dtype != torch.float32:
+    if query.is_cuda and query.dtype != torch.float32 and chosen is None:
         return _attend_cuda(query, key, value, stream, scale)
-    return _attend_each_segment(query, key, value, stream, scale)
+    return _attend_each_segment(query, key, value, stream, scale, chosen)
 
 
 def _attend_cuda(
@@ -237,15 +251,22 @@ def _attend_cuda(
 
 
 def _attend_each_segment(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, stream: PackedStream, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    stream: PackedStream,
+    scale: float,
+    chosen: torch.Tensor | None,
 ) -> torch.Tensor:
     # One split per tensor: the gradient of a slice is as long as what it was cut from.
-    query_pieces = query.transpose(0, 1).split([s.queries for s in stream.segments], dim=1)
+    counts = [segment.queries for segment in stream.segments]
+    query_pieces = query.transpose(0, 1).split(counts, dim=1)
+    choices = [None] * len(counts) if chosen is None else chosen.split(counts)
     key_pieces, value_pieces = (_by_sequence(tensor, stream) for tensor in (key, value))
     outputs = []
-    for segment, piece in zip(stream.segments, query_pieces, strict=True):
+    for segment, piece, choice in zip(stream.segments, query_pieces, choices, strict=True):
         keys, values = key_pieces[segment.first_key], value_pieces[segment.first_key]
-        outputs += _attend_in_blocks(piece, keys, values, segment.keys, scale)
+        outputs += _attend_in_blocks(piece, keys, values, segment.keys, scale, choice)
     return torch.cat(outputs, dim=1).transpose(0, 1).flatten(1)
 
 
@@ -257,16 +278,30 @@ def _by_sequence(tensor: torch.Tensor, stream: PackedStream) -> dict[int, torch.
 
 
 def _attend_in_blocks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: int, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: int,
+    scale: float,
+    chosen: torch.Tensor | None,
 ) -> Iterator[torch.Tensor]:
-    """Queries [heads, n, dim], the last of which sees the first `keys` keys, in blocks that bound the size of a mask."""
+    """Queries [heads, n, dim], the last of which sees the first `keys` keys, in blocks that bound the size of a mask.
+
+    Of `chosen`, [n, k], they see no others.
+    """
     first_key_count = keys - query.shape[1]
     for start in range(0, query.shape[1], _CPU_QUERIES):
         block = query[:, start : start + _CPU_QUERIES]
         rows = block.shape[1]
         before = first_key_count + start
         seen = before + rows
-        visible = torch.ones(rows, seen, dtype=torch.bool, device=query.device).tril(before)
+        if chosen is None:
+            visible = torch.ones(rows, seen, dtype=torch.bool, device=query.device).tril(before)
+        else:
+            # A row sees all that it has chosen. A column more is for what is no key.
+            places = chosen[start : start + rows].long()
+            visible = torch.zeros(rows, seen + 1, dtype=torch.bool, device=query.device)
+            visible = visible.scatter_(1, places.where(places >= 0, seen), True)[:, :seen]
         yield F.scaled_dot_product_attention(
             block[None], key[None, :, :seen], value[None, :, :seen], attn_mask=visible, enable_gqa=True, scale=scale
         )[0]

@@ -109,6 +109,8 @@ def _model_fields(args: Any) -> dict[str, Any]:
     if args.multi_latent_attention:
         # Unset it means that queries have no latent vector; Megatron would take a number of its own.
         fields["q_lora_rank"] = args.q_lora_rank
+        # No kernel does that for latent attention here; its layers refuse the flag where somebody gives it.
+        fields["apply_rope_fusion"] = args.apply_rope_fusion and "apply_rope_fusion" in args.typed_flags
     if args.swiglu:
         fields.update(gated_linear_unit=True, activation_func=F.silu)
     return fields

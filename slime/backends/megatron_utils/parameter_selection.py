@@ -2,8 +2,8 @@
 
 The regular expressions are searched in global names, so a list means the same in every parallel layout. A frozen parameter
 needs no gradient: Megatron's wrappers give it no gradient buffer and no optimizer state, so the choice is made before the
-model is wrapped. It stays in checkpoints and weight pushes. Layers for multi-token prediction are frozen where nothing trains
-them, that is without `--enable-mtp-training`.
+model is wrapped. It stays in checkpoints and weight pushes. What nothing trains is frozen in any case: the indexer of sparse
+attention, and without `--enable-mtp-training` layers for multi-token prediction.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def selection_of(args: argparse.Namespace) -> dict[str, list[str]]:
     """Regular expressions by attribute, of the flags that are given; empty where everything is trained."""
     given = {name: getattr(args, name) for name in _LISTS}
     selection = {name: list(expressions) for name, expressions in given.items() if expressions}
-    if args.freeze_indexer:
+    # Nothing trains an indexer, and weight decay must not move it.
+    if args.freeze_indexer or args.dsa_indexer_topk is not None:
         selection["freeze_indexer"] = [INDEXER]
     if has_prediction_layers(args) and not trains_prediction_layers(args):
         selection["mtp_num_layers"] = [PREDICTION_LAYERS]

@@ -23,6 +23,7 @@ EVERY = pytest.mark.parametrize("name", TINY_FAMILIES)
 
 # Of those that every change is tested in.
 TENSOR_PARALLEL = ("tp2", "tp2 whole sequence")
+ONE_RANK = (None, *(layout for layout, sizes in LAYOUTS.items() if ranks_of(sizes) == 1))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def expected(models, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_rank(models):
-    directories = {layout: _directories(models, layout) for layout in (None, "recomputed")}
+    directories = {layout: _directories(models, layout) for layout in ONE_RANK}
     (found,) = run_distributed(run_families, 1, (directories,))
     return found
 
@@ -72,8 +73,10 @@ def test_a_run_gets_the_flags_of_its_config(models, name, tmp_path):
     assert {flag: tiny[flag] for flag in flags} == flags
 
 
-@pytest.mark.parametrize("layout", [None, "recomputed"])
-@EVERY
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [(name, layout) for name, row in TINY_FAMILIES.items() for layout in ONE_RANK if layout in (None, *row.layouts)],
+)
 def test_logits_and_gradients_are_those_of_the_reference(one_rank, expected, name, layout):
     found = one_rank[layout][name]
     assert not isinstance(found, str), found

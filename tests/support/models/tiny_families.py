@@ -36,6 +36,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "recompute_granularity": "selective",
         "recompute_modules": ["mla_up_proj"],
     },
+    "attention recomputed": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "tp4": {"tensor_model_parallel_size": 4, "sequence_parallel": True},
     "tp2 pp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2},
 }
@@ -114,6 +115,16 @@ _GATED_MOE: dict[str, Any] = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64,
 }  # fmt: skip
 _MINIMAX_M2 = {"num_local_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 16, "rope_parameters": _HALF_ROPE}
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}  # fmt: skip
+# Rows attend to five keys. Every second layer takes the choice of the one before.
+_INDEXER = {
+    "layers": 4, "index_topk": 5, "index_n_heads": 8, "index_head_dim": 16,
+    "indexer_types": ["full", "shared", "full", "shared"],
+}  # fmt: skip
+_SPARSE_LAYOUTS = ("recomputed", "tp2", "pp2", "cp2", "ep2", "cp2 gathered", "tp2 pp2", "attention recomputed")
 TINY_FAMILIES: dict[str, TinyFamily] = {
     "qwen2": TinyFamily("qwen2", {"head_dim": 8}, layouts=(*DENSE, "tp4")),
     "qwen2 tied": TinyFamily("qwen2", {"head_dim": 8, "tied": True}),
@@ -169,5 +180,22 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     "kimi_k2": TinyFamily("kimi_k2", _ONE_GROUP, write=write_tiny_latent, layouts=("recomputed", "pp2", "ep2")),
     "glm4_moe_lite": TinyFamily(
         "glm4_moe_lite", _ONE_GROUP | _PLAIN, write=write_tiny_latent, layouts=("recomputed", "pp2", "ep2")
+    ),
+    "deepseek_v32": TinyFamily(
+        "deepseek_v32",
+        {
+            **_INDEXER,
+            "indexer_types": None,
+            "num_experts": 8,
+            "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.5},
+        },
+        write=write_tiny_latent,
+        layouts=_SPARSE_LAYOUTS,
+    ),
+    "glm_moe_dsa": TinyFamily(
+        "glm_moe_dsa",
+        {**_ONE_GROUP, **_INDEXER, "rope_parameters": _YARN},
+        write=write_tiny_latent,
+        layouts=_SPARSE_LAYOUTS,
     ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -61,10 +62,19 @@ def load_model(args: SimpleNamespace) -> list[Any]:
 def packed_forward(chunk: torch.nn.Module, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
     """Logits [tokens, local part of the vocabulary] of the sequences, packed into one stream."""
     from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.utils import get_model_config
+
+    from slime.backends.megatron_utils.attention import StreamParams
+    from slime.training.packed_stream import pack_stream
 
     lengths = [len(sequence) for sequence in sequences]
     boundaries = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-    packed = PackedSeqParams(
+    describe = PackedSeqParams
+    if get_model_config(chunk).dsa_indexer_topk is not None:
+        # Sparse attention needs what the trainer knows of a stream; all others do with Megatron's own description.
+        stream = pack_stream([torch.tensor(sequence) for sequence in sequences], [0] * len(lengths), pad_multiple=1)
+        describe = functools.partial(StreamParams, stream=stream)
+    packed = describe(
         qkv_format="thd",
         cu_seqlens_q=boundaries,
         cu_seqlens_kv=boundaries,
