@@ -102,7 +102,7 @@ def resume(args, save) -> tuple:
     from slime.utils.errors import UserError
 
     train(args, backend)
-    backend.save(0)
+    backend.save(0).finish()
     if dist.get_rank() == 0:
         publish_checkpoint(args, 0)
     dist.barrier()

@@ -63,7 +63,7 @@ class ResumableRun(LayoutRun):
         """Write and publish the checkpoint of `iteration`."""
         from slime.training.checkpoint_publication import publish_checkpoint
 
-        self.backend.save(iteration)
+        self.backend.save(iteration).finish()
         if dist.get_rank() == 0:
             publish_checkpoint(self.args, iteration)
         dist.barrier()

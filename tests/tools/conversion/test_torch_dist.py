@@ -127,7 +127,7 @@ def _save(hf_dir, root, layout):
         hf_dir, save=root, use_distributed_optimizer=True, bf16=True, num_rollout=1, world_size=2, **batch, **layout
     )
     backend = megatron.load_backend(args)
-    backend.save(7)
+    backend.save(7).finish()
     from slime.backends.megatron_utils.checkpoint import publish_checkpoint
 
     if torch.distributed.get_rank() == 0:
