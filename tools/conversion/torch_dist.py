@@ -201,7 +201,12 @@ def missing_and_surplus(
         for hf_name in family.find(parameter.name)[1]
     }
     present = open_checkpoint(hf_dir).names()
-    return sorted(needed - present), sorted(_of_the_model(hf_dir, present - needed, family))
+    surplus = _of_the_model(hf_dir, present - needed, family)
+    return sorted(needed - present), sorted(name for name in surplus if not _is_not_trained(family, name))
+
+
+def _is_not_trained(family: Family, hf_name: str) -> bool:
+    return family.not_trained is not None and family.not_trained.search(hf_name) is not None
 
 
 def _of_the_model(hf_dir: Path, names: set[str], family: Family) -> set[str]:
@@ -444,9 +449,11 @@ def convert_torch_dist_to_hf(
     require_same_model(directory, origin, shapes, noted, family, sizes, flags)
     made = require_same_tensors(directory, origin, shapes, family, sizes, ignores_rows=vocab_size is not None)
     lacking = _lacking(origin, made, family)
-    if lacking and not adds_missing:
+    # No Megatron checkpoint has parts that are not trained: they are copied in any case.
+    refused = sorted(name for name in lacking if not _is_not_trained(family, name))
+    if refused and not adds_missing:
         raise UserError(
-            f"{directory} lacks {len(lacking)} tensors that {origin} has: {', '.join(sorted(lacking)[:20])}; "
+            f"{directory} lacks {len(refused)} tensors that {origin} has: {', '.join(refused[:20])}; "
             "--add-missing-from-origin-hf copies them"
         )
     ordered = sorted(places, key=_by_number)

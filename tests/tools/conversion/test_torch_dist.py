@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from slime.utils.errors import UserError
 from tests.support.models.tiny_model import tiny_args, write_tiny_mimo, write_tiny_model
 from tests.support.processes.distributed import run_distributed
+from tests.support.processes.family_checks import of_trained_parts
 from tools import convert_hf_to_fp8
 from tools.conversion.inspection import check_checksums, describe, misfits, write_checksums
 from tools.conversion.torch_dist import convert_hf_to_torch_dist, convert_torch_dist_to_hf, megatron_names
@@ -71,7 +72,7 @@ def _families(root):
         found[name] = [
             key
             for key in sorted(stored.keys() | returned.keys() | loaded.keys())
-            for given in (returned, loaded)
+            for given in ((returned, loaded) if of_trained_parts([key]) else (returned,))
             if key not in given
             or key not in stored
             or given[key].dtype != stored[key].dtype
