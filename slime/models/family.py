@@ -92,7 +92,7 @@ class Family:
 
     def of_model(self, num_layers: int) -> Family:
         """The family for a model of so many layers: with these, names of layers for multi-token prediction are known."""
-        return dataclasses.replace(self, num_layers=num_layers)
+        return dataclasses.replace(self, num_layers=num_layers) if self.predictions_follow else self
 
     @property
     def is_trained(self) -> bool:

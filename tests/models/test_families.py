@@ -244,6 +244,15 @@ def test_parts_that_are_not_trained_are_left_out():
 
 
 @pytest.mark.parametrize(
+    ("name", "first"),
+    [("mimo", "model.mtp_layers.0."), ("glm4_moe", "model.layers.36."), ("deepseek_v3", "model.layers.36.")],
+)
+def test_layers_for_multi_token_prediction_are_counted_on_only_where_they_follow(name, first):
+    [norm, *_] = FAMILIES[name].of_model(36).find("mtp.layers.0.final_layernorm.weight")[1]
+    assert norm.startswith(first)
+
+
+@pytest.mark.parametrize(
     ("scales", "is_read_in_one_way"),
     [({}, True), ({"mscale": 1.0}, True), ({"mscale": 1.0, "mscale_all_dim": 0.0}, True),
      ({"mscale": 0.7, "mscale_all_dim": 0.5}, True), ({"mscale": 0.7}, False), ({"mscale_all_dim": 0.5}, False),

@@ -97,8 +97,7 @@ def family_of_directory(hf_dir: str | Path) -> Family:
     model_type = config.get("model_type")
     if model_type not in TRAINED_MODEL_TYPES:
         raise UserError(f"{hf_dir}/config.json: model_type {model_type!r} is not one of {sorted(TRAINED_MODEL_TYPES)}")
-    family = FAMILIES[model_type]
-    return family.of_model(config["num_hidden_layers"]) if family.predictions_follow else family
+    return FAMILIES[model_type].of_model(config["num_hidden_layers"])
 
 
 def tensor_sizes(args: Any) -> TensorSizes:
