@@ -150,7 +150,8 @@ class LocalCheckpoint:
         """The block has the directory alone among the engines of the run."""
         self._directory.mkdir(parents=True, exist_ok=True)
         turn = self._directory / _TURN
-        if not turn.exists() and any(self._directory.iterdir()):
+        # In this order: another engine of the run may make its first file, which is this one, in between.
+        if any(self._directory.iterdir()) and not turn.exists():
             raise UserError(f"{_FLAG} {self._directory} holds files that no run has written; name an empty directory")
         descriptor = os.open(turn, os.O_RDWR | os.O_CREAT, 0o666)
         try:

@@ -142,3 +142,16 @@ def test_what_is_no_push_is_asked_for_again(args, tmp_path):
     index = published / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": {}}))
     assert "holds no weights of a push" in host_of(args).bring_to(published)
+
+
+def test_engines_that_begin_at_the_same_moment_do_not_take_each_other_for_a_stranger(args, local, monkeypatch):
+    published, listed = publish(args, 1.0), type(local).iterdir
+
+    def another_begins(path):
+        if path == local:
+            (local / local_checkpoint._TURN).touch()
+        return listed(path)
+
+    monkeypatch.setattr(type(local), "iterdir", another_begins)
+    assert host_of(args).bring_to(published) is None
+    assert value(local) == 1.0
