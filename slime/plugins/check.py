@@ -106,10 +106,10 @@ def check(words: Sequence[str], *, answers: Sequence[str] | None = None, time_li
         with observing_plug_ins(observe), _engine(args, answers or [ANSWER]) as engine:
             host, port = engine
             models = {"default": (host_for_url(host), port)}
-            values = {"sglang_router_ip": host, "sglang_router_port": port, "sglang_model_routers": models}
-            failure = _run(
-                lambda: _step(with_run_values(args, rollout_num_engines=1, **values), named), records, time_limit
+            args_of_run = with_run_values(
+                args, rollout_num_engines=1, sglang_router_ip=host, sglang_router_port=port, sglang_model_routers=models
             )
+            failure = _run(lambda: _step(args_of_run, named), records, time_limit)
     return _findings(args, named, records, failure)
 
 
