@@ -13,7 +13,6 @@ import torch
 
 from slime.arguments.checkpoints import REFERENCE, TEACHER, WeightSource, other_model_states
 from slime.arguments.hf_config import spelling
-from slime.backends.megatron_utils.model_provider import FUSIONS
 from slime.rehearsal.recorder import Recorder
 from slime.rehearsal.report import Pushed, Saved, Task
 from slime.training.actor_rank import ActorRank
@@ -121,6 +120,9 @@ class RehearsedRank(TrainRank, abc.ABC):
     """
 
     def __init__(self, task: Task, recorder: Recorder) -> None:
+        # Megatron must not be imported before its adapter is installed, which the caller does.
+        from slime.backends.megatron_utils.model_provider import FUSIONS
+
         args = task.args
         self._task = task
         self._recorder = recorder

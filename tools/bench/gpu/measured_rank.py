@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from slime.backends.megatron_utils import cpu_runtime
 from slime.estimates.flops import model_flops
 from slime.plan.setup import parallel_layout, shape_of
 from slime.rehearsal.actor import RehearsedActor
@@ -154,6 +155,7 @@ def measured_rank(case: Case) -> Iterator[MeasuredRank]:
     gc.collect()
     with tempfile.TemporaryDirectory(prefix="slime-measured-") as directory:
         args = case.arguments(Path(directory))
+        cpu_runtime.install()  # no effect where there is a GPU
         rank = MeasuredRank(args, case.batches(args))
         try:
             yield rank
