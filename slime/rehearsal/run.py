@@ -16,7 +16,6 @@ from slime.arguments.hf_config import spelling
 from slime.arguments.rules.megatron import RECOMPUTED_BY_ENGINE
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.training_memory import RankMemory, push_buffers, training_memory
-from slime.models.families import ALL
 from slime.plan.batch import plan_batch
 from slime.plan.memory import planned_critic
 from slime.plan.setup import parallel_layout, planned_sample, shape_of, tokens_of_stream, training_setup
@@ -213,16 +212,9 @@ def _require_layout(args: argparse.Namespace) -> None:
         f"--train-backend {args.train_backend}": args.train_backend != "megatron",
         "--moe-expert-capacity-factor": bool(args.num_experts) and args.moe_expert_capacity_factor is not None,
     }
-    not_built = {
-        f"--spec {' '.join(args.spec or ())}": any(
-            not family.is_trained and args.spec is not None and family.layer_spec == ".".join(args.spec)
-            for family in ALL
-        ),
-    }
-    for flag, is_asked_for in {**not_yet, **not_built}.items():
+    for flag, is_asked_for in not_yet.items():
         if is_asked_for:
-            why = "its layers are planned and not built" if flag in not_built else "it cannot be rehearsed"
-            raise UserError(f"--rehearse with {flag}: {why} yet; leave one of them out")
+            raise UserError(f"--rehearse with {flag}: it cannot be rehearsed yet; leave one of them out")
 
 
 def planned(args: argparse.Namespace, layout: ParallelLayout, count: int) -> tuple[Planned, ...]:

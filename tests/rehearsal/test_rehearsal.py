@@ -462,10 +462,6 @@ def test_what_does_not_fit_stops_it_and_is_named(arguments, stand_in, capsys):
     [
         (["--train-backend", "fsdp"], "--train-backend fsdp: it cannot be rehearsed yet"),
         (["--rehearse-ranks", "1,2"], "--rehearse-ranks 2: the run has 2 training ranks"),
-        (
-            ["--spec", "slime_plugins.models.qwen3_5", "get_qwen3_5_spec"],
-            "--spec slime_plugins.*: its layers are planned and not built",
-        ),
         (["--dry-run-json", "-"], "--rehearse makes no plan"),
         (["--debug-rollout-only"], "rehearses training ranks"),
         (["--num-rollout", "0"], "with --num-rollout 0 none is taken"),
