@@ -4,7 +4,6 @@ Addresses of the routers that serve this run, and of the engines behind them. Re
 field that it drops: these go to the engines that it lists.
 """
 
-import asyncio
 import collections
 import contextlib
 import functools
@@ -12,7 +11,6 @@ import hashlib
 import itertools
 import logging
 import time
-import weakref
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -22,6 +20,7 @@ from slime.rollout.failures import SampleFailed
 from slime.rollout.generate_state import GenerateState, deterministic_inference
 from slime.rollout.generation_call import current_call
 from slime.utils import http_utils
+from slime.utils.async_utils import SingleFlight
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import post_generate
 from slime.utils.misc import SingletonMeta
@@ -104,8 +103,8 @@ logger = logging.getLogger(__name__)
 _EXPERTS_ASKED, _EXPERTS_ANSWERED = "return_routed_experts", "routed_experts"
 # For so long the list of engines is taken for true; a request that failed is sent again after a longer time.
 _LISTED_SECONDS = 0.5
-# An engine that broke a request gets no other for so long where there are others: a dead one looks idle, and the router
-# lists it until its owner has seen its end.
+# An engine that broke a request, or answered it by 429 or 5xx, gets no other for so long where there are others: a
+# dead one, or one that refuses at once, looks idle, and the router lists a dead one until its owner has seen its end.
 _AVOIDED_SECONDS = 10.0
 
 
@@ -123,7 +122,7 @@ async def ask_engine(args: Any, sample: Sample, payload: dict[str, Any], model_n
     headers = {"X-SMG-Routing-Key": session} if session else None
     engine = None
     if payload.get(_EXPERTS_ASKED):
-        engines = await _Engines().behind(url, model_name, payload["input_ids"][:1])
+        engines = await _Engines().behind(url, model_name)
         engine = None if engines is None else functools.partial(engines.one, session)
     output = await post_generate(url, payload, headers=headers, request_ids=ids, engine=engine)
     if "routed_experts_start_len" in payload:
@@ -143,6 +142,7 @@ class EnginesOfRouter:
         self._model_name, self._url = model_name, url
         self._urls: list[str] = []
         self._list_again_at = 0.0
+        self._first_list = SingleFlight()
         self._in_flight: collections.Counter[str] = collections.Counter()
         self._turns, self._last_turn = itertools.count(1), collections.Counter[str]()
         self._avoided_until: dict[str, float] = {}
@@ -169,12 +169,16 @@ class EnginesOfRouter:
             self._in_flight[engine] -= 1
 
     async def _listed(self) -> list[str]:
-        now = time.monotonic()
-        if not self._urls or now >= self._list_again_at:
+        if not self._urls:
+            await self._first_list.join(self._list)
+        elif time.monotonic() >= self._list_again_at:
             # Others use the old list meanwhile.
-            self._list_again_at = now + _LISTED_SECONDS
-            self._urls = await list_engine_urls(self._model_name, self._url.removesuffix("/generate"))
+            await self._list()
         return self._urls
+
+    async def _list(self) -> None:
+        self._list_again_at = time.monotonic() + _LISTED_SECONDS
+        self._urls = await list_engine_urls(self._model_name, self._url.removesuffix("/generate"))
 
     def _choose(self, urls: Sequence[str], session: str | None) -> str:
         now = time.monotonic()
@@ -191,18 +195,30 @@ class _Engines(metaclass=SingletonMeta):
 
     def __init__(self) -> None:
         self._known: dict[str, EnginesOfRouter | None] = {}
-        self._locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
+        self._probes: collections.defaultdict[str, SingleFlight] = collections.defaultdict(SingleFlight)
 
-    async def behind(self, url: str, model_name: str, tokens: Any) -> EnginesOfRouter | None:
-        """What became of `tokens` at the router's `url` when one more was asked for, with experts; that is done once."""
-        async with self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
-            if url not in self._known:
-                probe = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1}, _EXPERTS_ASKED: True}
-                answer = await post_generate(url, probe, request_ids=current_call().request_ids)
-                dropped = answer["meta_info"].get(_EXPERTS_ANSWERED) is None
-                self._known[url] = EnginesOfRouter(model_name, url) if dropped else None
-                if dropped:
-                    logger.info("%s: the router drops %s; such requests go to its engines", url, _EXPERTS_ASKED)
+    async def behind(self, url: str, model_name: str) -> EnginesOfRouter | None:
+        """What the router's `url` showed when one token was asked for, with experts; that is done once.
+
+        Raises:
+            HttpError: the engine refused, or did not answer; of all that waited for it.
+        """
+        if url in self._known:
+            return self._known[url]
+        return await self._probes[url].join(functools.partial(self._probe, url, model_name))
+
+    async def _probe(self, url: str, model_name: str) -> EnginesOfRouter | None:
+        # Every vocabulary has this token; the request itself may bring a text.
+        probe = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, _EXPERTS_ASKED: True}
+        answer = await post_generate(url, probe, request_ids=current_call().request_ids)
+        meta_info, engines = answer["meta_info"], EnginesOfRouter(model_name, url)
+        dropped = meta_info.get(_EXPERTS_ANSWERED) is None
+        if dropped and (meta_info.get("finish_reason") or {}).get("type") == "abort":
+            # It had no token to tell of. Past the router nothing is dropped in any case, and the next request tries again.
+            return engines
+        self._known[url] = engines if dropped else None
+        if dropped:
+            logger.info("%s: the router drops %s; such requests go to its engines", url, _EXPERTS_ASKED)
         return self._known[url]
 
 

@@ -6,7 +6,7 @@ this loop, so that one HTTP session and one semaphore serve every call.
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 _lock = threading.Lock()
@@ -43,6 +43,22 @@ def run(coro: Coroutine[Any, Any, Any]) -> Any:
     except BaseException:
         future.cancel()
         raise
+
+
+class SingleFlight:
+    """Whoever asks while an answer is under way in the same event loop gets that answer, or its failure."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[asyncio.AbstractEventLoop, asyncio.Task[Any]] = {}
+
+    async def join(self, ask: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """What `ask` returned or raised, for all that waited for it. It goes on when one of them is cancelled."""
+        loop = asyncio.get_running_loop()
+        task = self._under_way.get(loop)
+        if task is None:
+            task = self._under_way[loop] = loop.create_task(ask())
+            task.add_done_callback(lambda _: self._under_way.pop(loop))
+        return await asyncio.shield(task)
 
 
 def stop_async_loop(timeout: float = 5.0) -> None:

@@ -63,6 +63,10 @@ class HttpError(RunError):
         self.body = body
 
 
+class _FailedForNow(Exception):
+    """Ends an attempt whose answer is a failure that is tried again; whoever gave the address learns of it so."""
+
+
 @dataclass(frozen=True)
 class HttpSettings:
     """What `init_http_client` takes from the flags. Times in seconds; 0 connections means no limit."""
@@ -222,6 +226,7 @@ async def post_generate(
         url: of the router.
         request_ids: holds the ids (`rid`) by which engines know this request until it is answered.
         engine: gives the URL that an attempt goes to instead, of one of the engines behind the router, as long as it lasts.
+            It sees an exception where the attempt broke, came late, or was answered by 429 or 5xx.
     """
     # Arrow takes a moment to load and is needed where engines are asked only.
     from slime.utils.engine_answers import decode_engine_answer
@@ -343,8 +348,11 @@ async def _send(
                     if response.status < 400:
                         return _decode(content) if decode else content
                     failure = _status_error(method, address, response.status, content)
-            if failure.status != 429 and failure.status < 500:
-                raise failure
+                    if failure.status == 429 or failure.status >= 500:
+                        raise _FailedForNow
+            raise failure
+        except _FailedForNow:
+            pass
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             failure = HttpError(f"{method} {address} failed: {type(error).__name__}: {error}", url=address)
         except TimeoutError as error:

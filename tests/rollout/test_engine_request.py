@@ -10,6 +10,7 @@ from slime.rollout.engine_request import EnginesOfRouter, ask_engine, get_model_
 from slime.rollout.generate_state import GenerateState
 from slime.utils import http_utils
 from slime.utils.http_utils import close_http_client
+from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
 from tests.support.models.rollout_args import make_args, make_checkpoint
 from tests.support.processes.fake_generate_server import FakeGenerateServer
@@ -76,9 +77,9 @@ def test_requests_for_experts_are_spread_over_the_engines_of_a_router_that_drops
 
     # Stock engines honour the start without saying so.
     assert [answer["meta_info"]["routed_experts_start_len"] for answer in run(main())] == [3] * 6
-    # What the router drops was tried once, with a token of the prompt.
+    # What the router drops was tried once, with a token that every vocabulary has.
     (probe,) = [request for request in router.requests if request not in asked(router)]
-    assert probe["input_ids"] == [65] and probe["return_routed_experts"] is True
+    assert probe["input_ids"] == [0] and probe["return_routed_experts"] is True
 
 
 def test_other_requests_and_a_router_that_drops_nothing_are_asked_as_ever(servers, monkeypatch):
@@ -105,6 +106,79 @@ def test_an_engine_that_breaks_requests_gets_no_other_for_a_while(servers, monke
 
     run(main())
     assert len(asked(router)) == 5 and tries == ["http://127.0.0.1:1/generate"]
+
+
+@pytest.mark.parametrize(("status", "tries"), [(503, 1), (429, 1), (400, 3)])
+def test_an_engine_that_refuses_at_once_does_not_draw_all_requests(servers, monkeypatch, status, tries):
+    """It looks idle. What is wrong with a request itself is not held against the engine."""
+    router, engine, args = servers
+    monkeypatch.setattr(http_utils, "RETRY_DELAY_S", 0.0)
+    engine.refuse, engine.refusal_status = lambda request: "no", status
+
+    async def main():
+        requests = [ask_engine(args, Sample(index=index), payload(**EXPERTS)) for index in range(6)]
+        return [(await asyncio.gather(request, return_exceptions=True))[0] for request in requests]
+
+    failures = [answer for answer in run(main()) if isinstance(answer, Exception)]
+    assert len(engine.requests) == tries
+    assert [failure.status for failure in failures] == ([400] * 3 if status == 400 else [])
+
+
+def test_a_request_may_bring_a_text(servers):
+    router, engine, args = servers
+    text = {"text": "A", "sampling_params": {"max_new_tokens": 8}, "return_routed_experts": True}
+    assert run(ask_engine(args, Sample(index=0), text))["text"] == "FGH"
+    assert [request["text"] for request in asked(router) + asked(engine)] == ["A"]
+
+
+def probing(monkeypatch, answers):
+    """Answers in turn, each when the others wait as well; what is raised stands among them. And how often it was asked."""
+    asked = []
+
+    async def post_generate(url, probe, request_ids):
+        asked.append(url)
+        await asyncio.sleep(0)
+        if isinstance(answer := answers[len(asked) - 1], Exception):
+            raise answer
+        return {"meta_info": answer}
+
+    monkeypatch.setattr(engine_request, "post_generate", post_generate)
+    return asked
+
+
+def engines_of_routers():
+    SingletonMeta.clear_instances()
+    return engine_request._Engines()
+
+
+def behind(engines, times):
+    return asyncio.gather(*[engines.behind("http://r/generate", "m") for _ in range(times)], return_exceptions=True)
+
+
+def test_an_aborted_probe_says_nothing_of_the_router(monkeypatch):
+    aborted = {"finish_reason": {"type": "abort"}}
+    whole = {"finish_reason": {"type": "length"}, "routed_experts": "AAAA"}
+    asked, engines = probing(monkeypatch, [aborted, whole]), engines_of_routers()
+
+    async def main():
+        return [(await behind(engines, 1))[0] for _ in range(3)]
+
+    past, *later = asyncio.run(main())
+    assert isinstance(past, EnginesOfRouter), "nothing is lost of the request that came first"
+    assert later == [None, None] and len(asked) == 2
+
+
+def test_a_probe_that_fails_fails_for_all_that_wait_and_the_next_request_tries_again(monkeypatch):
+    asked = probing(monkeypatch, [http_utils.HttpError("no"), {"finish_reason": {"type": "length"}}])
+    engines = engines_of_routers()
+
+    async def main():
+        return await behind(engines, 20), await behind(engines, 20)
+
+    failures, found = asyncio.run(main())
+    assert {type(failure) for failure in failures} == {http_utils.HttpError}
+    assert {type(engine) for engine in found} == {EnginesOfRouter} and len(set(map(id, found))) == 1
+    assert len(asked) == 2
 
 
 def test_the_list_of_engines_is_the_routers(servers, monkeypatch):
@@ -144,6 +218,27 @@ def test_engines_of_equal_load_take_turns_and_none_leads_back_to_the_router(monk
 
     found, url = asyncio.run(main())
     assert found == ["a/generate", "b/generate", "c/generate", "a/generate"] and url == "http://router/generate"
+
+
+def test_requests_that_find_no_list_ask_for_one_together(monkeypatch):
+    lists = []
+
+    async def listed(model_name, router_url):
+        lists.append(router_url)
+        await asyncio.sleep(0)
+        return ["a", "b"]
+
+    monkeypatch.setattr(engine_request, "list_engine_urls", listed)
+    choice = EnginesOfRouter("default", "http://router/generate")
+
+    async def one():
+        async with choice.one() as url:
+            return url
+
+    async def main():
+        return await asyncio.gather(*[one() for _ in range(50)])
+
+    assert set(asyncio.run(main())) == {"a/generate", "b/generate"} and lists == ["http://router"]
 
 
 def test_a_session_stays_with_its_engine_and_the_loss_of_another_moves_it_not(monkeypatch):

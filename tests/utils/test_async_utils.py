@@ -56,3 +56,24 @@ def test_a_stopped_loop_is_replaced():
     async_utils.stop_async_loop()
     assert first.is_closed()
     assert async_utils.get_async_loop() is not first
+
+
+def test_an_answer_under_way_is_everybodys_and_goes_on_without_who_asked_first():
+    asked, flight = [], async_utils.SingleFlight()
+
+    async def main():
+        given = asyncio.get_running_loop().create_future()
+
+        async def ask():
+            asked.append(given)
+            return await given
+
+        first, second = (asyncio.create_task(flight.join(ask)) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait([first])
+        given.set_result(7)
+        assert first.cancelled() and await second == 7 and len(asked) == 1
+        assert await flight.join(ask) == 7 and len(asked) == 2
+
+    asyncio.run(main())

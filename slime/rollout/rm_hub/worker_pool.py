@@ -5,7 +5,6 @@ machine changes no verdict; waiting is bounded much later. A worker that exceeds
 no answer. A worker starts when a question finds none idle: most answers are decided by their text or as plain numbers.
 """
 
-import contextlib
 import json
 import logging
 import os
@@ -49,8 +48,11 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._process.stdout, selectors.EVENT_READ)
+        # A write to a worker that does not read ends when the pipe is full.
+        os.set_blocking(self._process.stdin.fileno(), False)
+        self._questions, self._answers = selectors.DefaultSelector(), selectors.DefaultSelector()
+        self._questions.register(self._process.stdin, selectors.EVENT_WRITE)
+        self._answers.register(self._process.stdout, selectors.EVENT_READ)
         if self._read_line(START_LIMIT_S) != b"ready\n":
             self.close()
             library = (
@@ -62,17 +64,21 @@ class _Worker:
 
     def ask(self, question: list[Any], timeout: float) -> Any:
         """The answer, or None when it took more than `timeout` seconds of the processor or the worker died."""
-        try:
-            self._process.stdin.write(json.dumps([timeout, question]).encode() + b"\n")
-            self._process.stdin.flush()
-        except OSError:
-            return None
-        line = self._read_line(timeout * WAIT_PER_SECOND)
+        deadline = time.monotonic() + timeout * WAIT_PER_SECOND
+        unwritten = memoryview(json.dumps([timeout, question]).encode() + b"\n")
+        while unwritten:
+            if not self._questions.select(deadline - time.monotonic()):
+                return None
+            try:
+                unwritten = unwritten[os.write(self._process.stdin.fileno(), unwritten) :]
+            except OSError:
+                return None
+        line = self._read_line(deadline - time.monotonic())
         return None if line is None else json.loads(line)
 
     def _read_line(self, timeout: float) -> bytes | None:
         # A worker writes whole short lines, so a readable pipe holds all of one.
-        if not self._selector.select(timeout):
+        if not self._answers.select(timeout):
             return None
         return self._process.stdout.readline() or None
 
@@ -81,13 +87,12 @@ class _Worker:
         return self._process.poll() is None
 
     def close(self) -> None:
-        self._selector.close()
+        self._questions.close()
+        self._answers.close()
         self._process.kill()
         self._process.wait()
         self._process.stdout.close()
-        # A question that was never read is still in the buffer.
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        self._process.stdin.close()
 
 
 class WorkerPool:

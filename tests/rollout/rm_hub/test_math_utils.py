@@ -284,6 +284,33 @@ def test_w3_workers_that_die_are_replaced():
         pool.close()
 
 
+def test_w3_a_worker_that_reads_no_question_is_given_up(monkeypatch, tmp_path):
+    """The question is larger than a pipe."""
+    deaf = tmp_path / "deaf.py"
+    deaf.write_text("import signal\nprint('ready', flush=True)\nsignal.pause()\n")
+    monkeypatch.setattr(worker_pool, "_WORKER_FILE", deaf)
+    worker, answers = worker_pool._Worker("formulas"), []
+    asking = threading.Thread(target=lambda: answers.append(worker.ask(["1" * 2**20, "1"], 0.02)), daemon=True)
+    asking.start()
+    asking.join(30)
+    waits = asking.is_alive()
+    worker.close()
+    assert not waits and answers == [None]
+
+
+def test_w3_a_question_larger_than_a_pipe_arrives_whole(monkeypatch, tmp_path):
+    counting = tmp_path / "counting.py"
+    counting.write_text(
+        "import sys\nprint('ready', flush=True)\nfor line in sys.stdin:\n    print(len(line), flush=True)\n"
+    )
+    monkeypatch.setattr(worker_pool, "_WORKER_FILE", counting)
+    worker = worker_pool._Worker("formulas")
+    try:
+        assert worker.ask(["1" * 2**20, "1"], 5.0) == len(json.dumps([5.0, ["1" * 2**20, "1"]])) + 1
+    finally:
+        worker.close()
+
+
 def test_as_many_workers_as_cores_and_none_before_it_is_needed(monkeypatch):
     started = []
 

@@ -29,7 +29,8 @@ class FakeGenerateServer:
         self.answer = answer
         self.hold = hold
         self.text_of: Callable[[list[int]], str] = lambda ids: "".join(chr(i) for i in ids)
-        self.refuse: Callable[[dict[str, Any]], str | None] = lambda payload: None  # text of a 400
+        self.refuse: Callable[[dict[str, Any]], str | None] = lambda payload: None  # text of a refusal
+        self.refusal_status = 400
         self.delay_s = 0.0
         self.always_busy = False
         self.other_workers: list[str] = []  # listed beside this server
@@ -107,7 +108,7 @@ class FakeGenerateServer:
         self.headers.append(dict(request.headers))
         refusal = self.refuse(payload)
         if refusal is not None:
-            return web.Response(status=400, text=refusal)
+            return web.Response(status=self.refusal_status, text=refusal)
         self.in_flight += 1
         self.max_in_flight = max(self.max_in_flight, self.in_flight)
         try:
@@ -128,7 +129,7 @@ class FakeGenerateServer:
                     "output_token_logprobs": [[-0.5, token, None] for token in ids],
                     "finish_reason": {"type": reason},
                     "weight_version": self.weight_version,
-                    "prompt_tokens": len(payload["input_ids"]),
+                    "prompt_tokens": len(payload.get("input_ids", ())),
                     "completion_tokens": len(ids),
                     "cached_tokens": 0,
                 },
