@@ -64,16 +64,25 @@ class ActivationModel:
 
     Args:
         compute_bytes: of one element of the compute dtype.
+        delta_rule_kernels: kernels for 16 bits compute the gated delta rule, whoever computes the rest.
     """
 
     def __init__(
-        self, shape: ModelShape, layout: ParallelLayout, kernels: Kernels, compute_bytes: int, recompute: Recompute
+        self,
+        shape: ModelShape,
+        layout: ParallelLayout,
+        kernels: Kernels,
+        compute_bytes: int,
+        recompute: Recompute,
+        *,
+        delta_rule_kernels: bool,
     ) -> None:
         self.shape = shape
         self.layout = layout
         self.kernels = kernels
         self.bytes = compute_bytes
         self.recompute = recompute
+        self.delta_rule_kernels = delta_rule_kernels
 
     def layer(self, index: int) -> LayerActivations:
         """Decoder layer `index`; -1: a layer of multi-token prediction, which is built like the last one."""
@@ -192,25 +201,26 @@ class ActivationModel:
     def _linear_attention(self, linear: LinearAttentionShape) -> float:
         """Gated delta net (arXiv 2412.06464); tensor-parallel ranks share its heads.
 
-        Kept by a kernel: the projections, the convolved queries, keys and values, the normalised queries and keys, the output
-        before and after its gated norm, decay and beta per head. PyTorch keeps what its chunks of 64 tokens are computed from,
-        in float32: per key head queries and keys as they are normalised and cut into chunks, and their products; per value head
-        the two sides of the triangular system and its solution, four matrices of a chunk, what enters and leaves it, what is
-        written, and states; and the steps of the gated norm.
+        Of a rank's own rows: the projection, and the steps of the gated norm. Of the rows of all context-parallel ranks, since
+        each computes the whole stream: queries, keys and values before and after their convolution, decay and rate, and what
+        the rule keeps. With kernels that is the values, queries and keys normalised, once per value head, and a matrix of each
+        chunk of 64 tokens. PyTorch keeps what its chunks are computed from, in float32: per key head queries and keys as they
+        are normalised and cut into chunks, and their products; per value head the two sides of the triangular system and its
+        solution, four matrices of a chunk, what enters and leaves it, what is written, and states.
         """
         mixed = 2 * linear.key_width + linear.value_width
-        if self.kernels is Kernels.TRANSFORMER_ENGINE:
-            elements = 2 * mixed + linear.value_width + 2 * linear.key_width + 2 * linear.value_width
-            return (self.bytes * elements + 8.0 * linear.num_value_heads) / self.layout.tensor
         chunk, values = 64, linear.num_value_heads
         keys = values * linear.key_head_dim
-        projected = 3 * mixed + 3 * linear.value_width + 2 * values
-        in_chunks = 5 * linear.key_width + 2 * chunk * linear.num_key_heads
-        systems = 5 * keys + 3 * linear.value_width + 4 * chunk * values
-        states = 2 * linear.value_width + 2 * keys * linear.value_head_dim / chunk
-        norm = 4 * linear.value_width
-        float32 = in_chunks + systems + states + norm + 8 * values
-        return (self.bytes * projected + 4.0 * float32) / self.layout.tensor
+        own = self.bytes * (mixed + 3 * linear.value_width + 2 * values) + 4.0 * 4 * linear.value_width
+        whole = self.bytes * 2 * mixed + 4.0 * 8 * values
+        if self.delta_rule_kernels and self.bytes == 2:
+            whole += self.bytes * (linear.value_width + 2 * keys + chunk * values)
+        else:
+            in_chunks = 5 * linear.key_width + 2 * chunk * linear.num_key_heads
+            systems = 5 * keys + 3 * linear.value_width + 4 * chunk * values
+            states = 2 * linear.value_width + 2 * keys * linear.value_head_dim / chunk
+            whole += 4.0 * (in_chunks + systems + states)
+        return (own + self.layout.context * whole) / self.layout.tensor
 
     def _mlp(self, width: float, module: str) -> tuple[float, float]:
         """(kept, gradients on the way back) of an MLP with inner width `width`, divided over tensor-parallel ranks."""

@@ -57,6 +57,7 @@ class TrainingSetup:
     stream_tokens: tokens of one micro-batch on one rank, padding included.
     rollout_tokens: tokens of a whole rollout step that one rank keeps as training data.
     microbatch_group: micro-batches that go through one chunk of an interleaved stage before the next; None: one per stage.
+    delta_rule_kernels: as `ActivationModel` has it.
     predictions: layers of multi-token prediction that are trained; each has logits of its own.
     log_probs_chunk: bytes of the float32 rows that log-probs of 16-bit logits are computed in at a time.
     push_bucket: bytes of one transfer bucket of the weight push; 0: nothing is pushed.
@@ -77,6 +78,7 @@ class TrainingSetup:
     recompute: Recompute
     stream_tokens: int
     micro_batches: int
+    delta_rule_kernels: bool = False
     rollout_tokens: int = 0
     microbatch_group: int | None = None
     predictions: int = 0
@@ -312,7 +314,14 @@ def _computing(
     shape: ModelShape, setup: TrainingSetup, stage: PipelineStage, base: RankMemory
 ) -> tuple[RankMemory, RankMemory]:
     """The moments "loss" (on other stages than the last: the end of the forward pass) and "backward"."""
-    model = ActivationModel(shape, setup.layout, setup.kernels, setup.state.weight, setup.recompute)
+    model = ActivationModel(
+        shape,
+        setup.layout,
+        setup.kernels,
+        setup.state.weight,
+        setup.recompute,
+        delta_rule_kernels=setup.delta_rule_kernels,
+    )
     tokens = setup.stream_tokens
     chunks = [*stage.chunks, *([(-1,)] * shape.mtp_num_layers if stage.is_last else [])]
     in_flight = chunks_in_flight(setup.layout, stage.index, setup.micro_batches, setup.microbatch_group)

@@ -22,6 +22,12 @@ from slime.models.family import (
 )
 from slime.models.tensor_layouts import GatedQueryKeyValue, PerKeyHead, QueryKeyValue, Replicated, Sharded
 
+# Value of --qwen-gdn-backend -> module with `chunk_gated_delta_rule`, and the package that has it.
+DELTA_RULE_PACKAGES = {
+    "fla": ("fla.ops.gated_delta_rule", "flash-linear-attention"),
+    "flashqla": ("flash_qla", "flash-qla"),
+}
+
 _DENSE = (hf.decoder, hf.grouped_query_attention)
 _MOE = (*_DENSE, hf.experts, hf.softmax_router)
 

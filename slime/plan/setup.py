@@ -1,6 +1,7 @@
 """From checked `args` to what the memory model takes: shape, layout, precision, optimizer state, recomputation."""
 
 import argparse
+import importlib.util
 
 from slime.arguments.checkpoints import OLD_ACTOR, REFERENCE, ROLLOUT_ACTOR, TEACHER, other_model_states
 from slime.arguments.megatron.values import pipeline_stages
@@ -10,6 +11,7 @@ from slime.estimates.activations import Kernels, Recompute
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.shape import ModelShape
 from slime.estimates.training_memory import ACCELERATOR_CHUNK_BYTES, ONE_THREAD_CHUNK_BYTES, StateBytes, TrainingSetup
+from slime.models.qwen import DELTA_RULE_PACKAGES
 from slime.plan.placement import sleeping_sides
 
 # Context of the CUDA driver, workspaces of cuBLAS, buffers of NCCL: what a rank takes before its first tensor.
@@ -116,6 +118,18 @@ def kernels_of(args: argparse.Namespace) -> Kernels:
     return Kernels.TORCH_CUDA
 
 
+def delta_rule_has_kernels(args: argparse.Namespace) -> bool:
+    """Whether kernels compute the gated delta rule on the planned device.
+
+    A typed --qwen-gdn-backend says so, since a run without its package ends. Otherwise this machine decides, as each rank's
+    does in a run: by whether the package is installed.
+    """
+    if not plans_for_gpus(args):
+        return False
+    package = DELTA_RULE_PACKAGES[args.qwen_gdn_backend][0].partition(".")[0]
+    return "qwen_gdn_backend" in args.typed_flags or importlib.util.find_spec(package) is not None
+
+
 def recompute_of(args: argparse.Namespace) -> Recompute:
     """What the backward pass computes again."""
     return Recompute(
@@ -172,6 +186,7 @@ def training_setup(
         stages=pipeline_stages(args),
         state=state_bytes(args, kernels),
         kernels=kernels,
+        delta_rule_kernels=delta_rule_has_kernels(args),
         recompute=recompute_of(args),
         stream_tokens=stream_tokens,
         micro_batches=micro_batches or layout.pipeline,

@@ -43,8 +43,24 @@ def get_qwen3_next_spec(
     """The spec of the decoder layers of this pipeline stage.
 
     Raises:
-        UserError: `--linear-num-key-heads` cannot be cut over the tensor-parallel ranks.
+        UserError: a size of linear attention is not known; its key heads have unequal numbers of value heads, or cannot be
+            cut over the tensor-parallel ranks.
     """
+    sizes = (
+        args.linear_attention_freq, config.linear_num_key_heads, config.linear_key_head_dim, config.linear_num_value_heads,
+        config.linear_value_head_dim, config.linear_conv_kernel_dim,
+    )  # fmt: skip
+    if None in sizes:
+        raise UserError(
+            "--spec with linear attention needs its sizes: give --hf-checkpoint, or --linear-attention-freq, "
+            "--linear-num-key-heads, --linear-key-head-dim, --linear-num-value-heads, --linear-value-head-dim and "
+            "--linear-conv-kernel-dim"
+        )
+    if config.linear_num_value_heads % config.linear_num_key_heads:
+        raise UserError(
+            f"--linear-num-key-heads {config.linear_num_key_heads} does not divide --linear-num-value-heads "
+            f"{config.linear_num_value_heads}: every key head has as many value heads as the others"
+        )
     if config.linear_num_key_heads % config.tensor_model_parallel_size:
         raise UserError(
             f"--tensor-model-parallel-size {config.tensor_model_parallel_size} does not divide --linear-num-key-heads "
@@ -68,6 +84,8 @@ def _with_delta_net(layer: ModuleSpec, config: TransformerConfig, rule: Rule) ->
     layer = copy.deepcopy(layer)
     # That of softmax attention may be part of its projection.
     layer.submodules.input_layernorm = _norm(config)
+    # Here it never is: it is stored by its own name, whichever layers stand around it.
+    layer.submodules.sharded_state_dict_keys_map.pop("input_layernorm.", None)
     layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params={"rule": rule})
     return layer
 

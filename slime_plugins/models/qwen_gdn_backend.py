@@ -18,15 +18,17 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from slime.models.qwen import DELTA_RULE_PACKAGES
 from slime.training.packed_stream import PackedStream
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
@@ -34,11 +36,7 @@ from slime.utils.errors import UserError
 CHUNK = 64
 # As the kernels have it.
 _NORM_EPSILON = 1e-6
-# Value of --qwen-gdn-backend -> module with `chunk_gated_delta_rule`, and the package that has it.
-_KERNELS = {
-    "fla": ("fla.ops.gated_delta_rule", "flash-linear-attention"),
-    "flashqla": ("flash_qla", "flash-qla"),
-}
+logger = logging.getLogger(__name__)
 # [T, key heads, width], the same, [T, value heads, width], [T, value heads], the same -> [T, value heads, width]
 Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, "Sequences"], torch.Tensor]
 
@@ -197,29 +195,36 @@ def _chunks(rows: torch.Tensor, sequences: Sequences) -> torch.Tensor:
 
 
 def rule_of(args: Any) -> Rule:
-    """What computes the rule: on a GPU the kernels of `--qwen-gdn-backend`, PyTorch otherwise, and where the flag was not typed
-    and its package is not there.
+    """What computes the rule: on a GPU the kernels of `--qwen-gdn-backend`, PyTorch otherwise, and, with a warning, where the
+    flag was not typed and its package is not there.
 
     Raises:
-        UserError: the flag was typed, and its package is not installed.
+        UserError: the flag was typed, and its package is not installed, or lacks the function.
     """
     if get_accelerator().name == "cpu":
         return gated_delta_rule
-    module, package = _KERNELS[args.qwen_gdn_backend]
+    module, package = DELTA_RULE_PACKAGES[args.qwen_gdn_backend]
     try:
         kernel = importlib.import_module(module).chunk_gated_delta_rule
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         if "qwen_gdn_backend" in args.typed_flags:
             raise UserError(
-                f"--qwen-gdn-backend {args.qwen_gdn_backend} needs the package {package} (module {module}), which does not "
-                f"import here ({error}); install it, or leave the flag out: PyTorch's own operations do the work then"
+                f"--qwen-gdn-backend {args.qwen_gdn_backend} needs the package {package} (module {module}), which has no "
+                f"chunk_gated_delta_rule to import here ({error}); install it, or leave the flag out: PyTorch's own operations "
+                "do the work then"
             ) from error
+        _warn_once(
+            f"the kernels of --qwen-gdn-backend {args.qwen_gdn_backend} do not import here ({error}): PyTorch's own operations "
+            f"compute the gated delta rule, slower and with more memory; install {package}"
+        )
         return gated_delta_rule
 
     def rule(query, key, value, decay, rate, sequences: Sequences) -> torch.Tensor:
         if value.dtype == torch.float32:
             # The kernels are for 16-bit types.
             return gated_delta_rule(query, key, value, decay, rate, sequences)
+        # Not every version of the kernels knows heads of keys that several heads of values share, and none checks it.
+        query, key = (rows.repeat_interleave(value.shape[1] // key.shape[1], dim=1) for rows in (query, key))
         stream = (tensor[None].contiguous() for tensor in (query, key, value))
         output, _ = kernel(
             *stream,
@@ -231,3 +236,9 @@ def rule_of(args: Any) -> Rule:
         return output[0]
 
     return rule
+
+
+@cache
+def _warn_once(message: str) -> None:
+    """Models are built in several chunks."""
+    logger.warning(message)

@@ -272,7 +272,6 @@ def test_every_flag_has_a_help_text():
 # Where nothing of ours names the attribute.
 EFFECT_ELSEWHERE = {
     "max_turns": "own generate functions read it",
-    "qwen_gdn_backend": "layers of slime_plugins read it",
 }
 
 

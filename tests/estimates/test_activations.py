@@ -10,7 +10,7 @@ from slime.estimates.activations import (
     kept_of_chunks,
 )
 from slime.estimates.layout import ParallelLayout
-from slime.estimates.shape import MlaShape, ModelShape, MoeShape
+from slime.estimates.shape import LinearAttentionShape, MlaShape, ModelShape, MoeShape
 
 FUSED, CUDA, CPU = Kernels.TRANSFORMER_ENGINE, Kernels.TORCH_CUDA, Kernels.TORCH_CPU
 SHAPE = {
@@ -25,7 +25,7 @@ def model(
     world = tensor * expert * context
     layout = ParallelLayout(world, tensor, context=context, expert=expert, sequence_parallel=sequence_parallel)
     shape = ModelShape(**{**SHAPE, **changes})
-    return ActivationModel(shape, layout, kernels, compute_bytes, recompute or Recompute())
+    return ActivationModel(shape, layout, kernels, compute_bytes, recompute or Recompute(), delta_rule_kernels=False)
 
 
 def test_published_formula_for_a_plain_transformer():
@@ -184,8 +184,35 @@ def test_values_that_attention_is_called_with_once_more_keep_the_projection():
     shape = ModelShape(2, 64, 192, 4, 2, 16, 128, 128)
 
     def attention(recompute):
-        return ActivationModel(shape, ParallelLayout(1), Kernels.TORCH_CUDA, 2, recompute).layer(0).attention
+        layers = ActivationModel(shape, ParallelLayout(1), CUDA, 2, recompute, delta_rule_kernels=False)
+        return layers.layer(0).attention
 
     rotated, angles, output = 64 + 32, 4 * 16, 64
     assert attention(Recompute()) == 2 * (rotated + angles + output + 32) + 4 * 4
     assert attention(Recompute("selective")) == 2 * (64 + 2 * 32 + rotated + angles + output)
+
+
+def test_every_rank_of_a_context_computes_the_whole_stream_of_linear_attention():
+    """2 key heads of 3 and 4 value heads of 5: widths 6 and 20, the two and values together 32; in bfloat16."""
+    linear = LinearAttentionShape(2, 3, 4, 5, conv_kernel=4, layers=(True,) * 4)
+
+    def attention(kernels=FUSED, context=1, tensor=1, *, delta_rule_kernels=True, compute_bytes=2):
+        shape = ModelShape(**SHAPE, linear_attention=linear)
+        layout = ParallelLayout(context * tensor, tensor, context=context)
+        return (
+            ActivationModel(shape, layout, kernels, compute_bytes, Recompute(), delta_rule_kernels=delta_rule_kernels)
+            .layer(0)
+            .attention
+        )
+
+    # The projection with its gates, rates and decays, and of the norm two in bfloat16 and four in float32.
+    own = 2 * (32 + 20 + 8 + 2 * 20) + 4 * 4 * 20
+    around = 2 * (32 + 32) + 4 * 8 * 4
+    kernel = 2 * (20 + 2 * 4 * 3 + 64 * 4)
+    # Chunks of 6 · 5 and products of 2 · 64 twice; sides and solutions, 5 · 12 and 3 · 20; four matrices of 4 · 64; states.
+    pytorch = 4 * (30 + 256 + 60 + 60 + 1024 + 40 + 2 * 12 * 5 / 64)
+    assert attention() == attention(CUDA) == own + around + kernel
+    assert attention(context=3) == own + 3 * (around + kernel) == 2 * attention(context=3, tensor=2)
+    assert attention(context=3, delta_rule_kernels=False) == own + 3 * (around + pytorch)
+    # Kernels are for 16 bits.
+    assert attention(compute_bytes=4) == attention(compute_bytes=4, delta_rule_kernels=False)

@@ -1,5 +1,6 @@
 """From flags to what the memory model takes, and how long its samples are."""
 
+import importlib.util
 from argparse import Namespace
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from slime.arguments.sizes import longest_sample
 from slime.estimates.activations import Kernels
 from slime.plan.setup import (
+    delta_rule_has_kernels,
     host_copies,
     kernels_of,
     parallel_layout,
@@ -105,6 +107,14 @@ def test_kernels_and_recomputation(monkeypatch):
     full = recompute_of(planned(TWO_NODES))
     assert (full.granularity, full.method, full.num_layers) == ("full", "uniform", 1)
     assert recompute_of(planned(SMALL, "--recompute-activations")).drops("core_attn")
+
+
+def test_a_typed_backend_or_its_package_here_decides_who_computes_the_delta_rule(monkeypatch):
+    untyped, typed, other = planned(SMALL), planned(SMALL), planned(SMALL)
+    typed.typed_flags = typed.typed_flags | {"qwen_gdn_backend"}
+    other.qwen_gdn_backend = "flashqla"
+    monkeypatch.setattr(importlib.util, "find_spec", {"flash_qla": object()}.get)
+    assert [delta_rule_has_kernels(args) for args in (untyped, typed, other)] == [False, True, True]
 
 
 def lengths(context=None, prompt=None, response=None):

@@ -106,6 +106,7 @@ def tensor_sizes(args: Any) -> TensorSizes:
 
 
 def _fill(plan: Plan, source: SafetensorsDirectory, sizes: TensorSizes, hf_dir: str | Path) -> None:
+    narrowed = []
     for name, parameter, rule, hf_names in plan:
         tensors = [source.tensor(hf_name) for hf_name in hf_names]
         shard = rule.layout.part(tensors, sizes, *_place(rule))
@@ -116,6 +117,17 @@ def _fill(plan: Plan, source: SafetensorsDirectory, sizes: TensorSizes, hf_dir: 
                 "agree with the checkpoint's config.json"
             )
         parameter.copy_(shard)
+        if parameter.dtype.itemsize < 4:
+            # What is quantised is read as float32, but not stored so.
+            stored = ((hf_name, source.parts(hf_name).get(hf_name)) for hf_name in hf_names)
+            narrowed += [hf_name for hf_name, tensor in stored if tensor is not None and tensor.dtype == torch.float32]
+    if narrowed and _speaks_for_its_stage():
+        logger.warning(
+            "%s: %d tensors (%s, …) are stored in float32 and rounded to the 16 bits that the model is trained in",
+            hf_dir,
+            len(narrowed),
+            min(narrowed),
+        )
 
 
 def _place(rule: Rule) -> tuple[int, int]:

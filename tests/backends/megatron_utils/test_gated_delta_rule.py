@@ -1,13 +1,21 @@
 """The gated delta rule of `slime_plugins`: token by token from its formula, over chunks and packed sequences."""
 
+import itertools
+import logging
 import math
+import sys
+from types import ModuleType
 
 import pytest
 import torch
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
 
+from slime.models.qwen import DELTA_RULE_PACKAGES
 from slime.utils import device
 from slime.utils.errors import UserError
 from slime_plugins.models import qwen_gdn_backend
+from slime_plugins.models.qwen3_next import get_qwen3_next_spec
 from slime_plugins.models.qwen_gdn_backend import CHUNK, Sequences, causal_convolution, gated_delta_rule, rule_of
 from tests.support.models.args import default_args
 
@@ -108,11 +116,84 @@ def test_the_convolution_of_a_sequence_starts_at_zeros():
     torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=1e-12)
 
 
-def test_on_a_gpu_a_typed_backend_needs_its_package(monkeypatch):
+def chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel, cu_seqlens):
+    """What the packages document, of one row of packed sequences, all with as many heads."""
+    assert use_qk_l2norm_in_kernel and all(len(tensor) == 1 for tensor in (q, k, v, g, beta))
+    assert q.shape == k.shape and q.shape[:3] == v.shape[:3] == g.shape == beta.shape
+    lengths = [end - start for start, end in itertools.pairwise(cu_seqlens.tolist())]
+    return gated_delta_rule(q[0], k[0], v[0], g[0], beta[0], sequences(*lengths))[None], None
+
+
+@pytest.mark.parametrize("backend", DELTA_RULE_PACKAGES)
+def test_kernels_get_whole_heads_and_each_number_in_its_place(monkeypatch, on_gpu, backend):
+    module = ModuleType(DELTA_RULE_PACKAGES[backend][0])
+    module.chunk_gated_delta_rule = chunk_gated_delta_rule
+    for name in itertools.accumulate(module.__name__.split("."), "{}.{}".format):
+        monkeypatch.setitem(sys.modules, name, module if name == module.__name__ else ModuleType(name))
+    rule = rule_of(default_args(qwen_gdn_backend=backend, typed_flags=frozenset()))
+    query, key, value, decay, rate = (tensor.detach() for tensor in inputs(sum(LENGTHS), torch.float32))
+    # As a layer gives them: rates and decays are float32 beside 16 bits.
+    tensors = [query.bfloat16(), key.bfloat16(), value.bfloat16(), decay, rate]
+    assert torch.equal(rule(*tensors, sequences(*LENGTHS)), gated_delta_rule(*tensors, sequences(*LENGTHS)))
+
+
+def test_a_package_without_the_function_is_named(monkeypatch, on_gpu):
+    monkeypatch.setitem(sys.modules, "flash_qla", ModuleType("flash_qla"))
+    args = default_args(qwen_gdn_backend="flashqla", typed_flags=frozenset({"qwen_gdn_backend"}))
+    with pytest.raises(UserError, match=r"flash-qla .* has no chunk_gated_delta_rule to import here"):
+        rule_of(args)
+
+
+def test_pytorch_in_place_of_kernels_is_told_once(on_gpu, caplog):
+    qwen_gdn_backend._warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, qwen_gdn_backend.logger.name):
+        assert all(rule_of(default_args(typed_flags=frozenset())) is gated_delta_rule for _ in range(2))
+    assert len(caplog.messages) == 1 and "install flash-linear-attention" in caplog.text
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
     monkeypatch.setattr(qwen_gdn_backend, "get_accelerator", lambda: device.CudaAccelerator())
+    for module, _ in DELTA_RULE_PACKAGES.values():
+        monkeypatch.setitem(sys.modules, module, None)
+
+
+def test_on_a_gpu_a_typed_backend_needs_its_package(on_gpu):
     args = default_args(qwen_gdn_backend="flashqla", typed_flags=frozenset({"qwen_gdn_backend"}))
     with pytest.raises(
         UserError, match=r"--qwen-gdn-backend flashqla needs the package flash-qla \(module flash_qla\)"
     ):
         rule_of(args)
     assert rule_of(default_args(typed_flags=frozenset())) is gated_delta_rule
+
+
+def spec_of(monkeypatch, **changes):
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
+    sizes = {
+        "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_num_value_heads": 4, "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4, **changes,
+    }  # fmt: skip
+    config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, **sizes)
+    config.transformer_impl = "local"
+    args = default_args(linear_attention_freq=[1, 0], num_layers=2, typed_flags=frozenset())
+    return get_qwen3_next_spec(args, config)
+
+
+def test_the_norm_before_linear_attention_is_stored_as_itself(monkeypatch):
+    """With Transformer Engine the norm of softmax attention is a part of its projection, and is stored as that everywhere."""
+    linear, softmax = (layer.submodules.sharded_state_dict_keys_map for layer in spec_of(monkeypatch).layer_specs)
+    assert softmax["input_layernorm."] == "self_attention.linear_qkv.layer_norm_"
+    assert "input_layernorm." not in linear and linear["pre_mlp_layernorm."] == softmax["pre_mlp_layernorm."]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"linear_num_key_heads": None}, "give --hf-checkpoint, or .*--linear-num-key-heads"),
+        ({"linear_conv_kernel_dim": None}, "--linear-conv-kernel-dim"),
+        ({"linear_num_key_heads": 3}, "--linear-num-key-heads 3 does not divide --linear-num-value-heads 4"),
+    ],
+)
+def test_sizes_that_no_layer_can_have_are_named(monkeypatch, changes, message):
+    with pytest.raises(UserError, match=message):
+        spec_of(monkeypatch, **changes)

@@ -1,6 +1,7 @@
 """Which directories and names can be converted."""
 
 import json
+import logging
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from slime.backends.megatron_utils.hf_conversion import convert_to_hf, expected_hf_names, family_of_directory
 from slime.models.qwen import QWEN3
 from slime.utils.errors import UserError
-from tests.support.models.tiny_model import tiny_args, write_tiny_latent
+from tests.support.models.tiny_model import tiny_args, write_tiny_latent, write_tiny_model
 from tests.support.processes.distributed import run_distributed
 
 
@@ -22,7 +23,7 @@ def test_names_of_other_families_are_refused(name):
 def test_by_directory(tmp_path):
     with pytest.raises(UserError, match=r"config\.json"):
         family_of_directory(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 1}')
     assert family_of_directory(tmp_path) is QWEN3
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     with pytest.raises(UserError, match=r"'mamba' is not one of .*mimo.*qwen2.*qwen3"):
@@ -47,3 +48,22 @@ def test_layers_behind_the_last_one_are_left_out_where_they_predict_tokens(tmp_p
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "qwen3"}))
     assert expected_hf_names(tmp_path) == names | behind
+
+
+def _told_while_loading(directory):
+    from tests.support.processes import megatron_worker as megatron
+
+    told, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("slime.backends.megatron_utils.hf_conversion").addHandler(handler)
+    megatron.load_model(tiny_args(directory, bf16=True))
+    return told
+
+
+def test_what_is_stored_wider_than_it_is_trained_is_told(tmp_path):
+    write_tiny_model(tmp_path)
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+    save_file(tensors, tmp_path / "model.safetensors")
+    (told,) = run_distributed(_told_while_loading, 1, (str(tmp_path),))
+    assert len(told) == 1 and "1 tensors (model.norm.weight, …) are stored in float32 and rounded" in told[0]
