@@ -96,10 +96,11 @@ def _qk_norm(args: Any) -> Literal["head", "full"] | None:
 def _mla(args: Any) -> MlaShape | None:
     if not _get(args, "multi_latent_attention", False):
         return None
-    indexer, heads, head_dim = None, _get(args, "dsa_indexer_n_heads", None), _get(args, "dsa_indexer_head_dim", None)
-    if heads is not None and head_dim is not None:
+    indexer = None
+    sizes = [_get(args, f"dsa_indexer_{name}", None) for name in ("n_heads", "head_dim", "topk")]
+    if None not in sizes:
         layers = _get(args, "dsa_indexer_layers", [1] * args.num_layers)
-        indexer = IndexerShape(heads, head_dim, tuple(bool(own) for own in layers[: args.num_layers]))
+        indexer = IndexerShape(*sizes, tuple(bool(own) for own in layers[: args.num_layers]))
     return MlaShape(
         q_lora_rank=args.q_lora_rank,
         kv_lora_rank=args.kv_lora_rank,

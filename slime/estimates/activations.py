@@ -131,7 +131,7 @@ class ActivationModel:
         if self.shape.has_linear_attention(index):
             return self._linear_attention(self.shape.linear_attention)
         if self.shape.mla is not None:
-            return self._latent_attention(self.shape.mla)
+            return self._latent_attention(self.shape.mla) + self._chosen_keys(index)
         shape, tensor = self.shape, self.layout.tensor
         query, key = shape.query_width / tensor, max(shape.key_width / tensor, shape.head_dim)
         gate = query if shape.attention_output_gate else 0.0
@@ -193,10 +193,19 @@ class ActivationModel:
             elements += 2 * query + 4 * mla.qk_pos_emb_head_dim
             # The kernel on CUDA gets a copy of the values, as wide as the keys.
             elements += value if again or self.kernels is Kernels.TORCH_CPU else 0.0
-        # Nothing trains an indexer, so it keeps nothing.
         if self.kernels is not Kernels.TORCH_CPU and not again and value < query:
             elements += query  # its output, from which the values' width is copied
         return kept + self.bytes * elements + self._core_attention(value, query, heads)
+
+    def _chosen_keys(self, index: int) -> float:
+        """What an indexer chooses, int32; nothing trains it, so it keeps nothing else. Every tensor-parallel rank has the rows
+        of all. Streams of short sequences only, in which nothing is chosen, keep less."""
+        return 4.0 * self.shape.mla.indexer.topk if self.shape.has_indexer(index) else 0.0
+
+    def shared_choice(self, index: int) -> float:
+        """What is kept of a recomputed layer beside its input: the keys that it chooses, where the next layer uses them too."""
+        is_shared = index + 1 < self.shape.num_layers and not self.shape.has_indexer(index + 1)
+        return self._chosen_keys(index) if is_shared else 0.0
 
     def _linear_attention(self, linear: LinearAttentionShape) -> float:
         """Gated delta net (arXiv 2412.06464); tensor-parallel ranks share its heads.
@@ -267,7 +276,9 @@ def kept_of_chunks(model: ActivationModel, chunks: Iterable[Sequence[int]]) -> f
     for chunk in chunks:
         units = _recomputed_units(model.recompute, chunk)
         again = {index for unit in units for index in unit}
-        kept += len(units) * model.layer_input + sum(model.layer(index).kept for index in chunk if index not in again)
+        kept += len(units) * model.layer_input + sum(
+            model.shared_choice(index) if index in again else model.layer(index).kept for index in chunk
+        )
     return kept
 
 

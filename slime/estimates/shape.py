@@ -12,10 +12,14 @@ from slime.utils.errors import UserError
 
 @dataclass(frozen=True)
 class IndexerShape:
-    """The indexer of sparse attention. `layers[i]`: decoder layer i has its own (others reuse the last one's choice)."""
+    """The indexer of sparse attention. `layers[i]`: decoder layer i has its own (others reuse the last one's choice).
+
+    topk: keys that a row chooses.
+    """
 
     num_heads: int
     head_dim: int
+    topk: int
     layers: tuple[bool, ...]
 
 

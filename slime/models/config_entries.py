@@ -294,7 +294,8 @@ def _indexer_layers(config: Config) -> list[int]:
         return [int(kind == "full") for kind in kinds[:count]]
     if pattern is not None:
         return [int(letter in ("F", "full")) for letter in pattern[:count]]
-    every, start = max(config.get("index_topk_freq") or 1, 1), config.get("index_skip_topk_offset", 2)
+    every, start = max(config.get("index_topk_freq") or 1, 1), config.get("index_skip_topk_offset")
+    start = 2 if start is None else start
     return [int(max(layer - start + 1, 0) % every == 0) for layer in range(count)]
 
 
@@ -308,6 +309,7 @@ _SIZES = (
 _COUNTS = (
     "shared_expert_intermediate_size", "n_shared_experts", "num_nextn_predict_layers", "first_k_dense_replace", "n_group",
     "topk_group", "decoder_sparse_step", "rotary_dim", "full_attention_interval", "index_topk_freq",
+    "index_skip_topk_offset",
 )  # fmt: skip
 _FACTORS = (
     "rms_norm_eps", "rope_theta", "partial_rotary_factor", "routed_scaling_factor", "factor", "beta_fast", "beta_slow",

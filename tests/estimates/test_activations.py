@@ -10,7 +10,7 @@ from slime.estimates.activations import (
     kept_of_chunks,
 )
 from slime.estimates.layout import ParallelLayout
-from slime.estimates.shape import LinearAttentionShape, MlaShape, ModelShape, MoeShape
+from slime.estimates.shape import IndexerShape, LinearAttentionShape, MlaShape, ModelShape, MoeShape
 
 FUSED, CUDA, CPU = Kernels.TRANSFORMER_ENGINE, Kernels.TORCH_CUDA, Kernels.TORCH_CPU
 SHAPE = {
@@ -126,6 +126,20 @@ def test_experts_see_topk_copies():
     # Of 2 tensor-parallel ranks each routes half of the tokens to experts that are whole.
     two = model(moe=moe, tensor=2, sequence_parallel=True)
     assert two.layer(1).mlp == 2 * 2 * (512 + 4 * 256) + 4 * 3 * 16 / 2 + 12 * 4
+
+
+def test_chosen_keys_are_kept_on_every_rank():
+    """5 numbers of int32 per token in each layer with an indexer; of recomputed ones, where the next layer uses them too."""
+    dense = MlaShape(q_lora_rank=96, kv_lora_rank=64, qk_head_dim=32, qk_pos_emb_head_dim=16, v_head_dim=24)
+    mla = dataclasses.replace(dense, indexer=IndexerShape(4, 16, 5, (True, True, False, True)))
+    for tensor in (1, 2):
+        sparse, plain = (model(mla=kind, tensor=tensor) for kind in (mla, dense))
+        more = [sparse.layer(index).kept - plain.layer(index).kept for index in range(4)]
+        assert more == [4 * 5, 4 * 5, 0, 4 * 5]
+    recompute = Recompute("full", method="block", num_layers=3)
+    chunk = [range(4)]
+    sparse, plain = (kept_of_chunks(model(mla=kind, recompute=recompute), chunk) for kind in (mla, dense))
+    assert sparse - plain == 4 * 5 + 4 * 5  # the second, and the last, which is not recomputed
 
 
 def test_latent_attention():

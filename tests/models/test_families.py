@@ -142,6 +142,8 @@ def test_dense_layers_among_experts():
     [
         ({}, None),
         ({"index_topk_freq": 2}, [1, 1, 0, 1, 0, 1]),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": None}, [1, 1, 0, 1, 0, 1]),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 3}, [1, 1, 1, 0, 1, 0]),
         ({"index_topk_pattern": "FSFSSS"}, [1, 0, 1, 0, 0, 0]),
         ({"indexer_types": ["full", "full", "shared", "full", "shared", "shared"]}, [1, 1, 0, 1, 0, 0]),
     ],

@@ -19,7 +19,7 @@ from slime.arguments.origins import Origin
 from slime.arguments.rules.serving import of_groups
 from slime.arguments.sizes import layout_of
 from slime.arguments.violations import Rule, Violation, about, broken, refused, where
-from slime.models.families import FAMILIES_BY_NAME, TRAINED_MODEL_TYPES, family_name
+from slime.models.families import FAMILIES, FAMILIES_BY_NAME, TRAINED_MODEL_TYPES, family_name
 
 # Our own declare it: nothing but the default is fine.
 OWN_ROWS = tuple(
@@ -126,6 +126,13 @@ def prediction_layers(args: argparse.Namespace) -> Iterator[Violation]:
             args,
             "{--pipeline-model-parallel-layout=}: m, another place for prediction layers than the last stage, is not built "
             "yet; leave m out",
+        )
+    if args.mtp_num_layers and args.spec and ".".join(args.spec) in {family.layer_spec for family in FAMILIES.values()}:
+        yield broken(
+            args,
+            "{--mtp-num-layers=} with {--spec} {spec}: prediction layers like those of this family are not built yet; drop "
+            "{--mtp-num-layers}",
+            spec=" ".join(args.spec),
         )
 
 

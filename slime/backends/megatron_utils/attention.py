@@ -15,6 +15,7 @@ same attention, with keys that are wider than values.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.module import MegatronModule
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from slime.training.context_parallel import gather_rows
 from slime.training.packed_stream import PackedStream
@@ -287,24 +289,34 @@ def _attend_in_blocks(
 ) -> Iterator[torch.Tensor]:
     """Queries [heads, n, dim], the last of which sees the first `keys` keys, in blocks that bound the size of a mask.
 
-    Of `chosen`, [n, k], they see no others.
+    Of `chosen`, [n, k], they see no others. Each block is computed once more in the backward pass: masks that are kept would
+    take as many bytes as a score matrix of the whole stream.
     """
+    attend = functools.partial(checkpoint, _attend_block, use_reentrant=False, preserve_rng_state=False)
     first_key_count = keys - query.shape[1]
     for start in range(0, query.shape[1], _CPU_QUERIES):
         block = query[:, start : start + _CPU_QUERIES]
         rows = block.shape[1]
-        before = first_key_count + start
-        seen = before + rows
-        if chosen is None:
-            visible = torch.ones(rows, seen, dtype=torch.bool, device=query.device).tril(before)
-        else:
-            # A row sees all that it has chosen. A column more is for what is no key.
-            places = chosen[start : start + rows].long()
-            visible = torch.zeros(rows, seen + 1, dtype=torch.bool, device=query.device)
-            visible = visible.scatter_(1, places.where(places >= 0, seen), True)[:, :seen]
-        yield F.scaled_dot_product_attention(
-            block[None], key[None, :, :seen], value[None, :, :seen], attn_mask=visible, enable_gqa=True, scale=scale
-        )[0]
+        seen = first_key_count + start + rows
+        choice = None if chosen is None else chosen[start : start + rows]
+        yield attend(block, key[:, :seen], value[:, :seen], scale, choice)
+
+
+def _attend_block(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, chosen: torch.Tensor | None
+) -> torch.Tensor:
+    """Queries [heads, n, dim], the last of which sees all of the keys [groups, seen, dim]; of `chosen`, [n, k], no others."""
+    rows, seen = query.shape[1], key.shape[1]
+    if chosen is None:
+        visible = torch.ones(rows, seen, dtype=torch.bool, device=query.device).tril(seen - rows)
+    else:
+        # A row sees all that it has chosen. A column more is for what is no key.
+        places = chosen.long()
+        visible = torch.zeros(rows, seen + 1, dtype=torch.bool, device=query.device)
+        visible = visible.scatter_(1, places.where(places >= 0, seen), True)[:, :seen]
+    return F.scaled_dot_product_attention(
+        query[None], key[None], value[None], attn_mask=visible, enable_gqa=True, scale=scale
+    )[0]
 
 
 class _Rotation(torch.autograd.Function):

@@ -146,7 +146,8 @@ def _leave_as_allocated(weight: torch.Tensor) -> torch.Tensor:
 def _layer_implementation_fields(args: Any) -> dict[str, Any]:
     wanted = args.transformer_impl
     if wanted == "transformer_engine" and transformer_engine_available() and get_accelerator().name != "cpu":
-        if has_contiguous_context(args):
+        # Latent attention has `PackedAttention` inside of Transformer Engine's layers too.
+        if has_contiguous_context(args) and not args.multi_latent_attention:
             raise UserError(
                 "--allgather-cp: Transformer Engine's attention knows only zigzag chunks; give --transformer-impl local"
             )

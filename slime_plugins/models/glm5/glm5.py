@@ -30,7 +30,7 @@ from slime.training.context_parallel import gather_rows
 from slime.training.packed_stream import PackedStream
 from slime.utils.errors import UserError
 
-# Scores of all heads that exist at a time, in float32: 256 MiB.
+# Elements of a matrix of scores in float32: 256 MiB. Two exist at a time, those of one head and the sum over heads.
 _SCORES = 2**26
 
 
@@ -123,6 +123,9 @@ class SparseLatentAttention(LatentAttention):
         rotation = self._rotation(len(packed.stream.tokens), packed)
         chosen = self.indexer(hidden.squeeze(1), query_latent.squeeze(1), *rotation, packed.stream)
         if self.is_shared:
+            if not self.training:
+                # Nothing is recomputed, so the layers that share the choices before this one are through with them.
+                packed.choices.clear()
             packed.choices[self.owner] = chosen
         return chosen
 
@@ -203,7 +206,7 @@ class Indexer(MegatronModule):
         for segment in stream.segments:
             begin, end = max(start, first), min(start + segment.queries, first + len(query))
             keys = key.narrow(0, segment.first_key, segment.keys)
-            at_once = max(_SCORES // (self.heads * segment.keys), 1)
+            at_once = max(_SCORES // segment.keys, 1)
             for row in range(begin, end, at_once):
                 rows = slice(row - first, min(row + at_once, end) - first)
                 # Keys that the first of these rows sees.
@@ -216,8 +219,11 @@ class Indexer(MegatronModule):
 def _best(query: torch.Tensor, weight: torch.Tensor, key: torch.Tensor, seen: int, count: int) -> torch.Tensor:
     """The `count` best keys of each row, of which the first sees `seen`, and every further one a key more; int32, padded
     with −1."""
-    scores = (query.float() @ key.float().t()).relu_().mul_(weight[..., None]).sum(1)
+    scores = query.new_zeros(len(query), len(key), dtype=torch.float32)
+    key = key.float().t()
+    for head, head_weight in zip(query.float().unbind(1), weight.split(1, dim=1), strict=True):
+        scores.addcmul_((head @ key).relu_(), head_weight)
     hidden = torch.ones_like(scores, dtype=torch.bool).triu_(seen)
-    best = scores.masked_fill_(hidden, -torch.inf).topk(min(count, len(key)), dim=-1)
+    best = scores.masked_fill_(hidden, -torch.inf).topk(min(count, scores.shape[1]), dim=-1)
     places = best.indices.int().masked_fill_(best.values == -torch.inf, -1)
     return torch.nn.functional.pad(places, (0, count - places.shape[1]), value=-1)

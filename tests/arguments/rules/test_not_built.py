@@ -18,6 +18,17 @@ def test_prediction_layers(tmp_path):
     assert message.startswith("--pipeline-model-parallel-layout Et|tmL: m, ") and message.endswith("leave m out")
 
 
+@pytest.mark.parametrize("model", ["minimax_m2.get_minimax_m2_layer_spec", "qwen3_next.get_qwen3_next_spec"])
+def test_prediction_layers_of_families_with_layers_of_their_own(tmp_path, model):
+    name, function = model.split(".")
+    spec = f"slime_plugins.models.{name} {function}"
+    message = (
+        f"--mtp-num-layers 1 with --spec {spec}: prediction layers like those of this family are not built yet; drop "
+        "--mtp-num-layers"
+    )
+    assert_violation(tmp_path, f"--spec {spec} --mtp-num-layers 1 --enable-mtp-training", message)
+
+
 def test_sampling_is_free_where_nothing_is_trained(tmp_path):
     assert parse(tmp_path, "--rollout-top-p", "0.9", "--debug-rollout-only").rollout_top_p == 0.9
 

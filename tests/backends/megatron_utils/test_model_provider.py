@@ -173,6 +173,24 @@ def _flash_attention_beside_transformer_engine(directory, found):
     return outcomes
 
 
+def _context_in_one_piece_beside_transformer_engine(directory):
+    """What is said of it, by whether attention is latent."""
+    from slime.backends.megatron_utils import cpu_runtime
+
+    cpu_runtime.install()
+    from slime.backends.megatron_utils import model_provider
+
+    model_provider.transformer_engine_available = lambda: True
+    model_provider.get_accelerator = lambda: SimpleNamespace(name="cuda")
+    flags = {"transformer_impl": "transformer_engine", "context_parallel_size": 2, "allgather_cp": True}
+    return [
+        _refusal_of(
+            model_provider._layer_implementation_fields, tiny_args(directory, multi_latent_attention=is_latent, **flags)
+        )
+        for is_latent in (False, True)
+    ]
+
+
 def _refusal_of(function, args):
     try:
         function(args)
@@ -188,6 +206,14 @@ def test_weight_gradients_are_fused_where_the_extension_of_apex_imports(tmp_path
     assert without == {"transformer_impl": "transformer_engine", "gradient_accumulation_fusion": False}
     assert "--gradient-accumulation-fusion" in refusal and "fused_weight_gradient_mlp_cuda" in refusal
     assert with_apex == {"transformer_impl": "transformer_engine", "gradient_accumulation_fusion": True}
+
+
+def test_latent_attention_takes_context_in_one_piece_beside_transformer_engine(tmp_path):
+    """The core of its attention is ours in any layer."""
+    write_tiny_model(tmp_path)
+    ((plain, latent),) = run_distributed(_context_in_one_piece_beside_transformer_engine, 1, (str(tmp_path),))
+    assert plain.startswith("--allgather-cp: Transformer Engine's attention knows only zigzag chunks; ")
+    assert latent is None
 
 
 def test_flash_attention_is_refused_where_transformer_engine_finds_no_kernel_of_it(tmp_path):

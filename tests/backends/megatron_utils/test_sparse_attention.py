@@ -91,7 +91,8 @@ def _by_hand(indexer, hidden, latent, pairs):
 
 
 def choices_worker():
-    """[sets by hand, rows chosen of a stream, the same rows sequence by sequence, in blocks of a few], for both rotations."""
+    """[sets by hand, rows chosen of a stream, the same rows sequence by sequence, in blocks of a few, number of blocks], for
+    both rotations."""
     from unittest import mock
 
     from slime.backends.megatron_utils import cpu_runtime
@@ -104,7 +105,8 @@ def choices_worker():
         indexer = _indexer(rotates_pairs=pairs)
         hidden, latent = _rows(sum(LENGTHS))
         pieces = list(zip(hidden.split(LENGTHS), latent.split(LENGTHS), strict=True))
-        with mock.patch.object(glm5, "_SCORES", 3 * HEADS * max(LENGTHS)):
+        few = mock.patch.object(glm5, "_SCORES", 3 * max(LENGTHS))
+        with few, mock.patch.object(glm5, "_best", wraps=glm5._best) as best:
             blocks = _chosen(indexer, hidden, latent, LENGTHS)
         found.append(
             (
@@ -112,6 +114,7 @@ def choices_worker():
                 _chosen(indexer, hidden, latent, LENGTHS),
                 torch.cat([_chosen(indexer, *piece, [len(piece[0])]) for piece in pieces]),
                 blocks,
+                best.call_count,
             )
         )
     return found
@@ -119,11 +122,13 @@ def choices_worker():
 
 def test_rows_choose_the_best_keys_of_their_own_sequence():
     (found,) = run_distributed(choices_worker, 1)
-    for by_hand, of_stream, alone, in_blocks in found:
+    for by_hand, of_stream, alone, in_blocks, count in found:
         assert of_stream.dtype == torch.int32 and of_stream.shape == (sum(LENGTHS), COUNT)
         assert [set(row.tolist()) - {-1} for row in of_stream] == by_hand
         # What a row sees too little of is no key; no place stands there twice.
         assert [int((row >= 0).sum()) for row in of_stream] == [len(row) for row in by_hand]
+        # Of 9, 3, 1 and 14 rows 4, 14, 42 and 3 at once, however many heads there are.
+        assert count == 3 + 1 + 1 + 5
         assert of_stream.equal(alone) and of_stream.sort(-1).values.equal(in_blocks.sort(-1).values)
     assert not found[0][1].equal(found[1][1])
 
@@ -170,6 +175,68 @@ def test_attention_to_chosen_keys_equals_a_masked_product():
     for gradient, expected in zip(found.gradients, gradients, strict=True):
         torch.testing.assert_close(gradient.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.all_chosen, found.dense, rtol=0, atol=1e-6)
+
+
+def masks_worker():
+    """Shapes of what is kept for the backward pass, and gradients; then the gradients of calls that keep all."""
+    from unittest import mock
+
+    from slime.backends.megatron_utils import cpu_runtime
+
+    cpu_runtime.install()
+    from slime.backends.megatron_utils import attention
+
+    generator = torch.Generator().manual_seed(4)
+    rows = sum(LENGTHS)
+    inputs = [torch.randn(rows, 2, width, generator=generator).requires_grad_() for width in (WIDTH, WIDTH, 5)]
+    chosen = _chosen(_indexer(rotates_pairs=False), *_rows(rows), LENGTHS)
+    shapes = []
+
+    def keep(tensor):
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    def gradients():
+        output = attention.attend_over_context(*inputs, _stream(LENGTHS), 0.3, chosen)
+        return torch.autograd.grad(output.square().sum(), inputs)
+
+    with mock.patch.object(attention, "_CPU_QUERIES", 6):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            found = gradients()
+        with mock.patch.object(attention, "checkpoint", lambda attend, *given, **_: attend(*given)):
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                shapes, without = [], shapes
+                expected = gradients()
+    return without, shapes, all(map(torch.equal, found, expected))
+
+
+def test_no_mask_is_kept_for_the_backward_pass():
+    ((without, with_masks, is_equal),) = run_distributed(masks_worker, 1)
+    masks = {(6, 6), (6, 12), (2, 14)}
+    assert masks <= {shape[-2:] for shape in with_masks}
+    assert not masks & {shape[-2:] for shape in without}
+    assert is_equal
+
+
+def evaluation_worker(directory):
+    """Numbers of the layers whose choices a stream has after a pass of training, and after one of evaluation."""
+    from slime_plugins.models.glm5.glm5 import SparseLatentAttention
+    from tests.support.processes import megatron_worker as megatron
+
+    chunks = megatron.load_model(tiny_args(directory))
+    real, streams, found = SparseLatentAttention._chosen, [], []
+    SparseLatentAttention._chosen = lambda *given: (streams.append(given[-1]), real(*given))[1]
+    for is_training in (True, False):
+        chunks[0].train(is_training)
+        with torch.no_grad():
+            megatron.packed_forward(chunks[0], [list(range(9))])
+        found.append(sorted(streams[-1].choices))
+    return found
+
+
+def test_choices_that_no_layer_uses_again_are_dropped(model):
+    ((training, evaluation),) = run_distributed(evaluation_worker, 1, (str(model),))
+    assert (training, evaluation) == ([0, 2], [2])
 
 
 @pytest.fixture(scope="module")
