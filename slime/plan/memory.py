@@ -21,7 +21,7 @@ import psutil
 
 from slime.arguments.config_files.role_config import critic_args
 from slime.arguments.config_files.serving_config import arguments_of_group, served_groups
-from slime.arguments.hf_config import read_hf_config
+from slime.arguments.hf_config import SUPPLEMENTS, read_hf_config
 from slime.arguments.sizes import longest_sample, plans_for_gpus
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.serving_memory import ServingMemory, serving_memory
@@ -271,7 +271,9 @@ def _frozen_model(args: argparse.Namespace) -> tuple[ModelShape, dict[str, Any]]
     """Shape and config of --hf-checkpoint, whatever the flags say of the trained model; None where they are not known."""
     try:
         config = read_hf_config(args.hf_checkpoint)
-        shape = shape_of(argparse.Namespace(**{**vars(args), **model_args_from_hf(config)}))
+        # What a config is silent about it has not, whatever the trained model has.
+        silent = dict.fromkeys((*SUPPLEMENTS, "padded_vocab_size", "mtp_num_layers"))
+        shape = shape_of(argparse.Namespace(**{**vars(args), **silent, **model_args_from_hf(config)}))
     except UserError:
         return None
     return None if shape is None else (shape, config)

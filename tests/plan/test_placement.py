@@ -164,6 +164,13 @@ def test_the_cache_of_a_frozen_model_is_judged_by_its_own_shape(tmp_path):
     args = planned(SMALL.replace("--rollout-num-gpus 2", "--rollout-num-gpus 8"), "--sglang-config", str(path))
     (warning,) = [warning for warning in make_plan(args).warnings if "KV cache" in warning]
     assert warning.startswith(f"{path}:10: the weights of an engine take ") and "leave nothing" in warning
+    # What its config is silent about it has not, whatever the trained model has: here some layers of another attention.
+    linear = f"--experimental-attention-variant gated_delta_net --linear-attention-freq [0,1]*{args.num_layers // 2}"
+    linear += " --linear-conv-kernel-dim 4 --linear-key-head-dim 16 --linear-value-head-dim 16"
+    linear += " --linear-num-key-heads 4 --linear-num-value-heads 4"
+    flags = SMALL.replace("--rollout-num-gpus 2", "--rollout-num-gpus 8")
+    hybrid = make_plan(planned(flags, *linear.split(), "--sglang-config", str(path)))
+    assert warning in hybrid.warnings
 
 
 def test_an_unknown_format_is_a_note(monkeypatch):

@@ -243,6 +243,10 @@ _DISTILLATION_RULES = (
                 and "teacher" not in (model.name for model in args.served_models or ()),
             "{--custom-rm-path=} needs {--rm-url}, the teacher's address, such as http://10.0.0.1:30000, or a model `teacher` "
             "in --sglang-config"),
+        refused(lambda args: args.has_engines and args.rm_url is None
+                and any(model.name == "teacher" and model.update_weights for model in args.served_models or ()),
+            "{--opd-type=}: the model `teacher` of {--sglang-config} would get the trainer's weights with every push; give it "
+            "update_weights: false, or give {--rm-url}"),
         warned(lambda args: args.has_engines and args.rollout_temperature != 1,
             "{--opd-type=} with {--rollout-temperature=}: the teacher is asked for log-probs at that temperature, but many "
             "engines give those of a prompt at 1.0 whatever they are asked; make sure that the teacher's does not, or give "

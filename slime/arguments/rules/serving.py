@@ -128,6 +128,8 @@ def models(args: argparse.Namespace) -> Iterator[Violation]:
             problem = "the first one generates what is trained on; give update_weights: true, or put another one first"
         elif not trained and model.where and not args.dry_run and not os.path.isfile(f"{model.model_path}/config.json"):
             problem = f"no config.json in {model.model_path}; give the directory of a Hugging Face checkpoint"
+        elif model.where and not any(group.num_engines for group in model.groups):
+            problem = "no group has engines; give it one that is no placeholder, or leave the model out"
         if problem:
             yield from about([f"{model.where}: model {model.name}: {problem}"], FLAG)
 

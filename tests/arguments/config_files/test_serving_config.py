@@ -263,13 +263,30 @@ def test_a_copy_of_the_trained_model_may_stay_as_it_is(tmp_path, caplog):
          "no config.json in /b; give the directory of a Hugging Face checkpoint"),
         (group_lines("{num_gpus: 2}") + "  - {name: default, server_groups: [{num_gpus: 2}]}\n", 5,
          "`default` means the first model; give another name"),
+        (group_lines("{num_gpus: 2}") + "  - {name: b, server_groups: [{worker_type: placeholder, num_gpus: 2}]}\n", 5,
+         "model b: no group has engines; give it one that is no placeholder, or leave the model out"),
     ],
-    ids=["another first", "another updated", "frozen first", "no checkpoint", "name"],
+    ids=["another first", "another updated", "frozen first", "no checkpoint", "name", "no engines"],
 )  # fmt: skip
 def test_models_that_the_trainer_cannot_go_by_are_refused_by_line(tmp_path, text, line, message):
     path = written(tmp_path, text, "serving.yaml")
     (found,) = refusals(tmp_path, f"--rollout-num-gpus 4 --sglang-config {path}")
     assert found.startswith(f"{path}:{line}: ") and message in found
+
+
+@pytest.mark.parametrize(("updates", "url", "refused"), [
+    ("", "", True), ("update_weights: false, ", "", False), ("", " --rm-url http://10.0.0.1:30000", False),
+])  # fmt: skip
+def test_a_teacher_that_the_run_serves_gets_no_pushes(tmp_path, updates, url, refused):
+    teacher = f"  - {{name: teacher, {updates}server_groups: [{{num_gpus: 2}}]}}\n"
+    path = written(tmp_path, group_lines("{num_gpus: 2}") + teacher, "serving.yaml")
+    words = "--use-opd --opd-type sglang --custom-rm-path slime.rollout.on_policy_distillation.reward_func"
+    words += f"{url} --rollout-num-gpus 4 --sglang-config {path}"
+    if not refused:
+        parse(tmp_path, *words.split())
+        return
+    (found,) = refusals(tmp_path, words)
+    assert "the model `teacher` of --sglang-config" in found and "give it update_weights: false" in found
 
 
 def test_a_run_that_only_generates_may_serve_any_model_first(tmp_path):
