@@ -39,8 +39,8 @@ MODEL_ARGS=(
   --moe-router-load-balancing-type seq_aux_loss
   --moe-router-bias-update-rate 0
   --no-position-embedding
+  --make-vocab-size-divisible-by 16
   --enable-experimental
   --allgather-cp
-  --make-vocab-size-divisible-by 16
   --spec slime_plugins.models.glm5.glm5 get_glm5_spec
 )

@@ -213,7 +213,7 @@ def test_ranks_wait_for_an_export_as_long_as_the_bytes_take(monkeypatch, replica
     monkeypatch.setattr("slime.weights.hf_writer.write_hf_checkpoint", write)
     rank = awake(actor_rank.ActorRank)
     rank.args, rank.rank = SimpleNamespace(checkpoint_write_timeout=2350.0, hf_checkpoint="model"), 3
-    groups = SimpleNamespace(replica=replica, gives_weights=replica == 0)
+    groups = SimpleNamespace(replica=replica, gives_weights=replica == 0, stage=1)
     rank.backend = SimpleNamespace(stage_tensors=lambda: tensors, groups=groups)
     rank.export_hf("export")
     assert events == [2350.0, *gathered, "as before"]
