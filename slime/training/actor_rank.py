@@ -18,7 +18,7 @@ from slime.observability.logging_utils import LoggedMetrics
 from slime.observability.timer import timer
 from slime.scheduling.device_turns import Holds
 from slime.training.advantages import compute_advantages_and_returns
-from slime.training.checkpoint_publication import publish_checkpoint, unpublished
+from slime.training.checkpoint_publication import publish_checkpoint
 from slime.training.column_exchange import ColumnPart, fetch_column, send_columns
 from slime.training.model_states import ACTOR, REFERENCE, ModelStates, StateSchedule
 from slime.training.reports import rollout_data_metrics, save_train_data, worst_token_lines
@@ -33,7 +33,7 @@ from slime.utils.process_groups import get_gloo_group, patient_groups
 from slime.utils.processing_utils import load_tokenizer
 from slime.weights.buckets import split_into_buckets
 from slime.weights.hf_reader import SafetensorsDirectory
-from slime.weights.push import Opening, read_weight_version, write_weight_version
+from slime.weights.push import Opening, read_weight_version
 from slime.weights.quantisers import quantiser_of
 from slime.weights.source import Connected, Sent, WeightSource
 from slime.weights.transports import Receiver, transport_of
@@ -96,9 +96,7 @@ class ActorRank(TrainRank):
         export, if asked for."""
         self.require(Holds.ALL, "a save")
         self.states.require_active(ACTOR)
-        self._begin_save(rollout_id, self.states, self.state_schedule.stored())
-        if self.rank == 0:
-            write_weight_version(unpublished(iteration_directory(self.args.save, rollout_id)), self.weight_version)
+        self._begin_save(rollout_id, self.states, self.state_schedule.stored(), self.weight_version)
         if not self.args.async_save:
             self.finish_save()
         if self.args.save_hf is not None:

@@ -129,7 +129,8 @@ class UnfinishedSave(Protocol):
         """Wait until all parts are on the disk.
 
         Raises:
-            RunError: a rank could not write its part, or not in time; on all ranks, and the directory is gone.
+            RunError: a rank could not write its part, or not in time; on all ranks. The directory is gone, unless time ran out:
+                its disk may hang.
         """
 
 
@@ -164,13 +165,20 @@ class Backend(Protocol):
             False, and nothing done, where it holds no such state.
         """
 
-    def save(self, rollout_id: int, states: ModelStates | None = None, stored: Sequence[str] = ()) -> UnfinishedSave:
+    def save(
+        self,
+        rollout_id: int,
+        states: ModelStates | None = None,
+        stored: Sequence[str] = (),
+        weight_version: int | None = None,
+    ) -> UnfinishedSave:
         """Begin to write the checkpoint of `rollout_id`, which `checkpoint_publication` makes the newest when it is finished.
 
         From the return on weights and optimizer may change; errors are raised when it is finished.
 
         Args:
             stored: names out of `states` whose weights the checkpoint holds too.
+            weight_version: the checkpoint's, for `slime.weights.push.read_weight_version`; None: it has none.
         """
 
     def forward(self, batches: MicroBatches, collect: Collect) -> list[dict[str, list[torch.Tensor]]]:

@@ -30,7 +30,7 @@ from typing import Any
 from slime.utils.errors import RunError
 
 _EXIT_POLL_SECONDS = 0.02
-# Between the end of a process's pipes and its own.
+# Between the end of a process's pipes, or the signal that ends it, and its own.
 _EXIT_SECONDS = 5.0
 _TAIL_BYTES = 64 * 1024
 
@@ -261,11 +261,14 @@ class ForkedCall:
         return value
 
     def kill(self) -> None:
-        """End the copy at once. Harmless when it has ended."""
+        """End the copy at once. Harmless when it has ended.
+
+        One that the kernel does not let go yet, as of a disk that hangs, is not waited for: it ends when it can.
+        """
         if self._lifeline is None:
             return
         self._process.kill()
-        self._process.join()
+        self._process.join(_EXIT_SECONDS)
         os.close(self._lifeline)
         self._lifeline = None
         self._result.close()

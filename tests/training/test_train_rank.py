@@ -174,12 +174,17 @@ def test_ranks_wait_for_those_that_write_as_long_as_the_bytes_take(monkeypatch, 
     monkeypatch.setattr(train_rank, "patient_groups", patient_groups)
     rank = awake(getattr(module, name))
     rank.args = SimpleNamespace(checkpoint_write_timeout=2350.0, save_hf=None, async_save=in_background)
-    rank.rank = 1
+    # Where there is no directory yet, as of a save that cannot begin: the backend says why, on all ranks.
+    rank.rank, rank.weight_version = 0, 7
     rank.states = SimpleNamespace(require_active=lambda name: None)
     rank.state_schedule = SimpleNamespace(stored=lambda: ())
-    unfinished = SimpleNamespace(finish=lambda: events.append("written"), has_ended=lambda: events[-1] == "trained")
-    rank.backend = SimpleNamespace(save=lambda *arguments: events.append("begun") or unfinished)
+    unfinished = SimpleNamespace(
+        finish=lambda: events.append("written"), has_ended=lambda: events[-1] == "trained", bytes_on_host=0
+    )
+    saved = []
+    rank.backend = SimpleNamespace(save=lambda *given: saved.append(given) or events.append("begun") or unfinished)
     rank.save(3)
+    assert saved == [(3, rank.states, (), 7) if name == "ActorRank" else (3,)]
     if in_background:
         assert not rank.save_has_ended()
         events.append("trained")

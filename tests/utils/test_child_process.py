@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -191,6 +192,20 @@ def test_a_forked_call_that_raises_is_killed_or_hangs_is_an_error_and_leaves_no_
         hangs.result(0.0)
     assert not runs(hangs.pid)
     hangs.kill()
+
+
+def test_a_forked_call_that_the_kernel_does_not_let_go_is_not_waited_for(monkeypatch, held):
+    monkeypatch.setattr("slime.utils.child_process._EXIT_SECONDS", 0.05)
+    hangs = ForkedCall(held[0])
+    # As in a write to a disk that hangs: the signal waits for its end.
+    monkeypatch.setattr(hangs._process, "kill", lambda: None)
+    ending = threading.Thread(target=hangs.kill, daemon=True)
+    ending.start()
+    ending.join(30.0)
+    was_left = not ending.is_alive()
+    held[1]()
+    assert was_left
+    wait_until(lambda: not runs(hangs.pid))
 
 
 def test_forked_calls_follow_a_parent_that_is_killed(tmp_path):

@@ -113,7 +113,13 @@ class FSDPBackend:
                 parameter.to_local().copy_(stored[own])
         return True
 
-    def save(self, rollout_id: int, states: ModelStates | None = None, stored: Sequence[str] = ()) -> UnfinishedSave:
+    def save(
+        self,
+        rollout_id: int,
+        states: ModelStates | None = None,
+        stored: Sequence[str] = (),
+        weight_version: int | None = None,
+    ) -> UnfinishedSave:
         raise UserError(
             "--save: --train-backend fsdp writes no checkpoints yet; give --save-hf alone, or --train-backend megatron"
         )

@@ -71,10 +71,17 @@ class MegatronBackend:
             load_checkpoint(self.args, source, self.model)
         return True
 
-    def save(self, rollout_id: int, states: ModelStates | None = None, stored: Sequence[str] = ()) -> UnfinishedSave:
+    def save(
+        self,
+        rollout_id: int,
+        states: ModelStates | None = None,
+        stored: Sequence[str] = (),
+        weight_version: int | None = None,
+    ) -> UnfinishedSave:
         from slime.backends.megatron_utils.checkpoint import begin_checkpoint
 
-        return begin_checkpoint(self.args, rollout_id, self.model, self.optimizer, self.scheduler, states, stored)
+        of_model = self.model, self.optimizer, self.scheduler
+        return begin_checkpoint(self.args, rollout_id, *of_model, states, stored, weight_version)
 
     def forward(self, batches: MicroBatches, collect: Collect) -> list[dict[str, list[torch.Tensor]]]:
         from slime.backends.megatron_utils.schedules import forward_only

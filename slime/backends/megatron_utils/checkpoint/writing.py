@@ -49,6 +49,7 @@ from slime.training.model_states import ModelStates
 from slime.utils.child_process import ForkedCall
 from slime.utils.errors import RunError
 from slime.utils.filesystem import fsync_tree
+from slime.weights.push import write_weight_version
 
 logger = logging.getLogger(__name__)
 
@@ -83,17 +84,25 @@ def begin_checkpoint(
     scheduler: Any,
     states: ModelStates | None = None,
     stored: Sequence[str] = (),
+    weight_version: int | None = None,
 ) -> UnfinishedCheckpoint:
     """As `save_checkpoint`, up to the moment from which on model and optimizer may change: their tensors may still be on the
-    way to the disk. An error is raised by `finish` of what is returned."""
+    way to the disk. An error is raised by `finish` of what is returned.
+
+    Args:
+        weight_version: what `read_weight_version` is to find in the checkpoint; None: nothing.
+    """
     unfinished = UnfinishedCheckpoint(iteration_directory(args.save, iteration), args.checkpoint_write_timeout)
     temporary = unfinished.directory
-    unfinished.error = _run_on_rank_zero(lambda: _fresh_directory(temporary, stored))
-    if unfinished.error is None:
-        unfinished.error = _begin(args, iteration, unfinished, model, optimizer, scheduler)
-    for name in stored:
+    unfinished.error = _run_on_rank_zero(lambda: _fresh_directory(temporary, stored, weight_version))
+    begin_parts = [functools.partial(_begin, args, iteration, unfinished, model, optimizer, scheduler)]
+    begin_parts += [functools.partial(_begin_state, args, unfinished, model, states, name) for name in stored]
+    for begin_part in begin_parts:
         if unfinished.error is None:
-            unfinished.error = _begin_state(args, unfinished, model, states, name)
+            unfinished.error = begin_part()
+        if unfinished.error is None and not args.async_save:
+            # Nobody trains meanwhile: the host holds the copies of one part at a time.
+            unfinished.error = unfinished.finish_parts()
     return unfinished
 
 
@@ -112,6 +121,8 @@ class UnfinishedCheckpoint:
     def __init__(self, final: Path, limit: float) -> None:
         self._final, self._limit, self._begun = final, limit, time.monotonic()
         self._parts: list[tuple[AsyncRequest, list[ForkedCall]]] = []
+        # Whether a writer of any rank had no time left: its disk may hang.
+        self._is_late = False
         self.directory = unpublished(final)
         self.error: str | None = None
 
@@ -149,23 +160,37 @@ class UnfinishedCheckpoint:
         """
         error = self.error
         if error is None:
-            error = _first_error(self._take_answers())
-        if error is None:
-            error = _first_error(self._write_metadata())
+            error = self.finish_parts()
         if error is None:
             error = _run_on_rank_zero(lambda: fsync_tree(self.directory))
+        self._let_parts_go()
+        if error is None:
+            return self._final
+        if self._is_late:
+            # Whoever touches a disk that hangs hangs too.
+            there = f"What there is of it stays in {self.directory}"
+        else:
+            _run_on_rank_zero(lambda: shutil.rmtree(self.directory, ignore_errors=True))
+            there = _free_room(self._final.parent)
+        raise RunError(
+            f"checkpoint {self._final} could not be written: {error}. {there}. Older checkpoints are untouched"
+        )
+
+    def finish_parts(self) -> str | None:
+        """Wait until all that was added is on the disk, and let it go; the first error of any rank, or None. Collective."""
+        error = self._take_answers()
+        late, error = _exchange(self._is_late, error)
+        self._is_late = any(late)
+        if error is None:
+            error = _first_error(self._write_metadata())
+        self._let_parts_go()
+        return error
+
+    def _let_parts_go(self) -> None:
         for writer in (writer for _, writers in self._parts for writer in writers):
             writer.kill()
         # Tensors of the device have copies in them.
         self._parts = []
-        if error is not None:
-            _run_on_rank_zero(lambda: shutil.rmtree(self.directory, ignore_errors=True))
-            free = shutil.disk_usage(self._final.parent).free / 1e6
-            raise RunError(
-                f"checkpoint {self._final} could not be written: {error}. {free:.0f} MB are free there. Older checkpoints are "
-                "untouched"
-            )
-        return self._final
 
     def _left(self) -> float:
         return self._begun + self._limit - time.monotonic()
@@ -179,6 +204,7 @@ class UnfinishedCheckpoint:
                     # Megatron asks for them when it finishes.
                     request.async_fn_args[2].put(answers)
         except TimeoutError:
+            self._is_late = True
             error = f"a writer needs more than {self._limit:g} s (--checkpoint-write-timeout)"
         except Exception as cause:
             error = describe(cause)
@@ -318,12 +344,22 @@ def _common_state(args: argparse.Namespace, iteration: int, optimizer: Any, sche
     }
 
 
-def _fresh_directory(directory: Path, stored: Sequence[str]) -> None:
+def _fresh_directory(directory: Path, stored: Sequence[str], weight_version: int | None) -> None:
     if directory.exists():
         shutil.rmtree(directory)
     directory.mkdir(parents=True)
     for name in stored:
         directory_of_state(directory, name).mkdir(parents=True)
+    if weight_version is not None:
+        write_weight_version(directory, weight_version)
+
+
+def _free_room(directory: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(directory).free / 1e6:.0f} MB are free there"
+    except OSError as error:
+        # Above all: there is no such directory.
+        return str(error)
 
 
 def _run_on_rank_zero(action: Any) -> str | None:

@@ -97,7 +97,7 @@ def _kill_savers(args, in_background) -> list[dict]:
 def test_a_saver_that_is_killed_at_twenty_moments_leaves_a_loadable_checkpoint_each_time(
     hf_dir, tmp_path, in_background
 ):
-    args = make_args(hf_dir, tmp_path / "checkpoints")
+    args = make_args(hf_dir, tmp_path / "checkpoints", async_save=in_background)
     (found,) = run_distributed(_kill_savers, 1, (args, in_background), timeout=400)
     assert len(found) == KILLS
     for case in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import multiprocessing
 import os
@@ -55,6 +56,9 @@ def full_disk_of_one_rank_worker(args) -> tuple:
 
 def accidents_worker(args) -> dict:
     """Everything that may happen to a save, in one process. Files are looked at by the test, afterwards."""
+    from slime.backends.megatron_utils.checkpoint import begin_checkpoint
+    from slime.utils.errors import RunError
+
     results = {}
     trainer = Trainer(args)
     trainer.step()
@@ -82,6 +86,15 @@ def accidents_worker(args) -> dict:
     trainer.save(4)
     results["weights only"] = (trainer.state(), resume(without, WeightSource("megatron", without.save, resume=True)))
 
+    results["no directory"] = []
+    for below in ("", "/below"):
+        nowhere = copy.copy(without)
+        nowhere.save = f"{args.save}_file{below}"
+        Path(f"{args.save}_file").touch()
+        with pytest.raises(RunError) as error:
+            begin_checkpoint(nowhere, 4, trainer.model, None, None, weight_version=7).finish()
+        results["no directory"].append(str(error.value))
+
     keeping = copy.copy(args)
     keeping.save, keeping.keep_last = args.save + "_keep_last", 2
     trainer = Trainer(keeping)
@@ -96,6 +109,7 @@ def background_worker(args) -> dict:
     """Checkpoints whose writers are held, so that what happens meanwhile happens in this order. Messages and directories."""
     from slime.backends.megatron_utils.checkpoint import begin_checkpoint, publish_checkpoint, writing
     from slime.utils.errors import RunError
+    from slime.weights.push import read_weight_version
 
     write = writing._write
     trainer = Trainer(args)
@@ -115,7 +129,9 @@ def background_worker(args) -> dict:
         writing._write = wait_and_write
         changed = copy.copy(args)
         vars(changed).update(values)
-        unfinished = begin_checkpoint(changed, iteration, trainer.model, trainer.optimizer, trainer.scheduler)
+        unfinished = begin_checkpoint(
+            changed, iteration, trainer.model, trainer.optimizer, trainer.scheduler, weight_version=7
+        )
         pids = [process.pid for process in multiprocessing.active_children()]
         assert len(pids) == 2 and unfinished.bytes_on_host > 0
         return unfinished, lambda: os.write(writer, b"22"), pids
@@ -135,6 +151,7 @@ def background_worker(args) -> dict:
     wait_until(unfinished.has_ended)
     unfinished.finish()
     publish_checkpoint(args, 0)
+    results["weight version"] = read_weight_version(Path(args.save) / "iter_0000000")
 
     unfinished, _, pids = begin(1)
     os.kill(pids[0], signal.SIGKILL)
@@ -148,13 +165,27 @@ def background_worker(args) -> dict:
     release()
     results["disk full"] = message(unfinished)
 
+    writing._write = write
+    add, sizes = writing.UnfinishedCheckpoint.add, []
+
+    def measure_and_add(unfinished, *arguments):
+        sizes.append(unfinished.bytes_on_host)
+        add(unfinished, *arguments)
+
+    writing.UnfinishedCheckpoint.add = measure_and_add
+    for changed in (copy.copy(args), copy.copy(args)):
+        changed.async_save, changed.save = not sizes, args.save + "_with_states"
+        of_model = trainer.model, trainer.optimizer, trainer.scheduler
+        begin_checkpoint(changed, 4, *of_model, lambda name: contextlib.nullcontext(), ("first", "second")).finish()
+    results["sizes"] = sizes
+
     results["loaded"] = resume(args, WeightSource("megatron", args.save, resume=True))
     return results
 
 
 @pytest.fixture(scope="module")
 def background(hf_dir, tmp_path_factory):
-    args = make_args(hf_dir, tmp_path_factory.mktemp("background") / "checkpoints")
+    args = make_args(hf_dir, tmp_path_factory.mktemp("background") / "checkpoints", async_save=True)
     return run_distributed(background_worker, 1, (args,))[0]
 
 
@@ -163,23 +194,36 @@ def test_a_checkpoint_holds_what_was_there_when_it_was_begun_while_training_goes
     assert iteration == 0
     assert_same(loaded, background["saved"])
     assert loaded["random"] == background["saved"]["random"]
+    assert background["weight version"] == 7
+
+
+def test_without_the_background_a_part_is_on_the_disk_before_the_next_is_copied(background):
+    together, one_by_one = background["sizes"][:3], background["sizes"][3:]
+    assert 0 == together[0] < together[1] < together[2]
+    assert one_by_one == [0, 0, 0]
+
+
+FREE = r"\d+ MB are free there"
 
 
 @pytest.mark.parametrize(
-    "accident, iteration, cause",
+    "accident, iteration, cause, there",
     [
-        ("killed", 1, r"its process: ended by SIGKILL \(.+\)"),
-        ("hung", 2, r"a writer needs more than 0\.1 s \(--checkpoint-write-timeout\)"),
-        ("disk full", 3, r"OSError: \[Errno 27\] File too large"),
+        ("killed", 1, r"its process: ended by SIGKILL \(.+\)", FREE),
+        ("hung", 2, r"a writer needs more than 0\.1 s \(--checkpoint-write-timeout\)",
+         r"What there is of it stays in /.+/\.iter_0000002\.writing"),
+        ("disk full", 3, r"OSError: \[Errno 27\] File too large", FREE),
     ],
-)
+)  # fmt: skip
 def test_a_writer_in_the_background_that_fails_is_told_and_leaves_the_old_checkpoint(
-    background, accident, iteration, cause
+    background, accident, iteration, cause, there
 ):
     message, names = background[accident]
-    expected = rf"checkpoint /.+/iter_000000{iteration} could not be written: {cause}\. \d+ MB are free there\. "
+    expected = rf"checkpoint /.+/iter_000000{iteration} could not be written: {cause}\. {there}\. "
     assert re.fullmatch(expected + "Older checkpoints are untouched", message), message
-    assert names == ["iter_0000000", "latest_checkpointed_iteration.txt"]
+    # The disk under a writer that hangs may hang itself: nobody deletes there.
+    left = [] if accident == "killed" else [".iter_0000002.writing"]
+    assert names == [*left, "iter_0000000", "latest_checkpointed_iteration.txt"]
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +252,13 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(accidents):
     iteration, loaded, _ = results["after disk full"]
     assert iteration == 1
     assert all((loaded["weights"][name] == w).all() for name, w in results["before publication"][0].items())
+
+
+def test_a_save_that_cannot_begin_names_the_directory_and_the_cause(accidents):
+    save, results = accidents
+    for message in results["no directory"]:
+        assert message.startswith(f"checkpoint {save}_file/") and "Not a directory" in message
+        assert message.endswith(". Older checkpoints are untouched")
 
 
 def test_o1_without_optimizer_state_the_weights_are_loaded_and_the_schedule_goes_on(accidents):
