@@ -43,23 +43,23 @@ def loop(args: argparse.Namespace, run: StartedRun, progress: RunProgress) -> No
     if evaluates_before_training(args, run):
         report.evaluation(rollout_manager.evaluate(run.start_rollout_id, before=True).result())
 
-    for rollout_id in range(run.start_rollout_id, run.length.num_rollout):
-        with report.step(rollout_id):
-            rollout = rollout_manager.generate(rollout_id).result()
-            report.add(rollout.logged)
-            if actor:
-                # Where they are shared, engines sleep from here on until the push.
-                devices.turn_to(Turn.TRAINING)
-                actor.train(rollout_id, rollout, report.add)
-            # The next batch needs its place in the object store.
-            del rollout
-            if actor:
-                saver.after(rollout_id)
-            if sync:
-                report.add_metrics(sync.push())
-        if evaluates(args, run.length, rollout_id):
-            report.evaluation(rollout_manager.evaluate(rollout_id).result())
-    saver.finish()
+    with saver.finishing():
+        for rollout_id in range(run.start_rollout_id, run.length.num_rollout):
+            with report.step(rollout_id):
+                rollout = rollout_manager.generate(rollout_id).result()
+                report.add(rollout.logged)
+                if actor:
+                    # Where they are shared, engines sleep from here on until the push.
+                    devices.turn_to(Turn.TRAINING)
+                    actor.train(rollout_id, rollout, report.add)
+                # The next batch needs its place in the object store.
+                del rollout
+                if actor:
+                    saver.after(rollout_id)
+                if sync:
+                    report.add_metrics(sync.push())
+            if evaluates(args, run.length, rollout_id):
+                report.evaluation(rollout_manager.evaluate(rollout_id).result())
 
 
 if __name__ == "__main__":

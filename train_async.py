@@ -48,22 +48,22 @@ def loop(args: argparse.Namespace, run: StartedRun, progress: RunProgress) -> No
     if evaluates_before_training(args, run):
         report.evaluation(rollout_manager.evaluate(run.start_rollout_id, before=True).result())
 
-    for rollout_id in range(run.start_rollout_id, run.length.num_rollout):
-        with report.step(rollout_id):
-            rollout = ahead.take(rollout_id)
-            report.add(rollout.logged)
-            if actor:
-                actor.train(rollout_id, rollout, report.add)
-            del rollout
-            if actor:
-                saver.after(rollout_id)
-            if sync and pushes(args, run.length, rollout_id):
-                with ahead.ready_for_push():
-                    report.add_metrics(sync.push())
-        ahead.start(rollout_id + 1)
-        if evaluates(args, run.length, rollout_id):
-            report.evaluation(rollout_manager.evaluate(rollout_id).result())
-    saver.finish()
+    with saver.finishing():
+        for rollout_id in range(run.start_rollout_id, run.length.num_rollout):
+            with report.step(rollout_id):
+                rollout = ahead.take(rollout_id)
+                report.add(rollout.logged)
+                if actor:
+                    actor.train(rollout_id, rollout, report.add)
+                del rollout
+                if actor:
+                    saver.after(rollout_id)
+                if sync and pushes(args, run.length, rollout_id):
+                    with ahead.ready_for_push():
+                        report.add_metrics(sync.push())
+            ahead.start(rollout_id + 1)
+            if evaluates(args, run.length, rollout_id):
+                report.evaluation(rollout_manager.evaluate(rollout_id).result())
 
 
 if __name__ == "__main__":

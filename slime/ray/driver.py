@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Of each wait for ranks by which a checkpoint is saved from the end of a run that failed.
+_RESCUE_SECONDS = 10.0
+
 
 @dataclass(frozen=True)
 class RunLength:
@@ -200,8 +203,8 @@ class StepReport:
 class Saver:
     """Saves and publishes the checkpoints of a run: weights, and the place in the data that belongs to them.
 
-    With `--async-save` a checkpoint is published when a later rollout, the next save or the end of the loop finds it written.
-    Until then the one before it is the newest, whatever happens.
+    With `--async-save` a checkpoint is published when a later rollout, the next save or the end of the loop finds it written,
+    also an end by an error. Until then the one before it is the newest, whatever happens.
     """
 
     def __init__(self, args: argparse.Namespace, run: StartedRun, report: StepReport) -> None:
@@ -240,6 +243,32 @@ class Saver:
         with self._report.phase("finish_save"):
             self._run.actor.finish_save()
             self._publish(rollout_id)
+
+    @contextlib.contextmanager
+    def finishing(self) -> Iterator[None]:
+        """The block is the loop: `finish` at its end. After an error only a checkpoint that is wholly written is published.
+
+        Raises:
+            RunError: as `finish`; after an error of the block that one alone.
+        """
+        try:
+            yield
+        except BaseException:
+            self._rescue()
+            raise
+        self.finish()
+
+    def _rescue(self) -> None:
+        rollout_id, self._unpublished = self._unpublished, None
+        if rollout_id is None:
+            return
+        # Ranks that still train, or have died, do not say so in time. A second Ctrl-C ends the wait.
+        try:
+            if self._run.actor.save_has_ended(_RESCUE_SECONDS):
+                self._run.actor.finish_save(_RESCUE_SECONDS)
+                self._publish(rollout_id)
+        except BaseException:
+            logger.debug("the checkpoint of rollout %d is lost with the run", rollout_id, exc_info=True)
 
     def _publish(self, rollout_id: int) -> None:
         # Whatever ends the run from here on may find it to be the newest.

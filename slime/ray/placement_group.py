@@ -206,18 +206,18 @@ class ActorCritic(TrainGroup):
         self._critic.save(rollout_id)
         super().save(rollout_id)
 
-    def save_has_ended(self) -> bool:
-        """Whether no rank of either model writes its part of the last `save` any more."""
-        return self._critic.save_has_ended() and super().save_has_ended()
+    def save_has_ended(self, limit: float | None = None) -> bool:
+        """Whether no rank of either model writes its part of the last `save` any more; `limit` is each model's."""
+        return self._critic.save_has_ended(limit) and super().save_has_ended(limit)
 
-    def finish_save(self) -> None:
+    def finish_save(self, limit: float | None = None) -> None:
         """Wait until the checkpoints of the last `save` are written.
 
         Raises:
             RunError: a rank could not write its part.
         """
-        self._critic.finish_save()
-        super().finish_save()
+        self._critic.finish_save(limit)
+        super().finish_save(limit)
 
     def publish(self, rollout_id: int) -> None:
         """Make the checkpoints of `rollout_id` those that a resume takes.

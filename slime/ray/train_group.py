@@ -193,17 +193,21 @@ class TrainGroup:
         until it is written; ranks may train meanwhile."""
         self._call_all("save", rollout_id)
 
-    def save_has_ended(self) -> bool:
-        """Whether no rank writes its part of the last `save` any more."""
-        return all(self._call_all("save_has_ended"))
+    def save_has_ended(self, limit: float | None = None) -> bool:
+        """Whether no rank writes its part of the last `save` any more.
 
-    def finish_save(self) -> None:
+        Raises:
+            RunError: a rank did not say so within `limit` seconds, or cannot.
+        """
+        return all(self._call_all("save_has_ended", limit=limit))
+
+    def finish_save(self, limit: float | None = None) -> None:
         """Wait until the checkpoint of the last `save` is written.
 
         Raises:
-            RunError: a rank could not write its part.
+            RunError: a rank could not write its part, or `limit` seconds passed.
         """
-        self._call_all("finish_save")
+        self._call_all("finish_save", limit=limit)
 
     def publish(self, rollout_id: int) -> None:
         """Make the checkpoint of `rollout_id` the one that a resume takes."""
@@ -259,11 +263,10 @@ class TrainGroup:
         for actor in actors:
             ray.kill(actor, no_restart=True)
 
-    def _call_all(self, method: str, *arguments: Any) -> list[Any]:
+    def _call_all(self, method: str, *arguments: Any, limit: float | None = None) -> list[Any]:
         refs = [actor.call.remote(method, *arguments) for actor in self._actors]
-        return wait_for_all(
-            refs, f"{method} on the {self.rank_name}s", _CALL_DEADLINE_SECONDS, pending=self._name_ranks
-        )
+        seconds = _CALL_DEADLINE_SECONDS if limit is None else limit
+        return wait_for_all(refs, f"{method} on the {self.rank_name}s", seconds, pending=self._name_ranks)
 
     @contextlib.contextmanager
     def _reporting_errors(self, report: Report) -> Iterator[None]:

@@ -24,7 +24,7 @@ def calls(monkeypatch):
     """(name of the rank, method, arguments) of every call."""
     recorded = []
 
-    def call_all(group, method, *arguments):
+    def call_all(group, method, *arguments, **limit):
         recorded.append((group.rank_name, method, *arguments))
         return ANSWERS.get(method, [None])
 
@@ -93,7 +93,7 @@ def test_the_actors_pointer_moves_last_and_nothing_goes_before_it_does(models, c
 @pytest.mark.parametrize("actor", [[True, True], [False, True]])
 def test_a_save_has_ended_when_no_rank_of_either_model_writes(models, monkeypatch, critic, actor):
     answers = {"critic rank": critic, "training rank": actor}
-    monkeypatch.setattr(TrainGroup, "_call_all", lambda group, method: answers[group.rank_name])
+    monkeypatch.setattr(TrainGroup, "_call_all", lambda group, method, limit: answers[group.rank_name])
     assert models.save_has_ended() is (all(critic) and all(actor))
 
 

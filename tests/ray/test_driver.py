@@ -150,10 +150,10 @@ class WritingActor:
         self.begun = rollout_id
         self.events.append(("begin", rollout_id))
 
-    def save_has_ended(self):
+    def save_has_ended(self, limit=None):
         return self.trained >= self.done_at[self.begun]
 
-    def finish_save(self):
+    def finish_save(self, limit=None):
         if self.begun in self.lost:
             raise RunError("a disk is full")
         self.events.append(("finish", self.trained))
@@ -171,7 +171,7 @@ def background():
     manager.save = lambda rollout_id: events.append(("data", rollout_id))
     args = make(has_engines=False, has_trainer=True, save_interval=2, async_save=True)
     run = functools.partial(train.loop, args, started(0, 7, manager, actor), progress)
-    return SimpleNamespace(run=run, events=events, actor=actor, progress=progress)
+    return SimpleNamespace(run=run, events=events, actor=actor, manager=manager, progress=progress)
 
 
 def test_a_checkpoint_in_the_background_is_published_when_it_is_written_or_the_next_one_or_the_end_comes(background):
@@ -190,6 +190,26 @@ def test_a_checkpoint_that_the_background_could_not_write_ends_the_run_and_the_o
     with pytest.raises(RunError, match="a disk is full"):
         background.run()
     assert background.events[-1] == ("data", 3) and background.progress.rollout_saved == 1
+
+
+@pytest.mark.parametrize("error", [RunError("an engine is lost"), KeyboardInterrupt()])
+@pytest.mark.parametrize(("fails_at", "lost", "rescued"), [(4, (), 3), (2, (), None), (4, (3,), None)])
+def test_an_error_leaves_the_checkpoint_that_was_written_until_then(background, error, fails_at, lost, rescued):
+    actor, manager = background.actor, background.manager
+    actor.done_at, actor.lost = {1: 9 if fails_at == 2 else 1, 3: 3}, lost
+    generate = manager.generate
+
+    def fail(rollout_id):
+        if rollout_id == fails_at:
+            raise error
+        return generate(rollout_id)
+
+    manager.generate = fail
+    with pytest.raises(type(error)) as raised:
+        background.run()
+    assert raised.value is error
+    published = [rollout_id for event, rollout_id in background.events if event == "publish"]
+    assert published == [1] * (fails_at == 4) + [rescued] * (rescued is not None)
 
 
 def test_a_stop_in_the_first_rollout_knows_where_the_run_stands():
