@@ -204,7 +204,10 @@ def _end_with(lifeline: int, owner: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
     # The parent may have ended before the kernel was asked to watch: then the pipe is readable (end of file) already.
-    if select.select([lifeline], [], [], 0)[0]:
+    # Not by select, which knows no descriptor above 1023: a copy of a process has all of its.
+    watch = select.poll()
+    watch.register(lifeline, select.POLLIN)
+    if watch.poll(0):
         os.kill(owner, signal.SIGKILL)
 
 
@@ -238,6 +241,10 @@ class ForkedCall:
     def has_ended(self) -> bool:
         """Whether `result` would not wait."""
         return self._result.poll()
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when the call has ended, for `multiprocessing.connection.wait`."""
+        return self._result.fileno()
 
     def result(self, timeout: float) -> Any:
         """What the function returned; may be called once. Afterwards the copy is gone.

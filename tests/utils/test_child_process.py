@@ -1,4 +1,5 @@
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -206,6 +207,19 @@ def test_a_forked_call_that_the_kernel_does_not_let_go_is_not_waited_for(monkeyp
     held[1]()
     assert was_left
     wait_until(lambda: not runs(hangs.pid))
+
+
+def test_a_process_with_many_open_files_has_forked_calls_too():
+    """More than `select` can watch."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit[0], 2000), limit[1]))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert ForkedCall(lambda: 5).result(60.0) == 5
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 
 def test_forked_calls_follow_a_parent_that_is_killed(tmp_path):

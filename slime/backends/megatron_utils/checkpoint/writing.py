@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
+import multiprocessing.connection
 import queue
 import shutil
 import time
@@ -198,11 +199,24 @@ class UnfinishedCheckpoint:
     def _take_answers(self) -> str | None:
         """Wait for this rank's writers, up to its first error, which is returned."""
         try:
-            for request, writers in self._parts:
-                answers = {index: writer.result(self._left()) for index, writer in enumerate(writers)}
-                if answers:
+            answers: list[dict[int, Any]] = [{} for _ in self._parts]
+            waiting = {
+                writer: (part, index)
+                for part, (_, writers) in enumerate(self._parts)
+                for index, writer in enumerate(writers)
+            }
+            while waiting:
+                # As they end: one that was killed is told while others write.
+                ended = multiprocessing.connection.wait(waiting, max(0.0, self._left()))
+                if not ended:
+                    raise TimeoutError
+                for writer in ended:
+                    part, index = waiting.pop(writer)
+                    answers[part][index] = writer.result(0.0)
+            for (request, writers), of_part in zip(self._parts, answers, strict=True):
+                if writers:
                     # Megatron asks for them when it finishes.
-                    request.async_fn_args[2].put(answers)
+                    request.async_fn_args[2].put(of_part)
         except TimeoutError:
             self._is_late = True
             error = f"a writer needs more than {self._limit:g} s (--checkpoint-write-timeout)"
