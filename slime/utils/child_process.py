@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import multiprocessing
 import os
 import select
@@ -284,6 +285,8 @@ class ForkedCall:
 def _call_and_send(function: Callable[[], Any], sender: Any, lifeline: int, others_end: int) -> None:
     os.close(others_end)
     _end_with(lifeline, os.getpid())
+    # Garbage of our parent's is its own to collect: what it ends may need threads that the copy has not.
+    gc.freeze()
     # What our parent does at a signal is not for its copy.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
