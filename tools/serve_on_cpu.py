@@ -18,7 +18,7 @@ from slime.backends.sglang_utils.server_arguments import CPU_DEFAULTS, environme
 from slime.utils.child_process import environment_for_python
 from slime.utils.device import gpus_on_this_machine
 
-_SERVE = "from slime.backends.sglang_utils.server_process import serve_plainly; serve_plainly()"
+SERVE = "from slime.backends.sglang_utils.server_process import serve_plainly; serve_plainly()"
 
 
 def command_line(words: list[str]) -> list[str]:
@@ -45,7 +45,7 @@ def main() -> None:
         )
     words = command_line(["--model-path", options.model_path, "--tp-size", str(options.tp_size), *words])
     environment = environment_on_cpu(environment_for_python(), options.tp_size)
-    os.execve(sys.executable, [sys.executable, "-c", _SERVE, *words], environment)
+    os.execve(sys.executable, [sys.executable, "-c", SERVE, *words], environment)
 
 
 if __name__ == "__main__":

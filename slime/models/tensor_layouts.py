@@ -9,6 +9,7 @@ Families are read before there is a tensor (`--help`), so that nothing here impo
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -157,19 +158,19 @@ class Vocabulary(Sharded):
 Piece = tuple[int, int, int]
 
 
-class _Interleaved(Sharded):
+class _Interleaved(Sharded, abc.ABC):
     """Rows of several HF tensors in another order, as one Megatron parameter; a rank holds consecutive rows of it."""
 
     def __init__(self) -> None:
         super().__init__(dim=0)
 
+    @abc.abstractmethod
     def _pieces(self, rows: Sequence[int], sizes: TensorSizes) -> Iterator[Piece]:
         """The HF rows in Megatron's order. Args: rows: of each HF tensor.
 
         Raises:
             UserError: the numbers of rows contradict a flag.
         """
-        raise NotImplementedError
 
     def part(self, tensors: Sequence[Stored], sizes: TensorSizes, rank: int, size: int) -> torch.Tensor:
         rows = [tensor.shape[0] for tensor in tensors]

@@ -32,6 +32,7 @@ from slime.utils.filesystem import make_scratch_directory, remove_scratch_direct
 from slime.utils.ports import PortReservation, host_for_url, random_port_start, reserve_port, service_host
 
 _FIRST_PORT = 3000
+# Between two questions: a router tells nobody when it is ready.
 _POLL_SECONDS = 0.05
 _REQUEST_TIMEOUT_SECONDS = 10.0
 _SHUTDOWN_SECONDS = 3.0

@@ -162,6 +162,7 @@ class LocalCheckpoint:
                         f"{_FLAG} {self._directory}: another engine of this host has not brought it to the new weights within "
                         f"{self._timeout:.0f} s (--engine-load-timeout)"
                     )
+                # A wait of the kernel's for a lock has no time limit.
                 time.sleep(_POLL_SECONDS)
             yield
         finally:

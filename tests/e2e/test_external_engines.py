@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -37,13 +36,13 @@ class PlainEngine:
             self._wait(log)
 
     def _wait(self, log: Path) -> None:
-        deadline = time.monotonic() + 240
-        while time.monotonic() < deadline and self.process.poll() is None:
-            with contextlib.suppress(requests.RequestException):
-                if self.ask("GET", "/model_info").ok:
-                    return
-            time.sleep(0.2)
-        raise AssertionError(log.read_text(errors="replace")[-4000:])
+        wait_until(lambda: self._answers() or self.process.poll() is not None, 240)
+        assert self.process.poll() is None, log.read_text(errors="replace")[-4000:]
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(requests.RequestException):
+            return self.ask("GET", "/model_info").ok
+        return False
 
     def ask(self, method: str, path: str, payload=None) -> requests.Response:
         headers = {"Authorization": f"Bearer {KEY}"}

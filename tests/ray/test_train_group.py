@@ -24,6 +24,7 @@ from slime.scheduling.device_turns import Holds
 from slime.utils.env import READ_AT_PROCESS_START
 from slime.utils.errors import RunError, UserError
 from tests.support.processes.local_ray import start_ray
+from tests.support.processes.waiting import wait_until
 
 SECRET = "value-that-nobody-may-read"
 
@@ -259,10 +260,7 @@ def test_ranks_build_their_model_when_what_they_wait_for_is_ready(make_group, tm
 
     @ray.remote(num_cpus=0)
     def asleep(sign):
-        deadline = time.monotonic() + 60
-        while not os.path.exists(sign):
-            assert time.monotonic() < deadline, "nobody let the engines go to sleep"
-            time.sleep(0.02)
+        wait_until(lambda: os.path.exists(sign))
 
     group, other, sign = make_group(), make_group(), tmp_path / "asleep"
     try:

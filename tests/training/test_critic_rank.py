@@ -152,10 +152,10 @@ def critic_worker(cases, save):
 def save_critic(run, directory):
     import torch.distributed as dist
 
-    from slime.backends.megatron_utils.checkpoint import publish_checkpoint, save_checkpoint
+    from slime.backends.megatron_utils.checkpoint import begin_checkpoint, publish_checkpoint
 
     run.args.save = directory
-    save_checkpoint(run.args, 0, run.model, run.optimizer, run.scheduler)
+    begin_checkpoint(run.args, 0, run.model, run.optimizer, run.scheduler).finish()
     if dist.get_rank() == 0:
         publish_checkpoint(run.args, 0)
     dist.barrier()

@@ -27,10 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from slime.backends.sglang_utils.server_arguments import environment_on_cpu
 from slime.utils.child_process import environment_for_python
 from slime.utils.ports import random_port_start, reserve_port
-from tools.serve_on_cpu import command_line
+from tools.serve_on_cpu import SERVE, command_line
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVE = "from slime.backends.sglang_utils.server_process import serve_plainly; serve_plainly()"
 WITHOUT_OURS = (
     "from slime.backends.sglang_utils import cpu_runtime\n"
     "del cpu_runtime._PATCHES['sglang.srt.layers.attention.attention_registry']\n"

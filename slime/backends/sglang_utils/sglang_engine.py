@@ -41,6 +41,7 @@ from slime.weights.transports.transport import FLUSH_SECONDS
 logger = logging.getLogger(__name__)
 
 _FIRST_PORT = 15000
+# Between two questions: a server tells nobody that it is ready, or that its requests are done.
 _READY_POLL_SECONDS = 0.1
 _FLUSH_PAUSE_SECONDS = 1.0
 _CONNECT_TIMEOUT_SECONDS = 10.0

@@ -233,11 +233,11 @@ def _save_in_layouts(cases):
     results = {}
     for name, args in cases.items():
         run = LayoutRun(args)
-        from slime.backends.megatron_utils.checkpoint import publish_checkpoint, save_checkpoint
+        from slime.backends.megatron_utils.checkpoint import begin_checkpoint, publish_checkpoint
 
         run.prepare()
         run.step()
-        save_checkpoint(args, 0, run.model, run.optimizer, run.scheduler)
+        begin_checkpoint(args, 0, run.model, run.optimizer, run.scheduler).finish()
         if dist.get_rank() == 0:
             publish_checkpoint(args, 0)
         dist.barrier()

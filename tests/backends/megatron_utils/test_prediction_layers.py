@@ -205,12 +205,12 @@ def _resume(saving, loading, *refused):
 
     run = LayoutRun(saving)
     from slime.arguments.checkpoints import WeightSource
-    from slime.backends.megatron_utils.checkpoint import load_checkpoint, publish_checkpoint, save_checkpoint
+    from slime.backends.megatron_utils.checkpoint import begin_checkpoint, load_checkpoint, publish_checkpoint
     from slime.utils.errors import UserError
 
     run.prepare()
     run.step()
-    save_checkpoint(saving, 0, run.model, run.optimizer, run.scheduler)
+    begin_checkpoint(saving, 0, run.model, run.optimizer, run.scheduler).finish()
     if dist.get_rank() == 0:
         publish_checkpoint(saving, 0)
     dist.barrier()

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from slime.rollout.rm_hub import batched_async_rm, remote
-from slime.utils.http_utils import HttpError, close_http_client
+from slime.utils.http_utils import HttpError
 from slime.utils.plugin_loader import load_function
 from slime.utils.types import Sample
 from tests.support.models.rollout_args import make_args
+from tests.support.processes.http_server import serving_app
 from tests.support.tables.page import blocks
 
 FOLDER = Path(__file__).parents[3] / "examples/reward_server"
@@ -33,15 +33,8 @@ def no_key(monkeypatch):
 @asynccontextmanager
 async def running(grader, **changes):
     options = {"api_key": None, "timeout": 30.0, "max_batch": 64, "max_waiting": 100, "max_bytes": 2**20, **changes}
-    runner = web.AppRunner(make_app(grader, **options), shutdown_timeout=0.2)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/grade"
-    finally:
-        await close_http_client()
-        await runner.cleanup()
+    async with serving_app(make_app(grader, **options)) as url:
+        yield f"{url}/grade"
 
 
 def graded(grader, samples, args=None, **changes):

@@ -61,9 +61,9 @@ class Trainer:
         self.scheduler.step(increment=ROLLOUTS_PER_STEP)
 
     def save(self, iteration, publish=True) -> None:
-        from slime.backends.megatron_utils.checkpoint import publish_checkpoint, save_checkpoint
+        from slime.backends.megatron_utils.checkpoint import begin_checkpoint, publish_checkpoint
 
-        save_checkpoint(self.args, iteration, self.model, self.optimizer, self.scheduler)
+        begin_checkpoint(self.args, iteration, self.model, self.optimizer, self.scheduler).finish()
         if publish and torch.distributed.get_rank() == 0:
             publish_checkpoint(self.args, iteration)
         torch.distributed.barrier()

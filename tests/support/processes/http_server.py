@@ -44,6 +44,13 @@ async def serving(handler: Handler) -> AsyncIterator[str]:
     """The URL of a server that answers with `handler`."""
     app = web.Application(client_max_size=2**24)
     app.router.add_route("*", "/{tail:.*}", handler)
+    async with serving_app(app) as url:
+        yield url
+
+
+@asynccontextmanager
+async def serving_app(app: web.Application) -> AsyncIterator[str]:
+    """The URL of a server of `app`; the client is closed before it ends."""
     runner = web.AppRunner(app, shutdown_timeout=0.2)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

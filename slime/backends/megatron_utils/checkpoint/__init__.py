@@ -7,7 +7,7 @@ directories in `states/` of the checkpoint.
 """
 
 from slime.backends.megatron_utils.checkpoint.reading import load_checkpoint, load_stored_state
-from slime.backends.megatron_utils.checkpoint.writing import begin_checkpoint, save_checkpoint
+from slime.backends.megatron_utils.checkpoint.writing import begin_checkpoint
 from slime.training.checkpoint_publication import forget_checkpoints, publish_checkpoint, show_checkpoint
 
 __all__ = [
@@ -16,6 +16,5 @@ __all__ = [
     "load_checkpoint",
     "load_stored_state",
     "publish_checkpoint",
-    "save_checkpoint",
     "show_checkpoint",
 ]

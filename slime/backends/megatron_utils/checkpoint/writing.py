@@ -55,28 +55,6 @@ from slime.weights.push import write_weight_version
 logger = logging.getLogger(__name__)
 
 
-def save_checkpoint(
-    args: argparse.Namespace,
-    iteration: int,
-    model: list[torch.nn.Module],
-    optimizer: Any,
-    scheduler: Any,
-    states: ModelStates | None = None,
-    stored: Sequence[str] = (),
-) -> Path:
-    """Write the checkpoint of rollout `iteration`; returns the directory that it will have. Collective over all ranks.
-
-    It is there for nobody yet: `publish_checkpoint` shows it when the data state is on disk as well.
-
-    Args:
-        stored: names out of `states` whose weights the checkpoint holds too, for `load_stored_state`.
-
-    Raises:
-        RunError: writing failed on some rank; the message names the path and the cause, and nothing was published.
-    """
-    return begin_checkpoint(args, iteration, model, optimizer, scheduler, states, stored).finish()
-
-
 def begin_checkpoint(
     args: argparse.Namespace,
     iteration: int,
@@ -87,10 +65,13 @@ def begin_checkpoint(
     stored: Sequence[str] = (),
     weight_version: int | None = None,
 ) -> UnfinishedCheckpoint:
-    """As `save_checkpoint`, up to the moment from which on model and optimizer may change: their tensors may still be on the
-    way to the disk. An error is raised by `finish` of what is returned.
+    """Write the checkpoint of rollout `iteration`, up to the moment from which on model and optimizer may change: their tensors
+    may still be on the way to the disk. What is returned waits for them, and raises what went wrong. Collective over all ranks.
+
+    The checkpoint is there for nobody yet: `publish_checkpoint` shows it when the data state is on disk as well.
 
     Args:
+        stored: names out of `states` whose weights the checkpoint holds too, for `load_stored_state`.
         weight_version: what `read_weight_version` is to find in the checkpoint; None: nothing.
     """
     unfinished = UnfinishedCheckpoint(iteration_directory(args.save, iteration), args.checkpoint_write_timeout)
@@ -139,14 +120,12 @@ class UnfinishedCheckpoint:
         # their answers out of the queue is this process.
         filesystem_async._results_queue = queue.Queue()
         request = dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True)
-        writers: list[ForkedCall] = []
         if request.async_fn is not None:
             request = _with_host_tensors(request)
-            self._parts.append((request, writers))
-            for index, bucket in enumerate(_buckets(request)):
-                writers.append(ForkedCall(functools.partial(_write, request.async_fn.args[0], index, bucket)))
-        else:
-            self._parts.append((request, writers))
+        writers: list[ForkedCall] = []
+        self._parts.append((request, writers))
+        for index, bucket in enumerate(_buckets(request)):
+            writers.append(ForkedCall(functools.partial(_write, request.async_fn.args[0], index, bucket)))
 
     def has_ended(self) -> bool:
         """Whether this rank's writers are done, have failed, or have no time left. Not collective."""
@@ -157,7 +136,7 @@ class UnfinishedCheckpoint:
         """Wait until the checkpoint is whole and synced; returns the directory that it will have. Collective.
 
         Raises:
-            RunError: as `save_checkpoint`.
+            RunError: writing failed on some rank; the message names the path and the cause, and nothing was published.
         """
         error = self.error
         if error is None:

@@ -63,6 +63,7 @@ def _kill_savers(args, in_background) -> list[dict]:
             if kill == 0 and save == 0:
                 saved, _ = next_message()
                 duration = time.monotonic() - start
+        # The moment is drawn: nobody chooses what the saver is at.
         time.sleep(generator.uniform(0, 1.3 * duration))
         # Its writers follow it.
         saver.kill()
