@@ -267,8 +267,11 @@ class Saver:
             if self._run.actor.save_has_ended(_RESCUE_SECONDS):
                 self._run.actor.finish_save(_RESCUE_SECONDS)
                 self._publish(rollout_id)
+                return
         except BaseException:
-            logger.debug("the checkpoint of rollout %d is lost with the run", rollout_id, exc_info=True)
+            # The error that ends the run is the one to tell.
+            logger.debug("the checkpoint of rollout %d could not be finished", rollout_id, exc_info=True)
+        logger.warning("the checkpoint of rollout %d was not wholly written, and is lost with the run", rollout_id)
 
     def _publish(self, rollout_id: int) -> None:
         # Whatever ends the run from here on may find it to be the newest.

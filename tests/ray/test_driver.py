@@ -194,7 +194,7 @@ def test_a_checkpoint_that_the_background_could_not_write_ends_the_run_and_the_o
 
 @pytest.mark.parametrize("error", [RunError("an engine is lost"), KeyboardInterrupt()])
 @pytest.mark.parametrize(("fails_at", "lost", "rescued"), [(4, (), 3), (2, (), None), (4, (3,), None)])
-def test_an_error_leaves_the_checkpoint_that_was_written_until_then(background, error, fails_at, lost, rescued):
+def test_an_error_leaves_the_checkpoint_that_was_written_until_then(background, caplog, error, fails_at, lost, rescued):
     actor, manager = background.actor, background.manager
     actor.done_at, actor.lost = {1: 9 if fails_at == 2 else 1, 3: 3}, lost
     generate = manager.generate
@@ -210,6 +210,7 @@ def test_an_error_leaves_the_checkpoint_that_was_written_until_then(background, 
     assert raised.value is error
     published = [rollout_id for event, rollout_id in background.events if event == "publish"]
     assert published == [1] * (fails_at == 4) + [rescued] * (rescued is not None)
+    assert ("was not wholly written, and is lost with the run" in caplog.text) == (rescued is None)
 
 
 def test_a_stop_in_the_first_rollout_knows_where_the_run_stands():
