@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from slime.utils.finite_number import finite_number
-from slime.utils.types import Sample, failed_and_masked
+from slime.utils.types import Sample, failed_and_masked, turns_of
 
 _REPETITION_CHARACTERS = 10000
 _REPETITION_RATIO = 10
@@ -35,7 +35,7 @@ def compute_statistics(values: Iterable[float]) -> dict[str, float]:
 
 
 def compute_rollout_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
-    """`rollout/` metrics of the samples of one step, and `passrate/` with `--log-passrate`.
+    """`rollout/` metrics of the samples of one step, `passrate/` with `--log-passrate`, `multi_turn/` with `--log-multi-turn`.
 
     Rewards are `get_reward_value(args)`. One that is no number (a user's post-processing may take anything) counts as neither
     correct nor equal to another.
@@ -50,6 +50,8 @@ def compute_rollout_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, f
         metrics |= _prefixed("rollout/correct_len/", compute_statistics(correct))
     if args.log_passrate:
         metrics |= _prefixed("passrate/", pass_rates(samples, rewards))
+    if args.log_multi_turn and samples:
+        metrics |= _prefixed("multi_turn/", _multi_turn_metrics(samples))
     return metrics
 
 
@@ -160,6 +162,20 @@ def _sample_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
     if category:
         values = Counter(s.reward[category] for s in samples if isinstance(s.reward, dict) and category in s.reward)
         metrics |= {f"error_cat/{value}": count / len(samples) for value, count in values.items()}
+    return metrics
+
+
+def _multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Tokens of responses with what tools said, and without; turns of the model. `clip_ratio`: the share a limit cut off."""
+    metrics = {}
+    for prefix, values in (
+        ("raw_response_length/response_length_", [sample.response_length for sample in samples]),
+        ("wo_obs_response_length/response_length_", [sample.effective_response_length for sample in samples]),
+        ("multi_turn_metric/round_number_", [turns_of(sample) for sample in samples]),
+    ):
+        statistics = compute_statistics(values)
+        metrics |= _prefixed(prefix, {name: statistics[name] for name in ("mean", "max", "min")})
+    metrics["raw_response_length/response_length_clip_ratio"] = float(np.mean([sample.truncated for sample in samples]))
     return metrics
 
 

@@ -68,6 +68,7 @@ COLUMNS: dict[str, Column] = {
     "raw_reward": Column(Kind.ROLLOUT, np.float64, required=True, sent_whole=True),
     "local_raw_reward": Column(Kind.SAMPLE),
     "truncated": Column(Kind.SAMPLE, required=True, reported=True),
+    "round_number": Column(Kind.SAMPLE, np.int64, reported=True),
     "sample_indices": Column(Kind.SAMPLE, required=True),
     "rollout_ids": Column(Kind.SAMPLE, np.int64),
     "rollout_mask_sums": Column(Kind.SAMPLE, np.float32),

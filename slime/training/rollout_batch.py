@@ -21,7 +21,7 @@ from slime.utils.errors import UserError
 from slime.utils.misc import Box
 from slime.utils.packed_sample import PackedSample, RaggedArray, as_loss_mask, get_source, pack_sample
 from slime.utils.sample_fields import held
-from slime.utils.types import Sample
+from slime.utils.types import Sample, turns_of
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +69,8 @@ def build_train_batch(samples: Sequence[Sample], raw_rewards: Sequence[float], r
             batch[name] = column
     if any(s.train_metadata is not None for s in samples):
         batch["metadata"] = [s.train_metadata or {} for s in samples]
+    if any("round_number" in s.metadata for s in samples):
+        batch["round_number"] = np.array([turns_of(s) for s in samples], dtype=np.int64)
     sources = [get_source(s) for s in samples]
     if any(source is not None for source in sources):
         batch["source_names"] = sources

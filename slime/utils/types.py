@@ -22,13 +22,14 @@ import numpy as np
 
 from slime.utils import sample_fields as sample_meta_info
 from slime.utils.errors import UserError
+from slime.utils.finite_number import finite_number
 from slime.utils.sample_fields import TOKEN_FIELDS, TokenField, first_not_finite, held, join, read_only, without_numpy
 
 # One list (or tensor) entry per sample under each key.
 RolloutBatch = dict[str, Any]
 
 # What generation writes into `metadata`; a retry must not see the values of the attempt before.
-_GENERATED_METADATA_KEYS = ("raw_reward", "round_number", "start_rollout_id", "fail_reason")
+_GENERATED_METADATA_KEYS = ("raw_reward", "round_number", "turn_start", "start_rollout_id", "fail_reason")
 
 
 @dataclass
@@ -355,6 +356,19 @@ def failed_and_masked(sample: Sample) -> bool:
     No property of `Sample`, on which any other name is an attribute of the user's.
     """
     return sample.status is Sample.Status.FAILED and bool(sample.remove_sample)
+
+
+def turns_of(sample: Sample) -> int:
+    """Turns of the model in the response: `metadata["round_number"]`, which generate functions set; 1 where none did.
+
+    Raises:
+        UserError: it is no whole number.
+    """
+    turns = sample.metadata.get("round_number", 1)
+    number = finite_number(turns)
+    if number is None or number != int(number):
+        raise UserError(f'metadata["round_number"] of sample {sample.index} is {turns!r}; expected a whole number')
+    return int(number)
 
 
 def _as_list(value: Any) -> Any:

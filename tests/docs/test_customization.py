@@ -167,7 +167,7 @@ def two_turns(given):
             await close_http_client()
 
     sample = asyncio.run(main())
-    shown = "\n<|im_start|>user\n<result>85</result><|im_end|>\n<|im_start|>assistant\n"
+    shown = "\n<|im_start|>user\n<tool_response>\n85\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     assert sample.response == "<calc>47+38</calc>" + shown + "It is 85" and sample.reward == 1.0
     written = [len(tokenizer.encode(text)) for text in (turns[1], shown, turns[2])]
     assert sample.loss_mask == [1] * written[0] + [0] * written[1] + [1] * written[2]

@@ -22,6 +22,7 @@ ARGS = SimpleNamespace(
     reward_key=None,
     use_critic=False,
     log_correct_samples=False,
+    log_multi_turn=False,
     log_passrate=False,
     log_reward_category=None,
     rollout_num_gpus=2,
@@ -180,3 +181,29 @@ def test_extra_metrics_get_their_prefix_once():
     merged = merge_extra_metrics({"rollout/a": 1}, {"b": 2, "rollout/c": 3}, "rollout/")
     assert merged == {"rollout/a": 1, "rollout/b": 2, "rollout/c": 3}
     assert merge_extra_metrics({"x": 1}, None, "rollout/") == {"x": 1}
+
+
+def test_turns_and_lengths_with_and_without_what_tools_said():
+    samples = [
+        Sample(
+            tokens=[1] * 9,
+            response_length=8,
+            loss_mask=[1, 1, 0, 0, 0, 0, 1, 1],
+            metadata={"round_number": 2},
+            reward=0,
+        ),
+        Sample(tokens=[1] * 4, response_length=2, status=Sample.Status.TRUNCATED, reward=0),
+    ]
+    metrics = compute_rollout_metrics(with_args(log_multi_turn=True), samples)
+    assert {name: value for name, value in metrics.items() if name.startswith("multi_turn/")} == {
+        "multi_turn/raw_response_length/response_length_mean": 5.0,
+        "multi_turn/raw_response_length/response_length_max": 8.0,
+        "multi_turn/raw_response_length/response_length_min": 2.0,
+        "multi_turn/raw_response_length/response_length_clip_ratio": 0.5,
+        "multi_turn/wo_obs_response_length/response_length_mean": 3.0,
+        "multi_turn/wo_obs_response_length/response_length_max": 4.0,
+        "multi_turn/wo_obs_response_length/response_length_min": 2.0,
+        "multi_turn/multi_turn_metric/round_number_mean": 1.5,
+        "multi_turn/multi_turn_metric/round_number_max": 2.0,
+        "multi_turn/multi_turn_metric/round_number_min": 1.0,
+    }

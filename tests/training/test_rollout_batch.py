@@ -162,6 +162,14 @@ def test_r22_train_metadata_becomes_a_column():
     assert batch["metadata"] == [{}, {"difficulty": 2}]
 
 
+def test_turns_become_a_column_where_a_sample_has_them():
+    assert "round_number" not in build([sample(0)])
+    batch = build([sample(0, metadata={"round_number": 3}), sample(1)])
+    assert batch["round_number"].tolist() == [3, 1]
+    with pytest.raises(UserError, match=r'"round_number"\] of sample 2 is 1.5; expected a whole number'):
+        build([sample(2, metadata={"round_number": 1.5})])
+
+
 def test_the_source_of_samples_becomes_a_column_where_one_has_it():
     assert "source_names" not in build([sample(0)])
     batch = build([sample(0, metadata={"source_name": "gsm8k"}), sample(1)])

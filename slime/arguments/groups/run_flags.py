@@ -132,8 +132,7 @@ LOGGING = Group("logging and tracking", (
     flag("--log-samples-interval", int, 10, "show the first and the last sample of the run's first rollout and of one in so "
         "many after it, and of every evaluation set likewise; 0: never", bounds=AT_LEAST_ZERO),
     switch("--log-passrate", "log pass@{1,2,4,...}"),
-    switch("--log-multi-turn", "log the number of turns and response lengths without the text of tools",
-        not_yet="counting the turns of dialogues"),
+    switch("--log-multi-turn", "log the number of turns and response lengths without the text of tools"),
     flag("--log-reward-category", str, None, "entry of reward dictionaries whose values are counted"),
     switch("--log-correct-samples", "log the response lengths (and entropy, where it is computed) of correct samples apart"),
     either("--use-tensorboard", "write event files; unset: yes, unless another tracker is chosen or the package is missing"),

@@ -57,6 +57,7 @@ def make_args(checkpoint: str, port: int = 1, **overrides: Any) -> SimpleNamespa
         "rollout_max_context_len": None,
         "rollout_max_response_len": 8,
         "rollout_stop": None,
+        "max_turns": None,
         "use_rollout_routing_replay": False,
         "rollout_stop_token_ids": None,
         "rollout_skip_special_tokens": False,

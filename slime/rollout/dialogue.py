@@ -1,0 +1,98 @@
+"""Answers of several turns: the model speaks, an environment replies, and so on, all of it one response.
+
+For generate functions of users (`--custom-generate-function-path`). What the environment says is context: it has loss mask 0,
+and the model's own tokens and log-probs are never made again from text.
+"""
+
+import inspect
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from slime.rollout.engine_request import token_budget
+from slime.rollout.generate_state import GenerateState
+from slime.rollout.generation import generate
+from slime.rollout.generation_call import current_call
+from slime.utils.errors import UserError
+from slime.utils.processing_utils import render_chat
+from slime.utils.sample_fields import held
+from slime.utils.types import Sample
+
+Reply = str | dict[str, Any] | None
+
+_SPOKEN = "probe answer"
+# In the metadata of a sample: the character of the response at which the model's turn begins.
+_TURN_START = "turn_start"
+
+
+async def dialogue(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], reply: Callable[[str], Reply | Awaitable[Reply]]
+) -> Sample:
+    """`sample` after turns of the model and replies to them, until there is none.
+
+    `reply(said)` is given the text of the model's turn. It returns a chat message (`{"role": "tool", "content": …}`), which the
+    chat template renders, a text that is put behind the turn as it is, or None: the dialogue is over. What waits in it should
+    be `async`: other dialogues go on meanwhile.
+
+    Turns end where the model ends them, or by a stop string (`--rollout-stop`). The dialogue is over, too, after
+    `--max-turns` turns of the model, and where a length limit cuts one off or leaves no room for the reply: then it is
+    TRUNCATED. The number of turns is in `metadata["round_number"]`, the time of replies in `non_generation_time`. One that
+    was interrupted (ABORTED) is gone on with where it stopped, with `--partial-rollout`.
+
+    Raises:
+        TypeError: `reply` returned something else.
+        UserError: the chat template cannot put such a message behind an answer.
+    """
+    metadata = sample.metadata
+    while True:
+        if current_call().aborted:
+            sample.status = Sample.Status.ABORTED
+            return sample
+        start = metadata.setdefault(_TURN_START, len(sample.response))
+        sample = await generate(args, sample, sampling_params)
+        if sample.status is not Sample.Status.COMPLETED:
+            return sample
+        metadata["round_number"] = metadata.get("round_number", 0) + 1
+        del metadata[_TURN_START]
+        if args.max_turns is not None and metadata["round_number"] >= args.max_turns:
+            return sample
+        started = time.monotonic()
+        said = reply(sample.response[start:])
+        if inspect.isawaitable(said):
+            said = await said
+        sample.non_generation_time += time.monotonic() - started
+        if said is None:
+            return sample
+        if not _append(args, sample, sampling_params, said):
+            sample.status = Sample.Status.TRUNCATED
+            return sample
+
+
+def _append(args: Any, sample: Sample, sampling_params: dict[str, Any], said: Any) -> bool:
+    """Put a reply behind what the sample has; False where no room would be left for the model's next token."""
+    if not isinstance(said, str | dict):
+        raise TypeError(f"reply returned {type(said).__name__}; expected a chat message, a str or None")
+    tokenizer = GenerateState(args).tokenizer
+    text = said if isinstance(said, str) else _rendered_reply(args, tokenizer, said)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    if isinstance(said, dict) and tokens[:1] == [int(held(sample, "tokens")[-1])]:
+        # The mark that ends a turn: the model itself has written it.
+        tokens = tokens[1:]
+        text = tokenizer.decode(tokens)
+    if len(tokens) >= token_budget(args, sample, sampling_params):
+        return False
+    sample.append_response_tokens(args, tokens=tokens, trainable=False, text=text)
+    return True
+
+
+def _rendered_reply(args: Any, tokenizer: Any, message: dict[str, Any]) -> str:
+    """What the chat template writes from the end of the model's turn to the begin of its next one."""
+    spoken = [{"role": "user", "content": "probe question"}, {"role": "assistant", "content": _SPOKEN}]
+    try:
+        text = render_chat(tokenizer, [*spoken, message], template_kwargs=args.apply_chat_template_kwargs)
+    except Exception as error:  # a template runs arbitrary code over the message
+        raise UserError(f"the chat template refused the reply {message!r} ({type(error).__name__}: {error})") from error
+    _, found, rest = text.partition(_SPOKEN)
+    if not found:
+        raise UserError(f"the chat template left out the answer before the reply {message!r}; reply with a str")
+    return rest

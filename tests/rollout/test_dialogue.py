@@ -1,0 +1,155 @@
+"""Dialogues of the model with an environment: which tokens they consist of, who is trained on what, and how they end."""
+
+import asyncio
+
+import pytest
+
+from slime.rollout.dialogue import dialogue
+from slime.rollout.generate_state import GenerateState
+from slime.rollout.generation_call import GenerationCall
+from slime.utils.http_utils import close_http_client, post
+from slime.utils.misc import SingletonMeta
+from slime.utils.types import Sample
+from tests.support.models.rollout_args import make_args, make_checkpoint
+from tests.support.models.tokenizer import build_tokenizer
+from tests.support.processes.fake_generate_server import FakeGenerateServer
+from tests.support.processes.waiting import until
+
+Status = Sample.Status
+TOKENIZER = build_tokenizer()
+END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+PROMPT = [{"role": "user", "content": "go"}]
+
+
+def encode(text):
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    SingletonMeta.clear_instances()
+    yield
+    SingletonMeta.clear_instances()
+
+
+@pytest.fixture
+def talk(checkpoint):
+    """The sample after a dialogue in which the model says `turns`, one after the other, each with its end of turn."""
+
+    def run(turns, reply, sample=None, interrupt=False, aborted=False, **changes):
+        left = [encode(turn) for turn in turns]
+        with FakeGenerateServer(lambda payload: left.pop(0), hold=lambda payload: interrupt) as server:
+            server.text_of = TOKENIZER.decode
+            settings = {"max_turns": None, "rollout_max_response_len": 100, "apply_chat_template": True, **changes}
+            args = make_args(checkpoint, server.port, **settings)
+            asked = sample or Sample(index=0, prompt=PROMPT)
+
+            async def main():
+                call = GenerationCall()
+                with call.under_way():
+                    call.aborted = aborted
+                    try:
+                        params = dict(GenerateState(args).sampling_params)
+                        answer = asyncio.ensure_future(dialogue(args, asked, params, reply))
+                        if interrupt:
+                            await until(lambda: server.in_flight)
+                            await post(f"{server.url}/abort_request", {"abort_all": True})
+                        return await answer
+                    finally:
+                        await close_http_client()
+
+            return asyncio.run(main()), server
+
+    return run
+
+
+def replies(*answers):
+    left, heard = list(answers), []
+
+    def reply(said):
+        heard.append(said)
+        return left.pop(0)
+
+    reply.heard = heard
+    return reply
+
+
+def test_the_response_is_what_the_template_makes_of_the_whole_chat(talk):
+    tool = {"role": "tool", "content": "4"}
+    reply = replies(tool, None)
+    sample, _ = talk(["2+2?<|im_end|>", "it is 4<|im_end|>"], reply)
+    chat = [*PROMPT, {"role": "assistant", "content": "2+2?"}, tool, {"role": "assistant", "content": "it is 4"}]
+    whole = TOKENIZER.apply_chat_template(chat, tokenize=False).removesuffix("\n")
+    assert TOKENIZER.decode(sample.tokens) == whole
+    assert whole.endswith(sample.response) and sample.response.startswith("2+2?<|im_end|>\n")
+    assert reply.heard == ["2+2?<|im_end|>", "it is 4<|im_end|>"]
+    assert sample.status is Status.COMPLETED and sample.metadata == {"round_number": 2}
+
+
+def test_only_what_the_model_said_is_trained(talk):
+    sample, server = talk(["a<|im_end|>", "b<|im_end|>"], replies({"role": "tool", "content": "c"}, None))
+    response = sample.tokens[-sample.response_length :]
+    said = [TOKENIZER.decode([token]) for token, mask in zip(response, sample.loss_mask, strict=True) if mask]
+    assert said == ["a", "<|im_end|>", "b", "<|im_end|>"]
+    assert [p == 0.0 for p in sample.rollout_log_probs] == [mask == 0 for mask in sample.loss_mask]
+    first, second = (request["input_ids"] for request in server.requests)
+    assert second[: len(first) + 2] == [*first, *encode("a"), END]
+    assert sample.tokens[: len(second)] == second
+
+
+def test_a_turn_that_a_stop_string_ended_is_closed_by_the_template(talk):
+    sample, _ = talk(["ask</q>", "b<|im_end|>"], replies({"role": "tool", "content": "c"}, None))
+    assert sample.response.startswith("ask</q><|im_end|>\n<|im_start|>user\n<tool_response>")
+    assert sample.loss_mask[len(encode("ask</q>"))] == 0
+
+
+def test_text_is_put_behind_the_turn_as_it_is(talk):
+    async def reply(said):
+        return "<r>5</r>" if "?" in said else None
+
+    sample, _ = talk(["5?", "five<|im_end|>"], reply)
+    assert sample.response == "5?<r>5</r>five<|im_end|>"
+
+
+def test_the_last_turn_gets_no_reply(talk):
+    reply = replies("x", "y")
+    sample, server = talk(["a", "b", "c"], reply, max_turns=2)
+    assert (sample.response, sample.status, len(server.requests)) == ("axb", Status.COMPLETED, 2)
+    assert reply.heard == ["a"]
+
+
+def test_a_reply_that_leaves_no_room_for_an_answer_ends_it(talk):
+    room = 10
+    for length, whole in ((room - 2, True), (room - 1, False)):
+        sample, server = talk(["a", "bcdefgh"], replies("." * length), rollout_max_response_len=room)
+        assert sample.status is Status.TRUNCATED
+        assert (sample.response, len(server.requests)) == (("a" + "." * length + "b", 2) if whole else ("a", 1))
+
+
+def test_an_interrupted_dialogue_goes_on_where_it_stopped(talk):
+    replied = replies("-", None)
+    sample, _ = talk(["ab", "cd"], replied, interrupt=True)
+    assert (sample.status, sample.response, replied.heard) == (Status.ABORTED, "a", [])
+    sample.status = Status.PENDING
+    sample, _ = talk(["bb", "cd"], replied, sample=sample)
+    assert (sample.status, sample.response, replied.heard) == (Status.COMPLETED, "abb-cd", ["abb", "cd"])
+    assert sample.metadata == {"round_number": 2}
+
+
+def test_nothing_is_asked_after_an_abort(talk):
+    sample, server = talk(["a"], replies(None), aborted=True)
+    assert (sample.status, server.requests) == (Status.ABORTED, [])
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "words"),
+    [(7, TypeError, "returned int"), ({"content": "no role"}, Exception, "refused the reply")],
+)
+def test_a_wrong_reply_is_told(talk, answer, error, words):
+    with pytest.raises(error, match=words):
+        talk(["a"], replies(answer))
