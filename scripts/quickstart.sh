@@ -4,6 +4,7 @@
 #   bash scripts/quickstart.sh
 #   bash scripts/quickstart.sh --dry-run
 #   bash scripts/quickstart.sh -- --advantage-estimator gspo
+#   bash scripts/quickstart.sh --example calculator
 #   bash scripts/quickstart.sh --help
 set -euo pipefail
 CALLER_DIR="$PWD"
@@ -12,7 +13,8 @@ unset PYTHONDONTWRITEBYTECODE # without .pyc files every process of a run starts
 export SLIME_ACCELERATOR=cpu   # also where a GPU is present: the pinned set has CPU builds
 
 SEED=0
-BASE_DIR=outputs/quickstart
+BASE_DIR=""
+EXAMPLE=""
 NUM_ROLLOUT=30
 RUN_NAME=""
 DRY_RUN=""
@@ -21,7 +23,8 @@ MORE_ARGS=()
 
 usage() {
   cat <<HELP
-usage: bash scripts/quickstart.sh [--seed N] [--dir DIR] [--num-rollout N] [--run NAME] [--async] [--dry-run] [-- FLAG...]
+usage: bash scripts/quickstart.sh [--seed N] [--dir DIR] [--num-rollout N] [--run NAME] [--example NAME]
+                                  [--async] [--dry-run] [-- FLAG...]
 
 Does everything, one step after the other, on a Linux x86-64 machine with Python 3.11 and no GPU:
 
@@ -34,9 +37,11 @@ Does everything, one step after the other, on a Linux x86-64 machine with Python
 A second run reuses 1 to 3 and trains into a new run directory.
 
   --seed N         seed of the task, of training and of sampling (default $SEED)
-  --dir DIR        where everything goes (default $BASE_DIR in the repository)
+  --dir DIR        where everything goes (default outputs/quickstart, or outputs/NAME of an example, in the repository)
   --num-rollout N  GRPO steps (default $NUM_ROLLOUT)
   --run NAME       directory of the run below DIR/seed-N/runs (default: the time); one that is there is resumed
+  --example NAME   the task and the functions of examples/NAME, one of
+                   $(printf '%s ' examples/*/quickstart.sh | sed 's|examples/||g; s|/quickstart.sh||g')
   --async          step 4 through train_async.py, which generates the next rollout while it trains
   --dry-run        print the plans of steps 3 and 4 (placement, memory, batch arithmetic) and end; needs step 1
   -- FLAG...       more flags of step 4; they win over its own, and name files from the repository's root
@@ -54,13 +59,14 @@ while (($#)); do
       usage
       exit 0
       ;;
-    --seed | --dir | --num-rollout | --run)
+    --seed | --dir | --num-rollout | --run | --example)
       (($# >= 2)) || refuse "$1 needs a value"
       case "$1" in
         --seed) SEED="$2" ;;
         --dir) [[ "$2" == /* ]] && BASE_DIR="${2%/}" || BASE_DIR="$CALLER_DIR/${2%/}" ;;
         --num-rollout) NUM_ROLLOUT="$2" ;;
         --run) RUN_NAME="$2" ;;
+        --example) EXAMPLE="$2" ;;
       esac
       shift 2
       ;;
@@ -84,7 +90,18 @@ done
 [[ "$NUM_ROLLOUT" =~ ^[1-9][0-9]*$ ]] || refuse "--num-rollout '$NUM_ROLLOUT': must be a whole number above 0"
 [[ "$RUN_NAME" =~ ^[A-Za-z0-9._-]*$ ]] || refuse "--run '$RUN_NAME': must be made of letters, digits, '.', '_' and '-'"
 
+# What an example has of its own: arguments of tools/make_toy_task.py, and flags of steps 3 and 4.
+TASK_ARGS=()
+EXAMPLE_SFT_ARGS=()
+EXAMPLE_ARGS=()
+if [[ -n "$EXAMPLE" ]]; then
+  [[ -f "examples/$EXAMPLE/quickstart.sh" ]] || refuse "--example '$EXAMPLE': there is no examples/$EXAMPLE/quickstart.sh"
+  # shellcheck source=/dev/null
+  source "examples/$EXAMPLE/quickstart.sh"
+fi
+
 PYTHON_BIN=.venv/bin/python
+BASE_DIR="${BASE_DIR:-outputs/${EXAMPLE:-quickstart}}"
 SEED_DIR="$BASE_DIR/seed-$SEED"
 TASK_DIR="$SEED_DIR/task"
 SFT_DIR="$SEED_DIR/sft"
@@ -208,7 +225,7 @@ plan() {
   if [[ ! -f "$TASK_DIR/task.json" ]]; then
     TASK_COPY="$(mktemp -d "${TMPDIR:-/tmp}/slime-toy-task-XXXXXX")"
     trap 'rm -rf "$TASK_COPY"' EXIT
-    "$PYTHON_BIN" tools/make_toy_task.py "$TASK_COPY" --seed "$SEED"
+    "$PYTHON_BIN" tools/make_toy_task.py "$TASK_COPY" --seed "$SEED" ${TASK_ARGS[@]+"${TASK_ARGS[@]}"}
   fi
   step "3/5 teach by demonstrations: plan"
   "$PYTHON_BIN" train.py "${SFT_RUN_ARGS[@]//"$TASK_DIR/"/"$TASK_COPY/"}" --dry-run
@@ -218,11 +235,12 @@ plan() {
 
 SFT_RUN_ARGS=(
   "${MODEL_ARGS[@]}" "${PERF_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SFT_ARGS[@]}"
-  --seed "$((1234 + SEED))" --rollout-seed "$((42 + SEED))"
+  --seed "$((1234 + SEED))" --rollout-seed "$((42 + SEED))" ${EXAMPLE_SFT_ARGS[@]+"${EXAMPLE_SFT_ARGS[@]}"}
 )
 GRPO_RUN_ARGS=(
   "${MODEL_ARGS[@]}" "${PERF_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}"
-  "${EVAL_ARGS[@]}" "${GRPO_ARGS[@]}" "${SGLANG_ARGS[@]}" "${MISC_ARGS[@]}" ${MORE_ARGS[@]+"${MORE_ARGS[@]}"}
+  "${EVAL_ARGS[@]}" "${GRPO_ARGS[@]}" "${SGLANG_ARGS[@]}" "${MISC_ARGS[@]}" ${EXAMPLE_ARGS[@]+"${EXAMPLE_ARGS[@]}"}
+  ${MORE_ARGS[@]+"${MORE_ARGS[@]}"}
 )
 
 if [[ -n "$DRY_RUN" ]]; then
@@ -237,7 +255,7 @@ step "2/5 toy task: $TASK_DIR"
 if [[ -f "$TASK_DIR/task.json" ]]; then
   echo "reused"
 else
-  "$PYTHON_BIN" tools/make_toy_task.py "$TASK_DIR" --seed "$SEED"
+  "$PYTHON_BIN" tools/make_toy_task.py "$TASK_DIR" --seed "$SEED" ${TASK_ARGS[@]+"${TASK_ARGS[@]}"}
 fi
 
 step "3/5 teach by demonstrations: $SFT_DIR"

@@ -16,6 +16,8 @@ Invariants:
 - no held-out problem (in either order of its operands) is a training problem or a demonstration;
 - the output depends on the arguments alone: equal arguments give equal bytes.
 
+Another task for the same model comes from a function of another file (`--data examples/calculator/toy_task.py:write_data`).
+
 Written: `model/` (Hugging Face checkpoint, Qwen3 architecture), `train.jsonl` and `eval.jsonl` (`prompt`, `label`,
 `metadata`), `sft.jsonl` (`messages`, `metadata`) and, last, `task.json` (the arguments), the mark of a complete task.
 """
@@ -30,6 +32,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.utils.errors import UserError
+from slime.utils.plugin_loader import load_function
 from tools.toy_model import write_json, write_model
 
 if TYPE_CHECKING:
@@ -118,7 +122,7 @@ def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def write_data(directory: Path, arguments: argparse.Namespace) -> None:
-    """Write `train.jsonl`, `eval.jsonl` and `sft.jsonl`."""
+    """Write `train.jsonl`, `eval.jsonl` and `sft.jsonl`; a function given as `--data` does the same for a task of its own."""
     import numpy
 
     generator = numpy.random.default_rng([arguments.seed, 0])
@@ -152,6 +156,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the data")
     parser.add_argument("--force", action="store_true", help="write over a task that is already there")
     data = parser.add_argument_group("data")
+    data.add_argument(
+        "--data",
+        metavar="PATH",
+        help="FILE.py:FUNCTION that writes another task; called with the directory and these arguments",
+    )
     data.add_argument("--digits", type=int, default=2, help="digits of each operand")
     data.add_argument("--train-size", type=int, default=2048, help="problems in train.jsonl")
     data.add_argument("--eval-size", type=int, default=256, help="held-out problems in eval.jsonl")
@@ -198,8 +207,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_arguments(arguments)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / MARK_OF_COMPLETENESS).unlink(missing_ok=True)
-        write_data(directory, arguments)
-    except ValueError as error:
+        (load_function(arguments.data, flag="--data") if arguments.data else write_data)(directory, arguments)
+    except (UserError, ValueError) as error:
         print(f"make_toy_task: {error}", file=sys.stderr)
         return 2
     parameters = write_model(directory / "model", arguments)

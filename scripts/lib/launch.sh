@@ -7,19 +7,18 @@
 # touched. What is submitted runs on the Ray cluster that is there; where there is none, a head is started for the run on this
 # machine and ended with it, and nothing else is. A script that is a job of a cluster itself becomes the run.
 
-RUN_NAME="$(basename "${BASH_SOURCE[-1]}" .sh)"
-RUN_NAME="${RUN_NAME#run-}"
 SCRIPTS_DIR="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-SAY_AS="run-$RUN_NAME"
+SAY_AS="$(basename "${BASH_SOURCE[-1]}" .sh)"
 source "$SCRIPTS_DIR/lib/ray_node.sh"
 # What the user set, before defaults are put beside it: it belongs to the command that starts the run again.
 GIVEN_SETTINGS=()
-for name in MODEL NUM_GPUS BASE_DIR MODELS_DIR DATA_DIR CHECKPOINTS_DIR TOY_DIR HF_CHECKPOINT REF_LOAD LOAD SAVE PROMPT_DATA \
+for name in MODEL NUM_GPUS RUN_NAME BASE_DIR MODELS_DIR DATA_DIR CHECKPOINTS_DIR TOY_DIR HF_CHECKPOINT REF_LOAD LOAD SAVE PROMPT_DATA \
   EVAL_DATA SFT_DATA ACTOR_NUM_NODES CONTEXT_PARALLEL_SIZE EXPERT_PARALLEL_SIZE MODEL_ARGS_NUM_LAYERS MODEL_ARGS_ROTARY_BASE \
   TRAIN_SCRIPT NCCL_NVLS_ENABLE WANDB_PROJECT WANDB_GROUP RAY_ADDRESS; do
   if [[ -n "${!name:-}" ]]; then GIVEN_SETTINGS+=("$name=${!name}"); fi
 done
 unset name
+RUN_NAME="${RUN_NAME:-${SAY_AS#run-}}"
 source "$SCRIPTS_DIR/lib/toy.sh"
 source "$SCRIPTS_DIR/lib/settings.sh"
 
@@ -54,6 +53,7 @@ Environment variables, with the values that hold now:
   HF_CHECKPOINT     ${HF_CHECKPOINT:-}
   REF_LOAD          ${REF_LOAD:-}
   LOAD, SAVE        ${LOAD:-}, ${SAVE:-}
+  RUN_NAME          $RUN_NAME (of the job, and of the directory where SAVE is not set)
   PROMPT_DATA       $PROMPT_DATA
   EVAL_DATA         $EVAL_DATA
   SFT_DATA          $SFT_DATA

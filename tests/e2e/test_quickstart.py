@@ -1,28 +1,10 @@
 """The command of the README, as a new user types it. Slow: it trains for some minutes."""
 
-import os
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
-
-def quickstart(directory: Path, *words: str, timeout: float = 900) -> str:
-    done = subprocess.run(
-        ["bash", "scripts/quickstart.sh", "--dir", str(directory), *words],
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "TENSORBOARD_DIR")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        timeout=timeout,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    return done.stdout
+from tests.support.processes.quickstart import quickstart
 
 
 @pytest.fixture(scope="module")

@@ -219,6 +219,6 @@ def test_help_names_the_variables_and_starts_nothing() -> None:
 
 
 def test_shellcheck_finds_nothing() -> None:
-    scripts = sorted(str(path) for path in SCRIPTS_DIR.glob("**/*.sh"))
+    scripts = sorted(str(path) for folder in ("scripts", "examples") for path in (ROOT / folder).glob("**/*.sh"))
     result = subprocess.run([SHELLCHECK, *scripts], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stdout

@@ -1,0 +1,35 @@
+"""Every example that has a toy task learns it, by the command of its README. Slow: each trains for some minutes."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes.quickstart import quickstart
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# Held-out accuracy: below the first before, above the second after.
+ACCURACIES = {
+    "calculator": (0.4, 0.65),
+}
+
+
+def test_every_example_with_a_task_is_here():
+    assert sorted(path.parent.name for path in EXAMPLES.glob("*/quickstart.sh")) == sorted(ACCURACIES)
+
+
+@pytest.mark.parametrize("name", ACCURACIES)
+def test_its_readme_has_the_command(name):
+    assert f"bash scripts/quickstart.sh --example {name}" in (EXAMPLES / name / "README.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ACCURACIES)
+def test_it_learns(name, tmp_path):
+    output = quickstart(tmp_path, "--example", name)
+    evaluations = re.findall(r"evaluation (?:before|after) rollout \d+: held_out ([\d.]+)", output)
+    before, after = map(float, evaluations)
+    below, above = ACCURACIES[name]
+    assert before < below and after > above
+    differences = [float(value) for value in re.findall(r"logprob_diff ([\d.e+-]+)", output)]
+    assert len(differences) == 30 and max(differences) <= 1e-5

@@ -1,0 +1,23 @@
+"""The command of the README as a user types it."""
+
+import os
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+def quickstart(directory: Path, *words: str, timeout: float = 900) -> str:
+    """What `bash scripts/quickstart.sh --dir DIRECTORY WORDS` prints; AssertionError, with the end of it, where it fails."""
+    done = subprocess.run(
+        ["bash", "scripts/quickstart.sh", "--dir", str(directory), *words],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "TENSORBOARD_DIR")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
