@@ -230,7 +230,7 @@ ROLLOUT = Group("rollout", (
     switch("--partial-rollout", "aborted responses go back to the buffer and continue later"),
     switch("--mask-offpolicy-in-partial-rollout", "with --partial-rollout, train only the tokens written after the "
         "resumption", idle=_NO_PARTIAL_ROLLOUT),
-    flag("--max-turns", int, None, "turns of a dialogue; custom generate functions read args.max_turns", bounds=AT_LEAST_ONE),
+    flag("--max-turns", int, None, "turns of the model in a dialogue; unset: as many as it takes", bounds=AT_LEAST_ONE),
     flag("--rollout-data-transport", str, "object-store", "how batches travel from the rollout manager to the training ranks",
         "object-store", "nixl", not_yet="another transport of batches than the object store"),
     # Staleness
