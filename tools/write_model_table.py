@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,7 @@ def _row(name: str, record: dict[str, Any] | None) -> list[str]:
     own = FAMILIES[model_type].model_types
     # Layers that are all dense hold layouts that experts do not.
     tiny = [row for key, row in TINY_FAMILIES.items() if row.model_type in own and not key.endswith(" dense")]
-    has_own_provider = "--custom-model-provider-path" in (ROOT / "scripts" / "models" / f"{name}.sh").read_text()
-    tested = bool(tiny) and model_type in TRAINED_MODEL_TYPES and not has_own_provider
+    tested = bool(tiny) and model_type in TRAINED_MODEL_TYPES
     layouts = dict.fromkeys(layout for row in tiny for layout in row.layouts)
     is_served = not _SERVED.isdisjoint(own)
     return [
@@ -166,7 +166,7 @@ def rehearse(name: str) -> dict[str, Any]:
         "planned_gib": float(memory[2]),
         "apart": apart,
         "pushed": int(pushed[1].replace(",", "")),
-        "stored": None if stored is None else len(stored),
+        "stored": None if stored is None else len(trained_of(name, stored)),
         "seconds": int(seconds[1]),
     }
 
@@ -207,7 +207,10 @@ def layout_of(name: str) -> list[str]:
     text = PUBLISHED_MODELS[name].get("text_config", PUBLISHED_MODELS[name])
     large = text["num_hidden_layers"] * text["hidden_size"] ** 2 > _LARGE
     tensor, nodes, expert = (8, 8, 32) if large else (2, 1, 8)
-    experts = ["--expert-model-parallel-size", str(expert)] if "--num-experts" in model_words(name) else []
+    experts = []
+    if "--num-experts" in model_words(name):
+        # Experts are whole on their ranks, as in launch scripts.
+        experts = ["--expert-model-parallel-size", str(expert), "--expert-tensor-parallel-size", "1"]
     sizes = ["--actor-num-nodes", str(nodes), "--actor-num-gpus-per-node", "8"]
     return [*sizes, "--tensor-model-parallel-size", str(tensor), *experts]
 
@@ -237,6 +240,12 @@ def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]] | None:
     if config.get("tie_word_embeddings"):
         del tensors["lm_head.weight"]
     return tensors
+
+
+def trained_of(name: str, stored: Iterable[str]) -> list[str]:
+    """Of the tensors of a model's checkpoint those that are trained: a vision tower is not."""
+    not_trained = FAMILIES[PUBLISHED_MODELS[name]["model_type"]].not_trained
+    return [tensor for tensor in stored if not_trained is None or not_trained.search(tensor) is None]
 
 
 def write_stand_in(directory: Path, tensors: dict[str, tuple[int, ...]]) -> None:

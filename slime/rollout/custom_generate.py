@@ -22,7 +22,6 @@ from slime.rollout.generate_state import GenerateState
 from slime.rollout.user_functions import (
     CallKind,
     CallTimedOut,
-    accepted_keywords,
     call_slots,
     call_user_function,
     describe_samples,
@@ -31,7 +30,7 @@ from slime.rollout.user_functions import (
 )
 from slime.utils.errors import UserError
 from slime.utils.http_utils import generation_concurrency
-from slime.utils.plugin_loader import load_function, user_function_error
+from slime.utils.plugin_loader import accepted_keywords, load_function, user_function_error
 from slime.utils.sample_fields import first_not_finite, held
 from slime.utils.types import Sample
 

@@ -42,8 +42,8 @@ from slime.rollout.data_source_files import (
     write_drawn_ahead,
     write_state,
 )
-from slime.rollout.user_functions import accepted_keywords
 from slime.utils.errors import RunError, UserError
+from slime.utils.plugin_loader import accepted_keywords
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)

@@ -111,19 +111,6 @@ def is_batch_form(fn: Callable[..., Any]) -> bool:
     return parameter_names(fn)[1:2] == ["samples"]
 
 
-def accepted_keywords(fn: Callable[..., Any], candidates: dict[str, Any]) -> dict[str, Any]:
-    """The entries of `candidates` that `fn` can be given by name."""
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return {}
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return dict(candidates)
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    names = {parameter.name for parameter in parameters if parameter.kind in by_name}
-    return {name: value for name, value in candidates.items() if name in names}
-
-
 def is_coroutine_function(fn: Callable[..., Any]) -> bool:
     """Whether calling `fn` gives an awaitable, also for objects with an async `__call__`."""
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004

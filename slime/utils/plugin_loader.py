@@ -244,6 +244,19 @@ def _kind_of(flag: str | None) -> str:
     return flag.removeprefix("--").replace("-", "_").removesuffix("_path") if flag else ""
 
 
+def accepted_keywords(fn: Callable[..., Any], candidates: dict[str, Any]) -> dict[str, Any]:
+    """The entries of `candidates` that `fn` can be given by name."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return dict(candidates)
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    names = {parameter.name for parameter in parameters if parameter.kind in by_name}
+    return {name: value for name, value in candidates.items() if name in names}
+
+
 _PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
 
 

@@ -61,7 +61,8 @@ class Sequences:
     def _number(self) -> torch.Tensor:
         """The number of each row's sequence, counted from 1."""
         numbers = torch.arange(1, len(self.lengths) + 1)
-        return self._on_device(numbers.repeat_interleave(torch.tensor(self.lengths)))
+        counts = torch.tensor(self.lengths)
+        return self._on_device(numbers.repeat_interleave(counts, output_size=sum(self.lengths)))
 
     @cached_property
     def waves(self) -> list[int]:

@@ -100,10 +100,10 @@ def describe_model(args: argparse.Namespace) -> tuple[list[Parameter], list[str]
         initialize.init(args)
         from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-        from slime.backends.megatron_utils.model_provider import get_model_provider_func
+        from slime.backends.megatron_utils.model_provider import build_model
 
         with torch.device("meta"):
-            model = get_model_provider_func(args)(pre_process=True, post_process=True, vp_stage=None)
+            model = build_model(args, pre_process=True, post_process=True, vp_stage=None)
         own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
         parameters, objects = [], []
         for name, entry in model.sharded_state_dict().items():

@@ -168,8 +168,7 @@ WEIGHTS = Group("weights and training process", (
     switch("--freeze-indexer", "freeze the weights that choose keys in sparse attention, which nothing trains in any case; an "
         "error when the model has none"),
     # Model
-    plug_in("--custom-model-provider-path", RANKS, "function that builds the Megatron model",
-        not_yet="an own model provider"),
+    plug_in("--custom-model-provider-path", RANKS, "function that builds the Megatron model"),
     flag("--qwen-gdn-backend", str, "fla", "kernels of gated-delta-net layers (Qwen3-Next and its kin) on GPUs: package "
         "flash-linear-attention or flash-qla", "fla", "flashqla", needs="{--spec} of such layers"),
     switch("--use-gated-attention", "another name of --attention-output-gate"),

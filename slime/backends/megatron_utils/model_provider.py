@@ -1,8 +1,8 @@
 """From `args` to the model of one training rank.
 
-`build_transformer_config` turns flags into Megatron's configuration, `get_model_provider_func` builds the bare model,
-`setup_model` wraps it for mixed precision and data parallelism, and where no checkpoint gives weights, random ones are drawn
-that depend on the seed and on the parameter's global name alone.
+`build_transformer_config` turns flags into Megatron's configuration, `build_model` builds the bare model, or has a function of
+the user's build it, `setup_model` wraps it for mixed precision and data parallelism, and where no checkpoint gives weights,
+random ones are drawn that depend on the seed and on the parameter's global name alone.
 
 Megatron draws one weight after the other from a single generator, so what a layer gets depends on which layers came before
 it on the same rank: every pipeline stage would start like the first one. Here every matrix is drawn whole from a seed of its
@@ -28,16 +28,22 @@ from megatron.core.transformer.module import Float16Module
 from slime.arguments.config_files.role_config import CRITIC
 from slime.backends.megatron_utils.attention import PackedAttention
 from slime.backends.megatron_utils.config_fields import fields_from_args, params_dtype
+from slime.backends.megatron_utils.hf_conversion import family_of_run
 from slime.backends.megatron_utils.initialize import has_contiguous_context
 from slime.backends.megatron_utils.int4_training import round_weights_to_int4
-from slime.backends.megatron_utils.layer_spec import get_decoder_spec, rotate_by_position, transformer_engine_available
+from slime.backends.megatron_utils.layer_spec import (
+    get_decoder_spec,
+    rotate_by_position,
+    rotates_by_position,
+    transformer_engine_available,
+)
 from slime.backends.megatron_utils.parameter_names import EMBEDDING, global_named_parameters, named_expert_biases
 from slime.backends.megatron_utils.parameter_selection import select_trained_parameters
 from slime.backends.megatron_utils.prediction_layers import put_prediction_layers
 from slime.backends.megatron_utils.value_head import put_value_head
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
-from slime.utils.plugin_loader import load_function
+from slime.utils.plugin_loader import accepted_keywords, calling_user_code, load_function
 
 ModelProvider = Callable[..., GPTModel]
 
@@ -195,7 +201,10 @@ def _imports(module: str) -> bool:
 
 
 def get_model_provider_func(args: Any) -> ModelProvider:
-    """A function `provider(pre_process=True, post_process=True, vp_stage=None)` that builds this rank's `GPTModel`."""
+    """A function `provider(pre_process=True, post_process=True, vp_stage=None)` that builds this rank's `GPTModel`.
+
+    It is the model of the flags. A provider of one's own may start from it.
+    """
 
     def provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
         config = build_transformer_config(args)
@@ -216,17 +225,95 @@ def get_model_provider_func(args: Any) -> ModelProvider:
             seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
             vp_stage=vp_stage,
         )
-        # A spec of a family's own may have attention that asks for Megatron's packed format. Latent attention has a rotary
-        # embedding of its own in each layer.
-        is_local = config.transformer_impl == "local" and all(map(_has_packed_attention, model.decoder.layers))
-        if not config.multi_latent_attention and (is_local or has_contiguous_context(args)):
-            rotate_by_position(model)
-        if post_process and args.padded_vocab_size > args.vocab_size:
-            _mask_vocabulary_padding(model.output_layer, args)
-        put_prediction_layers(args, model, vp_stage)
-        return model
+        return _complete(args, model, vp_stage)
 
     return provider
+
+
+def build_model(args: Any, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
+    """This rank's model chunk as the run has it: that of `--custom-model-provider-path`, else that of the flags.
+
+    Raises:
+        UserError: the function raises, or returns a model that a run cannot train, export or cut as its flags say.
+    """
+    place = {"pre_process": pre_process, "post_process": post_process, "vp_stage": vp_stage}
+    path, flag = args.custom_model_provider_path, "--custom-model-provider-path"
+    if path is None:
+        return get_model_provider_func(args)(**place)
+    provider = load_function(path, flag=flag)
+    keywords = accepted_keywords(
+        provider, {"vp_stage": vp_stage, "config": build_transformer_config(args), "args": args}
+    )
+    subject = f"{flag} {path}"
+    if vp_stage is not None and "vp_stage" not in keywords:
+        raise UserError(
+            f"{subject}: with virtual pipeline stages the function has to take vp_stage, which says whose layers it builds"
+        )
+    with calling_user_code(flag, path, f"a model chunk with {place}"):
+        model = provider(pre_process, post_process, **keywords)
+    if not isinstance(model, GPTModel):
+        raise UserError(
+            f"{subject} returned {type(model).__module__}.{type(model).__qualname__}; expected a GPTModel of Megatron-Core, or "
+            "of a class that is derived from it"
+        )
+    _check_provided(args, subject, model, place)
+    return _complete(args, model, vp_stage)
+
+
+# Messages between stages, gradients and exports follow these, whoever builds the layers.
+_FIXED_FIELDS = (
+    "num_layers", "hidden_size", "num_moe_experts", "params_dtype", "pipeline_dtype", "fp16", "bf16", "sequence_parallel",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "variable_seq_lengths",
+    "calculate_per_token_loss", "use_cpu_initialization", "mtp_num_layers",
+)  # fmt: skip
+
+
+def _check_provided(args: Any, subject: str, model: GPTModel, place: dict[str, Any]) -> None:
+    config = build_transformer_config(args)
+    expected: dict[str, tuple[Any, Any]] = {
+        "pre_process": (model.pre_process, place["pre_process"]),
+        "post_process": (model.post_process, place["post_process"]),
+        "vocab_size": (model.vocab_size, args.padded_vocab_size),
+        "parallel_output": (model.parallel_output, True),
+        "share_embeddings_and_output_weights": (
+            model.share_embeddings_and_output_weights,
+            not args.untie_embeddings_and_output_weights,
+        ),
+        **{f"config.{name}": (getattr(model.config, name), getattr(config, name)) for name in _FIXED_FIELDS},
+    }
+    other = [f"{name} {found} (the run: {wanted})" for name, (found, wanted) in expected.items() if found != wanted]
+    if other:
+        raise UserError(
+            f"{subject} returned a model with {', '.join(other)}; build it with what the function is given and "
+            "--padded-vocab-size rows of vocabulary, and change nothing but what is inside of its layers"
+        )
+    family = family_of_run(args)
+    for name, _ in global_named_parameters(model):
+        try:
+            family.find(name)
+        except KeyError as error:
+            raise UserError(
+                f"{subject} returned a model with {name}, which has no tensor in checkpoints of {family.model_types[0]}, so "
+                "engines could not be given it; keep to the parameters of the family, or name another by --model-name"
+            ) from error
+
+
+def _complete(args: Any, model: GPTModel, vp_stage: int | None) -> GPTModel:
+    """Give a bare model chunk what packed streams, engines and the flags ask for, as far as it lacks that."""
+    config = model.config
+    # A spec of a family's own may have attention that asks for Megatron's packed format. Latent attention has a rotary
+    # embedding of its own in each layer.
+    is_local = config.transformer_impl == "local" and all(map(_has_packed_attention, model.decoder.layers))
+    is_rotated = config.multi_latent_attention or rotates_by_position(model)
+    if not is_rotated and (is_local or has_contiguous_context(args)):
+        rotate_by_position(model)
+    if model.post_process and args.padded_vocab_size > args.vocab_size:
+        # A provider that starts from ours has it already; twice is as once.
+        _mask_vocabulary_padding(model.output_layer, args)
+    if not hasattr(model, "mtp"):
+        put_prediction_layers(args, model, vp_stage)
+    return model
 
 
 def _has_packed_attention(layer: torch.nn.Module) -> bool:
@@ -305,7 +392,8 @@ def virtual_stages(args: Any) -> int:
 
 def _build_chunk(args: Any, vp_stage: int | None) -> GPTModel:
     place = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
-    model = get_model_provider_func(args)(
+    model = build_model(
+        args,
         pre_process=parallel_state.is_pipeline_first_stage(**place),
         post_process=parallel_state.is_pipeline_last_stage(**place),
         vp_stage=vp_stage,

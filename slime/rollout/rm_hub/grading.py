@@ -38,7 +38,6 @@ from slime.rollout.rm_hub.worker_pool import pool_size
 from slime.rollout.user_functions import (
     CallKind,
     CallTimedOut,
-    accepted_keywords,
     call_slots,
     call_user_function,
     describe_samples,
@@ -48,7 +47,7 @@ from slime.rollout.user_functions import (
 )
 from slime.utils.errors import UserError
 from slime.utils.finite_number import finite_number
-from slime.utils.plugin_loader import load_function, user_function_error
+from slime.utils.plugin_loader import accepted_keywords, load_function, user_function_error
 from slime.utils.reward_types import BOXED, REMOTE, bare_reward_type, known_reward_types
 from slime.utils.types import Sample
 

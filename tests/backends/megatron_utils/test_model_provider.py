@@ -1,15 +1,20 @@
 """The model that flags describe. Its logits and gradients, by family: `test_every_family.py`."""
 
+import re
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 
 from slime.utils.errors import UserError
+from tests.support.models.tiny_families import TINY_FAMILIES
 from tests.support.models.tiny_model import tiny_args, write_tiny_model
 from tests.support.processes.distributed import run_distributed
+from tests.support.tables.model_scripts import script_flags
 
+PAGE = Path(__file__).resolve().parents[3] / "docs/en/advanced/models.md"
 VOCABULARY = 131
 LENGTHS = (7, 16, 33, 2, 6)
 
@@ -288,3 +293,100 @@ def test_rope_follows_its_flags(tmp_path):
     # 16 channels per head, the first half rotated: 4 frequencies.
     torch.testing.assert_close(torch.tensor(half[0]), 10000.0 ** -(torch.arange(0, 8, 2) / 8))
     assert interpolated[1] == 4
+
+
+def half_logits(pre_process, post_process, vp_stage=None, *, args, config):
+    """Without anything that this package adds to Megatron's model."""
+    from megatron.core.models.gpt import GPTModel
+
+    from slime.backends.megatron_utils.layer_spec import get_decoder_spec
+
+    class HalfLogits(GPTModel):
+        def forward(self, *args, **options):
+            return super().forward(*args, **options) / 2
+
+    return HalfLogits(
+        config, get_decoder_spec(config, vp_stage), vocab_size=args.padded_vocab_size, pre_process=pre_process,
+        max_sequence_length=args.max_position_embeddings, position_embedding_type="rope", post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights, rotary_base=args.rotary_base,
+    )  # fmt: skip
+
+
+def two_more_weights(pre_process, post_process, vp_stage=None, *, args):
+    from slime.backends.megatron_utils.model_provider import get_model_provider_func
+
+    model = get_model_provider_func(args)(pre_process, post_process, vp_stage)
+    model.decoder.layers[1].extra = torch.nn.Linear(2, 1)
+    return model
+
+
+def a_tower(pre_process, post_process):
+    return torch.nn.Linear(2, 2)
+
+
+def summed_losses(pre_process, post_process, *, args, config):
+    config.calculate_per_token_loss = True
+    return half_logits(pre_process, False, args=args, config=config)
+
+
+def without_arguments():
+    raise AssertionError("called")
+
+
+def _paths(*functions):
+    return [f"{__name__}.{function.__name__}" for function in functions]
+
+
+REFUSED = _paths(a_tower, summed_losses, without_arguments, two_more_weights)
+
+
+def _provided(plain, fitting, with_tower, of_script):
+    from tests.support.processes import megatron_worker as megatron
+
+    cases = [(plain, path) for path in (None, *fitting, *REFUSED)] + [(with_tower, None), (with_tower, of_script)]
+    found = []
+    for directory, path in cases:
+        args = tiny_args(directory, custom_model_provider_path=path)
+        try:
+            chunks = megatron.load_model(args)
+            with torch.no_grad():
+                logits = megatron.packed_forward(chunks[0], _sequences())
+            found.append((logits, sorted(megatron.whole_weights(args, chunks))))
+        except UserError as error:
+            found.append(str(error))
+    from slime.backends.megatron_utils.model_provider import build_model
+
+    try:
+        build_model(tiny_args(plain, custom_model_provider_path=REFUSED[0]), True, False, vp_stage=0)
+    except UserError as error:
+        found.append(str(error))
+    return found
+
+
+def test_a_function_of_the_users_builds_the_model(tmp_path):
+    write_tiny_model(tmp_path / "plain", vocab_size=VOCABULARY)
+    TINY_FAMILIES["qwen3_5_moe"].save(tmp_path / "tower")
+    (script,) = script_flags()["qwen3.5-35B-A3B-vl"]["--custom-model-provider-path"]
+    (of_page,) = re.findall(r"^```python\n# my_model.py\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "my_model.py").write_text(of_page)
+    fitting = [*_paths(half_logits), f"{tmp_path}/my_model.py:provider"]
+    (found,) = run_distributed(_provided, 1, (str(tmp_path / "plain"), fitting, str(tmp_path / "tower"), script))
+    (logits, names), (half, names_of_half), (same, _), *refused, own, of_script, virtual = found
+    assert names_of_half == names and not torch.equal(logits, half) and torch.equal(same, logits)
+    # The last columns are the vocabulary's padding.
+    assert (half[:, VOCABULARY:] < -1e8).all()
+    torch.testing.assert_close(half[:, :VOCABULARY], logits[:, :VOCABULARY] / 2, rtol=0, atol=1e-7)
+    # Of a model with a vision tower the language model is built, as without the function.
+    assert torch.equal(own[0], of_script[0]) and own[1] == of_script[1]
+    assert all(name.startswith(("model.language_model.", "lm_head.")) for name in of_script[1])
+    # What cannot be trained is refused, with the flag.
+    said = (
+        "returned torch.nn.modules.linear.Linear; expected a GPTModel",
+        "post_process False (the run: True), config.calculate_per_token_loss True (the run: False)",
+        "raised TypeError for a model chunk with {'pre_process': True",
+        "returned a model with decoder.layers.1.extra.weight, which has no tensor in checkpoints of qwen3",
+    )
+    for path, message, part in zip(REFUSED, refused, said, strict=True):
+        assert message.startswith("--custom-model-provider-path ") and part in message, message
+        assert path.rpartition(".")[2] in message
+    assert "with virtual pipeline stages the function has to take vp_stage" in virtual
