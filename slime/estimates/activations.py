@@ -193,6 +193,8 @@ class ActivationModel:
             elements += 2 * query + 4 * mla.qk_pos_emb_head_dim
             # The kernel on CUDA gets a copy of the values, as wide as the keys.
             elements += value if again or self.kernels is Kernels.TORCH_CPU else 0.0
+        elif self.kernels is Kernels.TORCH_CPU and not again and value < query:
+            elements += 2 * query  # for values of another width PyTorch keeps scaled copies of queries and keys
         if self.kernels is not Kernels.TORCH_CPU and not again and value < query:
             elements += query  # its output, from which the values' width is copied
         return kept + self.bytes * elements + self._core_attention(value, query, heads)

@@ -1,23 +1,34 @@
 """Forward FLOPs of one sequence: a·L + b·L², exact integers.
 
 A multiplication and an addition count as two operations. Attention counts its causal half. Backward is twice the forward, so a
-training step costs three times these numbers.
+training step costs three times these numbers, but for the choice of keys in sparse attention, which has no backward.
 """
 
 from dataclasses import dataclass
 
-from slime.estimates.shape import LinearAttentionShape, ModelShape
+from slime.estimates.shape import IndexerShape, LinearAttentionShape, ModelShape
 
 
 @dataclass(frozen=True)
 class FlopsModel:
-    """FLOPs of a sequence of L tokens = `per_token`·L + `per_token_pair`·L²."""
+    """FLOPs of a sequence of L tokens = `per_token`·L + `per_token_pair`·L², and `choosing_per_token`·L +
+    `choosing_per_token_pair`·L² more where L is above `topk`.
+
+    Rows of sparse attention choose so many keys; where a sequence has no more, nothing is chosen.
+    """
 
     per_token: int
     per_token_pair: int
+    choosing_per_token: int = 0
+    choosing_per_token_pair: int = 0
+    topk: int = 0
 
     def forward_flops(self, length: int) -> int:
-        return (self.per_token + self.per_token_pair * length) * length
+        per_token, per_token_pair = self.per_token, self.per_token_pair
+        if length > self.topk:
+            per_token += self.choosing_per_token
+            per_token_pair += self.choosing_per_token_pair
+        return (per_token + per_token_pair * length) * length
 
 
 def gqa_attention_flops(hidden_size: int, num_heads: int, num_query_groups: int, head_dim: int) -> FlopsModel:
@@ -65,13 +76,25 @@ def linear_attention_flops(hidden_size: int, linear: LinearAttentionShape) -> Fl
     return FlopsModel(per_token=inputs + convolution + recurrence + output, per_token_pair=0)
 
 
+def indexer_flops(hidden_size: int, query_input: int, indexer: IndexerShape) -> FlopsModel:
+    """One layer's choice of keys (arXiv 2512.02556, equation 1): projections of queries, keys and weights; then for each key
+    that a row sees a product per head, and their weighted sum."""
+    width = indexer.num_heads * indexer.head_dim
+    projections = 2 * (query_input * width + hidden_size * (indexer.head_dim + indexer.num_heads))
+    return FlopsModel(per_token=projections, per_token_pair=width + indexer.num_heads)
+
+
 def mlp_flops_per_token(hidden_size: int, ffn_width: int, *, gated: bool = True) -> int:
     """An MLP of three projections, two without a gate. Of experts: `ffn_width` = expert width · top-k + shared width."""
     return (6 if gated else 4) * hidden_size * ffn_width
 
 
 def model_flops(shape: ModelShape) -> FlopsModel:
-    """The whole model without multi-token prediction. Sparse attention counts as if it were dense."""
+    """The whole model without multi-token prediction.
+
+    Sparse attention multiplies all keys that a row sees and masks those that it did not choose, so it counts as dense attention
+    does, and its indexers on top.
+    """
     softmax = _softmax_attention_flops(shape)
     per_token, per_token_pair = 2 * shape.hidden_size * shape.vocab_size, 0
     for layer in range(shape.num_layers):
@@ -83,7 +106,13 @@ def model_flops(shape: ModelShape) -> FlopsModel:
             width = shape.moe.ffn_hidden_size * shape.moe.topk + shape.moe.shared_ffn_hidden_size
         per_token += attention.per_token + mlp_flops_per_token(shape.hidden_size, width, gated=shape.gated_mlp)
         per_token_pair += attention.per_token_pair
-    return FlopsModel(per_token=per_token, per_token_pair=per_token_pair)
+    indexer = shape.mla.indexer if shape.mla is not None else None
+    if indexer is None:
+        return FlopsModel(per_token=per_token, per_token_pair=per_token_pair)
+    query_input = shape.mla.q_lora_rank or shape.hidden_size
+    one, count = indexer_flops(shape.hidden_size, query_input, indexer), sum(indexer.layers)
+    choosing = {"choosing_per_token": one.per_token * count, "choosing_per_token_pair": one.per_token_pair * count}
+    return FlopsModel(per_token=per_token, per_token_pair=per_token_pair, **choosing, topk=indexer.topk)
 
 
 def _softmax_attention_flops(shape: ModelShape) -> FlopsModel:

@@ -41,6 +41,7 @@ SERVED = {
         **_LATENT, **_ONE_GROUP, "q_lora_rank": None, "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
     },
+    "kimi_k2": {**_LATENT, **_ONE_GROUP, "model_type": "kimi_k2"},
     "glm4_moe_lite": {
         **_LATENT, **_ONE_GROUP, "model_type": "glm4_moe_lite",
         "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},

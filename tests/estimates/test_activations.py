@@ -157,6 +157,12 @@ def test_latent_attention():
         return kept - model(mla=mla, recompute=recompute, **changes).layer(0).attention
 
     assert without("mla_up_proj") == 2 * (query + key + angles)
+    # On CPU attention keeps copies of queries and keys where values have another width, which are not computed again.
+    cpu = [
+        model(CPU, 4, Recompute("selective", modules=names), mla=mla).layer(0).attention
+        for names in ((), ("mla_up_proj",))
+    ]
+    assert cpu[0] - cpu[1] == 4 * (8 * 24 + angles)
     # Attention that is called once more is called with the values as they are.
     assert without("core_attn") == 2 * (wide_values + wide_output - 8 * 24) + 4 * 8
     normed = model(mla=mla, qk_norm="head").layer(0).attention

@@ -80,6 +80,22 @@ def test_latent_attention_is_chosen_by_its_flag():
     assert model.per_token == 2 * attention.per_token + 2 * 6 * 16 * 64 + 2 * 16 * 32
 
 
+def test_sparse_attention_chooses_its_keys_where_there_are_more_and_attends_to_all_under_a_mask():
+    latent = dict(
+        multi_latent_attention=True, q_lora_rank=3, kv_lora_rank=4, qk_head_dim=5, qk_pos_emb_head_dim=1, v_head_dim=6,
+    )  # fmt: skip
+    indexer = dict(dsa_indexer_n_heads=2, dsa_indexer_head_dim=5, dsa_indexer_topk=4, dsa_indexer_layers=[1, 0])
+    dense, sparse = (SimpleNamespace(**TINY_SHAPE, **latent, **more) for more in ({}, indexer))
+
+    def choosing(*lengths):
+        return calculate_fwd_flops(lengths, sparse) - calculate_fwd_flops(lengths, dense)
+
+    # One of two layers has an indexer: queries 3x10, keys 16x5 and weights 16x2 of a token, and of half the pairs two products
+    # of width 5 and their sum.
+    assert choosing(4) == 0
+    assert choosing(5) == choosing(3, 5) == 5 * 2 * (30 + 80 + 32) + 25 * (2 * 5 + 2)
+
+
 def test_linear_attention_has_no_pairs_and_a_gate_doubles_the_queries():
     linear = dict(
         linear_attention_freq=2, linear_num_key_heads=2, linear_key_head_dim=3, linear_num_value_heads=4,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+# Model types that transformers does not know -> what it calls the same model.
+KNOWN_AS = {"kimi_k2": "deepseek_v3"}
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 
 _CHAT_TEMPLATE = (
@@ -38,7 +41,7 @@ def make_tiny_checkpoint(
     model_type: str = "qwen3",
     **config_overrides: Any,
 ) -> Path:
-    """Write a checkpoint in float32 to `path`, of the family that transformers knows by `model_type`.
+    """Write a checkpoint in float32 to `path`, of the family that transformers knows by `model_type` (or `KNOWN_AS`).
 
     `vocab_size` is at least 260 (the tokenizer's size); `tie` shares the embedding with the head; `config_overrides`
     replace fields of the configuration. The weights depend on `seed` only and are scaled up, so that the next-token
@@ -67,7 +70,7 @@ def make_tiny_checkpoint(
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**config)).float()
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[KNOWN_AS.get(model_type, model_type)](**config)).float()
         with torch.no_grad():
             for parameter in model.parameters():
                 # Norm weights are all ones at first: change them too, so that a lost one shows.
@@ -76,4 +79,7 @@ def make_tiny_checkpoint(
                 else:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(str(path))
+    if model_type in KNOWN_AS:
+        written = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**written, "model_type": model_type}))
     return path

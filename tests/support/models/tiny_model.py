@@ -14,6 +14,7 @@ from typing import Any
 from slime.arguments.hf_config import read_hf_config
 from slime.models.families import model_args_from_hf
 from tests.support.models.args import default_args
+from tests.support.models.tiny_checkpoint import KNOWN_AS
 
 
 def write_tiny_model(
@@ -104,8 +105,7 @@ _TINY_LATENT: dict[str, Any] = {
 
 def write_tiny_latent(directory: Path, model_type: str, **options: Any):
     """`write_biased_mixture` of a family with multi-head latent attention."""
-    # Kimi K2 is DeepSeek V3 under another name, which transformers does not know.
-    known = "deepseek_v3" if model_type == "kimi_k2" else model_type
+    known = KNOWN_AS.get(model_type, model_type)
     model = write_biased_mixture(directory, **{"model_type": known, **_TINY_LATENT, **options})
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
