@@ -29,6 +29,7 @@ class StateBytes:
     """Bytes per parameter: weight and gradient on every rank, the rest divided over replicas with `distributed`.
 
     main_parameter: the optimizer's own copy (0 when it updates the weights themselves).
+    host_main_parameter: that copy where it is in host memory.
     step: what the update allocates for a while, beside state that is on the device.
     vocabulary_moments: on top of `moments`, of the parameters of embedding, output head and norms.
     offloaded: share of the optimizer's state that lives in host memory.
@@ -43,6 +44,7 @@ class StateBytes:
     vocabulary_moments: int = 0
     distributed: bool = True
     offloaded: float = 0.0
+    host_main_parameter: int = 0
     saved: int = 0
 
     @property
@@ -264,8 +266,10 @@ def _persistent(held: RankParameters, setup: TrainingSetup, stage: PipelineStage
         overhead=setup.overhead,
         moment="",
         stage=stage.index,
-        # The offloaded share also keeps its gradients there.
-        host_offloaded=round((optimizer + shard * state.gradient) * state.offloaded),
+        # The offloaded share also keeps its gradients there, and whole main parameters.
+        host_offloaded=round(
+            (optimizer + shard * (state.host_main_parameter - state.main_parameter + state.gradient)) * state.offloaded
+        ),
         host_asleep=round(weights + on_device) if setup.sleeps else 0,
         host_copies=setup.host_copies * weights,
         host_snapshot=snapshot,

@@ -58,10 +58,12 @@ def state_bytes(args: argparse.Namespace, kernels: Kernels) -> StateBytes:
     gradient = 4 if args.accumulate_allreduce_grads_in_fp32 else weight
     moments, vocabulary_moments = _moments(args)
     step = 0
-    if kernels is not Kernels.TRANSFORMER_ENGINE and args.optimizer == "adam" and moments:
-        step += 4  # the root of the second moment, for all parameters at once
-    if gradient < 4 and weight < 4 and not _narrow_optimizer(args):
-        step += 4  # the main parameters' gradients
+    # On the weights themselves a step goes by small parts.
+    if not _updates_weights(args):
+        if kernels is not Kernels.TRANSFORMER_ENGINE and args.optimizer == "adam" and moments:
+            step += 4  # the root of the second moment, for all parameters at once
+        if gradient < 4 and weight < 4:
+            step += 4  # the main parameters' gradients
     main_parameter = _main_parameter(args) if weight < 4 else 0
     distributed = args.optimizer == "dist_muon" or args.use_distributed_optimizer and args.optimizer != "muon"
     if args.no_save_optim:
@@ -73,6 +75,10 @@ def state_bytes(args: argparse.Namespace, kernels: Kernels) -> StateBytes:
         weight=weight,
         gradient=gradient,
         main_parameter=main_parameter,
+        # What is updated elsewhere than on the device has values of its own there, and whole ones.
+        host_main_parameter=_dtype_bytes(args.main_params_dtype)
+        if weight < 4 or kernels is not Kernels.TORCH_CPU
+        else 0,
         moments=moments,
         step=step,
         vocabulary_moments=vocabulary_moments,
@@ -90,13 +96,11 @@ def _moments(args: argparse.Namespace) -> tuple[int, int]:
         return 4, 4  # one momentum; the rest is left to Adam, which has two
     if args.use_stateless_adam:
         return 0, 0
-    if not _narrow_optimizer(args):
-        return 8, 0
     return _dtype_bytes(args.exp_avg_dtype) + _dtype_bytes(args.exp_avg_sq_dtype), 0
 
 
 def _main_parameter(args: argparse.Namespace) -> int:
-    if not _narrow_optimizer(args):
+    if not _updates_weights(args):
         return 4
     size = _dtype_bytes(args.main_params_dtype)
     # The upper half of a float32 is the bfloat16 weight itself.
@@ -104,9 +108,9 @@ def _main_parameter(args: argparse.Namespace) -> int:
     return 2 if remainder else size
 
 
-def _narrow_optimizer(args: argparse.Namespace) -> bool:
-    """Whether the flags decide the dtypes of the optimizer's state; in host memory it is float32."""
-    return args.use_precision_aware_optimizer and not args.optimizer_cpu_offload
+def _updates_weights(args: argparse.Namespace) -> bool:
+    """Whether the optimizer updates the weights themselves, and keeps what their 16 bits do not hold as one of its states."""
+    return args.use_precision_aware_optimizer or args.optimizer_cpu_offload
 
 
 def kernels_of(args: argparse.Namespace) -> Kernels:

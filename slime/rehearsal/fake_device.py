@@ -44,6 +44,9 @@ class FakeCuda(CudaAccelerator):
     def host_buffer(self, size: int) -> torch.Tensor:
         return Accelerator.host_buffer(self, size)
 
+    # Nothing is queued.
+    aside, join_aside, mark = Accelerator.aside, Accelerator.join_aside, Accelerator.mark
+
 
 class FakeCpu(Accelerator):
     """The CPU, where nothing can be built that lets fake tensors be on CUDA."""

@@ -30,12 +30,11 @@ from slime.weights.verification import NamesDiffer, PushedNames
 _MICRO_BATCHES = 2
 _RANK_SECONDS = 1800.0
 # What has no other way than Transformer Engine's; the rehearsal says where it goes without.
-_NEED_KERNELS = {"optimizer_cpu_offload": False, "use_precision_aware_optimizer": False, "fp8": None}
+_NEED_KERNELS = {"fp8": None}
 # What Megatron-Core refuses without these.
-_OF_KERNELS = {
-    **dict.fromkeys(("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), "fp32"),
-    **dict.fromkeys(("fp8_param_gather", "moe_router_padding_for_fp8", "moe_router_padding_for_quantization"), False),
-}  # fmt: skip
+_OF_KERNELS = dict.fromkeys(
+    ("fp8_param_gather", "moe_router_padding_for_fp8", "moe_router_padding_for_quantization"), False
+)
 # Kernels of Transformer Engine, Apex and DeepEP do not go through fake tensors.
 WITHOUT_KERNELS = {
     "transformer_impl": "local", "moe_grouped_gemm": False, "moe_permute_fusion": False, "moe_router_fusion": False,

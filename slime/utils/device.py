@@ -6,6 +6,7 @@ wheels assume about it. A new device is a subclass of `Accelerator` given to `re
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.metadata
@@ -13,7 +14,7 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from slime.utils import env
@@ -65,6 +66,18 @@ class Accelerator:
         import torch
 
         return torch.empty(size, dtype=torch.uint8)
+
+    def aside(self) -> contextlib.AbstractContextManager:
+        """What is queued on the device within begins after what was queued before, and what is queued afterwards does not wait
+        for it, unless `join_aside` says so."""
+        return contextlib.nullcontext()
+
+    def join_aside(self) -> None:
+        """Have what is queued from now on wait for all that was queued in `aside`."""
+
+    def mark(self) -> Callable[[], None]:
+        """A point among what is queued: called, the host waits until the device is there."""
+        return lambda: None
 
     def generator_state(self) -> torch.Tensor | None:
         """The state of the device's random generator, uint8 on the host; None where it is the one of the host."""
@@ -167,6 +180,32 @@ class CudaAccelerator(Accelerator):
 
         weakref.finalize(buffer, give_back).atexit = False
         return buffer
+
+    @functools.cached_property
+    def _side_stream(self) -> torch.cuda.Stream:
+        import torch
+
+        return torch.cuda.Stream()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        import torch
+
+        self._side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side_stream):
+            yield
+
+    def join_aside(self) -> None:
+        import torch
+
+        torch.cuda.current_stream().wait_stream(self._side_stream)
+
+    def mark(self) -> Callable[[], None]:
+        import torch
+
+        event = torch.cuda.Event()
+        event.record()
+        return event.synchronize
 
     def generator_state(self) -> torch.Tensor:
         import torch

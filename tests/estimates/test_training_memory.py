@@ -96,7 +96,8 @@ def test_first_stage_holds_most_micro_batches_and_the_last_the_logits():
 def test_offloaded_state_goes_to_the_host():
     shape = ModelShape(4, 512, 1536, 8, 4, 64, 1024, 1024)
     on_gpu = training_memory(shape, setup(ParallelLayout(2), 4))[0]
-    half = training_memory(shape, setup(ParallelLayout(2), 4, dataclasses.replace(BF16, offloaded=0.5)))[0]
+    state = dataclasses.replace(BF16, offloaded=0.5, host_main_parameter=4)
+    half = training_memory(shape, setup(ParallelLayout(2), 4, state))[0]
     assert half.optimizer == on_gpu.optimizer / 2
     shard = on_gpu.weights / 2 / 2
     assert half.host == shard * (12 + 4) * 0.5 and on_gpu.host == 0

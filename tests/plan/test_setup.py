@@ -56,9 +56,18 @@ def test_precision_aware_optimizer_keeps_the_lower_half_of_main_parameters():
     narrow = state(aware, "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16", "--grad-reduce-in-bf16")
     assert (narrow.main_parameter, narrow.moments, narrow.step) == (2, 4, 0)
     assert state(aware, "--no-store-param-remainders").main_parameter == 4
-    assert state(aware, "--fp16").main_parameter == 4
-    on_host = state(aware, "--exp-avg-dtype", "bf16", "--optimizer-cpu-offload")
-    assert (on_host.main_parameter, on_host.moments) == (4, 8)
+    assert state(aware, "--fp16", "--accumulate-allreduce-grads-in-fp32").main_parameter == 4
+    # Without kernels it goes by small parts, and gradients in 16 bits are asked for by a name of their own too.
+    by_torch = state(aware, "--main-grads-dtype", "bf16", "--transformer-impl", "local")
+    assert (by_torch.gradient, by_torch.step) == (2, 0)
+
+
+def test_what_the_host_has_of_the_optimizer():
+    narrow = ("--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--optimizer-cpu-offload")
+    on_host = state(*narrow)
+    # The weights are not there, so neither is the upper half of main parameters.
+    assert (on_host.main_parameter, on_host.host_main_parameter, on_host.moments, on_host.step) == (2, 4, 6, 0)
+    assert state(*narrow, "--main-params-dtype", "fp16").host_main_parameter == 2
 
 
 def test_moments_of_other_optimizers():

@@ -429,16 +429,29 @@ def opened(fifo):
         return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
 
 
+@pytest.mark.slow
+def test_an_optimizer_on_the_weights_or_on_the_host_takes_what_is_planned(arguments, stand_in):
+    aware = ["--bf16", "--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16"]
+    # Of one parameter: 2 bytes of the remainder, and moments of 2 and of 1 byte.
+    narrow = arguments(*aware, "--main-grads-dtype", "bf16", "--exp-avg-sq-dtype", "fp8")
+    on_host = arguments(*aware, "--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d")
+    for args, expected, gradients in ((narrow, 5, 1), (on_host, 0, 2)):
+        result = rehearsed(args, stand_in)
+        kinds = result.peaks["step"]
+        assert kinds.get("optimizer", 0) == pytest.approx(expected * kinds["weights"] / 2 / 2, rel=0.02)
+        assert kinds["gradients"] == gradients * kinds["weights"]
+        (plan,) = planned(args, parallel_layout(args), 1)
+        assert plan.step["optimizer"] == pytest.approx(kinds.get("optimizer", 0), rel=0.02)
+        assert not any("adam.py" in place for place in result.waits["step"])
+
+
 def test_it_goes_without_what_needs_transformer_engine_and_says_so(arguments, capsys):
-    narrow = ["--use-precision-aware-optimizer", "--main-grads-dtype", "bf16", "--main-params-dtype", "fp16"]
-    narrow += ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
     fp8 = ["--fp8-format", "e4m3", "--fp8-param-gather"]
     again = ["--recompute-granularity", "selective", "--recompute-modules", "layernorm"]
-    show_rehearsal(arguments("--optimizer-cpu-offload", *narrow, *fp8, *again))
+    show_rehearsal(arguments(*fp8, *again))
     text = capsys.readouterr().out
     assert "--recompute-modules layernorm: the rehearsal keeps what they made" in text
-    for flag in ("--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--fp8-format"):
-        assert f"{flag}: the rehearsal goes without" in text
+    assert "--fp8-format: the rehearsal goes without" in text
 
 
 def test_what_stops_a_save_is_named_on_every_rank(arguments, stand_in, tmp_path):

@@ -191,8 +191,8 @@ FSDP = Group("FSDP", (
         "installed", "auto", "flash_attention_2", "flash_attention_3", "sdpa", "eager", not_yet=_FSDP_BACKEND),
     switch("--fsdp-cpu-offload", "with --train-backend fsdp, keep parameters and optimizer state in host memory",
         not_yet=_FSDP_BACKEND),
-    switch("--optimizer-cpu-offload --offload-optimizer-states", "keep the optimizer state in host memory, with either "
-        "backend"),
+    switch("--optimizer-cpu-offload --offload-optimizer-states", "keep the optimizer's state in host memory and update it "
+        "there, with --train-backend megatron"),
 ))  # fmt: skip
 
 MEGATRON_HOOKS = Group("Megatron hooks", (

@@ -226,7 +226,7 @@ _ATTENTION = "another attention than causal self-attention with grouped queries"
 _ENGINE = "training with Transformer Engine's low-precision and fused kernels"
 _FSDP = "Megatron's own FSDP"
 _OPTIMIZER = "another optimizer than Adam"
-_MEMORY = "moving activations or optimizer state to the host"
+_MEMORY = "moving activations to the host"
 _GRAPHS = "CUDA graphs in training"
 _GATHER = "gathering parameters behind the forward pass"
 _CHECKPOINT = "another way of writing checkpoints than torch_dist in the foreground"
@@ -284,8 +284,7 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("enable_autocast", "autocast; parameters have one dtype"),
     # Optimizer and memory
     NotYet("optimizer", _OPTIMIZER, works=("adam",)),
-    NotYet("use_precision_aware_optimizer", _ENGINE),
-    *features(_MEMORY, "optimizer_cpu_offload", "cpu_offloading", "fine_grained_activation_offloading"),
+    *features(_MEMORY, "cpu_offloading", "fine_grained_activation_offloading"),
     NotYet("cuda_graph_impl", _GRAPHS, works=("none",)),
     *features(_GRAPHS, "enable_cuda_graph", "external_cuda_graph"),
     NotYet("empty_unused_memory_level", "emptying the allocator's cache", works=(0,)),

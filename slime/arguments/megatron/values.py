@@ -30,7 +30,7 @@ def derive_megatron_values(args: argparse.Namespace) -> None:
     if args.num_experts and args.moe_token_dispatcher_type == "allgather":
         # It cannot handle micro-batches of different length.
         args.moe_token_dispatcher_type = "alltoall"
-    if args.bf16 and not args.grad_reduce_in_bf16:
+    if args.bf16 and not args.grad_reduce_in_bf16 and args.main_grads_dtype == "fp32":
         args.accumulate_allreduce_grads_in_fp32 = True
     if args.rope_type is None:
         args.rope_type = "yarn" if args.multi_latent_attention else "rope"

@@ -126,6 +126,8 @@ def full_recomputation(args: argparse.Namespace) -> Iterator[Violation]:
         yield broken(args, f"{{0=}} needs {{--recompute-granularity}} full; give {full}, or drop it", typed)
 
 
+_ON_WEIGHTS = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
+
 MEMORY_AND_PRECISION_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.recompute_activations and args.recompute_granularity == "full",
         "{--recompute-activations} means {--recompute-granularity} selective, not full; drop one of them"),
@@ -136,6 +138,15 @@ MEMORY_AND_PRECISION_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.fp8 and args.fp4, "{--fp8-format=} and {--fp4-format=} exclude each other; drop one"),
     refused(lambda args: args.grad_reduce_in_bf16 and "accumulate_allreduce_grads_in_fp32" in args.typed_flags,
         "{--grad-reduce-in-bf16} and {--accumulate-allreduce-grads-in-fp32} contradict each other; drop one"),
+    refused(lambda args: args.main_grads_dtype == "bf16" and (args.accumulate_allreduce_grads_in_fp32 or not args.bf16),
+        "{--main-grads-dtype=} needs {--bf16}, and {--accumulate-allreduce-grads-in-fp32} contradicts it; give fp32"),
+    refused(lambda args: args.main_params_dtype == "fp16" and args.params_dtype_name == "float32",
+        "{--main-params-dtype=}: weights in float32 are main parameters themselves; give {--bf16}, or drop it"),
+    refused_each(_ON_WEIGHTS, lambda args, asked: asked and (args.optimizer != "adam" or args.use_stateless_adam
+                 or not args.use_distributed_optimizer),
+        "{0} needs {--optimizer} adam with {--use-distributed-optimizer}, and not {--use-stateless-adam}; drop the former"),
+    refused_each(_ON_WEIGHTS, lambda args, asked: asked and args.fp16 and not args.accumulate_allreduce_grads_in_fp32,
+        "{0} with {--fp16}: gradients in float16 are not clipped; give {--accumulate-allreduce-grads-in-fp32}"),
 )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ _HEAD = "lm_head.weight"
 # The one value that each of these has here.
 _FIXED = {
     "fp16": False, "optimizer": "adam", "decoupled_weight_decay": True, "use_stateless_adam": False,
+    "optimizer_cpu_offload": False, "use_precision_aware_optimizer": False,
     "start_weight_decay": None, "end_weight_decay": None, "weight_decay_incr_style": "constant", "decoupled_lr": None,
     "only_train_params_name_list": None, "freeze_params_name_list": None, "freeze_indexer": False,
     "log_num_zeros_in_grad": False, "gradient_checkpointing": False, "context_parallel_size": 1,

@@ -9,17 +9,14 @@ One update of Megatron's optimizers that can still be called off when the gradie
 Megatron's own `step` reports no gradient norm when the loss scale was too high, and updates the weights with gradients that
 are not finite. This one is made of the same parts with a question in between.
 
-Adam with the state layout that Megatron's optimizers save and reload.
-
-Megatron-Core expects the fused Adam of Transformer Engine or Apex: first and second moment per parameter, the step
-count in the parameter group. Without either it falls back to torch's AdamW, which trains but whose state its
-distributed optimizer cannot load again (0.16.1: KeyError 'step'). `install()` puts this one in place of the fallback.
+Which Adam that is: Megatron's own where Transformer Engine or Apex is at hand, else those of `adam`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,11 +26,16 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.arguments.sizes import train_iterations
+from slime.backends.megatron_utils.adam import Adam, HostShare, PrecisionAwareAdam, as_megatrons_adam
 from slime.backends.megatron_utils.config_fields import fields_from_args, params_dtype
-from slime.backends.megatron_utils.stateless_adam import as_megatrons_adam
+from slime.backends.megatron_utils.stateless_adam import StatelessAdam
 from slime.training.backend import Update
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = ("store_param_remainders", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 def build_optimizer_and_scheduler(
@@ -48,11 +50,21 @@ def build_optimizer_and_scheduler(
         UserError: the schedule is empty, or its warmup is as long as the schedule.
     """
     install()
-    with as_megatrons_adam() if args.use_stateless_adam else contextlib.nullcontext():
+    config, adam = build_optimizer_config(args), contextlib.nullcontext()
+    if args.use_stateless_adam:
+        adam = as_megatrons_adam(StatelessAdam)
+    elif _takes_precision_aware_adam(args):
+        adam = as_megatrons_adam(
+            PrecisionAwareAdam,
+            exp_avg_dtype=config.exp_avg_dtype,
+            exp_avg_sq_dtype=config.exp_avg_sq_dtype,
+            master_weight_dtype=config.main_params_dtype,
+            store_param_remainders=config.store_param_remainders,
+            host=_host_share(args),
+        )
+    with adam:
         optimizer = get_megatron_optimizer(
-            build_optimizer_config(args),
-            model_chunks,
-            use_gloo_process_groups=get_accelerator().host_group_backend == "gloo",
+            config, model_chunks, use_gloo_process_groups=get_accelerator().host_group_backend == "gloo"
         )
     for group in optimizer.param_groups:
         # Megatron tells groups apart by this mark when it loads their state, and does not set it.
@@ -61,6 +73,29 @@ def build_optimizer_and_scheduler(
         for part in parts_of(optimizer):
             part.init_state_fn = _start_momentum
     return optimizer, _build_scheduler(args, optimizer)
+
+
+def _takes_precision_aware_adam(args: Any) -> bool:
+    """Whether the flags ask for what Megatron has for Transformer Engine's Adam alone, or on CUDA streams alone."""
+    from megatron.core.optimizer.distrib_optimizer import USING_TE_OPTIMIZER
+
+    return args.optimizer_cpu_offload or args.use_precision_aware_optimizer and not USING_TE_OPTIMIZER
+
+
+def _host_share(args: Any) -> HostShare | None:
+    if not args.optimizer_cpu_offload:
+        return None
+    if get_accelerator().shares_host_memory and torch.distributed.get_rank() == 0:
+        logger.info(
+            "--optimizer-cpu-offload: the device of this run is the host, where the optimizer's state is anyway"
+        )
+    return HostShare(
+        fraction=args.optimizer_offload_fraction,
+        overlaps=args.overlap_cpu_optimizer_d2h_h2d,
+        by_torch=args.use_torch_optimizer_for_cpu_offload,
+        pins_state=args.pin_cpu_params,
+        pins_gradients=args.pin_cpu_grads,
+    )
 
 
 def _start_momentum(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
@@ -79,7 +114,15 @@ def build_optimizer_config(args: Any) -> OptimizerConfig:
         min_lr=args.min_lr,
         use_distributed_optimizer=args.use_distributed_optimizer,
     )
-    return OptimizerConfig(**fields)
+    if not _takes_precision_aware_adam(args):
+        return OptimizerConfig(**fields)
+    # Megatron checks, where a configuration is made, what only its own ways need.
+    dtypes = {name: fields.pop(name) for name in _DTYPES}
+    config = OptimizerConfig(**{**fields, "optimizer_cpu_offload": False, "use_precision_aware_optimizer": False})
+    vars(config).update(dtypes)
+    # This one says what the distributed optimizer does; the other one, what Transformer Engine's Adam is given.
+    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    return config
 
 
 def _build_scheduler(args: Any, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
@@ -168,8 +211,9 @@ def reset_optimizer_states(optimizer: MegatronOptimizer) -> None:
 
 
 def tensors_of(optimizer: MegatronOptimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(what must not be lost, gradients). The first holds the parameters that are updated, some of which may be the model's."""
-    kept, gradients = [], []
+    """(what must not be lost, gradients), as far as it is on the device. The first holds the parameters that are updated, some
+    of which may be the model's."""
+    kept, gradients, device = [], [], get_accelerator().name
     for part in parts_of(optimizer):
         if part.optimizer is None:
             continue  # a rank without trained parameters
@@ -177,7 +221,8 @@ def tensors_of(optimizer: MegatronOptimizer) -> tuple[list[torch.Tensor], list[t
             kept.append(parameter)
             if parameter.grad is not None:
                 gradients.append(parameter.grad)
-        kept += [value for state in part.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+        values = (value for state in part.optimizer.state.values() for value in state.values())
+        kept += [value for value in values if torch.is_tensor(value) and value.device.type == device]
     return kept, gradients
 
 
@@ -195,65 +240,6 @@ def _zero(entries: dict) -> None:
             entries[name] = 0
 
 
-class Adam(torch.optim.Optimizer):
-    """Adam (Kingma & Ba 2015, arXiv 1412.6980), with decoupled weight decay (Loshchilov & Hutter 2019, arXiv
-    1711.05101) when `adam_w_mode`, else with L2 regularisation.
-
-    State per parameter: `exp_avg`, `exp_avg_sq`, of the parameter's shape and dtype. Group entry `step`: int, absent
-    before the first step.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        adam_w_mode: bool = True,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.adam_w_mode = adam_w_mode
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """One update of all parameters that have a gradient."""
-        if closure is not None:
-            raise TypeError("Adam.step takes no closure")
-        for group in self.param_groups:
-            params = [param for param in group["params"] if param.grad is not None and param.numel()]
-            if params:
-                group["step"] = int(group.get("step", 0)) + 1
-                self._update(group, params)
-
-    def _update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        lr, decay, step, (beta1, beta2) = group["lr"], group["weight_decay"], group["step"], group["betas"]
-        gradients = [param.grad for param in params]
-        moments = [self._moments(param) for param in params]
-        exp_avg = [state["exp_avg"] for state in moments]
-        exp_avg_sq = [state["exp_avg_sq"] for state in moments]
-
-        if self.adam_w_mode:
-            torch._foreach_mul_(params, 1 - lr * decay)
-        elif decay:
-            gradients = torch._foreach_add(gradients, params, alpha=decay)
-        torch._foreach_lerp_(exp_avg, gradients, 1 - beta1)
-        torch._foreach_mul_(exp_avg_sq, beta2)
-        torch._foreach_addcmul_(exp_avg_sq, gradients, gradients, 1 - beta2)
-
-        denominator = torch._foreach_sqrt(exp_avg_sq)
-        torch._foreach_div_(denominator, (1 - beta2**step) ** 0.5)
-        torch._foreach_add_(denominator, group["eps"])
-        torch._foreach_addcdiv_(params, exp_avg, denominator, -lr / (1 - beta1**step))
-
-    def _moments(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        state = self.state[param]
-        if "exp_avg" not in state:
-            state["exp_avg"] = torch.zeros_like(param)
-            state["exp_avg_sq"] = torch.zeros_like(param)
-        return state
-
-
 def l2_norm(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], per_tensor: bool
 ) -> tuple[torch.Tensor, None]:
@@ -262,7 +248,7 @@ def l2_norm(
     In place of Megatron's own, which brings the norm of every tensor to the host.
     """
     (tensors,) = tensor_lists
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)).float())[None], None
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, torch.float32)))[None], None
 
 
 def install() -> None:

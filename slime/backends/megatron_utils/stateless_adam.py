@@ -6,8 +6,7 @@ With zero moments the bias-corrected averages of the first step are the gradient
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -48,20 +47,3 @@ class StatelessAdam(torch.optim.Optimizer):
                 param.mul_(1 - group["lr"] * group["weight_decay"])
                 # One parameter at a time: the denominator is all the memory that a step takes.
                 param.addcdiv_(param.grad, param.grad.abs().add_(group["eps"]), value=-group["lr"])
-
-
-@contextlib.contextmanager
-def as_megatrons_adam() -> Iterator[None]:
-    """Within the block Megatron's optimizers build a `StatelessAdam` where they would build their Adam."""
-    import megatron.core.optimizer as optimizer
-    from megatron.core.optimizer import distrib_optimizer
-
-    # The distributed optimizer looks only whether it is given an Adam that it knows.
-    usual = {module: module.Adam for module in (optimizer, distrib_optimizer)}
-    try:
-        for module in usual:
-            module.Adam = StatelessAdam
-        yield
-    finally:
-        for module, adam in usual.items():
-            module.Adam = adam

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slime.backends.megatron_utils.optimizer import Adam
+from slime.backends.megatron_utils.adam import Adam
 from slime.backends.megatron_utils.stateless_adam import StatelessAdam
 
 

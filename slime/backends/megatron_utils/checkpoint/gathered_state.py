@@ -13,6 +13,7 @@ they have in a whole optimizer's state, and can be read out of one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,11 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
+from slime.backends.megatron_utils.adam import main_parameter, set_main_parameter
+
 # What is kept of a weight, by name; whole, on the rank that owns it. Weights are numbered through the optimizer's buffers.
 Described = dict[int, dict[str, ShardedTensor | ShardedTensorFactory | dict]]
 Loaded = Mapping[int, Mapping[str, torch.Tensor]]
-# Per weight and name: the first entry that this rank updates, and what it has from there on.
-_Pieces = Mapping[torch.Tensor, Mapping[str, tuple[int, torch.Tensor]]]
 
 _COPY = "param"
 # What Megatron's format holds of a weight that a distributed optimizer trains, and what the names there begin with.
@@ -62,16 +63,13 @@ def describe_states(part: DistributedOptimizer, model: dict[str, Any], *, is_loa
         model: the chunks' descriptions, by which the weights are found.
         is_loading: the tensors are to be filled, and hold nothing yet.
     """
-    pieces = {}
-    for weight, first in () if is_loading else _own_starts(part):
-        states = part._get_main_param_and_optimizer_states(weight)
-        pieces[weight] = {name: (first, states[name]) for name in STATES}
-    return _describe_gathered(part, _by_weight(model), STATES, pieces, is_loading=is_loading)
+    return _describe_gathered(part, _by_weight(model), STATES, is_loading=is_loading)
 
 
 def put_states(part: DistributedOptimizer, loaded: Loaded) -> None:
     """Give the optimizer what was loaded into what `describe_states` gave. Collective like that."""
-    _put_gathered(part, loaded, STATES, part._set_main_param_and_optimizer_states)
+    _put_gathered(part, loaded, STATES, functools.partial(_put_states_of, part))
+    _spread_weights(part)
 
 
 def describe_copies(
@@ -87,13 +85,12 @@ def describe_copies(
     """
     by_weight, described = _by_weight(model), {}
     for number, part in enumerate(parts):
-        own = dict(_own_copies(part))
         if isinstance(part, DistributedOptimizer):
-            pieces = {weight: {_COPY: piece} for weight, piece in own.items()}
-            described[number] = _describe_gathered(part, by_weight, {_COPY: prefix}, pieces, is_loading=is_loading)
+            described[number] = _describe_gathered(part, by_weight, {_COPY: prefix}, is_loading=is_loading)
         else:
+            own = dict(_own_copies(part))
             # The copies of a whole model have room in host memory alone.
-            copies = [torch.empty(copy.shape) if is_loading else copy.detach() for _, copy in own.values()]
+            copies = [torch.empty(copy.shape) if is_loading else copy.detach() for copy in own.values()]
             described[number] = {
                 index: {_COPY: make_sharded_optimizer_tensor(by_weight[id(weight)], copy, prefix)}
                 for index, (weight, copy) in enumerate(zip(own, copies, strict=True))
@@ -108,27 +105,64 @@ def put_copies(parts: list[MegatronOptimizer], loaded: Mapping[int, Loaded]) -> 
     gathered = [loaded.get(number, {}) for number in range(len(parts))]
     require_owned(parts, gathered, (_COPY,))
     for part, of_part in zip(parts, gathered, strict=True):
-        own = dict(_own_copies(part))
         if isinstance(part, DistributedOptimizer):
-
-            def put(weight: torch.Tensor, pieces: dict[str, torch.Tensor], own: dict = own) -> None:
-                own[weight][1].view(-1).copy_(pieces[_COPY])
-
-            _put_gathered(part, of_part, (_COPY,), put)
+            if _is_precision_aware(part):
+                # Main parameters are states, which are made together with moments of 0.
+                for param in part.get_parameters():
+                    part.optimizer.initialize_state(param)
+            _put_gathered(part, of_part, (_COPY,), functools.partial(_put_states_of, part))
+            _spread_weights(part)
         else:
-            for index, (_, copy) in enumerate(own.values()):
+            for index, (_, copy) in enumerate(_own_copies(part)):
                 copy.copy_(of_part[index][_COPY])
 
 
-def _own_copies(part: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, tuple[int, torch.Tensor]]]:
-    """Per weight of which this rank updates something: the first entry that it updates, and its copy from there on."""
-    if isinstance(part, DistributedOptimizer):
-        for weight, first in _own_starts(part):
-            group, position = part.model_param_group_index_map[weight]
-            yield weight, (first, part.optimizer.param_groups[group]["params"][position])
-    elif isinstance(part, Float16OptimizerWithFloat16Params):
+def _own_copies(part: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The weights of which a whole optimizer has copies, and these."""
+    if isinstance(part, Float16OptimizerWithFloat16Params):
         for weights, copies in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
-            yield from ((weight, (0, copy)) for weight, copy in zip(weights, copies, strict=True))
+            yield from zip(weights, copies, strict=True)
+
+
+def _is_precision_aware(part: DistributedOptimizer) -> bool:
+    """Whether it updates the weights themselves, and holds the rest of their values as one of its states."""
+    return part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+
+
+def _updated(part: DistributedOptimizer, weight: torch.Tensor) -> torch.Tensor:
+    """What the optimizer itself updates of it on this rank."""
+    group, position = part.model_param_group_index_map[weight]
+    return part.optimizer.param_groups[group]["params"][position]
+
+
+def _state_of(part: DistributedOptimizer, weight: torch.Tensor, name: str) -> torch.Tensor:
+    """What this rank has of it, in float32."""
+    param = _updated(part, weight)
+    if not _is_precision_aware(part):
+        return param if name == _COPY else part.optimizer.state[param][name]
+    # Megatron's way would give of a main parameter what the weight lacks, which is no value that another dtype could take.
+    return main_parameter(part.optimizer, param) if name == _COPY else part.optimizer.get_unscaled_state(param, name)
+
+
+def _put_states_of(part: DistributedOptimizer, weight: torch.Tensor, pieces: Mapping[str, torch.Tensor]) -> None:
+    param = _updated(part, weight)
+    if not _is_precision_aware(part):
+        for name, values in pieces.items():
+            (param if name == _COPY else part.optimizer.state[param][name]).view(-1).copy_(values)
+        return
+    for name, values in pieces.items():
+        if name == _COPY:
+            set_main_parameter(part.optimizer, param, values)
+        else:
+            part.optimizer.set_scaled_state(param, name, values)
+
+
+def _spread_weights(part: DistributedOptimizer) -> None:
+    """A weight that is part of its main parameter may have been rounded another way where this was saved. Collective over
+    the data-parallel ranks."""
+    if _is_precision_aware(part):
+        for chunk in part.model_chunks:
+            chunk.start_param_sync(force_sync=True)
 
 
 def _owned(part: DistributedOptimizer) -> Iterator[tuple[int, torch.Tensor, int]]:
@@ -149,7 +183,6 @@ def _describe_gathered(
     part: DistributedOptimizer,
     by_weight: Mapping[int, ShardedTensor | ShardedTensorFactory],
     prefixes: Mapping[str, str],
-    pieces: _Pieces,
     *,
     is_loading: bool,
 ) -> Described:
@@ -158,13 +191,14 @@ def _describe_gathered(
     Args:
         prefixes: names of what is kept, and what their names on disk begin with.
     """
-    group, described = part.data_parallel_group, {}
+    group, described, starts = part.data_parallel_group, {}, dict(_own_starts(part))
     for number, weight, owner in _owned(part):
         for name, prefix in prefixes.items():
             if is_loading:
                 whole = torch.empty(weight.shape, dtype=torch.float32) if group.rank() == owner else None
             else:
-                whole = _gathered(group, weight, owner, pieces.get(weight, {}).get(name))
+                own = (starts[weight], _state_of(part, weight, name)) if weight in starts else None
+                whole = _gathered(group, weight, owner, own)
             if whole is not None:
                 sharded = make_sharded_optimizer_tensor(by_weight[id(weight)], whole, prefix)
                 # Of the ranks that hold this part of the weight, the first of each instance of the optimizer counts.
@@ -206,7 +240,7 @@ def _put_gathered(
 ) -> None:
     """Have `put` take (weight, this rank's pieces by name) of what the owners loaded, for each weight that it updates.
     Collective over the data-parallel ranks."""
-    group, own = part.data_parallel_group, dict(_own_copies(part))
+    group, starts = part.data_parallel_group, dict(_own_starts(part))
     for number, weight, owner in _owned(part):
         pieces = {}
         for name in names:
@@ -214,9 +248,9 @@ def _put_gathered(
             if group.rank() == owner:
                 whole.copy_(loaded[number][name].reshape(-1))
             dist.broadcast(whole, group_src=owner, group=group)
-            if weight in own:
-                first, copy = own[weight]
-                pieces[name] = whole[first : first + copy.numel()].clone()
+            if weight in starts:
+                first, size = starts[weight], _updated(part, weight).numel()
+                pieces[name] = whole[first : first + size].clone()
         if pieces:
             put(weight, pieces)
 

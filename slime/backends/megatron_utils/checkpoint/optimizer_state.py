@@ -183,6 +183,9 @@ def _remembers(part: MegatronOptimizer) -> bool:
     if part.config.optimizer == "sgd" and not part.config.sgd_momentum:
         # It has no moments; float32 copies of 16-bit weights are a memory all the same.
         return True
+    if part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        # Its main parameters are states, and those of a run without an update are made of its weights.
+        return any(group.get("step") for group in part.optimizer.param_groups)
     return any(part.optimizer.state.values())
 
 

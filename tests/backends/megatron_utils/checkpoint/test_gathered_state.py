@@ -22,6 +22,8 @@ LAYOUT = {"data_parallel_size": 2, "tensor_model_parallel_size": 2}
 OTHERS = {
     "data": {"data_parallel_size": 4, "tensor_model_parallel_size": 1},
     "pipeline": {"data_parallel_size": 1, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    "weights": {"data_parallel_size": 4, "tensor_model_parallel_size": 1, "use_precision_aware_optimizer": True},
+    "host": {"data_parallel_size": 4, "tensor_model_parallel_size": 1, "optimizer_cpu_offload": True},
 }
 # Float32 copy and both moments.
 STATE_BYTES = 12

@@ -20,6 +20,10 @@ DATA, CONTEXT = {"data_parallel_size": 2}, {"context_parallel_size": 2}
 TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PIPELINE = {"pipeline_model_parallel_size": 2}
 STATELESS = {"use_stateless_adam": True, "no_save_optim": True}
+NARROW = {
+    "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8",
+    "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5,
+}  # fmt: skip
 SECOND_STAGE = {**PIPELINE, "only_train_params_name_list": [r"layers\.1\.", "final"]}
 CASES = {
     "bf16, data": {**BFLOAT16, **DATA},
@@ -27,6 +31,7 @@ CASES = {
     "bf16, critic, pipeline, plain optimizer": {**BFLOAT16, **PIPELINE, **CRITIC, **PLAIN},
     "bf16, data, stateless": {**BFLOAT16, **DATA, **STATELESS},
     "fp16, pipeline, stateless, plain optimizer": {**FLOAT16, **PIPELINE, **STATELESS, **PLAIN},
+    "bf16, data, narrow": {**BFLOAT16, **DATA, **NARROW},
     "only the second stage learns": SECOND_STAGE,
     "only the second stage learns, plain optimizer": {**SECOND_STAGE, **PLAIN},
 }
@@ -60,7 +65,15 @@ SGD_CASES = {
     "sgd, momentum": {**SGD, **BFLOAT16, "sgd_momentum": 0.9},
     "sgd, momentum, fp32": {**SGD, "sgd_momentum": 0.9},
 }
+HOST = {"optimizer_cpu_offload": True, "accumulate_allreduce_grads_in_fp32": True}
+ON_WEIGHTS = {
+    "fp16, host": {**FLOAT16, **DATA, **HOST},
+    "fp32, host": {**TENSOR, **HOST},
+    "experts, narrow": {**EXPERTS, **DATA, **NARROW, "expert_model_parallel_size": 2},
+    "experts, narrow, main parameters": {**EXPERTS, **DATA, **NARROW, "main_params_dtype": "fp16"},
+}
 GRID = {
+    "on weights": ON_WEIGHTS,
     "experts": EXPERT_CASES,
     "sgd": SGD_CASES,
     **{
