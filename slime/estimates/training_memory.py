@@ -226,8 +226,8 @@ def _mlp_gather(shape: ModelShape, counts: ParameterCounts, layout: ParallelLayo
 def _stage_memory(shape: ModelShape, counts: ParameterCounts, setup: TrainingSetup, stage: PipelineStage) -> RankMemory:
     held = rank_parameters(shape, counts, setup.layout, stage)
     base = _persistent(held, setup, stage, _sent(shape, counts, setup, stage) if setup.push_snapshot else 0)
-    # What lives in host memory is updated there.
-    update = round(_optimizer_shard(held, setup) * setup.state.step * (1 - setup.state.offloaded))
+    # Experts and all else have an optimizer each, which step one after the other. What lives in host memory is updated there.
+    update = round(max(_optimizer_shards(held, setup)) * setup.state.step * (1 - setup.state.offloaded))
     moments = [
         *_computing(shape, setup, stage, base),
         replace(base, moment="optimizer step", buffers=update),
@@ -283,7 +283,7 @@ def _persistent(held: RankParameters, setup: TrainingSetup, stage: PipelineStage
 def _savings(held: RankParameters, setup: TrainingSetup, stage: PipelineStage) -> list[tuple[int, int]]:
     """What every rank of a stage has in host memory of optimizer and weights while it saves."""
     layout, state = setup.layout, setup.state
-    shard, share = _optimizer_shard(held, setup), _share_of_replica(held, setup)
+    shard, share = _optimizer_shard(held, setup), sum(_shares_of_replica(held, setup))
     of_stage = layout.world_size // layout.pipeline
     savings = []
     for place in map(layout.place, range(stage.index * of_stage, (stage.index + 1) * of_stage)):
@@ -298,13 +298,18 @@ def _savings(held: RankParameters, setup: TrainingSetup, stage: PipelineStage) -
 
 def _optimizer_shard(held: RankParameters, setup: TrainingSetup) -> float:
     """Parameters whose optimizer state this rank keeps."""
-    return _share_of_replica(held, setup) if setup.state.distributed else held.total
+    return sum(_optimizer_shards(held, setup))
 
 
-def _share_of_replica(held: RankParameters, setup: TrainingSetup) -> float:
-    """Parameters of an even share, where ranks that hold the same ones divide them."""
+def _optimizer_shards(held: RankParameters, setup: TrainingSetup) -> tuple[float, float]:
+    """The same of all but the experts, and of the experts."""
+    return _shares_of_replica(held, setup) if setup.state.distributed else (held.dense, held.routed_experts)
+
+
+def _shares_of_replica(held: RankParameters, setup: TrainingSetup) -> tuple[float, float]:
+    """Parameters of an even share, where ranks that hold the same ones divide them: all but the experts, and the experts."""
     layout = setup.layout
-    return held.dense / layout.dense_replicas + held.routed_experts / layout.expert_replicas
+    return held.dense / layout.dense_replicas, held.routed_experts / layout.expert_replicas
 
 
 def _optimizer_bytes(held: RankParameters, setup: TrainingSetup) -> float:

@@ -185,6 +185,12 @@ def test_moments_between_steps():
     assert alone.total == 20 * parameters
     two = training_memory(shape, setup(ParallelLayout(2), 4, fp32, gloo=True, **tiny))[0]
     assert (two.moment, two.buffers) == ("gradient reduction", 4 * parameters)
+    # Experts and all else are updated one after the other.
+    mixture = dataclasses.replace(shape, moe=MoeShape(8, 2, 1024, 0, False, False, (True,) * 4))
+    experts = 4 * 8 * 3 * 512 * 1024
+    assert experts > count_parameters(mixture).total / 2
+    update = training_memory(mixture, setup(ParallelLayout(1), 4, fp32, **tiny))[0]
+    assert (update.moment, update.buffers) == ("optimizer step", 4 * experts)
     half = dataclasses.replace(fp32, offloaded=0.5)
     assert training_memory(shape, setup(ParallelLayout(1), 4, half, **tiny))[0].buffers == 2 * parameters
     pushing = training_memory(shape, setup(ParallelLayout(1), 4, BF16, stream_tokens=8, push_bucket=10**7))[0]
