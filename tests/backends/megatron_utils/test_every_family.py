@@ -135,3 +135,68 @@ def test_every_layout_trains_as_one_rank_does(models, name, count):
     ranks = run_distributed(train_steps, count, (cases,), timeout=300)
     for layout in layouts:
         assert_equal_runs([rank[layout] for rank in ranks], one["one"])
+
+
+BFLOAT16 = {"bf16": True, "accumulate_allreduce_grads_in_fp32": True}
+# Of families with attention or experts of their own, the layouts of two ranks that cut these.
+CUT = [
+    (name, layout)
+    for name in ("qwen3_next", "qwen3_5_moe", "minimax_m2", "glm_moe_dsa")
+    for layout in ("tp2", "pp2", "cp2", "cp2 gathered", "ep2")
+    if layout in TINY_FAMILIES[name].layouts
+]
+
+
+def some_steps(cases) -> dict:
+    """Per case, log-probs as loaded by this rank's samples (on the last stage), and loss and gradient norm of three steps."""
+    from tests.support.processes.layout_steps import LayoutRun
+
+    found = {}
+    for name, args in cases.items():
+        run = LayoutRun(args)
+        run.prepare()
+        rows = run.data.whole("log_probs") if run.is_last_stage else []
+        steps = [run.step() for _ in range(3)]
+        log_probs = [value for row in rows for value in row.tolist()]
+        found[name] = log_probs, [(step["loss"], step["grad_norm"]) for step in steps if run.is_last_stage]
+    return found
+
+
+@pytest.fixture(scope="module")
+def in_bfloat16(models):
+    """`some_steps` of every family on one rank, in float32 and in bfloat16."""
+    cases = {
+        (name, precision): layout_args(directory, **flags)
+        for name, (directory, _) in models.items()
+        for precision, flags in {"float32": {}, "bfloat16": BFLOAT16}.items()
+    }
+    (found,) = run_distributed(some_steps, 1, (cases,), timeout=400)
+    return found
+
+
+@pytest.mark.slow
+@EVERY
+def test_steps_in_bfloat16_stay_near_those_in_float32(in_bfloat16, name):
+    """A value of bfloat16 has 8 bits: log-probs of these models change by some thousandths, more where another expert or key is
+    chosen; then later steps part too."""
+    (exact, exact_steps), (rounded, steps) = (in_bfloat16[name, precision] for precision in ("float32", "bfloat16"))
+    differences = [abs(a - b) for a, b in zip(exact, rounded, strict=True)]
+    assert 0 < sum(differences) / len(differences) < 0.03
+    (loss, norm), (exact_loss, exact_norm) = steps[0], exact_steps[0]
+    assert loss == pytest.approx(exact_loss, abs=2e-3) and norm == pytest.approx(exact_norm, rel=0.02)
+    for (loss, norm), (exact_loss, _) in zip(steps, exact_steps, strict=True):
+        assert loss == pytest.approx(exact_loss, abs=0.03) and 0 < norm < 10
+
+
+@pytest.mark.slow
+def test_layouts_in_bfloat16_train_near_one_rank(models, in_bfloat16):
+    cases = {(name, layout): layout_args(models[name][0], **LAYOUTS[layout], **BFLOAT16) for name, layout in CUT}
+    ranks = run_distributed(some_steps, 2, (cases,), timeout=400)
+    for name, layout in CUT:
+        one = in_bfloat16[name, "bfloat16"][1]
+        runs = [rank[name, layout][1] for rank in ranks if rank[name, layout][1]]
+        assert runs
+        for steps in runs:
+            assert steps[0] == (pytest.approx(one[0][0], abs=5e-3), pytest.approx(one[0][1], rel=0.05)), (name, layout)
+            for (loss, norm), (loss_of_one, _) in zip(steps, one, strict=True):
+                assert loss == pytest.approx(loss_of_one, abs=0.03) and 0 < norm < 10, (name, layout)

@@ -157,7 +157,15 @@ def test_every_layout_saves_what_it_loaded_and_megatrons_own_way_is_the_same(fou
         values = tensors(root / directory)
         assert values.keys() == expected.keys()
         different = [name for name, value in values.items() if not value.equal(expected[name])]
+        if directory.startswith("weights/"):
+            # The optimizer on the weights has another bfloat16 where its float32 value is halfway between two, and there only.
+            different = [name for name in different if not differs_halfway_only(name, values, expected)]
         assert not different, f"{directory}: {different[:3]}"
+
+
+def differs_halfway_only(name, values, expected) -> bool:
+    main = expected.get(f"optimizer.state.param.{name}")
+    return main is not None and bool((main.view(torch.int32)[values[name] != expected[name]] & 0xFFFF == 0x8000).all())
 
 
 def tensors(directory) -> dict[str, torch.Tensor]:
