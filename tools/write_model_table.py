@@ -37,6 +37,7 @@ PAGE = ROOT / "docs" / "en" / "advanced" / "models.md"
 RECORDS = PAGE.with_name("model-rehearsals.json")
 BEGIN, END = "<!-- model table: begin -->", "<!-- model table: end -->"
 NOT_YET = "not yet"
+_PROVIDER = "--custom-model-provider-path"
 # What keeps SGLang from serving a family on CPU; the page says more.
 _UNSERVED = {
     "qwen3_next": "no: kernels", "qwen3_5": "no: kernels", "qwen3_5_moe": "no: kernels", "glm_moe_dsa": "no: FP8 keys",
@@ -177,12 +178,21 @@ def rehearse(name: str) -> dict[str, Any]:
 
 
 def same_model(name: str) -> list[str]:
-    """The scripts with the flags of this one, itself among them, whose rehearsal is the same."""
-    words, model_type = model_words(name), PUBLISHED_MODELS[name]["model_type"]
+    """The scripts with the flags of this one, itself among them, whose rehearsal is the same.
+
+    A model provider of a script builds the model of its flags, so it makes no difference.
+    """
+
+    def words(of: str) -> list[str]:
+        found = model_words(of)
+        place = found.index(_PROVIDER) if _PROVIDER in found else len(found)
+        return found[:place] + found[place + 2 :]
+
+    model_type = PUBLISHED_MODELS[name]["model_type"]
     return [
         other
         for other, config in PUBLISHED_MODELS.items()
-        if config["model_type"] == model_type and model_words(other) == words
+        if config["model_type"] == model_type and words(other) == words(name)
     ]
 
 

@@ -24,8 +24,10 @@ SMALLEST = "run-qwen2.5-0.5B-gb10-smoke"
 # deadline is for a machine that does.
 CPU_SECONDS, CPU_SECONDS_OF_A_STAGE, DEADLINE = 120, 75, 1500
 MEMORY = 8 * 2**30
-# Layers that are planned and not built, and a trainer that is not rehearsed.
-REFUSED_FLAGS = ("--spec", "--train-backend")
+# Linear attention goes from chunk to chunk, and an indexer from head to head, in many more operations.
+CPU_SECONDS_OF_MANY_OPERATIONS = 600
+# A trainer that is not rehearsed.
+REFUSED_FLAGS = ("--train-backend",)
 
 
 def refused_flag(name: str) -> str | None:
@@ -64,7 +66,8 @@ def assert_rehearsed(name: str, found: Measured) -> None:
     assert found.status == 0, found.text
     row = TABLE[name]
     stages = row.size("--pipeline-model-parallel-size")
-    assert found.cpu_seconds < max(CPU_SECONDS, CPU_SECONDS_OF_A_STAGE * stages)
+    limit = CPU_SECONDS_OF_MANY_OPERATIONS if "--spec" in MODELS[row.model] else CPU_SECONDS
+    assert found.cpu_seconds < max(limit, CPU_SECONDS_OF_A_STAGE * stages)
     # The driver waits while a rank works: two large processes at once.
     assert 2 * found.peak_bytes < MEMORY
     ranks = row.size("--actor-num-nodes") * row.size("--actor-num-gpus-per-node")
@@ -123,7 +126,7 @@ def test_activations_may_be_those_of_another_moment_that_is_as_high(logits, toge
 
 def test_every_script_is_rehearsed_or_refused():
     assert all("--num-experts" in MODELS[TABLE[name].model] for name in WITH_EXPERTS), WITH_EXPERTS
-    assert SMALLEST in TRAINED and len(TRAINED) > 1 and len(REFUSED) > 1
+    assert SMALLEST in TRAINED and len(TRAINED) > 1 and REFUSED
 
 
 def test_the_smallest_script_with_two_layers_rehearses(tmp_path):

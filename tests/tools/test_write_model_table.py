@@ -57,6 +57,8 @@ def test_scripts_of_one_model_share_its_rehearsal_and_layout():
     """By their flags: DeepSeek V3 with fewer layers is another model."""
     assert set(same_model("deepseek-v3")) == {"deepseek-v3", "deepseek-v3.1", "deepseek-r1"}
     assert same_model("deepseek-v3-5layer") == ["deepseek-v3-5layer"]
+    # What builds the model of one of them is a function, which builds that of the flags.
+    assert same_model("qwen3.5-35B-A3B-vl") == ["qwen3.5-35B-A3B", "qwen3.5-35B-A3B-vl"]
     # The launch script is that of another of the three.
     assert dict(zip(layout_of("deepseek-v3")[::2], layout_of("deepseek-v3")[1::2], strict=True)) == {
         "--actor-num-nodes": "16", "--actor-num-gpus-per-node": "8", "--tensor-model-parallel-size": "8",
