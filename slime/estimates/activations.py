@@ -111,10 +111,7 @@ class ActivationModel:
 
     def norm(self, width: float) -> float:
         """A norm over `width` elements, without its input where another part keeps that."""
-        if self.kernels is not Kernels.TORCH_CPU:
-            return self.bytes * width
-        # Two products, x·rsqrt(…) and that times the weight; in 16 bits the first and its input are kept in float32.
-        return 8.0 * width if self.bytes == 4 else (4 + 4 + self.bytes) * width
+        return self.bytes * width
 
     @property
     def _sequence_ranks(self) -> int:
@@ -151,13 +148,9 @@ class ActivationModel:
         return kept + self.bytes * elements + self._core_attention(query, key, shape.num_attention_heads / tensor)
 
     def _query_key_norm(self, query: float, key: float) -> float:
-        if self.kernels is not Kernels.TORCH_CPU:
-            # The outputs are rotated at once. The inputs are views of the projection, but queries of several groups do not
-            # lie in a row there, and are copied.
-            return self.bytes * query if key > self.shape.head_dim else 0.0
-        if self.bytes == 4:
-            return 4.0 * (2 * query + key)
-        return 8.0 * (query + key)
+        # The outputs are rotated at once. The inputs are views of the projection, but queries of several groups do not lie in a
+        # row there, and are copied.
+        return self.bytes * query if key > self.shape.head_dim else 0.0
 
     def _core_attention(self, output_width: float, value_width: float, heads: float) -> float:
         """The output (the input of the projection) and the logarithm of each row's sum."""

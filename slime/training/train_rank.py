@@ -161,7 +161,10 @@ class TrainRank:
         source = self.args.initial_weights
         if self.rank == 0:
             logger.info("%s weights: %s%s", self.role, source, ", resuming" if source.resume else "")
-        return self.backend.load(source)
+        iteration = self.backend.load(source)
+        # Not before: what loading takes is not needed again.
+        get_accelerator().keep_freed_memory()
+        return iteration
 
     def _begin_save(self, rollout_id: int, *states: Any) -> None:
         """Begin with the checkpoint of `rollout_id`; `finish_save` waits for it.

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Of glibc's malloc.h, and the bytes up to which a piece of memory is kept.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_KEPT = 2**30
+
 
 class Accelerator:
     """What the trainer and the weight transports need to know about a device. This base class is the CPU."""
@@ -54,6 +58,17 @@ class Accelerator:
 
     def set_device(self, index: int) -> None:
         """Make `index` this process's default device."""
+
+    def keep_freed_memory(self) -> None:
+        """Have this process use freed memory again instead of giving it back, until `release_cached_memory`.
+
+        glibc gives back pieces of 32 MiB and more at once, and logits are such: the kernel then clears their pages anew in
+        every micro-batch. Where the environment says how that is to be, it stays so.
+        """
+        tune = getattr(ctypes.CDLL(None), "mallopt", None)
+        if tune is not None and not env.tunes_allocator():
+            tune(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
+            tune(_M_TRIM_THRESHOLD, 2**31 - 1)
 
     def synchronize(self) -> None:
         """Wait until all work queued on the device is done."""
@@ -151,6 +166,9 @@ class CudaAccelerator(Accelerator):
         import torch
 
         torch.cuda.set_device(index)
+
+    def keep_freed_memory(self) -> None:
+        """PyTorch's allocator does that."""
 
     def synchronize(self) -> None:
         import torch

@@ -41,10 +41,10 @@ def test_pytorch_on_cpu_keeps_every_step():
     """What a dispatch-mode listing of a real layer showed, in float32 elements per token."""
     layer = model(CPU, 4, qk_norm="head").layer(0)
     query, key, hidden, ffn = 512, 256, 512, 1536
-    norms = 2 * 2 * hidden
+    norms = 2 * hidden
     residual = 2 * hidden
     projection = query + 2 * key
-    query_key_norm = query + query + key  # copy of the queries; both normalised
+    query_key_norm = query  # copy of the queries
     rotated = query + key + 4 * 64
     attention = 2 * query + 8
     assert layer.kept == 4 * (norms + residual + projection + query_key_norm + rotated + attention + 5 * ffn)

@@ -1,6 +1,8 @@
 import ast
 import functools
 import gc
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +39,36 @@ def test_forced_cpu(monkeypatch):
     assert (accelerator.name, accelerator.process_group_backend) == ("cpu", "gloo")
     assert accelerator.device(3).type == "cpu" and accelerator.memory_allocated() > 0
     assert device.gpus_on_this_machine() == 0
+
+
+_PAGES_TAKEN_AGAIN = """
+import ctypes, resource, sys
+from slime.utils.device import Accelerator
+if sys.argv[1] == "keeps":
+    Accelerator().keep_freed_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    piece = ctypes.c_void_p(libc.malloc(ctypes.c_size_t(2**26)))
+    ctypes.memset(piece, 1, 2**26)
+    libc.free(piece)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(faults < 2**10)
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "environment", "kept"),
+    [("keeps", {}, "True"), ("does not", {}, "False"), ("keeps", {"MALLOC_TRIM_THRESHOLD_": "131072"}, "False")],
+)
+def test_freed_memory_is_taken_again_unless_the_environment_says_otherwise(way, environment, kept):
+    """64 MiB, taken and freed twice: the second time their pages are there, or the kernel has to give 16,384 of them."""
+    command = [sys.executable, "-c", _PAGES_TAKEN_AGAIN, way]
+    found = subprocess.run(
+        command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert found.stdout.strip() == kept
 
 
 def test_unknown_backend_names_the_known_ones(monkeypatch):

@@ -81,7 +81,11 @@ def main() -> None:
     os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
 
+    from slime.utils.device import get_accelerator
+
     torch.set_num_threads(options.threads)
+    # As ranks do; so it is for the others too.
+    get_accelerator().keep_freed_memory()
     for name in options.model:
         with tempfile.TemporaryDirectory() as directory:
             compare(name, directory, options)

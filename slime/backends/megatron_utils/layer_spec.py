@@ -40,6 +40,7 @@ from megatron.core.transformer.multi_token_prediction import get_mtp_layer_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from slime.backends.megatron_utils.attention import LatentAttention, PackedAttention
 from slime.utils.errors import UserError
@@ -193,9 +194,41 @@ class RMSNorm(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [..., hidden_size], any float dtype; same shape and dtype out."""
         if not self.is_around_zero:
-            return F.rms_norm(hidden, self.normalized_shape, self.weight, self.eps)
-        normed = F.rms_norm(hidden.float(), self.normalized_shape, 1 + self.weight.float(), self.eps)
-        return normed.to(hidden.dtype)
+            return self._normed(hidden, self.weight)
+        return self._normed(hidden.float(), 1 + self.weight.float()).to(hidden.dtype)
+
+    def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if hidden.device.type == "cpu":
+            return _Normed.apply(hidden, weight, self.eps)
+        return F.rms_norm(hidden, self.normalized_shape, weight, self.eps)
+
+
+class _Normed(torch.autograd.Function):
+    """y = x·r·w with r = 1 / sqrt(mean(x²) + ε), for a device without a kernel of its own: PyTorch makes eight operations of it
+    there, and keeps what they are differentiated by.
+
+    With the gradient g of y: ∂L/∂x = r·(g·w) − x·r³·mean(g·w·x), and ∂L/∂w = Σ g·x·r over all rows. In float32, or float64 for
+    float64; of x and r alone, and every row of y and of ∂L/∂x of nothing but that row.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        x = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        r = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(hidden, weight, r)
+        return (x * r).mul_(weight).to(hidden.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        hidden, weight, r = ctx.saved_tensors
+        width = hidden.shape[-1]
+        x, g = hidden.to(r.dtype), gradient.to(r.dtype)
+        product = g * x
+        of_weight = r.flatten() @ product.reshape(-1, width)
+        share = product.mul_(weight).sum(-1, keepdim=True).mul_(r**3).div_(-width)
+        of_hidden = torch.mul(g, weight, out=product).mul_(r).addcmul_(x, share)
+        return of_hidden.to(hidden.dtype), of_weight.to(weight.dtype), None
 
 
 class RotaryByPosition(nn.Module):
