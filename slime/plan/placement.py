@@ -212,7 +212,7 @@ def _group_of_trained_model(args: argparse.Namespace) -> ServerGroup | None:
     return next((group for model in models for group in model.groups if group.num_engines), None)
 
 
-_SHARED_HANDLES = "shared handles"
+_SHARED_HANDLES, _PROCESS_GROUP = "shared handles", "process group"
 
 
 def plan_sync(args: argparse.Namespace, shape: ModelShape, hf_config: dict[str, Any] | None) -> SyncPlan | None:
@@ -240,4 +240,14 @@ def _transport(args: argparse.Namespace) -> str:
         return "disk, changed bytes only (at most)"
     if args.update_weight_transport == "disk":
         return "disk"
-    return _SHARED_HANDLES if placement_mode(args) == "colocated" else "process group"
+    if placement_mode(args) != "colocated":
+        return _PROCESS_GROUP
+    ranks, first, shared, beside = layout_of(args).actor_gpus, 0, False, False
+    for group in served_groups(args):
+        behind = first + group.num_gpus
+        if group.num_engines and group.update_weights:
+            shared, beside = shared or first < ranks, beside or behind > ranks
+        first = behind
+    if shared and beside:
+        return f"{_SHARED_HANDLES}, and by {_PROCESS_GROUP} to those beside the trainer's GPUs"
+    return _PROCESS_GROUP if beside else _SHARED_HANDLES

@@ -141,6 +141,32 @@ def test_sync_cost_follows_link_and_bytes():
     assert make_plan(alone).sync.seconds == 0
 
 
+SERVED = """
+sglang:
+  - {{name: actor, server_groups: [{groups}]}}
+  - {{name: judge, model_path: /nowhere/judge, update_weights: false, server_groups: [{{num_gpus: 4}}]}}
+"""
+
+
+@pytest.mark.parametrize(
+    "groups, gpus, ways",
+    [
+        ("{num_gpus: 4}, {num_gpus: 4}", 12, {"shared handles", "process group"}),
+        ("{worker_type: placeholder, num_gpus: 4}, {num_gpus: 4}", 12, {"process group"}),
+        # The frozen model beside the ranks gets nothing.
+        ("{num_gpus: 4}", 8, {"shared handles"}),
+    ],
+)
+def test_ways_of_the_weights_in_a_run_with_engines_beside_the_ranks(tmp_path, groups, gpus, ways):
+    path = tmp_path / "serving.yaml"
+    path.write_text(SERVED.format(groups=groups))
+    words = ["--colocate", "--rollout-num-gpus", str(gpus), "--sglang-config", str(path), "--num-gpus-per-node", "8"]
+    sync = make_plan(planned(SMALL, *words)).sync
+    assert {way for way in ("shared handles", "process group") if way in sync.transport} == ways
+    assert sync.shared_handles == (ways == {"shared handles"})
+    assert sync.seconds == pytest.approx(sync.bytes * 8 / (sync.link_gbps * 1e9))
+
+
 def test_without_a_shape_the_plan_says_which_flags_are_missing():
     words = SMALL.split()
     start, end = words.index("--num-layers"), words.index("--actor-num-gpus-per-node")
