@@ -213,17 +213,23 @@ class Draws:
 
     def behind(self, rollout_id: int, group_size: int) -> DrawnAhead:
         """What rollouts behind `rollout_id` have, in their order, and then what is still to be drawn again."""
-        later = [
-            drawn.as_of_now() for number in sorted(self._noted) if number > rollout_id for drawn in self._noted[number]
-        ]
-        positions = {number: position for number, position in self._positions.items() if number > rollout_id}
-        return DrawnAhead(later + [_as_plain(entry) for entry in self.again], positions, group_size)
+        # Groups that are made ahead change hands meanwhile, in the thread of their worker.
+        with self.lock:
+            later = [
+                drawn.as_of_now()
+                for number in sorted(self._noted)
+                if number > rollout_id
+                for drawn in self._noted[number]
+            ]
+            positions = {number: position for number, position in self._positions.items() if number > rollout_id}
+            return DrawnAhead(later + [_as_plain(entry) for entry in self.again], positions, group_size)
 
     def release(self) -> None:
         """Forget what no state needs that is yet to be taken."""
-        self._noted = {number: noted for number, noted in self._noted.items() if self._is_needed(number)}
-        oldest = min(self.awaited | self._under_way, default=0)
-        self._positions = {number: position for number, position in self._positions.items() if number > oldest}
+        with self.lock:
+            self._noted = {number: noted for number, noted in self._noted.items() if self._is_needed(number)}
+            oldest = min(self.awaited | self._under_way, default=0)
+            self._positions = {number: position for number, position in self._positions.items() if number > oldest}
 
     def hold(self, rollout_id: int, entry: Any, group: list[Any]) -> None:
         """`rollout_id` has made `group` of `entry`, which it has drawn."""

@@ -113,8 +113,8 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
                     origin, group = await self._oldest(rollout_id, target - len(taken))
                     if is_too_old(self.args, group, call.trained_as):
                         self._counts["stale_groups"] += 1
-                        self._taken -= 1
-                        await self._return_to_source(origin, as_prompts(origin))
+                        # It comes to its end also where this rollout is cancelled: the source may have the group by then.
+                        await asyncio.shield(asyncio.create_task(self._return_stale(origin, group)))
                         continue
                     taken.append((origin, group))
                     progress.advance(len(group))
@@ -280,6 +280,15 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
         if drop:
             self._gatherer.on_dynamic_filter_drop(verdict.reason)
         return drop
+
+    async def _return_stale(self, origin: list[Any], group: list[Any]) -> None:
+        """Give back a group that was taken from the queue; into which it goes again if the source does not take it."""
+        self._taken -= 1
+        try:
+            await self._return_to_source(origin, as_prompts(origin))
+        except BaseException:
+            self.queue.appendleft((origin, group))
+            raise
 
     async def _return_to_source(self, origin: list[Any], group: list[Any]) -> None:
         await run_in_daemon_thread(give_back, self.args, self.data_source, [group], self._rollout_id, [origin])

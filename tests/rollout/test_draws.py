@@ -226,6 +226,56 @@ def test_what_was_made_ahead_is_saved_as_it_was_when_its_rollout_took_it(data_ar
     assert [(s.prompt, s.remove_sample, s.response) for s in group] == [("p0", False, "")] * 2
 
 
+def in_another_thread(function, *args):
+    """Call it there, and give it the time that it takes if nothing holds it up; the thread."""
+    thread = threading.Thread(target=function, args=args)
+    thread.start()
+    thread.join(0.2)
+    return thread
+
+
+def test_a_group_that_is_dropped_while_a_state_is_taken_hides_no_other(data_args):
+    source = Prompts(data_args)
+    states, (first, second) = observed(data_args, source)
+    groups, threads = ahead(states, source, data_args, 3, 0), []
+
+    def made():
+        threads.append(in_another_thread(states._draws.taken, [groups[0]], None))
+        return groups[0]
+
+    states._draws.finished(groups[0], made)
+    states.remember(0)
+    first.end()
+    second.end()
+    states.save(0)
+    threads[0].join(10)
+    again, _ = resumed(data_args, Prompts, 0)
+    assert prompts(again.get_samples(3)) == ["p0", "p1", "p2"]
+
+
+def test_a_group_that_is_taken_while_others_are_forgotten_stays_noted(data_args, monkeypatch):
+    source = Prompts(data_args)
+    states, (first, second) = observed(data_args, source)
+    draws, [origin] = states._draws, ahead(states, source, data_args, 1, 0)
+    is_needed, threads = draws._is_needed, []
+
+    def meanwhile(rollout_id):
+        if not threads:
+            threads.append(None)
+            threads[0] = in_another_thread(draws.taken, [origin], 1)
+        return is_needed(rollout_id)
+
+    monkeypatch.setattr(draws, "_is_needed", meanwhile)
+    draws.release()
+    threads[0].join(10)
+    states.remember(0)
+    first.end()
+    second.end()
+    states.save(0)
+    again, _ = resumed(data_args, Prompts, 0)
+    assert prompts(again.get_samples(1)) == ["p0"]
+
+
 def test_groups_of_a_resumed_run_have_other_numbers_than_those_that_waited(data_args):
     """In rollouts 1 and 2 five groups were drawn ahead, and those that stand third in them were done."""
     source = Prompts(data_args)

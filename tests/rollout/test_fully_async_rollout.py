@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -144,6 +145,59 @@ def test_groups_that_grew_too_old_in_the_queue_are_generated_again(server, check
             while len(taken) < 8:
                 taken += group_numbers((await rollout(worker, 2, trained_as=9)).samples)
             assert set(waiting) <= set(taken) and len(set(taken)) == len(taken), "none is lost, none comes twice"
+
+    asyncio.run(main())
+
+
+class SlowToTakeBack(CountingDataSource):
+    """Takes back what `takes` is set for, and raises what it has as `error`."""
+
+    def __init__(self):
+        super().__init__(2)
+        self.asked, self.takes, self.error = threading.Event(), threading.Event(), None
+
+    def add_samples(self, groups):
+        self.asked.set()
+        self.takes.wait(30)
+        if self.error is not None:
+            raise self.error
+        super().add_samples(groups)
+
+
+@pytest.mark.parametrize("takes", [True, False], ids=["a source that takes it", "a source that raises"])
+@pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "waited for"])
+def test_a_group_that_is_too_old_is_in_the_queue_or_in_the_source_whatever_ends_the_rollout(
+    server, checkpoint, takes, cancelled
+):
+    args = make_args(checkpoint, server.port, max_weight_staleness=2)
+    source = SlowToTakeBack()
+    source.error = None if takes else KeyError("made to fail")
+
+    async def main():
+        async with worker_of(args, source) as worker:
+            await rollout(worker, 0, trained_as=1)
+            await until(lambda: len(worker.queue) == 4)
+            server.hold = lambda payload: True
+            waiting = [leaves(group)[0].group_index for _, group in worker.queue]
+            taking = asyncio.create_task(rollout(worker, 1, trained_as=9))
+            await until(source.asked.is_set)
+            if cancelled:
+                taking.cancel()
+                await asyncio.gather(taking, return_exceptions=True)
+            source.takes.set()
+            if not cancelled and not takes:
+                with pytest.raises(UserError, match="made to fail"):
+                    await taking
+
+            def places():
+                back = [*source.returned, *worker.in_flight.values()]
+                return sorted(leaves(group)[0].group_index for group in [*(group for _, group in worker.queue), *back])
+
+            await until(lambda: set(waiting) <= set(places()))
+            assert len(set(places())) == len(places())
+            assert waiting[0] in [leaves(group)[0].group_index for _, group in worker.queue] or takes
+            taking.cancel()
+            server.release()
 
     asyncio.run(main())
 
