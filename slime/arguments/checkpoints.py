@@ -81,20 +81,12 @@ def resolve_initial_weights(args: argparse.Namespace) -> WeightSource:
 
 
 def source_of_reference(args: argparse.Namespace) -> WeightSource:
-    """`--ref-load` as a source.
-
-    Raises:
-        UserError: it does not exist or is no checkpoint.
-    """
+    """`--ref-load` as a source; raises as `checkpoint_source`."""
     return checkpoint_source(args.ref_load, args.ref_ckpt_step, "--ref-load", "--ref-ckpt-step")
 
 
 def source_of_teacher(args: argparse.Namespace) -> WeightSource:
-    """`--opd-teacher-load` as a source.
-
-    Raises:
-        UserError: it does not exist or is no checkpoint.
-    """
+    """`--opd-teacher-load` as a source; raises as `checkpoint_source`."""
     return checkpoint_source(
         args.opd_teacher_load, args.opd_teacher_ckpt_step, "--opd-teacher-load", "--opd-teacher-ckpt-step"
     )

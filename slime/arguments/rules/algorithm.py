@@ -5,10 +5,12 @@ import argparse
 import importlib.util
 import logging
 import math
+import os
 import re
 from collections.abc import Iterator
 
 from slime.algorithms.estimators import estimator, names_of_estimators
+from slime.arguments.checkpoints import other_model_states
 from slime.arguments.config_files.eval_file import places_in
 from slime.arguments.derivation import FULLY_ASYNC
 from slime.arguments.flag import flag_of
@@ -319,6 +321,10 @@ WEIGHT_RULES: tuple[Rule, ...] = (
             "{--release-train} with {--no-save-optim} or {--no-save-rng}: that would be lost in every step; drop it"),
         refused(lambda args: args.save is None,
             "{--release-train} recreates the trainer from a checkpoint for each step; give {--save}"),
+        refused_each(("ref_load", "opd_teacher_load"), lambda args, path: None not in (path, args.save, args.keep_last)
+            and other_model_states(args) and os.path.realpath(path) == os.path.realpath(args.save),
+            "{--release-train} starts every step from {0=} too, where {--save} puts checkpoints: {--keep-last=} would delete "
+            "what it reads there; drop {--keep-last}, or give another {--save}"),
         refused(lambda args: args.save_interval not in (None, 1),
             "{--release-train} recreates the trainer from a checkpoint for each step, so {--save-interval=} must be 1"),
         refused(lambda args: (args.update_weight_mode, args.update_weight_transport) != ("full", "disk"),

@@ -121,6 +121,12 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--release-train", "--release-train --update-weight-mode --update-weight-transport", WRONG),
         ("--release-train --save /s --update-weight-transport disk --update-weight-disk-dir /d --save-interval 2",
          "--release-train --save-interval", WRONG),
+        ("--release-train --save /s --update-weight-transport disk --update-weight-disk-dir /d --use-kl-loss "
+         "--ref-load /r/../s --keep-last 1",
+         "--release-train --ref-load --save --keep-last", WRONG),
+        ("--release-train --save /s --update-weight-transport disk --update-weight-disk-dir /d --use-opd --opd-type megatron "
+         "--opd-teacher-load /s --keep-last 3",
+         "--release-train --opd-teacher-load --save --keep-last", WRONG),
         ("--release-train --save /s --update-weight-transport disk --update-weight-disk-dir /d --train-backend fsdp",
          "--release-train --train-backend", WRONG),
         ("--release-train --save /s --update-weight-transport disk --update-weight-disk-dir /d --advantage-estimator ppo",
