@@ -194,6 +194,20 @@ def test_what_the_server_refused_has_not_happened(engine):
     assert engine.asked[-1] == ("continue",)
 
 
+def test_a_request_that_does_not_end_within_a_minute_keeps_the_engine_awake_and_is_an_error(engine, monkeypatch):
+    clock = BusyServer(0.0, 0)
+    monkeypatch.setattr(sglang_engine, "time", clock)
+    engine.refuses = {"flush_cache"}
+    with pytest.raises(RunError, match="engine 0 refused to flush its cache for 60 s: no"):
+        engine.sleep()
+    assert 59.0 <= clock.now <= 60.0
+    assert set(engine.asked) == {("flush_cache",)}, "it goes on with the request, and has all of its memory"
+    engine.refuses.clear()
+    engine.asked.clear()
+    engine.sleep()
+    assert engine.asked == [("flush_cache",), ("pause",), ("flush_cache",), ("release", "weights", *CACHES)]
+
+
 def test_awake_engines_are_not_woken(engine):
     engine.wake_weights()
     engine.wake_caches()
