@@ -9,9 +9,11 @@ import pickle
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from slime.utils.errors import RunError
+from tests.support.processes.waiting import wait_until
 
 
 class Peer:
@@ -25,7 +27,8 @@ class Peer:
         self.trouble, self.received, self.groups = None, [], {}
 
     def start(self, trouble):
-        """Forget what was received. `trouble`: what it does instead of receiving the second bucket from now on."""
+        """Forget what was received. `trouble`: what it does instead of receiving the second bucket from now on; a directory: it
+        takes bucket n, counted from 0, when a file `n + 1` is there."""
         self.trouble, self.received = trouble, []
 
     def init_weights_update_group(self, host, port, rank, world_size, name, backend, timeout):
@@ -49,7 +52,9 @@ class Peer:
         import torch.distributed as dist
 
         assert set(dtypes) == {"float32"}
-        if self.received:
+        if isinstance(self.trouble, Path):
+            wait_until((self.trouble / str(len(self.received) + 1)).exists)
+        elif self.received:
             if self.trouble == "dies":
                 os._exit(1)
             if self.trouble == "hangs":

@@ -13,6 +13,7 @@ import torch
 
 from slime.utils.errors import RunError
 from slime.utils.process_groups import create_store
+from slime.weights.source import WeightSource
 from slime.weights.transports import process_group
 from slime.weights.transports.process_group import ProcessGroupTransport, communicator_environment
 from slime.weights.transports.transport import Background, EnginesFailed, Receiver
@@ -352,6 +353,27 @@ def test_a_connection_that_stands_is_kept_and_another_set_of_engines_joins_a_new
         assert received_by(receivers) == [3 * RECEIVED, 3 * RECEIVED, RECEIVED]
     finally:
         transport.close()
+
+
+def test_a_bucket_is_made_while_the_one_before_it_is_on_its_way(receivers, tmp_path):
+    """No engine takes the order for a bucket, nor joins its broadcast, before the next one is being made."""
+    import ray
+
+    def made():
+        for number, bucket in enumerate([*BUCKETS, None]):
+            (tmp_path / str(number)).touch()
+            yield bucket
+
+    ray.get([of.handle.start.remote(tmp_path) for of in receivers], timeout=60)
+    # Beside a tensor that is larger than a bucket none is made.
+    args = SimpleNamespace(**{**vars(ARGS), "update_weight_buffer_size": 2**20})
+    source = WeightSource(made, ProcessGroupTransport(args, 0, 1))
+    try:
+        assert source.connect(receivers).failed == {}
+        assert source.send(1).failed == {}
+    finally:
+        source.close()
+    assert received_by(receivers) == [RECEIVED] * 3
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
