@@ -22,6 +22,7 @@ from slime.estimates.shape import ModelShape
 from slime.plan.structure import GpuPlan, NodePlan, PlacementPlan, ServedModelPlan, SyncPlan
 from slime.scheduling.device_turns import Sides
 from slime.scheduling.served_models import ServerGroup
+from slime.utils.weight_transports import WEIGHT_TRANSPORTS
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,7 @@ def _group_of_trained_model(args: argparse.Namespace) -> ServerGroup | None:
     return next((group for model in models for group in model.groups if group.num_engines), None)
 
 
-_SHARED_HANDLES, _PROCESS_GROUP = "shared handles", "process group"
+_SHARED_HANDLES = "shared handles"
 
 
 def plan_sync(args: argparse.Namespace, shape: ModelShape, hf_config: dict[str, Any] | None) -> SyncPlan | None:
@@ -236,12 +237,11 @@ def _sharded(args: argparse.Namespace) -> bool:
 
 
 def _transport(args: argparse.Namespace) -> str:
+    way = WEIGHT_TRANSPORTS[args.update_weight_transport]
     if args.update_weight_mode == "delta":
-        return "disk, changed bytes only (at most)"
-    if args.update_weight_transport == "disk":
-        return "disk"
-    if placement_mode(args) != "colocated":
-        return _PROCESS_GROUP
+        return f"{way.told_as}, changed bytes only (at most)"
+    if way.colocated is None or placement_mode(args) != "colocated":
+        return way.told_as
     ranks, first, shared, beside = layout_of(args).actor_gpus, 0, False, False
     for group in served_groups(args):
         behind = first + group.num_gpus
@@ -249,5 +249,5 @@ def _transport(args: argparse.Namespace) -> str:
             shared, beside = shared or first < ranks, beside or behind > ranks
         first = behind
     if shared and beside:
-        return f"{_SHARED_HANDLES}, and by {_PROCESS_GROUP} to those beside the trainer's GPUs"
-    return _PROCESS_GROUP if beside else _SHARED_HANDLES
+        return f"{_SHARED_HANDLES}, and by {way.told_as} to those beside the trainer's GPUs"
+    return way.told_as if beside else _SHARED_HANDLES

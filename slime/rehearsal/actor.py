@@ -22,9 +22,9 @@ from slime.training.train_rank import CriticRank, TrainRank
 from slime.training.train_step import forward_values
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
+from slime.utils.weight_transports import WEIGHT_TRANSPORTS, WeightTransport
 from slime.weights.buckets import BucketFlattener, FlatBucket
 from slime.weights.hf_reader import StoredTensor
-from slime.weights.transports import TRANSPORTS
 from slime.weights.transports.transport import Transport
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ class RehearsedActor(RehearsedRank, ActorRank):
     """A rank of the actor."""
 
     def __init__(self, task: Task, recorder: Recorder) -> None:
-        TRANSPORTS[_TRANSPORT] = SwallowingTransport
+        WEIGHT_TRANSPORTS[_TRANSPORT] = WeightTransport(f"{__name__}.SwallowingTransport", _TRANSPORT)
         super().__init__(task, recorder)
 
     def phases(self) -> dict[str, Callable[[], None]]:

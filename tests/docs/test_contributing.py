@@ -15,6 +15,7 @@ CHECKS = {
     "An advantage estimator": "an_estimator_can_be_asked_for_and_trains",
     "A reward": "a_reward_can_be_asked_for_and_grades",
     "A family of models": "a_family_is_loaded_trained_and_exported",
+    "A transport": "a_transport_can_be_asked_for_and_carries_a_push",
 }
 _NEW_FILE = re.compile(r"^The file `([^`]+)`:\n\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _CHANGE = re.compile(r"^In `([^`]+)`:\n\n```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)

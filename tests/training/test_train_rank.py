@@ -14,8 +14,9 @@ from slime.scheduling.device_turns import Holds
 from slime.training import actor_rank, train_rank
 from slime.training.train_rank import TrainRank
 from slime.utils.ports import interface_of
+from slime.utils.weight_transports import WEIGHT_TRANSPORTS
 from slime.weights.source import WeightSource
-from slime.weights.transports import TRANSPORTS, EnginesFailed, Transport
+from slime.weights.transports import EnginesFailed, Transport, transport_of
 from tests.support.processes.distributed import run_distributed
 
 
@@ -272,6 +273,9 @@ def test_ranks_that_help_wait_until_the_sender_has_given_an_engine_up():
     assert helper == (None, [210] * 3 + [45])
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_no_transport_gives_up_before_its_limit(name):
-    assert TRANSPORTS[name].longest_wait(SimpleNamespace(distributed_timeout_minutes=10)) > 600
+@pytest.mark.parametrize("mode", ["full", "delta"])
+@pytest.mark.parametrize("colocate", [False, True])
+@pytest.mark.parametrize("name", WEIGHT_TRANSPORTS)
+def test_no_transport_gives_up_before_its_limit(name, colocate, mode):
+    args = SimpleNamespace(update_weight_transport=name, update_weight_mode=mode, colocate=colocate)
+    assert transport_of(args).longest_wait(SimpleNamespace(distributed_timeout_minutes=10)) > 600

@@ -22,6 +22,7 @@ from slime.arguments.flag import (
 )
 from slime.arguments.hf_config import is_hf_checkpoint
 from slime.arguments.value_types import environment_variables
+from slime.utils.weight_transports import WEIGHT_TRANSPORTS
 
 _OF_GLM = "{--spec} of layers that have it: slime_plugins.models.glm4 get_glm_spec"
 _FSDP_BACKEND = "the FSDP backend"
@@ -142,7 +143,7 @@ WEIGHTS = Group("weights and training process", (
     flag("--update-weight-mode", str, "full", "send all parameters, or only the bytes that changed since the last sync; "
         "delta needs --update-weight-transport disk", "full", "delta"),
     flag("--update-weight-transport", str, "nccl", "direct transfer (process group, or shared handles with --colocate), or "
-        "files in --update-weight-disk-dir", "nccl", "disk"),
+        "files in --update-weight-disk-dir", *WEIGHT_TRANSPORTS),
     flag("--update-weight-buffer-size", int, 536870912, "upper size of one weight transfer bucket, in bytes",
         bounds=AT_LEAST_ONE),
     flag("--update-weights-interval", int, 1, "push weights every N rollouts, in train_async.py", bounds=AT_LEAST_ONE),

@@ -21,6 +21,7 @@ from slime.arguments.violations import Kind, Rule, Violation, about, broken, div
 from slime.estimates.serving_memory import require_whole_groups
 from slime.utils.errors import UserError
 from slime.utils.ports import normalize_external_engine_addr
+from slime.utils.weight_transports import WEIGHT_TRANSPORTS
 
 # Router settings that have no effect while a switch is on: beginning of the attributes, the switch, what it turns off.
 _SWITCHED_OFF = (
@@ -190,7 +191,7 @@ def whole_engines(args: argparse.Namespace) -> Iterator[Violation]:
 def engines_on_both_sides(args: argparse.Namespace) -> Iterator[Violation]:
     """With `--colocate`: an engine of each group with GPUs of training ranks and GPUs beside them, which no weights reach."""
     ranks = layout_of(args).actor_gpus
-    if not (args.colocate and ranks) or args.update_weight_transport != "nccl":
+    if not (args.colocate and ranks and WEIGHT_TRANSPORTS[args.update_weight_transport].colocated):
         return
     first = number = 0
     for group in served_groups(args):

@@ -1,15 +1,16 @@
-"""How the bytes of a weight push travel, one file per way. `transport_of` chooses; the table is keyed by
-`--update-weight-transport`. A colocated run takes two of them at once."""
+"""How the bytes of a weight push travel, one file per way. `transport_of` chooses, by the table in `weight_transports`. A
+colocated run takes two of them at once."""
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime.arguments.sizes import GpuRanges, layout_of
 from slime.utils.errors import UserError
+from slime.utils.weight_transports import WEIGHT_TRANSPORTS
 from slime.weights.transports.disk import DiskTransport
-from slime.weights.transports.disk_delta import DiskDeltaTransport
 from slime.weights.transports.process_group import ProcessGroupTransport
 from slime.weights.transports.shared_handles import SharedHandlesTransport
 from slime.weights.transports.transport import Delta, EnginesFailed, Order, Receiver, Transport
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from slime.weights.buckets import NamedTensors
 
 __all__ = [
-    "TRANSPORTS",
     "ColocatedTransport",
     "Delta",
     "DiskTransport",
@@ -31,16 +31,15 @@ __all__ = [
     "transport_of",
 ]
 
-TRANSPORTS: dict[str, type[Transport]] = {"nccl": ProcessGroupTransport, "disk": DiskTransport}
-
 
 def transport_of(args: Any) -> type[Transport]:
     """How the weights of this run travel: who shares devices shares memory, unless files are asked for."""
-    if args.colocate and args.update_weight_transport == "nccl":
-        return ColocatedTransport
-    if args.update_weight_transport == "disk" and args.update_weight_mode == "delta":
-        return DiskDeltaTransport
-    return TRANSPORTS[args.update_weight_transport]
+    way = WEIGHT_TRANSPORTS[args.update_weight_transport]
+    if way.colocated is not None and args.colocate:
+        return pkgutil.resolve_name(way.colocated)
+    if way.delta is not None and args.update_weight_mode == "delta":
+        return pkgutil.resolve_name(way.delta)
+    return pkgutil.resolve_name(way.carrier)
 
 
 class ColocatedTransport(Transport):

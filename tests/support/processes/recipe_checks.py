@@ -59,6 +59,36 @@ def a_family_is_loaded_trained_and_exported(directory: Path) -> None:
     assert_like_reference(found[None]["seed_oss"], reference(model, directory / "gradients"))
 
 
+def a_transport_can_be_asked_for_and_carries_a_push(directory: Path) -> None:
+    import ray
+    import torch
+
+    from slime.plan.placement import plan_sync
+    from slime.plan.setup import shape_of
+    from slime.weights.push import WeightPush
+    from slime.weights.transports import Receiver
+    from tests.support.models.args import parse
+    from tests.support.processes.local_ray import start_ray
+    from tests.support.processes.served_engines import Trainer
+    from tests.support.processes.weight_peers import engine_of, start_peers
+
+    args = parse(directory, "--update-weight-transport", "host-memory", "--update-weight-buffer-size", "16")
+    assert plan_sync(args, shape_of(args), None).transport == "memory of the host"
+    tensors = {name: torch.full((4,), float(value)) for value, name in enumerate("abc")}
+    start_ray()
+    try:
+        ranks = start_peers(3)
+        engines = [engine_of(ranks[:1]), engine_of(ranks[1:])]
+        receivers = [Receiver(0, engines[0], 1, 0), Receiver(1, engines[1], 2, 1)]
+        report = WeightPush(args, Trainer(args, tensors, set(tensors))).push(receivers)
+        assert (report.version, report.failed) == (1, {})
+        for received in ray.get([rank.all_received.remote() for rank in ranks], timeout=60):
+            assert received == [([name], {float(value)}) for value, name in enumerate("abc")], received
+        assert ray.get([engine.get_weight_version.remote() for engine in engines], timeout=60) == ["1", "1"]
+    finally:
+        ray.shutdown()
+
+
 def check(name: str) -> None:
     """Run the check in a directory of its own."""
     with tempfile.TemporaryDirectory() as directory:
