@@ -113,6 +113,7 @@ class WeightPush:
         # Bytes of deltas since all of the weights travelled. Who starts anew reads them all: no more than the weights have.
         self._delta_bytes = 0
         self._next_is_whole = False
+        self._told = False
         opening = sources.open_weight_push()
         self._num_sources = opening.num_sources
         self._expected_names = opening.expected_names
@@ -243,7 +244,10 @@ class WeightPush:
     def _metrics(self, sent: list[Sent], seconds: float) -> dict[str, float]:
         num_bytes, parts = sum(one.num_bytes for one in sent), sum(one.num_buckets for one in sent)
         rate = num_bytes / seconds / 1e9
-        logger.debug(
+        # That of the first push, which is before every rollout, stands in no rollout's line and in no metrics.
+        level, self._told = logging.INFO if parts and not self._told else logging.DEBUG, True
+        logger.log(
+            level,
             "weights version %d: %.1f MB in %d parts, %.2f s, %.2f GB/s",
             self.version,
             num_bytes / 1e6,

@@ -102,6 +102,17 @@ def engines_of(log, count=2):
 
 
 @pytest.mark.usefixtures("limits")
+def test_the_first_push_is_told_of_which_no_rollout_has_the_metrics(caplog):
+    caplog.set_level("INFO")
+    log = Log()
+    pushes = WeightPush(ARGS, Trainer(log))
+    for _ in range(2):
+        pushes.push(engines_of(log, 1))
+    (line,) = caplog.messages
+    assert line.startswith("weights version 1: 0.0 MB in 2 parts, ")
+
+
+@pytest.mark.usefixtures("limits")
 def test_one_order_for_every_push():
     log = Log()
     pushes = WeightPush(ARGS, Trainer(log))
