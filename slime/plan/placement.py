@@ -70,7 +70,7 @@ def placement_mode(args: argparse.Namespace) -> str:
         return "training only"
     if not args.has_trainer:
         return "engines only"
-    if args.rollout_external_engine_addrs:
+    if args.rollout_external_engine_addrs or args.rollout_num_gpus == 0:
         return "external engines"
     return "colocated" if args.colocate else "disaggregated"
 

@@ -221,7 +221,8 @@ class RolloutManager:
             sglang_router_port=first_port,
             sglang_model_routers=addresses,
         )
-        if self.args.use_fault_tolerance:
+        # What became of engines that register by themselves nobody here knows.
+        if self.args.use_fault_tolerance and (self.args.rollout_external or self.args.rollout_num_gpus):
             for model, router in routers.items():
                 set_engine_supply(router.url, _EnginesOfModel(self._serving, model))
 

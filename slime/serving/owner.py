@@ -124,6 +124,8 @@ class ServingOwner:
         # one without ignores ours.
         given = self._args.sglang_router_ip is not None
         ours = [engine.external.url for engine in self._topology.engines if engine.external is not None]
+        # Of a run without engines any that registers is welcome.
+        ours = ours if self._topology.engines else None
         for number, model in enumerate(self._topology.models):
             args = self._args if given and number == 0 else self._with_key()
             self.routers[model.name] = start_router(args, self._log_dir, ours, number)
@@ -133,12 +135,23 @@ class ServingOwner:
     def wait_ready(self) -> None:
         """Return when the routers send requests to all their engines, and to no others. Each engine keeps its own time.
 
+        Where the run has no engines, when one that somebody else has started is registered.
+
         Raises:
-            RunError: a server failed to start; holds the last lines of its log. All engines are ended.
+            RunError: a server failed to start; holds the last lines of its log. All engines are ended. Or none has come.
         """
         for router in self.routers.values():
             if router.process is not None:
                 router.wait_ready()
+        if not self._topology.engines:
+            (router,) = self.routers.values()
+            logger.info('waiting for engines that register at the router: POST %s/workers {"url": …}', router.url)
+            if self._args.has_trainer:
+                logger.warning(
+                    "--rollout-num-gpus 0: no push reaches these engines, which keep the weights that they have"
+                )
+            count = router.wait_for_workers(self._args.engine_start_timeout)
+            logger.info("%d engines have registered at the router %s", count, router.url)
         names = list(self._starting)
         try:
             urls = wait_for_all(
@@ -152,7 +165,7 @@ class ServingOwner:
             self._engines.stop()
             raise
         # Nobody sends requests before the first push, so engines without the trainer's weights may be known to the router.
-        for model, router in self.routers.items():
+        for model, router in self.routers.items() if names else ():
             of_model = [url for name, url in zip(names, urls, strict=True) if self._model(name).name == model]
             router.refuse_other_workers(of_model)
             router.add_workers(of_model, _REGISTRATION_SECONDS, self.api_key)

@@ -32,8 +32,9 @@ from slime.utils.filesystem import make_scratch_directory, remove_scratch_direct
 from slime.utils.ports import PortReservation, host_for_url, random_port_start, reserve_port, service_host
 
 _FIRST_PORT = 3000
-# Between two questions: a router tells nobody when it is ready.
+# Between two questions: a router tells nobody when it is ready, nor when an engine has come that a person has started.
 _POLL_SECONDS = 0.05
+_ARRIVAL_POLL_SECONDS = 0.5
 _REQUEST_TIMEOUT_SECONDS = 10.0
 _SHUTDOWN_SECONDS = 3.0
 
@@ -120,6 +121,21 @@ class RouterHandle:
             deadline,
         )
 
+    def wait_for_workers(self, timeout: float) -> int:
+        """Return when the router calls engines healthy that somebody else has registered, and how many by then.
+
+        Raises:
+            RunError: there is none after `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while not (healthy := sum(worker["is_healthy"] for worker in self.workers(deadline))):
+            if time.monotonic() > deadline:
+                raise RunError(
+                    f"no engine has registered at the router {self.url} within {timeout:g} s (--engine-start-timeout)"
+                )
+            time.sleep(min(_ARRIVAL_POLL_SECONDS, _seconds_left(deadline)))
+        return healthy
+
     def refuse_other_workers(self, ours: Sequence[str] = ()) -> None:
         """Raise UserError when the router sends requests to engines that are not `ours`: they have other weights."""
         others = {worker["url"]: worker["id"] for worker in self.workers() if worker["url"] not in ours}
@@ -195,10 +211,10 @@ def _seconds_left(deadline: float | None) -> float:
     return min(_REQUEST_TIMEOUT_SECONDS, max(deadline - time.monotonic(), _POLL_SECONDS))
 
 
-def start_router(args: Any, log_dir: str | Path, ours: Sequence[str] = (), number: int = 0) -> RouterHandle:
+def start_router(args: Any, log_dir: str | Path, ours: Sequence[str] | None = (), number: int = 0) -> RouterHandle:
     """Start a router, or check the one that `--sglang-router-ip/port` names. Call `wait_ready` on the result.
 
-    One that runs already may serve engines that are `ours`, and no others; it is that of the first model.
+    One that runs already may serve engines that are `ours`, and no others (None: any); it is that of the first model.
 
     The router starts beside whatever the caller does next (engines, usually). Its log is `{log_dir}/router.log`; of model
     `number`, counted from 0, `router_{number}.log`.
@@ -258,7 +274,7 @@ def compute_router_fields(args: Any, host: str, port: int, prometheus_port: int)
     return {**defaults, **addresses, **typed, "host": host, "port": port}
 
 
-def _given_router(ip: str, port: int | None, api_key: str | None, ours: Sequence[str]) -> RouterHandle:
+def _given_router(ip: str, port: int | None, api_key: str | None, ours: Sequence[str] | None) -> RouterHandle:
     address = f"--sglang-router-ip {ip} --sglang-router-port {port}"
     if port is None:
         raise UserError(f"--sglang-router-ip {ip} needs --sglang-router-port")
@@ -268,6 +284,8 @@ def _given_router(ip: str, port: int | None, api_key: str | None, ours: Sequence
         if response.status_code in (401, 403):
             raise UserError(f"{address}: the router refuses our key; give its key by --router-api-key")
         if response.ok and isinstance(response.json().get("workers"), list):
+            if ours is None:
+                return handle
             handle.refuse_other_workers(ours)
             listed = {worker["url"] for worker in handle.workers()}
             return dataclasses.replace(handle, found=listed.intersection(ours))

@@ -147,7 +147,7 @@ def offloads(args):
         ("--colocate --rollout-num-gpus 4", (1, 8, 4)),
         ("--debug-rollout-only --rollout-num-gpus 4", (1, 4, 4)),
         ("--debug-rollout-only --rollout-num-gpus 16", (2, 8, 16)),
-        ("--debug-rollout-only --rollout-num-gpus 0", (0, 0, 0)),
+        ("--debug-rollout-only --rollout-num-gpus 0 --router-api-key k", (0, 0, 0)),
         ("--debug-rollout-only --colocate --actor-num-gpus-per-node 2", (1, 2, 2)),
         ("--debug-rollout-only --rollout-external-engine-addrs a:1 --actor-num-gpus-per-node 4", (1, 4, None)),
         ("--debug-train-only", (1, 8, 0)),

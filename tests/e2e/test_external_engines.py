@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import requests
+import torch
 
 from slime.utils.ports import random_port_start, reserve_port
-from tests.support.models.tiny_task import PLUG_INS
+from tests.support.models.tiny_task import PLUG_INS, ROLLOUT_BATCH_SIZE, SAMPLES_PER_PROMPT
 from tests.support.processes.train_process import TrainProcess
 from tests.support.processes.waiting import wait_until
 
@@ -115,6 +117,31 @@ def test_engines_of_others_learn_with_a_run_and_outlive_it_however_it_ends(task,
         # Nobody was there to leave the groups behind the back of a killed driver: the next run does.
         assert all(engine.is_out_of_all_groups() for engine in engines) or number == signal.SIGKILL
     assert [engine.process.pid for engine in engines] == pids
+
+
+@pytest.mark.slow
+def test_engines_that_register_at_the_router_of_a_run_generate_for_it_and_outlive_it(task, engines, tmp_path):
+    flags = [
+        *task.rollout_flags, "--debug-rollout-only", "--rollout-num-gpus", "0", "--router-api-key", KEY, "--num-rollout", "2",
+        "--save-debug-rollout-data", tmp_path / "{rollout_id}.pt",
+    ]  # fmt: skip
+    versions = [engine.weight_version for engine in engines]
+    with TrainProcess(flags, tmp_path / "run") as process:
+        line = process.wait_for_line("waiting for engines that register at the router", 300)
+        url = re.search(r"POST (\S+/workers)", line)[1]
+        headers = {"Authorization": f"Bearer {KEY}"}
+        for engine in engines:
+            worker = {"url": f"http://{engine.address}", "api_key": KEY}
+            assert requests.post(url, json=worker, headers=headers, timeout=60).ok
+        process.wait_for_success(300)
+        process.assert_no_process_left()
+    for rollout_id in range(2):
+        samples = torch.load(tmp_path / f"{rollout_id}.pt", weights_only=True)["samples"]
+        assert len(samples) == ROLLOUT_BATCH_SIZE * SAMPLES_PER_PROMPT
+        assert all(sample["status"] in ("completed", "truncated") and sample["response_length"] for sample in samples)
+    assert [engine.process.poll() for engine in engines] == [None, None]
+    assert [engine.weight_version for engine in engines] == versions
+    assert all(engine.generates() for engine in engines)
 
 
 @pytest.mark.slow

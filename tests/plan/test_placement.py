@@ -34,11 +34,13 @@ def test_engines_follow_the_trainer_unless_they_share():
         (["--debug-train-only"], "training only", 4, 0),
         (["--debug-rollout-only"], "engines only", 0, 1),
         (["--rollout-num-gpus", "8"], "disaggregated", 4, 4),
+        (["--rollout-num-gpus", "0", "--router-api-key", "key"], "external engines", 4, 0),
     ],
 )
 def test_modes(words, mode, training, engines):
     plan = make_plan(planned(SMALL, *words)).placement
     assert (plan.mode, plan.training_ranks, plan.engines) == (mode, training, engines)
+    assert render(make_plan(planned(SMALL, *words)))
 
 
 def test_prefill_and_decode_engines():

@@ -39,6 +39,20 @@ def test_engines_that_start_are_known_to_the_router_and_wait_for_the_weights_of_
     assert states(owner) == [state] * 2
 
 
+@pytest.mark.parametrize("has_trainer", [True, False])
+def test_without_engines_of_its_own_a_run_waits_for_those_that_register(make_owner, has_trainer, caplog):
+    owner = ready(make_owner(engines=0, has_trainer=has_trainer, process=Process()))
+    assert owner.events == ["router is ready", ("engines of others", 600.0)], "whatever they are, and they stay there"
+    assert ("no push reaches these engines" in caplog.text) == has_trainer
+    with owner.generating():
+        pass
+    assert owner.begin_push() == (None, []) and not owner.lacks_weights()
+    owner.events.clear()
+    owner.leave_given_router()
+    owner.shutdown()
+    assert owner.events == ["engines", "router"]
+
+
 @pytest.mark.parametrize("error", [None, RunError("the router is dead")])
 def test_our_engines_leave_a_given_router_before_they_end(make_owner, error, caplog):
     owner = ready(make_owner(error=error))

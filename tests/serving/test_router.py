@@ -101,6 +101,7 @@ def test_a_given_router_that_serves_engines_of_others_is_refused():
         args = SimpleNamespace(sglang_router_ip="127.0.0.1", sglang_router_port=server.port, router_api_key=None)
         with pytest.raises(UserError, match=f"--sglang-router-port {server.port}: .*have other weights: {server.url}"):
             start_router(args, "unused")
+        assert start_router(args, "unused", ours=None).wait_for_workers(10.0) == 1
         router = RouterHandle("127.0.0.1", server.port, None, None)
         router.refuse_other_workers([server.url])
         with pytest.raises(UserError, match=f"DELETE {router.url}/workers/1"):
@@ -149,8 +150,9 @@ class SlowRouter:
         lambda router, urls, timeout: router.wait_ready(timeout),
         lambda router, urls, timeout: router.add_workers(urls, timeout),
         lambda router, urls, timeout: router.remove_workers(urls, timeout),
+        lambda router, urls, timeout: router.wait_for_workers(timeout),
     ],
-    ids=["wait_ready", "add_workers", "remove_workers"],
+    ids=["wait_ready", "add_workers", "remove_workers", "wait_for_workers"],
 )
 def test_a_slow_or_silent_router_does_not_stretch_a_time_limit(monkeypatch, call, answer_s):
     urls = [f"http://10.0.0.1:{port}" for port in range(40)]

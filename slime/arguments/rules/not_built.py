@@ -168,9 +168,6 @@ NOT_BUILT_RULES: tuple[Rule, ...] = (
     *where(lambda args: args.has_trainer and args.has_engines and args.loss_type == "policy_loss",
         refused(lambda args: args.rollout_top_p != 1, "{--rollout-top-p=}" + _KEPT_SETS + "give 1.0 ({--eval-top-p} is free)"),
         refused(lambda args: args.rollout_top_k != -1, "{--rollout-top-k=}" + _KEPT_SETS + "give -1 ({--eval-top-k} is free)")),
-    refused(lambda args: args.has_engines and args.rollout_num_gpus == 0 and not args.rollout_external,
-        "{--rollout-num-gpus=}: give the number of GPUs for the engines, or {--debug-train-only}; a run of routers alone is "
-        "not built yet"),
     topology, engines, layers, prediction_layers, media_of_evaluation, built_family, not_yet_violations,
     *where(lambda args: args.sglang_config is not None, of_groups(not_yet_violations)),
 )  # fmt: skip

@@ -259,6 +259,10 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
         "{--debug-train-only}"),
     refused(lambda args: args.has_engines and args.rollout_num_gpus is None and not args.rollout_external,
         "{--rollout-num-gpus} is not set: give the number of GPUs for the engines, or {--colocate}, or {--debug-train-only}"),
+    refused(lambda args: args.has_engines and args.rollout_num_gpus == 0 and not args.rollout_external
+            and args.router_api_key is None and args.sglang_router_ip is None,
+        "{--rollout-num-gpus=}: whoever starts engines for this run registers them with the key of its router; give that by "
+        "{--router-api-key}, or a router of yours by {--sglang-router-ip} and {--sglang-router-port}"),
     refused(lambda args: args.has_engines and args.hf_checkpoint is None,
         "{--hf-checkpoint} is needed: the engines load their config and tokenizer from it"),
     whole_engines, engines_on_both_sides,

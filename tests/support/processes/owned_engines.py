@@ -37,6 +37,10 @@ class Router:
     def wait_ready(self):
         self.events.append(f"router{self.suffix} is ready")
 
+    def wait_for_workers(self, timeout):
+        self.events.append(("engines of others", timeout))
+        return 2
+
     def refuse_other_workers(self, urls):
         self.events.append((f"only{self.suffix}", urls))
 

@@ -176,6 +176,7 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
          "--debug-rollout-only --debug-train-only --load-debug-rollout-data", WRONG),
         ("--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "--rollout-num-gpus --rollout-num-gpus-per-engine", WRONG),
         ("--rollout-num-gpus 1 --rollout-num-gpus-per-engine 2", "--rollout-num-gpus --rollout-num-gpus-per-engine", WRONG),
+        ("--rollout-num-gpus 0", "--rollout-num-gpus --router-api-key --sglang-router-ip --sglang-router-port", WRONG),
         ("--rollout-num-gpus 12 --rollout-num-gpus-per-engine 12",
          "--rollout-num-gpus-per-engine --num-gpus-per-node", WRONG),
         ("--colocate --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2",
@@ -307,7 +308,6 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
     "not built": (
         ("--rollout-top-p 0.9", "--rollout-top-p --eval-top-p", NOT_BUILT),
         ("--rollout-top-k 5", "--rollout-top-k --eval-top-k", NOT_BUILT),
-        ("--rollout-num-gpus 0", "--rollout-num-gpus --debug-train-only", NOT_BUILT),
         ("--rollout-num-gpus 4 --rollout-num-gpus-per-engine 4 --num-gpus-per-node 2",
          "--rollout-num-gpus-per-engine --num-gpus-per-node", NOT_BUILT),
         ("--actor-num-gpus-per-node 2 --global-batch-size 8 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2 "
