@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.models.tiny_task import PLUG_INS, ROLLOUT_BATCH_SIZE, SAMPLES_PER_PROMPT, TinyTask
+from tests.support.oracles.drawn_groups import assert_in_turn, assert_none_is_lost
 from tests.support.processes.train_process import TrainProcess
 from tests.support.processes.waiting import wait_until
 
@@ -103,6 +104,7 @@ def test_metrics_evaluations_and_checkpoints_are_those_of_the_other_loop(finishe
 
 
 def test_prompts_are_those_of_the_data_in_its_order(finished):
+    assert_in_turn([finished.samples(rollout_id) for rollout_id in ROLLOUTS])
     numbers = [s["metadata"]["number"] for r in ROLLOUTS for s in finished.samples(r)[::SAMPLES_PER_PROMPT]]
     assert sorted(numbers[:14]) == list(range(14)) and len(set(numbers[14:])) == 10
 
@@ -218,14 +220,11 @@ def never_stops(task, tmp_path_factory):
 
 
 def test_generation_that_never_stops_loses_no_prompt_and_trains_none_older_than_the_bound(never_stops):
-    groups = []
-    for rollout_id in ROLLOUTS:
-        samples = never_stops.samples(rollout_id)
-        assert len(samples) == ROLLOUT_BATCH_SIZE * SAMPLES_PER_PROMPT
-        groups += [sample["group_index"] for sample in samples[::SAMPLES_PER_PROMPT]]
+    rollouts = [never_stops.samples(rollout_id) for rollout_id in ROLLOUTS]
+    assert_none_is_lost(rollouts, never_stops.checkpoints)
+    for rollout_id, samples in enumerate(rollouts):
         ages = [rollout_id + 1 - int(span[0]) for sample in samples for span in sample["weight_version_spans"]]
         assert min(ages) >= 0 and max(ages) <= 2
-    assert len(set(groups)) == len(groups) and max(groups) < len(groups) + 12
     assert sorted(never_stops.process.scalars("rollout/groups_in_flight")) == list(ROLLOUTS)
     assert sorted(never_stops.process.scalars("eval/held_out")) == [0, 3, 6]
     assert_tokens_are_of_the_weights_that_they_name(never_stops)
