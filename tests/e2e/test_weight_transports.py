@@ -28,7 +28,9 @@ def by_deltas(directory: Path, encoding: str) -> list[object]:
 
 
 WAYS: dict[str, Callable[[Path], list[object]]] = {
-    "shared handles": lambda directory: ["--colocate"],
+    "shared handles": lambda directory: ["--colocate", "--rollout-num-gpus", "1"],
+    # One of the engines is beside the rank's device.
+    "shared handles and a process group": lambda directory: ["--colocate"],
     "disk": through_disk,
     "disk, copied to the engines' host": lambda directory: through_disk(
         directory, "--update-weight-local-checkpoint-dir", directory / "local"
@@ -43,7 +45,7 @@ def run_of(task: TinyTask, directory: Path, words: list[object]) -> SavingRun:
     checkpoints = directory / "checkpoints"
     flags = [
         *task.loop_flags, "--num-rollout", len(ROLLOUTS), "--check-weight-update-equal", "--save", checkpoints,
-        "--load", checkpoints, "--save-interval", "1", *words,
+        "--load", checkpoints, "--save-interval", "1", "--sglang-log-level", "info", *words,
     ]  # fmt: skip
     return SavingRun(TrainProcess(flags, directory), checkpoints)
 
@@ -53,11 +55,20 @@ def process_group(task, tmp_path_factory) -> SavingRun:
     return run_of(task, tmp_path_factory.mktemp("process_group"), []).finish()
 
 
-def assert_engines_held_the_weights(run: SavingRun) -> None:
+def assert_engines_held_the_weights(run: SavingRun, engines: int = 2) -> None:
     output = run.process.output()
-    assert len(re.findall(r"weight check: \d+ tensors equal on 2 engines", output)) == 1
+    assert len(re.findall(rf"weight check: \d+ tensors equal on {engines} engines", output)) == 1
     differences = run.process.scalars("train/train_rollout_logprob_abs_diff")
     assert differences and all(value <= 1e-5 for value in differences.values())
+
+
+def brought_by(run: SavingRun) -> list[set[str]]:
+    """Of each engine: what fed it."""
+    logs = sorted(run.process.event_directory.glob("logs/engine_*.log"))
+    return [
+        set(re.findall(r"POST /update_weights_from_(tensor|distributed) ", log.read_text(errors="replace")))
+        for log in logs
+    ]
 
 
 def assert_same_end(run: SavingRun, other: SavingRun) -> None:
@@ -68,13 +79,16 @@ def assert_same_end(run: SavingRun, other: SavingRun) -> None:
 
 def test_the_process_group_gives_engines_what_the_trainer_has(process_group):
     assert_engines_held_the_weights(process_group)
+    assert brought_by(process_group) == [{"distributed"}, {"distributed"}]
     assert sorted(process_group.process.scalars("train/loss")) == list(ROLLOUTS)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_other_way_learns_the_same(task, process_group, tmp_path, way):
     run = run_of(task, tmp_path, WAYS[way](tmp_path)).finish()
-    assert_engines_held_the_weights(run)
+    fed = {"shared handles": [{"tensor"}], "shared handles and a process group": [{"tensor"}, {"distributed"}]}
+    assert brought_by(run) == fed.get(way, [set(), set()])
+    assert_engines_held_the_weights(run, len(brought_by(run)))
     for tag in ("train/loss", "train/grad_norm", "rollout/raw_reward"):
         assert run.process.scalars(tag) == process_group.process.scalars(tag) != {}, tag
     assert_same_end(run, process_group)
