@@ -17,10 +17,11 @@ from typing import Any
 
 import ray
 
+from slime.arguments.checkpoints import WeightSource
 from slime.plan import make_plan
 from slime.ray.cluster import plan_cluster, ray_cluster
-from slime.ray.placement_group import create_placement_groups
-from slime.ray.train_group import TrainGroup
+from slime.ray.placement_group import _train_group, create_placement_groups
+from slime.scheduling.device_turns import Holds
 from slime.serving import engines as engines_module
 from slime.serving.engines import Engines
 from slime.serving.fleet import EngineName
@@ -90,15 +91,22 @@ def place(args: argparse.Namespace) -> dict[str, Any]:
     if args.rollout_external_engine_addrs:
         infos = [SimpleNamespace(url=url, num_gpus=1) for url in args.rollout_external_engine_addrs]
         args = with_run_values(args, rollout_external_engine_infos=infos)
+    # The plan of a model that is nowhere has none.
+    args = argparse.Namespace(**{**vars(args), "initial_weights": WeightSource("hf", args.hf_checkpoint)})
     parts = create_placement_groups(args)
-    group = TrainGroup(args, parts["actor"].group, parts["actor"].places, LightRank)
+    group = _train_group(args, parts["actor"], LightRank)
     topology = topology_of(args, parts["rollout"].places)
     engines = Engines(args, parts["rollout"].group, topology, Path("/nowhere"))
     starting = [engines.start(EngineName(engine.engine_id)) for engine in topology.engines]
     group.start()
+    ranks = ray.get(group.starting, timeout=_SECONDS)
+    if args.release_train:
+        group.hold(Holds.NOTHING)
+        group.start()
+        assert ray.get(group.starting, timeout=_SECONDS) == ranks
     found = {
         "plan": [(gpu.gpu, gpu.rank, gpu.engine) for node in nodes for gpu in node.gpus],
-        "ranks": ray.get(group.starting, timeout=_SECONDS),
+        "ranks": ranks,
         "engines": ray.get(starting, timeout=_SECONDS),
         "driver": ray.util.get_node_ip_address(),
     }
