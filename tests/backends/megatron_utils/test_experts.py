@@ -95,13 +95,7 @@ def forward(cases):
     found = {}
     for name, args in cases.items():
         chunks = megatron.load_model(args)
-        from megatron.core.transformer.moe.router import TopKRouter
-
-        maps = []
-        for module in chunks[0].modules():
-            if isinstance(module, TopKRouter):
-                module.register_forward_hook(lambda router, inputs, output, maps=maps: maps.append(output[1].bool()))
-        with torch.no_grad():
+        with torch.no_grad(), megatron.routing_maps(chunks[0]) as maps:
             found[name] = megatron.packed_forward(chunks[0], SEQUENCES), maps
     return found
 

@@ -1,10 +1,11 @@
-"""What every family is asked: logits and gradients of its reference, and its checkpoint given back bit by bit.
+"""What every family is asked: logits, chosen experts and gradients of its reference, and its checkpoint given back bit by bit.
 
 `run_families` is a worker for `run_distributed`; the rest compares what it found, in the test's process.
 """
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ def run_families(
         exported: the tensors that its pipeline stage sends, by HF name.
         not_contiguous, larger_storage: of these, those that are no dense rows, and those that keep more memory than theirs.
         logits: [tokens, padded vocabulary] of the packed sequences; None where one call does not run the whole model.
+        chosen: of each layer with a router, bool [tokens, experts], which experts a token goes to; None as logits.
         gradients: of the summed next-token loss, by HF name; None as logits.
     """
     from tests.support.processes import megatron_worker as megatron
@@ -73,7 +75,7 @@ def _run_family(args: Any) -> SimpleNamespace:
 
     chunks = setup_model(args)
     load_hf_weights(args, chunks, args.hf_checkpoint)
-    found = SimpleNamespace(exported={}, not_contiguous=[], larger_storage=[], logits=None, gradients=None)
+    found = SimpleNamespace(exported={}, not_contiguous=[], larger_storage=[], logits=None, chosen=None, gradients=None)
     for name, tensor in iter_stage_named_tensors(args, chunks, names_of_stage(args, chunks)):
         assert name not in found.exported
         found.exported[name] = tensor.clone()
@@ -84,8 +86,9 @@ def _run_family(args: Any) -> SimpleNamespace:
     if args.pipeline_model_parallel_size > 1 or args.context_parallel_size > 1:
         return found
     chunks[0].train()
-    logits = megatron.packed_forward(chunks[0], sequences())
-    found.logits = megatron.gather_vocabulary(logits)
+    with megatron.routing_maps(chunks[0]) as maps:
+        logits = megatron.packed_forward(chunks[0], sequences())
+    found.logits, found.chosen = megatron.gather_vocabulary(logits), megatron.gather_tokens(args, maps)
     # Megatron's cross entropy writes over its logits.
     megatron.next_token_loss(logits, sequences()).backward()
     finalize_model_grads(chunks)
@@ -95,9 +98,11 @@ def _run_family(args: Any) -> SimpleNamespace:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the reference gives: logits [tokens, vocabulary], and gradients by the names of the checkpoint."""
+    """What the reference gives: logits [tokens, vocabulary], of each layer with a router the experts of each token (bool
+    [tokens, experts]), and gradients by the names of the checkpoint."""
 
     logits: Any
+    chosen: Sequence[Any]
     gradients: Mapping[str, Any]
 
 
@@ -107,7 +112,22 @@ def reference(model: Any, directory: Path) -> Expected:
     import torch.nn.functional as F
     from safetensors.torch import load_file
 
+    chosen: dict[str, list[torch.Tensor]] = {}
+
+    def choose(name: str, experts: Any, inputs: tuple) -> None:
+        # Every class of transformers calls its experts with hidden states, numbers of experts [tokens, chosen], and weights.
+        numbers = inputs[1]
+        none = torch.zeros(len(numbers), experts.num_experts, dtype=torch.bool)
+        chosen.setdefault(name, []).append(none.scatter(1, numbers, True))
+
+    hooks = [
+        module.register_forward_pre_hook(functools.partial(choose, name))
+        for name, module in model.named_modules()
+        if name.endswith(".mlp.experts")
+    ]
     logits = [model(torch.tensor([sequence])).logits[0] for sequence in sequences()]
+    for hook in hooks:
+        hook.remove()
     losses = [
         F.cross_entropy(rows[:-1], torch.tensor(sequence[1:]), reduction="sum")
         for rows, sequence in zip(logits, sequences(), strict=True)
@@ -122,13 +142,16 @@ def reference(model: Any, directory: Path) -> Expected:
     gradients = {
         name: stored[name] for name in of_trained_parts(stored) if not name.endswith("e_score_correction_bias")
     }
-    return Expected(torch.cat(logits).detach(), gradients)
+    return Expected(torch.cat(logits).detach(), [torch.cat(of_layer) for of_layer in chosen.values()], gradients)
 
 
 def assert_like_reference(found: SimpleNamespace, expected: Expected) -> None:
-    """Logits and gradients are the reference's, and the padding of the vocabulary enters no softmax."""
+    """Logits, experts and gradients are the reference's, and the padding of the vocabulary enters no softmax."""
     import torch
 
+    assert len(found.chosen) == len(expected.chosen)
+    for number, (of_layer, of_reference) in enumerate(zip(found.chosen, expected.chosen, strict=True)):
+        assert torch.equal(of_layer, of_reference), f"layer {number} of those with experts"
     torch.testing.assert_close(found.logits[:, :VOCABULARY], expected.logits, rtol=0, atol=LOGITS)
     assert (found.logits[:, VOCABULARY:] < -1e8).all(), "padding rows of the vocabulary must not enter a softmax"
     # A reference without the layers for multi-token prediction has no gradients of these.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,6 +85,40 @@ def packed_forward(chunk: torch.nn.Module, sequences: Sequence[Sequence[int]]) -
     tokens = torch.tensor([token for sequence in sequences for token in sequence])
     positions = torch.cat([torch.arange(length) for length in lengths])
     return chunk(tokens[None], positions[None], None, packed_seq_params=packed)[0]
+
+
+@contextlib.contextmanager
+def routing_maps(chunk: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """While it lasts, every call of a router adds to the list: bool [tokens of this rank, experts], which it chose."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    maps: list[torch.Tensor] = []
+    hooks = [
+        module.register_forward_hook(lambda router, inputs, output: maps.append(output[1].bool()))
+        for module in chunk.modules()
+        if isinstance(module, TopKRouter)
+    ]
+    try:
+        yield maps
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def gather_tokens(args: SimpleNamespace, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Each of `rows` ([tokens of this rank, …]) for all tokens of the stream, where tensor-parallel ranks cut it."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    if not args.sequence_parallel:
+        return list(rows)
+    group = parallel_state.get_tensor_model_parallel_group()
+    gathered = []
+    for row in rows:
+        parts = [torch.empty_like(row) for _ in range(group.size())]
+        dist.all_gather(parts, row.contiguous(), group=group)
+        gathered.append(torch.cat(parts))
+    return gathered
 
 
 def gather_vocabulary(logits: torch.Tensor) -> torch.Tensor:
