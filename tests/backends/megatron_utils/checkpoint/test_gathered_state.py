@@ -13,7 +13,7 @@ from slime.arguments.model_shape import model_shape_from_args
 from slime.estimates.activations import Kernels, Recompute
 from slime.estimates.layout import ParallelLayout, split_into_stages
 from slime.estimates.training_memory import StateBytes, TrainingSetup, training_memory
-from tests.support.models.tiny_model import write_tiny_model
+from tests.support.models.tiny_model import write_tiny_mixture, write_tiny_model
 from tests.support.processes.distributed import run_distributed
 from tests.support.processes.resumed_run import ResumableRun, resumable_args, resumed
 
@@ -161,6 +161,78 @@ def test_every_layout_saves_what_it_loaded_and_megatrons_own_way_is_the_same(fou
             # The optimizer on the weights has another bfloat16 where its float32 value is halfway between two, and there only.
             different = [name for name in different if not differs_halfway_only(name, values, expected)]
         assert not different, f"{directory}: {different[:3]}"
+
+
+# As runs pad 131 rows: to a multiple of 8 for each tensor-parallel rank.
+DATA, TENSOR = {"data_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+WHOLE_VOCABULARY, CUT_VOCABULARY = {**DATA, "padded_vocab_size": 136}, {**TENSOR, "padded_vocab_size": 144}
+PADDINGS = {"fewer": (CUT_VOCABULARY, WHOLE_VOCABULARY), "more": (WHOLE_VOCABULARY, CUT_VOCABULARY)}
+SPREAD = {**DATA, "expert_model_parallel_size": 2}
+EXPERT_LAYOUTS = {
+    "whole": DATA,
+    "cut": TENSOR,
+    "spread over the tensor group": {**TENSOR, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+    "cut, the rest whole": {**DATA, "expert_tensor_parallel_size": 2},
+    "pipeline": {"pipeline_model_parallel_size": 2},
+}
+
+
+def train_save_and_save_again(cases: dict[str, tuple[SimpleNamespace, dict[str, SimpleNamespace]]]) -> None:
+    """Per case two steps and a checkpoint, and another of each layout that resumes from it."""
+    for args, others in cases.values():
+        run = ResumableRun(args)
+        run.prepare()
+        for _ in range(2):
+            run.step()
+        run.save()
+        for other in others.values():
+            resumed(other, args.save).save()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_in_16_bits_goes_on_with_another_padding_of_the_vocabulary(tmp_path):
+    """Rows that no token has learn nothing, so they may be anything that is a number; their moments are zero."""
+    write_tiny_model(tmp_path / "model", tied=False)
+
+    def args_in(layout, name):
+        return resumable_args(tmp_path / "model", tmp_path / name, **BFLOAT16, **layout)
+
+    cases = {
+        name: (args_in(before, name), {"again": args_in(after, f"{name} again")})
+        for name, (before, after) in PADDINGS.items()
+    }
+    run_distributed(train_save_and_save_again, 2, (cases,))
+    for name, (before, after) in PADDINGS.items():
+        saved, again = tensors(tmp_path / name / "iter_0000000"), tensors(tmp_path / f"{name} again/iter_0000000")
+        assert saved.keys() == again.keys()
+        padded = {key for key in saved if key.endswith(("word_embeddings.weight", "output_layer.weight"))}
+        assert len(padded) == 2 * (1 + len(("param", "exp_avg", "exp_avg_sq")))
+        for key, value in saved.items():
+            if key not in padded:
+                assert value.equal(again[key]), key
+                continue
+            assert (len(value), len(again[key])) == (before["padded_vocab_size"], after["padded_vocab_size"]), key
+            assert value[:131].equal(again[key][:131]) and again[key].isfinite().all(), key
+            assert "exp_avg" not in key or not again[key][131:].any(), key
+
+
+@pytest.mark.slow
+def test_experts_in_16_bits_are_saved_as_they_were_loaded_in_every_layout(tmp_path):
+    write_tiny_mixture(tmp_path / "model", "qwen3_moe")
+
+    def args_in(layout, name):
+        return resumable_args(tmp_path / "model", tmp_path / name, **BFLOAT16, **layout)
+
+    others = {name: args_in(layout, name) for name, layout in EXPERT_LAYOUTS.items()}
+    run_distributed(train_save_and_save_again, 2, ({"spread": (args_in(SPREAD, "spread"), others)},), timeout=300)
+    saved = tensors(tmp_path / "spread/iter_0000000")
+    of_experts = [name for name in saved if name.startswith("optimizer.state.exp_avg_sq.") and "experts" in name]
+    assert of_experts and all(saved[name].any() for name in of_experts)
+    for name in EXPERT_LAYOUTS:
+        again = tensors(tmp_path / name / "iter_0000000")
+        assert again.keys() == saved.keys()
+        different = [key for key, value in saved.items() if not value.equal(again[key])]
+        assert not different, f"{name}: {different[:3]}"
 
 
 def differs_halfway_only(name, values, expected) -> bool:
