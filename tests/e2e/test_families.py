@@ -1,8 +1,12 @@
-"""Every family that SGLang serves on the CPU: five rollouts of GRPO, after each of which trainer and engine agree."""
+"""Every family that SGLang serves on the CPU: five rollouts of GRPO, after each of which trainer and engine agree; and exports
+that are served as what the run ended with."""
+
+import contextlib
 
 import pytest
 
 from tests.support.models.tiny_task import make_tiny_task
+from tests.support.processes.plain_engine import KEY, PlainEngine
 from tests.support.processes.train_process import TrainProcess
 
 LOG_PROB_GATE = 1e-5
@@ -82,3 +86,48 @@ def test_trainer_and_engine_agree_on_log_probs_after_every_weight_update(name, t
     assert all(0 < difference <= LOG_PROB_GATE for difference in differences.values()), differences
     # The weights have moved meanwhile, by far more than that.
     assert process.scalars("train/kl_loss")[ROLLOUTS[-1]] > 10 * LOG_PROB_GATE
+
+
+PROMPTS = [[5, 9, 77, 200, 31, 8, 90, 3], [4, 100, 119], [60, 2, 2, 17, 230]]
+
+
+def generated_greedily(engine: PlainEngine) -> list[tuple[list[int], list[float]]]:
+    """Token ids and log-probs of the likeliest answer to each of `PROMPTS`."""
+    found = []
+    for prompt in PROMPTS:
+        sampling = {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True}
+        payload = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+        rows = engine.ask("POST", "/generate", payload).json()["meta_info"]["output_token_logprobs"]
+        found.append(([row[1] for row in rows], [row[0] for row in rows]))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "glm4_moe"])
+def test_an_export_generates_what_the_engine_of_the_run_does(name, tmp_path):
+    """The engine is somebody else's, so that it is there when the run has ended, with the weights of the last push."""
+    task = make_tiny_task(tmp_path / "task", **SERVED[name])
+    with contextlib.ExitStack() as stack:
+
+        def serve(model) -> PlainEngine:
+            engine = PlainEngine(model, tmp_path / f"{model.name}.log")
+            stack.callback(engine.end)
+            return engine
+
+        engine = serve(task.model)
+        before = generated_greedily(engine)
+        flags = [
+            *task.rollout_flags, *task.train_flags, "--actor-num-gpus-per-node", "1", "--num-rollout", "2",
+            "--rollout-external-engine-addrs", engine.address, "--router-api-key", KEY,
+            "--save", tmp_path / "checkpoints", "--save-interval", "2", "--save-hf", tmp_path / "export",
+        ]  # fmt: skip
+        TrainProcess(flags, tmp_path / "run").finish(300)
+        assert engine.weight_version == "3"
+        pushed = generated_greedily(engine)
+        engine.end()
+        exported = generated_greedily(serve(tmp_path / "export"))
+    assert [tokens for tokens, _ in exported] == [tokens for tokens, _ in pushed]
+    for (_, found), (_, expected) in zip(exported, pushed, strict=True):
+        assert found == pytest.approx(expected, abs=1e-6)
+    # Training moved them by more: of the first token the log-probs have the same tokens before them.
+    assert max(abs(was[0] - now[0]) for (_, was), (_, now) in zip(before, pushed, strict=True)) > 1e-3
