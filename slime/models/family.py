@@ -69,7 +69,8 @@ class Family:
     rules: which HF tensors make up each Megatron parameter; a family without is planned and not trained.
     ignored: matches HF tensors that carry no weights of the model.
     not_trained: matches HF tensors of parts of the model that no trainer has: they are neither loaded nor exported.
-    predictions: matches HF tensors of layers for multi-token prediction; None where the family's checkpoints have none.
+    predictions: matches HF tensors of layers for multi-token prediction; None where the family's checkpoints have none. Those
+        that `not_trained` matches too are trained where a run asks for such layers.
     predictions_follow: layers for multi-token prediction have the numbers behind the last layer's.
     num_layers: of the model whose names are asked for, where predictions follow (`of_model`).
     """
@@ -131,13 +132,19 @@ class Family:
         """Whether an HF tensor belongs to a layer for multi-token prediction."""
         return self.predictions is not None and self.predictions.search(hf_name) is not None
 
+    def leaves_alone(self, hf_name: str, predictions: int = 0) -> bool:
+        """Whether an HF tensor is of a part that a run with so many layers for multi-token prediction does not train."""
+        if self.not_trained is None or (predictions > 0 and self.is_prediction(hf_name)):
+            return False
+        return self.not_trained.search(hf_name) is not None
+
     def may_be_left_out(self, hf_name: str, num_layers: int, predictions: int = 0) -> bool:
         """Whether an HF tensor is none of the trained weights: a buffer, of another part, or of a layer behind the model's
         `num_layers` and its `predictions` layers for multi-token prediction; or what those have a copy of."""
         number = _LAYER_NUMBER.search(hf_name) if self.predictions_follow else None
         behind = -1 if number is None else int(number.group()) - num_layers
         is_copy = behind >= 0 and hf_name.endswith(_COPIES)
-        if self.not_trained is not None and self.not_trained.search(hf_name) is not None:
+        if self.leaves_alone(hf_name, predictions):
             return True
         return self.ignored.search(hf_name) is not None or behind >= predictions or is_copy
 
@@ -180,6 +187,7 @@ def prediction_layer(
     hf: str = f"model.layers.{LAYER}.",
     names: tuple[str, str, str, str] = ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
     projection: Layout | None = None,
+    own: str | None = None,
 ) -> tuple[Rule, ...]:
     """The rules of layers for multi-token prediction.
 
@@ -188,6 +196,7 @@ def prediction_layer(
         hf: what their HF names begin with.
         names: their own HF names there: norms of embedding and state, projection of both, norm of the result.
         projection: layout of that of [embedding; state]; None: as Megatron has it.
+        own: what their own HF names begin with, where that is not `hf`.
     """
     megatron = f"{_PREDICTION_LAYERS}layers.{LAYER}."
 
@@ -197,9 +206,10 @@ def prediction_layer(
         return dataclasses.replace(rule, megatron=tuple(renamed), hf=tuple(there))
 
     layouts = (Replicated(), Replicated(), projection or Sharded(dim=0), Replicated())
-    own = zip(("enorm", "hnorm", "eh_proj", "final_layernorm"), names, layouts, strict=True)
+    begin = hf if own is None else own
+    parts = zip(("enorm", "hnorm", "eh_proj", "final_layernorm"), names, layouts, strict=True)
     return (
-        *(Rule((f"{megatron}{ours}.weight",), (f"{hf}{theirs}.weight",), layout) for ours, theirs, layout in own),
+        *(Rule((f"{megatron}{ours}.weight",), (f"{begin}{theirs}.weight",), layout) for ours, theirs, layout in parts),
         *map(inside, inner),
     )
 

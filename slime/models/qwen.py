@@ -12,11 +12,13 @@ from slime.models.family import (
     DENSE_LAYER,
     ENDS,
     GATED_MLP,
+    LAYER,
     LAYER_NORMS,
     SHARED_EXPERT_GATE,
     Family,
     Rule,
     layer_rule,
+    prediction_layer,
     routed_experts,
     shared_experts,
 )
@@ -84,6 +86,14 @@ _DELTA_NET = (
     layer_rule("self_attention.out_proj.weight", "linear_attn.out_proj.weight", Sharded(dim=1)),
 )
 _MIXED_LAYERS = LAYER_NORMS + _GATED_ATTENTION + _DELTA_NET
+# One layer of softmax attention for multi-token prediction, beside the model.
+_OF_PREDICTION = re.compile(r"^mtp\.")
+
+
+def _predicting(mlp: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+    return prediction_layer(LAYER_NORMS + _GATED_ATTENTION + mlp, f"mtp.layers.{LAYER}.", names, own="mtp.")
+
 
 QWEN3_NEXT = Family(
     model_types=("qwen3_next",),
@@ -102,8 +112,10 @@ QWEN3_NEXT = Family(
         ),
     )
     + GATED_MLP
-    + _SHARED_AND_ROUTED,
-    not_trained=re.compile(r"^mtp\."),
+    + _SHARED_AND_ROUTED
+    + _predicting(_SHARED_AND_ROUTED),
+    not_trained=_OF_PREDICTION,
+    predictions=_OF_PREDICTION,
 )
 
 
@@ -131,8 +143,9 @@ _QWEN3_5_TEXT = Family(
     constants={"qk_layernorm": True, "layernorm_zero_centered_gamma": True},
     absent={"partial_rotary_factor": 0.25},
     layer_spec="slime_plugins.models.qwen3_5.get_qwen3_5_spec",
-    rules=ENDS + _QWEN3_5_LAYERS + GATED_MLP,
+    rules=ENDS + _QWEN3_5_LAYERS + GATED_MLP + _predicting(GATED_MLP),
     not_trained=re.compile(r"^(mtp|model\.visual)\."),
+    predictions=_OF_PREDICTION,
 )
 _QWEN3_5 = dataclasses.replace(
     _QWEN3_5_TEXT, model_types=("qwen3_5",), names=("qwen35",), rules=_of_language_model(_QWEN3_5_TEXT.rules)
@@ -143,7 +156,7 @@ _QWEN3_5_MOE_TEXT = dataclasses.replace(
     names=("qwen35moetext",),
     parts=(*_MOE, hf.partial_rope, hf.linear_attention),
     constants={**_QWEN3_5_TEXT.constants, "moe_shared_expert_gate": True},
-    rules=ENDS + _QWEN3_5_LAYERS + _SHARED_AND_ROUTED,
+    rules=ENDS + _QWEN3_5_LAYERS + _SHARED_AND_ROUTED + _predicting(_SHARED_AND_ROUTED),
 )
 _QWEN3_5_MOE = dataclasses.replace(
     _QWEN3_5_MOE_TEXT,

@@ -227,7 +227,8 @@ class ActorRank(TrainRank):
         if family is None or family.not_trained is None or not any(directory.glob("*.safetensors")):
             return
         source = SafetensorsDirectory(directory)
-        for name in sorted(filter(family.not_trained.search, source.names())):
+        predictions = self.args.mtp_num_layers or 0
+        for name in sorted(name for name in source.names() if family.leaves_alone(name, predictions)):
             yield name, source.tensor(name)[...]
 
     def _load_stored(self, name: str) -> bool:

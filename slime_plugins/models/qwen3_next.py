@@ -96,6 +96,10 @@ def _with_gated_attention(layer: ModuleSpec) -> ModuleSpec:
     return layer
 
 
+# What the backend looks up for layers of multi-token prediction: all of theirs have softmax attention.
+prediction_layer_spec = _with_gated_attention
+
+
 def _norm(config: TransformerConfig) -> type[torch.nn.Module]:
     if config.transformer_impl == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm

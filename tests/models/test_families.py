@@ -240,7 +240,9 @@ def test_parts_that_are_not_trained_are_left_out():
     """Of a checkpoint with a vision tower and layers for multi-token prediction."""
     families = {name: FAMILIES[name] for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")}
     for name, family in families.items():
-        assert family.may_be_left_out("mtp.layers.0.self_attn.q_proj.weight", 4), name
+        for tensor in ("mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight"):
+            assert family.may_be_left_out(tensor, 4) and family.leaves_alone(tensor), name
+            assert not family.may_be_left_out(tensor, 4, predictions=1) and not family.leaves_alone(tensor, 1), name
         assert not family.may_be_left_out(family.find("decoder.final_layernorm.weight")[1][0], 4), name
         assert family.may_be_left_out("model.visual.blocks.0.norm1.weight", 4) == (name != "qwen3_next"), name
 

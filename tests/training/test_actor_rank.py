@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.models.grpo_batch import make_samples
 from tests.support.models.tiny_families import TINY_FAMILIES
-from tests.support.models.tiny_model import write_tiny_model
+from tests.support.models.tiny_model import PREDICTS_BESIDE, write_predicting, write_tiny_delta_net, write_tiny_model
 from tests.support.processes.actor_run import TEMPERATURE, Rank, command_line, same
 from tests.support.processes.distributed import run_distributed
 
@@ -47,6 +47,27 @@ def test_an_export_has_the_parts_that_are_not_trained(tmp_path):
     exported = load_file(next((tmp_path / "export").glob("*.safetensors")))
     assert exported.keys() == stored.keys() and all(exported[name].equal(stored[name]) for name in stored)
     assert len(stored) > len(made) + 5
+
+
+@pytest.mark.slow
+def test_an_export_has_a_prediction_layer_of_the_model_where_a_run_asks_for_it(tmp_path):
+    """Beside the model in the checkpoint, where it is else a part that is not trained."""
+    from safetensors.torch import load_file
+
+    entries = {**TINY_FAMILIES["qwen3_5_text"].entries, "layer_types": ["linear_attention", *["full_attention"] * 2]}
+    del entries["layers"]
+    write_predicting(
+        tmp_path / "actor", write_tiny_delta_net, PREDICTS_BESIDE, model_type="qwen3_5_text", vocab_size=131, **entries
+    )
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "unused"}) + "\n")
+    layouts = {"with": ["--mtp-num-layers", "1"], "without": []}
+    found = run_distributed(export_worker, 2, (tmp_path, layouts))[0]
+    stored = load_file(tmp_path / "actor" / "model.safetensors")
+    of_layer = {name for name in stored if name.startswith("mtp.")}
+    assert len(of_layer) > 10 and of_layer <= set(found["with"]) and not of_layer & set(found["without"])
+    for name in layouts:
+        exported = load_file(next((tmp_path / name).glob("*.safetensors")))
+        assert exported.keys() == stored.keys() and all(exported[key].equal(stored[key]) for key in stored), name
 
 
 @pytest.mark.slow

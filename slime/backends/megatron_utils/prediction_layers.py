@@ -20,6 +20,7 @@ same number.
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +90,10 @@ def put_prediction_layers(args: Any, model: GPTModel, vp_stage: int | None) -> N
     if not (has_prediction_layers(args) and model.post_process):
         return
     spec = get_prediction_layer_spec(model.config, vp_stage)
+    # A family whose layers are its own has a function for these beside that of its decoder.
+    of_family = args.spec and getattr(importlib.import_module(args.spec[0]), "prediction_layer_spec", None)
+    if of_family:
+        spec.submodules.transformer_layer = of_family(spec.submodules.transformer_layer)
     spec.module = PredictionLayer
     submodules = MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * args.mtp_num_layers)
     model.mtp = MultiTokenPredictionBlock(model.config, submodules, vp_stage=vp_stage)

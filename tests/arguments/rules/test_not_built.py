@@ -18,7 +18,7 @@ def test_prediction_layers(tmp_path):
     assert message.startswith("--pipeline-model-parallel-layout Et|tmL: m, ") and message.endswith("leave m out")
 
 
-@pytest.mark.parametrize("model", ["minimax_m2.get_minimax_m2_layer_spec", "qwen3_next.get_qwen3_next_spec"])
+@pytest.mark.parametrize("model", ["minimax_m2.get_minimax_m2_layer_spec", "glm4.get_glm_spec"])
 def test_prediction_layers_of_families_with_layers_of_their_own(tmp_path, model):
     name, function = model.split(".")
     spec = f"slime_plugins.models.{name} {function}"

@@ -19,7 +19,7 @@ from slime.training.packed_stream import pack_stream
 from slime.training.rollout_data import RolloutData
 from tests.support.models.grpo_batch import TRAINED_TOKENS, bounds_of_batch, make_samples
 from tests.support.models.tiny_families import TINY_FAMILIES
-from tests.support.models.tiny_model import write_predicting, write_tiny_model
+from tests.support.models.tiny_model import PREDICTS_BESIDE, write_predicting, write_tiny_model
 from tests.support.oracles.plain_prediction import prediction_log_probs
 from tests.support.oracles.rounding import assert_equal_gradients, assert_equal_metrics
 from tests.support.processes.distributed import run_distributed
@@ -267,12 +267,21 @@ def test_every_layout_computes_what_one_rank_does(one_rank, two_ranks, case):
 
 
 ONE_LAYER = {**TRAINED, "mtp_num_layers": 1}
-# Global name -> that of transformers, inside the layer.
-_COMPARED = {
-    "transformer_layer.mlp.router.weight": "mlp.gate.weight",
-    "transformer_layer.self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-    "transformer_layer.mlp.shared_experts.linear_fc2.weight": "mlp.shared_experts.down_proj.weight",
-    "transformer_layer.pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+# Global name and that of transformers, inside the layer; of the MLPs each family has one.
+_COMPARED = (
+    ("transformer_layer.self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+    ("transformer_layer.pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+)
+_COMPARED_OF_MLP = {
+    "mlp.gate_proj.weight": (("transformer_layer.mlp.linear_fc2.weight", "mlp.down_proj.weight"),),
+    "mlp.shared_experts.gate_proj.weight": (
+        ("transformer_layer.mlp.router.weight", "mlp.gate.weight"),
+        ("transformer_layer.mlp.shared_experts.linear_fc2.weight", "mlp.shared_experts.down_proj.weight"),
+    ),
+    "mlp.shared_expert.gate_proj.weight": (
+        ("transformer_layer.mlp.router.weight", "mlp.gate.weight"),
+        ("transformer_layer.mlp.shared_experts.linear_fc2.weight", "mlp.shared_expert.down_proj.weight"),
+    ),
 }
 _OWN = {"eh_proj": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "final_layernorm": "shared_head.norm"}
 EXPERT_LAYOUTS = {
@@ -280,7 +289,13 @@ EXPERT_LAYOUTS = {
     "pp": PIPELINE,
     "ep": {"expert_model_parallel_size": 2, "data_parallel_size": 2},
 }
-WITH_EXPERTS = pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+WITH_EXPERTS = pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_next"])
+# A layer of linear attention before one of softmax attention, as the prediction layer, the third, is.
+_MIXED = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
+PREDICTING: dict[str, tuple[dict, dict | None]] = {
+    "glm4_moe": ({}, None), "deepseek_v3": ({}, None), "qwen3_next": (_MIXED, PREDICTS_BESIDE),
+    "qwen3_5_text": (_MIXED, PREDICTS_BESIDE),
+}  # fmt: skip
 
 
 def _train_predicting(cases):
@@ -304,11 +319,13 @@ def _train_predicting(cases):
 def predicting(tmp_path_factory):
     """Per family (directory, the reference with that layer, and what it lacks of it)."""
     root = tmp_path_factory.mktemp("predicting")
-    rows = {name: TINY_FAMILIES[name] for name in ("glm4_moe", "deepseek_v3")}
-    return {
-        name: (str(root / name), *write_predicting(root / name, row.write, model_type=row.model_type, **row.entries))
-        for name, row in rows.items()
-    }
+    written = {}
+    for name, (entries, own_names) in PREDICTING.items():
+        row = TINY_FAMILIES[name]
+        entries = {entry: value for entry, value in {**row.entries, **entries}.items() if entry != "layers"}
+        model = write_predicting(root / name, row.write, own_names, model_type=row.model_type, **entries)
+        written[name] = (str(root / name), *model)
+    return written
 
 
 @pytest.fixture(scope="module")
@@ -317,8 +334,8 @@ def one_rank_predicting(predicting):
     return run_distributed(_train_predicting, 1, (cases,), timeout=240)[0]
 
 
-@WITH_EXPERTS
-def test_a_layer_with_experts_is_loaded_sent_and_trained_as_transformers_computes_it(
+@pytest.mark.parametrize("family", PREDICTING)
+def test_the_layer_of_a_family_is_loaded_sent_and_trained_as_transformers_computes_it(
     predicting, one_rank_predicting, family
 ):
     directory, model, own = predicting[family]
@@ -342,7 +359,8 @@ def _reference(model, own, args):
     inner, total, count = model.model.layers[2], 0.0, 0
 
     def norm(x, name):
-        return torch.nn.functional.rms_norm(x, x.shape[-1:], own[name], args.layernorm_epsilon)
+        weight = own[name] + 1 if args.layernorm_zero_centered_gamma else own[name]
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, args.layernorm_epsilon)
 
     for sample in make_samples(args.vocab_size):
         tokens, length = torch.tensor([sample.tokens]), len(sample.tokens)
@@ -361,7 +379,8 @@ def _reference(model, own, args):
                 total, count = total - log_probs[position, sample.tokens[position + 2]], count + 1
     (FACTOR * total / count).backward()
     parts = dict(inner.named_parameters())
-    gradients = {ours: parts[theirs].grad for ours, theirs in _COMPARED.items()}
+    (of_mlp,) = (pairs for name, pairs in _COMPARED_OF_MLP.items() if name in parts)
+    gradients = {ours: parts[theirs].grad for ours, theirs in (*_COMPARED, *of_mlp)}
     return (total / count).item(), gradients | {f"{ours}.weight": own[theirs].grad for ours, theirs in _OWN.items()}
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,29 +142,46 @@ def write_tiny_delta_net(directory: Path, **options: Any):
     return model
 
 
-def write_predicting(directory: Path, write: Callable[..., Any], **options: Any):
+# Own HF tensors of a layer for multi-token prediction whose names do not follow the decoder's.
+PREDICTS_BESIDE = {
+    "eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
+    "shared_head.norm": "mtp.norm",
+}  # fmt: skip
+
+
+def write_predicting(
+    directory: Path, write: Callable[..., Any], own_names: Mapping[str, str] | None = None, **options: Any
+):
     """What `write` writes, but its last layer is one for multi-token prediction. Returns the model in transformers, to which
-    that is a layer as all others, and by name what it lacks of it."""
+    that is a layer as all others, and by name what it lacks of it.
+
+    Args:
+        own_names: `PREDICTS_BESIDE`; None: the layer has the number behind the last, and copies of embedding and head.
+    """
     import torch
     from safetensors.torch import load_file, save_file
 
     model = write(directory, layers=3, **options)
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(
-        json.dumps({**config, "num_hidden_layers": 2, "num_nextn_predict_layers": 1})
-    )
+    changed = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    if "layer_types" in config:
+        changed["layer_types"] = config["layer_types"][:2]
+    (directory / "config.json").write_text(json.dumps({**config, **changed}))
     hidden = config["hidden_size"]
     shapes = {"eh_proj": (hidden, 2 * hidden), **dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), (hidden,))}
     generator = torch.Generator().manual_seed(1)
     own = {name: torch.randn(shape, generator=generator) / 4 for name, shape in shapes.items()}
     own = {name: tensor if tensor.ndim == 2 else 1 + tensor for name, tensor in own.items()}
     tensors = load_file(directory / "model.safetensors")
-    further = {
-        **own,
-        "embed_tokens": tensors["model.embed_tokens.weight"].clone(),
-        "shared_head.head": tensors["lm_head.weight"],
-    }
-    tensors |= {f"model.layers.2.{name}.weight": tensor.clone() for name, tensor in further.items()}
+    if own_names is None:
+        copies = {
+            "embed_tokens": tensors["model.embed_tokens.weight"].clone(),
+            "shared_head.head": tensors["lm_head.weight"],
+        }
+        tensors |= {f"model.layers.2.{name}.weight": tensor.clone() for name, tensor in (own | copies).items()}
+    else:
+        tensors = {name.replace("model.layers.2.", "mtp.layers.0."): tensor for name, tensor in tensors.items()}
+        tensors |= {f"{own_names[name]}.weight": tensor.clone() for name, tensor in own.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return model, own
 
