@@ -13,6 +13,8 @@ A directory that a person named is claimed in the same way, by a file `.lock`, a
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import fcntl
 import glob
 import json
@@ -22,6 +24,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+# Of renameat2 (Linux).
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def write_text_atomically(path: str | Path, text: str) -> None:
@@ -67,15 +72,41 @@ def publishing_directory(final_path: str | Path) -> Iterator[Path]:
 
 
 def replace_directory(source: Path, target: Path) -> None:
-    """Rename `source` to `target`, moving an existing `target` aside first and deleting it last."""
-    retired = None
-    if target.exists():
-        retired = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.retired."))
-        os.rename(target, retired / target.name)
-    os.rename(source, target)
+    """Rename `source` to `target`; an existing `target` is deleted.
+
+    The two change places in one step, so that there is a `target`, whole, at every moment. A file system that cannot do that
+    has none between two renames. What a process that was killed on the way has left of an old `target` is deleted as well.
+    """
+    retired = f".{target.name}.retired."
+    if not target.exists():
+        os.rename(source, target)
+    else:
+        aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=retired)) / target.name
+        if _exchange(source, target):
+            os.rename(source, aside)
+        else:
+            os.rename(target, aside)
+            try:
+                os.rename(source, target)
+            except OSError:
+                os.rename(aside, target)
+                raise
     _fsync_directory(target.parent)
-    if retired is not None:
-        shutil.rmtree(retired)
+    for left in target.parent.glob(f"{glob.escape(retired)}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Have two paths change places in one step; False where system or file system cannot do it."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), str(one), None, str(other))
 
 
 def fsync_tree(directory: str | Path) -> None:

@@ -1,5 +1,6 @@
 """Files that are whole or absent, scratch directories, names with placeholders."""
 
+import contextlib
 import errno
 import json
 import os
@@ -63,6 +64,55 @@ def test_error_in_the_block_keeps_the_old_directory(tmp_path):
         raise ZeroDivisionError
     assert (final / "a").read_text() == "old"
     assert os.listdir(tmp_path) == ["state"]
+
+
+@pytest.fixture
+def old_and_new(tmp_path):
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    return tmp_path / "old", tmp_path / "new"
+
+
+@pytest.mark.parametrize("number", range(1, 3))
+def test_a_directory_that_is_replaced_is_there_at_every_moment(old_and_new, monkeypatch, number):
+    """Whichever rename is the last one of a process, and its successor clears up."""
+    old, new = old_and_new
+    renames = []
+
+    def killed(*paths):
+        renames.append(paths)
+        if len(renames) == number:
+            raise KeyboardInterrupt
+        rename(*paths)
+
+    rename = os.rename
+    with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+        patched.setattr("os.rename", killed)
+        replace_directory(new, old)
+    assert os.listdir(old) == ["new"]
+    new.mkdir(exist_ok=True)
+    (new / "newest").touch()
+    replace_directory(new, old)
+    assert os.listdir(old.parent) == ["old"] and "newest" in os.listdir(old)
+
+
+def test_where_directories_cannot_change_places_a_failure_brings_the_old_one_back(old_and_new, monkeypatch):
+    old, new = old_and_new
+    monkeypatch.setattr(scratch, "_exchange", lambda *paths: False)
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="busy"):
+        rename = os.rename
+
+        def refused(source, target):
+            if source == new:
+                raise OSError(errno.EBUSY, "busy")
+            rename(source, target)
+
+        patched.setattr("os.rename", refused)
+        replace_directory(new, old)
+    assert os.listdir(old) == ["old"]
+    replace_directory(new, old)
+    assert os.listdir(old.parent) == ["old"] and os.listdir(old) == ["new"]
 
 
 def test_replaced_directory_is_gone(tmp_path):
