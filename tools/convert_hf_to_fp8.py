@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.utils.errors import RunError, UserError
 from tools.conversion.hugging_face import add_options, fp8_recipe, quantise_checkpoint
+from tools.conversion.units import start_server
 
 
 def main(words: list[str] | None = None) -> None:
@@ -46,6 +47,7 @@ def main(words: list[str] | None = None) -> None:
         parser.error("--scale-fmt ue8m0 needs --strategy block")
     if min(args.block_size) < 1:
         parser.error("--block-size takes positive numbers")
+    start_server(args.max_workers)
     try:
         recipe = fp8_recipe(args.strategy, args.block_size, args.scale_fmt)
         quantise_checkpoint(args.model_dir, args.save_dir, recipe, (), 1, args)

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.utils.errors import RunError, UserError
 from tools.conversion.hugging_face import add_options, int4_recipe, quantise_checkpoint
+from tools.conversion.units import start_server
 
 
 def main(words: list[str] | None = None) -> None:
@@ -39,6 +40,7 @@ def main(words: list[str] | None = None) -> None:
     args = parser.parse_args(words)
     if args.group_size < 1:
         parser.error("--group-size takes a positive number")
+    start_server(args.max_workers)
     try:
         recipe = int4_recipe(args.group_size, args.is_symmetric)
         quantise_checkpoint(args.model_dir, args.save_dir, recipe, args.ignore_rules, args.group_size, args)

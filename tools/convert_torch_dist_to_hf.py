@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.utils.errors import RunError, UserError
+from tools.conversion.units import start_server
 
 
 def main(words: list[str] | None = None) -> None:
@@ -41,6 +42,7 @@ def main(words: list[str] | None = None) -> None:
     )
     parser.add_argument("-f", "--force", action="store_true", help="replace the target if it exists")
     args = parser.parse_args(words)
+    start_server(args.max_workers)
     from tools.conversion.torch_dist import convert_torch_dist_to_hf
 
     try:

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.utils.errors import RunError, UserError
 from tools.conversion.hugging_face import add_options, dequantise_checkpoint
+from tools.conversion.units import start_server
 
 
 def main(words: list[str] | None = None) -> None:
@@ -23,6 +24,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--output-bf16-hf-path", type=Path, required=True, help="where the new one goes")
     add_options(parser)
     args = parser.parse_args(words)
+    start_server(args.max_workers)
     try:
         dequantise_checkpoint(args.input_fp8_hf_path, args.output_bf16_hf_path, args)
     except (UserError, RunError) as error:

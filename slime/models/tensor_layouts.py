@@ -1,6 +1,6 @@
 """How one Megatron parameter corresponds to Hugging Face tensors, and how it is cut over tensor-parallel ranks.
 
-A layout knows three things about a kind of parameter. `part` makes a rank's part out of the HF tensors, and reads nothing of
+A layout knows four things about a kind of parameter. `part` makes a rank's part out of the HF tensors, and reads nothing of
 them that is not in it. `gather` makes the whole Megatron parameter, the one that a single rank would hold, out of the parts of
 all ranks, and `split` makes the HF tensors out of that: together the exact inverse. Only rows are moved, no number is computed.
 
@@ -74,6 +74,10 @@ class Layout(Protocol):
         """
         ...
 
+    def parts(self, tensors: Sequence[Stored], sizes: TensorSizes) -> Sequence[torch.Tensor]:
+        """What a single rank holds, cut along its rows; rows that only change their place are not copied."""
+        ...
+
     def split(self, whole: torch.Tensor, sizes: TensorSizes) -> Sequence[torch.Tensor]: ...
 
     def gather(self, shards: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
@@ -89,6 +93,9 @@ class Replicated:
     def part(self, tensors: Sequence[Stored], sizes: TensorSizes, rank: int, size: int) -> torch.Tensor:
         (tensor,) = tensors
         return tensor[:]
+
+    def parts(self, tensors: Sequence[Stored], sizes: TensorSizes) -> Sequence[torch.Tensor]:
+        return [self.part(tensors, sizes, 0, 1)]
 
     def split(self, whole: torch.Tensor, sizes: TensorSizes) -> Sequence[torch.Tensor]:
         return (whole,)
@@ -140,6 +147,12 @@ class Vocabulary(Sharded):
         super().__init__(dim=0)
 
     def part(self, tensors: Sequence[Stored], sizes: TensorSizes, rank: int, size: int) -> torch.Tensor:
+        return _joined(self._rows(tensors, sizes, rank, size))
+
+    def parts(self, tensors: Sequence[Stored], sizes: TensorSizes) -> Sequence[torch.Tensor]:
+        return self._rows(tensors, sizes, 0, 1)
+
+    def _rows(self, tensors: Sequence[Stored], sizes: TensorSizes, rank: int, size: int) -> Sequence[torch.Tensor]:
         (tensor,) = tensors
         if tensor.shape[0] != sizes.vocab_size:
             raise UserError(
@@ -148,7 +161,7 @@ class Vocabulary(Sharded):
         own = _own(sizes.padded_vocab_size, rank, size)
         # The last ranks may hold padding alone.
         rows = tensor[min(own.start, sizes.vocab_size) : min(own.stop, sizes.vocab_size)]
-        return _joined((rows, rows.new_zeros(own.stop - own.start - rows.shape[0], *rows.shape[1:])))
+        return rows, rows.new_zeros(own.stop - own.start - rows.shape[0], *rows.shape[1:])
 
     def split(self, whole: torch.Tensor, sizes: TensorSizes) -> Sequence[torch.Tensor]:
         return (whole[: sizes.vocab_size],)
@@ -173,6 +186,12 @@ class _Interleaved(Sharded, abc.ABC):
         """
 
     def part(self, tensors: Sequence[Stored], sizes: TensorSizes, rank: int, size: int) -> torch.Tensor:
+        return _joined(self._rows(tensors, sizes, rank, size))
+
+    def parts(self, tensors: Sequence[Stored], sizes: TensorSizes) -> Sequence[torch.Tensor]:
+        return self._rows(tensors, sizes, 0, 1)
+
+    def _rows(self, tensors: Sequence[Stored], sizes: TensorSizes, rank: int, size: int) -> Sequence[torch.Tensor]:
         rows = [tensor.shape[0] for tensor in tensors]
         own = _own(sum(rows), rank, size)
         pieces, start = [], 0
@@ -182,7 +201,7 @@ class _Interleaved(Sharded, abc.ABC):
             if first < last:
                 pieces.append(tensors[tensor][begin + first : begin + last])
             start += count
-        return _joined(pieces)
+        return pieces
 
 
 class QueryKeyValue(_Interleaved):
@@ -281,6 +300,9 @@ class GatedLinear(Sharded):
 
     def part(self, tensors: Sequence[Stored], sizes: TensorSizes, rank: int, size: int) -> torch.Tensor:
         return _joined([tensor[_own(tensor.shape[0], rank, size)] for tensor in tensors])
+
+    def parts(self, tensors: Sequence[Stored], sizes: TensorSizes) -> Sequence[torch.Tensor]:
+        return [tensor[:] for tensor in tensors]
 
     def split(self, whole: torch.Tensor, sizes: TensorSizes) -> Sequence[torch.Tensor]:
         return whole.chunk(2)

@@ -198,10 +198,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def write_hf_shard(
     named: Callable[[Sequence[str]], Iterator[tuple[str, torch.Tensor]]], draft: Path, unit: Unit
-) -> None:
+) -> tuple[Path, None]:
     """Write what `named` makes of the unit's names as one weight file."""
+    file = draft / shard_name(unit.index)
     # A weight becomes four tensors at most.
-    write_streamed_shard(draft / shard_name(unit.index), named(unit.names), 4 * len(unit.names))
+    write_streamed_shard(file, named(unit.names), 4 * len(unit.names))
+    return file, None
 
 
 def shard_name(index: int) -> str:
@@ -233,7 +235,9 @@ def _convert(
     # In the order of the files, so that what lies together stays together.
     ordered = sorted(places.items(), key=lambda item: (item[1].path.name, item[1].start))
     sizes = [(name, place.stop - place.start) for name, place in ordered]
-    conversion = Conversion(source, target, {"config": config}, options.max_workers, options.force)
+    conversion = Conversion(
+        source, target, {"config": config, "chunk_size": options.chunk_size}, options.max_workers, options.force
+    )
     conversion.run(
         split_into_units(sizes, options.max_workers, options.chunk_size),
         functools.partial(write_hf_shard, named),

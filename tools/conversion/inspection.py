@@ -15,13 +15,8 @@ from slime.weights.hf_reader import Place, places_of_checkpoint
 from slime.weights.hf_writer import CHECKSUMS
 from slime.weights.quantisers import quantisation_settings
 from tools.conversion.hugging_face import read_config
-from tools.conversion.torch_dist import (
-    TorchDistDirectory,
-    describe_model,
-    missing_and_surplus,
-    parse_model_flags,
-    read_common,
-)
+from tools.conversion.torch_dist import describe_model, missing_and_surplus, parse_model_flags
+from tools.conversion.torch_dist_files import TorchDistDirectory, read_common
 
 _READ_BYTES = 16 * 1024**2
 

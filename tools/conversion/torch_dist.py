@@ -11,11 +11,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import io
 import itertools
 import math
 import os
-import pickle
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,6 +32,7 @@ from slime.weights.hf_reader import StoredTensor
 from slime.weights.quantisers import open_checkpoint, quantiser_of
 from tools.conversion.hugging_face import finish_hf_checkpoint, read_config, shard_name
 from tools.conversion.origin import require_same_model, require_same_tensors
+from tools.conversion.torch_dist_files import COMMON, TorchDistDirectory, read_common, save_in_parts
 from tools.conversion.units import Conversion, Unit, split_into_units, write_streamed_shard
 
 # A run that builds a model and nothing else; --load-debug-rollout-data names a file that it never reads.
@@ -41,12 +40,11 @@ _RUN = (
     "--model-args-from-hf", "--debug-train-only", "--num-rollout", "0", "--rollout-batch-size", "1",
     "--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1", "--disable-rewards-normalization",
 )  # fmt: skip
-_OPTIMIZER = "optimizer."
 _LAYERS = re.compile(r"(?<=\blayers)\.(?!\d)")
 _EXPERTS = ".experts.experts."
 # In front of the names of tensors that are copied.
 _ORIGIN = "origin:"
-COMMON = "common.pt"
+_ALIGNMENT = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +165,9 @@ def convert_hf_to_torch_dist(
     write = functools.partial(
         _write_distcp, source, family, _sizes(args), {parameter.name: parameter for parameter in kept}
     )
-    conversion = Conversion(source, target, {"flags": list(words), "format": "torch_dist"}, workers, force)
+    conversion = Conversion(
+        source, target, {"flags": list(words), "format": "torch_dist", "chunk_size": largest}, workers, force
+    )
     units = split_into_units(sizes, workers, largest)
     from slime.backends.megatron_utils.checkpoint.writing import attention_heads
 
@@ -217,45 +217,52 @@ def _of_the_model(hf_dir: Path, names: set[str], family: Family) -> set[str]:
 
 def _write_distcp(
     source: Path, family: Family, sizes: TensorSizes, parameters: dict[str, Parameter], draft: Path, unit: Unit
-) -> list[Any]:
-    """Write the pieces of the unit's parameters as one file; returns where each lies."""
+) -> tuple[Path, list[Any]]:
+    """Write the pieces of the unit's parameters as one file; returns it, and where each lies."""
     # As of torch's own writers for large tensors: the file system has its own, and nobody reads them.
     torch.serialization.set_crc32_options(False)
     opened, written = open_checkpoint(source), []
-    file_name = f"__{unit.index}_0.distcp"
-    path = _iteration(draft) / file_name
+    path = _iteration(draft) / f"__{unit.index}_0.distcp"
     path.parent.mkdir(exist_ok=True)
     with open(path, "wb") as file:
         for name in unit.names:
             rule, hf_names = family.find(name)
             tensors = [opened.tensor(hf_name) for hf_name in hf_names]
-            whole = rule.layout.part(tensors, sizes, 0, 1)
+            parts = rule.layout.parts(tensors, sizes)
             if not all(isinstance(tensor, StoredTensor) for tensor in tensors):
                 # Quantised weights are numbers of 16 bits when they are trained.
-                whole = whole.bfloat16()
-            parameter = parameters[name]
-            if whole.numel() != parameter.numel:
+                parts = [part.bfloat16() for part in parts]
+            elif len({part.dtype for part in parts}) > 1:
+                parts = [torch.cat(tuple(parts))]
+            parameter, numel = parameters[name], sum(part.numel() for part in parts)
+            if numel != parameter.numel:
                 raise UserError(
-                    f"{source}: {', '.join(hf_names)} have {whole.numel()} entries for {name}, and the model flags ask for "
+                    f"{source}: {', '.join(hf_names)} have {numel} entries for {name}, and the model flags ask for "
                     f"{parameter.numel}; make the shape flags agree with config.json"
                 )
-            whole = whole.contiguous()
             for piece in parameter.pieces:
-                tensor = whole.as_strided(piece.sizes[piece.axes :], piece.stride, piece.start)
                 start = file.tell()
-                torch.save(_alone(tensor).view(piece.sizes), file)
-                place = [str(tensor.dtype).removeprefix("torch."), start, file.tell() - start]
-                written.append([dataclasses.asdict(piece), file_name, *place])
-        file.flush()
-        os.fsync(file.fileno())
-    return written
+                save_in_parts(file, piece.sizes, _of_piece(parts, piece))
+                place = [str(parts[0].dtype).removeprefix("torch."), start, file.tell() - start]
+                written.append([dataclasses.asdict(piece), path.name, *place])
+                # Where numbers start at a multiple of their size they can be mapped.
+                file.seek(-file.tell() % _ALIGNMENT, os.SEEK_CUR)
+    return path, written
 
 
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, with a storage that holds nothing else: torch saves whole storages. What lies end to end is not copied."""
-    if not tensor.is_contiguous():
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return torch.from_numpy(tensor.flatten().view(torch.uint8).numpy()).view(tensor.dtype).view(tensor.shape)
+def _of_piece(parts: Sequence[torch.Tensor], piece: Piece) -> list[torch.Tensor]:
+    """The entries of a piece, in their order, where `parts` are those of the parameter."""
+    shape = torch.empty(piece.sizes[piece.axes :], device="meta")
+    if shape.stride() != tuple(piece.stride):
+        whole = torch.cat([part.flatten() for part in parts])
+        return [whole.as_strided(shape.shape, piece.stride, piece.start).flatten()]
+    found, begin = [], 0
+    for part in parts:
+        first, last = max(piece.start - begin, 0), min(piece.start + shape.numel() - begin, part.numel())
+        if first < last:
+            found.append(part.flatten()[first:last])
+        begin += part.numel()
+    return found
 
 
 def _iteration(draft: Path) -> Path:
@@ -304,90 +311,6 @@ def _finish_torch_dist(objects: Sequence[str], heads: dict[str, int], draft: Pat
     )
     save_config(CheckpointingConfig("torch_dist"), str(directory))
     write_text_atomically(draft / POINTER, "0")
-
-
-class TorchDistDirectory:
-    """The tensors of a torch_dist checkpoint by key, optimizer state apart; whole tensors or, of stacked ones, one entry.
-
-    Raises:
-        UserError: the directory is none, or its metadata cannot be read.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        from torch.distributed.checkpoint import FileSystemReader
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-        try:
-            metadata = FileSystemReader(directory).read_metadata()
-        except FileNotFoundError as error:
-            raise UserError(f"{directory} is no torch_dist checkpoint: it has no .metadata") from error
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, ValueError) as error:
-            raise UserError(f"{directory / '.metadata'} cannot be read: {error or 'it is cut off'}") from error
-        self._directory, self._storage = directory, {}
-        for index, place in metadata.storage_data.items():
-            self._storage[index.fqn, tuple(index.offset or ())] = place
-        self.tensors = {
-            key: entry
-            for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata) and not key.startswith(_OPTIMIZER)
-        }
-
-    def require_files(self) -> None:
-        """Raise UserError where a file is missing, or ends before what the metadata says is in it."""
-        ends: dict[str, int] = {}
-        for place in self._storage.values():
-            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-        for name, end in sorted(ends.items()):
-            path = self._directory / name
-            if not path.is_file():
-                raise UserError(f"{path} is missing")
-            if path.stat().st_size < end:
-                raise UserError(f"{path} is cut off: it has {path.stat().st_size} bytes, and should have {end}")
-
-    def read(self, key: str, prefix: tuple[int, ...]) -> torch.Tensor:
-        """Of the tensor `key` what stands at `prefix` of its first axes.
-
-        Raises:
-            UserError: a file is missing or too short, or the pieces are not the whole.
-        """
-        entry, depth = self.tensors[key], len(prefix)
-        whole, filled = torch.empty(entry.size[depth:], dtype=entry.properties.dtype), 0
-        for chunk in entry.chunks:
-            inside = tuple(at - first for at, first in zip(prefix, chunk.offsets, strict=False))
-            if all(0 <= at < size for at, size in zip(inside, chunk.sizes, strict=False)):
-                piece = self._load(key, tuple(chunk.offsets)).view(chunk.sizes)[inside]
-                if piece.shape == entry.size[depth:]:
-                    return piece
-                place = zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True)
-                whole[tuple(slice(first, first + size) for first, size in place)] = piece
-                filled += piece.numel()
-        if filled != whole.numel():
-            raise UserError(f"{self._directory}: {key} is incomplete: {filled} of {whole.numel()} entries are there")
-        return whole
-
-    def _load(self, key: str, offset: tuple[int, ...]) -> torch.Tensor:
-        place = self._storage[key, offset]
-        path = self._directory / place.relative_path
-        try:
-            with open(path, "rb") as file:
-                file.seek(place.offset)
-                data = file.read(place.length)
-            return torch.load(io.BytesIO(data), weights_only=True)
-        except (OSError, RuntimeError, EOFError) as error:
-            raise UserError(f"{path} cannot be read: {error}") from error
-
-
-def read_common(directory: Path) -> dict[str, Any]:
-    """What a torch_dist checkpoint says beside its tensors.
-
-    Raises:
-        UserError: its `common.pt` is missing or broken.
-    """
-    path = directory / COMMON
-    try:
-        return torch.load(path, weights_only=True, map_location="cpu")
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise UserError(f"{path} cannot be read: {error or 'it is cut off'}") from error
 
 
 def megatron_names(key: str, shape: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -463,7 +386,12 @@ def convert_torch_dist_to_hf(
     if vocab_size is not None:
         config = _with_vocab_size(config, vocab_size)
     conversion = Conversion(
-        directory, target, {"config": config, "model_name": model_name, "format": "hf"}, workers, force, (origin,)
+        directory,
+        target,
+        {"config": config, "model_name": model_name, "format": "hf", "chunk_size": largest},
+        workers,
+        force,
+        (origin,),
     )
     conversion.run(
         split_into_units(named, workers, largest),
@@ -504,7 +432,7 @@ def _write_hf(
     places: dict[str, tuple[str, tuple[int, ...], int]],
     draft: Path,
     unit: Unit,
-) -> None:
+) -> tuple[Path, None]:
     stored, quantiser = TorchDistDirectory(directory), quantiser_of(origin)
     copied = [name.removeprefix(_ORIGIN) for name in unit.names if name.startswith(_ORIGIN)]
 
@@ -522,4 +450,6 @@ def _write_hf(
             yield from ((part, tensor[...]) for part, tensor in opened.parts(name).items())
 
     tensors = named() if quantiser is None else quantiser(named())
-    write_streamed_shard(draft / shard_name(unit.index), itertools.chain(tensors, of_origin()), 16 * len(unit.names))
+    file = draft / shard_name(unit.index)
+    write_streamed_shard(file, itertools.chain(tensors, of_origin()), 16 * len(unit.names))
+    return file, None

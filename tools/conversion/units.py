@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 import json
-import multiprocessing
+import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import shutil
 import threading
@@ -68,14 +70,15 @@ class Conversion:
     def run(
         self,
         units: Sequence[Unit],
-        write: Callable[[Path, Unit], Any],
+        write: Callable[[Path, Unit], tuple[Path, Any]],
         finish: Callable[[Path, list[Any]], None],
     ) -> None:
         """Write all units, then `finish`, and show the target.
 
         Args:
-            write: writes a unit into the directory, in a process that has nothing but this function and its arguments, and
-                returns what `finish` needs of it, as JSON has it.
+            units: who goes on with what another number of workers has left goes on with their units.
+            write: writes a unit as a file of the directory, in a process that has nothing but this function and its arguments.
+                Returns the file, which is brought to the disk here, and what `finish` needs of it, as JSON has it.
             finish: makes the units a checkpoint; called again if it was interrupted.
 
         Raises:
@@ -93,7 +96,7 @@ class Conversion:
             raise UserError(f"another process is converting to {self.target}")
         draft.mkdir(exist_ok=True)
         try:
-            finished = self._finished(units)
+            units, finished = self._resumed(units)
             with tqdm(total=sum(unit.nbytes for unit in units), unit="B", unit_scale=True, disable=None) as bar:
                 bar.set_description(self.target.name)
                 bar.update(sum(unit.nbytes for unit in units if unit.index in finished))
@@ -131,37 +134,52 @@ class Conversion:
         if self.target.exists() and not self.force:
             raise UserError(f"{self.target} exists already; give another directory, or --force to replace it")
 
-    def _finished(self, units: Sequence[Unit]) -> dict[int, Any]:
-        """What earlier attempts at the same have left, by unit; of others nothing is left."""
+    def _resumed(self, units: Sequence[Unit]) -> tuple[list[Unit], dict[int, Any]]:
+        """(units, what is finished of them) of an earlier attempt at the same; `units` and nothing, where it was at another."""
         plan = {
             "source": _files(self.source),
             "also_read": [[str(directory.resolve()), _files(directory)] for directory in self.also_read],
             "options": self.options,
-            "units": [list(unit.names) for unit in units],
+            "names": [name for unit in units for name in unit.names],
         }
         plan, file = json.loads(json.dumps(plan)), self.draft / _PLAN
         try:
-            is_same = json.loads(file.read_text()) == plan
+            stored = json.loads(file.read_text())
         except (OSError, ValueError):
-            is_same = False
-        if not is_same:
+            stored = {}
+        if {name: stored.get(name) for name in plan} != plan:
             for path in self.draft.iterdir():
                 if path.name != _LOCK:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
             (self.draft / _NOTES).mkdir()
-            write_json_atomically(file, plan)
-        return {int(note.stem): json.loads(note.read_text()) for note in (self.draft / _NOTES).glob("*.json")}
+            stored = {**plan, "units": [[len(unit.names), unit.nbytes] for unit in units]}
+            write_json_atomically(file, stored)
+        names, units = iter(plan["names"]), []
+        for count, nbytes in stored["units"]:
+            units.append(Unit(len(units), tuple(itertools.islice(names, count)), nbytes))
+        return units, {int(note.stem): json.loads(note.read_text()) for note in (self.draft / _NOTES).glob("*.json")}
 
-    def _write(self, units: Sequence[Unit], write: Callable[[Path, Unit], Any]) -> Iterator[tuple[Unit, Any]]:
-        """(unit, result) as they are finished."""
+    def _write(
+        self, units: Sequence[Unit], write: Callable[[Path, Unit], tuple[Path, Any]]
+    ) -> Iterator[tuple[Unit, Any]]:
+        """(unit, result) as they are on the disk."""
         workers = min(self.workers, len(units))
         if workers <= 1:
             for unit in units:
-                yield unit, write(self.draft, unit)
+                file, result = write(self.draft, unit)
+                _fsync(file)
+                yield unit, result
             return
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (os.getpid(),)) as pool:
-            waiting = {pool.submit(write, self.draft, unit): unit for unit in units}
+        pool = concurrent.futures.ProcessPoolExecutor(workers, _context(), _start_worker, (write, self.draft))
+
+        def convert(unit: Unit) -> Any:
+            file, result = pool.submit(_write_unit, unit).result()
+            _fsync(file)
+            return result
+
+        # While a file goes to the disk, its worker makes the next one.
+        with pool, concurrent.futures.ThreadPoolExecutor(2 * workers) as threads:
+            waiting = {threads.submit(convert, unit): unit for unit in units}
             failures = []
             for future in concurrent.futures.as_completed(waiting):
                 if future.cancelled():
@@ -169,11 +187,30 @@ class Conversion:
                 if future.exception() is not None:
                     # What the others are at is not lost; nothing new begins.
                     failures.append(future.exception())
-                    pool.shutdown(wait=False, cancel_futures=True)
+                    threads.shutdown(wait=False, cancel_futures=True)
                     continue
                 yield waiting[future], future.result()
             if failures:
                 raise failures[0]
+
+
+def start_server(workers: int) -> None:
+    """Start the process that workers are made of, if there will be several: it imports torch while the caller prepares."""
+    if workers > 1:
+        _context()
+        multiprocessing.forkserver.ensure_running()
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    # A worker that is forked of it imports nothing large.
+    context.set_forkserver_preload(["torch"])
+    return context
+
+
+def _fsync(file: Path) -> None:
+    with open(file, "rb") as opened:
+        os.fsync(opened.fileno())
 
 
 def _files(directory: Path) -> list[tuple[str, int, int]]:
@@ -182,22 +219,30 @@ def _files(directory: Path) -> list[tuple[str, int, int]]:
     return [(str(path.relative_to(directory)), state.st_size, state.st_mtime_ns) for path, state in found]
 
 
-def _start_worker(parent: int) -> None:
+# Of a worker: what writes a unit, and where.
+_work: list[Any] = []
+
+
+def _start_worker(write: Callable[[Path, Unit], tuple[Path, Any]], draft: Path) -> None:
     import torch
 
     # Each process has one thread: there are as many processes as work at once.
     torch.set_num_threads(1)
+    # Given once: with a unit it would be sent again for each, and of a large model it is large.
+    _work[:] = write, draft
+    parent = multiprocessing.parent_process()
 
     def end_with_parent() -> None:
-        while os.getppid() == parent:
-            if _end.wait(1.0):
-                return
+        while not multiprocessing.connection.wait([parent.sentinel], timeout=60):
+            pass
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-_end = threading.Event()
+def _write_unit(unit: Unit) -> tuple[Path, Any]:
+    write, draft = _work
+    return write(draft, unit)
 
 
 def split_into_units(sizes: Iterable[tuple[str, int]], workers: int, largest: int) -> list[Unit]:
@@ -224,7 +269,7 @@ def split_into_units(sizes: Iterable[tuple[str, int]], workers: int, largest: in
 
 
 def write_streamed_shard(path: Path, named_tensors: Iterable[tuple[str, torch.Tensor]], count: int) -> None:
-    """Write a safetensors file tensor by tensor, and bring it to the disk.
+    """Write a safetensors file tensor by tensor.
 
     The header, which comes first, is written last, into room that is kept for it. Tensors lie at multiples of 8 bytes, apart
     from those whose size is none, which wait for the end.
@@ -264,5 +309,3 @@ def write_streamed_shard(path: Path, named_tensors: Iterable[tuple[str, torch.Te
             raise RunError(f"{path}: names of {count} tensors do not fit its header")
         file.seek(0)
         file.write(room.to_bytes(8, "little") + text.ljust(room))
-        file.flush()
-        os.fsync(file.fileno())

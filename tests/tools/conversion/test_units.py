@@ -3,12 +3,16 @@
 import functools
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from slime.utils.errors import RunError, UserError
+from tests.support.processes.waiting import wait_until
+from tests.support.tables.shell_arrays import ROOT
 from tools.conversion.units import Conversion, Unit, split_into_units, write_streamed_shard
 
 UNITS = [Unit(0, ("a", "b"), 2), Unit(1, ("c",), 1), Unit(2, ("d",), 1)]
@@ -27,7 +31,7 @@ def write(failing, draft, unit):
         raise OSError(28, "No space left on device")
     with open(draft / f"unit-{unit.index}", "a") as file:
         file.write("written\n")
-    return list(unit.names)
+    return draft / f"unit-{unit.index}", list(unit.names)
 
 
 def finish(draft, results):
@@ -96,6 +100,65 @@ def test_a_target_that_cannot_be_made_and_no_workers_are_told(source, tmp_path):
 def test_a_killed_process_is_an_error(source, tmp_path):
     with pytest.raises(RunError, match="a process was killed .*give fewer --max-workers"):
         Conversion(source, tmp_path / "target", {}, workers=2).run(UNITS, kill, finish)
+
+
+def test_fewer_workers_go_on_with_what_more_have_left(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("tools.conversion.units.LEAST_UNIT_BYTES", 1)
+    sizes = [(name, 1) for name in "abcdefgh"]
+    many, few = (split_into_units(sizes, workers, 100) for workers in (4, 1))
+    assert len(many) == 8 and len(few) == 2
+    conversion = Conversion(source, tmp_path / "target", {})
+    with pytest.raises(RunError):
+        conversion.run(many, functools.partial(write, (5,)), finish)
+    conversion.run(few, functools.partial(write, (0, 1, 2, 3, 4)), finish)
+    assert json.loads((tmp_path / "target" / "all").read_text()) == [[name] for name in "abcdefgh"]
+
+
+PARENT = """
+import json, sys, time
+from pathlib import Path
+from tests.support.processes.waiting import wait_until
+from tests.support.tables.shell_arrays import ROOT
+from tools.conversion.units import Conversion, Unit
+
+def write(draft, unit):
+    if unit.index and sys.argv[3] == "hangs":
+        time.sleep(600)
+    (draft / f"unit-{unit.index}").write_text(sys.argv[3])
+    return draft / f"unit-{unit.index}", None
+
+if __name__ == "__main__":
+    units = [Unit(index, (str(index),), 10) for index in range(3)]
+    Conversion(Path(sys.argv[1]), Path(sys.argv[2]), {}, workers=2).run(units, write, lambda draft, results: None)
+"""
+
+
+@pytest.mark.slow
+def test_a_parent_that_is_killed_takes_its_workers_along_and_the_next_goes_on(source, tmp_path):
+    target, script = tmp_path / "target", tmp_path / "convert.py"
+    script.write_text(PARENT)
+    command = [sys.executable, str(script), str(source), str(target)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([*command, "hangs"], env=environment, stderr=subprocess.PIPE) as parent:
+        note = Conversion(source, target, {}).draft / ".finished" / "00000.json"
+        wait_until(note.is_file, 120)
+        parent.kill()
+        # All processes that could write there have the other end: it closes when the last of them has ended.
+        parent.communicate(timeout=120)
+    result = subprocess.run([*command, "again"], env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert [(target / f"unit-{index}").read_text() for index in range(3)] == ["hangs", "again", "again"]
+
+
+def test_progress_is_told_and_goes_on_where_it_was(source, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    conversion = Conversion(source, tmp_path / "target", {})
+    with pytest.raises(RunError):
+        conversion.run(UNITS, functools.partial(write, (1,)), finish)
+    assert "target:  50%" in capsys.readouterr().err
+    conversion.run(UNITS, functools.partial(write, ()), finish)
+    told = capsys.readouterr().err
+    assert "100%" in told and "4.00/4.00" in told
 
 
 def test_nothing_is_overwritten(source, tmp_path):

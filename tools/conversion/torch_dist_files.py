@@ -1,0 +1,189 @@
+"""Tensors in the files of a torch_dist checkpoint: mapped when they are read, written without being in one piece.
+
+Each is saved by `torch.save` into a part of a file. That form has a place for the numbers, as they are in memory, which torch
+can leave out on both ways: so what is read lies in the file still, and what is written comes from wherever its rows lie.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import mmap
+import os
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from slime.utils.errors import UserError
+
+_OPTIMIZER = "optimizer."
+COMMON = "common.pt"
+
+
+class TorchDistDirectory:
+    """The tensors of a torch_dist checkpoint by key, optimizer state apart; whole tensors or, of stacked ones, one entry.
+
+    Raises:
+        UserError: the directory is none, or its metadata cannot be read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        from torch.distributed.checkpoint import FileSystemReader
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        try:
+            metadata = FileSystemReader(directory).read_metadata()
+        except FileNotFoundError as error:
+            raise UserError(f"{directory} is no torch_dist checkpoint: it has no .metadata") from error
+        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, ValueError) as error:
+            raise UserError(f"{directory / '.metadata'} cannot be read: {error or 'it is cut off'}") from error
+        self._directory, self._storage = directory, {}
+        self._files: dict[Path, mmap.mmap] = {}
+        # By tensor and number of first axes: see `_by_prefix`.
+        self._chunks: dict[tuple[str, int], dict[tuple[int, ...], list[Any]]] = {}
+        for index, place in metadata.storage_data.items():
+            self._storage[index.fqn, tuple(index.offset or ())] = place
+        self.tensors = {
+            key: entry
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata) and not key.startswith(_OPTIMIZER)
+        }
+
+    def require_files(self) -> None:
+        """Raise UserError where a file is missing, or ends before what the metadata says is in it."""
+        ends: dict[str, int] = {}
+        for place in self._storage.values():
+            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+        for name, end in sorted(ends.items()):
+            path = self._directory / name
+            if not path.is_file():
+                raise UserError(f"{path} is missing")
+            if path.stat().st_size < end:
+                raise UserError(f"{path} is cut off: it has {path.stat().st_size} bytes, and should have {end}")
+
+    def read(self, key: str, prefix: tuple[int, ...]) -> torch.Tensor:
+        """Of the tensor `key` what stands at `prefix` of its first axes. What one file has of it is mapped, not copied.
+
+        Raises:
+            UserError: a file is missing or too short, or the pieces are not the whole.
+        """
+        entry, depth = self.tensors[key], len(prefix)
+        if (key, depth) not in self._chunks:
+            self._chunks[key, depth] = _by_prefix(entry.chunks, depth)
+        shape, found = entry.size[depth:], self._chunks[key, depth].get(prefix, ())
+        pieces = (
+            (chunk, self._load(key, tuple(chunk.offsets)).view(chunk.sizes)[_inside(prefix, chunk)]) for chunk in found
+        )
+        whole, filled = torch.empty(shape, dtype=entry.properties.dtype), 0
+        for chunk, piece in pieces:
+            if piece.shape == shape:
+                return piece
+            place = zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True)
+            whole[tuple(slice(first, first + size) for first, size in place)] = piece
+            filled += piece.numel()
+        if filled != whole.numel():
+            raise UserError(f"{self._directory}: {key} is incomplete: {filled} of {whole.numel()} entries are there")
+        return whole
+
+    def _load(self, key: str, offset: tuple[int, ...]) -> torch.Tensor:
+        """What is saved at `offset` of a tensor."""
+        place = self._storage[key, offset]
+        path = self._directory / place.relative_path
+        try:
+            if path not in self._files:
+                with open(path, "rb") as file:
+                    self._files[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            window = _Window(self._files[path], place.offset, place.length)
+            described = torch.load(window, map_location="meta", weights_only=True)
+        except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+            raise UserError(f"{path} cannot be read: {error or 'it is cut off'}") from error
+        # Of a tensor that is loaded without its numbers torch notes where they start, and it never compresses them.
+        stored = described.untyped_storage()
+        start = place.offset + stored._checkpoint_offset
+        numbers = torch.frombuffer(self._files[path], dtype=torch.uint8, count=stored.nbytes(), offset=start)
+        if start % described.itemsize:
+            numbers = numbers.clone()
+        return numbers.view(described.dtype).as_strided(described.shape, described.stride(), described.storage_offset())
+
+
+def _by_prefix(chunks: Sequence[Any], depth: int) -> dict[tuple[int, ...], list[Any]]:
+    """The chunks of a tensor by each place of its first `depth` axes that they have something of."""
+    found: dict[tuple[int, ...], list[Any]] = {}
+    for chunk in chunks:
+        ranges = (
+            range(first, first + size) for first, size in zip(chunk.offsets[:depth], chunk.sizes[:depth], strict=True)
+        )
+        for prefix in itertools.product(*ranges):
+            found.setdefault(prefix, []).append(chunk)
+    return found
+
+
+def _inside(prefix: tuple[int, ...], chunk: Any) -> tuple[int, ...]:
+    return tuple(at - first for at, first in zip(prefix, chunk.offsets, strict=False))
+
+
+class _Window(io.RawIOBase):
+    """`length` bytes of a mapped file from `start` on, as a file of their own."""
+
+    def __init__(self, mapped: mmap.mmap, start: int, length: int) -> None:
+        self._bytes = memoryview(mapped)[start : start + length]
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, len(self._bytes))[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        read = self._bytes[self._at : self._at + len(buffer)]
+        buffer[: len(read)] = read
+        self._at += len(read)
+        return len(read)
+
+
+def read_common(directory: Path) -> dict[str, Any]:
+    """What a torch_dist checkpoint says beside its tensors.
+
+    Raises:
+        UserError: its `common.pt` is missing or broken.
+    """
+    path = directory / COMMON
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise UserError(f"{path} cannot be read: {error or 'it is cut off'}") from error
+
+
+def save_in_parts(file: BinaryIO, shape: Sequence[int], parts: Sequence[torch.Tensor]) -> None:
+    """`torch.save` of a contiguous tensor whose entries are those of `parts`, which is nowhere in one piece.
+
+    Args:
+        parts: flat tensors of one dtype, on the CPU.
+    """
+    with torch.serialization.skip_data():
+        # The memory of what is saved is never touched, so it takes none.
+        torch.save(torch.empty(tuple(shape), dtype=parts[0].dtype), _Filling(file, parts))
+
+
+class _Filling:
+    """What `torch.save` writes to: where it goes over the numbers of a tensor, those of `parts` are written."""
+
+    def __init__(self, file: BinaryIO, parts: Sequence[torch.Tensor]) -> None:
+        self.write, self.flush = file.write, file.flush
+        self._parts = parts
+
+    def seek(self, offset: int, whence: int) -> None:
+        written = sum(self.write(memoryview(part.view(torch.uint8).numpy())) for part in self._parts)
+        if (written, whence) != (offset, os.SEEK_CUR):
+            raise RuntimeError(f"torch.save leaves {offset} bytes for a tensor of {written}")
