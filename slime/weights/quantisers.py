@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,6 +34,8 @@ _LEAST_AMAX = 1e-12
 # Engines that compute with powers of two take no smaller one.
 _LEAST_AMAX_OF_POWERS = 1e-4
 _PACKED = "weight_packed"
+# Numbers that a processor's cache holds in float32.
+_STRIP_NUMBERS = 2**17
 # So many integers of any number of bits fill whole words.
 _INTEGERS_OF_WHOLE_WORDS = 32
 
@@ -49,26 +51,53 @@ def quantise_fp8_blocks(
     """
     import torch
 
+    parts = [_fp8_strip(strip, block, scale_format) for strip in _strips(weight, block[0])]
+    quantised, scales = zip(*parts, strict=True)
+    # Torch joins no FP8.
+    joined = torch.cat([part.view(torch.uint8) for part in quantised]).view(torch.float8_e4m3fn)
+    return joined, torch.cat(scales)
+
+
+def _fp8_strip(
+    weight: torch.Tensor, block: tuple[int, int], scale_format: ScaleFormat
+) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
     (rows, columns), (height, width) = weight.shape, block
-    padded = torch.nn.functional.pad(weight.float(), (0, -columns % width, 0, -rows % height))
-    blocks = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width)
-    amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
+    numbers = weight.to(torch.float32, copy=True)
+    if rows % height or columns % width:
+        numbers = torch.nn.functional.pad(numbers, (0, -columns % width, 0, -rows % height))
+    blocks = numbers.view(numbers.shape[0] // height, height, numbers.shape[1] // width, width)
+    amax = torch.maximum(blocks.amax(dim=(1, 3), keepdim=True), -blocks.amin(dim=(1, 3), keepdim=True))
     scale = amax / _FP8_LARGEST
     if scale_format == "ue8m0":
         mantissa, exponent = torch.frexp(amax.clamp(min=_LEAST_AMAX_OF_POWERS) / _FP8_LARGEST)
         # A power of two has the mantissa 1/2 and stays what it is.
         scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
     scale = torch.where(amax == 0, 1.0, scale)
-    quantised = (blocks / scale).clamp(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn)
-    return quantised.view(padded.shape)[:rows, :columns].contiguous(), scale[:, 0, :, 0].contiguous()
+    blocks.div_(scale).clamp_(-_FP8_LARGEST, _FP8_LARGEST)
+    return numbers[:rows, :columns].to(torch.float8_e4m3fn).contiguous(), scale[:, 0, :, 0].contiguous()
 
 
 def quantise_fp8_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A tensor as `float8_e4m3fn`, and its scale, a float32 scalar."""
     import torch
 
-    scale = weight.float().abs().amax().clamp(min=_LEAST_AMAX) / _FP8_LARGEST
-    return (weight.float() / scale).clamp(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn), scale
+    flat = weight.reshape(-1, 1)
+    amax = torch.stack([torch.stack(torch.aminmax(strip.float())).abs().amax() for strip in _strips(flat)]).amax()
+    scale = amax.clamp(min=_LEAST_AMAX) / _FP8_LARGEST
+    quantised = torch.empty_like(flat, dtype=torch.float8_e4m3fn)
+    for strip, into in zip(_strips(flat), _strips(quantised), strict=True):
+        numbers = strip.to(torch.float32, copy=True)
+        into.copy_(numbers.div_(scale).clamp_(-_FP8_LARGEST, _FP8_LARGEST))
+    return quantised.view(weight.shape), scale
+
+
+def _strips(weight: torch.Tensor, height: int = 1) -> Sequence[torch.Tensor]:
+    """Whole multiples of `height` rows, as many as a processor's cache holds in float32. Other devices take all at once."""
+    if weight.device.type != "cpu":
+        return [weight]
+    return weight.split(height * max(_STRIP_NUMBERS // (height * max(weight.shape[1], 1)), 1))
 
 
 def quantise_int4(weight: torch.Tensor, scheme: Any) -> dict[str, torch.Tensor]:
@@ -77,11 +106,99 @@ def quantise_int4(weight: torch.Tensor, scheme: Any) -> dict[str, torch.Tensor]:
     Args:
         scheme: a `QuantizationScheme` of compressed-tensors whose weights are quantised by group or by channel.
     """
+    weights = scheme.weights
+    if weights.scale_dtype is None:
+        return quantise_integers(weight, weights.num_bits, weights.group_size, weights.symmetric)
     from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
 
     scale, zero_point = _scale_and_zero(weight, scheme)
     state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}
     return PackedQuantizationCompressor.compress(state, scheme)
+
+
+def quantise_integers(
+    weight: torch.Tensor, bits: int, group_size: int | None, symmetric: bool
+) -> dict[str, torch.Tensor]:
+    """`quantise_int4`, without the package, whose numbers these are, bit for bit.
+
+    Args:
+        group_size: columns that share a scale; None for all.
+    """
+    import torch
+
+    parts = [_integers_of_strip(strip, bits, group_size, symmetric) for strip in _strips(weight)]
+    packed, scales, zeros = zip(*parts, strict=True)
+    found = {"weight_packed": torch.cat(packed), "weight_scale": torch.cat(scales)}
+    if not symmetric:
+        found["weight_zero_point"] = pack_integers(torch.cat(zeros).T, bits).T.contiguous()
+    return {**found, "weight_shape": torch.tensor(weight.shape)}
+
+
+def _integers_of_strip(
+    weight: torch.Tensor, bits: int, group_size: int | None, symmetric: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Packed integers, scales and zero points."""
+    import torch
+
+    rows, columns = weight.shape
+    groups = weight.view(rows, -1, group_size or columns)
+    # Extremes of few numbers each are found faster in float32.
+    wide = groups.float()
+    scale, zero = scale_and_zero(wide.amin(-1).to(weight.dtype), wide.amax(-1).to(weight.dtype), bits, symmetric)
+    scaled = groups / scale[..., None]
+    if not symmetric:
+        scaled += zero[..., None].to(weight.dtype)
+    least = -(1 << (bits - 1))
+    integers = scaled.clamp_(least, -least - 1).round_().to(torch.int8)
+    return pack_integers(integers.view(rows, columns), bits), scale, zero
+
+
+def scale_and_zero(
+    least: torch.Tensor, largest: torch.Tensor, bits: int, symmetric: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and zero point (int8) of groups with these extremes, in their dtype, as compressed-tensors has them."""
+    import torch
+
+    steps, lowest = float((1 << bits) - 1), -(1 << (bits - 1))
+    least, largest = least.clamp(max=0), largest.clamp(min=0)
+    if symmetric:
+        scale = torch.maximum(least.abs(), largest.abs()) / (steps / 2)
+        zero = torch.zeros_like(scale, dtype=torch.int8)
+    else:
+        scale = (largest - least) / steps
+        zero = (lowest - least / scale).clamp(lowest, -lowest - 1).round().to(torch.int8)
+    return scale.masked_fill(scale == 0, torch.finfo(scale.dtype).eps), zero
+
+
+def pack_integers(integers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Signed integers (int8) [rows, columns] in words (int32) [rows, columns * bits / 32, rounded up], the first one lowest."""
+    import torch
+
+    if bits not in (4, 8):
+        from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+        return pack_to_int32(integers, bits).contiguous()
+    stored = integers.view(torch.uint8) + (1 << (bits - 1))
+    # Flat: one row or column counts as contiguous with strides that no view of wider numbers takes.
+    stored = torch.nn.functional.pad(stored, (0, -integers.shape[1] % (32 // bits))).reshape(-1)
+    if bits == 4:
+        pairs = stored.view(torch.int16)
+        stored = (pairs | (pairs >> 4)).to(torch.uint8)
+    return stored.view(torch.int32).view(integers.shape[0], -(-integers.shape[1] * bits // 32))
+
+
+def _unpack_integers(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
+    """What `pack_integers` has packed."""
+    import torch
+
+    if bits not in (4, 8):
+        from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+        return unpack_from_int32(words, bits, torch.Size((words.shape[0], columns)))
+    stored = words.reshape(-1).view(torch.uint8)
+    if bits == 4:
+        stored = torch.stack((stored & 0xF, stored >> 4), dim=-1)
+    return (stored - (1 << (bits - 1))).view(torch.int8).view(words.shape[0], words.shape[1] * 32 // bits)[:, :columns]
 
 
 def rounded_as_int4(weight: torch.Tensor, scheme: Any) -> torch.Tensor:
@@ -309,11 +426,27 @@ class _Fp8:
         return torch.float32
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
+        import torch
+
         rows, columns = _ranges(index, self.shape)
-        numbers = self._numbers[rows, columns].float()
-        if not self._block:
-            return numbers * self._scale[...].float()
-        return numbers * _spread(self._scale, (rows, columns), self._block).float()
+        codes = self._numbers[rows, columns].view(torch.uint8)
+        # What each code means: torch finds it out number by number.
+        table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        numbers = torch.empty(codes.shape, dtype=torch.float32)
+        height = self._block[0] if self._block else max(_STRIP_NUMBERS // max(codes.shape[1], 1), 1)
+        first = rows.start
+        while first < rows.stop:
+            last = min(first // height * height + height, rows.stop)
+            own = slice(first - rows.start, last - rows.start)
+            found = table.index_select(0, codes[own].flatten().int()).view(codes[own].shape)
+            scale = (
+                _spread(self._scale, (slice(first, first + 1), columns), self._block)
+                if self._block
+                else self._scale[...]
+            )
+            torch.mul(found, scale.float(), out=numbers[own])
+            first = last
+        return numbers
 
 
 class _Packed:
@@ -333,27 +466,31 @@ class _Packed:
         return self._scale.dtype
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
+        import torch
+
         rows, columns = _ranges(index, self.shape)
         numbers = self._unpacked(self._integers, rows, columns, self.shape[1], 1).to(self.dtype)
+        groups = slice(columns.start // self._group, -(-columns.stop // self._group))
+        # Whole groups, so that a scale and a zero point are one number for each.
+        before, after = columns.start - groups.start * self._group, groups.stop * self._group - columns.stop
+        if before or after:
+            numbers = torch.nn.functional.pad(numbers, (before, after))
+        numbers = numbers.view(numbers.shape[0], groups.stop - groups.start, self._group)
         if self._zero is not None:
-            groups = slice(columns.start // self._group, -(-columns.stop // self._group))
             zero = self._unpacked(self._zero, groups, rows, self.shape[0], 0)
-            of_groups = zero.repeat_interleave(self._group, dim=1)[:, columns.start % self._group :]
-            numbers = numbers - of_groups[:, : numbers.shape[1]].to(self.dtype)
-        return numbers * _spread(self._scale, (rows, columns), (1, self._group))
+            numbers -= zero[..., None].to(self.dtype)
+        numbers *= self._scale[rows, groups][..., None]
+        return numbers.flatten(1)[:, before : before + columns.stop - columns.start]
 
     def _unpacked(self, stored: StoredTensor, across: slice, along: slice, length: int, dim: int) -> torch.Tensor:
         """Integers [rows, columns] of a matrix that is packed along `dim`, where it has `length` of them."""
-        from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-
         whole = _INTEGERS_OF_WHOLE_WORDS
         first, last = along.start // whole * whole, min(-(-along.stop // whole) * whole, length)
         words = slice(first * self._bits // 32, -(-last * self._bits // 32))
-        read = stored[across, words] if dim == 1 else stored[words, across]
-        shape = [last - first, last - first]
         own = slice(along.start - first, along.stop - first)
-        unpacked = unpack_from_int32(read, self._bits, shape, packed_dim=dim)
-        return unpacked[:, own] if dim == 1 else unpacked[own]
+        if dim == 1:
+            return _unpack_integers(stored[across, words], self._bits, last - first)[:, own]
+        return _unpack_integers(stored[words, across].T, self._bits, last - first).T[own]
 
 
 def _ranges(index: slice | tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, slice]:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from slime.utils.errors import RunError, UserError
 from slime.weights.quantisers import (
+    _scale_and_zero,
     moves_when_read,
     open_checkpoint,
     quantise_fp8_blocks,
@@ -285,3 +286,45 @@ def test_a_weight_without_its_scale_is_an_error(checkpoint):
     save_file(tensors, directory / "model.safetensors")
     with pytest.raises(UserError, match=r"up\.weight is quantised, and its weight_scale is missing"):
         open_checkpoint(directory).tensor("up.weight")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_integers_are_those_of_the_package_bit_for_bit(monkeypatch, dtype, bits, symmetric):
+    monkeypatch.setattr("slime.weights.quantisers._STRIP_NUMBERS", 300)
+    for rows, columns, group in ((1, 32, 32), (37, 96, 32), (5, 24, None), (9, 8, 8), (40, 64, 16)):
+        weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) * 3
+        weight[0, :8], weight[-1] = 0, weight[-1].abs()
+        weight = weight.to(dtype)
+        strategy = "channel" if group is None else "group"
+        weights = {"num_bits": bits, "symmetric": symmetric, "strategy": strategy, "group_size": group}
+        scheme = QuantizationScheme.model_validate({"targets": ["Linear"], "weights": weights})
+        state = dict(zip(("weight_scale", "weight_zero_point"), _scale_and_zero(weight, scheme), strict=True))
+        expected = PackedQuantizationCompressor.compress({"weight": weight, **state}, scheme)
+        found = quantise_int4(weight, scheme)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert found[name].dtype == tensor.dtype and found[name].equal(tensor), (name, rows, columns)
+
+
+@pytest.mark.parametrize("scale_format", ["float", "ue8m0"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_strips_change_no_bit_of_fp8_and_leave_the_weight_alone(monkeypatch, dtype, scale_format):
+    weight = (torch.randn(150, 200, generator=torch.Generator().manual_seed(0)) * 5).to(dtype)
+    weight[:64, :64] = 0
+    weight[64:128, :64] *= 1e-40
+    given = weight.clone()
+    whole = [*quantise_fp8_blocks(weight, (64, 64), scale_format), *quantise_fp8_tensor(weight)]
+    monkeypatch.setattr("slime.weights.quantisers._STRIP_NUMBERS", 64 * 200)
+    strips = [*quantise_fp8_blocks(weight, (64, 64), scale_format), *quantise_fp8_tensor(weight)]
+    assert all(one.float().equal(other.float()) for one, other in zip(whole, strips, strict=True))
+    assert weight.equal(given)
+    # Block by block, by the formula alone.
+    for row, column in ((0, 0), (64, 64), (128, 192)):
+        block = weight[row : row + 64, column : column + 64].float()
+        scale = whole[1][row // 64, column // 64]
+        if scale_format == "float":
+            assert scale == (block.abs().max() / 448 if block.any() else 1)
+        expected = (block / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        assert whole[0][row : row + 64, column : column + 64].float().equal(expected)

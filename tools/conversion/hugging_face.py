@@ -24,7 +24,7 @@ from slime.weights.quantisers import (
     quantisation_settings,
     quantise_fp8_blocks,
     quantise_fp8_tensor,
-    quantise_int4,
+    quantise_integers,
 )
 from tools.conversion.units import Conversion, Unit, split_into_units, write_streamed_shard
 
@@ -110,10 +110,7 @@ def fp8_recipe(strategy: str, block: Sequence[int], scale_format: str) -> Recipe
 
 
 def _fp8_blocks(weight: torch.Tensor, block: tuple[int, int], scale_format: Any) -> Mapping[str, torch.Tensor]:
-    def parts(strip: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        return dict(zip(("weight", "weight_scale_inv"), quantise_fp8_blocks(strip, block, scale_format), strict=True))
-
-    return in_strips(weight, block[0], parts)
+    return dict(zip(("weight", "weight_scale_inv"), quantise_fp8_blocks(weight, block, scale_format), strict=True))
 
 
 def _fp8_tensor(weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
@@ -122,8 +119,7 @@ def _fp8_tensor(weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
 
 def _fp8_channels(weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
     # A channel is a block of one row.
-    quantised, scale = quantise_fp8_blocks(weight, (1, weight.shape[1]))
-    return {"weight": quantised, "weight_scale": scale}
+    return dict(zip(("weight", "weight_scale"), quantise_fp8_blocks(weight, (1, weight.shape[1])), strict=True))
 
 
 def int4_recipe(group_size: int, is_symmetric: bool) -> Recipe:
@@ -137,13 +133,8 @@ def int4_recipe(group_size: int, is_symmetric: bool) -> Recipe:
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
         "config_groups": groups,
     }  # fmt: skip
-    return Recipe(settings, "ignore", functools.partial(_int4, group=groups["group_0"]))
-
-
-def _int4(weight: torch.Tensor, group: dict[str, Any]) -> Mapping[str, torch.Tensor]:
-    from compressed_tensors.quantization import QuantizationScheme
-
-    return quantise_int4(weight, QuantizationScheme.model_validate(group))
+    parts = functools.partial(quantise_integers, bits=4, group_size=group_size, symmetric=is_symmetric)
+    return Recipe(settings, "ignore", parts)
 
 
 def quantise_checkpoint(
@@ -259,17 +250,6 @@ def _quantised(
             continue
         module = name.removesuffix("weight")
         yield from ((module + part, made) for part, made in parts(tensor).items())
-
-
-def in_strips(
-    weight: torch.Tensor, height: int, parts: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
-) -> Mapping[str, torch.Tensor]:
-    """What `parts` makes of a matrix, strip by strip of whole multiples of `height` rows: a processor's cache holds a strip."""
-    import torch
-
-    rows = height * max(_STRIP_NUMBERS // (height * weight.shape[1]), 1)
-    strips = [parts(strip) for strip in weight.split(rows)]
-    return {name: torch.cat([strip[name] for strip in strips]) for name in strips[0]}
 
 
 def _plain(source: Path, dtype: str, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
