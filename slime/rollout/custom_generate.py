@@ -3,8 +3,8 @@
 `--custom-generate-function-path`: which function produces a sample, how it is called, and what it must return.
 
 Two forms, told apart by signature: `fn(args, sample, sampling_params[, evaluation])` for one sample, and
-`fn(args, samples, evaluation)` for a whole group. What comes back is brought into the shape that training needs, or
-refused with an error that names flag, path and sample.
+`fn(args, samples, evaluation[, sampling_params])` for a whole group, with one dict of parameters per sample. What comes back
+is brought into the shape that training needs, or refused with an error that names flag, path and sample.
 
 `--rollout-sample-hook-path`: functions that every generated sample goes through, in the order of the flags.
 """
@@ -56,18 +56,17 @@ class GenerateFunction:
     ) -> Sample | list[Any]:
         """The entry for one sample; the function gets a private copy of the sampling parameters."""
         if self.takes_group:
-            return (await self.call_group(args, [sample], sampling_params, evaluation))[0]
+            return (await self.call_group(args, [sample], [sampling_params], evaluation))[0]
         keywords = accepted_keywords(self.function, {"evaluation": evaluation})
         result = await self._call(args, [sample], sample, dict(sampling_params), keywords=keywords)
         return await self._checked_entry(args, sample, result)
 
     async def call_group(
-        self, args: Any, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool
+        self, args: Any, group: list[Sample], sampling_params: list[dict[str, Any]], evaluation: bool
     ) -> list[Any]:
-        """The entries for a group, in its order."""
-        keywords = accepted_keywords(
-            self.function, {"evaluation": evaluation, "sampling_params": dict(sampling_params)}
-        )
+        """The entries for a group, in its order; a function that takes `sampling_params` gets one private dict per sample."""
+        own = [dict(params) for params in sampling_params]
+        keywords = accepted_keywords(self.function, {"evaluation": evaluation, "sampling_params": own})
         result = await self._call(args, group, list(group), keywords=keywords)
         if not isinstance(result, list) or len(result) != len(group):
             expected = f"a list of {len(group)} entries, one per sample, in order"

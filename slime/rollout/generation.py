@@ -188,20 +188,20 @@ async def generate_and_rm_group(
     group = [entry if can_be_continued(entry) else prompt_of(entry) for entry in group]
     if current_call().aborted:
         return _as_aborted(group)
-    additions = [
-        {"sampling_seed": args.rollout_seed + position} if deterministic_inference(args) else {}
-        for position in range(len(group))
-    ]
+    params = [dict(sampling_params) for _ in group]
+    if deterministic_inference(args):
+        for position, own_params in enumerate(params):
+            own_params["sampling_seed"] = args.rollout_seed + position
     function = resolve_generate_function(args, group[0]) if isinstance(group[0], Sample) else None
     if function is not None and function.takes_group and _all_need_generation(args, group, function):
-        finished = await _generate_batch(args, group, function, {**sampling_params, **additions[0]}, evaluation)
+        finished = await _generate_batch(args, group, function, params, evaluation)
     else:
         finished = await _run_side_by_side(
             [
-                generate_and_rm(args, entry, {**sampling_params, **addition}, evaluation=evaluation)
+                generate_and_rm(args, entry, own_params, evaluation=evaluation)
                 if isinstance(entry, Sample)
                 else _already_finished(args, entry)
-                for entry, addition in zip(group, additions, strict=True)
+                for entry, own_params in zip(group, params, strict=True)
             ]
         )
     if args.group_rm and not evaluation:
@@ -241,7 +241,7 @@ def _all_need_generation(args: Any, group: list[Any], function: GenerateFunction
 
 
 async def _generate_batch(
-    args: Any, group: list[Sample], function: GenerateFunction, sampling_params: dict[str, Any], evaluation: bool
+    args: Any, group: list[Sample], function: GenerateFunction, sampling_params: list[dict[str, Any]], evaluation: bool
 ) -> list[Any]:
     """One call of a batch-form function for the whole group, then hooks and rewards entry by entry."""
     async with GenerateState(args).semaphore:

@@ -84,6 +84,34 @@ def test_batch_form_gets_the_whole_group(checkpoint, make_plugin, prefix):
     assert all(s.reward is not None for s in result)
 
 
+TELLS_PARAMS = """
+def fn(args, samples, evaluation, sampling_params):
+    for sample, params in zip(samples, sampling_params, strict=True):
+        sample.append_response_tokens(args, tokens=[5], log_probs=[-1.0])
+        sample.metadata['seed'], params['sampling_seed'] = params.get('sampling_seed'), 'mine'
+        sample.status = Sample.Status.COMPLETED
+    return samples
+"""
+
+
+@pytest.mark.parametrize(("deterministic", "seeds"), [(True, [100, 101, 102]), (False, [None] * 3)])
+def test_batch_form_gets_private_parameters_and_a_seed_for_each_sample(checkpoint, make_plugin, deterministic, seeds):
+    path = make_plugin(TELLS_PARAMS)
+    args = make_args(
+        checkpoint,
+        custom_generate_function_path=path,
+        sglang_enable_deterministic_inference=deterministic,
+        rollout_seed=100,
+    )
+    shared = {"temperature": 1.0}
+    group = [Sample(index=i, tokens=[9]) for i in range(3)]
+    result = asyncio.run(generate_and_rm_group(args, group, shared))
+    assert [sample.metadata["seed"] for sample in result] == seeds
+    assert shared == {"temperature": 1.0}
+    alone = asyncio.run(generate_and_rm(args, group[0], {"sampling_seed": 7}))
+    assert alone.metadata["seed"] == 7
+
+
 CONTINUES = """
 def one(args, sample, sampling_params):
     sample.append_response_tokens(args, tokens=[7], log_probs=[-1.0])
