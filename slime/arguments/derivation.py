@@ -133,6 +133,9 @@ def _unset_values(args: argparse.Namespace) -> None:
         args.use_routing_replay = True
     if args.n_samples_per_prompt == 1:
         args.grpo_std_normalization = False
+    if args.rollout_top_p != 1 and args.rollout_top_k == -1:
+        # An engine tells the sets of a limited top-k alone, and at most 4,096 tokens, equal ones at the cut included.
+        args.rollout_top_k = 2048
     args.eval_reward_key = args.eval_reward_key or args.reward_key
     args.eval_function_path = args.eval_function_path or args.rollout_function_path
     args.update_weights_in_flight |= args.rollout_function_path.startswith(FULLY_ASYNC)

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from slime.rollout.failures import SampleFailed
-from slime.rollout.generate_state import GenerateState, deterministic_inference
+from slime.rollout.generate_state import GenerateState, deterministic_inference, samples_among_some
 from slime.rollout.generation_call import current_call
 from slime.utils import http_utils
 from slime.utils.async_utils import SingleFlight
+from slime.utils.engine_answers import TokenLogProbs
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import post_generate
 from slime.utils.misc import SingletonMeta
@@ -68,7 +69,21 @@ def build_payload(state: GenerateState, sample: Sample, sampling_params: dict[st
     if state.args.use_rollout_routing_replay:
         experts = sample.rollout_routed_experts
         payload |= {"return_routed_experts": True, "routed_experts_start_len": 0 if experts is None else len(experts)}
+    if asks_kept_sets(state.args):
+        payload["return_sampling_mask"] = True
     return payload
+
+
+def asks_kept_sets(args: Any) -> bool:
+    """Whether the call that is under way has to learn among which tokens the engines sample: evaluations train nothing."""
+    return samples_among_some(args) and not current_call().evaluation
+
+
+def check_kept_sets(args: Any, sample: Sample) -> None:
+    """Raise SampleFailed where `sample` was begun under flags by which its sets are told, and are not now; or the other way."""
+    asked, told = asks_kept_sets(args), sample.rollout_top_p_token_offsets is not None
+    if (told and not asked) or (asked and not told and sample.effective_response_length):
+        raise SampleFailed("it was begun under another --rollout-top-p or --rollout-top-k; it starts from its prompt")
 
 
 def check_token_ids(state: GenerateState, sample: Sample) -> None:
@@ -100,7 +115,8 @@ def check_prompt_length(args: Any, sample: Sample) -> None:
 
 logger = logging.getLogger(__name__)
 
-_EXPERTS_ASKED, _EXPERTS_ANSWERED = "return_routed_experts", "routed_experts"
+# Fields of a request that a router may drop → what an engine answers to them.
+_ANSWERED_BY = {"return_routed_experts": "routed_experts", "return_sampling_mask": "output_token_sampling_mask"}
 # For so long the list of engines is taken for true; a request that failed is sent again after a longer time.
 _LISTED_SECONDS = 0.5
 # An engine that broke a request, or answered it by 429 or 5xx, gets no other for so long where there are others: a
@@ -111,24 +127,42 @@ _AVOIDED_SECONDS = 10.0
 async def ask_engine(args: Any, sample: Sample, payload: dict[str, Any], model_name: str = "default") -> dict[str, Any]:
     """The answer of an engine of a served model to the `/generate` request `payload` for `sample`.
 
-    Functions of users ask by it where the routing of engines is replayed: a request with `return_routed_experts` passes by a
-    router that would drop this field.
+    Functions of users ask by it where the routing of engines or the tokens that they kept are replayed: a request with
+    `return_routed_experts` or `return_sampling_mask` passes by a router that would drop this field. With the latter, log-probs
+    of the answer are those among the kept tokens.
 
     Raises:
         HttpError: the engine refused the request, or did not answer.
+        UserError: the engine does not tell what it kept.
     """
     url, ids = get_model_url(args, model_name), current_call().request_ids
     session = sample.session_id if args.router_policy == "consistent_hashing" else None
     headers = {"X-SMG-Routing-Key": session} if session else None
     engine = None
-    if payload.get(_EXPERTS_ASKED):
-        engines = await _Engines().behind(url, model_name)
+    asked = frozenset(field for field in _ANSWERED_BY if payload.get(field))
+    if asked:
+        engines = await _Engines().behind(url, model_name, asked)
         engine = None if engines is None else functools.partial(engines.one, session)
     output = await post_generate(url, payload, headers=headers, request_ids=ids, engine=engine)
     if "routed_experts_start_len" in payload:
         # Stock engines honour it without saying so.
         output["meta_info"].setdefault("routed_experts_start_len", payload["routed_experts_start_len"])
+    if "return_sampling_mask" in asked:
+        _take_log_probs_among_kept(output["meta_info"])
     return output
+
+
+def _take_log_probs_among_kept(meta_info: dict[str, Any]) -> None:
+    """Put the log-probs that tokens were sampled with in the place of those in the whole vocabulary."""
+    entries, log_probs = meta_info.get("output_token_logprobs"), meta_info.get("output_token_sampling_logprobs")
+    if log_probs is None:
+        if entries is not None and len(entries):
+            raise UserError(
+                "--rollout-top-p, --rollout-top-k: the engine does not tell which tokens it kept (return_sampling_mask), which "
+                "the trainer's log-probs need; take SGLang 0.5.21 or later, or give --rollout-top-p 1 --rollout-top-k -1"
+            )
+        return
+    meta_info["output_token_logprobs"] = TokenLogProbs.of(entries).with_log_probs(log_probs)
 
 
 class EnginesOfRouter:
@@ -191,35 +225,35 @@ class EnginesOfRouter:
 
 
 class _Engines(metaclass=SingletonMeta):
-    """Of each router, the engines to be asked past it for routed experts; None where it hands such requests on whole."""
+    """Of each router, the engines to be asked past it; None where it hands on whole what is asked."""
 
     def __init__(self) -> None:
-        self._known: dict[str, EnginesOfRouter | None] = {}
-        self._probes: collections.defaultdict[str, SingleFlight] = collections.defaultdict(SingleFlight)
+        self._known: dict[tuple[str, frozenset[str]], EnginesOfRouter | None] = {}
+        self._probes = collections.defaultdict[tuple[str, frozenset[str]], SingleFlight](SingleFlight)
 
-    async def behind(self, url: str, model_name: str) -> EnginesOfRouter | None:
-        """What the router's `url` showed when one token was asked for, with experts; that is done once.
+    async def behind(self, url: str, model_name: str, asked: frozenset[str]) -> EnginesOfRouter | None:
+        """What the router's `url` showed when one token was asked for, with the fields `asked`; that is done once.
 
         Raises:
             HttpError: the engine refused, or did not answer; of all that waited for it.
         """
-        if url in self._known:
-            return self._known[url]
-        return await self._probes[url].join(functools.partial(self._probe, url, model_name))
+        if (url, asked) in self._known:
+            return self._known[url, asked]
+        return await self._probes[url, asked].join(functools.partial(self._probe, url, model_name, asked))
 
-    async def _probe(self, url: str, model_name: str) -> EnginesOfRouter | None:
-        # Every vocabulary has this token; the request itself may bring a text.
-        probe = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, _EXPERTS_ASKED: True}
+    async def _probe(self, url: str, model_name: str, asked: frozenset[str]) -> EnginesOfRouter | None:
+        # Every vocabulary has this token; the request itself may bring a text. Sets are told of a limited top-k only.
+        probe = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "top_k": 1}, **dict.fromkeys(asked, True)}
         answer = await post_generate(url, probe, request_ids=current_call().request_ids)
         meta_info, engines = answer["meta_info"], EnginesOfRouter(model_name, url)
-        dropped = meta_info.get(_EXPERTS_ANSWERED) is None
+        dropped = sorted(field for field in asked if meta_info.get(_ANSWERED_BY[field]) is None)
         if dropped and (meta_info.get("finish_reason") or {}).get("type") == "abort":
             # It had no token to tell of. Past the router nothing is dropped in any case, and the next request tries again.
             return engines
-        self._known[url] = engines if dropped else None
+        self._known[url, asked] = engines if dropped else None
         if dropped:
-            logger.info("%s: the router drops %s; such requests go to its engines", url, _EXPERTS_ASKED)
-        return self._known[url]
+            logger.info("%s: the router drops %s; such requests go to its engines", url, ", ".join(dropped))
+        return self._known[url, asked]
 
 
 def router_urls(args: Any) -> dict[str, str]:

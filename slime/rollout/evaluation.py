@@ -59,7 +59,10 @@ async def eval_rollout(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
     state = GenerateState(args)
     prompts = [await run_in_daemon_thread(load_prompts, args, state, config) for config in configs]
     total = sum(len(p) * config.n_samples_per_eval_prompt for p, config in zip(prompts, configs, strict=True))
-    with GenerationCall(rollout_id).under_way() as call, call.progress.start("evaluation", total) as progress:
+    with (
+        GenerationCall(rollout_id, evaluation=True).under_way() as call,
+        call.progress.start("evaluation", total) as progress,
+    ):
         tasks = [
             asyncio.create_task(_evaluate_set(args, config, samples, progress.advance), name=f"eval {config.name}")
             for config, samples in zip(configs, prompts, strict=True)

@@ -191,3 +191,8 @@ def rollout_sampling_params(args: Any) -> dict[str, Any]:
 def deterministic_inference(args: Any) -> bool:
     """Whether the engines sample by seed."""
     return bool(args.sglang_enable_deterministic_inference)
+
+
+def samples_among_some(args: Any) -> bool:
+    """Whether training rollouts sample among some tokens of the vocabulary: the trainer's log-probs cover these alone."""
+    return args.rollout_top_p != 1 or args.rollout_top_k != -1

@@ -22,7 +22,13 @@ from slime.rollout.custom_generate import (
     apply_rollout_sample_hooks,
     resolve_generate_function,
 )
-from slime.rollout.engine_request import ask_engine, build_payload, check_prompt_length, token_budget
+from slime.rollout.engine_request import (
+    ask_engine,
+    build_payload,
+    check_kept_sets,
+    check_prompt_length,
+    token_budget,
+)
 from slime.rollout.failures import SampleFailed, failing_alone, mark_failed
 from slime.rollout.generate_state import GenerateState, deterministic_inference
 from slime.rollout.generation_call import current_call
@@ -40,7 +46,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     Without any budget left the sample is TRUNCATED and no request is made.
 
     Raises:
-        SampleFailed: the prompt does not fit the context length.
+        SampleFailed: the prompt does not fit the context length; or the sample was begun where kept sets were told and is
+            not now, or the other way round.
         UserError: an id outside the vocabulary, or settings that no engine survives.
         HttpError: the engine refused the request, or did not answer.
     """
@@ -52,6 +59,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
             return sample
     if sample.response_length == 0:
         check_prompt_length(args, sample)
+    check_kept_sets(args, sample)
     budget = token_budget(args, sample, sampling_params)
     if budget <= 0:
         sample.status = Status.TRUNCATED

@@ -27,10 +27,14 @@ class GenerationCall:
         aborted: the call is being wound down; no request may start any more.
         request_ids: what the engines know its unanswered requests by.
         trained_as: the version of the weights that its samples will train; None where nothing is trained, or nobody knows.
+        evaluation: its samples are graded and train nothing.
     """
 
-    def __init__(self, rollout_id: int | None = None, trained_as: int | None = None) -> None:
+    def __init__(
+        self, rollout_id: int | None = None, trained_as: int | None = None, *, evaluation: bool = False
+    ) -> None:
         self.parent: GenerationCall | None = _current.get()
+        self.evaluation = evaluation
         self.trained_as = trained_as if self.parent is None else self.parent.trained_as
         self.progress: Progress = Progress() if self.parent is None else self.parent.progress
         self.request_ids: set[str] = set()

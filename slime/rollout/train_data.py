@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 
 from slime.algorithms.estimators import estimator
+from slime.rollout.generate_state import samples_among_some
+from slime.training.keep_set import OFFSETS
 from slime.training.rollout_batch import TrainBatch, build_train_batch, train_batch_from_columns
 from slime.training.routing_replay import ROUTED_EXPERTS, check_routed_experts, routed_experts_column
 from slime.utils.errors import UserError
@@ -37,7 +39,7 @@ def convert_samples_to_train_batch(args: argparse.Namespace, samples: Sequence[S
 
     Raises:
         UserError: a reward is missing or no finite number, or a plug-in returned something unusable; or the experts to be
-            replayed are missing or cannot be.
+            replayed, or the sets that sampling kept, are missing or cannot be.
     """
     path = args.custom_convert_samples_to_train_data_path
     if path is not None:
@@ -53,7 +55,19 @@ def convert_samples_to_train_batch(args: argparse.Namespace, samples: Sequence[S
             batch[ROUTED_EXPERTS] = routed_experts_column(args, samples)
     if args.use_rollout_routing_replay:
         check_routed_experts(args, batch)
+    if args.loss_type != "sft_loss" and samples_among_some(args):
+        _require_kept_sets(batch)
     return batch
+
+
+def _require_kept_sets(batch: TrainBatch) -> None:
+    """Without them log-probs of the trainer would be those of the whole vocabulary, which nothing was sampled from."""
+    if OFFSETS not in batch and any(mask.any() for mask in batch["loss_masks"]):
+        raise UserError(
+            f"--rollout-top-p, --rollout-top-k: no sample has `{OFFSETS}`, the tokens that sampling kept; a generate function "
+            "of yours gets them by slime.rollout.sglang_rollout.generate, or hands the `meta_info` of the engine to "
+            "append_response_tokens. Without: give --rollout-top-p 1 --rollout-top-k -1"
+        )
 
 
 def post_process_rewards(

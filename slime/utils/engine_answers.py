@@ -50,6 +50,12 @@ class TokenLogProbs:
         log_probs = np.array([entry[0] for entry in entries], dtype=np.float64)
         return cls._exact(log_probs, np.array([entry[1] for entry in entries], dtype=np.int64))
 
+    def with_log_probs(self, log_probs: Sequence[float]) -> TokenLogProbs:
+        """The same tokens with other log-probs. Raises ValueError where these are not as many."""
+        if len(log_probs) != len(self):
+            raise ValueError(f"{len(log_probs)} log-probs for {len(self)} tokens")
+        return self._exact(np.array(log_probs, dtype=np.float64), self.tokens)
+
     @classmethod
     def _exact(cls, log_probs: np.ndarray, tokens: np.ndarray) -> TokenLogProbs:
         narrow = exactly_as(log_probs, np.float32)

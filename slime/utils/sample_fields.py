@@ -5,13 +5,14 @@ fraction of a list's memory and is shared, not copied. The first reader of a fie
 from then on, because the reader may change it. Whoever only needs numbers or lengths asks `held` or `token_array` instead and
 leaves the array where it is.
 
-`meta_info` brings weight versions and their spans, counters, routed experts, the final status.
+`meta_info` brings weight versions and their spans, counters, routed experts, kept sets, the final status.
 `Sample.append_response_tokens` alone takes it; it checks first and applies afterwards, so a refused `meta_info` leaves the
 sample as it was.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,6 @@ import numpy as np
 
 if TYPE_CHECKING:
     from slime.utils.types import Sample
-from slime.utils.errors import UserError
 from slime.utils.misc import decode_int32_meta_array
 
 # The dtypes of the train batch; a field whose values they do not hold exactly keeps a wider one.
@@ -169,11 +169,7 @@ def _exact_array(name: str, values: Any) -> np.ndarray | None:
     return read_only(array.copy() if array is values and array.flags.writeable else array)
 
 
-_REPLAY_KEYS = (
-    "top_p_token_ids",
-    "top_p_kept_token_ids",
-    "output_token_sampling_mask",
-)
+_KEPT_IDS = ("top_p_token_ids", "top_p_kept_token_ids")
 _STATUS_OF_FINISH_REASON = {"length": "truncated", "abort": "aborted", "stop": "completed"}
 
 # Our counter → names that engines use for it.
@@ -185,14 +181,54 @@ _SPECULATIVE_KEYS = {
 }
 
 
-def refuse_replay(meta_info: dict[str, Any]) -> None:
-    """Raise UserError when the engine sent top-p sets, which nothing here would store."""
-    present = [key for key in _REPLAY_KEYS if meta_info.get(key) is not None]
-    if present:
-        raise UserError(
-            f"the engine returned {', '.join(present)}, but replay of top-p sets is not supported; do not ask the "
-            "engine for it"
-        )
+def kept_sets(
+    sample: Sample, meta_info: dict[str, Any], count: int, trainable: bool
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """The tokens that sampling kept at each response token, those of `count` further ones included; None if nothing tells them.
+
+    Token i was sampled among ids[offsets[i] : offsets[i + 1]]: ids int32 [K], offsets int32 [response tokens + 1]. Tokens that
+    are not trained have empty sets.
+
+    Raises:
+        ValueError: not one set per token, or trained tokens with sets beside trained ones without.
+    """
+    new, earlier = _kept_sets_of(meta_info), sample.rollout_top_p_token_offsets
+    if new is None and earlier is None:
+        return None
+    where = f"sample {sample.index}: kept sets"
+    if new is None:
+        if trainable and count:
+            raise ValueError(
+                f"{where} are missing for {count} trained tokens; the {sample.response_length} before have them"
+            )
+        new = np.empty(0, np.int32), np.zeros(count + 1, np.int32)
+    ids, offsets = new
+    if len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 0).any():
+        raise ValueError(f"{where} have {len(offsets)} offsets to {len(ids)} ids for {count} tokens")
+    if earlier is None:
+        if sample.effective_response_length:
+            raise ValueError(f"{where} cannot follow {sample.response_length} response tokens without sets")
+        earlier_ids, earlier = np.empty(0, np.int32), np.zeros(sample.response_length + 1, np.int32)
+    else:
+        earlier_ids, earlier = np.asarray(sample.rollout_top_p_token_ids, np.int32), np.asarray(earlier, np.int32)
+    joined = np.concatenate([earlier_ids, ids]), np.concatenate([earlier, earlier[-1] + offsets[1:]])
+    return read_only(joined[0]), read_only(joined[1])
+
+
+def _kept_sets_of(meta_info: dict[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
+    """(ids, offsets) of an answer, in whichever form its engine has."""
+    lists = meta_info.get("output_token_sampling_mask")
+    if lists is not None:
+        offsets = np.zeros(len(lists) + 1, np.int32)
+        np.cumsum([len(ids) for ids in lists], out=offsets[1:])
+        return np.fromiter(itertools.chain.from_iterable(lists), np.int32, int(offsets[-1])), offsets
+    ids = decode_int32_meta_array(meta_info, _KEPT_IDS)
+    if ids is None:
+        return None
+    offsets = decode_int32_meta_array(meta_info, [name.replace("_ids", "_offsets") for name in _KEPT_IDS])
+    if offsets is None:
+        raise ValueError(f"meta_info has {' or '.join(_KEPT_IDS)} without their offsets")
+    return ids, offsets
 
 
 def routed_experts(sample: Sample, meta_info: dict[str, Any], total_length: int, args: Any) -> np.ndarray | None:

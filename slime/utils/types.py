@@ -221,17 +221,16 @@ class Sample:
 
         Raises:
             ValueError: log-probs missing, superfluous, not finite, of another length than `tokens`, or following response
-                tokens that have none; routed experts of another shape than the tokens and the model have; or the lengths of the
-                sample do not fit together.
+                tokens that have none; routed experts of another shape than the tokens and the model have; not one kept set per
+                token; or the lengths of the sample do not fit together.
         """
         new_tokens = _as_list_or_array([] if tokens is None else tokens)
         new_log_probs = None if log_probs is None else _as_list_or_array(log_probs)
         self.validate_lengths()
         self._check_append(new_tokens, new_log_probs, trainable)
         terminal = bool(meta_info) and bool(meta_info.get("finish_reason")) and update_terminal_info
-        experts = None
+        experts, kept = None, sample_meta_info.kept_sets(self, meta_info or {}, len(new_tokens), trainable)
         if meta_info:
-            sample_meta_info.refuse_replay(meta_info)
             total = len(held(self, "tokens")) + len(new_tokens)
             experts = sample_meta_info.routed_experts(self, meta_info, total, args)
             if terminal:
@@ -240,6 +239,8 @@ class Sample:
             self._extend_response(new_tokens, new_log_probs, trainable)
         if experts is not None:
             self.rollout_routed_experts = experts
+        if kept is not None:
+            self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = kept
         if text:
             self.response += text
         if terminal:
@@ -315,9 +316,8 @@ class Sample:
             raise ValueError(
                 f"sample {self.index}: log_probs cannot follow {self.response_length} response tokens without log_probs"
             )
-        for name in ("teacher_log_probs", "rollout_top_p_token_offsets"):
-            if self.__dict__.get(name) is not None:
-                raise ValueError(f"sample {self.index}: cannot append response tokens after {name} was set")
+        if held(self, "teacher_log_probs") is not None:
+            raise ValueError(f"sample {self.index}: cannot append response tokens after teacher_log_probs was set")
 
     def _extend_response(
         self, tokens: list[int] | np.ndarray, log_probs: list[float] | np.ndarray | None, trainable: bool

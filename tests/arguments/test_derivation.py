@@ -55,6 +55,13 @@ def test_limits_follow_from_the_context(tmp_path):
     assert (args.rollout_max_prompt_len, args.eval_max_context_len) == (99, 100)
 
 
+def test_a_nucleus_is_told_of_a_limited_top_k(tmp_path):
+    args = parse(tmp_path, "--rollout-top-p", "0.9")
+    assert (args.rollout_top_k, args.origins["rollout_top_k"]) == (2048, Origin.DERIVED)
+    assert parse(tmp_path, "--rollout-top-p", "0.9", "--rollout-top-k", "7").rollout_top_k == 7
+    assert parse(tmp_path).rollout_top_k == -1
+
+
 def test_values_that_default_to_another_flags(tmp_path):
     args = parse(tmp_path, "--reward-key", "score", "--eps-clip", "0.1", "--rollout-function-path", "tests.f")
     assert (args.eval_reward_key, args.eps_clip_high, args.eval_function_path) == ("score", 0.1, "tests.f")

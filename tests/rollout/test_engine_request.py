@@ -9,6 +9,7 @@ from slime.rollout import engine_request
 from slime.rollout.engine_request import EnginesOfRouter, ask_engine, get_model_url
 from slime.rollout.generate_state import GenerateState
 from slime.utils import http_utils
+from slime.utils.errors import UserError
 from slime.utils.http_utils import close_http_client
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
@@ -151,8 +152,46 @@ def engines_of_routers():
     return engine_request._Engines()
 
 
+ASKED = frozenset({"return_routed_experts"})
+
+
 def behind(engines, times):
-    return asyncio.gather(*[engines.behind("http://r/generate", "m") for _ in range(times)], return_exceptions=True)
+    return asyncio.gather(
+        *[engines.behind("http://r/generate", "m", ASKED) for _ in range(times)], return_exceptions=True
+    )
+
+
+def test_each_set_of_fields_is_probed_and_all_of_it_has_to_come_through(monkeypatch):
+    both = frozenset({"return_routed_experts", "return_sampling_mask"})
+    answers = [{"routed_experts": "AAAA"}, {"routed_experts": "AAAA", "output_token_sampling_mask": [[0]]}, {"id": 1}]
+    asked, engines = probing(monkeypatch, answers), engines_of_routers()
+    fields = [both, ASKED, frozenset({"return_sampling_mask"})] * 2
+    found = [asyncio.run(engines.behind("http://r/generate", "m", one)) for one in fields]
+    assert [found[0] is None, found[1], found[2] is None] == [False, None, False]
+    assert found[3:] == found[:3] and len(asked) == 3
+
+
+KEPT = {"output_token_sampling_mask": [[70, 9], [71]], "output_token_sampling_logprobs": [-0.25, 0.0]}
+
+
+def test_log_probs_among_kept_tokens_take_the_place_of_the_others(monkeypatch):
+    """And an engine that does not tell them is named at once."""
+    SingletonMeta.clear_instances()
+    answer = {"output_token_logprobs": [[-0.5, 70, None], [-0.75, 71, None]]}
+
+    async def post_generate(url, request, **options):
+        return {"meta_info": {**answer, **(KEPT if request["input_ids"] == [65, 66] else {})}}
+
+    monkeypatch.setattr(engine_request, "post_generate", post_generate)
+    monkeypatch.setattr(engine_request, "list_engine_urls", lambda *_: asyncio.sleep(0, ["http://e"]))
+    args, asking = make_args(""), {"return_sampling_mask": True}
+    meta_info = asyncio.run(ask_engine(args, Sample(index=0), payload(**asking)))["meta_info"]
+    assert meta_info["output_token_logprobs"].log_probs.tolist() == [-0.25, 0.0]
+    assert meta_info["output_token_logprobs"].tokens.tolist() == [70, 71]
+    with pytest.raises(UserError, match="does not tell which tokens it kept"):
+        asyncio.run(ask_engine(args, Sample(index=0), {**payload(**asking), "input_ids": [65]}))
+    answer["output_token_logprobs"] = []
+    assert asyncio.run(ask_engine(args, Sample(index=0), {**payload(**asking), "input_ids": [65]}))
 
 
 def test_an_aborted_probe_says_nothing_of_the_router(monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate, generate_and_rm, generate_and_rm_group
+from slime.rollout.generation_call import GenerationCall
 from slime.utils import async_utils, http_utils
 from slime.utils.errors import UserError
 from slime.utils.http_utils import HttpError, close_http_client
@@ -336,6 +337,50 @@ def test_engines_are_asked_for_the_experts_that_the_sample_does_not_have(server,
         run(generate(args, sample, params(args)))
     assert asked == [(True, 0), (True, 4)]
     assert sample.rollout_routed_experts[:, :, 0].tolist() == [[position] * 2 for position in range(6)]
+
+
+def kept_answers(monkeypatch, asked):
+    """An engine that tells its sets to whom asks for them."""
+
+    async def answer(url, payload, **options):
+        asked.append(bool(payload.get("return_sampling_mask")))
+        meta_info = {"output_token_logprobs": [[-0.5, 70], [-0.5, 71]], "finish_reason": {"type": "abort"}}
+        if asked[-1]:
+            meta_info |= {"output_token_sampling_mask": [[70, 5], [71]], "output_token_sampling_logprobs": [-0.25, 0.0]}
+        return {"text": "FG", "meta_info": meta_info}
+
+    monkeypatch.setattr("slime.rollout.engine_request.post_generate", answer)
+
+
+@pytest.mark.parametrize("limit", [{"rollout_top_p": 0.9, "rollout_top_k": 50}, {"rollout_top_k": 2}])
+def test_engines_are_asked_for_the_tokens_that_they_kept_but_not_for_an_evaluation(
+    server, checkpoint, monkeypatch, limit
+):
+    asked, sample = [], Sample(index=0, tokens=[65, 66, 67])
+    kept_answers(monkeypatch, asked)
+    args = make_args(checkpoint, server.port, **limit)
+    for _ in range(2):
+        run(generate(args, sample, params(args)))
+    assert sample.rollout_top_p_token_ids.tolist() == [70, 5, 71] * 2
+    assert sample.rollout_top_p_token_offsets.tolist() == [0, 2, 3, 5, 6]
+    assert sample.rollout_log_probs == [-0.25, 0.0] * 2
+    assert asked == [True] * 3, "the first one tells whether the router hands it on"
+    evaluated = Sample(index=1, tokens=[65])
+    with GenerationCall(evaluation=True).under_way():
+        run(generate(args, evaluated, params(args)))
+    assert asked[3:] == [False] and evaluated.rollout_top_p_token_offsets is None
+
+
+@pytest.mark.parametrize(("first", "second"), [(0.9, 1.0), (1.0, 0.9)])
+def test_a_sample_begun_under_another_top_p_starts_again(server, checkpoint, monkeypatch, first, second):
+    kept_answers(monkeypatch, [])
+    begun = Sample(index=0, prompt="p")
+    for top_p in (first, second):
+        SingletonMeta.clear_instances()
+        args = make_args(checkpoint, server.port, rollout_top_p=top_p, rollout_top_k=-1 if top_p == 1 else 50)
+        begun = run(generate_and_rm(args, begun, params(args)))
+        assert begun.response_length == 2 and (begun.rollout_top_p_token_offsets is None) == (top_p == 1)
+        begun.status = Status.ABORTED
 
 
 def held_bytes(sample):

@@ -25,9 +25,26 @@ def objective(**changes):
     values = {
         "custom_reward_post_process_path": None, "custom_convert_samples_to_train_data_path": None, "reward_key": None,
         "advantage_estimator": "grpo", "loss_type": "policy_loss", "use_rollout_routing_replay": False,
-        "rewards_normalization": True, "grpo_std_normalization": True, "n_samples_per_prompt": 2, **changes,
+        "rewards_normalization": True, "grpo_std_normalization": True, "n_samples_per_prompt": 2,
+        "rollout_top_p": 1.0, "rollout_top_k": -1, **changes,
     }  # fmt: skip
     return SimpleNamespace(**values)
+
+
+@pytest.mark.parametrize("limit", [{"rollout_top_p": 0.9}, {"rollout_top_k": 5}])
+def test_a_batch_without_the_sets_that_sampling_kept_is_refused(limit):
+    samples = make([1.0, 0.0], [0, 0])
+    with pytest.raises(UserError, match="no sample has `rollout_top_p_token_offsets`"):
+        convert_samples_to_train_batch(objective(**limit), samples)
+    assert convert_samples_to_train_batch(objective(**limit, loss_type="sft_loss"), samples)
+    for sample in samples:
+        sample.remove_sample = True
+    assert convert_samples_to_train_batch(objective(**limit), samples), "nothing of them is trained"
+    for sample in samples:
+        sample.remove_sample, sample.rollout_top_p_token_ids = False, [2, 3, 9]
+        sample.rollout_top_p_token_offsets = [0, 1, 3]
+    batch = convert_samples_to_train_batch(objective(**limit), samples)
+    assert [row.tolist() for row in batch["rollout_top_p_token_ids"]] == [[2, 3, 9]] * 2
 
 
 # Two groups whose rewards are centred to ±.5 and ±.1; divided by their deviation, all are ±1/√2.

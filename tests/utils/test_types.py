@@ -1,4 +1,6 @@
+import base64
 import copy
+import itertools
 import pickle
 import subprocess
 import sys
@@ -83,6 +85,14 @@ class TestTruncated:
         assert sample.status is Sample.Status.TRUNCATED and sample.truncated
 
 
+def one_set_each(count):
+    return {"output_token_sampling_mask": [[1]] * count}
+
+
+def two_ids_at(offsets):
+    return {"top_p_token_ids": [1, 1], "top_p_token_offsets": offsets}
+
+
 class TestAppend:
     def test_generated_then_tool_then_generated(self):
         sample = prompt_sample()
@@ -120,7 +130,25 @@ class TestAppend:
             ),
             ({"response_length": 3}, dict(text="x"), "response_length 3 does not fit 2 tokens"),
             ({"loss_mask": [1]}, dict(text="x"), "loss_mask has 1 entries, expected 0"),
-            ({}, dict(tokens=[1], log_probs=[0.0], meta_info={"top_p_token_ids": "AA=="}), "not supported"),
+            ({}, dict(tokens=[1], log_probs=[0.0], meta_info={"top_p_token_ids": [1]}), "without their offsets"),
+            ({}, dict(tokens=[1], log_probs=[0.0], meta_info=one_set_each(2)), "3 offsets to 2 ids for 1 tokens"),
+            ({}, dict(tokens=[1], log_probs=[0.0], meta_info=two_ids_at([1, 2])), "2 offsets to 2 ids for 1 tokens"),
+            ({}, dict(tokens=[1, 2], log_probs=[0.0] * 2, meta_info=two_ids_at([0, 3, 2])), "3 offsets to 2 ids"),
+            (
+                {"response_length": 1, "rollout_log_probs": [0.0]},
+                dict(tokens=[1], log_probs=[0.0], meta_info=one_set_each(1)),
+                "cannot follow 1 response tokens without sets",
+            ),
+            (
+                {
+                    "response_length": 1,
+                    "rollout_log_probs": [0.0],
+                    "rollout_top_p_token_ids": [1],
+                    "rollout_top_p_token_offsets": [0, 1],
+                },
+                dict(tokens=[1], log_probs=[0.0]),
+                "are missing for 1 trained tokens",
+            ),
         ],
     )
     def test_a_refused_call_leaves_the_sample_as_it_was(self, fields, append, message):
@@ -134,6 +162,40 @@ class TestAppend:
         sample = prompt_sample(response_length=1)
         sample.append_response_tokens(tokens=[1], trainable=False)
         assert sample.rollout_log_probs is None and sample.loss_mask == [1, 0]
+
+
+def encoded(numbers):
+    return base64.b64encode(np.array(numbers, "<i4").tobytes()).decode()
+
+
+KEPT_FORMS = {
+    "stock": lambda sets: {"output_token_sampling_mask": sets},
+    "base64": lambda sets: {
+        "top_p_token_ids": encoded([i for ids in sets for i in ids]),
+        "top_p_token_offsets": encoded([0, *itertools.accumulate(map(len, sets))]),
+    },
+    "sequences": lambda sets: {
+        "top_p_kept_token_ids": [i for ids in sets for i in ids],
+        "top_p_kept_token_offsets": [0, *itertools.accumulate(map(len, sets))],
+    },
+}
+
+
+@pytest.mark.parametrize("form", KEPT_FORMS)
+def test_kept_sets_are_joined_and_empty_at_tokens_of_tools(form):
+    sample = prompt_sample()
+    sample.append_response_tokens(tokens=[1], trainable=False)
+    assert sample.rollout_top_p_token_offsets is None, "nothing is known of sets yet"
+    for sets in ([[5, 6], [7]], [], [[8, 9, 10]]):
+        tokens = [ids[0] for ids in sets]
+        meta_info = KEPT_FORMS[form](sets) if sets else {}
+        sample.append_response_tokens(tokens=tokens, log_probs=[-1.0] * len(tokens), meta_info=meta_info)
+        sample.append_response_tokens(tokens=[2, 2], trainable=False)
+    assert sample.rollout_top_p_token_ids.tolist() == [5, 6, 7, 8, 9, 10]
+    assert sample.rollout_top_p_token_offsets.tolist() == [0, 0, 2, 3, 3, 3, 3, 3, 6, 6, 6]
+    assert {sample.rollout_top_p_token_ids.dtype, sample.rollout_top_p_token_offsets.dtype} == {np.dtype(np.int32)}
+    copied = Sample.from_dict(sample.to_dict())
+    assert copied.rollout_top_p_token_offsets.tolist() == sample.rollout_top_p_token_offsets.tolist()
 
 
 class TestMetaInfo:

@@ -210,7 +210,8 @@ ROLLOUT = Group("rollout", (
         "not in sft_loss", bounds=weight(2, "0.6 to 1.2", low=None)),
     flag("--rollout-top-p", float, 1.0, "nucleus mass; below 1 the trainer's log-probs cover the same kept set of tokens as "
         "the engine's"),
-    flag("--rollout-top-k", int, -1, "sample among this many tokens only; -1: off"),
+    flag("--rollout-top-k", int, -1, "sample among this many tokens only, as for --rollout-top-p; -1: off, but 2048 with a "
+        "--rollout-top-p below 1"),
     flag("--rollout-max-context-len", int, None, "limit of prompt plus response, in tokens; keep it within the model's "
         "position limit; unset: that limit", bounds=AT_LEAST_ONE),
     flag("--rollout-max-prompt-len", int, None, "longer prompts are dropped when the data set loads; unset: "

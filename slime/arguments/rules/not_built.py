@@ -161,14 +161,7 @@ def built_family(args: argparse.Namespace) -> Iterator[Violation]:
         yield broken(args, template, name=name, built=" or ".join(TRAINED_MODEL_TYPES))
 
 
-_KEPT_SETS = (
-    ": the trainer's log-probs must be those among the tokens that sampling kept, and asking the engines for these is not "
-    "built yet; "
-)
 NOT_BUILT_RULES: tuple[Rule, ...] = (
-    *where(lambda args: args.has_trainer and args.has_engines and args.loss_type == "policy_loss",
-        refused(lambda args: args.rollout_top_p != 1, "{--rollout-top-p=}" + _KEPT_SETS + "give 1.0 ({--eval-top-p} is free)"),
-        refused(lambda args: args.rollout_top_k != -1, "{--rollout-top-k=}" + _KEPT_SETS + "give -1 ({--eval-top-k} is free)")),
     topology, engines, layers, prediction_layers, media_of_evaluation, built_family, not_yet_violations,
     *where(lambda args: args.sglang_config is not None, of_groups(not_yet_violations)),
 )  # fmt: skip

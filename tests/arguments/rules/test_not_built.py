@@ -29,10 +29,6 @@ def test_prediction_layers_of_families_with_layers_of_their_own(tmp_path, model)
     assert_violation(tmp_path, f"--spec {spec} --mtp-num-layers 1 --enable-mtp-training", message)
 
 
-def test_sampling_is_free_where_nothing_is_trained(tmp_path):
-    assert parse(tmp_path, "--rollout-top-p", "0.9", "--debug-rollout-only").rollout_top_p == 0.9
-
-
 def test_layers_that_are_not_built(tmp_path):
     words = [word for word in command_line(tmp_path)[2:] if word != "--model-args-from-hf"]
     shape = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --vocab-size 300 --dry-run"

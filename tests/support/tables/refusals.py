@@ -306,8 +306,6 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--lr-decay-iters 0", "--lr-decay-iters", OUT_OF_BOUNDS),
     ),
     "not built": (
-        ("--rollout-top-p 0.9", "--rollout-top-p --eval-top-p", NOT_BUILT),
-        ("--rollout-top-k 5", "--rollout-top-k --eval-top-k", NOT_BUILT),
         ("--rollout-num-gpus 4 --rollout-num-gpus-per-engine 4 --num-gpus-per-node 2",
          "--rollout-num-gpus-per-engine --num-gpus-per-node", NOT_BUILT),
         ("--actor-num-gpus-per-node 2 --global-batch-size 8 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2 "
