@@ -28,7 +28,8 @@ from slime.rollout.data_source_files import (
     state_directory,
     write_state,
 )
-from slime.utils.dataset import Dataset, epoch_permutation
+from slime.utils.dataset import Dataset, RowKeys, StreamedDataset
+from slime.utils.epoch_order import Part, epoch_order
 from slime.utils.errors import UserError
 from slime.utils.plugin_loader import calling_user_code, load_function
 from slime.utils.processing_utils import load_tokenizer
@@ -77,7 +78,7 @@ def create_data_source(args: Any) -> DataSource:
     return source
 
 
-def build_dataset(args: Any) -> Dataset | None:
+def build_dataset(args: Any) -> Dataset | StreamedDataset | None:
     """The data set of `--prompt-data`, or None with `--disable-rollout-global-dataset`.
 
     Raises:
@@ -92,6 +93,15 @@ def build_dataset(args: Any) -> Dataset | None:
     tokenizer = None
     if args.apply_chat_template or max_length is not None:
         tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+    common = {
+        "seed": args.rollout_seed,
+        "apply_chat_template": args.apply_chat_template,
+        "apply_chat_template_kwargs": args.apply_chat_template_kwargs,
+        "allow_bad_rows": args.allow_bad_rows,
+    }
+    if args.streaming_data:
+        keys = RowKeys(args.input_key, args.label_key, args.tool_key, args.metadata_key)
+        return StreamedDataset(args.prompt_data, tokenizer, max_length, keys=keys, **common)
     return Dataset(
         args.prompt_data,
         tokenizer,
@@ -101,10 +111,7 @@ def build_dataset(args: Any) -> Dataset | None:
         label_key=args.label_key,
         tool_key=args.tool_key,
         metadata_key=args.metadata_key,
-        seed=args.rollout_seed,
-        apply_chat_template=args.apply_chat_template,
-        apply_chat_template_kwargs=args.apply_chat_template_kwargs,
-        allow_bad_rows=args.allow_bad_rows,
+        **common,
     )
 
 
@@ -229,19 +236,27 @@ class RolloutDataSource(DataSource):
     def _next_prompt(self) -> Sample:
         if self.dataset is None:
             return Sample()
-        if self.sample_offset >= len(self.dataset):
-            self.epoch_id += 1
-            self.sample_offset = 0
-        position = self._epoch_order()[self.sample_offset]
-        self.sample_offset += 1
-        return _as_sample(self.dataset[int(position)])
+        for _ in range(len(self.dataset)):
+            if self.sample_offset >= len(self.dataset):
+                self.epoch_id += 1
+                self.sample_offset = 0
+            position = self._epoch_order()[self.sample_offset]
+            self.sample_offset += 1
+            item = self.dataset[int(position)]
+            if item is None and isinstance(self.dataset, StreamedDataset):
+                # It has met a row that is of no use.
+                continue
+            return _as_sample(item)
+        raise UserError(
+            f"--prompt-data {' '.join(self.dataset.paths)}: not one of {len(self.dataset)} rows can be used: they are bad, "
+            f"or longer than --rollout-max-prompt-len {self.args.rollout_max_prompt_len}"
+        )
 
     def _epoch_order(self) -> Sequence[int]:
         if self._order is None or self._order[0] != self.epoch_id:
-            length = len(self.dataset)
-            positions = range(length)
-            if self._shuffle["enabled"]:
-                positions = epoch_permutation(length, self._shuffle["seed"], self.epoch_id)
+            of_files = isinstance(self.dataset, Dataset | StreamedDataset)
+            parts = self.dataset.parts if of_files else [Part(len(self.dataset), 1.0)]
+            positions = epoch_order(parts, self._shuffle["seed"], self.epoch_id, self._shuffle["enabled"])
             self._order = (self.epoch_id, positions)
         return self._order[1]
 

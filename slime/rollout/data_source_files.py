@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from slime.utils.dataset import Dataset
+from slime.utils.dataset import Dataset, StreamedDataset
 from slime.utils.errors import UserError
 from slime.utils.filesystem import publishing_directory
 from slime.utils.plugin_loader import calling_user_code
@@ -147,7 +147,7 @@ def groups_from_plain(entry: Any) -> Any:
 
 def dataset_fingerprint(dataset: Any) -> dict[str, Any]:
     """What the prompts are read from: `num_samples`, and `files` (path, slice, size, sha256) of a `Dataset`."""
-    files = dataset.fingerprint() if isinstance(dataset, Dataset) else []
+    files = dataset.fingerprint() if isinstance(dataset, Dataset | StreamedDataset) else []
     return {"num_samples": 0 if dataset is None else len(dataset), "files": files}
 
 
@@ -155,7 +155,7 @@ def describe_difference(saved: dict[str, Any], current: dict[str, Any]) -> str |
     """A message with both fingerprints, or None if they are the same content. Where the files lie does not matter."""
 
     def content(fingerprint: dict[str, Any]) -> tuple:
-        files = [(file["slice"], file["size"], file["sha256"]) for file in fingerprint["files"]]
+        files = [(file["slice"], file["size"], file["sha256"], file.get("weight")) for file in fingerprint["files"]]
         return fingerprint["num_samples"], files
 
     if content(saved) == content(current):

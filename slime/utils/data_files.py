@@ -1,4 +1,4 @@
-"""Rows of `.jsonl` and `.parquet` files, whole or as a slice `path@[a:b]`.
+"""Rows of `.jsonl` and `.parquet` files, whole or as a slice `path@[a:b]`; with `*2.5` behind it, as a part of a mixture.
 
 A slice has Python's semantics over the rows of the file (blank lines are no rows; broken rows count, so that a slice
 means the same rows whether they can be read or not). Every row comes with its place, `file:line`, for messages.
@@ -7,6 +7,7 @@ means the same rows whether they can be read or not). Every row comes with its p
 from __future__ import annotations
 
 import codecs
+import contextlib
 import hashlib
 import itertools
 import json
@@ -25,12 +26,13 @@ RowWatch = Callable[[], None]
 
 @dataclass(frozen=True)
 class DataFile:
-    """A data file and the rows to take from it; `text` is what the user wrote."""
+    """A data file, the rows to take from it and how often beside those of other files; `text` is what the user wrote."""
 
     text: str
     path: str
     start: int | None
     stop: int | None
+    weight: float = 1.0
 
     @property
     def slice_text(self) -> str:
@@ -40,20 +42,27 @@ class DataFile:
         return f"[{'' if self.start is None else self.start}:{'' if self.stop is None else self.stop}]"
 
 
+_WEIGHTED = re.compile(r"(.+(?:\.jsonl|\.parquet|\]))\*(.*)")
+
+
 def path_without_slice(text: str) -> str:
-    """`text` up to a slice `@[...]` at its end, well formed or not."""
+    """`text` up to a slice `@[...]` and a weight `*...` at its end, well formed or not."""
+    weighted = _WEIGHTED.fullmatch(text)
+    text = weighted[1] if weighted else text
     return text[: text.rindex("@[")] if text.endswith("]") and "@[" in text else text
 
 
 def parse_data_path(text: str, flag: str = "--prompt-data") -> DataFile:
-    """Split `path@[a:b]`.
+    """Split `path@[a:b]*weight`.
 
     Raises:
-        UserError: malformed slice, unknown ending, or no such file; the message names `flag`.
+        UserError: malformed slice or weight, unknown ending, or no such file; the message names `flag`.
     """
-    path, start, stop = text, None, None
-    if path_without_slice(text) != text:
-        match = re.fullmatch(r"(.+)@\[(-?\d+)?:(-?\d+)?\]", text)
+    path, start, stop, weight = text, None, None, 1.0
+    if (weighted := _WEIGHTED.fullmatch(text)) is not None:
+        path, weight = weighted[1], _weight(text, weighted[2], flag)
+    if path_without_slice(path) != path:
+        match = re.fullmatch(r"(.+)@\[(-?\d+)?:(-?\d+)?\]", path)
         if match is None:
             raise UserError(f"{flag} {text}: malformed slice; write path@[start:stop], each bound may be left out")
         path = match[1]
@@ -62,7 +71,17 @@ def parse_data_path(text: str, flag: str = "--prompt-data") -> DataFile:
         raise UserError(f"{flag} {text}: unknown kind of data file; use .jsonl or .parquet")
     if not os.path.isfile(path):
         raise UserError(f"{flag} {text}: there is no file {path}")
-    return DataFile(text, path, start, stop)
+    return DataFile(text, path, start, stop, weight)
+
+
+def _weight(text: str, number: str, flag: str) -> float:
+    if flag != "--prompt-data":
+        raise UserError(f"{flag} {text}: all of the file is taken, so a weight says nothing; leave *{number} out")
+    if re.fullmatch(r"\d+(\.\d*)?|\.\d+", number) is None or not float(number):
+        raise UserError(
+            f"{flag} {text}: the weight {number!r} is no number above 0; write path*2.5, or leave the file out"
+        )
+    return float(number)
 
 
 def read_file(path: str, flag: str = "--prompt-data", on_bad_row: BadRowHandler | None = None) -> Iterator[dict]:
@@ -115,11 +134,12 @@ def estimated_rows(path: str) -> int:
 
 
 def fingerprint(path: str, flag: str = "--prompt-data") -> dict[str, Any]:
-    """What a data file was: `path`, `slice`, `size` in bytes and `sha256` of the whole file."""
+    """What a data file was: `path`, `slice`, `size` in bytes and `sha256` of the whole file; its `weight` if it has one."""
     file = parse_data_path(path, flag)
     with open(file.path, "rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
-    return {"path": file.path, "slice": file.slice_text, "size": os.path.getsize(file.path), "sha256": digest}
+    weight = {} if file.weight == 1 else {"weight": file.weight}
+    return {"path": file.path, "slice": file.slice_text, "size": os.path.getsize(file.path), "sha256": digest, **weight}
 
 
 def _selected_rows(file: DataFile, count_rows: Callable[[], int]) -> range:
@@ -135,14 +155,22 @@ def _iterate_jsonl(file: DataFile, on_bad_row: BadRowHandler, watch: RowWatch) -
     for number, line in itertools.islice(_non_blank_lines(file.path, watch), selected.start, selected.stop):
         place = f"{file.path}:{number}"
         try:
-            row = json.loads(line.decode("utf-8"))
-        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both ValueErrors
-            on_bad_row(place, f"no valid JSON ({error})")
-            continue
-        if not isinstance(row, dict):
-            on_bad_row(place, f"expected a JSON object, found {type(row).__name__}")
+            row = parse_row(line)
+        except ValueError as error:
+            on_bad_row(place, str(error))
             continue
         yield place, row
+
+
+def parse_row(line: bytes) -> dict[str, Any]:
+    """The object on a line. Raises ValueError with the cause where it holds none."""
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both ValueErrors
+        raise ValueError(f"no valid JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"expected a JSON object, found {type(row).__name__}")
+    return row
 
 
 def _non_blank_lines(path: str, watch: RowWatch) -> Iterator[tuple[int, bytes]]:
@@ -158,16 +186,24 @@ def _non_blank_lines(path: str, watch: RowWatch) -> Iterator[tuple[int, bytes]]:
 def _iterate_parquet(
     file: DataFile, on_bad_row: BadRowHandler, watch: RowWatch
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    from pyarrow import ArrowException, parquet
+    from pyarrow import parquet
+
+    with parquet_errors(file.path), parquet.ParquetFile(file.path) as table:
+        selected = _selected_rows(file, lambda: table.metadata.num_rows)
+        rows = itertools.islice(_watched_rows(table, watch), selected.start, selected.stop)
+        for number, row in rows:
+            yield f"{file.path}:{number + 1}", row
+
+
+@contextlib.contextmanager
+def parquet_errors(path: str) -> Iterator[None]:
+    """What Arrow cannot read raises UserError with the name of the file."""
+    from pyarrow import ArrowException
 
     try:
-        with parquet.ParquetFile(file.path) as table:
-            selected = _selected_rows(file, lambda: table.metadata.num_rows)
-            rows = itertools.islice(_watched_rows(table, watch), selected.start, selected.stop)
-            for number, row in rows:
-                yield f"{file.path}:{number + 1}", row
+        yield
     except (ArrowException, OSError) as error:
-        raise UserError(f"{file.path}: no readable parquet file ({error})") from error
+        raise UserError(f"{path}: no readable parquet file ({error})") from error
 
 
 def _watched_rows(table: Any, watch: RowWatch) -> Iterator[tuple[int, dict[str, Any]]]:

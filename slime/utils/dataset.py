@@ -11,19 +11,29 @@ import gc
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from slime.utils.data_files import bad_row, fingerprint, iterate_rows, raise_bad_row, read_file
+from slime.utils.data_files import bad_row, fingerprint, iterate_rows, parse_data_path, raise_bad_row, read_file
+from slime.utils.epoch_order import Part, epoch_order, shares
 from slime.utils.errors import UserError
 from slime.utils.processing_utils import render_chat, require_chat_template
+from slime.utils.row_index import RowIndex, index_rows
 from slime.utils.types import Sample
 
-__all__ = ["Dataset", "RowKeys", "check_first_row", "epoch_permutation", "filter_long_prompt", "read_file", "scan_rows"]
+__all__ = [
+    "Dataset",
+    "RowKeys",
+    "StreamedDataset",
+    "check_first_row",
+    "filter_long_prompt",
+    "read_file",
+    "scan_rows",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +75,7 @@ class Dataset:
     """The samples of one or several files, in file order, held in memory.
 
     Args:
-        path: file or list of files, each with an optional slice `@[a:b]`.
+        path: file or list of files, each with an optional slice `@[a:b]` and weight `*w` (`epoch_order`).
         tokenizer: needed for `apply_chat_template` and for `max_length`.
         processor: must be None; media are not supported yet.
         max_length: prompts with more tokens are left out; None keeps all.
@@ -112,16 +122,18 @@ class Dataset:
         keys = RowKeys(prompt_key, label_key, tool_key, metadata_key)
         reader = _RowReader(keys, tokenizer if apply_chat_template else None, dict(apply_chat_template_kwargs or {}))
         with _no_garbage_collection():
-            samples = [sample for file in self.paths for sample in self._read_samples(file, reader)]
+            samples = [list(self._read_samples(file, reader)) for file in self.paths]
         if self.num_bad_rows:
             logger.warning("%s: skipped %d bad rows", flag, self.num_bad_rows)
-        self.origin_samples = filter_long_prompt(
-            samples, tokenizer, None, max_length, add_special_tokens=not apply_chat_template
-        )
+        special = not apply_chat_template
+        kept = [filter_long_prompt(own, tokenizer, None, max_length, add_special_tokens=special) for own in samples]
+        self.origin_samples = [sample for own in kept for sample in own]
         if not self.origin_samples:
+            total = sum(map(len, samples))
             raise UserError(
-                f"{flag} {' '.join(self.paths)}: none of the {len(samples)} prompts has at most {max_length} tokens"
+                f"{flag} {' '.join(self.paths)}: none of the {total} prompts has at most {max_length} tokens"
             )
+        self.parts = _parts(self.paths, map(len, kept), flag)
         self.samples = self.origin_samples
 
     def __len__(self) -> int:
@@ -132,7 +144,7 @@ class Dataset:
 
     def shuffle(self, epoch: int) -> None:
         """Put the samples into the order of `epoch`, whatever their order is now."""
-        order = epoch_permutation(len(self.origin_samples), self.seed, epoch)
+        order = epoch_order(self.parts, self.seed, epoch, shuffled=True)
         self.samples = [self.origin_samples[index] for index in order]
 
     def fingerprint(self) -> list[dict[str, Any]]:
@@ -162,6 +174,106 @@ class Dataset:
             raise_bad_row(place, cause)
         self.num_bad_rows += 1
         logger.debug("skipped %s: %s", place, cause)
+
+
+class StreamedDataset:
+    """The samples of one or several files, in file order, each read and rendered when it is asked for.
+
+    What is held in memory is where the rows lie (`slime.utils.row_index`). Arguments, order and fingerprint are those of
+    `Dataset`. Which rows cannot be used is found when they are met: a bad one raises then, and where `allow_bad_rows` is set it
+    is None, as is a prompt of more than `max_length` tokens; `len` counts both.
+
+    Raises:
+        UserError: as `Dataset`, of the files as a whole and of their first rows.
+    """
+
+    def __init__(
+        self,
+        path: str | Sequence[str],
+        tokenizer: Any,
+        max_length: int | None,
+        *,
+        keys: RowKeys,
+        seed: int,
+        apply_chat_template: bool,
+        apply_chat_template_kwargs: dict[str, Any] | None,
+        allow_bad_rows: bool,
+        flag: str = "--prompt-data",
+    ) -> None:
+        if apply_chat_template:
+            require_chat_template(tokenizer, "--apply-chat-template is given")
+        self.paths = [path] if isinstance(path, str) else list(path)
+        self.seed = seed
+        self.num_bad_rows = self.num_long_prompts = 0
+        self._flag, self._allow_bad_rows = flag, allow_bad_rows
+        self._tokenizer, self._max_length, self._rendered = tokenizer, max_length, apply_chat_template
+        self._reader = _RowReader(
+            keys, tokenizer if apply_chat_template else None, dict(apply_chat_template_kwargs or {})
+        )
+        self._indices = [index_rows(file, flag) for file in self.paths]
+        self._keys = [self._keys_of(file, index) for file, index in zip(self.paths, self._indices, strict=True)]
+        self.parts = _parts(self.paths, map(len, self._indices), flag)
+        self._ends = np.cumsum([part.size for part in self.parts])
+        self._order: Sequence[int] = range(int(self._ends[-1]))
+        self._fingerprint: list[dict[str, Any]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, index: int) -> Sample | None:
+        row = int(self._order[index])
+        file = int(np.searchsorted(self._ends, row, side="right"))
+        rows = self._indices[file]
+        position = row - int(self._ends[file]) + len(rows)
+        try:
+            sample = self._reader.read(rows.read(position), self._keys[file])
+        except (ValueError, _BadRow) as error:
+            if not self._allow_bad_rows:
+                raise_bad_row(rows.place(position), str(error))
+            self.num_bad_rows += 1
+            logger.warning("skipped %s (bad row %d of this run): %s", rows.place(position), self.num_bad_rows, error)
+            return None
+        if (
+            self._max_length is None
+            or _prompt_lengths([sample], self._tokenizer, not self._rendered)[0] <= self._max_length
+        ):
+            return sample
+        self.num_long_prompts += 1
+        if self.num_long_prompts & (self.num_long_prompts - 1) == 0:  # told of ever more seldom
+            logger.info("left out %d prompts so far: more than %d tokens", self.num_long_prompts, self._max_length)
+        return None
+
+    def shuffle(self, epoch: int) -> None:
+        """Put the samples into the order of `epoch`, whatever their order is now."""
+        self._order = epoch_order(self.parts, self.seed, epoch, shuffled=True)
+
+    def fingerprint(self) -> list[dict[str, Any]]:
+        """As that of `Dataset`."""
+        if self._fingerprint is None:
+            self._fingerprint = [fingerprint(path, self._flag) for path in self.paths]
+        return self._fingerprint
+
+    def _keys_of(self, path: str, index: RowIndex) -> RowKeys:
+        """The names of the fields of a file, from the first of its rows that can be read."""
+        for position in range(len(index)):
+            try:
+                return self._reader.keys.resolve(index.read(position), index.place(position))
+            except ValueError as error:
+                if not self._allow_bad_rows:
+                    raise_bad_row(index.place(position), str(error))
+        raise UserError(f"{self._flag} {path}: holds no (readable) rows")
+
+
+def _parts(paths: Sequence[str], sizes: Iterable[int], flag: str) -> list[Part]:
+    """Raises UserError where an epoch would have nothing of a file."""
+    parts = [Part(size, parse_data_path(path, flag).weight) for path, size in zip(paths, sizes, strict=True)]
+    for path, part, count in zip(paths, parts, shares(parts), strict=True):
+        if part.size and not count:
+            raise UserError(
+                f"{flag} {path}: with {part.size} rows of this weight the file has a share of less than one row in an epoch of "
+                f"{sum(part.size for part in parts)}; give it a larger weight, or leave it out"
+            )
+    return parts
 
 
 def check_first_row(path: str, keys: RowKeys, flag: str) -> dict[str, Any] | None:
@@ -264,16 +376,6 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def epoch_permutation(length: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of `length` items in `epoch`: int64 [length], a function of its arguments only.
-
-    Sorted raw PCG64 output: numpy keeps the streams of its bit generators stable over versions, which it does not
-    promise for `Generator.permutation`; a resumed run must find the same order.
-    """
-    bits = np.random.PCG64(np.random.SeedSequence([seed % 2**64, epoch])).random_raw(length)
-    return np.argsort(bits, kind="stable")
 
 
 def filter_long_prompt(

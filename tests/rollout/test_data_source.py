@@ -44,6 +44,7 @@ def make_args(tmp_path):
             hf_checkpoint=None,
             trust_remote_code=False,
             allow_bad_rows=False,
+            streaming_data=False,
             fresh_data_state=False,
             buffer_filter_path=None,
             data_source_path="slime.rollout.data_source.RolloutDataSourceWithBuffer",
@@ -138,6 +139,80 @@ class TestBuildDataset:
     def test_missing_checkpoint(self, make_args):
         with pytest.raises(UserError, match="--hf-checkpoint /none"):
             build_dataset(make_args(hf_checkpoint="/none", rollout_max_prompt_len=1))
+
+
+class TestStreaming:
+    @pytest.mark.parametrize("shuffle", [False, True])
+    def test_prompts_come_in_the_order_of_the_set_in_memory_also_after_a_resume(self, make_args, shuffle):
+        held, read = (make_args(7, rollout_shuffle=shuffle, streaming_data=streaming) for streaming in (False, True))
+        expected = prompts(RolloutDataSource(held).get_samples(20))
+        source = RolloutDataSource(read)
+        assert prompts(source.get_samples(9)) == expected[:9]
+        source.save(0)
+        resumed = RolloutDataSource(read)
+        resumed.load(0)
+        assert prompts(resumed.get_samples(11)) == expected[9:]
+        kept_in_memory = RolloutDataSource(held)
+        kept_in_memory.load(0)
+        assert prompts(kept_in_memory.get_samples(11)) == expected[9:]
+
+    def test_rows_of_no_use_are_passed_by_and_none_left_is_an_error(self, make_args, tmp_path):
+        save_tokenizer(tmp_path)
+        args = make_args(
+            3, streaming_data=True, allow_bad_rows=True, rollout_max_prompt_len=2, hf_checkpoint=str(tmp_path)
+        )
+        rows = ['{"prompt": "a"}', "{broken", '{"prompt": "too long"}', '{"prompt": "bc"}']
+        (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
+        source = RolloutDataSource(args)
+        assert prompts(source.get_samples(2)) == ["a", "bc"]
+        source.save(0)
+        resumed = RolloutDataSource(args)
+        resumed.load(0)
+        assert prompts(resumed.get_samples(3)) == ["a", "bc", "a"]
+        (tmp_path / "prompts.jsonl").write_text("\n".join(rows[1:3]))
+        with pytest.raises(UserError, match="prompts.jsonl: not one of 2 rows can be used"):
+            RolloutDataSource(args).get_samples(1)
+
+
+class TestWeights:
+    @pytest.fixture
+    def mixture(self, make_args, tmp_path):
+        def mix(weights, **changes):
+            for name, count in (("a", 8), ("b", 4)):
+                rows = [json.dumps({"prompt": f"{name}{number}"}) for number in range(count)]
+                (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+            files = [str(tmp_path / f"{name}.jsonl") + weight for name, weight in zip("ab", weights, strict=True)]
+            return make_args(rollout_shuffle=True, **{"prompt_data": files, **changes})
+
+        return mix
+
+    @pytest.mark.parametrize("streaming", [False, True])
+    def test_shares_of_every_epoch_and_the_same_prompts_after_a_resume(self, mixture, streaming):
+        args = mixture(["", "*4"], streaming_data=streaming)
+        whole = prompts(RolloutDataSource(args).get_samples(36))
+        for epoch in range(3):
+            first_letters = [prompt[0] for prompt in whole[12 * epoch : 12 * (epoch + 1)]]
+            assert (first_letters.count("a"), first_letters.count("b")) == (4, 8)
+        source = RolloutDataSource(args)
+        source.get_samples(17)
+        source.save(0)
+        resumed = RolloutDataSource(args)
+        resumed.load(0)
+        assert prompts(resumed.get_samples(19)) == whole[17:]
+
+    def test_equal_weights_change_nothing(self, mixture):
+        plain, weighted = (RolloutDataSource(mixture([weight] * 2)).get_samples(30) for weight in ("", "*2"))
+        assert prompts(plain) == prompts(weighted)
+
+    def test_another_weight_is_another_mixture(self, mixture):
+        RolloutDataSource(mixture(["", "*4"])).save(0)
+        with pytest.raises(UserError, match="'weight': 4.0.*is not what|is not what.*\n.*'weight': 4.0"):
+            RolloutDataSource(mixture(["", "*3"])).load(0)
+        RolloutDataSource(mixture(["", "*4.0"])).load(0)
+
+    def test_a_weight_that_gives_no_row_of_an_epoch_is_refused(self, mixture):
+        with pytest.raises(UserError, match="share of less than one row in an epoch of 12"):
+            RolloutDataSource(mixture(["", "*0.001"]))
 
 
 class TestBuffer:

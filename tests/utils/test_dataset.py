@@ -1,12 +1,15 @@
 import json
 import logging
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from slime.utils.data_files import fingerprint, read_file
-from slime.utils.dataset import Dataset, epoch_permutation, filter_long_prompt
+from slime.utils.dataset import Dataset, RowKeys, StreamedDataset, filter_long_prompt
+from slime.utils.epoch_order import epoch_permutation
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
 from tests.support.models.tokenizer import build_tokenizer
@@ -38,6 +41,19 @@ class TestReadFile:
         start, stop = (int(bound) if bound else None for bound in slice_text[1:-1].split(":"))
         got = [row["prompt"] for row in read_file(f"{path}@{slice_text}")]
         assert got == [str(number) for number in range(9)][start:stop]
+
+    @pytest.mark.parametrize("weight", ["0", "-1", "x", "", "1e3", "inf", "nan", "1.5.2"])
+    def test_weights_that_are_none(self, write_rows, weight):
+        path = write_rows(numbered(3))
+        for text in (f"{path}*{weight}", f"{path}@[1:]*{weight}"):
+            with pytest.raises(UserError, match="is no number above 0"):
+                list(read_file(text))
+
+    def test_a_weight_changes_no_row_and_an_evaluation_has_none(self, write_rows):
+        path = write_rows(numbered(3))
+        assert [row["prompt"] for row in read_file(f"{path}@[1:]*.5")] == ["1", "2"] != list(read_file(f"{path}*2"))
+        with pytest.raises(UserError, match="--eval-prompt-data .*a weight says nothing"):
+            list(read_file(f"{path}*2", "--eval-prompt-data"))
 
     def test_blank_lines_are_no_rows_and_a_byte_order_mark_is_skipped(self, tmp_path):
         path = tmp_path / "data.jsonl"
@@ -232,9 +248,89 @@ def test_d4_shuffling_leaves_the_global_generators_alone():
     assert random.getstate() == python_state and np.random.get_state()[1].tolist() == numpy_state
 
 
-def test_the_order_of_an_epoch_never_changes_between_versions():
-    assert epoch_permutation(8, 42, 0).tolist() == [4, 1, 3, 6, 0, 7, 2, 5]
-    assert sorted(epoch_permutation(1000, -5, 7)) == list(range(1000))
+def streamed(path, tokenizer=None, max_length=None, *, seed=42, template=False, bad=False, **keys):
+    names = RowKeys(keys.get("prompt_key"), keys.get("label_key"), "tools", "metadata")
+    return StreamedDataset(
+        path, tokenizer, max_length, keys=names, seed=seed, apply_chat_template=template,
+        apply_chat_template_kwargs={"x": 1}, allow_bad_rows=bad,
+    )  # fmt: skip
+
+
+class TestStreamedDataset:
+    @pytest.mark.parametrize("template", [False, True])
+    def test_samples_order_and_fingerprint_are_those_of_the_set_in_memory(self, write_rows, tokenizer, template):
+        first = write_rows([*numbered(5), "", {"prompt": [{"role": "user", "content": "U"}], "label": 3}], "z.jsonl")
+        second = write_rows(
+            [{"input": "x", "metadata": {"a": 1}}, {"input": "y", "tools": '[{"name": "calc"}]'}], "a.jsonl"
+        )
+        paths = [f"{first}@[2:]", second, f"{first}@[:1]*3"]
+        held = Dataset(
+            paths, tokenizer, None, None, apply_chat_template=template, apply_chat_template_kwargs={"x": 1}, seed=7
+        )
+        read = streamed(paths, tokenizer, template=template, seed=7)
+        assert len(read) == len(held) == 7 and read.fingerprint() == held.fingerprint()
+        for epoch in (None, 0, 3):
+            for dataset in (held, read) if epoch is not None else ():
+                dataset.shuffle(epoch)
+            assert [read[i] for i in range(7)] == [held[i] for i in range(7)]
+
+    def test_a_row_is_another_sample_each_time(self, write_rows):
+        dataset = streamed(write_rows([{"prompt": "p", "metadata": {"a": []}}]))
+        dataset[0].metadata["a"].append(1)
+        assert dataset[0].metadata == {"a": []}
+
+    def test_d1_a_bad_row_is_named_when_it_is_met_or_skipped_and_counted(self, write_rows, tokenizer):
+        path = write_rows([{"prompt": "a"}, "{broken", {"prompt": 5}, {"prompt": "c"}])
+        dataset = streamed(path)
+        assert dataset[3].prompt == "c"
+        for position, cause in ((1, "data.jsonl:2: no valid JSON"), (2, "data.jsonl:3: 'prompt' is int")):
+            with pytest.raises(UserError, match=f"{cause}.*--allow-bad-rows"):
+                dataset[position]
+        skipping = streamed(path, bad=True)
+        assert [skipping[i] and skipping[i].prompt for i in range(4)] == ["a", None, None, "c"]
+        assert skipping.num_bad_rows == 2
+
+    def test_the_first_row_is_looked_at_at_once(self, write_rows):
+        with pytest.raises(UserError, match="jsonl:1: there is no field 'q' \\(--input-key\\)"):
+            streamed(write_rows(numbered(2)), prompt_key="q")
+        with pytest.raises(UserError, match="jsonl:1: no valid JSON"):
+            streamed(write_rows(["{broken", {"prompt": "a"}]))
+        assert streamed(write_rows(["{broken", {"prompt": "a"}]), bad=True)[1].prompt == "a"
+        with pytest.raises(UserError, match="holds no"):
+            streamed([write_rows(numbered(1)), write_rows([], "empty.jsonl")])
+
+    def test_prompts_longer_than_the_limit_are_none_and_counted(self, write_rows, tokenizer):
+        dataset = streamed(write_rows([{"prompt": "x" * length} for length in (5, 1, 7, 3)]), tokenizer, 5)
+        assert [sample and len(sample.prompt) for sample in map(dataset.__getitem__, range(4))] == [5, 1, None, 3]
+        assert dataset.num_long_prompts == 1
+
+
+@pytest.mark.slow
+def test_a_million_rows_are_indexed_within_20_seconds_and_a_gibibyte(tmp_path):
+    """The bounds are those of the product; it takes a tenth of either."""
+    path = tmp_path / "rows.jsonl"
+    with path.open("w") as lines:
+        for number in range(1_000_000):
+            lines.write(
+                json.dumps({"prompt": f"What is {number} plus {number}? {'x' * 150}", "label": str(2 * number)})
+            )
+            lines.write("\n")
+    code = (
+        "import resource, sys, time\n"
+        "from slime.utils.dataset import RowKeys, StreamedDataset\n"
+        "started = time.monotonic()\n"
+        "dataset = StreamedDataset(sys.argv[1], None, None, keys=RowKeys(None, None, None, None), seed=1,\n"
+        "    apply_chat_template=False, apply_chat_template_kwargs=None, allow_bad_rows=False)\n"
+        "dataset.shuffle(0)\n"
+        "samples = [dataset[i] for i in range(0, len(dataset), 1000)]\n"
+        "print(time.monotonic() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, len(dataset))\n"
+        "assert all(str(2 * int(s.prompt.split()[2])) == s.label for s in samples)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True, timeout=300
+    )
+    seconds, gibibytes, rows = map(float, done.stdout.split())
+    assert rows == 1_000_000 and seconds < 20 and gibibytes < 1, done.stdout
 
 
 class TestFilterLongPrompt:

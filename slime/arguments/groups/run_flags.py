@@ -256,13 +256,12 @@ ROLLOUT = Group("rollout", (
 
 DATA = Group("data and batches", (
     # Prompts
-    flag("--prompt-data", str, None, ".jsonl or .parquet files, each with an optional slice such as data.jsonl@[0:100]; read "
-        "in order", nargs="+"),
+    flag("--prompt-data", str, None, ".jsonl or .parquet files, each with an optional slice and weight such as "
+        "data.jsonl@[0:100]*2.5; read in order", nargs="+"),
     plug_in("--data-source-path", MANAGER, "data source class", "slime.rollout.data_source.RolloutDataSourceWithBuffer"),
     off("--disable-rollout-global-dataset", "rollout_global_dataset", "no built-in data set: the data source or the rollout "
         "function brings prompts"),
-    switch("--streaming-data", "read rows on demand through an index of offsets instead of loading the files; same order",
-        not_yet="reading data on demand"),
+    switch("--streaming-data", "read rows on demand through an index of offsets instead of loading the files; same order"),
     flag("--num-data-workers", int, 0, "processes that render templates and tokenise prompts; 0: none beside the rollout "
         "manager", bounds=AT_LEAST_ZERO, not_yet="preparing prompts in further processes"),
     switch("--allow-bad-rows", "skip and count unreadable rows instead of stopping at file:line"),
