@@ -118,6 +118,7 @@ NOT_YET: tuple[NotYet, ...] = (
     *features("a KV cache outside the engines (it would outlive the weights it was computed with)",
         "sglang_hicache_storage_*", "sglang_enable_lmcache", "sglang_lmcache_*", "sglang_enable_flexkv", "sglang_flexkv_*",
         "sglang_enable_unified_cache_external_linker", "sglang_unified_cache_external_linker_backend"),
+    *features("streams of pieces instead of whole answers so far", "sglang_incremental_streaming_output"),
     # Security
     *features("TLS between our processes", "sglang_ssl_*", "sglang_enable_ssl_refresh", "router_client_cert_path",
         "router_client_key_path", "router_ca_cert_paths", "router_server_cert_path", "router_server_key_path"),

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from slime.utils import http_utils
 from slime.utils.async_utils import SingleFlight
 from slime.utils.engine_answers import TokenLogProbs
 from slime.utils.errors import RunError, UserError
-from slime.utils.http_utils import post_generate
+from slime.utils.http_utils import post_generate, post_generate_stream
 from slime.utils.misc import SingletonMeta
 from slime.utils.ports import host_for_url
 from slime.utils.sample_fields import held, token_array
@@ -135,6 +135,28 @@ async def ask_engine(args: Any, sample: Sample, payload: dict[str, Any], model_n
         HttpError: the engine refused the request, or did not answer.
         UserError: the engine does not tell what it kept.
     """
+    url, options = await _addressed(args, sample, payload, model_name)
+    return _completed(payload, await post_generate(url, payload, **options))
+
+
+async def stream_engine(
+    args: Any,
+    sample: Sample,
+    payload: dict[str, Any],
+    on_answer: Callable[[dict[str, Any]], None],
+    model_name: str = "default",
+) -> None:
+    """As `ask_engine`, with `stream`: `on_answer` is called with the answer so far whenever it has grown.
+
+    A stream whose connection breaks ends so, without a `finish_reason`.
+    """
+    url, options = await _addressed(args, sample, payload, model_name)
+    payload = {**payload, "stream": True}
+    await post_generate_stream(url, payload, lambda answer: on_answer(_completed(payload, answer)), **options)
+
+
+async def _addressed(args: Any, sample: Sample, payload: dict[str, Any], model_name: str) -> tuple[str, dict[str, Any]]:
+    """The URL that a request goes to, and what else there is to say about it to `post_generate`."""
     url, ids = get_model_url(args, model_name), current_call().request_ids
     session = sample.session_id if args.router_policy == "consistent_hashing" else None
     headers = {"X-SMG-Routing-Key": session} if session else None
@@ -143,11 +165,15 @@ async def ask_engine(args: Any, sample: Sample, payload: dict[str, Any], model_n
     if asked:
         engines = await _Engines().behind(url, model_name, asked)
         engine = None if engines is None else functools.partial(engines.one, session)
-    output = await post_generate(url, payload, headers=headers, request_ids=ids, engine=engine)
+    return url, {"headers": headers, "request_ids": ids, "engine": engine}
+
+
+def _completed(payload: dict[str, Any], output: dict[str, Any]) -> dict[str, Any]:
+    """An answer with what its request says about it."""
     if "routed_experts_start_len" in payload:
         # Stock engines honour it without saying so.
         output["meta_info"].setdefault("routed_experts_start_len", payload["routed_experts_start_len"])
-    if "return_sampling_mask" in asked:
+    if payload.get("return_sampling_mask"):
         _take_log_probs_among_kept(output["meta_info"])
     return output
 

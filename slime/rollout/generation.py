@@ -27,6 +27,7 @@ from slime.rollout.engine_request import (
     build_payload,
     check_kept_sets,
     check_prompt_length,
+    stream_engine,
     token_budget,
 )
 from slime.rollout.failures import SampleFailed, failing_alone, mark_failed
@@ -51,22 +52,74 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         UserError: an id outside the vocabulary, or settings that no engine survives.
         HttpError: the engine refused the request, or did not answer.
     """
+    payload = await _next_request(args, sample, sampling_params)
+    if payload is not None:
+        append_engine_output(args, sample, await ask_engine(args, sample, payload))
+    return sample
+
+
+async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """As `generate`, token by token, for `--custom-generate-function-path`.
+
+    Where the connection to the engine breaks, the sample is ABORTED with what came before, as if the engine had been told to
+    abort it: with `--partial-rollout` it is gone on with, where `generate` asks for all of it once more.
+    """
+    payload = await _next_request(args, sample, sampling_params)
+    if payload is None:
+        return sample
+    stream = _Stream(args, sample)
+    await stream_engine(args, sample, payload, stream.append)
+    stream.close()
+    return sample
+
+
+async def _next_request(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> dict[str, Any] | None:
+    """What continues `sample`; None where nothing does, and its status says why."""
     state, call = GenerateState(args), current_call()
     if not len(held(sample, "tokens")):
         sample.tokens = await state.encode_prompt(sample)
         if call.aborted:
             sample.status = Status.ABORTED
-            return sample
+            return None
     if sample.response_length == 0:
         check_prompt_length(args, sample)
     check_kept_sets(args, sample)
     budget = token_budget(args, sample, sampling_params)
     if budget <= 0:
         sample.status = Status.TRUNCATED
-        return sample
-    payload = build_payload(state, sample, sampling_params, budget)
-    append_engine_output(args, sample, await ask_engine(args, sample, payload))
-    return sample
+        return None
+    return build_payload(state, sample, sampling_params, budget)
+
+
+class _Stream:
+    """Appends to a sample what each answer of a stream has more than the last one."""
+
+    # Of an answer's `meta_info`: one entry per token, all from the first one on.
+    _PER_TOKEN = ("output_token_logprobs", "output_token_sampling_mask")
+
+    def __init__(self, args: Any, sample: Sample) -> None:
+        self._args, self._sample = args, sample
+        self._text_before = sample.response
+        self._tokens = 0
+        self._unfinished: dict[str, Any] | None = None
+
+    def append(self, output: dict[str, Any]) -> None:
+        meta_info = dict(output["meta_info"])
+        self._unfinished = None if meta_info.get("finish_reason") else meta_info
+        for name in self._PER_TOKEN:
+            if meta_info.get(name) is not None:
+                meta_info[name] = meta_info[name][self._tokens :]
+        self._tokens += len(meta_info.get("output_token_logprobs") or ())
+        append_engine_output(self._args, self._sample, {"meta_info": meta_info})
+        if self._tokens:
+            # All of it: of a text whose last character is not whole yet, an engine may take something back.
+            self._sample.response = self._text_before + (output.get("text") or "")
+
+    def close(self) -> None:
+        """The stream is over. Weight version and counters of an engine that did not finish are those that it told last."""
+        if self._unfinished is not None:
+            told = {name: value for name, value in self._unfinished.items() if name not in self._PER_TOKEN}
+            self._sample.append_response_tokens(self._args, meta_info={**told, "finish_reason": {"type": "abort"}})
 
 
 def append_engine_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:

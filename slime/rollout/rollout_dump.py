@@ -1,4 +1,5 @@
-"""Dumps of rollouts: written by `--save-debug-rollout-data`, trained on by `--load-debug-rollout-data`.
+"""Dumps of rollouts: written by `--save-debug-rollout-data`, trained on by `--load-debug-rollout-data`, and handed out in the
+place of generation by `replay_rollout`.
 
 A `.pt` file holds plain types and tensors only, so it loads with `weights_only=True`.
 """
@@ -13,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.utils.errors import UserError
 from slime.utils.filesystem import existing_files
-from slime.utils.packed_sample import pack_sample
+from slime.utils.packed_sample import get_source, pack_sample
 from slime.utils.sample_fields import TOKEN_FIELDS, held
 from slime.utils.types import Sample
 
@@ -36,7 +38,7 @@ def save_rollout(template: str, rollout_id: int | str, samples: Sequence[Sample]
     plain_samples = [_to_plain(sample) for sample in samples]
     for name in (*_INTEGER_FIELDS, *_FLOAT_FIELDS):
         _share_storage(plain_samples, name)
-    path = Path(template.format(rollout_id=rollout_id))
+    path = dump_path(template, rollout_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.writing")
     # An open file, because torch reports a full disk as RuntimeError where it opens the file itself.
@@ -46,7 +48,12 @@ def save_rollout(template: str, rollout_id: int | str, samples: Sequence[Sample]
     return path
 
 
-def load_rollout(template: str, rollout_id: int | str, subsample: float | None = None) -> list[Sample]:
+def load_rollout(
+    template: str,
+    rollout_id: int | str,
+    subsample: float | None = None,
+    flag: str = "--load-debug-rollout-data",
+) -> list[Sample]:
     """The samples of a dump. With `subsample` f of n samples: the first and last halves of int(n·f) of them.
 
     Raises:
@@ -54,7 +61,7 @@ def load_rollout(template: str, rollout_id: int | str, subsample: float | None =
     """
     import torch
 
-    path = Path(template.format(rollout_id=rollout_id))
+    path = dump_path(template, rollout_id)
     if not path.is_file():
         known = [os.path.basename(name) for name in existing_files(template)]
         there = (
@@ -62,22 +69,71 @@ def load_rollout(template: str, rollout_id: int | str, subsample: float | None =
             if known
             else ""
         )
-        raise UserError(f"--load-debug-rollout-data: {path} does not exist{'; ' if there else ''}{there}")
+        raise UserError(f"{flag}: {path} does not exist{'; ' if there else ''}{there}")
     try:
         dump = torch.load(path, weights_only=True)
     except Exception as error:
         # torch's message goes on for a page about loading without `weights_only`, which runs code from the file.
         reason = str(error).splitlines()[0] if str(error) else ""
-        raise UserError(
-            f"--load-debug-rollout-data: {path} is no readable rollout dump ({type(error).__name__}: {reason})"
-        ) from error
+        raise UserError(f"{flag}: {path} is no readable rollout dump ({type(error).__name__}: {reason})") from error
     if not isinstance(dump, dict) or "samples" not in dump:
-        raise UserError(f"--load-debug-rollout-data: {path} is no rollout dump (it has no `samples`)")
+        raise UserError(f"{flag}: {path} is no rollout dump (it has no `samples`)")
     samples = [_from_plain(entry) for entry in dump["samples"]]
     if subsample is not None:
         kept = int(len(samples) * subsample)
         samples = samples[: kept // 2] + samples[len(samples) - (kept - kept // 2) :]
     return samples
+
+
+def dump_path(template: str, rollout_id: int | str) -> Path:
+    """Where the dump of a rollout lies."""
+    return Path(template.format(rollout_id=rollout_id))
+
+
+def replay_rollout(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """A rollout function whose samples are those of `--load-forge-rollout-data`: engines live, and nobody asks them.
+
+    A path without `{rollout_id}` gives the same samples every time; where there is no dump of a rollout, that of rollout 0 is
+    taken. An evaluation has to be there itself (`eval_{rollout_id}`), in a place of its own.
+
+    Raises:
+        UserError: no path is given, or there is no dump.
+    """
+    template = args.load_forge_rollout_data
+    if template is None:
+        raise UserError("slime.rollout.forge_load replays a dump: give its path by --load-forge-rollout-data")
+    if evaluation:
+        name = f"eval_{rollout_id}"
+        if dump_path(template, "a") == dump_path(template, "b"):
+            raise UserError(
+                f"--load-forge-rollout-data {template}: an evaluation is no rollout, and a path without {{rollout_id}} has no "
+                "place for one; give --eval-function-path slime.rollout.sglang_rollout.generate_rollout"
+            )
+        return RolloutFnEvalOutput(_sets(args, load_rollout(template, name, flag="--load-forge-rollout-data")))
+    taken = rollout_id if dump_path(template, rollout_id).is_file() else 0
+    groups: dict[Any, list[Sample]] = {}
+    for position, sample in enumerate(load_rollout(template, taken, flag="--load-forge-rollout-data")):
+        own = ("no group", position)
+        groups.setdefault(own if sample.group_index is None else sample.group_index, []).append(sample)
+    return RolloutFnTrainOutput(list(groups.values()))
+
+
+def _sets(args: Any, samples: Sequence[Sample]) -> dict[str, dict[str, list[Any]]]:
+    """Evaluated samples by the set that they name as their source, else under the name of the only set."""
+    names = [config.name for config in args.eval_datasets]
+    sets: dict[str, list[Sample]] = {}
+    for sample in samples:
+        sets.setdefault(get_source(sample) or (names[0] if len(names) == 1 else "replayed"), []).append(sample)
+    return {
+        name: {
+            "rewards": [sample.get_reward_value(args) for sample in own],
+            "truncated": [sample.truncated for sample in own],
+            "samples": own,
+        }
+        for name, own in sets.items()
+    }
 
 
 def _to_plain(sample: Sample) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from slime.rollout.base_types import (
     sample_line,
 )
 from slime.rollout.draws import draw_groups, give_back
-from slime.rollout.engine_request import get_model_url
+from slime.rollout.engine_request import get_model_url, router_urls
 from slime.rollout.evaluation import eval_rollout
 from slime.rollout.failures import FailureTally, failed_samples
 from slime.rollout.filter_hub.base_types import (
@@ -55,11 +55,13 @@ __all__ = [
     "generate_rollout",
     "generate_rollout_async",
     "get_model_url",
+    "sleep",
 ]
 
 logger = logging.getLogger(__name__)
 
 REPORT_AFTER_S = 30.0
+SLEEP_REPORT_S = 600.0
 MAX_INTERRUPTIONS_OF_A_GROUP = 5
 FILTER_FLAG = "--dynamic-sampling-filter-path"
 ALL_SAMPLES_FLAG = "--rollout-all-samples-process-path"
@@ -84,6 +86,17 @@ def generate_rollout(
     if evaluation:
         return run(eval_rollout(args, rollout_id))
     return run(generate_rollout_async(args, rollout_id, data_source))
+
+
+def sleep(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> None:
+    """Never returns, so that engines stay up for whoever asks them; the addresses of their routers are logged.
+
+    It is ended with the run.
+    """
+    while True:
+        for name, url in router_urls(args).items():
+            logger.info("rollout %d sleeps; model %s is served at %s", rollout_id, name, url)
+        time.sleep(SLEEP_REPORT_S)
 
 
 class RolloutStep:

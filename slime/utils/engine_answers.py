@@ -41,6 +41,9 @@ class TokenLogProbs:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def __getitem__(self, part: slice) -> TokenLogProbs:
+        return TokenLogProbs(self.log_probs[part], self.tokens[part])
+
     @classmethod
     def of(cls, entries: TokenLogProbs | Sequence[Sequence[Any]] | None) -> TokenLogProbs:
         """From the entries of an answer's `…_token_logprobs`: `[log-prob, id, …]` each, or what they were read into."""

@@ -16,13 +16,14 @@ Invariants:
 import asyncio
 import contextlib
 import contextvars
+import functools
 import json as standard_json
 import logging
 import socket
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -207,7 +208,7 @@ async def post(
     if not _asks_our_engines(url) or not isinstance(content, dict) or "rid" in content:
         ids = None
     with _identified(content, ids) as body:
-        return await _send(client.generation_slots, timeout, "POST", url, body, headers, max_retries, supply)
+        return await _send(client.generation_slots, timeout, "POST", url, body, headers, max_retries, supply=supply)
 
 
 async def post_generate(
@@ -235,11 +236,59 @@ async def post_generate(
     timeout = _timeout(client.settings.request_timeout)
     with _identified(payload, request_ids) as body:
         content = await _send(
-            client.generation_slots, timeout, "POST", url, body, headers, None, supply, decode=False, engine=engine
+            client.generation_slots, timeout, "POST", url, body, headers, receive=_read, supply=supply, engine=engine
         )
     if len(content) < _THREAD_FROM_BYTES:
         return _decode(content)
     return await asyncio.get_running_loop().run_in_executor(_decoders, decode_engine_answer, content, _decode)
+
+
+async def post_generate_stream(
+    url: str,
+    payload: dict[str, Any],
+    on_answer: Callable[[dict[str, Any]], None],
+    headers: dict[str, str] | None = None,
+    *,
+    request_ids: set[str] | None = None,
+    engine: Callable[[], Address] | None = None,
+) -> None:
+    """As `post_generate`, for a request with `stream`: `on_answer` gets the answer so far, again and again as it grows.
+
+    Answers are cumulative, so of several that have arrived only the last one is read. Once there was one, the request is not
+    sent again: where its connection breaks, what came before is all that there is.
+
+    Raises:
+        HttpError: as `post`; or the engine tells of an error in the stream.
+    """
+    client, supply = _client(), _supplies.get(_origin(url))
+    timeout = _timeout(client.settings.request_timeout)
+    receive = functools.partial(_receive_events, on_answer)
+    with _identified(payload, request_ids) as body:
+        await _send(
+            client.generation_slots, timeout, "POST", url, body, headers, receive=receive, supply=supply, engine=engine
+        )
+
+
+async def _receive_events(on_answer: Callable[[dict[str, Any]], None], response: aiohttp.ClientResponse) -> None:
+    """Go through server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html), a line of data each."""
+    rest, answered = b"", False
+    try:
+        async for piece in response.content.iter_any():
+            *lines, rest = (rest + piece).split(b"\n")
+            events = [line.removeprefix(b"data:").strip() for line in lines if line.startswith(b"data:")]
+            events = [event for event in events if event != b"[DONE]"]
+            if not events:
+                continue
+            answer = _decode(events[-1])
+            if not isinstance(answer, dict) or "meta_info" not in answer:
+                text = events[-1].decode("utf-8", "replace")[:_BODY_CHARACTERS_IN_MESSAGES]
+                raise HttpError(f"POST {response.url} streamed {text}", url=str(response.url), body=text)
+            answered = True
+            on_answer(answer)
+    except aiohttp.ClientError as error:
+        if not answered:
+            raise
+        logger.warning("POST %s: the stream broke (%s: %s)", response.url, type(error).__name__, error)
 
 
 @contextlib.contextmanager
@@ -321,12 +370,13 @@ async def _send(
     url: str,
     body: Callable[[], bytes | None],
     headers: dict[str, str] | None,
-    max_retries: int | None,
+    max_retries: int | None = None,
+    *,
+    receive: Callable[[aiohttp.ClientResponse], Awaitable[Any]] | None = None,
     supply: EngineSupply | None = None,
-    decode: bool = True,
     engine: Callable[[], Address] | None = None,
 ) -> Any:
-    """The answer: parsed, or its bytes. `body` makes that of an attempt, when its turn has come."""
+    """What `receive` makes of the answer; by default it is parsed. `body` makes that of an attempt, when its turn has come."""
     session = _client().session
     request_id = uuid.uuid4().hex
     headers = {"X-Request-Id": request_id, **(_with_token(url, headers) or {})}
@@ -344,10 +394,9 @@ async def _send(
                     contextlib.nullcontext(url) if engine is None else engine() as address,
                     session.request(method, address, data=body(), headers=headers, timeout=timeout) as response,
                 ):
-                    content = await response.read()
                     if response.status < 400:
-                        return _decode(content) if decode else content
-                    failure = _status_error(method, address, response.status, content)
+                        return await (receive or _read_json)(response)
+                    failure = _status_error(method, address, response.status, await response.read())
                     if failure.status == 429 or failure.status >= 500:
                         raise _FailedForNow
             raise failure
@@ -385,6 +434,14 @@ async def _send(
             tried = f"{failure} ({attempts} attempts)" if attempts > 1 else str(failure)
             raise HttpError(tried, url=address, status=failure.status, body=failure.body)
         attempt += 1
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    return await response.read()
+
+
+async def _read_json(response: aiohttp.ClientResponse) -> Any:
+    return _decode(await response.read())
 
 
 async def _wait_until(condition: Callable[[], bool], url: str, limit: float) -> None:

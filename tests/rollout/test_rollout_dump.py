@@ -1,10 +1,12 @@
 import datetime
 import decimal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from slime.rollout.forge_load import generate_rollout as replay
 from slime.rollout.rollout_dump import load_rollout, save_rollout
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
@@ -70,3 +72,58 @@ def test_plain_values_and_arrays_of_users_are_kept(tmp_path):
     save_rollout(str(tmp_path / "{rollout_id}.pt"), 0, [sample])
     (loaded,) = load_rollout(str(tmp_path / "{rollout_id}.pt"), 0)
     assert loaded.metadata == {"a": [1, "x", None, 0.5], 2: [True, [1.5]]} and loaded.note == [0, 1, 2]
+
+
+def replaying(template, *sets):
+    configs = [SimpleNamespace(name=name) for name in sets]
+    return SimpleNamespace(
+        load_forge_rollout_data=template and str(template), eval_datasets=configs, reward_key="score"
+    )
+
+
+def test_dumps_are_handed_out_by_rollout_and_that_of_rollout_0_where_there_is_none(tmp_path):
+    template = tmp_path / "{rollout_id}.pt"
+    save_rollout(str(template), 0, samples(4))
+    save_rollout(str(template), 2, samples(3))
+    groups = [replay(replaying(template), rollout_id, None).samples for rollout_id in (0, 1, 2)]
+    assert [[[s.index for s in group] for group in step] for step in groups] == [
+        [[0, 1], [2, 3]],
+        [[0, 1], [2, 3]],
+        [[0, 1], [2]],
+    ]
+    groups[0][0][0].metadata["kind"] = "changed"
+    assert replay(replaying(template), 0, None).samples[0][0].metadata == {"kind": "toy"}, "the same data each time"
+
+
+def test_a_plain_path_is_the_same_data_each_time_and_samples_without_group_are_groups(tmp_path):
+    ungrouped = samples(2)
+    for sample in ungrouped:
+        sample.group_index = None
+    path = save_rollout(str(tmp_path / "one.pt"), 0, ungrouped)
+    for rollout_id in (0, 9):
+        assert [[s.index for s in g] for g in replay(replaying(path), rollout_id, None).samples] == [[0], [1]]
+    with pytest.raises(UserError, match="has no place for one; give --eval-function-path"):
+        replay(replaying(path, "aime"), 0, None, evaluation=True)
+
+
+def test_an_evaluation_is_replayed_by_its_sets_and_never_another_one(tmp_path):
+    template = tmp_path / "{rollout_id}.pt"
+    mixed = samples(3)
+    mixed[1].metadata["source_name"] = "gpqa"
+    save_rollout(str(template), "eval_5", mixed)
+    save_rollout(str(template), 0, samples(1))
+    data = replay(replaying(template, "aime"), 5, None, evaluation=True).data
+    assert {name: [s.index for s in result["samples"]] for name, result in data.items()} == {
+        "aime": [0, 2],
+        "gpqa": [1],
+    }
+    assert data["aime"]["rewards"] == [1.0, 1.0] and data["aime"]["truncated"] == [True, True]
+    with pytest.raises(UserError, match="--load-forge-rollout-data: .*eval_6.pt does not exist"):
+        replay(replaying(template, "aime"), 6, None, evaluation=True)
+
+
+def test_replaying_needs_a_dump(tmp_path):
+    with pytest.raises(UserError, match="give its path by --load-forge-rollout-data"):
+        replay(replaying(None), 0, None)
+    with pytest.raises(UserError, match="--load-forge-rollout-data: .*0.pt does not exist"):
+        replay(replaying(tmp_path / "{rollout_id}.pt"), 3, None)

@@ -104,6 +104,7 @@ def test_from_a_file_of_messages_through_the_caller_of_rollout_functions(checkpo
         loss_type="sft_loss",
         rollout_global_dataset=True,
         allow_bad_rows=False,
+        streaming_data=False,
     )
     output = call_rollout_fn(generate_rollout, args, 0, RolloutDataSource(args), evaluation=False)
     assert [group[0].response for group in output.samples] == ["hi<|im_end|>\n"] * 2

@@ -1,11 +1,13 @@
 """Whole steps of the default loop: what is kept, what returns to the data source, how it ends when something fails."""
 
 import asyncio
+import logging
 import threading
 
 import numpy as np
 import pytest
 
+from slime.rollout import sleep_rollout
 from slime.rollout.base_types import leaves
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation_call import GenerationCall
@@ -528,3 +530,23 @@ def test_a_step_that_fails_at_its_very_end_gives_back_what_it_kept(server, check
     with pytest.raises(UserError, match="KeyError"):
         run_step(args, source)
     assert group_numbers(source.returned) == [0, 1]
+
+
+def test_the_sleeping_rollout_tells_where_engines_are_and_never_returns(checkpoint, monkeypatch, caplog):
+    class Ended(BaseException):
+        """What ends the process."""
+
+    naps = []
+
+    def sleep(seconds):
+        naps.append(seconds)
+        if len(naps) == 3:
+            raise Ended
+
+    monkeypatch.setattr("slime.rollout.sglang_rollout.time.sleep", sleep)
+    caplog.set_level(logging.INFO)
+    for evaluation in (False, True):
+        naps.clear()
+        with pytest.raises(Ended):
+            sleep_rollout.sleep(make_args(checkpoint, 7), 0, None, evaluation=evaluation)
+    assert "http://127.0.0.1:7" in caplog.text and min(naps) >= 60

@@ -167,7 +167,8 @@ DEBUGGING = Group("debugging", (
     flag("--load-debug-rollout-data-subsample", float, None, "take this share of such a dump, above 0 and at most 1: its "
         "first and last halves", needs="{--load-debug-rollout-data}, the dump to take it from"),
     flag("--load-forge-rollout-data", str, None, "dump that slime.rollout.forge_load.generate_rollout replays while the "
-        "engines live", path=PathKind.READ, not_yet="replaying a dump beside living engines"),
+        "engines live; with `{rollout_id}`, one for each rollout, that of rollout 0 where there is none", path=PathKind.READ,
+        placeholders="rollout_id"),
     flag("--save-debug-train-data", str, None, "dump train batches; `{rollout_id}` and `{rank}` are filled in",
         path=PathKind.WRITTEN, placeholders="rollout_id rank"),
     flag("--dump-details", str, None, "directory for both dumps: rollout_data/{rollout_id}.pt and train_data/{rollout_id}.pt",

@@ -7,6 +7,7 @@ It runs on a loop and thread of its own and is router and only engine at once: `
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,8 @@ class FakeGenerateServer:
     """Usable as a context manager.
 
     `answer(payload)` gives the response ids of a request; `hold(payload)` says that it stays unfinished until it is
-    aborted (it then returns the first id of its answer) or `release` is called; `text_of(ids)` gives the text.
+    aborted (it then returns the first id of its answer) or `release` is called; `text_of(ids)` gives the text. Of a stream,
+    `break_after(payload)` tells after how many ids its connection breaks.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class FakeGenerateServer:
         self.text_of: Callable[[list[int]], str] = lambda ids: "".join(chr(i) for i in ids)
         self.refuse: Callable[[dict[str, Any]], str | None] = lambda payload: None  # text of a refusal
         self.refusal_status = 400
+        self.break_after: Callable[[dict[str, Any]], int | None] = lambda payload: None
         self.delay_s = 0.0
         self.always_busy = False
         self.other_workers: list[str] = []  # listed beside this server
@@ -121,20 +124,40 @@ class FakeGenerateServer:
         budget = payload["sampling_params"]["max_new_tokens"]
         reason = "abort" if aborted else "length" if len(ids) >= budget else "stop"
         ids = ids[:1] if aborted else ids[:budget]
-        return web.json_response(
-            {
-                "text": self.text_of(ids),
-                "meta_info": {
-                    **self._scores(payload),
-                    "output_token_logprobs": [[-0.5, token, None] for token in ids],
-                    "finish_reason": {"type": reason},
-                    "weight_version": self.weight_version,
-                    "prompt_tokens": len(payload.get("input_ids", ())),
-                    "completion_tokens": len(ids),
-                    "cached_tokens": 0,
-                },
-            }
-        )
+        if payload.get("stream"):
+            return await self._stream(request, payload, ids, reason)
+        return web.json_response(self._output(payload, ids, reason))
+
+    async def _stream(
+        self, request: web.Request, payload: dict[str, Any], ids: list[int], reason: str
+    ) -> web.StreamResponse:
+        """An event for each id, with all ids so far."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for count in range(1, len(ids) + 1):
+            if count - 1 == self.break_after(payload):
+                request.transport.abort()
+                return response
+            output = self._output(payload, ids[:count], reason if count == len(ids) else None)
+            await response.write(b"data: " + json.dumps(output).encode() + b"\n\n")
+            # Events of their own, which a client may read one by one.
+            await asyncio.sleep(0.01)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def _output(self, payload: dict[str, Any], ids: list[int], reason: str | None) -> dict[str, Any]:
+        return {
+            "text": self.text_of(ids),
+            "meta_info": {
+                **self._scores(payload),
+                "output_token_logprobs": [[-0.5, token, None] for token in ids],
+                "finish_reason": reason and {"type": reason},
+                "weight_version": self.weight_version,
+                "prompt_tokens": len(payload.get("input_ids", ())),
+                "completion_tokens": len(ids),
+                "cached_tokens": 0,
+            },
+        }
 
     def _scores(self, payload: dict[str, Any]) -> dict[str, Any]:
         """Log-probs of the prompt, −0.1 times its position, for a request that asks where they start."""

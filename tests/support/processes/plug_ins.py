@@ -13,8 +13,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from slime.rollout.attempts import own_copy
 from slime.rollout.generate_state import GenerateState
-from slime.rollout.generation import generate
+from slime.rollout.generation import generate, generate_streaming
 from slime.rollout.rm_hub import grade_answer_verl
 from slime.utils.types import Sample
 
@@ -31,6 +34,26 @@ async def marked_generate(args: Any, sample: Sample, sampling_params: dict[str, 
         print(f"going on with rollout {rollout_id}", flush=True)
     sample = await generate(args, sample, sampling_params)
     sample.metadata["generated_by"] = "marked_generate"
+    return sample
+
+
+async def streamed_generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """A stream, which has to give what one answer to the same request gives."""
+    whole = await generate(args, own_copy(sample), dict(sampling_params))
+    sample = await generate_streaming(args, sample, sampling_params)
+    for name in (
+        "tokens",
+        "response",
+        "rollout_log_probs",
+        "status",
+        "weight_version_spans",
+        "rollout_top_p_token_ids",
+    ):
+        streamed, expected = getattr(sample, name), getattr(whole, name)
+        if name == "rollout_log_probs":
+            streamed, expected = np.round(streamed, 4), np.round(expected, 4)
+        if not np.array_equal(streamed, expected):
+            raise AssertionError(f"{name} of a stream: {streamed}, of one answer: {expected}")
     return sample
 
 

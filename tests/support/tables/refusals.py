@@ -306,6 +306,7 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--lr-decay-iters 0", "--lr-decay-iters", OUT_OF_BOUNDS),
     ),
     "not built": (
+        ("--sglang-incremental-streaming-output", "--sglang-incremental-streaming-output --dry-run", NOT_BUILT),
         ("--rollout-num-gpus 4 --rollout-num-gpus-per-engine 4 --num-gpus-per-node 2",
          "--rollout-num-gpus-per-engine --num-gpus-per-node", NOT_BUILT),
         ("--actor-num-gpus-per-node 2 --global-batch-size 8 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2 "

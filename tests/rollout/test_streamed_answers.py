@@ -1,0 +1,106 @@
+"""Generation by a stream: from events to a sample, with a connection that may break."""
+
+import asyncio
+
+import pytest
+
+from slime.rollout.generation import generate, generate_and_rm
+from slime.rollout.sglang_streaming_rollout import generate_streaming
+from slime.utils.http_utils import HttpError, post_control, post_generate_stream
+from slime.utils.types import Sample
+from tests.support.models.rollout_args import CountingDataSource, make_args
+from tests.support.models.rollout_steps import params, run, run_step
+from tests.support.processes.http_server import serving
+from tests.support.processes.waiting import until
+
+Status = Sample.Status
+PATH = "slime.rollout.sglang_streaming_rollout.generate_streaming"
+
+
+def as_told(sample):
+    values = sample.to_dict()
+    del values["session_id"]
+    return values
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_stream_gives_what_one_answer_gives(server, checkpoint, begun):
+    args = make_args(checkpoint, server.port)
+    samples = [Sample(index=0, prompt="p") for _ in range(2)]
+    for sample in samples if begun else ():
+        sample.tokens = [65, 90]
+        sample.append_response_tokens(tokens=[91], log_probs=[-1.0], text="[")
+    whole = run(generate(args, samples[0], params(args)))
+    streamed = run(generate_streaming(args, samples[1], params(args)))
+    assert as_told(streamed) == as_told(whole)
+    assert streamed.status is Status.COMPLETED and streamed.weight_version_spans == [("1", 0, 3 + begun)]
+    assert [request.get("stream") for request in server.requests] == [None, True]
+
+
+def test_what_came_before_a_broken_connection_is_kept_and_gone_on_with(server, checkpoint):
+    server.break_after = lambda payload: 2 if len(payload["input_ids"]) == 1 else None
+    args = make_args(checkpoint, server.port)
+    cut = run(generate_streaming(args, Sample(index=0, prompt="p"), params(args)))
+    assert (cut.tokens[1:], cut.response, cut.response_length) == ([70, 71], "FG", 2)
+    assert cut.status is Status.ABORTED and cut.rollout_log_probs == [-0.5, -0.5]
+    assert cut.weight_versions == ["1"] and cut.weight_version_spans == [("1", 0, 2)]
+    server.weight_version = "2"
+    cut.status = Status.PENDING
+    whole = run(generate_streaming(args, cut, params(args)))
+    assert (whole.tokens[1:], whole.status) == ([70, 71, 70, 71, 72], Status.COMPLETED)
+    assert whole.weight_version_spans == [("1", 0, 2), ("2", 2, 5)]
+    assert [request["sampling_params"]["max_new_tokens"] for request in server.requests] == [8, 6]
+
+
+def test_a_step_goes_on_with_what_came_before_its_connections_broke(server, checkpoint):
+    # Prompts end with a digit, answers with an id from 70 on.
+    server.break_after = lambda payload: 1 if payload["input_ids"][-1] < 70 else None
+    args = make_args(checkpoint, server.port, custom_generate_function_path=PATH, partial_rollout=True)
+    groups = run_step(args, CountingDataSource(2), limit_s=60).samples
+    for sample in (sample for group in groups for sample in group):
+        assert sample.status is Status.COMPLETED and sample.response_length == 4
+    assert len(server.requests) == 2 * len([s for g in groups for s in g])
+
+
+def test_a_connection_that_breaks_before_the_first_token_is_tried_again(server, checkpoint):
+    broken = []
+    server.break_after = lambda payload: None if broken else broken.append(1) or 0
+    args = make_args(checkpoint, server.port)
+    sample = run(generate_streaming(args, Sample(index=0, prompt="p"), params(args)))
+    assert sample.status is Status.COMPLETED and len(server.requests) == 2
+
+
+def test_an_abort_ends_a_stream_as_it_ends_an_answer(server, checkpoint):
+    server.hold = lambda payload: True
+    args = make_args(checkpoint, server.port, custom_generate_function_path=PATH)
+
+    async def main():
+        task = asyncio.create_task(generate_and_rm(args, Sample(index=0, prompt="p"), params(args)))
+        await until(lambda: server.in_flight)
+        while not task.done():
+            await post_control(f"{server.url}/abort_request", {"abort_all": True})
+            await asyncio.sleep(0.01)
+        return await task
+
+    sample = run(main())
+    assert (sample.status, sample.response) == (Status.ABORTED, "F")
+
+
+async def _streamed(body, answers):
+    from aiohttp import web
+
+    async def handler(request):
+        return web.Response(body=body, content_type="text/event-stream")
+
+    async with serving(handler) as url:
+        await post_generate_stream(url + "/generate", {"stream": True}, answers.append)
+
+
+def test_of_answers_that_have_arrived_only_the_last_is_read_and_an_error_among_them_is_told():
+    answers = []
+    event = b'data: {"text": "%d", "meta_info": {}}\r\n\r\n'
+    body = b": a comment\n" + b"".join(event % number for number in range(50)) + b"data: [DONE]\n\n"
+    run(_streamed(body, answers))
+    assert answers[-1] == {"text": "49", "meta_info": {}} and len(answers) < 50
+    with pytest.raises(HttpError, match="streamed .*the budget is bad"):
+        run(_streamed(b'data: {"error": {"message": "the budget is bad"}}\n\ndata: [DONE]\n\n', []))
