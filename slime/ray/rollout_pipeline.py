@@ -40,7 +40,7 @@ from slime.utils.errors import UserError
 from slime.utils.finite_number import finite_number
 from slime.utils.misc import Box
 from slime.utils.plugin_loader import calling_user_code, load_function
-from slime.utils.run_values import add_run_values, with_run_values
+from slime.utils.run_values import SharedArguments, add_run_values
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class RolloutPipeline:
         self.states: DataSourceSnapshots | None = None
         # Of the calls that are under way, by their names.
         self._progress: dict[str, Progress] = {}
-        self.args = with_run_values(args)
+        self.args = SharedArguments(args)
         if args.load_debug_rollout_data is None:
             self.data_source = create_data_source(self.args)
             self.states = DataSourceSnapshots(self.args, self.data_source)

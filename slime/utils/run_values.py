@@ -3,7 +3,8 @@
 Parsed arguments are never written to, and inside the framework such values are returned by who finds them and handed to who
 needs them. A plug-in has `args` and little else of a run, so what it is given is a copy with the values of `RunValues`, made
 here and nowhere else, before the process or the call that gets it has begun. The rollout manager's functions and its data
-source share one copy: what the length of the data decides is put into it when the source is there.
+source share one copy: what the length of the data decides is put into it when the source is there. None of them may change it
+for the others.
 """
 
 import argparse
@@ -42,7 +43,42 @@ def add_run_values(copied: argparse.Namespace, **values: Unpack[RunValues]) -> N
 
 
 def with_run_values(args: Arguments, **values: Unpack[RunValues]) -> Arguments:
-    """A copy of `args`, a namespace, with `values`."""
+    """A copy of `args`, a namespace, with `values`; one that cannot be changed where `args` cannot."""
     copied = copy.copy(args)
     vars(copied).update(values)
-    return copied
+    return SharedArguments(copied) if isinstance(args, SharedArguments) else copied
+
+
+_CHANGE_A_COPY = (
+    "; all functions of the run share `args`: change a copy (copy.copy(args)), or give the flag another value"
+)
+
+
+class SharedArguments(argparse.Namespace):
+    """Arguments that many functions have at a time. What is there stays; they may put further attributes beside it.
+
+    A copy (`copy.copy`, `copy.deepcopy`, pickle) is a namespace like any other, and its owner's. Lists in it are not watched.
+    """
+
+    __slots__ = ("_of_run",)
+
+    def __init__(self, args: Any) -> None:
+        vars(self).update(vars(args))
+        object.__setattr__(self, "_of_run", frozenset(vars(args)))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._of_run and value != vars(self)[name]:
+            raise AttributeError(f"args.{name} was to become {value!r} and is {vars(self)[name]!r}{_CHANGE_A_COPY}")
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._of_run:
+            raise AttributeError(f"args.{name} was to be deleted{_CHANGE_A_COPY}")
+        super().__delattr__(name)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _plain_namespace, (dict(vars(self)),)
+
+
+def _plain_namespace(values: dict[str, Any]) -> argparse.Namespace:
+    return argparse.Namespace(**values)
