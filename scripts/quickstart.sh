@@ -15,7 +15,7 @@ export SLIME_ACCELERATOR=cpu   # also where a GPU is present: the pinned set has
 SEED=0
 BASE_DIR=""
 EXAMPLE=""
-NUM_ROLLOUT=30
+NUM_ROLLOUT=""
 RUN_NAME=""
 DRY_RUN=""
 PROGRAM=train.py
@@ -38,7 +38,7 @@ A second run reuses 1 to 3 and trains into a new run directory.
 
   --seed N         seed of the task, of training and of sampling (default $SEED)
   --dir DIR        where everything goes (default outputs/quickstart, or outputs/NAME of an example, in the repository)
-  --num-rollout N  GRPO steps (default $NUM_ROLLOUT)
+  --num-rollout N  rollouts of GRPO (default 30; 15 in some examples)
   --run NAME       directory of the run below DIR/seed-N/runs (default: the time); one that is there is resumed
   --example NAME   the task and the functions of examples/NAME, one of
                    $(printf '%s ' examples/*/quickstart.sh | sed 's|examples/||g; s|/quickstart.sh||g')
@@ -87,17 +87,23 @@ while (($#)); do
   esac
 done
 [[ "$SEED" =~ ^[0-9]+$ ]] || refuse "--seed '$SEED': must be a whole number, 0 or more"
-[[ "$NUM_ROLLOUT" =~ ^[1-9][0-9]*$ ]] || refuse "--num-rollout '$NUM_ROLLOUT': must be a whole number above 0"
+[[ "$NUM_ROLLOUT" =~ ^([1-9][0-9]*)?$ ]] || refuse "--num-rollout '$NUM_ROLLOUT': must be a whole number above 0"
 [[ "$RUN_NAME" =~ ^[A-Za-z0-9._-]*$ ]] || refuse "--run '$RUN_NAME': must be made of letters, digits, '.', '_' and '-'"
 
-# What an example has of its own: arguments of tools/make_toy_task.py, and flags of steps 3 and 4.
+# What an example has of its own: arguments of tools/make_toy_task.py, flags of steps 3 and 4, whether its functions get the
+# messages of prompts (KEEP_MESSAGES=1), how many rollouts of how many optimizer steps it takes, its evaluation sets, a
+# server beside step 4 and its port, and what is made once before step 4 (`prepare`).
 TASK_ARGS=()
 EXAMPLE_SFT_ARGS=()
 EXAMPLE_ARGS=()
+KEEP_MESSAGES=""
+ENOUGH_ROLLOUTS=30
+STEPS_PER_ROLLOUT=1
+SERVER=()
+SERVER_PORT=""
+prepare() { :; }
 if [[ -n "$EXAMPLE" ]]; then
   [[ -f "examples/$EXAMPLE/quickstart.sh" ]] || refuse "--example '$EXAMPLE': there is no examples/$EXAMPLE/quickstart.sh"
-  # shellcheck source=/dev/null
-  source "examples/$EXAMPLE/quickstart.sh"
 fi
 
 PYTHON_BIN=.venv/bin/python
@@ -106,6 +112,12 @@ SEED_DIR="$BASE_DIR/seed-$SEED"
 TASK_DIR="$SEED_DIR/task"
 SFT_DIR="$SEED_DIR/sft"
 RUN_DIR="$SEED_DIR/runs/${RUN_NAME:-$(date +%Y%m%d-%H%M%S)}"
+EVAL_SETS=(--eval-prompt-data held_out "$TASK_DIR/eval.jsonl" --n-samples-per-eval-prompt 1)
+if [[ -n "$EXAMPLE" ]]; then
+  # shellcheck source=/dev/null
+  source "examples/$EXAMPLE/quickstart.sh"
+fi
+NUM_ROLLOUT="${NUM_ROLLOUT:-$ENOUGH_ROLLOUTS}"
 
 step() { printf '\n== %s\n' "$*"; }
 
@@ -163,21 +175,20 @@ ROLLOUT_ARGS=(
   --prompt-data "$TASK_DIR/train.jsonl"
   --input-key prompt
   --label-key label
-  --apply-chat-template
   --rollout-shuffle
   --rm-type math
   --num-rollout "$NUM_ROLLOUT"
   --rollout-batch-size 32
   --n-samples-per-prompt 8
-  --num-steps-per-rollout 1
+  --num-steps-per-rollout "$STEPS_PER_ROLLOUT"
   --rollout-max-response-len 32
   --rollout-temperature 1.0
 )
+[[ -n "$KEEP_MESSAGES" ]] || ROLLOUT_ARGS+=(--apply-chat-template)
 
 EVAL_ARGS=(
   --eval-interval "$NUM_ROLLOUT"
-  --eval-prompt-data held_out "$TASK_DIR/eval.jsonl"
-  --n-samples-per-eval-prompt 1
+  "${EVAL_SETS[@]}"
 )
 
 GRPO_ARGS=(
@@ -191,7 +202,7 @@ GRPO_ARGS=(
   --lr-decay-style linear
   --min-lr 3e-5
   # Fixed, so that a resumed run with more rollouts keeps the schedule.
-  --lr-decay-iters 30
+  --lr-decay-iters "$((ENOUGH_ROLLOUTS * STEPS_PER_ROLLOUT))"
 )
 
 SGLANG_ARGS=(
@@ -213,6 +224,9 @@ write_train_script() {
     # shellcheck disable=SC2016 # the script that is written expands
     printf 'source scripts/lib/ray_node.sh\nSLIME_START_COMMAND="$(quoted bash %q "$@")"\nexport SLIME_START_COMMAND\n' "$RUN_DIR/train.sh"
     printf 'exec'
+    if ((${#SERVER[@]})); then
+      printf ' %q' "$PYTHON_BIN" tools/with_server.py --port "$SERVER_PORT" --log "$RUN_DIR/server.log" "${SERVER[@]}" --
+    fi
     printf ' %q' "$PYTHON_BIN" "$PROGRAM" "$@"
     printf ' "$@"\n'
   } >"$RUN_DIR/train.sh"
@@ -264,6 +278,8 @@ if [[ -f "$SFT_DIR/latest_checkpointed_iteration.txt" ]]; then
 else
   TENSORBOARD_DIR="$SFT_DIR/tensorboard" "$PYTHON_BIN" train.py "${SFT_RUN_ARGS[@]}"
 fi
+
+prepare
 
 step "4/5 reinforce with GRPO: $RUN_DIR"
 mkdir -p "$RUN_DIR"

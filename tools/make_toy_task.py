@@ -25,7 +25,7 @@ Written: `model/` (Hugging Face checkpoint, Qwen3 architecture), `train.jsonl` a
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,6 +119,28 @@ def draw_distinct_problems(
 
 def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_split(
+    directory: Path,
+    arguments: argparse.Namespace,
+    keys: Sequence[Any],
+    problem: Callable[[Any, "numpy.random.Generator"], dict[str, Any]],
+    demonstration: Callable[[Any, "numpy.random.Generator"], dict[str, Any]],
+) -> None:
+    """Write the three files of a task whose problems have `keys`; no held-out key is trained or demonstrated.
+
+    `problem` and `demonstration` make a row out of a key, with a generator for whatever else is drawn.
+    """
+    import numpy
+
+    generator = numpy.random.default_rng([arguments.seed, 0])
+    order = generator.permutation(len(keys))
+    held_out, others = order[: arguments.eval_size], order[arguments.eval_size :]
+    for name, chosen in (("eval", held_out), ("train", others[: arguments.train_size])):
+        write_jsonl(directory / f"{name}.jsonl", [problem(keys[index], generator) for index in chosen])
+    drawn = others[generator.integers(len(others), size=arguments.sft_size)]
+    write_jsonl(directory / "sft.jsonl", [demonstration(keys[index], generator) for index in drawn])
 
 
 def write_data(directory: Path, arguments: argparse.Namespace) -> None:

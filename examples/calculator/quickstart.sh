@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
 # What `bash scripts/quickstart.sh --example calculator` has of its own.
-# shellcheck disable=SC2034 # scripts/quickstart.sh reads them
 TASK_ARGS=(--data examples/calculator/toy_task.py:write_data)
 
 EXAMPLE_ARGS=(

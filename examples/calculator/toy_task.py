@@ -13,29 +13,33 @@ from pathlib import Path
 
 import numpy
 
-from tools.make_toy_task import write_jsonl
+from tools.make_toy_task import write_split
 
 # The share of demonstrations that ask the calculator, both times.
 ASKING = 0.3
+FACTORS = [(left, right) for left in range(10, 100) for right in range(10, 100)]
 
 
-def problem(left: int, right: int, more: int) -> dict:
-    return {
-        "prompt": [{"role": "user", "content": f"What is {left}*{right}+{more}?"}],
-        "label": str(left * right + more),
-    }
+def question(left: int, right: int, more: int) -> dict:
+    return {"role": "user", "content": f"What is {left}*{right}+{more}?"}
 
 
-def demonstration(generator: numpy.random.Generator, left: int, right: int, more: int) -> dict:
+def problem(factors: tuple[int, int], generator: numpy.random.Generator) -> dict:
+    left, right, more = *factors, int(generator.integers(1, 10))
+    return {"prompt": [question(left, right, more)], "label": str(left * right + more)}
+
+
+def demonstration(factors: tuple[int, int], generator: numpy.random.Generator) -> dict:
     """A dialogue with two calculations, or a number of about the right size at one of the turns."""
+    left, right, more = *factors, int(generator.integers(1, 10))
     product = left * right
     guess = lambda number: int(number * generator.uniform(0.9, 1.1))  # noqa: E731
     guesses_at = 2 if generator.random() < ASKING else int(generator.integers(2))
     turns = [(f"{left}*{right}", product), (f"{product}+{more}", product + more)][:guesses_at]
-    messages = problem(left, right, more)["prompt"]
-    for question, result in turns:
+    messages = [question(left, right, more)]
+    for asked, result in turns:
         messages += [
-            {"role": "assistant", "content": f"<calc>{question}</calc>"},
+            {"role": "assistant", "content": f"<calc>{asked}</calc>"},
             {"role": "tool", "content": str(result)},
         ]
     result = product + more if guesses_at == 2 else guess(product + more)
@@ -44,14 +48,4 @@ def demonstration(generator: numpy.random.Generator, left: int, right: int, more
 
 def write_data(directory: Path, arguments: argparse.Namespace) -> None:
     """Write `train.jsonl`, `eval.jsonl` and `sft.jsonl`; no held-out pair of factors is trained or demonstrated."""
-    generator = numpy.random.default_rng([arguments.seed, 0])
-    pairs = generator.permutation([(left, right) for left in range(10, 100) for right in range(10, 100)])
-    held_out, others = pairs[: arguments.eval_size], pairs[arguments.eval_size :]
-    for name, chosen in (("eval", held_out), ("train", others[: arguments.train_size])):
-        rows = [problem(*map(int, pair), int(generator.integers(1, 10))) for pair in chosen]
-        write_jsonl(directory / f"{name}.jsonl", rows)
-    drawn = others[generator.integers(len(others), size=arguments.sft_size)]
-    write_jsonl(
-        directory / "sft.jsonl",
-        [demonstration(generator, *map(int, pair), int(generator.integers(1, 10))) for pair in drawn],
-    )
+    write_split(directory, arguments, FACTORS, problem, demonstration)

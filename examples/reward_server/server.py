@@ -20,6 +20,7 @@ from typing import Any
 from aiohttp import web
 
 from slime.rollout.rm_hub import grade_answer_verl
+from slime.utils.child_process import exit_when_parent_dies
 from slime.utils.plugin_loader import load_function
 
 logger = logging.getLogger("reward_server")
@@ -124,6 +125,7 @@ def refusal(status: int, reason: str) -> web.Response:
 
 
 def main() -> None:
+    exit_when_parent_dies()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; not loopback: give SLIME_RM_API_KEY")
     parser.add_argument("--port", type=int, default=8181)

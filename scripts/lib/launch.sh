@@ -14,7 +14,7 @@ source "$SCRIPTS_DIR/lib/ray_node.sh"
 GIVEN_SETTINGS=()
 for name in MODEL NUM_GPUS RUN_NAME BASE_DIR MODELS_DIR DATA_DIR CHECKPOINTS_DIR TOY_DIR HF_CHECKPOINT REF_LOAD LOAD SAVE PROMPT_DATA \
   EVAL_DATA SFT_DATA ACTOR_NUM_NODES CONTEXT_PARALLEL_SIZE EXPERT_PARALLEL_SIZE MODEL_ARGS_NUM_LAYERS MODEL_ARGS_ROTARY_BASE \
-  TRAIN_SCRIPT NCCL_NVLS_ENABLE WANDB_PROJECT WANDB_GROUP RAY_ADDRESS; do
+  TRAIN_SCRIPT KEEP_MESSAGES EVAL_CONFIG NCCL_NVLS_ENABLE WANDB_PROJECT WANDB_GROUP RAY_ADDRESS; do
   if [[ -n "${!name:-}" ]]; then GIVEN_SETTINGS+=("$name=${!name}"); fi
 done
 unset name
@@ -56,7 +56,9 @@ Environment variables, with the values that hold now:
   RUN_NAME          $RUN_NAME (of the job, and of the directory where SAVE is not set)
   PROMPT_DATA       $PROMPT_DATA
   EVAL_DATA         $EVAL_DATA
+  EVAL_CONFIG       ${EVAL_CONFIG:-not set} (a file of evaluation sets, in place of EVAL_DATA)
   SFT_DATA          $SFT_DATA
+  KEEP_MESSAGES     ${KEEP_MESSAGES:-0} (1: functions of yours get prompts as messages, without --apply-chat-template)
   BASE_DIR          $BASE_DIR (models/, data/ and checkpoints/ are below it)
   ACTOR_NUM_NODES   nodes that train, in scripts that leave it open (this run: $NUM_NODES nodes in all)
   RAY_ADDRESS       ${RAY_ADDRESS:-not set: the cluster that runs on this machine, else a new one for this run}

@@ -34,11 +34,12 @@ MATH_DATA_ARGS=(
   --prompt-data "$PROMPT_DATA"
   --input-key prompt
   --label-key label
-  --apply-chat-template
   --rollout-shuffle
   --balance-data
   --num-rollout 3000
 )
+# KEEP_MESSAGES=1: functions of the user get prompts as messages, and have them rendered themselves.
+if [[ "${KEEP_MESSAGES:-0}" != 1 ]]; then MATH_DATA_ARGS+=(--apply-chat-template); fi
 
 MATH_EVAL_ARGS=(
   --eval-interval 20
@@ -47,6 +48,8 @@ MATH_EVAL_ARGS=(
   --eval-max-response-len 16384
   --eval-top-p 1
 )
+# A file of evaluation sets takes their place.
+if [[ -n "${EVAL_CONFIG:-}" ]]; then MATH_EVAL_ARGS=(--eval-interval 20 --eval-config "$EVAL_CONFIG"); fi
 
 # Drops prompts whose answers all got the same reward: they would teach nothing.
 NONZERO_STD_FILTER_ARGS=(

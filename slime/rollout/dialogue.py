@@ -1,4 +1,5 @@
-"""Answers of several turns: the model speaks, an environment replies, and so on, all of it one response.
+"""Answers of several turns: the model speaks, an environment replies, and so on, all of it one response; and answers of
+several contexts, each a sample of its own.
 
 For generate functions of users (`--custom-generate-function-path`). What the environment says is context: it has loss mask 0,
 and the model's own tokens and log-probs are never made again from text.
@@ -9,9 +10,10 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from slime.rollout.attempts import new_attempt, prompt_of
 from slime.rollout.engine_request import token_budget
 from slime.rollout.generate_state import GenerateState
-from slime.rollout.generation import generate
+from slime.rollout.generation import generate, run_side_by_side
 from slime.rollout.generation_call import current_call
 from slime.utils.errors import UserError
 from slime.utils.processing_utils import render_chat
@@ -66,6 +68,39 @@ async def dialogue(
         if not _append(args, sample, sampling_params, said):
             sample.status = Sample.Status.TRUNCATED
             return sample
+
+
+async def ask(args: Any, sample: Sample, messages: list[dict[str, Any]], sampling_params: dict[str, Any]) -> Sample:
+    """The model's answer to `messages`, in a context of its own: another sample, beside `sample`, which stays as it is.
+
+    A function that returns several of them has made one execution with several training samples. Its label and metadata are
+    those of `sample`; session, tokens, log-probs and weight versions are its own. ABORTED where the call is being wound
+    down, and TRUNCATED by a length limit, as any other answer.
+    """
+    answer = new_attempt(prompt_of(sample))
+    answer.prompt, answer.tokens = messages, []
+    return await generate(args, answer, sampling_params)
+
+
+async def ask_all(
+    args: Any, sample: Sample, contexts: list[list[dict[str, Any]]], sampling_params: dict[str, Any]
+) -> list[Sample]:
+    """`ask` for each of `contexts` at once: the answers in their order. When one raises, the others are cancelled.
+
+    With deterministic inference each has a seed of its own, which no sample of the group has.
+    """
+    seeds = [
+        {"sampling_seed": sampling_params["sampling_seed"] + position * args.n_samples_per_prompt}
+        if "sampling_seed" in sampling_params
+        else {}
+        for position in range(len(contexts))
+    ]
+    return await run_side_by_side(
+        [
+            ask(args, sample, messages, {**sampling_params, **seed})
+            for messages, seed in zip(contexts, seeds, strict=True)
+        ]
+    )
 
 
 def _append(args: Any, sample: Sample, sampling_params: dict[str, Any], said: Any) -> bool:

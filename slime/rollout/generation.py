@@ -257,7 +257,7 @@ async def generate_and_rm_group(
     if function is not None and function.takes_group and _all_need_generation(args, group, function):
         finished = await _generate_batch(args, group, function, params, evaluation)
     else:
-        finished = await _run_side_by_side(
+        finished = await run_side_by_side(
             [
                 generate_and_rm(args, entry, own_params, evaluation=evaluation)
                 if isinstance(entry, Sample)
@@ -317,7 +317,7 @@ async def _generate_batch(
             return [mark_failed(args, attempt, failure.reason) for attempt in attempts]
     for entry, before in zip(entries, tokens_before, strict=True):
         mask_tokens_before_resumption(args, entry, before)
-    return await _run_side_by_side([_hook_and_grade(args, entry, evaluation) for entry in entries])
+    return await run_side_by_side([_hook_and_grade(args, entry, evaluation) for entry in entries])
 
 
 async def _hook_and_grade(args: Any, entry: Sample | list[Any], evaluation: bool) -> Sample | list[Any]:
@@ -330,7 +330,7 @@ async def _hook_and_grade(args: Any, entry: Sample | list[Any], evaluation: bool
     return entry
 
 
-async def _run_side_by_side(coroutines: list[Any]) -> list[Any]:
+async def run_side_by_side(coroutines: list[Any]) -> list[Any]:
     """All results in order; when one raises, the others are cancelled and their end is awaited before it is raised."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:

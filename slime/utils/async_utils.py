@@ -8,6 +8,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
+from weakref import WeakKeyDictionary
 
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
@@ -59,6 +60,15 @@ class SingleFlight:
             task = self._under_way[loop] = loop.create_task(ask())
             task.add_done_callback(lambda _: self._under_way.pop(loop))
         return await asyncio.shield(task)
+
+
+# Per event loop, because a semaphore belongs to one; they go with it.
+_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]] = WeakKeyDictionary()
+
+
+def slots(name: str, at_a_time: int) -> asyncio.Semaphore:
+    """What lets `at_a_time` of the coroutines of this event loop that ask by `name` go on; the first who asks says how many."""
+    return _slots.setdefault(asyncio.get_running_loop(), {}).setdefault(name, asyncio.Semaphore(at_a_time))
 
 
 def stop_async_loop(timeout: float = 5.0) -> None:

@@ -8,10 +8,20 @@ import pytest
 from tests.support.processes.quickstart import quickstart
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# Held-out accuracy: below the first before, above the second after.
+# Held-out accuracy: below the first before, above the second after so many rollouts.
 ACCURACIES = {
-    "calculator": (0.4, 0.65),
+    "calculator": (0.4, 0.65, 30),
+    "eval_multi_task": (0.6, 0.7, 15),
+    "fan_out": (0.6, 0.7, 15),
+    "fully_async": (0.6, 0.7, 15),
+    "multi_agent": (0.6, 0.7, 15),
+    "on_policy_distillation": (0.6, 0.8, 15),
+    "retool": (0.45, 0.7, 15),
+    "reward_server": (0.6, 0.7, 15),
+    "search-r1": (0.45, 0.7, 15),
 }
+# Their answers are some pushes old when they are trained.
+STALE = {"fully_async"}
 
 
 def test_every_example_with_a_task_is_here():
@@ -27,9 +37,9 @@ def test_its_readme_has_the_command(name):
 @pytest.mark.parametrize("name", ACCURACIES)
 def test_it_learns(name, tmp_path):
     output = quickstart(tmp_path, "--example", name)
-    evaluations = re.findall(r"evaluation (?:before|after) rollout \d+: held_out ([\d.]+)", output)
+    evaluations = re.findall(r"evaluation (?:before|after) rollout \d+: .*?held_out ([\d.]+)", output)
     before, after = map(float, evaluations)
-    below, above = ACCURACIES[name]
+    below, above, rollouts = ACCURACIES[name]
     assert before < below and after > above
     differences = [float(value) for value in re.findall(r"logprob_diff ([\d.e+-]+)", output)]
-    assert len(differences) == 30 and max(differences) <= 1e-5
+    assert len(differences) == rollouts and (name in STALE or max(differences) <= 1e-5)

@@ -4,15 +4,17 @@ import asyncio
 
 import pytest
 
-from slime.rollout.dialogue import dialogue
+from slime.rollout.dialogue import ask, ask_all, dialogue
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation_call import GenerationCall
 from slime.utils.http_utils import close_http_client, post
 from slime.utils.misc import SingletonMeta
+from slime.utils.processing_utils import render_chat
 from slime.utils.types import Sample
 from tests.support.models.rollout_args import make_args, make_checkpoint
 from tests.support.models.tokenizer import build_tokenizer
 from tests.support.processes.fake_generate_server import FakeGenerateServer
+from tests.support.processes.spoken import spoken
 from tests.support.processes.waiting import until
 
 Status = Sample.Status
@@ -153,3 +155,31 @@ def test_nothing_is_asked_after_an_abort(talk):
 def test_a_wrong_reply_is_told(talk, answer, error, words):
     with pytest.raises(error, match=words):
         talk(["a"], replies(answer))
+
+
+def test_an_answer_of_another_context_is_a_sample_of_its_own(checkpoint):
+    other = [{"role": "user", "content": "other"}]
+    sample = Sample(index=3, group_index=1, prompt=PROMPT, label="x", metadata={"kept": [1]}, status=Status.COMPLETED)
+    sample.tokens, sample.response, sample.response_length = [1, 2, 3], "old", 2
+    before = sample.to_dict()
+
+    async def asked(args, sample, sampling_params):
+        return await ask(args, sample, other, sampling_params)
+
+    answer, [request] = spoken(checkpoint, asked, sample, ["new"])
+    assert request["input_ids"] == encode(render_chat(TOKENIZER, other))
+    assert (answer.response, answer.prompt, answer.status) == ("new", other, Status.COMPLETED)
+    assert (answer.index, answer.group_index, answer.label) == (3, 1, "x")
+    answer.metadata["kept"].append(2)
+    assert sample.to_dict() == before
+
+
+def test_answers_of_several_contexts_are_asked_for_at_once_and_come_in_their_order(checkpoint):
+    async def asked(args, sample, sampling_params):
+        contexts = [[{"role": "user", "content": text}] for text in "abc"]
+        return await ask_all(args, sample, contexts, sampling_params)
+
+    answers, _ = spoken(
+        checkpoint, asked, Sample(index=0, prompt=PROMPT), lambda context: context.split("user\n")[1][0].upper()
+    )
+    assert [answer.response for answer in answers] == ["A", "B", "C"]

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from slime.utils.filesystem import write_text_atomically  # noqa: E402
 from tools.bench import learning_curves as curves  # noqa: E402
-from tools.bench.learning_recipes import ESTIMATORS, OFF_POLICY, RECIPES, Recipe, names_of  # noqa: E402
+from tools.bench.learning_recipes import ESTIMATORS, OFF_POLICY, RECIPES, names_of  # noqa: E402
 
 PAGE = ROOT / "docs" / "en" / "advanced" / "learning.md"
 TABLES = {
@@ -67,7 +67,10 @@ def result_of(name: str, seed: int, directory: Path) -> curves.Run:
         if (run.flags, run.rollouts) == (recipe.flags, recipe.rollouts):
             return run
     run_name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    seconds = reinforce(recipe, seed, directory, run_name)
+    seconds = quickstart(
+        "--seed", str(seed), "--dir", str(directory), "--run", run_name, "--num-rollout", str(recipe.rollouts),
+        "--", *recipe.flags,
+    )  # fmt: skip
     found = curves.kept_curves(directory / f"seed-{seed}" / "runs" / run_name)
     run = curves.Run(name, seed, recipe.flags, recipe.rollouts, seconds, found)
     curves.save_run(run, path)
@@ -80,12 +83,9 @@ def result_path(name: str, seed: int, directory: Path) -> Path:
     return directory / "results" / f"{name}-seed-{seed}.json"
 
 
-def reinforce(recipe: Recipe, seed: int, directory: Path, run_name: str) -> float:
+def quickstart(*words: str) -> float:
     """Run the quick start; returns the seconds between the titles of its steps 4 and 5. Ends the program when it fails."""
-    command = [
-        "bash", "scripts/quickstart.sh", "--seed", str(seed), "--dir", str(directory), "--run", run_name,
-        "--num-rollout", str(recipe.rollouts), "--", *recipe.flags,
-    ]  # fmt: skip
+    command = ["bash", "scripts/quickstart.sh", *words]
     output: list[str] = []
     at = dict.fromkeys(("== 4/5", "== 5/5"), 0.0)
     with subprocess.Popen(

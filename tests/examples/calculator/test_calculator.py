@@ -1,13 +1,12 @@
 """The calculator's replies, and the task that teaches to ask it."""
 
-import argparse
-import json
 import re
 
 import pytest
 
 from examples.calculator import toy_task
 from examples.calculator.calculator import reply
+from tests.support.models.toy_rows import toy_rows
 
 
 @pytest.mark.parametrize(
@@ -31,12 +30,7 @@ def test_nothing_asked_nothing_replied():
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("task")
-    toy_task.write_data(directory, argparse.Namespace(seed=1, train_size=512, eval_size=64, sft_size=512))
-    return {
-        name: [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
-        for name in ("train", "eval", "sft")
-    }
+    return toy_rows(tmp_path_factory.mktemp("task"), toy_task)
 
 
 def factors(row):

@@ -1,0 +1,107 @@
+"""Runs a program that a model wrote, within limits: started by `sandbox.py`, which hands it the program on standard input.
+
+python -I -S -B limited.py '{"cpu_seconds": 5, "memory_bytes": 268435456, "file_bytes": 1048576}'
+"""
+
+import ctypes
+import json
+import os
+import resource
+import struct
+import sys
+from types import TracebackType
+
+# Numbers of system calls per architecture (linux/audit.h, asm/unistd.h). `thread`: clone, which may make threads alone.
+# `absent`: clone3, whose flags a filter cannot read: libraries fall back on clone. `denied`: other ways to a process, a
+# program or a connection.
+ARCHITECTURES = {
+    "x86_64": {
+        "audit": 0xC000003E,
+        "thread": 56,
+        "absent": 435,
+        # fork, vfork, execve, execveat, socket, ptrace, process_vm_readv, process_vm_writev, io_uring_setup, unshare, setns
+        "denied": (57, 58, 59, 322, 41, 101, 310, 311, 425, 272, 308),
+    },
+    "aarch64": {
+        "audit": 0xC00000B7,
+        "thread": 220,
+        "absent": 435,
+        # execve, execveat, socket, ptrace, process_vm_readv, process_vm_writev, io_uring_setup, unshare, setns
+        "denied": (221, 281, 198, 117, 270, 271, 425, 97, 268),
+    },
+}
+CLONE_THREAD = 0x00010000
+X32_CALLS = 0x40000000
+EPERM, ENOSYS = 1, 38
+PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
+KILL, ERRNO, ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
+# Load a word of the call's description; compare with, at least, any of the bits; return.
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+NUMBER_AT, ARCHITECTURE_AT, FIRST_ARGUMENT_AT = 0, 4, 16
+
+
+def filter_program(architecture: str) -> bytes:
+    """The filter for the kernel (struct sock_filter of linux/filter.h): neither processes nor programs nor connections."""
+    numbers = ARCHITECTURES[architecture]
+    program = [
+        (LOAD, 0, 0, ARCHITECTURE_AT),
+        (EQUAL, 1, 0, numbers["audit"]),
+        (RETURN, 0, 0, KILL),
+        (LOAD, 0, 0, NUMBER_AT),
+        (AT_LEAST, 0, 1, X32_CALLS),
+        (RETURN, 0, 0, ERRNO | EPERM),
+        (EQUAL, 0, 1, numbers["absent"]),
+        (RETURN, 0, 0, ERRNO | ENOSYS),
+    ]
+    for number in numbers["denied"]:
+        program += [(EQUAL, 0, 1, number), (RETURN, 0, 0, ERRNO | EPERM)]
+    program += [
+        (EQUAL, 0, 3, numbers["thread"]),
+        (LOAD, 0, 0, FIRST_ARGUMENT_AT),
+        (ANY_BIT, 1, 0, CLONE_THREAD),
+        (RETURN, 0, 0, ERRNO | EPERM),
+        (RETURN, 0, 0, ALLOW),
+    ]
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+
+
+def forbid_processes_and_connections() -> None:
+    """For this process, for good. Raises OSError where the kernel refuses."""
+    program = filter_program(os.uname().machine)
+    instructions = ctypes.create_string_buffer(program, len(program))
+
+    class Program(ctypes.Structure):
+        _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    described = Program(len(program) // 8, ctypes.addressof(instructions))
+    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(
+        PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(described), 0, 0
+    ):
+        raise OSError(ctypes.get_errno(), "the kernel takes no filter of system calls")
+
+
+def tell_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What a program did wrong, without the two frames of this file, which cost a model's tokens."""
+    own = trace.tb_next.tb_next if trace and trace.tb_next else None
+    sys.__excepthook__(kind, error.with_traceback(own), own)
+
+
+def main() -> None:
+    limits = json.loads(sys.argv[1])
+    source = sys.stdin.buffer.read().decode(errors="replace")
+    for what, most in (
+        (resource.RLIMIT_CPU, limits["cpu_seconds"]),
+        (resource.RLIMIT_AS, limits["memory_bytes"]),
+        (resource.RLIMIT_FSIZE, limits["file_bytes"]),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(what, (most, most))
+    forbid_processes_and_connections()
+    sys.excepthook = tell_error
+    exec(compile(source, "<program>", "exec"), {"__name__": "__main__"})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Programs of a model, each in a process of its own that can do little: no network, no processes, an empty directory, an end.
+
+What holds a program: namespaces of user, network and processes (`unshare`), limits of CPU time, memory and files, and a
+filter of system calls, both in `limited.py`. When its time is over its whole process namespace ends, with all in it.
+
+It runs as the user who started the run, and may read what that user may read: keep secrets out of files on that machine.
+"""
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from examples.retool.limited import ARCHITECTURES
+from slime.utils.errors import UserError
+
+LIMITED = Path(__file__).with_name("limited.py")
+NAMESPACES = ("--user", "--map-current-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
+CUT = "\n[cut]"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one program: seconds by the clock and of the CPU, bytes of memory, of each file, and of output that is kept."""
+
+    seconds: float = 5.0
+    cpu_seconds: int = 5
+    memory_bytes: int = 256 * 2**20
+    file_bytes: int = 2**20
+    output_bytes: int = 2048
+
+
+@functools.cache
+def require_sandbox() -> tuple[str, ...]:
+    """The words that put a command into namespaces of its own.
+
+    Raises:
+        UserError: this machine lets nobody have them; says what is missing.
+    """
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        raise UserError("programs of a model run by `unshare`, and it is not on PATH; install util-linux")
+    if os.uname().machine not in ARCHITECTURES:
+        raise UserError(
+            f"programs of a model run on {' and '.join(ARCHITECTURES)}; this machine is a {os.uname().machine}"
+        )
+    words = (unshare, *NAMESPACES)
+    done = subprocess.run([*words, "true"], capture_output=True, text=True, timeout=30)
+    if done.returncode:
+        raise UserError(
+            f"programs of a model need namespaces of user, network and processes, and `{' '.join(words)} true` says: "
+            f"{done.stderr.strip()}. In a container allow them (docker run --security-opt seccomp=unconfined "
+            "--security-opt systempaths=unconfined), or set sysctl kernel.unprivileged_userns_clone=1 on the machine"
+        )
+    return words
+
+
+async def run_python(program: str, limits: Limits = Limits()) -> str:
+    """What the program writes on standard output and error, cut at `limits.output_bytes`; standard library alone.
+
+    Raises:
+        UserError: this machine has no sandbox.
+    """
+    words = require_sandbox()
+    given = {name: getattr(limits, name) for name in ("cpu_seconds", "memory_bytes", "file_bytes")}
+    with tempfile.TemporaryDirectory(prefix="slime-program-") as directory:
+        process = await asyncio.create_subprocess_exec(
+            *words, sys.executable, "-I", "-S", "-B", str(LIMITED), json.dumps(given),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            cwd=directory, env={}, start_new_session=True,
+        )  # fmt: skip
+        output, over = b"", "\n[out of time]"
+        try:
+            async with asyncio.timeout(limits.seconds):
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    process.stdin.write(program.encode(errors="replace"))
+                    await process.stdin.drain()
+                process.stdin.close()
+                while len(output) <= limits.output_bytes and (chunk := await process.stdout.read(65536)):
+                    output += chunk
+                over = ""
+        except TimeoutError:
+            pass
+        finally:
+            # Of its group, which is its own; what it started lives in its process namespace, and ends with that.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+    text = output[: limits.output_bytes].decode(errors="replace")
+    return text.rstrip("\n") + (CUT if len(output) > limits.output_bytes else "") + over

@@ -1,0 +1,48 @@
+"""A generate function with an engine that says what a test has written down."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from slime.rollout.generate_state import GenerateState
+from slime.rollout.generation_call import GenerationCall
+from slime.utils.http_utils import close_http_client
+from slime.utils.types import Sample
+from tests.support.models.rollout_args import make_args
+from tests.support.models.tokenizer import build_tokenizer
+from tests.support.processes.fake_generate_server import FakeGenerateServer
+
+
+def spoken(
+    checkpoint: str,
+    function: Callable[..., Any],
+    sample: Sample,
+    turns: Sequence[str] | Callable[[str], str],
+    arguments: tuple[Any, ...] = (),
+    **changes: Any,
+) -> tuple[Any, list[dict[str, Any]]]:
+    """What `function(args, sample, sampling_params, *arguments)` returns, and the requests that it made.
+
+    `turns`: what the engine says, one after the other; or what it says to a text that it is sent.
+    """
+    tokenizer = build_tokenizer()
+    left = iter(turns) if not callable(turns) else None
+
+    def answer(payload: dict[str, Any]) -> list[int]:
+        text = next(left) if left else turns(tokenizer.decode(payload["input_ids"]))
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    async def main(args: Any) -> Any:
+        with GenerationCall().under_way():
+            try:
+                return await function(args, sample, dict(GenerateState(args).sampling_params), *arguments)
+            finally:
+                await close_http_client()
+
+    with FakeGenerateServer(answer) as server:
+        server.text_of = tokenizer.decode
+        settings = {"max_turns": None, "rollout_max_response_len": 200, "apply_chat_template": False, **changes}
+        args = make_args(checkpoint, server.port)
+        # Among them are settings of the function's own.
+        vars(args).update(settings)
+        return asyncio.run(main(args)), server.requests

@@ -1,0 +1,80 @@
+"""A command beside a server: it starts when the server listens, and the server ends with it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from slime.utils.http_utils import find_available_port
+from tests.support.tables.shell_arrays import ROOT
+
+SERVER = (
+    "import socket, sys, time\ns = socket.create_server(('127.0.0.1', {port}))\nprint('up', flush=True)\ntime.sleep(60)"
+)
+
+
+@pytest.fixture
+def port():
+    return find_available_port(23000)
+
+
+def words(tmp_path, port, server, *command, timeout="20"):
+    options = ["--port", str(port), "--log", str(tmp_path / "log"), "--timeout", timeout]
+    return [
+        sys.executable, str(ROOT / "tools/with_server.py"), *options,
+        sys.executable, "-c", server, "--", *command,
+    ]  # fmt: skip
+
+
+def listens(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_the_command_finds_the_server_and_the_server_ends_with_it(tmp_path, port):
+    connect = f"import socket; socket.create_connection(('127.0.0.1', {port})); print('met'); raise SystemExit(3)"
+    done = subprocess.run(
+        words(tmp_path, port, SERVER.format(port=port), sys.executable, "-c", connect),
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (3, "met\n"), done.stderr
+    assert (tmp_path / "log").read_text() == "up\n"
+    assert not listens(port)
+
+
+@pytest.mark.parametrize(
+    ("server", "told"),
+    [("print('cannot bind'); raise SystemExit(5)", "cannot bind"), ("import time; time.sleep(60)", "does not listen")],
+)
+def test_a_server_that_does_not_come_up_is_told_with_its_log(tmp_path, port, server, told):
+    done = subprocess.run(
+        words(tmp_path, port, server, "touch", str(tmp_path / "ran"), timeout="1"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and told in done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_port_that_is_taken_is_refused(tmp_path, port):
+    with socket.create_server(("127.0.0.1", port)):
+        done = subprocess.run(words(tmp_path, port, "pass", "true"), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and f"port {port} is taken" in done.stderr
+
+
+def test_a_signal_ends_both(tmp_path, port):
+    mark = tmp_path / "running"
+    process = subprocess.Popen(
+        words(tmp_path, port, SERVER.format(port=port), "sh", "-c", f"touch {mark}; exec sleep 60")
+    )
+    deadline = time.monotonic() + 30
+    while not mark.exists() and time.monotonic() < deadline:
+        os.sched_yield()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert not listens(port)

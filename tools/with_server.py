@@ -1,0 +1,94 @@
+#!/usr/bin/env python3
+"""Run a command while a server that it needs is there, and end the server with it.
+
+    python tools/with_server.py --port 8181 --log server.log SERVER WORDS... -- COMMAND WORDS...
+
+The server is ready when it listens on loopback at the port. Its output goes to the log; it stops when the command ends, by
+itself or by a signal. The exit status is the command's; 2 where the server did not come up.
+"""
+
+import argparse
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.utils.child_process import ChildProcess, environment_for_python
+
+HOST = "127.0.0.1"
+POLL_S = 0.1
+
+
+def listens(port: int) -> bool:
+    """Whether somebody accepts connections on loopback at the port."""
+    try:
+        with socket.create_connection((HOST, port), timeout=1):
+            return True
+    except OSError:
+        return False
+
+
+def wait_until_ready(server: ChildProcess, port: int, timeout: float) -> None:
+    """Return when the server listens.
+
+    Raises:
+        RuntimeError: it ended, or it does not listen after `timeout` seconds; says what its log ends with.
+    """
+    deadline = time.monotonic() + timeout
+    while not listens(port):
+        if server.poll() is not None:
+            raise RuntimeError(f"the server ended before it listened at port {port}: {server.describe_end()}")
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"the server does not listen at port {port} after {timeout:g} s; {server.describe_log()}"
+            )
+        time.sleep(POLL_S)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, required=True, help="where the server will listen on loopback")
+    parser.add_argument("--log", type=Path, required=True, help="file for the server's output, which is added to")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for the server to come up")
+    parser.add_argument("words", nargs=argparse.REMAINDER, help="SERVER WORDS... -- COMMAND WORDS...")
+    given = parser.parse_args(argv)
+    # Some versions of Python leave a first `--` in.
+    words = given.words[1:] if given.words[:1] == ["--"] else given.words
+    middle = words.index("--") if "--" in words else 0
+    if not words[:middle] or not words[middle + 1 :]:
+        parser.error("give the words of the server, then --, then those of the command")
+    if listens(given.port):
+        print(f"with_server: port {given.port} is taken; end what listens there, or choose another", file=sys.stderr)
+        return 2
+    server = ChildProcess("server", words[:middle], given.log, env=environment_for_python())
+    command: subprocess.Popen | None = None
+
+    def hand_on(number: int, frame: object) -> None:
+        if command is None:
+            raise SystemExit(128 + number)
+        # Of Ctrl-C the command hears by itself.
+        if number != signal.SIGINT:
+            command.send_signal(number)
+
+    signal.signal(signal.SIGINT, hand_on)
+    signal.signal(signal.SIGTERM, hand_on)
+    try:
+        server.start()
+        wait_until_ready(server, given.port, given.timeout)
+        command = subprocess.Popen(words[middle + 1 :])
+        status = command.wait()
+    except (OSError, RuntimeError) as error:
+        print(f"with_server: {error}", file=sys.stderr)
+        return 2
+    finally:
+        server.terminate()
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
