@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -15,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.arguments import parse_args
 from slime.plugins.recorder import POINTS, Recorder
@@ -26,11 +27,14 @@ from slime.rollout.train_data import convert_samples_to_train_batch
 from slime.utils import async_utils
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import close_http_client
-from slime.utils.misc import SingletonMeta
+from slime.utils.misc import SingletonMeta, get_free_port
 from slime.utils.plugin_loader import calling_user_code, load_function, observing_plug_ins
 from slime.utils.ports import host_for_url
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.run_values import with_run_values
+
+if TYPE_CHECKING:
+    from slime.training.rollout_data import RolloutData
 
 ANSWER = "I add both numbers. Answer: \\boxed{4}"
 _POLL_S = 0.05
@@ -127,6 +131,8 @@ def _command_line(directory: Path, words: Sequence[str], named: Sequence[str], t
         "--actor-num-gpus-per-node": ["1"], "--model-args-from-hf": [], "--http-request-timeout": [str(time_limit)],
         "--rm-timeout": [str(time_limit)],
     }  # fmt: skip
+    if "--custom-update-weight-post-write-path" in named:
+        defaults["--update-weight-disk-dir"] = [str(directory / "pushes")]
     if "--custom-rm-path" not in named:
         defaults["--rm-type"] = ["math"]
     if evaluates:
@@ -224,10 +230,10 @@ def _step(args: argparse.Namespace, named: Sequence[str]) -> None:
             async_utils.run(close_http_client())
         SingletonMeta.clear_instances()
         clear_reward_instances()
-    _train(args, batch)
+    _train(args, batch, named)
 
 
-def _train(args: argparse.Namespace, batch: dict[str, Any]) -> None:
+def _train(args: argparse.Namespace, batch: dict[str, Any], named: Sequence[str]) -> None:
     import torch
 
     from slime.training.advantages import compute_advantages_and_returns
@@ -237,6 +243,8 @@ def _train(args: argparse.Namespace, batch: dict[str, Any]) -> None:
     data = to_tensors(split_for_data_parallel(batch, batch_schedule(args, batch))[0], "cpu")
     data.setdefault("log_probs", [torch.full((length,), -0.5) for length in data["response_lengths"]])
     data.setdefault("ref_log_probs", [torch.full((length,), -0.6) for length in data["response_lengths"]])
+    if any(POINTS[flag].in_megatron for flag in named):
+        _train_in_megatron(args, data)
     compute_advantages_and_returns(args, data)
     path, flag = args.rollout_data_postprocess_path, "--rollout-data-postprocess-path"
     if path is not None:
@@ -248,6 +256,43 @@ def _train(args: argparse.Namespace, batch: dict[str, Any]) -> None:
     logits = torch.randn(*shape, generator=generator).requires_grad_()
     loss, _ = loss_function(args, micro_batch, logits, None, role="actor")
     loss.backward()
+    path, flag = args.custom_update_weight_post_write_path, "--custom-update-weight-post-write-path"
+    if path is not None:
+        with calling_user_code(flag, path, "weights 1"):
+            load_function(path, flag=flag)(args, args.hf_checkpoint, [])
+
+
+def _train_in_megatron(args: argparse.Namespace, data: RolloutData) -> None:
+    """The start of a training rank with random weights, two passes without gradient, and a step."""
+    from slime.arguments.checkpoints import REFERENCE, WeightSource
+    from slime.training.advantages import compute_advantages_and_returns
+    from slime.training.backend import make_backend
+    from slime.training.train_step import forward_log_probs, train_one_step
+
+    backend = make_backend(args)
+    with _environment(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR=_HOST, MASTER_PORT=str(get_free_port())):
+        try:
+            backend.place()
+            backend.load(WeightSource("random"))
+            for prefix in ("", f"{REFERENCE}_"):
+                data.update(forward_log_probs(args, backend, data, with_entropy=False, prefix=prefix))
+            compute_advantages_and_returns(args, data)
+            train_one_step(args, backend, data, 0, 0)
+        finally:
+            backend.close()
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _run(step: Callable[[], None], records: dict[Any, Recorder], time_limit: float) -> str | None:

@@ -32,6 +32,7 @@ class Point:
         may_await: whether it may be a coroutine function.
         keeps_samples: whether samples are not its to change.
         words: further flags, without which a run has no use for it.
+        in_megatron: whether it is called by a real training rank, which takes some seconds to start.
     """
 
     call: str
@@ -40,6 +41,7 @@ class Point:
     words: tuple[str, ...] = ()
     # A run goes on where it raises.
     is_forgiven: bool = False
+    in_megatron: bool = False
 
 
 _REWARD = (
@@ -98,7 +100,25 @@ POINTS = {
     "--custom-pg-loss-reducer-function-path": Point(
         "fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss[, rollout_mask_sums]) → fn(flat tensor)"
     ),
+    "--custom-update-weight-post-write-path": Point(
+        "fn(args, version_dir, rollout_engines), on each training rank when its files are written",
+        words=("--update-weight-transport", "disk"),
+    ),
+    "--custom-model-provider-path": Point(
+        "fn(pre_process, post_process[, vp_stage][, config][, args]) → GPTModel", in_megatron=True
+    ),
+    "--spec": Point("fn(args, config, vp_stage) → spec of the layers", in_megatron=True),
+    "--custom-megatron-init-path": Point("fn(args), on each rank once Megatron is initialised", in_megatron=True),
+    "--custom-megatron-before-log-prob-hook-path": Point(
+        "fn(args, model, store_prefix), before each pass without gradient", in_megatron=True
+    ),
+    "--custom-megatron-before-train-step-hook-path": Point(
+        "fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler), when gradients are zero",
+        in_megatron=True,
+    ),
 }
+# Of what is printed of a call: Megatron's objects describe themselves at length.
+_MOST_CHARACTERS = 400
 # Of classes, which are constructed once: what of them is called.
 _METHODS = ("compute_reward", "get_samples", "add_samples", "state_dict", "load_state_dict", "save", "load")
 
@@ -159,12 +179,12 @@ class Recorder:
         fields = [_fields(sample) for sample in samples]
         self.calls += 1
         if not self.given:
-            self.given = ", ".join(map(described, given))
+            self.given = _cut(", ".join(map(described, given)))
         number, started = self.calls, time.perf_counter()
         self.running[number] = (threading.current_thread(), time.monotonic())
 
         def done(result: Any) -> Any:
-            self.returned = self.returned or described(result)
+            self.returned = self.returned or _cut(described(result))
             return result
 
         try:
@@ -220,6 +240,10 @@ def _differing(old: dict[str, str], new: dict[str, str]) -> set[str]:
     return {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
 
 
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} …"
+
+
 def described(value: Any) -> str:
     """`value` in a few words."""
     if isinstance(value, Sample):
@@ -240,5 +264,5 @@ def described(value: Any) -> str:
         return f"{type(value).__name__} {tuple(value.shape)}"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {described(entry)}" for key, entry in list(value.items())[:12]) + "}"
-    text = repr(value)
+    text = repr(value).partition("\n")[0]
     return text if len(text) <= 60 else f"{type(value).__name__} {text[:40]}…"

@@ -265,8 +265,7 @@ class ActorRank(TrainRank):
             for state in (REFERENCE, TEACHER):
                 if state in self.states:
                     with timer(f"{state}_log_probs"), self.states(state):
-                        results = forward_log_probs(args, self.backend, data, with_entropy=False)
-                    data.update({f"{state}_{name}": column for name, column in results.items()})
+                        data.update(forward_log_probs(args, self.backend, data, with_entropy=False, prefix=f"{state}_"))
             if needs_log_prob_pass(args, steps=len(data["num_microbatches"])):
                 state = OLD_ACTOR if args.keep_old_actor else ACTOR
                 with timer("log_probs"), self.states(state), self.backend.routing_replay.log_prob_pass():

@@ -181,8 +181,11 @@ class Backend(Protocol):
             weight_version: the checkpoint's, for `slime.weights.push.read_weight_version`; None: it has none.
         """
 
-    def forward(self, batches: MicroBatches, collect: Collect) -> list[dict[str, list[torch.Tensor]]]:
+    def forward(self, batches: MicroBatches, collect: Collect, prefix: str = "") -> list[dict[str, list[torch.Tensor]]]:
         """A pass without gradient and without dropout.
+
+        Args:
+            prefix: what the names of its results begin with, for functions of the user: whose weights it is for.
 
         Returns:
             On the last stage what `collect` gave, per micro-batch; elsewhere nothing.
@@ -196,6 +199,7 @@ class Backend(Protocol):
         denominator: float,
         accepts: Callable[[float, bool], bool],
         rollouts: int,
+        place: tuple[int, int],
     ) -> StepResult:
         """Forward, backward and one update.
 
@@ -204,6 +208,7 @@ class Backend(Protocol):
             accepts: asked with the gradient norm and whether the loss scale of float16 overflowed, when gradients are known
                 and weights are as they were; gives the same answer on all ranks. Not accepted, no update is taken.
             rollouts: how far an update that is taken moves the learning-rate schedule on.
+            place: the rollout, and the number of the step in it, for functions of the user.
         """
 
     def bad_gradients(self) -> list[str]:

@@ -80,14 +80,16 @@ def forward_log_probs(
     *,
     with_entropy: bool,
     temperature: float | None = None,
+    prefix: str = "",
 ) -> dict[str, list[torch.Tensor]]:
     """Log-probs of every response token under the live weights, without gradient and without dropout.
 
     Args:
         temperature: unless set that of the rollout.
+        prefix: what the names of the results begin with: whose weights are live.
 
     Returns:
-        On the last pipeline stage `log_probs` (and `entropy`): one float32 tensor per sample, in the order of the data,
+        On the last pipeline stage `{prefix}log_probs` (and `{prefix}entropy`): one float32 tensor per sample, in their order,
         for the response tokens that this context-parallel rank owns. On other stages nothing.
     """
 
@@ -96,9 +98,10 @@ def forward_log_probs(
             args, batch, logits, backend.groups.tensor_group, with_entropy=with_entropy, temperature=temperature
         )
         split = batch.stream.split
-        return {"log_probs": split(log_probs)} | ({} if entropy is None else {"entropy": split(entropy)})
+        found = {"log_probs": log_probs} | ({} if entropy is None else {"entropy": entropy})
+        return {f"{prefix}{name}": split(values) for name, values in found.items()}
 
-    return forward_per_sample(args, backend, data, collect)
+    return forward_per_sample(args, backend, data, collect, prefix)
 
 
 def forward_values(args: argparse.Namespace, backend: Backend, data: RolloutData) -> dict[str, list[torch.Tensor]]:
@@ -116,7 +119,7 @@ def forward_values(args: argparse.Namespace, backend: Backend, data: RolloutData
 
 
 def forward_per_sample(
-    args: argparse.Namespace, backend: Backend, data: RolloutData, collect: Collect
+    args: argparse.Namespace, backend: Backend, data: RolloutData, collect: Collect, prefix: str = ""
 ) -> dict[str, list[torch.Tensor]]:
     """A pass without gradient and without dropout, which collects tensors per sample.
 
@@ -124,7 +127,7 @@ def forward_per_sample(
         On the last pipeline stage the lists of all micro-batches, in the order of the data. On other stages nothing.
     """
     batches = micro_batches(args, data, data["micro_batch_indices"])
-    outputs = backend.forward(batches, collect)
+    outputs = backend.forward(batches, collect, prefix)
     results: dict[str, list[torch.Tensor]] = {}
     for output, positions in zip(outputs, batches.indices if outputs else (), strict=True):
         for name, tensors in output.items():
@@ -176,6 +179,7 @@ def train_one_step(
         denominator=denominator,
         accepts=guard.accepts,
         rollouts=global_batch_size,
+        place=(rollout_id, step),
     )
     metrics = None
     if groups.is_last_stage:

@@ -296,6 +296,22 @@ def reinforce_is_the_policy_gradient_where_nothing_is_clipped(given):
     assert any(gradient.any() for gradient in found) and set(metrics) == {"loss", "pg_loss"}
 
 
+@check("my_hooks.py")
+def begins_with_a_tenth_of_the_learning_rate(given):
+    import torch
+
+    function = load_function("my_hooks.py:gently", flag="--custom-megatron-before-train-step-hook-path")
+    args = parse(
+        given.directory, "--num-steps-per-rollout", "2", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2"
+    )
+    rates = []
+    for rollout_id, step_id in ((0, 0), (1, 0), (40, 1)):
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        function(args, rollout_id, step_id, [], optimizer, None)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.1, 0.3, 1.0])
+
+
 @check("my_rollout.py")
 def adds_a_metric(given):
     function = load_function("my_rollout.py", flag="--rollout-function-path")

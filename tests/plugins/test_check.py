@@ -25,6 +25,20 @@ from slime.data import Sample
 
 forever = threading.Event()
 
+def written(args, version_dir, rollout_engines): assert rollout_engines == []
+def at_start(args): pass
+def before_pass(args, model, store_prefix): assert store_prefix in ("", "ref_")
+def before_step(args, rollout_id, step_id, model, optimizer, opt_param_scheduler): optimizer.zero_grad()
+def wrong_step(args, rollout_id, step_id, model, optimizer, opt_param_scheduler): raise KeyError("no such layer")
+
+def layers(args, config, vp_stage):
+    from slime.backends.megatron_utils.layer_spec import get_decoder_spec
+    return get_decoder_spec(config, vp_stage)
+
+def provider(pre_process, post_process, vp_stage=None, args=None):
+    from slime.backends.megatron_utils.model_provider import get_model_provider_func
+    return get_model_provider_func(args)(pre_process, post_process, vp_stage)
+
 def rollout(args, rollout_id, data_source, evaluation=False):
     output = default_rollout(args, rollout_id, data_source, evaluation=evaluation)
     return output if evaluation else RolloutFnTrainOutput(output.samples, {"own": 1})
@@ -104,6 +118,11 @@ GOOD = {
     "--custom-loss-function-path": "loss",
     "--custom-tis-function-path": "tis",
     "--custom-pg-loss-reducer-function-path": "reducer",
+    "--custom-update-weight-post-write-path": "written",
+    "--custom-model-provider-path": "provider",
+    "--custom-megatron-init-path": "at_start",
+    "--custom-megatron-before-log-prob-hook-path": "before_pass",
+    "--custom-megatron-before-train-step-hook-path": "before_step",
 }
 
 
@@ -119,7 +138,7 @@ def checked(file, flag, name, **options):
     return finding
 
 
-@pytest.mark.parametrize("flag", POINTS)
+@pytest.mark.parametrize("flag", [flag for flag, point in POINTS.items() if not point.in_megatron])
 def test_a_good_function_of_every_point(file, flag):
     finding = checked(file, flag, GOOD[flag])
     assert finding.problems == () and finding.record.calls >= 1 and finding.record.returned
@@ -129,10 +148,36 @@ def test_a_good_function_of_every_point(file, flag):
 def test_every_plug_in_of_the_command_line_is_a_point_or_not_built():
     from slime.arguments.groups import OWN_FLAGS
 
-    # Called by nothing here: weights are not written.
-    elsewhere = {"--custom-update-weight-post-write-path", "--custom-model-provider-path"}
-    elsewhere |= {flag_of(name) for name in RANK_PLUG_INS if OWN_FLAGS[name].not_yet}
-    assert {flag_of(name) for name in (*MANAGER_PLUG_INS, *RANK_PLUG_INS)} - elsewhere == set(POINTS) == set(GOOD)
+    not_built = {flag_of(name) for name in RANK_PLUG_INS if OWN_FLAGS[name].not_yet}
+    plug_ins = {flag_of(name) for name in (*MANAGER_PLUG_INS, *RANK_PLUG_INS)} - not_built
+    # --spec is a module and a name.
+    assert plug_ins == set(POINTS) - {"--spec"} == set(GOOD)
+
+
+@pytest.mark.slow
+def test_what_a_training_rank_calls_is_called_by_a_real_one(file, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{file.parent}:{Path.cwd()}")
+    words = ["--spec", "own", "layers"]
+    for flag, point in POINTS.items():
+        if point.in_megatron and flag != "--spec":
+            words += [flag, f"{file}:{GOOD[flag]}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "slime.plugins", "check", *words], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("\n  fine") == 5 and "PROBLEM" not in done.stdout
+    # The reference's pass has its prefix, and the step the number of its rollout.
+    assert "2 calls" in done.stdout.partition("before_pass")[2].partition("--custom")[0]
+
+
+@pytest.mark.slow
+def test_a_hook_of_megatron_that_raises_is_told(file):
+    words = ["--custom-megatron-before-train-step-hook-path", f"{file}:wrong_step"]
+    done = subprocess.run(
+        [sys.executable, "-m", "slime.plugins", "check", *words], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1
+    assert "PROBLEM" in done.stdout and "rollout 0, step 0" in done.stdout and "no such layer" in done.stdout
 
 
 def test_several_functions_work_together_and_a_class(file):

@@ -26,7 +26,6 @@ from slime.utils.weight_transports import WEIGHT_TRANSPORTS
 
 _OF_GLM = "{--spec} of layers that have it: slime_plugins.models.glm4 get_glm_spec"
 _FSDP_BACKEND = "the FSDP backend"
-_HOOKING_INTO_MEGATRON = "hooking into Megatron"
 _BLOCK_FP_FORWARD_IN_THE_TRAINER = "block-FP8 forward in the trainer"
 
 RANKS = Caller.RANKS
@@ -197,11 +196,9 @@ FSDP = Group("FSDP", (
 ))  # fmt: skip
 
 MEGATRON_HOOKS = Group("Megatron hooks", (
-    plug_in("--custom-megatron-init-path", RANKS, "called after Megatron is initialised", not_yet=_HOOKING_INTO_MEGATRON),
-    plug_in("--custom-megatron-before-log-prob-hook-path", RANKS, "called before each forward-only pass",
-        not_yet=_HOOKING_INTO_MEGATRON),
-    plug_in("--custom-megatron-before-train-step-hook-path", RANKS, "called before the forward pass of each optimizer step",
-        not_yet=_HOOKING_INTO_MEGATRON),
+    plug_in("--custom-megatron-init-path", RANKS, "called after Megatron is initialised"),
+    plug_in("--custom-megatron-before-log-prob-hook-path", RANKS, "called before each forward-only pass"),
+    plug_in("--custom-megatron-before-train-step-hook-path", RANKS, "called before the forward pass of each optimizer step"),
     flag("--megatron-deepgemm-forward-layers", int, None, "decoder layers, counted from 0 over all pipeline stages, whose "
         "forward uses the engine's block-FP8 GEMM", not_yet=_BLOCK_FP_FORWARD_IN_THE_TRAINER, nargs="+"),
     flag("--megatron-deepgemm-forward-modules", str, None, "endings of the names of the modules to replace in those layers",

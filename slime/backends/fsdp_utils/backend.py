@@ -126,7 +126,7 @@ class FSDPBackend:
         )
 
     @torch.no_grad()
-    def forward(self, batches: MicroBatches, collect: Collect) -> list[dict[str, list[torch.Tensor]]]:
+    def forward(self, batches: MicroBatches, collect: Collect, prefix: str = "") -> list[dict[str, list[torch.Tensor]]]:
         return [collect(batch, self._logits(batch)) for batch in batches]
 
     def step(
@@ -137,6 +137,7 @@ class FSDPBackend:
         denominator: float,
         accepts: Callable[[float, bool], bool],
         rollouts: int,
+        place: tuple[int, int],
     ) -> StepResult:
         self.optimizer.zero_grad()
         metrics = []

@@ -83,9 +83,11 @@ class MegatronBackend:
         of_model = self.model, self.optimizer, self.scheduler
         return begin_checkpoint(self.args, rollout_id, *of_model, states, stored, weight_version)
 
-    def forward(self, batches: MicroBatches, collect: Collect) -> list[dict[str, list[torch.Tensor]]]:
+    def forward(self, batches: MicroBatches, collect: Collect, prefix: str = "") -> list[dict[str, list[torch.Tensor]]]:
         from slime.backends.megatron_utils.schedules import forward_only
 
+        flag, path = "--custom-megatron-before-log-prob-hook-path", self.args.custom_megatron_before_log_prob_hook_path
+        initialize.call_hook(flag, path, f"the pass for {prefix}log_probs", self.args, self.model, prefix)
         return forward_only(self.args, self.model, batches, collect)
 
     def step(
@@ -96,6 +98,7 @@ class MegatronBackend:
         denominator: float,
         accepts: Callable[[float, bool], bool],
         rollouts: int,
+        place: tuple[int, int],
     ) -> StepResult:
         from slime.backends.megatron_utils.optimizer import update_weights
         from slime.backends.megatron_utils.parameter_names import named_expert_biases
@@ -114,6 +117,7 @@ class MegatronBackend:
             batches,
             lambda batch, logits: loss(batch, logits, prediction),
             denominator,
+            before=lambda: self._call_step_hook(*place),
         )
         learning_rates = [group["lr"] for group in self.optimizer.param_groups]
         update = update_weights(self.optimizer, accepts)
@@ -123,6 +127,14 @@ class MegatronBackend:
             for bias, before in biases:
                 bias.copy_(before)
         return StepResult(metrics, learning_rates, update)
+
+    def _call_step_hook(self, rollout_id: int, step: int) -> None:
+        flag, path = (
+            "--custom-megatron-before-train-step-hook-path",
+            self.args.custom_megatron_before_train_step_hook_path,
+        )
+        given = self.args, rollout_id, step, self.model, self.optimizer, self.scheduler
+        initialize.call_hook(flag, path, f"rollout {rollout_id}, step {step}", *given)
 
     def bad_gradients(self) -> list[str]:
         from slime.backends.megatron_utils.parameter_names import parameters_with_bad_gradient

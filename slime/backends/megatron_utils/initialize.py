@@ -7,6 +7,7 @@ a GPU, has chosen the device. `init` must run before anything else of megatron.c
 from __future__ import annotations
 
 import datetime
+import inspect
 import math
 import os
 import warnings
@@ -17,6 +18,7 @@ from slime.training.backend import RankGroups
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
+from slime.utils.plugin_loader import calling_user_code, load_function
 from slime.utils.process_groups import join_world
 
 # What Megatron adds to a seed stays below it: some thousand, and 100 for each expert-parallel rank.
@@ -29,8 +31,10 @@ def init(args: Any) -> None:
     `args` needs `distributed_timeout_minutes`, `tensor_model_parallel_size` and `seed`; the other parallel sizes, the
     settings of communicators and the process-wide modes have defaults.
 
+    At the end the function of `--custom-megatron-init-path` is called as `fn(args)`.
+
     Raises:
-        UserError: the world size is no multiple of the model-parallel size.
+        UserError: the world size is no multiple of the model-parallel size; the function raised.
     """
     cpu_runtime.install()
     # Said six times on every rank without them, and no news there.
@@ -42,6 +46,22 @@ def init(args: Any) -> None:
     _set_process_wide_modes(args)
     _init_model_parallel(args)
     _seed(args.seed)
+    call_hook("--custom-megatron-init-path", args.custom_megatron_init_path, "the start of a rank", args)
+
+
+def call_hook(flag: str, path: str | None, moment: str, *given: Any) -> None:
+    """Call the user's function at `path`, if there is one, with what it is given; what it returns is left alone.
+
+    Raises:
+        UserError: it raised; names the flag, the path and the moment. Or it is a coroutine function, which nobody awaits.
+    """
+    if path is None:
+        return
+    function = load_function(path, flag=flag)
+    if inspect.iscoroutinefunction(function):
+        raise UserError(f"{flag} {path} is async, and training ranks await nothing; write a plain function")
+    with calling_user_code(flag, path, moment):
+        function(*given)
 
 
 def destroy() -> None:

@@ -56,9 +56,11 @@ def forward_backward(
     batches: MicroBatches,
     loss: Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Metrics]],
     denominator: float,
+    *,
+    before: Callable[[], None] = lambda: None,
 ) -> list[Metrics]:
     """Gradients in place, of the sums of `loss` over all ranks divided by `denominator`. Returns the metrics per micro-batch;
-    none before the last stage."""
+    none before the last stage. `before` is called when gradients are zero."""
     # Megatron divides by the number of micro-batches and averages gradients over data- and context-parallel ranks. All is
     # undone, because the denominator of the step already is the whole normalisation: the context-parallel size by its
     # schedule itself, which multiplies the loss by it, the other two here.
@@ -75,6 +77,7 @@ def forward_backward(
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
+    before()
     set_schedule_functions(args, model, optimizer)
     return _run_schedule(args, model, batches, make, forward_only=False)
 
