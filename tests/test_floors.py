@@ -40,6 +40,7 @@ NEIGHBOURS_ALLOWED = {
 RE_EXPORT_ONLY = {
     "slime.backends.megatron_utils.hf_to_megatron",
     "slime.backends.megatron_utils.megatron_to_hf",
+    "slime.backends.sglang_utils.sglang_config",
     "slime.data",
     "slime.observability.tensorboard_utils",
     "slime.ray.rollout_validation",
@@ -53,6 +54,7 @@ RE_EXPORT_ONLY = {
     "slime.utils.distributed_utils",
     "slime.utils.dp_schedule",
     "slime.utils.flops_utils",
+    "slime.utils.memory_utils",
     "slime.utils.ppo_utils",
     "slime.utils.seqlen_balancing",
 }

@@ -1,9 +1,11 @@
 """Seconds per phase of a process, collected under the phase's name and read once per rollout."""
 
 import contextlib
+import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from slime.utils.misc import SingletonMeta
 
@@ -34,3 +36,29 @@ def timer(name: str) -> Iterator[None]:
         yield
     finally:
         Timer().add(name, time.perf_counter() - start)
+
+
+@contextlib.contextmanager
+def inverse_timer(name: str) -> Iterator[None]:
+    """Leave the time spent in the block out of the phase `name`, in whose own block it stands."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        Timer().add(name, start - time.perf_counter())
+
+
+def with_defer(deferred: Callable[[], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator: `deferred` is called when the function has returned or raised."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            finally:
+                deferred()
+
+        return called
+
+    return decorate

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import importlib.metadata
 import logging
 import mmap
@@ -121,6 +122,12 @@ class Accelerator:
     def peak_memory_allocated(self) -> int | None:
         """The most bytes of tensors since `reset_peak_memory`; None where the device does not count them."""
         return None
+
+    def memory_of_device(self) -> tuple[int, int]:
+        """(free, all) bytes of the device, whoever uses them; of the host on CPU, with what it would give up at once."""
+        with open("/proc/meminfo") as meminfo:
+            kilobytes = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in meminfo)}
+        return kilobytes["MemAvailable"] * 1024, kilobytes["MemTotal"] * 1024
 
     def reset_peak_memory(self) -> None:
         """Let the peak begin at what is allocated now; does nothing where the device counts none."""
@@ -250,6 +257,11 @@ class CudaAccelerator(Accelerator):
 
         return torch.cuda.max_memory_allocated()
 
+    def memory_of_device(self) -> tuple[int, int]:
+        import torch
+
+        return torch.cuda.mem_get_info()
+
     def reset_peak_memory(self) -> None:
         import torch
 
@@ -355,3 +367,29 @@ def gpus_on_this_machine() -> int:
 
 def _torch_is_a_cpu_build() -> bool:
     return importlib.metadata.version("torch").endswith("+cpu")
+
+
+def clear_memory() -> None:
+    """Collect garbage, and give back to the system what was freed."""
+    accelerator = get_accelerator()
+    accelerator.synchronize()
+    gc.collect()
+    accelerator.release_cached_memory()
+
+
+def available_memory() -> dict[str, Any]:
+    """`device`, its name, and in GiB, with two digits: `total_GB`, `free_GB`, `used_GB` by anybody, `allocated_GB` by us."""
+    accelerator = get_accelerator()
+    free, total = accelerator.memory_of_device()
+    sizes = {"total": total, "free": free, "used": total - free, "allocated": accelerator.memory_allocated()}
+    return {
+        "device": accelerator.device_name(),
+        **{f"{name}_GB": round(size / 2**30, 2) for name, size in sizes.items()},
+    }
+
+
+def print_memory(message: str) -> dict[str, Any]:
+    """Log `available_memory` behind the message, and return it."""
+    found = available_memory()
+    logger.info("%s: memory %s", message, found)
+    return found

@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -268,3 +269,42 @@ def test_what_a_fused_function_raises_itself_comes_out(monkeypatch):
 
 def twice(number):
     return 2 * number
+
+
+def test_memory_of_the_device_is_told_in_gib_and_logged(monkeypatch, caplog):
+    class Measured(device.Accelerator):
+        def memory_of_device(self):
+            return 3 * 2**30, 8 * 2**30
+
+        def memory_allocated(self):
+            return 2**29
+
+    monkeypatch.setattr(device, "get_accelerator", Measured)
+    found = {"device": "cpu", "total_GB": 8.0, "free_GB": 3.0, "used_GB": 5.0, "allocated_GB": 0.5}
+    assert device.available_memory() == found
+    with caplog.at_level("INFO"):
+        assert device.print_memory("before") == found
+    assert "before" in caplog.text and "'free_GB': 3.0" in caplog.text
+
+
+def test_the_host_has_more_memory_than_is_free():
+    free, total = device.Accelerator().memory_of_device()
+    assert 0 < free < total
+
+
+def test_clearing_collects_garbage_and_gives_memory_back(monkeypatch):
+    released = []
+
+    class Released(device.Accelerator):
+        def release_cached_memory(self):
+            released.append(True)
+
+    class Cycle:
+        pass
+
+    monkeypatch.setattr(device, "get_accelerator", Released)
+    cycle = Cycle()
+    cycle.itself, gone = cycle, weakref.ref(cycle)
+    del cycle
+    device.clear_memory()
+    assert released == [True] and gone() is None

@@ -1,9 +1,17 @@
 import json
 
 import pytest
+from PIL import Image
 
 from slime.utils.errors import UserError
-from slime.utils.processing_utils import load_tokenizer, render_chat
+from slime.utils.processing_utils import (
+    build_processor_kwargs,
+    encode_image_for_rollout_engine,
+    load_processor,
+    load_tokenizer,
+    process_vision_info,
+    render_chat,
+)
 from tests.support.models.tokenizer import build_tokenizer, save_tokenizer
 
 
@@ -25,3 +33,58 @@ def test_missing_and_empty_directories_name_the_flag(tmp_path):
         load_tokenizer("/no/such/dir")
     with pytest.raises(UserError, match="--ref-load .*: no tokenizer could be loaded"):
         load_tokenizer(str(tmp_path), flag="--ref-load")
+
+
+def picture(mode="RGB", color=(255, 0, 0)):
+    return Image.new(mode, (3, 2), color)
+
+
+def test_an_image_comes_back_from_what_engines_are_sent():
+    for mode, color in (("RGB", (255, 0, 0)), ("RGBA", (255, 0, 0, 255)), ("L", 100)):
+        sent = encode_image_for_rollout_engine(picture(mode, color))
+        assert sent.startswith("data:image/png;base64,")
+        [back] = process_vision_info([{"role": "user", "content": [{"type": "image", "image": sent}]}], None)["images"]
+        assert back.size == (3, 2) and back.tobytes() == picture(mode, color).convert("RGB").tobytes()
+
+
+def test_images_of_messages_are_read_in_their_order(tmp_path):
+    picture(color=(0, 255, 0)).save(tmp_path / "green.png")
+    content = [
+        {"type": "image", "image": picture()},
+        {"type": "text", "text": "and"},
+        {"type": "image_url", "image_url": {"url": f"file://{tmp_path}/green.png"}},
+    ]
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": content}]
+    found = process_vision_info(messages, None)
+    assert [image.getpixel((0, 0)) for image in found["images"]] == [(255, 0, 0), (0, 255, 0)]
+    assert found["videos"] is None
+    assert process_vision_info(messages[:1], None) == {"images": None, "videos": None}
+
+
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [
+        ({"type": "video", "video": "x.mp4"}, "'video'"),
+        ({"type": "image", "image": "/no/such.png"}, "/no/such.png"),
+        ({"type": "image", "image": "https://example.org/x.png"}, "network"),
+        ({"type": "image", "image": "data:image/png;base64,AAAA"}, "could not be read"),
+        ({"type": "image"}, "could not be read"),
+    ],
+)
+def test_what_is_no_image_is_refused_by_name(part, told):
+    with pytest.raises(UserError, match=told):
+        process_vision_info([{"role": "user", "content": [part]}], None)
+
+
+def test_a_processor_gets_the_media_that_are_there_and_gives_tensors():
+    assert build_processor_kwargs({"images": [1], "videos": None}) == {"images": [1], "return_tensors": "pt"}
+    assert build_processor_kwargs() == {"return_tensors": "pt"}
+
+
+def test_a_model_without_images_has_no_processor(tmp_path):
+    assert load_processor(save_tokenizer(tmp_path)) is None
+    (tmp_path / "preprocessor_config.json").write_text("{")
+    with pytest.raises(UserError, match="its processor could not be loaded"):
+        load_processor(str(tmp_path))
+    with pytest.raises(UserError, match="no such directory"):
+        load_processor("/no/such/dir")

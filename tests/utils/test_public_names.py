@@ -13,7 +13,8 @@ PUBLIC_NAMES = {
     "get_free_port get_current_node_ip chunk_named_params_by_size",
     "slime.utils.async_utils": "run get_async_loop",
     "slime.utils.data": "Dataset read_file filter_long_prompt process_rollout_data get_source",
-    "slime.utils.processing_utils": "load_tokenizer",
+    "slime.utils.processing_utils": "load_tokenizer load_processor build_processor_kwargs process_vision_info "
+    "encode_image_for_rollout_engine",
     "slime.utils.mask_utils": "MultiTurnLossMaskGenerator",
     "slime.utils.ppo_utils": "compute_approx_kl compute_policy_loss compute_cispo_loss compute_gspo_kl compute_opsm_mask "
     "get_grpo_returns get_reinforce_plus_plus_returns get_reinforce_plus_plus_baseline_advantages "
@@ -27,6 +28,8 @@ PUBLIC_NAMES = {
     "slime.utils.distributed_utils": "distributed_masked_whiten init_process_group get_gloo_group init_gloo_group",
     "slime.utils.accelerator": "register_accelerator get_accelerator",
     "slime.utils.flops_utils": "calculate_fwd_flops",
+    "slime.utils.memory_utils": "clear_memory available_memory print_memory",
+    "slime.utils.external_utils.command_utils": "execute_train convert_checkpoint exec_command",
     "slime.rollout.sglang_rollout": "GenerateState generate generate_and_rm generate_and_rm_group generate_rollout "
     "generate_rollout_async eval_rollout abort get_model_url",
     "slime.rollout.rm_hub": "async_rm batched_async_rm grade_answer_verl get_deepscaler_rule_based_reward",
@@ -49,7 +52,7 @@ PUBLIC_NAMES = {
     "slime.ray.rollout_validation": "flatten_rollout_output",
     "slime.observability.logging_utils": "configure_logger init_tracking finish_tracking log",
     "slime.observability.tensorboard_utils": "TensorBoardTracker",
-    "slime.observability.timer": "Timer timer",
+    "slime.observability.timer": "Timer timer inverse_timer with_defer",
     "slime.backends.megatron_utils.cp_utils": "get_logits_and_tokens_offset_with_cp get_sum_of_sample_mean "
     "all_gather_with_cp slice_with_cp slice_log_prob_with_cp",
     "slime.backends.megatron_utils.loss": "compute_advantages_and_returns policy_loss_function value_loss_function "
@@ -57,6 +60,7 @@ PUBLIC_NAMES = {
     "apply_opd_kl_to_advantages",
     "slime.backends.sglang_utils.external": "ExternalEngineInfo discover_external_engines normalize_external_engine_addr",
     "slime.backends.sglang_utils.sglang_engine": "SGLangEngine",
+    "slime.backends.sglang_utils.sglang_config": "ModelConfig ServerGroupConfig",
 }
 
 
