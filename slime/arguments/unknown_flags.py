@@ -220,7 +220,7 @@ RETIRED: dict[str, str] = _by_name(
     ("--update-weight-delta-keep-files", "give {--update-weight-disk-keep-files}"),
     ("--update-weight-encoding", "give {--update-weight-delta-encoding}"),
     ("--custom-delta-pre-push-path", "give {--custom-update-weight-post-write-path}"),
-    ("--custom-delta-pre-read-path", "prepare the files in a hook of the engine before it reads them; drop it"),
+    ("--custom-delta-pre-read-path", "give {--sglang-custom-pull-weights-pre-read-hook}"),
     ("--update-rollout-weights-interval", "give {--update-weights-interval}"),
     ("--over-sampling-filter-*", "give {--dynamic-sampling-filter-path}"),
     ("--partial-rollout-min-tokens --partial-rollout-min-response-length --partial-rollout-mix-ratio "

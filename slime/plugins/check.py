@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 ANSWER = "I add both numbers. Answer: \\boxed{4}"
 _POLL_S = 0.05
 _HOST = "127.0.0.1"
+_PRE_READ_FLAG = "--sglang-custom-pull-weights-pre-read-hook"
 _CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64,
     "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6,
@@ -131,8 +132,10 @@ def _command_line(directory: Path, words: Sequence[str], named: Sequence[str], t
         "--actor-num-gpus-per-node": ["1"], "--model-args-from-hf": [], "--http-request-timeout": [str(time_limit)],
         "--rm-timeout": [str(time_limit)],
     }  # fmt: skip
-    if "--custom-update-weight-post-write-path" in named:
+    if {"--custom-update-weight-post-write-path", _PRE_READ_FLAG} & set(named):
         defaults["--update-weight-disk-dir"] = [str(directory / "pushes")]
+    if _PRE_READ_FLAG in named:
+        defaults["--update-weight-local-checkpoint-dir"] = [str(directory / "local")]
     if "--custom-rm-path" not in named:
         defaults["--rm-type"] = ["math"]
     if evaluates:
@@ -256,10 +259,17 @@ def _train(args: argparse.Namespace, batch: dict[str, Any], named: Sequence[str]
     logits = torch.randn(*shape, generator=generator).requires_grad_()
     loss, _ = loss_function(args, micro_batch, logits, None, role="actor")
     loss.backward()
-    path, flag = args.custom_update_weight_post_write_path, "--custom-update-weight-post-write-path"
-    if path is not None:
-        with calling_user_code(flag, path, "weights 1"):
-            load_function(path, flag=flag)(args, args.hf_checkpoint, [])
+    for flag, path, given in (
+        (
+            "--custom-update-weight-post-write-path",
+            args.custom_update_weight_post_write_path,
+            (args, args.hf_checkpoint, []),
+        ),
+        (_PRE_READ_FLAG, args.sglang_custom_pull_weights_pre_read_hook, (args.hf_checkpoint, 1)),
+    ):
+        if path is not None:
+            with calling_user_code(flag, path, "weights 1"):
+                load_function(path, flag=flag)(*given)
 
 
 def _train_in_megatron(args: argparse.Namespace, data: RolloutData) -> None:

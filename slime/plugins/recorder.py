@@ -104,6 +104,10 @@ POINTS = {
         "fn(args, version_dir, rollout_engines), on each training rank when its files are written",
         words=("--update-weight-transport", "disk"),
     ),
+    "--sglang-custom-pull-weights-pre-read-hook": Point(
+        "fn(source_dir, target_version), on each host of engines before it reads what a push has written",
+        words=("--update-weight-transport", "disk"),
+    ),
     "--custom-model-provider-path": Point(
         "fn(pre_process, post_process[, vp_stage][, config][, args]) → GPTModel", in_megatron=True
     ),

@@ -26,15 +26,17 @@ from typing import TypeVar
 
 from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import write_json_atomically
+from slime.utils.plugin_loader import calling_user_code, load_function
 from slime.weights import delta_encoding
 from slime.weights.hf_reader import Place, places_of_checkpoint, places_of_tensors, read_bytes
 from slime.weights.hf_writer import copy_auxiliary_files
-from slime.weights.publication import CHECKPOINT, Patch, Publication, patches_of_metadata
+from slime.weights.publication import CHECKPOINT, Patch, Publication, patches_of_metadata, version_in
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _FLAG = "--update-weight-local-checkpoint-dir"
+_HOOK_FLAG = "--sglang-custom-pull-weights-pre-read-hook"
 _STATE, _TURN, _RUN = ".slime-state.json", ".slime-turn", ".slime-run"
 _POLL_SECONDS = 0.05
 _THREADS = 8
@@ -51,9 +53,14 @@ class LocalCheckpoint:
     Args:
         hf_checkpoint: what the first delta of a chain changes.
         timeout: how long, in seconds, another engine of the host may take to do the work.
+        before_read: path of the user's function `fn(source_dir, target_version)`, called before a published file is read: for a
+            store that has to be asked for what others wrote.
     """
 
-    def __init__(self, directory: str | Path, hf_checkpoint: str | Path, timeout: float) -> None:
+    def __init__(
+        self, directory: str | Path, hf_checkpoint: str | Path, timeout: float, before_read: str | None = None
+    ) -> None:
+        self._before_read = before_read
         self._directory, self._hf_checkpoint = Path(directory), Path(hf_checkpoint)
         self._timeout = timeout
         # Held until this process ends: another run's engines see by it that the directory is in use.
@@ -63,11 +70,12 @@ class LocalCheckpoint:
         """Make the directory the weights that `published` holds. Returns why that cannot be, if they have to come whole.
 
         Raises:
-            UserError: the directory is another run's, or holds files that no run has written.
+            UserError: the directory is another run's, or holds files that no run has written; the user's function raised.
             RunError: it cannot be written (the disk is full), or another engine of the host takes too long.
         """
         try:
             with self._turn():
+                self._call_before_read(published)
                 wanted = _published(lambda: Publication.read(published))
                 self._share_with(wanted.chain)
                 if self._state() != _identity(wanted.chain, wanted.version):
@@ -78,6 +86,12 @@ class LocalCheckpoint:
             advice = "; make room there, or name a directory on another disk" if error.errno == errno.ENOSPC else ""
             raise RunError(f"{_FLAG} {self._directory}: {error}{advice}") from error
         return None
+
+    def _call_before_read(self, published: Path) -> None:
+        if self._before_read is not None:
+            version = version_in(published)
+            with calling_user_code(_HOOK_FLAG, self._before_read, f"weights {version}"):
+                load_function(self._before_read, flag=_HOOK_FLAG)(str(published), version)
 
     def close(self) -> None:
         """Leave the directory to other runs, once all engines of the host have."""

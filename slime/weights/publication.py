@@ -28,6 +28,11 @@ def directory_of(root: str | Path, version: int) -> Path:
     return Path(root) / f"weight_v{version:06d}"
 
 
+def version_in(directory: Path) -> int:
+    """The version of the weights that are published in a directory of `directory_of`."""
+    return int(directory.name.removeprefix("weight_v"))
+
+
 @dataclasses.dataclass(frozen=True)
 class Patch:
     """How a file's stream makes a tensor: `encoding` of the difference, `digest` of the bytes that come out."""

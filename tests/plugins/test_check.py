@@ -26,6 +26,7 @@ from slime.data import Sample
 forever = threading.Event()
 
 def written(args, version_dir, rollout_engines): assert rollout_engines == []
+def before_read(source_dir, target_version): assert target_version == 1
 def at_start(args): pass
 def before_pass(args, model, store_prefix): assert store_prefix in ("", "ref_")
 def before_step(args, rollout_id, step_id, model, optimizer, opt_param_scheduler): optimizer.zero_grad()
@@ -119,6 +120,7 @@ GOOD = {
     "--custom-tis-function-path": "tis",
     "--custom-pg-loss-reducer-function-path": "reducer",
     "--custom-update-weight-post-write-path": "written",
+    "--sglang-custom-pull-weights-pre-read-hook": "before_read",
     "--custom-model-provider-path": "provider",
     "--custom-megatron-init-path": "at_start",
     "--custom-megatron-before-log-prob-hook-path": "before_pass",

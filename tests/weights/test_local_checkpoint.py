@@ -155,3 +155,22 @@ def test_engines_that_begin_at_the_same_moment_do_not_take_each_other_for_a_stra
     monkeypatch.setattr(type(local), "iterdir", another_begins)
     assert host_of(args).bring_to(published) is None
     assert value(local) == 1.0
+
+
+def test_a_function_of_the_user_is_called_before_what_a_push_wrote_is_read(args, local, tmp_path):
+    """As with a store whose files appear when they are asked for."""
+    published = publish(args, 3.0, version=7)
+    (tmp_path / "hook.py").write_text(
+        "import os\n"
+        "def fetch(source_dir, target_version):\n"
+        "    os.rename(f'{source_dir}-far', source_dir) if os.path.exists(f'{source_dir}-far') else None\n"
+        "    open(f'{os.path.dirname(__file__)}/called', 'a').write(f'{target_version} ')\n"
+        "def fail(source_dir, target_version): raise KeyError('no store')\n"
+    )
+    published.rename(f"{published}-far")
+    for _ in range(2):
+        host = LocalCheckpoint(local, args.hf_checkpoint, 5.0, f"{tmp_path}/hook.py:fetch")
+        assert host.bring_to(published) is None
+    assert value(local) == 3.0 and (tmp_path / "called").read_text() == "7 7 "
+    with pytest.raises(UserError, match="--sglang-custom-pull-weights-pre-read-hook .*hook.py:fail .*weights 7"):
+        LocalCheckpoint(local, args.hf_checkpoint, 5.0, f"{tmp_path}/hook.py:fail").bring_to(published)

@@ -160,6 +160,8 @@ WEIGHTS = Group("weights and training process", (
         "reloaded; delta cannot do without", path=PathKind.READ, idle=_NOT_THROUGH_FILES),
     plug_in("--custom-update-weight-post-write-path", RANKS, "called on each rank when the files of a sync are written",
         idle=_NOT_THROUGH_FILES),
+    plug_in("--sglang-custom-pull-weights-pre-read-hook", Caller.MANAGER, "called on hosts of engines before they read a push",
+        needs="{--update-weight-local-checkpoint-dir}", idle=_NOT_THROUGH_FILES),
     # Trained parameters
     flag("--only-train-params-name-list", str, None, "regular expressions (re.search); parameters that match none of them "
         "are frozen", nargs="+"),

@@ -81,6 +81,7 @@ _NOT_SERVER_FIELDS = frozenset(
         "router_request_timeout_secs",
         "server_concurrency",
         "config",
+        "custom_pull_weights_pre_read_hook",
         "model_routers",
     }
 )

@@ -395,7 +395,10 @@ class SGLangEngine:
         if self._local_checkpoint is None:
             args = self._args
             self._local_checkpoint = LocalCheckpoint(
-                args.update_weight_local_checkpoint_dir, args.hf_checkpoint, args.engine_load_timeout
+                args.update_weight_local_checkpoint_dir,
+                args.hf_checkpoint,
+                args.engine_load_timeout,
+                args.sglang_custom_pull_weights_pre_read_hook,
             )
         return self._local_checkpoint.bring_to(Path(published))
 

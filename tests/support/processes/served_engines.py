@@ -71,6 +71,7 @@ def make_args(checkpoint: str | Path, **overrides: Any) -> SimpleNamespace:
         "actor_num_nodes": 1,
         "update_weight_mode": "full",
         "update_weight_local_checkpoint_dir": None,
+        "sglang_custom_pull_weights_pre_read_hook": None,
         "custom_update_weight_post_write_path": None,
         "update_weights_in_flight": False,
         "update_weight_buffer_size": 100_000,
