@@ -74,7 +74,7 @@ def placed(nodes, tmp_path_factory) -> dict[str, dict]:
     modes = {mode: [word.format(**files) for word in words] for mode, words in MODES.items()}
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.processes.light_cluster", json.dumps(modes)],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=360,
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900,
         env={**os.environ, "RAY_ADDRESS": nodes.address, "RAY_AUTH_MODE": "disabled", "SLIME_HOST_IP": nodes.addresses[3]},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-8000:]

@@ -128,6 +128,12 @@ def test_a_push_goes_to_the_engines_that_are_there_and_the_fleet_hears_of_its_en
     ]  # fmt: skip
 
 
+def test_without_engines_there_is_no_push_and_nothing_to_prove(sync, events):
+    sync.fleets.insert(0, fleet_of())
+    assert sync.push() == {"perf/update_weights_time": 1.0}
+    assert events == [[], (4, {})]
+
+
 def test_devices_turn_to_the_push_and_then_to_generation_and_log_probs_are_told_by_whoever_is_awake(sync, events):
     sync.push()
     sync.push()

@@ -113,6 +113,14 @@ def test_the_first_push_is_told_of_which_no_rollout_has_the_metrics(caplog):
 
 
 @pytest.mark.usefixtures("limits")
+def test_without_engines_nothing_is_sent_and_no_version_is_given(caplog):
+    caplog.set_level("INFO")
+    log = Log()
+    report = WeightPush(ARGS, Trainer(log)).push([])
+    assert (report.version, report.failed) == (0, {}) and log == [] and caplog.messages == []
+
+
+@pytest.mark.usefixtures("limits")
 def test_one_order_for_every_push():
     log = Log()
     pushes = WeightPush(ARGS, Trainer(log))

@@ -8,10 +8,10 @@ nothing is loaded from a checkpoint whose names do not fit.
 
 Exporting: the tensor-parallel ranks of a stage walk through its parameters in the same order, and gather one at a time. Each
 of them gets every tensor, and a rank that has no use for it drops it. So do expert-parallel ranks: each walks through its own
-experts, and one gather brings as many as there are ranks, one of each. Buckets are filled with what was gathered, and everybody
-gathers in one order: experts need no buckets of their own and no barrier before them. Tied embeddings are one parameter, however
-many stages hold a copy, and are therefore given once. Layers for multi-token prediction are left out where the family's checkpoints have
-none, or have some that are not trained here.
+experts, and one gather brings as many as there are ranks, one of each. Buckets are filled with what was gathered, and
+everybody gathers in one order: experts need no buckets of their own and no barrier before them. Tied embeddings are one
+parameter, however many stages hold a copy, and are therefore given once. Layers for multi-token prediction are left out where
+the family's checkpoints have none, or have some that are not trained here.
 """
 
 from __future__ import annotations
