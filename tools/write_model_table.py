@@ -45,8 +45,8 @@ _UNSERVED = {
 }  # fmt: skip
 _SERVED = {entries["model_type"] for entries in (*test_families.SERVED.values(), test_mixture_loop.SERVED)}
 _HEADER = (
-    "Script", "`model_type`", "Trains; logits and gradients of transformers; checkpoint given back", "Layouts of its test",
-    "Served by SGLang on CPU, five rollouts", "Rehearsed: layout", "Peak GiB of rank 0, planned",
+    "Script", "`model_type`", "Logits and gradients of transformers", "Its experts chosen", "Checkpoint given back",
+    "Trains in", "Pushed to SGLang on CPU, five rollouts", "Rehearsed: layout", "Peak GiB of rank 0, planned",
     "More than 10 % apart", "Tensors of its push", "Seconds",
 )  # fmt: skip
 _BATCH = (
@@ -61,6 +61,7 @@ _LAYOUT = (
 )  # fmt: skip
 # What is mapped at once has to be less than the memory of the machine.
 _FILE_BYTES = 4 * 2**30
+_STAGE_SECONDS = 900
 # Above so many layers x hidden size^2 a model is cut over 8 tensor-parallel ranks.
 _LARGE = 40 * 4096**2
 
@@ -86,7 +87,7 @@ def main() -> int:
 
 def recorded() -> dict[str, dict[str, Any]]:
     """What rehearsals found: name of a script -> layout, GiB as rehearsed and as planned, the kinds of memory that are more
-    than 10 % apart, tensors that rank 0 pushed and those of a checkpoint (None: nothing tells), seconds."""
+    than 10 % apart, tensors that were pushed and those of a checkpoint (None: nothing tells), seconds."""
     return json.loads(RECORDS.read_text())
 
 
@@ -106,12 +107,15 @@ def _row(name: str, record: dict[str, Any] | None) -> list[str]:
     tiny = [row for key, row in TINY_FAMILIES.items() if row.model_type in own and not key.endswith(" dense")]
     tested = bool(tiny) and model_type in TRAINED_MODEL_TYPES
     layouts = dict.fromkeys(layout for row in tiny for layout in row.layouts)
+    references = {row.reference for row in tiny} - {None}
     is_served = not _SERVED.isdisjoint(own)
     return [
         f"`{name}`",
         f"`{model_type}`",
+        ", ".join(["yes", *(f"of `{reference}`" for reference in sorted(references))]) if tested else NOT_YET,
+        "none" if "--num-experts" not in model_words(name) else "yes" if tested else NOT_YET,
         "yes" if tested else NOT_YET,
-        ", ".join(layouts) if tested else "",
+        ", ".join(layouts) if tested else NOT_YET,
         "yes" if is_served else _UNSERVED.get(model_type, NOT_YET),
         record["layout"] if record else NOT_YET,
         f"{record['rehearsed_gib']:.1f}, {record['planned_gib']:.1f}" if record else "",
@@ -133,7 +137,9 @@ def _tensors(record: dict[str, Any]) -> str:
 
 
 def rehearse(name: str) -> dict[str, Any]:
-    """Rehearse a step of GRPO on rank 0, at the model's true size, with the flags of its script.
+    """Rehearse a step of GRPO at the model's true size, on the first rank of every pipeline stage, by the flags of its script.
+
+    Memory is that of rank 0, tensors and seconds those of all of them.
 
     Raises:
         RuntimeError: the rehearsal failed, with the end of what it printed.
@@ -149,21 +155,21 @@ def rehearse(name: str) -> dict[str, Any]:
         prompts.write_text('{"prompt": "1 + 1?", "label": "2"}\n' * 32)
         words = [
             "--hf-checkpoint", directory, *model_words(name), "--prompt-data", str(prompts), *_BATCH, *layout,
-            "--rollout-num-gpus", "8", "--sequence-parallel", "--rehearse", "--rehearse-ranks", "0",
+            "--rollout-num-gpus", "8", "--sequence-parallel", "--rehearse",
         ]  # fmt: skip
         # The plan is one for GPUs only where nothing asks for the CPU.
         environment = {key: value for key, value in os.environ.items() if key != "SLIME_ACCELERATOR"}
         result = subprocess.run(
-            [sys.executable, str(ROOT / "train.py"), *words], cwd=ROOT, capture_output=True, text=True, timeout=600,
-            env=environment,
+            [sys.executable, str(ROOT / "train.py"), *words], cwd=ROOT, capture_output=True, text=True,
+            timeout=_STAGE_SECONDS * _sizes(layout)["PP"], env=environment,
         )  # fmt: skip
+    _, *stages = re.split(r"^(?=RANK \d+: )", result.stdout.partition("\nALL STAGES\n")[0], flags=re.MULTILINE)
     memory = re.search(r"together +([\d.]+) GiB +([\d.]+) GiB", result.stdout)
-    seconds = re.search(r"rehearsed in (\d+) s", result.stdout)
-    pushed = re.search(r"weight push: ([\d,]+) tensors", result.stdout)
-    if result.returncode or not memory or not seconds or not pushed:
+    pushed = [int(count.replace(",", "")) for stage in stages for count in re.findall(r"weight push: ([\d,]+) ", stage)]
+    if result.returncode or not memory or len(pushed) != _sizes(layout)["PP"]:
         raise RuntimeError(f"{name}: exit status {result.returncode}: {(result.stdout + result.stderr)[-3000:]}")
-    apart = re.findall(r"^    (\w+) .*   (?:apart by|not planned)", result.stdout, re.MULTILINE)
-    if re.search(r"^    logits .*   (?:apart by 100%|not planned)", result.stdout, re.MULTILINE):
+    apart = re.findall(r"^    (\w+) .*   (?:apart by|not planned)", stages[0], re.MULTILINE)
+    if re.search(r"^    logits .*   (?:apart by 100%|not planned)", stages[0], re.MULTILINE):
         # Peaks of two moments: only what is there at all times can be compared.
         apart = [kind for kind in apart if kind not in ("activations", "logits")]
     return {
@@ -171,9 +177,9 @@ def rehearse(name: str) -> dict[str, Any]:
         "rehearsed_gib": float(memory[1]),
         "planned_gib": float(memory[2]),
         "apart": apart,
-        "pushed": int(pushed[1].replace(",", "")),
+        "pushed": sum(pushed),
         "stored": None if stored is None else len(trained_of(name, stored)),
-        "seconds": int(seconds[1]),
+        "seconds": sum(int(found) for found in re.findall(r"rehearsed in (\d+) s", result.stdout)),
     }
 
 
@@ -230,12 +236,16 @@ def layout_of(name: str) -> list[str]:
     return [*sizes, "--tensor-model-parallel-size", str(tensor), *experts]
 
 
-def _spelled(layout: list[str]) -> str:
+def _sizes(layout: list[str]) -> dict[str, int]:
+    """How many ranks each kind of parallelism has."""
     size = dict(zip(layout[::2], map(int, layout[1::2]), strict=True))
     sizes = {key: size.get(flag, 1) for key, flag in zip(("TP", "PP", "CP", "EP"), _LAYOUT[2:6], strict=True)}
     dense = sizes["TP"] * sizes["PP"] * sizes["CP"]
-    sizes = {"TP": sizes["TP"], "DP": size[_LAYOUT[0]] * size[_LAYOUT[1]] // dense, **sizes}
-    return ", ".join(f"{key} {size}" for key, size in sizes.items() if size > 1 or key in ("TP", "DP"))
+    return {"TP": sizes["TP"], "DP": size[_LAYOUT[0]] * size[_LAYOUT[1]] // dense, **sizes}
+
+
+def _spelled(layout: list[str]) -> str:
+    return ", ".join(f"{key} {size}" for key, size in _sizes(layout).items() if size > 1 or key in ("TP", "DP"))
 
 
 def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]] | None:
@@ -259,8 +269,8 @@ def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]] | None:
 
 def trained_of(name: str, stored: Iterable[str]) -> list[str]:
     """Of the tensors of a model's checkpoint those that are trained: a vision tower is not."""
-    not_trained = FAMILIES[PUBLISHED_MODELS[name]["model_type"]].not_trained
-    return [tensor for tensor in stored if not_trained is None or not_trained.search(tensor) is None]
+    family = FAMILIES[PUBLISHED_MODELS[name]["model_type"]]
+    return [tensor for tensor in stored if not family.leaves_alone(tensor)]
 
 
 def write_stand_in(directory: Path, tensors: dict[str, tuple[int, ...]]) -> None:

@@ -38,18 +38,24 @@ def test_a_row_says_what_is_tested_and_what_was_rehearsed():
     page = with_table(PAGE.read_text(), {"glm4-9B": record})
     rows = {line.split(" | ")[0].strip("| `"): line for line in page.splitlines() if line.startswith("| `")}
     assert len(rows) == 50
-    assert "| `glm4` | yes |" in rows["glm4-9B"] and rows["glm4-9B"].endswith(
+    assert "| `glm4` | yes | none | yes | recomputed, tp2," in rows["glm4-9B"] and rows["glm4-9B"].endswith(
         "| TP 2, DP 4 | 12.3, 12.3 | push | 1,234 of 5,678 | 7 |"
     )
     # Its engine is tested with experts on two training ranks, in a module of its own.
-    assert rows["qwen3-30B-A3B"].split(" | ")[4] == "yes"
+    assert rows["qwen3-30B-A3B"].split(" | ")[2:7:2] == ["yes", "yes", "yes"]
+    assert rows["qwen3-30B-A3B"].split(" | ")[3] == "yes"
+    # Families whose layers another class has.
+    assert [rows[name].split(" | ")[2] for name in ("mimo-7B-rl", "kimi-k2")] == [
+        "yes, of `qwen2`",
+        "yes, of `deepseek_v3`",
+    ]
     # With experts tensor parallelism needs sequence parallelism.
     assert "tp2" in rows["deepseek-v3"] and "whole sequence" not in rows["deepseek-v3"]
     # A family that trains, whose engine needs a GPU, and which nobody rehearsed.
-    assert rows["glm5-744B-A40B"].split(" | ")[2:6:3] == ["yes", NOT_YET]
-    assert rows["glm5-744B-A40B"].split(" | ")[4] == "no: FP8 keys"
+    assert rows["glm5-744B-A40B"].split(" | ")[4:8:3] == ["yes", NOT_YET]
+    assert rows["glm5-744B-A40B"].split(" | ")[6] == "no: FP8 keys"
     # All others are served by some test.
-    assert {row.split(" | ")[4] for row in rows.values()} == {"yes", "no: kernels", "no: FP8 keys", "no: config"}
+    assert {row.split(" | ")[6] for row in rows.values()} == {"yes", "no: kernels", "no: FP8 keys", "no: config"}
     assert json.loads(RECORDS.read_text()).keys() <= rows.keys()
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.models.tiny_checkpoint import KNOWN_AS
 from tests.support.models.tiny_model import (
     write_biased_mixture,
     write_tiny_delta_net,
@@ -70,12 +71,14 @@ class TinyFamily:
     write: writes a random model to a directory, and returns the same model in transformers, or an independent computation of
         it: called with token ids [1, length] it returns `.logits`, and its parameters can be saved with `save_pretrained`.
     layouts: names of `LAYOUTS`.
+    reference: the model type whose class in transformers that is, where the family has none of its own; None: it has one.
     """
 
     model_type: str
     entries: Mapping[str, Any] = field(default_factory=dict)
     write: Callable[..., Any] = write_tiny_model
     layouts: tuple[str, ...] = DENSE
+    reference: str | None = None
 
     def save(self, directory: Path) -> Any:
         """Write the model to `directory`, and return its reference."""
@@ -132,7 +135,7 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     # Two tensor-parallel ranks share a key and value head.
     "qwen3 with one group": TinyFamily("qwen3", {"groups": 1}),
     "qwen3 tied": TinyFamily("qwen3", {"tied": True}),
-    "mimo": TinyFamily("mimo", {"head_dim": 8}, write=write_tiny_mimo),
+    "mimo": TinyFamily("mimo", {"head_dim": 8}, write=write_tiny_mimo, reference="qwen2"),
     "llama": TinyFamily("llama", {"head_dim": 8}),
     # Of 16 frequencies of a head one lies in the band of the scaling, and some on either side.
     "llama3": TinyFamily("llama", {"head_dim": 32, "tied": True, "rope_parameters": {**_LLAMA3_ROPE, "factor": 8.0}}),
@@ -177,10 +180,10 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     "moonlight": TinyFamily(
         "deepseek_v3", {**_ONE_GROUP, **_PLAIN, "q_lora_rank": None}, write=write_tiny_latent, layouts=LATENT
     ),
-    "kimi_k2": TinyFamily("kimi_k2", _ONE_GROUP, write=write_tiny_latent, layouts=("recomputed", "pp2", "ep2")),
-    "glm4_moe_lite": TinyFamily(
-        "glm4_moe_lite", _ONE_GROUP | _PLAIN, write=write_tiny_latent, layouts=("recomputed", "pp2", "ep2")
+    "kimi_k2": TinyFamily(
+        "kimi_k2", _ONE_GROUP, write=write_tiny_latent, layouts=EXPERTS, reference=KNOWN_AS["kimi_k2"]
     ),
+    "glm4_moe_lite": TinyFamily("glm4_moe_lite", _ONE_GROUP | _PLAIN, write=write_tiny_latent, layouts=EXPERTS),
     "deepseek_v32": TinyFamily(
         "deepseek_v32",
         {
