@@ -1,10 +1,13 @@
-"""The command of the README, as a new user types it. Slow: it trains for some minutes."""
+"""The command of the README, as a new user types it, and those of the page on it. Slow: it trains for some minutes."""
 
+import contextlib
 import re
+import shlex
 
 import pytest
 
-from tests.support.processes.quickstart import quickstart
+from tests.support.processes.plain_engine import KEY, PlainEngine
+from tests.support.processes.quickstart import COMMANDS, quickstart
 
 
 @pytest.fixture(scope="module")
@@ -40,3 +43,23 @@ def test_a_second_run_reuses_task_and_teaching(first):
     output = quickstart(directory, "--num-rollout", "2")
     assert output.count("reused") == 2
     assert len(list((directory / "seed-0/runs").iterdir())) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", COMMANDS)
+def test_every_arrangement_of_the_page_trains(first, tmp_path, words):
+    """Two rollouts, from the taught model of the first run; directories that a command names lie elsewhere."""
+    directory, _ = first
+    of_script, _, flags = words.replace("outputs/", f"{tmp_path}/").partition(" -- ")
+    with contextlib.ExitStack() as stack:
+        if "--rollout-external-engine-addrs" in flags:
+            engine = PlainEngine(directory / "seed-0/task/model", tmp_path / "engine.log")
+            stack.callback(engine.end)
+            flags = f"{flags.replace('127.0.0.1:30000', engine.address)} --router-api-key {KEY}"
+        run = ["--num-rollout", "2", "--run", tmp_path.name, *shlex.split(of_script), "--", *shlex.split(flags)]
+        output = quickstart(directory, *run)
+    assert re.search(r"weight check: \d+ tensors equal on \d+ engines", output)
+    differences = [float(value) for value in re.findall(r"logprob_diff ([\d.e+-]+)", output)]
+    assert len(differences) == 2 and len(re.findall(r"evaluation (?:before|after)", output)) == 2
+    # Whoever generates ahead has tokens of older weights.
+    assert differences[0] <= 1e-5 and (differences[1] <= 1e-5) == ("--async" not in of_script)

@@ -42,10 +42,18 @@ class ToyTask:
         return self._process(name, 1, *words)
 
     def _process(self, name: str, position: int, *words: str) -> TrainProcess:
-        program, *flags = [told for told in self._told(name, *words) if "make_toy_task" not in told[0]][position]
-        return TrainProcess(
-            [flag for flag in flags if flag != "--dry-run"], self._directory / f"process-{name}", program=program
-        )
+        program, *flags = self._told_runs(name, *words)[position]
+        return TrainProcess(flags, self._directory / f"process-{name}", program=program)
+
+    def command(self, *words: str) -> tuple[str, list[str]]:
+        """The program of the GRPO run of `scripts/quickstart.sh {words}`, and its flags."""
+        program, *flags = self._told_runs("command", *words)[1]
+        return program, flags
+
+    def _told_runs(self, name: str, *words: str) -> list[list[str]]:
+        """Programs and flags of the supervised run and of the GRPO run."""
+        runs = [told for told in self._told(name, *words) if "make_toy_task" not in told[0]]
+        return [[word for word in run if word != "--dry-run"] for run in runs]
 
     def _told(self, name: str, *words: str) -> list[list[str]]:
         """The commands that a plan of the script runs."""

@@ -1,10 +1,14 @@
 """The command of the README as a user types it."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
+_PAGE = ROOT / "docs/en/get_started/quick_start.md"
+# What stands behind `bash scripts/quickstart.sh` in the rows of the page's tables.
+COMMANDS = sorted(set(re.findall(r"\| `bash scripts/quickstart\.sh([^`]*)` \|", _PAGE.read_text())))
 
 
 def quickstart(directory: Path, *words: str, timeout: float = 900) -> str:
