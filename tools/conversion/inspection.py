@@ -16,7 +16,7 @@ from slime.weights.hf_writer import CHECKSUMS
 from slime.weights.quantisers import quantisation_settings
 from tools.conversion.hugging_face import read_config
 from tools.conversion.torch_dist import describe_model, missing_and_surplus, parse_model_flags
-from tools.conversion.torch_dist_files import TorchDistDirectory, read_common
+from tools.conversion.torch_dist_files import TorchDistDirectory, dtype_of, read_common
 
 _READ_BYTES = 16 * 1024**2
 
@@ -52,7 +52,7 @@ def _describe_torch_dist(directory: Path) -> Iterator[str]:
         yield f"further sets of weights: {', '.join(states)}"
     numel: collections.Counter[str] = collections.Counter()
     for entry in stored.tensors.values():
-        numel[str(entry.properties.dtype).removeprefix("torch.")] += math.prod(entry.size)
+        numel[str(dtype_of(entry)).removeprefix("torch.")] += math.prod(entry.size)
     yield _sizes_line(len(stored.tensors), numel)
 
 

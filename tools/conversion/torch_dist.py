@@ -32,7 +32,7 @@ from slime.weights.hf_reader import StoredTensor
 from slime.weights.quantisers import open_checkpoint, quantiser_of
 from tools.conversion.hugging_face import finish_hf_checkpoint, read_config, shard_name
 from tools.conversion.origin import require_same_model, require_same_tensors
-from tools.conversion.torch_dist_files import COMMON, TorchDistDirectory, read_common, save_in_parts
+from tools.conversion.torch_dist_files import COMMON, TorchDistDirectory, dtype_of, read_common, save_in_parts
 from tools.conversion.units import Conversion, Unit, split_into_units, write_streamed_shard
 
 # A run that builds a model and nothing else; --load-debug-rollout-data names a file that it never reads.
@@ -209,6 +209,11 @@ def _is_not_trained(family: Family, hf_name: str) -> bool:
     return family.not_trained is not None and family.not_trained.search(hf_name) is not None
 
 
+def is_left_out(hf_dir: Path, hf_name: str) -> bool:
+    """Whether no export has a tensor of a directory: one that follows from others, or is another under a second name."""
+    return not _of_the_model(hf_dir, {hf_name}, _family(hf_dir, None))
+
+
 def _of_the_model(hf_dir: Path, names: set[str], family: Family) -> set[str]:
     """Those of `names` that carry weights of their own."""
     tied = read_config(hf_dir).get("tie_word_embeddings", False)
@@ -367,7 +372,7 @@ def convert_torch_dist_to_hf(
                     f"{directory}: {error.args[0]}; is it the checkpoint of another family, or of a critic?"
                 ) from error
             shapes[name] = tuple(entry.size[len(numbers) :])
-            places[name] = (key, numbers, entry.size[len(numbers) :].numel() * entry.properties.dtype.itemsize)
+            places[name] = (key, numbers, entry.size[len(numbers) :].numel() * dtype_of(entry).itemsize)
     noted = read_common(directory).get("attention_heads", {}) if (directory / COMMON).is_file() else {}
     require_same_model(directory, origin, shapes, noted, family, sizes, flags)
     made = require_same_tensors(directory, origin, shapes, family, sizes, ignores_rows=vocab_size is not None)

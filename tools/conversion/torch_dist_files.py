@@ -31,25 +31,24 @@ class TorchDistDirectory:
     """
 
     def __init__(self, directory: Path) -> None:
-        from torch.distributed.checkpoint import FileSystemReader
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
         try:
-            metadata = FileSystemReader(directory).read_metadata()
+            with open(directory / ".metadata", "rb") as file:
+                metadata = _Unpickler(file).load()
+            entries, places = metadata.state_dict_metadata, metadata.storage_data
         except FileNotFoundError as error:
             raise UserError(f"{directory} is no torch_dist checkpoint: it has no .metadata") from error
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, ValueError) as error:
+        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise UserError(f"{directory / '.metadata'} cannot be read: {error or 'it is cut off'}") from error
         self._directory, self._storage = directory, {}
         self._files: dict[Path, mmap.mmap] = {}
         # By tensor and number of first axes: see `_by_prefix`.
         self._chunks: dict[tuple[str, int], dict[tuple[int, ...], list[Any]]] = {}
-        for index, place in metadata.storage_data.items():
-            self._storage[index.fqn, tuple(index.offset or ())] = place
+        for index, place in places.items():
+            self._storage[index.fqn, tuple(vars(index).get("offset") or ())] = place
         self.tensors = {
             key: entry
-            for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata) and not key.startswith(_OPTIMIZER)
+            for key, entry in entries.items()
+            if type(entry).__name__ == "TensorStorageMetadata" and not key.startswith(_OPTIMIZER)
         }
 
     def require_files(self) -> None:
@@ -77,7 +76,7 @@ class TorchDistDirectory:
         pieces = (
             (chunk, self._load(key, tuple(chunk.offsets)).view(chunk.sizes)[_inside(prefix, chunk)]) for chunk in found
         )
-        whole, filled = torch.empty(shape, dtype=entry.properties.dtype), 0
+        whole, filled = torch.empty(shape, dtype=dtype_of(entry)), 0
         for chunk, piece in pieces:
             if piece.shape == shape:
                 return piece
@@ -107,6 +106,40 @@ class TorchDistDirectory:
         if start % described.itemsize:
             numbers = numbers.clone()
         return numbers.view(described.dtype).as_strided(described.shape, described.stride(), described.storage_offset())
+
+
+def dtype_of(entry: Any) -> torch.dtype:
+    """The dtype of a tensor of the metadata."""
+    # The first of the properties, which are saved as a tuple.
+    return entry.properties.saved[0]
+
+
+class _Record:
+    """What an object of the metadata has been saved with: as attributes, or, where it was no dict, as `saved`."""
+
+    saved: Any = ()
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.saved = state
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads metadata without the modules of its classes: importing them takes longer than many a conversion, and a pickle could
+    name others. Whatever class it names becomes a record."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = getattr(torch, name, None) if module == "torch" else None
+        if known is torch.Size or isinstance(known, torch.dtype):
+            return known
+        if (module, name) in (("collections", "OrderedDict"), ("collections", "defaultdict")):
+            return lambda *arguments: {}
+        return type(name, (_Record,), {})
 
 
 def _by_prefix(chunks: Sequence[Any], depth: int) -> dict[tuple[int, ...], list[Any]]:
