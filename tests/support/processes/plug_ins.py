@@ -57,6 +57,32 @@ async def streamed_generate(args: Any, sample: Sample, sampling_params: dict[str
     return sample
 
 
+async def branching_generate(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Any:
+    """Long answers for every third prompt, short ones for the others; every fourth execution gives two samples.
+
+    One prompt of an evaluation is never answered.
+    """
+    if evaluation:
+        while sample.metadata["number"] == 101:
+            await asyncio.sleep(1)
+        return await generate(args, sample, sampling_params)
+    sampling_params["max_new_tokens"] = 100 if sample.group_index % 3 == 2 else 6
+    sample = await generate(args, sample, sampling_params)
+    if sample.index % 4 == 3 and sample.status is not Sample.Status.ABORTED:
+        return [sample, own_copy(sample)]
+    return sample
+
+
+def not_every_fifth(args: Any, samples: list[Sample]) -> bool:
+    """A dynamic filter that drops groups by their number."""
+    return samples[0].group_index % 5 != 0
+
+
+async def graded_group(args: Any, samples: list[Sample]) -> list[float]:
+    """`graded_reward` of all at once."""
+    return [graded_reward(args, sample) for sample in samples]
+
+
 async def held_generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """The default generation, which in rollout 1 waits until there is a file `go` in `--save`: nodes of a cluster see that."""
     while GenerateState(args).rollout_id == 1 and not Path(args.save, "go").exists():
