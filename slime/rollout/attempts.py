@@ -38,21 +38,32 @@ def new_attempt(entry: Any) -> Any:
 
 def own_copy(sample: Sample) -> Sample:
     """A copy with dicts, lists and sets of its own, also within those; other objects, which may be the user's, are shared."""
-    copied = copy.copy(sample)
-    copied.__dict__ = _own_containers(sample.__dict__)
+    copied = object.__new__(type(sample))
+    copied.__dict__ = {name: _own_containers(value) for name, value in sample.__dict__.items()}
     return copied
 
 
+# Of most fields.
+_WITHOUT_CONTAINERS = frozenset({str, int, float, bool, type(None), np.ndarray, Sample.Status})
+
+
 def _own_containers(value: Any) -> Any:
-    if isinstance(value, tuple) and type(value) is tuple:
+    if type(value) in _WITHOUT_CONTAINERS:
+        return value
+    if type(value) is tuple:
         return tuple(map(_own_containers, value))
+    if type(value) is list:
+        # Lists per token are long and flat: their first entry decides.
+        flat = not value or isinstance(value[0], int | float)
+        return value.copy() if flat else [_own_containers(entry) for entry in value]
+    if type(value) is dict:
+        return {name: _own_containers(entry) for name, entry in value.items()}
     if not isinstance(value, dict | list | set | SpecInfo | PrefixCacheInfo):
         return value
     copied = copy.copy(value)
     if isinstance(value, dict):
         for name, entry in value.items():
             copied[name] = _own_containers(entry)
-    # Lists per token are long and flat: their first entry decides.
     elif isinstance(value, list) and value and not isinstance(value[0], int | float):
         copied[:] = [_own_containers(entry) for entry in value]
     return copied

@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 from slime.utils.errors import RunError, UserError
+from slime.utils.plugin_loader import parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -100,10 +101,7 @@ def call_slots(kind: CallKind, size: int) -> CallSlots:
 
 def parameter_names(fn: Callable[..., Any]) -> list[str]:
     """Names of the parameters of `fn` (without self); empty for callables that do not tell."""
-    try:
-        return list(inspect.signature(fn).parameters)
-    except (TypeError, ValueError):
-        return []
+    return [parameter.name for parameter in parameters_of(fn)]
 
 
 def is_batch_form(fn: Callable[..., Any]) -> bool:

@@ -59,11 +59,15 @@ def load_function(path: str, flag: str | None = None, *, batched: bool = False) 
             f"{subject_of(flag, path)}: a plug-in path is a string like pkg.mod.function or file.py:function"
         )
     path = path.strip()
-    file, attribute = _split_file_path(path)
-    # Relative files are keyed by their absolute path: the same text may mean another file after a change of directory.
-    key = path if file is None else os.path.realpath(file) + (f":{attribute}" if attribute else "")
-    found = _load_cached(key, path, flag, batched)
+    found = _load_cached(_key_of(path, "" if os.path.isabs(path) else os.getcwd()), path, flag, batched)
     return found if _observer is None else _observer(flag, path, found)
+
+
+@functools.cache
+def _key_of(path: str, directory: str) -> str:
+    """Relative files are keyed by their absolute path: the same text may mean another file in another `directory`."""
+    file, attribute = _split_file_path(path)
+    return path if file is None else os.path.realpath(file) + (f":{attribute}" if attribute else "")
 
 
 _observer: Callable[[str | None, str, Any], Any] | None = None
@@ -244,12 +248,26 @@ def _kind_of(flag: str | None) -> str:
     return flag.removeprefix("--").replace("-", "_").removesuffix("_path") if flag else ""
 
 
+def parameters_of(fn: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    """The parameters of `fn`, without self; none of a callable that does not tell."""
+    try:
+        return _parameters_of(fn)
+    except TypeError:  # it has no hash
+        return _parameters_of.__wrapped__(fn)
+
+
+# Asked at every call of a plug-in, and slow to find out.
+@functools.lru_cache(maxsize=256)
+def _parameters_of(fn: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    try:
+        return tuple(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        return ()
+
+
 def accepted_keywords(fn: Callable[..., Any], candidates: dict[str, Any]) -> dict[str, Any]:
     """The entries of `candidates` that `fn` can be given by name."""
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return {}
+    parameters = parameters_of(fn)
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return dict(candidates)
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
