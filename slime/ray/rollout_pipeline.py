@@ -82,9 +82,11 @@ class RolloutPipeline:
         return None if progress is None else progress.snapshot()
 
     @contextlib.contextmanager
-    def _call(self, name: str, rollout_id: int, trained_as: int | None = None) -> Iterator[list[LoggedMetrics]]:
+    def _call(
+        self, name: str, rollout_id: int, trained_as: int | None = None, *, evaluation: bool = False
+    ) -> Iterator[list[LoggedMetrics]]:
         """The block is a call of its own; gives what functions of the user's log in it."""
-        call = GenerationCall(rollout_id, trained_as)
+        call = GenerationCall(rollout_id, trained_as, evaluation=evaluation)
         self._progress[name] = call.progress
         try:
             with call.under_way(), collected_metrics() as logged:
@@ -173,7 +175,7 @@ class RolloutPipeline:
         args, name = self.args, evaluation_name(rollout_id, before=before)
         flag, path = "--eval-function-path", args.eval_function_path
         function = load_function(path, flag=flag)
-        with self._call(name, rollout_id) as logged:
+        with self._call(name, rollout_id, evaluation=True) as logged:
             with _calling(flag, path, name):
                 output = call_rollout_fn(function, args, rollout_id, self.data_source, evaluation=True)
             if args.save_debug_rollout_data is not None:

@@ -34,7 +34,7 @@ class GenerationCall:
         self, rollout_id: int | None = None, trained_as: int | None = None, *, evaluation: bool = False
     ) -> None:
         self.parent: GenerationCall | None = _current.get()
-        self.evaluation = evaluation
+        self.evaluation = evaluation or (self.parent is not None and self.parent.evaluation)
         self.trained_as = trained_as if self.parent is None else self.parent.trained_as
         self.progress: Progress = Progress() if self.parent is None else self.parent.progress
         self.request_ids: set[str] = set()

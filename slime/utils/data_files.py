@@ -24,6 +24,10 @@ BadRowHandler = Callable[[str, str], None]
 RowWatch = Callable[[], None]
 
 
+class BadRow(Exception):
+    """A row breaks a rule; the message is the cause, the caller knows the place."""
+
+
 @dataclass(frozen=True)
 class DataFile:
     """A data file, the rows to take from it and how often beside those of other files; `text` is what the user wrote."""
@@ -156,20 +160,20 @@ def _iterate_jsonl(file: DataFile, on_bad_row: BadRowHandler, watch: RowWatch) -
         place = f"{file.path}:{number}"
         try:
             row = parse_row(line)
-        except ValueError as error:
+        except BadRow as error:
             on_bad_row(place, str(error))
             continue
         yield place, row
 
 
 def parse_row(line: bytes) -> dict[str, Any]:
-    """The object on a line. Raises ValueError with the cause where it holds none."""
+    """The object on a line. Raises BadRow where it holds none."""
     try:
         row = json.loads(line.decode("utf-8"))
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both ValueErrors
-        raise ValueError(f"no valid JSON ({error})") from error
+        raise BadRow(f"no valid JSON ({error})") from error
     if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, found {type(row).__name__}")
+        raise BadRow(f"expected a JSON object, found {type(row).__name__}")
     return row
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from slime.utils.data_files import bad_row, fingerprint, iterate_rows, parse_data_path, raise_bad_row, read_file
+from slime.utils.data_files import BadRow, bad_row, fingerprint, iterate_rows, parse_data_path, raise_bad_row, read_file
 from slime.utils.epoch_order import Part, epoch_order, shares
 from slime.utils.errors import UserError
 from slime.utils.processing_utils import render_chat, require_chat_template
@@ -161,7 +161,7 @@ class Dataset:
                 keys = reader.keys.resolve(row, place)
             try:
                 sample = reader.read(row, keys)
-            except _BadRow as error:
+            except BadRow as error:
                 self._on_bad_row(place, str(error))
                 continue
             empty = False
@@ -227,7 +227,7 @@ class StreamedDataset:
         position = row - int(self._ends[file]) + len(rows)
         try:
             sample = self._reader.read(rows.read(position), self._keys[file])
-        except (ValueError, _BadRow) as error:
+        except BadRow as error:
             if not self._allow_bad_rows:
                 raise_bad_row(rows.place(position), str(error))
             self.num_bad_rows += 1
@@ -257,10 +257,12 @@ class StreamedDataset:
         """The names of the fields of a file, from the first of its rows that can be read."""
         for position in range(len(index)):
             try:
-                return self._reader.keys.resolve(index.read(position), index.place(position))
-            except ValueError as error:
+                row = index.read(position)
+            except BadRow as error:
                 if not self._allow_bad_rows:
                     raise_bad_row(index.place(position), str(error))
+            else:
+                return self._reader.keys.resolve(row, index.place(position))
         raise UserError(f"{self._flag} {path}: holds no (readable) rows")
 
 
@@ -356,7 +358,7 @@ def scan_rows(
             advance()
             try:
                 cause = objection(reader.read(row, of_file))
-            except _BadRow as error:
+            except BadRow as error:
                 tell(bad_row(place, str(error)))
             else:
                 if cause is not None:
@@ -428,10 +430,6 @@ class _EndOfScan(Exception):
     """A scan has told enough, or its time is over."""
 
 
-class _BadRow(Exception):
-    """A row breaks a rule; the message is the cause, the caller knows the place."""
-
-
 class _RowReader:
     """Turns a row into a sample. `tokenizer` is None unless prompts are rendered in its chat template."""
 
@@ -441,7 +439,7 @@ class _RowReader:
         self._template_kwargs = template_kwargs
 
     def read(self, row: dict[str, Any], keys: RowKeys) -> Sample:
-        """The sample of `row`; raises `_BadRow`."""
+        """The sample of `row`; raises `BadRow`."""
         metadata = self._metadata(row, keys)
         return Sample(
             prompt=self._prompt(row, keys, metadata.get("tools")),
@@ -452,29 +450,29 @@ class _RowReader:
 
     def _prompt(self, row: dict[str, Any], keys: RowKeys, tools: list | None) -> str | list[dict[str, Any]]:
         if keys.prompt not in row:
-            raise _BadRow(f"there is no field {keys.prompt!r}; the row has {', '.join(map(str, row))}")
+            raise BadRow(f"there is no field {keys.prompt!r}; the row has {', '.join(map(str, row))}")
         prompt = row[keys.prompt]
         if isinstance(prompt, list):
             for position, message in enumerate(prompt):
                 if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                    raise _BadRow(f"message {position} of {keys.prompt!r} is no object with a `role`")
+                    raise BadRow(f"message {position} of {keys.prompt!r} is no object with a `role`")
             if not prompt:
-                raise _BadRow(f"{keys.prompt!r} is an empty list of messages")
+                raise BadRow(f"{keys.prompt!r} is an empty list of messages")
         elif not isinstance(prompt, str):
-            raise _BadRow(f"{keys.prompt!r} is {type(prompt).__name__}, expected a string or a list of messages")
+            raise BadRow(f"{keys.prompt!r} is {type(prompt).__name__}, expected a string or a list of messages")
         if self._tokenizer is None:
             return prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
             return render_chat(self._tokenizer, messages, tools, self._template_kwargs)
         except Exception as error:  # a template runs arbitrary code over the row
-            raise _BadRow(f"the chat template refused {keys.prompt!r} ({type(error).__name__}: {error})") from error
+            raise BadRow(f"the chat template refused {keys.prompt!r} ({type(error).__name__}: {error})") from error
 
     def _label(self, row: dict[str, Any], keys: RowKeys) -> Any:
         if keys.label is None:
             return row.get("label")
         if keys.label not in row:
-            raise _BadRow(f"there is no field {keys.label!r} ({keys.flags[1]})")
+            raise BadRow(f"there is no field {keys.label!r} ({keys.flags[1]})")
         return row[keys.label]
 
     def _metadata(self, row: dict[str, Any], keys: RowKeys) -> dict[str, Any]:
@@ -482,7 +480,7 @@ class _RowReader:
         if metadata is None:
             metadata = {}
         if not isinstance(metadata, dict):
-            raise _BadRow(f"{keys.metadata!r} is {type(metadata).__name__}, expected an object (--metadata-key)")
+            raise BadRow(f"{keys.metadata!r} is {type(metadata).__name__}, expected an object (--metadata-key)")
         tools = row.get(keys.tools) if keys.tools else None
         if tools is not None:
             metadata = {**metadata, "tools": _parse_tools(tools, keys.tools)}
@@ -494,9 +492,9 @@ def _parse_tools(tools: Any, key: str) -> list[Any]:
         try:
             tools = json.loads(tools)
         except ValueError as error:
-            raise _BadRow(f"{key!r} is no valid JSON ({error})") from error
+            raise BadRow(f"{key!r} is no valid JSON ({error})") from error
     elif isinstance(tools, np.ndarray):
         tools = tools.tolist()
     if not isinstance(tools, list):
-        raise _BadRow(f"{key!r} is {type(tools).__name__}, expected a list of tool schemas (--tool-key)")
+        raise BadRow(f"{key!r} is {type(tools).__name__}, expected a list of tool schemas (--tool-key)")
     return tools

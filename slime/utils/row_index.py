@@ -41,7 +41,7 @@ class RowIndex(Protocol):
         """A row. Thread-safe.
 
         Raises:
-            ValueError: it cannot be read; the message is the cause.
+            BadRow: it cannot be read.
             UserError: the file is not what it was.
         """
         ...

@@ -87,6 +87,10 @@ async def two_arguments(args, sample): return sample
 async def raises(args, sample, sampling_params): raise KeyError("no such tool")
 async def hangs(args, sample, sampling_params): await asyncio.Event().wait()
 def hangs_plainly(args, rollout_id, data_source, evaluation=False): forever.wait()
+async def writes_around_args(args, sample):
+    vars(args)["rollout_temperature"] = 0.5
+    return 0.0
+
 async def writes_args(args, sample):
     args.rollout_temperature = 0.5
     return 1.0
@@ -200,7 +204,12 @@ def test_several_functions_work_together_and_a_class(file):
         ),
         ("--custom-generate-function-path", "two_arguments", "takes 2 positional arguments but 3 were given"),
         ("--custom-generate-function-path", "raises", "raised KeyError for sample "),
-        ("--custom-rm-path", "writes_args", "it changed args.rollout_temperature: args are shared"),
+        (
+            "--custom-rm-path",
+            "writes_args",
+            "args.rollout_temperature was to become 0.5 and is 1.0; all functions of the run",
+        ),
+        ("--custom-rm-path", "writes_around_args", "it changed args.rollout_temperature: args are shared"),
         ("--custom-rm-path", "text_reward", "is 'good' (str); expected a finite number"),
         ("--dynamic-sampling-filter-path", "awaited_filter", "is async, and nobody awaits it here; write `def`"),
         ("--dynamic-sampling-filter-path", "greedy_filter", "it changed reward of samples, not its own"),

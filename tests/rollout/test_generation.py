@@ -366,7 +366,7 @@ def test_engines_are_asked_for_the_tokens_that_they_kept_but_not_for_an_evaluati
     assert sample.rollout_log_probs == [-0.25, 0.0] * 2
     assert asked == [True] * 3, "the first one tells whether the router hands it on"
     evaluated = Sample(index=1, tokens=[65])
-    with GenerationCall(evaluation=True).under_way():
+    with GenerationCall(evaluation=True).under_way(), GenerationCall().under_way():
         run(generate(args, evaluated, params(args)))
     assert asked[3:] == [False] and evaluated.rollout_top_p_token_offsets is None
 

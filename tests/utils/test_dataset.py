@@ -289,10 +289,14 @@ class TestStreamedDataset:
         skipping = streamed(path, bad=True)
         assert [skipping[i] and skipping[i].prompt for i in range(4)] == ["a", None, None, "c"]
         assert skipping.num_bad_rows == 2
+        with open(path, "a") as file:
+            file.write("\n")
+        with pytest.raises(UserError, match="was changed while the run reads it"):
+            skipping[0]
 
     def test_the_first_row_is_looked_at_at_once(self, write_rows):
-        with pytest.raises(UserError, match="jsonl:1: there is no field 'q' \\(--input-key\\)"):
-            streamed(write_rows(numbered(2)), prompt_key="q")
+        with pytest.raises(UserError, match="^[^ ]*jsonl:1: there is no field 'q' \\(--input-key\\)"):
+            streamed(write_rows(numbered(2)), prompt_key="q", bad=True)
         with pytest.raises(UserError, match="jsonl:1: no valid JSON"):
             streamed(write_rows(["{broken", {"prompt": "a"}]))
         assert streamed(write_rows(["{broken", {"prompt": "a"}]), bad=True)[1].prompt == "a"

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from slime.utils import row_index
-from slime.utils.data_files import iterate_rows
+from slime.utils.data_files import BadRow, iterate_rows
 from slime.utils.errors import UserError
 from slime.utils.row_index import index_rows
 
@@ -68,7 +68,7 @@ def test_an_unreadable_row_is_named_when_it_is_read(tmp_path):
     index = index_rows(str(path))
     assert (len(index), index.place(1), index.read(3)) == (4, f"{path}:2", {"prompt": "b"})
     for position, cause in ((1, "no valid JSON"), (2, "expected a JSON object, found list")):
-        with pytest.raises(ValueError, match=cause):
+        with pytest.raises(BadRow, match=cause):
             index.read(position)
 
 
