@@ -15,6 +15,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from slime.rollout.attempts import own_copy
 from slime.rollout.data_source_files import (
     FLAG,
     calling_source,
@@ -263,7 +264,7 @@ class RolloutDataSource(DataSource):
     def _make_group(self, prompt: Sample) -> Group:
         group = []
         for _ in range(self.args.n_samples_per_prompt):
-            sample = copy.deepcopy(prompt)
+            sample = own_copy(prompt)
             sample.group_index = self.sample_group_index
             sample.index = self.sample_index
             self.sample_index += 1

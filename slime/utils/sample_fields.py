@@ -118,6 +118,11 @@ def join(sample: Sample, name: str, present: Any, added: Any) -> np.ndarray:
     Raises:
         ValueError: one of them is something else than a flat sequence of numbers.
     """
+    if not len(present):
+        # The first tokens of a response, which is most often all of them: what may be shared is.
+        array = _require_array(sample, name, added)
+        own = array.flags.writeable or not array.flags.owndata
+        return read_only(array.copy()) if own else array
     both = np.concatenate([_require_array(sample, name, values) for values in (present, added)])
     return _require_array(sample, name, read_only(both))
 

@@ -88,7 +88,7 @@ async def raises(args, sample, sampling_params): raise KeyError("no such tool")
 async def hangs(args, sample, sampling_params): await asyncio.Event().wait()
 def hangs_plainly(args, rollout_id, data_source, evaluation=False): forever.wait()
 async def writes_around_args(args, sample):
-    vars(args)["rollout_temperature"] = 0.5
+    args.__dict__["rollout_temperature"] = 0.5
     return 0.0
 
 async def writes_args(args, sample):

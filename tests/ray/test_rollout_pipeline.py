@@ -45,7 +45,7 @@ def both_at_once(args, rollout_id, data_source, evaluation=False):
         log(args, {"own/x": rollout_id, "own/step": rollout_id}, "own/step")
         args.all_inside.wait(60)
         args.looked.wait(60)
-        assert call.rollout_id == rollout_id == GenerateState(args).rollout_id
+        assert call.rollout_id == rollout_id == GenerateState(args).rollout_id and call.evaluation == evaluation
     return groups(args, rollout_id, data_source, evaluation)
 
 def draws_itself(args, rollout_id, data_source, evaluation=False):

@@ -72,6 +72,12 @@ def test_all_sets_are_generated_and_graded_in_order(server, checkpoint, tmp_path
     assert all((p["min_new_tokens"], p["max_new_tokens"]) == (1, 3) for p in by_temperature)
 
 
+def test_engines_are_not_asked_for_the_tokens_that_they_kept(server, checkpoint, tmp_path):
+    """A top-k is no condition of theirs for an evaluation, which trains nothing."""
+    run(make_eval_args(checkpoint, server, tmp_path, rollout_top_p=0.9, rollout_top_k=50))
+    assert server.requests and not any("return_sampling_mask" in request for request in server.requests)
+
+
 def test_sets_are_read_once(server, checkpoint, tmp_path):
     args = make_eval_args(checkpoint, server, tmp_path)
     first = run(args).data
