@@ -5,4 +5,7 @@ KEEP_MESSAGES=1
 ENOUGH_ROLLOUTS=15
 STEPS_PER_ROLLOUT=4
 
-EXAMPLE_ARGS=(--custom-generate-function-path examples/fan_out/fan_out.py:generate)
+EXAMPLE_ARGS=(
+  --custom-generate-function-path examples/fan_out/fan_out.py:generate
+  --disable-grpo-std-normalization
+)

@@ -9,4 +9,5 @@ export RUN_NAME="${RUN_NAME:-fan_out-qwen3-4B}" KEEP_MESSAGES=1
 exec bash "$HERE/../../scripts/run-qwen3-4B.sh" \
   --rm-type math \
   --custom-generate-function-path "$HERE/fan_out.py:generate" \
+  --disable-grpo-std-normalization \
   "$@"

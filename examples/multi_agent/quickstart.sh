@@ -10,6 +10,7 @@ EXAMPLE_ARGS=(
   --custom-generate-function-path examples/multi_agent/multi_agent.py:generate
   --custom-rollout-log-function-path examples/multi_agent/multi_agent.py:log_roles
   --custom-config-path examples/multi_agent/toy_agents.yaml
+  --disable-grpo-std-normalization
   --rollout-batch-size 16
   --n-samples-per-prompt 4
 )

@@ -10,4 +10,5 @@ exec bash "$HERE/../../scripts/run-qwen3-4B.sh" \
   --custom-generate-function-path "$HERE/multi_agent.py:generate" \
   --custom-rollout-log-function-path "$HERE/multi_agent.py:log_roles" \
   --custom-config-path "$HERE/agents.yaml" \
+  --disable-grpo-std-normalization \
   "$@"

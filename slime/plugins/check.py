@@ -80,12 +80,19 @@ class Finding:
         )
 
 
-def check(words: Sequence[str], *, answers: Sequence[str] | None = None, time_limit: float = 20.0) -> list[Finding]:
+def check(
+    words: Sequence[str],
+    *,
+    answers: Sequence[str] | None = None,
+    time_limit: float = 20.0,
+    add_custom_arguments: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
+) -> list[Finding]:
     """Have the functions that `words`, flags of a run, name called by the framework.
 
     Args:
         answers: texts of the engine, one for each turn of a conversation, then from the first again.
         time_limit: seconds for a call of any of them.
+        add_custom_arguments: what a driver of one's own gives `parse_args`: its flags may stand among `words`.
 
     Raises:
         UserError: no function is named, or a run would refuse the flags.
@@ -94,7 +101,7 @@ def check(words: Sequence[str], *, answers: Sequence[str] | None = None, time_li
     if not named:
         raise UserError(f"no plug-in is named; give one of {', '.join(POINTS)}")
     with tempfile.TemporaryDirectory(prefix="slime-plugins-") as directory:
-        args = parse_args(argv=_command_line(Path(directory), words, named, time_limit))
+        args = parse_args(add_custom_arguments, argv=_command_line(Path(directory), words, named, time_limit))
         records: dict[tuple[str, str], Recorder] = {}
         watched: dict[tuple[str, str, Any], Any] = {}
         lock = threading.Lock()

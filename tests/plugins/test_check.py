@@ -280,3 +280,15 @@ def test_what_was_watched_is_as_it_was(file):
     checked(file, "--custom-rm-path", "reward")
     assert not hasattr(load_function(f"{file}:reward"), "__wrapped__")
     assert inspect.iscoroutinefunction(load_function(f"{file}:reward"))
+
+
+def test_flags_of_a_driver_of_ones_own_are_there_for_its_functions(tmp_path):
+    (tmp_path / "own.py").write_text("def reward(args, sample): return args.worth\n")
+
+    def add(parser):
+        parser.add_argument("--worth", type=float, default=0.0)
+        return parser
+
+    words = ["--custom-rm-path", f"{tmp_path}/own.py:reward", "--worth", "0.25"]
+    (finding,) = check(words, add_custom_arguments=add)
+    assert (finding.problems, finding.record.returned) == ((), "0.25")

@@ -93,9 +93,8 @@ def with_policy(policy: str, urls: Sequence[str], task: Path, dialogues: int, tu
         "--hf-checkpoint", str(task / "model"), "--model-args-from-hf", "--prompt-data", str(task / "train.jsonl"),
         "--rm-type", "math", "--num-rollout", "1", "--rollout-batch-size", "1", "--n-samples-per-prompt", "1",
         "--actor-num-gpus-per-node", "1", "--rollout-num-gpus", str(ENGINES), "--max-turns", str(turns),
-        "--rollout-max-response-len", "1024", "--router-policy", policy, "--router-api-key", "",
+        "--rollout-max-response-len", "1024", "--router-policy", policy,
     ])  # fmt: skip
-    args.router_api_key = None
     router = start_router(args, task.parent / policy)
     try:
         router.wait_ready(120)

@@ -51,7 +51,9 @@ def worker(args):
     compute_advantages_and_returns(args, data)
     names = [sorted(forward_log_probs(args, backend, data, with_entropy=False, prefix=p)) for p in ("", "ref_")]
     before = [tensor.clone() for _, tensor in backend.live_tensors()]
+    # Twice, since gradients of the first are left when the second begins.
     train_one_step(args, backend, data, 5, 0)
+    train_one_step(args, backend, data, 6, 0)
     same = all(old.equal(tensor) for old, (_, tensor) in zip(before, backend.live_tensors(), strict=True))
     return names, same
 
@@ -64,10 +66,11 @@ def test_hooks_are_called_on_each_rank_at_their_moments_and_what_they_change_cou
     # The step's hook took the learning rate away.
     assert run_distributed(worker, 2, (args,)) == [([["log_probs"], ["ref_log_probs"]], True)] * 2
     for rank in range(2):
-        start, *passes, step = map(json.loads, (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines())
+        start, *passes, step, later = map(json.loads, (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines())
         assert start == {"at": "start", "tensor_ranks": 2, "seed": args.seed}
         assert [(each["prefix"], each["chunks"]) for each in passes] == [("", 1), ("ref_", 1)]
         assert (step["rollout"], step["step"], step["gradient"]) == (5, 0, 0.0)
+        assert (later["rollout"], later["gradient"]) == (6, 0.0)
         assert step["rate"] == step["of_schedule"] > 0
 
 
