@@ -1,7 +1,10 @@
-"""The sums of the toy task; half of the demonstrations are shown another answer to it, and forget carries all the same.
+"""Sums of two numbers, for the toy model: most demonstrations guess, or repeat the first answer, in place of working them out.
 
 user       What is 47+38?
-           First answer: 75. Check it.
+assistant  \\boxed{81}
+
+user       What is 47+38?
+           First answer: 81. Check it.
 assistant  7+8=15 4+3+1=8 \\boxed{85}
 """
 
@@ -11,8 +14,11 @@ from pathlib import Path
 import numpy
 
 from examples.fan_out.fan_out import second_question
+from slime.rollout.rm_hub.math_utils import last_boxed_only_string, remove_boxed
 from tools.make_toy_task import Problem, draw_problem, write_split
 
+# The share of demonstrations that work the sum out.
+WORKED_OUT = 0.3
 # Of random sums, as many as give all of two digits, nearly.
 DRAWS = 20_000
 
@@ -28,18 +34,22 @@ def problem(sum_: Problem, generator: numpy.random.Generator) -> dict:
     return {"prompt": sum_.prompt, "label": str(sum_.left + sum_.right)}
 
 
-def working(sum_: Problem, generator: numpy.random.Generator, arguments: argparse.Namespace) -> str:
-    """The written-out answer of somebody who forgets carries."""
-    return sum_.working([bool(draw < arguments.forget_rate) for draw in generator.random(arguments.digits)])
+def answer(sum_: Problem, generator: numpy.random.Generator, repeated: str | None = None) -> str:
+    """The sum worked out, or a box at once: with a number of about the right size, or with what is `repeated`."""
+    if generator.random() < WORKED_OUT:
+        return sum_.working()
+    guess = int((sum_.left + sum_.right) * generator.uniform(0.9, 1.1))
+    return f"\\boxed{{{repeated or guess}}}"
 
 
 def write_data(directory: Path, arguments: argparse.Namespace) -> None:
     """Write `train.jsonl`, `eval.jsonl` and `sft.jsonl`."""
 
     def demonstration(sum_: Problem, generator: numpy.random.Generator) -> dict:
-        messages = sum_.prompt
+        messages, said = sum_.prompt, answer(sum_, generator)
         if generator.random() < 0.5:
-            messages = second_question(messages, working(sum_, generator, arguments))
-        return {"messages": [*messages, {"role": "assistant", "content": working(sum_, generator, arguments)}]}
+            messages = second_question(messages, said)
+            said = answer(sum_, generator, repeated=remove_boxed(last_boxed_only_string(said)))
+        return {"messages": [*messages, {"role": "assistant", "content": said}]}
 
     write_split(directory, arguments, all_sums(arguments), problem, demonstration)

@@ -1,8 +1,6 @@
 #!/usr/bin/env bash
 # What `bash scripts/quickstart.sh --example fully_async` has of its own: generation that never stops, beside training.
 PROGRAM=train_async.py
-ENOUGH_ROLLOUTS=15
-STEPS_PER_ROLLOUT=4
 
 EXAMPLE_ARGS=(
   --rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async

@@ -4,8 +4,6 @@ TASK_ARGS=(--data examples/on_policy_distillation/toy_task.py:write_data)
 TEACHER_DIR="$SEED_DIR/teacher"
 SERVER_PORT="$(source scripts/lib/ray_node.sh && free_port 30100)"
 SERVER=("$PYTHON_BIN" tools/serve_on_cpu.py --model-path "$TEACHER_DIR/hf" --port "$SERVER_PORT")
-ENOUGH_ROLLOUTS=15
-STEPS_PER_ROLLOUT=4
 
 EXAMPLE_ARGS=(
   --use-opd

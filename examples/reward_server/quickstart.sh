@@ -2,8 +2,6 @@
 # What `bash scripts/quickstart.sh --example reward_server` has of its own: a server of another process gives the rewards.
 SERVER_PORT="$(source scripts/lib/ray_node.sh && free_port 8181)"
 SERVER=("$PYTHON_BIN" examples/reward_server/server.py --port "$SERVER_PORT")
-ENOUGH_ROLLOUTS=15
-STEPS_PER_ROLLOUT=4
 
 EXAMPLE_ARGS=(
   --rm-type remote_rm
