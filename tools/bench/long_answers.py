@@ -37,6 +37,11 @@ async def custom_generate(args: Namespace, sample: Sample, sampling_params: dict
     return await generate(args, sample, {**sampling_params, "max_new_tokens": tokens, "ignore_eos": True})
 
 
+async def full_generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """The default function, with answers that are all as long as they may be."""
+    return await generate(args, sample, {**sampling_params, "ignore_eos": True})
+
+
 async def slow_generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """The same a few tokens at a time, with a wait before them; an abort ends it between two requests."""
     return await _slowly(args, sample, sampling_params, answer_tokens(sample.index, args.rollout_max_response_len))

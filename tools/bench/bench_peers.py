@@ -1,0 +1,131 @@
+"""GRPO steps of ours beside those of TRL's `GRPOTrainer`: the same work on the same processor, in one run, taking turns.
+
+    python tools/bench/bench_peers.py                                      # 0.8 M and 19 M parameters, answers of 64 tokens
+    python tools/bench/bench_peers.py --model 19M --lengths long-tailed    # log-normal: median 32, cap 256
+
+A step generates 128 answers to 16 prompts and takes one optimizer step on them, from random weights, in float32. Answers are as
+long as drawn on both sides, so that nobody has less to do. TRL runs in an environment of its own (--environment, made where it
+is missing), generates with transformers and uses all threads; ours is `train.py` as users start it, with real engines behind
+the router. Of each turn the first step, which pays for what is made once, does not count; the median of all others does.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools.bench.bench_loop import read_scalars
+from tools.bench.long_answers import answer_tokens
+
+ROOT = Path(__file__).resolve().parents[2]
+# The last release when this was written; it takes the torch of our own pins.
+PEER = "trl==1.16.0"
+SHAPES = {
+    "0.8M": "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --head-dim 32",
+    "19M": "--num-layers 6 --hidden-size 512 --ffn-hidden-size 1536 --num-attention-heads 8 --num-key-value-heads 4",
+}
+PROMPTS, SAMPLES = 16, 8
+# The longest answer, and the function of `long_answers.py` by which ours end.
+LENGTHS = {"even": (64, "full_generate"), "long-tailed": (256, "custom_generate")}
+PHASES = {"generate": "perf/rollout_time", "train": "perf/train_time", "push": "perf/update_weights_time"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--lengths", choices=LENGTHS, default="even")
+    parser.add_argument("--steps", type=int, default=6, help="of a turn")
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--engines", type=int, default=os.cpu_count())
+    parser.add_argument(
+        "--environment", type=Path, default=ROOT / "outputs/peer-environment", help="virtual environment of the peer"
+    )
+    options = parser.parse_args()
+    python = peer_python(options.environment)
+    for name in options.model:
+        with tempfile.TemporaryDirectory(prefix="bench-peers-") as directory:
+            compare(name, Path(directory), python, options)
+
+
+def peer_python(environment: Path) -> Path:
+    """The interpreter of an environment with the peer."""
+    python = environment / "bin/python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    pins = (ROOT / "requirements/cpu.txt").read_text().splitlines()
+    torch = next(pin for pin in pins if pin.startswith("torch=="))
+    # Where it is there already this takes a moment.
+    subprocess.run([python, "-m", "pip", "install", "--quiet", torch, PEER], check=True)
+    return python
+
+
+def compare(name: str, directory: Path, python: Path, options: argparse.Namespace) -> None:
+    """Print the times of one model."""
+    task = directory / "task"
+    subprocess.run([sys.executable, ROOT / "tools/make_toy_task.py", task, *SHAPES[name].split()], check=True)
+    lengths = lengths_of_steps(options.lengths, options.steps)
+    theirs: list[float] = []
+    ours: dict[str, list[float]] = {"step": [], **{phase: [] for phase in PHASES}}
+    for turn in range(options.turns):
+        theirs += steps_of_peer(python, task, lengths)[1:]
+        scalars = steps_of_ours(task, directory / f"turn-{turn}", options)
+        for phase, tag in {"step": "perf/step_time", **PHASES}.items():
+            ours[phase] += list(scalars[tag].values())[1:]
+    tokens = sum(map(sum, lengths)) / len(lengths)
+    print(f"{name}, {PROMPTS * SAMPLES} answers, {tokens:,.0f} tokens a step, lengths {options.lengths}")
+    step, peer = statistics.median(ours["step"]), statistics.median(theirs)
+    parts = ", ".join(f"{phase} {statistics.median(ours[phase]):.2f}" for phase in PHASES)
+    print(f"  TRL   {peer:8.2f} s per step, of {len(theirs)}")
+    print(f"  ours  {step:8.2f} s per step, of {len(ours['step'])}: {parts}")
+    print(f"  ours is {step / peer:.2f} of TRL", flush=True)
+
+
+def lengths_of_steps(kind: str, steps: int) -> list[list[int]]:
+    """For every step the tokens of its answers, in the order of their samples."""
+    longest, function = LENGTHS[kind]
+    count = PROMPTS * SAMPLES
+    drawn = [[answer_tokens(step * count + index, longest) for index in range(count)] for step in range(steps)]
+    return drawn if function == "custom_generate" else [[longest] * count] * steps
+
+
+def steps_of_peer(python: Path, task: Path, lengths: list[list[int]]) -> list[float]:
+    """Seconds of the steps of a turn."""
+    drawn = task.parent / "lengths.json"
+    drawn.write_text(json.dumps(lengths))
+    command = [
+        python, ROOT / "tools/bench/peer_trl.py", task / "model", task / "train.jsonl", "--lengths", drawn,
+        "--samples-per-prompt", str(SAMPLES), "--threads", str(os.cpu_count()),
+    ]  # fmt: skip
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def steps_of_ours(task: Path, directory: Path, options: argparse.Namespace) -> dict[str, dict[int, float]]:
+    """The scalars that a turn has written."""
+    longest, function = LENGTHS[options.lengths]
+    command = [
+        sys.executable, ROOT / "train.py", "--hf-checkpoint", task / "model", "--model-args-from-hf",
+        "--actor-num-gpus-per-node", "1", "--rollout-num-gpus", str(options.engines), "--prompt-data", task / "train.jsonl",
+        "--apply-chat-template", "--rm-type", "random", "--num-rollout", str(options.steps),
+        "--rollout-batch-size", str(PROMPTS), "--n-samples-per-prompt", str(SAMPLES), "--num-steps-per-rollout", "1",
+        "--rollout-max-response-len", str(longest), "--custom-generate-function-path",
+        f"{ROOT / 'tools/bench/long_answers.py'}:{function}", "--lr", "1e-5", "--clip-grad", "1.0",
+        "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096",
+        "--train-env-vars", json.dumps({"OMP_NUM_THREADS": str(os.cpu_count())}),
+    ]  # fmt: skip
+    environment = {**os.environ, "TENSORBOARD_DIR": str(directory), "SLIME_ACCELERATOR": "cpu"}
+    run = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if run.returncode:
+        sys.exit(run.stdout[-3000:])
+    return read_scalars(directory)
+
+
+if __name__ == "__main__":
+    main()
