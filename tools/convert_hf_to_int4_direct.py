@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.utils.errors import RunError, UserError
-from tools.conversion.hugging_face import add_options, int4_recipe, quantise_checkpoint
+from tools.conversion.hugging_face import add_options, integer_recipe, quantise_checkpoint
 from tools.conversion.units import start_server
 
 
@@ -42,7 +42,7 @@ def main(words: list[str] | None = None) -> None:
         parser.error("--group-size takes a positive number")
     start_server(args.max_workers)
     try:
-        recipe = int4_recipe(args.group_size, args.is_symmetric)
+        recipe = integer_recipe(4, args.group_size, args.is_symmetric)
         quantise_checkpoint(args.model_dir, args.save_dir, recipe, args.ignore_rules, args.group_size, args)
     except (UserError, RunError) as error:
         sys.exit(f"error: {error}")

@@ -187,7 +187,7 @@ def pack_integers(integers: torch.Tensor, bits: int) -> torch.Tensor:
     return stored.view(torch.int32).view(integers.shape[0], -(-integers.shape[1] * bits // 32))
 
 
-def _unpack_integers(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
+def unpack_integers(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     """What `pack_integers` has packed."""
     import torch
 
@@ -489,8 +489,8 @@ class _Packed:
         words = slice(first * self._bits // 32, -(-last * self._bits // 32))
         own = slice(along.start - first, along.stop - first)
         if dim == 1:
-            return _unpack_integers(stored[across, words], self._bits, last - first)[:, own]
-        return _unpack_integers(stored[words, across].T, self._bits, last - first).T[own]
+            return unpack_integers(stored[across, words], self._bits, last - first)[:, own]
+        return unpack_integers(stored[words, across].T, self._bits, last - first).T[own]
 
 
 def _ranges(index: slice | tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, slice]:

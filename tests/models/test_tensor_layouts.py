@@ -167,3 +167,14 @@ def test_sizes_that_contradict_the_flags_are_named():
         part(Vocabulary(), (torch.ones(6, 1),))
     with pytest.raises(UserError, match="--num-query-groups 2"):
         part(QueryKeyValue(), (torch.ones(8), torch.ones(3), torch.ones(3)))
+
+
+@pytest.mark.parametrize("layout", [QueryKeyValue(), GatedLinear(), Vocabulary(), Sharded(1), Replicated()])
+def test_parts_are_the_parameter_of_a_single_rank(layout):
+    rows = (8, 4, 4) if isinstance(layout, QueryKeyValue) else (6, 6) if isinstance(layout, GatedLinear) else (5,)
+    tensors = [torch.randn(count, 3) for count in rows]
+    parts = layout.parts(tensors, SIZES)
+    assert torch.cat(tuple(parts)).equal(part(layout, tensors))
+    # Rows are where they were.
+    own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    assert all(given.untyped_storage().data_ptr() in own for given in parts if given.any())

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.utils.errors import UserError
 from slime.utils.filesystem import write_json_atomically
-from slime.weights.hf_reader import INDEX_FILE, Place, SafetensorsDirectory, places_of_checkpoint
+from slime.weights.hf_reader import INDEX_FILE, Place, SafetensorsDirectory, StoredTensor, places_of_checkpoint
 from slime.weights.hf_writer import copy_auxiliary_files, number_shards
 from slime.weights.quantisers import (
     open_checkpoint,
@@ -122,10 +122,10 @@ def _fp8_channels(weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
     return dict(zip(("weight", "weight_scale"), quantise_fp8_blocks(weight, (1, weight.shape[1])), strict=True))
 
 
-def int4_recipe(group_size: int, is_symmetric: bool) -> Recipe:
+def integer_recipe(bits: int, group_size: int, is_symmetric: bool) -> Recipe:
     """Round to nearest, in groups of columns."""
     weights = {
-        "num_bits": 4, "type": "int", "symmetric": is_symmetric, "strategy": "group", "group_size": group_size,
+        "num_bits": bits, "type": "int", "symmetric": is_symmetric, "strategy": "group", "group_size": group_size,
         "dynamic": False,
     }  # fmt: skip
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
@@ -133,7 +133,7 @@ def int4_recipe(group_size: int, is_symmetric: bool) -> Recipe:
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
         "config_groups": groups,
     }  # fmt: skip
-    parts = functools.partial(quantise_integers, bits=4, group_size=group_size, symmetric=is_symmetric)
+    parts = functools.partial(quantise_integers, bits=bits, group_size=group_size, symmetric=is_symmetric)
     return Recipe(settings, "ignore", parts)
 
 
@@ -151,7 +151,7 @@ def quantise_checkpoint(
     """
     if quantisation_settings(source) is not None:
         raise UserError(f"{source} is quantised already: make a plain one of it first (tools/fp8_cast_bf16.py)")
-    places = _places(source)
+    places = places_of(source)
     chosen, left = quantised_matrices(places, rules, columns)
     settings = {**recipe.settings, recipe.ignored: left}
     config = {**read_config(source), "quantization_config": settings}
@@ -160,21 +160,35 @@ def quantise_checkpoint(
     )
 
 
-def dequantise_checkpoint(source: Path, target: Path, options: argparse.Namespace) -> None:
+def dequantise_checkpoint(
+    source: Path,
+    target: Path,
+    options: argparse.Namespace,
+    files: Sequence[str] = (),
+    config_file: Path | None = None,
+) -> None:
     """Write the quantised checkpoint `source` with plain numbers, in the 16-bit type of its config, as `target`.
 
+    Args:
+        files: names of weight files, where the weights of these alone are wanted.
+        config_file: the config of the new checkpoint, in place of that of `source`.
+
     Raises:
-        UserError: it is not quantised.
+        UserError: it is not quantised, or has no such file.
     """
     if quantisation_settings(source) is None:
         raise UserError(f"{source} is not quantised: its config.json has no quantization_config")
-    places, names = _places(source), open_checkpoint(source).names()
-    config = read_config(source)
+    places, names = places_of(source), open_checkpoint(source).names()
+    absent = sorted(set(files) - {place.path.name for place in places.values()})
+    if absent:
+        raise UserError(f"--files {absent[0]}: {source} has no such weight file")
+    config = _json_object(config_file) if config_file is not None else read_config(source)
     for part in (config, config.get("text_config", {})):
         part.pop("quantization_config", None)
     dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     stored = {name: places.get(name) or places[name.removesuffix("weight") + "weight_packed"] for name in names}
-    _convert(source, target, config, functools.partial(_plain, source, dtype), stored, options)
+    wanted = {name: place for name, place in stored.items() if not files or place.path.name in files}
+    _convert(source, target, config, functools.partial(_plain, source, dtype), wanted, options)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -255,8 +269,6 @@ def _quantised(
 def _plain(source: Path, dtype: str, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
     import torch
 
-    from slime.weights.hf_reader import StoredTensor
-
     opened = open_checkpoint(source)
     for name in names:
         stored = opened.tensor(name)
@@ -271,7 +283,12 @@ def _plain(source: Path, dtype: str, names: Sequence[str]) -> Iterator[tuple[str
         yield name, whole
 
 
-def _places(source: Path) -> dict[str, Place]:
+def places_of(source: Path) -> dict[str, Place]:
+    """Where the tensors of a Hugging Face checkpoint lie, by name.
+
+    Raises:
+        UserError: it is no directory, has no weights, or lacks a file of them.
+    """
     if not source.is_dir():
         raise UserError(f"{source} is no directory; give a Hugging Face checkpoint")
     try:
@@ -289,12 +306,43 @@ def read_config(hf_dir: Path) -> dict[str, Any]:
     Raises:
         UserError: there is none, or it is broken.
     """
+    file = hf_dir / "config.json"
+    if not file.is_file():
+        raise UserError(f"{hf_dir} has no config.json: it is no Hugging Face checkpoint")
+    return _json_object(file)
+
+
+def _json_object(file: Path) -> dict[str, Any]:
     try:
-        config = json.loads((hf_dir / "config.json").read_text())
-    except OSError as error:
-        raise UserError(f"{hf_dir} has no config.json: it is no Hugging Face checkpoint") from error
-    except ValueError as error:
-        raise UserError(f"{hf_dir / 'config.json'} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{hf_dir / 'config.json'} holds no JSON object")
-    return config
+        found = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{file} holds no JSON object")
+    return found
+
+
+def differences(checkpoint: Path, other: Path, ignored: Callable[[str], bool] = lambda name: False) -> Iterator[str]:
+    """What two Hugging Face checkpoints have not in common, in words: tensors are compared bit by bit, as they are stored.
+
+    Args:
+        ignored: whether a tensor may be missing in `checkpoint`.
+    """
+    one, two = SafetensorsDirectory(checkpoint), SafetensorsDirectory(other)
+    yield from (f"{name} is in {checkpoint} alone" for name in sorted(one.names() - two.names()))
+    for name in sorted(two.names()):
+        if name not in one.names():
+            if not ignored(name):
+                yield f"{name} is in {other} alone"
+            continue
+        found, expected = one.tensor(name), two.tensor(name)
+        if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+            yield f"{name} is {found.dtype} {list(found.shape)}, and {expected.dtype} {list(expected.shape)} in {other}"
+        elif not _bits(found).equal(_bits(expected)):
+            yield f"{name} has other numbers"
+
+
+def _bits(stored: StoredTensor) -> torch.Tensor:
+    import torch
+
+    return stored[...].contiguous().flatten().view(torch.uint8)

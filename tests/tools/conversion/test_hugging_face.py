@@ -10,7 +10,13 @@ from safetensors.torch import load_file, save_file
 
 from slime.utils.errors import UserError
 from slime.weights.quantisers import open_checkpoint, quantise_fp8_blocks, quantiser_of, rounded_as_int4
-from tools import convert_hf_to_fp8, convert_hf_to_int4_direct, fp8_cast_bf16
+from tools import (
+    convert_hf_to_fp8,
+    convert_hf_to_int4_direct,
+    convert_k2_thinking_int4_to_bf16,
+    fp8_cast_bf16,
+)
+from tools.conversion.hugging_face import differences
 
 EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"
 QUANTISED = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight", EXPERT)
@@ -121,6 +127,49 @@ def test_int4_as_the_engines_package_reads_it(checkpoint, tmp_path, is_symmetric
         read_by_package = PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
         assert read_by_package.equal(rounded_as_int4(tensors[name], scheme))
         assert open_checkpoint(target).tensor(name)[:].equal(read_by_package)
+
+
+def test_packed_weights_become_those_of_16_bits_in_all_files_or_some(checkpoint, tmp_path, capsys):
+    source, tensors = checkpoint
+    packed = tmp_path / "packed"
+    convert_hf_to_int4_direct.main(["--model-dir", str(source), "--save-dir", str(packed), "--chunk-size", "30000"])
+    (tmp_path / "other.json").write_text(json.dumps({"model_type": "other", "quantization_config": {}}))
+    convert = convert_k2_thinking_int4_to_bf16.main
+    convert(["--model-dir", str(packed), "--config-path", str(tmp_path / "other.json")])
+    whole, opened = tmp_path / "packed-bf16", open_checkpoint(packed)
+    plain = read(whole)
+    assert plain.keys() == tensors.keys()
+    assert all(plain[name].equal(opened.tensor(name)[:]) for name in tensors)
+    assert json.loads((whole / "config.json").read_text()) == {"model_type": "other"}
+    words = ["--model-dir", str(packed)]
+    with pytest.raises(SystemExit, match="exists already"):
+        convert(words)
+    first = sorted(path.name for path in packed.glob("*.safetensors"))[0]
+    convert([*words, "--overwrite", "--files", first])
+    some = read(whole)
+    assert 0 < len(some) < len(plain) and all(some[name].equal(plain[name]) for name in some)
+    with pytest.raises(SystemExit, match="--files nothing"):
+        convert([*words, "--overwrite", "--files", "nothing"])
+
+
+def test_differences_of_two_checkpoints(checkpoint, tmp_path):
+    source, tensors = checkpoint
+    assert list(differences(source, source)) == []
+    other = tmp_path / "other"
+    other.mkdir()
+    names = sorted(tensors)
+    changed = {
+        **tensors,
+        names[0]: tensors[names[0]].clone(),
+        names[1]: tensors[names[1]].float(),
+        "more": torch.ones(1),
+    }
+    changed[names[0]].view(torch.int16)[0] += 1
+    del changed[names[2]]
+    save_file(changed, other / "model.safetensors")
+    lines = list(differences(other, source))
+    assert [line.split()[0] for line in lines] == ["more", *names[:3]]
+    assert len(list(differences(other, source, lambda name: name == names[2]))) == 3
 
 
 def test_what_cannot_be_converted_is_refused(checkpoint, tmp_path, capsys):

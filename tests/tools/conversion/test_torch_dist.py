@@ -1,7 +1,11 @@
 """Hugging Face -> torch_dist -> Hugging Face without a model in memory, and what training makes of either."""
 
 import json
+import math
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,7 +15,9 @@ from slime.utils.errors import UserError
 from tests.support.models.tiny_model import tiny_args, write_tiny_mimo, write_tiny_model
 from tests.support.processes.distributed import run_distributed
 from tests.support.processes.family_checks import of_trained_parts
-from tools import convert_hf_to_fp8
+from tests.support.tables.shell_arrays import ROOT
+from tools import convert_hf_to_fp8, convert_torch_dist_to_hf_parallel, inspect_checkpoint
+from tools.conversion.hugging_face import differences
 from tools.conversion.inspection import check_checksums, describe, misfits, write_checksums
 from tools.conversion.torch_dist import convert_hf_to_torch_dist, convert_torch_dist_to_hf, megatron_names
 
@@ -337,6 +343,139 @@ def test_broken_parts_of_a_checkpoint_are_told_by_file(directories, tmp_path):
     ):
         with pytest.raises(UserError, match="config.json cannot be read"):
             action()
+
+
+def test_the_parallel_name_is_the_same_tool(directories, tmp_path, monkeypatch):
+    words = ["--input-dir", directories / "tied-dist", "--output-dir", tmp_path / "back"]
+    words += ["--origin-hf-dir", directories / "tied", "--load-max-workers", "1", "--save-max-workers", "1"]
+    convert_torch_dist_to_hf_parallel.main([str(word) for word in words])
+    assert list(differences(tmp_path / "back", directories / "tied")) == []
+
+
+@pytest.mark.slow
+def test_the_export_of_training_has_the_tensors_it_came_from(directories, tmp_path):
+    command = [sys.executable, "-W", "ignore", "tools/convert_to_hf.py", "--check-same"]
+    for name, source, same in (("tied", "tied", True), ("tied", "other", False)):
+        flags = ["--hf-checkpoint", directories / name, "--output-dir", tmp_path / source]
+        if not same:
+            write_tiny_model(tmp_path / "model", tied=True, seed=1)
+            flags += ["--load", tmp_path / "model"]
+        result = subprocess.run(
+            [*command, *map(str, flags)], capture_output=True, text=True, timeout=300, cwd=ROOT,
+            env={**os.environ, "SLIME_ACCELERATOR": "cpu"},
+        )  # fmt: skip
+        assert result.returncode == (not same), result.stdout + result.stderr
+        assert ("has other numbers" in result.stdout) == (not same)
+        assert list(differences(tmp_path / source, directories / name)) == [] or not same
+
+
+@pytest.mark.slow
+def test_the_exit_status_of_an_inspection_says_whether_all_fits(directories, tmp_path):
+    shutil.copytree(directories / "tied-dist", tmp_path / "run")
+    for words, status in (
+        ((), 0),
+        (("--check-checksums",), 1),
+        (("--write-checksums",), 0),
+        (("--check-checksums",), 0),
+    ):
+        assert _status(tmp_path / "run", *words) == status, words
+    (tmp_path / "run" / "more").touch()
+    assert _status(tmp_path / "run", "--check-checksums") == 1
+    next((tmp_path / "run").rglob("*.distcp")).unlink()
+    assert _status(tmp_path / "run") == 1
+
+
+def _status(directory, *words):
+    with pytest.raises(SystemExit) as end:
+        inspect_checkpoint.main([str(directory), *words])
+    return end.value.code if isinstance(end.value.code, int) else 1
+
+
+HELD = """
+import sys, threading
+from pathlib import Path
+
+def anonymous():
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+def watch():
+    global most
+    while not ended.wait(0.002):
+        most = max(most, anonymous())
+
+main = __import__("importlib").import_module(sys.argv[1]).main
+import torch, safetensors.torch, tools.conversion.torch_dist
+torch.set_num_threads(1)
+ended = threading.Event()
+before = most = anonymous()
+watching = threading.Thread(target=watch)
+watching.start()
+main(sys.argv[2:])
+ended.set()
+watching.join()
+print(most - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "tool", ["convert_torch_dist_to_hf", "convert_hf_to_fp8", "convert_hf_to_int4_direct", "fp8_cast_bf16"]
+)
+def test_a_process_holds_about_its_largest_tensor(tmp_path, tool):
+    """Of a model of which that is a small part; pages of mapped files are the kernel's, and not counted."""
+    hidden, layers = 1024, 24
+    largest = 4 * hidden * hidden * 2
+    model, dist, fp8, target = (tmp_path / name for name in ("model", "dist", "fp8", "target"))
+    write_bench_like_model(model, hidden, layers)
+    held = {"convert_torch_dist_to_hf": ("--input-dir", dist, "--output-dir", target, "--origin-hf-dir", model)}
+    if tool == "convert_torch_dist_to_hf":
+        run_distributed(_convert_one, 1, (str(model), str(dist)), timeout=300)
+    if tool == "fp8_cast_bf16":
+        convert_hf_to_fp8.main(["--model-dir", str(model), "--save-dir", str(fp8), "--max-workers", "1"])
+        held[tool] = ("--input-fp8-hf-path", fp8, "--output-bf16-hf-path", target)
+    words = held.get(tool, ("--model-dir", model, "--save-dir", target))
+    command = [sys.executable, "-W", "ignore", "-c", HELD, f"tools.{tool}", *map(str, words), "--max-workers", "1"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    total = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    assert total > 60 * largest / 4
+    # In float32 and rounded, and what the modules of a tool take that are imported late.
+    assert int(result.stdout.split()[-1]) < 8 * largest + 64e6 < total / 3
+
+
+def write_bench_like_model(directory, hidden, layers):
+    directory.mkdir()
+    one = torch.randn(4 * hidden, hidden, generator=torch.Generator().manual_seed(0)).bfloat16()
+    heads, width = hidden // 64, 64
+    shapes = {
+        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (hidden, hidden), "self_attn.v_proj": (hidden, hidden),
+        "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (4 * hidden, hidden), "mlp.up_proj": (4 * hidden, hidden),
+        "mlp.down_proj": (hidden, 4 * hidden), "self_attn.q_norm": (width,), "self_attn.k_norm": (width,),
+        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+    }  # fmt: skip
+
+    def cut(shape):
+        return one.flatten()[: math.prod(shape)].view(shape).clone()
+
+    ends = {"model.embed_tokens.weight": cut((1024, hidden)), "model.norm.weight": cut((hidden,))}
+    save_file(ends, directory / "model-ends.safetensors")
+    for layer in range(layers):
+        tensors = {f"model.layers.{layer}.{name}.weight": cut(shape) for name, shape in shapes.items()}
+        save_file(tensors, directory / f"model-{layer}.safetensors")
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": layers, "hidden_size": hidden,
+        "intermediate_size": 4 * hidden, "num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": width,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "vocab_size": 1024, "max_position_embeddings": 512,
+        "tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False, "dtype": "bfloat16",
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def _convert_one(model, target):
+    from pathlib import Path
+
+    convert_hf_to_torch_dist(Path(model), Path(target), [], workers=1, force=False, largest=2**28)
 
 
 def _misfits(root):

@@ -1,0 +1,53 @@
+#!/usr/bin/env python3
+"""Write the model of a run as a Hugging Face directory, on the way that --save-hf goes.
+
+    python tools/convert_to_hf.py --hf-checkpoint MODEL --output-dir EXPORTED --check-same
+    python tools/convert_to_hf.py --hf-checkpoint MODEL --load RUN/checkpoints --output-dir EXPORTED ${MODEL_ARGS[@]}
+
+The model is built, given its weights as a run is, and exported. It has to fit into memory: tools/convert_torch_dist_to_hf.py
+needs none. --check-same compares the result with --hf-checkpoint, bit by bit, so it says of a model, before anything is
+trained, whether it goes there and back. The exit status is 1 where something differs.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.utils.errors import RunError, UserError
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--hf-checkpoint", type=Path, required=True, help="the model, as of a run")
+    parser.add_argument("--output-dir", type=Path, required=True, help="where the Hugging Face directory goes")
+    parser.add_argument("--check-same", action="store_true", help="compare it with --hf-checkpoint, bit by bit")
+    parser.add_argument("-f", "--force", action="store_true", help="replace the weights of a directory that exists")
+    args, flags = parser.parse_known_args(words)
+    wrong: list[str] = []
+    try:
+        if args.output_dir.exists() and not args.force:
+            raise UserError(f"{args.output_dir} exists already; give another directory, or --force")
+        from slime.training.actor_rank import ActorRank
+        from tools.conversion.hugging_face import differences
+        from tools.conversion.torch_dist import is_left_out, parse_model_flags
+
+        rank = ActorRank(parse_model_flags(args.hf_checkpoint, flags), 0, 1, 0)
+        rank.init(rank.rendezvous_address())
+        rank.export_hf(str(args.output_dir))
+        rank.dispose()
+        if args.check_same:
+            wrong += differences(
+                args.output_dir, args.hf_checkpoint, lambda name: is_left_out(args.hf_checkpoint, name)
+            )
+            print("\n".join(wrong) or f"{args.output_dir} has the tensors of {args.hf_checkpoint}, bit by bit")
+    except (UserError, RunError) as error:
+        sys.exit(f"error: {error}")
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
