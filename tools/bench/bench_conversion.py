@@ -5,11 +5,14 @@
 A random model in the shape of Qwen3 is written, and read once, so that all find it in memory. Then its files are copied and
 brought to the disk, by one process, and each converter makes what it makes of them. Rounds take turns, and the least time of
 each is told; that of a converter has the start of its processes in it. Ratios are speeds: bytes read per second, over those
-of the copy.
+of the copy. Beside them are the processor's seconds of all processes of the fastest round, which other load changes less.
 """
 
 import argparse
+import contextlib
+import ctypes
 import json
+import os
 import platform
 import resource
 import shutil
@@ -26,6 +29,8 @@ from slime.utils.filesystem import fsync_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, HEADS, GROUPS, HEAD_DIM, FFN, VOCABULARY = 2048, 16, 8, 128, 6144, 32768
+# Of prctl: who is orphaned below this process becomes its child, and what it took is known when it has ended.
+_PR_SET_CHILD_SUBREAPER = 36
 TOOLS = {
     "convert_hf_to_torch_dist": "--hf-checkpoint {model} --save {target}",
     "convert_torch_dist_to_hf": "--input-dir {torch_dist} --output-dir {target} --origin-hf-dir {model}",
@@ -42,6 +47,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--only", nargs="*", choices=TOOLS, default=list(TOOLS))
     options = parser.parse_args()
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     directory = Path(tempfile.mkdtemp(prefix="bench-conversion-"))
     try:
         tell(options, directory)
@@ -54,10 +60,10 @@ def tell(options: argparse.Namespace, directory: Path) -> None:
     write_model(model, int(options.gigabytes * 1e9))
     size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     made = {"torch_dist": directory / "torch_dist", "fp8": directory / "fp8"}
-    least: dict[str, float] = {}
+    least: dict[str, tuple[float, float]] = {}
     peaks: dict[str, float] = {}
     for _ in range(options.rounds):
-        least["copy"] = min(least.get("copy", float("inf")), copied(model, directory / "copy"))
+        note(least, "copy", *copied(model, directory / "copy"))
         for tool in options.only:
             target = {"convert_hf_to_torch_dist": made["torch_dist"], "convert_hf_to_fp8": made["fp8"]}.get(
                 tool, directory / "made"
@@ -65,24 +71,41 @@ def tell(options: argparse.Namespace, directory: Path) -> None:
             shutil.rmtree(target, ignore_errors=True)
             words = TOOLS[tool].format(model=model, target=target, **made).split()
             command = [sys.executable, "-W", "ignore", ROOT / "tools" / f"{tool}.py", *words]
-            start = time.perf_counter()
+            start, processor = time.perf_counter(), processor_seconds(resource.RUSAGE_CHILDREN)
             subprocess.run([*command, "--max-workers", str(options.workers)], check=True)
-            least[tool] = min(least.get(tool, float("inf")), time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            with contextlib.suppress(ChildProcessError):
+                while True:
+                    os.wait()
+            note(least, tool, seconds, processor_seconds(resource.RUSAGE_CHILDREN) - processor)
             peaks[tool] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
     count = len(list(model.glob("*.safetensors")))
     print(f"{size / 1e9:.2f} GB in {count} files, {platform.processor() or platform.machine()}")
-    for name, seconds in least.items():
+    for name, (seconds, processor) in least.items():
         # The peak is that of the largest process so far.
         memory = f", at most {peaks[name]:.2f} GB in a process" if name in peaks else ""
-        print(f"{name:28s} {seconds:7.2f} s  {least['copy'] / seconds:5.2f} of the copy's speed{memory}")
+        ratio = least["copy"][0] / seconds
+        print(
+            f"{name:28s} {seconds:7.2f} s  {ratio:5.2f} of the copy's speed  {processor:6.2f} s of processors{memory}"
+        )
 
 
-def copied(source: Path, target: Path) -> float:
+def note(least: dict[str, tuple[float, float]], name: str, seconds: float, processor: float) -> None:
+    least[name] = min(least.get(name, (float("inf"), 0.0)), (seconds, processor))
+
+
+def processor_seconds(who: int) -> float:
+    usage = resource.getrusage(who)
+    return usage.ru_utime + usage.ru_stime
+
+
+def copied(source: Path, target: Path) -> tuple[float, float]:
+    """Seconds, and those of processors."""
     shutil.rmtree(target, ignore_errors=True)
-    start = time.perf_counter()
+    start, processor = time.perf_counter(), processor_seconds(resource.RUSAGE_SELF)
     shutil.copytree(source, target)
     fsync_tree(target)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, processor_seconds(resource.RUSAGE_SELF) - processor
 
 
 def write_model(directory: Path, nbytes: int) -> None:

@@ -217,6 +217,8 @@ class _Filling:
         self._parts = parts
 
     def seek(self, offset: int, whence: int) -> None:
-        written = sum(self.write(memoryview(part.view(torch.uint8).numpy())) for part in self._parts)
+        # One entry counts as contiguous with any stride, and as bytes it does not.
+        flat = (part.as_strided((part.numel(),), (1,)).view(torch.uint8) for part in self._parts)
+        written = sum(self.write(memoryview(part.numpy())) for part in flat)
         if (written, whence) != (offset, os.SEEK_CUR):
             raise RuntimeError(f"torch.save leaves {offset} bytes for a tensor of {written}")
