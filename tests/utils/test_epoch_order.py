@@ -55,6 +55,15 @@ def test_an_epoch_follows_from_seed_and_number_alone_and_others_differ():
     )
 
 
+def test_each_pass_over_a_part_draws_anew():
+    """An epoch has three of the six, every second one begins a pass."""
+    begun = {
+        frozenset(int(i) for i in epoch_order([Part(6, 1.0), Part(6, 3.0)], 5, epoch, True) if i < 6)
+        for epoch in range(0, 12, 2)
+    }
+    assert len(begun) > 1 and {len(drawn) for drawn in begun} == {3}
+
+
 def test_files_in_order_go_on_where_the_last_epoch_stopped():
     parts = [Part(4, 1.0), Part(4, 3.0)]
     assert [list(epoch_order(parts, 0, epoch, False)) for epoch in (0, 1)] == [

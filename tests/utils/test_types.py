@@ -109,6 +109,15 @@ class TestAppend:
         sample.append_response_tokens(tokens=[3], trainable=False)
         assert sample.loss_mask == [1, 1, 0]
 
+    def test_arrays_that_are_appended_stay_their_owners(self):
+        tokens, log_probs = np.array([1, 2]), np.array([-1.0, -2.0], np.float32)
+        for part in (slice(None), slice(1)):
+            sample = prompt_sample()
+            sample.append_response_tokens(tokens=tokens[part], log_probs=log_probs[part])
+            tokens[0], log_probs[0] = 7, 7.0
+            assert sample.rollout_log_probs == [-1.0, -2.0][part] and sample.tokens == [10, 11, *[1, 2][part]]
+            tokens[0], log_probs[0] = 1, -1.0
+
     def test_the_prompt_ids_of_a_group_may_be_one_list(self):
         prompt_ids = [1, 2]
         first, second = Sample(tokens=prompt_ids), Sample(tokens=prompt_ids)
