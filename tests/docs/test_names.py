@@ -13,8 +13,8 @@ _IMPORTED = re.compile(r"^from (slime[\w.]*) import (\([^)]*\)|.*)", re.MULTILIN
 _FILE = re.compile(
     r"(?<![\w./-])(?:slime|slime_plugins|tests|tools|scripts|examples|requirements)/[\w/.-]+\.(?:py|sh|txt|md)\b"
 )
-# A recipe makes it; the page says that it is not built.
-NOT_THERE = {"slime.models.seed_oss", "slime.rollout.forge_load.generate_rollout"}
+# A recipe makes it.
+NOT_THERE = {"slime.models.seed_oss"}
 
 
 def is_there(name: str) -> bool:
