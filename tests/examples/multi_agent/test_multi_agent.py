@@ -6,13 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from examples.multi_agent import multi_agent, toy_task
+from examples.multi_agent import multi_agent
 from examples.multi_agent.multi_agent import chosen, generate, listed, log_roles, to_rewrite, to_select
 from slime.rollout.custom_generate import complete_sample
 from slime.rollout.dialogue import ask_all
 from slime.utils.types import Sample
 from tests.support.models.args import parse
-from tests.support.models.toy_rows import toy_rows
 from tests.support.processes.spoken import spoken
 
 EXAMPLE = Path(__file__).parents[3] / "examples/multi_agent"
@@ -138,12 +137,3 @@ def test_the_mean_reward_of_each_role_is_logged(monkeypatch):
 def test_a_run_takes_the_settings(tmp_path):
     args = parse(tmp_path, "--custom-config-path", str(EXAMPLE / "agents.yaml"))
     assert (args.num_parallel, args.correct_reward_weight, args.incorrect_reward_weight) == (5, 1.2, 0.8)
-
-
-def test_demonstrations_are_of_all_roles(tmp_path):
-    task = toy_rows(tmp_path, toy_task)
-    asked = [row["messages"][0]["content"] for row in task["sft"]]
-    shares = [sum(mark in text for text in asked) / len(asked) for mark in ("Write your", "Box the")]
-    assert all(0.25 < share < 0.42 for share in shares)
-    choices = [row["messages"][1]["content"] for row in task["sft"] if "Box the" in row["messages"][0]["content"]]
-    assert {chosen(choice, toy_task.AGENTS) for choice in choices} == {0, 1}
