@@ -32,6 +32,8 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 STD_EPSILON = 1e-6
+# Without fan-outs n executions give at most (n − 1)/√n.
+_STEEP_ADVANTAGE = 100.0
 
 
 def convert_samples_to_train_batch(args: argparse.Namespace, samples: Sequence[Sample]) -> TrainBatch:
@@ -99,7 +101,7 @@ def relative_rewards(args: argparse.Namespace, samples: Sequence[Sample], values
     row = estimator(args.advantage_estimator)
     if not args.rewards_normalization or args.loss_type == "sft_loss" or not row.centers:
         return values
-    return normalize_rewards(
+    relative = normalize_rewards(
         values,
         [sample.group_index for sample in samples],
         [sample.rollout_id for sample in samples],
@@ -107,6 +109,14 @@ def relative_rewards(args: argparse.Namespace, samples: Sequence[Sample], values
         scale=args.grpo_std_normalization and row.scales,
         group_size=args.n_samples_per_prompt,
     )
+    steep = int(np.count_nonzero(np.abs(relative) > _STEEP_ADVANTAGE))
+    if steep:
+        logger.warning(
+            "%d of %d rewards are up to %.0f standard deviations of their group: executions that fanned out have nearly the "
+            "same mean reward, and their siblings others; give --disable-grpo-std-normalization",
+            steep, len(relative), np.abs(relative).max(),
+        )  # fmt: skip
+    return relative
 
 
 def normalize_rewards(

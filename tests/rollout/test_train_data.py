@@ -110,6 +110,17 @@ def test_l3_siblings_of_a_fan_out_get_the_full_reward_in_the_batch():
     assert batch["rollout_mask_sums"].tolist() == [4, 4, 2, 2], "the loss averages the siblings"
 
 
+@pytest.mark.parametrize(("rewards", "is_told"), [([1, 0, 0, 1], True), ([1, 0, 1, 1], False)])
+def test_siblings_whose_executions_do_not_differ_are_told_of(rewards, is_told, caplog):
+    samples = make(rewards, [0] * 4)
+    for sample, execution in zip(samples, [10, 10, 11, 11], strict=True):
+        sample.rollout_id = execution
+    relative = post_process_rewards(objective(), samples)[1]
+    # Executions with means of 1/2 and 1/2 have no deviation but the 1e-6 beside it; those of 1/2 and 1 have one of 0.3536.
+    assert max(abs(relative)) == pytest.approx(0.5e6 if is_told else 2.1213, rel=1e-4)
+    assert ("--disable-grpo-std-normalization" in caplog.text) == is_told
+
+
 def test_removed_and_masked_samples_take_part_in_the_statistics_of_their_group():
     samples = make([1, 0, None, 1], [0] * 4)
     samples[0].remove_sample = True
