@@ -102,6 +102,8 @@ class TorchDistDirectory:
         # Of a tensor that is loaded without its numbers torch notes where they start, and it never compresses them.
         stored = described.untyped_storage()
         start = place.offset + stored._checkpoint_offset
+        if not stored.nbytes():
+            return torch.empty(described.shape, dtype=described.dtype)
         numbers = torch.frombuffer(self._files[path], dtype=torch.uint8, count=stored.nbytes(), offset=start)
         if start % described.itemsize:
             numbers = numbers.clone()

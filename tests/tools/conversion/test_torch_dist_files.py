@@ -33,6 +33,7 @@ def test_what_torch_has_written_is_read(tmp_path):
         "bf16": torch.randn(5, 3).bfloat16(),
         "transposed": torch.randn(4, 6).T,
         "decoder.layers.mlp.weight": torch.randn(2, 3, 4),
+        "nothing": torch.empty(0, 4),
         "optimizer.state": torch.randn(2),
     }
     save(state, storage_writer=FileSystemWriter(tmp_path, single_file_per_rank=True), no_dist=True)
