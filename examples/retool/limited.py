@@ -13,27 +13,37 @@ from types import TracebackType
 
 # Numbers of system calls per architecture (linux/audit.h, asm/unistd.h). `thread`: clone, which may make threads alone.
 # `absent`: clone3, whose flags a filter cannot read: libraries fall back on clone. `denied`: other ways to a process, a
-# program or a connection.
+# program or a connection, out of what is ended with the program, and to the rights of files, which Landlock leaves alone.
 ARCHITECTURES = {
     "x86_64": {
         "audit": 0xC000003E,
         "thread": 56,
         "absent": 435,
-        # fork, vfork, execve, execveat, socket, ptrace, process_vm_readv, process_vm_writev, io_uring_setup, unshare, setns
-        "denied": (57, 58, 59, 322, 41, 101, 310, 311, 425, 272, 308),
+        # fork, vfork, execve, execveat, socket, ptrace, process_vm_readv, process_vm_writev, io_uring_setup, unshare, setns;
+        # prctl, setpgid, setsid; chmod, fchmod, fchmodat, fchmodat2, chown, fchown, lchown, fchownat
+        "denied": (
+            57, 58, 59, 322, 41, 101, 310, 311, 425, 272, 308, 157, 109, 112, 90, 91, 268, 452, 92, 93, 94, 260,
+        ),
     },
     "aarch64": {
         "audit": 0xC00000B7,
         "thread": 220,
         "absent": 435,
-        # execve, execveat, socket, ptrace, process_vm_readv, process_vm_writev, io_uring_setup, unshare, setns
-        "denied": (221, 281, 198, 117, 270, 271, 425, 97, 268),
+        # execve, execveat, socket, ptrace, process_vm_readv, process_vm_writev, io_uring_setup, unshare, setns; prctl,
+        # setpgid, setsid; fchmod, fchmodat, fchmodat2, fchown, fchownat
+        "denied": (221, 281, 198, 117, 270, 271, 425, 97, 268, 167, 154, 157, 52, 53, 452, 55, 54),
     },
-}
+}  # fmt: skip
 CLONE_THREAD = 0x00010000
 X32_CALLS = 0x40000000
 EPERM, ENOSYS = 1, 38
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
+# Landlock (linux/landlock.h): its calls, the same on all architectures; rights of its third version, which knows them all.
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+LANDLOCK_VERSION, BENEATH_PATH = 3, 1
+ALL_RIGHTS, READ_RIGHTS, FILE_RIGHTS = (1 << 15) - 1, 0b1101, 1 << 1 | 1 << 2 | 1 << 14
+# Where the interpreter and its libraries are, and what every program may look at.
+READABLE = (sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/proc", "/dev/urandom")
 KILL, ERRNO, ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 # Load a word of the call's description; compare with, at least, any of the bits; return.
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -63,6 +73,34 @@ def filter_program(architecture: str) -> bytes:
         (RETURN, 0, 0, ALLOW),
     ]
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+
+
+def landlock_version() -> int:
+    """What the kernel has of Landlock, 0 for none: below `LANDLOCK_VERSION` it does not watch what makes files shorter."""
+    return max(ctypes.CDLL(None).syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1), 0)
+
+
+def forbid_files_elsewhere(directory: str) -> None:
+    """For this process, for good: it may do all below `directory`, read what Python needs, and nothing else of files.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    handled = ctypes.c_uint64(ALL_RIGHTS)
+    rules = libc.syscall(CREATE_RULESET, ctypes.byref(handled), ctypes.c_size_t(8), 0)
+    allowed = {directory: ALL_RIGHTS, "/dev/null": FILE_RIGHTS}
+    allowed |= {path: READ_RIGHTS if os.path.isdir(path) else READ_RIGHTS & FILE_RIGHTS for path in READABLE}
+    for path, rights in allowed.items():
+        if os.path.exists(path):
+            opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, opened))
+            if libc.syscall(ADD_RULE, rules, BENEATH_PATH, rule, 0):
+                raise OSError(ctypes.get_errno(), f"the kernel takes no rule for {path}")
+            os.close(opened)
+    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.syscall(RESTRICT_SELF, rules, 0):
+        raise OSError(ctypes.get_errno(), "the kernel takes no rules for files")
+    os.close(rules)
 
 
 def forbid_processes_and_connections() -> None:
@@ -98,6 +136,7 @@ def main() -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(what, (most, most))
+    forbid_files_elsewhere(os.getcwd())
     forbid_processes_and_connections()
     sys.excepthook = tell_error
     exec(compile(source, "<program>", "exec"), {"__name__": "__main__"})

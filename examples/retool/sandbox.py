@@ -1,9 +1,8 @@
 """Programs of a model, each in a process of its own that can do little: no network, no processes, an empty directory, an end.
 
-What holds a program: namespaces of user, network and processes (`unshare`), limits of CPU time, memory and files, and a
-filter of system calls, both in `limited.py`. When its time is over its whole process namespace ends, with all in it.
-
-It runs as the user who started the run, and may read what that user may read: keep secrets out of files on that machine.
+What holds a program: namespaces of user, network and processes (`unshare`), and, all in `limited.py`, limits of CPU time,
+memory and files, rules for what it may read and write (Landlock), and a filter of system calls. When its time is over its
+whole process namespace ends, with all in it.
 """
 
 import asyncio
@@ -19,12 +18,14 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from examples.retool.limited import ARCHITECTURES
+from examples.retool.limited import ARCHITECTURES, LANDLOCK_VERSION, landlock_version
 from slime.utils.errors import UserError
 
 LIMITED = Path(__file__).with_name("limited.py")
 NAMESPACES = ("--user", "--map-current-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
 CUT = "\n[cut]"
+# Between the kill of a program and its end.
+END_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,11 @@ def require_sandbox() -> tuple[str, ...]:
     if os.uname().machine not in ARCHITECTURES:
         raise UserError(
             f"programs of a model run on {' and '.join(ARCHITECTURES)}; this machine is a {os.uname().machine}"
+        )
+    if landlock_version() < LANDLOCK_VERSION:
+        raise UserError(
+            f"programs of a model are kept from the files of this machine by Landlock, version {LANDLOCK_VERSION} or later "
+            f"(Linux 6.2), and its kernel has version {landlock_version()} (0: none, or not switched on)"
         )
     words = (unshare, *NAMESPACES)
     done = subprocess.run([*words, "true"], capture_output=True, text=True, timeout=30)
@@ -93,6 +99,8 @@ async def run_python(program: str, limits: Limits = Limits()) -> str:
             # Of its group, which is its own; what it started lives in its process namespace, and ends with that.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+            # What the pipe still holds has to be read: until then the process does not count as ended.
+            async with asyncio.timeout(END_SECONDS):
+                await process.communicate()
     text = output[: limits.output_bytes].decode(errors="replace")
     return text.rstrip("\n") + (CUT if len(output) > limits.output_bytes else "") + over

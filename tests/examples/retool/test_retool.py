@@ -74,6 +74,7 @@ HOSTILE = {
     "a large file": ("open('x', 'wb').write(bytes(2**22))", "OSError"),
     "the network": ("import socket\nsocket.create_connection(('127.0.0.1', 1), 1)", "PermissionError"),
     "a namespace of its own": ("import ctypes, os\nprint(ctypes.CDLL(None, use_errno=True).unshare(0x10000000))", "-1"),
+    "a session of its own": ("import os\nos.setsid()", "PermissionError"),
     "others' processes": (
         "import os, signal\nos.kill(os.getppid() or 4_000_000, signal.SIGKILL)",
         "ProcessLookupError",
@@ -85,6 +86,23 @@ HOSTILE = {
 def test_what_a_program_must_not_do_fails(name):
     program, told = HOSTILE[name]
     assert told in ran(program)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "print(open({0!r}).read())",
+        "open({0!r}, 'a')",
+        "os.remove({0!r})",
+        "os.truncate({0!r}, 0)",
+        "os.chmod({0!r}, 0)",
+    ],
+)
+def test_files_of_the_user_are_out_of_reach(tmp_path, program):
+    file = tmp_path / "secret"
+    file.write_text("x")
+    assert "PermissionError" in ran("import os\n" + program.format(str(file)))
+    assert file.read_text() == "x"
 
 
 @pytest.mark.parametrize(
