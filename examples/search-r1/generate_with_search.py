@@ -18,7 +18,9 @@ from slime.utils.types import Sample
 # A turn ends behind them, so that the model cannot go on with results of its own invention.
 STOP = ("</search>", "</answer>")
 ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
-INVALID = "This was neither a search nor an answer. Write <search>query</search> or <answer>answer</answer>."
+# Without marks of its own: what is graded is the last complete action of the whole text.
+INVALID = "This was neither a search nor an answer."
+MARKS = re.compile(r"</?(?:search|answer)>")
 
 
 def action(said: str) -> tuple[str, str] | None:
@@ -28,8 +30,8 @@ def action(said: str) -> tuple[str, str] | None:
 
 
 def as_information(documents: list[dict[str, Any]]) -> str:
-    """What the model is shown of the documents, the best one first."""
-    shown = "\n".join(document["document"]["contents"] for document in documents) or "nothing found"
+    """What the model is shown of the documents, the best one first, without marks, which would be actions of its own."""
+    shown = "\n".join(MARKS.sub("", document["document"]["contents"]) for document in documents) or "nothing found"
     return f"<information>{shown}</information>"
 
 
