@@ -34,7 +34,7 @@ def main(words: list[str] | None = None) -> None:
     args = parser.parse_args(words)
     args.force = args.force or args.overwrite
     source = args.model_dir
-    target = args.output_dir or source.with_name(f"{source.resolve().name}-bf16")
+    target = args.output_dir or source.resolve().with_name(f"{source.resolve().name}-bf16")
     start_server(args.max_workers)
     try:
         dequantise_checkpoint(source, target, args, args.files, args.config_path)

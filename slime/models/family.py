@@ -68,7 +68,8 @@ class Family:
 
     rules: which HF tensors make up each Megatron parameter; a family without is planned and not trained.
     ignored: matches HF tensors that carry no weights of the model.
-    not_trained: matches HF tensors of parts of the model that no trainer has: they are neither loaded nor exported.
+    not_trained: matches HF tensors of parts of the model that no trainer has: they are not loaded, and exports carry
+        them as they are.
     predictions: matches HF tensors of layers for multi-token prediction; None where the family's checkpoints have none. Those
         that `not_trained` matches too are trained where a run asks for such layers.
     predictions_follow: layers for multi-token prediction have the numbers behind the last layer's.

@@ -81,16 +81,21 @@ def replace_directory(source: Path, target: Path) -> None:
     if not target.exists():
         os.rename(source, target)
     else:
-        aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=retired)) / target.name
-        if _exchange(source, target):
-            os.rename(source, aside)
-        else:
-            os.rename(target, aside)
-            try:
-                os.rename(source, target)
-            except OSError:
-                os.rename(aside, target)
-                raise
+        # Whatever is left of the two lies where the next call looks for it.
+        aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=retired))
+        new, old = aside / "new", aside / "old"
+        os.rename(source, new)
+        try:
+            if not _exchange(new, target):
+                os.rename(target, old)
+                try:
+                    os.rename(new, target)
+                except OSError:
+                    os.rename(old, target)
+                    raise
+        except OSError:
+            os.rename(new, source)
+            raise
     _fsync_directory(target.parent)
     for left in target.parent.glob(f"{glob.escape(retired)}*"):
         shutil.rmtree(left, ignore_errors=True)

@@ -1,6 +1,5 @@
 """Files that are whole or absent, scratch directories, names with placeholders."""
 
-import contextlib
 import errno
 import json
 import os
@@ -74,23 +73,22 @@ def old_and_new(tmp_path):
     return tmp_path / "old", tmp_path / "new"
 
 
-@pytest.mark.parametrize("number", range(1, 3))
-def test_a_directory_that_is_replaced_is_there_at_every_moment(old_and_new, monkeypatch, number):
-    """Whichever rename is the last one of a process, and its successor clears up."""
+@pytest.mark.parametrize("moment", ["before all", "before they change places", "behind it"])
+def test_a_directory_that_is_replaced_is_there_at_every_moment(old_and_new, monkeypatch, moment):
+    """Wherever a process is killed, and its successor clears up."""
     old, new = old_and_new
-    renames = []
+    exchange = scratch._exchange
 
     def killed(*paths):
-        renames.append(paths)
-        if len(renames) == number:
-            raise KeyboardInterrupt
-        rename(*paths)
+        if moment == "behind it":
+            exchange(*paths)
+        raise KeyboardInterrupt
 
-    rename = os.rename
-    with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
-        patched.setattr("os.rename", killed)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(*(("os.rename",) if moment == "before all" else (scratch, "_exchange")), killed)
         replace_directory(new, old)
-    assert os.listdir(old) == ["new"]
+    assert os.listdir(old) == (["new"] if moment == "behind it" else ["old"])
+    assert new.exists() == (moment == "before all")
     new.mkdir(exist_ok=True)
     (new / "newest").touch()
     replace_directory(new, old)

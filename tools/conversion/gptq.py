@@ -286,12 +286,15 @@ def read_samples(data: Path, source: Path, options: argparse.Namespace) -> list[
         for row in read_file(str(path), "--data-dir"):
             if len(samples) == options.num_calibration_samples:
                 return samples
-            text = row.get("text")
+            text, is_rendered = row.get("text"), False
             if text is None and "messages" in row:
-                text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+                # Its template writes the special tokens.
+                text, is_rendered = tokenizer.apply_chat_template(row["messages"], tokenize=False), True
             if not isinstance(text, str):
                 raise UserError(f"--data-dir: a row of {path} has neither `text` nor `messages`")
-            tokens = tokenizer(text, return_tensors="pt")["input_ids"][:, : options.max_sequence_length]
+            tokens = tokenizer(text, return_tensors="pt", add_special_tokens=not is_rendered)["input_ids"][
+                :, : options.max_sequence_length
+            ]
             if tokens.numel():
                 samples.append(tokens)
     if not samples:

@@ -65,7 +65,7 @@ def quantised_matrices(
         columns: what the columns have to be a multiple of.
 
     Raises:
-        UserError: a pattern is none; no weight is left.
+        UserError: a pattern is none; no weight is left; experts are stored several in one tensor.
     """
     try:
         patterns = [re.compile(rule.removeprefix("re:")) for rule in rules if rule.startswith("re:")]
@@ -79,6 +79,11 @@ def quantised_matrices(
 
     chosen, left = [], []
     for name, place in places.items():
+        if len(place.shape) == 3 and ".experts." in name:
+            raise UserError(
+                f"{name} has all experts of a layer in one tensor, which is not taken apart here, and would stay as it is; "
+                "give a checkpoint with a tensor for each expert"
+            )
         if not name.endswith(".weight") or len(place.shape) != 2 or _EMBEDDING.search(name):
             continue
         module = name.removesuffix(".weight")

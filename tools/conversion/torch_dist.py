@@ -201,8 +201,8 @@ def missing_and_surplus(
         for hf_name in family.find(parameter.name)[1]
     }
     present = open_checkpoint(hf_dir).names()
-    surplus = _of_the_model(hf_dir, present - needed, family)
-    return sorted(needed - present), sorted(name for name in surplus if not _is_not_trained(family, name))
+    surplus, num_layers = _of_the_model(hf_dir, present - needed, family), _num_layers(hf_dir)
+    return sorted(needed - present), sorted(name for name in surplus if not family.may_be_left_out(name, num_layers))
 
 
 def _is_not_trained(family: Family, hf_name: str) -> bool:
@@ -210,8 +210,15 @@ def _is_not_trained(family: Family, hf_name: str) -> bool:
 
 
 def is_left_out(hf_dir: Path, hf_name: str) -> bool:
-    """Whether no export has a tensor of a directory: one that follows from others, or is another under a second name."""
-    return not _of_the_model(hf_dir, {hf_name}, _family(hf_dir, None))
+    """Whether no export has a tensor of a directory: one that follows from others, is another under a second name, or belongs
+    to a layer behind the model's last one. Parts that are not trained are exported."""
+    family = _family(hf_dir, None)
+    behind = family.may_be_left_out(hf_name, _num_layers(hf_dir)) and not family.leaves_alone(hf_name)
+    return behind or not _of_the_model(hf_dir, {hf_name}, family)
+
+
+def _num_layers(hf_dir: Path) -> int:
+    return text_config_of(read_config(hf_dir))["num_hidden_layers"]
 
 
 def _of_the_model(hf_dir: Path, names: set[str], family: Family) -> set[str]:

@@ -18,6 +18,7 @@ import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -178,20 +179,25 @@ class Conversion:
             return result
 
         # While a file goes to the disk, its worker makes the next one.
-        with pool, concurrent.futures.ThreadPoolExecutor(2 * workers) as threads:
-            waiting = {threads.submit(convert, unit): unit for unit in units}
-            failures = []
-            for future in concurrent.futures.as_completed(waiting):
-                if future.cancelled():
-                    continue
-                if future.exception() is not None:
-                    # What the others are at is not lost; nothing new begins.
-                    failures.append(future.exception())
-                    threads.shutdown(wait=False, cancel_futures=True)
-                    continue
-                yield waiting[future], future.result()
-            if failures:
-                raise failures[0]
+        threads = concurrent.futures.ThreadPoolExecutor(2 * workers)
+        try:
+            waiting, failure = {threads.submit(convert, unit): unit for unit in units}, None
+            while waiting:
+                ended, _ = concurrent.futures.wait(waiting, return_when=concurrent.futures.FIRST_COMPLETED)
+                for future in ended:
+                    unit = waiting.pop(future)
+                    if future.exception() is None:
+                        yield unit, future.result()
+                    elif failure is None:
+                        # What the others are at is not lost; nothing new begins.
+                        failure = future.exception()
+                        waiting = {other: its for other, its in waiting.items() if not other.cancel()}
+            if failure is not None:
+                raise failure
+        finally:
+            # Also by Ctrl-C.
+            threads.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def start_server(workers: int) -> None:
@@ -226,6 +232,8 @@ _work: list[Any] = []
 def _start_worker(write: Callable[[Path, Unit], tuple[Path, Any]], draft: Path) -> None:
     import torch
 
+    # Ctrl-C ends a worker too, which otherwise would hand on the interrupt, and take the next unit.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Each process has one thread: there are as many processes as work at once.
     torch.set_num_threads(1)
     # Given once: with a unit it would be sent again for each, and of a large model it is large.

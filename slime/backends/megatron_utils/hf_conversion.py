@@ -71,7 +71,7 @@ def load_hf_weights(args: Any, model_chunks: Iterable[torch.nn.Module], hf_dir: 
     untouched = [name for name in source.names() - needed if family.leaves_alone(name)]
     if untouched and dist.get_rank() == 0:
         logger.info(
-            "%s: %d tensors (%s, …) are of parts that are not trained here; neither pushes nor exports have them",
+            "%s: %d tensors (%s, …) are of parts that are not trained here; no push has them, exports carry them as they are",
             hf_dir,
             len(untouched),
             min(untouched),

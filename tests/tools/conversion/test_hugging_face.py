@@ -9,6 +9,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 
 from slime.utils.errors import UserError
+from slime.weights.hf_reader import Place
 from slime.weights.quantisers import open_checkpoint, quantise_fp8_blocks, quantiser_of, rounded_as_int4
 from tools import (
     convert_hf_to_fp8,
@@ -192,6 +193,9 @@ def test_what_cannot_be_converted_is_refused(checkpoint, tmp_path, capsys):
         from tools.conversion.hugging_face import quantised_matrices
 
         quantised_matrices({}, ["re:("])
+    fused = Place(source / "model.safetensors", 0, 16, "BF16", (2, 2, 2))
+    with pytest.raises(UserError, match=r"experts\.gate_up_proj has all experts of a layer in one tensor"):
+        quantised_matrices({"model.layers.0.mlp.experts.gate_up_proj": fused}, [])
     (source / "model-00002-of-00002.safetensors").unlink()
     (source / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"a": "model-00002-of-00002.safetensors"}})

@@ -57,6 +57,16 @@ def test_a_failed_conversion_goes_on_with_what_is_left(source, tmp_path, workers
     assert not conversion.draft.exists()
 
 
+@pytest.mark.slow
+def test_a_failure_ends_a_conversion_of_many_units(source, tmp_path):
+    units = [Unit(index, (str(index),), 1) for index in range(20)]
+    conversion = Conversion(source, tmp_path / "target", {}, workers=2)
+    with pytest.raises(RunError, match="No space left on device"):
+        conversion.run(units, functools.partial(write, (0,)), finish)
+    conversion.run(units, functools.partial(write, ()), finish)
+    assert all((tmp_path / "target" / f"unit-{unit.index}").read_text() == "written\n" for unit in units)
+
+
 @pytest.mark.parametrize("change", ["source", "options", "also_read"])
 def test_what_was_left_of_another_conversion_is_not_used(source, tmp_path, change):
     target, other = tmp_path / "target", tmp_path / "other"
