@@ -86,6 +86,9 @@ def log_roles(rollout_id, args, samples, rollout_extra_metrics, rollout_time) ->
     """The mean reward of each role, before weights; the usual metrics are logged as well."""
     rewards = defaultdict(list)
     for answer in leaves(samples):
+        if "role" not in answer.metadata:
+            # It failed before it had one.
+            continue
         rewards[answer.metadata["role"]].append(answer.metadata["raw_reward"])
     means = {f"rollout/reward/{role}": statistics.fmean(values) for role, values in rewards.items()}
     log(args, {**means, "rollout/step": rollout_id}, "rollout/step")

@@ -135,7 +135,7 @@ def _unset_values(args: argparse.Namespace) -> None:
         args.grpo_std_normalization = False
     if args.rollout_top_p != 1 and args.rollout_top_k == -1:
         # An engine tells the sets of a limited top-k alone, and at most 4,096 tokens, equal ones at the cut included.
-        args.rollout_top_k = 2048
+        args.rollout_top_k, args.eval_top_k = 2048, -1 if args.eval_top_k is None else args.eval_top_k
     args.eval_reward_key = args.eval_reward_key or args.reward_key
     args.eval_function_path = args.eval_function_path or args.rollout_function_path
     args.update_weights_in_flight |= args.rollout_function_path.startswith(FULLY_ASYNC)

@@ -53,8 +53,8 @@ def _own_containers(value: Any) -> Any:
     if type(value) is tuple:
         return tuple(map(_own_containers, value))
     if type(value) is list:
-        # Lists per token are long and flat: their first entry decides.
-        flat = not value or isinstance(value[0], int | float)
+        # Lists per token are long and flat.
+        flat = _WITHOUT_CONTAINERS.issuperset(map(type, value))
         return value.copy() if flat else [_own_containers(entry) for entry in value]
     if type(value) is dict:
         return {name: _own_containers(entry) for name, entry in value.items()}
@@ -64,7 +64,7 @@ def _own_containers(value: Any) -> Any:
     if isinstance(value, dict):
         for name, entry in value.items():
             copied[name] = _own_containers(entry)
-    elif isinstance(value, list) and value and not isinstance(value[0], int | float):
+    elif isinstance(value, list):
         copied[:] = [_own_containers(entry) for entry in value]
     return copied
 

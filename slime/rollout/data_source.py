@@ -262,9 +262,11 @@ class RolloutDataSource(DataSource):
         return self._order[1]
 
     def _make_group(self, prompt: Sample) -> Group:
+        # Rows of files hold nothing but containers and what cannot be changed; a data set of the user's may hold anything.
+        copied = own_copy if isinstance(self.dataset, Dataset | StreamedDataset) else copy.deepcopy
         group = []
         for _ in range(self.args.n_samples_per_prompt):
-            sample = own_copy(prompt)
+            sample = copied(prompt)
             sample.group_index = self.sample_group_index
             sample.index = self.sample_index
             self.sample_index += 1

@@ -7,6 +7,7 @@ and the model's own tokens and log-probs are never made again from text.
 
 import inspect
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -78,7 +79,7 @@ async def ask(args: Any, sample: Sample, messages: list[dict[str, Any]], samplin
     down, and TRUNCATED by a length limit, as any other answer.
     """
     answer = new_attempt(prompt_of(sample))
-    answer.prompt, answer.tokens = messages, []
+    answer.prompt, answer.tokens, answer.session_id = messages, [], str(uuid.uuid4())
     return await generate(args, answer, sampling_params)
 
 

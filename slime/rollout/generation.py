@@ -172,6 +172,8 @@ async def _generate_and_rm_once(
 ) -> Sample | list[Any]:
     entry: Sample | list[Any] = attempt
     if attempt.status in FINISHED:
+        if not evaluation:
+            check_kept_sets(args, attempt)
         mask_finished_earlier(args, attempt)
     else:
         entry = await _generate_entry(args, attempt, sampling_params, evaluation)

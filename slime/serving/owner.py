@@ -151,7 +151,10 @@ class ServingOwner:
                     "--rollout-num-gpus 0: no push reaches these engines, which keep the weights that they have"
                 )
             count = router.wait_for_workers(self._args.engine_start_timeout)
-            logger.info("%d engines have registered at the router %s", count, router.url)
+            logger.info(
+                "%d engines have registered at the router %s; all together they get --sglang-server-concurrency %d requests "
+                "at a time", count, router.url, self._args.sglang_server_concurrency,
+            )  # fmt: skip
         names = list(self._starting)
         try:
             urls = wait_for_all(

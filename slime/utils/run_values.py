@@ -9,6 +9,7 @@ for the others.
 
 import argparse
 import copy
+from collections.abc import Iterable
 from typing import Any, TypedDict, TypeVar, Unpack
 
 Arguments = TypeVar("Arguments")
@@ -46,7 +47,7 @@ def with_run_values(args: Arguments, **values: Unpack[RunValues]) -> Arguments:
     """A copy of `args`, a namespace, with `values`; one that cannot be changed where `args` cannot."""
     copied = copy.copy(args)
     vars(copied).update(values)
-    return SharedArguments(copied) if isinstance(args, SharedArguments) else copied
+    return SharedArguments(copied, args.of_run() | values.keys()) if isinstance(args, SharedArguments) else copied
 
 
 _CHANGE_A_COPY = (
@@ -58,13 +59,20 @@ class SharedArguments(argparse.Namespace):
     """Arguments that many functions have at a time. What is there stays; they may put further attributes beside it.
 
     A copy (`copy.copy`, `copy.deepcopy`, pickle) is a namespace like any other, and its owner's. Lists in it are not watched.
+
+    Args:
+        of_run: the names that stay; by default all that are there.
     """
 
     __slots__ = ("_of_run",)
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Any, of_run: Iterable[str] | None = None) -> None:
         vars(self).update(vars(args))
-        object.__setattr__(self, "_of_run", frozenset(vars(args)))
+        object.__setattr__(self, "_of_run", frozenset(vars(args) if of_run is None else of_run))
+
+    def of_run(self) -> frozenset[str]:
+        """The names that stay as they are."""
+        return self._of_run
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._of_run and value != vars(self)[name]:

@@ -58,6 +58,7 @@ def test_limits_follow_from_the_context(tmp_path):
 def test_a_nucleus_is_told_of_a_limited_top_k(tmp_path):
     args = parse(tmp_path, "--rollout-top-p", "0.9")
     assert (args.rollout_top_k, args.origins["rollout_top_k"]) == (2048, Origin.DERIVED)
+    assert args.eval_top_k == -1, "nobody asked for it"
     assert parse(tmp_path, "--rollout-top-p", "0.9", "--rollout-top-k", "7").rollout_top_k == 7
     assert parse(tmp_path).rollout_top_k == -1
 

@@ -11,6 +11,7 @@ from slime.rollout.attempts import (
     as_prompts,
     mask_finished_earlier,
     mask_tokens_before_resumption,
+    own_copy,
 )
 from slime.rollout.data_source_files import groups_from_plain, groups_to_plain, read_state, write_state
 from slime.utils.types import Sample
@@ -38,6 +39,14 @@ def test_prompts_are_copies_and_the_originals_stay_as_they_are():
     prompt.tokens.append(9)
     assert "new" not in sample.metadata and "new" not in sample.train_metadata
     assert sample.tokens == [0, 1, 2, 3, 4]
+
+
+def test_a_copy_has_containers_of_its_own_wherever_they_are():
+    sample = Sample(metadata={"mixed": [1, {"deep": []}, 2], "plain": [1, 2]})
+    copied = own_copy(sample)
+    copied.metadata["mixed"][1]["deep"].append(3)
+    copied.metadata["plain"].append(3)
+    assert sample.metadata == {"mixed": [1, {"deep": []}, 2], "plain": [1, 2]}
 
 
 def test_prompts_of_ids_without_text_survive():

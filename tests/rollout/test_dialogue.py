@@ -183,3 +183,4 @@ def test_answers_of_several_contexts_are_asked_for_at_once_and_come_in_their_ord
         checkpoint, asked, Sample(index=0, prompt=PROMPT), lambda context: context.split("user\n")[1][0].upper()
     )
     assert [answer.response for answer in answers] == ["A", "B", "C"]
+    assert len({answer.session_id for answer in answers}) == 3

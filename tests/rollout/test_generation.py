@@ -383,6 +383,18 @@ def test_a_sample_begun_under_another_top_p_starts_again(server, checkpoint, mon
         begun.status = Status.ABORTED
 
 
+@pytest.mark.parametrize(("first", "second"), [(0.9, 1.0), (1.0, 0.9)])
+def test_so_does_a_sibling_that_was_finished_then(server, checkpoint, monkeypatch, first, second):
+    kept_answers(monkeypatch, [])
+    args = make_args(checkpoint, server.port, rollout_top_p=first, rollout_top_k=-1 if first == 1 else 50)
+    finished = run(generate_and_rm(args, Sample(index=0, prompt="p"), params(args)))
+    finished.status = Status.COMPLETED
+    SingletonMeta.clear_instances()
+    args = make_args(checkpoint, server.port, rollout_top_p=second, rollout_top_k=-1 if second == 1 else 50)
+    again = run(generate_and_rm(args, finished, params(args)))
+    assert (again.rollout_top_p_token_offsets is None) == (second == 1)
+
+
 def held_bytes(sample):
     """What the per-token fields and the text of `sample` keep in memory, shared objects counted once."""
     objects = {}

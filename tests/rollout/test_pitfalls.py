@@ -147,3 +147,8 @@ def test_r20_copies_of_the_arguments_belong_to_their_owner(checkpoint):
     shared.mine = [2]
     del shared.mine
     assert shared.rollout_seed == 42
+    shared.mine = 3
+    in_evaluation = with_run_values(shared, rollout_max_context_len=100)
+    in_evaluation.mine += 1
+    with pytest.raises(AttributeError, match="rollout_max_context_len"):
+        in_evaluation.rollout_max_context_len = 7
