@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -218,6 +218,17 @@ def kept_sets(
         earlier_ids, earlier = np.asarray(sample.rollout_top_p_token_ids, np.int32), np.asarray(earlier, np.int32)
     joined = np.concatenate([earlier_ids, ids]), np.concatenate([earlier, earlier[-1] + offsets[1:]])
     return read_only(joined[0]), read_only(joined[1])
+
+
+def check_log_probs_among_kept(sample: Sample, meta_info: dict[str, Any], log_probs: Sequence[float]) -> None:
+    """Raise ValueError where an engine tells the log-probs that tokens were sampled with, among those that it kept, and
+    `log_probs`, which go beside the kept sets, are others: those of the whole vocabulary, which no trainer will find again."""
+    told = meta_info.get("output_token_sampling_logprobs")
+    if told is not None and len(told) == len(log_probs) and not np.allclose(told, log_probs, rtol=1e-4, atol=1e-5):
+        raise ValueError(
+            f"sample {sample.index}: log-probs beside kept sets have to be those of `output_token_sampling_logprobs`, among "
+            "the kept tokens, and those of `output_token_logprobs` are of the whole vocabulary"
+        )
 
 
 def _kept_sets_of(meta_info: dict[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:

@@ -222,7 +222,8 @@ class Sample:
         Raises:
             ValueError: log-probs missing, superfluous, not finite, of another length than `tokens`, or following response
                 tokens that have none; routed experts of another shape than the tokens and the model have; not one kept set per
-                token; or the lengths of the sample do not fit together.
+                token, or log-probs of another softmax than that over the kept ones; or the lengths of the sample do not fit
+                together.
         """
         new_tokens = _as_list_or_array([] if tokens is None else tokens)
         new_log_probs = None if log_probs is None else _as_list_or_array(log_probs)
@@ -230,6 +231,8 @@ class Sample:
         self._check_append(new_tokens, new_log_probs, trainable)
         terminal = bool(meta_info) and bool(meta_info.get("finish_reason")) and update_terminal_info
         experts, kept = None, sample_meta_info.kept_sets(self, meta_info or {}, len(new_tokens), trainable)
+        if kept is not None and new_log_probs is not None:
+            sample_meta_info.check_log_probs_among_kept(self, meta_info or {}, new_log_probs)
         if meta_info:
             total = len(held(self, "tokens")) + len(new_tokens)
             experts = sample_meta_info.routed_experts(self, meta_info, total, args)

@@ -207,6 +207,16 @@ def test_kept_sets_are_joined_and_empty_at_tokens_of_tools(form):
     assert copied.rollout_top_p_token_offsets.tolist() == sample.rollout_top_p_token_offsets.tolist()
 
 
+def test_log_probs_beside_kept_sets_are_those_among_them():
+    meta_info = {"output_token_sampling_mask": [[5, 6], [7]], "output_token_sampling_logprobs": [-0.5, 0.0]}
+    sample = prompt_sample()
+    with pytest.raises(ValueError, match="of the whole vocabulary"):
+        sample.append_response_tokens(tokens=[5, 7], log_probs=[-1.0, -2.0], meta_info=meta_info)
+    assert sample.response_length == 0
+    sample.append_response_tokens(tokens=[5, 7], log_probs=[-0.5, 0.0], meta_info=meta_info)
+    assert sample.response_length == 2
+
+
 class TestMetaInfo:
     def test_only_metadata_without_tokens(self):
         sample = prompt_sample()
