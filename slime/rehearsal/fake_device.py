@@ -207,10 +207,8 @@ def lift_experts(recorder: Recorder) -> None:
 
     Assumption: experts get equally many tokens, on this rank and on all others.
     """
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import token_dispatcher
 
-    # Assumption: Transformer Engine is installed. The name stands for its absence elsewhere.
-    vars(moe_utils).setdefault("te_general_gemm", None)
     permute = token_dispatcher.permute
 
     def permute_chosen(tokens: torch.Tensor, routing_map: torch.Tensor, *, num_out_tokens: int, **options: Any) -> Any:

@@ -16,9 +16,10 @@ same attention, with keys that are wider than values.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -126,13 +127,11 @@ class PackedAttention(MegatronModule):
     def _attend_packed_cuda(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
     ) -> torch.Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
         if query.dtype == torch.float32:
             # The variable-length kernel exists for 16-bit types only.
             return self._attend_each_sequence(query, key, value, packed)
         width = value.shape[-1]
-        output = varlen_attn(
+        output = _causal_varlen_attention()(
             query.contiguous(),
             key.contiguous(),
             _as_wide_as(key, value).contiguous(),
@@ -141,8 +140,6 @@ class PackedAttention(MegatronModule):
             int(packed.max_seqlen_q),
             int(packed.max_seqlen_kv),
             scale=self.softmax_scale,
-            window_size=(-1, 0),
-            enable_gqa=True,
         )
         return output[..., :width].flatten(1)
 
@@ -150,6 +147,19 @@ class PackedAttention(MegatronModule):
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=True, scale=self.softmax_scale
         )
+
+
+def _causal_varlen_attention() -> Callable[..., torch.Tensor]:
+    """torch's kernel for sequences of any lengths, causal, for fewer groups of keys than heads."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return functools.partial(varlen_attn, window_size=(-1, 0), **_grouped(varlen_attn))
+
+
+@functools.cache
+def _grouped(varlen_attn: Callable[..., torch.Tensor]) -> dict[str, bool]:
+    """torch 2.11 shares keys without being asked, and 2.13 when it is."""
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def _as_wide_as(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -234,10 +244,8 @@ def _attend_cuda(
 
     Its causal mask then is aligned at the end: the last query sees all keys.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     width = value.shape[-1]
-    output = varlen_attn(
+    output = _causal_varlen_attention()(
         query.contiguous(),
         key.index_select(0, stream.segment_keys),
         _as_wide_as(key, value).index_select(0, stream.segment_keys),
@@ -246,8 +254,6 @@ def _attend_cuda(
         max(s.queries for s in stream.segments),
         max(s.keys for s in stream.segments),
         scale=scale,
-        window_size=(-1, 0),
-        enable_gqa=True,
     )
     return output[..., :width].flatten(1)
 

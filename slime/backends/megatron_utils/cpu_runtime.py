@@ -69,12 +69,6 @@ def _use_cpu_generator(random: types.ModuleType) -> None:
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 
 
-def _define_missing_name(moe_utils: types.ModuleType) -> None:
-    """Assumption: Transformer Engine is installed; the router asks for this name, which only its import defines."""
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-
-
 def _leave_counts_on_host(token_dispatcher: types.ModuleType) -> None:
     """Assumption: how many tokens go where is known on the device, and is copied to the host on a stream of its own."""
 
@@ -123,7 +117,6 @@ MODULE_LIFTS: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.jit": _disable_jit_fuser,
     "megatron.core.tensor_parallel.mappings": _fill_uneven_parts,
     "megatron.core.tensor_parallel.random": _use_cpu_generator,
-    "megatron.core.transformer.moe.moe_utils": _define_missing_name,
     "megatron.core.transformer.moe.token_dispatcher": _leave_counts_on_host,
 }
 

@@ -33,6 +33,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
@@ -44,6 +45,10 @@ from torch.autograd.function import once_differentiable
 
 from slime.backends.megatron_utils.attention import LatentAttention, PackedAttention
 from slime.utils.errors import UserError
+
+
+# Megatron-Core's router asks for this name, which only an import of Transformer Engine defines.
+vars(moe_utils).setdefault("te_general_gemm", None)
 
 
 def transformer_engine_available() -> bool:

@@ -78,7 +78,7 @@ def _run_family(args: Any) -> SimpleNamespace:
     found = SimpleNamespace(exported={}, not_contiguous=[], larger_storage=[], logits=None, chosen=None, gradients=None)
     for name, tensor in iter_stage_named_tensors(args, chunks, names_of_stage(args, chunks)):
         assert name not in found.exported
-        found.exported[name] = tensor.clone()
+        found.exported[name] = tensor.clone().cpu()
         if not tensor.is_contiguous():
             found.not_contiguous.append(name)
         if tensor.untyped_storage().nbytes() > tensor.nbytes:
@@ -88,11 +88,12 @@ def _run_family(args: Any) -> SimpleNamespace:
     chunks[0].train()
     with megatron.routing_maps(chunks[0]) as maps:
         logits = megatron.packed_forward(chunks[0], sequences())
-    found.logits, found.chosen = megatron.gather_vocabulary(logits), megatron.gather_tokens(args, maps)
+    found.logits = megatron.gather_vocabulary(logits).cpu()
+    found.chosen = [chosen.cpu() for chosen in megatron.gather_tokens(args, maps)]
     # Megatron's cross entropy writes over its logits.
     megatron.next_token_loss(logits, sequences()).backward()
     finalize_model_grads(chunks)
-    found.gradients = megatron.hf_gradients(args, chunks)
+    found.gradients = {name: gradient.cpu() for name, gradient in megatron.hf_gradients(args, chunks).items()}
     return found
 
 

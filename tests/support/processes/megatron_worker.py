@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from slime.utils.device import get_accelerator
+
 
 def start(args: SimpleNamespace) -> None:
     """Initialise (again): the process group stays, the parallel layout and the seeds are those of `args`."""
@@ -68,12 +70,14 @@ def packed_forward(chunk: torch.nn.Module, sequences: Sequence[Sequence[int]]) -
     from slime.backends.megatron_utils.attention import StreamParams
     from slime.training.packed_stream import pack_stream
 
+    device = get_accelerator().current_device()
     lengths = [len(sequence) for sequence in sequences]
-    boundaries = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    boundaries = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
     describe = PackedSeqParams
     if get_model_config(chunk).dsa_indexer_topk is not None:
         # Sparse attention needs what the trainer knows of a stream; all others do with Megatron's own description.
-        stream = pack_stream([torch.tensor(sequence) for sequence in sequences], [0] * len(lengths), pad_multiple=1)
+        samples = [torch.tensor(sequence, device=device) for sequence in sequences]
+        stream = pack_stream(samples, [0] * len(lengths), pad_multiple=1)
         describe = functools.partial(StreamParams, stream=stream)
     packed = describe(
         qkv_format="thd",
@@ -82,8 +86,8 @@ def packed_forward(chunk: torch.nn.Module, sequences: Sequence[Sequence[int]]) -
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
     )
-    tokens = torch.tensor([token for sequence in sequences for token in sequence])
-    positions = torch.cat([torch.arange(length) for length in lengths])
+    tokens = torch.tensor([token for sequence in sequences for token in sequence], device=device)
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
     return chunk(tokens[None], positions[None], None, packed_seq_params=packed)[0]
 
 
@@ -137,8 +141,8 @@ def next_token_loss(logits: torch.Tensor, sequences: Sequence[Sequence[int]]) ->
 
     labels = torch.cat([torch.tensor(sequence).roll(-1) for sequence in sequences])
     mask = torch.cat([(torch.arange(len(sequence)) < len(sequence) - 1).float() for sequence in sequences])
-    losses = vocab_parallel_cross_entropy(logits[:, None].float(), labels[:, None])[:, 0]
-    return (losses * mask).sum()
+    losses = vocab_parallel_cross_entropy(logits[:, None].float(), labels[:, None].to(logits.device))[:, 0]
+    return (losses * mask.to(losses.device)).sum()
 
 
 def hf_gradients(args: SimpleNamespace, chunks: list[Any]) -> dict[str, torch.Tensor]:

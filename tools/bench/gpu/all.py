@@ -22,7 +22,7 @@ from slime.utils.errors import UserError
 from tools.bench.gpu.common import Report, enter, make_device_parser, rendered
 
 # What may be wrong comes before what may be slow.
-MEASUREMENTS = ("grid", "kernels", "mfu", "waits", "memory", "buckets")
+MEASUREMENTS = ("grid", "families", "kernels", "mfu", "waits", "memory", "buckets", "handles", "asleep")
 REHEARSED = ("waits", "memory")
 
 

@@ -10,13 +10,15 @@ They need torch and megatron-core, and neither Ray nor SGLang, Transformer Engin
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +105,21 @@ def enter(device: str) -> Accelerator:
     accelerator = get_accelerator()
     accelerator.set_device(0)
     return accelerator
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """In the block this process is the only rank of a run: torch finds its store, and its rank, in the environment."""
+    from slime.utils.ports import service_host
+    from slime.utils.process_groups import create_store
+
+    host = service_host()
+    store = create_store(host, timedelta(minutes=1))
+    os.environ.update(
+        MASTER_ADDR=host, MASTER_PORT=str(store.port), RANK="0", LOCAL_RANK="0", WORLD_SIZE="1",
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )  # fmt: skip
+    yield
 
 
 def run(measure: Callable[[argparse.Namespace], Report], parser: argparse.ArgumentParser) -> int:

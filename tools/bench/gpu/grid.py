@@ -11,7 +11,6 @@ rounding that `tests/support/oracles/rounding.py` derives. It needs transformers
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -29,7 +28,7 @@ from tests.support.processes.objective_grid import (
     make_rank,
     run_objective,
 )
-from tools.bench.gpu.common import Report, make_parser, run
+from tools.bench.gpu.common import Report, alone, make_parser, run
 
 _TINY = ("grpo", "gspo", "value")
 
@@ -62,23 +61,13 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def _of_role(role: str, names: list[str], hf_dir: str, plain: Any) -> list[dict[str, Any]]:
-    from datetime import timedelta
-
-    from slime.utils.ports import service_host
-    from slime.utils.process_groups import create_store
-
-    host = service_host()
-    store = create_store(host, timedelta(minutes=1))
-    os.environ.update(
-        MASTER_ADDR=host, MASTER_PORT=str(store.port), RANK="0", LOCAL_RANK="0", WORLD_SIZE="1",
-        TORCHELASTIC_USE_AGENT_STORE="True",
-    )  # fmt: skip
     objectives, flags = ROLES[role]
-    rank = make_rank(grid_args(hf_dir, **flags), role)
-    try:
-        return [row_of(rank, name, {**flags, **objectives[name]}, hf_dir, plain) for name in names]
-    finally:
-        rank.backend.close()
+    with alone():
+        rank = make_rank(grid_args(hf_dir, **flags), role)
+        try:
+            return [row_of(rank, name, {**flags, **objectives[name]}, hf_dir, plain) for name in names]
+        finally:
+            rank.backend.close()
 
 
 def row_of(rank: Any, objective: str, changes: dict[str, Any], hf_dir: str, plain: Any) -> dict[str, Any]:
