@@ -40,7 +40,9 @@ def measure(options: argparse.Namespace) -> Report:
     rows, stopped = of_every_case(options, lambda case: list(_of_case(case, bytes_per_second)))
     again = [row["of the copy's speed"] for row in rows if row["turn"].startswith("second")]
     met = None if options.tiny or not rows else all(share >= TARGET for share in again)
-    wrong = [f"{row['shape']}: {row['different']} tensors came back with other bytes" for row in rows if row["different"]]
+    wrong = [
+        f"{row['shape']}: {row['different']} tensors came back with other bytes" for row in rows if row["different"]
+    ]
     target = f"the second time at least {TARGET:g} of the speed of a copy"
     return Report("asleep", rows, [*stopped, *wrong], target, met, failed=bool(stopped or wrong))
 
@@ -48,7 +50,10 @@ def measure(options: argparse.Namespace) -> Report:
 def _copies(size: int) -> dict[str, float]:
     """Bytes per second of a copy from the device to host memory that it reaches by itself, and back."""
     accelerator = get_accelerator()
-    host, device = accelerator.host_buffer(size), torch.empty(size, dtype=torch.uint8, device=accelerator.current_device())
+    host, device = (
+        accelerator.host_buffer(size),
+        torch.empty(size, dtype=torch.uint8, device=accelerator.current_device()),
+    )
     calls = {
         "gives": lambda: host.copy_(device, non_blocking=True),
         "takes": lambda: device.copy_(host, non_blocking=True),

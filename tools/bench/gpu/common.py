@@ -109,7 +109,9 @@ def enter(device: str) -> Accelerator:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """In the block this process is the only rank of a run: torch finds its store, and its rank, in the environment."""
+    """In the block this process is the only rank of a run: torch finds its store, and its rank, in the environment. Afterwards
+    it has left its groups."""
+    from slime.backends.megatron_utils import cpu_runtime, initialize
     from slime.utils.ports import service_host
     from slime.utils.process_groups import create_store
 
@@ -119,7 +121,11 @@ def alone() -> Iterator[None]:
         MASTER_ADDR=host, MASTER_PORT=str(store.port), RANK="0", LOCAL_RANK="0", WORLD_SIZE="1",
         TORCHELASTIC_USE_AGENT_STORE="True",
     )  # fmt: skip
-    yield
+    cpu_runtime.install()  # no effect where there is a GPU
+    try:
+        yield
+    finally:
+        initialize.destroy()
 
 
 def run(measure: Callable[[argparse.Namespace], Report], parser: argparse.ArgumentParser) -> int:

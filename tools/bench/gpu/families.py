@@ -39,7 +39,9 @@ def measure(options: argparse.Namespace) -> Report:
         rows = [row_of(name, Path(directory)) for name in names]
     agree = all(row["agrees"] for row in rows)
     target = f"logits within {LOGITS:g}, gradients within {GRADIENTS:g}, the same experts, the same bits exported"
-    return Report("families", rows, [f"{sum(row['agrees'] for row in rows)} of {len(rows)} agree"], target, agree, not agree)
+    return Report(
+        "families", rows, [f"{sum(row['agrees'] for row in rows)} of {len(rows)} agree"], target, agree, not agree
+    )
 
 
 def row_of(name: str, directory: Path) -> dict[str, Any]:
@@ -52,7 +54,7 @@ def row_of(name: str, directory: Path) -> dict[str, Any]:
         found = run_families({None: {name: str(directory / name)}})[None][name]
         if isinstance(found, str):
             return {**row, "what stopped it": found.strip().splitlines()[-1]}
-        (directory / f"{name}-gradients").mkdir()
+        (directory / f"{name}-gradients").mkdir(parents=True)
         expected = reference(model, directory / f"{name}-gradients")
         row["logits"] = float((found.logits[:, :VOCABULARY] - expected.logits).abs().max())
         row["gradients"] = max(

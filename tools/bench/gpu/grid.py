@@ -64,10 +64,7 @@ def _of_role(role: str, names: list[str], hf_dir: str, plain: Any) -> list[dict[
     objectives, flags = ROLES[role]
     with alone():
         rank = make_rank(grid_args(hf_dir, **flags), role)
-        try:
-            return [row_of(rank, name, {**flags, **objectives[name]}, hf_dir, plain) for name in names]
-        finally:
-            rank.backend.close()
+        return [row_of(rank, name, {**flags, **objectives[name]}, hf_dir, plain) for name in names]
 
 
 def row_of(rank: Any, objective: str, changes: dict[str, Any], hf_dir: str, plain: Any) -> dict[str, Any]:

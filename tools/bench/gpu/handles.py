@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import multiprocessing
 import pickle
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ class _Receiver:
                 self._answer()
                 on_their_way -= 1
             flat = flattener.flatten(bucket)
-            self._connection.send(handle_of(flat))
+            self._send(handle_of(flat))
             on_their_way += 1
             if not flat.is_copy:
                 # Its bytes are those of a tensor, which the walk may not keep.
@@ -124,7 +125,7 @@ class _Receiver:
 
     def checksums(self) -> dict[str, int]:
         """Of every tensor that arrived, by name."""
-        self._connection.send(None)
+        self._send(None)
         return self._answer()
 
     def close(self) -> None:
@@ -134,13 +135,23 @@ class _Receiver:
             self._process.kill()
         get_accelerator().collect_shared_memory()
 
+    def _send(self, handle: str | None) -> None:
+        with _while_it_lives():
+            self._connection.send(handle)
+
     def _answer(self) -> Any:
-        if not self._connection.poll(_SECONDS):
-            raise RuntimeError(f"the process that takes the weights said nothing for {_SECONDS:g} s")
-        try:
-            return self._connection.recv()
-        except EOFError:
-            raise RuntimeError("the process that takes the weights ended; the lines above say why") from None
+        with _while_it_lives():
+            if self._connection.poll(_SECONDS):
+                return self._connection.recv()
+        raise RuntimeError(f"the process that takes the weights said nothing for {_SECONDS:g} s")
+
+
+@contextlib.contextmanager
+def _while_it_lives() -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, ConnectionError):
+        raise RuntimeError("the process that takes the weights ended; the lines above say why") from None
 
 
 def _receive(connection: Connection, device: str) -> None:

@@ -166,6 +166,27 @@ def test_every_weight_gets_into_a_bucket(records):
         assert row["of the copy's speed"] == pytest.approx(rows["copy"]["ms"] / row["ms"])
 
 
+@pytest.mark.slow
+def test_a_family_is_as_near_its_reference_as_the_tests_want_it(records):
+    (row,) = records["families"]["rows"]
+    assert row["agrees"] and row["same experts"] and max(row["logits"], row["gradients"]) < 2e-5
+
+
+@pytest.mark.slow
+def test_weights_arrive_in_another_process(records):
+    (row,) = records["handles"]["rows"]
+    assert row["different"] == 0 and row["MB"] == records["buckets"]["rows"][0]["MB copied"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_slept_has_what_it_had(records):
+    rows = records["asleep"]["rows"]
+    assert [row["turn"] for row in rows] == ["first, gives", "first, takes", "second, gives", "second, takes"]
+    # Of each parameter 2 bytes of weight, and 12 of the optimizer.
+    parameters = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64 + 2 * 16) + 512 * 64 + 64
+    assert all(row["different"] == 0 and row["MB copied"] == pytest.approx(14e-6 * parameters, 0.01) for row in rows)
+
+
 class TestOneAfterTheOther:
     @pytest.fixture
     def scripts(self, tmp_path, monkeypatch):
