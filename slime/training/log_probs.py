@@ -28,7 +28,6 @@ not spread, and nothing waits until all rows are done.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import threading
@@ -44,7 +43,7 @@ from torch.autograd.function import once_differentiable
 from slime.estimates.training_memory import ACCELERATOR_CHUNK_BYTES, ONE_THREAD_CHUNK_BYTES
 from slime.training.keep_set import KeepSet, KeptTokens
 from slime.training.packed_stream import Rows
-from slime.utils.device import Accelerator, get_accelerator
+from slime.utils.device import fused, get_accelerator
 
 # Stands for −inf where a logit is multiplied by its probability 0: its exponential is 0 and it overflows under no gradient.
 IMPOSSIBLE = -1e20
@@ -285,11 +284,6 @@ def _target(chunks: _Chunks, columns_R: torch.Tensor, dtype: torch.dtype) -> tor
     return chunks.logits_TV[chunks.rows.index, columns_R].to(dtype) / chunks.temperature
 
 
-@functools.cache
-def _fused(function: Callable[..., Any], accelerator: Accelerator) -> Callable[..., Any]:
-    return accelerator.fused(function)
-
-
 def _by_one_kernel(chunks: _Chunks, function: Callable[..., Any], *arguments: Any) -> Any:
     """`function` of the logits and the temperature first, in one kernel where this device has a compiler; else None."""
     logits_TV, accelerator = chunks.logits_TV, get_accelerator()
@@ -297,9 +291,11 @@ def _by_one_kernel(chunks: _Chunks, function: Callable[..., Any], *arguments: An
     # Compiled kernels are chosen by their speed, so they add in another order in another run. Of one row they would make more.
     if not is_there or chunks.is_asked_for or len(chunks) < 2 or torch.are_deterministic_algorithms_enabled():
         return None
+    compiled = fused(function, accelerator)
+    if compiled is None:
+        return None
     temperature = torch.full((), chunks.temperature, dtype=chunks.work_dtype, device=logits_TV.device)
-    # Detached, as what requires a gradient would be compiled once more.
-    return _fused(function, accelerator)(logits_TV.detach(), temperature, *arguments)
+    return compiled(logits_TV, temperature, *arguments)
 
 
 def sums_of_rows(

@@ -102,10 +102,10 @@ class Accelerator:
     def set_generator_state(self, state: torch.Tensor) -> None:
         """Put the device's generator where it was; does nothing where it is the one of the host."""
 
-    def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` of tensors on this device as few kernels, where a compiler gives some. Called, it returns None where none
-        does: the caller has another way. Here nothing is fused: a cache holds what is computed in chunks."""
-        return lambda *arguments: None
+    def fused(self, function: Callable[..., Any]) -> CompiledFunction | None:
+        """`function` of tensors on this device as few kernels. None: this device fuses nothing, as here, where a cache holds
+        what is computed in chunks."""
+        return None
 
     def release_cached_memory(self) -> None:
         """Give back to the system what was freed and is kept for the next allocation."""
@@ -182,7 +182,7 @@ class CudaAccelerator(Accelerator):
 
         torch.cuda.synchronize()
 
-    def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def fused(self, function: Callable[..., Any]) -> CompiledFunction:
         return CompiledFunction(function)
 
     def host_buffer(self, size: int) -> torch.Tensor:
@@ -194,6 +194,8 @@ class CudaAccelerator(Accelerator):
         # checkpoints makes one, would copy pages that are pinned.
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_DONTFORK)
+        # Registering fills every page: by pages of 4 KiB a gigabyte takes a third of a second.
+        memory.madvise(mmap.MADV_HUGEPAGE)
         buffer = torch.frombuffer(memory, dtype=torch.uint8)
         driver, address = torch.cuda.cudart(), buffer.data_ptr()
         torch.cuda.check_error(driver.cudaHostRegister(address, size, 0))
@@ -283,31 +285,57 @@ class CudaAccelerator(Accelerator):
         torch.cuda.ipc_collect()
 
 
+# Dtypes and sizes for which one function is compiled.
+_KINDS = 64
+
+
 class CompiledFunction:
-    """A function of tensors that torch compiles when it is first called, for any size of the first dimensions.
+    """A function of tensors that torch compiles when it is first called, for any size of the first dimension of each. Results
+    have no gradient.
 
     Where the compiler or what it needs is missing (Triton, a C compiler), or is switched off, it says so once and returns None
-    from then on. While a TorchDispatchMode looks at operations torch compiles nothing: then it returns None too.
+    from then on: the caller has another way. While a TorchDispatchMode looks at operations torch compiles nothing: then it
+    returns None too.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._compiled: Callable[..., Any] | None = None
         self._is_broken = False
+        # Of arguments that came before: dtypes, and all sizes but the first.
+        self._known: set[tuple] = set()
+
+    @property
+    def works(self) -> bool:
+        """Whether a call would be compiled, as far as is known before it."""
+        from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+        return not (self._is_broken or is_in_torch_dispatch_mode())
 
     def __call__(self, *arguments: Any) -> Any:
         import torch
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-        from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-        if self._is_broken or is_in_torch_dispatch_mode():
+        if not self.works:
             return None
         if self._compiled is None:
+            # Of norms, say, a model has some of each width, in training and without gradients; torch thinks of 8 as too many.
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _KINDS)
             # Whole or not at all: half of it would make what the other half was to read at once.
-            self._compiled = torch.compile(self._function, dynamic=True, fullgraph=True)
+            self._compiled = torch.compile(self._function, fullgraph=True)
         # With TORCHDYNAMO_DISABLE=1 `torch.compile` gives back what it was given; its result would be computed in many steps.
         if self._compiled is self._function or torch._dynamo.config.disable:
             return self._give_up("torch's compiler is switched off (TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE)")
+        # What requires a gradient would be compiled once more.
+        arguments = [argument.detach() if isinstance(argument, torch.Tensor) else argument for argument in arguments]
+        tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor) and argument.dim()]
+        kind = tuple((tensor.dtype, tensor.shape[1:]) for tensor in tensors)
+        if kind not in self._known:
+            self._known.add(kind)
+            for tensor in tensors:
+                # Rows come in any number. A kernel that does not know their width takes up to twice as long.
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+                torch._dynamo.mark_static(tensor, list(range(1, tensor.dim())))
         try:
             return self._compiled(*arguments)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
@@ -318,6 +346,12 @@ class CompiledFunction:
         logger.warning(
             "%s is not compiled and runs slower, with more memory in between: %s", self._function.__name__, reason
         )
+
+
+@functools.cache
+def fused(function: Callable[..., Any], accelerator: Accelerator) -> CompiledFunction | None:
+    """`accelerator.fused(function)`, the same at every call: it is compiled once."""
+    return accelerator.fused(function)
 
 
 _FACTORIES: dict[str, Callable[[], Accelerator]] = {"cpu": Accelerator, "cuda": CudaAccelerator}

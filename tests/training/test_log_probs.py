@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from slime.training import log_probs as row_chunks
 from slime.training.log_probs import calculate_log_probs_and_entropy, for_row_chunks
 from slime.training.packed_stream import Rows
+from slime.utils import device
 from slime.utils.device import Accelerator, CompiledFunction, CudaAccelerator
 
 VOCAB_SIZE = 37
@@ -305,7 +306,7 @@ def compiling(request, monkeypatch):
     monkeypatch.setattr(row_chunks, "get_accelerator", lambda: accelerator)
     yield accelerator.current_device()
     for function in (row_chunks.sums_of_rows, row_chunks.gradient_of_rows):
-        compiled = row_chunks._fused(function, accelerator)
+        compiled = device.fused(function, accelerator)
         assert compiled._compiled is not None and not compiled._is_broken
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.utils import counters
 
 from slime.utils import device, env
 from slime.utils.errors import UserError
@@ -209,13 +210,13 @@ def test_collectives_are_on_the_gpu_unless_their_group_is_of_the_host(monkeypatc
 
 
 def test_nothing_is_fused_on_a_cpu():
-    assert device.Accelerator().fused(torch.add)(torch.ones(2), torch.ones(2)) is None
+    assert device.Accelerator().fused(torch.add) is None
 
 
 def test_without_a_compiler_there_is_no_fused_function_and_it_is_said_once(monkeypatch, caplog):
     asked = []
 
-    def compile_nothing(function, *, dynamic, fullgraph):
+    def compile_nothing(function, *, fullgraph):
         def fail(*arguments):
             asked.append(arguments)
             raise TorchDynamoException("Cannot find a working triton installation\nand much more")
@@ -243,6 +244,16 @@ def test_under_a_dispatch_mode_there_is_no_fused_function(compiles_for_nothing, 
             assert fused(numbers) is None
         assert fused(numbers).tolist() == [2.0, 2.0, 2.0]
     assert not [record for record in caplog.records if record.name == device.__name__]
+
+
+def test_a_fused_function_is_compiled_for_any_number_of_rows_and_for_each_width(compiles_for_nothing):
+    torch._dynamo.reset()
+    fused, known = device.CompiledFunction(twice), counters["stats"]["unique_graphs"]
+    compiled = []
+    for shape in [(3, 4), (5, 4), (7, 4), (7, 6), (2, 6), (9, 4)]:
+        assert fused(torch.ones(shape)).shape == shape
+        compiled.append(counters["stats"]["unique_graphs"] - known)
+    assert compiled == [1, 1, 1, 2, 2, 2]
 
 
 @pytest.mark.parametrize("switch", ["TORCHDYNAMO_DISABLE", "config.disable"])

@@ -122,7 +122,8 @@ def _rotation_worker():
     from slime.backends.megatron_utils import cpu_runtime
 
     cpu_runtime.install()
-    from slime.backends.megatron_utils.attention import _megatrons_rotation, rotate
+    from slime.backends.megatron_utils import attention
+    from slime.backends.megatron_utils.attention import _megatrons_rotation, rotate, rotation
 
     kept = []
 
@@ -144,6 +145,11 @@ def _rotation_worker():
     cases = [(DIM, 1.0), (DIM // 2, 1.0), (DIM, 1.5)]
     pairs = [(rotated(rotate, *case), rotated(_megatrons_rotation, *case)) for case in cases]
     by_hand = rotate(torch.tensor([[3.0, 4.0, 5.0]]), torch.full((1, 2), math.pi / 2))
+    # What a GPU compiles, as it stands.
+    half = torch.rand(2, 7, 1, 1, 3)
+    parts = torch.randn(7, 1, HEADS, DIM), *torch.cat([half, half], -1)
+    pairs.append(((rotation(*parts),), (attention._rotated(*parts, 1),)))
+    pairs.append(((rotation(*parts[:2], -parts[2]),), (attention._rotated(*parts, -1),)))
     return pairs, kept, by_hand
 
 
