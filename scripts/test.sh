@@ -3,6 +3,7 @@
 #
 #   bash scripts/test.sh                      what CI runs
 #   bash scripts/test.sh --all                with the slow tests
+#   bash scripts/test.sh --examples           every example learns its toy task
 #   bash scripts/test.sh --dry-run            only says what it would run
 #   bash scripts/test.sh tests/utils -k data  other arguments go to pytest
 set -euo pipefail
@@ -11,17 +12,18 @@ unset PYTHONDONTWRITEBYTECODE # without .pyc files every process that a test sta
 
 usage() {
   cat <<'HELP'
-usage: bash scripts/test.sh [--all] [--dry-run] [PYTEST ARGUMENTS...]
+usage: bash scripts/test.sh [--all | --examples] [--dry-run] [PYTEST ARGUMENTS...]
 
 Installs what is missing (scripts/install.sh), then runs the tests that need no GPU.
 
-  --all      the slow tests too
-  --dry-run  print the commands that it would run, and end
+  --all       the slow tests too
+  --examples  nothing but the trainings by which every example learns its toy task; --all has none of them
+  --dry-run   print the commands that it would run, and end
   other arguments are given to pytest, for example: tests/rollout -k abort -x; without any, two test files run at a time
 HELP
 }
 
-marks="not slow and not gpu"
+marks="not slow and not gpu and not learns"
 pytest_arguments=()
 dry_run=""
 for argument in "$@"; do
@@ -30,7 +32,8 @@ for argument in "$@"; do
       usage
       exit 0
       ;;
-    --all) marks="not gpu" ;;
+    --all) marks="not gpu and not learns" ;;
+    --examples) marks="learns" ;;
     --dry-run) dry_run=1 ;;
     *) pytest_arguments+=("$argument") ;;
   esac

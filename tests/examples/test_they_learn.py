@@ -1,4 +1,4 @@
-"""Every example that has a toy task learns it, by the command of its README. Slow: each trains for some minutes."""
+"""Every example that has a toy task learns it, by the command of its README. Each trains for some minutes."""
 
 import re
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_its_readme_has_the_command(name):
     assert f"bash scripts/quickstart.sh --example {name}" in (EXAMPLES / name / "README.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.learns
 @pytest.mark.parametrize("name", ACCURACIES)
 def test_it_learns(name, tmp_path):
     output = quickstart(tmp_path, "--example", name)

@@ -182,9 +182,11 @@ def test_the_test_script_says_what_it_would_run() -> None:
     assert result.returncode == 0, result.stderr
     install, run = result.stdout.splitlines()
     assert install == "bash scripts/install.sh"
-    assert run.endswith(r"-m pytest -m not\ slow\ and\ not\ gpu tests/utils -k a\ b")
-    whole = bash("scripts/test.sh", "--dry-run", "--all").stdout.splitlines()[1]
-    assert whole.endswith(r"-m pytest -m not\ gpu -n 2 --dist loadfile --no-loadscope-reorder")
+    assert run.endswith(r"-m pytest -m not\ slow\ and\ not\ gpu\ and\ not\ learns tests/utils -k a\ b")
+    tiers = {"--all": r"not\ gpu\ and\ not\ learns", "--examples": "learns"}
+    for option, marks in tiers.items():
+        whole = bash("scripts/test.sh", "--dry-run", option).stdout.splitlines()[1]
+        assert whole.endswith(f"-m pytest -m {marks} -n 2 --dist loadfile --no-loadscope-reorder")
 
 
 def test_the_installer_says_what_it_would_run(fresh_copy: Path) -> None:
