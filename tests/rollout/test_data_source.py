@@ -1,6 +1,7 @@
 """Prompts epoch after epoch, the buffer before them, and their states on the way to checkpoints."""
 
 import copy
+import dataclasses
 import json
 import logging
 import random
@@ -63,6 +64,11 @@ def make_args(tmp_path):
     return make
 
 
+@dataclasses.dataclass
+class Seen:
+    words: list[str]
+
+
 def prompts(groups: list) -> list[str]:
     return [group[0].prompt for group in groups]
 
@@ -116,6 +122,14 @@ class TestDrawing:
             RolloutDataSource([1], make_args()).get_samples(1)
         with pytest.raises(UserError, match="empty data set"):
             RolloutDataSource([], make_args())
+
+    def test_objects_in_a_given_data_set_are_copied_for_every_sample(self, make_args):
+        """A row of a file holds none; one of the user's may, and generate functions change what they are given."""
+        seen = Seen(["first"])
+        source = RolloutDataSource([Sample(prompt="a", metadata={"world": seen})], make_args())
+        ((first, second),) = source.get_samples(1)
+        first.metadata["world"].words.append("second")
+        assert second.metadata["world"].words == seen.words == ["first"]
 
     def test_missing_prompt_data_names_the_flag(self, make_args):
         with pytest.raises(UserError, match="--prompt-data is missing"):
