@@ -38,6 +38,9 @@ _NO_PARTIAL_ROLLOUT = Idle(lambda args: not args.partial_rollout, "without --par
 _DYNAMIC_BATCHES = Idle(lambda args: args.use_dynamic_batch_size, "with --use-dynamic-batch-size")
 _STATIC_BATCHES = Idle(lambda args: not args.use_dynamic_batch_size, "without --use-dynamic-batch-size")
 _NEVER_EVALUATES = Idle(lambda args: args.eval_interval is None, "without --eval-interval")
+_NO_PUSH = Idle(
+    lambda args: not (args.has_trainer and (args.rollout_num_gpus or args.rollout_external)), "without a push"
+)
 _NO_REHEARSAL = Idle(lambda args: not args.rehearse, "without --rehearse")
 
 CONFIGURATION = Group("configuration", (
@@ -158,7 +161,7 @@ DEBUGGING = Group("debugging", (
     switch("--debug-rollout-only", "engines only, no training ranks; not with --debug-train-only"),
     switch("--debug-train-only", "training ranks only: no engines, no evaluation, no weight push"),
     switch("--check-weight-update-equal", "prove that engine weights equal trainer weights: by checksums at start, by a "
-        "log-prob probe after every sync"),
+        "log-prob probe after every sync", idle=_NO_PUSH),
     # Dumps
     flag("--save-debug-rollout-data", str, None, "dump rollouts; `{rollout_id}` is filled in", path=PathKind.WRITTEN,
         placeholders="rollout_id"),
