@@ -6,7 +6,7 @@ import logging
 import marshal
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,8 @@ class GenerateState(metaclass=SingletonMeta):
         self._encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slime-tokenize")
         # The siblings of a group share their prompt: render and tokenise it once.
         self._encode_once = lru_cache(maxsize=1024)(self._encode_marshalled)
+        # For most siblings the ids are there, or under way: a way to the thread and back takes longer than to look.
+        self._text_in_encoder = lru_cache(maxsize=1024)(self._send_to_encoder)
         init_http_client(args)
 
     def reset(self) -> None:
@@ -118,7 +120,16 @@ class GenerateState(metaclass=SingletonMeta):
 
     async def encode_prompt(self, sample: Sample) -> np.ndarray:
         """As `prompt_ids`, off the event loop: a read-only int64 array that siblings share."""
-        return await self.in_encoder(self._prompt_array, sample)
+        if type(sample.prompt) is not str:
+            return await self.in_encoder(self._prompt_array, sample)
+        encoding = self._text_in_encoder(*self._prompt_source(sample)[:2])
+        try:
+            # It is its siblings' too: one that is cancelled leaves it alone.
+            return encoding.result() if encoding.done() else await asyncio.shield(asyncio.wrap_future(encoding))
+        except Exception:
+            # Whoever asks again gets a new try.
+            self._text_in_encoder.cache_clear()
+            raise
 
     def prompt_ids(self, sample: Sample) -> list[int]:
         """Token ids of the prompt. A chat template writes the special tokens itself, other text gets the tokenizer's."""
@@ -153,6 +164,9 @@ class GenerateState(metaclass=SingletonMeta):
             return self._encode(*source)
         # In this version of the format equal values give equal bytes, from which they come back unchanged.
         return self._encode_once(marshal.dumps(source, 2))
+
+    def _send_to_encoder(self, text: str, rendered: bool) -> Future[np.ndarray]:
+        return self._encoder.submit(self._encode_once, marshal.dumps((text, rendered, None, {}), 2))
 
     def _encode_marshalled(self, source: bytes) -> np.ndarray:
         return self._encode(*marshal.loads(source))

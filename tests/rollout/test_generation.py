@@ -471,6 +471,38 @@ def test_no_request_starts_when_the_abort_comes_while_the_prompt_is_tokenised(se
     assert run(main()).status is Status.ABORTED and server.requests == []
 
 
+def test_siblings_share_one_way_to_the_encoder_and_none_takes_it_from_another(checkpoint, monkeypatch):
+    SingletonMeta.clear_instances()
+    state = GenerateState(make_args(checkpoint))
+    encode, encoded, go_on = state.encoder_tokenizer.encode, [], threading.Event()
+
+    def slow_encode(text, **options):
+        encoded.append(text)
+        assert go_on.wait(30)
+        if len(encoded) == 1:
+            raise MemoryError("not now")
+        return encode(text, **options)
+
+    monkeypatch.setattr(state.encoder_tokenizer, "encode", slow_encode)
+
+    async def siblings():
+        tasks = [asyncio.ensure_future(state.encode_prompt(Sample(prompt="hello"))) for _ in range(3)]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    cancelled, *failed = asyncio.run(siblings())
+    assert isinstance(cancelled, asyncio.CancelledError) and [type(one) for one in failed] == [MemoryError] * 2
+    cancelled, first, second = asyncio.run(siblings())
+    assert first is second and first.tolist() == encode("hello")
+    # And of what is there, in another event loop.
+    assert asyncio.run(state.encode_prompt(Sample(prompt="hello"))) is first
+    assert encoded == ["hello", "hello"]
+    SingletonMeta.clear_instances()
+
+
 def test_users_may_pad_and_truncate_with_the_tokenizer_while_prompts_are_encoded(checkpoint):
     SingletonMeta.clear_instances()
     state, text = GenerateState(make_args(checkpoint)), "word " * 2000
