@@ -33,7 +33,7 @@ from slime.utils.dataset import Dataset, RowKeys, StreamedDataset
 from slime.utils.epoch_order import Part, epoch_order
 from slime.utils.errors import UserError
 from slime.utils.plugin_loader import calling_user_code, load_function
-from slime.utils.processing_utils import load_tokenizer
+from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -94,6 +94,9 @@ def build_dataset(args: Any) -> Dataset | StreamedDataset | None:
     tokenizer = None
     if args.apply_chat_template or max_length is not None:
         tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+    processor = None
+    if args.multimodal_keys and max_length is not None:
+        processor = load_processor(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
     common = {
         "seed": args.rollout_seed,
         "apply_chat_template": args.apply_chat_template,
@@ -101,14 +104,16 @@ def build_dataset(args: Any) -> Dataset | StreamedDataset | None:
         "allow_bad_rows": args.allow_bad_rows,
     }
     if args.streaming_data:
-        keys = RowKeys(args.input_key, args.label_key, args.tool_key, args.metadata_key)
-        return StreamedDataset(args.prompt_data, tokenizer, max_length, keys=keys, **common)
+        images = (args.multimodal_keys or {}).get("image")
+        keys = RowKeys(args.input_key, args.label_key, args.tool_key, args.metadata_key, images=images)
+        return StreamedDataset(args.prompt_data, tokenizer, max_length, keys=keys, processor=processor, **common)
     return Dataset(
         args.prompt_data,
         tokenizer,
-        None,
+        processor,
         max_length,
         prompt_key=args.input_key,
+        multimodal_keys=args.multimodal_keys,
         label_key=args.label_key,
         tool_key=args.tool_key,
         metadata_key=args.metadata_key,

@@ -24,6 +24,7 @@ from slime.utils.dataset import Dataset, StreamedDataset
 from slime.utils.errors import UserError
 from slime.utils.filesystem import publishing_directory
 from slime.utils.plugin_loader import calling_user_code
+from slime.utils.processing_utils import encode_image_for_rollout_engine, is_image
 from slime.utils.sample_fields import exactly_as, hold_arrays
 from slime.utils.types import Sample
 
@@ -132,12 +133,13 @@ def read_drawn_ahead(directory: str | Path) -> DrawnAhead:
 def groups_to_plain(entry: Any) -> Any:
     """Nested lists of samples as nested lists of dicts that share no container with the samples, only read-only arrays.
 
-    The samples hold their per-token fields as arrays afterwards.
+    The samples hold their per-token fields as arrays afterwards. What a processor made of images is left out: it is large, and
+    made again when a sample is gone on with.
     """
     if isinstance(entry, list):
         return [groups_to_plain(inner) for inner in entry]
     hold_arrays(entry)
-    return entry.to_dict(token_arrays=True)
+    return {**entry.to_dict(token_arrays=True), "multimodal_train_inputs": None}
 
 
 def groups_from_plain(entry: Any) -> Any:
@@ -184,6 +186,8 @@ def _encode(value: Any, arrays: dict[str, np.ndarray], where: str) -> Any:
         name = f"array_{len(arrays)}"
         arrays[name] = np.ascontiguousarray(_narrowed(value))
         return {"__array__": name, "__dtype__": value.dtype.name}
+    if is_image(value):
+        return encode_image_for_rollout_engine(value)
     raise UserError(f"the data source cannot be saved: {where} is a {type(value).__name__}; keep plain values there")
 
 

@@ -80,6 +80,8 @@ async def ask(args: Any, sample: Sample, messages: list[dict[str, Any]], samplin
     """
     answer = new_attempt(prompt_of(sample))
     answer.prompt, answer.tokens, answer.session_id = messages, [], str(uuid.uuid4())
+    # The context has the images that stand in its messages, and no others.
+    answer.multimodal_inputs = None
     return await generate(args, answer, sampling_params)
 
 

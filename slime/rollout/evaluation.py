@@ -94,7 +94,7 @@ def load_prompts(args: Any, state: GenerateState, config: EvalDatasetConfig) -> 
         _datasets[key] = Dataset(
             config.path,
             state.tokenizer,
-            state.processor,
+            state.processor if config.multimodal_keys else None,
             args.eval_max_prompt_len,
             prompt_key=config.input_key,
             multimodal_keys=config.multimodal_keys,

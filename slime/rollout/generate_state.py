@@ -7,6 +7,7 @@ import marshal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,18 @@ from slime.rollout.user_functions import CallKind, CallSlots
 from slime.utils.errors import UserError
 from slime.utils.http_utils import generation_concurrency, init_http_client
 from slime.utils.misc import SingletonMeta
-from slime.utils.processing_utils import load_tokenizer, render_chat, require_chat_template
-from slime.utils.sample_fields import read_only
+from slime.utils.processing_utils import (
+    at_row,
+    encode_image_for_rollout_engine,
+    encode_with_images,
+    images_of,
+    load_processor,
+    load_tokenizer,
+    no_processor,
+    render_chat,
+    require_chat_template,
+)
+from slime.utils.sample_fields import read_only, token_array
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -46,7 +57,6 @@ class GenerateState(metaclass=SingletonMeta):
 
     def __init__(self, args: Any) -> None:
         self.args = args
-        self.processor = None
         self.semaphore = CallSlots(CallKind.GENERATE, generation_concurrency(args))
         self.sampling_params = rollout_sampling_params(args)
         self._warned: set[str] = set()
@@ -59,6 +69,8 @@ class GenerateState(metaclass=SingletonMeta):
         self._encode_once = lru_cache(maxsize=1024)(self._encode_marshalled)
         # For most siblings the ids are there, or under way: a way to the thread and back takes longer than to look.
         self._text_in_encoder = lru_cache(maxsize=1024)(self._send_to_encoder)
+        # Pixels are large: a few prompts, whose siblings ask at the same time.
+        self._encode_images_once = lru_cache(maxsize=16)(self._encode_marshalled_images)
         init_http_client(args)
 
     def reset(self) -> None:
@@ -84,6 +96,22 @@ class GenerateState(metaclass=SingletonMeta):
     def tokenizer(self) -> Any:
         """For whoever wants to tokenise on the event loop, user functions for example."""
         return self._load_tokenizer()
+
+    @cached_property
+    def processor(self) -> Any:
+        """That of a model with images, for user functions and data sets; None where the checkpoint has none."""
+        return self._load_processor()
+
+    @cached_property
+    def _encoder_processor(self) -> Any:
+        """The one that prompts with images are encoded with, by one thread at a time."""
+        processor = self._load_processor()
+        if processor is None:
+            raise UserError(no_processor(self.args.hf_checkpoint))
+        return processor
+
+    def _load_processor(self) -> Any:
+        return load_processor(self.args.hf_checkpoint, trust_remote_code=self.args.trust_remote_code)
 
     @cached_property
     def encoder_tokenizer(self) -> Any:
@@ -120,7 +148,7 @@ class GenerateState(metaclass=SingletonMeta):
 
     async def encode_prompt(self, sample: Sample) -> np.ndarray:
         """As `prompt_ids`, off the event loop: a read-only int64 array that siblings share."""
-        if type(sample.prompt) is not str:
+        if type(sample.prompt) is not str or images_of(sample):
             return await self.in_encoder(self._prompt_array, sample)
         encoding = self._text_in_encoder(*self._prompt_source(sample)[:2])
         try:
@@ -132,8 +160,19 @@ class GenerateState(metaclass=SingletonMeta):
             raise
 
     def prompt_ids(self, sample: Sample) -> list[int]:
-        """Token ids of the prompt. A chat template writes the special tokens itself, other text gets the tokenizer's."""
+        """Token ids of the prompt. A chat template writes the special tokens itself, other text gets the tokenizer's.
+
+        An image is as many placeholder tokens as the model sees of it.
+        """
         return self._prompt_array(sample).tolist()
+
+    async def encode_images(self, sample: Sample) -> "PromptWithImages | None":
+        """What a prompt with images becomes, off the event loop; siblings share it. None: the prompt has none.
+
+        Raises:
+            UserError: the checkpoint has no processor, an image cannot be read, or prompt and images do not go together.
+        """
+        return await self.in_encoder(self._with_images, sample) if images_of(sample) else None
 
     async def in_encoder(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """The result of `function`, which may encode, from the thread for that."""
@@ -159,6 +198,8 @@ class GenerateState(metaclass=SingletonMeta):
         )
 
     def _prompt_array(self, sample: Sample) -> np.ndarray:
+        if images_of(sample):
+            return self._with_images(sample).token_ids
         source = self._prompt_source(sample)
         if not _is_plain(source):
             return self._encode(*source)
@@ -171,11 +212,65 @@ class GenerateState(metaclass=SingletonMeta):
     def _encode_marshalled(self, source: bytes) -> np.ndarray:
         return self._encode(*marshal.loads(source))
 
-    def _encode(self, prompt: Any, rendered: bool, tools: Any, template_kwargs: dict[str, Any]) -> np.ndarray:
-        if not isinstance(prompt, str):
-            with self._encoding:
-                prompt, rendered = render_chat(self.encoder_tokenizer, prompt, tools, template_kwargs), True
-        return read_only(np.array(self.encode_text(prompt, add_special_tokens=not rendered), np.int64))
+    def _encode(self, *source: Any) -> np.ndarray:
+        text, rendered = self._text(*source)
+        return read_only(np.array(self.encode_text(text, add_special_tokens=not rendered), np.int64))
+
+    def _text(self, prompt: Any, rendered: bool, tools: Any, template_kwargs: dict[str, Any]) -> tuple[str, bool]:
+        """The text of a prompt, and whether it was rendered in a chat template."""
+        if isinstance(prompt, str):
+            return prompt, rendered
+        with self._encoding:
+            return render_chat(self.encoder_tokenizer, prompt, tools, template_kwargs), True
+
+    def _with_images(self, sample: Sample) -> "PromptWithImages":
+        source, images = self._prompt_source(sample), images_of(sample)
+        with at_row(sample):
+            if not _is_plain(source) or not _is_plain(images):
+                return self._encode_with_images(source, images)
+            return self._encode_images_once(marshal.dumps((source, images), 2))
+
+    def _encode_marshalled_images(self, source: bytes) -> "PromptWithImages":
+        return self._encode_with_images(*marshal.loads(source))
+
+    def _encode_with_images(self, source: tuple[Any, ...], sources: list[Any]) -> "PromptWithImages":
+        text, rendered = self._text(*source)
+        with self._encoding:
+            token_ids, beside, images = encode_with_images(
+                self._encoder_processor, text, sources, add_special_tokens=not rendered
+            )
+        return PromptWithImages(
+            read_only(np.array(token_ids, np.int64)),
+            read_only(np.array(self.encode_text(text, add_special_tokens=not rendered), np.int64)),
+            beside,
+            [encode_image_for_rollout_engine(image) for image in images],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PromptWithImages:
+    """A prompt with images, as a model sees it and as engines are asked about it.
+
+    Attributes:
+        token_ids: int64, read-only, with as many placeholder tokens for an image as the model sees of it.
+        unexpanded_ids: the same with what the chat template wrote for an image, which engines expand themselves.
+        train_inputs: what the processor gave beside the ids: pixel values and their grids, tensors of torch.
+        image_data: data URIs of the images.
+    """
+
+    token_ids: np.ndarray
+    unexpanded_ids: np.ndarray
+    train_inputs: dict[str, Any]
+    image_data: list[str]
+
+    def request(self, sample: Sample) -> dict[str, Any]:
+        """The fields by which an engine is asked to go on behind `sample.tokens`."""
+        tokens = token_array(sample, "tokens")
+        prompt, response = np.split(tokens, [len(tokens) - sample.response_length])
+        # Other ids than ours are the user's, who knows how the engine reads them.
+        is_ours = np.array_equal(prompt, self.token_ids)
+        ids = np.concatenate([self.unexpanded_ids, response]) if is_ours else tokens
+        return {"input_ids": ids, "image_data": self.image_data}
 
 
 def _is_plain(value: Any) -> bool:

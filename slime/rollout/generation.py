@@ -76,11 +76,14 @@ async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[st
 async def _next_request(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> dict[str, Any] | None:
     """What continues `sample`; None where nothing does, and its status says why."""
     state, call = GenerateState(args), current_call()
-    if not len(held(sample, "tokens")):
-        sample.tokens = await state.encode_prompt(sample)
-        if call.aborted:
-            sample.status = Status.ABORTED
-            return None
+    images, begins = await state.encode_images(sample), not len(held(sample, "tokens"))
+    if begins:
+        sample.tokens = await state.encode_prompt(sample) if images is None else images.token_ids
+    if call.aborted and (begins or images is not None):
+        sample.status = Status.ABORTED
+        return None
+    if images is not None:
+        sample.multimodal_train_inputs = dict(images.train_inputs)
     if sample.response_length == 0:
         check_prompt_length(args, sample)
     check_kept_sets(args, sample)
@@ -88,7 +91,8 @@ async def _next_request(args: Any, sample: Sample, sampling_params: dict[str, An
     if budget <= 0:
         sample.status = Status.TRUNCATED
         return None
-    return build_payload(state, sample, sampling_params, budget)
+    payload = build_payload(state, sample, sampling_params, budget)
+    return payload if images is None else payload | images.request(sample)
 
 
 class _Stream:

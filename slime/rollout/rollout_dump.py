@@ -18,6 +18,7 @@ from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.utils.errors import UserError
 from slime.utils.filesystem import existing_files
 from slime.utils.packed_sample import get_source, pack_sample
+from slime.utils.processing_utils import encode_image_for_rollout_engine, is_image
 from slime.utils.sample_fields import TOKEN_FIELDS, held
 from slime.utils.types import Sample
 
@@ -179,6 +180,8 @@ def _plain(value: Any, where: str) -> Any:
         if set(map(type, value)).issubset(_SCALARS):
             return list(value)
         return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if is_image(value):
+        return encode_image_for_rollout_engine(value)
     raise UserError(
         f"--save-debug-rollout-data: {where} is a {type(value).__name__}; keep plain values and arrays there, or leave "
         "the flag out"

@@ -20,6 +20,7 @@ from slime.training.columns import COLUMNS, column_of
 from slime.utils.errors import UserError
 from slime.utils.misc import Box
 from slime.utils.packed_sample import PackedSample, RaggedArray, as_loss_mask, get_source, pack_sample
+from slime.utils.processing_utils import images_of
 from slime.utils.sample_fields import held
 from slime.utils.types import Sample, turns_of
 
@@ -39,8 +40,10 @@ def build_train_batch(samples: Sequence[Sample], raw_rewards: Sequence[float], r
         rewards: reward per sample after it.
 
     Raises:
-        UserError: of the samples that train, some have an optional per-token field and others have none.
+        UserError: of the samples that train, some have an optional per-token field and others have none; or one was generated
+            from images.
     """
+    _refuse_images(samples)
     packed = [_pack(sample) for sample in samples]
     _require_prompts(samples, packed)
     masks = [
@@ -182,6 +185,17 @@ def _pack(sample: Sample) -> PackedSample:
         nothing = np.zeros(1, np.int32)
         return PackedSample(np.zeros(2, np.int64), nothing, np.zeros(1, np.float32), np.zeros(1, np.float32))
     return pack_sample(sample)
+
+
+def _refuse_images(samples: Sequence[Sample]) -> None:
+    """No model is trained on what it sees: without its images the answer of such a sample would be learned as a guess."""
+    seeing = [sample.index for sample in samples if sample.multimodal_train_inputs or images_of(sample)]
+    if seeing:
+        raise UserError(
+            f"{len(seeing)} of {len(samples)} samples have images (sample indices {seeing[:5]}), and models are trained on "
+            "text: the images would be left out; generate with --debug-rollout-only, or make a batch of your own by "
+            "--custom-convert-samples-to-train-data-path"
+        )
 
 
 def _as_int32(values: Any) -> np.ndarray | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,15 @@ import numpy as np
 from slime.utils.data_files import BadRow, bad_row, fingerprint, iterate_rows, parse_data_path, raise_bad_row, read_file
 from slime.utils.epoch_order import Part, epoch_order, shares
 from slime.utils.errors import UserError
-from slime.utils.processing_utils import render_chat, require_chat_template
+from slime.utils.image_rows import image_sources, media_keys_problem, messages_with_images
+from slime.utils.processing_utils import (
+    at_row,
+    encode_with_images,
+    images_of,
+    no_processor,
+    render_chat,
+    require_chat_template,
+)
 from slime.utils.row_index import RowIndex, index_rows
 from slime.utils.types import Sample
 
@@ -49,6 +58,8 @@ class RowKeys:
 
     Attributes:
         flags: where the names of the prompt's and the label's field come from, for messages.
+        images: the field of the images; None: prompts are text.
+        folder: of the file, against which paths of images are read; `resolve` fills it in.
     """
 
     prompt: str | None
@@ -56,6 +67,8 @@ class RowKeys:
     tools: str | None
     metadata: str | None
     flags: tuple[str, str] = ("--input-key", "--label-key")
+    images: str | None = None
+    folder: str = ""
 
     def resolve(self, row: dict[str, Any], place: str) -> RowKeys:
         """The names for a file whose first row is `row`."""
@@ -68,7 +81,7 @@ class RowKeys:
         for name, flag in zip((prompt, self.label), self.flags, strict=True):
             if name is not None and name not in row:
                 raise UserError(f"{place}: there is no field {name!r} ({flag}); the row has {has}")
-        return replace(self, prompt=prompt)
+        return replace(self, prompt=prompt, folder=os.path.dirname(os.path.abspath(place.rpartition(":")[0])))
 
 
 class Dataset:
@@ -77,9 +90,10 @@ class Dataset:
     Args:
         path: file or list of files, each with an optional slice `@[a:b]` and weight `*w` (`epoch_order`).
         tokenizer: needed for `apply_chat_template` and for `max_length`.
-        processor: must be None; media are not supported yet.
+        processor: needed for `max_length` where prompts have images.
         max_length: prompts with more tokens are left out; None keeps all.
         prompt_key: field of the prompt; None takes `prompt`, else `input`, whichever the first row of a file has.
+        multimodal_keys: `{"image": field}`: prompts are messages whose images are in that field (`slime.utils.image_rows`).
         label_key: field of the reference answer; None takes `label` where the first row has it.
         tool_key: field of the tool schemas; they become `metadata["tools"]`.
         metadata_key: field of the metadata object.
@@ -109,8 +123,8 @@ class Dataset:
         allow_bad_rows: bool = False,
         flag: str = "--prompt-data",
     ):
-        if multimodal_keys or processor is not None:
-            raise UserError("--multimodal-keys: data sets with images, video or audio are not supported")
+        if (problem := media_keys_problem(multimodal_keys or {})) is not None:
+            raise UserError(f"--multimodal-keys: {problem}")
         if apply_chat_template:
             require_chat_template(tokenizer, "--apply-chat-template is given")
         self.paths = [path] if isinstance(path, str) else list(path)
@@ -119,14 +133,16 @@ class Dataset:
         self._flag = flag
         self._allow_bad_rows = allow_bad_rows
         self._fingerprint: list[dict[str, Any]] | None = None
-        keys = RowKeys(prompt_key, label_key, tool_key, metadata_key)
+        keys = RowKeys(prompt_key, label_key, tool_key, metadata_key, images=(multimodal_keys or {}).get("image"))
         reader = _RowReader(keys, tokenizer if apply_chat_template else None, dict(apply_chat_template_kwargs or {}))
         with _no_garbage_collection():
             samples = [list(self._read_samples(file, reader)) for file in self.paths]
         if self.num_bad_rows:
             logger.warning("%s: skipped %d bad rows", flag, self.num_bad_rows)
         special = not apply_chat_template
-        kept = [filter_long_prompt(own, tokenizer, None, max_length, add_special_tokens=special) for own in samples]
+        kept = [
+            filter_long_prompt(own, tokenizer, processor, max_length, add_special_tokens=special) for own in samples
+        ]
         self.origin_samples = [sample for own in kept for sample in own]
         if not self.origin_samples:
             total = sum(map(len, samples))
@@ -160,7 +176,7 @@ class Dataset:
             if keys is None:
                 keys = reader.keys.resolve(row, place)
             try:
-                sample = reader.read(row, keys)
+                sample = reader.read(row, keys, place)
             except BadRow as error:
                 self._on_bad_row(place, str(error))
                 continue
@@ -198,6 +214,7 @@ class StreamedDataset:
         apply_chat_template: bool,
         apply_chat_template_kwargs: dict[str, Any] | None,
         allow_bad_rows: bool,
+        processor: Any = None,
         flag: str = "--prompt-data",
     ) -> None:
         if apply_chat_template:
@@ -207,6 +224,7 @@ class StreamedDataset:
         self.num_bad_rows = self.num_long_prompts = 0
         self._flag, self._allow_bad_rows = flag, allow_bad_rows
         self._tokenizer, self._max_length, self._rendered = tokenizer, max_length, apply_chat_template
+        self._processor = processor
         self._reader = _RowReader(
             keys, tokenizer if apply_chat_template else None, dict(apply_chat_template_kwargs or {})
         )
@@ -226,17 +244,17 @@ class StreamedDataset:
         rows = self._indices[file]
         position = row - int(self._ends[file]) + len(rows)
         try:
-            sample = self._reader.read(rows.read(position), self._keys[file])
+            sample = self._reader.read(rows.read(position), self._keys[file], rows.place(position))
         except BadRow as error:
             if not self._allow_bad_rows:
                 raise_bad_row(rows.place(position), str(error))
             self.num_bad_rows += 1
             logger.warning("skipped %s (bad row %d of this run): %s", rows.place(position), self.num_bad_rows, error)
             return None
-        if (
-            self._max_length is None
-            or _prompt_lengths([sample], self._tokenizer, not self._rendered)[0] <= self._max_length
-        ):
+        if self._max_length is None:
+            return sample
+        [length] = _prompt_lengths([sample], self._tokenizer, self._processor, not self._rendered)
+        if length <= self._max_length:
             return sample
         self.num_long_prompts += 1
         if self.num_long_prompts & (self.num_long_prompts - 1) == 0:  # told of ever more seldom
@@ -357,7 +375,7 @@ def scan_rows(
             rows += 1
             advance()
             try:
-                cause = objection(reader.read(row, of_file))
+                cause = objection(reader.read(row, of_file, place))
             except BadRow as error:
                 tell(bad_row(place, str(error)))
             else:
@@ -391,14 +409,18 @@ def filter_long_prompt(
     """The samples whose prompt has at most `max_length` tokens, in their order; the number left out is logged.
 
     Message lists are measured as rendered by the chat template; without a template they are kept, because only the
-    function that consumes them knows their length. `add_special_tokens` applies to string prompts.
+    function that consumes them knows their length. `add_special_tokens` applies to string prompts. Prompts with images are
+    measured by `processor`, one at a time.
+
+    Raises:
+        UserError: a prompt has images and there is no processor, or an image cannot be read.
     """
     if max_length is None:
         return samples
     kept: list[Sample] = []
     for start in range(0, len(samples), _TOKENIZE_BATCH):
         batch = samples[start : start + _TOKENIZE_BATCH]
-        lengths = _prompt_lengths(batch, tokenizer, add_special_tokens)
+        lengths = _prompt_lengths(batch, tokenizer, processor, add_special_tokens)
         kept.extend(sample for sample, length in zip(batch, lengths, strict=True) if length <= max_length)
     if len(kept) < len(samples):
         logger.info(
@@ -407,17 +429,34 @@ def filter_long_prompt(
     return kept
 
 
-def _prompt_lengths(samples: list[Sample], tokenizer: Any, add_special_tokens: bool) -> list[int]:
+def _prompt_lengths(samples: list[Sample], tokenizer: Any, processor: Any, add_special_tokens: bool) -> list[int]:
     lengths = [0] * len(samples)
+    seeing = [bool(images_of(sample)) for sample in samples]
     for is_text, special in ((True, add_special_tokens), (False, False)):
-        chosen = [index for index, sample in enumerate(samples) if isinstance(sample.prompt, str) is is_text]
+        chosen = [
+            index
+            for index, sample in enumerate(samples)
+            if isinstance(sample.prompt, str) is is_text and not seeing[index]
+        ]
         if not is_text and not getattr(tokenizer, "chat_template", None):
             continue
         texts = [_prompt_text(samples[index], tokenizer) for index in chosen]
         ids = tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
         for index, prompt_ids in zip(chosen, ids, strict=True):
             lengths[index] = len(prompt_ids)
+    for index, sample in enumerate(samples):
+        if seeing[index]:
+            special = add_special_tokens and isinstance(sample.prompt, str)
+            lengths[index] = _length_with_images(sample, tokenizer, processor, special)
     return lengths
+
+
+def _length_with_images(sample: Sample, tokenizer: Any, processor: Any, add_special_tokens: bool) -> int:
+    if processor is None:
+        raise UserError(no_processor(getattr(tokenizer, "name_or_path", "")))
+    with at_row(sample):
+        text = _prompt_text(sample, tokenizer)
+        return len(encode_with_images(processor, text, images_of(sample), add_special_tokens=add_special_tokens)[0])
 
 
 def _prompt_text(sample: Sample, tokenizer: Any) -> str:
@@ -438,17 +477,26 @@ class _RowReader:
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs
 
-    def read(self, row: dict[str, Any], keys: RowKeys) -> Sample:
-        """The sample of `row`; raises `BadRow`."""
+    def read(self, row: dict[str, Any], keys: RowKeys, place: str) -> Sample:
+        """The sample of `row`, which stands at `place`; raises `BadRow`."""
         metadata = self._metadata(row, keys)
-        return Sample(
-            prompt=self._prompt(row, keys, metadata.get("tools")),
+        prompt, images = self._prompt(row, keys), []
+        if keys.images is not None:
+            images = image_sources(row.get(keys.images), keys.folder, keys.images)
+            prompt, images = messages_with_images(prompt, images, keys.folder, (keys.prompt, keys.images))
+        sample = Sample(
+            prompt=prompt if self._tokenizer is None else self._rendered(prompt, keys, metadata.get("tools")),
             label=self._label(row, keys),
             metadata=metadata,
             apply_chat_template_kwargs=dict(self._template_kwargs),
         )
+        if images:
+            sample.multimodal_inputs = {"images": images}
+            # Whether an image is whole is found when it is decoded, long after the row was read.
+            sample.data_place = place
+        return sample
 
-    def _prompt(self, row: dict[str, Any], keys: RowKeys, tools: list | None) -> str | list[dict[str, Any]]:
+    def _prompt(self, row: dict[str, Any], keys: RowKeys) -> str | list[dict[str, Any]]:
         if keys.prompt not in row:
             raise BadRow(f"there is no field {keys.prompt!r}; the row has {', '.join(map(str, row))}")
         prompt = row[keys.prompt]
@@ -460,8 +508,9 @@ class _RowReader:
                 raise BadRow(f"{keys.prompt!r} is an empty list of messages")
         elif not isinstance(prompt, str):
             raise BadRow(f"{keys.prompt!r} is {type(prompt).__name__}, expected a string or a list of messages")
-        if self._tokenizer is None:
-            return prompt
+        return prompt
+
+    def _rendered(self, prompt: str | list[dict[str, Any]], keys: RowKeys, tools: list | None) -> str:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
             return render_chat(self._tokenizer, messages, tools, self._template_kwargs)

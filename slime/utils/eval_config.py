@@ -12,6 +12,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin
 
 from slime.utils.errors import UserError
+from slime.utils.image_rows import media_keys_problem
 from slime.utils.types import Sample
 
 
@@ -144,6 +145,8 @@ def value_problem(key: str, value: Any) -> str | None:
         items = [_KINDS.get(item, "anything") for item in get_args(kinds[0])[-1:]]
         wanted = " of ".join([_KINDS[get_origin(kinds[0]) or kinds[0]], *items])
         return f"{key} is {value!r}, must be {wanted}"
+    if key == "multimodal_keys" and (problem := media_keys_problem(value)) is not None:
+        return f"{key}: {problem}"
     if key in _POSITIVE and value <= 0:
         return f"{key} is {value}, must be above 0"
     if key in _NOT_NEGATIVE and value < 0:

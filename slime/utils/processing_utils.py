@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from slime.utils.errors import UserError
 
 if TYPE_CHECKING:
     from PIL import Image
+
+    from slime.utils.types import Sample
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False, *, flag: str = "--hf-checkpoint", **kwargs: Any) -> Any:
@@ -84,7 +88,7 @@ def load_processor(path: str, trust_remote_code: bool = False, **kwargs: Any) ->
     """The processor of a model with images in the directory `path`; None where the model has none. Never asks the network.
 
     Raises:
-        UserError: no such directory, or the processor that it names cannot be loaded.
+        UserError: no such directory, or the processor that it names cannot be loaded, for want of torchvision for example.
     """
     if not os.path.isdir(path):
         raise UserError(f"--hf-checkpoint {path}: there is no such directory; give a local Hugging Face checkpoint")
@@ -94,6 +98,12 @@ def load_processor(path: str, trust_remote_code: bool = False, **kwargs: Any) ->
 
     try:
         return AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code, **kwargs)
+    except ImportError as error:
+        cause = " ".join(str(error).split()).partition(". ")[0]
+        raise UserError(
+            f"--hf-checkpoint {path}: its processor needs a library that is not here ({cause}); install that library, or take "
+            "a model whose images are prepared by Pillow alone"
+        ) from error
     except Exception as error:
         raise UserError(
             f"--hf-checkpoint {path}: its processor could not be loaded ({type(error).__name__}: {error})"
@@ -101,6 +111,14 @@ def load_processor(path: str, trust_remote_code: bool = False, **kwargs: Any) ->
 
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+def no_processor(checkpoint: str) -> str:
+    """The message about a prompt with images for a model that takes none."""
+    return (
+        f"--hf-checkpoint {checkpoint}: a prompt has images, and the checkpoint has no processor for them "
+        f"({' or '.join(_PROCESSOR_FILES)}); take a model that sees images, or drop --multimodal-keys"
+    )
 
 
 def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -123,29 +141,107 @@ def process_vision_info(prompt: list[dict[str, Any]], processor: Any) -> dict[st
         for part in message["content"] if isinstance(message["content"], list) else ():
             kind = part.get("type")
             if kind in ("image", "image_url"):
-                images.append(_image(part.get("image") or part.get("image_url")))
+                images.append(_image(_source_of(part)))
             elif kind != "text":
                 raise UserError(f"a message has content of the type {kind!r}; images and text are supported")
     return {"images": images or None, "videos": None}
 
 
-def _image(source: Any) -> Image.Image:
+def images_of(sample: Sample) -> list[Any]:
+    """What the images of a prompt are read from, in their order: those in its messages, else those of `multimodal_inputs`.
+
+    Each is the path of a file, a data URI or a PIL image.
+    """
+    messages = sample.prompt if isinstance(sample.prompt, list) else []
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    sources = [_source_of(part) for part in parts if part.get("type") in ("image", "image_url")]
+    found = [source for source in sources if source is not None]
+    return found or list((sample.multimodal_inputs or {}).get("images") or ())
+
+
+@contextlib.contextmanager
+def at_row(sample: Sample) -> Iterator[None]:
+    """Errors about the images of `sample` name its row, where it was read from a file."""
+    try:
+        yield
+    except UserError as error:
+        place = getattr(sample, "data_place", None)
+        raise UserError(f"{place or f'sample {sample.index}'}: {error}") from error
+
+
+def encode_with_images(
+    processor: Any, text: str, sources: list[Any], *, add_special_tokens: bool
+) -> tuple[list[int], dict[str, Any], list[Image.Image]]:
+    """(token ids, what the processor gives beside them, the images in RGB).
+
+    Each placeholder of `text` is as many tokens as its image has. The processor's tensors, pixel values for example, are those
+    of torch; `attention_mask` is left out.
+
+    Raises:
+        UserError: an image cannot be read, or the processor refuses the text with these images.
+    """
+    images = [_image(source) for source in sources]
+    images = [image if image.mode == "RGB" else image.convert("RGB") for image in images]
+    try:
+        given = processor(
+            text=[text], add_special_tokens=add_special_tokens, **build_processor_kwargs({"images": images})
+        )
+    except Exception as error:  # a processor may be code of the checkpoint
+        raise UserError(
+            f"the processor of --hf-checkpoint refused a prompt with {len(images)} images ({type(error).__name__}: {error}); "
+            "does the chat template write one placeholder for each?"
+        ) from error
+    beside = {name: value for name, value in given.items() if name not in ("input_ids", "attention_mask")}
+    return given["input_ids"][0].tolist(), beside, images
+
+
+def is_image(value: Any) -> bool:
+    """Whether `value` is a PIL image, without an import of PIL."""
+    return any(kind.__module__ == "PIL.Image" and kind.__name__ == "Image" for kind in type(value).__mro__)
+
+
+def open_image(source: Any) -> Image.Image:
+    """The image in a file, a data URI or a stream, opened and not yet decoded.
+
+    Raises:
+        UserError: it is not there, or does not begin as an image.
+    """
     from PIL import Image
 
-    source = source["url"] if isinstance(source, dict) else source
-    if isinstance(source, Image.Image):
-        return source
+    shown = _shown(source)
     try:
         if isinstance(source, str) and source.startswith("data:"):
             source = io.BytesIO(base64.b64decode(source.partition(",")[2], validate=True))
         elif isinstance(source, str) and "://" in source and not source.startswith("file://"):
             raise ValueError("nothing is fetched from a network; store it beside the data")
-        with Image.open(source.removeprefix("file://") if isinstance(source, str) else source) as image:
+        return Image.open(source.removeprefix("file://") if isinstance(source, str) else source)
+    except (OSError, ValueError, AttributeError, Image.DecompressionBombError) as error:
+        raise UserError(f"an image could not be read from {shown}: {error}") from error
+
+
+def _image(source: Any) -> Image.Image:
+    from PIL import Image
+
+    if isinstance(source, Image.Image):
+        return source
+    try:
+        with open_image(source) as image:
             image.load()
             return image
-    except (OSError, ValueError, AttributeError, Image.DecompressionBombError) as error:
-        shown = source if isinstance(source, str) else type(source).__name__
-        raise UserError(f"an image could not be read from {shown}: {error}") from error
+    except UserError:
+        raise
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"an image could not be read from {_shown(source)}: {error}") from error
+
+
+def _source_of(part: dict[str, Any]) -> Any:
+    source = part.get("image") or part.get("image_url")
+    return source["url"] if isinstance(source, dict) else source
+
+
+def _shown(source: Any) -> str:
+    return source if isinstance(source, str) and len(source) < 512 else f"{str(source)[:64]}…"
 
 
 def encode_image_for_rollout_engine(image: Image.Image) -> str:

@@ -245,6 +245,38 @@ def test_a_run_on_a_machine_without_gpus_computes_on_its_cpu(tmp_path, monkeypat
     assert os.environ.get("SLIME_ACCELERATOR") == accelerator
 
 
+IMAGES = ("--multimodal-keys", '{"image": "images"}', "--debug-rollout-only")
+
+
+@pytest.mark.parametrize("forced", [True, False])
+def test_engines_on_cpus_are_not_asked_about_images(tmp_path, monkeypatch, forced):
+    monkeypatch.setattr(cluster, "require_memory_of_machine", lambda args: None)
+    monkeypatch.delenv("SLIME_ACCELERATOR", raising=False)
+    if forced:
+        monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
+        # Of a cluster elsewhere the flag says it as well.
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(cluster, "gpus_on_this_machine", lambda: 0)
+    with pytest.raises(UserError, match="--multimodal-keys: engines on CPUs have no image processors.*need GPUs"):
+        cluster.check_machine(parse(tmp_path, *IMAGES))
+    # These ask somebody else.
+    (tmp_path / "mine.py").write_text("async def generate(args, sample, sampling_params):\n    return sample\n")
+    cluster.check_machine(parse(tmp_path, *IMAGES, "--custom-generate-function-path", f"{tmp_path}/mine.py:generate"))
+    cluster.check_machine(parse(tmp_path, *IMAGES, "--rollout-external-engine-addrs", "10.0.0.2:30000"))
+
+
+def test_engines_on_cpus_are_not_asked_about_images_of_an_evaluation(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
+    monkeypatch.setattr(cluster, "require_memory_of_machine", lambda args: None)
+    parse(tmp_path)
+    (tmp_path / "eval.yaml").write_text(
+        f"datasets:\n  - {{name: seen, path: {tmp_path}/prompts.jsonl, multimodal_keys: {{image: x}}}}\n"
+    )
+    args = parse(tmp_path, "--eval-interval", "2", "--eval-config", f"{tmp_path}/eval.yaml")
+    with pytest.raises(UserError, match="evaluation set seen.*: engines on CPUs have no image processors"):
+        cluster.check_machine(args)
+
+
 def test_parquet_and_slices_are_scanned(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

@@ -34,6 +34,7 @@ def make_args(tmp_path):
             input_key=None,
             label_key=None,
             metadata_key="metadata",
+            multimodal_keys=None,
             tool_key="tools",
             apply_chat_template=False,
             apply_chat_template_kwargs={},

@@ -126,7 +126,13 @@ def data_args(tmp_path):
     options = ["input_key", "label_key", "buffer_filter_path", "rollout_max_prompt_len", "apply_chat_template"]
     options += ["rollout_shuffle", "fresh_data_state", "trust_remote_code", "allow_bad_rows", "streaming_data"]
     place = {"save": str(tmp_path), "load": str(tmp_path), "prompt_data": str(rows), "loss_type": "policy_loss"}
-    keys = {"metadata_key": "metadata", "tool_key": "tools", "apply_chat_template_kwargs": {}, "rollout_seed": 1}
+    keys = {
+        "multimodal_keys": None,
+        "metadata_key": "metadata",
+        "tool_key": "tools",
+        "apply_chat_template_kwargs": {},
+        "rollout_seed": 1,
+    }
     return make_args(**dict.fromkeys(options), **place, **keys, rollout_global_dataset=True)
 
 

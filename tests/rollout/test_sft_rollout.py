@@ -98,6 +98,7 @@ def test_from_a_file_of_messages_through_the_caller_of_rollout_functions(checkpo
         input_key="messages",
         label_key=None,
         metadata_key="metadata",
+        multimodal_keys=None,
         tool_key="tools",
         apply_chat_template=False,
         rollout_max_prompt_len=4,

@@ -33,6 +33,25 @@ def build(samples):
     return build_train_batch(samples, [1.0] * len(samples), [0.5] * len(samples))
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"multimodal_train_inputs": {"pixel_values": torch.zeros(1, 3, 2, 2)}},
+        {"multimodal_inputs": {"images": ["/x.png"]}},
+        {
+            "prompt": [
+                {"role": "user", "content": [{"type": "image", "image": "/x.png"}, {"type": "text", "text": "?"}]}
+            ]
+        },
+    ],
+)
+def test_answers_to_images_are_not_trained_without_them(fields):
+    seeing = sample(7)
+    vars(seeing).update(fields)
+    with pytest.raises(UserError, match=r"1 of 2 samples have images \(sample indices \[7\]\).*--debug-rollout-only"):
+        build([sample(6), seeing])
+
+
 def test_columns_have_the_documented_types():
     batch = build([sample(0, rollout_log_probs=[-1.0, -2.0, -3.0]), sample(1, response=1, rollout_log_probs=[-4.0])])
     assert batch["total_lengths"].tolist() == [5, 3] and batch["response_lengths"].tolist() == [3, 1]

@@ -224,10 +224,6 @@ class TestDataset:
         with pytest.raises(UserError, match="none of the 4 prompts has at most 0 tokens"):
             Dataset(path, tokenizer, None, 0)
 
-    def test_multimodal_sets_are_refused(self, write_rows):
-        with pytest.raises(UserError, match="--multimodal-keys"):
-            Dataset(write_rows(numbered(1)), None, None, None, multimodal_keys={"image": "file"})
-
     def test_shuffle_depends_on_seed_and_epoch_only(self, write_rows):
         path = write_rows(numbered(20))
 

@@ -273,8 +273,8 @@ DATA = Group("data and batches", (
     flag("--apply-chat-template-kwargs", json_object, {}, "extra template arguments, as JSON object"),
     flag("--input-key", str, None, "prompt field; unset: `prompt`, else `input`"),
     flag("--label-key", str, None, "label field; unset: `label` if the rows have it"),
-    flag("--multimodal-keys", json_object, None, "fields with media, as JSON object from media type to field: {\"image\": "
-        "\"image_file\"}", not_yet="a data set with images, video or audio"),
+    flag("--multimodal-keys", json_object, None, "the field with images (paths, data URIs, base64), as JSON object: "
+        "{\"image\": \"images\"}; prompts have <image> for each"),
     flag("--metadata-key", str, "metadata", "field with the metadata object"),
     flag("--tool-key", str, "tools", "field with tool schemas for the chat template"),
     switch("--fresh-data-state", "start the data source from zero although the checkpoint has no state for it"),

@@ -26,6 +26,7 @@ from slime.utils.data_files import parse_data_path, path_without_slice
 from slime.utils.dataset import RowKeys, check_first_row
 from slime.utils.errors import UserError
 from slime.utils.filesystem import existing_files
+from slime.utils.image_rows import media_keys_problem
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +71,12 @@ def own_files(args: argparse.Namespace) -> Iterator[OwnFile]:
     if args.prompt_data and args.data_source_path.startswith(_OWN):
         kinds = {SFT_FUNCTION: "messages", _GRADING_FUNCTION: "renderable"}
         own_way = args.custom_generate_function_path is not None
+        fields = (args.input_key, args.label_key, args.tool_key, args.metadata_key)
         for path in [args.prompt_data] if isinstance(args.prompt_data, str) else args.prompt_data:
             yield OwnFile(
                 path,
                 "--prompt-data",
-                RowKeys(args.input_key, args.label_key, args.tool_key, args.metadata_key),
+                RowKeys(*fields, images=(args.multimodal_keys or {}).get("image")),
                 graded_by_row=_rows_name_rewards(args, args.rollout_function_path),
                 in_template=args.apply_chat_template,
                 prompts="any" if own_way else kinds.get(args.rollout_function_path, "any"),
@@ -86,11 +88,12 @@ def own_files(args: argparse.Namespace) -> Iterator[OwnFile]:
             graded = dataset.rm_type or dataset.custom_rm_path or dataset.metadata_overrides.get("rm_type")
             generate = dataset.custom_generate_function_path or args.custom_generate_function_path
             flags = tuple(_key_of_set(args, place(dataset.name, key), key) for key in ("input_key", "label_key"))
+            fields = (dataset.input_key, dataset.label_key, dataset.tool_key, dataset.metadata_key)
             by_row = not (dataset.custom_generate_function_path or graded)
             yield OwnFile(
                 dataset.path,
                 "--eval-prompt-data" if in_file is None else f"{in_file}: path",
-                RowKeys(dataset.input_key, dataset.label_key, dataset.tool_key, dataset.metadata_key, flags),
+                RowKeys(*fields, flags, images=(dataset.multimodal_keys or {}).get("image")),
                 graded_by_row=by_row and _rows_name_rewards(args, args.eval_function_path),
                 in_template=bool(dataset.apply_chat_template),
                 prompts="any" if generate or args.eval_function_path != _GRADING_FUNCTION else "renderable",
@@ -144,6 +147,12 @@ def over_long_samples(args: argparse.Namespace) -> Iterator[Violation]:
             longest, args.max_tokens_per_gpu, args.context_parallel_size, budget,
         )  # fmt: skip
     yield from ()
+
+
+def media(args: argparse.Namespace) -> Iterator[Violation]:
+    problem = media_keys_problem(args.multimodal_keys or {})
+    if problem is not None:
+        yield broken(args, "{--multimodal-keys=}: {problem}", problem=problem)
 
 
 def hf_checkpoint(args: argparse.Namespace) -> Iterator[Violation]:
@@ -305,7 +314,7 @@ DATA_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.apply_chat_template and args.rollout_function_path == SFT_FUNCTION and args.prompt_data,
         "{--apply-chat-template}: supervised fine-tuning takes lists of messages and renders them itself, to know which "
         "tokens the assistant said; drop it"),
-    first_rows,
+    media, first_rows,
 )  # fmt: skip
 FILE_RULES: tuple[Rule, ...] = (
     hf_checkpoint, data_files, rollout_dumps, other_models, initial_weights, missing_plug_ins, writable_places,

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from slime.arguments import server_flags
-from slime.arguments.config_files.eval_file import places_in
 from slime.arguments.config_files.serving_config import FLAG, served_groups
 from slime.arguments.flag import NotYet, flag_of
 from slime.arguments.groups import OWN_FLAGS
@@ -137,20 +136,6 @@ def prediction_layers(args: argparse.Namespace) -> Iterator[Violation]:
         )
 
 
-def media_of_evaluation(args: argparse.Namespace) -> Iterator[Violation]:
-    """The flag has a row of its own."""
-    if not any(row.name == "multimodal_keys" for row in OWN_ROWS):
-        return
-    place = places_in(args.eval_config if args.eval_datasets else None)
-    for dataset in args.eval_datasets:
-        where = place(dataset.name, "multimodal_keys")
-        if where is not None:
-            problem = (
-                f"{where}: multimodal_keys: a data set with images, video or audio is not built yet; drop the line"
-            )
-            yield from about([problem], "--eval-config")
-
-
 def built_family(args: argparse.Namespace) -> Iterator[Violation]:
     if args.model_name is None or not args.has_trainer:
         return
@@ -162,7 +147,10 @@ def built_family(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 NOT_BUILT_RULES: tuple[Rule, ...] = (
-    topology, engines, layers, prediction_layers, media_of_evaluation, built_family, not_yet_violations,
+    topology, engines, layers, prediction_layers, built_family, not_yet_violations,
+    refused(lambda args: bool(args.multimodal_keys) and args.has_trainer,
+        "{--multimodal-keys}: models are trained on text, no vision tower is: the images would be left out; generate with "
+        "{--debug-rollout-only}, or evaluate on images by multimodal_keys in the sets of {--eval-config}"),
     *where(lambda args: args.sglang_config is not None, of_groups(not_yet_violations)),
 )  # fmt: skip
 MODEL_NAME_RULES: tuple[Rule, ...] = (

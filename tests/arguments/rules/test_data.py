@@ -152,3 +152,20 @@ def test_where_no_flag_limits_a_sample_the_model_does(tmp_path, caplog):
     caplog.clear()
     parse(tmp_path, *["--use-dynamic-batch-size", "--max-tokens-per-gpu", "300", "--sglang-context-length", "300"])
     assert "longest allowed sample" not in caplog.text
+
+
+def test_images_are_generated_about(tmp_path):
+    args = parse(tmp_path, "--multimodal-keys", '{"image": "images"}', "--debug-rollout-only")
+    assert args.multimodal_keys == {"image": "images"}
+
+
+def test_a_set_of_evaluation_may_have_images_beside_training_on_texts(tmp_path):
+    command_line(tmp_path)
+    entry = f"{{name: a, path: {tmp_path}/prompts.jsonl, multimodal_keys: {{MEDIUM: x}}}}"
+    (tmp_path / "eval.yaml").write_text(f"datasets:\n  - {entry.replace('MEDIUM', 'image')}\n")
+    words = f"--eval-interval 2 --eval-config {tmp_path}/eval.yaml"
+    (dataset,) = parse(tmp_path, *words.split()).eval_datasets
+    assert dataset.multimodal_keys == {"image": "x"}
+    (tmp_path / "eval.yaml").write_text(f"datasets:\n  - {entry.replace('MEDIUM', 'audio')}\n")
+    (line,) = violations(tmp_path, words)
+    assert line.startswith(f"{tmp_path}/eval.yaml:2: ") and "rows with audio are not built" in line

@@ -86,7 +86,6 @@ def test_every_own_flag_has_a_reader_or_a_row():
 
 # Read where it changes nothing yet: attribute → why.
 READ_ALREADY = {
-    "multimodal_keys": "data sets refuse it in their own words",
     "update_weights_interval": "when the old actor moves",
     "train_backend": "the trainer makes its backend of it; a run with FSDP is refused",
     "attn_implementation": "FSDP, which only tests start",
@@ -107,7 +106,7 @@ def examples():
             yield name, [action.option_strings[0]], True
             continue
         other = [choice for choice in action.choices or () if choice not in (action.default, [action.default])]
-        kind = {int: "3", float: "0.125"}.get(action.type, '{"image": "f"}' if name == "multimodal_keys" else "word")
+        kind = {int: "3", float: "0.125"}.get(action.type, "word")
         yield name, [action.option_strings[0], other[-1] if other else kind], None
 
 

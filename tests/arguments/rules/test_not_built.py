@@ -39,16 +39,6 @@ def test_layers_that_are_not_built(tmp_path):
     )
 
 
-def test_media_of_an_evaluation_set(tmp_path):
-    command_line(tmp_path)
-    entry = f"{{name: a, path: {tmp_path}/prompts.jsonl, multimodal_keys: {{image: x}}}}"
-    (tmp_path / "eval.yaml").write_text(f"datasets:\n  - {entry}\n")
-    message = (
-        "{tmp}/eval.yaml:2: multimodal_keys: a data set with images, video or audio is not built yet; drop the line"
-    )
-    assert_violation(tmp_path, "--eval-interval 2 --eval-config {tmp}/eval.yaml", message)
-
-
 def test_a_name_outside_of_the_list(tmp_path):
     (line,) = violations(tmp_path, "--model-name foo")
     assert line.startswith("--model-name foo: no such family; give one of deepseekv3, ") and "drop the flag" in line

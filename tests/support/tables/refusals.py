@@ -48,6 +48,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--over-sampling-batch-size 2", "--over-sampling-batch-size --rollout-batch-size", WRONG),
         ("--micro-batch-size 3", "--global-batch-size --micro-batch-size data_parallel_size --use-dynamic-batch-size", WRONG),
         ("--use-dynamic-batch-size", "--use-dynamic-batch-size --max-tokens-per-gpu", WRONG),
+        ('--multimodal-keys {{"video":"clip"}} --debug-rollout-only', "--multimodal-keys", WRONG),
+        ('--multimodal-keys {{"picture":"p"}} --debug-rollout-only', "--multimodal-keys", WRONG),
         ("--balance-by-flops", "--balance-by-flops --use-dynamic-batch-size", WRONG),
         ("--tensor-model-parallel-size 2",
          "--tensor-model-parallel-size world_size --actor-num-nodes --actor-num-gpus-per-node", WRONG),
@@ -306,6 +308,7 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--lr-decay-iters 0", "--lr-decay-iters", OUT_OF_BOUNDS),
     ),
     "not built": (
+        ('--multimodal-keys {{"image":"images"}}', "--multimodal-keys --debug-rollout-only --eval-config", NOT_BUILT),
         ("--sglang-incremental-streaming-output", "--sglang-incremental-streaming-output --dry-run", NOT_BUILT),
         ("--rollout-num-gpus 4 --rollout-num-gpus-per-engine 4 --num-gpus-per-node 2",
          "--rollout-num-gpus-per-engine --num-gpus-per-node", NOT_BUILT),

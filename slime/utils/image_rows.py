@@ -1,0 +1,146 @@
+"""Images of a row: what a field holds, and what the prompt says about it, become parts of chat messages.
+
+A part is `{"type": "image", "image": source}`, where the source is the absolute path of a file or a data URI: no decoded
+image is held for a row. That the file is there and begins as an image is looked at when the row is read.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from slime.utils.data_files import BadRow
+from slime.utils.errors import UserError
+from slime.utils.processing_utils import open_image
+from slime.utils.types import MultimodalTypes
+
+_IMAGE = MultimodalTypes.IMAGE
+# Where a part of a message, or an entry of a field, holds its image: in this order.
+_SOURCES = ("bytes", "path", "image", "image_url", "url", "base64")
+
+
+def media_keys_problem(keys: Mapping[str, Any]) -> str | None:
+    """What is wrong with a value of `--multimodal-keys`; None where rows can be read by it."""
+    for name, field in keys.items():
+        kind = MultimodalTypes.get(name)
+        if kind is None:
+            known = ", ".join(each.name for each in MultimodalTypes.all())
+            return f"{name!r} is none of {known}; name the field of images under `image`"
+        if kind is not _IMAGE:
+            return f"rows with {name} are not built, only those with images; leave {name} out"
+        if not isinstance(field, str) or not field:
+            return f"{name} is {field!r}, expected the name of a field"
+    return None
+
+
+def image_sources(value: Any, folder: str, field: str) -> list[str]:
+    """The sources of what the field `field` of a row holds: nothing, an image or a list of images.
+
+    An image is a path, absolute or relative to `folder`, a data URI, base64, its bytes, or an object with one of these as
+    `bytes`, `path` or `image`.
+
+    Raises:
+        BadRow: one is missing, or is no image.
+    """
+    if value is None:
+        return []
+    entries = value if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping) else [value]
+    return [_source(entry, folder, f"image {number} of {field!r}") for number, entry in enumerate(entries)]
+
+
+def messages_with_images(
+    prompt: str | list[dict[str, Any]], images: list[str], folder: str, fields: tuple[str, str]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """(messages, sources of their images in order): `prompt` with `images` in the places of its placeholders.
+
+    A placeholder is `<image>` in a text, or a part of the type `image` that names none. A text is what a user says.
+
+    Args:
+        fields: names of the fields of prompt and images, for messages.
+
+    Raises:
+        BadRow: there are more placeholders than images or fewer, or a part is of another type than text and image.
+    """
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages = [
+        {**message, "content": _parts(message["content"], folder, fields[0])} if "content" in message else message
+        for message in messages
+    ]
+    contents = [content for message in messages if isinstance(content := message.get("content"), list)]
+    parts = [part for content in contents for part in content]
+    places = [part for part in parts if part["type"] == _IMAGE.name and "image" not in part]
+    if len(places) != len(images):
+        raise BadRow(
+            f"{fields[0]!r} has {len(places)} {_IMAGE.placeholder} placeholders and {fields[1]!r} {len(images)} images; each "
+            "placeholder stands for one image"
+        )
+    for part, source in zip(places, images, strict=True):
+        part["image"] = source
+    return messages, [part["image"] for part in parts if part["type"] == _IMAGE.name]
+
+
+def _parts(content: Any, folder: str, field: str) -> Any:
+    """A message's content: as it is where it is text alone, else parts of its own."""
+    if isinstance(content, str):
+        return _split(content) if _IMAGE.placeholder in content else content
+    if not isinstance(content, Iterable):
+        return content
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            parts += _split(part["text"])
+        elif kind in (_IMAGE.name, "image_url"):
+            own = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
+            source = {} if own is None else {"image": _source(own, folder, f"an image of {field!r}")}
+            parts.append({"type": _IMAGE.name, **source})
+        else:
+            raise BadRow(f"a message of {field!r} has a part of the type {kind!r}; only text and image are built")
+    return parts
+
+
+def _split(text: str) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = []
+    for position, piece in enumerate(text.split(_IMAGE.placeholder)):
+        parts += [{"type": _IMAGE.name}] if position else []
+        parts += [{"type": "text", "text": piece}] if piece else []
+    return parts
+
+
+def _source(value: Any, folder: str, name: str) -> str:
+    if isinstance(value, Mapping):
+        value = next((value[key] for key in _SOURCES if value.get(key) is not None), None)
+    try:
+        if isinstance(value, bytes):
+            return _data_uri(value)
+        if not isinstance(value, str) or not value:
+            raise BadRow(f"{name} is {type(value).__name__}, expected a path, a data URI, base64 or bytes")
+        path = os.path.join(folder, value.removeprefix("file://"))
+        if not value.startswith("data:") and "://" not in value and not os.path.isfile(path):
+            return _data_uri(_decoded(value, name, path))
+        source = path if os.path.isfile(path) else value
+        with open_image(source):
+            return source
+    except UserError as error:
+        raise BadRow(f"{name}: {error}") from error
+
+
+def _decoded(text: str, name: str, path: str) -> bytes:
+    """The bytes of base64; BadRow where `text` can only have meant a file, which is not there."""
+    try:
+        # No file has a name of this length, and hardly any base64 of an image is shorter.
+        if len(text) > 64:
+            return base64.b64decode(text, validate=True)
+    except binascii.Error:
+        pass
+    raise BadRow(f"{name}: there is no file {path if len(path) < 512 else path[:512] + '…'}")
+
+
+def _data_uri(content: bytes) -> str:
+    with open_image(io.BytesIO(content)) as image:
+        kind = image.get_format_mimetype()
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"

@@ -1,0 +1,67 @@
+"""The checkpoint directory of a small model that sees images, without weights, and small images.
+
+Its processor is that of LLaVA over CLIP's image processor, which needs Pillow alone: an image is scaled to 28 x 28 pixels, in
+four patches, and stands in a prompt as four tokens `<picture>`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from PIL import Image
+
+from tests.support.models.rollout_args import CONTEXT_LENGTH, VOCAB_SIZE
+from tests.support.models.tokenizer import build_tokenizer
+
+PLACEHOLDER = "<picture>"
+TOKENS_OF_IMAGE = 4
+
+# Contents are texts, or lists of parts.
+TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message.role + '\n' }}"
+    "{%- if message.content is string %}{{ message.content }}{% else -%}"
+    "{%- for part in message.content -%}"
+    "{%- if part.type == 'image' %}{{ '<picture>' }}{% else %}{{ part.text }}{% endif -%}"
+    "{%- endfor -%}"
+    "{%- endif -%}"
+    "{{ '<|im_end|>\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif -%}"
+)
+
+
+def make_seeing_checkpoint(directory: Path) -> str:
+    """Tokenizer, processor and config; returns the path."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = build_tokenizer(TEMPLATE)
+    tokenizer.add_special_tokens({"additional_special_tokens": [PLACEHOLDER]})
+    tokenizer.save_pretrained(str(directory))
+    side = {"height": 28, "width": 28}
+    files = {
+        "config.json": {"vocab_size": VOCAB_SIZE, "max_position_embeddings": CONTEXT_LENGTH},
+        "processor_config.json": {
+            "processor_class": "LlavaProcessor",
+            "patch_size": 14,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+            "image_token": PLACEHOLDER,
+        },
+        "preprocessor_config.json": {
+            "image_processor_type": "CLIPImageProcessor",
+            "processor_class": "LlavaProcessor",
+            "size": side,
+            "crop_size": side,
+        },
+    }
+    for name, content in files.items():
+        (directory / name).write_text(json.dumps(content))
+    return str(directory)
+
+
+def save_image(path: Path, color: str = "red", size: tuple[int, int] = (40, 30)) -> str:
+    """A picture in one colour; returns its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, color).save(path)
+    return str(path)
