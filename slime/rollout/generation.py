@@ -54,7 +54,10 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     """
     payload = await _next_request(args, sample, sampling_params)
     if payload is not None:
-        append_engine_output(args, sample, await ask_engine(args, sample, payload))
+        answer = await ask_engine(args, sample, payload)
+        if "image_data" in payload:
+            _compare_prompts(args, sample, answer)
+        append_engine_output(args, sample, answer)
     return sample
 
 
@@ -93,6 +96,16 @@ async def _next_request(args: Any, sample: Sample, sampling_params: dict[str, An
         return None
     payload = build_payload(state, sample, sampling_params, budget)
     return payload if images is None else payload | images.request(sample)
+
+
+def _compare_prompts(args: Any, sample: Sample, answer: dict[str, Any]) -> None:
+    """Warn once where an engine made another number of tokens of a prompt with images than `sample` has."""
+    seen, expected = answer["meta_info"].get("prompt_tokens"), len(held(sample, "tokens"))
+    if seen is not None and seen != expected:
+        GenerateState(args).warn_once(
+            "engines count other tokens in prompts with images than the processor of --hf-checkpoint: they see the images in "
+            "another size, or not at all; do their model and their settings for images belong to this checkpoint?"
+        )
 
 
 class _Stream:

@@ -134,6 +134,24 @@ def data_source(args, path):
     return RolloutDataSourceWithBuffer(Dataset(path, None, multimodal_keys={"image": "images"}), args)
 
 
+@pytest.mark.parametrize("takes_images", [True, False])
+def test_an_engine_that_leaves_the_images_out_is_told_once(server, checkpoint, data, monkeypatch, caplog, takes_images):
+    output = server._output
+
+    def expanding(payload, *told):
+        answer = output(payload, *told)
+        if takes_images:
+            answer["meta_info"]["prompt_tokens"] += len(payload["image_data"]) * (TOKENS_OF_IMAGE - 1)
+        return answer
+
+    monkeypatch.setattr(server, "_output", expanding)
+    args = make_args(checkpoint, server.port)
+    for sample in samples_of(data):
+        run(generate(args, sample, params(args)))
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [message.startswith("engines count other tokens ") for message in told] == ([] if takes_images else [True])
+
+
 def test_streams_bring_the_images_too(server, checkpoint, data):
     args = make_args(checkpoint, server.port)
     sample = run(generate_streaming(args, samples_of(data)[1], params(args)))

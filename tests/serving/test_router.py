@@ -1,7 +1,11 @@
 import argparse
 import dataclasses
+import http.server
+import json
 import stat
+import threading
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import requests
@@ -213,3 +217,54 @@ def test_types_follow_the_annotations_of_the_dataclass(parser):
 def test_help_tells_the_default_of_the_router():
     (spec,) = [spec for spec in SPECS if spec.dest == "router_cache_threshold"]
     assert isinstance(spec, FlagSpec) and spec.help.endswith("[router default: 0.3]")
+
+
+class RecordingWorker(http.server.BaseHTTPRequestHandler):
+    """What the router asks of a worker, answered as well as it needs; bodies for `/generate` are kept."""
+
+    protocol_version = "HTTP/1.1"
+    bodies: ClassVar[list[dict]] = []
+
+    def do_GET(self):
+        self._answer({"model_path": "m", "served_model_name": "m", "tp_size": 1, "dp_size": 1})
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/generate":
+            self.bodies.append(json.loads(body))
+        self._answer({"text": "", "meta_info": {}})
+
+    def log_message(self, *args):
+        pass
+
+    def _answer(self, value):
+        content = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+def test_images_of_a_request_pass_the_router(tmp_path):
+    worker = http.server.ThreadingHTTPServer(("127.0.0.1", 0), RecordingWorker)
+    serving = threading.Thread(target=worker.serve_forever)
+    serving.start()
+    router = start_router(SimpleNamespace(router_log_level="warn"), tmp_path)
+    try:
+        router.wait_ready(120)
+        url = f"http://127.0.0.1:{worker.server_port}"
+        requests.post(
+            f"{router.url}/workers", json={"url": url, "worker_type": "regular"}, timeout=30
+        ).raise_for_status()
+        assert router.wait_for_workers(60.0) == 1
+        images = ["data:image/png;base64,AAAA", "data:image/png;base64,BBBB"]
+        asked = {"input_ids": [1, 2, 3], "image_data": images, "sampling_params": {"max_new_tokens": 4}}
+        requests.post(f"{router.url}/generate", json=asked, timeout=30).raise_for_status()
+        (body,) = RecordingWorker.bodies
+        assert {name: body[name] for name in asked} == asked
+    finally:
+        router.shutdown()
+        worker.shutdown()
+        worker.server_close()
+        serving.join(30)
