@@ -47,7 +47,7 @@ from slime.utils.dataset import scan_rows
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import UserError
 from slime.utils.filesystem import write_json_atomically
-from slime.utils.processing_utils import lacks_chat_template, no_chat_template
+from slime.utils.processing_utils import lacks_chat_template, load_processor, no_chat_template, no_processor
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -233,12 +233,13 @@ def _notes(args: argparse.Namespace, hf_config: dict[str, Any] | None) -> Iterat
 
 
 def check_before_start(args: argparse.Namespace, scan_seconds: float = SCAN_SECONDS) -> None:
-    """Look at the data and the tokenizer.
+    """Look at the data, the tokenizer and, where there are images, the processor.
 
     Raises:
         UserError: one message with everything that would end the run later.
     """
-    problems = [*_template_problems(args), *_row_problems(args, time.monotonic() + scan_seconds)]
+    problems = [*_template_problems(args), *_processor_problems(args)]
+    problems += _row_problems(args, time.monotonic() + scan_seconds)
     if problems:
         raise UserError("\n".join(problems))
 
@@ -274,6 +275,18 @@ def _template_problems(args: argparse.Namespace) -> Iterator[str]:
         yield no_chat_template("supervised fine-tuning renders chats", args.hf_checkpoint)
     elif any(file.in_template for file in files):
         yield no_chat_template("--apply-chat-template is given", args.hf_checkpoint)
+
+
+def _processor_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Why prompts with images cannot be encoded. A generate function of the user's may do so in another way."""
+    seeing = any(file.keys.images and file.prompts == "renderable" for file in _files_of_the_run(args))
+    if not seeing or args.hf_checkpoint is None:
+        return
+    try:
+        if load_processor(args.hf_checkpoint, trust_remote_code=args.trust_remote_code) is None:
+            yield no_processor(args.hf_checkpoint)
+    except UserError as error:
+        yield str(error)
 
 
 def _files_of_the_run(args: argparse.Namespace) -> Iterator[OwnFile]:

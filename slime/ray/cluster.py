@@ -131,21 +131,33 @@ def object_store_bytes(args: argparse.Namespace) -> int:
     return granted
 
 
+def refuse_images_on_cpus(args: argparse.Namespace) -> None:
+    """Raise UserError where engines of ours would be asked about images on CPUs: of this machine, or of a cluster that
+    `SLIME_ACCELERATOR=cpu` tells about."""
+    asks = args.has_engines and not args.rollout_external and args.custom_generate_function_path is None
+    sets = [one for one in args.eval_datasets if one.multimodal_keys and one.custom_generate_function_path is None]
+    if not asks or not (args.multimodal_keys or sets):
+        return
+    elsewhere = env.ray_address() is not None and env.forced_accelerator() != "cpu"
+    if not elsewhere and gpus_on_this_machine() == 0:
+        where = "" if args.multimodal_keys else f" (evaluation set {sets[0].name})"
+        raise UserError(
+            f"--multimodal-keys{where}: engines on CPUs have no image processors, so answers to images need GPUs; run on "
+            "GPUs, or give a --custom-generate-function-path that asks somebody else"
+        )
+
+
 def check_machine(args: argparse.Namespace) -> None:
     """Look whether this machine can hold a run that starts Ray on it; of one that joins a cluster nothing is asked here.
 
     Raises:
-        UserError: the machine has fewer GPUs, or without GPUs less memory, than the run needs; or engines on CPUs would be
-            asked about images.
+        UserError: the machine has fewer GPUs, or without GPUs less memory, than the run needs.
     """
-    if env.forced_accelerator() == "cpu":
-        _refuse_images(args)
     if env.ray_address() is not None:
         return
     plan = plan_cluster(args)
     real, layout = gpus_on_this_machine(), plan.layout
     if real == 0:
-        _refuse_images(args)
         # The plan and every process of the run go by this.
         os.environ["SLIME_ACCELERATOR"] = "cpu"
     if 0 < real < plan.gpus:
@@ -155,19 +167,6 @@ def check_machine(args: argparse.Namespace) -> None:
             "--actor-num-gpus-per-node or --rollout-num-gpus, or join a cluster by RAY_ADDRESS"
         )
     require_memory_of_machine(args)
-
-
-def _refuse_images(args: argparse.Namespace) -> None:
-    """Raise UserError where engines of ours, on CPUs, would be asked about images."""
-    if not args.has_engines or args.rollout_external or args.custom_generate_function_path is not None:
-        return
-    sets = [one for one in args.eval_datasets if one.multimodal_keys and one.custom_generate_function_path is None]
-    if args.multimodal_keys or sets:
-        where = "" if args.multimodal_keys else f" (evaluation set {sets[0].name})"
-        raise UserError(
-            f"--multimodal-keys{where}: engines on CPUs have no image processors, so answers to images need GPUs; run on GPUs, "
-            "or give a --custom-generate-function-path that asks somebody else"
-        )
 
 
 def _start_local(args: argparse.Namespace, plan: ClusterPlan) -> None:

@@ -82,8 +82,9 @@ def main(
                 show_plan(args)
             return 0
         if finished is None:
-            from slime.ray.cluster import check_machine
+            from slime.ray.cluster import check_machine, refuse_images_on_cpus
 
+            refuse_images_on_cpus(args)
             check_before_start(args)
             if not args.check:
                 _sweep()

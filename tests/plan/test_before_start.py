@@ -1,5 +1,6 @@
 """What ends a run before Ray starts, by the way that the driver goes."""
 
+import contextlib
 import io
 import json
 import os
@@ -248,33 +249,62 @@ def test_a_run_on_a_machine_without_gpus_computes_on_its_cpu(tmp_path, monkeypat
 IMAGES = ("--multimodal-keys", '{"image": "images"}', "--debug-rollout-only")
 
 
-@pytest.mark.parametrize("forced", [True, False])
-def test_engines_on_cpus_are_not_asked_about_images(tmp_path, monkeypatch, forced):
-    monkeypatch.setattr(cluster, "require_memory_of_machine", lambda args: None)
-    monkeypatch.delenv("SLIME_ACCELERATOR", raising=False)
-    if forced:
-        monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
-        # Of a cluster elsewhere the flag says it as well.
-        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    monkeypatch.setattr(cluster, "gpus_on_this_machine", lambda: 0)
-    with pytest.raises(UserError, match="--multimodal-keys: engines on CPUs have no image processors.*need GPUs"):
-        cluster.check_machine(parse(tmp_path, *IMAGES))
+@pytest.mark.parametrize(
+    ("accelerator", "address", "gpus", "refused"),
+    [
+        (None, None, 0, True),
+        ("cpu", None, 0, True),
+        ("cpu", "10.0.0.1:6379", 0, True),
+        # The machines of a cluster are not this one.
+        (None, "10.0.0.1:6379", 0, False),
+        (None, None, 1, False),
+    ],
+)
+def test_engines_on_cpus_are_not_asked_about_images(tmp_path, monkeypatch, accelerator, address, gpus, refused):
+    for name, value in (("SLIME_ACCELERATOR", accelerator), ("RAY_ADDRESS", address)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cluster, "gpus_on_this_machine", lambda: gpus)
+    told = pytest.raises(UserError, match="--multimodal-keys: engines on CPUs have no image processors.*need GPUs")
+    with told if refused else contextlib.nullcontext():
+        cluster.refuse_images_on_cpus(parse(tmp_path, *IMAGES))
+    cluster.refuse_images_on_cpus(parse(tmp_path))
     # These ask somebody else.
     (tmp_path / "mine.py").write_text("async def generate(args, sample, sampling_params):\n    return sample\n")
-    cluster.check_machine(parse(tmp_path, *IMAGES, "--custom-generate-function-path", f"{tmp_path}/mine.py:generate"))
-    cluster.check_machine(parse(tmp_path, *IMAGES, "--rollout-external-engine-addrs", "10.0.0.2:30000"))
+    mine = ("--custom-generate-function-path", f"{tmp_path}/mine.py:generate")
+    cluster.refuse_images_on_cpus(parse(tmp_path, *IMAGES, *mine))
+    cluster.refuse_images_on_cpus(parse(tmp_path, *IMAGES, "--rollout-external-engine-addrs", "10.0.0.2:30000"))
 
 
-def test_engines_on_cpus_are_not_asked_about_images_of_an_evaluation(tmp_path, monkeypatch):
-    monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
-    monkeypatch.setattr(cluster, "require_memory_of_machine", lambda args: None)
+def test_engines_on_cpus_are_not_asked_about_images_of_an_evaluation(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cluster, "gpus_on_this_machine", lambda: 0)
     parse(tmp_path)
     (tmp_path / "eval.yaml").write_text(
         f"datasets:\n  - {{name: seen, path: {tmp_path}/prompts.jsonl, multimodal_keys: {{image: x}}}}\n"
     )
-    args = parse(tmp_path, "--eval-interval", "2", "--eval-config", f"{tmp_path}/eval.yaml")
-    with pytest.raises(UserError, match="evaluation set seen.*: engines on CPUs have no image processors"):
-        cluster.check_machine(args)
+    assert run(tmp_path, "--eval-interval", "2", "--eval-config", f"{tmp_path}/eval.yaml", "--check") == 2
+    assert "(evaluation set seen): engines on CPUs have no image processors" in capsys.readouterr().err
+
+
+def test_rows_with_images_and_their_processor(tmp_path):
+    from tests.support.models.vision import make_seeing_checkpoint, save_image
+
+    red = save_image(tmp_path / "red.png")
+    rows = [{"prompt": "<image>", "images": "red.png"}, {"prompt": "text"}, {"prompt": "<image>", "images": "blue.png"}]
+    path = write(tmp_path / "rows.jsonl", *rows)
+    words = ["--prompt-data", path, *IMAGES]
+    checkpoint, row = problems(tmp_path, *words)
+    assert checkpoint.startswith(
+        f"--hf-checkpoint {tmp_path}/model: a prompt has images, and the checkpoint has no processor"
+    )
+    assert row.startswith(f"{path}:3: image 0 of 'images': there is no file {tmp_path}/blue.png; mend the row")
+    make_seeing_checkpoint(tmp_path / "seeing")
+    write(tmp_path / "rows.jsonl", *rows[:2], {"prompt": "<image>", "images": red})
+    check_before_start(parse(tmp_path, *words, "--hf-checkpoint", str(tmp_path / "seeing")))
+    # Of what a function of the user's does with them nothing is asked.
+    (tmp_path / "mine.py").write_text("async def generate(args, sample, sampling_params):\n    return sample\n")
+    check_before_start(parse(tmp_path, *words, "--custom-generate-function-path", f"{tmp_path}/mine.py:generate"))
 
 
 def test_parquet_and_slices_are_scanned(tmp_path):

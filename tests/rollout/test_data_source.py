@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from slime.rollout.data_source import (
     RolloutDataSource,
@@ -22,6 +23,7 @@ from slime.utils.errors import UserError
 from slime.utils.sample_fields import held
 from slime.utils.types import Sample
 from tests.support.models.tokenizer import save_tokenizer
+from tests.support.models.vision import make_seeing_checkpoint, save_image
 
 
 @pytest.fixture
@@ -72,6 +74,32 @@ class Seen:
 
 def prompts(groups: list) -> list[str]:
     return [group[0].prompt for group in groups]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_images_of_rows_by_the_flag(make_args, tmp_path, streaming):
+    checkpoint = make_seeing_checkpoint(tmp_path / "seeing")
+    image = save_image(tmp_path / "red.png")
+    rows = [{"prompt": "<image>", "images": "red.png"}, {"prompt": "long" * 40}, {"prompt": "text"}]
+    (tmp_path / "seen.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"multimodal_keys": {"image": "images"}, "streaming_data": streaming, "hf_checkpoint": checkpoint}
+    args = make_args(prompt_data=str(tmp_path / "seen.jsonl"), rollout_max_prompt_len=60, **changes)
+    groups = RolloutDataSource(args).get_samples(2)
+    assert [group[1].multimodal_inputs for group in groups] == [{"images": [image]}, None]
+    assert [type(group[0].prompt) for group in groups] == [list, list]
+
+
+def test_a_live_image_of_a_users_is_stored_as_text(make_args, tmp_path):
+    source = RolloutDataSourceWithBuffer(make_args())
+    groups = source.get_samples(1)
+    groups[0][0].multimodal_inputs = {"images": [Image.open(save_image(tmp_path / "red.png", size=(3, 2)))]}
+    groups[0][0].multimodal_train_inputs = {"pixel_values": object()}
+    source.add_samples(groups)
+    source.save(0)
+    again = RolloutDataSourceWithBuffer(make_args())
+    again.load(0)
+    (image,) = again.buffer[0][0].multimodal_inputs["images"]
+    assert image.startswith("data:image/png;base64,")
 
 
 class TestDrawing:

@@ -88,3 +88,18 @@ def test_a_model_without_images_has_no_processor(tmp_path):
         load_processor(str(tmp_path))
     with pytest.raises(UserError, match="no such directory"):
         load_processor("/no/such/dir")
+
+
+def test_a_processor_that_needs_a_missing_library_names_it(tmp_path, monkeypatch):
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+
+    def lacking(*args, **kwargs):
+        raise ImportError(
+            "\nSomeVideoProcessor requires the Torchvision library but it was not found. Check out\nthe page.\n"
+        )
+
+    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lacking)
+    with pytest.raises(
+        UserError, match=r"requires the Torchvision library but it was not found\); install that library, or"
+    ):
+        load_processor(str(tmp_path))
