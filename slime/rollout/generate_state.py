@@ -99,8 +99,10 @@ class GenerateState(metaclass=SingletonMeta):
 
     @cached_property
     def processor(self) -> Any:
-        """That of a model with images, for user functions and data sets; None where the checkpoint has none."""
-        return self._load_processor()
+        """That of a model with images, for user functions and data sets; None where no rows of the run have images, or the
+        checkpoint has none."""
+        rows = [self.args, *self.args.eval_datasets]
+        return self._load_processor() if any(one.multimodal_keys for one in rows) else None
 
     @cached_property
     def _encoder_processor(self) -> Any:

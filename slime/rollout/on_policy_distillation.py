@@ -29,7 +29,7 @@ from slime.utils.engine_answers import TokenLogProbs
 from slime.utils.errors import RunError, UserError
 from slime.utils.finite_number import finite_number
 from slime.utils.http_utils import post_generate
-from slime.utils.processing_utils import load_tokenizer
+from slime.utils.processing_utils import images_of, load_tokenizer
 from slime.utils.sample_fields import held, read_only, token_array
 from slime.utils.types import Sample
 
@@ -43,10 +43,15 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
     """Have the teacher score `sample` at the student's temperature; sets `teacher_log_probs`, returns 0.
 
     Raises:
-        UserError: no address, or the teacher reads the tokens as other text than the student.
+        UserError: no address, the teacher reads the tokens as other text than the student, or the prompt has images.
         RunError: the teacher's answer does not hold the log-probs of the sample's tokens.
         HttpError: the teacher refuses the request, or cannot be reached.
     """
+    if images_of(sample):
+        raise UserError(
+            f"sample {sample.index} has images, and a teacher behind HTTP is asked with token ids alone; distil on prompts "
+            "without images, or give a --custom-rm-path of your own"
+        )
     url = _teacher_url(args)
     is_first = url not in _compared
     answer = await post_generate(url, _request(args, sample, with_text=is_first))

@@ -9,6 +9,7 @@ import sys
 import pytest
 from PIL import Image
 
+from slime.rollout import on_policy_distillation
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.dialogue import ask
 from slime.rollout.evaluation import clear_dataset_cache, eval_rollout
@@ -205,6 +206,21 @@ def test_a_model_without_processor_is_told(server, tmp_path, data):
     sample = Sample(prompt="x", multimodal_inputs={"images": [str(tmp_path / "red.png")]})
     with pytest.raises(UserError, match="has no processor for them .*take a model that sees images"):
         run(generate(args, sample, params(args)))
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_user_functions_have_a_processor_where_rows_have_images(server, checkpoint, asks):
+    args = make_args(checkpoint, server.port, multimodal_keys={"image": "images"} if asks else None)
+    assert (GenerateState(args).processor is not None) == asks
+
+
+def test_a_teacher_that_would_not_see_the_images_is_not_asked(server, checkpoint, pictures):
+    args = make_args(checkpoint, server.port)
+    sample = Sample(
+        index=4, prompt=PLACEHOLDER, tokens=[1, 2], response_length=1, multimodal_inputs={"images": pictures}
+    )
+    with pytest.raises(UserError, match="sample 4 has images, and a teacher behind HTTP"):
+        run(on_policy_distillation.reward_func(args, sample))
 
 
 def test_evaluation_on_images(server, checkpoint, data):
