@@ -44,7 +44,7 @@ def write_text_atomically(path: str | Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    _fsync_directory(path.parent)
+    fsync_directory(path.parent)
 
 
 def write_json_atomically(path: str | Path, value: Any) -> None:
@@ -96,7 +96,7 @@ def replace_directory(source: Path, target: Path) -> None:
         except OSError:
             os.rename(new, source)
             raise
-    _fsync_directory(target.parent)
+    fsync_directory(target.parent)
     for left in target.parent.glob(f"{glob.escape(retired)}*"):
         shutil.rmtree(left, ignore_errors=True)
 
@@ -120,10 +120,11 @@ def fsync_tree(directory: str | Path) -> None:
         for name in names:
             with open(os.path.join(root, name), "rb") as file:
                 os.fsync(file.fileno())
-        _fsync_directory(Path(root))
+        fsync_directory(Path(root))
 
 
-def _fsync_directory(directory: Path) -> None:
+def fsync_directory(directory: Path) -> None:
+    """Force the entries of `directory` to disk, not what they name."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -36,6 +36,7 @@ from tools.conversion.hugging_face import (
     places_of,
     quantised_matrices,
     read_config,
+    reopen_hf_checkpoint,
     shard_name,
 )
 from tools.conversion.units import Conversion, Unit, write_streamed_shard
@@ -263,7 +264,10 @@ def calibrate_checkpoint(source: Path, target: Path, data: Path, options: argpar
     work = Calibration(source, model, samples, frozenset(chosen), options.bits, size, options.dampening_frac)
     noted = {name: str(value) for name, value in sorted(vars(options).items()) if name != "force"}
     Conversion(source, target, {"config": config, **noted}, 1, options.force, (data,)).run(
-        units, work.write, lambda draft, results: finish_hf_checkpoint(source, config, draft, len(results))
+        units,
+        work.write,
+        lambda draft, results: finish_hf_checkpoint(source, config, draft, len(results)),
+        reopen_hf_checkpoint,
     )
     if work.rounded:
         logger.warning(

@@ -221,17 +221,20 @@ def shard_name(index: int) -> str:
 
 
 def finish_hf_checkpoint(source: Path, config: Mapping[str, Any], draft: Path, count: int) -> None:
-    """Make `count` shards in `draft` a checkpoint with the tokenizer of `source`. May be called again."""
+    """Make `count` shards in `draft` a checkpoint with the tokenizer of `source`."""
+    number_shards(draft, [shard_name(index) for index in range(count)])
+    copy_auxiliary_files(source, draft)
+    write_json_atomically(draft / "config.json", dict(config))
+
+
+def reopen_hf_checkpoint(draft: Path) -> None:
+    """Undo what `finish_hf_checkpoint` has done to the shards in `draft`."""
     for left in (*draft.glob("model-*-of-*.safetensors"), draft / INDEX_FILE):
-        # Numbered by an attempt that was ended there.
         number = re.match(r"model-(\d+)-of-", left.name)
         if number:
             left.rename(draft / shard_name(int(number[1]) - 1))
         else:
             left.unlink(missing_ok=True)
-    number_shards(draft, [shard_name(index) for index in range(count)])
-    copy_auxiliary_files(source, draft)
-    write_json_atomically(draft / "config.json", dict(config))
 
 
 def _convert(
@@ -252,6 +255,7 @@ def _convert(
         split_into_units(sizes, options.max_workers, options.chunk_size),
         functools.partial(write_hf_shard, named),
         lambda draft, results: finish_hf_checkpoint(source, config, draft, len(results)),
+        reopen_hf_checkpoint,
     )
 
 

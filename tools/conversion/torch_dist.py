@@ -30,7 +30,7 @@ from slime.utils.errors import UserError
 from slime.utils.filesystem import write_text_atomically
 from slime.weights.hf_reader import StoredTensor
 from slime.weights.quantisers import open_checkpoint, quantiser_of
-from tools.conversion.hugging_face import finish_hf_checkpoint, read_config, shard_name
+from tools.conversion.hugging_face import finish_hf_checkpoint, read_config, reopen_hf_checkpoint, shard_name
 from tools.conversion.origin import require_same_model, require_same_tensors
 from tools.conversion.torch_dist_files import COMMON, TorchDistDirectory, dtype_of, read_common, save_in_parts
 from tools.conversion.units import Conversion, Unit, split_into_units, write_streamed_shard
@@ -409,6 +409,7 @@ def convert_torch_dist_to_hf(
         split_into_units(named, workers, largest),
         functools.partial(_write_hf, directory, origin, family, sizes, places),
         lambda draft, results: finish_hf_checkpoint(origin, config, draft, len(results)),
+        reopen_hf_checkpoint,
     )
 
 

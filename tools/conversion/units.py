@@ -2,8 +2,8 @@
 
 A conversion writes into a hidden directory beside its target. Each unit, a share of the tensors, becomes a file there; when
 that is on the disk, a note of it is. A conversion that was killed, or met a full disk, goes on from these notes when the same
-command comes again; another source, or other options, start from nothing. At the end the directory gets the name of the
-target.
+command comes again; a unit whose file is not as noted is done again, and another source, or other options, start from
+nothing. At the end the directory gets the name of the target.
 
 A process holds one tensor at a time, so memory does not depend on the size of a model.
 """
@@ -28,7 +28,13 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from slime.utils.errors import RunError, UserError
-from slime.utils.filesystem import claim_directory, fsync_tree, replace_directory, write_json_atomically
+from slime.utils.filesystem import (
+    claim_directory,
+    fsync_directory,
+    fsync_tree,
+    replace_directory,
+    write_json_atomically,
+)
 from slime.weights.hf_reader import safetensors_dtype
 
 if TYPE_CHECKING:
@@ -36,6 +42,8 @@ if TYPE_CHECKING:
 
 # Hidden: nobody takes them for a part of the checkpoint.
 _PLAN, _NOTES, _LOCK = ".plan.json", ".finished", ".lock"
+# What a note of a unit has: notes of another form are not read.
+_NOTED = ("file", "bytes", "result")
 # Fewer bytes are not worth a unit of their own.
 LEAST_UNIT_BYTES = 256 * 1024**2
 # Of a safetensors file: what its header has for itself, and for each tensor beside its name.
@@ -73,14 +81,16 @@ class Conversion:
         units: Sequence[Unit],
         write: Callable[[Path, Unit], tuple[Path, Any]],
         finish: Callable[[Path, list[Any]], None],
-    ) -> None:
-        """Write all units, then `finish`, and show the target.
+        reopen: Callable[[Path], None] = lambda draft: None,
+    ) -> list[Any]:
+        """Write all units, then `finish`, and show the target. Returns what `write` has returned of the units, in their order.
 
         Args:
             units: who goes on with what another number of workers has left goes on with their units.
             write: writes a unit as a file of the directory, in a process that has nothing but this function and its arguments.
                 Returns the file, which is brought to the disk here, and what `finish` needs of it, as JSON has it.
             finish: makes the units a checkpoint; called again if it was interrupted.
+            reopen: gives the files of units, where an interrupted `finish` has moved them, the names that `write` gave them.
 
         Raises:
             UserError: the target is a directory that is read, lies inside it or holds it; it is there already, or cannot be
@@ -97,21 +107,26 @@ class Conversion:
             raise UserError(f"another process is converting to {self.target}")
         draft.mkdir(exist_ok=True)
         try:
+            reopen(draft)
             units, finished = self._resumed(units)
             with tqdm(total=sum(unit.nbytes for unit in units), unit="B", unit_scale=True, disable=None) as bar:
                 bar.set_description(self.target.name)
                 bar.update(sum(unit.nbytes for unit in units if unit.index in finished))
-                for unit, result in self._write([unit for unit in units if unit.index not in finished], write):
-                    write_json_atomically(draft / _NOTES / f"{unit.index:05d}.json", result)
+                for unit, file, result in self._write([unit for unit in units if unit.index not in finished], write):
+                    noted = (str(file.relative_to(draft)), file.stat().st_size, result)
+                    note = draft / _NOTES / f"{unit.index:05d}.json"
+                    write_json_atomically(note, dict(zip(_NOTED, noted, strict=True)))
                     finished[unit.index] = result
                     bar.update(unit.nbytes)
-            finish(draft, [finished[unit.index] for unit in units])
+            results = [finished[unit.index] for unit in units]
+            finish(draft, results)
             fsync_tree(draft)
             replace_directory(draft, self.target)
             # The notes go last: whatever fails before, the next attempt goes on with them.
             shutil.rmtree(self.target / _NOTES)
             for name in (_PLAN, _LOCK):
                 (self.target / name).unlink(missing_ok=True)
+            return results
         except UserError:
             raise
         except BrokenProcessPool as error:
@@ -142,6 +157,7 @@ class Conversion:
             "also_read": [[str(directory.resolve()), _files(directory)] for directory in self.also_read],
             "options": self.options,
             "names": [name for unit in units for name in unit.names],
+            "noted": _NOTED,
         }
         plan, file = json.loads(json.dumps(plan)), self.draft / _PLAN
         try:
@@ -158,25 +174,35 @@ class Conversion:
         names, units = iter(plan["names"]), []
         for count, nbytes in stored["units"]:
             units.append(Unit(len(units), tuple(itertools.islice(names, count)), nbytes))
-        return units, {int(note.stem): json.loads(note.read_text()) for note in (self.draft / _NOTES).glob("*.json")}
+        finished = {}
+        for note in (self.draft / _NOTES).glob("*.json"):
+            name, nbytes, result = map(json.loads(note.read_text()).get, _NOTED)
+            file = self.draft / name
+            if file.is_file() and file.stat().st_size == nbytes:
+                finished[int(note.stem)] = result
+            else:
+                # While its unit is done again, the file may have that size before it is whole.
+                note.unlink()
+        fsync_directory(self.draft / _NOTES)
+        return units, finished
 
     def _write(
         self, units: Sequence[Unit], write: Callable[[Path, Unit], tuple[Path, Any]]
-    ) -> Iterator[tuple[Unit, Any]]:
-        """(unit, result) as they are on the disk."""
+    ) -> Iterator[tuple[Unit, Path, Any]]:
+        """(unit, file, result) as they are on the disk."""
         workers = min(self.workers, len(units))
         if workers <= 1:
             for unit in units:
                 file, result = write(self.draft, unit)
-                _fsync(file)
-                yield unit, result
+                self._bring_to_disk(file)
+                yield unit, file, result
             return
         pool = concurrent.futures.ProcessPoolExecutor(workers, _context(), _start_worker, (write, self.draft))
 
-        def convert(unit: Unit) -> Any:
+        def convert(unit: Unit) -> tuple[Path, Any]:
             file, result = pool.submit(_write_unit, unit).result()
-            _fsync(file)
-            return result
+            self._bring_to_disk(file)
+            return file, result
 
         # While a file goes to the disk, its worker makes the next one.
         threads = concurrent.futures.ThreadPoolExecutor(2 * workers)
@@ -187,7 +213,7 @@ class Conversion:
                 for future in ended:
                     unit = waiting.pop(future)
                     if future.exception() is None:
-                        yield unit, future.result()
+                        yield unit, *future.result()
                     elif failure is None:
                         # What the others are at is not lost; nothing new begins.
                         failure = future.exception()
@@ -198,6 +224,15 @@ class Conversion:
             # Also by Ctrl-C.
             threads.shutdown(wait=False, cancel_futures=True)
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def _bring_to_disk(self, file: Path) -> None:
+        """Force `file` of the draft to disk, and its name: a power loss after the note of it must not take it away."""
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+        for directory in file.parents:
+            fsync_directory(directory)
+            if directory == self.draft:
+                break
 
 
 def start_server(workers: int) -> None:
@@ -212,11 +247,6 @@ def _context() -> Any:
     # A worker that is forked of it imports nothing large.
     context.set_forkserver_preload(["torch"])
     return context
-
-
-def _fsync(file: Path) -> None:
-    with open(file, "rb") as opened:
-        os.fsync(opened.fileno())
 
 
 def _files(directory: Path) -> list[tuple[str, int, int]]:

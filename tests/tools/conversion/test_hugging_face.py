@@ -1,6 +1,7 @@
 """Quantised checkpoints as engines' packages read them, the way back, and what is left alone."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tools import (
     convert_k2_thinking_int4_to_bf16,
     fp8_cast_bf16,
 )
+from tools.conversion import hugging_face
 from tools.conversion.hugging_face import differences
 
 EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"
@@ -128,6 +130,37 @@ def test_int4_as_the_engines_package_reads_it(checkpoint, tmp_path, is_symmetric
         read_by_package = PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
         assert read_by_package.equal(rounded_as_int4(tensors[name], scheme))
         assert open_checkpoint(target).tensor(name)[:].equal(read_by_package)
+
+
+@pytest.mark.parametrize("at", ["a unit", "the end"])
+def test_after_a_power_loss_a_shard_that_is_lost_is_made_again_bitwise(checkpoint, tmp_path, monkeypatch, at):
+    source, _ = checkpoint
+    words = ["--model-dir", str(source), "--chunk-size", "13000", "--max-workers", "1", "--save-dir"]
+    convert_hf_to_int4_direct.main([*words, str(tmp_path / "whole")])
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    count = sum(name.endswith(".safetensors") for name in whole)
+    assert count > 2
+    write = hugging_face.write_streamed_shard
+
+    def fail(*arguments):
+        # When shards have their last names already.
+        if at == "the end" or str(arguments[0]).endswith("00002.safetensors"):
+            raise OSError(5, "Input/output error")
+        return write(*arguments)
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit, match="the same command goes on"):
+        patched.setattr(hugging_face, "write_streamed_shard" if at == "a unit" else "write_json_atomically", fail)
+        convert_hf_to_int4_direct.main([*words, str(tmp_path / "target")])
+    shards = sorted((tmp_path / ".target.converting").glob("*.safetensors"))
+    shards[0].unlink()
+    os.truncate(shards[1], shards[1].stat().st_size // 2)
+    made = []
+    monkeypatch.setattr(
+        hugging_face, "write_streamed_shard", lambda *arguments: made.append(arguments[0].name) or write(*arguments)
+    )
+    convert_hf_to_int4_direct.main([*words, str(tmp_path / "target")])
+    assert made == [hugging_face.shard_name(index) for index in range(2 if at == "the end" else count)]
+    assert {path.name: path.read_bytes() for path in (tmp_path / "target").iterdir()} == whole
 
 
 def test_packed_weights_become_those_of_16_bits_in_all_files_or_some(checkpoint, tmp_path, capsys):

@@ -67,8 +67,8 @@ def test_a_failure_ends_a_conversion_of_many_units(source, tmp_path):
     assert all((tmp_path / "target" / f"unit-{unit.index}").read_text() == "written\n" for unit in units)
 
 
-@pytest.mark.parametrize("change", ["source", "options", "also_read"])
-def test_what_was_left_of_another_conversion_is_not_used(source, tmp_path, change):
+@pytest.mark.parametrize("change", ["source", "options", "also_read", "form of notes"])
+def test_what_was_left_of_another_conversion_is_not_used(source, tmp_path, monkeypatch, change):
     target, other = tmp_path / "target", tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text("{}")
@@ -78,9 +78,59 @@ def test_what_was_left_of_another_conversion_is_not_used(source, tmp_path, chang
         (source / "weights").write_text("22")
     elif change == "also_read":
         (other / "config.json").write_text("[1]")
+    elif change == "form of notes":
+        monkeypatch.setattr("tools.conversion.units._NOTED", ("file", "bytes", "more"))
     options = {"changed": True} if change == "options" else {}
     Conversion(source, target, options, also_read=(other,)).run(UNITS, functools.partial(write, ()), finish)
     assert (target / "unit-0").read_text() == "written\n"
+
+
+@pytest.mark.parametrize("damage", [os.unlink, lambda file: os.truncate(file, 3)], ids=["lost", "cut off"])
+def test_a_unit_whose_file_is_not_as_noted_is_done_again(source, tmp_path, damage):
+    target, done = tmp_path / "target", []
+
+    def record(draft, unit):
+        (draft / "below").mkdir(exist_ok=True)
+        (draft / "below" / f"unit-{unit.index}").write_text(f"numbers of {unit.names}")
+        done.append(unit.index)
+        return draft / "below" / f"unit-{unit.index}", list(unit.names)
+
+    def full(draft, unit):
+        raise OSError(28, "No space left on device")
+
+    conversion = Conversion(source, target, {})
+    with pytest.raises(RunError):
+        conversion.run(UNITS, lambda draft, unit: (full if unit.index == 2 else record)(draft, unit), finish)
+    damage(conversion.draft / "below" / "unit-0")
+    # Before the unit is done again its note is gone, so that a kill on the way leaves nothing that looks whole.
+    with pytest.raises(RunError):
+        conversion.run(UNITS, full, finish)
+    assert [note.name for note in (conversion.draft / ".finished").iterdir()] == ["00001.json"]
+    assert conversion.run(UNITS, record, finish) == [["a", "b"], ["c"], ["d"]] and done == [0, 1, 0, 2]
+    for unit in UNITS:
+        assert (target / "below" / f"unit-{unit.index}").read_text() == f"numbers of {unit.names}"
+
+
+def test_a_file_and_all_that_names_it_are_on_the_disk_before_its_note(source, tmp_path, monkeypatch):
+    # By number: it stays when a file is renamed.
+    order, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: order.append(os.fstat(descriptor).st_ino) or fsync(descriptor))
+
+    def write_below(draft, unit):
+        (draft / "below").mkdir()
+        (draft / "below" / "unit").write_text("numbers")
+        return draft / "below" / "unit", None
+
+    def look(draft, results):
+        seen.update(
+            (name, (draft / name).stat().st_ino) for name in ("below/unit", "below", "", ".finished/00000.json")
+        )
+
+    seen = {}
+    Conversion(source, tmp_path / "target", {}).run(UNITS[:1], write_below, look)
+    note = order.index(seen[".finished/00000.json"])
+    first = order.index(seen["below/unit"])
+    assert first < note and {seen["below"], seen[""]} <= set(order[first:note])
 
 
 @pytest.mark.parametrize("fails", ["fsync_tree", "replace_directory"])
