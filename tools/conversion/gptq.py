@@ -263,16 +263,18 @@ def calibrate_checkpoint(source: Path, target: Path, data: Path, options: argpar
     units.append(Unit(len(units), tuple(sorted(rest)), sum(place.stop - place.start for place in rest.values())))
     work = Calibration(source, model, samples, frozenset(chosen), options.bits, size, options.dampening_frac)
     noted = {name: str(value) for name, value in sorted(vars(options).items()) if name != "force"}
-    Conversion(source, target, {"config": config, **noted}, 1, options.force, (data,)).run(
+    nearest = Conversion(source, target, {"config": config, **noted}, 1, options.force, (data,)).run(
         units,
         work.write,
         lambda draft, results: finish_hf_checkpoint(source, config, draft, len(results)),
         reopen_hf_checkpoint,
     )
-    if work.rounded:
+    # Also of layers that an earlier attempt has written.
+    rounded = [name for names in nearest for name in names]
+    if rounded:
         logger.warning(
             "%d matrices are rounded to nearest: fewer than %d tokens reached them, or their inputs are not finite: %s",
-            len(work.rounded), LEAST_TOKENS, ", ".join(work.rounded[:5]),
+            len(rounded), LEAST_TOKENS, ", ".join(rounded[:5]),
         )  # fmt: skip
 
 
@@ -307,11 +309,7 @@ def read_samples(data: Path, source: Path, options: argparse.Namespace) -> list[
 
 
 class Calibration:
-    """Writes the units of a model, each layer with what came through those before it.
-
-    Attributes:
-        rounded: weights whose inputs said too little.
-    """
+    """Writes the units of a model, each layer with what came through those before it."""
 
     def __init__(
         self,
@@ -328,11 +326,11 @@ class Calibration:
         self._hidden: list[torch.Tensor] = []
         # The layer that `_hidden` is the input of.
         self._at = 0
-        self.rounded: list[str] = []
 
     @torch.no_grad()
-    def write(self, draft: Path, unit: Unit) -> tuple[Path, None]:
-        """`Conversion.run` tells what it is. Layers that an earlier process has written are gone through again."""
+    def write(self, draft: Path, unit: Unit) -> tuple[Path, list[str]]:
+        """`Conversion.run` tells what it is; returns the file, and the weights whose inputs said too little. Layers that an
+        earlier process has written are gone through again."""
         file, made = draft / shard_name(unit.index), {}
         if unit.index < len(self._model.layers):
             if not self._hidden:
@@ -345,7 +343,7 @@ class Calibration:
             made = self._rounded(matrices)
             self._go_on(matrices, made)
         write_streamed_shard(file, self._tensors(unit, made), 4 * len(unit.names))
-        return file, None
+        return file, [name for name in unit.names if name in self._chosen and name not in made]
 
     def _tensors(
         self, unit: Unit, made: Mapping[str, Mapping[str, torch.Tensor]]
@@ -357,7 +355,6 @@ class Calibration:
                 continue
             parts = made.get(name)
             if parts is None:
-                self.rounded.append(name)
                 parts = quantise_integers(stored.tensor(name)[...], self._bits, self._group_size, True)
             yield from ((name.removesuffix("weight") + part, tensor) for part, tensor in parts.items())
 

@@ -3,12 +3,14 @@
 import json
 import logging
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
 
 from slime.weights.quantisers import open_checkpoint, quantise_integers, unpack_integers
 from tests.support.models.tiny_model import write_tiny_mixture, write_tiny_model
@@ -160,15 +162,44 @@ def test_experts_that_hardly_a_token_reaches_are_rounded_to_nearest_and_told_onc
     monkeypatch.setattr(gptq, "LEAST_TOKENS", bound)
     few = sorted(name for name, count in experts.items() if count < bound)
     assert few
+    first = {name for name in few if name.startswith("model.layers.0.")}
+    assert first and len(few) > len(first)
+    write = gptq.Calibration.write
+
+    def full(self, draft, unit):
+        if unit.index == 1:
+            raise OSError(28, "No space left on device")
+        return write(self, draft, unit)
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit, match="the same command goes on"):
+        patched.setattr(gptq.Calibration, "write", full)
+        convert(tmp_path, "mixture", "--force", "--quant-type", "W8A16")
+    # Those of the layer that was written by then are told at the end too.
     with caplog.at_level(logging.WARNING, logger=gptq.__name__):
         target = convert(tmp_path, "mixture", "--force", "--quant-type", "W8A16")
     (record,) = [record for record in caplog.records if record.name == gptq.__name__]
-    assert record.args[0] == len(few)
+    assert record.args[0] == len(few) and set(record.args[2].split(", ")) <= set(few)
     stored, found = tensors_of(tmp_path / "mixture"), tensors_of(target)
     for name in experts:
         parts = quantise_integers(stored[name], 8, 32, True)
         same = found[name.removesuffix("weight") + "weight_packed"].equal(parts["weight_packed"])
         assert same == (name in few), name
+
+
+def test_a_rendered_conversation_gets_no_second_first_token(tmp_path):
+    """As of the tokenizers of Llama and GLM, which put a token in front of every text, and whose templates write it too."""
+    tokenizer = build_tokenizer("{{ '<|endoftext|>' }}{% for message in messages %}{{ message.content }}{% endfor %}")
+    first = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", first)]
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    write_samples(tmp_path / "data", 2)
+    options = SimpleNamespace(trust_remote_code=False, num_calibration_samples=2, max_sequence_length=100)
+    plain_text, rendered = gptq.read_samples(tmp_path / "data", tmp_path / "model", options)
+    hello = tokenizer.convert_tokens_to_ids("hello")
+    assert rendered.tolist() == [[first, hello]]
+    assert plain_text[0, 0] == first and first not in plain_text[0, 1:]
 
 
 def test_what_cannot_be_calibrated_is_refused(tmp_path):
