@@ -130,6 +130,8 @@ def test_the_mean_reward_of_each_role_is_logged(monkeypatch):
     samples = [
         Sample(metadata={"role": role, "raw_reward": reward}) for role, reward in (("a", 1.0), ("a", 0.0), ("b", 1.0))
     ]
+    # An answer that failed before it had a role, in a group.
+    samples.append([Sample(metadata={}), samples.pop()])
     assert log_roles(3, SimpleNamespace(), samples, {}, 1.0) is False
     assert logged == [{"rollout/reward/a": 0.5, "rollout/reward/b": 1.0, "rollout/step": 3}]
 

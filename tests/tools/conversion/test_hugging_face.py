@@ -186,6 +186,21 @@ def test_packed_weights_become_those_of_16_bits_in_all_files_or_some(checkpoint,
         convert([*words, "--overwrite", "--files", "nothing"])
 
 
+def test_without_a_directory_the_target_stands_beside_the_source(checkpoint, tmp_path, monkeypatch):
+    source, tensors = checkpoint
+    packed = tmp_path / "packed"
+    convert_hf_to_int4_direct.main(["--model-dir", str(source), "--save-dir", str(packed)])
+    # A path without a name of its own.
+    monkeypatch.chdir(packed)
+    convert_k2_thinking_int4_to_bf16.main(["--model-dir", "."])
+    assert read(tmp_path / "packed-bf16").keys() == tensors.keys()
+    # By the name of what a link leads to.
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "latest").symlink_to(packed)
+    convert_k2_thinking_int4_to_bf16.main(["--model-dir", str(tmp_path / "elsewhere" / "latest"), "--force"])
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["latest"]
+
+
 def test_differences_of_two_checkpoints(checkpoint, tmp_path):
     source, tensors = checkpoint
     assert list(differences(source, source)) == []

@@ -19,7 +19,14 @@ from tests.support.tables.shell_arrays import ROOT
 from tools import convert_hf_to_fp8, convert_torch_dist_to_hf_parallel, inspect_checkpoint
 from tools.conversion.hugging_face import differences
 from tools.conversion.inspection import check_checksums, describe, misfits, write_checksums
-from tools.conversion.torch_dist import convert_hf_to_torch_dist, convert_torch_dist_to_hf, megatron_names
+from tools.conversion.torch_dist import (
+    Parameter,
+    convert_hf_to_torch_dist,
+    convert_torch_dist_to_hf,
+    is_left_out,
+    megatron_names,
+    missing_and_surplus,
+)
 
 LARGEST = 40_000
 OPTIONS = {"workers": 1, "force": False, "largest": LARGEST}
@@ -169,6 +176,33 @@ def test_names_of_stacked_tensors():
     experts = list(megatron_names("decoder.layers.mlp.experts.experts.linear_fc1.weight", (2, 3, 8, 4)))
     assert len(experts) == 6
     assert experts[5] == ("decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight", (1, 2))
+
+
+@pytest.mark.parametrize("predictions", [0, 1])
+def test_a_layer_for_prediction_and_what_it_has_a_copy_of_are_no_misfits(tmp_path, predictions):
+    """As of DeepSeek V3 and GLM-4.5, whose layer behind the last has embedding and head of the model again."""
+    norm, last = "model.layers.1.input_layernorm.weight", "model.layers.2"
+    behind = [f"{last}.{name}.weight" for name in ("enorm", "embed_tokens", "shared_head.head")]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4_moe", "num_hidden_layers": 2}))
+    of_another = "model.layers.1.self_attn.other.weight"
+    save_file({name: torch.ones(1) for name in (norm, *behind, of_another)}, tmp_path / "model.safetensors")
+    names = ["decoder.layers.1.input_layernorm.weight", "decoder.final_layernorm.weight"]
+    names += ["mtp.layers.0.enorm.weight", "mtp.layers.0.hnorm.weight"][: 2 * predictions]
+    lacking = ["model.norm.weight", f"{last}.hnorm.weight"] if predictions else ["model.norm.weight"]
+    missing, surplus = missing_and_surplus(tmp_path, [Parameter(name, (), 1) for name in names], None)
+    assert (sorted(missing), surplus) == (sorted(lacking), [of_another])
+    assert [name for name in (norm, *behind, of_another) if is_left_out(tmp_path, name)] == behind
+
+
+def test_parts_that_exports_carry_are_no_misfits_and_not_left_out(tmp_path):
+    tower, buffer = "model.visual.blocks.0.norm1.weight", "model.language_model.layers.0.rotary_emb.inv_freq"
+    config = {"model_type": "qwen3_5", "text_config": {"num_hidden_layers": 1}, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    names = (tower, buffer, "lm_head.weight", "mtp.norm.weight")
+    save_file({name: torch.ones(1) for name in names}, tmp_path / "model.safetensors")
+    assert missing_and_surplus(tmp_path, [], None) == ([], [])
+    # Of a tied head there is nothing to export.
+    assert [name for name in names if is_left_out(tmp_path, name)] == [buffer, "lm_head.weight"]
 
 
 def test_what_lacks_something_is_refused_or_filled(directories, tmp_path):
