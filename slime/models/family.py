@@ -37,11 +37,13 @@ class Rule:
     megatron: its names, with `{layer}` for the layer's number and `{expert}` for the expert's; several where the layer specs
         name it differently.
     hf: the HF tensors it is made of, with the same numbers, in the order that the layout expects.
+    keeps_float32: engines have it in float32 among weights of 16 bits. Where a checkpoint has too, so has the trainer.
     """
 
     megatron: tuple[str, ...]
     hf: tuple[str, ...]
     layout: Layout
+    keeps_float32: bool = False
 
     @property
     def of_experts(self) -> bool:

@@ -80,7 +80,11 @@ _GATED_ATTENTION = (
 )
 _DELTA_NET = (
     layer_rule("self_attention.conv1d.weight", "linear_attn.conv1d.weight", PerKeyHead(("k", "k", "v"))),
-    layer_rule("self_attention.A_log", "linear_attn.A_log", Sharded(dim=0)),
+    dataclasses.replace(
+        layer_rule("self_attention.A_log", "linear_attn.A_log", Sharded(dim=0)),
+        # Of the whole layer it alone stands in an exponent of an exponent.
+        keeps_float32=True,
+    ),
     layer_rule("self_attention.dt_bias", "linear_attn.dt_bias", Sharded(dim=0)),
     layer_rule("self_attention.norm.weight", "linear_attn.norm.weight", Replicated()),
     layer_rule("self_attention.out_proj.weight", "linear_attn.out_proj.weight", Sharded(dim=1)),

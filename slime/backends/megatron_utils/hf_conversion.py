@@ -131,6 +131,28 @@ def _fill(plan: Plan, source: SafetensorsDirectory, sizes: TensorSizes, hf_dir: 
         )
 
 
+def keep_float32(args: Any, model: torch.nn.Module) -> None:
+    """Have parameters of a chunk of 16 bits in float32 that engines, and the tensors of `--hf-checkpoint`, have so. They are
+    trained, pushed and exported without being rounded.
+
+    Call it before the chunk gets its buffers of gradients, and only where the optimizer takes both dtypes.
+    """
+    from slime.backends.megatron_utils.parameter_names import global_named_parameters
+    from slime.backends.megatron_utils.value_head import is_value_head
+
+    family = family_of_run(args)
+    if not any(rule.keeps_float32 for rule in family.rules):
+        return
+    source = SafetensorsDirectory(args.hf_checkpoint)
+    for name, parameter in global_named_parameters(model):
+        if is_value_head(parameter) or family.leaves_out(name):
+            continue
+        rule, hf_names = family.find(name)
+        if rule.keeps_float32 and source.names().issuperset(hf_names):
+            if all(source.tensor(hf_name).dtype == torch.float32 for hf_name in hf_names):
+                parameter.data = parameter.data.float()
+
+
 def _place(rule: Rule) -> tuple[int, int]:
     """This rank's place among those that a parameter is cut for, and their number."""
     from megatron.core import parallel_state

@@ -28,7 +28,7 @@ from megatron.core.transformer.module import Float16Module
 from slime.arguments.config_files.role_config import CRITIC
 from slime.backends.megatron_utils.attention import PackedAttention
 from slime.backends.megatron_utils.config_fields import fields_from_args, params_dtype
-from slime.backends.megatron_utils.hf_conversion import family_of_run
+from slime.backends.megatron_utils.hf_conversion import family_of_run, keep_float32
 from slime.backends.megatron_utils.initialize import has_contiguous_context
 from slime.backends.megatron_utils.int4_training import round_weights_to_int4
 from slime.backends.megatron_utils.layer_spec import (
@@ -37,6 +37,7 @@ from slime.backends.megatron_utils.layer_spec import (
     rotates_by_position,
     transformer_engine_available,
 )
+from slime.backends.megatron_utils.optimizer import takes_both_dtypes
 from slime.backends.megatron_utils.parameter_names import EMBEDDING, global_named_parameters, named_expert_biases
 from slime.backends.megatron_utils.parameter_selection import select_trained_parameters
 from slime.backends.megatron_utils.prediction_layers import put_prediction_layers
@@ -378,6 +379,8 @@ def setup_model(args: Any) -> list[DistributedDataParallel]:
             for _, bias in named_expert_biases(model):
                 # Routers do that at their first forward pass; a bias that is loaded before would be rounded.
                 bias.data = bias.float()
+            if takes_both_dtypes(args):
+                keep_float32(args, model)
         # Buckets let the first chunk's gradients travel during backward; those of later chunks have time in any case.
         wrapped = DistributedDataParallel(config, ddp_config, model, disable_bucketing=index > 0)
         chunks.append(wrapped)

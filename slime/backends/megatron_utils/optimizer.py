@@ -21,7 +21,13 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    ChainedOptimizer,
+    DistributedOptimizer,
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -66,6 +72,9 @@ def build_optimizer_and_scheduler(
         optimizer = get_megatron_optimizer(
             config, model_chunks, use_gloo_process_groups=get_accelerator().host_group_backend == "gloo"
         )
+    for part in parts_of(optimizer):
+        if isinstance(part, DistributedOptimizer) and part.optimizer is not None:
+            _number_as_updated(part)
     for group in optimizer.param_groups:
         # Megatron tells groups apart by this mark when it loads their state, and does not set it.
         group["is_decoupled_lr"] = not group["default_config"]
@@ -73,6 +82,25 @@ def build_optimizer_and_scheduler(
         for part in parts_of(optimizer):
             part.init_state_fn = _start_momentum
     return optimizer, _build_scheduler(args, optimizer)
+
+
+def takes_both_dtypes(args: Any) -> bool:
+    """Whether the optimizer of the flags can train float32 parameters beside those of 16 bits.
+
+    Megatron's whole optimizers save the states of 16-bit parameters alone. Transformer Engine's kernels for all gradients at
+    once take them to be of one dtype, and main gradients in bfloat16 would be of two.
+    """
+    narrow = args.use_precision_aware_optimizer and not args.accumulate_allreduce_grads_in_fp32
+    return args.use_distributed_optimizer and not narrow
+
+
+def _number_as_updated(part: DistributedOptimizer) -> None:
+    """Have the optimizer say where each weight stands among those that it updates: in a group the float32 ones come first.
+    Megatron counts them in the order of its buffers, which is another one where a group has both dtypes."""
+    groups = zip(part.model_fp32_groups, part.model_float16_groups, strict=True)
+    for index, (float32, float16) in enumerate(groups):
+        for position, weight in enumerate((*float32, *float16)):
+            part.model_param_group_index_map[weight] = (index, position)
 
 
 def _takes_precision_aware_adam(args: Any) -> bool:

@@ -117,3 +117,18 @@ def resumed(args: SimpleNamespace, directory: Any, data: dict[str, Any] | None =
     run.optimizer, run.scheduler = run.backend.optimizer, run.backend.scheduler
     run.data = run.data if data is None else data
     return run
+
+
+def stored_tensors(directory: Any) -> dict[str, torch.Tensor]:
+    """All of a torch_dist checkpoint, whole, read by torch alone."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = dcp.FileSystemReader(directory)
+    entries = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(entries, storage_reader=reader, no_dist=True)
+    return entries

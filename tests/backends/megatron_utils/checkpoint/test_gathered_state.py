@@ -15,7 +15,7 @@ from slime.estimates.layout import ParallelLayout, split_into_stages
 from slime.estimates.training_memory import StateBytes, TrainingSetup, training_memory
 from tests.support.models.tiny_model import write_tiny_mixture, write_tiny_model
 from tests.support.processes.distributed import run_distributed
-from tests.support.processes.resumed_run import ResumableRun, resumable_args, resumed
+from tests.support.processes.resumed_run import ResumableRun, resumable_args, resumed, stored_tensors
 
 BFLOAT16 = {"bf16": True}
 LAYOUT = {"data_parallel_size": 2, "tensor_model_parallel_size": 2}
@@ -151,10 +151,10 @@ def test_what_one_rank_lacks_is_refused_on_all(found):
 def test_every_layout_saves_what_it_loaded_and_megatrons_own_way_is_the_same(found):
     """`saved` is in the checkpoint of Megatron's way, which all of them were loaded from, as in the one before it."""
     root, *_ = found
-    expected = tensors(root / "saved/iter_0000000")
+    expected = stored_tensors(root / "saved/iter_0000000")
     assert any(name.startswith("optimizer.state.exp_avg_sq.") and value.any() for name, value in expected.items())
     for directory in ("saved/iter_0000001", *(f"{name}/iter_0000000" for name in OTHERS)):
-        values = tensors(root / directory)
+        values = stored_tensors(root / directory)
         assert values.keys() == expected.keys()
         different = [name for name, value in values.items() if not value.equal(expected[name])]
         if directory.startswith("weights/"):
@@ -203,7 +203,10 @@ def test_a_checkpoint_in_16_bits_goes_on_with_another_padding_of_the_vocabulary(
     }
     run_distributed(train_save_and_save_again, 2, (cases,))
     for name, (before, after) in PADDINGS.items():
-        saved, again = tensors(tmp_path / name / "iter_0000000"), tensors(tmp_path / f"{name} again/iter_0000000")
+        saved, again = (
+            stored_tensors(tmp_path / name / "iter_0000000"),
+            stored_tensors(tmp_path / f"{name} again/iter_0000000"),
+        )
         assert saved.keys() == again.keys()
         padded = {key for key in saved if key.endswith(("word_embeddings.weight", "output_layer.weight"))}
         assert len(padded) == 2 * (1 + len(("param", "exp_avg", "exp_avg_sq")))
@@ -225,11 +228,11 @@ def test_experts_in_16_bits_are_saved_as_they_were_loaded_in_every_layout(tmp_pa
 
     others = {name: args_in(layout, name) for name, layout in EXPERT_LAYOUTS.items()}
     run_distributed(train_save_and_save_again, 2, ({"spread": (args_in(SPREAD, "spread"), others)},), timeout=300)
-    saved = tensors(tmp_path / "spread/iter_0000000")
+    saved = stored_tensors(tmp_path / "spread/iter_0000000")
     of_experts = [name for name in saved if name.startswith("optimizer.state.exp_avg_sq.") and "experts" in name]
     assert of_experts and all(saved[name].any() for name in of_experts)
     for name in EXPERT_LAYOUTS:
-        again = tensors(tmp_path / name / "iter_0000000")
+        again = stored_tensors(tmp_path / name / "iter_0000000")
         assert again.keys() == saved.keys()
         different = [key for key, value in saved.items() if not value.equal(again[key])]
         assert not different, f"{name}: {different[:3]}"
@@ -238,18 +241,3 @@ def test_experts_in_16_bits_are_saved_as_they_were_loaded_in_every_layout(tmp_pa
 def differs_halfway_only(name, values, expected) -> bool:
     main = expected.get(f"optimizer.state.param.{name}")
     return main is not None and bool((main.view(torch.int32)[values[name] != expected[name]] & 0xFFFF == 0x8000).all())
-
-
-def tensors(directory) -> dict[str, torch.Tensor]:
-    """All of a torch_dist checkpoint, whole, read by torch alone."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    reader = dcp.FileSystemReader(directory)
-    entries = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    dcp.load(entries, storage_reader=reader, no_dist=True)
-    return entries
