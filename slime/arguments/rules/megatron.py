@@ -171,9 +171,6 @@ def experts(args: argparse.Namespace) -> Iterator[Violation]:
 EXPERT_RULES: tuple[Rule, ...] = where(lambda args: args.num_experts,
     refused(lambda args: args.has_trainer and args.tensor_model_parallel_size > 1 and not args.sequence_parallel,
         "{--num-experts=} with {--tensor-model-parallel-size=} needs {--sequence-parallel}"),
-    refused(lambda args: args.moe_router_load_balancing_type == "seq_aux_loss" and args.moe_aux_loss_coeff,
-        "{--moe-router-load-balancing-type=} with {--moe-aux-loss-coeff=}: a stream of packed samples would count as one "
-        "sequence; give aux_loss, which says so, or {--moe-aux-loss-coeff} 0"),
     refused(lambda args: args.moe_router_topk > args.num_experts, "{--moe-router-topk=} is above {--num-experts=}"),
     experts,
     refused(lambda args: args.moe_router_group_topk and not args.moe_router_num_groups,

@@ -34,10 +34,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import get_mtp_layer_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -45,6 +42,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from slime.backends.megatron_utils.attention import LatentAttention, PackedAttention
+from slime.backends.megatron_utils.routers import PredictionRouter, Router
 from slime.utils.device import fused, get_accelerator
 from slime.utils.errors import UserError
 
@@ -137,39 +135,6 @@ def _with_own_attention(layer: ModuleSpec, config: TransformerConfig) -> ModuleS
         column_parallel = attention.submodules.linear_q_proj
         attention.submodules.linear_q_down_proj = attention.submodules.linear_kv_down_proj = column_parallel
     return layer
-
-
-class Router(TopKRouter):
-    """Megatron's router; what it counts and averages leaves padding out, and does not depend on how a stream is cut."""
-
-    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask[:, None])
-
-    def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Add the gradient of the z-loss: the mean over the tokens of a stream of logsumexp² (Zoph et al. 2022, arXiv
-        2202.08906, equation 5), in float32: 16 bits cannot count the tokens of a stream."""
-        coefficient = self.config.moe_z_loss_coeff
-        if coefficient is None or not (self.training and torch.is_grad_enabled()):
-            return logits
-        squares = logits.float().logsumexp(-1).square()
-        counted = torch.ones_like(squares) if padding_mask is None else (~padding_mask).to(squares.dtype)
-        tokens = counted.sum()
-        torch.distributed.all_reduce(tokens, group=self.tp_cp_group)
-        return MoEAuxLossAutoScaler.apply(logits, coefficient * (squares * counted).sum() / tokens.clamp(min=1))
-
-
-class PredictionRouter(TopKRouter):
-    """The router of a layer for multi-token prediction, which learns from the loss of its layer and from nothing else: no
-    balancing, no z-loss, and the biases by which it chooses stand still."""
-
-    def is_aux_loss_enabled(self) -> bool:
-        return False
-
-    def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
-        return logits
-
-    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        """Counts nothing: experts of equal load keep their biases."""
 
 
 class RMSNorm(torch.nn.Module):

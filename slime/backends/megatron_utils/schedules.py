@@ -27,6 +27,7 @@ from slime.backends.megatron_utils.attention import packed_seq_params
 from slime.backends.megatron_utils.layer_spec import rotates_by_position
 from slime.backends.megatron_utils.parameter_names import unwrap_model
 from slime.backends.megatron_utils.replaying_router import routing_replay_of
+from slime.backends.megatron_utils.routers import SampleBalance
 from slime.training.backend import Collect
 from slime.training.packed_stream import PackedStream
 from slime.training.rollout_data import Metrics, MicroBatch
@@ -98,10 +99,14 @@ def _run_schedule(
     """
 
     replay = routing_replay_of(model)
+    # Routers learn in steps alone.
+    balance = None if forward_only else SampleBalance(model, batches)
 
     def forward_step(iterator: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
         batch = next(iterator)
-        with replay.forward(model.index(chunk), batch):
+        number = model.index(chunk)
+        told = balance.forward(number, batch.stream) if balance is not None else contextlib.nullcontext()
+        with replay.forward(number, batch), told:
             output = _forward(chunk, batch.stream)
         return output, make_logits_function(batch)
 

@@ -51,7 +51,7 @@ def models(tmp_path_factory):
 
 def test_the_z_loss_counts_in_32_bits(monkeypatch):
     """1001 tokens, a number that bfloat16 does not have; two equal logits, whose logsumexp is log 2 and softmax 1/2."""
-    from slime.backends.megatron_utils.layer_spec import Router
+    from slime.backends.megatron_utils.routers import Router
 
     counted = []
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tokens, group: counted.append(tokens.item()))
@@ -215,21 +215,26 @@ SAME_STREAMS = {"use_dynamic_batch_size": False, "micro_batch_size": 5}
 LOSSES = {
     "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.05, **SAME_STREAMS,
 }  # fmt: skip
+OF_SAMPLES = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.3}
 BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 # By name: model, flags, and whether tokens may be divided: how many an expert takes is counted on each rank.
 TRAINED = {
     "plain": ("qwen3_moe", {}, True),
     "losses and shared experts": ("qwen2_moe", LOSSES, True),
     "losses and biases": (BIASED, {**LOSSES, **BIAS, "moe_router_bias_update_rate": 0.01}, True),
+    "losses of samples": ("qwen3_moe", OF_SAMPLES, True),
+    "losses of samples, sigmoid": (BIASED, {**OF_SAMPLES, **BIAS, "moe_router_bias_update_rate": 0.0}, True),
     "capacity": ("qwen3_moe", {**SAME_STREAMS, "moe_expert_capacity_factor": 1.0}, False),
 }
 DATA = {"data_parallel_size": 2}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 TRAINED_ON_TWO = {
     "experts": {**DATA, **EXPERTS},
     "cut": TENSOR,
     "whole, spread over the tensor group": {**TENSOR, **EXPERTS, **WHOLE_EXPERTS},
     "whole in the tensor group": {**TENSOR, **WHOLE_EXPERTS},
     "pipeline": PIPELINE,
+    "recomputed pipeline": {**PIPELINE, **RECOMPUTED},
     "zigzag": {"context_parallel_size": 2, **EXPERTS},
     "gathered": {"context_parallel_size": 2, "allgather_cp": True, **EXPERTS},
 }
@@ -289,8 +294,29 @@ def test_balancing_losses_and_biases_act(one_rank):
         assert (frozen["weights"][name] == frozen["loaded"][name]).all()
 
 
+PACKED = {
+    "all together": SAME_STREAMS,
+    "each alone": {"use_dynamic_batch_size": False, "micro_batch_size": 1},
+    "recomputed": RECOMPUTED,
+    "recomputed experts": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+}
+
+
+def test_losses_of_samples_act_and_do_not_depend_on_how_these_are_packed(models, one_rank):
+    model, flags, _ = TRAINED["losses of samples"]
+    cases = {name: layout_args(models[0] / model, **flags, **packed) for name, packed in PACKED.items()}
+    cases["without"] = layout_args(models[0] / model, **flags | {"moe_aux_loss_coeff": 0.0})
+    cases["of streams"] = layout_args(models[0] / model, **flags | {"moe_router_load_balancing_type": "aux_loss"})
+    (found,) = run_distributed(train, 1, (cases,))
+    one = one_rank["losses of samples", "one"]
+    for name in PACKED:
+        assert_equal_runs([found[name]], one)
+    for name in ("without", "of streams"):
+        assert abs(found[name]["steps"][0]["grad_norm"] - one["steps"][0]["grad_norm"]) > 1e-3, name
+
+
 def test_two_ranks_train_as_one(models, one_rank):
-    assert_trained_like_one(models, one_rank, ["losses and biases"], 2, TRAINED_ON_TWO)
+    assert_trained_like_one(models, one_rank, ["losses and biases", "losses of samples"], 2, TRAINED_ON_TWO)
 
 
 @pytest.mark.slow

@@ -1,0 +1,193 @@
+"""The routers of layers with experts: what they count and average leaves padding out, however a stream is cut.
+
+A balancing loss of each sample (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20): of its T tokens each has scores s′ over all
+N experts, which sum to one, and K experts with the largest ones. With the coefficient α
+
+    L = α Σ_i f_i P_i,        f_i = N / (K T) Σ_t [i is one of the K experts of token t],        P_i = 1/T Σ_t s′_(i,t)
+
+and a step has the mean of it over its samples, however these are packed. Megatron's own takes all of a stream for one sequence.
+
+A router sees rows. Which sample each row is of, it is told with the forward pass of a micro-batch; a pass that is repeated
+during backward (activation recomputation) finds that by first in, first out: a model chunk sees the backward passes of its
+micro-batches in the order of their forward passes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+
+from slime.training.packed_stream import PackedStream
+from slime.training.train_step import MicroBatches
+from slime.utils.device import get_accelerator
+from slime.utils.errors import UserError
+
+# Megatron-Core's router asks for this name, which only an import of Transformer Engine defines.
+vars(moe_utils).setdefault("te_general_gemm", None)
+_OF_SAMPLES = "seq_aux_loss"
+
+
+@dataclass(frozen=True, eq=False)
+class SampleRows:
+    """Which samples the rows of this rank's routers are of.
+
+    numbers: of the sample, int64 [rows]; behind the last one for padding.
+    lengths: tokens of each sample over all ranks, float32 [samples].
+    weight: of each sample's loss among what Megatron averages, a scalar on the device.
+    """
+
+    numbers: torch.Tensor
+    lengths: torch.Tensor
+    weight: torch.Tensor
+
+    @classmethod
+    def of_stream(cls, stream: PackedStream, weight: torch.Tensor, sequence_parallel: bool) -> SampleRows:
+        """Those of a stream; with sequence parallelism this rank's part of them."""
+        lengths = [end + 1 for _, end in stream.predicting_positions]
+        numbers = stream.rows_of([torch.full((length,), number + 1) for number, length in enumerate(lengths)]) - 1
+        numbers[numbers < 0] = len(lengths)
+        if sequence_parallel:
+            group = parallel_state.get_tensor_model_parallel_group()
+            numbers = numbers.chunk(group.size())[group.rank()]
+        device = stream.tokens.device
+        return cls(
+            numbers.to(device, non_blocking=True),
+            torch.tensor(lengths, dtype=torch.float32).to(device, non_blocking=True),
+            weight,
+        )
+
+
+def balancing_loss(
+    scores: torch.Tensor, chosen: torch.Tensor, rows: SampleRows, topk: int, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """This rank's share of Σ f_i P_i, summed over the samples of a stream, times their weight. Collective over `group`.
+
+    Args:
+        scores: s′, [rows, experts].
+        chosen: the experts with the `topk` largest ones, of the same shape.
+        group: the ranks that the rows of the stream are divided among.
+    """
+    samples, experts = len(rows.lengths), scores.shape[1]
+    counts = torch.zeros(samples + 1, experts, device=scores.device)
+    counts.index_add_(0, rows.numbers, chosen.to(counts.dtype))
+    dist.all_reduce(counts, group=group)
+    of_samples = counts[:-1] * (rows.weight * experts / (topk * rows.lengths.square()))[:, None]
+    # Padding has none. The counts say what each score weighs, and learn nothing themselves.
+    weights = torch.cat([of_samples, of_samples.new_zeros(1, experts)]).index_select(0, rows.numbers)
+    return (scores * weights).sum()
+
+
+class Router(TopKRouter):
+    """Megatron's router, with losses and counts that are those of samples and their tokens."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # Of the forward pass under way; None outside of one, where a pass is repeated.
+        self.rows_under_way: SampleRows | None = None
+        self.repeated_rows: deque[SampleRows] = deque()
+        self._rows: SampleRows | None = None
+
+    def balances_samples(self) -> bool:
+        """Whether the loss of each sample has a coefficient."""
+        return self.get_aux_loss_coeff(_OF_SAMPLES) > 0
+
+    def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        if self.training and self.balances_samples():
+            under_way = self.rows_under_way
+            self._rows = self.repeated_rows.popleft() if under_way is None else under_way
+            if not torch.is_grad_enabled():
+                self.repeated_rows.append(self._rows)
+        return super().routing(logits, padding_mask)
+
+    def _apply_seq_aux_loss(
+        self, probs: torch.Tensor, scores_for_aux_loss: torch.Tensor, routing_map: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        if not self.balances_samples():
+            return probs
+        loss = balancing_loss(scores_for_aux_loss, routing_map, self._rows, self.topk, self.tp_cp_group)
+        return MoEAuxLossAutoScaler.apply(probs, self.get_aux_loss_coeff(_OF_SAMPLES) * loss)
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask[:, None])
+
+    def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Add the gradient of the z-loss: the mean over the tokens of a stream of logsumexp² (Zoph et al. 2022, arXiv
+        2202.08906, equation 5), in float32: 16 bits cannot count the tokens of a stream."""
+        coefficient = self.config.moe_z_loss_coeff
+        if coefficient is None or not (self.training and torch.is_grad_enabled()):
+            return logits
+        squares = logits.float().logsumexp(-1).square()
+        counted = torch.ones_like(squares) if padding_mask is None else (~padding_mask).to(squares.dtype)
+        tokens = counted.sum()
+        torch.distributed.all_reduce(tokens, group=self.tp_cp_group)
+        return MoEAuxLossAutoScaler.apply(logits, coefficient * (squares * counted).sum() / tokens.clamp(min=1))
+
+
+class PredictionRouter(TopKRouter):
+    """The router of a layer for multi-token prediction, which learns from the loss of its layer and from nothing else: no
+    balancing, no z-loss, and the biases by which it chooses stand still."""
+
+    def is_aux_loss_enabled(self) -> bool:
+        return False
+
+    def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        return logits
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        """Counts nothing: experts of equal load keep their biases."""
+
+
+class SampleBalance:
+    """Tells the routers of a model, in a step, which samples the rows of a micro-batch are of; where no loss asks, nothing.
+
+    Args:
+        model: the chunks of this rank.
+        batches: the micro-batches of the step. Collective over the data-parallel ranks.
+
+    Raises:
+        UserError: there is a router that would take all of a stream for one sequence.
+    """
+
+    def __init__(self, model: Sequence[torch.nn.Module], batches: MicroBatches) -> None:
+        routers = [[module for module in chunk.modules() if isinstance(module, TopKRouter)] for chunk in model]
+        asking = [[router for router in of_chunk if router.get_aux_loss_coeff(_OF_SAMPLES) > 0] for of_chunk in routers]
+        if any(not isinstance(router, Router | PredictionRouter) for router in itertools.chain(*asking)):
+            raise UserError(
+                f"--moe-router-load-balancing-type {_OF_SAMPLES}: the model has routers that take all packed samples for one "
+                "sequence, as Megatron-Core's own do; have --custom-model-provider-path start from "
+                "get_model_provider_func(args), or give aux_loss"
+            )
+        self._routers = [[router for router in of_chunk if isinstance(router, Router)] for of_chunk in asking]
+        if not any(self._routers):
+            return
+        for router in itertools.chain(*self._routers):
+            router.repeated_rows.clear()
+        samples = float(sum(map(len, batches.indices)))
+        count = torch.full((), samples, device=get_accelerator().current_device())
+        dist.all_reduce(count, group=parallel_state.get_data_parallel_group())
+        # Megatron averages over micro-batches and data-parallel ranks.
+        self._weight = len(batches) * parallel_state.get_data_parallel_world_size() / count
+
+    @contextlib.contextmanager
+    def forward(self, chunk: int, stream: PackedStream) -> Iterator[None]:
+        """The forward pass of a stream through the model chunk with this index."""
+        routers = self._routers[chunk]
+        rows = SampleRows.of_stream(stream, self._weight, routers[0].config.sequence_parallel) if routers else None
+        try:
+            for router in routers:
+                router.rows_under_way = rows
+            yield
+        finally:
+            for router in routers:
+                router.rows_under_way = None

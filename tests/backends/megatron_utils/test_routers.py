@@ -1,0 +1,59 @@
+"""A balancing loss of each sample by hand, and which samples the rows of a stream are of. Layouts are in `test_experts`."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slime.training.packed_stream import pack_stream
+from slime.utils.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda counts, group: None)
+
+
+def test_the_loss_of_two_samples_and_padding_by_hand():
+    """Two experts, of which each token has one. Of the first sample f = (4/3, 2/3) and P = (0.6, 0.4), so it has
+    0.8 + 0.8/3; of the second f = (2, 0) and P = (0.9, 0.1), so it has 1.8. Each counts half."""
+    from slime.backends.megatron_utils.routers import SampleRows, balancing_loss
+
+    stream = pack_stream([torch.arange(3), torch.arange(1)], [1, 0], pad_multiple=8)
+    rows = SampleRows.of_stream(stream, torch.tensor(0.5), False)
+    assert rows.numbers.tolist() == [0, 0, 0, 1, 2, 2, 2, 2] and rows.lengths.tolist() == [3, 1]
+    first = [[0.9, 0.1], [0.6, 0.4], [0.3, 0.7], [0.9, 0.1]]
+    scores = torch.tensor([*first, *[[1.0, 0.0]] * 4], requires_grad=True)
+    chosen = torch.tensor([[1, 0], [1, 0], [0, 1], [1, 0], *[[1, 0]] * 4]).bool()
+    loss = balancing_loss(scores, chosen, rows, 1, None)
+    torch.testing.assert_close(loss, torch.tensor((0.8 + 0.8 / 3 + 1.8) / 2))
+    loss.backward()
+    # f_i / T of the sample of each row, times a half.
+    expected = torch.tensor([[2 / 9, 1 / 9]] * 3 + [[1.0, 0.0]] + [[0.0, 0.0]] * 4)
+    torch.testing.assert_close(scores.grad, expected)
+
+
+def test_more_experts_for_each_token_share_its_load():
+    """Of four experts two for each of two tokens: even loads and even scores give 1, whatever the sizes."""
+    from slime.backends.megatron_utils.routers import SampleRows, balancing_loss
+
+    rows = SampleRows(torch.zeros(2, dtype=torch.int64), torch.tensor([2.0]), torch.tensor(1.0))
+    chosen = torch.tensor([[1, 1, 0, 0], [0, 0, 1, 1]]).bool()
+    torch.testing.assert_close(balancing_loss(torch.full((2, 4), 0.25), chosen, rows, 2, None), torch.tensor(1.0))
+
+
+def test_a_router_that_takes_a_stream_for_one_sequence_is_refused():
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from slime.backends.megatron_utils.routers import SampleBalance
+
+    router = TopKRouter.__new__(TopKRouter)
+    torch.nn.Module.__init__(router)
+    router.routing_type, router.config = "seq_aux_loss", SimpleNamespace(moe_aux_loss_coeff=0.0)
+    chunk, batches = torch.nn.ModuleList([router]), SimpleNamespace(indices=[[0]])
+    SampleBalance([chunk], batches)
+    router.config.moe_aux_loss_coeff = 0.1
+    with pytest.raises(
+        UserError, match="--moe-router-load-balancing-type seq_aux_loss: .*--custom-model-provider-path"
+    ):
+        SampleBalance([chunk], batches)
