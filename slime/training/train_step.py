@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from slime.training.backend import Backend, Collect, OwnTerm, StepLoss
 from slime.training.loss import loss_function, response_log_probs, response_values
@@ -204,11 +206,17 @@ def step_loss(
     tensor_group: dist.ProcessGroup | None,
     guard: LossGuard,
 ) -> StepLoss:
-    """The loss of the step's micro-batches, watched by `guard`."""
+    """The loss of the step's micro-batches, watched by `guard`. With `--recompute-loss-function` all that a micro-batch keeps
+    for it until its backward pass is the logits: what the loss is made of is made once more there."""
+    compute = functools.partial(loss_function, role=role)
+    if args.recompute_loss_function:
+        # The one that repeats all of a function, on every rank: others may wait for its collectives, though this rank's loss
+        # has nothing that is needed again.
+        compute = functools.partial(checkpoint, compute, use_reentrant=True)
 
     def loss(batch: MicroBatch, logits: torch.Tensor, own_term: OwnTerm | None = None) -> tuple[torch.Tensor, Metrics]:
         batch = batch.with_columns(step_statistics=statistics)
-        value, metrics = loss_function(args, batch, logits, tensor_group, role=role)
+        value, metrics = compute(args, batch, logits, tensor_group)
         if own_term is not None:
             term, further = own_term(batch)
             value, metrics = value + term, {**metrics, **further}

@@ -26,8 +26,18 @@ LAYOUTS = {
 }
 
 
+# In the second a loss exchanges log-probs between ranks, one of which may own nothing of a response.
+RECOMPUTED = {
+    "tensor": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "entropy_coef": 0.01},
+    "context": {"context_parallel_size": 2, "advantage_estimator": "gspo"},
+    "gathered context": {"context_parallel_size": 2, "allgather_cp": True},
+    "pipeline": {"pipeline_model_parallel_size": 2},
+}
+
+
 def train_worker(cases):
-    """Per case: metrics of one step, gradients (without distributed optimizer), forward log-probs by sample."""
+    """Per case: metrics of one step, gradients (without distributed optimizer); on the last stage forward log-probs by sample
+    and metrics of the data."""
     from tests.support.processes.megatron_worker import hf_gradients, load_backend
 
     results = {}
@@ -38,10 +48,12 @@ def train_worker(cases):
         from slime.training.train_step import forward_log_probs, train_one_step
 
         data = shard_of(args, backend.groups.data_rank)
-        compute_advantages_and_returns(args, data)
-        forward = forward_log_probs(args, backend, data, with_entropy=True)
-        by_sample = {i: lp.tolist() for i, lp in zip(data["sample_indices"], forward["log_probs"], strict=True)}
-        data_metrics = rollout_data_metrics(args, data, backend.groups.sample_group)
+        forward, by_sample, data_metrics = forward_log_probs(args, backend, data, with_entropy=True), {}, {}
+        if backend.groups.is_last_stage:
+            compute_advantages_and_returns(args, data)
+            rows = zip(data["sample_indices"], forward["log_probs"], strict=True)
+            by_sample = {i: lp.tolist() for i, lp in rows}
+            data_metrics = rollout_data_metrics(args, data, backend.groups.sample_group)
         metrics = train_one_step(args, backend, data, 0, 0)
         gradients = None if args.use_distributed_optimizer else hf_gradients(args, backend.model)
         results[name] = (metrics, gradients, by_sample, data_metrics)
@@ -63,6 +75,7 @@ def one_rank(hf_dir):
         "distributed": make_args(hf_dir),
         "one_batch": make_args(hf_dir, use_distributed_optimizer=False, max_tokens_per_gpu=1000),
         "zeros": make_args(hf_dir, log_num_zeros_in_grad=True),
+        "recomputed": make_args(hf_dir, use_distributed_optimizer=False, recompute_loss_function=True),
     }
     return run_distributed(train_worker, 1, (cases,))[0]
 
@@ -76,6 +89,10 @@ def two_ranks(hf_dir):
             hf_dir, use_distributed_optimizer=False, calculate_per_token_loss=True, **layout
         )
     cases["dp2/distributed"] = make_args(hf_dir, data_parallel_size=2)
+    for name, layout in RECOMPUTED.items():
+        flags = {"use_distributed_optimizer": False, **layout}
+        cases[name] = make_args(hf_dir, **flags)
+        cases[f"{name}, recomputed"] = make_args(hf_dir, **flags, recompute_loss_function=True)
     overlap = {"data_parallel_size": 2, "overlap_grad_reduce": True, "ddp_bucket_size": 2000}
     cases["dp2/overlap"] = make_args(hf_dir, use_distributed_optimizer=False, **overlap)
     cases["dp2/overlap-distributed"] = make_args(hf_dir, **overlap)
@@ -263,6 +280,75 @@ def test_without_the_check_a_bad_step_is_skipped_and_counted(bad_steps):
         assert scheduled == 8 and not unchanged
         assert set(rank["moments"]) == {1}
     assert bad_steps[0]["good"][0] == bad_steps[1]["good"][0]
+
+
+def assert_same_step(found, expected):
+    (metrics, gradients, *_), (of_kept, kept, *_) = found, expected
+    assert metrics == of_kept and gradients.keys() == kept.keys()
+    assert all(gradients[name].equal(gradient) for name, gradient in kept.items())
+
+
+def test_a_loss_that_is_recomputed_gives_the_same_bits(one_rank, two_ranks):
+    assert_same_step(one_rank["recomputed"], one_rank["rollout"])
+    for rank in two_ranks:
+        for name in RECOMPUTED:
+            assert_same_step(rank[f"{name}, recomputed"], rank[name])
+
+
+def greedy_loss(args, batch, logits, reduce):
+    """Keeps a float32 softmax of all logits for its backward pass."""
+    import torch
+
+    calls.append(torch.is_grad_enabled())
+    return logits.float().softmax(-1).log().exp().square().sum(), {"entries": logits.new_tensor(logits.numel())}
+
+
+calls = []
+
+
+def what_a_loss_keeps(cases):
+    """By case: bytes that are kept until the backward pass, beside the logits; the gradient; the metric; whether
+    each call of the loss recorded a gradient."""
+    import torch
+
+    from slime.training.rollout_data import RolloutData
+    from slime.training.train_step import LossGuard, step_loss
+    from tests.training.test_train_step import calls
+
+    torch.distributed.init_process_group("gloo")
+    found = {}
+    for name, args in cases.items():
+        data = RolloutData({
+            "tokens": [torch.tensor([1, 2, 3, 4])], "total_lengths": [4], "response_lengths": [2], "rollout_mask_sums": [2.0],
+            "sample_indices": [0], "loss_masks": [torch.ones(2)], "advantages": [torch.ones(2)],
+        })  # fmt: skip
+        batch = data.micro_batch([0], pad_multiple=4)
+        logits, kept = torch.linspace(-1, 1, 256).view(4, 64).requires_grad_(), {}
+
+        def keep(tensor, kept=kept):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        calls.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            value, metrics = step_loss(args, "actor", None, None, LossGuard("here", True))(batch, logits)
+        kept.pop(logits.untyped_storage().data_ptr(), None)
+        value.backward()
+        found[name] = (sum(kept.values()), logits.grad.tolist(), float(metrics["entries"]), list(calls))
+    return found
+
+
+def test_a_loss_that_is_recomputed_keeps_the_logits_alone():
+    custom = {"loss_type": "custom_loss", "custom_loss_function_path": "tests.training.test_train_step.greedy_loss"}
+    cases = {
+        "kept": objective_args(**custom),
+        "recomputed": objective_args(**custom, recompute_loss_function=True),
+    }
+    (found,) = run_distributed(what_a_loss_keeps, 1, (cases,))
+    (kept, gradient, entries, once), (kept_again, same, same_entries, twice) = found["kept"], found["recomputed"]
+    assert kept >= 4 * 256 and kept_again == 0
+    assert gradient == same and any(map(any, gradient)) and entries == same_entries == 256
+    assert (once, twice) == ([True], [False, True])
 
 
 def gradient_buffers(args):

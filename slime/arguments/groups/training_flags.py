@@ -137,7 +137,7 @@ WEIGHTS = Group("weights and training process", (
     flag("--log-probs-chunk-size", int, -1, "rows per float32 chunk when computing log-probs; 0 or less: chosen so that a "
         "chunk stays under 256 MiB, and no chunks where kernels are compiled"),
     switch("--recompute-loss-function", "compute log-probs and loss once more in the backward pass instead of keeping their "
-        "activations: less memory, more time", not_yet="recomputing the loss"),
+        "activations: less memory, more time; a custom loss is called twice"),
     # Sync
     flag("--update-weight-mode", str, "full", "send all parameters, or only the bytes that changed since the last sync; "
         "delta needs --update-weight-transport disk", "full", "delta"),
