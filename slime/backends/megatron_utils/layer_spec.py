@@ -46,9 +46,6 @@ from slime.backends.megatron_utils.routers import PredictionRouter, Router
 from slime.utils.device import fused, get_accelerator
 from slime.utils.errors import UserError
 
-# Megatron-Core's router asks for this name, which only an import of Transformer Engine defines.
-vars(moe_utils).setdefault("te_general_gemm", None)
-
 
 def transformer_engine_available() -> bool:
     """Whether Transformer Engine can be imported (looked up without importing it)."""
