@@ -32,25 +32,18 @@ REFUSED: dict[str, str] = {
     "sglang_checkpoint_engine_wait_weights_before_ready": "weights are pushed to engines that are ready, so the engine "
     "and the run would wait for each other; drop it",
     "sglang_gated_launch_port": "nobody in a run opens that gate, so the engine would never be ready; drop it",
-    "sglang_grpc_mode": _HTTP_ONLY,
-    "sglang_smg_grpc_mode": _HTTP_ONLY,
+    **dict.fromkeys(("sglang_grpc_mode", "sglang_smg_grpc_mode"), _HTTP_ONLY),
     "sglang_use_ray": "engines already live in Ray actors; drop it",
     "router_host": f"the router of a run is not free to choose: {_OWN_ADDRESS}, or start a router yourself and give "
     "--sglang-router-ip and --sglang-router-port",
     "router_port": "the router of a run takes a free port; start a router yourself and give --sglang-router-ip and "
     "--sglang-router-port",
-    "router_worker_urls": _OWN_ENGINES,
-    "router_prefill_urls": _OWN_ENGINES,
-    "router_decode_urls": _OWN_ENGINES,
+    **dict.fromkeys(("router_worker_urls", "router_prefill_urls", "router_decode_urls"), _OWN_ENGINES),
     "router_mini_lb": "it belongs to another program than the router; drop it",
     "router_enable_igw": "one router serves one model; drop it",
-    "router_service_discovery": _FOUND_ENGINES,
-    "router_service_discovery_port": _FOUND_ENGINES,
-    "router_service_discovery_namespace": _FOUND_ENGINES,
-    "router_selector": _FOUND_ENGINES,
-    "router_prefill_selector": _FOUND_ENGINES,
-    "router_decode_selector": _FOUND_ENGINES,
-}
+    **dict.fromkeys(("router_service_discovery", "router_service_discovery_port", "router_service_discovery_namespace",
+        "router_selector", "router_prefill_selector", "router_decode_selector"), _FOUND_ENGINES),
+}  # fmt: skip
 
 
 NO_SHARE = "it is a share of the GPU's memory, such as 0.8"

@@ -234,21 +234,18 @@ RETIRED: dict[str, str] = _by_name(
 )  # fmt: skip
 
 # Settings of a server that follow from the run, so that a value could only contradict it -> what they follow from.
-DERIVED: dict[str, str] = {
-    "--sglang-model-path": "it follows from {--hf-checkpoint}",
-    "--sglang-trust-remote-code": "it follows from {--trust-remote-code}",
-    "--sglang-random-seed": "it follows from {--seed}",
-    "--sglang-port": "every engine takes a free port of its node",
-    "--sglang-nccl-port": "every engine takes a free port of its node",
-    "--sglang-dist-init-addr": "every engine announces an address of its own",
-    "--sglang-nnodes": "it follows from {--rollout-num-gpus-per-engine}",
-    "--sglang-node-rank": "it follows from where the engine was placed",
-    "--sglang-base-gpu-id": "it follows from where the engine was placed",
-    "--sglang-gpu-id-step": "it follows from where the engine was placed",
-    "--sglang-enable-memory-saver": "it follows from {--offload-rollout}",
-    "--sglang-enable-return-routed-experts": "it follows from {--use-rollout-routing-replay}",
-    "--sglang-skip-server-warmup": "the run decides how its engines start",
-}
+DERIVED: dict[str, str] = _by_name(
+    ("--sglang-model-path", "it follows from {--hf-checkpoint}"),
+    ("--sglang-trust-remote-code", "it follows from {--trust-remote-code}"),
+    ("--sglang-random-seed", "it follows from {--seed}"),
+    ("--sglang-port --sglang-nccl-port", "every engine takes a free port of its node"),
+    ("--sglang-dist-init-addr", "every engine announces an address of its own"),
+    ("--sglang-nnodes", "it follows from {--rollout-num-gpus-per-engine}"),
+    ("--sglang-node-rank --sglang-base-gpu-id --sglang-gpu-id-step", "it follows from where the engine was placed"),
+    ("--sglang-enable-memory-saver", "it follows from {--offload-rollout}"),
+    ("--sglang-enable-return-routed-experts", "it follows from {--use-rollout-routing-replay}"),
+    ("--sglang-skip-server-warmup", "the run decides how its engines start"),
+)  # fmt: skip
 
 
 def why_unknown(flag: str) -> Violation | None:
@@ -271,9 +268,8 @@ def looked_up(table: dict[str, str], name: str) -> str:
 # Megatron-LM's flags that a script may bring along although they mean nothing here -> what to do instead. A final `*`
 # stands for any ending.
 NOT_FOR_THIS: dict[str, str] = _by_name(
-    ("--data-path --train-data-path", "prompts come from {--prompt-data}; drop it"),
+    ("--data-path --train-data-path --data-args-path", "prompts come from {--prompt-data}; drop it"),
     ("--valid-data-path --test-data-path", "evaluation sets are given with {--eval-prompt-data}; drop it"),
-    ("--data-args-path", "prompts come from {--prompt-data}; drop it"),
     ("--data-cache-path", "prompts come from {--prompt-data} and need no index; drop it"),
     ("--split", "training and evaluation sets are files of their own: {--prompt-data}, {--eval-prompt-data}"),
     ("--mock-data", "--disable-rollout-global-dataset with a rollout function of your own makes up data"),
@@ -294,9 +290,8 @@ NOT_FOR_THIS: dict[str, str] = _by_name(
     ("--exit-interval", "give {--num-rollout}"),
     ("--exit-duration-in-mins", "end the job from outside; {--save-interval} bounds what is lost"),
     ("--exit-signal-handler", "the run ends cleanly on a signal; drop it"),
-    ("--tokenizer-model --vocab-file --merge-file", "the tokenizer is that of {--hf-checkpoint}; drop it"),
+    ("--tokenizer-model --vocab-file --merge-file --tiktoken-*", "the tokenizer is that of {--hf-checkpoint}; drop it"),
     ("--vocab-extra-ids", "the vocabulary is {--vocab-size}; drop it"),
-    ("--tiktoken-*", "the tokenizer is that of {--hf-checkpoint}; drop it"),
     ("--use-mcore-models", "there are no others; drop it"),
     ("--use-legacy-models", "models are built with Megatron-Core; drop it"),
     ("--use-flash-attn", "give {--attention-backend} flash, or drop it: attention never builds its score matrix"),
@@ -320,8 +315,7 @@ NOT_FOR_THIS: dict[str, str] = _by_name(
     ("--wandb-entity", "give {--wandb-team}"),
     ("--yaml-cfg", "give {--custom-config-path}"),
     ("--rerun-mode", "no step is run twice; drop it"),
-    ("--no-one-logger", "drop it; trackers are {--use-tensorboard} and {--use-wandb}"),
-    ("--one-logger-*", "trackers are {--use-tensorboard} and {--use-wandb}; drop it"),
+    ("--no-one-logger --one-logger-*", "trackers are {--use-tensorboard} and {--use-wandb}; drop it"),
     ("--log-straggler", "phase times of all ranks are logged anyway; drop it"),
     ("--rl-*", "rollouts are described by --rollout-*; drop it"),
     ("--grpo-*", "give {--advantage-estimator} grpo and its flags: {--eps-clip}, {--kl-loss-coef}, {--n-samples-per-prompt}"),

@@ -37,6 +37,7 @@ _POLL_SECONDS = 0.05
 _ARRIVAL_POLL_SECONDS = 0.5
 _REQUEST_TIMEOUT_SECONDS = 10.0
 _SHUTDOWN_SECONDS = 3.0
+_ARGUMENTS_FILE = "arguments.json"
 
 # Where our default differs from the router's. Circuit breaker and health checks are off: a slow engine must not be taken
 # for a dead one, and dead ones are removed by their owner. Who sends a request tries again, and the router does not: one that
@@ -53,13 +54,16 @@ OUR_DEFAULTS: dict[str, Any] = {
 }
 # Set by `--sglang-router-request-timeout-secs`, which `--router-request-timeout-secs` is another spelling of.
 REQUEST_TIMEOUT_SECONDS = 14400
+# The policy that compares two engines for every request.
+_POWER_OF_TWO = "power_of_two"
 
 
 @dataclasses.dataclass
 class RouterHandle:
     """A router at `ip:port`. `process` is None when the router was started by somebody else.
 
-    `found`: engines of this run that it served already, which stay when the run leaves it.
+    `found`: engines of this run that it served already, which stay when the run leaves it. `_waiting`: the arguments of one
+    that starts with its first engines, until then: it has no worker, and nobody is to send it requests.
     """
 
     ip: str
@@ -69,6 +73,7 @@ class RouterHandle:
     found: frozenset[str] = frozenset()
     _reservations: tuple[PortReservation, ...] = ()
     _scratch: Path | None = None
+    _waiting: dict[str, Any] | None = None
 
     @property
     def url(self) -> str:
@@ -76,11 +81,13 @@ class RouterHandle:
         return f"http://{host_for_url(self.ip)}:{self.port}"
 
     def wait_ready(self, timeout: float = 60.0) -> None:
-        """Return when the router answers.
+        """Return when the router answers; at once where it starts with its first engines only.
 
         Raises:
             RunError: our router ended or did not answer in time; holds the last lines of its log.
         """
+        if self._waiting is not None:
+            return
         deadline = time.monotonic() + timeout
         try:
             while not self._answers(deadline):
@@ -95,6 +102,8 @@ class RouterHandle:
 
     def workers(self, deadline: float | None = None) -> list[dict[str, Any]]:
         """The registered workers, each with `id`, `url` and `is_healthy`; asked for until `deadline` at most."""
+        if self._waiting is not None:
+            return []
         return self._call("GET", "/workers", None, deadline).json()["workers"]
 
     def add_workers(self, urls: list[str], timeout: float = 60.0, worker_api_key: str | None = None) -> None:
@@ -107,7 +116,13 @@ class RouterHandle:
         """
         deadline = time.monotonic() + timeout
         worker_api_key = worker_api_key or self.api_key
-        listed = {worker["url"] for worker in self.workers(deadline)}
+        if self._waiting is not None:
+            fields, self._waiting = self._waiting, None
+            self._launch({**fields, "worker_urls": urls})
+            self.wait_ready(timeout)
+            listed = set(urls)
+        else:
+            listed = {worker["url"] for worker in self.workers(deadline)}
         for url in urls:
             if url in listed:
                 continue
@@ -169,6 +184,12 @@ class RouterHandle:
             self.process.terminate(_SHUTDOWN_SECONDS)
         self._release()
 
+    def _launch(self, fields: dict[str, Any]) -> None:
+        arguments_file = self._scratch / _ARGUMENTS_FILE
+        with os.fdopen(os.open(arguments_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(fields, file)
+        self.process.start()
+
     def _release(self) -> None:
         """Give up what only the start of the router needs: its ports and its arguments, which hold the key."""
         for reservation in self._reservations:
@@ -216,7 +237,8 @@ def start_router(args: Any, log_dir: str | Path, ours: Sequence[str] | None = ()
 
     One that runs already may serve engines that are `ours`, and no others (None: any); it is that of the first model.
 
-    The router starts beside whatever the caller does next (engines, usually). Its log is `{log_dir}/router.log`; of model
+    The router starts beside whatever the caller does next (engines, usually). One that compares two engines for every request
+    refuses to start without them: it starts with the first ones that it is told of. Its log is `{log_dir}/router.log`; of model
     `number`, counted from 0, `router_{number}.log`.
 
     Raises:
@@ -233,18 +255,19 @@ def start_router(args: Any, log_dir: str | Path, ours: Sequence[str] | None = ()
         # One that was given is the first router's.
         fields |= {"prometheus_host": host, "prometheus_port": prometheus_port.port}
     scratch = make_scratch_directory("router")
-    arguments_file = scratch / "arguments.json"
-    with os.fdopen(os.open(arguments_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump(fields, file)
     name = f"router_{number}" if number else "router"
     process = ChildProcess(
         name,
-        [sys.executable, "-m", "slime.serving.router_process", "--arguments-file", str(arguments_file)],
+        [sys.executable, "-m", "slime.serving.router_process", "--arguments-file", str(scratch / _ARGUMENTS_FILE)],
         Path(log_dir) / f"{name}.log",
         {**environment_for_python(), "NO_PROXY": "*", "no_proxy": "*"},
     )
-    process.start()
-    return RouterHandle(host, port.port, api_key, process, frozenset(), (port, prometheus_port), scratch)
+    router = RouterHandle(host, port.port, api_key, process, frozenset(), (port, prometheus_port), scratch)
+    if _POWER_OF_TWO in (fields.get(name) for name in ("policy", "prefill_policy", "decode_policy")):
+        router._waiting = fields
+    else:
+        router._launch(fields)
+    return router
 
 
 def compute_router_fields(args: Any, host: str, port: int, prometheus_port: int) -> dict[str, Any]:

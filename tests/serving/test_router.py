@@ -16,6 +16,7 @@ from slime.serving import router as router_module
 from slime.serving.router import OUR_DEFAULTS, RouterHandle, compute_router_fields, start_router
 from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import make_scratch_directory
+from slime.utils.ports import reserve_port
 from tests.support.processes.fake_generate_server import FakeGenerateServer
 
 
@@ -81,6 +82,48 @@ def test_f4_a_router_is_awaited_by_polling_and_ends_with_shutdown(tmp_path):
     assert router.process.poll() is not None
     with pytest.raises(RunError, match="the router is dead"):
         router.workers()
+
+
+def test_with_power_of_two_a_router_starts_when_it_is_told_of_its_engines(tmp_path):
+    """It refuses to start without two of them, and goes on when one is left."""
+    request = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}}
+
+    def generates(router):
+        return requests.post(f"{router.url}/generate", json=request, headers=bearer, timeout=30).json()["text"]
+
+    bearer = {"Authorization": "Bearer s3cret"}
+    args = SimpleNamespace(router_policy="power_of_two", router_api_key="s3cret", router_log_level="warn")
+    with FakeGenerateServer() as first, FakeGenerateServer() as second:
+        router = start_router(args, tmp_path)
+        try:
+            router.wait_ready(60)
+            assert router.process.pid is None and router.workers() == []
+            router.refuse_other_workers([first.url, second.url])
+            router.add_workers([first.url, second.url], 60, "s3cret")
+            assert {worker["url"] for worker in router.workers()} == {first.url, second.url}
+            assert [generates(router) for _ in range(40)] == ["FGH"] * 40
+            assert len(first.requests) > 0 < len(second.requests)
+            assert {told["Authorization"] for told in first.headers + second.headers} == {"Bearer s3cret"}
+            router.remove_workers([first.url])
+            before = len(second.requests)
+            assert generates(router) == "FGH" and len(second.requests) == before + 1
+            router.add_workers([first.url], 60, "s3cret")
+            assert len(router.workers()) == 2
+        finally:
+            router.shutdown()
+    assert router.process.poll() is not None and not router._scratch.exists()
+
+
+def test_a_router_that_waits_for_its_engines_holds_its_ports_and_leaves_nothing(tmp_path):
+    router = start_router(SimpleNamespace(router_policy="power_of_two"), tmp_path)
+    try:
+        with pytest.raises(RunError, match="no free port"):
+            reserve_port(router.ip, router.port, attempts=1)
+        router.remove_workers(["http://127.0.0.1:1"], 5)
+    finally:
+        router.shutdown()
+    assert not router._scratch.exists()
+    reserve_port(router.ip, router.port, attempts=1).release()
 
 
 def test_shutdown_removes_arguments_that_were_never_read():

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from slime.arguments.config_files.serving_config import FLAG, arguments_of_group, served_groups
+from slime.arguments.config_files.serving_config import FLAG, arguments_of_group, served_groups, served_models
 from slime.arguments.flag import flag_of
 from slime.arguments.hf_config import read_hf_config
 from slime.arguments.server_flags import NO_SHARE, REFUSED, is_share, tensor_parallel_size
@@ -152,6 +152,19 @@ def one_topology(args: argparse.Namespace) -> Iterator[Violation]:
         yield broken(args, template, engines=engines, numbers=numbers.get(engines, f"1 to {engines - 1}"))
 
 
+def engines_to_compare(args: argparse.Namespace) -> Iterator[Violation]:
+    """A router of ours with `power_of_two` compares two engines for each request, and does not start with fewer."""
+    numbers = [sum(group.num_engines for group in model.groups) for model in served_models(args)]
+    numbers = [len(args.rollout_external_engine_addrs)] if args.rollout_external else numbers
+    fewest = min(numbers[args.sglang_router_ip is not None :], default=2)
+    if args.router_policy == "power_of_two" and fewest < 2:
+        template = (
+            "{--router-policy=}: a router compares two engines then, and would start with {fewest}; give more engines, or "
+            "{--router-policy} cache_aware"
+        )
+        yield broken(args, template, fewest=fewest)
+
+
 def router_settings(args: argparse.Namespace) -> Iterator[Violation]:
     """Settings that would be accepted and have no effect."""
     names = ("router_", "sglang_router_request_timeout_secs")
@@ -246,7 +259,7 @@ SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
         "{--sglang-router-port=}: a port is a number from 1 to 65535, such as 30000"),
     of_groups(refused(lambda args: args.use_rollout_routing_replay and args.sglang_enable_hierarchical_cache,
         "{--sglang-enable-hierarchical-cache} loses the experts that {--use-rollout-routing-replay} asks for; drop it")),
-    router_settings,
+    router_settings, engines_to_compare,
     refused(lambda args: args.sglang_router_ip is None and args.router_backend not in (None, "sglang"),
         "{--router-backend=}: the engines are SGLang servers; give sglang, or leave it out"),
     refused_flags,

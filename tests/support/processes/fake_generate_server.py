@@ -1,7 +1,8 @@
 """A small HTTP server that speaks the part of the router's and the engine's protocol that the generation loop uses.
 
 It runs on a loop and thread of its own and is router and only engine at once: `/workers`, `/generate`,
-`/abort_request`, `/v1/loads`. What it answers is decided by the functions a test gives it.
+`/abort_request`, `/v1/loads`, and what a real router asks an engine that it is told of. What it answers is decided by the
+functions a test gives it.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ class FakeGenerateServer:
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_get("/v1/loads", self._loads)
+        for path in ("/health", "/server_info", "/model_info"):
+            app.router.add_get(path, self._about)
         self._runner = web.AppRunner(app, shutdown_timeout=0.2)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -85,6 +88,9 @@ class FakeGenerateServer:
         urls = [self.url, *self.other_workers]
         workers = [{"id": str(number), "url": url, "is_healthy": True} for number, url in enumerate(urls, start=1)]
         return web.json_response({"workers": workers})
+
+    async def _about(self, request: web.Request) -> web.Response:
+        return web.json_response({"model_path": "fake", "served_model_name": "fake", "tp_size": 1, "dp_size": 1})
 
     async def _loads(self, request: web.Request) -> web.Response:
         self.loads_asked += 1

@@ -173,6 +173,7 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
          "--opd-teacher-load --opd-teacher-ckpt-step", MISSING),
     ),
     "serving": (
+        ("--router-policy power_of_two", "--router-policy", WRONG),
         ("--debug-rollout-only --debug-train-only", "--debug-rollout-only --debug-train-only", WRONG),
         ("--debug-rollout-only --load-debug-rollout-data x.pt",
          "--debug-rollout-only --debug-train-only --load-debug-rollout-data", WRONG),
