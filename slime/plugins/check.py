@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.arguments import parse_args
+from slime.arguments.flag import attribute_of
+from slime.plugins.from_python import ACCELERATOR, ACTOR_CLS, take_paths, try_accelerator, try_rank
 from slime.plugins.recorder import POINTS, Recorder
 from slime.ray.rollout_pipeline import RolloutPipeline, batch_schedule
 from slime.rollout.draws import draw_groups
@@ -98,6 +100,7 @@ def check(
         UserError: no function is named, or a run would refuse the flags.
     """
     named = [flag for flag in POINTS if flag in {word.partition("=")[0] for word in words}]
+    in_python, words = take_paths(words)
     if not named:
         raise UserError(f"no plug-in is named; give one of {', '.join(POINTS)}")
     with tempfile.TemporaryDirectory(prefix="slime-plugins-") as directory:
@@ -107,7 +110,7 @@ def check(
         lock = threading.Lock()
 
         def observe(flag: str | None, path: str, found: Any) -> Any:
-            if flag not in named:
+            if flag not in named or POINTS[flag].in_python:
                 return found
             with lock:
                 record = records.setdefault((flag, path), Recorder(flag, path))
@@ -121,13 +124,16 @@ def check(
             args_of_run = with_run_values(
                 args, rollout_num_engines=1, sglang_router_ip=host, sglang_router_port=port, sglang_model_routers=models
             )
-            failure = _run(lambda: _step(args_of_run, named), records, time_limit)
-    return _findings(args, named, records, failure)
+            failure = _run(lambda: _step(args_of_run, named, in_python, records), records, time_limit)
+    paths = in_python | {flag: str(vars(args)[attribute_of(flag)]) for flag in named if not POINTS[flag].in_python}
+    return _findings(paths, records, failure)
 
 
 def _command_line(directory: Path, words: Sequence[str], named: Sequence[str], time_limit: float) -> list[str]:
     (directory / "config.json").write_text(json.dumps(_CONFIG))
     _write_tokenizer(directory)
+    if ACTOR_CLS in named:
+        _write_weights(directory)
     rows = [{"prompt": f"What is {i}+{i}?", "label": str(2 * i), "metadata": {"row": i}} for i in range(1, 5)]
     (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     evaluates = {"--eval-function-path", "--custom-eval-rollout-log-function-path"} & set(named)
@@ -165,6 +171,13 @@ def _write_tokenizer(directory: Path) -> None:
     whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
     whole.chat_template = _TEMPLATE
     whole.save_pretrained(str(directory))
+
+
+def _write_weights(directory: Path) -> None:
+    """Random ones: what a rank pushes has the names of those in the checkpoint."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory)).save_pretrained(directory)
 
 
 @contextlib.contextmanager
@@ -218,8 +231,14 @@ def _engine(args: argparse.Namespace, answers: Sequence[str]) -> Iterator[tuple[
         loop.close()
 
 
-def _step(args: argparse.Namespace, named: Sequence[str]) -> None:
-    """One rollout, an evaluation where it was asked for, and the training rank's part up to the loss."""
+def _step(
+    args: argparse.Namespace,
+    named: Sequence[str],
+    in_python: dict[str, str],
+    records: dict[tuple[str, str], Recorder],
+) -> None:
+    """One rollout, an evaluation where it was asked for, and the training rank's part up to the loss; then what `in_python`,
+    word → path, is of a driver of one's own."""
     SingletonMeta.clear_instances()
     clear_reward_instances()
     try:
@@ -241,6 +260,12 @@ def _step(args: argparse.Namespace, named: Sequence[str]) -> None:
         SingletonMeta.clear_instances()
         clear_reward_instances()
     _train(args, batch, named)
+    for flag, path in in_python.items():
+        record = records[flag, path] = Recorder(flag, path)
+        if flag == ACCELERATOR:
+            try_accelerator(record)
+        else:
+            try_rank(record, args, batch)
 
 
 def _train(args: argparse.Namespace, batch: dict[str, Any], named: Sequence[str]) -> None:
@@ -328,7 +353,7 @@ def _run(step: Callable[[], None], records: dict[Any, Recorder], time_limit: flo
     thread.start()
     while thread.is_alive():
         thread.join(_POLL_S)
-        for record in list(records.values()):
+        for record in [record for record in list(records.values()) if not POINTS[record.flag].in_python]:
             for caller, started in list(record.running.values()):
                 # What has a limit of the framework's own ends by it first.
                 if time.monotonic() - started > time_limit * 2 + 5 * _POLL_S:
@@ -342,12 +367,10 @@ def _hanging(record: Recorder, caller: threading.Thread, time_limit: float) -> s
     return f"{record.flag} {record.path} did not return within {time_limit:g} s; it is here:\n{where}"
 
 
-def _findings(
-    args: argparse.Namespace, named: Sequence[str], records: dict[tuple[str, str], Recorder], failure: str | None
-) -> list[Finding]:
-    for flag in named:
+def _findings(paths: dict[str, str], records: dict[tuple[str, str], Recorder], failure: str | None) -> list[Finding]:
+    for flag, path in paths.items():
         if flag not in {record.flag for record in records.values()}:
-            records[flag, ""] = Recorder(flag, str(vars(args)[flag.removeprefix("--").replace("-", "_")]))
+            records[flag, ""] = Recorder(flag, path)
     # The message names the function that is to blame.
     blamed = [record for record in records.values() if failure and f"{record.flag} {record.path}" in failure]
     findings = []

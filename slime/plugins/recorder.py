@@ -33,6 +33,7 @@ class Point:
         keeps_samples: whether samples are not its to change.
         words: further flags, without which a run has no use for it.
         in_megatron: whether it is called by a real training rank, which takes some seconds to start.
+        in_python: whether a driver of one's own hands it over; no flag of a run names it.
     """
 
     call: str
@@ -42,6 +43,7 @@ class Point:
     # A run goes on where it raises.
     is_forgiven: bool = False
     in_megatron: bool = False
+    in_python: bool = False
 
 
 _REWARD = (
@@ -120,6 +122,15 @@ POINTS = {
         "fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler), when gradients are zero",
         in_megatron=True,
     ),
+    "--actor-cls": Point(
+        "class(args, rank, world_size, local_rank) for create_training_models, with rendezvous_address(), init(address) → "
+        "first rollout, train(rollout_id, shards) → [(metrics, step key)], open_weight_push() → Opening, dispose()",
+        in_python=True,
+    ),
+    "--accelerator": Point(
+        "class() for register_accelerator: a subclass of slime.utils.device.Accelerator with a name of its own",
+        in_python=True,
+    ),
 }
 # Of what is printed of a call: Megatron's objects describe themselves at length.
 _MOST_CHARACTERS = 400
@@ -145,13 +156,17 @@ class Recorder:
 
     def watched(self, found: Any) -> Any:
         """`found`, a function or a class, with its calls recorded."""
-        self.signature = _signature(found)
+        self.named(found)
         if inspect.isclass(found):
             methods = {
                 name: self.watched_function(getattr(found, name), 1) for name in _METHODS if hasattr(found, name)
             }
             return type(found.__name__, (found,), {"__module__": found.__module__, **methods})
         return self.watched_function(found)
+
+    def named(self, found: Any) -> None:
+        """Tell how `found` is defined."""
+        self.signature = _signature(found)
 
     def watched_function(self, function: Callable[..., Any], skipped: int = 0) -> Callable[..., Any]:
         """`function` with its calls recorded; of its arguments the first `skipped` are none of the user's."""
@@ -164,20 +179,21 @@ class Recorder:
 
             @functools.wraps(function)
             async def awaited(*args: Any, **kwargs: Any) -> Any:
-                with self._call([*args[skipped:], *kwargs.values()]) as done:
+                with self.call([*args[skipped:], *kwargs.values()]) as done:
                     return done(await function(*args, **kwargs))
 
             return awaited
 
         @functools.wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
-            with self._call([*args[skipped:], *kwargs.values()]) as done:
+            with self.call([*args[skipped:], *kwargs.values()]) as done:
                 return done(function(*args, **kwargs))
 
         return called
 
     @contextmanager
-    def _call(self, given: list[Any]) -> Iterator[Callable[[Any], Any]]:
+    def call(self, given: list[Any]) -> Iterator[Callable[[Any], Any]]:
+        """The block is a call with these arguments; its result goes through the function that the block gets."""
         before = _shared_state(given)
         samples = [sample for value in given if isinstance(value, Sample | list) for sample in _samples(value)]
         fields = [_fields(sample) for sample in samples]

@@ -56,6 +56,9 @@ class RankProcess:
             torch, which reads variables when it is imported, so they are read after the environment was set.
     """
 
+    # Ray asks for it also where the class does not even load.
+    _name = "a rank"
+
     def __init__(self, environment: dict[str, str], description: bytes) -> None:
         os.environ.update(environment)
         actor_cls, args, rank, *arguments = ray.cloudpickle.loads(description)
@@ -182,6 +185,7 @@ class TrainGroup:
         self.rollouts_trained += 1
         with self._reporting_errors(report):
             logged = self._call_all("train", rollout_id, rollout.shards)[0]
+        _require_logged(logged, self.rank_name)
         report(logged)
 
     def hold(self, holds: Holds) -> None:
@@ -322,6 +326,18 @@ class TrainGroup:
             **early,
         }
         return at_start, typed
+
+
+def _require_logged(logged: Any, rank_name: str) -> None:
+    """Raise RunError unless `logged` is what a rank, which may be of a user's own, has to say of a rollout."""
+    if not isinstance(logged, list) or not all(
+        isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], dict) and isinstance(entry[1], str)
+        for entry in logged
+    ):
+        raise RunError(
+            f"train of the {rank_name}s returned {logged!r}; expected a list of (metrics, step key), such as "
+            "[({'train/loss': 0.5, 'train/step': 3}, 'train/step')]"
+        )
 
 
 class EndingTrainGroup(TrainGroup):

@@ -1,3 +1,3 @@
 """Public import path of the device backends; their home is `slime.utils.device`."""
 
-from slime.utils.device import get_accelerator, register_accelerator  # noqa: F401
+from slime.utils.device import Accelerator, get_accelerator, register_accelerator  # noqa: F401

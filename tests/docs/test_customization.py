@@ -24,6 +24,7 @@ from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.sglang_rollout import generate_rollout, generate_rollout_async
 from slime.rollout.train_data import convert_samples_to_train_batch
 from slime.utils import async_utils
+from slime.utils.device import get_accelerator
 from slime.utils.http_utils import close_http_client
 from slime.utils.misc import SingletonMeta
 from slime.utils.plugin_loader import load_function
@@ -105,6 +106,16 @@ def answers(*responses, label="85"):
 @check("test_my_reward.py")
 def tries_a_function(given):
     load_function("test_my_reward.py:test_my_reward")()
+
+
+@check("my_device.py")
+def another_device(given):
+    kind = load_function("my_device.py:MyDevice")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLIME_ACCELERATOR", "my_device")
+        get_accelerator.cache_clear()
+        assert isinstance(get_accelerator(), kind), "its module has registered it"
+    get_accelerator.cache_clear()
 
 
 # -- rewards -----------------------------------------------------------------------------------------------------------
@@ -335,7 +346,7 @@ def test_a_file_of_the_page_does_what_the_page_says(name, here, checkpoint, serv
 
 def test_every_file_is_run_and_named_in_a_command():
     assert set(CHECKS) == set(PLUG_INS)
-    unnamed = [name for name in PLUG_INS if not any(name in command for command in COMMANDS)]
+    unnamed = [name for name in PLUG_INS if not any(name in command for command in COMMANDS + TRIALS)]
     assert unnamed == ["test_my_reward.py"]
 
 
@@ -352,11 +363,12 @@ def test_a_command_of_the_page_is_accepted(command, here):
 
 
 def test_functions_of_the_page_are_tried(here, monkeypatch, capsys):
-    (trial,) = TRIALS
-    monkeypatch.setattr(sys, "argv", shlex.split(trial.replace("\\\n", " "))[2:])
-    assert try_functions() == 0
-    told = capsys.readouterr().out
-    assert told.count("\n  fine") == 2 and "returned    1.0" in told
+    functions, device = TRIALS
+    for trial, count, returned in ((functions, 2, "returned    1.0"), (device, 1, "returned    device(")):
+        monkeypatch.setattr(sys, "argv", shlex.split(trial.replace("\\\n", " "))[2:])
+        assert try_functions() == 0
+        told = capsys.readouterr().out
+        assert told.count("\n  fine") == count and returned in told
 
 
 def test_every_field_of_a_sample_is_in_the_table():

@@ -1,6 +1,7 @@
 """Functions of a user's own, tried alone: what is said of good ones, and of those that a run would stumble over."""
 
 import inspect
+import os
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,7 @@ from slime.arguments.flag import flag_of
 from slime.arguments.paths import MANAGER_PLUG_INS, RANK_PLUG_INS
 from slime.plugins import POINTS, check
 from slime.plugins.__main__ import main
+from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
 
 PLUG_INS = """
@@ -22,6 +24,8 @@ from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.sglang_rollout import generate
 from slime.rollout.sglang_rollout import generate_rollout as default_rollout
 from slime.data import Sample
+from slime.training.actor_rank import ActorRank
+from slime.utils.accelerator import Accelerator
 
 forever = threading.Event()
 
@@ -82,6 +86,36 @@ def loss(args, batch, logits, sum_of_sample_mean): return 0.0 * logits.sum(), {"
 def tis(*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kwargs): return pg_loss * 0.5, loss_masks, {}
 def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss): return lambda flat: flat.sum() / 100
 
+class Rank(ActorRank):
+    def train(self, rollout_id, shards):
+        return [*super().train(rollout_id, shards), ({"train/own": 1.0, "train/step": rollout_id}, "train/step")]
+class Silent:
+    def __init__(self, args, rank, world_size, local_rank): pass
+    def rendezvous_address(self): return None
+    def init(self, address): return 0
+    def train(self, rollout_id, shards): return {"loss": 1.0}
+    def dispose(self): pass
+class Unprepared(Silent):
+    def train(self, rollout_id, shards): return []
+    def open_weight_push(self): return 3
+class Unborn(Silent):
+    def __init__(self, args, rank, world_size, local_rank): raise KeyError("no such part")
+
+class Abacus(Accelerator): name = "abacus"
+class Unnamed(Accelerator): pass
+class Full(Accelerator):
+    name = "full"
+    def memory_of_device(self): return 7, 3
+class Lossy(Accelerator):
+    name = "lossy"
+    def mark(self): return self.buffer.zero_
+    def host_buffer(self, size):
+        self.buffer = super().host_buffer(size)
+        return self.buffer
+class Broken(Accelerator):
+    name = "broken"
+    def synchronize(self): raise RuntimeError("no such device")
+
 def nothing(args, sample, sampling_params): return None
 async def two_arguments(args, sample): return sample
 async def raises(args, sample, sampling_params): raise KeyError("no such tool")
@@ -129,6 +163,8 @@ GOOD = {
     "--custom-megatron-init-path": "at_start",
     "--custom-megatron-before-log-prob-hook-path": "before_pass",
     "--custom-megatron-before-train-step-hook-path": "before_step",
+    "--actor-cls": "Rank",
+    "--accelerator": "Abacus",
 }
 
 
@@ -144,7 +180,9 @@ def checked(file, flag, name, **options):
     return finding
 
 
-@pytest.mark.parametrize("flag", [flag for flag, point in POINTS.items() if not point.in_megatron])
+@pytest.mark.parametrize(
+    "flag", [flag for flag, point in POINTS.items() if not point.in_megatron and flag != "--actor-cls"]
+)
 def test_a_good_function_of_every_point(file, flag):
     finding = checked(file, flag, GOOD[flag])
     assert finding.problems == () and finding.record.calls >= 1 and finding.record.returned
@@ -157,7 +195,8 @@ def test_every_plug_in_of_the_command_line_is_a_point_or_not_built():
     not_built = {flag_of(name) for name in RANK_PLUG_INS if OWN_FLAGS[name].not_yet}
     plug_ins = {flag_of(name) for name in (*MANAGER_PLUG_INS, *RANK_PLUG_INS)} - not_built
     # --spec is a module and a name.
-    assert plug_ins == set(POINTS) - {"--spec"} == set(GOOD)
+    assert plug_ins == {flag for flag, point in POINTS.items() if not point.in_python} - {"--spec"}
+    assert set(GOOD) == set(POINTS) - {"--spec"}
 
 
 @pytest.mark.slow
@@ -184,6 +223,40 @@ def test_a_hook_of_megatron_that_raises_is_told(file):
     )
     assert done.returncode == 1
     assert "PROBLEM" in done.stdout and "rollout 0, step 0" in done.stdout and "no such layer" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "status", "told"),
+    [
+        ("Rank", 0, "\n  fine\n"),
+        ("Silent", 1, "train of the training ranks returned {'loss': 1.0}; expected a list of (metrics, step key)"),
+        ("Unprepared", 1, "open_weight_push returned 3; expected a slime.weights.push.Opening"),
+        ("Unborn", 1, "KeyError: 'no such part'"),
+    ],
+)
+def test_a_class_of_training_ranks_starts_trains_and_gets_ready_to_push(file, name, status, told):
+    """In a process of its own, as the driver of a run starts it."""
+    command = [sys.executable, "-m", "slime.plugins", "check", "--actor-cls", f"{file}:{name}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert told in done.stdout and f"--actor-cls {file}:{name}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("Unnamed", "its name is 'cpu'; give the class a `name` of its own, which SLIME_ACCELERATOR selects"),
+        ("Full", "memory_of_device() gave (7, 3); expected (free, all) bytes"),
+        ("Lossy", "a copy to host_buffer() in aside() gave False; expected the same bytes once mark() returns"),
+        ("Broken", "raised RuntimeError for its questions: no such device"),
+    ],
+)
+def test_a_device_that_a_run_could_not_go_by(file, monkeypatch, name, problem):
+    monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
+    finding = checked(file, "--accelerator", name)
+    assert any(problem in found for found in finding.problems), finding.problems
+    assert os.environ["SLIME_ACCELERATOR"] == "cpu" and get_accelerator().name == "cpu", "as it was before"
 
 
 def test_several_functions_work_together_and_a_class(file):
@@ -243,6 +316,8 @@ def test_functions_that_never_return(file, flag, name, problem):
         (["--custom-rm-path", "nowhere.module.function"], "there is no module or package 'nowhere'"),
         (["--custom-rm-path", "{file}x.py:reward"], "there is no file"),
         (["--custom-rm-path", "{file}:reward", "--rm-concurency", "3"], "--rm-concurrency"),
+        (["--accelerator"], "--accelerator needs a path, such as my_file.py:MyClass"),
+        (["--actor-cls", "--rm-type", "math"], "--actor-cls needs a path"),
         (["--rm-type", "math"], "no plug-in is named; give one of --rollout-function-path"),
     ],
 )

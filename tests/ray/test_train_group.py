@@ -70,6 +70,14 @@ def test_variables_are_set_before_anything_of_the_rank_is_unpickled(monkeypatch)
     assert repr(process) == "rank 2"
 
 
+def test_a_rank_whose_class_does_not_load_has_a_name_for_the_error():
+    """Ray asks for it when it reports why the actor did not start."""
+    process = RankProcess.__new__(RankProcess)
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        process.__init__({}, b"\x80\x04cno_such_module\nRank\n.")
+    assert repr(process) == "a rank"
+
+
 def test_what_multiprocessing_makes_goes_with_the_rank(tmp_path):
     args = argparse.Namespace(model=_SeenWhenUnpickled(), role="actor")
     process = RankProcess({}, ray.cloudpickle.dumps((_Rank, args, 0, 1, 0)))

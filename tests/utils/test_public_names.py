@@ -26,7 +26,7 @@ PUBLIC_NAMES = {
     "slime.utils.seqlen_balancing": "karmarkar_karp greedy_partition get_seqlen_balanced_partitions first_fit_pack "
     "expand_bins_by_splitting get_reverse_idx",
     "slime.utils.distributed_utils": "distributed_masked_whiten init_process_group get_gloo_group init_gloo_group",
-    "slime.utils.accelerator": "register_accelerator get_accelerator",
+    "slime.utils.accelerator": "Accelerator register_accelerator get_accelerator",
     "slime.utils.flops_utils": "calculate_fwd_flops",
     "slime.utils.memory_utils": "clear_memory available_memory print_memory",
     "slime.utils.external_utils.command_utils": "execute_train convert_checkpoint exec_command",

@@ -1,0 +1,198 @@
+"""What a driver of one's own hands over in Python, tried like the functions that flags name: a class of training ranks, and a
+device. Their words, `--actor-cls` and `--accelerator`, are this command's own, and no flags of a run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from slime.arguments.paths import absolute_plug_in
+from slime.plugins.recorder import POINTS, Recorder
+from slime.utils import device
+from slime.utils.errors import RunError, UserError
+from slime.utils.misc import Box
+from slime.utils.plugin_loader import calling_user_code, load_function
+
+ACTOR_CLS, ACCELERATOR = "--actor-cls", "--accelerator"
+_BYTES = 4096
+
+
+def take_paths(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The paths behind the words of this command among `words`, and the flags of a run that are left.
+
+    Raises:
+        UserError: such a word has no path behind it.
+    """
+    paths, left, rest = {}, [], iter(words)
+    for word in rest:
+        flag, equals, value = word.partition("=")
+        if flag not in (ACTOR_CLS, ACCELERATOR):
+            left.append(word)
+            continue
+        paths[flag] = value if equals else next(rest, "")
+        if not paths[flag] or paths[flag].startswith("--"):
+            raise UserError(f"{flag} needs a path, such as my_file.py:MyClass: {POINTS[flag].call}")
+    return paths, left
+
+
+def try_rank(record: Recorder, args: argparse.Namespace, batch: dict[str, Any]) -> None:
+    """A training group of one rank, in a process of its own: it starts, trains `batch`, gets ready to push, and ends.
+
+    Raises:
+        UserError, RunError: what a run would end with.
+    """
+    import ray
+
+    from slime.ray.cluster import ray_cluster
+    from slime.ray.placement_group import create_placement_groups
+    from slime.ray.rollout_pipeline import batch_schedule
+    from slime.ray.train_group import TrainGroup
+    from slime.training.rollout_batch import split_for_data_parallel
+    from slime.weights.push import Opening
+
+    path = record.path
+    record.named(load_function(path, flag=ACTOR_CLS))
+    shards = split_for_data_parallel(batch, batch_schedule(args, batch))
+    with calling_user_code(ACTOR_CLS, path, "rollout 0"), ray_cluster(args) as running:
+        bundles = create_placement_groups(running)["actor"]
+        group = TrainGroup(running, bundles.group, bundles.places, absolute_plug_in(path))
+        try:
+            group.start()
+            with record.call([]) as done:
+                done(f"first rollout {group.wait_ready()}")
+            with record.call([0, shards]) as done:
+                rollout = SimpleNamespace(shards=[Box(ray.put(shard)) for shard in shards])
+                group.train(0, rollout, done)
+            with record.call([]) as done:
+                opening = done(group.open_weight_push())
+            if not isinstance(opening, Opening):
+                raise UserError(f"open_weight_push returned {opening!r}; expected a slime.weights.push.Opening")
+            group.dispose()
+        except (RunError, UserError) as error:
+            raise UserError(f"{ACTOR_CLS} {path}: {error}") from error
+        finally:
+            group.kill()
+
+
+def try_accelerator(record: Recorder) -> None:
+    """A device, registered and asked for everything that a run asks it for; the trainer does not run on it here.
+
+    Raises:
+        UserError: it raises, or answers what a run cannot go by.
+    """
+    path = record.path
+    factory = load_function(path, flag=ACCELERATOR)
+    record.named(factory)
+    name = getattr(factory, "name", "")
+    if not isinstance(name, str) or name in ("", "cpu", "cuda"):
+        raise UserError(
+            f"{ACCELERATOR} {path}: its name is {name!r}; give the class a `name` of its own, which SLIME_ACCELERATOR selects"
+        )
+    before = os.environ.get("SLIME_ACCELERATOR")
+    try:
+        os.environ["SLIME_ACCELERATOR"] = name
+        device.register_accelerator(name, factory)
+        with calling_user_code(ACCELERATOR, path, "its questions"):
+            accelerator = device.get_accelerator()
+            for question, ask, is_right, expected in _questions(accelerator):
+                with record.call([question]) as done:
+                    found = done(ask())
+                if not is_right(found):
+                    raise UserError(f"{ACCELERATOR} {path}: {question} gave {found!r}; expected {expected}")
+    finally:
+        os.environ.pop("SLIME_ACCELERATOR")
+        if before is not None:
+            os.environ["SLIME_ACCELERATOR"] = before
+        device.get_accelerator.cache_clear()
+
+
+_Question = tuple[str, Callable[[], Any], Callable[[Any], bool], str]
+
+
+def _questions(accelerator: Any) -> Iterator[_Question]:
+    """(what is asked, how, whether an answer is right, what would be)."""
+    import torch
+
+    def is_none(found: Any) -> bool:
+        return found is None
+
+    def is_count(found: Any) -> bool:
+        return isinstance(found, int) and not isinstance(found, bool) and found >= 0
+
+    def as_tensors() -> list[float]:
+        matrix = torch.full((4, 4), 2.0, device=accelerator.current_device())
+        product = matrix @ matrix
+        accelerator.synchronize()
+        return product.sum().cpu().reshape(1).tolist()
+
+    def copied_aside() -> bool:
+        source = torch.arange(_BYTES, device=accelerator.current_device()).to(torch.uint8)
+        buffer = accelerator.host_buffer(_BYTES)
+        with accelerator.aside():
+            buffer.copy_(source, non_blocking=True)
+        accelerator.join_aside()
+        accelerator.mark()()
+        return bool(torch.equal(buffer, source.cpu()))
+
+    def drawn_again() -> bool:
+        state = accelerator.generator_state()
+        if state is None:
+            return True
+        draws = []
+        for _ in range(2):
+            accelerator.set_generator_state(state)
+            draws.append(torch.rand(8, device=accelerator.current_device()).cpu())
+        return bool(torch.equal(*draws))
+
+    def fused() -> bool:
+        ones = torch.ones(8, device=accelerator.current_device())
+        result = accelerator.fused(torch.sigmoid)(ones)
+        return result is None or bool(torch.allclose(result, torch.sigmoid(ones)))
+
+    yield "device(0)", lambda: accelerator.device(0), lambda found: isinstance(found, torch.device), "a torch.device"
+    yield "set_device(0)", lambda: accelerator.set_device(0), is_none, "nothing"
+    yield "a product on current_device()", as_tensors, lambda found: found == [256.0], "[256.0]"
+    yield "a copy to host_buffer() in aside()", copied_aside, bool, "the same bytes once mark() returns"
+    yield "set_generator_state(generator_state())", drawn_again, bool, "the same draws again"
+    yield "fused()", fused, bool, "None, or what the function computes"
+    yield "keep_freed_memory()", accelerator.keep_freed_memory, is_none, "nothing"
+    yield "release_cached_memory()", accelerator.release_cached_memory, is_none, "nothing"
+    yield "collect_shared_memory()", accelerator.collect_shared_memory, is_none, "nothing"
+    yield "reset_peak_memory()", accelerator.reset_peak_memory, is_none, "nothing"
+    yield "memory_allocated()", accelerator.memory_allocated, is_count, "bytes"
+    peak = accelerator.peak_memory_allocated
+    yield "peak_memory_allocated()", peak, lambda found: found is None or is_count(found), "bytes, or None"
+    yield (
+        "memory_of_device()",
+        accelerator.memory_of_device,
+        lambda found: len(found) == 2 and all(map(is_count, found)) and found[0] <= found[1],
+        "(free, all) bytes",
+    )
+    yield "device_name()", accelerator.device_name, lambda found: isinstance(found, str) and bool(found), "a name"
+    yield (
+        "device_uuid(0)",
+        lambda: accelerator.device_uuid(0),
+        lambda found: isinstance(found, str | int),
+        "text or a number",
+    )
+    for backend in dict.fromkeys((accelerator.process_group_backend, accelerator.host_group_backend)):
+        asked = f"a sum over a group of {backend!r}"
+        yield asked, lambda backend=backend: _summed(accelerator, backend), lambda found: found == [3.0], "[3.0]"
+
+
+def _summed(accelerator: Any, backend: str) -> list[float]:
+    """The sum of a 3 over a group of one."""
+    import torch
+    import torch.distributed as dist
+
+    with tempfile.TemporaryDirectory(prefix="slime-plugins-") as directory, contextlib.ExitStack() as stack:
+        dist.init_process_group(backend, init_method=f"file://{directory}/meeting", rank=0, world_size=1)
+        stack.callback(dist.destroy_process_group)
+        tensor = torch.full((1,), 3.0, device=accelerator.group_device(None))
+        dist.all_reduce(tensor)
+        return tensor.cpu().tolist()
