@@ -13,6 +13,7 @@ _OWN_ENGINES = "the run starts its engines and registers them with the router; d
 _FOUND_ENGINES = "engines that the router finds by itself would not get the trainer's weights; drop it"
 _OWN_ADDRESS = "it binds the address that its node announces; set SLIME_HOST_IP there for another one"
 _ONE_KEY = "router and engines of a run share one key; give it as --router-api-key"
+_ROLES = "it follows from --prefill-num-servers, or the worker types in --sglang-config; drop it"
 _HTTP_ONLY = "engines are controlled over HTTP; drop it"
 
 # Flags that every server accepts and that a run cannot leave to the user: attribute → reason and way out. Here, and not
@@ -42,7 +43,9 @@ REFUSED: dict[str, str] = {
     "router_mini_lb": "it belongs to another program than the router; drop it",
     "router_enable_igw": "one router serves one model; drop it",
     **dict.fromkeys(("router_service_discovery", "router_service_discovery_port", "router_service_discovery_namespace",
-        "router_selector", "router_prefill_selector", "router_decode_selector"), _FOUND_ENGINES),
+        "router_selector", "router_prefill_selector", "router_decode_selector", "router_bootstrap_port_annotation"),
+        _FOUND_ENGINES),
+    **dict.fromkeys(("sglang_disaggregation_mode", "sglang_disaggregation_bootstrap_port", "router_pd_disaggregation"), _ROLES),
 }  # fmt: skip
 
 
@@ -91,9 +94,7 @@ _WEIGHTS_ON_THE_HOST = "engine weights in host memory (pushed weights would not 
 
 NOT_YET: tuple[NotYet, ...] = (
     # Layouts
-    *features("prefill and decode on different engines", "prefill_num_servers", "sglang_disaggregation_*",
-        "sglang_enable_pd_role_switch", "sglang_optimistic_prefill_attempts", "sglang_num_reserved_decode_tokens",
-        "router_pd_disaggregation", "router_prefill_policy", "router_decode_policy", "router_bootstrap_port_annotation"),
+    NotYet("sglang_enable_pd_role_switch", "engines that prefill at one time and decode at another"),
     *features("engines that only encode media", "sglang_encoder_*", "sglang_language_only",
         "sglang_enable_adaptive_dispatch_to_encoder"),
     *features(_DATA_PARALLEL_ATTENTION, "sglang_enable_dp_attention*", "sglang_enable_dp_lm_head", "router_dp_aware"),
@@ -110,7 +111,7 @@ NOT_YET: tuple[NotYet, ...] = (
     # Caches
     *features("a KV cache outside the engines (it would outlive the weights it was computed with)",
         "sglang_hicache_storage_*", "sglang_enable_lmcache", "sglang_lmcache_*", "sglang_enable_flexkv", "sglang_flexkv_*",
-        "sglang_enable_unified_cache_external_linker", "sglang_unified_cache_external_linker_backend"),
+        "sglang_*unified_cache_external_linker*", "sglang_disaggregation_decode_enable_offload_kvcache"),
     *features("streams of pieces instead of whole answers so far", "sglang_incremental_streaming_output"),
     # Security
     *features("TLS between our processes", "sglang_ssl_*", "sglang_enable_ssl_refresh", "router_client_cert_path",

@@ -27,8 +27,10 @@ import psutil
 import ray
 from ray._private import ray_constants, services
 
+from slime.arguments.config_files.serving_config import arguments_of_group, served_groups
 from slime.arguments.derivation import settle_precision
 from slime.arguments.sizes import GpuRanges, layout_of
+from slime.backends.sglang_utils.server_arguments import require_cache_transfer
 from slime.plan import require_memory_of_machine
 from slime.plan.batch import train_batch_bytes
 from slime.utils import env
@@ -151,7 +153,8 @@ def check_machine(args: argparse.Namespace) -> None:
     """Look whether this machine can hold a run that starts Ray on it; of one that joins a cluster nothing is asked here.
 
     Raises:
-        UserError: the machine has fewer GPUs, or without GPUs less memory, than the run needs.
+        UserError: the machine has fewer GPUs, or without GPUs less memory, than the run needs; or nothing that moves caches
+            from engines that prefill to those that decode.
     """
     if env.ray_address() is not None:
         return
@@ -166,6 +169,9 @@ def check_machine(args: argparse.Namespace) -> None:
             f"{', the same ones: ' if args.colocate else ' = '}{plan.gpus}, but this machine has {real}; lower "
             "--actor-num-gpus-per-node or --rollout-num-gpus, or join a cluster by RAY_ADDRESS"
         )
+    for group in served_groups(args) if args.has_engines else ():
+        if group.worker_type in ("prefill", "decode"):
+            require_cache_transfer(arguments_of_group(args, group), on_cpu=real == 0)
     require_memory_of_machine(args)
 
 

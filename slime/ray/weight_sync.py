@@ -175,14 +175,20 @@ class WeightSync:
     def _compare_log_probs(
         self, fleet: FleetSnapshot, sequences: list[list[int]], trainer: list[list[float]]
     ) -> dict[int, str]:
-        """The engines that tell no log-probs, and why: engine id → reason. Those whose log-probs differ end the run."""
+        """The engines that tell no log-probs, and why: engine id → reason. Those whose log-probs differ end the run.
+
+        An engine that only decodes reads no prompt, so it has nothing to tell.
+        """
         failed: dict[int, str] = {}
+        telling = [engine for engine in fleet.engines if engine.role != "decode"]
+        self._proven.update(engine.name for engine in fleet.engines if engine not in telling)
         # What engines compute with is coarser where they quantise.
         is_quantised = quantisation_settings(Path(self._args.hf_checkpoint)) is not None
         tolerance = LOG_PROB_TOLERANCE["quantised" if is_quantised else self._args.params_dtype_name]
-        refs = [handle.generate.remote(_probe_request(sequences)) for handle in fleet.handles]
+        refs = [engine.handle.generate.remote(_probe_request(sequences)) for engine in telling]
         limit = self._args.engine_load_timeout + _ANSWER_SECONDS
-        for name, answers in zip(fleet.names, wait_for_each(refs, "log-probs of the engines", limit), strict=True):
+        names = [engine.name for engine in telling]
+        for name, answers in zip(names, wait_for_each(refs, "log-probs of the engines", limit), strict=True):
             if isinstance(answers, RunError):
                 if not self._args.use_fault_tolerance:
                     raise answers

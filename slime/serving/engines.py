@@ -21,6 +21,7 @@ from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.observability.logging_utils import configure_logger
 from slime.observability.waiting import wait_for, wait_for_all, wait_for_each
 from slime.serving.fleet import EngineName, EngineRecord, EngineSnapshot, FleetSnapshot
+from slime.serving.router import Worker
 from slime.serving.topology import Topology
 from slime.utils.env import actor_environment
 from slime.utils.errors import RunError
@@ -37,9 +38,9 @@ _MEASURE_SECONDS = 5.0
 class EngineActor(SGLangEngine):
     """An engine in a process of its own, whose log lines have the level of the run; of one over several nodes, each part."""
 
-    def __init__(self, args: Any, rank: int, log_dir: str | Path):
+    def __init__(self, args: Any, rank: int, log_dir: str | Path, role: str = "regular"):
         configure_logger(args.log_level)
-        super().__init__(args, rank, log_dir)
+        super().__init__(args, rank, log_dir, role)
         # Of the part that serves: the others, and what it hears of first when one of them fails.
         self._helpers: list[Any] = []
         self._of_helpers: list[ray.ObjectRef] = []
@@ -62,7 +63,8 @@ class EngineActor(SGLangEngine):
         host, limit = service_host(), self._args.engine_start_timeout
         self._store = create_store(host, datetime.timedelta(seconds=limit))
         meeting_point = f"{host_for_url(host)}:{self._store.port}"
-        parts = [EnginePart(len(base_gpu_ids), node_rank, meeting_point) for node_rank in range(len(base_gpu_ids))]
+        shared = (meeting_point, self.reserve_bootstrap_port(host))
+        parts = [EnginePart(len(base_gpu_ids), node_rank, *shared) for node_rank in range(len(base_gpu_ids))]
         self._helpers = list(helpers)
         self._of_helpers = [
             helper.init.remote(base_gpu_id=gpu, part=part)
@@ -153,13 +155,27 @@ class Engines:
             )
             options = {"num_cpus": 0.2, "num_gpus": 0.2, "scheduling_strategy": strategy, **common}
             actor_class = ray.remote(EngineActor).options(**options)
-            parts.append(actor_class.remote(args, name.engine_id, str(self._log_dir)))
+            parts.append(actor_class.remote(args, name.engine_id, str(self._log_dir), group.role))
         self._handles[name], *helpers = parts
         first_gpus = [devices[0].device_id for devices in engine.nodes]
         if not helpers:
             return self._handles[name].init.remote(base_gpu_id=first_gpus[0])
         self._helpers[name] = helpers
         return self._handles[name].init_over_nodes.remote(first_gpus, helpers)
+
+    def worker(self, name: EngineName, url: str) -> Worker:
+        """The engine, whose server answers at `url`, as its router is told of it.
+
+        Raises:
+            RunError: its process is gone.
+        """
+        role = self._topology.find(name.engine_id)[1].role
+        if role != "prefill":
+            return Worker(url, role)
+        handle = self._handles.get(name)
+        if handle is None:
+            raise RunError(f"{name} was ended")
+        return Worker(url, role, wait_for(handle.bootstrap_port.remote(), f"{name}", _ANSWER_SECONDS))
 
     def why_none_follows(self, name: EngineName) -> str:
         """Why no other server can be started in the place of a dead engine; empty: one can."""
@@ -192,7 +208,7 @@ class Engines:
             _, group, spec = self._topology.find(record.name.engine_id)
             place = (self._handles[record.name], spec.num_gpus, spec.gpu_offset)
             alike = spec.engine_id if spec.external else group.engines[0].engine_id
-            engines.append(EngineSnapshot(record.name, record.state, record.weight_version, *place, alike))
+            engines.append(EngineSnapshot(record.name, record.state, record.weight_version, *place, alike, group.role))
         return FleetSnapshot(version, tuple(engines))
 
     def stop(self, names: Iterable[EngineName] | None = None) -> None:

@@ -95,6 +95,7 @@ class EngineSnapshot:
         num_gpus: its devices, each a rank of a weight-update group.
         gpu_offset: where its devices begin among those of all engines.
         alike: the first of the engines that are started as it is; of one that others started, itself.
+        role: the worker type of its group.
     """
 
     name: EngineName
@@ -104,6 +105,7 @@ class EngineSnapshot:
     num_gpus: int
     gpu_offset: int
     alike: int
+    role: str = "regular"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -128,7 +128,7 @@ class ServingOwner:
         ours = ours if self._topology.engines else None
         for number, model in enumerate(self._topology.models):
             args = self._args if given and number == 0 else self._with_key()
-            self.routers[model.name] = start_router(args, self._log_dir, ours, number)
+            self.routers[model.name] = start_router(args, self._log_dir, ours, number, [g.role for g in model.groups])
         self._starting = {record.name: self._engines.start(record.name) for record in self._fleet.records()}
         return self.routers
 
@@ -169,11 +169,12 @@ class ServingOwner:
             raise
         # Nobody sends requests before the first push, so engines without the trainer's weights may be known to the router.
         for model, router in self.routers.items() if names else ():
-            of_model = [url for name, url in zip(names, urls, strict=True) if self._model(name).name == model]
-            router.refuse_other_workers(of_model)
-            router.add_workers(of_model, _REGISTRATION_SECONDS, self.api_key)
+            found = {name: url for name, url in zip(names, urls, strict=True) if self._model(name).name == model}
+            router.refuse_other_workers(list(found.values()))
+            workers = [self._engines.worker(name, url) for name, url in found.items()]
+            router.add_workers(workers, _REGISTRATION_SECONDS, self.api_key)
             shown = "" if len(self.routers) == 1 else f" of model {model}"
-            logger.info("%d engines%s are ready behind the router %s", len(of_model), shown, router.url)
+            logger.info("%d engines%s are ready behind the router %s", len(found), shown, router.url)
         self._registered.update(names)
         for name, url in zip(names, urls, strict=True):
             self._answers(name, url)
@@ -269,7 +270,8 @@ class ServingOwner:
             error = None
             if url is not None:
                 try:
-                    self._router_of(name).add_workers([url], _REGISTRATION_SECONDS, self.api_key)
+                    worker = self._engines.worker(name, url)
+                    self._router_of(name).add_workers([worker], _REGISTRATION_SECONDS, self.api_key)
                 except RunError as refusal:
                     error = refusal
             with self._changed:
@@ -362,11 +364,10 @@ class ServingOwner:
     def is_serving(self, model: str | None = None) -> bool:
         """Whether requests to `model`, or to each one that gets the trainer's weights, find an engine."""
         with self._changed:
-            found = {self._model(name).name for name in self._named(EngineState.SERVING, EngineState.SUSPECT)}
-        trained = [
-            served.name for served in self._topology.models if served.update_weights or not self._args.has_trainer
-        ]
-        return found.issuperset(trained if model is None else [model])
+            found = {self._topology.part_of(n.engine_id) for n in self._named(EngineState.SERVING, EngineState.SUSPECT)}
+        trained = [m.name for m in self._topology.models if m.update_weights or not self._args.has_trainer]
+        needed = {(m.name, group.role) for m in self._topology.models for group in m.groups}
+        return found.issuperset(pair for pair in needed if pair[0] in (trained if model is None else [model]))
 
     def doubt_all(self, model: str, cause: str) -> None:
         """A request to `model` failed, and nobody knows on which engine: all of it are checked at once, and doubted until they
@@ -468,9 +469,9 @@ class ServingOwner:
 
     def _has_substitutes(self, name: EngineName) -> bool:
         """Whether engines of the same model and role are left, or may come back."""
-        model, group, _ = self._topology.find(name.engine_id)
-        alike = [engine.engine_id for other in model.groups if other.role == group.role for engine in other.engines]
-        return any(self._fleet.record(engine_id).state is not EngineState.GIVEN_UP for engine_id in alike)
+        part_of, given_up = self._topology.part_of, EngineState.GIVEN_UP
+        left = {part_of(record.name.engine_id) for record in self._fleet.records() if record.state is not given_up}
+        return part_of(name.engine_id) in left
 
     def _replace(self, name: EngineName) -> None:
         """Clear away a dead engine, and start the server of its next life unless it was given up."""

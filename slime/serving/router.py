@@ -19,7 +19,7 @@ import sys
 import time
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,18 @@ OUR_DEFAULTS: dict[str, Any] = {
 REQUEST_TIMEOUT_SECONDS = 14400
 # The policy that compares two engines for every request.
 _POWER_OF_TWO = "power_of_two"
+
+
+@dataclasses.dataclass(frozen=True)
+class Worker:
+    """An engine as a router is told of it.
+
+    `role`: the worker type of its group; `bootstrap_port`: where those that decode meet one that prefills.
+    """
+
+    url: str
+    role: str = "regular"
+    bootstrap_port: int | None = None
 
 
 @dataclasses.dataclass
@@ -106,7 +118,7 @@ class RouterHandle:
             return []
         return self._call("GET", "/workers", None, deadline).json()["workers"]
 
-    def add_workers(self, urls: list[str], timeout: float = 60.0, worker_api_key: str | None = None) -> None:
+    def add_workers(self, workers: Sequence[Worker], timeout: float = 60.0, worker_api_key: str | None = None) -> None:
         """Register engines that it does not list, and wait until the router calls every one of them healthy.
 
         `worker_api_key` is the key that the router shows to the engines; None: its own.
@@ -118,20 +130,23 @@ class RouterHandle:
         worker_api_key = worker_api_key or self.api_key
         if self._waiting is not None:
             fields, self._waiting = self._waiting, None
-            self._launch({**fields, "worker_urls": urls})
+            self._launch({**fields, **_told_at_start(workers)})
             self.wait_ready(timeout)
-            listed = set(urls)
+            new = []
         else:
             listed = {worker["url"] for worker in self.workers(deadline)}
-        for url in urls:
-            if url in listed:
-                continue
-            worker = {"url": url, "worker_type": "regular"}
-            if worker_api_key:
-                worker["api_key"] = worker_api_key
-            self._call("POST", "/workers", worker, deadline)
+            new = [worker for worker in workers if worker.url not in listed]
+        for worker in new:
+            told = {
+                "url": worker.url,
+                "worker_type": worker.role,
+                "bootstrap_port": worker.bootstrap_port,
+                "api_key": worker_api_key,
+            }
+            self._call("POST", "/workers", {name: value for name, value in told.items() if value}, deadline)
+        urls = {worker.url for worker in workers}
         self._wait_until_none(
-            lambda: set(urls) - {worker["url"] for worker in self.workers(deadline) if worker["is_healthy"]},
+            lambda: urls - {worker["url"] for worker in self.workers(deadline) if worker["is_healthy"]},
             f"workers not healthy after {timeout:g} s",
             deadline,
         )
@@ -232,14 +247,21 @@ def _seconds_left(deadline: float | None) -> float:
     return min(_REQUEST_TIMEOUT_SECONDS, max(deadline - time.monotonic(), _POLL_SECONDS))
 
 
-def start_router(args: Any, log_dir: str | Path, ours: Sequence[str] | None = (), number: int = 0) -> RouterHandle:
+def start_router(
+    args: Any,
+    log_dir: str | Path,
+    ours: Sequence[str] | None = (),
+    number: int = 0,
+    roles: Collection[str] = ("regular",),
+) -> RouterHandle:
     """Start a router, or check the one that `--sglang-router-ip/port` names. Call `wait_ready` on the result.
 
     One that runs already may serve engines that are `ours`, and no others (None: any); it is that of the first model.
 
     The router starts beside whatever the caller does next (engines, usually). One that compares two engines for every request
     refuses to start without them: it starts with the first ones that it is told of. Its log is `{log_dir}/router.log`; of model
-    `number`, counted from 0, `router_{number}.log`.
+    `number`, counted from 0, `router_{number}.log`. With engines of the `roles` prefill and decode it asks one of each for
+    every request.
 
     Raises:
         UserError: the given address does not answer as a router.
@@ -251,6 +273,8 @@ def start_router(args: Any, log_dir: str | Path, ours: Sequence[str] | None = ()
     port = reserve_port(host, random_port_start(_FIRST_PORT))
     prometheus_port = reserve_port(host, port.port + 1)
     fields = compute_router_fields(args, host, port.port, prometheus_port.port)
+    if "prefill" in roles:
+        fields["pd_disaggregation"] = True
     if number:
         # One that was given is the first router's.
         fields |= {"prometheus_host": host, "prometheus_port": prometheus_port.port}
@@ -268,6 +292,15 @@ def start_router(args: Any, log_dir: str | Path, ours: Sequence[str] | None = ()
     else:
         router._launch(fields)
     return router
+
+
+def _told_at_start(workers: Sequence[Worker]) -> dict[str, Any]:
+    """The fields of `RouterArgs` with which a router knows these engines from its start."""
+    return {
+        "worker_urls": [worker.url for worker in workers],
+        "prefill_urls": [(worker.url, worker.bootstrap_port) for worker in workers if worker.role == "prefill"],
+        "decode_urls": [worker.url for worker in workers if worker.role == "decode"],
+    }
 
 
 def compute_router_fields(args: Any, host: str, port: int, prometheus_port: int) -> dict[str, Any]:

@@ -23,6 +23,8 @@ def main(argv: list[str] | None = None) -> None:
     from sglang_router.router import Router
     from sglang_router.router_args import RouterArgs
 
+    # Pairs have become lists on their way.
+    fields["prefill_urls"] = [tuple(worker) for worker in fields.get("prefill_urls", ())]
     Router.from_args(RouterArgs(**fields)).start()
 
 

@@ -80,6 +80,11 @@ class Topology:
                         return model, group, engine
         raise KeyError(engine_id)
 
+    def part_of(self, engine_id: int) -> tuple[str, str]:
+        """The name of the model that an engine serves, and its role in that."""
+        model, group, _ = self.find(engine_id)
+        return model.name, group.role
+
 
 def topology_of(args: argparse.Namespace, places: Sequence[tuple[int, int]]) -> Topology:
     """What the flags ask for, on `places`: (bundle index, device id) of every GPU for engines, in order."""

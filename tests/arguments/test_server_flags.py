@@ -27,8 +27,11 @@ def test_a_flag_has_one_reason(args):
 @pytest.mark.parametrize(
     ("words", "flag"),
     [
-        ("--prefill-num-servers 1 --rollout-num-gpus 2", "--prefill-num-servers 1"),
-        ("--sglang-disaggregation-mode prefill", "--sglang-disaggregation-mode prefill"),
+        (
+            "--prefill-num-servers 1 --rollout-num-gpus 2 --use-rollout-routing-replay",
+            "--use-rollout-routing-replay beside engines that only prefill or decode",
+        ),
+        ("--sglang-enable-pd-role-switch", "--sglang-enable-pd-role-switch"),
         ("--sglang-speculative-algorithm EAGLE", "--sglang-speculative-algorithm EAGLE"),
         ("--sglang-enable-lora", "--sglang-enable-lora"),
         ("--sglang-quantization fp8", "--sglang-quantization fp8"),

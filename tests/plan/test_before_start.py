@@ -10,6 +10,7 @@ import pytest
 import tqdm
 
 from slime.arguments import parse_args
+from slime.backends.sglang_utils import server_arguments
 from slime.plan import check_before_start, nothing_left
 from slime.ray import cluster
 from slime.ray.session import main
@@ -234,6 +235,37 @@ def test_a_machine_that_is_too_small_is_told_before_anything_is_written(
     # The machines of a cluster are not this one.
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert run(tmp_path, "--check") == 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "there", "words", "message"),
+    [
+        (0, False, [], "moving their caches needs GPUs, which this machine has not, or the package mooncake-transfer-"),
+        (0, True, [], None),
+        (0, True, ["nixl"], "nixl moves caches between GPUs, and this machine has none; give mooncake_tcp, or leave --"),
+        (3, False, [], "-backend mooncake needs the package mooncake-transfer-engine, which is not installed here"),
+        (3, False, ["nixl"], "-backend nixl needs the package nixl, which is not installed here"),
+        (3, True, ["nixl"], None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("by_file", [False, True])
+def test_engines_that_prefill_need_a_way_for_their_caches(tmp_path, monkeypatch, gpus, there, words, message, by_file):
+    monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
+    monkeypatch.setattr(cluster, "gpus_on_this_machine", lambda: gpus)
+    monkeypatch.setattr(cluster, "require_memory_of_machine", lambda args: None)
+    monkeypatch.setattr(server_arguments.importlib.util, "find_spec", lambda name: name if there else None)
+    layout = ["--prefill-num-servers", "1"]
+    layout += ["--sglang-disaggregation-transfer-backend", *words] if words else []
+    if by_file:
+        backend = f", overrides: {{disaggregation_transfer_backend: {words[0]}}}" if words else ""
+        groups = "".join(f"      - {{worker_type: {role}, num_gpus: 1{backend}}}\n" for role in ("prefill", "decode"))
+        (tmp_path / "serving.yaml").write_text(f"sglang:\n  - name: actor\n    server_groups:\n{groups}")
+        layout = ["--sglang-config", str(tmp_path / "serving.yaml")]
+    args = parse(tmp_path, "--rollout-num-gpus", "2", *layout)
+    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
+        cluster.check_machine(args)
+    # A run that only trains starts no engines, and a plan asks no machine.
+    cluster.check_machine(parse(tmp_path, "--rollout-num-gpus", "2", *layout, "--debug-train-only"))
 
 
 @pytest.mark.parametrize(("gpus", "accelerator"), [(0, "cpu"), (2, None)])

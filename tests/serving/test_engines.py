@@ -22,7 +22,7 @@ from slime.rollout.abort import _request_count, abort
 from slime.rollout.generation_call import GenerationCall
 from slime.serving import engines
 from slime.serving.fleet import EngineName
-from slime.serving.router import start_router
+from slime.serving.router import Worker, start_router
 from slime.serving.topology import topology_of
 from slime.utils import http_utils
 from slime.utils.errors import RunError, UserError
@@ -145,7 +145,7 @@ def test_engines_with_a_key_behind_a_given_router_without_one(serving, tmp_path)
         running.wait_ready()
         address = {"sglang_router_ip": running.ip, "sglang_router_port": running.port}
         given = start_router(SimpleNamespace(**address, router_api_key=None), tmp_path)
-        given.add_workers(serving.urls, worker_api_key=API_KEY)
+        given.add_workers([Worker(url) for url in serving.urls], worker_api_key=API_KEY)
         assert post(f"{given.url}/generate", generation_request(PROMPT), key=None).ok
         with pytest.raises(UserError, match="serves engines that are not of this run"):
             start_router(SimpleNamespace(**address, router_api_key=None), tmp_path)

@@ -82,8 +82,8 @@ def test_engines_always_have_a_key_but_a_given_router_is_tried_with_its_own(
     monkeypatch.setattr(
         owner_module,
         "start_router",
-        lambda args, log_dir, ours, number: (
-            asked.append(args.router_api_key) or start_router(args, log_dir, ours, number)
+        lambda args, log_dir, ours, number, roles: (
+            asked.append(args.router_api_key) or start_router(args, log_dir, ours, number, roles)
         ),
     )
     owner.start()
@@ -312,6 +312,16 @@ def test_a_successor_without_a_place_is_given_up_in_time(make_owner, monkeypatch
     let_the_watch_turn(owner)
     assert states(owner) == [EngineState.GIVEN_UP, EngineState.SERVING] and not owner.ended.done()
     assert owner.begin_push() == (1, [EngineName(1)])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_a_model_serves_once_it_has_engines_of_each_role(make_owner, order):
+    """Engine 0 prefills, the others decode."""
+    owner = ready(make_owner(engines=3, prefill_num_servers=1))
+    for position, engine_id in enumerate(order):
+        owner.end_push([EngineName(engine_id)], 1, {})
+        served = {0, 1} <= set(order[: position + 1]) or {0, 2} <= set(order[: position + 1])
+        assert owner.is_serving() == owner.is_serving("default") == served
 
 
 def test_engines_of_another_role_do_not_stand_in_for_one_that_is_given_up(make_owner):

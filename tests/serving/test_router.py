@@ -13,7 +13,7 @@ from sglang_router.router_args import RouterArgs
 
 from slime.arguments.surface import FlagSpec, add_flag, load_surface
 from slime.serving import router as router_module
-from slime.serving.router import OUR_DEFAULTS, RouterHandle, compute_router_fields, start_router
+from slime.serving.router import OUR_DEFAULTS, RouterHandle, Worker, compute_router_fields, start_router
 from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import make_scratch_directory
 from slime.utils.ports import reserve_port
@@ -99,7 +99,7 @@ def test_with_power_of_two_a_router_starts_when_it_is_told_of_its_engines(tmp_pa
             router.wait_ready(60)
             assert router.process.pid is None and router.workers() == []
             router.refuse_other_workers([first.url, second.url])
-            router.add_workers([first.url, second.url], 60, "s3cret")
+            router.add_workers([Worker(first.url), Worker(second.url)], 60, "s3cret")
             assert {worker["url"] for worker in router.workers()} == {first.url, second.url}
             assert [generates(router) for _ in range(40)] == ["FGH"] * 40
             assert len(first.requests) > 0 < len(second.requests)
@@ -107,11 +107,39 @@ def test_with_power_of_two_a_router_starts_when_it_is_told_of_its_engines(tmp_pa
             router.remove_workers([first.url])
             before = len(second.requests)
             assert generates(router) == "FGH" and len(second.requests) == before + 1
-            router.add_workers([first.url], 60, "s3cret")
+            router.add_workers([Worker(first.url)], 60, "s3cret")
             assert len(router.workers()) == 2
         finally:
             router.shutdown()
     assert router.process.poll() is not None and not router._scratch.exists()
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "power_of_two"])
+def test_a_router_of_engines_with_roles_asks_one_of_each(tmp_path, policy):
+    """They are told of each other: those that decode fetch the caches of a prompt at the port of the one that prefills it."""
+    args = SimpleNamespace(router_policy=policy, router_api_key="s3cret", router_log_level="warn")
+    with FakeGenerateServer() as prefill, FakeGenerateServer(lambda payload: [75, 76]) as decode:
+        router = start_router(args, tmp_path, roles=("prefill", "decode"))
+        try:
+            router.wait_ready(60)
+            router.add_workers([Worker(prefill.url, "prefill", 15002), Worker(decode.url, "decode")], 60, "s3cret")
+            listed = {worker["url"]: worker for worker in router.workers()}
+            assert {url: worker["worker_type"] for url, worker in listed.items()} == {
+                prefill.url: "prefill",
+                decode.url: "decode",
+            }
+            assert listed[prefill.url]["bootstrap_port"] == 15002 and "bootstrap_port" not in listed[decode.url]
+            request = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}}
+            answer = requests.post(
+                f"{router.url}/generate", json=request, headers={"Authorization": "Bearer s3cret"}, timeout=30
+            )
+            assert answer.json()["text"] == "KL", "what the engine that decodes says"
+            (given,), (also_given,) = prefill.requests, decode.requests
+            told = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+            assert [given[name] for name in told] == [also_given[name] for name in told]
+            assert (given["bootstrap_host"], given["bootstrap_port"]) == ("127.0.0.1", 15002)
+        finally:
+            router.shutdown()
 
 
 def test_a_router_that_waits_for_its_engines_holds_its_ports_and_leaves_nothing(tmp_path):
@@ -163,7 +191,7 @@ def test_the_router_is_told_the_key_of_the_engines(monkeypatch, own, worker, sho
     monkeypatch.setattr(RouterHandle, "_call", lambda self, *request: sent.append(request))
     listed = [[], [{"url": "http://a", "is_healthy": True}]]
     monkeypatch.setattr(RouterHandle, "workers", lambda self, deadline: listed.pop(0))
-    RouterHandle("127.0.0.1", 1, own, None).add_workers(["http://a"], worker_api_key=worker)
+    RouterHandle("127.0.0.1", 1, own, None).add_workers([Worker("http://a")], worker_api_key=worker)
     ((method, path, payload, _),) = sent
     assert (method, path, payload.get("api_key")) == ("POST", "/workers", shown)
 
@@ -195,7 +223,7 @@ class SlowRouter:
     "call",
     [
         lambda router, urls, timeout: router.wait_ready(timeout),
-        lambda router, urls, timeout: router.add_workers(urls, timeout),
+        lambda router, urls, timeout: router.add_workers([Worker(url) for url in urls], timeout),
         lambda router, urls, timeout: router.remove_workers(urls, timeout),
         lambda router, urls, timeout: router.wait_for_workers(timeout),
     ],

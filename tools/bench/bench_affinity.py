@@ -26,7 +26,7 @@ from slime.arguments import parse_args
 from slime.rollout.dialogue import dialogue
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation_call import GenerationCall
-from slime.serving.router import start_router
+from slime.serving.router import Worker, start_router
 from slime.utils.http_utils import close_http_client
 from slime.utils.misc import SingletonMeta
 from slime.utils.run_values import with_run_values
@@ -99,7 +99,7 @@ def with_policy(policy: str, urls: Sequence[str], task: Path, dialogues: int, tu
     router = start_router(args, task.parent / policy)
     try:
         router.wait_ready(120)
-        router.add_workers(list(urls), 120)
+        router.add_workers([Worker(url) for url in urls], 120)
         address = {"sglang_router_ip": router.ip, "sglang_router_port": router.port}
         models = {"sglang_model_routers": {"default": (router.ip, router.port)}}
         args = with_run_values(args, rollout_num_engines=ENGINES, **address, **models)

@@ -15,9 +15,9 @@ from slime.arguments.flag import NotYet, flag_of
 from slime.arguments.groups import OWN_FLAGS
 from slime.arguments.megatron import effects
 from slime.arguments.origins import Origin
-from slime.arguments.rules.serving import of_groups
+from slime.arguments.rules.serving import has_roles, of_groups
 from slime.arguments.sizes import layout_of
-from slime.arguments.violations import Rule, Violation, about, broken, refused, where
+from slime.arguments.violations import Rule, Violation, about, broken, refused, refused_each, where
 from slime.models.families import FAMILIES, FAMILIES_BY_NAME, TRAINED_MODEL_TYPES, family_name
 
 # Our own declare it: nothing but the default is fine.
@@ -93,9 +93,8 @@ def _first_split(total: int, first: int, each: int, per_node: int) -> int | None
 
 def topology(args: argparse.Namespace) -> Iterator[Violation]:
     for group in served_groups(args) if args.sglang_config is not None and args.has_engines else ():
-        if group.worker_type not in ("regular", "placeholder"):
-            what = "encode media" if group.worker_type == "encoder" else group.worker_type
-            line = f"{group.where}: engines that only {what} are not built yet; give worker_type regular"
+        if group.worker_type == "encoder":
+            line = f"{group.where}: engines that only encode media are not built yet; give worker_type regular"
             yield from about([f"{line} (--dry-run plans with it)"], FLAG)
 
 
@@ -151,6 +150,9 @@ NOT_BUILT_RULES: tuple[Rule, ...] = (
     refused(lambda args: bool(args.multimodal_keys) and args.has_trainer,
         "{--multimodal-keys}: models are trained on text, no vision tower is: the images would be left out; generate with "
         "{--debug-rollout-only}, or evaluate on images by multimodal_keys in the sets of {--eval-config}"),
+    refused_each(("sglang_router_ip", "use_rollout_routing_replay", "update_weights_in_flight"),
+        lambda args, value: value and args.has_engines and has_roles(args),
+        "{0=} beside engines that only prefill or decode is not built yet; drop it, or {--prefill-num-servers}"),
     *where(lambda args: args.sglang_config is not None, of_groups(not_yet_violations)),
 )  # fmt: skip
 MODEL_NAME_RULES: tuple[Rule, ...] = (

@@ -31,6 +31,8 @@ _SWITCHED_OFF = (
 )
 # What counts for a router that somebody else started, too: our client reads these.
 _OF_ANY_ROUTER = {"router_policy", "router_api_key"}
+_OF_ROLES = ("transfer_backend ib_device enable_kv_checksum decode_retraction_backup decode_enable_radix_cache "
+    "decode_extra_slots decode_polling_interval decode_host_receive_threshold")  # fmt: skip
 _ADDRESS = re.compile(r"[\w.-]+|\[[0-9a-fA-F:.]+(%\w+)?\]")
 
 
@@ -154,15 +156,18 @@ def one_topology(args: argparse.Namespace) -> Iterator[Violation]:
 
 def engines_to_compare(args: argparse.Namespace) -> Iterator[Violation]:
     """A router of ours with `power_of_two` compares two engines for each request, and does not start with fewer."""
-    numbers = [sum(group.num_engines for group in model.groups) for model in served_models(args)]
-    numbers = [len(args.rollout_external_engine_addrs)] if args.rollout_external else numbers
-    fewest = min(numbers[args.sglang_router_ip is not None :], default=2)
-    if args.router_policy == "power_of_two" and fewest < 2:
-        template = (
-            "{--router-policy=}: a router compares two engines then, and would start with {fewest}; give more engines, or "
-            "{--router-policy} cache_aware"
-        )
-        yield broken(args, template, fewest=fewest)
+    ours = served_models(args)[args.sglang_router_ip is not None :]
+    for name, role in (("router_policy", ""), ("router_prefill_policy", "prefill"), ("router_decode_policy", "decode")):
+        counts = [sum(g.num_engines for g in model.groups if role in ("", g.worker_type)) for model in ours]
+        counts = [len(args.rollout_external_engine_addrs)] * len(ours) if args.rollout_external else counts
+        if vars(args)[name] == "power_of_two" and min(counts, default=2) < 2:
+            template = "{0=}: a router compares two engines then, and would have {fewest}; give more, or {0} random"
+            yield broken(args, template, flag_of(name), fewest=min(counts))
+
+
+def has_roles(args: argparse.Namespace) -> bool:
+    """Whether engines of the run prefill and decode for each other."""
+    return any(group.worker_type == "prefill" for group in served_groups(args))
 
 
 def router_settings(args: argparse.Namespace) -> Iterator[Violation]:
@@ -260,16 +265,19 @@ SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
     of_groups(refused(lambda args: args.use_rollout_routing_replay and args.sglang_enable_hierarchical_cache,
         "{--sglang-enable-hierarchical-cache} loses the experts that {--use-rollout-routing-replay} asks for; drop it")),
     router_settings, engines_to_compare,
+    refused_each(("router_prefill_policy", "router_decode_policy", "sglang_num_reserved_decode_tokens",
+            "sglang_optimistic_prefill_attempts", *(f"sglang_disaggregation_{name}" for name in _OF_ROLES.split())),
+        lambda args, value: value not in (None, False) and not has_roles(args),
+        "{0=} has no effect: no engine only prefills or decodes; give {--prefill-num-servers}, or drop it"),
+    of_groups(refused(lambda args: args.sglang_disaggregation_transfer_backend == "fake",
+        "{--sglang-disaggregation-transfer-backend=} moves no caches, and answers would be noise; give mooncake")),
     refused(lambda args: args.sglang_router_ip is None and args.router_backend not in (None, "sglang"),
         "{--router-backend=}: the engines are SGLang servers; give sglang, or leave it out"),
     refused_flags,
 )  # fmt: skip
 PLACEMENT_RULES: tuple[Rule, ...] = (
-    refused(lambda args: args.debug_rollout_only and args.debug_train_only and not args.load_debug_rollout_data,
-        "{--debug-rollout-only} and {--debug-train-only} exclude each other; drop one."),
-    refused(lambda args: args.debug_rollout_only and args.debug_train_only and args.load_debug_rollout_data,
-        "{--debug-rollout-only} and {--debug-train-only} exclude each other; drop one. {--load-debug-rollout-data} implies "
-        "{--debug-train-only}"),
+    refused(lambda args: args.debug_rollout_only and args.debug_train_only,
+        "{--debug-rollout-only} excludes {--debug-train-only} ({--load-debug-rollout-data} implies that); drop one"),
     refused(lambda args: args.has_engines and args.rollout_num_gpus is None and not args.rollout_external,
         "{--rollout-num-gpus} is not set: give the number of GPUs for the engines, or {--colocate}, or {--debug-train-only}"),
     refused(lambda args: args.has_engines and args.rollout_num_gpus == 0 and not args.rollout_external

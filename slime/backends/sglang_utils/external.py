@@ -202,7 +202,10 @@ def misfits(args: argparse.Namespace, told: dict[str, Any]) -> Iterator[str]:
         if told.get(name):
             yield f"it was started with --{name.replace('_', '-')}: {REFUSED[f'sglang_{name}']}"
     if told.get("disaggregation_mode") not in (None, "null"):
-        yield f"it only does {told['disaggregation_mode']}: {_unbuilt('disaggregation_mode')} is not built yet"
+        yield (
+            f"it only does {told['disaggregation_mode']}: prefill and decode on different engines of others is not built "
+            "yet; start it without --disaggregation-mode"
+        )
     for name in _UNBUILT_SWITCHES:
         if told.get(name):
             yield f"it was started with --{name.replace('_', '-')}: {_unbuilt(name)} is not built yet"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
 from collections.abc import Iterator
@@ -86,8 +87,19 @@ _NOT_SERVER_FIELDS = frozenset(
     }
 )
 
+# How engines with these roles spread requests over ranks: those that decode find a prompt's caches by the number of its room.
+_LOAD_BALANCE = {"prefill": "follow_bootstrap_room", "decode": "round_robin"}
+# The one way in which sglang 0.5.21 moves caches that lie in host memory, and the packages of ways.
+_TRANSFER_ON_CPU, _PACKAGE_ON_CPU = "mooncake_tcp", "mooncake-transfer-engine-non-cuda"
+_TRANSFERS = {
+    "mooncake": "mooncake-transfer-engine",
+    "mooncake_tcp": "mooncake-transfer-engine",
+    "nixl": "nixl",
+    "mori": "mori",
+}
+
 # Fields that follow from the run. A user's value for one of them is refused or was never accepted, and is not read.
-DERIVED_FIELDS = NOT_EXPOSED | {"host", "api_key", "tp_size"}
+DERIVED_FIELDS = NOT_EXPOSED | {"host", "api_key", "tp_size", "disaggregation_mode", "disaggregation_bootstrap_port"}
 
 _ENVIRONMENT = {
     "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false",
@@ -131,12 +143,14 @@ class ServerArguments:
 class EnginePart:
     """One of the servers of an engine over several nodes: that of `node_rank`. The first one serves, the others compute.
 
-    `meeting_point`: host and port at which the ranks of all of them find each other.
+    `meeting_point`: host and port at which the ranks of all of them find each other; `bootstrap_port`: of the first one, where
+    the engine prefills.
     """
 
     nodes: int
     node_rank: int
     meeting_point: str
+    bootstrap_port: int | None = None
 
 
 def compute_server_arguments(
@@ -149,15 +163,28 @@ def compute_server_arguments(
     base_gpu_id: int = 0,
     on_cpu: bool,
     part: EnginePart | None = None,
+    role: str = "regular",
+    bootstrap_port: int | None = None,
 ) -> ServerArguments:
     """Arguments of engine `rank`, or of the server that is a `part` of it.
 
+    Args:
+        role: the worker type of its group; `bootstrap_port`: where one that prefills is asked for its caches.
+
     Raises:
-        UserError: `--sglang-tp-size` contradicts `--rollout-num-gpus-per-engine`, or the sizes do not divide.
+        UserError: `--sglang-tp-size` contradicts `--rollout-num-gpus-per-engine`, or the sizes do not divide; or caches cannot
+            be moved here.
     """
     for problem in engine_sizes(args):
         raise UserError(problem.message)
     typed = typed_fields(args)
+    if role == "decode":
+        # Prefixes are found, and kept in host memory, by those that prefill.
+        typed = {
+            name: value
+            for name, value in typed.items()
+            if name != "enable_hierarchical_cache" and not name.startswith("hicache_")
+        }
     values: dict[str, Any] = {**RUN_DEFAULTS, **(CPU_DEFAULTS if on_cpu else {})}
     if not on_cpu and args.fp16:
         values["dtype"] = "float16"
@@ -165,7 +192,16 @@ def compute_server_arguments(
         values["enable_return_routed_experts"] = True
     if not on_cpu and sleeping_sides(args).engines:
         values["enable_memory_saver"] = True
+    if role in _LOAD_BALANCE:
+        require_cache_transfer(args, on_cpu)
+        values["load_balance_method"] = _LOAD_BALANCE[role]
+        if on_cpu:
+            values["disaggregation_transfer_backend"] = _TRANSFER_ON_CPU
     values.update(typed)
+    if role in _LOAD_BALANCE:
+        values["disaggregation_mode"] = role
+    if bootstrap_port is not None:
+        values["disaggregation_bootstrap_port"] = bootstrap_port
     values.update(
         model_path=args.hf_checkpoint,
         trust_remote_code=args.trust_remote_code,
@@ -184,6 +220,33 @@ def compute_server_arguments(
         api_key=args.router_api_key,
     )
     return ServerArguments(values, frozenset(typed))
+
+
+def require_cache_transfer(args: Any, on_cpu: bool) -> None:
+    """Refuse engines that prefill or decode where the caches of one cannot be moved to another.
+
+    Raises:
+        UserError: this machine has no GPU, and the way that was chosen needs one; or its library is not installed here.
+    """
+    backend = args.sglang_disaggregation_transfer_backend or (_TRANSFER_ON_CPU if on_cpu else "mooncake")
+    what, way_out = "prefill and decode on different engines", "leave --prefill-num-servers and such worker types out"
+    if on_cpu and backend != _TRANSFER_ON_CPU:
+        raise UserError(
+            f"{what}: --sglang-disaggregation-transfer-backend {backend} moves caches between GPUs, and this machine has none; "
+            f"give {_TRANSFER_ON_CPU}, or {way_out}"
+        )
+    library = "mooncake" if backend.startswith("mooncake") else backend
+    if backend not in _TRANSFERS or importlib.util.find_spec(library) is not None:
+        return
+    if on_cpu:
+        raise UserError(
+            f"{what}: moving their caches needs GPUs, which this machine has not, or the package {_PACKAGE_ON_CPU}, which "
+            f"moves them in host memory and is not installed here; install it, or {way_out}"
+        )
+    raise UserError(
+        f"{what}: --sglang-disaggregation-transfer-backend {backend} needs the package {_TRANSFERS[backend]}, which is not "
+        f"installed here; install it, or {way_out}"
+    )
 
 
 def compute_server_environment(arguments: ServerArguments, on_cpu: bool, cache: Path | None = None) -> dict[str, str]:

@@ -55,6 +55,8 @@ _MEMORY = (*_WEIGHTS, *_CACHES)
 _WATCH_POLL_SECONDS = 0.2
 _LINES_OF_A_DEAD_SERVER = 12
 _HEALTH_SECONDS = 5.0
+# Where sglang 0.5.21 lets requests go that warm an engine up which prefills: to no other engine.
+_NOBODY = "2.2.2.2"
 # In which an engine gives a token that has nothing else to do: then nobody looks at what it computes.
 _IDLE_TOKEN_SECONDS = 1.0
 # Of the time of a check: what an engine that compiles or loads computes at least, and one that hangs never does.
@@ -80,11 +82,14 @@ def kernel_cache() -> Path | None:
 
 
 class SGLangEngine:
-    """Engine `rank` of a run. Its server's log is `{log_dir}/engine_{rank}.log`."""
+    """Engine `rank` of a run, in a group of that `role`. Its server's log is `{log_dir}/engine_{rank}.log`."""
 
-    def __init__(self, args: Any, rank: int, log_dir: str | Path):
+    def __init__(self, args: Any, rank: int, log_dir: str | Path, role: str = "regular"):
         self._args = args
         self.rank = rank
+        self._role = role
+        # Of one that prefills: where those that decode ask for its caches.
+        self._bootstrap: PortReservation | None = None
         self._log_dir = Path(log_dir)
         self._api_key = getattr(args, "router_api_key", None)
         self._process: ChildProcess | None = None
@@ -115,6 +120,8 @@ class SGLangEngine:
             RunError: the server ended or was not healthy after `timeout` seconds; holds the log's path and last lines.
         """
         host = service_host()
+        if part is None or part.node_rank == 0:
+            self.reserve_bootstrap_port(host)
         with reserve_port(host, random_port_start(_FIRST_PORT)) as port, reserve_port(host, port.port + 1) as nccl_port:
             self._launch(port, nccl_port, base_gpu_id, part)
             self._url = f"http://{host_for_url(host)}:{port.port}"
@@ -123,9 +130,22 @@ class SGLangEngine:
             except BaseException:
                 self.shutdown()
                 raise
+            finally:
+                if self._bootstrap is not None:
+                    self._bootstrap.release()
         if part is None or part.node_rank == 0:
             self._call("POST", "/freeze_gc")
         return self._url
+
+    def reserve_bootstrap_port(self, host: str) -> int | None:
+        """Take a port, if the engine prefills and has none, at which those that decode will ask for its caches."""
+        if self._role == "prefill" and self._bootstrap is None:
+            self._bootstrap = reserve_port(host, random_port_start(_FIRST_PORT))
+        return self.bootstrap_port()
+
+    def bootstrap_port(self) -> int | None:
+        """The port of `reserve_bootstrap_port`, None where there is none."""
+        return None if self._bootstrap is None else self._bootstrap.port
 
     def url(self) -> str:
         """Base URL of the server, without a trailing slash."""
@@ -213,7 +233,12 @@ class SGLangEngine:
         return False
 
     def generate(self, payload: dict[str, Any], timeout: float | None = None) -> Any:
-        """POST `payload` to `/generate` of this engine, past the router; the parsed answer."""
+        """POST `payload` to `/generate` of this engine, past the router; the parsed answer.
+
+        An engine that prefills gives its caches to nobody then, and one that decodes cannot be asked alone.
+        """
+        if self._role == "prefill":
+            payload = {**payload, "bootstrap_host": _NOBODY, "bootstrap_room": 0}
         return self._call("POST", "/generate", payload, timeout=timeout)
 
     def get_weight_version(self) -> str:
@@ -449,6 +474,8 @@ class SGLangEngine:
             base_gpu_id=base_gpu_id,
             on_cpu=on_cpu,
             part=part,
+            role=self._role,
+            bootstrap_port=self.bootstrap_port() if part is None else part.bootstrap_port,
         )
         # Holds the arguments (with the API key) and the server's own temporary files; the path must stay short, because
         # the server's Unix sockets live there.

@@ -185,9 +185,6 @@ def group_lines(*groups):
 @pytest.mark.parametrize(
     ("text", "lines"),
     [
-        (group_lines("{worker_type: prefill, num_gpus: 2}", "{worker_type: decode, num_gpus: 2}"),
-         ["4: engines that only prefill are not built yet; give worker_type regular",
-          "5: engines that only decode are not built yet; give worker_type regular"]),
         (group_lines("{num_gpus: 2}", "{worker_type: encoder, num_gpus: 2}"),
          ["5: engines that only encode media are not built yet; give worker_type regular"]),
         (group_lines("{num_gpus: 2, num_gpus_per_engine: 2}", "{num_gpus: 2, overrides: {quantization: fp8, pp: 2}}"),
@@ -198,7 +195,7 @@ def group_lines(*groups):
          ["4: num_gpus_per_engine 3: 3 tensor-parallel ranks cannot share the model's 4 attention heads and 2 key-value heads "
           "evenly; 2 or 4 would do"]),
     ],
-    ids=["prefill and decode", "encoder", "overrides", "heads"],
+    ids=["encoder", "overrides", "heads"],
 )  # fmt: skip
 def test_what_is_not_built_is_refused_by_line(tmp_path, text, lines):
     path = written(tmp_path, text, "serving.yaml")

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime.arguments.surface import add_flag, load_surface
+from slime.backends.sglang_utils import server_arguments
 from slime.backends.sglang_utils.server_arguments import (
     NOT_EXPOSED,
     EnginePart,
@@ -88,10 +89,40 @@ def test_tensor_parallel_size_is_gpus_over_pipeline_size():
 def test_each_server_of_an_engine_over_nodes_knows_its_part():
     args = make_args(rollout_num_gpus_per_engine=16)
     values = compute(args, part=EnginePart(2, 1, "10.0.0.5:4000")).values
+    assert "disaggregation_bootstrap_port" not in values
     assert (values["nnodes"], values["node_rank"], values["dist_init_addr"]) == (2, 1, "10.0.0.5:4000")
     assert values["tp_size"] == 16, "of all parts"
     alone = compute(args).values
     assert (alone["nnodes"], alone["node_rank"], alone["dist_init_addr"]) == (1, 0, None)
+
+
+def test_engines_that_prefill_and_decode_are_told_their_part(monkeypatch):
+    monkeypatch.setattr(server_arguments.importlib.util, "find_spec", lambda name: name)
+    typed = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0, "disaggregation_ib_device": "mlx5_0"}
+    args = make_args(sglang_disaggregation_transfer_backend=None, **{f"sglang_{k}": v for k, v in typed.items()})
+    prefill = compute(args, on_cpu=False, role="prefill", bootstrap_port=15002).values
+    assert (prefill["disaggregation_mode"], prefill["load_balance_method"]) == ("prefill", "follow_bootstrap_room")
+    assert prefill["disaggregation_bootstrap_port"] == 15002
+    assert typed.items() <= prefill.items() and "disaggregation_transfer_backend" not in prefill, "the server's default"
+    decode = compute(args, on_cpu=False, role="decode").values
+    assert (decode["disaggregation_mode"], decode["load_balance_method"]) == ("decode", "round_robin")
+    assert decode.keys().isdisjoint({"enable_hierarchical_cache", "hicache_ratio", "disaggregation_bootstrap_port"})
+    assert decode["disaggregation_ib_device"] == "mlx5_0"
+    regular = compute(make_args(), on_cpu=False).values
+    assert not [name for name in regular if name.startswith(("disaggregation", "load_balance"))]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_without_a_gpu_caches_move_in_host_memory_or_the_engine_does_not_start(monkeypatch, role):
+    args = make_args(sglang_disaggregation_transfer_backend=None)
+    monkeypatch.setattr(server_arguments.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="moving their caches needs GPUs, .* mooncake-transfer-engine-non-cuda"):
+        compute(args, role=role)
+    monkeypatch.setattr(server_arguments.importlib.util, "find_spec", lambda name: name)
+    assert compute(args, role=role).values["disaggregation_transfer_backend"] == "mooncake_tcp"
+    args.sglang_disaggregation_transfer_backend = "mooncake"
+    with pytest.raises(UserError, match="mooncake moves caches between GPUs, and this machine has none"):
+        compute(args, role=role)
 
 
 def test_contradicting_tensor_parallel_size_names_both_flags():

@@ -9,8 +9,10 @@ import pytest
 import urllib3
 
 from slime.backends.sglang_utils import sglang_engine
+from slime.backends.sglang_utils.server_arguments import EnginePart
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine, kernel_cache
 from slime.utils.errors import RunError
+from slime.utils.ports import reserve_port
 
 
 class BusyServer:
@@ -61,6 +63,44 @@ def test_an_engine_carries_out_orders_in_turn_until_one_fails(tmp_path, monkeypa
     with pytest.raises(RunError, match="engine 3 reports weight version 4 after it was told 5"):
         engine.carry_out([("set_weight_version", "5"), ("prove_weight_version", "5"), ("continue_generation",)])
     assert [path for path, _ in asked] == ["/update_weight_version", "/model_info"]
+
+
+@pytest.mark.parametrize(
+    ("role", "part", "reserved"),
+    [
+        ("prefill", None, True),
+        ("prefill", EnginePart(2, 0, "127.0.0.1:9", 15002), True),
+        ("prefill", EnginePart(2, 1, "127.0.0.1:9", 15002), False),
+        ("decode", None, False),
+        ("regular", None, False),
+    ],
+)
+def test_an_engine_that_prefills_holds_a_port_for_those_that_decode(tmp_path, monkeypatch, role, part, reserved):
+    """Until its server is healthy, and the port is known to whoever registers it."""
+    engine, held = SGLangEngine(SimpleNamespace(engine_start_timeout=1.0), 3, tmp_path, role), []
+
+    def launch(*arguments):
+        port = engine.bootstrap_port()
+        if port is not None:
+            with pytest.raises(RunError, match="no free port"):
+                reserve_port("127.0.0.1", port, attempts=1)
+        held.append(port)
+
+    monkeypatch.setenv("SLIME_HOST_IP", "127.0.0.1")
+    monkeypatch.setattr(engine, "_launch", launch)
+    monkeypatch.setattr(engine, "_wait_until_healthy", lambda timeout: None)
+    monkeypatch.setattr(engine, "_call", lambda *request: None)
+    engine.init(part=part)
+    assert held == [engine.bootstrap_port()] and (held[0] is not None) == reserved
+    if reserved:
+        reserve_port("127.0.0.1", held[0], attempts=1).release()
+
+
+def test_an_engine_that_prefills_can_be_asked_alone(tmp_path, monkeypatch):
+    engine, asked = SGLangEngine(SimpleNamespace(), 3, tmp_path, "prefill"), []
+    monkeypatch.setattr(engine, "_call", lambda method, path, payload, timeout: asked.append(payload))
+    engine.generate({"input_ids": [[1], [2]]})
+    assert asked == [{"input_ids": [[1], [2]], "bootstrap_host": "2.2.2.2", "bootstrap_room": 0}]
 
 
 def test_a_cache_is_flushed_when_the_last_request_has_ended(flush):

@@ -59,7 +59,7 @@ class LightRank:
 class LightEngine:
     """Stands for an engine, or for a part of one."""
 
-    def __init__(self, args: Any, rank: int, log_dir: str) -> None:
+    def __init__(self, args: Any, rank: int, log_dir: str, role: str = "regular") -> None:
         self._rank = rank
 
     def init(self, base_gpu_id: int) -> list[dict[str, Any]]:

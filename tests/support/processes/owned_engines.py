@@ -8,6 +8,7 @@ import ray
 
 from slime.serving import owner as owner_module
 from slime.serving.owner import ServingOwner
+from slime.serving.router import Worker
 from slime.utils.errors import RunError
 
 KILLED = "engine 0 died: ended by SIGKILL"
@@ -44,8 +45,8 @@ class Router:
     def refuse_other_workers(self, urls):
         self.events.append((f"only{self.suffix}", urls))
 
-    def add_workers(self, urls, timeout, key):
-        self.events.append((f"add{self.suffix}", urls))
+    def add_workers(self, workers, timeout, key):
+        self.events.append((f"add{self.suffix}", [worker.url for worker in workers]))
 
     def remove_workers(self, urls, timeout):
         self.events.append((f"remove{self.suffix}", urls))
@@ -80,7 +81,7 @@ def make_owner(monkeypatch, tmp_path):
     def make(*, engines=2, process=None, error=None, **flags):
         events, outcomes = [], {}
 
-        def start_router(args, log_dir, ours, number):
+        def start_router(args, log_dir, ours, number, roles):
             return Router(events, process=process, error=error, number=number)
 
         monkeypatch.setattr(owner_module, "start_router", start_router)
@@ -111,7 +112,12 @@ def make_owner(monkeypatch, tmp_path):
             events.append((method, *names))
             return {name: outcomes.get((method, name)) for name in names}
 
+        def worker(name, url):
+            role = owner._topology.part_of(name.engine_id)[1]
+            return Worker(url, role, 8998 if role == "prefill" else None)
+
         monkeypatch.setattr(owner._engines, "order", order)
+        monkeypatch.setattr(owner._engines, "worker", worker)
         monkeypatch.setattr(owner._engines, "snapshot", lambda version, records: (version, [r.name for r in records]))
         owner.events, owner.outcomes, owner.turns = events, outcomes, 0
         made.append(owner)

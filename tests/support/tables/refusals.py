@@ -174,7 +174,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
     ),
     "serving": (
         ("--router-policy power_of_two", "--router-policy", WRONG),
-        ("--debug-rollout-only --debug-train-only", "--debug-rollout-only --debug-train-only", WRONG),
+        ("--debug-rollout-only --debug-train-only",
+         "--debug-rollout-only --debug-train-only --load-debug-rollout-data", WRONG),
         ("--debug-rollout-only --load-debug-rollout-data x.pt",
          "--debug-rollout-only --debug-train-only --load-debug-rollout-data", WRONG),
         ("--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "--rollout-num-gpus --rollout-num-gpus-per-engine", WRONG),
