@@ -347,6 +347,26 @@ def test_an_engine_that_does_not_tell_its_log_probs_is_left_to_who_watches_it(sy
     assert "weight check: engine 0 died" in caplog.text and not sync._proven
 
 
+def test_of_engines_with_roles_those_that_read_prompts_tell_log_probs(sync, monkeypatch, tmp_path):
+    """One that only decodes has none to tell, and nobody waits for them at the next push either."""
+    (tmp_path / "config.json").write_text("{}")
+    answers = [{"meta_info": {"input_token_logprobs": [[None], [-1.0]]}}]
+    monkeypatch.setattr(weight_sync, "wait_for_each", lambda refs, name, limit: [answers for _ in refs])
+    sync._args = SimpleNamespace(params_dtype_name="float32", engine_load_timeout=1.0, hf_checkpoint=str(tmp_path))
+    asked = []
+    handles = [
+        SimpleNamespace(generate=SimpleNamespace(remote=lambda request, number=number: asked.append(number)))
+        for number in range(3)
+    ]
+    engines = fleet_of(*handles).engines
+    roles = ("prefill", "decode", "decode")
+    fleet = FleetSnapshot(
+        None, tuple(dataclasses.replace(engine, role=role) for engine, role in zip(engines, roles, strict=True))
+    )
+    assert WeightSync._compare_log_probs(sync, fleet, [], [[-1.0]]) == {}
+    assert asked == [0] and sync._proven == set(fleet.names)
+
+
 @pytest.mark.parametrize("others_serve", [True, False])
 def test_an_engine_that_missed_weights_which_nobody_has_any_more_waits_for_others_to_finish(sync, events, others_serve):
     """Trained on since the push: the weights of its version are gone, and newer ones would cut off what others do."""
