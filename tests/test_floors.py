@@ -40,7 +40,6 @@ NEIGHBOURS_ALLOWED = {
 RE_EXPORT_ONLY = {
     "slime.backends.megatron_utils.hf_to_megatron",
     "slime.backends.megatron_utils.megatron_to_hf",
-    "slime.backends.sglang_utils.sglang_config",
     "slime.data",
     "slime.observability.tensorboard_utils",
     "slime.ray.rollout_validation",

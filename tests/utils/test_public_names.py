@@ -60,7 +60,7 @@ PUBLIC_NAMES = {
     "apply_opd_kl_to_advantages",
     "slime.backends.sglang_utils.external": "ExternalEngineInfo discover_external_engines normalize_external_engine_addr",
     "slime.backends.sglang_utils.sglang_engine": "SGLangEngine",
-    "slime.backends.sglang_utils.sglang_config": "ModelConfig ServerGroupConfig",
+    "slime.backends.sglang_utils.sglang_config": "SglangConfig ModelConfig ServerGroupConfig",
 }
 
 

@@ -1,3 +1,43 @@
-"""Public import path of what `--sglang-config` describes; only re-exports."""
+"""Public import path of what `--sglang-config` describes."""
 
-from slime.scheduling.served_models import ModelServing as ModelConfig, ServerGroup as ServerGroupConfig  # noqa: F401, I001
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.arguments.config_files.serving_config import load_serving_config
+from slime.scheduling.served_models import ModelServing as ModelConfig
+from slime.scheduling.served_models import ServerGroup as ServerGroupConfig  # noqa: F401
+from slime.utils.errors import UserError
+
+
+@dataclass(frozen=True)
+class SglangConfig:
+    """The models of a file, in its order."""
+
+    models: tuple[ModelConfig, ...]
+
+    @classmethod
+    def from_yaml(
+        cls, path: str | Path, *, hf_checkpoint: str | None = None, num_gpus_per_engine: int = 1
+    ) -> SglangConfig:
+        """What a run with `--sglang-config path` reads in the file, whatever its `--rollout-num-gpus` is.
+
+        Args:
+            hf_checkpoint: `--hf-checkpoint`, the model where the file names none.
+            num_gpus_per_engine: `--rollout-num-gpus-per-engine`, where the file has none.
+
+        Raises:
+            UserError: a run would refuse the file; one line for each thing that is wrong, with its place.
+        """
+        args = argparse.Namespace(
+            sglang_config=str(path),
+            hf_checkpoint=hf_checkpoint,
+            rollout_num_gpus=None,
+            rollout_num_gpus_per_engine=num_gpus_per_engine,
+        )
+        models, problems = load_serving_config(args)
+        if problems:
+            raise UserError("\n".join(problems))
+        return cls(tuple(models))
