@@ -153,13 +153,18 @@ class GenerateState(metaclass=SingletonMeta):
         if type(sample.prompt) is not str or images_of(sample):
             return await self.in_encoder(self._prompt_array, sample)
         encoding = self._text_in_encoder(*self._prompt_source(sample)[:2])
-        try:
-            # It is its siblings' too: one that is cancelled leaves it alone.
-            return encoding.result() if encoding.done() else await asyncio.shield(asyncio.wrap_future(encoding))
-        except Exception:
-            # Whoever asks again gets a new try.
+        if encoding.done() and encoding.exception() is not None:
+            # It failed for those who asked before: whoever asks again gets a new try.
             self._text_in_encoder.cache_clear()
-            raise
+            encoding = self._text_in_encoder(*self._prompt_source(sample)[:2])
+        if encoding.done():
+            return encoding.result()
+        waiting = asyncio.wrap_future(encoding)
+        waiting.add_done_callback(
+            lambda done: done.exception()
+        )  # asyncio complains of a failure that nobody waited for
+        # It is its siblings' too: one that is cancelled leaves it alone.
+        return await asyncio.shield(waiting)
 
     def prompt_ids(self, sample: Sample) -> list[int]:
         """Token ids of the prompt. A chat template writes the special tokens itself, other text gets the tokenizer's.

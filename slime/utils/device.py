@@ -194,8 +194,9 @@ class CudaAccelerator(Accelerator):
         # checkpoints makes one, would copy pages that are pinned.
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_DONTFORK)
-        # Registering fills every page: by pages of 4 KiB a gigabyte takes a third of a second.
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        # Registering fills every page: by pages of 4 KiB a gigabyte takes a third of a second. Some kernels have no others.
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
         buffer = torch.frombuffer(memory, dtype=torch.uint8)
         driver, address = torch.cuda.cudart(), buffer.data_ptr()
         torch.cuda.check_error(driver.cudaHostRegister(address, size, 0))
@@ -293,6 +294,9 @@ class CompiledFunction:
     """A function of tensors that torch compiles when it is first called, for any size of the first dimension of each. Results
     have no gradient.
 
+    Compiled kernels are chosen by their speed, so they add in another order in another run: with deterministic algorithms
+    nothing is compiled.
+
     Where the compiler or what it needs is missing (Triton, a C compiler), or is switched off, it says so once and returns None
     from then on: the caller has another way. While a TorchDispatchMode looks at operations torch compiles nothing: then it
     returns None too.
@@ -302,15 +306,17 @@ class CompiledFunction:
         self._function = function
         self._compiled: Callable[..., Any] | None = None
         self._is_broken = False
-        # Of arguments that came before: dtypes, and all sizes but the first.
+        # Of arguments that came before: dtypes, layouts, and all sizes but the first.
         self._known: set[tuple] = set()
 
     @property
     def works(self) -> bool:
         """Whether a call would be compiled, as far as is known before it."""
+        import torch
         from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-        return not (self._is_broken or is_in_torch_dispatch_mode())
+        is_asked_for_bits = torch.are_deterministic_algorithms_enabled()
+        return not (self._is_broken or is_asked_for_bits or is_in_torch_dispatch_mode())
 
     def __call__(self, *arguments: Any) -> Any:
         import torch
@@ -319,17 +325,19 @@ class CompiledFunction:
         if not self.works:
             return None
         if self._compiled is None:
-            # Of norms, say, a model has some of each width, in training and without gradients; torch thinks of 8 as too many.
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _KINDS)
             # Whole or not at all: half of it would make what the other half was to read at once.
             self._compiled = torch.compile(self._function, fullgraph=True)
         # With TORCHDYNAMO_DISABLE=1 `torch.compile` gives back what it was given; its result would be computed in many steps.
         if self._compiled is self._function or torch._dynamo.config.disable:
             return self._give_up("torch's compiler is switched off (TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE)")
+        if torch._dynamo.config.recompile_limit < _KINDS:
+            # Of norms, say, a model has some of each width, in training and without gradients; torch thinks of 8 as too many.
+            # Every thread has a limit of its own, and the one of the backward pass comes later.
+            torch._dynamo.config.recompile_limit = _KINDS
         # What requires a gradient would be compiled once more.
         arguments = [argument.detach() if isinstance(argument, torch.Tensor) else argument for argument in arguments]
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor) and argument.dim()]
-        kind = tuple((tensor.dtype, tensor.shape[1:]) for tensor in tensors)
+        kind = tuple((tensor.dtype, tensor.shape[1:], tensor.stride(), min(len(tensor), 2)) for tensor in tensors)
         if kind not in self._known:
             self._known.add(kind)
             for tensor in tensors:
@@ -339,7 +347,7 @@ class CompiledFunction:
         try:
             return self._compiled(*arguments)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            return self._give_up(str(error).strip().splitlines()[0])
+            return self._give_up(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
 
     def _give_up(self, reason: str) -> None:
         self._is_broken = True

@@ -56,7 +56,7 @@ def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-    return tensor.reshape(-1).view(sizes[tensor.element_size()])
+    return tensor.resolve_conj().resolve_neg().reshape(-1).view(sizes[tensor.element_size()])
 
 
 def _layer_loaded_together(name: str) -> str | None:

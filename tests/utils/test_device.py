@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.exc import TorchDynamoException
-from torch._dynamo.utils import counters
 
 from slime.utils import device, env
 from slime.utils.errors import UserError
@@ -227,7 +227,9 @@ def test_without_a_compiler_there_is_no_fused_function_and_it_is_said_once(monke
     fused = device.CudaAccelerator().fused(twice)
     assert fused(1.0) is None and fused(2.0) is None and asked == [(1.0,)]
     (said,) = caplog.messages
-    assert "twice is not compiled" in said and said.endswith("Cannot find a working triton installation")
+    assert "twice is not compiled" in said and said.endswith(
+        "TorchDynamoException: Cannot find a working triton installation"
+    )
 
 
 @pytest.fixture
@@ -246,14 +248,55 @@ def test_under_a_dispatch_mode_there_is_no_fused_function(compiles_for_nothing, 
     assert not [record for record in caplog.records if record.name == device.__name__]
 
 
-def test_a_fused_function_is_compiled_for_any_number_of_rows_and_for_each_width(compiles_for_nothing):
+@pytest.mark.parametrize(
+    ("shapes", "compiled"),
+    [
+        ([(3, 4), (5, 4), (7, 4), (7, 6), (2, 6), (9, 4)], [1, 1, 1, 2, 2, 2]),
+        # As the norms of a layer come: of its rows, and of queries and keys, which are whole and cut out of wider rows.
+        ([(3, 8), (5, 4), (5, 4, "part"), (6, 4), (6, 4, "part"), (7, 8)], [1, 2, 3, 3, 3, 3]),
+        ([(1, 4), (5, 4), (6, 4)], [1, 2, 2]),
+    ],
+)
+def test_a_fused_function_is_compiled_for_any_number_of_rows_and_for_each_width_and_layout(
+    monkeypatch, shapes, compiled
+):
+    known = []
+
+    def keep_sizes(module, inputs):
+        values = [node.meta["example_value"] for node in module.graph.find_nodes(op="placeholder")]
+        known.append([value.shape[1] for value in values if isinstance(value, torch.Tensor)])
+        return module.forward
+
     torch._dynamo.reset()
-    fused, known = device.CompiledFunction(twice), counters["stats"]["unique_graphs"]
-    compiled = []
-    for shape in [(3, 4), (5, 4), (7, 4), (7, 6), (2, 6), (9, 4)]:
-        assert fused(torch.ones(shape)).shape == shape
-        compiled.append(counters["stats"]["unique_graphs"] - known)
-    assert compiled == [1, 1, 1, 2, 2, 2]
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=keep_sizes))
+    fused, found = device.CompiledFunction(twice), []
+    for rows, width, *is_part in shapes:
+        numbers = torch.ones(rows, 3 * width)[:, width : 2 * width] if is_part else torch.ones(rows, width)
+        assert fused(numbers).shape == (rows, width)
+        found.append(len(known))
+    assert found == compiled and all(type(width) is int for (width,) in known)
+
+
+def test_more_kinds_than_torch_allows_are_compiled_in_every_thread(compiles_for_nothing, caplog):
+    torch._dynamo.reset()
+    fused = device.CompiledFunction(twice)
+    widths = [width for width in range(2, 11) if fused(torch.ones(3, width)) is not None]
+    assert len(widths) == 9
+    results = []
+    thread = threading.Thread(target=lambda: results.extend(fused(torch.ones(3, width)) for width in range(11, 15)))
+    thread.start()
+    thread.join(60)
+    assert [result.shape[1] for result in results] == [11, 12, 13, 14] and fused.works
+
+
+def test_with_deterministic_algorithms_there_is_no_fused_function(compiles_for_nothing):
+    fused = device.CompiledFunction(twice)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not fused.works and fused(torch.ones(3)) is None
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert fused.works and fused(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
 
 
 @pytest.mark.parametrize("switch", ["TORCHDYNAMO_DISABLE", "config.disable"])

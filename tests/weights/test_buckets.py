@@ -91,6 +91,30 @@ def test_flat_bucket_can_be_viewed_in_place_whatever_dtypes_meet():
     assert not originals
 
 
+def test_views_and_dtypes_of_all_kinds_arrive_as_they_are():
+    numbers = torch.arange(12.0)
+    tensors = {
+        "transposed": numbers.view(3, 4).t(),
+        "strided": numbers[::3],
+        "float8": numbers.to(torch.float8_e4m3fn),
+        "bool": numbers > 5,
+        "whole": numbers.long(),
+        "conjugated": torch.complex(numbers, numbers + 1).conj(),
+        "negative": torch.complex(numbers, numbers + 1).conj().imag,
+        "scalar": torch.tensor(3.5, dtype=torch.bfloat16),
+        "none": torch.zeros(0, 4),
+    }
+    flat = BucketFlattener().flatten(list(tensors.items()))
+    start = 0
+    for name, dtype, shape in zip(flat.names, flat.dtypes, flat.shapes, strict=True):
+        expected = tensors[name]
+        arrived = flat.buffer[start : start + expected.nbytes].view(expected.dtype).view(expected.shape)
+        assert (dtype, shape) == (str(expected.dtype).removeprefix("torch."), list(expected.shape))
+        assert torch.equal(arrived.to(torch.complex128), expected.to(torch.complex128))
+        start += expected.nbytes
+    assert start == flat.nbytes
+
+
 def test_two_buffers_in_turn_and_no_growth():
     flattener = BucketFlattener(count=2)
     first = flattener.flatten([("a", torch.full((8,), 1.0))])
