@@ -128,7 +128,7 @@ def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None = None) -> d
 
 
 def process_vision_info(prompt: list[dict[str, Any]], processor: Any) -> dict[str, Any]:
-    """`{"images": [PIL images], "videos": None}`: the media in the messages, in their order.
+    """`{"images": [PIL images in RGB], "videos": None}`: the media in the messages, in their order.
 
     An image is an entry `{"type": "image", "image": …}` of a message's content: a PIL image, the path of a file, or a data URI.
     `processor` is there for the sake of those that take other media.
@@ -182,7 +182,6 @@ def encode_with_images(
         UserError: an image cannot be read, or the processor refuses the text with these images.
     """
     images = [_image(source) for source in sources]
-    images = [image if image.mode == "RGB" else image.convert("RGB") for image in images]
     try:
         given = processor(
             text=[text], add_special_tokens=add_special_tokens, **build_processor_kwargs({"images": images})
@@ -201,38 +200,76 @@ def is_image(value: Any) -> bool:
     return any(kind.__module__ == "PIL.Image" and kind.__name__ == "Image" for kind in type(value).__mro__)
 
 
+# What is decoded. Of the other formats that Pillow knows, some have a program run on the file (Ghostscript on EPS).
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+
+
 def open_image(source: Any) -> Image.Image:
     """The image in a file, a data URI or a stream, opened and not yet decoded.
 
     Raises:
-        UserError: it is not there, or does not begin as an image.
+        UserError: it is not there, does not begin as an image of a known format, or has too many pixels.
     """
     from PIL import Image
 
-    shown = _shown(source)
-    try:
+    with _telling(f"an image could not be read from {_shown(source)}"):
         if isinstance(source, str) and source.startswith("data:"):
             source = io.BytesIO(base64.b64decode(source.partition(",")[2], validate=True))
         elif isinstance(source, str) and "://" in source and not source.startswith("file://"):
             raise ValueError("nothing is fetched from a network; store it beside the data")
-        return Image.open(source.removeprefix("file://") if isinstance(source, str) else source)
-    except (OSError, ValueError, AttributeError, Image.DecompressionBombError) as error:
-        raise UserError(f"an image could not be read from {shown}: {error}") from error
+        image = Image.open(source.removeprefix("file://") if isinstance(source, str) else source, formats=_FORMATS)
+        # Pillow itself only warns, up to twice as many. A small file may have far more pixels than there is memory for.
+        if Image.MAX_IMAGE_PIXELS is not None and image.width * image.height > Image.MAX_IMAGE_PIXELS:
+            raise ValueError(
+                f"it has {image.width} x {image.height} pixels, and at most {Image.MAX_IMAGE_PIXELS} are decoded; scale it down"
+            )
+        return image
 
 
 def _image(source: Any) -> Image.Image:
+    """The image of `source` in RGB, decoded."""
     from PIL import Image
 
     if isinstance(source, Image.Image):
-        return source
+        with _telling("an image could not be read"):
+            return _in_rgb(source)
+    with _telling(f"an image could not be read from {_shown(source)}"), open_image(source) as image:
+        return _in_rgb(image)
+
+
+@contextlib.contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """Errors in the block say `what` happened. Each plug-in of Pillow raises others."""
+    from PIL import UnidentifiedImageError
+
     try:
-        with open_image(source) as image:
-            image.load()
-            return image
-    except UserError:
+        yield
+    except (UserError, MemoryError):
         raise
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"an image could not be read from {_shown(source)}: {error}") from error
+    except UnidentifiedImageError as error:
+        raise UserError(f"{what}: cannot identify it as one of {', '.join(_FORMATS)}") from error
+    except Exception as error:
+        raise UserError(f"{what}: {error}") from error
+
+
+def _in_rgb(image: Image.Image) -> Image.Image:
+    """What a viewer shows of `image`, in RGB: upright, and white where it is transparent. Pixels alone, without metadata."""
+    from PIL import Image, ImageOps
+
+    image.load()
+    if image.mode == "RGB" and not image.info:
+        return image
+    shown = ImageOps.exif_transpose(image)
+    if shown.mode.startswith("I;16"):
+        # Pillow would cut all above 255 off. A transparent colour would mean another one among 256.
+        shown.info.clear()
+        shown = shown.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+    elif shown.has_transparency_data:
+        shown = shown.convert("RGBA")
+        shown = Image.alpha_composite(Image.new("RGBA", shown.size, "white"), shown)
+    shown = shown.convert("RGB")
+    shown.info.clear()
+    return shown
 
 
 def _source_of(part: dict[str, Any]) -> Any:
@@ -245,8 +282,13 @@ def _shown(source: Any) -> str:
 
 
 def encode_image_for_rollout_engine(image: Image.Image) -> str:
-    """The image as the engines take it: a data URI of a PNG in RGB."""
+    """The image as the engines take it: a data URI of a PNG in RGB, as a viewer shows it.
+
+    Raises:
+        UserError: it cannot be decoded.
+    """
     buffer = io.BytesIO()
-    # The usual level takes five times as long, for a fifth of the bytes.
-    (image if image.mode == "RGB" else image.convert("RGB")).save(buffer, format="PNG", compress_level=1)
+    with _telling("an image could not be prepared for the engines"):
+        # The usual level takes five times as long, for a fifth of the bytes.
+        _in_rgb(image).save(buffer, format="PNG", compress_level=1)
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,7 +1,9 @@
+import base64
+import io
 import json
 
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from slime.utils.errors import UserError
 from slime.utils.processing_utils import (
@@ -74,6 +76,77 @@ def test_images_of_messages_are_read_in_their_order(tmp_path):
 def test_what_is_no_image_is_refused_by_name(part, told):
     with pytest.raises(UserError, match=told):
         process_vision_info([{"role": "user", "content": [part]}], None)
+
+
+def as_file(path, mode="RGB", color=(255, 0, 0), **options):
+    picture(mode, color).save(path, **options)
+    return str(path)
+
+
+def colors(source):
+    """The colours of the picture that engines are sent of `source`, which a processor is given too, by place."""
+    [image] = process_vision_info([{"role": "user", "content": [{"type": "image", "image": source}]}], None)["images"]
+    content = encode_image_for_rollout_engine(image).partition(",")[2]
+    sent = Image.open(io.BytesIO(base64.b64decode(content)))
+    assert (image.mode, sent.mode, sent.info) == ("RGB", "RGB", {}) and sent.tobytes() == image.tobytes()
+    return [[sent.getpixel((x, y)) for x in range(sent.width)] for y in range(sent.height)]
+
+
+@pytest.mark.parametrize(("mode", "color", "transparent"), [("1", 1, 0), ("I;16", 65535, 7), ("L", 255, 3)])
+def test_a_transparent_grey_is_no_error_and_nothing_beside_the_pixels_is_sent(tmp_path, mode, color, transparent):
+    path = as_file(tmp_path / "x.png", mode, color, transparency=transparent, icc_profile=b"profile" * 99)
+    assert colors(path) == colors(Image.open(path)) == [[(255,) * 3] * 3] * 2
+    sent = encode_image_for_rollout_engine(Image.open(path))
+    assert len(sent) < 400 and colors(sent) == colors(path)
+
+
+def test_an_image_is_seen_as_a_viewer_shows_it(tmp_path):
+    drawn = picture("RGBA", (0, 0, 0, 0))
+    drawn.putpixel((0, 0), (0, 0, 0, 255))
+    drawn.save(tmp_path / "drawn.png")
+    white, black = (255,) * 3, (0,) * 3
+    assert colors(f"{tmp_path}/drawn.png") == colors(drawn) == [[black, white, white], [white] * 3]
+    assert colors(as_file(tmp_path / "grey.png", "I;16", 128 * 256)) == [[(128,) * 3] * 3] * 2
+    turned = picture("RGB", "white")
+    turned.putpixel((0, 0), black)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned clockwise
+    turned.save(tmp_path / "turned.png", exif=exif)
+    assert colors(f"{tmp_path}/turned.png") == [[white, black], [white, white], [white, white]]
+
+
+@pytest.mark.parametrize("step", ["_open", "load"])
+def test_errors_of_decoders_are_told_as_those_of_an_image(tmp_path, monkeypatch, step):
+    def failing(image):
+        raise RuntimeError("Failed to decode image")  # as the decoder of AVIF does, of a damaged one
+
+    path = as_file(tmp_path / "x.png")
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, step, failing)
+    with pytest.raises(UserError, match="^an image could not be read from .*/x.png: Failed to decode image$"):
+        colors(path)
+
+
+def test_an_image_that_breaks_while_it_is_sent_is_told():
+    noise = io.BytesIO()
+    Image.effect_noise((64, 64), 80).save(noise, "PNG")
+    cut = io.BytesIO(noise.getvalue()[: len(noise.getvalue()) // 2])
+    with pytest.raises(UserError, match="^an image could not be prepared for the engines: .*truncated"):
+        encode_image_for_rollout_engine(Image.open(cut))
+
+
+def test_no_program_is_run_on_an_image(tmp_path):
+    (tmp_path / "x.eps").write_text(
+        "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n/x {x} def\n%%EOF\n"
+    )
+    with pytest.raises(UserError, match="x.eps: cannot identify it as one of PNG, JPEG, WEBP, GIF, BMP, TIFF, AVIF$"):
+        colors(f"{tmp_path}/x.eps")
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_an_image_of_more_pixels_than_pillow_trusts_is_not_decoded(tmp_path, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 5)
+    with pytest.raises(UserError, match="x.png: it has 3 x 2 pixels, and at most 5 are decoded; scale it down"):
+        colors(as_file(tmp_path / "x.png"))
 
 
 def test_a_processor_gets_the_media_that_are_there_and_gives_tensors():
