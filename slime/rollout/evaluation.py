@@ -94,7 +94,8 @@ def load_prompts(args: Any, state: GenerateState, config: EvalDatasetConfig) -> 
         _datasets[key] = Dataset(
             config.path,
             state.tokenizer,
-            state.processor if config.multimodal_keys else None,
+            # To measure prompts. Where a function of the user's encodes them, it may be one that cannot be loaded here.
+            state.processor if config.multimodal_keys and args.eval_max_prompt_len is not None else None,
             args.eval_max_prompt_len,
             prompt_key=config.input_key,
             multimodal_keys=config.multimodal_keys,

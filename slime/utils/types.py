@@ -128,8 +128,12 @@ class Sample:
         return f"{type(self).__name__}({fields})"
 
     def _fields(self) -> dict[str, Any]:
-        """Values by field. Whoever compares or prints samples (asyncio does, of results) leaves arrays where they are."""
-        values = {spec.name: self.__dict__.get(spec.name) for spec in dataclasses.fields(self)}
+        """Values by field. Whoever compares or prints samples (asyncio does, of results) leaves arrays where they are.
+
+        What a processor made of the prompt is left out: it follows from the prompt, and tensors do not compare as values do.
+        """
+        names = [spec.name for spec in dataclasses.fields(self) if spec.name != "multimodal_train_inputs"]
+        values = {name: self.__dict__.get(name) for name in names}
         return values | {name: _as_list(held(self, name)) for name in TOKEN_FIELDS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

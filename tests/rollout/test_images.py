@@ -234,6 +234,35 @@ def test_evaluation_on_images(server, checkpoint, data):
     clear_dataset_cache()
 
 
+def test_an_evaluation_that_asks_somebody_else_needs_no_processor(server, checkpoint, data, tmp_path, monkeypatch):
+    def lacking(*args, **kwargs):
+        raise UserError("its processor needs a library that is not here")
+
+    monkeypatch.setattr("slime.rollout.generate_state.load_processor", lacking)
+    (tmp_path / "mine.py").write_text(
+        "async def generate(args, sample, params):\n"
+        "    sample.status, sample.tokens = sample.Status.COMPLETED, [1]\n"
+        "    sample.append_response_tokens(args, tokens=[2], log_probs=[-0.5], text='seen')\n"
+        "    return sample\n"
+    )
+    clear_dataset_cache()
+    args = make_args(checkpoint, server.port, rm_type="random")
+    mine = {"custom_generate_function_path": f"{tmp_path}/mine.py:generate", "multimodal_keys": {"image": "images"}}
+    args.eval_datasets = build_eval_dataset_configs(args, [{"name": "seen", "path": data, **mine}], {})
+    samples = run(eval_rollout(args, 0)).data["seen"]["samples"]
+    assert [sample.response for sample in samples] == ["seen", "seen"]
+    clear_dataset_cache()
+
+
+def test_samples_with_pixels_can_be_compared_and_shown(server, checkpoint, data):
+    args = make_args(checkpoint, server.port)
+    first, other = (run(generate(args, samples_of(data)[0], params(args))) for _ in range(2))
+    other.multimodal_train_inputs = {"pixel_values": first.multimodal_train_inputs["pixel_values"] + 1}
+    assert first == other and "tensor(" not in repr(first)
+    other.prompt = "another"
+    assert first != other
+
+
 def test_dumps_hold_images_as_text_and_what_the_processor_made(server, checkpoint, data, pictures, tmp_path):
     args = make_args(checkpoint, server.port)
     sample = run(generate_and_rm(args, samples_of(data)[0], params(args)))
