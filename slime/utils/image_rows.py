@@ -7,20 +7,23 @@ image is held for a row. That the file is there and begins as an image is looked
 from __future__ import annotations
 
 import base64
-import binascii
-import io
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from slime.utils.data_files import BadRow
 from slime.utils.errors import UserError
-from slime.utils.processing_utils import open_image
+from slime.utils.processing_utils import (
+    decoded_base64,
+    image_entries,
+    no_source,
+    open_image,
+    path_of,
+    source_of,
+)
 from slime.utils.types import MultimodalTypes
 
 _IMAGE = MultimodalTypes.IMAGE
-# Where a part of a message, or an entry of a field, holds its image: in this order.
-_SOURCES = ("bytes", "path", "image", "image_url", "url", "base64")
 
 
 def media_keys_problem(keys: Mapping[str, Any]) -> str | None:
@@ -40,16 +43,14 @@ def media_keys_problem(keys: Mapping[str, Any]) -> str | None:
 def image_sources(value: Any, folder: str, field: str) -> list[str]:
     """The sources of what the field `field` of a row holds: nothing, an image or a list of images.
 
-    An image is a path, absolute or relative to `folder`, a data URI, base64, its bytes, or an object with one of these as
-    `bytes`, `path` or `image`.
+    An image is a path or `file://` URI, absolute or relative to `folder`, a data URI, base64, its bytes, or an object with one
+    of these under a name of `SOURCES`.
 
     Raises:
         BadRow: one is missing, or is no image.
     """
-    if value is None:
-        return []
-    entries = value if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping) else [value]
-    return [_source(entry, folder, f"image {number} of {field!r}") for number, entry in enumerate(entries)]
+    entries = enumerate(image_entries(value))
+    return [_source(entry, folder, f"image {number} of {field!r}") for number, entry in entries]
 
 
 def messages_with_images(
@@ -95,8 +96,8 @@ def _parts(content: Any, folder: str, field: str) -> Any:
         if kind == "text" and isinstance(part.get("text"), str):
             parts += _split(part["text"])
         elif kind in (_IMAGE.name, "image_url"):
-            own = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
-            source = {} if own is None else {"image": _source(own, folder, f"an image of {field!r}")}
+            names_one = source_of(part) is not part
+            source = {"image": _source(part, folder, f"an image of {field!r}")} if names_one else {}
             parts.append({"type": _IMAGE.name, **source})
         else:
             raise BadRow(f"a message of {field!r} has a part of the type {kind!r}; only text and image are built")
@@ -112,17 +113,20 @@ def _split(text: str) -> list[dict[str, Any]]:
 
 
 def _source(value: Any, folder: str, name: str) -> str:
+    value = source_of(value)
     if isinstance(value, Mapping):
-        value = next((value[key] for key in _SOURCES if value.get(key) is not None), None)
+        raise BadRow(f"{name} {no_source(value)}")
     try:
         if isinstance(value, bytes):
             return _data_uri(value)
         if not isinstance(value, str) or not value:
             raise BadRow(f"{name} is {type(value).__name__}, expected a path, a data URI, base64 or bytes")
-        path = os.path.join(folder, value.removeprefix("file://"))
-        if not value.startswith("data:") and "://" not in value and not os.path.isfile(path):
-            return _data_uri(_decoded(value, name, path))
-        source = path if os.path.isfile(path) else value
+        if value.startswith("data:") or "://" in path_of(value):
+            source = value
+        else:
+            source = os.path.join(folder, path_of(value))
+            if not os.path.isfile(source):
+                return _data_uri(_decoded(value, name, source))
         with open_image(source):
             return source
     except UserError as error:
@@ -130,17 +134,16 @@ def _source(value: Any, folder: str, name: str) -> str:
 
 
 def _decoded(text: str, name: str, path: str) -> bytes:
-    """The bytes of base64; BadRow where `text` can only have meant a file, which is not there."""
-    try:
-        # No file has a name of this length, and hardly any base64 of an image is shorter.
-        if len(text) > 64:
-            return base64.b64decode(text, validate=True)
-    except binascii.Error:
-        pass
-    raise BadRow(f"{name}: there is no file {path if len(path) < 512 else path[:512] + '…'}")
+    """The bytes of base64; BadRow where `text` is none: most often it meant a file, which is not there."""
+    content = decoded_base64(text)
+    if content is not None:
+        return content
+    if len(path) < 512 and "\n" not in text:
+        raise BadRow(f"{name}: there is no file {path}")
+    raise BadRow(f"{name}: {text[:64] + '…'!r} is neither a file nor base64")
 
 
 def _data_uri(content: bytes) -> str:
-    with open_image(io.BytesIO(content)) as image:
+    with open_image(content) as image:
         kind = image.get_format_mimetype()
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"

@@ -7,8 +7,9 @@ import contextlib
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from slime.utils.errors import UserError
 
@@ -130,7 +131,7 @@ def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None = None) -> d
 def process_vision_info(prompt: list[dict[str, Any]], processor: Any) -> dict[str, Any]:
     """`{"images": [PIL images in RGB], "videos": None}`: the media in the messages, in their order.
 
-    An image is an entry `{"type": "image", "image": …}` of a message's content: a PIL image, the path of a file, or a data URI.
+    An image is an entry `{"type": "image", "image": …}` of a message's content, read from what `source_of` finds in it.
     `processor` is there for the sake of those that take other media.
 
     Raises:
@@ -141,23 +142,50 @@ def process_vision_info(prompt: list[dict[str, Any]], processor: Any) -> dict[st
         for part in message["content"] if isinstance(message["content"], list) else ():
             kind = part.get("type")
             if kind in ("image", "image_url"):
-                images.append(_image(_source_of(part)))
+                images.append(_image(source_of(part)))
             elif kind != "text":
                 raise UserError(f"a message has content of the type {kind!r}; images and text are supported")
     return {"images": images or None, "videos": None}
 
 
+# Where a part of a message, or an entry of a field, holds its image: in this order.
+SOURCES = ("bytes", "path", "image", "image_url", "url", "base64")
+
+
+def source_of(value: Any) -> Any:
+    """What an image is read from: `value`, or what an object holds under one of `SOURCES`. An object with none stays itself."""
+    while isinstance(value, Mapping):
+        held = next((value[name] for name in SOURCES if value.get(name) is not None), None)
+        if held is None:
+            break
+        value = held
+    return value
+
+
+def no_source(value: Mapping[Any, Any]) -> str:
+    """What is wrong with an object in which `source_of` finds nothing."""
+    return f"is an object with {', '.join(map(str, value)) or 'nothing'}, and none of {', '.join(SOURCES)}"
+
+
+def image_entries(value: Any) -> list[Any]:
+    """The images in a field that holds none (None), one or an iterable of them."""
+    if value is None:
+        return []
+    several = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping) and not is_image(value)
+    return list(value) if several else [value]
+
+
 def images_of(sample: Sample) -> list[Any]:
     """What the images of a prompt are read from, in their order: those in its messages, else those of `multimodal_inputs`.
 
-    Each is the path of a file, a data URI or a PIL image.
+    Each is the path of a file, a data URI, base64, bytes or a PIL image.
     """
     messages = sample.prompt if isinstance(sample.prompt, list) else []
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
-    sources = [_source_of(part) for part in parts if part.get("type") in ("image", "image_url")]
-    found = [source for source in sources if source is not None]
-    return found or list((sample.multimodal_inputs or {}).get("images") or ())
+    sources = [(part, source_of(part)) for part in parts if part.get("type") in ("image", "image_url")]
+    found = [source for part, source in sources if source is not part]
+    return found or [source_of(entry) for entry in image_entries((sample.multimodal_inputs or {}).get("images"))]
 
 
 @contextlib.contextmanager
@@ -205,7 +233,7 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 
 
 def open_image(source: Any) -> Image.Image:
-    """The image in a file, a data URI or a stream, opened and not yet decoded.
+    """The image in a file, a data URI, base64, bytes or a stream, opened and not yet decoded.
 
     Raises:
         UserError: it is not there, does not begin as an image of a known format, or has too many pixels.
@@ -213,11 +241,7 @@ def open_image(source: Any) -> Image.Image:
     from PIL import Image
 
     with _telling(f"an image could not be read from {_shown(source)}"):
-        if isinstance(source, str) and source.startswith("data:"):
-            source = io.BytesIO(base64.b64decode(source.partition(",")[2], validate=True))
-        elif isinstance(source, str) and "://" in source and not source.startswith("file://"):
-            raise ValueError("nothing is fetched from a network; store it beside the data")
-        image = Image.open(source.removeprefix("file://") if isinstance(source, str) else source, formats=_FORMATS)
+        image = Image.open(_file_of(source), formats=_FORMATS)
         # Pillow itself only warns, up to twice as many. A small file may have far more pixels than there is memory for.
         if Image.MAX_IMAGE_PIXELS is not None and image.width * image.height > Image.MAX_IMAGE_PIXELS:
             raise ValueError(
@@ -249,7 +273,9 @@ def _telling(what: str) -> Iterator[None]:
     except UnidentifiedImageError as error:
         raise UserError(f"{what}: cannot identify it as one of {', '.join(_FORMATS)}") from error
     except Exception as error:
-        raise UserError(f"{what}: {error}") from error
+        # That of a system call repeats the name, which may be long.
+        cause = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UserError(f"{what}: {cause}") from error
 
 
 def _in_rgb(image: Image.Image) -> Image.Image:
@@ -272,13 +298,48 @@ def _in_rgb(image: Image.Image) -> Image.Image:
     return shown
 
 
-def _source_of(part: dict[str, Any]) -> Any:
-    source = part.get("image") or part.get("image_url")
-    return source["url"] if isinstance(source, dict) else source
+def _file_of(source: Any) -> Any:
+    """The path or the stream that `source` stands for; ValueError: it stands for none."""
+    if isinstance(source, Mapping):
+        raise ValueError(f"it {no_source(source)}")
+    if isinstance(source, bytes):
+        return io.BytesIO(source)
+    if not isinstance(source, str):
+        return source
+    if source.startswith("data:"):
+        return io.BytesIO(_base64_bytes(source.partition(",")[2]))
+    path = path_of(source)
+    if "://" in path:
+        raise ValueError("nothing is fetched from a network; store it beside the data")
+    # A pipe would never end.
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError("it is no regular file")
+    content = None if os.path.exists(path) else decoded_base64(source)
+    return path if content is None else io.BytesIO(content)
+
+
+def path_of(source: str) -> str:
+    """The path that `source` is, or names as `file://` URI."""
+    return unquote(source.removeprefix("file://")) if source.startswith("file://") else source
+
+
+def decoded_base64(text: str) -> bytes | None:
+    """The bytes of base64, also of several lines; None where `text` is none."""
+    try:
+        # Hardly any image has less, and few names of files have more.
+        return _base64_bytes(text) if len(text) > 64 else None
+    except ValueError:
+        return None
+
+
+def _base64_bytes(text: str) -> bytes:
+    return base64.b64decode("".join(text.split()), validate=True)
 
 
 def _shown(source: Any) -> str:
-    return source if isinstance(source, str) and len(source) < 512 else f"{str(source)[:64]}…"
+    if isinstance(source, bytes | io.IOBase):
+        return "its bytes"
+    return str(source) if len(str(source)) < 512 else f"{str(source)[:64]}…"
 
 
 def encode_image_for_rollout_engine(image: Image.Image) -> str:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -98,6 +99,40 @@ def test_images_may_stand_in_the_row_itself(write_rows, tmp_path):
     assert one.multimodal_inputs == {"images": [uri]} and other.multimodal_inputs == {"images": [uri, uri]}
 
 
+def test_base64_may_be_broken_into_lines(write_rows, tmp_path):
+    content = Path(save_image(tmp_path / "x.png", "blue")).read_bytes()
+    text, lines = base64.b64encode(content).decode(), base64.encodebytes(content).decode()
+    [*samples] = read(
+        write_rows(
+            {"prompt": "<image>", "images": lines},
+            {"prompt": "<image>", "images": f"data:image/png;base64,{lines}"},
+            {"prompt": [{"role": "user", "content": [{"type": "image", "base64": text}]}]},
+        )
+    )
+    for sample in samples:
+        [image] = process_vision_info(sample.prompt, None)["images"]
+        assert image.getpixel((0, 0)) == (0, 0, 255)
+    assert [sample.multimodal_inputs["images"][0][22:] for sample in samples] == [text, lines, text]
+
+
+def test_a_file_uri_is_read_as_its_path_is(write_rows, tmp_path, monkeypatch):
+    spaced = save_image(tmp_path / "pictures" / "a b.png", "red")
+    path = write_rows(
+        *[
+            {"prompt": "<image>", "images": f"file://{name}"}
+            for name in ("pictures/red.png", spaced.replace(" ", "%20"))
+        ],
+        {"prompt": "<image>", "images": "file://elsewhere.png"},
+    )
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    save_image(tmp_path / "elsewhere" / "elsewhere.png")
+    sources = [sample.multimodal_inputs["images"] for sample in read(f"{path}@[0:2]")]
+    assert sources == [[f"{tmp_path}/pictures/red.png"], [spaced]]
+    with pytest.raises(UserError, match=f"{path}:3: image 0 of 'images': there is no file {tmp_path}/elsewhere.png"):
+        read(path)
+
+
 def test_bytes_in_a_column_of_parquet(tmp_path):
     from pyarrow import Table, parquet
 
@@ -120,10 +155,15 @@ def test_bytes_in_a_column_of_parquet(tmp_path):
         ({"prompt": "<image>", "images": ["data.jsonl"]}, "an image could not be read from {tmp}/data.jsonl: cannot identify"),
         ({"prompt": "<image>", "images": "data:image/png;base64,AAAA"}, "image 0 of 'images': an image could not be read"),
         ({"prompt": "<image>", "images": [3]}, "image 0 of 'images' is int, expected a path"),
+        ({"prompt": "<image>", "images": "file://pipe"}, "image 0 of 'images': there is no file {tmp}/pipe"),
+        ({"prompt": "<image>", "images": "A" * 1001}, "image 0 of 'images': 'A{{64}}…' is neither a file nor base64;"),
+        ({"prompt": "<image>", "images": {"file": "x", "height": 3}}, "an object with file, height, and none of bytes, path"),
+        ({"prompt": "<image>", "images": {}}, "image 0 of 'images' is an object with nothing, and none of bytes, path"),
         ({"prompt": [{"role": "user", "content": [{"type": "video"}]}]}, "part of the type 'video'; only text and image"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_row_is_told_by_file_and_line(write_rows, tmp_path, row, told):
+    os.mkfifo(tmp_path / "pipe")
     path = write_rows({"prompt": "<image>", "images": "pictures/red.png"}, row)
     with pytest.raises(UserError, match=f"^{path}:2: .*{told.format(tmp=tmp_path)}"):
         read(path)

@@ -1,6 +1,7 @@
 import base64
 import io
 import json
+from pathlib import Path
 
 import pytest
 from PIL import Image, PngImagePlugin
@@ -9,11 +10,13 @@ from slime.utils.errors import UserError
 from slime.utils.processing_utils import (
     build_processor_kwargs,
     encode_image_for_rollout_engine,
+    images_of,
     load_processor,
     load_tokenizer,
     process_vision_info,
     render_chat,
 )
+from slime.utils.types import Sample
 from tests.support.models.tokenizer import build_tokenizer, save_tokenizer
 
 
@@ -70,7 +73,13 @@ def test_images_of_messages_are_read_in_their_order(tmp_path):
         ({"type": "image", "image": "/no/such.png"}, "/no/such.png"),
         ({"type": "image", "image": "https://example.org/x.png"}, "network"),
         ({"type": "image", "image": "data:image/png;base64,AAAA"}, "could not be read"),
-        ({"type": "image"}, "could not be read"),
+        ({"type": "image"}, "could not be read .*: it is an object with type, and none of bytes, path, image"),
+        (
+            {"type": "image", "image": {"file": "x"}},
+            "could not be read .*: it is an object with file, and none of bytes",
+        ),
+        ({"type": "image", "image": "/dev/zero"}, "could not be read from /dev/zero: it is no regular file"),
+        ({"type": "image", "image": "x" * 999}, "could not be read from x{64}…: File name too long$"),
     ],
 )
 def test_what_is_no_image_is_refused_by_name(part, told):
@@ -147,6 +156,28 @@ def test_an_image_of_more_pixels_than_pillow_trusts_is_not_decoded(tmp_path, mon
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 5)
     with pytest.raises(UserError, match="x.png: it has 3 x 2 pixels, and at most 5 are decoded; scale it down"):
         colors(as_file(tmp_path / "x.png"))
+
+
+def test_images_of_samples_from_elsewhere_are_found_where_rows_have_them(tmp_path):
+    red = as_file(tmp_path / "a red.png")
+    content = Path(red).read_bytes()
+    text = base64.b64encode(content).decode()
+    sources = [
+        picture(), red, f"file://{red.replace(' ', '%20')}", content, text, {"path": red}, {"bytes": content, "path": "x.png"},
+        {"url": red}, {"base64": text},
+    ]  # fmt: skip
+    for source in sources:
+        assert colors(source) == colors(red)
+        part = {"type": "image", "image": source}
+        for sample in (
+            Sample(prompt=[{"role": "user", "content": [{"type": "image"}, part]}]),
+            Sample(multimodal_inputs={"images": [source]}),
+            Sample(multimodal_inputs={"images": source}),
+        ):
+            [found] = images_of(sample)
+            assert colors(found) == colors(red)
+    assert images_of(Sample(multimodal_inputs={"images": None})) == images_of(Sample()) == []
+    assert len(images_of(Sample(multimodal_inputs={"images": (red, red)}))) == 2
 
 
 def test_a_processor_gets_the_media_that_are_there_and_gives_tensors():
