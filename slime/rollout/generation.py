@@ -55,8 +55,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     payload = await _next_request(args, sample, sampling_params)
     if payload is not None:
         answer = await ask_engine(args, sample, payload)
-        if "image_data" in payload:
-            _compare_prompts(args, sample, answer)
+        _compare_prompts(args, sample, payload, answer)
         append_engine_output(args, sample, answer)
     return sample
 
@@ -70,7 +69,7 @@ async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[st
     payload = await _next_request(args, sample, sampling_params)
     if payload is None:
         return sample
-    stream = _Stream(args, sample)
+    stream = _Stream(args, sample, payload)
     await stream_engine(args, sample, payload, stream.append)
     stream.close()
     return sample
@@ -85,7 +84,7 @@ async def _next_request(args: Any, sample: Sample, sampling_params: dict[str, An
     if call.aborted and (begins or images is not None):
         sample.status = Status.ABORTED
         return None
-    if images is not None:
+    if images is not None and not call.evaluation:
         sample.multimodal_train_inputs = dict(images.train_inputs)
     if sample.response_length == 0:
         check_prompt_length(args, sample)
@@ -98,8 +97,10 @@ async def _next_request(args: Any, sample: Sample, sampling_params: dict[str, An
     return payload if images is None else payload | images.request(sample)
 
 
-def _compare_prompts(args: Any, sample: Sample, answer: dict[str, Any]) -> None:
-    """Warn once where an engine made another number of tokens of a prompt with images than `sample` has."""
+def _compare_prompts(args: Any, sample: Sample, payload: dict[str, Any], answer: dict[str, Any]) -> None:
+    """Warn once where an engine made another number of tokens of a prompt with images than `sample` has before the answer."""
+    if "image_data" not in payload:
+        return
     seen, expected = answer["meta_info"].get("prompt_tokens"), len(held(sample, "tokens"))
     if seen is not None and seen != expected:
         GenerateState(args).warn_once(
@@ -114,13 +115,15 @@ class _Stream:
     # Of an answer's `meta_info`: one entry per token, all from the first one on.
     _PER_TOKEN = ("output_token_logprobs", "output_token_sampling_mask")
 
-    def __init__(self, args: Any, sample: Sample) -> None:
-        self._args, self._sample = args, sample
+    def __init__(self, args: Any, sample: Sample, payload: dict[str, Any]) -> None:
+        self._args, self._sample, self._payload = args, sample, payload
         self._text_before = sample.response
         self._tokens = 0
         self._unfinished: dict[str, Any] | None = None
 
     def append(self, output: dict[str, Any]) -> None:
+        if not self._tokens:
+            _compare_prompts(self._args, self._sample, self._payload, output)
         meta_info = dict(output["meta_info"])
         self._unfinished = None if meta_info.get("finish_reason") else meta_info
         for name in self._PER_TOKEN:

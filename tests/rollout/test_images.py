@@ -105,7 +105,8 @@ def test_d12_abort_save_and_resume_of_a_whole_step(server, checkpoint, data, tmp
     }  # fmt: skip
     args = make_args(checkpoint, server.port, **values)
     source = data_source(args, data)
-    server.hold = lambda payload: len(payload["image_data"]) == 1
+    # The first group, whose requests are there before those of the second, which is the whole step.
+    server.hold = lambda payload: len(payload["image_data"]) == 2
     run_step(args, source, rollout_id=3)
     server.hold = lambda payload: False
     [group] = source.buffer
@@ -120,9 +121,9 @@ def test_d12_abort_save_and_resume_of_a_whole_step(server, checkpoint, data, tmp
     server.requests.clear()
     [output] = run_step(args, resumed, rollout_id=4).samples
     assert [sample.tokens for sample in output] == [[*tokens, 70, 71, 72] for tokens in before]
-    assert all(sample.multimodal_train_inputs["pixel_values"].shape == (1, 3, 28, 28) for sample in output)
-    continued = [request for request in server.requests if len(request["image_data"]) == 1]
-    assert [request["input_ids"][-1] for request in continued] == [70, 70]
+    assert all(sample.multimodal_train_inputs["pixel_values"].shape == (2, 3, 28, 28) for sample in output)
+    continued = [request for request in server.requests if request["input_ids"][-1] == 70]
+    assert [len(request["image_data"]) for request in continued] == [2, 2]
     assert [request["sampling_params"]["max_new_tokens"] for request in continued] == [7, 7]
 
 
@@ -135,8 +136,11 @@ def data_source(args, path):
     return RolloutDataSourceWithBuffer(Dataset(path, None, multimodal_keys={"image": "images"}), args)
 
 
+@pytest.mark.parametrize("asks", [generate, generate_streaming])
 @pytest.mark.parametrize("takes_images", [True, False])
-def test_an_engine_that_leaves_the_images_out_is_told_once(server, checkpoint, data, monkeypatch, caplog, takes_images):
+def test_an_engine_that_leaves_the_images_out_is_told_once(
+    server, checkpoint, data, monkeypatch, caplog, takes_images, asks
+):
     output = server._output
 
     def expanding(payload, *told):
@@ -148,7 +152,7 @@ def test_an_engine_that_leaves_the_images_out_is_told_once(server, checkpoint, d
     monkeypatch.setattr(server, "_output", expanding)
     args = make_args(checkpoint, server.port)
     for sample in samples_of(data):
-        run(generate(args, sample, params(args)))
+        run(asks(args, sample, params(args)))
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [message.startswith("engines count other tokens ") for message in told] == ([] if takes_images else [True])
 
@@ -229,8 +233,10 @@ def test_evaluation_on_images(server, checkpoint, data):
     args.eval_datasets = build_eval_dataset_configs(
         args, [{"name": "seen", "path": data, "multimodal_keys": {"image": "images"}}], {}
     )
-    run(eval_rollout(args, 0))
+    samples = run(eval_rollout(args, 0)).data["seen"]["samples"]
     assert sorted(len(request["image_data"]) for request in server.requests) == [1, 2]
+    # Nobody trains on them: the pixels of a set would be held, and dumped, for nothing.
+    assert [sample.multimodal_train_inputs for sample in samples] == [None, None]
     clear_dataset_cache()
 
 

@@ -222,10 +222,12 @@ def _gpqa(args: Any, sample: Sample, response: str) -> float:
 
 def _ifbench(args: Any, sample: Sample, response: str) -> float:
     user = sample.prompt if isinstance(sample.prompt, str) else next(
-        (str(turn.get("content", "")) for turn in reversed(sample.prompt) if turn.get("role") == "user"), ""
+        (turn.get("content") for turn in reversed(sample.prompt) if turn.get("role") == "user"), ""
     )  # fmt: skip
+    if isinstance(user, list):
+        user = "".join(part["text"] for part in user if isinstance(part, dict) and part.get("type") == "text")
     with _naming(sample):
-        return compute_ifbench_reward(response, sample.label, {"prompt": user, **sample.metadata})
+        return compute_ifbench_reward(response, sample.label, {"prompt": user or "", **sample.metadata})
 
 
 def _remote(args: Any, sample: Sample, response: str) -> Callable[[], Awaitable[Any]]:

@@ -1,6 +1,7 @@
 """Rewards from a service: `--rm-type remote_rm --rm-url http://…`; `examples/reward_server/` is such a service.
 
 A sample is one POST of `{prompt, response, label}`; the answer, JSON, is the reward: a number, or a dict with `--reward-key`.
+A prompt with images is sent with what its rows hold of them, paths or data URIs.
 Many requests are under way at a time (`--rm-concurrency`), so that a service may gather them into batches.
 
 The token that the service may ask for is read from `SLIME_RM_API_KEY`, or from the file that `SLIME_RM_API_KEY_FILE` names, and

@@ -155,14 +155,17 @@ def test_instructions_about_the_prompt_find_it(monkeypatch):
         {"role": "user", "content": "last"},
         {"role": "tool", "content": "t"},
     ]
+    picture = {"type": "image", "image": "data:image/png;base64,iVBORw0KGgo="}
+    parts = [{"type": "text", "text": "in "}, picture, {"type": "text", "text": ", what?"}]
     for prompt, metadata in (
         ("text", given),
         (messages, given),
         (messages, {**given, "prompt": "of the row"}),
         ([], given),
+        ([{"role": "user", "content": parts}], given),
     ):
         assert compute_builtin_reward(args, Sample(index=0, response="r", prompt=prompt, metadata=metadata)) == 1.0
-    assert asked == ["text", "last", "of the row", ""]
+    assert asked == ["text", "last", "of the row", "", "in , what?"]
 
 
 def test_w6_grading_installs_nothing_and_needs_no_network(monkeypatch):
