@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments.checkpoints import latest_iteration
+from slime.arguments.config_files.eval_file import places_in
 from slime.arguments.hf_config import read_hf_config
 from slime.arguments.megatron.values import pipeline_stages
 from slime.arguments.parser import build_parser
@@ -46,6 +47,7 @@ from slime.utils.data_files import estimated_rows
 from slime.utils.dataset import scan_rows
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import UserError
+from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.filesystem import write_json_atomically
 from slime.utils.processing_utils import lacks_chat_template, load_processor, no_chat_template, no_processor
 from slime.utils.types import Sample
@@ -53,8 +55,8 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 __all__ = [
-    "Plan", "check_before_start", "make_plan", "nothing_left", "plan_as_json", "render", "require_memory_of_machine",
-    "show_plan",
+    "Plan", "check_before_start", "make_plan", "nothing_left", "place_of_images", "plan_as_json", "render",
+    "require_memory_of_machine", "show_plan",
 ]  # fmt: skip
 
 SCAN_SECONDS = 5.0
@@ -279,14 +281,23 @@ def _template_problems(args: argparse.Namespace) -> Iterator[str]:
 
 def _processor_problems(args: argparse.Namespace) -> Iterator[str]:
     """Why prompts with images cannot be encoded. A generate function of the user's may do so in another way."""
-    seeing = any(file.keys.images and file.prompts == "renderable" for file in _files_of_the_run(args))
+    seeing = [file for file in _files_of_the_run(args) if file.keys.images and file.prompts == "renderable"]
     if not seeing or args.hf_checkpoint is None:
         return
     try:
         if load_processor(args.hf_checkpoint, trust_remote_code=args.trust_remote_code) is None:
-            yield no_processor(args.hf_checkpoint)
+            sets = [one for one in args.eval_datasets if one.path == seeing[0].path and one.multimodal_keys]
+            in_set = seeing[0].flag != "--prompt-data"
+            yield no_processor(args.hf_checkpoint, place_of_images(args, sets[0]) if in_set else "--multimodal-keys")
     except UserError as error:
         yield str(error)
+
+
+def place_of_images(args: argparse.Namespace, dataset: EvalDatasetConfig) -> str:
+    """Where the field of the images of an evaluation set is named: `file:line: multimodal_keys`, or the flag; and the set."""
+    in_file = places_in(args.eval_config)(dataset.name, "multimodal_keys")
+    key = "--multimodal-keys" if in_file is None else f"{in_file}: multimodal_keys"
+    return f"{key} (evaluation set {dataset.name})"
 
 
 def _files_of_the_run(args: argparse.Namespace) -> Iterator[OwnFile]:

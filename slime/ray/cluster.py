@@ -31,7 +31,7 @@ from slime.arguments.config_files.serving_config import arguments_of_group, serv
 from slime.arguments.derivation import settle_precision
 from slime.arguments.sizes import GpuRanges, layout_of
 from slime.backends.sglang_utils.server_arguments import require_cache_transfer
-from slime.plan import require_memory_of_machine
+from slime.plan import place_of_images, require_memory_of_machine
 from slime.plan.batch import train_batch_bytes
 from slime.utils import env
 from slime.utils.device import gpus_on_this_machine
@@ -133,20 +133,33 @@ def object_store_bytes(args: argparse.Namespace) -> int:
     return granted
 
 
+# Rollout functions that ask our engines. Those of the user's own may ask somebody else.
+_ASKING = ("slime.rollout.sglang_rollout.", "slime.rollout.fully_async_rollout.")
+
+
 def refuse_images_on_cpus(args: argparse.Namespace) -> None:
     """Raise UserError where engines of ours would be asked about images on CPUs: of this machine, or of a cluster that
     `SLIME_ACCELERATOR=cpu` tells about."""
-    asks = args.has_engines and not args.rollout_external and args.custom_generate_function_path is None
-    sets = [one for one in args.eval_datasets if one.multimodal_keys and one.custom_generate_function_path is None]
-    if not asks or not (args.multimodal_keys or sets):
-        return
     elsewhere = env.ray_address() is not None and env.forced_accelerator() != "cpu"
-    if not elsewhere and gpus_on_this_machine() == 0:
-        where = "" if args.multimodal_keys else f" (evaluation set {sets[0].name})"
+    if not args.has_engines or args.rollout_external or elsewhere or gpus_on_this_machine() > 0:
+        return
+    if args.multimodal_keys and _asks(args.rollout_function_path, args.custom_generate_function_path):
+        places = ["--multimodal-keys"]
+    else:
+        sets = args.eval_datasets if args.eval_interval is not None else ()
+        own = args.custom_generate_function_path
+        asking = [one for one in sets if _asks(args.eval_function_path, one.custom_generate_function_path or own)]
+        places = [place_of_images(args, one) for one in asking if one.multimodal_keys]
+    if places:
         raise UserError(
-            f"--multimodal-keys{where}: engines on CPUs have no image processors, so answers to images need GPUs; run on "
-            "GPUs, or give a --custom-generate-function-path that asks somebody else"
+            f"{places[0]}: engines on CPUs have no image processors, so answers to images need GPUs; run on GPUs, or give a "
+            "--custom-generate-function-path that asks somebody else"
         )
+
+
+def _asks(function: str, generate: str | None) -> bool:
+    """Whether a rollout function that generates by `generate` (None: by its own) asks our engines."""
+    return function.startswith(_ASKING) and (generate is None or generate.startswith("slime.rollout."))
 
 
 def check_machine(args: argparse.Namespace) -> None:

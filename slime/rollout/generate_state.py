@@ -20,6 +20,7 @@ from slime.utils.errors import UserError
 from slime.utils.http_utils import generation_concurrency, init_http_client
 from slime.utils.misc import SingletonMeta
 from slime.utils.processing_utils import (
+    ANY_KEYS,
     at_row,
     encode_image_for_rollout_engine,
     encode_with_images,
@@ -109,7 +110,7 @@ class GenerateState(metaclass=SingletonMeta):
         """The one that prompts with images are encoded with, by one thread at a time."""
         processor = self._load_processor()
         if processor is None:
-            raise UserError(no_processor(self.args.hf_checkpoint))
+            raise UserError(no_processor(self.args.hf_checkpoint, ANY_KEYS))
         return processor
 
     def _load_processor(self) -> Any:

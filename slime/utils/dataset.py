@@ -24,6 +24,7 @@ from slime.utils.epoch_order import Part, epoch_order, shares
 from slime.utils.errors import UserError
 from slime.utils.image_rows import image_sources, media_keys_problem, messages_with_images
 from slime.utils.processing_utils import (
+    ANY_KEYS,
     at_row,
     encode_with_images,
     images_of,
@@ -452,9 +453,9 @@ def _prompt_lengths(samples: list[Sample], tokenizer: Any, processor: Any, add_s
 
 
 def _length_with_images(sample: Sample, tokenizer: Any, processor: Any, add_special_tokens: bool) -> int:
-    if processor is None:
-        raise UserError(no_processor(getattr(tokenizer, "name_or_path", "")))
     with at_row(sample):
+        if processor is None:
+            raise UserError(no_processor(getattr(tokenizer, "name_or_path", ""), ANY_KEYS))
         text = _prompt_text(sample, tokenizer)
         return len(encode_with_images(processor, text, images_of(sample), add_special_tokens=add_special_tokens)[0])
 

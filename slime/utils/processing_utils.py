@@ -114,12 +114,16 @@ def load_processor(path: str, trust_remote_code: bool = False, **kwargs: Any) ->
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
-def no_processor(checkpoint: str) -> str:
-    """The message about a prompt with images for a model that takes none."""
+def no_processor(checkpoint: str, keys: str) -> str:
+    """The message about a prompt with images, whose field is named by `keys`, for a model that takes none."""
     return (
         f"--hf-checkpoint {checkpoint}: a prompt has images, and the checkpoint has no processor for them "
-        f"({' or '.join(_PROCESSOR_FILES)}); take a model that sees images, or drop --multimodal-keys"
+        f"({' or '.join(_PROCESSOR_FILES)}); take a model that sees images, or drop {keys}"
     )
+
+
+# Of a prompt alone it is not known which of them names its images.
+ANY_KEYS = "--multimodal-keys (of an evaluation set: multimodal_keys in --eval-config)"
 
 
 def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -309,14 +310,72 @@ def test_engines_on_cpus_are_not_asked_about_images(tmp_path, monkeypatch, accel
     cluster.refuse_images_on_cpus(parse(tmp_path, *IMAGES, "--rollout-external-engine-addrs", "10.0.0.2:30000"))
 
 
+def set_with_images(tmp_path, field="x", **entry):
+    """The words of a run that evaluates a set whose images are in `field`; its key stands in line 3 of the file."""
+    parse(tmp_path)
+    lines = "".join(f"    {name}: {value}\n" for name, value in entry.items())
+    head = f"datasets:\n  - name: seen\n    multimodal_keys: {{image: {field}}}\n    path: {tmp_path}/prompts.jsonl\n"
+    (tmp_path / "eval.yaml").write_text(head + lines)
+    return ("--eval-interval", "2", "--eval-config", f"{tmp_path}/eval.yaml")
+
+
 def test_engines_on_cpus_are_not_asked_about_images_of_an_evaluation(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cluster, "gpus_on_this_machine", lambda: 0)
+    words = set_with_images(tmp_path)
+    assert run(tmp_path, *words, "--check") == 2
+    told = f"{tmp_path}/eval.yaml:3: multimodal_keys (evaluation set seen): engines on CPUs have no image processors"
+    assert told in capsys.readouterr().err
+    # It is not evaluated.
+    cluster.refuse_images_on_cpus(parse(tmp_path, *words[2:]))
+
+
+MINE = """
+def rollout(args, rollout_id, data_source, evaluation=False):
+    return None
+
+async def generate(args, sample, sampling_params):
+    return sample
+"""
+STREAMING = ("--custom-generate-function-path", "slime.rollout.sglang_streaming_rollout.generate_streaming")
+
+
+@pytest.mark.parametrize(
+    ("words", "in_set", "refused"),
+    [
+        (("--rollout-function-path", "{tmp}/mine.py:rollout", *IMAGES), False, None),
+        (("--custom-generate-function-path", "{tmp}/mine.py:generate", *IMAGES), False, None),
+        # It asks engines as ours do: it is ours.
+        ((*STREAMING, *IMAGES), False, "--multimodal-keys: "),
+        (("--eval-function-path", "{tmp}/mine.py:rollout"), True, None),
+        # What asks somebody else about rollouts says nothing about evaluations, whose sets take the flag's field.
+        (("--rollout-function-path", "{tmp}/mine.py:rollout",
+          "--eval-function-path", "slime.rollout.sglang_rollout.generate_rollout",
+          "--eval-interval", "2", "--eval-prompt-data", "seen", "{tmp}/prompts.jsonl", *IMAGES), False,
+         "--multimodal-keys (evaluation set seen): "),
+    ],
+)  # fmt: skip
+def test_functions_of_the_users_own_are_not_known_to_ask_our_engines(tmp_path, monkeypatch, words, in_set, refused):
+    monkeypatch.setattr(cluster, "gpus_on_this_machine", lambda: 0)
     parse(tmp_path)
-    (tmp_path / "eval.yaml").write_text(
-        f"datasets:\n  - {{name: seen, path: {tmp_path}/prompts.jsonl, multimodal_keys: {{image: x}}}}\n"
+    (tmp_path / "mine.py").write_text(MINE)
+    words = [word.replace("{tmp}", str(tmp_path)) for word in words]
+    args = parse(tmp_path, *words, *(set_with_images(tmp_path) if in_set else ()))
+    told = pytest.raises(UserError, match=f"^{re.escape(refused or '')}engines on CPUs have no image processors")
+    with told if refused else contextlib.nullcontext():
+        cluster.refuse_images_on_cpus(args)
+
+
+def test_a_checkpoint_without_processor_is_told_with_the_key_of_the_set(tmp_path):
+    from tests.support.models.vision import save_image
+
+    words = set_with_images(tmp_path, "images")
+    save_image(tmp_path / "red.png")
+    write(tmp_path / "prompts.jsonl", {"prompt": "<image>", "images": "red.png"})
+    [told] = problems(tmp_path, *words, "--prompt-data", write(tmp_path / "rows.jsonl", {"prompt": "text"}))
+    assert told.startswith(
+        f"--hf-checkpoint {tmp_path}/model: a prompt has images, and the checkpoint has no processor"
     )
-    assert run(tmp_path, "--eval-interval", "2", "--eval-config", f"{tmp_path}/eval.yaml", "--check") == 2
-    assert "(evaluation set seen): engines on CPUs have no image processors" in capsys.readouterr().err
+    assert told.endswith(f"or drop {tmp_path}/eval.yaml:3: multimodal_keys (evaluation set seen)")
 
 
 def test_rows_with_images_and_their_processor(tmp_path):
@@ -330,6 +389,7 @@ def test_rows_with_images_and_their_processor(tmp_path):
     assert checkpoint.startswith(
         f"--hf-checkpoint {tmp_path}/model: a prompt has images, and the checkpoint has no processor"
     )
+    assert checkpoint.endswith("take a model that sees images, or drop --multimodal-keys")
     assert row.startswith(f"{path}:3: image 0 of 'images': there is no file {tmp_path}/blue.png; mend the row")
     make_seeing_checkpoint(tmp_path / "seeing")
     write(tmp_path / "rows.jsonl", *rows[:2], {"prompt": "<image>", "images": red})

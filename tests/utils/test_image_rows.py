@@ -232,7 +232,8 @@ def test_an_image_that_is_cut_off_is_told_with_its_row(write_rows, checkpoint, t
 def test_a_limit_of_length_needs_a_processor(write_rows, checkpoint):
     path = write_rows({"prompt": "<image>", "images": "pictures/red.png"})
     with pytest.raises(
-        UserError, match="--hf-checkpoint .*has no processor.*preprocessor_config.json.*--multimodal-keys"
+        UserError,
+        match=f"^{path}:1: --hf-checkpoint .*has no processor.*preprocessor_config.json.*--multimodal-keys .of an evaluation",
     ):
         Dataset(path, load_tokenizer(checkpoint), None, 9, multimodal_keys=KEYS)
 
