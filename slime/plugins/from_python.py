@@ -151,7 +151,8 @@ def _questions(accelerator: Any) -> Iterator[_Question]:
 
     def fused() -> bool:
         ones = torch.ones(8, device=accelerator.current_device())
-        result = accelerator.fused(torch.sigmoid)(ones)
+        compiled = accelerator.fused(torch.sigmoid)
+        result = compiled(ones) if compiled is not None and compiled.works else None
         return result is None or bool(torch.allclose(result, torch.sigmoid(ones)))
 
     yield "device(0)", lambda: accelerator.device(0), lambda found: isinstance(found, torch.device), "a torch.device"
@@ -159,7 +160,7 @@ def _questions(accelerator: Any) -> Iterator[_Question]:
     yield "a product on current_device()", as_tensors, lambda found: found == [256.0], "[256.0]"
     yield "a copy to host_buffer() in aside()", copied_aside, bool, "the same bytes once mark() returns"
     yield "set_generator_state(generator_state())", drawn_again, bool, "the same draws again"
-    yield "fused()", fused, bool, "None, or what the function computes"
+    yield "fused()", fused, bool, "None, or a `CompiledFunction` of what the function computes"
     yield "keep_freed_memory()", accelerator.keep_freed_memory, is_none, "nothing"
     yield "release_cached_memory()", accelerator.release_cached_memory, is_none, "nothing"
     yield "collect_shared_memory()", accelerator.collect_shared_memory, is_none, "nothing"
