@@ -79,7 +79,7 @@ def custom_correction(
     if path is None:
         return vanilla_tis_function(**arguments)
     # An edit of these in place is a rejection like new masks.
-    arguments["loss_masks"] = _copied(batch["loss_masks"])
+    arguments["loss_masks"] = copied_masks(batch["loss_masks"])
     result = _call(flag, path, batch, load_function(path, flag=flag), **arguments)
     return _checked_correction(f"{flag} {path}", result, pg_loss, batch)
 
@@ -106,7 +106,12 @@ def policy_gradient_reducer(
     if path is None:
         return None
     make = load_function(path, flag=flag)
-    arguments = [batch["total_lengths"], batch["response_lengths"], _copied(loss_masks), args.calculate_per_token_loss]
+    arguments = [
+        batch["total_lengths"],
+        batch["response_lengths"],
+        copied_masks(loss_masks),
+        args.calculate_per_token_loss,
+    ]
     if "rollout_mask_sums" in inspect.signature(make).parameters:
         arguments.append(batch["rollout_mask_sums"])
     reduce = _call(flag, path, batch, make, *arguments)
@@ -131,7 +136,7 @@ def _call(flag: str, path: str, batch: MicroBatch, function: Callable[..., Any],
         return function(*given, **named)
 
 
-def _copied(masks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def copied_masks(masks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Masks that a user's function may edit in place: the rank's data stay as they are."""
     return list(torch.cat(list(masks)).split([len(mask) for mask in masks])) if len(masks) else []
 

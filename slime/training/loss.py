@@ -35,6 +35,7 @@ from slime.algorithms.policy_loss import (
 from slime.algorithms.reduction import masked_sum, token_weights, zero_masked_tokens
 from slime.training.columns import Kind, names_of
 from slime.training.custom_functions import (
+    copied_masks,
     custom_correction,
     custom_loss_function,
     policy_gradient_reducer,
@@ -73,7 +74,9 @@ def loss_function(
     if role == "critic":
         loss, metrics = value_loss_function(args, batch, logits, reduce)
     elif is_custom:
-        # Of the masks as they are when it is called: the user's function may edit them.
+        # The user's function may edit the masks: those of the step stay, and where the loss is made once more it begins anew.
+        batch = batch.with_columns(loss_masks=copied_masks(batch["loss_masks"]))
+        # Of the masks as they are when it is called.
         loss, metrics = custom_loss_function(args, batch, logits, lambda values: make_reducer(args, batch)(values))
     elif args.loss_type == "sft_loss":
         loss, metrics = sft_loss_function(args, batch, logits, tensor_group, reduce)

@@ -246,6 +246,10 @@ def test_without_sglang_other_runs_say_what_is_missing(without_engines):
         parse_known(build_parser(), ["--sglang-mem-fraction-static", "0.5"])
 
 
+def test_without_sglang_a_run_with_engines_is_planned(without_engines, tmp_path):
+    assert parse(tmp_path, "--rollout-num-gpus", "2", "--dry-run").rollout_num_engines == 2
+
+
 def test_with_sglang_a_run_that_only_trains_refuses_misspelt_flags():
     with pytest.raises(UserError, match="unknown flag --sglang-mem-fraction-statik: did you mean"):
         parse_known(build_parser(), ["--debug-train-only", "--sglang-mem-fraction-statik", "0.5"])

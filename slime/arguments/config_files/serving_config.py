@@ -152,9 +152,10 @@ class _Reader:
                 with self._noting():
                     groups.append(self._group(group, per_engine))
         types = {group.worker_type for group in groups}
-        if len(self.violations) == found and ("prefill" in types) != ("decode" in types):
-            where = entry.where(lists[0])
-            self.violations.append(f"{where}: model {name}: prefill and decode groups need each other")
+        lonely, idle = ("prefill" in types) != ("decode" in types), {"prefill", "regular"} <= types
+        if len(self.violations) == found and (lonely or idle):
+            what = "prefill and decode groups need each other" if lonely else "regular engines would get no requests"
+            self.violations.append(f"{entry.where(lists[0])}: model {name}: {what}")
         return tuple(groups)
 
     def _group(self, entry: YamlMapping, per_engine: int) -> ServerGroup:

@@ -58,13 +58,16 @@ _ORDER = (
     "optimizer and schedule", "recomputation and offload", "checkpoints", "logging and profiling", "other",
 )  # fmt: skip
 
+OF_ROLES = ("sglang_num_reserved_decode_tokens", "sglang_optimistic_prefill_attempts", *map("sglang_disaggregation_{}".format, (
+    "transfer_backend", "ib_device", "enable_kv_checksum", "decode_retraction_backup", "decode_enable_radix_cache",
+    "decode_extra_slots", "decode_polling_interval", "decode_host_receive_threshold")))  # fmt: skip
 # Flags of theirs that rules and plans ask for: unset where the package is not installed.
 READ = {
     "sglang": (
         "sglang_pp_size", "sglang_tp_size", "sglang_dp_size", "sglang_enable_dp_attention", "sglang_mem_fraction_static",
-        "sglang_context_length", "sglang_dtype", "sglang_quantization", "sglang_enable_hierarchical_cache",
+        "sglang_context_length", "sglang_dtype", "sglang_quantization", "sglang_enable_hierarchical_cache", *OF_ROLES,
     ),
-    "router": ("router_backend",),
+    "router": ("router_backend", "router_prefill_policy", "router_decode_policy"),
 }  # fmt: skip
 
 # Families that are read from a package: name for `load_surface`, title in `--help`.

@@ -38,9 +38,7 @@ _NO_PARTIAL_ROLLOUT = Idle(lambda args: not args.partial_rollout, "without --par
 _DYNAMIC_BATCHES = Idle(lambda args: args.use_dynamic_batch_size, "with --use-dynamic-batch-size")
 _STATIC_BATCHES = Idle(lambda args: not args.use_dynamic_batch_size, "without --use-dynamic-batch-size")
 _NEVER_EVALUATES = Idle(lambda args: args.eval_interval is None, "without --eval-interval")
-_NO_PUSH = Idle(
-    lambda args: not (args.has_trainer and (args.rollout_num_gpus or args.rollout_external)), "without a push"
-)
+_NO_PUSH = Idle(lambda a: not (a.has_trainer and (a.rollout_num_gpus or a.rollout_external)), "without a push")
 _NO_REHEARSAL = Idle(lambda args: not args.rehearse, "without --rehearse")
 
 CONFIGURATION = Group("configuration", (

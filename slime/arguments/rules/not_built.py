@@ -150,6 +150,8 @@ NOT_BUILT_RULES: tuple[Rule, ...] = (
     refused(lambda args: bool(args.multimodal_keys) and args.has_trainer,
         "{--multimodal-keys}: models are trained on text, no vision tower is: the images would be left out; generate with "
         "{--debug-rollout-only}, or evaluate on images by multimodal_keys in the sets of {--eval-config}"),
+    refused(lambda args: (args.rollout_top_p < 1 or args.rollout_top_k > 0) and args.has_engines and has_roles(args),
+        "{--rollout-top-p=}, {--rollout-top-k=}: engines that prefill or decode tell no sets of kept tokens; give 1 and -1"),
     refused_each(("sglang_router_ip", "use_rollout_routing_replay", "update_weights_in_flight"),
         lambda args, value: value and args.has_engines and has_roles(args),
         "{0=} beside engines that only prefill or decode is not built yet; drop it, or {--prefill-num-servers}"),

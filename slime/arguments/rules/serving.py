@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from slime.arguments.config_files.serving_config import FLAG, arguments_of_group, served_groups, served_models
 from slime.arguments.flag import flag_of
+from slime.arguments.groups import OF_ROLES
 from slime.arguments.hf_config import read_hf_config
 from slime.arguments.server_flags import NO_SHARE, REFUSED, is_share, tensor_parallel_size
 from slime.arguments.sizes import layout_of
@@ -31,8 +32,6 @@ _SWITCHED_OFF = (
 )
 # What counts for a router that somebody else started, too: our client reads these.
 _OF_ANY_ROUTER = {"router_policy", "router_api_key"}
-_OF_ROLES = ("transfer_backend ib_device enable_kv_checksum decode_retraction_backup decode_enable_radix_cache "
-    "decode_extra_slots decode_polling_interval decode_host_receive_threshold")  # fmt: skip
 _ADDRESS = re.compile(r"[\w.-]+|\[[0-9a-fA-F:.]+(%\w+)?\]")
 
 
@@ -265,8 +264,7 @@ SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
     of_groups(refused(lambda args: args.use_rollout_routing_replay and args.sglang_enable_hierarchical_cache,
         "{--sglang-enable-hierarchical-cache} loses the experts that {--use-rollout-routing-replay} asks for; drop it")),
     router_settings, engines_to_compare,
-    refused_each(("router_prefill_policy", "router_decode_policy", "sglang_num_reserved_decode_tokens",
-            "sglang_optimistic_prefill_attempts", *(f"sglang_disaggregation_{name}" for name in _OF_ROLES.split())),
+    refused_each(("router_prefill_policy", "router_decode_policy", *OF_ROLES),
         lambda args, value: value not in (None, False) and not has_roles(args),
         "{0=} has no effect: no engine only prefills or decodes; give {--prefill-num-servers}, or drop it"),
     of_groups(refused(lambda args: args.sglang_disaggregation_transfer_backend == "fake",

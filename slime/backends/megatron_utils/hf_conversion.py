@@ -141,14 +141,16 @@ def keep_float32(args: Any, model: torch.nn.Module) -> None:
     from slime.backends.megatron_utils.value_head import is_value_head
 
     family = family_of_run(args)
-    if not any(rule.keeps_float32 for rule in family.rules):
+    # A rehearsal, and a run that goes on from a checkpoint of its own, need no weights there.
+    if not any(rule.keeps_float32 for rule in family.rules) or not any(Path(args.hf_checkpoint).glob("*.safetensors")):
         return
     source = SafetensorsDirectory(args.hf_checkpoint)
+    stored = source.names()
     for name, parameter in global_named_parameters(model):
         if is_value_head(parameter) or family.leaves_out(name):
             continue
         rule, hf_names = family.find(name)
-        if rule.keeps_float32 and source.names().issuperset(hf_names):
+        if rule.keeps_float32 and stored.issuperset(hf_names):
             if all(source.tensor(hf_name).dtype == torch.float32 for hf_name in hf_names):
                 parameter.data = parameter.data.float()
 

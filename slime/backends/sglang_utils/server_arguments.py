@@ -194,12 +194,11 @@ def compute_server_arguments(
         values["enable_memory_saver"] = True
     if role in _LOAD_BALANCE:
         require_cache_transfer(args, on_cpu)
-        values["load_balance_method"] = _LOAD_BALANCE[role]
         if on_cpu:
             values["disaggregation_transfer_backend"] = _TRANSFER_ON_CPU
     values.update(typed)
     if role in _LOAD_BALANCE:
-        values["disaggregation_mode"] = role
+        values |= {"disaggregation_mode": role, "load_balance_method": _LOAD_BALANCE[role]}
     if bootstrap_port is not None:
         values["disaggregation_bootstrap_port"] = bootstrap_port
     values.update(

@@ -85,6 +85,8 @@ def model(*lines):
         (model("{num_gpus: 7}"), 4, "num_gpus 7 is no multiple of num_gpus_per_engine 2"),
         (model("{worker_type: regular}"), 4, "the group needs `num_gpus`"),
         (model("{num_gpus: 8, worker_type: prefill}"), 3, "prefill and decode groups need each other"),
+        (model("{num_gpus: 2, worker_type: prefill}", "{num_gpus: 2, worker_type: decode}", "{num_gpus: 4}"), 3,
+         "regular engines would get no requests"),
         (model("{num_gpus: 8, overrides: 3}"), 4, "overrides: expected"),
         (model("{num_gpus: 4, overrides: {model_path: /b}}", "{num_gpus: 4}"), 2, "different models (/actor, /b)"),
         ("sglang:\n  - server_groups: [{num_gpus: 8, overrides: {dtype: float32}}]\n", 2, "the model needs a `name`"),

@@ -189,3 +189,20 @@ def test_it_is_as_narrow_as_the_others_where_the_checkpoint_or_the_optimizer_has
         "kernels of one dtype": torch.bfloat16,
         "critic": torch.float32,
     }
+
+
+def _dtype_without_weights(directory):
+    from tests.support.processes.megatron_worker import start
+
+    args = tiny_args(directory, bf16=True)
+    start(args)
+    from slime.backends.megatron_utils.model_provider import setup_model
+
+    return {str(p.dtype) for chunk in setup_model(args) for name, p in chunk.named_parameters() if name.endswith(DECAY)}
+
+
+def test_a_model_is_built_beside_a_directory_without_weights(tmp_path):
+    """As a rehearsal builds it, and a run that goes on from a checkpoint of its own."""
+    directory = write_model(tmp_path / "model")
+    (directory / "model.safetensors").unlink()
+    assert run_distributed(_dtype_without_weights, 1, (str(directory),)) == [{"torch.bfloat16"}]

@@ -311,6 +311,7 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
     ),
     "not built": (
         ('--multimodal-keys {{"image":"images"}}', "--multimodal-keys --debug-rollout-only --eval-config", NOT_BUILT),
+        ("--prefill-num-servers 1 --rollout-num-gpus 2 --rollout-top-p 0.9", "--rollout-top-p --rollout-top-k", NOT_BUILT),
         ("--sglang-incremental-streaming-output", "--sglang-incremental-streaming-output --dry-run", NOT_BUILT),
         ("--rollout-num-gpus 4 --rollout-num-gpus-per-engine 4 --num-gpus-per-node 2",
          "--rollout-num-gpus-per-engine --num-gpus-per-node", NOT_BUILT),
