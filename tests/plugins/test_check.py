@@ -103,6 +103,9 @@ class Unborn(Silent):
 
 class Abacus(Accelerator): name = "abacus"
 class Unnamed(Accelerator): pass
+class Asleep(Accelerator):
+    name = "asleep"
+    def synchronize(self): forever.wait()
 class Full(Accelerator):
     name = "full"
     def memory_of_device(self): return 7, 3
@@ -301,10 +304,14 @@ def test_what_a_run_would_stumble_over(file, flag, name, problem):
     [
         ("--custom-generate-function-path", "hangs", "did not return within --http-request-timeout 0.3 s"),
         ("--rollout-function-path", "hangs_plainly", "did not return within 0.3 s; it is here:"),
+        ("--accelerator", "Asleep", "did not return within 0.3 s; it is here:"),
     ],
 )
-def test_functions_that_never_return(file, flag, name, problem):
+def test_functions_that_never_return(file, monkeypatch, flag, name, problem):
+    # A device that hangs is the one of the process: a command ends then.
+    monkeypatch.setenv("SLIME_ACCELERATOR", os.environ["SLIME_ACCELERATOR"])
     finding = checked(file, flag, name, time_limit=0.3)
+    get_accelerator.cache_clear()
     assert problem in finding.problems[0]
     assert name != "hangs_plainly" or "forever.wait()" in finding.problems[0]
 
