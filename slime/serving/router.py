@@ -126,14 +126,15 @@ class RouterHandle:
         Raises:
             RunError: a worker was refused or did not become healthy in time.
         """
-        deadline = time.monotonic() + timeout
         worker_api_key = worker_api_key or self.api_key
+        knows_them = self._waiting is not None
         if self._waiting is not None:
             fields, self._waiting = self._waiting, None
             self._launch({**fields, **_told_at_start(workers)})
             self.wait_ready(timeout)
-            new = []
-        else:
+        # A start has had a time of its own.
+        deadline, new = time.monotonic() + timeout, []
+        if not knows_them:
             listed = {worker["url"] for worker in self.workers(deadline)}
             new = [worker for worker in workers if worker.url not in listed]
         for worker in new:
