@@ -13,6 +13,7 @@ from slime.arguments.flag import flag_of
 from slime.arguments.paths import MANAGER_PLUG_INS, RANK_PLUG_INS
 from slime.plugins import POINTS, check
 from slime.plugins.__main__ import main
+from slime.utils import device
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
 
@@ -169,6 +170,12 @@ GOOD = {
     "--actor-cls": "Rank",
     "--accelerator": "Abacus",
 }
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """A device that is tried stays registered in its process, which ends in a command."""
+    monkeypatch.setattr(device, "_FACTORIES", dict(device._FACTORIES))
 
 
 @pytest.fixture(scope="module")
