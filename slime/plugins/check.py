@@ -144,6 +144,8 @@ def _command_line(directory: Path, words: Sequence[str], named: Sequence[str], t
         "--rollout-batch-size": ["2"], "--n-samples-per-prompt": ["2"], "--rollout-num-gpus": ["1"],
         "--actor-num-gpus-per-node": ["1"], "--model-args-from-hf": [], "--http-request-timeout": [str(time_limit)],
         "--rm-timeout": [str(time_limit)],
+        # One sample after the other: what is told is of the first, and the same at every try.
+        "--sglang-server-concurrency": ["1"],
     }  # fmt: skip
     if {"--custom-update-weight-post-write-path", _PRE_READ_FLAG} & set(named):
         defaults["--update-weight-disk-dir"] = [str(directory / "pushes")]
