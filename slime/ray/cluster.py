@@ -205,6 +205,8 @@ def _start_local(args: argparse.Namespace, plan: ClusterPlan) -> None:
                 include_dashboard=False,
                 logging_level=logging.getLevelName(logging.ERROR),
                 object_store_memory=object_store_bytes(args),
+                # Processes that Ray starts in advance have another environment than ours, and nobody uses them.
+                _system_config={"prestart_worker_first_driver": False},
             )
     except Exception as error:  # Ray 2.60 raises that very class when its node is not up within 30 s
         raise RunError(f"Ray did not start on this machine: {error}") from error

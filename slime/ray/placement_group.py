@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import functools
 import ipaddress
+import itertools
 import socket
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.arguments.config_files.role_config import critic_args
@@ -54,13 +55,14 @@ def create_placement_groups(args: argparse.Namespace) -> dict[str, Bundles]:
     if plan.gpus == 0:
         return {"actor": Bundles(None, ()), "rollout": Bundles(None, ())}
     group = placement_group([{"GPU": 1, "CPU": 1}] * plan.gpus, strategy="PACK")
+    # `group.ready()` would start a process for nothing else.
     wait_for(
-        group.ready(),
+        _locate(group, 0),
         "placement of the run's devices",
         _PLACEMENT_DEADLINE_SECONDS,
         pending=lambda _: f"{plan.gpus} GPUs; free in the cluster: {ray.available_resources().get('GPU', 0):g}",
     )
-    devices = wait_for_all([_locate(group, index) for index in range(plan.gpus)], "location of the devices", 300)
+    devices = _locate_devices(group)
     StartupClock().mark("placement")
     layout = plan.layout
     order = arrange_bundles(devices, group_sizes(args, layout))
@@ -384,6 +386,19 @@ def _address_key(address: str) -> tuple[int, Any]:
         except OSError:
             return (2, address)
     return (0 if resolved.version == 4 else 1, int(resolved))
+
+
+def _locate_devices(group: PlacementGroup) -> list[tuple[str, int]]:
+    """(node address, device id) of each bundle. A node tells of one after the other, so that one process there is enough."""
+    places: dict[int, tuple[str, int]] = {}
+    on_node: dict[str, list[int]] = {}
+    for index, node in placement_group_table(group)["bundles_to_node_id"].items():
+        on_node.setdefault(node, []).append(index)
+    for indices in itertools.zip_longest(*on_node.values()):
+        asked = [index for index in indices if index is not None]
+        answers = wait_for_all([_locate(group, index) for index in asked], "location of the devices", 300)
+        places.update(zip(asked, answers, strict=True))
+    return [places[index] for index in range(len(places))]
 
 
 def _locate(group: PlacementGroup, index: int) -> ray.ObjectRef:

@@ -157,11 +157,20 @@ FOUR_NODES = [(f"127.0.0.{2 + gpu // 8}", gpu % 8) for gpu in range(32)]
 def test_every_mode_lies_in_the_order_of_nodes_and_devices(monkeypatch, mode, actor, rollout):
     """On four nodes of eight devices, whatever order Ray gives them in."""
     given = random.Random(0).sample(FOUR_NODES, 32)
-    bundles = SimpleNamespace(ready=lambda: "ready")
+    bundles = SimpleNamespace()
+    nodes = {index: f"id of {node}" for index, (node, _) in enumerate(given)}
+
+    def wait_for_all(refs, *arguments):
+        assert len({node for node, _ in refs}) == len(refs), (
+            "a node starts a process for each device that is asked at once"
+        )
+        return refs
+
     monkeypatch.setattr(placement_group, "placement_group", lambda shape, strategy: bundles)
+    monkeypatch.setattr(placement_group, "placement_group_table", lambda group: {"bundles_to_node_id": nodes})
     monkeypatch.setattr(placement_group, "wait_for", lambda *arguments, **options: None)
     monkeypatch.setattr(placement_group, "_locate", lambda group, index: given[index])
-    monkeypatch.setattr(placement_group, "wait_for_all", lambda refs, *arguments: refs)
+    monkeypatch.setattr(placement_group, "wait_for_all", wait_for_all)
     values = {
         "world_size": 16,
         "rollout_num_gpus": 16,

@@ -2,19 +2,23 @@
 
 Runs the unmodified SGLang HTTP server. Around it: the process ends with its parent; the CPU adapter is installed where
 there is no GPU; there, scheduler and detokenizer are forked after sglang was imported, so that its imports are paid
-once instead of three times; a server whose scheduler or detokenizer dies ends and leaves the cause; the API key never
-reaches the log. The arguments file holds that key, so it is readable by its owner only and is deleted as soon as it was
-read.
+once instead of three times, and without what only other models would need; a server whose scheduler or detokenizer dies
+ends and leaves the cause; the API key never reaches the log. The arguments file holds that key, so it is readable by its
+owner only and is deleted as soon as it was read.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import gc
+import importlib
 import json
 import logging
 import os
+import re
 import sys
+import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +44,8 @@ def write_arguments_file(path: str | Path, arguments: ServerArguments) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Serve until the process is told to end."""
     exit_when_parent_dies()
+    # Imports make a million objects that stay: looking through them again and again is a tenth of their time.
+    gc.disable()
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--arguments-file", type=Path, required=True)
     arguments_file = parser.parse_args(argv).arguments_file
@@ -67,7 +73,7 @@ def serve_plainly() -> None:
 
     server_args = prepare_server_args(sys.argv[1:])
     hide_from_logs(server_args.api_key)
-    _fork_workers()
+    _fork_workers(server_args)
     try:
         run_server(server_args)
     finally:
@@ -112,7 +118,8 @@ def _serve(values: dict[str, Any], typed: list[str], cause_path: Path) -> None:
     _name_shared_memory_after(cause_path.parent)
     _end_when_a_worker_dies(cause_path)
     if gpus_on_this_machine() == 0:
-        _fork_workers()
+        _fork_workers(server_args)
+    gc.enable()
     try:
         run_server(server_args)
     finally:
@@ -198,20 +205,71 @@ def _end_when_a_worker_dies(cause_path: Path) -> None:
     engine.SubprocessWatchdog = functools.partial(WorkerWatch, cause_path)
 
 
-def _fork_workers() -> None:
+def _fork_workers(server_args: Any) -> None:
     """sglang 0.5.21 selects the start method "spawn" for its subprocesses in its set-up; select "fork" after that."""
     import multiprocessing
 
-    import sglang.srt.managers.scheduler  # noqa: F401  imported before the fork, so that the children have it
     from sglang.srt.entrypoints import engine
 
+    _import_for_workers(server_args)
     set_up = engine._set_envs_and_config
 
     def set_up_and_fork(server_args: Any) -> None:
         set_up(server_args)
         multiprocessing.set_start_method("fork", force=True)
+        # What is there now stays. A collection in a child would touch, and so copy, all that the parent imported.
+        gc.freeze()
 
     engine._set_envs_and_config = set_up_and_fork
+
+
+def _import_for_workers(server_args: Any) -> None:
+    """Import before the fork what the children need, and keep from them what takes most of their start and serves nothing.
+
+    sglang 0.5.21 imports Megatron where it is installed, for a dump that nobody asked for, and every model that it knows to
+    find the one to be served. Models are found when one is asked for that is not there yet; a package of the user's
+    (`SGLANG_EXTERNAL_MODEL_PACKAGE`) changes that, and is left to it.
+    """
+    sys.modules["megatron"] = None  # type: ignore[assignment]  its import fails, as where it is not installed
+    try:
+        import sglang.srt.debug_utils.dumper
+        import sglang.srt.managers.scheduler  # noqa: F401  the children have it then
+    finally:
+        del sys.modules["megatron"]
+    from sglang.srt.environ import envs
+
+    if envs.SGLANG_EXTERNAL_MODEL_PACKAGE.get():
+        return
+    nothing = types.ModuleType("_no_models")
+    nothing.__path__ = []
+    sys.modules[nothing.__name__] = nothing
+    with envs.SGLANG_EXTERNAL_MODEL_PACKAGE.override(nothing.__name__):
+        from sglang.srt.models.registry import ModelRegistry
+    config = Path(server_args.model_path, "config.json")
+    if not config.is_file():
+        return
+    for name in json.loads(config.read_text()).get("architectures") or []:
+        ModelRegistry.models.update(_models_beside(name))
+
+
+def _models_beside(architecture: str) -> dict[str, type]:
+    """The models of the module of sglang that offers `architecture`, by name; {} where none does, or it cannot be imported."""
+    import sglang.srt.models
+
+    definition = re.compile(rf"^class {re.escape(architecture)}\b", re.MULTILINE)
+    for path in sorted(Path(sglang.srt.models.__path__[0]).glob("*.py")):
+        if not definition.search(path.read_text()):
+            continue
+        try:
+            entries = importlib.import_module(f"sglang.srt.models.{path.stem}").EntryClass
+        except Exception as error:
+            # As sglang does, which may have another way to serve it.
+            logging.getLogger(__name__).warning("%s: %s: %s", path.name, type(error).__name__, error)
+            continue
+        models = {entry.__name__: entry for entry in (entries if isinstance(entries, list) else [entries])}
+        if architecture in models:
+            return models
+    return {}
 
 
 if __name__ == "__main__":

@@ -94,6 +94,35 @@ def test_still_needed_start_method_and_gc_freeze():
     assert "_freeze_gc_after_server_warmup(server_args)" in source_of("sglang.srt.entrypoints.http_server")
 
 
+def test_still_needed_imports_that_serve_nothing():
+    assert "from megatron.core import parallel_state as _mpu" in source_of("sglang.srt.debug_utils.dumper")
+    assert 'else:\n    ModelRegistry.register("sglang.srt.models")' in source_of("sglang.srt.models.registry")
+
+
+@on_cpu
+def test_an_engine_imports_the_model_that_it_serves_and_others_when_they_are_asked_for(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM", "NoSuchModel"]}')
+    printed = run_python(
+        "import sys\n"
+        "from types import SimpleNamespace\n"
+        "from slime.backends.sglang_utils import cpu_runtime, server_process\n"
+        "cpu_runtime.install()\n"
+        f"server_process._import_for_workers(SimpleNamespace(model_path={str(tmp_path)!r}))\n"
+        "from sglang.srt.models.registry import ModelRegistry\n"
+        "print(sorted(ModelRegistry.models), [name for name in sys.modules if name.partition('.')[0] == 'megatron'])\n"
+        "print('sglang.srt.models.gemma2' in sys.modules)\n"
+        "print(ModelRegistry.resolve_model_cls(['Qwen3ForCausalLM'])[1], 'sglang.srt.models.gemma2' in sys.modules)\n"
+        "print(ModelRegistry.resolve_model_cls(['Gemma2ForCausalLM'])[1])\n"
+        "import megatron.core"
+    )
+    assert printed.splitlines() == [
+        "['Qwen3ForCausalLM'] []",
+        "False",
+        "Qwen3ForCausalLM False",
+        "Gemma2ForCausalLM",
+    ]
+
+
 def murmur3_32(data: bytes) -> int:
     """MurmurHash3 x86_32 with seed 0 for lengths divisible by 4, from its published description."""
     mask, state = 0xFFFFFFFF, 0
