@@ -39,7 +39,11 @@ def new_attempt(entry: Any) -> Any:
 def own_copy(sample: Sample) -> Sample:
     """A copy with dicts, lists and sets of its own, also within those; other objects, which may be the user's, are shared."""
     copied = object.__new__(type(sample))
-    copied.__dict__ = {name: _own_containers(value) for name, value in sample.__dict__.items()}
+    copied.__dict__ = {
+        # Most values are looked at here: a call for each would take longer than the copy.
+        name: value if type(value) in _WITHOUT_CONTAINERS else _own_containers(value)
+        for name, value in sample.__dict__.items()
+    }
     return copied
 
 
@@ -58,6 +62,10 @@ def _own_containers(value: Any) -> Any:
         return value.copy() if flat else [_own_containers(entry) for entry in value]
     if type(value) is dict:
         return {name: _own_containers(entry) for name, entry in value.items()}
+    if type(value) in (SpecInfo, PrefixCacheInfo):
+        counters = object.__new__(type(value))
+        counters.__dict__.update(value.__dict__)
+        return counters
     if not isinstance(value, dict | list | set | SpecInfo | PrefixCacheInfo):
         return value
     copied = copy.copy(value)

@@ -49,9 +49,8 @@ class TokenLogProbs:
         """From the entries of an answer's `…_token_logprobs`: `[log-prob, id, …]` each, or what they were read into."""
         if isinstance(entries, cls):
             return entries
-        entries = entries or []
-        log_probs = np.array([entry[0] for entry in entries], dtype=np.float64)
-        return cls._exact(log_probs, np.array([entry[1] for entry in entries], dtype=np.int64))
+        log_probs, tokens = [*zip(*entries, strict=False)][:2] if entries else ((), ())
+        return cls._exact(np.array(log_probs, dtype=np.float64), np.array(tokens, dtype=np.int64))
 
     def with_log_probs(self, log_probs: Sequence[float]) -> TokenLogProbs:
         """The same tokens with other log-probs. Raises ValueError where these are not as many."""

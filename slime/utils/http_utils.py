@@ -19,9 +19,9 @@ import contextvars
 import functools
 import json as standard_json
 import logging
+import secrets
 import socket
 import time
-import uuid
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -314,7 +314,7 @@ def _identified(payload: Any, ids: set[str] | None) -> Iterator[Callable[[], byt
     prompts = _num_prompts(payload)
 
     def body() -> bytes:
-        request_id = uuid.uuid4().hex
+        request_id = secrets.token_hex(16)
         # SGLang numbers the prompts of a list, and knows none by the id alone. The router takes no list of ids.
         names = [request_id] if prompts is None else [f"{request_id}_{place}" for place in range(prompts)]
         own.extend(names)
@@ -378,7 +378,7 @@ async def _send(
 ) -> Any:
     """What `receive` makes of the answer; by default it is parsed. `body` makes that of an attempt, when its turn has come."""
     session = _client().session
-    request_id = uuid.uuid4().hex
+    request_id = secrets.token_hex(16)
     headers = {"X-Request-Id": request_id, **(_with_token(url, headers) or {})}
     attempts = max(1, _settings.max_retries if max_retries is None else max_retries)
     attempt, survived = 1, 0

@@ -98,8 +98,9 @@ def _make_numbers_plain(values: list[Any], *, grown: bool) -> None:
 
 def first_not_finite(values: Any) -> int | None:
     """Position of the first of `values` that is no finite number (NaN, infinite, None); None where all are."""
-    wrong = np.flatnonzero(~np.isfinite(np.asarray(values, np.float64)))
-    return int(wrong[0]) if len(wrong) else None
+    numbers = values if isinstance(values, np.ndarray) and values.dtype.kind == "f" else np.asarray(values, np.float64)
+    finite = np.isfinite(numbers)
+    return None if finite.all() else int(finite.argmin())
 
 
 def token_array(sample: Sample, name: str) -> np.ndarray | None:
@@ -149,7 +150,8 @@ def exactly_as(array: np.ndarray, dtype: np.dtype | type) -> np.ndarray | None:
         return array
     with np.errstate(over="ignore", invalid="ignore"):
         cast = array.astype(dtype)
-    return cast if np.array_equal(cast, array, equal_nan=True) else None
+    same = (cast == array).all() or np.array_equal(cast, array, equal_nan=True)
+    return cast if same else None
 
 
 def _require_array(sample: Sample, name: str, values: Any) -> np.ndarray:
