@@ -56,19 +56,20 @@ def test_the_first_error_ends_the_wait_although_others_hang(worker):
 
 
 def test_who_fails_does_not_end_the_wait_for_each(worker):
-    from slime.observability.waiting import wait_for_each
+    from slime.observability.waiting import wait_for_all, wait_for_each
 
-    one, other, dying, hanging = (worker.remote() for _ in range(4))
+    one, other, dying, hanging = actors = [worker.remote() for _ in range(4)]
+    wait_for_all([actor.answer.remote(0) for actor in actors], "actors", 60)
     refs = [
         one.raise_error.remote(RunError("broken")),
         dying.die.remote(),
         hanging.hang.remote(),
         other.answer.remote(4),
     ]
-    broken, dead, late, answer = wait_for_each(refs, "an order", 20)
+    broken, dead, late, answer = wait_for_each(refs, "an order", 10)
     assert answer == 4 and str(broken) == "broken"
     assert str(dead).startswith("an order: a process of the run died. ")
-    assert str(late) == "an order: no answer within 20 s from 1 process(es)"
+    assert str(late) == "an order: no answer within 10 s from 1 process(es)"
     assert all(isinstance(error, RunError) for error in (broken, dead, late))
 
 
