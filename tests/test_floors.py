@@ -21,6 +21,7 @@ FLOORS = {
     "slime.weights": 2,
     "slime.arguments": 2,
     "slime.plan": 2,
+    "slime.agent": 3,
     "slime.rollout": 3,
     "slime.serving": 3,
     "slime.backends.fsdp_utils": 3,

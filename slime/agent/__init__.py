@@ -1,0 +1,1 @@
+"""Agents: programs that talk to an endpoint of ours, whose turns become samples: trajectory, adapters, sandbox, harness."""
