@@ -126,7 +126,8 @@ async def _send_abort(call: GenerationCall, url: str) -> None:
             # An engine that does not have the request takes no notice.
             await post_control(f"{url}/abort_request", {"rid": request_id}, max_retries=1)
 
-    await asyncio.gather(*[abort_one(request_id) for request_id in call.request_ids])
+    # Adapters of agents note theirs in threads of their own.
+    await asyncio.gather(*[abort_one(request_id) for request_id in list(call.request_ids)])
 
 
 async def _is_idle(url: str) -> bool:

@@ -302,6 +302,11 @@ def noting_request_ids(ids: set[str]) -> Iterator[None]:
         _noted_ids.reset(token)
 
 
+def noted_request_ids() -> set[str] | None:
+    """What `noting_request_ids` fills here, for who asks engines elsewhere on behalf of this code; None where nobody notes."""
+    return _noted_ids.get()
+
+
 @contextlib.contextmanager
 def _identified(payload: Any, ids: set[str] | None) -> Iterator[Callable[[], bytes | None]]:
     """What makes the body of an attempt, with an id where `ids` takes it. Each has one of its own: an engine refuses one that

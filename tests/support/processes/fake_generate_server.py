@@ -34,6 +34,7 @@ class FakeGenerateServer:
         self.text_of: Callable[[list[int]], str] = lambda ids: "".join(chr(i) for i in ids)
         self.refuse: Callable[[dict[str, Any]], str | None] = lambda payload: None  # text of a refusal
         self.refusal_status = 400
+        self.matched: Callable[[dict[str, Any]], Any] = lambda payload: None  # what ended an answer: an id or a text
         self.break_after: Callable[[dict[str, Any]], int | None] = lambda payload: None
         self.delay_s = 0.0
         self.always_busy = False
@@ -157,7 +158,7 @@ class FakeGenerateServer:
             "meta_info": {
                 **self._scores(payload),
                 "output_token_logprobs": [[-0.5, token, None] for token in ids],
-                "finish_reason": reason and {"type": reason},
+                "finish_reason": reason and {"type": reason, "matched": self.matched(payload)},
                 "weight_version": self.weight_version,
                 "prompt_tokens": len(payload.get("input_ids", ())),
                 "completion_tokens": len(ids),

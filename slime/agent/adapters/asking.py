@@ -1,0 +1,186 @@
+"""A turn as it is asked of an engine: what is sent for it, how long it is waited for, and what ends it early."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from slime.agent.trajectory import Message, TurnRecord
+from slime.utils.http_utils import HttpError, get, post_control, post_generate, trust_engine_urls
+
+logger = logging.getLogger(__name__)
+
+MAX_NEW_TOKENS = 4096
+READ_TIMEOUT_S = 900.0
+CLIENT_CLOSED_REQUEST = 499
+_ABORT_TIMEOUT_S = 10.0
+# So often it is looked whether the client of a turn is still there.
+_LOOK_S = 0.2
+# Marks of a conversation stay in the tokens, and stop texts do, as they are what the model wrote.
+_ALWAYS = {"skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False}
+_CLIENT_SAMPLING = ("temperature", "top_p", "top_k")
+# They change what is sampled from as well, and nothing lets them.
+_NEVER_HEEDED = (
+    "frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "logit_bias", "seed", "response_format",
+    "tool_choice",
+)  # fmt: skip
+
+
+class Refusal(Exception):
+    """Ends a request with a status, and a message that its client gets in its own protocol."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass
+class Chat:
+    """What a request asks for, in the terms of a chat template.
+
+    Attributes:
+        messages: role and content as text; `tool_calls` have arguments as objects, `reasoning_content` is apart.
+        tools: each `{"type": "function", "function": {…}}`.
+        max_new_tokens: the request's own limit, if it has one.
+        stop: texts that end the answer.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    max_new_tokens: int | None = None
+    stop: list[str] = field(default_factory=list)
+
+
+class _TurnIds(set[str]):
+    """What the engines know a turn's requests by. The rollout call that it works for knows them, too, and may abort them."""
+
+    def __init__(self, noted: set[str]) -> None:
+        super().__init__()
+        self._noted = noted
+
+    def update(self, ids: Any) -> None:
+        super().update(ids)
+        self._noted.update(ids)
+
+    def difference_update(self, ids: Any) -> None:
+        super().difference_update(ids)
+        self._noted.difference_update(ids)
+
+
+class Engine:
+    """Who is asked for turns.
+
+    Args:
+        url: base URL of a router or an engine, or that of its `/generate`.
+        request_fields: further fields of each request.
+        allow_client_sampling: heed temperature, top-p and top-k of an agent's requests.
+    """
+
+    def __init__(self, url: str, request_fields: dict[str, Any], allow_client_sampling: bool) -> None:
+        self._base_url = url.rstrip("/").removesuffix("/generate")
+        self._request_fields = request_fields
+        self._heeded = _CLIENT_SAMPLING if allow_client_sampling else ()
+        self._warned: set[str] = set()
+
+    def sampling_params(self, defaults: dict[str, Any], body: dict[str, Any], chat: Chat) -> dict[str, Any]:
+        """Those of a turn: a session's `defaults`, and what of the request's `body` is heeded."""
+        params = {name: value for name, value in defaults.items() if value is not None}
+        params |= {name: body[name] for name in self._heeded if body.get(name) is not None}
+        for name in (*_CLIENT_SAMPLING, *_NEVER_HEEDED):
+            if body.get(name) is not None and name not in self._heeded and name not in self._warned:
+                self._warned.add(name)
+                way_out = " (allow_client_sampling=True heeds it)" if name in _CLIENT_SAMPLING else ""
+                logger.warning("%s of requests is ignored: what is trained is what is sampled%s", name, way_out)
+        limit = params.get("max_new_tokens", MAX_NEW_TOKENS)
+        limit = limit if chat.max_new_tokens is None else min(limit, chat.max_new_tokens)
+        stop = params.pop("stop", None) or []
+        stop = [*([stop] if isinstance(stop, str) else stop), *chat.stop]
+        return {**params, **_ALWAYS, "max_new_tokens": limit, **({"stop": stop} if stop else {})}
+
+    async def turn(
+        self,
+        request: web.Request,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        session_id: str,
+        noted_ids: set[str],
+    ) -> TurnRecord:
+        """The engine's answer to a prompt; an empty one where no token is left for it.
+
+        Args:
+            request: the agent's; when its client goes, the engine's work ends.
+            session_id: keeps a session with its engine.
+            noted_ids: hold the ids of the request until it is answered.
+
+        Raises:
+            Refusal: the client is gone (499), or the engine takes too long (504).
+            HttpError: the engine refuses, cannot be reached, or answers something else.
+        """
+        if sampling_params["max_new_tokens"] <= 0:
+            return TurnRecord(prompt_ids, [], "length")
+        payload = {"input_ids": prompt_ids, "sampling_params": sampling_params, "return_logprob": True}
+        ids, headers = _TurnIds(noted_ids), {"X-SMG-Routing-Key": session_id}
+        url, deadline = f"{self._base_url}/generate", time.monotonic() + READ_TIMEOUT_S
+        asking = asyncio.create_task(post_generate(url, payload | self._request_fields, headers, request_ids=ids))
+        try:
+            while not (await asyncio.wait([asking], timeout=_LOOK_S))[0]:
+                if is_gone(request):
+                    raise Refusal(CLIENT_CLOSED_REQUEST, "the client is gone")
+                if time.monotonic() > deadline:
+                    raise Refusal(504, f"the engine did not answer within {READ_TIMEOUT_S:g} s")
+        finally:
+            if not asking.done():
+                unanswered = list(ids)
+                asking.cancel()
+                await self._abort(unanswered)
+        return _record(prompt_ids, asking.result())
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        """Have these requests let go by the engines behind the router, or by the one that is asked itself."""
+        try:
+            async with asyncio.timeout(_ABORT_TIMEOUT_S):
+                try:
+                    urls = [worker["url"] for worker in (await get(f"{self._base_url}/workers", 1))["workers"]]
+                    trust_engine_urls(urls)
+                except (HttpError, KeyError, TypeError):
+                    urls = [self._base_url]
+                bodies = [(f"{url}/abort_request", {"rid": request_id}) for url in urls for request_id in request_ids]
+                await asyncio.gather(*[post_control(url, body, max_retries=1) for url, body in bodies])
+        except (HttpError, TimeoutError) as error:
+            logger.warning("an engine was not told that nobody waits for a turn any more: %s", error)
+
+
+def is_gone(request: web.Request) -> bool:
+    """Whether the client of a request has closed its connection."""
+    return request.transport is None or request.transport.is_closing()
+
+
+def matched_by(turn: TurnRecord) -> Any:
+    """What ended an answer: an id, a text, or None."""
+    return ((turn.meta_info or {}).get("finish_reason") or {}).get("matched")
+
+
+def _record(prompt_ids: list[int], answer: Any) -> TurnRecord:
+    # Arrow takes a moment to load.
+    from slime.utils.engine_answers import TokenLogProbs
+
+    if not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
+        raise HttpError(f"the engine answered something without meta_info: {str(answer)[:200]}")
+    meta_info = answer["meta_info"]
+    entries = TokenLogProbs.of(meta_info.pop("output_token_logprobs", None))
+    if meta_info.get("output_token_sampling_logprobs") is not None:
+        # Those beside kept sets, of which the trainer will find the same.
+        entries = entries.with_log_probs(meta_info["output_token_sampling_logprobs"])
+    return TurnRecord(
+        prompt_ids,
+        entries.tokens.tolist(),
+        (meta_info.get("finish_reason") or {}).get("type", "stop"),
+        entries.log_probs.tolist(),
+        weight_version=meta_info.get("weight_version"),
+        meta_info=meta_info,
+    )

@@ -1,0 +1,390 @@
+"""An endpoint for agent programs, whatever they speak: sessions, and the way of a turn from a request to its record.
+
+A turn's messages are rendered by the chat template and sent as token ids to `/generate`; the ids and log-probs that come back
+are recorded, and the program gets their text in its own protocol, which is a subclass's part. What the model wrote before
+goes into the next prompt by its recorded ids as long as the template would write the same text.
+
+The application serves on one event loop; sessions may be opened and finished from any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jinja2
+from aiohttp import web
+
+from slime.agent.adapters.asking import CLIENT_CLOSED_REQUEST, Chat, Engine, Refusal, is_gone, matched_by
+from slime.agent.adapters.parsing import THINK, ModelOutput, parse_model_output, prepare_parsers
+from slime.agent.trajectory import FORK_THRESHOLD_TOKENS, Message, TrajectoryManager, TurnRecord
+from slime.utils.http_utils import HttpError, noted_request_ids
+from slime.utils.processing_utils import render_chat, require_chat_template
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 * 2**20
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(eq=False)
+class Session:
+    """What belongs to one run of an agent. `noted_ids`: of the requests of the rollout call that it works for."""
+
+    sid: str
+    sampling_defaults: dict[str, Any]
+    max_context_tokens: int | None
+    noted_ids: set[str]
+    is_open: bool = True
+    aborted: bool = False
+    running: dict[asyncio.Task[Any], asyncio.AbstractEventLoop] = field(default_factory=dict)
+
+    def cancel(self) -> None:
+        """End the turns that are under way, and let none begin."""
+        self.is_open = False
+        for task, loop in list(self.running.items()):
+            loop.call_soon_threadsafe(task.cancel)
+
+
+class BaseAdapter:
+    """What all protocols share; a subclass has the routes, and translates.
+
+    Args:
+        tokenizer: with a chat template.
+        sglang_url: base URL of a router or an engine, or that of its `/generate`.
+        tool_parser, reasoning_parser: of SGLang's parsers, by name; None for the format that most models write.
+        max_turns_per_sid: of a session, those under way included; None for no limit.
+        fork_threshold_tokens: where a client rewrites what the model wrote, fewer output tokens than these are masked, and
+            as many begin another sample; 0: always another sample.
+        debug_callback: called with a dict of everything about each turn that is recorded.
+        allow_client_sampling: heed temperature, top-p and top-k of requests. The log-probs of their answers are at that
+            temperature, and the trainer's are not.
+        chat_template_kwargs: for the template, `{"enable_thinking": False}` say.
+        request_fields: further fields of `/generate` requests, such as `{"return_routed_experts": True}`.
+        model_label: what `/v1/models` tells.
+
+    Raises:
+        UserError: the tokenizer has no chat template, or SGLang no parser of such a name.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        sglang_url: str,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        max_turns_per_sid: int | None = None,
+        fork_threshold_tokens: int = FORK_THRESHOLD_TOKENS,
+        debug_callback: Callable[[dict[str, Any]], None] | None = None,
+        *,
+        allow_client_sampling: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        request_fields: dict[str, Any] | None = None,
+        model_label: str = "slime-actor",
+    ) -> None:
+        require_chat_template(tokenizer, "messages of agents are rendered")
+        prepare_parsers(tool_parser, reasoning_parser)
+        self.tokenizer = tokenizer
+        self.trajectories = TrajectoryManager(fork_threshold_tokens)
+        self._engine = Engine(sglang_url, request_fields or {}, allow_client_sampling)
+        self._parsers = (tool_parser, reasoning_parser)
+        self._max_turns = max_turns_per_sid
+        self._debug_callback = debug_callback
+        self._template_kwargs = chat_template_kwargs
+        self._sessions: dict[str, Session] = {}
+        # Guards the sessions, and tells of turns that end.
+        self._changed = threading.Condition()
+
+        async def healthz(request: web.Request) -> web.Response:
+            return web.json_response({"status": "ok"})
+
+        async def models(request: web.Request) -> web.Response:
+            model = {"id": model_label, "object": "model", "owned_by": "slime"}
+            return web.json_response({"object": "list", "data": [model]})
+
+        self.app = web.Application(client_max_size=MAX_BODY_BYTES)
+        self.app.add_routes([web.get("/healthz", healthz), web.get("/v1/models", models)])
+        self._register_routes(self.app)
+
+    # -- what a protocol adds ------------------------------------------------------------------------------------------
+
+    def _register_routes(self, app: web.Application) -> None:
+        """Add the routes: that of turns is handled by `guarded(handle_turn)`."""
+        raise NotImplementedError
+
+    def _session_id(self, request: web.Request, body: dict[str, Any]) -> str:
+        """The session that a request names, "" for none."""
+        raise NotImplementedError
+
+    def _preprocess_body(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The body as it is translated."""
+        return body
+
+    def _translate(self, body: dict[str, Any]) -> Chat:
+        """What a body asks for. Raises Refusal, or any KeyError, TypeError or ValueError where it cannot be read."""
+        raise NotImplementedError
+
+    def _build_reply(self, body: dict[str, Any], output: ModelOutput, turn: TurnRecord) -> dict[str, Any]:
+        """The answer to a request that does not stream."""
+        raise NotImplementedError
+
+    async def _respond(self, request: web.Request, body: dict[str, Any], reply: dict[str, Any]) -> web.StreamResponse:
+        """Write the reply to the end, or the events that a stream has in its place."""
+        raise NotImplementedError
+
+    def _error(self, status: int, message: str) -> dict[str, Any]:
+        """The body of an answer that refuses."""
+        raise NotImplementedError
+
+    # -- sessions ------------------------------------------------------------------------------------------------------
+
+    def open_session(
+        self, sid: str, sampling_defaults: dict[str, Any] | None = None, max_context_tokens: int | None = None
+    ) -> None:
+        """Take requests that name `sid`, as clients do by their key.
+
+        Args:
+            sampling_defaults: sampling parameters of `/generate`; without `max_new_tokens` an answer has at most 4096.
+            max_context_tokens: for a prompt and its answer together; None leaves that to the engine.
+
+        Raises:
+            ValueError: there is such a session, or the name is empty.
+        """
+        noted = noted_request_ids()
+        session = Session(sid, dict(sampling_defaults or {}), max_context_tokens, set() if noted is None else noted)
+        with self._changed:
+            if not sid or sid in self._sessions:
+                raise ValueError(f"session {sid!r} has no name, or is there already: finish or drop that one first")
+            self._sessions[sid] = session
+
+    async def shutdown_session(self, sid: str, wait_timeout: float = 5.0) -> None:
+        """Refuse new turns (503), and wait for those under way; after `wait_timeout` seconds they are ended.
+
+        Raises:
+            ValueError: there is no such session.
+        """
+        with self._changed:
+            if sid not in self._sessions:
+                raise ValueError(f"there is no session {sid!r}: it was not opened, or is finished or dropped")
+            session = self._sessions[sid]
+            session.is_open = False
+
+        def wait_idle() -> bool:
+            with self._changed:
+                return self._changed.wait_for(lambda: not session.running, wait_timeout)
+
+        if session.running and not await asyncio.to_thread(wait_idle):
+            logger.warning("turns were under way %g s after the end of their session; they are lost", wait_timeout)
+            session.cancel()
+
+    async def finish_session(
+        self,
+        sid: str,
+        *,
+        base_sample: Sample,
+        reward: float | dict[str, Any] | None = 0.0,
+        extra_metadata: dict[str, Any] | None = None,
+        max_sample_tokens: int = 0,
+        wait_timeout: float = 5.0,
+        args: Any = None,
+    ) -> list[Sample]:
+        """End a session: the samples of its turns, with their texts. The arguments are those of `get_trajectory`.
+
+        There is none where nothing is to be trained. Where engines were told to abort a turn, all are ABORTED, and there
+        is one without an answer in place of none.
+
+        Raises:
+            ValueError: there is no such session, or what an engine told of a turn does not fit together.
+        """
+        await self.shutdown_session(sid, wait_timeout)
+        with self._changed:
+            session = self._sessions.pop(sid)
+
+        def finished() -> list[Sample]:
+            samples = self.trajectories.get_trajectory(
+                sid,
+                base_sample=base_sample,
+                reward=reward,
+                extra_metadata=extra_metadata,
+                max_sample_tokens=max_sample_tokens,
+                args=args,
+            )
+            for sample in samples:
+                sample.response = self._decode(sample.tokens[-sample.response_length :])
+            return samples
+
+        samples = await asyncio.to_thread(finished)
+        if session.aborted:
+            samples = samples or [dataclasses.replace(base_sample, metadata=dict(base_sample.metadata))]
+            for sample in samples:
+                sample.status, sample.reward = Sample.Status.ABORTED, None
+        return samples
+
+    def drop_session(self, sid: str) -> None:
+        """Forget a session, and end its turns. One that is not there, or not any more, is no error."""
+        with self._changed:
+            session = self._sessions.pop(sid, None)
+        if session is not None:
+            session.cancel()
+        self.trajectories.drop_session(sid)
+
+    @contextlib.contextmanager
+    def _turn_of(self, sid: str) -> Iterator[Session]:
+        """The session, whose turn lasts as long as the block. Raises Refusal where it may have none."""
+        task = asyncio.current_task()
+        with self._changed:
+            session = self._sessions.get(sid)
+            if session is None or not session.is_open:
+                raise Refusal(503, "there is no such session, or it is closed; clients name it by their key")
+            turns = self.trajectories.turn_count(sid) + len(session.running)
+            if self._max_turns is not None and turns >= self._max_turns:
+                raise Refusal(429, f"the session has had its {self._max_turns} turns")
+            session.running[task] = asyncio.get_running_loop()
+        try:
+            yield session
+        finally:
+            with self._changed:
+                del session.running[task]
+                self._changed.notify_all()
+
+    # -- a turn --------------------------------------------------------------------------------------------------------
+
+    def guarded(self, handler: Handler) -> Handler:
+        """`handler`, with an answer in its protocol where it refuses; `trajectories.counts` has them as `refused_STATUS`."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                return await handler(request)
+            except Refusal as error:
+                refusal = error
+            except HttpError as error:
+                refusal = Refusal(502, f"the turn was not answered by an engine: {error}")
+            except ConnectionResetError:
+                refusal = Refusal(CLIENT_CLOSED_REQUEST, "the client is gone")
+            self.trajectories.counts[f"refused_{refusal.status}"] += 1
+            logger.debug("a request was refused: %d, %s", refusal.status, refusal)
+            return web.json_response(self._error(refusal.status, str(refusal)), status=refusal.status)
+
+        return handle
+
+    async def handle_turn(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request for a turn, and record that."""
+        body = await self.body_of(request)
+        with self._turn_of(self._session_id(request, body)) as session:
+            chat, prompt_ids, prompt = await self.prompt_of(session.sid, body)
+            params = self._engine.sampling_params(session.sampling_defaults, body, chat)
+            if session.max_context_tokens is not None:
+                params["max_new_tokens"] = min(params["max_new_tokens"], session.max_context_tokens - len(prompt_ids))
+            turn = await self._engine.turn(request, prompt_ids, params, session.sid, session.noted_ids)
+            if turn.finish_reason == "abort":
+                # The rollout call is being wound down; an agent that tries again would hold it up.
+                session.is_open, session.aborted = False, True
+                raise Refusal(503, "the turn was aborted, and the session is closed")
+            output = await asyncio.to_thread(self._read, turn, chat, prompt)
+            turn = dataclasses.replace(turn, ill_formed=output.ill_formed)
+            reply = self._build_reply(body, output, turn)
+            response = await self._respond(request, body, reply)
+            if is_gone(request) or self._sessions.get(session.sid) is not session:
+                self.trajectories.counts["not_delivered"] += 1
+                return response
+            message = {"role": "assistant", "content": output.text, "tool_calls": calls_of(output)}
+            self.trajectories.record_turn(
+                session.sid,
+                turn=turn,
+                prompt_messages=[routing_message(one) for one in chat.messages],
+                response_message=routing_message(message),
+            )
+            if self._debug_callback is not None:
+                told = {"session_id": session.sid, "chat": chat, "turn": turn, "output": output, "reply": reply}
+                try:
+                    self._debug_callback(told)
+                except Exception:  # who looks at turns does not end them
+                    logger.exception("debug_callback raised")
+            return response
+
+    async def body_of(self, request: web.Request) -> dict[str, Any]:
+        """The preprocessed body. Raises Refusal where it is no JSON object."""
+        try:
+            body = await request.json()
+        except ValueError as error:
+            raise Refusal(400, f"the body is no JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise Refusal(400, "the body is no JSON object")
+        return self._preprocess_body(body)
+
+    def _read(self, turn: TurnRecord, chat: Chat, prompt: str) -> ModelOutput:
+        """An answer in its parts."""
+        text, matched = self._spoken(turn), matched_by(turn)
+        text = text.removesuffix(matched) if isinstance(matched, str) else text
+        # Some templates open the reasoning themselves.
+        opening = THINK if prompt.rstrip().endswith(THINK) else ""
+        return parse_model_output(opening + text, chat.tools, *self._parsers)
+
+    # -- its prompt ----------------------------------------------------------------------------------------------------
+
+    async def prompt_of(self, sid: str, body: dict[str, Any]) -> tuple[Chat, list[int], str]:
+        """(what a body asks for, ids of its prompt, text of its prompt). Raises Refusal where it cannot be read or rendered."""
+        try:
+            chat = self._translate(body)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise Refusal(400, f"the request cannot be read ({type(error).__name__}: {error})") from error
+        return chat, *await asyncio.to_thread(self._prompt, sid, chat)
+
+    def _prompt(self, sid: str, chat: Chat) -> tuple[list[int], str]:
+        """(ids, text): up to the model's last turn the recorded ids, where the template writes their text."""
+        said = self.trajectories.recorded_turns(sid, [routing_message(message) for message in chat.messages])
+        if said:
+            last, last_turn = said[-1]
+            held = [*last_turn.prompt_ids, *last_turn.output_ids]
+            held_text = self._decode(held)
+            own = {place: {"role": "assistant", "content": self._spoken(turn)} for place, turn in said}
+            # Clients write calls otherwise than the model did, and leave reasoning out. So its own words go through the
+            # template, first all, then the last alone, whose prompt may have been made of the client's; at last none.
+            for replaced in (own, {last: own[last]}, {}):
+                messages = [replaced.get(place, message) for place, message in enumerate(chat.messages)]
+                with contextlib.suppress(Refusal):
+                    text = self._rendered(messages, chat)
+                    if text.startswith(held_text):
+                        return held + self._encode(text[len(held_text) :]), text
+        text = self._rendered(chat.messages, chat)
+        return self._encode(text), text
+
+    def _rendered(self, messages: list[Message], chat: Chat) -> str:
+        try:
+            return render_chat(self.tokenizer, messages, chat.tools, self._template_kwargs)
+        except (jinja2.TemplateError, LookupError, TypeError, ValueError) as error:
+            raise Refusal(400, f"the chat template refused the messages ({type(error).__name__}: {error})") from error
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _spoken(self, turn: TurnRecord) -> str:
+        """The text of an answer without the mark that ends a turn."""
+        ids, marks = list(turn.output_ids), (matched_by(turn), *self.tokenizer.all_special_ids)
+        if turn.finish_reason == "stop" and ids and ids[-1] in marks:
+            del ids[-1]
+        return self._decode(ids)
+
+
+def calls_of(output: ModelOutput) -> list[dict[str, Any]]:
+    """The calls of an answer as a message has them for a template."""
+    return [{"function": {"name": use.name, "arguments": use.arguments}} for use in output.tool_uses]
+
+
+def routing_message(message: Message) -> Message:
+    """A message as conversations are told apart by: no reasoning, of several calls the first, no ids, no text beside a call."""
+    routed = {"role": message["role"], "content": message.get("content") or ""}
+    if message.get("tool_calls"):
+        function = message["tool_calls"][0]["function"]
+        routed |= {"content": "", "tool_calls": [{"name": function["name"], "arguments": function["arguments"]}]}
+    return routed

@@ -1,0 +1,183 @@
+"""What an agent is told of a model's text: the answer, the reasoning before it, and calls of tools.
+
+SGLang's parsers, by the names that its servers take, know the formats of model families. Without them there are two that most
+models write: reasoning that ends at `</think>`, and calls within `<tool_call>`, as JSON or as `<function=…><parameter=…>`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import logging
+import os
+import re
+import runpy
+import sys
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from slime.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+THINK, END_OF_THINK = "<think>", "</think>"
+_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+# What opens a call, by the attribute in which a parser of SGLang's has it.
+_OPENING = ("bot_token", "tool_call_start_token")
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """A call of a tool by the model; the id is ours."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:24], compare=False)
+
+
+class ModelOutput(NamedTuple):
+    """A text in its parts; `ill_formed` where it has a call that cannot be read."""
+
+    text: str
+    reasoning: str
+    tool_uses: list[ToolUse]
+    ill_formed: bool
+
+
+def prepare_parsers(tool_parser: str | None, reasoning_parser: str | None) -> None:
+    """Load SGLang's parsers, if one is named: that takes seconds, which no turn should wait for.
+
+    Raises:
+        UserError: the installed SGLang has no parser of such a name.
+    """
+    package = importlib.util.find_spec("sglang")
+    for what, name, module, names in (
+        ("tool_parser", tool_parser, "function_call/parser_names.py", "TOOL_CALL_PARSER_NAMES"),
+        ("reasoning_parser", reasoning_parser, "parser/reasoning_parser_names.py", "REASONING_PARSER_NAMES"),
+    ):
+        if name is None or package is None:
+            continue
+        # The lists stand in files of their own, whose import would import all of the package.
+        known = runpy.run_path(os.path.join(package.submodule_search_locations[0], "srt", module))[names]
+        if name not in known:
+            raise UserError(f"{what} {name!r}: SGLang has no such parser; it has {', '.join(known)}")
+    if tool_parser is not None or reasoning_parser is not None:
+        _parsers_of_sglang()
+
+
+@functools.cache
+def _parsers_of_sglang() -> SimpleNamespace | None:
+    """SGLang's classes; None where it cannot be imported. Without a GPU that is so, but in the processes of engines."""
+    before = set(sys.modules)
+    try:
+        from sglang.srt.entrypoints.openai.protocol import Tool
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser
+        from sglang.srt.parser.reasoning_parser import ReasoningParser
+    except ImportError as error:
+        # Half of a package would be taken for the whole.
+        for name in [name for name in set(sys.modules) - before if name.partition(".")[0] == "sglang"]:
+            del sys.modules[name]
+        logger.warning("SGLang's parsers cannot be imported (%s): the format that most models write is read", error)
+        return None
+    return SimpleNamespace(Tool=Tool, FunctionCallParser=FunctionCallParser, ReasoningParser=ReasoningParser)
+
+
+def parse_model_output(
+    text: str,
+    tools_schema: Sequence[dict[str, Any]] | None = None,
+    tool_parser_name: str | None = None,
+    reasoning_parser_name: str | None = None,
+) -> ModelOutput:
+    """The parts of what a model wrote. Whatever that is, nothing is raised.
+
+    Args:
+        tools_schema: the tools that it was offered, each `{"type": "function", "function": {"name": …, "parameters": …}}`.
+            Without any, nothing is taken for a call; calls of others are left out.
+        tool_parser_name, reasoning_parser_name: of SGLang's parsers; None for the format that most models write.
+    """
+    reasoning, answer = _read_by_sglang(_reasoning_by_sglang, text, reasoning_parser_name) or ("", text)
+    if not reasoning and (END_OF_THINK in answer or answer.startswith(THINK)):
+        # A prompt that opens the reasoning leaves its end alone in the answer.
+        reasoning, end, rest = answer.removeprefix(THINK).partition(END_OF_THINK)
+        answer = rest if end else ""
+    if not tools_schema:
+        return ModelOutput(answer.strip(), reasoning.strip(), [], False)
+    own_calls = [_call(body, end, tools_schema) for body, end in _CALL.findall(answer)]
+    found = _read_by_sglang(_calls_by_sglang, answer, tool_parser_name, tools_schema)
+    rest, calls, opened = found or (_CALL.sub("", answer), own_calls, len(own_calls))
+    known = {tool.get("function", {}).get("name") for tool in tools_schema}
+    # SGLang leaves calls of unknown tools out, which are no less well formed.
+    unknown = sum(call is not None and call[0] not in known for call in own_calls) if found else 0
+    read = [call for call in calls if call is not None]
+    uses = [ToolUse(name, arguments) for name, arguments in read if name in known]
+    return ModelOutput(rest.strip(), reasoning.strip(), uses, opened > len(read) + unknown)
+
+
+def _read_by_sglang(read: Callable[..., Any], text: str, name: str | None, *arguments: Any) -> Any | None:
+    """What a parser of SGLang's makes of `text`; None where there is none, or it fails at this text."""
+    sglang = None if name is None else _parsers_of_sglang()
+    if sglang is None:
+        return None
+    try:
+        return read(sglang, text, name, *arguments)
+    except Exception as error:  # parsers run over whatever a model wrote
+        logger.warning("SGLang's parser %s failed at an answer (%s: %s)", name, type(error).__name__, error)
+        return None
+
+
+def _reasoning_by_sglang(sglang: SimpleNamespace, text: str, name: str) -> tuple[str, str]:
+    reasoning, answer = sglang.ReasoningParser(model_type=name).parse_non_stream(text)
+    return reasoning or "", answer or ""
+
+
+def _calls_by_sglang(
+    sglang: SimpleNamespace, text: str, name: str, tools: Sequence[dict[str, Any]]
+) -> tuple[str, list[Any], int]:
+    """(text beside the calls, calls with None for what cannot be read, how many were opened)."""
+    parser = sglang.FunctionCallParser([sglang.Tool(**tool) for tool in tools], name)
+    rest, items = parser.parse_non_stream(text)
+    marks = [getattr(parser.detector, attribute, "") for attribute in _OPENING]
+    opening = next(filter(None, marks), "").strip()
+    opened = text.count(opening) if opening else int(parser.has_tool_call(text))
+    return rest, [_with_arguments(item.name, item.parameters) for item in items], max(opened, len(items))
+
+
+def _call(body: str, end: str, tools: Sequence[dict[str, Any]]) -> tuple[str, dict[str, Any]] | None:
+    """(name, arguments) of what stands in `<tool_call>`; None where it cannot be read."""
+    if not end:
+        return None
+    function = _FUNCTION.search(body)
+    if function is None:
+        try:
+            called = json.loads(body)
+        except ValueError:
+            return None
+        return _with_arguments(called.get("name"), called.get("arguments", {})) if isinstance(called, dict) else None
+    name = function[1].strip()
+    schemas = [tool["function"] for tool in tools if tool.get("function", {}).get("name") == name]
+    types = ((schemas[0].get("parameters") or {}).get("properties") or {}) if schemas else {}
+    return name, {key.strip(): _value(text, types.get(key.strip())) for key, text in _PARAMETER.findall(function[2])}
+
+
+def _with_arguments(name: Any, arguments: Any) -> tuple[str, dict[str, Any]] | None:
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return None
+    return (name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
+
+
+def _value(text: str, schema: Any) -> Any:
+    """The value of a parameter that is written as text."""
+    if isinstance(schema, dict) and schema.get("type") == "string":
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
