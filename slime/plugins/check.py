@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
@@ -18,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.arguments import parse_args
 from slime.arguments.flag import attribute_of
-from slime.plugins.from_python import ACCELERATOR, ACTOR_CLS, take_paths, try_accelerator, try_rank
+from slime.plugins.from_python import ACTOR_CLS, take_paths, try_in_python
 from slime.plugins.recorder import POINTS, Recorder
 from slime.ray.rollout_pipeline import RolloutPipeline, batch_schedule
 from slime.rollout.draws import draw_groups
@@ -210,27 +210,14 @@ def _engine(args: argparse.Namespace, answers: Sequence[str]) -> Iterator[tuple[
     async def idle(request: web.Request) -> web.Response:
         return web.json_response({"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0}], "workers": []})
 
-    async def start() -> tuple[web.AppRunner, int]:
-        app = web.Application(client_max_size=2**28)
-        app.router.add_post("/generate", generate)
-        app.router.add_route("*", "/{other:.*}", idle)
-        runner = web.AppRunner(app, shutdown_timeout=0.2)
-        await runner.setup()
-        site = web.TCPSite(runner, _HOST, 0)
-        await site.start()
-        return runner, runner.addresses[0][1]
-
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="slime-plugins-engine", daemon=True)
-    thread.start()
-    runner, port = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
+    app = web.Application(client_max_size=2**28)
+    app.router.add_post("/generate", generate)
+    app.router.add_route("*", "/{other:.*}", idle)
+    served = run_app_in_thread(app, thread_name="slime-plugins-engine", runner_kwargs={"shutdown_timeout": 0.2})
     try:
-        yield _HOST, port
+        yield served.host, served.port
     finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(60)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(60)
-        loop.close()
+        served.stop(60)
 
 
 def _step(
@@ -264,10 +251,7 @@ def _step(
     _train(args, batch, named)
     for flag, path in in_python.items():
         record = records[flag, path] = Recorder(flag, path)
-        if flag == ACCELERATOR:
-            try_accelerator(record)
-        else:
-            try_rank(record, args, batch)
+        try_in_python(record, args, batch)
 
 
 def _train(args: argparse.Namespace, batch: dict[str, Any], named: Sequence[str]) -> None:

@@ -1,25 +1,34 @@
-"""What a driver of one's own hands over in Python, tried like the functions that flags name: a class of training ranks, and a
-device. Their words, `--actor-cls` and `--accelerator`, are this command's own, and no flags of a run."""
+"""What a user's own code hands over in Python, tried like the functions that flags name: training ranks, a device, an endpoint
+for agents. Their words, `--actor-cls`, `--accelerator` and `--adapter-cls`, are this command's own, and no flags of a run."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from slime.agent.adapters.anthropic import AnthropicAdapter
+from slime.agent.adapters.openai import OpenAIAdapter
+from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.arguments.paths import absolute_plug_in
 from slime.plugins.recorder import POINTS, Recorder
-from slime.utils import device
+from slime.utils import async_utils, device
 from slime.utils.errors import RunError, UserError
+from slime.utils.http_utils import close_http_client, post
 from slime.utils.misc import Box
 from slime.utils.plugin_loader import calling_user_code, load_function
+from slime.utils.ports import host_for_url
+from slime.utils.processing_utils import load_tokenizer
+from slime.utils.types import Sample
 
-ACTOR_CLS, ACCELERATOR = "--actor-cls", "--accelerator"
+ACTOR_CLS, ACCELERATOR, ADAPTER_CLS = "--actor-cls", "--accelerator", "--adapter-cls"
 _BYTES = 4096
+_SESSION, _QUESTIONS = "slime-plugins", ("What is 1+1?", "What is 2+2?")
 
 
 def take_paths(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -31,13 +40,23 @@ def take_paths(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     paths, left, rest = {}, [], iter(words)
     for word in rest:
         flag, equals, value = word.partition("=")
-        if flag not in (ACTOR_CLS, ACCELERATOR):
+        if flag not in (ACTOR_CLS, ACCELERATOR, ADAPTER_CLS):
             left.append(word)
             continue
         paths[flag] = value if equals else next(rest, "")
         if not paths[flag] or paths[flag].startswith("--"):
             raise UserError(f"{flag} needs a path, such as my_file.py:MyClass: {POINTS[flag].call}")
     return paths, left
+
+
+def try_in_python(record: Recorder, args: argparse.Namespace, batch: dict[str, Any]) -> None:
+    """Try what `record` names by one of the words of this command, as they are told at the functions below."""
+    if record.flag == ACCELERATOR:
+        try_accelerator(record)
+    elif record.flag == ADAPTER_CLS:
+        try_adapter(record, args)
+    else:
+        try_rank(record, args, batch)
 
 
 def try_rank(record: Recorder, args: argparse.Namespace, batch: dict[str, Any]) -> None:
@@ -77,6 +96,51 @@ def try_rank(record: Recorder, args: argparse.Namespace, batch: dict[str, Any]) 
             raise UserError(f"{ACTOR_CLS} {path}: {error}") from error
         finally:
             group.kill()
+
+
+def try_adapter(record: Recorder, args: argparse.Namespace) -> None:
+    """An endpoint for agents, served on loopback in front of the engine of `args`, with which a client has two turns.
+
+    Raises:
+        UserError: it is none, refuses a turn, or makes no sample of them.
+    """
+    path = record.path
+    kind = load_function(path, flag=ADAPTER_CLS)
+    record.named(kind)
+    if not inspect.isclass(kind) or not issubclass(kind, OpenAIAdapter | AnthropicAdapter):
+        raise UserError(
+            f"{ADAPTER_CLS} {path}: it inherits from neither OpenAIAdapter nor AnthropicAdapter of slime.agent.adapters, "
+            "whose protocols this command speaks; one of another protocol takes a client of its own"
+        )
+    engine = f"http://{host_for_url(args.sglang_router_ip)}:{args.sglang_router_port}"
+    with calling_user_code(ADAPTER_CLS, path, "a session of two turns"), contextlib.ExitStack() as stack:
+        adapter = kind(load_tokenizer(args.hf_checkpoint, args.trust_remote_code), engine)
+        served = run_app_in_thread(adapter.app, thread_name="slime-plugins-adapter")
+        stack.callback(served.stop)
+        try:
+            with record.call([*_QUESTIONS]) as done:
+                samples = done(async_utils.run(_samples_of_two_turns(adapter, served.url)))
+        except RunError as error:
+            raise UserError(f"{ADAPTER_CLS} {path}: {error}") from error
+        if not samples:
+            counts = dict(adapter.trajectories.counts)
+            raise UserError(f"{ADAPTER_CLS} {path}: two turns gave no sample to train; its counts are {counts}")
+
+
+async def _samples_of_two_turns(adapter: OpenAIAdapter | AnthropicAdapter, url: str) -> list[Sample]:
+    speaks_openai, messages = isinstance(adapter, OpenAIAdapter), []
+    route = "/v1/chat/completions" if speaks_openai else "/v1/messages"
+    adapter.open_session(_SESSION)
+    try:
+        for question in _QUESTIONS:
+            messages.append({"role": "user", "content": question})
+            body = {"model": "slime-actor", "max_tokens": 1024, "messages": messages}
+            reply = await post(url + route, body, max_retries=1, headers={"Authorization": f"Bearer {_SESSION}"})
+            said = reply["choices"][0]["message"]["content"] if speaks_openai else reply["content"]
+            messages.append({"role": "assistant", "content": said})
+        return await adapter.finish_session(_SESSION, base_sample=Sample(index=0))
+    finally:
+        await close_http_client()
 
 
 def try_accelerator(record: Recorder) -> None:

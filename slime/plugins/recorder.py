@@ -127,6 +127,11 @@ POINTS = {
         "first rollout, train(rollout_id, shards) → [(metrics, step key)], open_weight_push() → Opening, dispose()",
         in_python=True,
     ),
+    "--adapter-cls": Point(
+        "class(tokenizer, sglang_url), a subclass of OpenAIAdapter or AnthropicAdapter of slime.agent.adapters: its endpoint "
+        "answers two turns, and finish_session(sid, base_sample=…) → samples",
+        in_python=True,
+    ),
     "--accelerator": Point(
         "class() for register_accelerator: a subclass of slime.utils.device.Accelerator with a name of its own",
         in_python=True,

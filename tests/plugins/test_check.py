@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -20,6 +21,7 @@ from slime.utils.errors import UserError
 PLUG_INS = """
 import asyncio, threading, time
 import torch
+from slime.agent.adapters import AnthropicAdapter, BaseAdapter, OpenAIAdapter
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.sglang_rollout import generate
@@ -102,6 +104,15 @@ class Unprepared(Silent):
 class Unborn(Silent):
     def __init__(self, args, rank, world_size, local_rank): raise KeyError("no such part")
 
+class Endpoint(OpenAIAdapter):
+    def _preprocess_body(self, body): return body | {"messages": [{"role": "system", "content": "Add."}, *body["messages"]]}
+class Messages(AnthropicAdapter): pass
+class Deaf(OpenAIAdapter):
+    def _session_id(self, request, body): return "somebody else"
+class Mute(OpenAIAdapter):
+    def _build_reply(self, body, output, turn): raise KeyError("no words")
+class Foreign(BaseAdapter): pass
+
 class Abacus(Accelerator): name = "abacus"
 class Unnamed(Accelerator): pass
 class Asleep(Accelerator):
@@ -168,6 +179,7 @@ GOOD = {
     "--custom-megatron-before-log-prob-hook-path": "before_pass",
     "--custom-megatron-before-train-step-hook-path": "before_step",
     "--actor-cls": "Rank",
+    "--adapter-cls": "Endpoint",
     "--accelerator": "Abacus",
 }
 
@@ -267,6 +279,32 @@ def test_a_device_that_a_run_could_not_go_by(file, monkeypatch, name, problem):
     finding = checked(file, "--accelerator", name)
     assert any(problem in found for found in finding.problems), finding.problems
     assert os.environ["SLIME_ACCELERATOR"] == "cpu" and get_accelerator().name == "cpu", "as it was before"
+
+
+@pytest.mark.parametrize("name", ["Endpoint", "Messages"])
+def test_an_endpoint_for_agents_has_two_turns_that_become_a_sample(file, name):
+    (finding,) = check(["--adapter-cls", f"{file}:{name}"], answers=["It is 2<|im_end|>", "It is 4<|im_end|>"])
+    assert finding.problems == () and finding.record.given == "'What is 1+1?', 'What is 2+2?'"
+    # Two answers of seven bytes and a mark.
+    assert re.fullmatch(
+        r"\[Sample\(\d+ tokens, response \d+, 16 of them trained, with log-probs, completed, reward 0.0\)\]",
+        finding.record.returned,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("Deaf", "answered 503: "),
+        ("Mute", "answered 500: "),
+        ("Foreign", "inherits from neither OpenAIAdapter nor AnthropicAdapter"),
+        ("reward", "inherits from neither"),
+    ],
+)
+def test_an_endpoint_that_agents_could_not_talk_to(file, name, problem):
+    finding = checked(file, "--adapter-cls", name)
+    assert any(problem in found for found in finding.problems), finding.problems
+    assert f"--adapter-cls {file}:{name}" in finding.problems[0]
 
 
 def test_several_functions_work_together_and_a_class(file):
