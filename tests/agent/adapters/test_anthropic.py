@@ -6,6 +6,7 @@ import pytest
 
 from slime.agent.adapters import AnthropicAdapter
 from tests.support.processes.agent_endpoint import END, endpoint, events_of
+from tests.support.processes.waiting import wait_until
 
 PATH = "/v1/messages"
 USER = {"role": "user", "content": "question"}
@@ -119,7 +120,7 @@ def test_a_streamed_answer():
         reply = agent.ask({"messages": [USER], "tools": TOOLS, "stream": True})
         events = events_of(reply)
         names = [line.removeprefix("event: ") for line in reply.text.splitlines() if line.startswith("event: ")]
-        assert agent.adapter.trajectories.turn_count("s") == 1
+        wait_until(lambda: agent.adapter.trajectories.turn_count("s") == 1)
     block = ["content_block_start", "content_block_delta", "content_block_stop"]
     assert (
         names == ["message_start", *block * 3, "message_delta", "message_stop"] == [event["type"] for event in events]

@@ -158,6 +158,8 @@ def test_who_looks_at_turns_does_not_end_them(caplog):
 
     with talking(f"a{END}", f"b{END}", debug_callback=look) as agent:
         assert [reply.status_code for reply in converse(agent)] == [200, 200]
+        # A turn is recorded when its reply is written.
+        wait_until(lambda: len(seen) == 2)
         assert [told["output"].text for told in seen] == ["a", "b"] and seen[0]["session_id"] == "s"
     assert "debug_callback raised" in caplog.text
 

@@ -8,6 +8,7 @@ import pytest
 from slime.agent.adapters import OpenAIAdapter
 from slime.agent.adapters.openai import _events
 from tests.support.processes.agent_endpoint import END, endpoint, events_of
+from tests.support.processes.waiting import wait_until
 
 PATH = "/v1/chat/completions"
 USER = {"role": "user", "content": "question"}
@@ -97,7 +98,7 @@ def test_a_streamed_answer():
         reply = agent.ask({"messages": [USER], "tools": TOOLS, "stream": True})
         assert reply.headers["Content-Type"] == "text/event-stream"
         *chunks, done = events_of(reply)
-        assert agent.adapter.trajectories.turn_count("s") == 1
+        wait_until(lambda: agent.adapter.trajectories.turn_count("s") == 1)
     choices = [chunk["choices"][0] for chunk in chunks]
     assert done == "[DONE]" and {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert [set(choice["delta"]) for choice in choices] == [
