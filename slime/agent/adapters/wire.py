@@ -12,13 +12,13 @@ from slime.agent.adapters.asking import Refusal
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content: a string, parts of text, or none. Raises Refusal where a part is something else."""
+    """The text of a message's content: a string, parts of text (a line each), or none. Raises Refusal where a part is none."""
     if content is None or isinstance(content, str):
         return content or ""
     other = sorted({part["type"] for part in content if "text" not in part})
     if other:
         raise Refusal(400, f"a message has parts of the type {', '.join(other)}; this endpoint takes text")
-    return "".join(part["text"] for part in content)
+    return "\n".join(part["text"] for part in content)
 
 
 def bearer_token(request: web.Request) -> str:

@@ -41,11 +41,11 @@ def test_messages_become_those_of_a_template():
     result = {"type": "tool_result", "tool_use_id": "x", "content": [text("2")]}
     chat = translated(
         USER, {"role": "assistant", "content": assistant}, {"role": "user", "content": [result, text("and now?")]},
-        system=[text("be "), text("brief")], tools=TOOLS, max_tokens=9, stop_sequences=["###"],
+        system=[text("be"), text("brief")], tools=TOOLS, max_tokens=9, stop_sequences=["###"],
     )  # fmt: skip
     call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     assert chat.messages == [
-        {"role": "system", "content": "be brief"},
+        {"role": "system", "content": "be\nbrief"},
         {"role": "user", "content": "question"},
         {"role": "assistant", "content": "so", "reasoning_content": "hm", "tool_calls": [call]},
         {"role": "tool", "content": "2", "tool_call_id": "x"},
@@ -59,12 +59,12 @@ def test_messages_become_those_of_a_template():
 @pytest.mark.parametrize(
     ("order", "contents"),
     [
-        ("us", ["question" + REMINDER]),
-        ("su", [REMINDER + "question"]),
-        ("usu", ["question", REMINDER + "question"]),
-        ("usau", ["question" + REMINDER, "said", "question"]),
+        ("us", ["question\n" + REMINDER]),
+        ("su", [REMINDER + "\nquestion"]),
+        ("usu", ["question", REMINDER + "\nquestion"]),
+        ("usau", ["question\n" + REMINDER, "said", "question"]),
         ("sa", [REMINDER, "said"]),
-        ("asu", ["said", REMINDER + "question"]),
+        ("asu", ["said", REMINDER + "\nquestion"]),
         ("as", ["said", REMINDER]),
     ],
 )

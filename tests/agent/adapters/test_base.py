@@ -107,6 +107,41 @@ def test_g3_a_template_that_leaves_reasoning_out_renders_the_next_prompt():
     assert sample.loss_mask == [*context, 1, 1, *[0] * len(encode(REPLIED)), 1, 1], "the turn with reasoning is masked"
 
 
+def test_the_last_answer_goes_in_as_it_was_written_where_an_earlier_one_was_not_sent_so():
+    """Of the first the template leaves the reasoning out, and the client the blanks, which the prompt has lacked since."""
+    call = '<tool_call>{"name":"f",   "arguments":{}}</tool_call>'
+    with talking(f"<think>hm</think>  4{END}", f"so {call}{END}", f"6{END}", template=FORGETFUL) as agent:
+        first = agent.ask({"messages": [USER], "tools": [TOOL]})
+        messages = messages_after(first, REPLY)
+        second = agent.ask({"messages": messages, "tools": [TOOL]}).json()["choices"][0]["message"]
+        agent.ask({"messages": [*messages, second, REPLY], "tools": [TOOL]})
+        prompts = agent.prompts()
+    assert prompts[1] == prompts[0] + f"4{END}" + REPLIED and prompts[2] == prompts[1] + f"so {call}{END}" + REPLIED
+
+
+def test_a_template_that_takes_calls_as_clients_send_them_only():
+    """It writes what the model wrote, whose ids are kept."""
+    written = "'<tool_call>' + (message.tool_calls[0].function | tojson) + '</tool_call>'"
+    assistant = (
+        "{%- elif message.role == 'assistant' -%}"
+        "{%- if '<tool_call>' in message.content %}{{ raise_exception('send calls as tool_calls') }}{% endif -%}"
+        "{{ '<|im_start|>assistant\n' + message.content + ("
+        + written
+        + " if message.tool_calls else '') + '<|im_end|>\n' }}"
+    )
+    place = "{%- elif message.role != 'system' or not loop.first -%}"
+    template = CHATML_TEMPLATE.replace(place, assistant + place)
+    call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    # `hello` would be one token.
+    spelt = [*build_tokenizer().convert_tokens_to_ids([*"hello"]), *build_tokenizer().encode(call + END)]
+    with talking(spelt, f"bye{END}", template=template) as agent:
+        first = agent.ask({"messages": [USER], "tools": [TOOL]})
+        again = agent.ask({"messages": messages_after(first, {"role": "tool", "content": "42"}), "tools": [TOOL]})
+        assert again.status_code == 200, again.text
+        (before, after), samples = ids_of(agent), agent.finish()
+    assert after[: len(before) + len(spelt)] == before + spelt and len(samples) == 1
+
+
 def test_a_template_that_opens_the_reasoning():
     opening = CHATML_TEMPLATE.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}")
     assert opening != CHATML_TEMPLATE

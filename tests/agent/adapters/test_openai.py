@@ -30,7 +30,7 @@ def test_messages_become_those_of_a_template():
     call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
         {"role": "developer", "content": "be brief"},
-        {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "+1"}]},
+        {"role": "user", "content": [{"type": "text", "text": "1+1"}, {"type": "text", "text": "?"}]},
         {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "x", "content": "2"},
         {
@@ -41,7 +41,7 @@ def test_messages_become_those_of_a_template():
     ]
     assert translated(messages=messages).messages == [
         {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "1+1"},
+        {"role": "user", "content": "1+1\n?"},
         {
             "role": "assistant",
             "content": "",
