@@ -1,28 +1,23 @@
 """Programs of a model, each in a process of its own that can do little: no network, no processes, an empty directory, an end.
 
-What holds a program: namespaces of user, network and processes (`unshare`), and, all in `limited.py`, limits of CPU time,
-memory and files, rules for what it may read and write (Landlock), and a filter of system calls. When its time is over its
+What holds a program: namespaces of user, network and processes (`unshare`), and, all in `slime/agent/limited.py`, limits of CPU
+time, memory and files, rules for what it may read and write (Landlock), and a filter of system calls. When its time is over its
 whole process namespace ends, with all in it.
 """
 
 import asyncio
 import contextlib
-import functools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
-from examples.retool.limited import ARCHITECTURES, LANDLOCK_VERSION, landlock_version
-from slime.utils.errors import UserError
+from slime.agent.limited import READABLE
+from slime.agent.sandbox import LIMITED, require_namespaces
 
-LIMITED = Path(__file__).with_name("limited.py")
-NAMESPACES = ("--user", "--map-current-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
 CUT = "\n[cut]"
 # Between the kill of a program and its end.
 END_SECONDS = 30.0
@@ -39,45 +34,21 @@ class Limits:
     output_bytes: int = 2048
 
 
-@functools.cache
-def require_sandbox() -> tuple[str, ...]:
-    """The words that put a command into namespaces of its own.
-
-    Raises:
-        UserError: this machine lets nobody have them; says what is missing.
-    """
-    unshare = shutil.which("unshare")
-    if unshare is None:
-        raise UserError("programs of a model run by `unshare`, and it is not on PATH; install util-linux")
-    if os.uname().machine not in ARCHITECTURES:
-        raise UserError(
-            f"programs of a model run on {' and '.join(ARCHITECTURES)}; this machine is a {os.uname().machine}"
-        )
-    if landlock_version() < LANDLOCK_VERSION:
-        raise UserError(
-            f"programs of a model are kept from the files of this machine by Landlock, version {LANDLOCK_VERSION} or later "
-            f"(Linux 6.2), and its kernel has version {landlock_version()} (0: none, or not switched on)"
-        )
-    words = (unshare, *NAMESPACES)
-    done = subprocess.run([*words, "true"], capture_output=True, text=True, timeout=30)
-    if done.returncode:
-        raise UserError(
-            f"programs of a model need namespaces of user, network and processes, and `{' '.join(words)} true` says: "
-            f"{done.stderr.strip()}. In a container allow them (docker run --security-opt seccomp=unconfined "
-            "--security-opt systempaths=unconfined), or set sysctl kernel.unprivileged_userns_clone=1 on the machine"
-        )
-    return words
-
-
 async def run_python(program: str, limits: Limits = Limits()) -> str:
     """What the program writes on standard output and error, cut at `limits.output_bytes`; standard library alone.
 
     Raises:
         UserError: this machine has no sandbox.
     """
-    words = require_sandbox()
-    given = {name: getattr(limits, name) for name in ("cpu_seconds", "memory_bytes", "file_bytes")}
+    words = (*require_namespaces(), "--net")
+    given = {
+        "readable": READABLE,
+        "rlimits": {
+            "CPU": limits.cpu_seconds, "AS": limits.memory_bytes, "FSIZE": limits.file_bytes, "NOFILE": 64, "CORE": 0,
+        },
+    }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="slime-program-") as directory:
+        given["directory"] = directory
         process = await asyncio.create_subprocess_exec(
             *words, sys.executable, "-I", "-S", "-B", str(LIMITED), json.dumps(given),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -9,10 +9,12 @@ Invariants:
 - What a child writes goes to one log file, so a failure can be shown with its last lines.
 
 `ForkedCall` is another kind of child: a copy of this process, for one call. It follows its parent by a pipe of its own.
+`run_to_end` is a program that is waited for by a coroutine, and whose output is kept in memory.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import gc
@@ -25,6 +27,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +213,112 @@ def _end_with(lifeline: int, owner: int) -> None:
     watch.register(lifeline, select.POLLIN)
     if watch.poll(0):
         os.kill(owner, signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a program left: its exit status (128 and more: ended by that signal), and what it wrote on its two streams."""
+
+    code: int
+    out: bytes
+    err: bytes
+
+
+class StillRunning(TimeoutError):
+    """A program had to be ended because its time was over; `so_far`: what it had written on its two streams."""
+
+    def __init__(self, seconds: float, out: bytes, err: bytes) -> None:
+        super().__init__(f"it did not end within {seconds:g} s")
+        self.so_far = (out, err)
+
+
+async def run_to_end(
+    argv: Sequence[str], *, timeout: float, stdin: bytes = b"", env: Mapping[str, str] | None = None, most: int = 2**20
+) -> Ended:
+    """Run a program until it ends; whatever is left of its process group then, or when its time is over, is ended too.
+
+    Args:
+        timeout: in seconds. One that left the group and holds a stream is waited for, too.
+        stdin: what it reads.
+        env: its whole environment; None: ours.
+        most: bytes that are kept of each stream; a note tells of those that were dropped.
+
+    Raises:
+        StillRunning: its time was over.
+        OSError: there is no such program.
+    """
+    starting = asyncio.create_task(
+        asyncio.create_subprocess_exec(
+            *argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=None if env is None else dict(env), start_new_session=True,
+        )
+    )  # fmt: skip
+    cancelled = None
+    try:
+        process = await asyncio.shield(starting)
+    except asyncio.CancelledError as error:
+        # A start that is broken off leaves its process behind.
+        process, cancelled = await starting, error
+    out, err = bytearray(), bytearray()
+    readers = [
+        asyncio.create_task(_keep(process.stdout, out, most)),
+        asyncio.create_task(_keep(process.stderr, err, most)),
+    ]
+    try:
+        if cancelled is not None:
+            raise cancelled
+        async with asyncio.timeout(timeout):
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                process.stdin.write(stdin)
+                await process.stdin.drain()
+            process.stdin.close()
+            await _leader_ended(process.pid)
+            kill_group(process.pid)
+            await asyncio.gather(*readers)
+    except TimeoutError:
+        raise StillRunning(timeout, bytes(out), bytes(err)) from None
+    finally:
+        kill_group(process.pid)
+        for reader in readers:
+            reader.cancel()
+        # While somebody holds the other ends of its pipes, the process does not count as ended.
+        for stream in (1, 2):
+            process._transport.get_pipe_transport(stream).close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), _EXIT_SECONDS)
+    code = process.returncode
+    return Ended(code if code >= 0 else 128 - code, bytes(out), bytes(err))
+
+
+async def _keep(stream: asyncio.StreamReader, into: bytearray, most: int) -> None:
+    dropped = 0
+    while chunk := await stream.read(65536):
+        room = most - len(into)
+        into += chunk[:room]
+        dropped += max(0, len(chunk) - room)
+    if dropped:
+        into += f"\n[{dropped} bytes more were dropped]".encode()
+
+
+async def _leader_ended(pid: int) -> None:
+    """Wait for the end of a process, also while others hold its streams."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(handle, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)
+
+
+def kill_group(pid: int) -> None:
+    """End the process group that `pid` leads, or has led. Harmless when nothing is left of it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 class ForkedCall:

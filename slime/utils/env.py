@@ -1,7 +1,10 @@
 """Every environment variable that changes this program's behaviour is read here and nowhere else."""
 
+import json
 import os
 import re
+import shlex
+from dataclasses import dataclass
 from pathlib import Path
 
 from slime.utils.errors import UserError
@@ -30,6 +33,115 @@ def gloo_interface() -> str | None:
 def tunes_allocator() -> bool:
     """`MALLOC_MMAP_THRESHOLD_`, `MALLOC_TRIM_THRESHOLD_` or `GLIBC_TUNABLES`: the user says how glibc keeps freed memory."""
     return any(name in os.environ for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"))
+
+
+_AGENT, _OLDER_AGENT = "SLIME_AGENT_", "SWE_"
+# Of the example of coding agents, and of adapters.
+_OF_CODING_AGENTS = ("ADAPTER_PORT", "ADAPTER_BIND_HOST", "SLIME_FORK_MERGE_MAX_RESPONSE_TOKENS")
+
+
+def _agent_variable(name: str) -> tuple[str, str]:
+    """The variable that is set of `SLIME_AGENT_{name}` and, its older name, `SWE_{name}`; and its value, "" for none."""
+    names = (_AGENT + name, _OLDER_AGENT + name)
+    return next(((given, os.environ[given]) for given in names if os.environ.get(given)), (names[0], ""))
+
+
+def whole_number(name: str, default: int, least: int = 0) -> int:
+    """The variable `name` as a number that is `least` or more; `default` where it is not set.
+
+    Raises:
+        UserError: it is no such number.
+    """
+    return _as_whole_number(name, os.environ.get(name, ""), default, least)
+
+
+def _as_whole_number(name: str, value: str, default: int, least: int) -> int:
+    if not value:
+        return default
+    if not (value.isascii() and value.isdigit()) or int(value) < least:
+        raise UserError(f"{name}={value}: give a whole number, {least} or more")
+    return int(value)
+
+
+def sandbox_image_metadata_key() -> str:
+    """`SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY`: the key of a sandbox's metadata that tells an E2B service the image.
+
+    Raises:
+        UserError: it is not set.
+    """
+    name, value = _agent_variable("SANDBOX_IMAGE_METADATA_KEY")
+    if not value:
+        raise UserError(
+            f"{name} is not set: the key of a sandbox's metadata by which the E2B service is told the image"
+        )
+    return value
+
+
+def sandbox_lifetime_sec() -> int:
+    """`SLIME_AGENT_SANDBOX_LIFETIME_SEC`: seconds after which a container, or a sandbox of a service, ends by itself."""
+    return _as_whole_number(*_agent_variable("SANDBOX_LIFETIME_SEC"), default=3600, least=1)
+
+
+def sandbox_rpc_retries() -> int:
+    """`SLIME_AGENT_SANDBOX_RPC_RETRIES`: how often a call to a sandbox of a service is repeated when it does not arrive."""
+    return _as_whole_number(*_agent_variable("SANDBOX_RPC_RETRIES"), default=6, least=0)
+
+
+def e2b_sandbox_size() -> str:
+    """`SLIME_AGENT_E2B_SANDBOX_SIZE`: the template from which an E2B service makes sandboxes."""
+    return _agent_variable("E2B_SANDBOX_SIZE")[1] or "md"
+
+
+@dataclass(frozen=True)
+class AgentProgram:
+    """What is told of a command-line agent: a file with its package, words for its command line, variables for it."""
+
+    tarball: Path | None
+    extra_args: tuple[str, ...]
+    extra_env: dict[str, str]
+
+
+def agent_program(name: str) -> AgentProgram:
+    """`SLIME_AGENT_{name}_TARBALL`, `…_EXTRA_ARGS` (as in a shell) and `…_EXTRA_ENVS` (JSON); `name` is CC or CODEX.
+
+    Raises:
+        UserError: there is no such file, or a value cannot be read.
+    """
+    words_of, words = _agent_variable(f"{name}_EXTRA_ARGS")
+    variables_of, variables = _agent_variable(f"{name}_EXTRA_ENVS")
+    try:
+        extra_args = tuple(shlex.split(words))
+    except ValueError as error:
+        raise UserError(f"{words_of}={words}: cannot be read as words of a command line: {error}") from None
+    try:
+        extra_env = json.loads(variables or "{}")
+    except ValueError:
+        extra_env = None
+    if not isinstance(extra_env, dict) or not all(isinstance(value, str) for value in extra_env.values()):
+        # It may hold a key, which is not for logs.
+        raise UserError(f'{variables_of}: give a JSON object of texts, such as {{"NO_PROXY": "127.0.0.1"}}')
+    return AgentProgram(_agent_file(f"{name}_TARBALL"), extra_args, extra_env)
+
+
+def node_tarball() -> Path | None:
+    """`SLIME_AGENT_NODE_TARBALL`: an archive of Node.js 22 for Linux, for sandboxes that cannot fetch one.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    return _agent_file("NODE_TARBALL")
+
+
+def _agent_file(name: str) -> Path | None:
+    variable, value = _agent_variable(name)
+    if value and not Path(value).is_file():
+        raise UserError(f"{variable}={value}: there is no such file")
+    return Path(value) if value else None
+
+
+def adapter_bind_host() -> str | None:
+    """`ADAPTER_BIND_HOST`: the address at which agents in sandboxes reach the adapter; None: the one this node announces."""
+    return os.environ.get("ADAPTER_BIND_HOST") or None
 
 
 _INT4_TRAINING = ("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE")
@@ -132,8 +244,15 @@ def actor_environment() -> dict[str, str]:
         "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
         "RAY_USE_UVLOOP": "0",
     }
-    handed_on = ("SLIME_ACCELERATOR", "SLIME_DEBUG", _REWARD_KEY_FILE, *_INT4_TRAINING)
-    return {**variables, **{name: os.environ[name] for name in handed_on if name in os.environ}}
+    handed_on = ("SLIME_ACCELERATOR", "SLIME_DEBUG", _REWARD_KEY_FILE, *_INT4_TRAINING, *_OF_CODING_AGENTS)
+    of_agents = [
+        name for name in os.environ if name.startswith((_AGENT, _OLDER_AGENT)) and not _MAY_HOLD_KEYS.search(name)
+    ]
+    return {**variables, **{name: os.environ[name] for name in (*handed_on, *of_agents) if name in os.environ}}
+
+
+# Variables for an agent, a key of its own perhaps. What an actor is started with stands in logs of Ray.
+_MAY_HOLD_KEYS = re.compile("_EXTRA_ENVS$|_KEY$(?<!_METADATA_KEY)|TOKEN$|SECRET|PASSWORD")
 
 
 # Libraries that compute and communicate in ranks and engines read these: NCCL, Gloo, Transformer Engine, SGLang.

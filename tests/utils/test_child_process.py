@@ -1,3 +1,4 @@
+import asyncio
 import os
 import resource
 import signal
@@ -12,9 +13,11 @@ import pytest
 from slime.utils.child_process import (
     ChildProcess,
     ForkedCall,
+    StillRunning,
     describe_exit_status,
     environment_for_python,
     read_log_tail,
+    run_to_end,
 )
 from slime.utils.errors import RunError
 from tests.support.processes.waiting import wait_until
@@ -232,3 +235,57 @@ def test_forked_calls_follow_a_parent_that_is_killed(tmp_path):
         parent.kill()
         parent.wait()
     wait_until(lambda: not any(runs(pid) for pid in pids), 5)
+
+
+def ran(*argv, **options):
+    return asyncio.run(run_to_end(argv, **{"timeout": 60, **options}))
+
+
+def test_a_program_is_waited_for_with_its_streams():
+    ended = ran("sh", "-c", "cat; echo $A; echo told >&2; exit 3", stdin=b"given ", env={"A": "x", "PATH": os.defpath})
+    assert (ended.code, ended.out, ended.err) == (3, b"given x\n", b"told\n")
+    assert ran("sh", "-c", "kill -9 $$").code == 128 + signal.SIGKILL
+    assert ran("sh", "-c", "exec < /dev/null; sleep 0.1", stdin=b"x" * 2**20).code == 0
+    with pytest.raises(FileNotFoundError):
+        ran("no-such-program")
+
+
+def test_what_is_left_of_a_programs_group_ends_with_it():
+    child = int(ran("sh", "-c", "sleep 1000 & echo $!").out)
+    wait_until(lambda: not runs(child))
+
+
+def test_a_program_over_time_is_ended_and_what_it_wrote_is_there():
+    with pytest.raises(StillRunning, match="did not end within 1 s") as error:
+        ran("sh", "-c", "trap '' TERM; echo begun; sleep 1000 & echo $!; wait", timeout=1)
+    out, _ = error.value.so_far
+    assert out.startswith(b"begun\n")
+    wait_until(lambda: not runs(int(out.split()[1])))
+
+
+def test_one_that_left_the_group_holds_its_streams_for_the_time_that_is_given():
+    with pytest.raises(StillRunning) as error:
+        ran(
+            sys.executable,
+            "-c",
+            "import os, time\nif os.fork() == 0:\n os.setsid(); time.sleep(30)\nprint(1)",
+            timeout=2,
+        )
+    assert error.value.so_far[0] == b"1\n"
+
+
+def test_output_is_kept_up_to_a_limit_and_the_program_is_not_held_up():
+    ended = ran("sh", "-c", "head -c 5000000 /dev/zero", most=10)
+    assert ended.code == 0 and ended.out == bytes(10) + b"\n[4999990 bytes more were dropped]"
+
+
+def test_a_program_ends_when_nobody_waits_for_it_any_more(tmp_path):
+    async def main():
+        task = asyncio.create_task(run_to_end(["sh", "-c", f"echo $$ > {tmp_path}/pid; sleep 1000"], timeout=60))
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(main())
+    wait_until(lambda: not runs(int((tmp_path / "pid").read_text())))

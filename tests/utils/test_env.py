@@ -63,3 +63,64 @@ def test_the_key_of_a_reward_service(monkeypatch, tmp_path):
     assert env.reward_service_key() == "of the variable"
     assert env.actor_environment()["SLIME_RM_API_KEY_FILE"] == str(file)
     assert not {"SLIME_RM_API_KEY"} & {*env.actor_environment(), *env.library_environment()}
+
+
+@pytest.fixture
+def without_agents(monkeypatch):
+    for name in list(env.os.environ):
+        if name.startswith(("SLIME_AGENT_", "SWE_", "ADAPTER_")):
+            monkeypatch.delenv(name)
+
+
+def test_settings_of_sandboxes_have_an_older_name_as_second_choice(monkeypatch, without_agents):
+    assert (env.sandbox_lifetime_sec(), env.sandbox_rpc_retries(), env.e2b_sandbox_size()) == (3600, 6, "md")
+    monkeypatch.setenv("SWE_SANDBOX_LIFETIME_SEC", "60")
+    monkeypatch.setenv("SWE_SANDBOX_RPC_RETRIES", "0")
+    monkeypatch.setenv("SWE_SANDBOX_IMAGE_METADATA_KEY", "older")
+    assert (env.sandbox_lifetime_sec(), env.sandbox_rpc_retries()) == (60, 0)
+    assert env.sandbox_image_metadata_key() == "older"
+    monkeypatch.setenv("SLIME_AGENT_SANDBOX_LIFETIME_SEC", "90")
+    monkeypatch.setenv("SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY", "image")
+    assert env.sandbox_lifetime_sec() == 90 and env.sandbox_image_metadata_key() == "image"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "read", "told"),
+    [
+        ("SLIME_AGENT_SANDBOX_LIFETIME_SEC", "0", env.sandbox_lifetime_sec, "give a whole number, 1 or more"),
+        ("SWE_SANDBOX_RPC_RETRIES", "-1", env.sandbox_rpc_retries, "SWE_SANDBOX_RPC_RETRIES=-1: give a whole"),
+        ("ADAPTER_PORT", "http", lambda: env.whole_number("ADAPTER_PORT", 1), "ADAPTER_PORT=http: give a whole number"),
+        ("SLIME_AGENT_NODE_TARBALL", "/no/file", env.node_tarball, "there is no such file"),
+        (
+            "SWE_CC_EXTRA_ARGS",
+            "'open",
+            lambda: env.agent_program("CC"),
+            "SWE_CC_EXTRA_ARGS='open: cannot be read as words",
+        ),
+        ("SLIME_AGENT_CC_EXTRA_ENVS", '{"A": s3cret}', lambda: env.agent_program("CC"), "give a JSON object of texts"),
+        (
+            "SLIME_AGENT_CODEX_EXTRA_ENVS",
+            '["s3cret"]',
+            lambda: env.agent_program("CODEX"),
+            "give a JSON object of texts",
+        ),
+    ],
+)
+def test_settings_of_agents_that_cannot_be_read(monkeypatch, without_agents, variable, value, read, told):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(UserError, match=told) as error:
+        read()
+    assert variable in str(error.value) and "s3cret" not in str(error.value)
+
+
+def test_settings_of_agents_are_handed_on_and_what_may_hold_keys_is_not(monkeypatch, without_agents):
+    handed_on = {
+        "SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY": "image", "SWE_AGENT_TIME_BUDGET_SEC": "9", "ADAPTER_PORT": "1",
+        "SLIME_AGENT_CC_EXTRA_ARGS": "--x", "SLIME_FORK_MERGE_MAX_RESPONSE_TOKENS": "0",
+    }  # fmt: skip
+    kept = {"SLIME_AGENT_CC_EXTRA_ENVS": '{"API_KEY": "s3cret"}', "SWE_API_KEY": "s3cret", "SWE_GIT_TOKEN": "s3cret"}
+    for name, value in {**handed_on, **kept}.items():
+        monkeypatch.setenv(name, value)
+    given = env.actor_environment()
+    assert handed_on.items() <= given.items() and not set(kept) & set(given)
+    assert env.agent_program("CC").extra_env == {"API_KEY": "s3cret"}

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from examples.retool import sandbox, toy_task
-from examples.retool.limited import ARCHITECTURES, filter_program
+from examples.retool import toy_task
 from examples.retool.retool import generate, program_of
-from examples.retool.sandbox import Limits, require_sandbox, run_python
+from examples.retool.sandbox import Limits, run_python
+from slime.agent.limited import ARCHITECTURES, filter_program
+from slime.agent.sandbox import LIMITED, require_namespaces
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
 from tests.support.models.toy_rows import toy_rows
@@ -118,7 +119,7 @@ def test_a_program_without_end_is_ended_with_all_that_it_is(program):
     assert ran(program, seconds=1.5).endswith("[out of time]")
     assert time.monotonic() - before < 30
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert f"{sandbox.LIMITED} " not in left
+    assert f"{LIMITED} " not in left
 
 
 def test_megabytes_of_output_are_cut():
@@ -133,18 +134,18 @@ def test_a_filter_is_there_for_each_architecture():
 
 
 def test_a_machine_without_namespaces_refuses_by_name(tmp_path, monkeypatch):
-    require_sandbox.cache_clear()
+    require_namespaces.cache_clear()
     refusing = tmp_path / "unshare"
     refusing.write_text("#!/bin/sh\necho 'unshare failed: Operation not permitted' >&2\nexit 1\n")
     refusing.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     with pytest.raises(UserError, match="Operation not permitted"):
         ran("print(1)")
-    require_sandbox.cache_clear()
+    require_namespaces.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match="unshare"):
         ran("print(1)")
-    require_sandbox.cache_clear()
+    require_namespaces.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh_state")

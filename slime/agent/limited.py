@@ -1,6 +1,9 @@
-"""Runs a program that a model wrote, within limits: started by `sandbox.py`, which hands it the program on standard input.
+"""Runs what a model wrote, or what runs it, within limits. The standard library alone: it is started as
 
-python -I -S -B limited.py '{"cpu_seconds": 5, "memory_bytes": 268435456, "file_bytes": 1048576}'
+    python -I -S -B limited.py '{"directory": "/tmp/x", "rlimits": {"CPU": 5}, "readable": ["/usr"]}' [COMMAND ARGUMENT...]
+
+and nothing outside of the directory may be changed. Without a command, standard input is a Python program, which may start no
+processes and open no connections. A command may do both; what holds it is the namespaces that it is started in.
 """
 
 import ctypes
@@ -9,6 +12,7 @@ import os
 import resource
 import struct
 import sys
+from collections.abc import Sequence
 from types import TracebackType
 
 # Numbers of system calls per architecture (linux/audit.h, asm/unistd.h). `thread`: clone, which may make threads alone.
@@ -80,8 +84,8 @@ def landlock_version() -> int:
     return max(ctypes.CDLL(None).syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1), 0)
 
 
-def forbid_files_elsewhere(directory: str) -> None:
-    """For this process, for good: it may do all below `directory`, read what Python needs, and nothing else of files.
+def forbid_files_elsewhere(directory: str, readable: Sequence[str]) -> None:
+    """For this process, for good: it may do all below `directory`, read and run what is below `readable`, and no more.
 
     Raises:
         OSError: the kernel refuses.
@@ -89,8 +93,8 @@ def forbid_files_elsewhere(directory: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     handled = ctypes.c_uint64(ALL_RIGHTS)
     rules = libc.syscall(CREATE_RULESET, ctypes.byref(handled), ctypes.c_size_t(8), 0)
-    allowed = {directory: ALL_RIGHTS, "/dev/null": FILE_RIGHTS}
-    allowed |= {path: READ_RIGHTS if os.path.isdir(path) else READ_RIGHTS & FILE_RIGHTS for path in READABLE}
+    allowed = {path: READ_RIGHTS if os.path.isdir(path) else READ_RIGHTS & FILE_RIGHTS for path in readable}
+    allowed |= {directory: ALL_RIGHTS, "/dev/null": FILE_RIGHTS}
     for path, rights in allowed.items():
         if os.path.exists(path):
             opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -126,17 +130,19 @@ def tell_error(kind: type[BaseException], error: BaseException, trace: Traceback
 
 
 def main() -> None:
-    limits = json.loads(sys.argv[1])
-    source = sys.stdin.buffer.read().decode(errors="replace")
-    for what, most in (
-        (resource.RLIMIT_CPU, limits["cpu_seconds"]),
-        (resource.RLIMIT_AS, limits["memory_bytes"]),
-        (resource.RLIMIT_FSIZE, limits["file_bytes"]),
-        (resource.RLIMIT_NOFILE, 64),
-        (resource.RLIMIT_CORE, 0),
-    ):
+    given = json.loads(sys.argv[1])
+    command = sys.argv[2:]
+    source = "" if command else sys.stdin.buffer.read().decode(errors="replace")
+    for name, most in given["rlimits"].items():
+        what = getattr(resource, f"RLIMIT_{name}")
+        # Only the superuser may raise what somebody else has set.
+        hard = resource.getrlimit(what)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(what, (most, most))
-    forbid_files_elsewhere(os.getcwd())
+    os.chdir(given["directory"])
+    forbid_files_elsewhere(given["directory"], given["readable"])
+    if command:
+        os.execvp(command[0], command)
     forbid_processes_and_connections()
     sys.excepthook = tell_error
     exec(compile(source, "<program>", "exec"), {"__name__": "__main__"})

@@ -1,0 +1,125 @@
+"""Commands that take longer than a connection lasts: started once, left alone, and asked for in short calls.
+
+In the sandbox a launcher, in a process group of its own, runs the command and leaves its status in a marker. What belongs to
+a command lies in files whose name has its tag and a digest of what is run, so that a start that is repeated, by a transport or
+by a caller that was interrupted, finds the lock directory of the first, and waits for the same process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import shlex
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slime.agent.sandbox import Sandbox
+
+# What stands in the place of the exit status when the time was over.
+EXIT_TIME_BUDGET_EXCEEDED = -1
+# The status of a command whose launcher was killed, by the kernel for want of memory say.
+EXIT_LOST = 137
+POLL_INTERVAL_SEC = 5.0
+# Of what is read of an output: its end.
+OUTPUT_BYTES = 2**19
+_CALL_SECONDS = 60.0
+
+# Parts of a command line are no longer than 128 KiB.
+_COMMAND_BYTES = 2**16
+
+# `base` is what the names of a run's files begin with: in a place that the sandbox's own environment tells, not the command's.
+_BASE = 'base="${{TMPDIR:-/tmp}}/.slime-{name}"\n'
+# It waits for the launcher to be in a group of its own: with the call some sandboxes end what is left of its group.
+_START = (
+    _BASE
+    + """\
+command -v setsid > /dev/null || {{ echo 'there is no setsid; install util-linux in the image' >&2; exit 127; }}
+mkdir "$base.lock" 2> /dev/null || {{ [ -d "$base.lock" ] || echo "$base.lock cannot be made" >&2; [ -d "$base.lock" ]; exit; }}
+mask=$(umask); umask 077
+printf %s {cmd} > "$base.cmd" && printf %s {launcher} > "$base.sh" || exit 1
+umask "$mask"
+out={out}; setsid sh "$base.sh" "$base" "${{out:-$base.out}}" < /dev/null > /dev/null 2>&1 &
+until [ -f "$base.group" ]; do sleep 0.02 2> /dev/null || sleep 1; done
+"""
+)
+_LAUNCHER = """\
+base=$1; out=$2
+echo $$ > "$base.group.new" && mv "$base.group.new" "$base.group"
+( {exports}{enter}exec sh "$base.cmd" ) > "$out" 2>&1
+echo $? > "$base.done.new" && mv "$base.done.new" "$base.done"
+"""
+# The marker is looked at last: a command that has just ended has left it before its launcher was gone.
+_POLL = (
+    _BASE
+    + """\
+state=running
+[ ! -f "$base.group" ] || kill -0 "$(cat "$base.group")" 2> /dev/null || state=lost
+[ ! -f "$base.done" ] || state="$(cat "$base.done")"
+echo "$state"
+"""
+)
+_KILL = _BASE + """[ ! -f "$base.group" ] || kill -s KILL -- "-$(cat "$base.group")" 2> /dev/null || true\n"""
+_READ = _BASE + """out={out}; tail -c {most} "${{out:-$base.out}}" 2> /dev/null || true\n"""
+_FORGET = _BASE + """rm -rf "$base".*\n"""
+
+
+async def exec_and_wait(
+    sb: Sandbox, *, cmd: str, time_budget_sec: float, tag: str, user: str = "root", env: Mapping[str, str] | None = None,
+    workdir: str | None = None, out_file: str | None = None, want_output: bool = True,
+    poll_interval_sec: float = POLL_INTERVAL_SEC,
+) -> tuple[int, str]:  # fmt: skip
+    """Run a shell command that may take hours; (exit status, the end of what it wrote on both its streams).
+
+    The same command under the same tag is the same run until somebody has got its end; afterwards it may run again. Over
+    budget its process group is killed, and the status is `EXIT_TIME_BUDGET_EXCEEDED`.
+
+    Args:
+        tag: letters, digits, dots, dashes and underscores: what this command is among those of the sandbox.
+        workdir: the directory in which it runs; None: where commands of the sandbox start.
+        out_file: a file of the sandbox for what it writes, which is left there.
+        want_output: False gives "".
+        poll_interval_sec: seconds from one question to the next.
+
+    Raises:
+        ValueError: the tag has other characters, the command is longer than 64 KiB, or a variable has no name of one.
+        SandboxError: the sandbox cannot be reached, is gone, or cannot start the command.
+    """
+    env = dict(env or {})
+    if not re.fullmatch(r"[\w.-]{1,100}", tag, re.ASCII):
+        raise ValueError(f"tag {tag!r}: give 1 to 100 letters, digits, dots, dashes and underscores")
+    if len(cmd.encode()) > _COMMAND_BYTES:
+        raise ValueError(
+            f"a command of {len(cmd.encode())} bytes, more than {_COMMAND_BYTES}: write it to a file, and run that"
+        )
+    if unnamed := [name for name in env if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)]:
+        raise ValueError(f"{unnamed} are no names of variables")
+    exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in env.items())
+    enter = f"cd -- {shlex.quote(workdir)} && " if workdir else ""
+    launcher = _LAUNCHER.format(exports=exports, enter=enter)
+    words = {
+        "name": f"{tag}-{hashlib.sha256(repr((cmd, launcher, out_file)).encode()).hexdigest()[:12]}",
+        "cmd": shlex.quote(cmd),
+        "launcher": shlex.quote(launcher),
+        "out": shlex.quote(out_file or ""),
+        "most": OUTPUT_BYTES,
+    }
+
+    async def call(script: str) -> str:
+        return (await sb.exec(script.format(**words), user=user, timeout=_CALL_SECONDS, check=True))[1]
+
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + time_budget_sec
+    await call(_START)
+    while (state := (await call(_POLL)).strip()) == "running":
+        left = deadline - clock()
+        if left <= 0:
+            break
+        await asyncio.sleep(min(poll_interval_sec, left))
+    without_marker = {"running": EXIT_TIME_BUDGET_EXCEEDED, "lost": EXIT_LOST}
+    if state in without_marker:
+        await call(_KILL)
+    output = await call(_READ) if want_output else ""
+    await call(_FORGET)
+    return without_marker[state] if state in without_marker else int(state), output

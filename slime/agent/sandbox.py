@@ -1,0 +1,520 @@
+"""Sandboxes: places in which an agent works and its work is graded, all of them asked in the same few words.
+
+`LocalSandbox` is on this machine, `DockerSandbox` a container of this machine's Docker, `E2BSandbox` a machine of a service.
+Any class with the methods of `Sandbox` is another one.
+
+Invariants: what was started in a sandbox ends with it, also when this process ends first (in a container and at a service: at
+the end of its lifetime). A call that fails because of the sandbox, not because of what the command did, raises SandboxError:
+nothing can be learned from such a sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import importlib
+import json
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
+
+from slime.agent.limited import ARCHITECTURES, LANDLOCK_VERSION, READABLE, landlock_version
+from slime.agent.long_commands import EXIT_TIME_BUDGET_EXCEEDED, exec_and_wait
+from slime.utils import env as variables
+from slime.utils.child_process import Ended, StillRunning, kill_group, run_to_end
+from slime.utils.errors import RunError, UserError
+
+__all__ = [
+    "EXIT_TIMED_OUT", "EXIT_TIME_BUDGET_EXCEEDED", "LIMITED", "NAMESPACES", "CommandFailed", "DockerSandbox", "E2BSandbox",
+    "Limits", "LocalSandbox", "Sandbox", "SandboxError", "exec_and_wait", "require_namespaces",
+]  # fmt: skip
+
+logger = logging.getLogger(__name__)
+
+Content = str | bytes | Path
+Result = tuple[int, str, str]
+
+# What `exec` answers for a command that was ended because its time was over, as timeout(1) does.
+EXIT_TIMED_OUT = 124
+LIMITED = Path(__file__).with_name("limited.py")
+NAMESPACES = ("--user", "--map-current-user", "--pid", "--fork", "--kill-child", "--mount-proc")
+# Of each of a command's two streams the rest is dropped; a file that is larger is not read.
+_OUTPUT_BYTES, _FILE_BYTES = 2**20, 64 * 2**20
+_TRANSFER_SECONDS = 300.0
+# What a shell of the sandbox writes before it runs a command.
+_MARK, _WRITE_MARK = b"\0begun\0", r"printf '\000begun\000' >&2"
+# The first process of a namespace: with it all the others end, and it ends when our end of its pipe closes. Those that lose
+# their parents are its children then; the kernel forgets them because it ignores their ends.
+_KEEPER = """\
+import signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+# Between the kill of a process and its end, and until namespaces are there.
+_END_SECONDS, _START_SECONDS = 30.0, 60.0
+
+
+class SandboxError(RunError):
+    """The sandbox did not do what it was asked to, through no fault of the command."""
+
+
+class CommandFailed(SandboxError):
+    """A command that was run with `check` has ended with another status than 0."""
+
+
+class Sandbox(Protocol):
+    """An async context manager: it is there inside the block, and what is in it is gone behind it.
+
+    `sandbox_id` names it in messages. A sandbox in which all commands run as one user, whatever `user` says, has
+    `single_user = True`.
+    """
+
+    sandbox_id: str
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *error: Any) -> None: ...
+
+    async def exec(
+        self, cmd: str, *, user: str = "root", env: Mapping[str, str] | None = None, timeout: float = 120,
+        check: bool = False, idempotent: bool = True,
+    ) -> Result:  # fmt: skip
+        """(exit status, standard output, standard error) of a shell command.
+
+        Args:
+            timeout: in seconds; then the command is ended and its status is `EXIT_TIMED_OUT`.
+            check: raise CommandFailed for a status other than 0.
+            idempotent: the call may be repeated when nobody knows whether it arrived.
+
+        Raises:
+            SandboxError: the sandbox cannot be reached, or is gone.
+        """
+        ...
+
+    async def write_file(self, path: str, content: Content, *, user: str = "root") -> None:
+        """Write text, bytes, or the content of a file of this machine (a Path); directories above it are made."""
+        ...
+
+    async def read_file(self, path: str, *, user: str = "root") -> str:
+        """The text of a file. Bytes that are no UTF-8 come back as they were when the text is written (surrogateescape)."""
+        ...
+
+
+def checked(cmd: str, result: Result, check: bool) -> Result:
+    """`result`, unless `check` asks for a status of 0 and there is another one."""
+    code, out, err = result
+    if check and code != 0:
+        raise CommandFailed(f"`{cmd[:500]}` ended with status {code}: {(err or out).strip()[-2000:]}")
+    return result
+
+
+def content_bytes(content: Content) -> bytes:
+    """What is to be written, as bytes."""
+    if isinstance(content, Path):
+        return content.read_bytes()
+    return content.encode(errors="surrogateescape") if isinstance(content, str) else content
+
+
+# -- what runs commands of this machine -----------------------------------------------------------------------------------
+
+
+class _OwnProcesses:
+    """A sandbox whose commands are programs of this machine: `_argv` says which program runs a command."""
+
+    sandbox_id = ""
+
+    def _argv(self, cmd: str, user: str, env: Mapping[str, str], name: str) -> tuple[list[str], dict[str, str] | None]:
+        """The program, and its environment (None: ours)."""
+        raise NotImplementedError
+
+    async def _end(self, name: str) -> None:
+        """End the command `name`, where that takes more than the end of the program that runs it."""
+
+    async def _command(
+        self, cmd: str, user: str, timeout: float, env: Mapping[str, str] | None = None, stdin: bytes = b"",
+        most: int = _OUTPUT_BYTES,
+    ) -> Ended:  # fmt: skip
+        if not self.sandbox_id:
+            raise SandboxError(f"{type(self).__name__} is used outside of its `async with` block")
+        name = uuid.uuid4().hex
+        argv, environment = self._argv(cmd, user, env or {}, name)
+        try:
+            ended = await run_to_end(argv, timeout=timeout, stdin=stdin, env=environment, most=most)
+        except BaseException as error:
+            await self._end(name)
+            if not isinstance(error, OSError):
+                raise
+            if not isinstance(error, StillRunning):
+                raise SandboxError(f"sandbox {self.sandbox_id}: {error}") from error
+            ended = Ended(EXIT_TIMED_OUT, *error.so_far)
+        # Without it the command was not run, and the status is that of whoever should have run it.
+        if not ended.err.startswith(_MARK):
+            said = ended.err.decode(errors="replace").strip()[-2000:]
+            raise SandboxError(f"sandbox {self.sandbox_id} ran no command: {said or f'nothing within {timeout:g} s'}")
+        return Ended(ended.code, ended.out, ended.err[len(_MARK) :])
+
+    async def exec(
+        self, cmd: str, *, user: str = "root", env: Mapping[str, str] | None = None, timeout: float = 120,
+        check: bool = False, idempotent: bool = True,
+    ) -> Result:  # fmt: skip
+        """See `Sandbox.exec`."""
+        ended = await self._command(cmd, user, timeout, env)
+        return checked(cmd, (ended.code, ended.out.decode(errors="replace"), ended.err.decode(errors="replace")), check)
+
+    async def write_file(self, path: str, content: Content, *, user: str = "root") -> None:
+        """See `Sandbox.write_file`. A process of the sandbox writes: it has the rights of the sandbox alone."""
+        cmd = f'mkdir -p -- "$(dirname -- {shlex.quote(path)})" && cat > {shlex.quote(path)}'
+        ended = await self._command(cmd, user, _TRANSFER_SECONDS, stdin=content_bytes(content))
+        if ended.code != 0:
+            raise SandboxError(f"sandbox {self.sandbox_id}: {path} cannot be written: {ended.err.decode().strip()}")
+
+    async def read_file(self, path: str, *, user: str = "root") -> str:
+        """See `Sandbox.read_file`."""
+        ended = await self._command(f"cat -- {shlex.quote(path)}", user, _TRANSFER_SECONDS, most=_FILE_BYTES)
+        if ended.code != 0:
+            raise SandboxError(f"sandbox {self.sandbox_id}: {path} cannot be read: {ended.err.decode().strip()}")
+        if len(ended.out) > _FILE_BYTES:
+            raise SandboxError(f"sandbox {self.sandbox_id}: {path} has more than {_FILE_BYTES} bytes")
+        return ended.out.decode(errors="surrogateescape")
+
+
+# -- on this machine ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of each process: seconds of the CPU, bytes of memory and of a file; and how many processes and open files there may be.
+
+    `memory_bytes` counts what is reserved, of which Node.js takes many times what it uses. The kernel counts no processes of
+    the superuser.
+    """
+
+    cpu_seconds: int = 600
+    memory_bytes: int = 4 * 2**30
+    file_bytes: int = 2**30
+    processes: int = 512
+    open_files: int = 1024
+
+
+@functools.cache
+def require_namespaces() -> tuple[str, ...]:
+    """The words that put a command into namespaces of its own: of user, processes and mounts.
+
+    Raises:
+        UserError: this machine lets nobody have them, or cannot keep programs from its files; says what is missing.
+    """
+    unshare = shutil.which("unshare")
+    if unshare is None or shutil.which("nsenter") is None:
+        raise UserError(
+            "programs of a model run by `unshare` and `nsenter`, and both are not on PATH; install util-linux"
+        )
+    if os.uname().machine not in ARCHITECTURES:
+        raise UserError(
+            f"programs of a model run on {' and '.join(ARCHITECTURES)}; this machine is a {os.uname().machine}"
+        )
+    if landlock_version() < LANDLOCK_VERSION:
+        raise UserError(
+            f"programs of a model are kept from the files of this machine by Landlock, version {LANDLOCK_VERSION} or later "
+            f"(Linux 6.2), and its kernel has version {landlock_version()} (0: none, or not switched on)"
+        )
+    words = (unshare, *NAMESPACES)
+    done = subprocess.run([*words, "--net", "true"], capture_output=True, text=True, timeout=30)
+    if done.returncode:
+        raise UserError(
+            f"programs of a model need namespaces of user, network and processes, and `{' '.join(words)} --net true` says: "
+            f"{done.stderr.strip()}. In a container allow them (docker run --security-opt seccomp=unconfined "
+            "--security-opt systempaths=unconfined), or set sysctl kernel.unprivileged_userns_clone=1 on the machine"
+        )
+    return words
+
+
+class LocalSandbox(_OwnProcesses):
+    """A directory of this machine, which alone its commands may change, and namespaces that end with all that runs in them.
+
+    Commands see no process but their own, of the machine's files the programs and libraries, and an environment that is made
+    for them, with HOME and TMPDIR in `directory`, where they start. There is one user. No limit holds for all processes
+    together.
+
+    Args:
+        network: "host" lets commands connect to whatever this machine reaches; "none" to nothing.
+        readable: further paths that commands may read and run.
+        env: further variables of all commands.
+    """
+
+    single_user = True
+
+    def __init__(
+        self, *, network: Literal["host", "none"] = "none", limits: Limits = Limits(), readable: Sequence[str | Path] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        self.directory = Path()
+        self._network = network
+        self._limits = limits
+        self._readable = [*READABLE, *_OF_SHELLS, sys.prefix, *map(str, readable)]
+        self._env = dict(env or {})
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        words = await asyncio.to_thread(require_namespaces)
+        async with contextlib.AsyncExitStack() as stack:
+            made = tempfile.TemporaryDirectory(prefix="slime-sandbox-", ignore_cleanup_errors=True)
+            stack.push_async_callback(asyncio.to_thread, made.cleanup)
+            self.directory = Path(made.name).resolve()
+            for name in ("home", "tmp"):
+                (self.directory / name).mkdir()
+            isolation = ["--net"] if self._network == "none" else []
+            self._keeper = keeper = await asyncio.create_subprocess_exec(
+                *words, *isolation, sys.executable, "-I", "-S", "-c", _KEEPER,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={"PATH": os.defpath},
+                start_new_session=True,
+            )  # fmt: skip
+
+            async def end_all() -> None:
+                kill_group(keeper.pid)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(keeper.communicate(), _END_SECONDS)
+
+            stack.push_async_callback(end_all)
+            with contextlib.suppress(TimeoutError):
+                if await asyncio.wait_for(keeper.stdout.readline(), _START_SECONDS) == b"ready\n":
+                    self.sandbox_id = self.directory.name
+                    self._stack = stack.pop_all()
+                    return self
+            kill_group(keeper.pid)
+            said = (await keeper.communicate())[1].decode(errors="replace").strip()
+        raise SandboxError(f"a sandbox did not start within {_START_SECONDS:g} s: {said or 'it said nothing'}")
+
+    async def __aexit__(self, *error: Any) -> None:
+        self.sandbox_id = ""
+        await self._stack.aclose()
+
+    def _argv(self, cmd: str, user: str, env: Mapping[str, str], name: str) -> tuple[list[str], dict[str, str] | None]:
+        of_keeper = f"/proc/{self._keeper.pid}/ns"
+        own = ["--user=user", "--mount=mnt", "--pid=pid_for_children", *["--net=net"] * (self._network == "none")]
+        limits = self._limits
+        given = {
+            "directory": str(self.directory),
+            "readable": self._readable,
+            "rlimits": {
+                "CPU": limits.cpu_seconds, "AS": limits.memory_bytes, "FSIZE": limits.file_bytes, "NPROC": limits.processes,
+                "NOFILE": limits.open_files, "CORE": 0,
+            },
+        }  # fmt: skip
+        programs = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
+        environment = {
+            "PATH": programs, "HOME": f"{self.directory}/home", "TMPDIR": f"{self.directory}/tmp", "LANG": "C.UTF-8",
+            **self._env, **env,
+        }  # fmt: skip
+        argv = [
+            shutil.which("nsenter"), "--preserve-credentials", *(word.replace("=", f"={of_keeper}/") for word in own), "--",
+            sys.executable, "-I", "-S", "-B", str(LIMITED), json.dumps(given),
+            "sh", "-c", f'{_WRITE_MARK}; exec sh -c "$0"', cmd,
+        ]  # fmt: skip
+        return argv, environment
+
+
+# What shells, compilers and clients read besides programs and libraries. No passwords and keys, and nobody's home.
+_OF_SHELLS = (
+    "/bin", "/sbin", "/etc/alternatives", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf", "/etc/passwd", "/etc/profile",
+    "/etc/resolv.conf", "/etc/ssl/certs", "/etc/ssl/openssl.cnf", "/etc/ca-certificates", "/dev/random", "/dev/zero",
+)  # fmt: skip
+
+
+# -- containers -----------------------------------------------------------------------------------------------------------
+
+
+class DockerSandbox(_OwnProcesses):
+    """A container of `image`, by the command line of Docker; what is in it is removed with it.
+
+    Commands are run by the image's `sh`, in its working directory. The container ends by itself after the lifetime.
+
+    Args:
+        run_args: further words of `docker run`, such as `("--memory", "8g", "--network", "none")`.
+    """
+
+    def __init__(self, image: str, *, run_args: Sequence[str] = (), lifetime_sec: int | None = None) -> None:
+        self.image = image
+        self._run_args = list(run_args)
+        self._lifetime = variables.sandbox_lifetime_sec() if lifetime_sec is None else lifetime_sec
+
+    async def __aenter__(self) -> Self:
+        if shutil.which("docker") is None:
+            raise UserError(
+                "DockerSandbox runs `docker`, which is not on PATH; install Docker, or take another sandbox"
+            )
+        name = f"slime-{uuid.uuid4().hex}"
+        words = ["docker", "run", "--detach", "--rm", "--init", "--name", name, *self._run_args]
+        try:
+            # An image that is not there yet is fetched first.
+            ended = await run_to_end(
+                [*words, "--entrypoint", "sleep", self.image, str(self._lifetime)], timeout=self._lifetime
+            )
+            if ended.code != 0:
+                raise SandboxError(f"no container of {self.image} starts: {ended.err.decode(errors='replace').strip()}")
+        except BaseException as error:
+            await self._remove(name)
+            if isinstance(error, TimeoutError):
+                raise SandboxError(f"no container of {self.image} started within {self._lifetime} s") from None
+            raise
+        self.sandbox_id = name
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        name, self.sandbox_id = self.sandbox_id, ""
+        await self._remove(name)
+
+    async def _remove(self, name: str) -> None:
+        with contextlib.suppress(TimeoutError):
+            await run_to_end(["docker", "rm", "--force", "--volumes", name], timeout=_END_SECONDS)
+
+    def _argv(self, cmd: str, user: str, env: Mapping[str, str], name: str) -> tuple[list[str], dict[str, str] | None]:
+        given = [word for key, value in env.items() for word in ("--env", f"{key}={value}")]
+        # The command leads a process group of the container; what runs here is a client of Docker's, which ends alone.
+        leading = (
+            f'{_WRITE_MARK}; echo $$ > /tmp/.slime-{name}; sh -c "$0"; code=$?; rm -f /tmp/.slime-{name}; exit $code'
+        )
+        return [
+            "docker",
+            "exec",
+            "--interactive",
+            "--user",
+            user,
+            *given,
+            self.sandbox_id,
+            "sh",
+            "-c",
+            leading,
+            cmd,
+        ], None
+
+    async def _end(self, name: str) -> None:
+        kill = f'kill -s KILL -- "-$(cat /tmp/.slime-{name})"; rm -f /tmp/.slime-{name}'
+        with contextlib.suppress(TimeoutError):
+            await run_to_end(
+                ["docker", "exec", "--user", "root", self.sandbox_id, "sh", "-c", kill], timeout=_END_SECONDS
+            )
+
+
+# -- a service ------------------------------------------------------------------------------------------------------------
+
+# Names of errors of the package that tell of the request or of the sandbox's end, and not of the way there.
+_FINAL = (
+    "AuthenticationException", "InvalidArgumentException", "NotEnoughSpaceException", "NotFoundException",
+    "SandboxNotRunningException",
+)  # fmt: skip
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 1.0, 32.0
+
+
+class E2BSandbox:
+    """A sandbox of E2B, or of a service with its interface, which starts `image` by a key of the sandbox's metadata.
+
+    The key, and what else is not given, is told by variables of the environment (`slime.utils.env`). A call that does not
+    arrive is repeated, if that does no harm, after 1, 2, 4 seconds and so on, 32 at most.
+
+    Args:
+        size: the template of the service.
+    """
+
+    def __init__(
+        self, image: str, *, size: str | None = None, lifetime_sec: int | None = None, rpc_retries: int | None = None
+    ) -> None:
+        self.image = image
+        self.sandbox_id = ""
+        self._size = variables.e2b_sandbox_size() if size is None else size
+        self._lifetime = variables.sandbox_lifetime_sec() if lifetime_sec is None else lifetime_sec
+        self._retries = variables.sandbox_rpc_retries() if rpc_retries is None else rpc_retries
+
+    async def __aenter__(self) -> Self:
+        key = variables.sandbox_image_metadata_key()
+        try:
+            self._package = importlib.import_module("e2b")
+        except ImportError as error:
+            raise UserError(f"E2BSandbox needs the package e2b ({error}): pip install 'slime[e2b]'") from error
+        names = [name for name in _FINAL if hasattr(self._package, name)]
+        self._final = tuple(getattr(self._package, name) for name in names)
+        # A second sandbox would be there, and paid for, until the end of its lifetime.
+        self._sandbox = await self._call(
+            f"a sandbox of {self.image}",
+            lambda: self._package.AsyncSandbox.create(
+                template=self._size, timeout=self._lifetime, metadata={key: self.image}
+            ),
+            idempotent=False,
+        )
+        self.sandbox_id = self._sandbox.sandbox_id
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        try:
+            await self._call("the end", lambda: self._sandbox.kill())
+        except SandboxError:
+            # The work is done, or has failed for a reason of its own. The service ends it at the end of its lifetime.
+            logger.warning("sandbox %s was not ended; it ends %d s after its start", self.sandbox_id, self._lifetime)
+        self.sandbox_id = ""
+
+    async def exec(
+        self, cmd: str, *, user: str = "root", env: Mapping[str, str] | None = None, timeout: float = 120,
+        check: bool = False, idempotent: bool = True,
+    ) -> Result:  # fmt: skip
+        """See `Sandbox.exec`."""
+
+        async def run() -> Result:
+            out: list[str] = []
+            err: list[str] = []
+            clock = asyncio.get_running_loop().time
+            started = clock()
+            try:
+                done = await self._sandbox.commands.run(
+                    cmd, envs=dict(env or {}), user=user, timeout=timeout, on_stdout=out.append, on_stderr=err.append
+                )
+            except self._package.CommandExitException as exited:
+                done = exited
+            except self._package.TimeoutException:
+                # The way there can be too slow, too.
+                if clock() - started < timeout:
+                    raise
+                return EXIT_TIMED_OUT, "".join(out), "".join(err)
+            return done.exit_code, done.stdout, done.stderr
+
+        return checked(cmd, await self._call(f"`{cmd[:200]}`", run, idempotent=idempotent), check)
+
+    async def write_file(self, path: str, content: Content, *, user: str = "root") -> None:
+        """See `Sandbox.write_file`."""
+        data = content_bytes(content)
+        await self._call(f"writing {path}", lambda: self._sandbox.files.write(path, data, user=user))
+
+    async def read_file(self, path: str, *, user: str = "root") -> str:
+        """See `Sandbox.read_file`."""
+        data = await self._call(f"reading {path}", lambda: self._sandbox.files.read(path, format="bytes", user=user))
+        return bytes(data).decode(errors="surrogateescape")
+
+    async def _call(self, what: str, call: Callable[[], Awaitable[Any]], idempotent: bool = True) -> Any:
+        """What `call` returns; transport errors are waited out.
+
+        Raises:
+            SandboxError: the service refuses, or cannot be reached.
+        """
+        wait = _FIRST_WAIT_SECONDS
+        for left in reversed(range(self._retries + 1 if idempotent else 1)):
+            try:
+                return await call()
+            except (TypeError, AttributeError):
+                raise
+            except Exception as error:
+                # Transports raise errors of several libraries, and which ones changes from version to version.
+                if isinstance(error, self._final) or not left:
+                    raise SandboxError(
+                        f"E2B sandbox {self.sandbox_id or '(none yet)'}: {what} failed: {type(error).__name__}: {error}"
+                    ) from error
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
