@@ -1,0 +1,169 @@
+"""Harnesses: what starts a command-line agent in a sandbox, pointed at an adapter of ours in the place of its own service.
+
+A harness writes the agent's configuration, gives it a prompt, and waits. The session of the adapter is the agent's key, so that
+whatever it asks is recorded where it belongs. Invariants: an agent over budget is ended, with its process group; the prompt
+stands in no command line; agents run as a user of their own, who is not root, where the sandbox has users.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slime.agent.harness.base import AGENT_USER, BaseHarness, HarnessContext, ensure_agent_user, home_of, run_agent
+from slime.utils import env as variables
+
+if TYPE_CHECKING:
+    from slime.agent.sandbox import Sandbox
+
+__all__ = [
+    "AGENT_USER", "BaseHarness", "ClaudeCodeHarness", "CodexHarness", "HarnessContext", "ensure_agent_user", "home_of",
+    "install_node22", "install_npm_cli", "run_agent",
+]  # fmt: skip
+
+logger = logging.getLogger(__name__)
+
+NPM_TRIES = 3
+CLAUDE_CODE_PACKAGE = "@anthropic-ai/claude-code"
+# Later ones speak the Responses API alone; adapters serve chat completions.
+CODEX_PACKAGE = "@openai/codex@0.80.0"
+_NODE_URL = "https://nodejs.org/dist/latest-v22.x"
+_INSTALL_SECONDS = 600.0
+_NPM_WAIT_SECONDS = 5.0
+
+
+async def install_node22(sb: Sandbox, *, prefix: str = "/usr/local") -> None:
+    """Put Node.js 22 below `prefix`, unless there is one as new: from `SLIME_AGENT_NODE_TARBALL`, or fetched by the sandbox.
+
+    Raises:
+        SandboxError: it cannot be fetched or unpacked.
+    """
+    version = "node --version 2> /dev/null | sed -n 's/^v\\([0-9]*\\).*/\\1/p'"
+    _, found, _ = await sb.exec(version)
+    if found.strip().isdigit() and int(found) >= 22:
+        return
+    tarball = variables.node_tarball()
+    archive = await _put_archive(sb, tarball) if tarball else '"${TMPDIR:-/tmp}/node.tar.gz"'
+    fetch = (
+        "case $(uname -m) in x86_64) kind=x64 ;; *) kind=arm64 ;; esac\n"
+        f'name=$(curl -fsSL {_NODE_URL}/SHASUMS256.txt | sed -n "s/.* \\(node-.*-linux-$kind.tar.gz\\)$/\\1/p")\n'
+        f"curl -fsSL -o {archive} {_NODE_URL}/$name\n"
+    )
+    unpack = f"mkdir -p {shlex.quote(prefix)} && tar -xf {archive} -C {shlex.quote(prefix)} --strip-components=1"
+    await sb.exec(f"set -e\n{'' if tarball else fetch}{unpack}\nrm -f {archive}", timeout=_INSTALL_SECONDS, check=True)
+
+
+async def install_npm_cli(sb: Sandbox, package: str, *, program: str, tarball: Path | None = None) -> None:
+    """Install a package of npm with `program` in it, for all users; three tries, because registries are busy at times.
+
+    Args:
+        tarball: a file of this machine, as `npm pack` makes it, in the place of the registry's `package`.
+
+    Raises:
+        SandboxError: it cannot be installed.
+    """
+    what = await _put_archive(sb, tarball) if tarball else shlex.quote(package)
+    cmd = f"npm install --global --no-audit --no-fund {what} && command -v {shlex.quote(program)}"
+    for left in reversed(range(NPM_TRIES)):
+        code, _, err = await sb.exec(cmd, timeout=_INSTALL_SECONDS, check=not left)
+        if code == 0:
+            return
+        logger.warning("npm could not install %s in sandbox %s: %s", package, sb.sandbox_id, err.strip()[-500:])
+        await asyncio.sleep(_NPM_WAIT_SECONDS)
+
+
+async def _put_archive(sb: Sandbox, tarball: Path) -> str:
+    """A file of this machine, put into the sandbox; its path there, quoted. Tar and npm go by the end of its name."""
+    _, place, _ = await sb.exec('printf %s "${TMPDIR:-/tmp}"', check=True)
+    await sb.write_file(f"{place}/{tarball.name}", tarball)
+    return shlex.quote(f"{place}/{tarball.name}")
+
+
+class ClaudeCodeHarness(BaseHarness):
+    """Claude Code, in one turn of its own without questions, at the adapter's Anthropic routes."""
+
+    name = "claude-code"
+
+    async def install_cli(self, sb: Sandbox) -> None:
+        """Node.js and the package, from `SLIME_AGENT_NODE_TARBALL` and `SLIME_AGENT_CC_TARBALL` where they are given."""
+        await install_node22(sb)
+        tarball = variables.agent_program("CC").tarball
+        await install_npm_cli(sb, CLAUDE_CODE_PACKAGE, program="claude", tarball=tarball)
+
+    async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
+        """That nobody has to be asked at a first start."""
+        path = f"{await home_of(sb, self.user)}/.claude.json"
+        await sb.write_file(path, json.dumps({"hasCompletedOnboarding": True, "autoUpdates": False}), user=self.user)
+
+    async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float) -> int:
+        """See `BaseHarness.launch_and_wait`."""
+        program = variables.agent_program("CC")
+        words = ["claude", "--print", "--dangerously-skip-permissions", "--model", ctx.model_label, *program.extra_args]
+        models = dict.fromkeys(
+            (
+                "ANTHROPIC_MODEL",
+                "ANTHROPIC_SMALL_FAST_MODEL",
+                "ANTHROPIC_DEFAULT_HAIKU_MODEL",
+                "CLAUDE_CODE_SUBAGENT_MODEL",
+            ),
+            ctx.model_label,
+        )
+        env = {
+            "ANTHROPIC_BASE_URL": ctx.adapter_url,
+            "ANTHROPIC_AUTH_TOKEN": ctx.session_id,
+            **models,
+            # Calls home would fail in most sandboxes, and its own updates change what is measured.
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "DISABLE_AUTOUPDATER": "1",
+            # It skips permissions of the superuser in sandboxes alone.
+            "IS_SANDBOX": "1",
+            **program.extra_env,
+        }
+        return await run_agent(
+            sb, name=self.name, cmd=shlex.join(words), ctx=ctx, prompt=prompt, time_budget_sec=time_budget_sec, env=env,
+            user=self.user, poll_interval_sec=self.poll_interval_sec,
+        )  # fmt: skip
+
+
+_CODEX_CONFIG = """\
+model = {model}
+model_provider = "slime"
+
+[model_providers.slime]
+name = "slime"
+base_url = {url}
+env_key = "SLIME_SESSION"
+wire_api = "chat"
+"""
+
+
+class CodexHarness(BaseHarness):
+    """Codex, without questions, at the adapter's OpenAI routes."""
+
+    name = "codex"
+
+    async def install_cli(self, sb: Sandbox) -> None:
+        """Node.js and the package, from `SLIME_AGENT_NODE_TARBALL` and `SLIME_AGENT_CODEX_TARBALL` where they are given."""
+        await install_node22(sb)
+        tarball = variables.agent_program("CODEX").tarball
+        await install_npm_cli(sb, CODEX_PACKAGE, program="codex", tarball=tarball)
+
+    async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
+        """The adapter, as a provider of models."""
+        # Strings of JSON are strings of TOML.
+        content = _CODEX_CONFIG.format(model=json.dumps(ctx.model_label), url=json.dumps(f"{ctx.adapter_url}/v1"))
+        await sb.write_file(f"{await home_of(sb, self.user)}/.codex/config.toml", content, user=self.user)
+
+    async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float) -> int:
+        """See `BaseHarness.launch_and_wait`."""
+        program = variables.agent_program("CODEX")
+        words = ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+        return await run_agent(
+            sb, name=self.name, cmd=shlex.join([*words, *program.extra_args, "-"]), ctx=ctx, prompt=prompt,
+            time_budget_sec=time_budget_sec, env={"SLIME_SESSION": ctx.session_id, **program.extra_env}, user=self.user,
+            poll_interval_sec=self.poll_interval_sec,
+        )  # fmt: skip
