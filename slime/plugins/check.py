@@ -20,7 +20,19 @@ from typing import TYPE_CHECKING, Any
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.arguments import parse_args
 from slime.arguments.flag import attribute_of
-from slime.plugins.from_python import ACTOR_CLS, take_paths, try_in_python
+from slime.plugins.from_python import (
+    ACCELERATOR,
+    ACTOR_CLS,
+    ADAPTER_CLS,
+    HARNESS_CLS,
+    SANDBOX_CLS,
+    take_paths,
+    try_accelerator,
+    try_adapter,
+    try_harness,
+    try_rank,
+    try_sandbox,
+)
 from slime.plugins.recorder import POINTS, Recorder
 from slime.ray.rollout_pipeline import RolloutPipeline, batch_schedule
 from slime.rollout.draws import draw_groups
@@ -249,9 +261,16 @@ def _step(
         SingletonMeta.clear_instances()
         clear_reward_instances()
     _train(args, batch, named)
+    tries = {
+        ACTOR_CLS: lambda record: try_rank(record, args, batch),
+        ACCELERATOR: try_accelerator,
+        ADAPTER_CLS: lambda record: try_adapter(record, args),
+        SANDBOX_CLS: try_sandbox,
+        HARNESS_CLS: try_harness,
+    }
     for flag, path in in_python.items():
         record = records[flag, path] = Recorder(flag, path)
-        try_in_python(record, args, batch)
+        tries[flag](record)
 
 
 def _train(args: argparse.Namespace, batch: dict[str, Any], named: Sequence[str]) -> None:

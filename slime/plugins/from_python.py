@@ -1,20 +1,33 @@
-"""What a user's own code hands over in Python, tried like the functions that flags name: training ranks, a device, an endpoint
-for agents. Their words, `--actor-cls`, `--accelerator` and `--adapter-cls`, are this command's own, and no flags of a run."""
+"""What programs of one's own hand over in Python, tried like the functions that flags name: a class of training ranks, a
+device, an endpoint for agents, a sandbox and a harness. Their words, `--actor-cls` and so on, are this command's own, and no
+flags of a run."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import inspect
+import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from slime.agent.adapters.anthropic import AnthropicAdapter
 from slime.agent.adapters.openai import OpenAIAdapter
 from slime.agent.aiohttp_threaded import run_app_in_thread
+from slime.agent.harness.base import BaseHarness
+from slime.agent.sandbox import (
+    EXIT_TIME_BUDGET_EXCEEDED,
+    EXIT_TIMED_OUT,
+    LocalSandbox,
+    Sandbox,
+    SandboxError,
+    exec_and_wait,
+)
 from slime.arguments.paths import absolute_plug_in
 from slime.plugins.recorder import POINTS, Recorder
 from slime.utils import async_utils, device
@@ -27,6 +40,7 @@ from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 
 ACTOR_CLS, ACCELERATOR, ADAPTER_CLS = "--actor-cls", "--accelerator", "--adapter-cls"
+SANDBOX_CLS, HARNESS_CLS = "--sandbox-cls", "--harness-cls"
 _BYTES = 4096
 _SESSION, _QUESTIONS = "slime-plugins", ("What is 1+1?", "What is 2+2?")
 
@@ -40,23 +54,13 @@ def take_paths(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     paths, left, rest = {}, [], iter(words)
     for word in rest:
         flag, equals, value = word.partition("=")
-        if flag not in (ACTOR_CLS, ACCELERATOR, ADAPTER_CLS):
+        if flag not in POINTS or not POINTS[flag].in_python:
             left.append(word)
             continue
         paths[flag] = value if equals else next(rest, "")
         if not paths[flag] or paths[flag].startswith("--"):
             raise UserError(f"{flag} needs a path, such as my_file.py:MyClass: {POINTS[flag].call}")
     return paths, left
-
-
-def try_in_python(record: Recorder, args: argparse.Namespace, batch: dict[str, Any]) -> None:
-    """Try what `record` names by one of the words of this command, as they are told at the functions below."""
-    if record.flag == ACCELERATOR:
-        try_accelerator(record)
-    elif record.flag == ADAPTER_CLS:
-        try_adapter(record, args)
-    else:
-        try_rank(record, args, batch)
 
 
 def try_rank(record: Recorder, args: argparse.Namespace, batch: dict[str, Any]) -> None:
@@ -261,3 +265,172 @@ def _summed(accelerator: Any, backend: str) -> list[float]:
         tensor = torch.full((1,), 3.0, device=accelerator.group_device(None))
         dist.all_reduce(tensor)
         return tensor.cpu().tolist()
+
+
+def try_sandbox(record: Recorder) -> None:
+    """A sandbox, entered, asked for everything that agents ask it for, and left.
+
+    Raises:
+        UserError: it raises, or answers what nobody can go by.
+    """
+    path = record.path
+    factory = load_function(path, flag=SANDBOX_CLS)
+    record.named(factory)
+
+    async def main() -> None:
+        async with factory() as sandbox:
+            if not isinstance(sandbox.sandbox_id, str) or not sandbox.sandbox_id:
+                raise UserError(
+                    f"{SANDBOX_CLS} {path}: its sandbox_id is {sandbox.sandbox_id!r}; give it a name of its own"
+                )
+            async for question, ask, expected in _questions_to_sandbox(sandbox):
+                with record.call([question]) as done:
+                    found = done(await ask)
+                if found != expected:
+                    raise UserError(f"{SANDBOX_CLS} {path}: {question} gave {found!r}; expected {expected!r}")
+
+    with _blaming(SANDBOX_CLS, path), calling_user_code(SANDBOX_CLS, path, "its questions"):
+        asyncio.run(main())
+
+
+async def _questions_to_sandbox(sandbox: Sandbox) -> AsyncIterator[tuple[str, Awaitable[Any], Any]]:
+    """(what is asked, how, what is expected)."""
+
+    async def refused() -> str:
+        try:
+            return repr(await sandbox.exec("exit 3", check=True))
+        except SandboxError:
+            return "a SandboxError"
+
+    async def hung() -> int:
+        return (await sandbox.exec("sleep 60", timeout=1))[0]
+
+    async def copied(content: Any) -> str:
+        await sandbox.write_file(name, content)
+        return await sandbox.read_file(name)
+
+    async def ended() -> tuple[int, int]:
+        code, output = await exec_and_wait(
+            sandbox, cmd="echo $$; sleep 60", time_budget_sec=1, tag="slime-long", poll_interval_sec=0.1
+        )
+        # The shell of the command; nobody answers to its signal 0 once it was ended.
+        left, _, _ = await sandbox.exec(f"kill -0 {int(output)}")
+        return code, int(left == 0)
+
+    _, place, _ = await sandbox.exec('printf %s "${TMPDIR:-/tmp}"', check=True)
+    name = f"{place}/slime plugins/file"
+    yield (
+        "exec('echo out; echo told >&2; exit 3')",
+        sandbox.exec("echo out; echo told >&2; exit 3"),
+        (3, "out\n", "told\n"),
+    )
+    yield "exec with env", sandbox.exec('echo "$A"', env={"A": "b c"}), (0, "b c\n", "")
+    yield "exec with check of a command that fails", refused(), "a SandboxError"
+    yield "exec('sleep 60', timeout=1)", hung(), EXIT_TIMED_OUT
+    yield "a text, written and read", copied("täxt\n"), "täxt\n"
+    yield "bytes, written and read", copied(b"\xff\x00"), "\udcff\x00"
+    yield "a file of this machine, written and read", copied(Path(__file__)), Path(__file__).read_text(encoding="utf-8")
+    for again in ("", ", again"):
+        waited = exec_and_wait(sandbox, cmd="echo out; exit 5", time_budget_sec=60, tag="slime", poll_interval_sec=0.1)
+        yield f"exec_and_wait{again}", waited, (5, "out\n")
+    yield "exec_and_wait over budget, and whether it goes on", ended(), (EXIT_TIME_BUDGET_EXCEEDED, 0)
+
+
+@contextlib.contextmanager
+def _blaming(flag: str, path: str) -> Iterator[None]:
+    """Errors that are for the user name the plug-in, too."""
+    try:
+        yield
+    except (RunError, UserError) as error:
+        raise error if f"{flag} {path}" in str(error) else UserError(f"{flag} {path}: {error}") from error
+
+
+def try_harness(record: Recorder) -> None:
+    """A harness, run in a sandbox of this machine at an adapter that answers every request with one text.
+
+    Raises:
+        UserError: it raises, has no name, asks nobody, or asks without the key of its session.
+    """
+    path = record.path
+    factory = load_function(path, flag=HARNESS_CLS)
+    record.named(factory)
+
+    async def main() -> None:
+        asked: list[str] = []
+        harness = factory()
+        if not isinstance(harness.name, str) or not harness.name:
+            raise UserError(f"its name is {harness.name!r}; give the class a `name`")
+        if isinstance(harness, BaseHarness):
+            harness.poll_interval_sec = 0.1
+        async with _adapter(asked) as url, LocalSandbox(network="host") as sandbox:
+            await sandbox.exec("mkdir work", check=True)
+            given = {"workdir": "work", "session_id": "session-1", "adapter_url": url, "time_budget_sec": 60}
+            with record.call([sandbox.sandbox_id, given]) as done:
+                code = done(await harness.run(sandbox, **given, prompt="Say hello."))
+            with record.call(["requests to the adapter"]) as done:
+                done(asked)
+        if isinstance(code, bool) or not isinstance(code, int):
+            raise UserError(f"run returned {code!r}; expected the exit status of the agent")
+        if code != 0:
+            raise UserError(
+                f"run returned {code}: is the agent on PATH here? In a sandbox of a run `install_cli` puts it there"
+            )
+        if not asked or set(asked) != {"session-1"}:
+            raise UserError(
+                f"the adapter was asked with the keys {asked}; expected the session, 'session-1', at each request"
+            )
+
+    with _blaming(HARNESS_CLS, path), calling_user_code(HARNESS_CLS, path, "a run"):
+        asyncio.run(main())
+
+
+@contextlib.asynccontextmanager
+async def _adapter(asked: list[str]) -> AsyncIterator[str]:
+    """URL of what answers as adapters do; the key of each request is put into `asked`."""
+    from aiohttp import web
+
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2, "input_tokens": 1, "output_tokens": 1}
+    common = {"id": "answer-1", "model": "slime-actor", "usage": usage}
+    block = {"type": "text", "text": "Hello."}
+    message = {**common, "type": "message", "role": "assistant", "content": [block], "stop_reason": "end_turn"}
+    choice = {"index": 0, "finish_reason": "stop"}
+    said = {"role": "assistant", "content": block["text"]}
+    delta = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": block["text"]}}
+    # Of the two protocols: the answer, and the events in its place.
+    answers = {
+        "/v1/chat/completions": (
+            {**common, "object": "chat.completion", "choices": [{**choice, "message": said}]},
+            [{**common, "object": "chat.completion.chunk", "choices": [{**choice, "delta": said}]}],
+        ),
+        "/v1/messages": (
+            message,
+            [
+                {"type": "message_start", "message": {**message, "content": [], "stop_reason": None}},
+                {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+                delta,
+                {"type": "content_block_stop", "index": 0},
+                {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": usage},
+                {"type": "message_stop"},
+            ],
+        ),
+    }
+
+    async def answer(request: web.Request) -> web.Response:
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        asked.append(key or request.headers.get("x-api-key", ""))
+        whole, events = answers[request.path]
+        if not (await request.json()).get("stream"):
+            return web.json_response(whole)
+        lines = [f"event: {event.get('type', 'chunk')}\ndata: {json.dumps(event)}\n\n" for event in events]
+        done = "data: [DONE]\n\n" if whole is not message else ""
+        return web.Response(text="".join(lines) + done, content_type="text/event-stream")
+
+    app = web.Application()
+    app.add_routes([web.post(path, answer) for path in answers])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()

@@ -136,6 +136,16 @@ POINTS = {
         "class() for register_accelerator: a subclass of slime.utils.device.Accelerator with a name of its own",
         in_python=True,
     ),
+    "--sandbox-cls": Point(
+        "class(), an async context manager with sandbox_id, async exec(cmd, *, user, env, timeout, check, idempotent) → "
+        "(status, out, err), write_file(path, content, *, user), read_file(path, *, user) → text",
+        in_python=True,
+    ),
+    "--harness-cls": Point(
+        "class() with name and async run(sb, *, workdir, session_id, adapter_url, time_budget_sec, prompt) → exit status; "
+        "a subclass of slime.agent.harness.BaseHarness has launch_and_wait(sb, ctx, prompt, time_budget_sec)",
+        in_python=True,
+    ),
 }
 # Of what is printed of a call: Megatron's objects describe themselves at length.
 _MOST_CHARACTERS = 400

@@ -152,6 +152,51 @@ def long_advantages(args, rollout_data):
     rollout_data["advantages"] = rollout_data["returns"] = [torch.ones(n + 1) for n in rollout_data["response_lengths"]]
 def broken_log(rollout_id, args, samples, rollout_extra_metrics, rollout_time): raise RuntimeError("disk is full")
 """
+# Beside the others: a file that mentions `exec` may hold names that its source does not show.
+OF_AGENTS = """
+from slime.agent.harness import BaseHarness, run_agent
+from slime.agent.sandbox import LocalSandbox
+
+class Room(LocalSandbox): pass
+class Nameless(LocalSandbox):
+    async def __aenter__(self):
+        await super().__aenter__()
+        self.sandbox_id = ""
+        return self
+class Forgetful(LocalSandbox):
+    async def exec(self, cmd, *, env=None, **options): return await super().exec(cmd, **options)
+class Lenient(LocalSandbox):
+    async def exec(self, cmd, *, check=False, **options): return await super().exec(cmd, **options)
+class Garbling(LocalSandbox):
+    async def read_file(self, path, **options): return (await super().read_file(path, **options)).strip()
+class Immortal(LocalSandbox):
+    async def exec(self, cmd, **options): return await super().exec(cmd.replace("kill -s KILL", "true"), **options)
+class Closed(LocalSandbox):
+    async def __aenter__(self): raise OSError("no room left")
+
+AGENT = '''
+import json, sys, urllib.request
+body = json.dumps({"messages": [{"role": "user", "content": sys.stdin.read()}], "stream": True}).encode()
+headers = {"Authorization": "Bearer " + sys.argv[2], "Content-Type": "application/json"}
+request = urllib.request.Request(sys.argv[1] + "/v1/chat/completions", body, headers)
+assert "Hello." in urllib.request.urlopen(request, timeout=30).read().decode()
+'''
+class Speaker(BaseHarness):
+    name = "speaker"
+    key, script = None, AGENT
+    async def write_config(self, sb, ctx): await sb.write_file("agent.py", self.script)
+    async def launch_and_wait(self, sb, ctx, prompt, time_budget_sec):
+        cmd = f"python ../agent.py {ctx.adapter_url} {self.key or ctx.session_id}"
+        return await run_agent(
+            sb, name=self.name, cmd=cmd, ctx=ctx, prompt=prompt, time_budget_sec=time_budget_sec,
+            poll_interval_sec=self.poll_interval_sec,
+        )
+class Stranger(Speaker): key = "somebody-else"
+class Mute(Speaker): script = ""
+class Failing(Speaker): script = "raise SystemExit(3)"
+class Unlabelled(Speaker): name = ""
+class Idle(BaseHarness): name = "idle"
+"""
 GOOD = {
     "--rollout-function-path": "rollout",
     "--eval-function-path": "rollout",
@@ -181,6 +226,8 @@ GOOD = {
     "--actor-cls": "Rank",
     "--adapter-cls": "Endpoint",
     "--accelerator": "Abacus",
+    "--sandbox-cls": "Room",
+    "--harness-cls": "Speaker",
 }
 
 
@@ -194,11 +241,16 @@ def registered(monkeypatch):
 def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("plug_ins") / "own.py"
     path.write_text(textwrap.dedent(PLUG_INS))
+    path.with_name("agents.py").write_text(OF_AGENTS)
     return path
 
 
+def file_of(file, flag):
+    return file.with_name("agents.py") if flag in ("--sandbox-cls", "--harness-cls") else file
+
+
 def checked(file, flag, name, **options):
-    (finding,) = check([flag, f"{file}:{name}"], **{"time_limit": 20.0, **options})
+    (finding,) = check([flag, f"{file_of(file, flag)}:{name}"], **{"time_limit": 20.0, **options})
     return finding
 
 
@@ -305,6 +357,36 @@ def test_an_endpoint_that_agents_could_not_talk_to(file, name, problem):
     finding = checked(file, "--adapter-cls", name)
     assert any(problem in found for found in finding.problems), finding.problems
     assert f"--adapter-cls {file}:{name}" in finding.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "problem"),
+    [
+        ("--sandbox-cls", "Nameless", "its sandbox_id is ''; give it a name of its own"),
+        ("--sandbox-cls", "Forgetful", "exec with env gave (0, '\\n', ''); expected (0, 'b c\\n', '')"),
+        (
+            "--sandbox-cls",
+            "Lenient",
+            "exec with check of a command that fails gave \"(3, '', '')\"; expected 'a SandboxError'",
+        ),
+        ("--sandbox-cls", "Garbling", "a text, written and read gave 'täxt'; expected 'täxt\\n'"),
+        (
+            "--sandbox-cls",
+            "Immortal",
+            "exec_and_wait over budget, and whether it goes on gave (-1, 1); expected (-1, 0)",
+        ),
+        ("--sandbox-cls", "Closed", "raised OSError for its questions: no room left"),
+        ("--harness-cls", "Stranger", "asked with the keys ['somebody-else']; expected the session"),
+        ("--harness-cls", "Mute", "asked with the keys []; expected the session"),
+        ("--harness-cls", "Failing", "run returned 3: is the agent on PATH here?"),
+        ("--harness-cls", "Unlabelled", "its name is ''; give the class a `name`"),
+        ("--harness-cls", "Idle", "Idle has no launch_and_wait"),
+    ],
+)
+def test_a_sandbox_or_a_harness_that_no_agent_could_go_by(file, flag, name, problem):
+    finding = checked(file, flag, name)
+    assert any(problem in found for found in finding.problems), finding.problems
+    assert f"{flag} {file_of(file, flag)}:{name}" in finding.text()
 
 
 def test_several_functions_work_together_and_a_class(file):
