@@ -314,7 +314,8 @@ class LocalSandbox(_OwnProcesses):
         programs = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
         environment = {
             "PATH": programs, "HOME": f"{self.directory}/home", "TMPDIR": f"{self.directory}/tmp", "LANG": "C.UTF-8",
-            **self._env, **env,
+            # That of the machine is out of reach, and git would refuse to work.
+            "GIT_CONFIG_NOSYSTEM": "1", **self._env, **env,
         }  # fmt: skip
         argv = [
             shutil.which("nsenter"), "--preserve-credentials", *(word.replace("=", f"={of_keeper}/") for word in own), "--",
