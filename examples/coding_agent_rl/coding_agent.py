@@ -74,7 +74,12 @@ class Endpoint(metaclass=SingletonMeta):
             fork_threshold_tokens=settings.fork_threshold_tokens,
         )
         self.served = run_app_in_thread(
-            self.adapter.app, host=settings.adapter_host, port=settings.adapter_port, thread_name="coding-agent-adapter"
+            self.adapter.app,
+            host=settings.adapter_host,
+            port=settings.adapter_port,
+            thread_name="coding-agent-adapter",
+            # A line for each turn of each agent would be all that there is in the log.
+            runner_kwargs={"access_log": None},
         )
 
 

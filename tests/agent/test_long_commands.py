@@ -168,5 +168,5 @@ def test_a_sandbox_that_is_gone_is_an_error_and_no_status():
             await sb._keeper.wait()
             await exec_and_wait(sb, cmd="true", **OPTIONS)
 
-    with pytest.raises(SandboxError):
+    with pytest.raises(SandboxError, match="ran no command"):
         asyncio.run(main())

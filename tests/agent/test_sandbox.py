@@ -20,6 +20,7 @@ from slime.agent.sandbox import (
     Limits,
     LocalSandbox,
     SandboxError,
+    exec_and_wait,
 )
 from slime.utils.errors import UserError
 from tests.support.processes.clocks import run_in_no_time
@@ -157,6 +158,15 @@ def test_a_file_that_is_too_large_is_refused_and_long_output_is_cut(make, monkey
 async def _written_and_read(sb, text):
     await sb.write_file("file", text)
     return await sb.read_file("file")
+
+
+def test_a_long_command_is_waited_for_in_each(make):
+    def work(sb):
+        return exec_and_wait(
+            sb, cmd='echo "$A"; exit 3', env={"A": "x"}, time_budget_sec=60, tag="t", poll_interval_sec=0.05
+        )
+
+    assert inside(make(), work) == (3, "x\n")
 
 
 def test_a_sandbox_is_used_in_its_block_alone(make):
