@@ -54,12 +54,16 @@ _TRANSFER_SECONDS = 300.0
 # What a shell of the sandbox writes before it runs a command.
 _MARK, _WRITE_MARK = b"\0begun\0", r"printf '\000begun\000' >&2"
 # The first process of a namespace: with it all the others end, and it ends when our end of its pipe closes. Those that lose
-# their parents are its children then; the kernel forgets them because it ignores their ends.
+# their parents are its children then; the kernel forgets them because it ignores their ends. Who holds our end removes the
+# directory, unless that process was killed.
 _KEEPER = """\
-import signal, sys
+import os, signal, sys
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 print("ready", flush=True)
 sys.stdin.read()
+os.kill(-1, signal.SIGKILL)
+import shutil
+shutil.rmtree(sys.argv[1], ignore_errors=True)
 """
 # Between the kill of a process and its end, and until namespaces are there.
 _END_SECONDS, _START_SECONDS = 30.0, 60.0
@@ -275,7 +279,7 @@ class LocalSandbox(_OwnProcesses):
                 (self.directory / name).mkdir()
             isolation = ["--net"] if self._network == "none" else []
             self._keeper = keeper = await asyncio.create_subprocess_exec(
-                *words, *isolation, sys.executable, "-I", "-S", "-c", _KEEPER,
+                *words, *isolation, sys.executable, "-I", "-S", "-c", _KEEPER, str(self.directory),
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={"PATH": os.defpath},
                 start_new_session=True,
             )  # fmt: skip

@@ -186,9 +186,8 @@ def test_what_was_started_ends_with_the_sandbox_and_its_directory_goes():
     script = "trap '' TERM HUP; sleep 1234567 & echo x > there; wait"
 
     async def work(sb):
-        await sb.exec(f"setsid sh -c {script!r} > /dev/null 2>&1 < /dev/null &")
-        while (await sb.exec("test -f there"))[0]:
-            await asyncio.sleep(0.01)
+        # Until it is in a session of its own, it ends with the command.
+        await sb.exec(f"setsid sh -c {script!r} > /dev/null 2>&1 < /dev/null & until [ -f there ]; do sleep 0.02; done")
         return sb.directory, len(_sleepers())
 
     directory, during = inside(LocalSandbox(), work)
@@ -208,7 +207,8 @@ def test_it_ends_with_the_process_that_made_it(tmp_path):
 
         async def main():
             async with LocalSandbox() as sb:
-                await sb.exec("setsid sleep 7654321 > /dev/null 2>&1 < /dev/null &")
+                detached = "setsid sh -c 'touch there; exec sleep 7654321' > /dev/null 2>&1 < /dev/null &"
+                await sb.exec(f"{detached} until [ -f there ]; do sleep 0.02; done")
                 print(sb.directory, flush=True)
                 await asyncio.Event().wait()
 
@@ -223,9 +223,7 @@ def test_it_ends_with_the_process_that_made_it(tmp_path):
     maker.wait(30)
     assert len(sleepers) == 1
     assert psutil.wait_procs(sleepers, 30)[1] == []
-    for path in sorted(directory.rglob("*"), reverse=True):
-        path.rmdir()
-    directory.rmdir()
+    wait_until(lambda: not directory.exists(), 30)
 
 
 def test_it_sees_no_other_process_and_no_variable_of_ours(monkeypatch):
