@@ -6,6 +6,7 @@
 
 import asyncio
 import contextlib
+import logging
 import shlex
 import uuid
 from collections.abc import AsyncIterator
@@ -25,6 +26,8 @@ from slime.utils.plugin_loader import load_function
 from slime.utils.ports import host_for_url
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
 
 # Whoever owns the directory, whatever hooks it has got meanwhile.
 GIT = "git -c safe.directory='*' -c core.hooksPath=/dev/null -c user.name=slime -c user.email=slime@localhost"
@@ -143,7 +146,11 @@ async def work(
         )
         place = f"cd -- {shlex.quote(task.workdir)}"
         diff = f"{place} && {GIT} add --all && {GIT} diff --cached --binary {commit} > {PATCH}"
-        await sandbox.exec(diff, check=True, timeout=CALL_SECONDS)
+        code, _, told = await sandbox.exec(diff, timeout=CALL_SECONDS)
+        if code != 0:
+            # The sandbox is there; the agent has wrecked its repository.
+            logger.warning("sample %s: there is no diff: %s", sample.index, told.strip()[-500:])
+            return status, ""
         return status, await sandbox.read_file(f"{task.workdir}/{PATCH}")
 
 

@@ -62,6 +62,7 @@ class Shell(BaseHarness):
 AGENT = f"python -I -S -B {Path(sandboxes.HERE, 'toy_agent.py')}"
 class Cheating(Shell):
     cmd = f"cat > issue; {AGENT} < issue; echo pass > test_f.py; git config core.hooksPath /tmp; touch own; git add own"
+class Wrecking(Shell): cmd = f"cat > issue; {AGENT} < issue; rm -rf .git"
 class Slow(Shell): cmd = f"cat > issue; {AGENT} < issue; rm issue; sleep 1000"
 class Hanging(Shell): cmd = "sleep 1000"
 """
@@ -144,6 +145,11 @@ def test_an_agent_that_changes_nothing_is_graded_without_a_sandbox(checkpoint, p
 def test_an_agent_cannot_write_its_own_tests(checkpoint, plug_ins, edit, reward):
     (sample,), _ = work_of(checkpoint, f"<edit>{edit}</edit>", "ok", agent_harness=f"{plug_ins[1]}:Cheating")
     assert sample.reward == reward
+
+
+def test_an_agent_that_wrecks_its_repository_has_repaired_nothing(checkpoint, plug_ins):
+    (sample,), _ = work_of(checkpoint, "<edit>x*47+38</edit>", "ok", agent_harness=f"{plug_ins[1]}:Wrecking")
+    assert sample.reward == 0.0 and sample.status is Sample.Status.COMPLETED
 
 
 def test_an_evaluation_has_one_sample(checkpoint):
