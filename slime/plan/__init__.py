@@ -39,7 +39,7 @@ from slime.plan.memory import (
     plan_memory,
     require_host_memory,
 )
-from slime.plan.placement import engine_parts, plan_placement, plan_sync, starts_engines, unknown_format
+from slime.plan.placement import engine_parts, plan_placement, plan_sync, spread_engines, starts_engines, unknown_format
 from slime.plan.setup import missing_shape_flags, parallel_layout, shape_of
 from slime.plan.structure import BatchPlan, LayoutPlan, MemoryPlan, Plan
 from slime.plan.text import custom_values, plan_values, render
@@ -86,11 +86,13 @@ def make_plan(args: argparse.Namespace, parser: argparse.ArgumentParser | None =
         warnings += (problem,) if problem is not None else ()
     if memory is None or memory.training is None:
         warnings += tuple(_over_long(batch, layout))
+    placement = plan_placement(args, layout, engine_parts(args, layout_of(args).first_rollout_gpu))
+    warnings += tuple(spread_engines(placement))
     return Plan(
         model=_model_name(args, hf_config),
         device="GPU" if plans_for_gpus(args) else "CPU",
         precision=args.params_dtype_name,
-        placement=plan_placement(args, layout, engine_parts(args, layout_of(args).first_rollout_gpu)),
+        placement=placement,
         layout=_layout(args, layout, shape),
         batch=batch,
         parameters=plan_parameters(args, shape, layout) if shape is not None else None,

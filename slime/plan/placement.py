@@ -4,6 +4,7 @@ GPUs count in order of their nodes, training first unless the two share.
 """
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,24 @@ def plan_placement(
     count = len({place[0] for place in engines.values()})
     models = tuple(_models(args)) if starts_engines(args) and args.sglang_config is not None else ()
     return PlacementPlan(mode, total, per_node, training, count, nodes, models)
+
+
+def spread_engines(placement: PlacementPlan) -> Iterator[str]:
+    """What engines pay that lie on more nodes than they need."""
+    parts: dict[int, Counter[int]] = {}
+    for node in placement.nodes:
+        for gpu in node.gpus:
+            if gpu.engine is not None:
+                parts.setdefault(gpu.engine, Counter())[node.node] += 1
+    needed = {engine: -(-of_node.total() // placement.gpus_per_node) for engine, of_node in parts.items()}
+    spread = [engine for engine, of_node in parts.items() if len(of_node) > needed[engine]]
+    if spread:
+        first, more = spread[0], f" (like {len(spread) - 1} more)" if len(spread) > 1 else ""
+        yield (
+            f"engine {first}{more} has {parts[first].total()} GPUs on {len(parts[first])} nodes, and {needed[first]} would do: "
+            "the ranks of an engine exchange what they compute over the network in every layer; fewer GPUs per engine, or "
+            "training that ends where a node ends, keep them together"
+        )
 
 
 def _models(args: argparse.Namespace) -> Iterator[ServedModelPlan]:

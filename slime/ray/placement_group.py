@@ -1,8 +1,8 @@
 """Placement: one Ray placement group for all devices of a run, cut into a training and an engine part.
 
 Bundles are one device each. They are ordered by node address and then by device id, both as numbers, so that
-neighbouring ranks share a node and device 10 comes after device 2. A tensor-parallel group or an engine never lies on two nodes
-that each have room for it.
+neighbouring ranks share a node and device 10 comes after device 2. A tensor-parallel group or an engine, or the part of an
+engine that one node shall have, never lies on two nodes that each have room for it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from slime.ray.driver import RolloutResult, StartedRun
 from slime.ray.rollout_manager import RolloutClient
 from slime.ray.train_group import EndingTrainGroup, Report, TrainGroup
 from slime.scheduling.device_turns import Holds
+from slime.scheduling.served_models import node_parts
 from slime.utils import env
 from slime.utils.errors import RunError, UserError
 from slime.utils.run_values import with_run_values
@@ -289,16 +290,18 @@ def group_sizes(args: argparse.Namespace, layout: GpuRanges) -> list[tuple[str, 
 
 
 def engine_sizes(args: argparse.Namespace, layout: GpuRanges) -> list[tuple[str, int]]:
-    """Engines, or parts of them that fill nodes, in the order of the GPUs for engines: (name, size). GPUs that are kept free of
+    """Engines, or their parts on several nodes, in the order of the GPUs for engines: (name, size). GPUs that are kept free of
     engines are groups of one."""
     sizes: list[tuple[str, int]] = []
-    engine = 0
+    engine, first = 0, layout.first_rollout_gpu
     for group in served_groups(args) if layout.rollout_gpus else ():
-        for _ in range(group.num_engines):
-            part = min(group.num_gpus_per_engine, args.num_gpus_per_node)
-            sizes += [(f"engine {engine}", part)] * (group.num_gpus_per_engine // part)
+        for position in range(group.num_engines):
+            start = first + position * group.num_gpus_per_engine
+            parts = node_parts(start, group.num_gpus_per_engine, args.num_gpus_per_node)
+            sizes += [(f"engine {engine}", part) for part in parts]
             engine += 1
         sizes += [("a GPU without an engine", 1)] * (group.num_gpus if group.num_engines == 0 else 0)
+        first += group.num_gpus
     return sizes
 
 
@@ -358,9 +361,9 @@ def _first_fit(devices: list[tuple[str, int]], sizes: Sequence[tuple[str, int]],
 
 
 def check_engines_fit(devices: list[tuple[str, int]], sizes: Sequence[tuple[str, int]]) -> None:
-    """Raise UserError unless the devices of every engine, (name, size), lie on one node with consecutive ids.
+    """Raise UserError unless the devices of every engine or part of one, (name, size), lie on one node with consecutive ids.
 
-    An engine is told its first device and counts upwards from there.
+    A server is told its first device and counts upwards from there.
     """
     start = 0
     for name, size in sizes:

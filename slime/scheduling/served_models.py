@@ -39,3 +39,12 @@ class ModelServing:
     update_weights: bool
     groups: tuple[ServerGroup, ...]
     where: str = field(default="", compare=False)
+
+
+def node_parts(first: int, size: int, gpus_per_node: int) -> list[int]:
+    """How many of the `size` GPUs from GPU `first` of the run on lie on each node, in the order of the nodes."""
+    parts = []
+    while size > 0:
+        parts.append(min(size, gpus_per_node - first % gpus_per_node))
+        first, size = first + parts[-1], size - parts[-1]
+    return parts

@@ -89,6 +89,14 @@ class EngineActor(SGLangEngine):
         """Processor seconds of this part alone, for the one that serves."""
         return super()._computing_seconds()
 
+    def fetch_weights(self, published: str) -> str | None:
+        """As of every engine, on the hosts of all its parts: each server reads the directory of its own."""
+        others = [helper.fetch_weights.remote(published) for helper in self._helpers]
+        reasons = [super().fetch_weights(published)]
+        name, limit = f"the other parts of engine {self.rank}", self._args.engine_load_timeout + _ANSWER_SECONDS
+        reasons += wait_for_all(others, name, limit, flag="--engine-load-timeout") if others else []
+        return next((reason for reason in reasons if reason is not None), None)
+
     def _raise_if_another_part_failed(self) -> None:
         ended, _ = (
             ray.wait(self._of_helpers, num_returns=len(self._of_helpers), timeout=0) if self._of_helpers else ([], [])

@@ -7,13 +7,14 @@ groups, the bundle an engine's actor lives in. The models come from the same row
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slime.arguments.config_files.serving_config import served_models
 from slime.arguments.sizes import layout_of
 from slime.backends.sglang_utils.external import ExternalEngineInfo
-from slime.scheduling.served_models import ModelServing, ServerGroup
+from slime.scheduling.served_models import ModelServing, ServerGroup, node_parts
 
 
 @dataclass(frozen=True)
@@ -90,17 +91,23 @@ def topology_of(args: argparse.Namespace, places: Sequence[tuple[int, int]]) -> 
     """What the flags ask for, on `places`: (bundle index, device id) of every GPU for engines, in order."""
     if args.rollout_external:
         return of_external_engines(args.rollout_external_engine_infos)
-    shared = layout_of(args).actor_gpus if args.colocate else None
-    return lay_out(served_models(args), [Device(*place) for place in places], args.num_gpus_per_node, shared)
+    layout = layout_of(args)
+    shared = layout.actor_gpus if args.colocate else None
+    devices = [Device(*place) for place in places]
+    return lay_out(served_models(args), devices, args.num_gpus_per_node, layout.first_rollout_gpu, shared)
 
 
 def lay_out(
-    models: Sequence[ModelServing], devices: Sequence[Device], gpus_per_node: int, shared: int | None = None
+    models: Sequence[ModelServing],
+    devices: Sequence[Device],
+    gpus_per_node: int,
+    first_gpu: int = 0,
+    shared: int | None = None,
 ) -> Topology:
     """Give every group its run of `devices`, and every engine of the group its part. A placeholder's stay free.
 
-    An engine that is larger than a node takes whole nodes. `shared`: so many of the first devices are the trainer's too; None:
-    the trainer is apart.
+    An engine has a part on each node that its devices lie on. `first_gpu`: the number of the first device among the GPUs of the
+    run. `shared`: so many of the first devices are the trainer's too; None: the trainer is apart.
     """
     found: list[ServedModel] = []
     first = engine_id = 0
@@ -111,8 +118,9 @@ def lay_out(
             for position in range(group.num_engines):
                 size = group.num_gpus_per_engine
                 offset = first + position * size
-                share = min(size, gpus_per_node)
-                nodes = tuple(tuple(devices[start : start + share]) for start in range(offset, offset + size, share))
+                parts = node_parts(first_gpu + offset, size, gpus_per_node)
+                ends = list(itertools.accumulate(parts, initial=offset))
+                nodes = tuple(tuple(devices[start:end]) for start, end in itertools.pairwise(ends))
                 engines.append(EngineSpec(engine_id, nodes, offset, sleeps=shared is None or offset < shared))
                 engine_id += 1
             first += group.num_gpus

@@ -31,6 +31,7 @@ def nodes(tmp_path_factory) -> Iterator[RayNodes]:
 # Flags of each mode. All 32 GPUs are taken, but for the run whose engines are somebody else's.
 _ONE_NODE = ["--actor-num-gpus-per-node", "8", "--tensor-model-parallel-size", "4"]
 _HALF, _ALL = [*_ONE_NODE, "--actor-num-nodes", "2"], [*_ONE_NODE, "--actor-num-nodes", "4"]
+_HALF_OF_ONE = ["--actor-num-gpus-per-node", "4", "--tensor-model-parallel-size", "4"]
 _OTHERS = ["http://127.0.0.9:1", "http://127.0.0.9:2"]
 MODES = {
     "disaggregated": [*_HALF, "--rollout-num-gpus", "16", "--rollout-num-gpus-per-engine", "4"],
@@ -38,6 +39,7 @@ MODES = {
     # One engine shares the GPUs of the ranks, and three lie beside them.
     "mixed": [*_ONE_NODE, "--colocate", "--rollout-num-gpus", "32", "--rollout-num-gpus-per-engine", "8"],
     "an engine over whole nodes": [*_HALF, "--rollout-num-gpus", "16", "--rollout-num-gpus-per-engine", "16"],
+    "engines over parts of nodes": [*_HALF_OF_ONE, "--rollout-num-gpus", "28", "--sglang-config", "{parts}"],
     "external engines": [*_ONE_NODE, "--rollout-external-engine-addrs", *_OTHERS],
     "engines of several sizes and a placeholder": [*_ONE_NODE, "--rollout-num-gpus", "24", "--sglang-config", "{sizes}"],
     "several models": [*_ONE_NODE, "--rollout-num-gpus", "24", "--sglang-config", "{models}"],
@@ -55,6 +57,15 @@ sglang:
       - {num_gpus: 4, num_gpus_per_engine: 2}
       - {num_gpus: 8, num_gpus_per_engine: 8}
       - {num_gpus: 8, num_gpus_per_engine: 4}
+""",
+    "parts": """
+sglang:
+  - name: actor
+    server_groups:
+      - {num_gpus: 16, num_gpus_per_engine: 8}
+      - {worker_type: placeholder, num_gpus: 2}
+      - {num_gpus: 4, num_gpus_per_engine: 4}
+      - {num_gpus: 6, num_gpus_per_engine: 2}
 """,
     "models": """
 sglang:
@@ -246,6 +257,33 @@ def test_ranks_and_engines_of_a_run_find_each_other_over_four_nodes(nodes, task:
     norms = [float(norm) for norm in re.findall(r"rollout \d \(\d/2\) \|.* grad_norm ([\d.]+)", run.output())]
     assert len(norms) == 2 and all(norm > 0 for norm in norms)
     assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text().strip() == "1"
+    wait_until(lambda: not of_a_run(nodes), 60)
+
+
+@pytest.mark.slow
+def test_an_engine_over_parts_of_nodes_beside_a_training_rank(nodes, task: TinyTask, tmp_path):
+    """Two GPUs are free on the first node and one on the second: the rank has one, and each half of the engine another."""
+    flags = [
+        *task.rollout_flags, *task.train_flags, "--actor-num-gpus-per-node", "1", "--num-gpus-per-node", "2",
+        "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--num-rollout", "2", "--check-weight-update-equal",
+        "--save", tmp_path / "checkpoints", "--custom-generate-function-path", f"{PLUG_INS}:held_generate",
+    ]  # fmt: skip
+    env = {"RAY_ADDRESS": nodes.address, "RAY_AUTH_MODE": "disabled", "SLIME_HOST_IP": nodes.addresses[3]}
+    run = TrainProcess(flags, tmp_path / "run", env)
+    with held(nodes, [GPUS - 2, GPUS - 1, GPUS, GPUS]), run:
+        run.wait_for_line(r"rollout 0 \(1/2\) ", 330)
+        actors, listening = nodes.actors(), nodes.listening()
+        (tmp_path / "checkpoints" / "go").touch()
+        run.wait_for_success(120)
+    first, second, *others = nodes.addresses
+    assert {node: sorted(set(names) & {"rank 0", "EngineActor"}) for node, names in actors.items()} == {
+        first: ["EngineActor", "rank 0"], second: ["EngineActor"], **dict.fromkeys(others, []),
+    }  # fmt: skip
+    servers = {node: addresses_of(listening[node], "server_process") for node in nodes.addresses}
+    assert servers == {first: {first}, second: {second}, **dict.fromkeys(others, set())}
+    assert re.search(r"weight check: \d+ tensors equal on 1 engines", run.output())
+    differences = run.scalars("train/train_rollout_logprob_abs_diff")
+    assert sorted(differences) == [0, 1] and all(0 < difference <= 1e-5 for difference in differences.values())
     wait_until(lambda: not of_a_run(nodes), 60)
 
 

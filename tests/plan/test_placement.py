@@ -101,6 +101,19 @@ def test_a_node_that_differs_gets_its_own_block():
     assert sum("engine  " in line for line in lines) == 1
 
 
+def test_an_engine_on_more_nodes_than_it_needs_is_drawn_there_and_told_what_it_pays():
+    words = ["--rollout-num-gpus", "16", "--rollout-num-gpus-per-engine"]
+    spread = make_plan(planned(SMALL, *words, "8"))
+    assert [gpu.engine for gpu in gpus(spread)[4:]] == [0] * 8 + [1] * 8
+    engines = [line.split()[1:] for line in placement_lines(spread.placement, spread.layout) if "  engine  " in line]
+    assert engines[0] == ["-"] * 4 + [f"0.{part}" for part in range(4)]
+    assert engines[1] == [f"0.{part}" for part in range(4, 8)] + [f"1.{part}" for part in range(4)]
+    (warning,) = [warning for warning in spread.warnings if "nodes" in warning]
+    assert warning.startswith("engine 0 (like 1 more) has 8 GPUs on 2 nodes, and 1 would do: ")
+    whole = make_plan(planned(SMALL, *words, "4"))
+    assert not [warning for warning in whole.warnings if "nodes" in warning]
+
+
 def test_nodes_of_sixteen_gpus_wrap():
     words = ["--actor-num-gpus-per-node", "16", "--num-gpus-per-node", "16", "--rollout-num-gpus", "16"]
     plan = make_plan(planned(SMALL, *words))

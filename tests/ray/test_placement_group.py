@@ -96,8 +96,11 @@ def test_groups_of_a_run_are_those_of_tensor_parallelism_and_engines():
     # A node for each part of an engine.
     args.num_gpus_per_node = 1
     assert group_sizes(args, plan_cluster(args).layout)[2:] == [("engine 0", 1)] * 2 + [("engine 1", 1)] * 2
+    # Behind half a node of ranks.
+    args.num_gpus_per_node, args.world_size = 2, 3
+    assert engine_sizes(args, plan_cluster(args).layout) == [("engine 0", 1)] * 2 + [("engine 1", 1)] * 2
     # They share the GPUs.
-    args.colocate = True
+    args.colocate, args.world_size, args.num_gpus_per_node = True, 4, 1
     assert group_sizes(args, plan_cluster(args).layout) == ranks
     # Two of them have theirs beside.
     args.rollout_num_gpus, args.num_gpus_per_node = 8, 8
@@ -105,7 +108,7 @@ def test_groups_of_a_run_are_those_of_tensor_parallelism_and_engines():
 
 
 def test_engines_of_a_file_have_sizes_of_their_own(tmp_path):
-    """A GPU that stays free is one too; of an engine that is larger than a node each node has a part."""
+    """A GPU that stays free is one too; of an engine that lies on several nodes each has a part."""
     path = tmp_path / "serving.yaml"
     path.write_text(
         "sglang:\n  - name: actor\n    server_groups:\n      - {num_gpus: 4, num_gpus_per_engine: 2}\n"
@@ -113,15 +116,20 @@ def test_engines_of_a_file_have_sizes_of_their_own(tmp_path):
         "      - {num_gpus: 1}\n"
     )
     args = SimpleNamespace(
-        **{**RUN, "world_size": 1, "rollout_num_gpus": 15, "num_gpus_per_node": 4, "sglang_config": str(path)}
+        **{**RUN, "world_size": 4, "rollout_num_gpus": 15, "num_gpus_per_node": 4, "sglang_config": str(path)}
     )
     args.served_models, _ = load_serving_config(args)
     path.unlink()  # nobody reads it again: it may be on the driver's machine alone
     layout = plan_cluster(args).layout
     free = ("a GPU without an engine", 1)
-    engines = [("engine 0", 2), ("engine 1", 2), free, free, ("engine 2", 4), ("engine 2", 4), ("engine 3", 1)]
+    small, last = [("engine 0", 2), ("engine 1", 2), free, free], ("engine 3", 1)
+    # It begins in the middle of a node.
+    engines = [*small, ("engine 2", 2), ("engine 2", 4), ("engine 2", 2), last]
     assert engine_sizes(args, layout) == engines
-    assert group_sizes(args, layout) == [("the tensor-parallel group of rank 0", 1), *engines]
+    ranks = [(f"the tensor-parallel group of rank {rank}", 1) for rank in range(4)]
+    assert group_sizes(args, layout) == [*ranks, *engines]
+    args.world_size = 2
+    assert engine_sizes(args, plan_cluster(args).layout) == [*small, ("engine 2", 4), ("engine 2", 4), last]
 
 
 def plan(**values):
@@ -148,6 +156,8 @@ FOUR_NODES = [(f"127.0.0.{2 + gpu // 8}", gpu % 8) for gpu in range(32)]
         ({"has_engines": False, "world_size": 32}, (0, 32), (0, 0)),
         ({"has_trainer": False, "rollout_num_gpus": 32, "rollout_num_gpus_per_engine": 8}, (0, 0), (0, 32)),
         ({"rollout_num_gpus_per_engine": 16}, (0, 16), (16, 32)),
+        # Halves of two nodes, and four GPUs that nobody has.
+        ({"rollout_num_gpus_per_engine": 8, "world_size": 12, "rollout_num_gpus": 20}, (0, 12), (12, 32)),
         ({"colocate": True, "world_size": 32, "rollout_num_gpus": 32}, (0, 32), (0, 32)),
         # Some engines on the trainer's GPUs, and some beside.
         ({"colocate": True, "rollout_num_gpus": 32}, (0, 16), (0, 32)),

@@ -181,6 +181,19 @@ def test_a_part_that_does_not_start_ends_the_start(first_part):
         first_part.init_over_nodes([0, 6], [Helper()])
 
 
+@pytest.mark.parametrize("lacking", [None, "the base is another"])
+def test_every_host_of_an_engine_fetches_published_weights(first_part, monkeypatch, lacking):
+    """Each server reads its own directory: where one host has to have all of them again, all are written again."""
+    fetched = []
+    monkeypatch.setattr(sglang_engine.SGLangEngine, "fetch_weights", lambda part, path: fetched.append(path))
+    monkeypatch.setattr(engines_module, "wait_for_all", lambda refs, *words, **named: [ref() for ref in refs])
+    first_part._args.engine_load_timeout = 5.0
+    helper = SimpleNamespace(fetch_weights=SimpleNamespace(remote=lambda path: lambda: fetched.append(path) or lacking))
+    first_part._helpers = [helper]
+    assert first_part.fetch_weights("/published") == lacking
+    assert fetched == ["/published"] * 2
+
+
 @pytest.mark.parametrize(
     ("first", "other", "progress"),
     [

@@ -21,7 +21,8 @@ def ids(engines):
 def test_one_model_as_the_flags_describe_it():
     args = SimpleNamespace(
         sglang_config=None, rollout_num_gpus=4, rollout_num_gpus_per_engine=2, prefill_num_servers=None,
-        hf_checkpoint="/actor", num_gpus_per_node=8, rollout_external=False, colocate=False,
+        hf_checkpoint="/actor", num_gpus_per_node=8, rollout_external=False, colocate=False, has_trainer=True,
+        has_engines=True, world_size=1,
     )  # fmt: skip
     topology = topology_of(args, [(3, 1), (4, 2), (5, 3), (6, 4)])
     (model,) = topology.models
@@ -76,7 +77,35 @@ def test_engines_on_devices_of_the_trainer_sleep_and_those_beside_do_not():
     assert [engine.sleeps for engine in lay_out(models, DEVICES, 8, shared=2).engines] == [True, False, False, False]
 
 
+def bundles(engine):
+    return [[device.bundle for device in node] for node in engine.nodes]
+
+
 def test_an_engine_larger_than_a_node_takes_whole_nodes():
     (engine,) = lay_out([ModelServing("a", "/a", True, (group("regular", 16, 16),))], DEVICES, gpus_per_node=8).engines
-    assert [[device.bundle for device in node] for node in engine.nodes] == [list(range(8)), list(range(8, 16))]
+    assert bundles(engine) == [list(range(8)), list(range(8, 16))]
     assert engine.num_gpus == 16
+
+
+def test_an_engine_has_a_part_on_each_node_that_its_gpus_lie_on():
+    """Behind a trainer that has half a node; each part begins at a device of its own."""
+    groups = (group("regular", 16, 8), group("placeholder", 2, 1), group("regular", 2, 2))
+    engines = lay_out([ModelServing("a", "/a", True, groups)], DEVICES[4:], gpus_per_node=8, first_gpu=4).engines
+    assert [bundles(engine) for engine in engines] == [
+        [[4, 5, 6, 7], [8, 9, 10, 11]], [[12, 13, 14, 15], [16, 17, 18, 19]], [[22, 23]],
+    ]  # fmt: skip
+    assert [[node[0].device_id for node in engine.nodes] for engine in engines] == [[4, 0], [4, 0], [6]]
+    # Weight groups and handles count as if there were no nodes.
+    assert ids(engines) == [(0, 0, 8), (1, 8, 8), (2, 18, 2)]
+
+
+def test_engines_count_their_nodes_from_the_first_gpu_of_the_run():
+    args = SimpleNamespace(
+        sglang_config=None, rollout_num_gpus=4, rollout_num_gpus_per_engine=2, prefill_num_servers=None,
+        hf_checkpoint="/actor", num_gpus_per_node=2, rollout_external=False, colocate=False, has_trainer=True,
+        has_engines=True, world_size=1,
+    )  # fmt: skip
+    places = [(1, 1), (2, 0), (3, 1), (4, 0)]
+    assert [bundles(engine) for engine in topology_of(args, places).engines] == [[[1], [2]], [[3], [4]]]
+    args.world_size = 2
+    assert [bundles(engine) for engine in topology_of(args, places).engines] == [[[1, 2]], [[3, 4]]]

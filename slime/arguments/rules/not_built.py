@@ -7,7 +7,6 @@ feature deletes its rows.
 import argparse
 import fnmatch
 from collections.abc import Iterator
-from dataclasses import replace
 
 from slime.arguments import server_flags
 from slime.arguments.config_files.serving_config import FLAG, served_groups
@@ -16,7 +15,6 @@ from slime.arguments.groups import OWN_FLAGS
 from slime.arguments.megatron import effects
 from slime.arguments.origins import Origin
 from slime.arguments.rules.serving import has_roles, of_groups
-from slime.arguments.sizes import layout_of
 from slime.arguments.violations import Rule, Violation, about, broken, refused, refused_each, where
 from slime.models.families import FAMILIES, FAMILIES_BY_NAME, TRAINED_MODEL_TYPES, family_name
 
@@ -61,34 +59,6 @@ def names_of(row: NotYet, args: argparse.Namespace) -> list[str]:
 def rows() -> tuple[NotYet, ...]:
     """All rows, of our own flags, Megatron's and those of the engines and the router."""
     return (*OWN_ROWS, *effects.NOT_YET, *server_flags.NOT_YET)
-
-
-def engines(args: argparse.Namespace) -> Iterator[Violation]:
-    """The first engine of each group whose GPUs lie on more nodes than they fill; GPUs are counted as `layout` does."""
-    if args.rollout_external or not args.rollout_num_gpus:
-        return
-    first, per_node = layout_of(args).first_rollout_gpu, args.num_gpus_per_node
-    training = f", training takes the first {first}" if first else ""
-    for group in served_groups(args):
-        total, each = group.num_gpus if group.num_engines else 0, group.num_gpus_per_engine
-        start = _first_split(total, first, each, per_node)
-        if start is not None:
-            fitting = [n for n in range(1, each) if total % n == 0 and _first_split(total, first, n, per_node) is None]
-            name = "num_gpus_per_engine" if group.where else "{--rollout-num-gpus-per-engine}"
-            template = (
-                f"{name} {each}: an engine would have the GPUs {{start}} to {{last}} of the run, which lie on two nodes "
-                f"({{--num-gpus-per-node=}}{training}): engines over parts of nodes are not built yet; give {name} "
-                f"{' or '.join(map(str, fitting[-2:]))}"
-            )
-            violation = broken(args, template, start=start, last=start + min(each, per_node) - 1)
-            yield replace(violation, flags=(FLAG,)).at(group.where) if group.where else violation
-        first += group.num_gpus
-
-
-def _first_split(total: int, first: int, each: int, per_node: int) -> int | None:
-    each = min(each, per_node)  # a larger one takes whole nodes
-    starts = range(first, first + total - each + 1, each)
-    return next((start for start in starts if start // per_node != (start + each - 1) // per_node), None)
 
 
 def topology(args: argparse.Namespace) -> Iterator[Violation]:
@@ -146,7 +116,7 @@ def built_family(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 NOT_BUILT_RULES: tuple[Rule, ...] = (
-    topology, engines, layers, prediction_layers, built_family, not_yet_violations,
+    topology, layers, prediction_layers, built_family, not_yet_violations,
     refused(lambda args: bool(args.multimodal_keys) and args.has_trainer,
         "{--multimodal-keys}: models are trained on text, no vision tower is: the images would be left out; generate with "
         "{--debug-rollout-only}, or evaluate on images by multimodal_keys in the sets of {--eval-config}"),

@@ -20,6 +20,7 @@ from slime.arguments.server_flags import NO_SHARE, REFUSED, is_share, tensor_par
 from slime.arguments.sizes import layout_of
 from slime.arguments.violations import Kind, Rule, Violation, about, broken, divisors, refused, refused_each, where
 from slime.estimates.serving_memory import require_whole_groups
+from slime.scheduling.served_models import node_parts
 from slime.utils.errors import UserError
 from slime.utils.ports import normalize_external_engine_addr
 from slime.utils.weight_transports import WEIGHT_TRANSPORTS
@@ -229,6 +230,35 @@ def engines_on_both_sides(args: argparse.Namespace) -> Iterator[Violation]:
         first, number = first + total, number + group.num_engines
 
 
+def engines_over_nodes(args: argparse.Namespace) -> Iterator[Violation]:
+    """The first engine of each group with more GPUs on one of its nodes than on another; they are counted as in `layout_of`."""
+    if args.rollout_external or not args.rollout_num_gpus:
+        return
+    first, per_node = layout_of(args).first_rollout_gpu, args.num_gpus_per_node
+    training = f", training takes the first {first}" if first else ""
+    for group in served_groups(args):
+        total, each = group.num_gpus if group.num_engines else 0, group.num_gpus_per_engine
+        start = _first_uneven(total, first, each, per_node)
+        if start is not None:
+            fitting = [n for n in divisors(total) if n < each and _first_uneven(total, first, n, per_node) is None]
+            name = "num_gpus_per_engine" if group.where else "{--rollout-num-gpus-per-engine}"
+            template = (
+                f"{name} {each}: an engine would have the GPUs {{start}} to {{last}} of the run, {{parts}} on its nodes "
+                f"({{--num-gpus-per-node=}}{training}), and needs equally many on each; give {name} {{fitting}}, or another "
+                "number of GPUs to what comes before it"
+            )
+            parts = " and ".join(map(str, node_parts(start, each, per_node)))
+            last, some = start + each - 1, " or ".join(map(str, fitting[-2:]))
+            found = broken(args, template, start=start, last=last, parts=parts, fitting=some)
+            yield replace(found, flags=(FLAG,)).at(group.where) if group.where else found
+        first += group.num_gpus
+
+
+def _first_uneven(total: int, first: int, each: int, per_node: int) -> int | None:
+    starts = range(first, first + total - each + 1, each)
+    return next((start for start in starts if len(set(node_parts(start, each, per_node))) > 1), None)
+
+
 def external_addresses(args: argparse.Namespace) -> Iterator[Violation]:
     first: dict[str, int] = {}
     for position, address in enumerate(args.rollout_external_engine_addrs or []):
@@ -284,12 +314,7 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
         "{--router-api-key}, or a router of yours by {--sglang-router-ip} and {--sglang-router-port}"),
     refused(lambda args: args.has_engines and args.hf_checkpoint is None,
         "{--hf-checkpoint} is needed: the engines load their config and tokenizer from it"),
-    whole_engines, engines_on_both_sides,
-    of_groups(refused(lambda args: args.rollout_num_gpus_per_engine > args.num_gpus_per_node
-            and args.rollout_num_gpus_per_engine % args.num_gpus_per_node,
-        "{--rollout-num-gpus-per-engine=} is above {--num-gpus-per-node=} and no multiple of it: an engine fills whole nodes "
-        "or a part of one")),
-    external_addresses,
+    whole_engines, engines_on_both_sides, engines_over_nodes, external_addresses,
     refused(lambda args: args.rollout_external and args.colocate,
         "{--colocate}: the engines of {--rollout-external-engine-addrs} have GPUs of their own; drop one of the two"),
     refused(lambda args: args.rollout_external and args.offload_rollout and not args.colocate,

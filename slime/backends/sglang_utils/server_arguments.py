@@ -172,11 +172,17 @@ def compute_server_arguments(
         role: the worker type of its group; `bootstrap_port`: where one that prefills is asked for its caches.
 
     Raises:
-        UserError: `--sglang-tp-size` contradicts `--rollout-num-gpus-per-engine`, or the sizes do not divide; or caches cannot
-            be moved here.
+        UserError: `--sglang-tp-size` contradicts `--rollout-num-gpus-per-engine`, or the sizes do not divide, or not over the
+            nodes; or caches cannot be moved here.
     """
     for problem in engine_sizes(args):
         raise UserError(problem.message)
+    stages, nodes = args.sglang_pp_size or 1, part.nodes if part else 1
+    if stages % nodes and nodes % stages:
+        raise UserError(
+            f"engine {rank}: {stages} pipeline stages on {nodes} nodes; a server has whole stages, or a part of one: give a "
+            "--sglang-pp-size that divides, or is a multiple of, the number of nodes of an engine"
+        )
     typed = typed_fields(args)
     if role == "decode":
         # Prefixes are found, and kept in host memory, by those that prefill.
@@ -208,7 +214,7 @@ def compute_server_arguments(
         host=host,
         port=port,
         nccl_port=nccl_port,
-        nnodes=part.nodes if part else 1,
+        nnodes=nodes,
         node_rank=part.node_rank if part else 0,
         dist_init_addr=part.meeting_point if part else None,
         # Without a GPU the server takes this for the number of a NUMA node.

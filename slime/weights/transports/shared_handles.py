@@ -80,7 +80,8 @@ class SharedHandlesTransport(Transport):
 
     @classmethod
     def takes_every_rank(cls, args: Any) -> bool:
-        return args.actor_num_nodes > 1 or not get_accelerator().shares_host_memory
+        several_nodes = max(args.actor_num_nodes, -(-layout_of(args).actor_gpus // args.num_gpus_per_node)) > 1
+        return several_nodes or not get_accelerator().shares_host_memory
 
     def connect(self, engines: Sequence[Receiver]) -> None:
         if list(engines) == self._engines:

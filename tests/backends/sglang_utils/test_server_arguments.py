@@ -96,6 +96,14 @@ def test_each_server_of_an_engine_over_nodes_knows_its_part():
     assert (alone["nnodes"], alone["node_rank"], alone["dist_init_addr"]) == (1, 0, None)
 
 
+def test_pipeline_stages_that_do_not_divide_over_the_nodes_are_refused_before_a_server_waits_for_them():
+    args = make_args(rollout_num_gpus_per_engine=12, sglang_pp_size=3)
+    compute(args, part=EnginePart(3, 0, "10.0.0.5:4000"))
+    compute(args, part=EnginePart(6, 0, "10.0.0.5:4000"))
+    with pytest.raises(UserError, match="3 pipeline stages on 2 nodes; .* --sglang-pp-size that divides"):
+        compute(args, part=EnginePart(2, 0, "10.0.0.5:4000"))
+
+
 def test_engines_that_prefill_and_decode_are_told_their_part(monkeypatch):
     monkeypatch.setattr(server_arguments.importlib.util, "find_spec", lambda name: name)
     typed = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0, "disaggregation_ib_device": "mlx5_0"}

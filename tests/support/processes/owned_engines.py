@@ -89,7 +89,7 @@ def make_owner(monkeypatch, tmp_path):
             "rollout_num_gpus": engines, "rollout_external": False, "rollout_num_gpus_per_engine": 1, "num_gpus_per_node": 8,
             "sglang_config": None, "prefill_num_servers": None, "hf_checkpoint": "/actor", "router_api_key": None,
             "sglang_router_ip": None, "rollout_external_engine_infos": None, "has_trainer": True, "engine_start_timeout": 600.0,
-            "sglang_server_concurrency": 512,
+            "sglang_server_concurrency": 512, "has_engines": True, "world_size": 1,
             "use_fault_tolerance": False, "colocate": False,
             "rollout_health_check_interval": 0.05, "rollout_health_check_timeout": 600.0,
             "rollout_health_check_first_wait": 0.0,

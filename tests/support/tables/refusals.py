@@ -183,6 +183,13 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--rollout-num-gpus 0", "--rollout-num-gpus --router-api-key --sglang-router-ip --sglang-router-port", WRONG),
         ("--rollout-num-gpus 12 --rollout-num-gpus-per-engine 12",
          "--rollout-num-gpus-per-engine --num-gpus-per-node", WRONG),
+        ("--rollout-num-gpus 4 --rollout-num-gpus-per-engine 4 --num-gpus-per-node 2",
+         "--rollout-num-gpus-per-engine --num-gpus-per-node", WRONG),
+        ("--actor-num-gpus-per-node 2 --global-batch-size 8 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 4 "
+         "--num-gpus-per-node 3",
+         "--rollout-num-gpus-per-engine --num-gpus-per-node", WRONG),
+        ("--debug-rollout-only --rollout-num-gpus 8 --rollout-num-gpus-per-engine 4 --num-gpus-per-node 5",
+         "--rollout-num-gpus-per-engine --num-gpus-per-node", WRONG),
         ("--colocate --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2",
          "--rollout-num-gpus-per-engine --colocate --actor-num-nodes --actor-num-gpus-per-node", WRONG),
         ("--rollout-external-engine-addrs 10.0.0.5", "--rollout-external-engine-addrs", WRONG),
@@ -313,13 +320,6 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ('--multimodal-keys {{"image":"images"}}', "--multimodal-keys --debug-rollout-only --eval-config", NOT_BUILT),
         ("--prefill-num-servers 1 --rollout-num-gpus 2 --rollout-top-p 0.9", "--rollout-top-p --rollout-top-k", NOT_BUILT),
         ("--sglang-incremental-streaming-output", "--sglang-incremental-streaming-output --dry-run", NOT_BUILT),
-        ("--rollout-num-gpus 4 --rollout-num-gpus-per-engine 4 --num-gpus-per-node 2",
-         "--rollout-num-gpus-per-engine --num-gpus-per-node", NOT_BUILT),
-        ("--actor-num-gpus-per-node 2 --global-batch-size 8 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2 "
-         "--num-gpus-per-node 3",
-         "--rollout-num-gpus-per-engine --num-gpus-per-node", NOT_BUILT),
-        ("--debug-rollout-only --rollout-num-gpus 8 --rollout-num-gpus-per-engine 4 --num-gpus-per-node 6",
-         "--rollout-num-gpus-per-engine --num-gpus-per-node", NOT_BUILT),
     ),
     "unknown flags": (
         ("--learning_rate 1e-6", "--lr", UNKNOWN),

@@ -25,7 +25,7 @@ from tests.support.processes.weight_peers import engine_of, start_peers
 ARGS = SimpleNamespace(
     update_weight_transport="nccl", colocate=True, distributed_timeout_minutes=1, update_weight_buffer_size=2**20,
     has_trainer=True, has_engines=True, rollout_external=False, rollout_external_engine_infos=None, world_size=2,
-    rollout_num_gpus=4, actor_num_nodes=1,
+    rollout_num_gpus=4, actor_num_nodes=1, num_gpus_per_node=4,
 )  # fmt: skip
 
 

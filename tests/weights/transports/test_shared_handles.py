@@ -25,7 +25,7 @@ from tests.support.processes.distributed import run_distributed
 ARGS = SimpleNamespace(
     update_weight_transport="nccl", colocate=True, distributed_timeout_minutes=1, update_weight_buffer_size=2**20,
     has_trainer=True, has_engines=True, rollout_external=False, rollout_external_engine_infos=None, world_size=4,
-    rollout_num_gpus=4, actor_num_nodes=1,
+    rollout_num_gpus=4, actor_num_nodes=1, num_gpus_per_node=4,
 )  # fmt: skip
 
 
@@ -265,6 +265,13 @@ def test_where_memory_is_of_a_device_each_engine_rank_has_it_of_the_rank_there()
     assert source[3] == 3 * [source[0], helper[0]]
     assert helper[1] is None and helper[3] == []
     assert source[4] == helper[4] == [False, False], "training has the memory again"
+
+
+def test_ranks_of_several_nodes_share_no_memory_of_the_host():
+    assert not SharedHandlesTransport.takes_every_rank(ARGS)
+    assert SharedHandlesTransport.takes_every_rank(with_flags(actor_num_nodes=2))
+    # However many nodes the flag of training says: four ranks lie on two of two devices.
+    assert SharedHandlesTransport.takes_every_rank(with_flags(num_gpus_per_node=2))
 
 
 def test_a_rank_without_memory_stops_the_push_and_no_rank_hangs():
