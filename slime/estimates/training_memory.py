@@ -200,7 +200,7 @@ def push_buffers(shape: ModelShape, setup: TrainingSetup, stage: PipelineStage) 
         ordered = 0 if shape.mla is not None else sum(layer.attention for layer in counts.layers)
         return round(buckets + bucket * ordered / counts.total)
     # The embedding is gathered first, when there are no buckets yet; the output head last.
-    beside = max(_mlp_gather(shape, counts, setup.layout), counts.output_head if stage.is_last else 0)
+    beside = max(_mlp_gather(shape, counts, setup), counts.output_head if stage.is_last else 0)
     return max(buckets + bucket + beside * weight, counts.embedding * weight if stage.is_first else 0)
 
 
@@ -212,15 +212,17 @@ def received_buffers(shape: ModelShape, setup: TrainingSetup) -> int:
     return max(2 * bucket, counts.embedding * setup.state.weight) if bucket else 0
 
 
-def _mlp_gather(shape: ModelShape, counts: ParameterCounts, layout: ParallelLayout) -> int:
+def _mlp_gather(shape: ModelShape, counts: ParameterCounts, setup: TrainingSetup) -> int:
     """Parameters that are held at once to make the input projection of the largest MLP whole: the parts of all ranks, and the
     gates and ups that are brought together from them. Of one without gates it is the output projection. Of experts one gather
-    brings as many as there are expert-parallel ranks, which are whole unless tensor-parallel ranks share them."""
-    experts = shape.moe.num_experts if shape.moe is not None else 1
+    brings as many as there are expert-parallel ranks, or as fit into a bucket, and one at least; they are whole unless
+    tensor-parallel ranks share them."""
+    experts, layout = shape.moe.num_experts if shape.moe is not None else 1, setup.layout
     mlp = max(max(layer.dense_mlp, layer.shared_experts) for layer in counts.layers)
-    expert = max(layer.routed_experts for layer in counts.layers) // experts * layout.expert
-    widest = max(2 * mlp, expert * (2 if layout.expert_tensor > 1 else 1))
-    return widest * 2 // 3 if shape.gated_mlp else widest // 2
+    expert = max(layer.routed_experts for layer in counts.layers) // experts
+    mlp, expert = (2 * size // 3 if shape.gated_mlp else size // 2 for size in (mlp, expert))
+    at_once = max(1, min(layout.expert, setup.push_bucket // max(1, expert * setup.state.weight)))
+    return max(2 * mlp, at_once * expert * (2 if layout.expert_tensor > 1 else 1))
 
 
 def _stage_memory(shape: ModelShape, counts: ParameterCounts, setup: TrainingSetup, stage: PipelineStage) -> RankMemory:

@@ -213,10 +213,13 @@ def test_buckets_hold_gathered_tensors_of_any_stage():
     # One gather brings gates and ups of 8 experts, 8 * 2 * 512 * 1024 entries of two bytes: more than the head.
     assert push_buffers(shape, bounded, bounded.stages[1]) == 2 * 2 * model + 2 * 2**23
     small = dataclasses.replace(bounded, push_bucket=10**6)
-    assert push_buffers(shape, small, small.stages[0]) == 3 * 10**6 + 2 * 2**23
+    # As many experts at once as fit into a bucket, two here, or one.
+    two = dataclasses.replace(bounded, push_bucket=2 * 2**21)
+    assert push_buffers(shape, two, two.stages[0]) == 3 * 2 * 2**21 + 2 * 2**21
+    assert push_buffers(shape, small, small.stages[0]) == 3 * 10**6 + 2 * 2**20
     # Halves of an expert are gathered, and put together.
     halves = dataclasses.replace(small, layout=ParallelLayout(16, tensor=2, expert=8, expert_tensor=2))
-    assert push_buffers(shape, halves, small.stages[0]) == 3 * 10**6 + 2 * 2**24
+    assert push_buffers(shape, halves, small.stages[0]) == 3 * 10**6 + 2 * 2**21
     assert push_buffers(shape, dataclasses.replace(bounded, push_bucket=0), bounded.stages[0]) == 0
 
 

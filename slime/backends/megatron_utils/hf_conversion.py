@@ -8,10 +8,10 @@ nothing is loaded from a checkpoint whose names do not fit.
 
 Exporting: the tensor-parallel ranks of a stage walk through its parameters in the same order, and gather one at a time. Each
 of them gets every tensor, and a rank that has no use for it drops it. So do expert-parallel ranks: each walks through its own
-experts, and one gather brings as many as there are ranks, one of each. Buckets are filled with what was gathered, and
-everybody gathers in one order: experts need no buckets of their own and no barrier before them. Tied embeddings are one
-parameter, however many stages hold a copy, and are therefore given once. Layers for multi-token prediction are left out where
-the family's checkpoints have none, or have some that are not trained here.
+experts, and one gather brings one of each rank, or of as many ranks as a bucket has room for. Buckets are filled with what was
+gathered, and everybody gathers in one order: experts need no buckets of their own and no barrier before them. Tied embeddings
+are one parameter, however many stages hold a copy, and are therefore given once. Layers for multi-token prediction are left out
+where the family's checkpoints have none, or have some that are not trained here.
 """
 
 from __future__ import annotations
@@ -258,7 +258,8 @@ def iter_stage_named_tensors(
 ) -> Iterator[NamedTensor]:
     """Yield (HF name, tensor) for the parameters `names` of this stage, in the order of the model. Collective over the
     tensor-parallel group, and over that of the ranks which share the experts. All stages together, each with what
-    `names_of_stage` says, yield the whole model.
+    `names_of_stage` says, yield the whole model. Of experts no more are gathered at once than make
+    `--update-weight-buffer-size` bytes, or one.
 
     Tensors are whole, contiguous, detached, on the parameters' device and in their dtype, without vocabulary padding.
     They may share memory with the model: use or copy them before the next optimizer step.
@@ -322,21 +323,24 @@ def _to_hf(family: Family, sizes: TensorSizes, name: str, whole: torch.Tensor) -
         yield hf_name, tensor.contiguous()
 
 
-def _gathered(
-    family: Family, sizes: TensorSizes, name: str, local: torch.Tensor, num_experts: int | None
-) -> Iterator[NamedTensor]:
+def _gathered(args: Any, family: Family, sizes: TensorSizes, name: str, local: torch.Tensor) -> Iterator[NamedTensor]:
     """What the parts of a parameter make together; of an expert's, also those of the experts of the other ranks."""
     rule, hf_names = family.find(name)
     if rule.of_experts:
-        wholes = _gather_experts(rule.layout, name, local, num_experts)
+        gathers = _gather_experts(rule.layout, name, local, args.num_experts, args.update_weight_buffer_size)
     else:
-        wholes = [(name, _gather(rule.layout, local))]
-    for whole_name, whole in wholes:
-        for hf_name, tensor in _to_hf(family, sizes, whole_name, whole):
-            # One of several that share what was gathered would keep all of it as long as itself.
-            is_one_of_several = len(wholes) * len(hf_names) > 1 and whole is not local
-            shares = is_one_of_several and tensor.untyped_storage().nbytes() > tensor.nbytes
-            yield hf_name, tensor.clone() if shares else tensor
+        gathers = iter([[(name, _gather(rule.layout, local))]])
+    for wholes in gathers:
+        count = len(wholes) * len(hf_names)
+        while wholes:
+            whole_name, whole = wholes.pop(0)
+            for hf_name, tensor in _to_hf(family, sizes, whole_name, whole):
+                # One of several that share what was gathered would keep all of it as long as itself.
+                is_one_of_several = count > 1 and whole is not local
+                shares = is_one_of_several and tensor.untyped_storage().nbytes() > tensor.nbytes
+                yield hf_name, tensor.clone() if shares else tensor
+                del tensor
+            del whole
 
 
 def _named_chunks(model_chunks: Iterable[torch.nn.Module]) -> list[dict[str, torch.Tensor]]:
@@ -384,20 +388,33 @@ def _gather(layout: Layout, local: torch.Tensor) -> torch.Tensor:
     return layout.gather(_of_group(local, group))
 
 
-def _gather_experts(layout: Layout, name: str, local: torch.Tensor, num_experts: int) -> list[NamedTensor]:
-    """(global name, whole parameter) of the experts that stand where `name` does, one of each expert-parallel rank."""
+def _gather_experts(
+    layout: Layout, name: str, local: torch.Tensor, num_experts: int, max_bytes: int
+) -> Iterator[list[NamedTensor]]:
+    """(global name, whole parameter) of the experts that stand where `name` does, one of each expert-parallel rank.
+
+    They come in lists of at most `max_bytes`, or of one expert; a list lies in memory that the next one does not need.
+    """
     from megatron.core import parallel_state
 
     group = parallel_state.get_expert_tensor_and_model_parallel_group()
     if group.size() == 1:
-        return [(name, local)]
+        yield [(name, local)]
+        return
     # Ranks that an expert is cut for are next to each other.
-    of_ranks = _of_group(local, group).unflatten(0, (-1, parallel_state.get_expert_tensor_parallel_world_size()))
-    own, step = parallel_state.get_expert_model_parallel_rank(), num_experts // len(of_ranks)
-    return [
-        (next_expert(name, (rank - own) * step), shards[0] if len(shards) == 1 else layout.gather(shards))
-        for rank, shards in enumerate(of_ranks)
-    ]
+    cut = parallel_state.get_expert_tensor_parallel_world_size()
+    owners, own = group.size() // cut, parallel_state.get_expert_model_parallel_rank()
+    step, at_once = num_experts // owners, max(1, max_bytes // (cut * local.nbytes))
+    for first in range(0, owners, at_once):
+        last = min(first + at_once, owners)
+        all_at_once = last - first == owners
+        shards = _of_group(local, group) if all_at_once else _of_ranks(local, group, range(first * cut, last * cut))
+        wholes = []
+        for owner, of_owner in enumerate(shards.unflatten(0, (-1, cut)), first):
+            whole = of_owner[0] if cut == 1 else layout.gather(of_owner)
+            wholes.append((next_expert(name, (owner - own) * step), whole))
+        del shards, of_owner, whole
+        yield wholes
 
 
 def _of_group(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -405,4 +422,18 @@ def _of_group(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     shards = local.new_empty(group.size(), *local.shape)
     # Gloo takes the parts only end to end.
     dist.all_gather_into_tensor(shards.flatten(0, 1), local.contiguous(), group=group)
+    return shards
+
+
+def _of_ranks(local: torch.Tensor, group: dist.ProcessGroup, ranks: range) -> torch.Tensor:
+    """The tensors of these ranks of the group, [ranks, …], on all of its ranks."""
+    shards = local.new_empty(len(ranks), *local.shape)
+    if group.rank() in ranks:
+        shards[ranks.index(group.rank())] = local
+    works = [
+        dist.broadcast(shard, group=group, group_src=rank, async_op=True)
+        for rank, shard in zip(ranks, shards, strict=True)
+    ]
+    for work in works:
+        work.wait()
     return shards
