@@ -26,6 +26,7 @@ from slime.observability.waiting import unwatch, wait_for, watch
 from slime.plan.placement import sleeping_sides
 from slime.ray.driver import RolloutResult, RunLength
 from slime.scheduling.device_turns import Holds
+from slime.serving.engines import have_requests
 from slime.serving.fleet import EngineName, FleetSnapshot
 from slime.serving.owner import ServingOwner, longest_push_wait
 from slime.utils import env
@@ -171,9 +172,9 @@ class RolloutManager:
         return self._serving is not None and self._serving.lacks_weights()
 
     @ray.method(concurrency_group="control")
-    async def is_serving(self) -> bool:
-        """Whether requests find an engine."""
-        return self._serving is not None and self._serving.is_serving()
+    async def is_working(self) -> bool:
+        """Whether requests find an engine of each kind, or an engine has some that it will finish."""
+        return self._serving is not None and await asyncio.to_thread(self._is_working)
 
     @ray.method(concurrency_group="control")
     async def end_push(self, names: Sequence[EngineName], version: int, failed: Mapping[int, str]) -> None:
@@ -225,6 +226,9 @@ class RolloutManager:
         if self.args.use_fault_tolerance and (self.args.rollout_external or self.args.rollout_num_gpus):
             for model, router in routers.items():
                 set_engine_supply(router.url, _EnginesOfModel(self._serving, model))
+
+    def _is_working(self) -> bool:
+        return self._serving.is_serving() or have_requests(self._serving.engines())
 
     def _shutdown(self, *, silent: bool = False) -> None:
         if self._serving is not None:
@@ -393,9 +397,9 @@ class RolloutClient:
         """The engines that lack the weights of the last push, `version` of the result; the others go on."""
         return self._control("begin_push_to_stale", "the engines that lack weights")
 
-    def is_serving(self) -> bool:
-        """Whether requests find an engine."""
-        return self._control("is_serving", "the engines that serve")
+    def is_working(self) -> bool:
+        """Whether requests find an engine of each kind, or an engine has some that it will finish."""
+        return self._control("is_working", "the engines that serve")
 
     def bring_weights_by(self, bring: Callable[[], None]) -> None:
         """From now on `bring` is called whenever an engine lacks the weights of the last push while a call is awaited."""

@@ -106,11 +106,12 @@ class WeightSync:
     def push_to_stale(self) -> None:
         """Give engines that have missed the last push its weights, under its version, and prove it; the others go on.
 
-        Where the trainer has gone on since, nobody has those weights: then such engines wait for the next push, unless no other
-        one serves. Then no request is under way either, and all get what the trainer has, as a version of its own.
+        Where the trainer has gone on since, nobody has those weights: then such engines wait for the next push, unless nothing
+        can be generated without them. When no request is under way any more either, which a push would cut off, all get what
+        the trainer has, as a version of its own.
         """
         if self._train_group.rollouts_trained != self._trained_at_push:
-            if not self._rollout_manager.is_serving():
+            if not self._rollout_manager.is_working():
                 self._push_between()
             return
         fleet = self._rollout_manager.begin_push_to_stale()

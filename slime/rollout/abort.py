@@ -12,6 +12,7 @@ from typing import Any
 
 from slime.rollout.engine_request import list_engine_urls, router_urls
 from slime.rollout.generation_call import GenerationCall, current_call
+from slime.utils.engine_answers import num_requests
 from slime.utils.errors import RunError
 from slime.utils.http_utils import HttpError, get, post_control
 
@@ -138,12 +139,4 @@ async def _is_idle(url: str) -> bool:
         if error.status == 404:
             return True
         raise
-    loads = answer.get("loads", []) if isinstance(answer, dict) else answer
-    return sum(_request_count(load) for load in loads) == 0
-
-
-def _request_count(load: dict[str, Any]) -> int:
-    for name in ("num_reqs", "total_reqs", "num_total_reqs"):
-        if name in load:
-            return load[name]
-    return load.get("num_running_reqs", 0) + load.get("num_waiting_reqs", 0)
+    return num_requests(answer) == 0

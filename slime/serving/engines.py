@@ -20,7 +20,7 @@ from slime.backends.sglang_utils.server_arguments import EnginePart
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.observability.logging_utils import configure_logger
 from slime.observability.waiting import wait_for, wait_for_all, wait_for_each
-from slime.serving.fleet import EngineName, EngineRecord, EngineSnapshot, FleetSnapshot
+from slime.serving.fleet import EngineName, EngineRecord, EngineSnapshot, EngineState, FleetSnapshot
 from slime.serving.router import Worker
 from slime.serving.topology import Topology
 from slime.utils.env import actor_environment
@@ -231,3 +231,11 @@ class Engines:
         ray.wait(ended, num_returns=len(ended), timeout=_SHUTDOWN_SECONDS)
         for handle in handles:
             ray.kill(handle, no_restart=True)
+
+
+def have_requests(fleet: FleetSnapshot) -> bool:
+    """Whether engines that serve have requests that they will finish. One that prefills finishes none by itself; one that does
+    not say may have some, and whether it lives is seen elsewhere."""
+    serving = [engine for engine in fleet.engines if engine.state in (EngineState.SERVING, EngineState.SUSPECT)]
+    asked = [engine.handle.has_requests.remote() for engine in serving if engine.role != "prefill"]
+    return any(answer is not False for answer in wait_for_each(asked, "requests of the engines", _ANSWER_SECONDS))

@@ -125,3 +125,16 @@ def _read_table(content: bytes, start: int, end: int) -> TokenLogProbs | None:
         return None
     # Copies, because Arrow's own memory would be held with them.
     return TokenLogProbs._exact(np.array(table["log_prob"].to_numpy()), np.array(table["token"].to_numpy()))
+
+
+def num_requests(loads: Any) -> int:
+    """How many requests an engine has, running and waiting, by its answer to `/v1/loads`."""
+    of_ranks = loads.get("loads", []) if isinstance(loads, dict) else loads
+    return sum(_requests_of_rank(load) for load in of_ranks)
+
+
+def _requests_of_rank(load: dict[str, Any]) -> int:
+    for name in ("num_reqs", "total_reqs", "num_total_reqs"):
+        if name in load:
+            return load[name]
+    return load.get("num_running_reqs", 0) + load.get("num_waiting_reqs", 0)

@@ -13,6 +13,7 @@ from slime.ray import rollout_manager
 from slime.ray.driver import RunLength
 from slime.ray.rollout_manager import RolloutManager, RolloutTurns
 from slime.ray.train_group import TrainGroup
+from slime.serving.fleet import EngineName, EngineSnapshot, EngineState, FleetSnapshot
 from slime.utils.errors import RunError
 from slime.utils.run_values import with_run_values
 from tests.support.models.args import parse
@@ -54,6 +55,36 @@ def test_who_waits_for_a_death_hears_of_it_or_of_the_end(tmp_path, error):
         return await asyncio.gather(waiting, return_exceptions=True)
 
     assert asyncio.run(wait()) == [error]
+
+
+@pytest.mark.parametrize(
+    ("answers", "working"),
+    [
+        # The engine that prefilled has died. What the other ones have from it, they finish.
+        ({"decode": True, "new prefill": False}, True),
+        ({"decode": False, "new prefill": False}, False),
+        ({"decode": RunError("no answer within 10 s"), "new prefill": False}, True),
+        # The engines that decode have died: what has been read nobody goes on with.
+        ({"prefill": True, "new decode": False}, False),
+        # A model without an engine, and one whose engine is checked because a request failed.
+        ({"regular": True, "new regular": False}, True),
+    ],
+)
+def test_requests_that_engines_can_finish_are_work_where_others_find_no_engine(tmp_path, monkeypatch, answers, working):
+    monkeypatch.setattr("slime.serving.engines.wait_for_each", lambda refs, name, limit: refs)
+
+    def engine(number, kind, answer):
+        state = EngineState.STALE if kind.startswith("new") else EngineState.SERVING
+        handle = SimpleNamespace(has_requests=SimpleNamespace(remote=lambda: answer))
+        return EngineSnapshot(EngineName(number), state, 1, handle, 1, number, number, kind.split()[-1])
+
+    engines = [engine(number, kind, answer) for number, (kind, answer) in enumerate(answers.items())]
+    manager = RolloutManager(parse(tmp_path))
+    assert not asyncio.run(manager.is_working())
+    manager._serving = SimpleNamespace(is_serving=lambda: False, engines=lambda: FleetSnapshot(1, tuple(engines)))
+    assert asyncio.run(manager.is_working()) is working
+    manager._serving.is_serving = lambda: True
+    assert asyncio.run(manager.is_working())
 
 
 def test_user_functions_find_address_and_key_of_the_router(tmp_path, monkeypatch):

@@ -367,17 +367,17 @@ def test_of_engines_with_roles_those_that_read_prompts_tell_log_probs(sync, monk
     assert asked == [0] and sync._proven == set(fleet.names)
 
 
-@pytest.mark.parametrize("others_serve", [True, False])
-def test_an_engine_that_missed_weights_which_nobody_has_any_more_waits_for_others_to_finish(sync, events, others_serve):
+@pytest.mark.parametrize("others_work", [True, False])
+def test_an_engine_that_missed_weights_which_nobody_has_any_more_waits_for_others_to_finish(sync, events, others_work):
     """Trained on since the push: the weights of its version are gone, and newer ones would cut off what others do."""
     sync._args.use_fault_tolerance = True
     sync.push()
     sync._train_group.rollouts_trained += 1
-    sync._rollout_manager.is_serving = lambda: others_serve
+    sync._rollout_manager.is_working = lambda: others_work
     events.clear()
     sync.stale = fleet_of("new", first=1)
     sync.push_to_stale()
-    if others_serve:
+    if others_work:
         assert events == []
     else:
         assert events[-1] == ("engine 0", "engine 1", 6, {}) and "again" not in events
@@ -411,6 +411,6 @@ def test_newer_weights_between_two_pushes_would_break_a_bound_on_staleness(sync,
     sync._args.max_weight_staleness = 3
     sync.push()
     sync._train_group.rollouts_trained += 1
-    sync._rollout_manager.is_serving = lambda: False
+    sync._rollout_manager.is_working = lambda: False
     with pytest.raises(RunError, match="--max-weight-staleness 3"):
         sync.push_to_stale()

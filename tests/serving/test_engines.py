@@ -18,13 +18,14 @@ import ray
 import requests
 
 from slime.observability.waiting import wait_for
-from slime.rollout.abort import _request_count, abort
+from slime.rollout.abort import abort
 from slime.rollout.generation_call import GenerationCall
 from slime.serving import engines
 from slime.serving.fleet import EngineName
 from slime.serving.router import Worker, start_router
 from slime.serving.topology import topology_of
 from slime.utils import http_utils
+from slime.utils.engine_answers import num_requests
 from slime.utils.errors import RunError, UserError
 from tests.support.models.tiny_checkpoint import make_tiny_checkpoint
 from tests.support.oracles.log_probs import ReferenceModel, generation_request, response_of
@@ -192,7 +193,7 @@ def test_an_abort_reaches_the_requests_of_its_call_through_the_router_and_no_oth
     async def requests_at_engines():
         http_utils.trust_engine_urls(serving.urls)
         loads = [await http_utils.get(f"{url}/v1/loads?include=core") for url in serving.urls]
-        return sum(_request_count(load) for answer in loads for load in answer["loads"])
+        return sum(map(num_requests, loads))
 
     async def main():
         http_utils.init_http_client(args)

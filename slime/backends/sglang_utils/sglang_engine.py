@@ -241,6 +241,13 @@ class SGLangEngine:
             payload = {**payload, "bootstrap_host": _NOBODY, "bootstrap_room": 0}
         return self._call("POST", "/generate", payload, timeout=timeout)
 
+    def has_requests(self) -> bool:
+        """Whether any request runs or waits here."""
+        # No other process of an engine reads tables.
+        from slime.utils.engine_answers import num_requests
+
+        return num_requests(self._call("GET", "/v1/loads?include=core")) > 0
+
     def get_weight_version(self) -> str:
         """The version that the server reports for its weights."""
         return str(self._call("GET", "/model_info")["weight_version"])

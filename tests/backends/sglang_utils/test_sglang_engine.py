@@ -103,6 +103,15 @@ def test_an_engine_that_prefills_can_be_asked_alone(tmp_path, monkeypatch):
     assert asked == [{"input_ids": [[1], [2]], "bootstrap_host": "2.2.2.2", "bootstrap_room": 0}]
 
 
+@pytest.mark.parametrize(("running", "waiting"), [(0, 0), (1, 0), (0, 2)])
+def test_an_engine_tells_whether_it_has_requests(tmp_path, monkeypatch, running, waiting):
+    engine, asked = SGLangEngine(SimpleNamespace(), 3, tmp_path), []
+    loads = [{"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting}]
+    monkeypatch.setattr(engine, "_call", lambda *request: asked.append(request) or {"loads": loads})
+    assert engine.has_requests() is (running + waiting > 0)
+    assert asked == [("GET", "/v1/loads?include=core")]
+
+
 def test_a_cache_is_flushed_when_the_last_request_has_ended(flush):
     flush(answer_s=0.25, refusals=4)
     assert flush.took == 4 * (0.25 + 1) + 0.25
