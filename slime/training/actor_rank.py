@@ -32,6 +32,7 @@ from slime.utils.plugin_loader import calling_user_code, load_function
 from slime.utils.process_groups import get_gloo_group, patient_groups
 from slime.utils.processing_utils import load_tokenizer
 from slime.weights.buckets import split_into_buckets
+from slime.weights.expert_exchange import ExpertExchange, experts_go_directly
 from slime.weights.hf_reader import SafetensorsDirectory
 from slime.weights.push import Opening, read_weight_version
 from slime.weights.quantisers import quantiser_of
@@ -137,10 +138,9 @@ class ActorRank(TrainRank):
         way, transport = transport_of(args), None
         if groups.gives_weights or way.takes_every_rank(args):
             transport = way(args, groups.stage, groups.num_stages)
-        expected, tensors = self.backend.expected_names(), self._tensors_of_checkpoint()
-        size = way.bucket_bytes(args)
+        expected = self.backend.expected_names()
         self.weight_source = WeightSource(
-            lambda: split_into_buckets(tensors(), size), transport, expected, groups.gives_weights
+            self._buckets(way.bucket_bytes(args)), transport, expected, groups.gives_weights
         )
         return Opening(groups.num_stages, self.weight_version, expected)
 
@@ -214,6 +214,16 @@ class ActorRank(TrainRank):
         if self.weight_source is not None:
             self.weight_source.close()
         super().dispose()
+
+    def _buckets(self, max_bytes: int) -> Callable[[], Iterable[Any]]:
+        """Makes the buckets of a push; collective, once."""
+        if not experts_go_directly(self.args):
+            tensors = self._tensors_of_checkpoint()
+            return lambda: split_into_buckets(tensors(), max_bytes)
+        others, own_experts = self.backend.tensors_and_own_experts()
+        quantise = quantiser_of(self.args.hf_checkpoint) or iter
+        experts = ExpertExchange(self.args, own_experts, quantise, max_bytes)
+        return lambda: itertools.chain(split_into_buckets(quantise(others()), max_bytes), experts.buckets())
 
     def _tensors_of_checkpoint(self) -> Callable[[], Iterable[tuple[str, torch.Tensor]]]:
         """Makes the tensors of this stage as `--hf-checkpoint` has them: quantised, where that is."""

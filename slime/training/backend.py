@@ -228,6 +228,12 @@ class Backend(Protocol):
         may share memory with the model.
         """
 
+    def tensors_and_own_experts(
+        self,
+    ) -> tuple[Callable[[], Iterator[tuple[str, torch.Tensor]]], Callable[[], dict[str, torch.Tensor]]]:
+        """`stage_tensors` without experts; and what gives the tensors of the experts that this rank has, if it has them whole,
+        under the names of a Hugging Face checkpoint. The second is not collective."""
+
     def expected_names(self) -> set[str]:
         """Names that all stages must give, by the checkpoint that the engines started from. Not collective."""
 

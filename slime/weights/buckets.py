@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from slime.utils.device import get_accelerator
+
 if TYPE_CHECKING:
     import torch
 
@@ -23,6 +25,28 @@ if TYPE_CHECKING:
 # Engines make one layer of the first two, and a number of a part of the third and its scale; and only out of one bucket: what
 # comes without the other is lost without a word.
 _LOADED_TOGETHER = re.compile(r"(?<=\.self_attn\.)(?:q_a_proj|kv_a_proj_with_mqa|indexer\.wk)\..*")
+
+
+class RankBucket(list[tuple[str, "torch.Tensor"]]):
+    """A bucket of which every rank has other tensors, or none; `names` are those of all ranks, `num_bytes` their size."""
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]], names: list[str], num_bytes: int) -> None:
+        super().__init__(tensors)
+        self.names, self.num_bytes = names, num_bytes
+
+    def __bool__(self) -> bool:
+        # Who has none of it takes part.
+        return True
+
+
+def names_of(bucket: NamedTensors) -> list[str]:
+    """The names of the tensors that engines get with a bucket."""
+    return bucket.names if isinstance(bucket, RankBucket) else [name for name, _ in bucket]
+
+
+def bytes_of(bucket: NamedTensors) -> int:
+    """The size of what `names_of` names."""
+    return bucket.num_bytes if isinstance(bucket, RankBucket) else sum(tensor.nbytes for _, tensor in bucket)
 
 
 def split_into_buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[NamedTensors]:
@@ -127,9 +151,12 @@ class BucketFlattener:
                 self._buffers[position] = None
 
     def flatten(self, named_tensors: NamedTensors) -> FlatBucket:
-        """Copy the tensors into the next buffer, on the device of the first one."""
+        """Copy the tensors into the next buffer, on the device of the first one; without any, give an empty one."""
         import torch
 
+        if not named_tensors:
+            buffer = self._next_buffer(1, get_accelerator().current_device())[:0]
+            return FlatBucket([], [], [], buffer, is_copy=True)
         ordered = sorted(named_tensors, key=lambda item: -item[1].element_size())
         size, first = sum(tensor.nbytes for _, tensor in ordered), ordered[0][1]
         is_copy = len(ordered) > 1 or size <= self._max_bytes

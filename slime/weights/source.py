@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from slime.weights.buckets import bytes_of, names_of
 from slime.weights.transports import Delta, EnginesFailed, Receiver, Transport
 from slime.weights.verification import NamesDiffer, PushedNames
 
@@ -101,11 +102,11 @@ class WeightSource:
             self._transport.begin(version)
             for bucket in filter(None, buckets):
                 waits_for_help = bucket
-                names.check_bucket(name for name, _ in bucket)
+                names.check_bucket(names_of(bucket))
                 waits_for_help = None
                 self._transport.send(bucket)
-                sent += [name for name, _ in bucket]
-                num_bytes, num_buckets = num_bytes + sum(tensor.nbytes for _, tensor in bucket), num_buckets + 1
+                sent += names_of(bucket)
+                num_bytes, num_buckets = num_bytes + bytes_of(bucket), num_buckets + 1
                 # The transport has what it still needs; the next bucket is made where this one was.
                 del bucket
             self._transport.finish()

@@ -168,6 +168,11 @@ class FSDPBackend:
     def stage_tensors(self) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
         return self._whole_tensors
 
+    def tensors_and_own_experts(
+        self,
+    ) -> tuple[Callable[[], Iterator[tuple[str, torch.Tensor]]], Callable[[], dict[str, torch.Tensor]]]:
+        return self._whole_tensors, dict
+
     def expected_names(self) -> set[str]:
         tied = {_HEAD} if self.model.config.tie_word_embeddings else set()
         return SafetensorsDirectory(self.args.hf_checkpoint).names() - tied

@@ -157,6 +157,19 @@ class MegatronBackend:
         names = names_of_stage(self.args, self.model)
         return lambda: iter_stage_named_tensors(self.args, self.model, names)
 
+    def tensors_and_own_experts(
+        self,
+    ) -> tuple[Callable[[], Iterator[tuple[str, torch.Tensor]]], Callable[[], dict[str, torch.Tensor]]]:
+        from slime.backends.megatron_utils import hf_conversion
+
+        args, model = self.args, self.model
+        names = hf_conversion.names_of_stage(args, model)
+        others = names - hf_conversion.names_of_experts(args, names)
+        return (
+            lambda: hf_conversion.iter_stage_named_tensors(args, model, others),
+            lambda: hf_conversion.own_expert_tensors(args, model, names),
+        )
+
     def expected_names(self) -> set[str]:
         from slime.backends.megatron_utils.hf_conversion import expected_hf_names
 

@@ -268,7 +268,30 @@ def iter_stage_named_tensors(
     for chunk in _named_chunks(model_chunks):
         for name, parameter in chunk.items():
             if name in names:
-                yield from _gathered(family, sizes, name, parameter.detach(), args.num_experts)
+                yield from _gathered(args, family, sizes, name, parameter.detach())
+
+
+def names_of_experts(args: Any, names: Iterable[str]) -> set[str]:
+    """Those of global names that each expert has one of."""
+    family = family_of_run(args)
+    return {name for name in names if family.find(name)[0].of_experts}
+
+
+@torch.no_grad()
+def own_expert_tensors(
+    args: Any, model_chunks: Iterable[torch.nn.Module], names: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """HF name → tensor of the experts among the parameters `names` that this rank has, where it has them whole: views of the
+    model's memory, as a rule."""
+    family, sizes = family_of_run(args), tensor_sizes(args)
+    experts = names_of_experts(args, names)
+    return {
+        hf_name: tensor
+        for chunk in _named_chunks(model_chunks)
+        for name, parameter in chunk.items()
+        if name in experts
+        for hf_name, tensor in _to_hf(family, sizes, name, parameter.detach())
+    }
 
 
 def convert_to_hf(
