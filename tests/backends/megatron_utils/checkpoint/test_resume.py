@@ -136,6 +136,48 @@ def test_a_resumed_run_is_the_uninterrupted_one(two_ranks, name):
     assert_uninterrupted(two_ranks, name)
 
 
+def stays(cases) -> dict[str, tuple]:
+    """Per case the data, and what the next step depends on after each step; the checkpoint is that of the first."""
+    found = {}
+    for name, args in cases.items():
+        run = ResumableRun(args)
+        run.prepare()
+        states = [after_step(run)]
+        run.save(0)
+        found[name] = dict(run.data), states + [after_step(run) for _ in range(AFTER - 1)]
+    return found
+
+
+def comes_back(cases, data, step) -> dict[str, tuple]:
+    """Per case the state that a process finds in the checkpoint of the step before, and that after its own, which it saves."""
+    from slime.training.rollout_data import RolloutData
+
+    found = {}
+    for name, args in cases.items():
+        run = resumed(args, args.save)
+        run.data = RolloutData(data[name], run.cp)
+        loaded = run.fingerprints()
+        found[name] = loaded, after_step(run)
+        run.save(step)
+    return found
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_another_process_in_every_step_has_the_bits_of_one_that_stays(hf_dir, tmp_path):
+    """As with --release-train; in both precisions, whatever the number of threads."""
+    flags = {"float32": {}, "bf16": BFLOAT16, "bf16, plain optimizer": {**BFLOAT16, **PLAIN}}
+    cases = {name: resumable_args(hf_dir, tmp_path / name, **of_case) for name, of_case in flags.items()}
+    (whole,) = run_distributed(stays, 1, (cases,), env={"OMP_NUM_THREADS": "2"})
+    data = {name: of_case for name, (of_case, _) in whole.items()}
+    for step in range(1, AFTER):
+        threads = {"OMP_NUM_THREADS": str(step)}
+        (found,) = run_distributed(comes_back, 1, (cases, data, step), env=threads)
+        for name, (loaded, after) in found.items():
+            before, expected = whole[name][1][step - 1 : step + 1]
+            assert loaded == {key: before[key] for key in loaded}, (name, step)
+            assert after == expected and after["masters"] != loaded["masters"], (name, step)
+
+
 def overflow_worker(args) -> dict:
     """A run whose loss scale overflows before its first update, and what runs that resume from its checkpoint do and say."""
     whole, again = interrupted({"run": args})["run"]
