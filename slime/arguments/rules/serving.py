@@ -155,10 +155,11 @@ def one_topology(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def engines_to_compare(args: argparse.Namespace) -> Iterator[Violation]:
-    """A router of ours with `power_of_two` compares two engines for each request, and does not start with fewer."""
+    """A router of ours with `power_of_two` compares two engines (of a role, where there are any), and needs them to start."""
     ours = served_models(args)[args.sglang_router_ip is not None :]
     for name, role in (("router_policy", ""), ("router_prefill_policy", "prefill"), ("router_decode_policy", "decode")):
-        counts = [sum(g.num_engines for g in model.groups if role in ("", g.worker_type)) for model in ours]
+        groups = [[group for group in model.groups if role in ("", group.worker_type)] for model in ours]
+        counts = [sum(group.num_engines for group in own) for own in groups if own or not role]
         counts = [len(args.rollout_external_engine_addrs)] * len(ours) if args.rollout_external else counts
         if vars(args)[name] == "power_of_two" and min(counts, default=2) < 2:
             template = "{0=}: a router compares two engines then, and would have {fewest}; give more, or {0} random"

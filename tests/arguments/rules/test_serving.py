@@ -163,6 +163,21 @@ def test_what_the_rules_allow(tmp_path, words):
     parse(tmp_path, *words.split())
 
 
+@pytest.mark.parametrize("prefill", [1, 2])
+def test_a_policy_of_one_role_is_that_of_the_models_with_engines_of_it(tmp_path, prefill):
+    """The second model's engines do everything: its router compares none of that role."""
+    serving = tmp_path / "serving.yaml"
+    groups = f"{{worker_type: prefill, num_gpus: {prefill}}}, {{worker_type: decode, num_gpus: 1}}"
+    serving.write_text(
+        f"sglang:\n  - name: actor\n    server_groups: [{groups}]\n  - name: other\n    server_groups: [{{num_gpus: 1}}]\n"
+    )
+    words = f"--rollout-num-gpus {prefill + 2} --sglang-config {serving} --router-prefill-policy power_of_two"
+    if prefill == 2:
+        parse(tmp_path, *words.split())
+    else:
+        assert "a router compares two engines then, and would have 1" in refusal(tmp_path, words)
+
+
 def test_an_engine_of_a_group_with_gpus_of_both_sides_is_told_by_its_line(tmp_path):
     """The ranks have three GPUs; the second group begins with the last of these."""
     serving = tmp_path / "serving.yaml"
