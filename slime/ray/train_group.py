@@ -185,8 +185,7 @@ class TrainGroup:
         self.rollouts_trained += 1
         with self._reporting_errors(report):
             logged = self._call_all("train", rollout_id, rollout.shards)[0]
-        _require_logged(logged, self.rank_name)
-        report(logged)
+        report(_logged_pairs(logged, self.rank_name, self._actor_cls))
 
     def hold(self, holds: Holds) -> None:
         """Have all ranks hold that much of their memory on the devices."""
@@ -328,16 +327,22 @@ class TrainGroup:
         return at_start, typed
 
 
-def _require_logged(logged: Any, rank_name: str) -> None:
-    """Raise RunError unless `logged` is what a rank, which may be of a user's own, has to say of a rollout."""
-    if not isinstance(logged, list) or not all(
-        isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], dict) and isinstance(entry[1], str)
+def _logged_pairs(logged: Any, rank_name: str, actor_cls: type | str) -> list[LoggedMetrics]:
+    """What a rank, which may be of a user's own, has to say of a rollout: pairs in a list; each of these may be a tuple, too.
+
+    Raises:
+        RunError: it is something else.
+    """
+    if not isinstance(logged, list | tuple) or not all(
+        isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], dict) and isinstance(entry[1], str)
         for entry in logged
     ):
+        name = actor_cls if isinstance(actor_cls, str) else f"{actor_cls.__module__}.{actor_cls.__qualname__}"
         raise RunError(
             f"train of the {rank_name}s returned {logged!r}; expected a list of (metrics, step key), such as "
-            "[({'train/loss': 0.5, 'train/step': 3}, 'train/step')]"
+            f"[({{'train/loss': 0.5, 'train/step': 3}}, 'train/step')] (their class is {name})"
         )
+    return [(metrics, step_key) for metrics, step_key in logged]
 
 
 class EndingTrainGroup(TrainGroup):

@@ -483,3 +483,28 @@ def _log_something(process):
     from slime.observability.logging_utils import log
 
     log(None, {"user/hook": 1.0, "rollout/step": 2}, "rollout/step")
+
+
+class _RankOfSomebody:
+    """Is named in messages alone."""
+
+
+@pytest.mark.parametrize("logged", [[({"loss": 0.5}, "step")], [[{"loss": 0.5}, "step"]], (({"loss": 0.5}, "step"),)])
+def test_what_a_rank_of_a_users_logs_may_be_lists_or_tuples(monkeypatch, logged):
+    assert _reported(monkeypatch, logged) == [({"loss": 0.5}, "step")]
+
+
+@pytest.mark.parametrize(
+    "logged", [None, {"loss": 0.5}, [{"loss": 0.5}], [({"loss": 0.5}, 3)], [({"loss": 0.5}, "step", 1)]]
+)
+def test_anything_else_that_it_logs_is_told_with_its_class(monkeypatch, logged):
+    with pytest.raises(RunError, match=r"expected a list of \(metrics, step key\).*test_train_group._RankOfSomebody"):
+        _reported(monkeypatch, logged)
+
+
+def _reported(monkeypatch, logged):
+    monkeypatch.setattr(TrainGroup, "_call_all", lambda group, method, *arguments: [logged, logged])
+    reported = []
+    group = TrainGroup(argparse.Namespace(), None, [], _RankOfSomebody)
+    group.train(0, RolloutResult((None, None), [], None), reported.extend)
+    return reported
