@@ -13,11 +13,13 @@ import copy
 import inspect
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from slime.rollout.attempts import own_copy
 from slime.rollout.data_source_files import (
     FLAG,
+    PICKLED,
     calling_source,
     check_methods,
     dataset_fingerprint,
@@ -229,7 +231,7 @@ class RolloutDataSource(DataSource):
         directory = find_state(self.args, rollout_id)
         if directory is None:
             return
-        state = read_state(directory)
+        state = self._completed(read_state(directory), directory)
         difference = describe_difference(state["fingerprint"], self._fingerprint)
         if difference and self.args.fresh_data_state:
             logger.warning("%s: %s\nThe data starts from zero.", directory, difference)
@@ -238,6 +240,26 @@ class RolloutDataSource(DataSource):
             self.load_state_dict(state)
         except UserError as error:
             raise UserError(f"{directory}: {error}") from error
+
+    def _completed(self, state: dict[str, Any], place: Path) -> dict[str, Any]:
+        """`state` with what that of another program lacks: which data it was, in which order, and what came back."""
+        if place.suffix != PICKLED:
+            return state
+        counters = ("sample_offset", "epoch_id", "sample_group_index", "sample_index")
+        wrong = [name for name in counters if not isinstance(state.get(name), int) or state[name] < 0]
+        if wrong:
+            raise UserError(f"{place}: {', '.join(wrong)} of the data state is missing, or no number from 0 on")
+        if self.dataset is not None and state["sample_offset"] > len(self.dataset):
+            raise UserError(
+                f"{place}: the run had drawn {state['sample_offset']} prompts of its epoch, and --prompt-data has "
+                f"{len(self.dataset)}; give the same data, or --fresh-data-state to start the data from zero"
+            )
+        order = (
+            " In another order, so prompts of this epoch may come twice, or not." if self._shuffle["enabled"] else ""
+        )
+        logger.warning("%s does not say which data it belongs to; these are gone on with.%s", place, order)
+        known = {name: state[name] for name in counters}
+        return {**self.state_dict(), **known, "metadata": state.get("metadata") or {}, "buffer": []}
 
     def _next_prompt(self) -> Sample:
         if self.dataset is None:

@@ -30,6 +30,8 @@ from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
+# Of states that other programs wrote, with a pickle in them.
+PICKLED = ".pt"
 _JSON_FILE = "state.json"
 _ARRAY_FILE = "arrays.safetensors"
 _DRAWN_AHEAD = "drawn_ahead"
@@ -44,7 +46,8 @@ def state_directory(root: str | Path, rollout_id: int) -> Path:
 
 
 def find_state(args: Any, rollout_id: int) -> Path | None:
-    """The directory of the state after rollout `rollout_id` below `args.load`; None: start from zero, as asked for.
+    """The directory of the state after rollout `rollout_id` below `args.load`, or a file of that name that ends in `.pt`; None:
+    start from zero, as asked for.
 
     Raises:
         UserError: there is none, and `args.fresh_data_state` is not set.
@@ -55,6 +58,8 @@ def find_state(args: Any, rollout_id: int) -> Path | None:
     if args.fresh_data_state:
         logger.warning("no data-source state of rollout %d: the data starts from zero", rollout_id)
         return None
+    if directory is not None and (file := directory.with_name(directory.name + PICKLED)).is_file():
+        return file
     raise UserError(
         f"--load {args.load}: there is no data-source state of rollout {rollout_id} ({directory}); "
         "resuming without it would repeat prompts. Give --fresh-data-state to start the data from zero"
@@ -78,12 +83,14 @@ def write_state(directory: str | Path, state: dict[str, Any]) -> None:
 
 
 def read_state(directory: str | Path) -> dict[str, Any]:
-    """What `write_state` wrote.
+    """What `write_state` wrote; or a dict that `torch.save` wrote to a file that ends in `.pt`, of plain values and tensors.
 
     Raises:
-        UserError: the directory is incomplete or its content is broken.
+        UserError: the directory is incomplete or its content is broken; or the file holds something else.
     """
     directory = Path(directory)
+    if directory.suffix == PICKLED:
+        return _read_pickled(directory)
     try:
         value = json.loads((directory / _JSON_FILE).read_text())
         arrays: dict[str, np.ndarray] = {}
@@ -94,6 +101,21 @@ def read_state(directory: str | Path) -> dict[str, Any]:
         return _decode(value, arrays)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{directory}: no readable data-source state ({type(error).__name__}: {error})") from error
+
+
+def _read_pickled(file: Path) -> dict[str, Any]:
+    import torch
+
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # of the archive, of the pickle in it, or of what that asks for
+        raise UserError(
+            f"{file}: cannot be read ({type(error).__name__}): it is broken, or names code that would have to be run; give "
+            "--fresh-data-state to start the data from zero"
+        ) from error
+    if not isinstance(state, dict):
+        raise UserError(f"{file}: holds {type(state).__name__}; expected the dict of a data source's state")
+    return state
 
 
 @dataclass(frozen=True)

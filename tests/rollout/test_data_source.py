@@ -5,10 +5,12 @@ import dataclasses
 import json
 import logging
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from slime.rollout.data_source import (
@@ -24,6 +26,12 @@ from slime.utils.sample_fields import held
 from slime.utils.types import Sample
 from tests.support.models.tokenizer import save_tokenizer
 from tests.support.models.vision import make_seeing_checkpoint, save_image
+
+
+def save_pickled(args, state):
+    directory = Path(args.load) / "rollout"
+    directory.mkdir(parents=True)
+    torch.save(state, directory / "global_dataset_state_dict_0.pt")
 
 
 @pytest.fixture
@@ -514,6 +522,53 @@ class TestState:
         (directory / "state.json").write_text(content)
         with pytest.raises(UserError, match="global_dataset_state_dict_0"):
             RolloutDataSource(make_args()).load(0)
+
+    @pytest.mark.parametrize("shuffle", [False, True])
+    def test_a_state_of_another_program_with_a_pickle_is_gone_on_with(self, make_args, caplog, shuffle):
+        written = {
+            "sample_offset": 3,
+            "epoch_id": 1,
+            "sample_group_index": 7,
+            "sample_index": 14,
+            "metadata": {"own": 1},
+        }
+        save_pickled(make_args(), written)
+        source = RolloutDataSourceWithBuffer(make_args(rollout_shuffle=shuffle))
+        source.load(0)
+        (group,) = source.get_samples(1)
+        assert (group[0].group_index, group[0].index, source.metadata) == (7, 14, {"own": 1})
+        assert (source.epoch_id, source.sample_offset) == (1, 4)
+        if not shuffle:
+            assert prompts([group]) == ["p3"]
+        assert "does not say which data it belongs to" in caplog.text and ("another order" in caplog.text) == shuffle
+        # Its own states are whole, and win.
+        source.save(0)
+        resumed = RolloutDataSourceWithBuffer(make_args())
+        resumed.load(0)
+        assert resumed.sample_offset == 4
+
+    @pytest.mark.parametrize(
+        ("state", "message"),
+        [
+            ({"sample_offset": Path("x")}, "cannot be read .UnpicklingError.: .*--fresh-data-state"),
+            ([1], "holds list; expected the dict"),
+            (
+                {"sample_offset": 1, "epoch_id": 0, "sample_index": -1},
+                "sample_group_index, sample_index of the data state",
+            ),
+            (
+                dict.fromkeys(["sample_offset", "epoch_id", "sample_group_index", "sample_index"], 9),
+                "had drawn 9 .* has 4",
+            ),
+        ],
+    )
+    def test_a_pickled_state_that_is_of_no_use(self, make_args, state, message):
+        save_pickled(make_args(), state)
+        with pytest.raises(UserError, match=f"global_dataset_state_dict_0.pt.*{message}"):
+            RolloutDataSource(make_args()).load(0)
+        fresh = RolloutDataSource(make_args(fresh_data_state=True))
+        fresh.load(0)
+        assert fresh.sample_offset == 0
 
     def test_saving_needs_a_directory(self, make_args):
         with pytest.raises(UserError, match="--save"):
