@@ -96,6 +96,28 @@ class MultiTurnLossMaskGenerator:
         self._compare_with_whole(conversations, masked)
         return masked
 
+    def get_loss_mask_with_multimodal_alignment(
+        self, messages: Messages, input_ids: list[int], tools: list[dict[str, Any]] | None = None
+    ) -> TokensAndMask:
+        """`input_ids`, the chat as a processor tokenised it, and its mask: what it put in for images is not trained.
+
+        Raises:
+            UserError: without what was put in they are not the ids of the chat.
+        """
+        token_ids, loss_mask = self.get_loss_mask(messages, tools)
+        mask, position = [0] * len(input_ids), 0
+        for place, token in enumerate(input_ids):
+            # A mark of an image that is repeated for its patches counts as the text's the first time.
+            if position < len(token_ids) and token == token_ids[position]:
+                mask[place] = loss_mask[position]
+                position += 1
+        if position < len(token_ids):
+            raise UserError(
+                f"--loss-mask-type {self.tokenizer_type}: {len(input_ids)} ids of a processor hold {position} of the "
+                f"{len(token_ids)} tokens of the chat in their order; was it rendered with the same template and tools?"
+            )
+        return input_ids, mask
+
     def get_response_lengths(self, loss_masks: list[list[int]]) -> list[int]:
         """Tokens from the first trained one to the end; 0 where nothing is trained."""
         return [len(mask) - mask.index(1) if 1 in mask else 0 for mask in loss_masks]

@@ -189,3 +189,20 @@ def test_template_arguments_reach_the_template():
     template = CHATML_TEMPLATE.replace("message.content +", "message.content + (suffix or '') +")
     generator = MultiTurnLossMaskGenerator(build_tokenizer(template), "qwen", {"suffix": "!"})
     assert trained_texts(generator, [HELLO, HI]) == ["hi a b!<|im_end|>\n"]
+
+
+@pytest.mark.parametrize("kind", BY_TURNS_OR_SPANS)
+def test_what_a_processor_puts_in_for_images_is_not_trained(kind):
+    tokenizer = build_tokenizer()
+    generator = MultiTurnLossMaskGenerator(tokenizer, kind)
+    chat = [HELLO, HI, MORE, DONE]
+    ids, mask = generator.get_loss_mask(chat)
+    image = tokenizer.encode("<pad>", add_special_tokens=False) * 5
+    first, last = mask.index(1), len(mask) - mask[::-1].index(1)
+    for place in (3, first, last - 2):
+        put_in = [*ids[:place], *image, *ids[place:]]
+        aligned = generator.get_loss_mask_with_multimodal_alignment(chat, put_in)
+        assert aligned == (put_in, [*mask[:place], *[0] * 5, *mask[place:]])
+    assert generator.get_loss_mask_with_multimodal_alignment(chat, ids) == (ids, mask)
+    with pytest.raises(UserError, match="ids of a processor hold 0 of the"):
+        generator.get_loss_mask_with_multimodal_alignment(chat, image)
