@@ -4,7 +4,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # Of what is no room of `slime/`.
-ELSEWHERE = {"docs", "e2e", "examples", "scripts", "support", "tools"}
+ELSEWHERE = {"docs", "e2e", "examples", "scripts", "slime_plugins", "support", "tools"}
 FILES = [path.relative_to(ROOT / "tests") for path in sorted((ROOT / "tests").rglob("test_*.py"))]
 OF_A_ROOM = [path for path in FILES if len(path.parts) > 1 and path.parts[0] not in ELSEWHERE]
 

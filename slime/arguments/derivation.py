@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 # Where the rollout functions live that return exactly the rollouts that were asked for.
 _OWN_ROLLOUTS = "slime.rollout."
 FULLY_ASYNC = "slime.rollout.fully_async_rollout"
+ROLLOUT_BUFFER = "slime_plugins.rollout_buffer"
 
 
 def derive(args: argparse.Namespace) -> list[Violation]:

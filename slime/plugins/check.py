@@ -24,17 +24,19 @@ from slime.plugins.from_python import (
     ACCELERATOR,
     ACTOR_CLS,
     ADAPTER_CLS,
+    BUFFER_GENERATOR,
     HARNESS_CLS,
     SANDBOX_CLS,
     take_paths,
     try_accelerator,
     try_adapter,
+    try_generator,
     try_harness,
     try_rank,
     try_sandbox,
 )
 from slime.plugins.recorder import POINTS, Recorder
-from slime.ray.rollout_pipeline import RolloutPipeline, batch_schedule
+from slime.ray.rollout_pipeline import RolloutPipeline, batch_schedule, flatten_rollout_output
 from slime.rollout.draws import draw_groups
 from slime.rollout.rm_hub.grading import clear_reward_instances
 from slime.rollout.train_data import convert_samples_to_train_batch
@@ -255,6 +257,11 @@ def _step(
             pipeline.logged_by_user(0, samples, metrics or {}, 1.0)
         if args.eval_interval is not None:
             pipeline.evaluate(0)
+        if BUFFER_GENERATOR in in_python:
+            path = in_python[BUFFER_GENERATOR]
+            record = records[BUFFER_GENERATOR, path] = Recorder(BUFFER_GENERATOR, path)
+            groups = try_generator(record, args, pipeline.data_source)
+            convert_samples_to_train_batch(args, flatten_rollout_output(groups))
     finally:
         with contextlib.suppress(RuntimeError):
             async_utils.run(close_http_client())
@@ -269,6 +276,8 @@ def _step(
         HARNESS_CLS: try_harness,
     }
     for flag, path in in_python.items():
+        if flag == BUFFER_GENERATOR:
+            continue
         record = records[flag, path] = Recorder(flag, path)
         tries[flag](record)
 
@@ -358,8 +367,8 @@ def _run(step: Callable[[], None], records: dict[Any, Recorder], time_limit: flo
     thread.start()
     while thread.is_alive():
         thread.join(_POLL_S)
-        # Ranks take long to start, and their group waits for them by limits of its own.
-        for record in [record for record in list(records.values()) if record.flag != ACTOR_CLS]:
+        # Processes take long to start, and are waited for by limits of their own.
+        for record in [record for record in list(records.values()) if record.flag not in (ACTOR_CLS, BUFFER_GENERATOR)]:
             for caller, started in list(record.running.values()):
                 # What has a limit of the framework's own ends by it first.
                 if time.monotonic() - started > time_limit * 2 + 5 * _POLL_S:

@@ -1,6 +1,6 @@
 """What programs of one's own hand over in Python, tried like the functions that flags name: a class of training ranks, a
-device, an endpoint for agents, a sandbox and a harness. Their words, `--actor-cls` and so on, are this command's own, and no
-flags of a run."""
+device, an endpoint for agents, a sandbox, a harness, and a generator of the rollout buffer. Their words, `--actor-cls` and so
+on, are this command's own, and no flags of a run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import inspect
 import json
+import math
 import os
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -37,10 +38,14 @@ from slime.utils.misc import Box
 from slime.utils.plugin_loader import calling_user_code, load_function
 from slime.utils.ports import host_for_url
 from slime.utils.processing_utils import load_tokenizer
+from slime.utils.run_values import with_run_values
 from slime.utils.types import Sample
 
 ACTOR_CLS, ACCELERATOR, ADAPTER_CLS = "--actor-cls", "--accelerator", "--adapter-cls"
-SANDBOX_CLS, HARNESS_CLS = "--sandbox-cls", "--harness-cls"
+SANDBOX_CLS, HARNESS_CLS, BUFFER_GENERATOR = "--sandbox-cls", "--harness-cls", "--buffer-generator"
+# By their paths, as a run finds them: nothing here needs the service.
+_BUFFER = "slime_plugins.rollout_buffer"
+_POLL_S, _START_SECONDS = 5.0, 60.0
 _BYTES = 4096
 _SESSION, _QUESTIONS = "slime-plugins", ("What is 1+1?", "What is 2+2?")
 
@@ -59,7 +64,8 @@ def take_paths(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             continue
         paths[flag] = value if equals else next(rest, "")
         if not paths[flag] or paths[flag].startswith("--"):
-            raise UserError(f"{flag} needs a path, such as my_file.py:MyClass: {POINTS[flag].call}")
+            example = "my_file.py" if flag == BUFFER_GENERATOR else "my_file.py:MyClass"
+            raise UserError(f"{flag} needs a path, such as {example}: {POINTS[flag].call}")
     return paths, left
 
 
@@ -145,6 +151,37 @@ async def _samples_of_two_turns(adapter: OpenAIAdapter | AnthropicAdapter, url: 
         return await adapter.finish_session(_SESSION, base_sample=Sample(index=0))
     finally:
         await close_http_client()
+
+
+def try_generator(record: Recorder, args: argparse.Namespace, data_source: Any) -> list[Any]:
+    """The groups of a rollout that come of a generator in a process of its own, by way of a rollout buffer.
+
+    Raises:
+        UserError, RunError: what a run would end with.
+    """
+    path = record.path
+    serving = load_function(f"{_BUFFER}.service.serving")
+    generate_rollout = load_function(f"{_BUFFER}.rollout.generate_rollout")
+    generator = load_function(f"{_BUFFER}.generators.load_generator")(path)
+    record.named(generator.module.run_rollout)
+    with tempfile.TemporaryDirectory(prefix="slime-plugins-") as directory, serving([path], directory) as (url, _):
+        buffered = with_run_values(args)
+        vars(buffered).update(
+            rollout_buffer_url=url,
+            rollout_task_type=generator.task_type,
+            fetch_trajectory_retry_times=math.ceil((_START_SECONDS + args.http_request_timeout) / _POLL_S),
+        )
+        with record.call([f"prompts of {args.prompt_data}"]) as done, _naming(f"{BUFFER_GENERATOR} {path}"):
+            return done(generate_rollout(buffered, 0, data_source).samples)
+
+
+@contextlib.contextmanager
+def _naming(subject: str) -> Iterator[None]:
+    """Errors of the block say what they are about."""
+    try:
+        yield
+    except (RunError, UserError) as error:
+        raise type(error)(f"{subject}: {error}") from error
 
 
 def try_accelerator(record: Recorder) -> None:

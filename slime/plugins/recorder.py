@@ -132,6 +132,11 @@ POINTS = {
         "answers two turns, and finish_session(sid, base_sample=…) → samples",
         in_python=True,
     ),
+    "--buffer-generator": Point(
+        "module with TASK_TYPE and run_rollout(data), in a process of its own, which sends items {uid, instance_id, messages, "
+        "reward, extra_info} to data['remote_buffer_url']",
+        in_python=True,
+    ),
     "--accelerator": Point(
         "class() for register_accelerator: a subclass of slime.utils.device.Accelerator with a name of its own",
         in_python=True,

@@ -37,21 +37,23 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
         )
     groups = new_attempt(draw_groups(args, data_source, args.rollout_batch_size, rollout_id))
     samples = leaves(groups)
-    generator = _mask_generator(
-        args.hf_checkpoint,
-        args.trust_remote_code,
-        args.loss_mask_type,
-        json.dumps(args.apply_chat_template_kwargs or {}, sort_keys=True),
-    )
+    generator = mask_generator(args)
     masked = generator.get_loss_masks([_conversation(sample) for sample in samples])
     counts = {"sft_cut_samples": 0, "sft_untrained_samples": 0}
     for sample, (token_ids, loss_mask) in zip(samples, masked, strict=True):
-        _fill_sample(sample, token_ids, loss_mask, args.rollout_max_context_len, counts)
+        fill_sample(sample, token_ids, loss_mask, args.rollout_max_context_len, counts)
+        sample.reward = 0.0
     responses = [sample.tokens[len(sample.tokens) - sample.response_length :] for sample in samples]
     for sample, response in zip(samples, generator.tokenizer.batch_decode(responses), strict=True):
         sample.response = response
     logger.debug("rollout %d: of %d chats, %s", rollout_id, len(samples), counts)
     return RolloutFnTrainOutput(groups, metrics=dict(counts))
+
+
+def mask_generator(args: Any) -> MultiTurnLossMaskGenerator:
+    """What finds the tokens of chats that are trained, by the flags of the run; made once."""
+    kwargs = json.dumps(args.apply_chat_template_kwargs or {}, sort_keys=True)
+    return _mask_generator(args.hf_checkpoint, args.trust_remote_code, args.loss_mask_type, kwargs)
 
 
 @functools.lru_cache(maxsize=4)
@@ -71,9 +73,14 @@ def _conversation(sample: Sample) -> tuple[list[dict[str, Any]], list[dict[str, 
     return sample.prompt, sample.metadata.get("tools")
 
 
-def _fill_sample(
+def fill_sample(
     sample: Sample, token_ids: list[int], loss_mask: list[int], max_length: int | None, counts: dict[str, int]
 ) -> None:
+    """Give `sample` the tokens of a whole chat, of which the response is what begins with the first trained one.
+
+    A chat longer than `max_length` is cut, which `counts["sft_cut_samples"]` counts; one without a trained token keeps one
+    masked token as its response (`counts["sft_untrained_samples"]`).
+    """
     sample.status = Sample.Status.COMPLETED
     if max_length is not None and len(token_ids) > max_length:
         token_ids, loss_mask = token_ids[:max_length], loss_mask[:max_length]
@@ -88,5 +95,4 @@ def _fill_sample(
     sample.tokens = token_ids
     sample.loss_mask = loss_mask
     sample.response_length = len(loss_mask)
-    sample.reward = 0.0
     sample.validate_lengths()

@@ -166,10 +166,6 @@ def int4_training_group_size() -> int | None:
     return int(size)
 
 
-_REWARD_KEY = "SLIME_RM_API_KEY"
-_REWARD_KEY_FILE = "SLIME_RM_API_KEY_FILE"
-
-
 def reward_service_key() -> str | None:
     """`SLIME_RM_API_KEY`, else the text of the file `SLIME_RM_API_KEY_FILE`: the token for the service at `--rm-url`.
 
@@ -179,11 +175,19 @@ def reward_service_key() -> str | None:
     Raises:
         UserError: there is no such file, it is empty, or the token could not stand in a header.
     """
-    path = os.environ.get(_REWARD_KEY_FILE)
-    key = os.environ.get(_REWARD_KEY)
-    source = _REWARD_KEY
+    return _service_key("SLIME_RM_API_KEY")
+
+
+def buffer_service_key() -> str | None:
+    """`SLIME_BUFFER_API_KEY`, else the text of the file `SLIME_BUFFER_API_KEY_FILE`: the token for the service at
+    `--rollout-buffer-url`. As `reward_service_key`."""
+    return _service_key("SLIME_BUFFER_API_KEY")
+
+
+def _service_key(name: str) -> str | None:
+    path, key, source = os.environ.get(f"{name}_FILE"), os.environ.get(name), name
     if not key and path:
-        source = f"{_REWARD_KEY_FILE} {path}"
+        source = f"{name}_FILE {path}"
         try:
             key = Path(path).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
@@ -244,7 +248,8 @@ def actor_environment() -> dict[str, str]:
         "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
         "RAY_USE_UVLOOP": "0",
     }
-    handed_on = ("SLIME_ACCELERATOR", "SLIME_DEBUG", _REWARD_KEY_FILE, *_INT4_TRAINING, *_OF_CODING_AGENTS)
+    key_files = ("SLIME_RM_API_KEY_FILE", "SLIME_BUFFER_API_KEY_FILE")
+    handed_on = ("SLIME_ACCELERATOR", "SLIME_DEBUG", *key_files, *_INT4_TRAINING, *_OF_CODING_AGENTS)
     of_agents = [
         name for name in os.environ if name.startswith((_AGENT, _OLDER_AGENT)) and not _MAY_HOLD_KEYS.search(name)
     ]

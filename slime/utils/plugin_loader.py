@@ -107,6 +107,16 @@ def _load_cached(key: str, path: str, flag: str | None, batched: bool) -> Any:
     return found
 
 
+def load_module(path: str, flag: str | None = None) -> ModuleType:
+    """The module that `path` is: a file, or the name of one.
+
+    Raises:
+        UserError: there is none, or it does not import.
+    """
+    subject = subject_of(flag, path)
+    return _load_file(path, subject) if path.endswith(".py") else _import_module(path, subject)
+
+
 def file_of_path(path: str) -> str | None:
     """The Python file that a plug-in path names, or None when it names a module."""
     return _split_file_path(path.strip())[0]

@@ -293,7 +293,7 @@ def own_flags() -> set[str]:
 
 
 def sources() -> list[Path]:
-    return [*SOURCE.rglob("*.py"), *SOURCE.parent.glob("train*.py")]
+    return [*SOURCE.rglob("*.py"), *SOURCE.with_name("slime_plugins").rglob("*.py"), *SOURCE.parent.glob("train*.py")]
 
 
 def settles(path: Path) -> bool:

@@ -255,7 +255,7 @@ def checked(file, flag, name, **options):
 
 
 @pytest.mark.parametrize(
-    "flag", [flag for flag, point in POINTS.items() if not point.in_megatron and flag != "--actor-cls"]
+    "flag", [flag for flag, point in POINTS.items() if flag in GOOD and not point.in_megatron and flag != "--actor-cls"]
 )
 def test_a_good_function_of_every_point(file, flag):
     finding = checked(file, flag, GOOD[flag])
@@ -268,9 +268,9 @@ def test_every_plug_in_of_the_command_line_is_a_point_or_not_built():
 
     not_built = {flag_of(name) for name in RANK_PLUG_INS if OWN_FLAGS[name].not_yet}
     plug_ins = {flag_of(name) for name in (*MANAGER_PLUG_INS, *RANK_PLUG_INS)} - not_built
-    # --spec is a module and a name.
+    # --spec is a module and a name, a generator a module.
     assert plug_ins == {flag for flag, point in POINTS.items() if not point.in_python} - {"--spec"}
-    assert set(GOOD) == set(POINTS) - {"--spec"}
+    assert set(GOOD) == set(POINTS) - {"--spec", "--buffer-generator"}
 
 
 @pytest.mark.slow
@@ -315,6 +315,46 @@ def test_a_class_of_training_ranks_starts_trains_and_gets_ready_to_push(file, na
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == status, done.stdout + done.stderr
     assert told in done.stdout and f"--actor-cls {file}:{name}" in done.stdout
+
+
+GENERATOR = """
+from slime_plugins.rollout_buffer.base_generator import BaseGenerator
+TASK_TYPE = "sums"
+
+class Sums(BaseGenerator):
+    async def trajectory(self, row):
+        turn = await self.chat(row["prompt"])
+        return self.item(turn, reward=float(str(row["label"]) in turn.text))
+
+def run_rollout(data):
+    Sums(data).run()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("", "", None),
+        ("turn.text))", "turn.text) / 0)", "32 trajectories in a row failed, the last with ZeroDivisionError"),
+        (
+            "self.item(turn, reward=float(str(row",
+            "dict(messages=3, reward=float(str(row",
+            "`messages` is 3; expected a list",
+        ),
+        ("Sums(data).run()", "raise KeyError('no such tool')", "KeyError: 'no such tool'"),
+        ("TASK_TYPE", "TASK", "TASK_TYPE is None; give the module a name"),
+    ],
+)
+def test_a_generator_of_the_rollout_buffer(tmp_path, old, new, told):
+    module = tmp_path / "own_generator.py"
+    module.write_text(GENERATOR.replace(old, new))
+    (finding,) = check(["--buffer-generator", str(module)], answers=["It is 4"], time_limit=1.0)
+    if told is None:
+        assert finding.problems == () and "with log-probs, completed, reward 1.0" in finding.record.returned
+    else:
+        assert any(told in problem for problem in finding.problems), finding.problems
+        assert f"--buffer-generator {module}" in finding.text()
 
 
 @pytest.mark.parametrize(
@@ -452,6 +492,7 @@ def test_functions_that_never_return(file, monkeypatch, flag, name, problem):
         (["--custom-rm-path", "{file}:reward", "--rm-concurency", "3"], "--rm-concurrency"),
         (["--accelerator"], "--accelerator needs a path, such as my_file.py:MyClass"),
         (["--actor-cls", "--rm-type", "math"], "--actor-cls needs a path"),
+        (["--buffer-generator"], "--buffer-generator needs a path, such as my_file.py: module with TASK_TYPE"),
         (["--rm-type", "math"], "no plug-in is named; give one of --rollout-function-path"),
     ],
 )

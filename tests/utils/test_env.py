@@ -43,26 +43,30 @@ def test_cache_home(monkeypatch, variables, expected):
     assert env.cache_home() == expected
 
 
-def test_the_key_of_a_reward_service(monkeypatch, tmp_path):
-    for name in ("SLIME_RM_API_KEY", "SLIME_RM_API_KEY_FILE"):
+@pytest.mark.parametrize(
+    ("variable", "key"),
+    [("SLIME_RM_API_KEY", env.reward_service_key), ("SLIME_BUFFER_API_KEY", env.buffer_service_key)],
+)
+def test_the_key_of_a_service(monkeypatch, tmp_path, variable, key):
+    for name in (variable, f"{variable}_FILE"):
         monkeypatch.delenv(name, raising=False)
-    assert env.reward_service_key() is None
+    assert key() is None
     file = tmp_path / "key"
-    monkeypatch.setenv("SLIME_RM_API_KEY_FILE", str(file))
-    with pytest.raises(UserError, match="SLIME_RM_API_KEY_FILE .*key: cannot be read: FileNotFoundError"):
-        env.reward_service_key()
+    monkeypatch.setenv(f"{variable}_FILE", str(file))
+    with pytest.raises(UserError, match=f"{variable}_FILE .*key: cannot be read: FileNotFoundError"):
+        key()
     for content, problem in ((" \n", "is empty"), ("two\nlines-s3cret", "printable"), ("schlüssel-s3cret", "ASCII")):
         file.write_text(content, encoding="utf-8")
         with pytest.raises(UserError, match=problem) as error:
-            env.reward_service_key()
+            key()
         assert "s3cret" not in str(error.value)
     file.write_text("of the file\n")
-    assert env.reward_service_key() == "of the file"
+    assert key() == "of the file"
     # The path goes to actors, which are started with what stands in Ray's logs, and the key does not.
-    monkeypatch.setenv("SLIME_RM_API_KEY", "of the variable")
-    assert env.reward_service_key() == "of the variable"
-    assert env.actor_environment()["SLIME_RM_API_KEY_FILE"] == str(file)
-    assert not {"SLIME_RM_API_KEY"} & {*env.actor_environment(), *env.library_environment()}
+    monkeypatch.setenv(variable, "of the variable")
+    assert key() == "of the variable"
+    assert env.actor_environment()[f"{variable}_FILE"] == str(file)
+    assert not {variable} & {*env.actor_environment(), *env.library_environment()}
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from slime.arguments.value_types import integers, json_object
 
 MANAGER, RANKS = Caller.MANAGER, Caller.RANKS
 
-_BUFFER_SERVICE = "the client of the rollout buffer service"
 _RECORDING_MEMORY = "recording memory"
 _CHECKED_NUMBERS = "checking the numbers of a test run"
 
@@ -118,13 +117,11 @@ NETWORK = Group("network and buffer service", (
     flag("--http-max-retries", int, 60, "attempts, 1 s apart; connection errors, 429 and 5xx only", bounds=AT_LEAST_ONE),
     flag("--abort-timeout", float, 300.0, "limit for bringing engines and tasks of a step to their end, in seconds; who has "
         "not answered by then is left behind", bounds=ABOVE_ZERO),
-    switch("--use-distributed-post", "spread generation requests over one client process per node",
-        not_yet="a client process on every node"),
+    switch("--use-distributed-post", "spread requests over a client process a node", not_yet="a client process on every node"),
     # Buffer service
-    flag("--rollout-buffer-url", str, None, "address of an external rollout buffer service", not_yet=_BUFFER_SERVICE),
-    flag("--fetch-trajectory-retry-times", int, -1, "polls of that service per step; -1: no limit",
-        not_yet=_BUFFER_SERVICE),
-    flag("--rollout-task-type", str, "math", "task name in requests to that service", not_yet=_BUFFER_SERVICE),
+    flag("--rollout-buffer-url", str, None, "address of the service that slime_plugins.rollout_buffer takes its groups from"),
+    flag("--fetch-trajectory-retry-times", int, -1, "polls of that service for the groups of one request; -1: no limit"),
+    flag("--rollout-task-type", str, "math", "which generator the service starts: its TASK_TYPE"),
 ))  # fmt: skip
 
 LOGGING = Group("logging and tracking", (

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from slime.algorithms.estimators import estimator, names_of_estimators
 from slime.arguments.checkpoints import other_model_states
 from slime.arguments.config_files.eval_file import places_in
-from slime.arguments.derivation import FULLY_ASYNC
+from slime.arguments.derivation import FULLY_ASYNC, ROLLOUT_BUFFER
 from slime.arguments.flag import flag_of
 from slime.arguments.sizes import positions_of_model
 from slime.arguments.violations import Rule, Violation, broken, refused, refused_each, warned, where
@@ -160,7 +160,9 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
         "{--update-weights-interval=}: train.py pushes the weights after every rollout; use train_async.py, or give 1"),
     refused(lambda args: not args.asynchronous and args.rollout_function_path.startswith(FULLY_ASYNC),
         "{--rollout-function-path=} generates while the trainer works: use train_async.py"),
-    refused(lambda args: args.eval_interval is not None and args.eval_function_path.startswith(FULLY_ASYNC),
+    refused(lambda args: args.rollout_function_path.startswith(ROLLOUT_BUFFER) and args.rollout_buffer_url is None,
+        "{--rollout-function-path=} takes its groups from a service: give {--rollout-buffer-url} http://127.0.0.1:8889"),
+    refused(lambda args: args.eval_interval is not None and args.eval_function_path.startswith((FULLY_ASYNC, ROLLOUT_BUFFER)),
         "{--eval-function-path=} does not evaluate: give {--eval-function-path} slime.rollout.sglang_rollout.generate_rollout"),
     staleness, on_policy_proof, rewards,
     refused_each(("rm_url", "rollout_buffer_url"), lambda args, url: url is not None and not url.startswith(_SCHEMES),

@@ -77,6 +77,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
          "--partial-rollout --true-on-policy-mode --mask-offpolicy-in-partial-rollout", WRONG),
         ("--rm-url host:80", "--rm-url", WRONG),
         ("--rollout-buffer-url host:80", "--rollout-buffer-url", WRONG),
+        ("--rollout-function-path slime_plugins.rollout_buffer.rollout.generate_rollout",
+         "--rollout-function-path --rollout-buffer-url", WRONG),
     ),
     "asynchronous loop": (
         ("--colocate", "--colocate --offload --release-train", WRONG),

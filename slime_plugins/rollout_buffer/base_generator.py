@@ -1,0 +1,237 @@
+"""A start for generators of one's own: it goes through the prompts, asks the engines, and sends what comes of it.
+
+TASK_TYPE = "echo"
+
+class Echo(BaseGenerator):
+    async def trajectory(self, row):
+        turn = await self.chat(row["prompt"])
+        return self.item(turn, reward=float(len(turn.text)))
+
+def run_rollout(data):
+    Echo(data).run()
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from slime.utils import env
+from slime.utils.async_utils import run
+from slime.utils.data_files import read_file
+from slime.utils.errors import RunError, UserError
+from slime.utils.http_utils import HttpError, post, post_control
+from slime.utils.processing_utils import load_tokenizer, render_chat
+
+logger = logging.getLogger("generator")
+
+# What the service says when enough groups wait.
+_TRY_LATER = 429
+# So many trajectories in a row that come to nothing have one cause, and it does not go away.
+_MOST_FAILURES = 32
+# As often an answer may be cut off by a push of weights before it is taken for a fault.
+_MOST_INTERRUPTIONS = 50
+_WAIT_S = 0.5
+_DEFAULT_CONCURRENCY = 64
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the engine answered.
+
+    Attributes:
+        messages: the chat with the answer at its end.
+        text: the answer.
+        prompt_ids: tokens of the chat before it.
+        output_ids: its own tokens, as the engine sampled them.
+        log_probs: of each of them.
+        truncated: a length limit cut it off.
+        weight_version: of the weights that made it; None where the engine does not tell.
+    """
+
+    messages: list[dict[str, Any]]
+    text: str
+    prompt_ids: list[int]
+    output_ids: list[int]
+    log_probs: list[float]
+    truncated: bool
+    weight_version: str | None
+
+
+class BaseGenerator(abc.ABC):
+    """Makes `num_repeat_per_sample` trajectories of each prompt, many at a time, epoch after epoch.
+
+    An instance id is `EPOCH-ROW`, so that groups of two epochs are two groups; those in `skip_instance_ids` are left out.
+
+    Args:
+        data: what the run has sent (`rollout.start_request`).
+    """
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.data = data
+        self._failures = 0
+        self.tokenizer = load_tokenizer(data["tokenizer_path"], trust_remote_code=bool(data.get("trust_remote_code")))
+
+    @abc.abstractmethod
+    async def trajectory(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The fields of an item, without ids, for `row`, which has `prompt`, `label` and the other fields of its line.
+
+        Best made by `item`. What it raises is told, and the trajectory is sent without a reward: its group is dropped.
+        """
+
+    def run(self) -> None:
+        """Work until it is ended; called by `run_rollout(data)`.
+
+        Raises:
+            UserError, RunError: the rows are of no use, or engines or buffer are gone.
+        """
+        try:
+            run(self._work())
+        except BaseExceptionGroup as failed:
+            # Of many tasks that fail of one cause.
+            first: BaseException = failed
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            raise first from None
+
+    async def chat(self, prompt: str | list[dict[str, Any]], **sampling_params: Any) -> Turn:
+        """What the engine answers to a chat, or to one message of the user's; sampled as the run samples.
+
+        An answer that a push of weights interrupts is begun anew.
+
+        Raises:
+            HttpError: the engine refuses, or is not there.
+            RunError: the answer was interrupted again and again.
+        """
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        text = render_chat(self.tokenizer, messages, template_kwargs=self.data.get("apply_chat_template_kwargs"))
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        params = {**self.data["sampling_params"], **sampling_params}
+        payload = {"input_ids": ids, "sampling_params": params, "return_logprob": True}
+        headers = _bearer(self.data.get("remote_engine_api_key"))
+        url = f"{self.data['remote_engine_url']}/generate"
+        for _ in range(_MOST_INTERRUPTIONS):
+            answer = await post(url, payload, headers=headers)
+            meta_info = answer["meta_info"]
+            reason = (meta_info.get("finish_reason") or {}).get("type")
+            if reason == "abort":
+                await asyncio.sleep(_WAIT_S)
+                continue
+            sampled = [(entry[1], entry[0]) for entry in meta_info.get("output_token_logprobs") or ()]
+            return Turn(
+                [*messages, {"role": "assistant", "content": answer["text"]}],
+                answer["text"],
+                ids,
+                [token for token, _ in sampled],
+                [log_prob for _, log_prob in sampled],
+                reason == "length",
+                meta_info.get("weight_version"),
+            )
+        raise RunError(
+            f"{url}: an answer was interrupted {_MOST_INTERRUPTIONS} times; does something abort the engines?"
+        )
+
+    def item(self, turn: Turn, reward: Any, **extra_info: Any) -> dict[str, Any]:
+        """The fields of a trajectory of one turn, with the tokens and log-probs of the engine."""
+        versions = [] if turn.weight_version is None else [str(turn.weight_version)]
+        return {
+            "messages": turn.messages,
+            "reward": reward,
+            "tokens": [*turn.prompt_ids, *turn.output_ids],
+            "loss_mask": [1] * len(turn.output_ids),
+            "rollout_log_probs": turn.log_probs,
+            "extra_info": {"truncated": turn.truncated, "weight_versions": versions, **extra_info},
+        }
+
+    async def _work(self) -> None:
+        rows = list(self._rows())
+        if not rows:
+            raise UserError(f"{', '.join(self.data['input_files'])}: there is no row")
+        instances = self._instances(rows)
+        # Each takes whole groups, so that groups become full in about the order in which they began.
+        size = int(self.data["num_repeat_per_sample"])
+        workers = max(1, int(self.data.get("num_process") or _DEFAULT_CONCURRENCY) // size)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(workers):
+                group.create_task(self._make_groups(instances, size))
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        """Prompts with `prompt` and `label` under these names."""
+        for row in (row for file in self.data["input_files"] for row in read_file(file)):
+            key = self.data.get("input_key") or ("prompt" if "prompt" in row else "input")
+            if key not in row:
+                raise UserError(f"--input-key {key}: a row has {', '.join(row)}")
+            yield {**row, "prompt": row[key], "label": row.get(self.data.get("label_key") or "label")}
+
+    def _instances(self, rows: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+        skipped = set(self.data.get("skip_instance_ids") or ())
+        # Without end, for groups that are dropped are made up for; the run says when it has enough.
+        for epoch in itertools.count():
+            order = list(range(len(rows)))
+            if self.data.get("shuffle"):
+                random.Random(f"{self.data.get('seed', 0)}-{epoch}").shuffle(order)
+            for position in order:
+                instance_id = f"{epoch}-{position}"
+                if instance_id not in skipped:
+                    yield instance_id, rows[position]
+
+    async def _make_groups(self, instances: Iterator[tuple[str, dict[str, Any]]], size: int) -> None:
+        for instance_id, row in instances:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(size):
+                    group.create_task(self._make_item(instance_id, row))
+
+    async def _make_item(self, instance_id: str, row: dict[str, Any]) -> None:
+        try:
+            fields = await self.trajectory(row)
+            self._failures = 0
+        except HttpError:
+            # Of the engine: without one there is nothing to make.
+            raise
+        except Exception as error:
+            logger.exception("the trajectory of instance %s failed", instance_id)
+            self._failures += 1
+            if self._failures >= _MOST_FAILURES:
+                raise RunError(
+                    f"{_MOST_FAILURES} trajectories in a row failed, the last with {type(error).__name__}: {error}"
+                ) from error
+            messages = [{"role": "user", "content": str(row["prompt"])}]
+            fields = {"messages": messages, "reward": None, "extra_info": {"error": f"{type(error).__name__}: {error}"}}
+        await self.send({"uid": uuid.uuid4().hex, "instance_id": instance_id, **fields})
+
+    async def send(self, item: dict[str, Any]) -> None:
+        """Send an item to the buffer; waits while enough groups wait there.
+
+        Raises:
+            HttpError: the buffer refuses it, or is gone.
+        """
+        url = f"{self.data['remote_buffer_url']}/buffer/write"
+        while True:
+            with contextlib.suppress(_Later):
+                return await _post_item(url, item)
+            await asyncio.sleep(_WAIT_S)
+
+
+class _Later(Exception):
+    """The buffer has enough."""
+
+
+async def _post_item(url: str, item: dict[str, Any]) -> None:
+    try:
+        await post_control(url, item, headers=_bearer(env.buffer_service_key()))
+    except HttpError as error:
+        if error.status == _TRY_LATER:
+            raise _Later from error
+        raise
+
+
+def _bearer(key: str | None) -> dict[str, str] | None:
+    return None if key is None else {"Authorization": f"Bearer {key}"}

@@ -1,0 +1,119 @@
+"""Groups of the service as groups of samples."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from slime.rollout.failures import mark_failed
+from slime.rollout.sft_rollout import fill_sample, mask_generator
+from slime.utils.errors import UserError
+from slime.utils.types import Sample
+from slime_plugins.rollout_buffer.items import Item, ItemError, checked_item
+
+# Of an item that brings the engine's own tokens: as in `Sample`.
+_OWN_TOKENS = "tokens"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Samples of one prompt."""
+
+    instance_id: str
+    samples: list[Sample]
+
+
+def samples_of(args: Any, groups: list[dict[str, Any]], counts: Counter[str]) -> list[Group]:
+    """`groups` as the service answers them, in their order.
+
+    An item with `tokens` (prompt and response) has the response of `loss_mask`, and `rollout_log_probs` of the same length if
+    it has any. Of others the messages are tokenised (`--loss-mask-type`): what the assistant said is trained, from the first
+    such token to the end is the response. `extra_info` may have `tools` of the chat, `label`, `truncated`, `weight_versions`
+    (or `weight_version`), and `failed`, the reason why the trajectory is not to be trained on; it becomes the metadata.
+
+    `counts` grows by `buffer/cut_samples` and `buffer/untrained_samples`.
+
+    Raises:
+        UserError: an item is not as it should be, or lacks log-probs that the run needs.
+    """
+    items = [checked(item, group["instance_id"]) for group in groups for item in group["items"]]
+    chats = [item for item in items if _OWN_TOKENS not in item]
+    if chats:
+        _require_no_log_probs(args, chats[0])
+    tokenised = iter(_tokenised(args, chats))
+    cuts = {"sft_cut_samples": 0, "sft_untrained_samples": 0}
+    made = []
+    for item in items:
+        sample = Sample(prompt=_prompt(item["messages"]), label=item["extra_info"].get("label"), reward=item["reward"])
+        sample.metadata = {**item["extra_info"], "uid": item["uid"], "instance_id": item["instance_id"]}
+        if _OWN_TOKENS in item:
+            _take_tokens(sample, item)
+        else:
+            fill_sample(sample, *next(tokenised), args.rollout_max_context_len, cuts)
+        _take_extra_info(args, sample, item["extra_info"])
+        made.append(sample)
+    texts = mask_generator(args).tokenizer.batch_decode([sample.tokens[-sample.response_length :] for sample in made])
+    for sample, text in zip(made, texts, strict=True):
+        sample.response = text
+    samples = iter(made)
+    counts["buffer/cut_samples"] += cuts["sft_cut_samples"]
+    counts["buffer/untrained_samples"] += cuts["sft_untrained_samples"]
+    return [Group(group["instance_id"], [next(samples) for _ in group["items"]]) for group in groups]
+
+
+def checked(item: Any, instance_id: str) -> Item:
+    """An item of an answer.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        return checked_item(item)
+    except ItemError as error:
+        raise UserError(f"--rollout-buffer-url: group {instance_id}: {error}") from error
+
+
+def _tokenised(args: Any, chats: list[Item]) -> list[tuple[list[int], list[int]]]:
+    return mask_generator(args).get_loss_masks([(item["messages"], item["extra_info"].get("tools")) for item in chats])
+
+
+def _require_no_log_probs(args: Any, item: Item) -> None:
+    needed_by = {"--use-tis": args.use_tis, "--use-rollout-logprobs": args.use_rollout_logprobs}
+    names = ", ".join(flag for flag, given in needed_by.items() if given)
+    if names:
+        raise UserError(
+            f"--rollout-task-type {args.rollout_task_type}: item {item['uid']} has messages alone, and their text has no "
+            f"log-probs of the engine, which {names} needs; have the generator send tokens, loss_mask and rollout_log_probs"
+        )
+
+
+def _take_tokens(sample: Sample, item: Item) -> None:
+    mask = item.get("loss_mask")
+    if not isinstance(mask, list) or not mask:
+        raise UserError(
+            f"--rollout-buffer-url: item {item['uid']} has tokens and no loss_mask, with a 0 or 1 for each of its response"
+        )
+    sample.tokens, sample.loss_mask, sample.response_length = item[_OWN_TOKENS], mask, len(mask)
+    sample.rollout_log_probs = item.get("rollout_log_probs")
+    sample.status = Sample.Status.COMPLETED
+    try:
+        sample.validate_lengths()
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--rollout-buffer-url: item {item['uid']}: {error}") from error
+
+
+def _take_extra_info(args: Any, sample: Sample, extra_info: dict[str, Any]) -> None:
+    if extra_info.get("truncated"):
+        sample.status = Sample.Status.TRUNCATED
+    versions = extra_info.get("weight_versions", extra_info.get("weight_version"))
+    if versions is not None:
+        sample.weight_versions = [str(version) for version in (versions if isinstance(versions, list) else [versions])]
+    if sample.reward is None or extra_info.get("failed"):
+        mark_failed(args, sample, str(extra_info.get("failed") or extra_info.get("error") or "it has no reward"))
+
+
+def _prompt(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The chat before its first answer."""
+    first = next((number for number, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+    return messages[:first]

@@ -1,0 +1,353 @@
+"""The service over real HTTP, with generators in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from slime.utils.ports import reserve_port
+from tests.support.processes.buffer_service import IDLE, buffer_service, group_of, item
+from tests.support.processes.waiting import until, wait_until
+
+# Sends what the run tells it to, and ends.
+SENDS = """
+import json, os, urllib.request
+TASK_TYPE = "sends"
+
+def post(url, item):
+    request = urllib.request.Request(url + "/buffer/write", json.dumps(item).encode(), {"Content-Type": "application/json"})
+    urllib.request.urlopen(request, timeout=30).read()
+
+def run_rollout(data):
+    for instance in data["instances"]:
+        if instance in data["skip_instance_ids"]:
+            continue
+        for number in range(data["num_repeat_per_sample"]):
+            messages = [{"role": "user", "content": instance}, {"role": "assistant", "content": "done"}]
+            post(data["remote_buffer_url"], {"uid": f"{instance}.{number}", "instance_id": instance, "messages": messages,
+                 "reward": float(number), "extra_info": {"process": os.getpid()}})
+    if data.get("fails"):
+        raise RuntimeError("the tool is broken")
+    if data.get("stays"):
+        import time
+        time.sleep(600)
+"""
+
+
+def served(test, tmp_path, *texts, **options):
+    async def main():
+        async with buffer_service(tmp_path, *texts, **options) as client, asyncio.timeout(60):
+            return await test(client)
+
+    return asyncio.run(main())
+
+
+def instances(answer):
+    return [group["instance_id"] for group in answer["groups"]]
+
+
+def test_groups_of_a_generator_in_a_process_of_its_own(tmp_path):
+    async def test(client):
+        await client.start("sends", instances=["a", "b", "c"])
+        first = await client.take("1", 2, wait_s=30)
+        second = await client.take("2", 1, wait_s=30, received=["1"])
+        await until(lambda: True)
+        while (await client.status())["generator"] == "running":
+            await asyncio.sleep(0.05)
+        return first, second, await client.status()
+
+    first, second, status = served(test, tmp_path, SENDS)
+    assert (instances(first), instances(second)) == (["a", "b"], ["c"])
+    (process,) = {one["extra_info"]["process"] for group in first["groups"] for one in group["items"]}
+    assert process != __import__("os").getpid()
+    assert status["generator"] == "ended" and status["failure"] is None
+    assert status["groups"] == {"open": 0, "waiting": 0, "handed": 1, "received": 2, "dropped": 0}
+
+
+def test_a_request_waits_for_as_many_groups_as_it_asks_for_and_no_longer_than_it_says(tmp_path):
+    async def test(client):
+        await client.start()
+        assert (await client.take("1", 2, wait_s=0.05))["groups"] == []
+        waiting = asyncio.create_task(client.take("1", 2, wait_s=30))
+        for one in [*group_of("a"), *group_of("b")]:
+            assert not waiting.done()
+            assert await client.post("/buffer/write", one) == {"written": 1, "known": 0}
+        return await waiting
+
+    assert instances(served(test, tmp_path)) == ["a", "b"]
+
+
+def test_requests_and_items_that_are_sent_again_change_nothing(tmp_path):
+    """As of clients whose connection broke before they had the answer."""
+
+    async def test(client):
+        await client.start()
+        items = [*group_of("a"), *group_of("b"), *group_of("c")]
+        assert await client.post("/buffer/write", {"items": items}) == {"written": 6, "known": 0}
+        assert await client.post("/buffer/write", {"items": items}) == {"written": 0, "known": 6}
+        # Whoever is cut off while groups are on their way asks again.
+        with pytest.raises(asyncio.TimeoutError):
+            await client.post(
+                "/get_rollout_data", {"request_id": "1", "num_groups": 1}, timeout=aiohttp.ClientTimeout(1e-6)
+            )
+        answers = [await client.take("1") for _ in range(3)]
+        assert (await client.start())["started"] is False
+        taken = [await client.take("2"), await client.take("3", received=["1"])]
+        assert "was told as received" in (await client.take("1", status=400))["error"]
+        return [instances(answer) for answer in (*answers, *taken)]
+
+    assert served(test, tmp_path) == [["a"], ["a"], ["a"], ["b"], ["c"]]
+
+
+def test_many_clients_get_every_group_once(tmp_path):
+    async def test(client):
+        await client.start()
+        names = [str(number) for number in range(40)]
+        writes = [client.post("/buffer/write", one) for name in names for one in group_of(name)]
+        takes = [client.take(f"request {number}", 4, wait_s=30) for number in range(10)]
+        answers = (await asyncio.gather(*takes, *writes))[:10]
+        return sorted(names), sorted(name for answer in answers for name in instances(answer))
+
+    sent, taken = served(test, tmp_path)
+    assert sent == taken
+
+
+def test_generators_wait_while_enough_groups_do(tmp_path):
+    async def test(client):
+        await client.start(max_waiting_groups=1)
+        await client.post("/buffer/write", item("b.0", "b"))
+        await client.post("/buffer/write", {"items": group_of("a")})
+        refused = await client.post("/buffer/write", item("c.0", "c"), status=429)
+        # What has begun may come to its end, and what is there may be sent again.
+        await client.post("/buffer/write", {"items": group_of("b") + group_of("a")})
+        await client.take("1", 2)
+        await client.post("/buffer/write", item("c.0", "c"))
+        # Who asks for more than that gets it.
+        await client.take("2", 3)
+        for name in ("c", "d", "e"):
+            await client.post("/buffer/write", {"items": group_of(name)})
+        return refused["error"], instances(await client.take("2", 3))
+
+    error, taken = served(test, tmp_path)
+    assert error == "1 groups wait to be taken; send it again in a while" and taken == ["c", "d", "e"]
+
+
+def test_a_service_that_is_started_again_goes_on_where_it_was(tmp_path):
+    """The generator went with it: it makes again what was not whole, and leaves out what is here or was taken."""
+    state, names = tmp_path / "buffer.sqlite", ["a", "b", "c", "d"]
+    wanted = {"task": "sends", "instances": names, "stays": True, "remote_engine_api_key": "a-secret"}
+
+    async def before(client):
+        await client.start(**{**wanted, "instances": ["a", "b"]})
+        first = await client.take("1", 1, wait_s=30)
+        while (await client.status())["groups"]["waiting"] < 1:
+            await asyncio.sleep(0.02)
+        await client.post("/buffer/write", item("c.0", "c"))
+        return first
+
+    async def after(client):
+        assert (await client.status())["generator"] == "lost"
+        # The request whose answer was lost, before the run knows of anything.
+        again = await client.take("1", 1)
+        assert (await client.start(**wanted, skip_instance_ids=["d"]))["started"]
+        rest = await client.take("2", 2, wait_s=30)
+        return again, rest, await client.status()
+
+    first = served(before, tmp_path, SENDS, state=state)
+    again, rest, status = served(after, tmp_path, SENDS, state=state)
+    assert first["groups"] == again["groups"] and instances(again) == ["a"] and instances(rest) == ["b", "c"]
+    assert status["groups"] == {"open": 0, "waiting": 0, "handed": 3, "received": 0, "dropped": 0}
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and b"a-secret" in path.read_bytes()]
+    assert written == []
+
+
+def test_a_new_run_takes_the_buffer_over(tmp_path):
+    async def test(client):
+        await client.start(run_id="one")
+        await client.post("/buffer/write", {"items": group_of("a")})
+        waiting = asyncio.create_task(client.take("1", 2, status=409, run_id="one", wait_s=30))
+        await asyncio.sleep(0)
+        await client.start(run_id="two")
+        errors = [await waiting, await client.take("1", status=409, run_id="one")]
+        errors.append(await client.post("/stop_rollout", {"run_id": "one"}, status=409))
+        assert (await client.take("1", run_id="two"))["groups"] == []
+        return [answer["error"] for answer in errors]
+
+    for error in served(test, tmp_path):
+        assert "the buffer belongs to run two now, and not to one" in error
+
+
+def test_a_generator_that_fails_is_told_with_its_last_lines(tmp_path):
+    async def test(client):
+        await client.start("sends", instances=["a"], fails=True)
+        early = await client.take("1", 1, wait_s=30)
+        late = await client.take("2", 1, wait_s=30)
+        return early, late
+
+    early, late = served(test, tmp_path, SENDS)
+    assert instances(early) == ["a"] and late["groups"] == []
+    assert late["status"]["generator"] == "failed"
+    assert "generator sends: exit code 1" in late["status"]["failure"]
+    assert "RuntimeError: the tool is broken" in late["status"]["failure"]
+
+
+def test_stopping_ends_the_generator_and_keeps_the_groups(tmp_path):
+    async def test(client):
+        await client.start("sends", instances=["a"], stays=True)
+        await client.take("1", 1, wait_s=30)
+        return await client.post("/stop_rollout", {"run_id": "run"}), await client.take("1", 1)
+
+    stopped, taken = served(test, tmp_path, SENDS)
+    assert stopped["status"]["generator"] == "ended" and instances(taken) == ["a"]
+
+
+def test_functions_about_groups(tmp_path):
+    text = IDLE.replace("idle", "picky") + (
+        "def is_valid_group(group, size): return sum(item['reward'] for item in group[1]) > 0\n"
+        "def get_group_data_meta_info(groups): return {'best': max(i['reward'] for g in groups.values() for i in g)}\n"
+    )
+
+    async def test(client):
+        await client.start("picky")
+        await client.post("/buffer/write", {"items": group_of("a", reward=0.0)})
+        await client.post("/buffer/write", {"items": group_of("b", reward=3.0)})
+        return await client.take("1"), await client.status()
+
+    answer, status = served(test, tmp_path, text)
+    assert instances(answer) == ["b"] and answer["meta_info"] == {"best": 3.0} and status["groups"]["dropped"] == 1
+
+
+def test_a_function_that_fails_is_told_to_writer_and_run(tmp_path):
+    text = IDLE.replace("idle", "broken") + "def is_valid_group(group): return group[1][0]['reward'] / 0\n"
+
+    async def test(client):
+        await client.start("broken")
+        one, two = group_of("a")
+        await client.post("/buffer/write", one)
+        written = await client.post("/buffer/write", two, status=422)
+        return written["error"], (await client.take("1", wait_s=30))["status"]["failure"]
+
+    for told in served(test, tmp_path, text):
+        assert "raised ZeroDivisionError for is_valid_group" in told
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/start_rollout", {"task_type": "chess"}, "task_type 'chess': no generator .* there is idle, math"),
+        ("/start_rollout", {"task_type": "idle"}, "num_repeat_per_sample is None; expected a whole number above 0"),
+        ("/start_rollout", {"task_type": "idle", "num_repeat_per_sample": "x"}, "num_repeat_per_sample is 'x'"),
+        ("/get_rollout_data", {"num_groups": 1}, "request_id is missing"),
+        ("/get_rollout_data", {"request_id": "1"}, "num_groups is None"),
+        (
+            "/get_rollout_data",
+            {"request_id": "1", "num_groups": 1, "wait_s": 1e9},
+            "wait_s 1000000000.0: .* from 0 to 30",
+        ),
+        ("/get_rollout_data", {"request_id": "1", "num_groups": 1, "received": "1"}, "received: expected a list"),
+        ("/buffer/write", {"uid": "u"}, "`instance_id` of an item is None"),
+        ("/buffer/write", {"items": 3}, "`items` is int; expected a list"),
+        ("/buffer/write", {"items": [item("a", "a"), 3]}, "an item is an object"),
+        ("/buffer/write", [1], "the body is a JSON list; expected an object"),
+    ],
+)
+def test_requests_that_are_wrong_are_told(tmp_path, path, body, message):
+    async def test(client):
+        await client.start()
+        answer = await client.post(path, body, status=400)
+        assert (await client.status())["groups"]["open"] == 0
+        return answer["error"]
+
+    import re
+
+    error = served(test, tmp_path)
+    assert re.search(message, error), error
+
+
+def test_bodies_and_keys_are_limited(tmp_path):
+    async def test(client):
+        long = item("a", "a", extra_info={"text": "x" * 5000})
+        bearer = {"Authorization": "Bearer open sesame"}
+        await client.post("/start_rollout", {"task_type": "idle", "num_repeat_per_sample": 1}, headers=bearer)
+        await client.post("/buffer/write", long, status=413, headers=bearer)
+        await client.post("/buffer/write", None, status=400, headers=bearer, data=b"{")
+        for headers in ({}, {"Authorization": "Bearer open"}):
+            await client.post("/buffer/write", item("a", "a"), status=401, headers=headers)
+        await client.post("/buffer/write", item("a", "a"), headers=bearer)
+        await client.post("/nowhere", {}, status=404, headers=bearer)
+
+    served(test, tmp_path, api_key="open sesame", max_bytes=4096)
+
+
+def test_nothing_works_before_a_run_is_started(tmp_path):
+    async def test(client):
+        assert (await client.status())["generator"] == "none"
+        for path, body in (("/buffer/write", item("a", "a")), ("/stop_rollout", {})):
+            assert "no run has been started" in (await client.post(path, body, status=400))["error"]
+        assert (await client.take("1"))["groups"] == []
+
+    served(test, tmp_path)
+
+
+def test_the_command_serves_and_its_generator_ends_with_it(tmp_path):
+    (tmp_path / "own_generator.py").write_text(
+        "import os, pathlib, time\nTASK_TYPE = 'note'\ndef run_rollout(data):\n"
+        "    pathlib.Path(data['note']).write_text(str(os.getpid()))\n    time.sleep(600)\n"
+    )
+    note = tmp_path / "pid"
+    with reserve_port("127.0.0.1", 21000) as reserved:
+        port = reserved.port
+    command = [sys.executable, "-m", "slime_plugins.rollout_buffer", "--port", str(port), "--generator", str(tmp_path)]
+    with (tmp_path / "output").open("wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=Path(__file__).parents[3]
+        )
+    try:
+        body = {"task_type": "note", "num_repeat_per_sample": 1, "note": str(note)}
+        wait_until(lambda: _posted(port, "/start_rollout", body), 60)
+        pid = int(wait_until(lambda: note.exists() and note.read_text(), 60))
+        # As when it is killed: the pipe to its child closes.
+        process.kill()
+        process.wait(30)
+        wait_until(lambda: not _lives(pid), 30)
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def _posted(port, path, body):
+    import urllib.error
+    import urllib.request
+
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode())
+    try:
+        return urllib.request.urlopen(request, timeout=10).status == 200
+    except urllib.error.URLError:
+        return False
+
+
+def _lives(pid):
+    import psutil
+
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0: everybody on the network could ask; set SLIME_BUFFER_API_KEY"),
+        (["--generator", "no_such_module"], "--generator no_such_module: the import failed"),
+    ],
+)
+def test_commands_that_are_refused(words, message):
+    done = subprocess.run(
+        [sys.executable, "-m", "slime_plugins.rollout_buffer", *words],
+        capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[3], stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 2 and message in done.stderr

@@ -1,0 +1,82 @@
+"""The rollout buffer as a server of this process, and generators for it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from slime_plugins.rollout_buffer.generators import find_generators
+from slime_plugins.rollout_buffer.service import RolloutBuffer, make_app
+from slime_plugins.rollout_buffer.store import Store
+from tests.support.processes.http_server import serving_app
+
+# Sleeps until it is ended: items come from the test.
+IDLE = """
+import time
+TASK_TYPE = "idle"
+def run_rollout(data):
+    time.sleep(600)
+"""
+
+
+def item(uid: str, instance_id: str, **changes: Any) -> dict[str, Any]:
+    """What a generator sends."""
+    messages = [{"role": "user", "content": f"prompt {instance_id}"}, {"role": "assistant", "content": f"answer {uid}"}]
+    return {"uid": uid, "instance_id": instance_id, "messages": messages, "reward": 1.0, "extra_info": {}, **changes}
+
+
+def group_of(instance_id: str, size: int = 2, **changes: Any) -> list[dict[str, Any]]:
+    """As many items of one instance."""
+    return [item(f"{instance_id}.{number}", instance_id, **changes) for number in range(size)]
+
+
+class Client:
+    """Asks one service."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self.url, self._session = url, session
+
+    async def post(self, path: str, body: Any = None, status: int = 200, **options: Any) -> Any:
+        """The answer, which has to have `status`."""
+        async with self._session.post(self.url + path, json=body, **options) as response:
+            answer = await response.json()
+            assert response.status == status, answer
+            return answer
+
+    async def start(self, task: str = "idle", run_id: str = "run", size: int = 2, **more: Any) -> Any:
+        """Start a run with a group size."""
+        return await self.post(
+            "/start_rollout", {"task_type": task, "run_id": run_id, "num_repeat_per_sample": size, **more}
+        )
+
+    async def take(self, request_id: str, number: int = 1, status: int = 200, **more: Any) -> Any:
+        """The answer to a request for groups."""
+        body = {"request_id": request_id, "num_groups": number, **more}
+        return await self.post("/get_rollout_data", body, status)
+
+    async def status(self) -> dict[str, Any]:
+        """What the service says of itself."""
+        async with self._session.get(f"{self.url}/status") as response:
+            return await response.json()
+
+
+@asynccontextmanager
+async def buffer_service(
+    directory: Path, *texts: str, state: Path | None = None, **options: Any
+) -> AsyncIterator[Client]:
+    """A service with generators of these `texts`, `IDLE` among them; its logs go to `directory`."""
+    files = []
+    for number, text in enumerate((IDLE, *texts)):
+        files.append(str(directory / f"number_{number}_generator.py"))
+        Path(files[-1]).write_text(text)
+    store = Store(state)
+    try:
+        app = make_app(RolloutBuffer(store, find_generators(files), directory / "logs"), **options)
+        async with serving_app(app) as url, aiohttp.ClientSession() as session:
+            yield Client(url, session)
+    finally:
+        store.close()
