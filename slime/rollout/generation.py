@@ -7,6 +7,7 @@ outside the semaphore; tokens and log-probs are the engine's own and are never m
 import asyncio
 from typing import Any
 
+from slime.observability.trace_utils import carry_trace, trace_engine_answer, trace_next_attempt, trace_span
 from slime.rollout.attempts import (
     FINISHED,
     can_be_continued,
@@ -54,7 +55,9 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     """
     payload = await _next_request(args, sample, sampling_params)
     if payload is not None:
-        answer = await ask_engine(args, sample, payload)
+        with trace_span(sample, "sglang_generate") as span:
+            answer = await ask_engine(args, sample, payload)
+            trace_engine_answer(span, answer["meta_info"])
         _compare_prompts(args, sample, payload, answer)
         append_engine_output(args, sample, answer)
     return sample
@@ -70,7 +73,9 @@ async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[st
     if payload is None:
         return sample
     stream = _Stream(args, sample, payload)
-    await stream_engine(args, sample, payload, stream.append)
+    with trace_span(sample, "sglang_generate", {"stream": True}) as span:
+        await stream_engine(args, sample, payload, stream.append)
+        trace_engine_answer(span, stream.meta_info)
     stream.close()
     return sample
 
@@ -120,11 +125,13 @@ class _Stream:
         self._text_before = sample.response
         self._tokens = 0
         self._unfinished: dict[str, Any] | None = None
+        # Of the last answer.
+        self.meta_info: dict[str, Any] = {}
 
     def append(self, output: dict[str, Any]) -> None:
         if not self._tokens:
             _compare_prompts(self._args, self._sample, self._payload, output)
-        meta_info = dict(output["meta_info"])
+        meta_info = self.meta_info = dict(output["meta_info"])
         self._unfinished = None if meta_info.get("finish_reason") else meta_info
         for name in self._PER_TOKEN:
             if meta_info.get(name) is not None:
@@ -180,7 +187,8 @@ async def generate_and_rm(
     except SampleFailed as failure:
         if not failure.retryable:
             return mark_failed(args, attempt, failure.reason)
-    attempt = new_attempt(prompt_of(sample))
+    attempt = carry_trace(attempt, new_attempt(prompt_of(sample)))
+    trace_next_attempt(attempt)
     try:
         return await _generate_and_rm_once(args, attempt, sampling_params, evaluation)
     except SampleFailed as failure:
@@ -188,6 +196,15 @@ async def generate_and_rm(
 
 
 async def _generate_and_rm_once(
+    args: Any, attempt: Sample, sampling_params: dict[str, Any], evaluation: bool
+) -> Sample | list[Any]:
+    with trace_span(attempt, "generate_and_rm") as span:
+        entry = await _generated_and_graded(args, attempt, sampling_params, evaluation)
+        span.include(carry_trace(attempt, entry))
+    return entry
+
+
+async def _generated_and_graded(
     args: Any, attempt: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> Sample | list[Any]:
     entry: Sample | list[Any] = attempt
@@ -233,9 +250,11 @@ async def grade(args: Any, entry: Sample | list[Any], evaluation: bool) -> None:
     if not ungraded:
         return
     if isinstance(entry, Sample):
-        entry.reward = await async_rm(args, entry, evaluation=evaluation)
+        with trace_span(entry, "reward_model"):
+            entry.reward = await async_rm(args, entry, evaluation=evaluation)
         return
-    rewards = await batched_async_rm(args, ungraded, evaluation=evaluation)
+    with trace_span(ungraded, "group_reward_model"):
+        rewards = await batched_async_rm(args, ungraded, evaluation=evaluation)
     for sample, reward in zip(ungraded, rewards, strict=True):
         sample.reward = reward
 
@@ -268,6 +287,13 @@ async def generate_and_rm_group(
         One attempt per entry of `group`, in its order: a Sample, or the list of an execution that fanned out. The entries
         stay as they are.
     """
+    with trace_span([], "generate_and_rm_group") as span:
+        finished = await _finished_group(args, group, sampling_params, evaluation)
+        span.include(finished)
+    return finished
+
+
+async def _finished_group(args: Any, group: list[Any], sampling_params: dict[str, Any], evaluation: bool) -> list[Any]:
     group = [entry if can_be_continued(entry) else prompt_of(entry) for entry in group]
     if current_call().aborted:
         return _as_aborted(group)

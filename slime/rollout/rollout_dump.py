@@ -175,7 +175,13 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, np.ndarray) and value.dtype != object:
         return torch.from_numpy(value)
     if isinstance(value, dict):
-        return {_plain(key, f"{where}, key {key!r}"): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        # Without naming places where nothing can be wrong: a trace has many such entries.
+        return {
+            key if type(key) is str else _plain(key, f"{where}, key {key!r}"): item
+            if type(item) in _SCALARS
+            else _plain(item, f"{where}[{key!r}]")
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         if set(map(type, value)).issubset(_SCALARS):
             return list(value)

@@ -128,7 +128,7 @@ class OnePrompt(CountingDataSource):
 
 
 def attempts_that_end(server, checkpoint, tmp_path, ends, **flags):
-    """What the attempts of a step found, without their sessions; the finished sample; and the source."""
+    """What the attempts of a step found, without their sessions and traces; the finished sample; and the source."""
     path = plugin(tmp_path, CHANGES_EVERYTHING)
     sizes = {"rollout_batch_size": 1, "over_sampling_batch_size": 1, "n_samples_per_prompt": 1}
     args = make_args(checkpoint, server.port, custom_generate_function_path=path, **sizes, **flags)
@@ -139,7 +139,7 @@ def attempts_that_end(server, checkpoint, tmp_path, ends, **flags):
     (group,) = run_step(args, source).samples
     assert args.ends == []
     for found in args.found:
-        del found["session_id"]
+        del found["session_id"], found["trace"]
     return args.found, group[0], source
 
 

@@ -19,7 +19,7 @@ PATH = "slime.rollout.sglang_streaming_rollout.generate_streaming"
 
 def as_told(sample):
     values = sample.to_dict()
-    del values["session_id"]
+    del values["session_id"], values["trace"]
     return values
 
 

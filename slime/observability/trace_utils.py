@@ -1,0 +1,367 @@
+"""What happened to a sample, and when: spans and events that the sample itself carries, into dumps and to other processes.
+
+`sample.trace` is `{version, trace_id, sample_id, group_id, attempt, events}` in plain values. An entry of `events` is a span,
+
+    {"kind": "span", "name", "span_id", "parent_id", "attempt", "start", "end", "status", "attrs"}
+
+with `end` and `status` None while it lasts, or an event, `{"kind": "event", "name", "parent_id", "attempt", "time", "attrs"}`.
+Times are seconds of the epoch, lengths of spans those of a clock that nobody sets. Spans nest by the context in which they are
+opened, tasks and threads of `asyncio.to_thread` included.
+
+Invariants: a target that has no trace gets one; a target of many samples writes into each; nothing here raises into the code
+that it is about: what goes wrong is told once, and not recorded.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import inspect
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+TRACE_VERSION = 1
+# A conversation of a thousand turns is one; a loop that forgets to end is none.
+MOST_EVENTS = 4000
+_LONGEST_TEXT = 1000
+_told: set[str] = set()
+
+# The spans that are open here, outermost first: (span id, ids of the traces that it is in; None: of any).
+_Open = tuple[tuple[str, frozenset[str] | None], ...]
+_open: contextvars.ContextVar[_Open] = contextvars.ContextVar("open_spans", default=())
+# What stands in the place of a target that is None.
+_bound: contextvars.ContextVar[Any] = contextvars.ContextVar("bound_trace", default=None)
+
+_ENGINE_VALUES = (
+    "id", "prompt_tokens", "completion_tokens", "cached_tokens", "weight_version", "e2e_latency", "queue_time",
+    "decode_throughput", "num_retractions", "spec_accept_token_num", "spec_draft_token_num", "spec_verify_ct",
+)  # fmt: skip
+_PREFILL, _DECODE, _TRANSFER = "pd_prefill_", "pd_decode_", "pd_transfer_"
+_DURATION = "_duration"
+
+
+class trace_span:
+    """A span of `target` that lasts as long as the `with` or `async with` block.
+
+        with trace_span(sample, "tool", {"name": "python"}) as span:
+            span.set("exit_code", run())
+
+    Args:
+        target: a sample, a list of them, nested or not, or a carrier (`export_trace`); None: what `bind_trace` has bound; an
+            empty list: what `include` adds, and spans within are below this one whatever they are of.
+        attrs: plain values; others are kept as text.
+    """
+
+    def __init__(self, target: Any, name: str, attrs: dict[str, Any] | None = None) -> None:
+        self._target, self.name = target, name
+        self.attrs: dict[str, Any] = dict(attrs or {})
+        self.span_id: str | None = None
+        self._targets: list[Any] = []
+        self._outer: _Open = ()
+        self._token: contextvars.Token[Any] | None = None
+
+    def set(self, name: str, value: Any) -> None:
+        """Give the span an attribute."""
+        self.attrs[name] = value
+
+    def update(self, attrs: dict[str, Any] | None = None, **more: Any) -> None:
+        """Give the span several attributes."""
+        self.attrs.update(attrs or {}, **more)
+
+    def include(self, target: Any) -> None:
+        """Put the span into the traces of `target`, too: of what came of the block, which may be copies."""
+        with _harmless(f"what span {self.name!r} includes"):
+            self._put(target)
+
+    def child(self, name: str, start: float, end: float, attrs: dict[str, Any] | None = None) -> None:
+        """A span within this one that somebody else has measured, in seconds from the start of this one."""
+        with _harmless("a span of somebody else's"):
+            for trace, own in self._records():
+                record = _record("span", name, own["attempt"], self.span_id, attrs)
+                record["span_id"] = uuid.uuid4().hex[:16]
+                record.update(start=self._start + start, end=self._start + end, status="ok")
+                _append(trace, record)
+
+    def __enter__(self) -> trace_span:
+        with _harmless(f"span {self.name!r}"):
+            self._begin()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        with _harmless(f"the end of span {self.name!r}"):
+            self._end(kind, error)
+
+    async def __aenter__(self) -> trace_span:
+        return self.__enter__()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self.__exit__(kind, error, trace)
+
+    def _begin(self) -> None:
+        target = _bound.get() if self._target is None else self._target
+        self.span_id, self._started, self._start = uuid.uuid4().hex[:16], time.perf_counter(), time.time()
+        self._outer = _open.get()
+        self._put(target)
+        ids = None if target in ([], ()) else frozenset(trace["trace_id"] for trace in _traces_of(target))
+        self._token = _open.set((*self._outer, (self.span_id, ids)))
+
+    def _put(self, target: Any) -> None:
+        """Have a record in each trace of `target`, where there is none."""
+        self._targets.append(target)
+        for trace in _traces_of(target):
+            if not any(record.get("span_id") == self.span_id for record in trace["events"]):
+                record = _record("span", self.name, trace["attempt"], _parent_in(trace, self._outer), self.attrs)
+                record.update(span_id=self.span_id, start=self._start, end=None, status=None)
+                _append(trace, record)
+
+    def _records(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """(trace, the span's record in it), as they are by now: functions that got a copy of a sample give it back."""
+        traces = {id(trace): trace for target in self._targets for trace in _traces_of(target)}
+        return [
+            (trace, record)
+            for trace in traces.values()
+            for record in trace["events"]
+            if record.get("span_id") == self.span_id
+        ]
+
+    def _end(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
+        if self._token is not None:
+            _open.reset(self._token)
+        length = time.perf_counter() - self._started
+        attrs = {name: _plain(value) for name, value in self.attrs.items()}
+        if error is not None:
+            attrs["error"] = _plain(f"{kind.__name__}: {error}")
+        for _, record in self._records():
+            record.update(end=self._start + length, status="ok" if error is None else "error", attrs=attrs)
+
+
+def trace_event(target: Any, name: str, attrs: dict[str, Any] | None = None) -> None:
+    """Something that happened to `target` (as of `trace_span`) at this moment."""
+    with _harmless(f"event {name!r}"):
+        now = time.time()
+        for trace in _traces_of(target):
+            _append(trace, {**_record("event", name, trace["attempt"], _parent_in(trace), attrs), "time": now})
+
+
+def trace_function(
+    name: str | None = None,
+    target: str | Callable[..., Any] | None = "sample",
+    attrs_getter: Callable[..., dict[str, Any]] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator: calls of a function, plain or `async`, are spans.
+
+    Args:
+        name: of the spans; None: that of the function.
+        target: the parameter that is the target, or a function of the arguments that gives it; None: what is bound.
+        attrs_getter: attributes, by a function of the arguments.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        span_name, signature = name or function.__name__, inspect.signature(function)
+
+        def span(args: tuple[Any, ...], kwargs: dict[str, Any]) -> trace_span:
+            found, attrs = None, {}
+            with _harmless(f"the target of span {span_name!r}"):
+                if callable(target):
+                    found = target(*args, **kwargs)
+                elif target is not None:
+                    found = signature.bind(*args, **kwargs).arguments[target]
+                attrs = attrs_getter(*args, **kwargs) if attrs_getter is not None else {}
+            return trace_span(found, span_name, attrs)
+
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def awaited(*args: Any, **kwargs: Any) -> Any:
+                with span(args, kwargs):
+                    return await function(*args, **kwargs)
+
+            return awaited
+
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with span(args, kwargs):
+                return function(*args, **kwargs)
+
+        return called
+
+    return decorate
+
+
+@contextmanager
+def bind_trace(target: Any) -> Iterator[None]:
+    """In the block a target None, of code that has no sample at hand, is `target`. Goes along with tasks."""
+    token = _bound.set(target)
+    try:
+        yield
+    finally:
+        _bound.reset(token)
+
+
+@contextmanager
+def bind_trace_carrier(carrier: dict[str, Any] | None) -> Iterator[None]:
+    """`bind_trace` in another process: spans in the block go into `carrier`, below the span where it was exported."""
+    inherited = _open.get()
+    with _harmless("a carrier"):
+        if carrier is not None and carrier.get("parent_id") is not None:
+            ids = frozenset(trace["trace_id"] for trace in carrier["traces"])
+            inherited = (*inherited, (carrier["parent_id"], ids))
+    token = _open.set(inherited)
+    try:
+        with bind_trace(carrier):
+            yield
+    finally:
+        _open.reset(token)
+
+
+def export_trace(target: Any) -> dict[str, Any]:
+    """What another process needs to record for `target`: a carrier, in plain values, without what has been recorded here."""
+    with _harmless("an export"):
+        traces = _traces_of(target)
+        parent = _parent_in(traces[0]) if traces else None
+        return {"traces": [{**trace, "events": []} for trace in traces], "parent_id": parent}
+    return {"traces": [], "parent_id": None}
+
+
+def import_trace(target: Any, carrier: dict[str, Any] | None) -> None:
+    """Take over what another process has recorded in `carrier`, once, however often it is imported."""
+    with _harmless("an import"):
+        recorded = {trace["trace_id"]: trace["events"] for trace in (carrier or {}).get("traces", ())}
+        for trace in _traces_of(target):
+            known = {_identity(record) for record in trace["events"]}
+            for record in recorded.get(trace["trace_id"], ()):
+                if _identity(record) not in known:
+                    _append(trace, dict(record))
+
+
+def carry_trace(origin: Any, result: Any) -> Any:
+    """`result`, whose samples without a trace share that of `origin`, the sample that they were made of."""
+    with _harmless("what came of a sample"):
+        trace = origin.__dict__.get("trace")
+        for sample in _samples_of(result) if trace is not None else ():
+            sample.__dict__.setdefault("trace", trace)
+    return result
+
+
+def trace_next_attempt(target: Any) -> None:
+    """What is recorded from now on belongs to another attempt on `target`."""
+    with _harmless("the next attempt"):
+        for trace in _traces_of(target):
+            trace["attempt"] += 1
+
+
+def build_sglang_meta_trace_attrs(meta_info: dict[str, Any]) -> dict[str, Any]:
+    """Attributes out of an engine's `meta_info`: its counters and times, and why it stopped; those that are there."""
+    attrs = {name: meta_info[name] for name in _ENGINE_VALUES if meta_info.get(name) is not None}
+    reason = meta_info.get("finish_reason")
+    if reason is not None:
+        attrs["finish_reason"] = reason.get("type") if isinstance(reason, dict) else reason
+    return attrs
+
+
+def trace_engine_answer(span: trace_span, meta_info: dict[str, Any]) -> None:
+    """Attributes of `meta_info` for a request's span; and spans of prefill and decode where two engines shared the request."""
+    with _harmless("an engine's answer"):
+        span.update(build_sglang_meta_trace_attrs(meta_info))
+        parts = {name: value for name, value in meta_info.items() if name.startswith((_PREFILL, _DECODE, _TRANSFER))}
+        parts = {name: value for name, value in parts.items() if isinstance(value, int | float)}
+        if not parts:
+            return
+        lengths = {
+            prefix: sum(value for name, value in parts.items() if name.startswith(prefix) and name.endswith(_DURATION))
+            for prefix in (_PREFILL, _DECODE)
+        }
+        begin = 0.0
+        for name, prefix in (("sglang_pd_prefill", _PREFILL), ("sglang_pd_decode", _DECODE)):
+            own = {key.removeprefix(prefix): value for key, value in parts.items() if key.startswith(prefix)}
+            if own:
+                span.child(name, begin, begin + lengths[prefix], own)
+                begin += lengths[prefix]
+        span.child("sglang_pd_summary", 0.0, begin, parts)
+
+
+def _traces_of(target: Any) -> list[dict[str, Any]]:
+    target = _bound.get() if target is None else target
+    if target is None:
+        return []
+    if isinstance(target, Sample):
+        return [_trace_of(target)]
+    if isinstance(target, dict):
+        return list(target["traces"])
+    return [trace for entry in target for trace in _traces_of(entry)]
+
+
+def _samples_of(entry: Any) -> list[Sample]:
+    return [entry] if isinstance(entry, Sample) else [sample for inner in entry for sample in _samples_of(inner)]
+
+
+def _trace_of(sample: Sample) -> dict[str, Any]:
+    trace = sample.__dict__.get("trace")
+    if trace is None:
+        trace = sample.trace = {
+            "version": TRACE_VERSION,
+            "trace_id": uuid.uuid4().hex,
+            "sample_id": sample.index,
+            "group_id": sample.group_index,
+            "attempt": 0,
+            "events": [],
+        }
+    return trace
+
+
+def _parent_in(trace: dict[str, Any], spans: _Open | None = None) -> str | None:
+    """The innermost of `spans`, by default those open here, that `trace` is in."""
+    spans = _open.get() if spans is None else spans
+    return next((span_id for span_id, ids in reversed(spans) if ids is None or trace["trace_id"] in ids), None)
+
+
+def _record(kind: str, name: str, attempt: int, parent_id: str | None, attrs: dict[str, Any] | None) -> dict[str, Any]:
+    plain = {key: _plain(value) for key, value in (attrs or {}).items()}
+    return {"kind": kind, "name": name, "parent_id": parent_id, "attempt": attempt, "attrs": plain}
+
+
+def _append(trace: dict[str, Any], record: dict[str, Any]) -> None:
+    if len(trace["events"]) < MOST_EVENTS:
+        trace["events"].append(record)
+    elif "events left out" not in _told:
+        _told.add("events left out")
+        logger.warning("a sample has %d events in its trace; further ones are left out", MOST_EVENTS)
+
+
+def _identity(record: dict[str, Any]) -> tuple[Any, ...]:
+    return record.get("span_id"), record["name"], record.get("time")
+
+
+def _plain(value: Any) -> Any:
+    """`value` in values that every dump can hold."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, bool | int | float | type(None)):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
+
+
+@contextmanager
+def _harmless(subject: str) -> Iterator[None]:
+    """What the block raises is told, once for each subject, and goes no further."""
+    try:
+        yield
+    except Exception as error:
+        if subject not in _told:
+            _told.add(subject)
+            logger.warning("%s is not in the trace: %s: %s", subject, type(error).__name__, error)
