@@ -269,9 +269,10 @@ def build_sglang_meta_trace_attrs(meta_info: dict[str, Any]) -> dict[str, Any]:
     return attrs
 
 
-def trace_engine_answer(span: trace_span, meta_info: dict[str, Any]) -> None:
+def trace_engine_answer(span: trace_span, answer: dict[str, Any]) -> None:
     """Attributes of `meta_info` for a request's span; and spans of prefill and decode where two engines shared the request."""
     with _harmless("an engine's answer"):
+        meta_info = answer.get("meta_info") or {}
         span.update(build_sglang_meta_trace_attrs(meta_info))
         parts = {name: value for name, value in meta_info.items() if name.startswith((_PREFILL, _DECODE, _TRANSFER))}
         parts = {name: value for name, value in parts.items() if isinstance(value, int | float)}

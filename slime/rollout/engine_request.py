@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.observability.trace_utils import trace_engine_answer, trace_span
 from slime.rollout.failures import SampleFailed
 from slime.rollout.generate_state import GenerateState, deterministic_inference, samples_among_some
 from slime.rollout.generation_call import current_call
@@ -136,7 +137,10 @@ async def ask_engine(args: Any, sample: Sample, payload: dict[str, Any], model_n
         UserError: the engine does not tell what it kept.
     """
     url, options = await _addressed(args, sample, payload, model_name)
-    return _completed(payload, await post_generate(url, payload, **options))
+    with trace_span(sample, "sglang_generate") as span:
+        answer = _completed(payload, await post_generate(url, payload, **options))
+        trace_engine_answer(span, answer)
+    return answer
 
 
 async def stream_engine(
@@ -151,8 +155,16 @@ async def stream_engine(
     A stream whose connection breaks ends so, without a `finish_reason`.
     """
     url, options = await _addressed(args, sample, payload, model_name)
-    payload = {**payload, "stream": True}
-    await post_generate_stream(url, payload, lambda answer: on_answer(_completed(payload, answer)), **options)
+    payload, last = {**payload, "stream": True}, {}
+
+    def received(answer: dict[str, Any]) -> None:
+        nonlocal last
+        last = _completed(payload, answer)
+        on_answer(last)
+
+    with trace_span(sample, "sglang_generate", {"stream": True}) as span:
+        await post_generate_stream(url, payload, received, **options)
+        trace_engine_answer(span, last)
 
 
 async def _addressed(args: Any, sample: Sample, payload: dict[str, Any], model_name: str) -> tuple[str, dict[str, Any]]:

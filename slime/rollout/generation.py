@@ -7,7 +7,7 @@ outside the semaphore; tokens and log-probs are the engine's own and are never m
 import asyncio
 from typing import Any
 
-from slime.observability.trace_utils import carry_trace, trace_engine_answer, trace_next_attempt, trace_span
+from slime.observability.trace_utils import carry_trace, trace_next_attempt, trace_span
 from slime.rollout.attempts import (
     FINISHED,
     can_be_continued,
@@ -55,9 +55,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     """
     payload = await _next_request(args, sample, sampling_params)
     if payload is not None:
-        with trace_span(sample, "sglang_generate") as span:
-            answer = await ask_engine(args, sample, payload)
-            trace_engine_answer(span, answer["meta_info"])
+        answer = await ask_engine(args, sample, payload)
         _compare_prompts(args, sample, payload, answer)
         append_engine_output(args, sample, answer)
     return sample
@@ -73,9 +71,7 @@ async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[st
     if payload is None:
         return sample
     stream = _Stream(args, sample, payload)
-    with trace_span(sample, "sglang_generate", {"stream": True}) as span:
-        await stream_engine(args, sample, payload, stream.append)
-        trace_engine_answer(span, stream.meta_info)
+    await stream_engine(args, sample, payload, stream.append)
     stream.close()
     return sample
 
@@ -125,13 +121,11 @@ class _Stream:
         self._text_before = sample.response
         self._tokens = 0
         self._unfinished: dict[str, Any] | None = None
-        # Of the last answer.
-        self.meta_info: dict[str, Any] = {}
 
     def append(self, output: dict[str, Any]) -> None:
         if not self._tokens:
             _compare_prompts(self._args, self._sample, self._payload, output)
-        meta_info = self.meta_info = dict(output["meta_info"])
+        meta_info = dict(output["meta_info"])
         self._unfinished = None if meta_info.get("finish_reason") else meta_info
         for name in self._PER_TOKEN:
             if meta_info.get(name) is not None:

@@ -215,7 +215,7 @@ def test_what_engines_tell_becomes_attributes(sample):
     }  # fmt: skip
     assert build_sglang_meta_trace_attrs(META) == expected
     with trace_span(sample, "sglang_generate") as span:
-        trace_engine_answer(span, META)
+        trace_engine_answer(span, {"text": "x", "meta_info": META})
     assert spans(sample)["sglang_generate"]["attrs"] == expected and len(sample.trace["events"]) == 1
 
 
@@ -223,7 +223,7 @@ def test_prefill_and_decode_of_two_engines_are_spans_within(sample):
     shared = {"pd_prefill_forward_duration": 0.5, "pd_prefill_bootstrap_duration": 0.25, "pd_decode_forward_duration": 2.0,
               "pd_transfer_total_mb": 12.0, "pd_prefill_retry_count": 1}  # fmt: skip
     with trace_span(sample, "sglang_generate") as span:
-        trace_engine_answer(span, {**META, **shared})
+        trace_engine_answer(span, {"meta_info": {**META, **shared}})
     found = spans(sample)
     start = found["sglang_generate"]["start"]
     prefill, decode, summary = (found[f"sglang_pd_{name}"] for name in ("prefill", "decode", "summary"))
