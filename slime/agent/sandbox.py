@@ -57,12 +57,12 @@ _MARK, _WRITE_MARK = b"\0begun\0", r"printf '\000begun\000' >&2"
 # their parents are its children then; the kernel forgets them because it ignores their ends. Who holds our end removes the
 # directory, unless that process was killed.
 _KEEPER = """\
-import os, signal, sys
+import contextlib, os, shutil, signal, sys
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 print("ready", flush=True)
 sys.stdin.read()
-os.kill(-1, signal.SIGKILL)
-import shutil
+with contextlib.suppress(ProcessLookupError):
+    os.kill(-1, signal.SIGKILL)
 shutil.rmtree(sys.argv[1], ignore_errors=True)
 """
 # Between the kill of a process and its end, and until namespaces are there.
