@@ -5,6 +5,10 @@ import textwrap
 
 import pytest
 
+from examples.coding_agent_rl import toy_task
+from examples.coding_agent_rl.coding_agent import Endpoint, Task, generate
+from examples.coding_agent_rl.settings import Settings
+from slime.agent.sandbox import LocalSandbox
 from slime.rollout.failures import SampleFailed
 from slime.rollout.generation import generate_and_rm
 from slime.utils.errors import UserError
@@ -13,13 +17,6 @@ from slime.utils.sample_fields import held
 from slime.utils.types import Sample
 from tests.support.models.toy_rows import toy_rows
 from tests.support.processes.spoken import spoken
-
-pytest.importorskip("slime.agent.adapters")
-
-from examples.coding_agent_rl import toy_task
-from examples.coding_agent_rl.coding_agent import Endpoint, Task, generate
-from examples.coding_agent_rl.settings import Settings
-from slime.agent.sandbox import LocalSandbox
 
 PLUG_INS = """
 from pathlib import Path
