@@ -22,6 +22,7 @@ from slime_plugins.rollout_buffer.rollout import METADATA_KEY, generate_rollout
 from slime_plugins.rollout_buffer.service import serving
 from tests.support.models.rollout_args import make_args, make_checkpoint
 from tests.support.processes.fake_generate_server import FakeGenerateServer
+from tests.support.processes.waiting import wait_until
 
 # Numbered instances without end, those with an odd number with two different rewards.
 COUNTS = """
@@ -232,8 +233,11 @@ def test_items_that_are_refused_are_told_of(checkpoint, generator, tmp_path, mon
     )
     generator.write_text(text)
     with serving([str(generator)], tmp_path) as (url, _):
-        args = arguments(checkpoint, url, fetch_trajectory_retry_times=100)
-        with pytest.raises(RunError, match="an item was refused: item 0.0 of instance 0: `reward` is '0'"):
+        args = arguments(checkpoint, url, fetch_trajectory_retry_times=1)
+        with pytest.raises(RunError, match="0 of 2 groups"):
+            generate_rollout(args, 0, Source())
+        wait_until(lambda: status(url)["refused"])
+        with pytest.raises(RunError, match="an item was refused: item 0.0 of instance 0: `reward` is '0"):
             generate_rollout(args, 0, Source())
 
 

@@ -30,7 +30,8 @@ def run_rollout(data):
             continue
         for number in range(data["num_repeat_per_sample"]):
             messages = [{"role": "user", "content": instance}, {"role": "assistant", "content": "done"}]
-            post(data["remote_buffer_url"], {"uid": f"{instance}.{number}", "instance_id": instance, "messages": messages,
+            uid = f"{instance}.{number} of {os.getpid()}"
+            post(data["remote_buffer_url"], {"uid": uid, "instance_id": instance, "messages": messages,
                  "reward": float(number), "extra_info": {"process": os.getpid()}})
     if data.get("fails"):
         raise RuntimeError("the tool is broken")
