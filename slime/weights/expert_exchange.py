@@ -3,7 +3,8 @@
 Where every engine rank hosts whole experts, and has the device of a training rank, that one needs no more than its engine rank
 hosts. Experts travel in rounds. A round is a bucket of which each rank has other tensors: what its engine rank hosts. The plan
 is made once, and is the same on every rank. Tensors are packed first-fit, in the order of the ranks that have them, so that no
-rank has more of a round than a bucket may be large: what arrives, what it sends and its own.
+rank has more of a round than a bucket may be large: what arrives, what it sends and its own. Ranks that want the same tensors
+of one that has them are sent the same memory. A tensor that is too large for that in itself has a round of its own.
 
 SGLang 0.5.21 gives each rank of an engine the tensors that are meant for it (`deserialize_own_rank` of its workers), and a rank
 leaves alone the experts that it does not host. What an engine of tensor-parallel size n with n expert-parallel ranks hosts on
@@ -72,40 +73,68 @@ class Round:
 
 
 def plan_rounds(
-    sizes: Mapping[str, int], holders: Mapping[str, Sequence[int]], hosts: Mapping[str, Sequence[int]], max_bytes: int
+    sizes: Mapping[str, int],
+    holders: Mapping[str, Sequence[int]],
+    hosts: Mapping[str, Sequence[int]],
+    max_bytes: int,
+    largest: int,
 ) -> list[Round]:
     """Pack tensors of `sizes` bytes, in their order, into rounds.
 
     Args:
         holders, hosts: by name, the ranks that have a tensor, and those that need it.
-        max_bytes: the most that a rank has of a round.
+        max_bytes: the most that a rank has of a round of several tensors.
+        largest: `--update-weight-buffer-size`, of which `max_bytes` may be a part.
 
     Raises:
-        UserError: a tensor is larger.
+        UserError: a tensor is larger than that.
     """
-    rounds: list[dict[str, dict[int, int]]] = []
-    filled: list[collections.Counter[int]] = []
+    rounds: list[_Draft] = []
     sent: collections.Counter[int] = collections.Counter()
     for name, size in sizes.items():
-        if size > max_bytes:
+        if size > largest:
             raise UserError(
                 f"weight push: {name} has {size} bytes, which exceeds update_weight_buffer_size: experts that go to the ranks "
-                f"that host them travel in buckets of {max_bytes}; give --update-weight-buffer-size {size}, or more"
+                f"that host them travel in buckets of {largest}; give --update-weight-buffer-size {size}, or more"
             )
         sources: dict[int, int] = {}
+        receivers: dict[int, set[int]] = collections.defaultdict(set)
         for host in hosts[name]:
             # Of several that have it, each gives as much as the others.
             sources[host] = host if host in holders[name] else min(holders[name], key=lambda rank: (sent[rank], rank))
-            sent[sources[host]] += size * (sources[host] != host)
-        ranks = {*sources, *sources.values()}
-        room = (number for number, of_rank in enumerate(filled) if all(of_rank[r] + size <= max_bytes for r in ranks))
-        number = next(room, len(rounds))
-        if number == len(rounds):
-            rounds.append({})
-            filled.append(collections.Counter())
-        rounds[number][name] = sources
-        filled[number].update(dict.fromkeys(ranks, size))
-    return [Round(sources) for sources in rounds]
+            if sources[host] != host:
+                sent[sources[host]] += size
+                receivers[sources[host]].add(host)
+        of_ranks = collections.Counter([*sources, *receivers])
+        fitting = (draft for draft in rounds if draft.has_room(of_ranks, size, receivers, max_bytes))
+        draft = next(fitting, None)
+        if draft is None:
+            rounds.append(draft := _Draft())
+        draft.sources[name] = sources
+        for rank, count in of_ranks.items():
+            draft.filled[rank] += count * size
+        for sender, ranks in receivers.items():
+            draft.packed[sender].add(frozenset(ranks))
+    return [Round(draft.sources) for draft in rounds]
+
+
+@dataclasses.dataclass
+class _Draft:
+    """A round in the making: the bytes that each rank has of it, and who is sent one memory by whom."""
+
+    sources: dict[str, dict[int, int]] = dataclasses.field(default_factory=dict)
+    filled: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    packed: dict[int, set[frozenset[int]]] = dataclasses.field(default_factory=lambda: collections.defaultdict(set))
+
+    def has_room(
+        self, of_ranks: Mapping[int, int], size: int, receivers: Mapping[int, set[int]], max_bytes: int
+    ) -> bool:
+        """Whether a tensor fits. One that goes to some of the ranks that are sent one memory would make two of it."""
+        return all(self.filled[rank] + count * size <= max_bytes for rank, count in of_ranks.items()) and all(
+            others == ranks or others.isdisjoint(ranks)
+            for sender, ranks in receivers.items()
+            for others in self.packed[sender]
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +174,8 @@ class ExpertExchange:
 
         from slime.utils.process_groups import get_gloo_group
 
+        # NCCL connects all ranks at the first use of their group. In a round there may be some that have nothing to do.
+        dist.all_reduce(_empty(1).zero_())
         self._own, self._prepare = own, prepare
         self._rank = dist.get_rank()
         described = {
@@ -160,7 +191,7 @@ class ExpertExchange:
         self._pieces = {name: of_ranks[ranks[0]][name] for name, ranks in holders.items()}
         sizes = {name: sum(piece.nbytes for piece in pieces) for name, pieces in self._pieces.items()}
         hosts = {name: _hosts(name, args) for name in holders}
-        self._rounds = plan_rounds(sizes, holders, hosts, max_bytes)
+        self._rounds = plan_rounds(sizes, holders, hosts, max_bytes, args.update_weight_buffer_size)
 
     def buckets(self) -> Iterator[RankBucket]:
         """What this rank's engine rank hosts, round by round; collective."""
@@ -183,9 +214,11 @@ class ExpertExchange:
             name: list(self._prepare([(name, own[name])]))
             for name in dict.fromkeys(name for names in (names_from[self._rank], *names_to.values()) for name in names)
         }
-        operations, arriving = [], {}
+        operations, arriving, packed = [], {}, {}
         for host, names in sorted(names_to.items()):
-            operations.append(dist.P2POp(dist.isend, _packed(piece for name in names for piece in made[name]), host))
+            if tuple(names) not in packed:
+                packed[tuple(names)] = _packed(piece for name in names for piece in made[name])
+            operations.append(dist.P2POp(dist.isend, packed[tuple(names)], host))
         for source, names in sorted(names_from.items()):
             if source != self._rank:
                 pieces = [piece for name in names for piece in self._pieces[name]]

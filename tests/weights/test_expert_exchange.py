@@ -13,38 +13,55 @@ EXPERTS = 8
 
 
 def filled(rounds, sizes):
-    """By round, the bytes that each rank has of it."""
+    """By round, the bytes that each rank has of it: its own and what arrives, and what it packs, once for each selection."""
     found = []
     for of_round in rounds:
-        counts = {}
+        counts, selections = {}, {}
         for name, sources in of_round.sources.items():
-            for rank in {*sources, *sources.values()}:
-                counts[rank] = counts.get(rank, 0) + sizes[name]
+            for host, source in sources.items():
+                counts[host] = counts.get(host, 0) + sizes[name]
+                if host != source:
+                    selections.setdefault((source, host), []).append(name)
+        for source in {source for source, _ in selections}:
+            for names in {tuple(names) for (sender, _), names in selections.items() if sender == source}:
+                counts[source] = counts.get(source, 0) + sum(sizes[name] for name in names)
         found.append(counts)
     return found
 
 
 def test_a_rank_that_needs_what_it_has_gets_it_from_itself_and_others_from_whoever_has_sent_least():
     holders, hosts = {"a": [0, 2], "b": [0, 2], "c": [1]}, {"a": [0, 1], "b": [1], "c": [1]}
-    (only,) = plan_rounds({"a": 1, "b": 1, "c": 1}, holders, hosts, 9)
+    (only,) = plan_rounds({"a": 1, "b": 1, "c": 1}, holders, hosts, 9, 9)
     assert only.sources == {"a": {0: 0, 1: 0}, "b": {1: 2}, "c": {1: 1}}
 
 
 def test_a_tensor_takes_the_first_round_in_which_all_its_ranks_have_room():
     sizes = {"large": 6, "larger": 7, "small": 4, "smaller": 3, "elsewhere": 10}
     at = {**dict.fromkeys(sizes, [0]), "elsewhere": [1]}
-    rounds = plan_rounds(sizes, at, at, 10)
+    rounds = plan_rounds(sizes, at, at, 10, 10)
     assert [list(of_round.sources) for of_round in rounds] == [["large", "small", "elsewhere"], ["larger", "smaller"]]
     assert filled(rounds, sizes) == [{0: 10, 1: 10}, {0: 10}]
     # Whoever sends has it, too.
-    assert len(plan_rounds({"a": 6, "b": 6}, {"a": [0], "b": [0]}, {"a": [1], "b": [2]}, 10)) == 2
+    assert len(plan_rounds({"a": 6, "b": 6}, {"a": [0], "b": [0]}, {"a": [1], "b": [2]}, 10, 10)) == 2
 
 
 def test_what_no_bucket_has_room_for_is_refused():
     with pytest.raises(
         ValueError, match="expert 5 .*11 bytes, which exceeds update_weight_buffer_size.*buffer-size 11"
     ):
-        plan_rounds({"expert 5": 11}, {"expert 5": [0]}, {"expert 5": [0]}, 10)
+        plan_rounds({"expert 5": 11}, {"expert 5": [0]}, {"expert 5": [0]}, 10, 10)
+    # Where buckets are smaller than the flag says, it has one of its own.
+    two = {"expert 5": [0], "expert 6": [0]}
+    assert len(plan_rounds({"expert 5": 11, "expert 6": 1}, two, two, 10, 11)) == 2
+
+
+def test_what_several_ranks_are_sent_is_packed_once_where_they_are_sent_the_same():
+    hosts, holders = {"a": [1, 2, 3], "b": [1, 2, 3]}, {"a": [0], "b": [0]}
+    rounds = plan_rounds({"a": 4, "b": 4}, holders, hosts, 8, 8)
+    assert filled(rounds, {"a": 4, "b": 4}) == [{0: 8, 1: 8, 2: 8, 3: 8}]
+    # Rank 2 alone would be sent both: three selections, and twice the memory of each.
+    assert len(plan_rounds({"a": 4, "b": 4}, holders, {"a": [1, 2], "b": [2, 3]}, 8, 8)) == 2
+    assert len(plan_rounds({"a": 4, "b": 4}, holders, {"a": [1], "b": [2, 3]}, 8, 8)) == 1
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -55,13 +72,16 @@ def test_every_rank_stays_below_the_bucket_and_everything_is_sent_once(seed):
     sizes = {name: draws.randint(1, 20) for name in names}
     holders = {name: draws.sample(ranks, draws.randint(1, len(ranks))) for name in names}
     hosts = {name: draws.sample(ranks, draws.randint(1, len(ranks))) for name in names}
-    rounds = plan_rounds(sizes, holders, hosts, limit)
+    rounds = plan_rounds(sizes, holders, hosts, limit, limit)
     assert sorted(name for of_round in rounds for name in of_round.sources) == sorted(names)
     for of_round in rounds:
         for name, sources in of_round.sources.items():
             assert sorted(sources) == sorted(hosts[name]) and set(sources.values()) <= set(holders[name])
             assert all(source == host for host, source in sources.items() if host in holders[name])
-    assert max(size for counts in filled(rounds, sizes) for size in counts.values()) <= limit
+    for of_round, counts in zip(rounds, filled(rounds, sizes), strict=True):
+        for rank, size in counts.items():
+            taking_part = [own for own in of_round.sources.values() if rank in {*own, *own.values()}]
+            assert size <= limit or len(taking_part) == 1
 
 
 ARGS = SimpleNamespace(
@@ -69,6 +89,7 @@ ARGS = SimpleNamespace(
     rollout_external=False, world_size=4, rollout_num_gpus=4, rollout_num_gpus_per_engine=4, actor_num_nodes=2,
     num_gpus_per_node=2, expert_model_parallel_size=4, expert_tensor_parallel_size=1, tensor_model_parallel_size=2,
     pipeline_model_parallel_size=1, sglang_config=None, sglang_ep_size=4, num_experts=EXPERTS,
+    update_weight_buffer_size=2**29,
 )  # fmt: skip
 
 

@@ -246,7 +246,8 @@ class SGLangEngine:
         # No other process of an engine reads tables.
         from slime.utils.engine_answers import num_requests
 
-        return num_requests(self._call("GET", "/v1/loads?include=core")) > 0
+        # Who asks does not wait for longer; an engine that hangs would be asked again and again until no call gets through.
+        return num_requests(self._call("GET", "/v1/loads?include=core", timeout=_HEALTH_SECONDS)) > 0
 
     def get_weight_version(self) -> str:
         """The version that the server reports for its weights."""

@@ -107,9 +107,11 @@ def test_an_engine_that_prefills_can_be_asked_alone(tmp_path, monkeypatch):
 def test_an_engine_tells_whether_it_has_requests(tmp_path, monkeypatch, running, waiting):
     engine, asked = SGLangEngine(SimpleNamespace(), 3, tmp_path), []
     loads = [{"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting}]
-    monkeypatch.setattr(engine, "_call", lambda *request: asked.append(request) or {"loads": loads})
+    monkeypatch.setattr(
+        engine, "_call", lambda *request, timeout: asked.append((*request, timeout)) or {"loads": loads}
+    )
     assert engine.has_requests() is (running + waiting > 0)
-    assert asked == [("GET", "/v1/loads?include=core")]
+    assert asked == [("GET", "/v1/loads?include=core", 5.0)]
 
 
 def test_a_cache_is_flushed_when_the_last_request_has_ended(flush):
