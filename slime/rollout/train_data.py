@@ -22,7 +22,7 @@ import numpy as np
 from slime.algorithms.estimators import estimator
 from slime.rollout.generate_state import samples_among_some
 from slime.training.keep_set import OFFSETS
-from slime.training.rollout_batch import TrainBatch, build_train_batch, train_batch_from_columns
+from slime.training.rollout_batch import TrainBatch, build_train_batch, refuse_images, train_batch_from_columns
 from slime.training.routing_replay import ROUTED_EXPERTS, check_routed_experts, routed_experts_column
 from slime.utils.errors import UserError
 from slime.utils.finite_number import finite_number
@@ -41,7 +41,8 @@ def convert_samples_to_train_batch(args: argparse.Namespace, samples: Sequence[S
 
     Raises:
         UserError: a reward is missing or no finite number, or a plug-in returned something unusable; or the experts to be
-            replayed, or the sets that sampling kept, are missing or cannot be.
+            replayed, or the sets that sampling kept, are missing or cannot be; or samples have images that the model does not
+            take.
     """
     path = args.custom_convert_samples_to_train_data_path
     if path is not None:
@@ -55,6 +56,7 @@ def convert_samples_to_train_batch(args: argparse.Namespace, samples: Sequence[S
         batch = build_train_batch(samples, raw_rewards, rewards)
         if args.use_rollout_routing_replay:
             batch[ROUTED_EXPERTS] = routed_experts_column(args, samples)
+    refuse_images(args, batch)
     if args.use_rollout_routing_replay:
         check_routed_experts(args, batch)
     if args.loss_type != "sft_loss" and samples_among_some(args):

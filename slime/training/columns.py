@@ -40,6 +40,7 @@ class Column:
     sent_whole: a shard has the entries of all samples.
     on_host: large, or taken apart by offsets, and read on the host: not moved to the device.
     reported: its mean over samples is a metric of the rollout, as that of every column per response token is.
+    dumped: `--save-debug-train-data` has it.
     """
 
     kind: Kind
@@ -48,6 +49,7 @@ class Column:
     sent_whole: bool = False
     on_host: bool = False
     reported: bool = False
+    dumped: bool = True
 
     @property
     def is_per_sample(self) -> bool:
@@ -60,6 +62,7 @@ class Column:
         return self.dtype is not None and self.kind in (Kind.RESPONSE_PART, Kind.RESPONSE, Kind.SEQUENCE)
 
 
+IMAGES = "multimodal_train_inputs"
 COLUMNS: dict[str, Column] = {
     "tokens": Column(Kind.SEQUENCE, np.int64, required=True),
     "response_lengths": Column(Kind.SAMPLE, np.int64, required=True, reported=True),
@@ -74,6 +77,8 @@ COLUMNS: dict[str, Column] = {
     "rollout_mask_sums": Column(Kind.SAMPLE, np.float32),
     "metadata": Column(Kind.SAMPLE),
     "source_names": Column(Kind.SAMPLE),
+    # Pixels: large, and made anew from what a dump of the rollout has.
+    IMAGES: Column(Kind.SAMPLE, dumped=False),
     "loss_masks": Column(Kind.RESPONSE, np.int32, required=True),
     "rollout_log_probs": Column(Kind.RESPONSE_PART, np.float32),
     "teacher_log_probs": Column(Kind.RESPONSE_PART, np.float32),

@@ -152,7 +152,8 @@ def save_train_data(
 
 def _samples(rollout_data: RolloutData) -> list[dict[str, Any]]:
     count = len(rollout_data["tokens"])
-    columns = {name: column for name, column in rollout_data.items() if column_of(name).is_per_sample}
+    kept = [name for name in rollout_data if column_of(name).is_per_sample and column_of(name).dumped]
+    columns = {name: rollout_data[name] for name in kept}
     for name, column in columns.items():
         if len(column) != count:
             raise ValueError(

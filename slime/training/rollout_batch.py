@@ -16,7 +16,7 @@ import numpy as np
 
 from slime.algorithms.reduction import rollout_mask_sums
 from slime.scheduling.dp_schedule import DPSchedule
-from slime.training.columns import COLUMNS, column_of
+from slime.training.columns import COLUMNS, IMAGES, column_of
 from slime.utils.errors import UserError
 from slime.utils.misc import Box
 from slime.utils.packed_sample import PackedSample, RaggedArray, as_loss_mask, get_source, pack_sample
@@ -40,10 +40,9 @@ def build_train_batch(samples: Sequence[Sample], raw_rewards: Sequence[float], r
         rewards: reward per sample after it.
 
     Raises:
-        UserError: of the samples that train, some have an optional per-token field and others have none; or one was generated
-            from images.
+        UserError: of the samples that train, some have an optional per-token field and others have none; or one has images,
+            and nothing that a processor made of them.
     """
-    _refuse_images(samples)
     packed = [_pack(sample) for sample in samples]
     _require_prompts(samples, packed)
     masks = [
@@ -70,6 +69,9 @@ def build_train_batch(samples: Sequence[Sample], raw_rewards: Sequence[float], r
         column = _optional_rows(samples, masks, rows, name)
         if column is not None:
             batch[name] = column
+    images = _images_column(samples, masks)
+    if any(images):
+        batch[IMAGES] = images
     if any(s.train_metadata is not None for s in samples):
         batch["metadata"] = [s.train_metadata or {} for s in samples]
     if any("round_number" in s.metadata for s in samples):
@@ -111,6 +113,19 @@ def train_batch_from_columns(columns: dict[str, Any]) -> TrainBatch:
         elif known.dtype is not None:
             batch[name] = np.asarray(batch[name], known.dtype)
     return _complete(batch)
+
+
+def refuse_images(args: argparse.Namespace, batch: TrainBatch) -> None:
+    """Raise UserError where the batch has images and the model takes none: answers to them would be learned as guesses."""
+    seeing = [index for index, one in zip(batch["sample_indices"], batch.get(IMAGES, ()), strict=False) if one]
+    if seeing and (args.train_backend != "megatron" or args.custom_model_provider_path is None):
+        raise UserError(
+            f"{len(seeing)} of {len(batch[IMAGES])} samples have images (sample indices {[int(i) for i in seeing[:5]]}), and "
+            "the model of this run is trained on text: the images would be left out; of Qwen3.5 give "
+            "--custom-model-provider-path slime_plugins.models.qwen3_5_vl.get_qwen3_5_vl_model_provider, of other models "
+            "generate with --debug-rollout-only, or make a batch without `multimodal_train_inputs` by "
+            "--custom-convert-samples-to-train-data-path"
+        )
 
 
 def execution_ids(rollout_ids: Sequence[int | None]) -> np.ndarray:
@@ -187,15 +202,32 @@ def _pack(sample: Sample) -> PackedSample:
     return pack_sample(sample)
 
 
-def _refuse_images(samples: Sequence[Sample]) -> None:
-    """No model is trained on what it sees: without its images the answer of such a sample would be learned as a guess."""
-    seeing = [sample.index for sample in samples if sample.multimodal_train_inputs or images_of(sample)]
-    if seeing:
+def _images_column(samples: Sequence[Sample], masks: Sequence[np.ndarray]) -> list[dict[str, Any] | None]:
+    """What the processor made of each sample's images, its tensors as arrays; None where there are none, or nothing is trained.
+
+    Samples that share a tensor share the array.
+    """
+    trained = [bool(mask.any()) for mask in masks]
+    without = [
+        sample.index
+        for sample, trains in zip(samples, trained, strict=True)
+        if trains and not sample.multimodal_train_inputs and images_of(sample)
+    ]
+    if without:
         raise UserError(
-            f"{len(seeing)} of {len(samples)} samples have images (sample indices {seeing[:5]}), and models are trained on "
-            "text: the images would be left out; generate with --debug-rollout-only, or make a batch of your own by "
-            "--custom-convert-samples-to-train-data-path"
+            f"{len(without)} of {len(samples)} samples have images and no `multimodal_train_inputs` (sample indices "
+            f"{without[:5]}): the images would be left out; a generate function of your own must set there what the "
+            "processor made of them"
         )
+    arrays: dict[int, np.ndarray] = {}
+
+    def as_array(value: Any) -> Any:
+        return arrays.setdefault(id(value), np.asarray(value)) if hasattr(value, "__array__") else value
+
+    inputs = [
+        sample.multimodal_train_inputs if trains else None for sample, trains in zip(samples, trained, strict=True)
+    ]
+    return [one and {name: as_array(value) for name, value in one.items()} for one in inputs]
 
 
 def _as_int32(values: Any) -> np.ndarray | None:

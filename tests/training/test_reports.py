@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -222,6 +223,13 @@ def test_directories_are_made_and_both_placeholders_filled_in(tmp_path, group):
     assert dump["samples"][0]["advantages"].tolist() == [3.0, 4.0]
     assert dump["samples"][0]["advantages"].untyped_storage().nbytes() == 8
     assert dump["dp_shards"][0]["sample_indices"] == [7, 2]
+
+
+def test_pixels_are_not_dumped(tmp_path, group):
+    images = [None, {"pixel_values": np.zeros((4, 12), np.float32)}]
+    save_train_data(f"{tmp_path}/{{rollout_id}}.pt", 0, shard(multimodal_train_inputs=images), group, 0)
+    samples = torch.load(tmp_path / "0.pt", weights_only=True)["samples"]
+    assert [sorted(sample) for sample in samples] == [["advantages", "sample_indices", "tokens"]] * 2
 
 
 def test_a_field_needs_one_entry_per_sample(tmp_path, group):

@@ -11,6 +11,7 @@ from slime.training.rollout_batch import (
     build_train_batch,
     execution_ids,
     process_rollout_data,
+    refuse_images,
     split_for_data_parallel,
     to_tensors,
     train_batch_from_columns,
@@ -19,6 +20,7 @@ from slime.utils.data import process_rollout_data as public_process_rollout_data
 from slime.utils.errors import UserError
 from slime.utils.misc import Box
 from slime.utils.types import Sample
+from tests.support.models.seen_batch import PROVIDER
 
 
 def sample(index, prompt=2, response=3, **fields):
@@ -36,7 +38,6 @@ def build(samples):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"multimodal_train_inputs": {"pixel_values": torch.zeros(1, 3, 2, 2)}},
         {"multimodal_inputs": {"images": ["/x.png"]}},
         {
             "prompt": [
@@ -48,8 +49,42 @@ def build(samples):
 def test_answers_to_images_are_not_trained_without_them(fields):
     seeing = sample(7)
     vars(seeing).update(fields)
-    with pytest.raises(UserError, match=r"1 of 2 samples have images \(sample indices \[7\]\).*--debug-rollout-only"):
+    told = r"1 of 2 samples have images and no `multimodal_train_inputs` \(sample indices \[7\]\)"
+    with pytest.raises(UserError, match=told):
         build([sample(6), seeing])
+    # What is not trained may go without.
+    seeing.remove_sample = True
+    assert "multimodal_train_inputs" not in build([sample(6), seeing])
+
+
+def test_images_of_samples_stay_with_them():
+    inputs = {"pixel_values": torch.arange(6.0).view(2, 3), "image_grid_thw": torch.tensor([[1, 1, 2]])}
+    removed = sample(3, multimodal_train_inputs=inputs, remove_sample=True)
+    seeing = [sample(index, multimodal_train_inputs=dict(inputs)) for index in (1, 4)]
+    batch = build([sample(0), seeing[0], sample(2), removed, seeing[1]])
+    images = batch["multimodal_train_inputs"]
+    assert [one is None for one in images] == [True, False, True, True, False]
+    assert images[1]["pixel_values"].tolist() == inputs["pixel_values"].tolist()
+    assert images[1]["pixel_values"] is images[4]["pixel_values"]
+    schedule = DPSchedule([[4, 0], [2, 1]], [[[0, 1]], [[0, 1]]], [1], [5], 0)
+    of_ranks = [to_tensors(shard, "cpu") for shard in split_for_data_parallel(batch, schedule)]
+    assert of_ranks[0]["multimodal_train_inputs"] == [images[4], None]
+    assert of_ranks[1].micro_batch([1], 1)["multimodal_train_inputs"] == [images[1]]
+    assert "multimodal_train_inputs" not in build([sample(0)])
+
+
+@pytest.mark.parametrize(
+    ("backend", "provider", "is_refused"),
+    [("megatron", None, True), ("fsdp", "m.provider", True), ("megatron", "m.provider", False)],
+)
+def test_images_are_for_models_that_take_them(backend, provider, is_refused):
+    args = SimpleNamespace(train_backend=backend, custom_model_provider_path=provider)
+    refuse_images(args, build([sample(0)]))
+    batch = build([sample(0), sample(7, multimodal_train_inputs={"pixel_values": torch.zeros(2, 3)})])
+    if not is_refused:
+        return refuse_images(args, batch)
+    with pytest.raises(UserError, match=rf"1 of 2 samples have images \(sample indices \[7\]\).* {PROVIDER}"):
+        refuse_images(args, batch)
 
 
 def test_columns_have_the_documented_types():

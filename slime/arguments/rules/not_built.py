@@ -117,9 +117,9 @@ def built_family(args: argparse.Namespace) -> Iterator[Violation]:
 
 NOT_BUILT_RULES: tuple[Rule, ...] = (
     topology, layers, prediction_layers, built_family, not_yet_violations,
-    refused(lambda args: bool(args.multimodal_keys) and args.has_trainer,
-        "{--multimodal-keys}: models are trained on text, no vision tower is: the images would be left out; generate with "
-        "{--debug-rollout-only}, or evaluate on images by multimodal_keys in the sets of {--eval-config}"),
+    refused(lambda args: bool(args.multimodal_keys) and args.has_trainer and args.custom_model_provider_path is None,
+        "{--multimodal-keys}: this model is trained on text; for Qwen3.5 give {--custom-model-provider-path} slime_plugins."
+        "models.qwen3_5_vl.get_qwen3_5_vl_model_provider, else {--debug-rollout-only}, or images in sets of {--eval-config}"),
     refused(lambda args: (args.rollout_top_p < 1 or args.rollout_top_k > 0) and args.has_engines and has_roles(args),
         "{--rollout-top-p=}, {--rollout-top-k=}: engines that prefill or decode tell no sets of kept tokens; give 1 and -1"),
     refused_each(("sglang_router_ip", "use_rollout_routing_replay", "update_weights_in_flight"),

@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slime.training.context_parallel import gather_rows
 from slime.training.packed_stream import PackedStream
+from slime.training.rollout_data import MicroBatch
 from slime.utils.device import fused, get_accelerator
 from slime.utils.errors import UserError
 
@@ -179,15 +180,17 @@ class StreamParams(PackedSeqParams):
     chosen: the keys that each row attends to in the layer that is under way, int32 [T, k], as places in its sequence, −1 for
         none; None: all that it sees.
     choices: those that later layers take over, by the number of the layer that made them.
+    batch: the samples of the stream, for models that are given more of them than tokens.
     """
 
     stream: PackedStream | None = None
+    batch: MicroBatch | None = None
     chosen: torch.Tensor | None = None
     choices: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-def packed_seq_params(stream: PackedStream, *, by_position: bool) -> StreamParams:
-    """What the model is told about `stream`.
+def packed_seq_params(batch: MicroBatch, *, by_position: bool) -> StreamParams:
+    """What the model is told about `batch` and its stream.
 
     Megatron's rotary embedding finds the positions of its own format for packed sequences ("thd") from the lengths of whole
     sequences. Any other format name makes it rotate row by row, by frequencies that `layer_spec.rotate_by_position` provides.
@@ -195,6 +198,7 @@ def packed_seq_params(stream: PackedStream, *, by_position: bool) -> StreamParam
     Args:
         by_position: whether the model's rotary embedding is that one.
     """
+    stream = batch.stream
     longest = max(stream.sequence_lengths)
     return StreamParams(
         qkv_format="by position" if by_position else "thd",
@@ -203,6 +207,7 @@ def packed_seq_params(stream: PackedStream, *, by_position: bool) -> StreamParam
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         stream=stream,
+        batch=batch,
     )
 
 

@@ -1,6 +1,6 @@
 """The trainer's protocol on Megatron-Core.
 
-Nothing of megatron.core may be imported before `initialize.init` has prepared the process, so modules of this folder that do
+Nothing of megatron.core may be imported before `initialize.prepare` has prepared the process, so modules of this folder that do
 so are imported in the methods.
 """
 
@@ -30,6 +30,8 @@ class MegatronBackend:
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
+        # Plug-ins are imported before the rank is placed, and may import Megatron.
+        initialize.prepare()
         self.args = args
         self.model: list[Any] = []
         self.optimizer: Any = None
@@ -182,11 +184,15 @@ class MegatronBackend:
 
     def residents(self) -> Residents:
         from slime.backends.megatron_utils.optimizer import tensors_of
+        from slime.backends.megatron_utils.parameter_names import unwrap_model
 
         buffers = [buffer for chunk in self.model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         optimizer, gradients = tensors_of(self.optimizer) if self.optimizer is not None else ([], [])
+        # A model that takes images has a part that is not trained, and no module of it.
+        sights = [chunk.sight for chunk in map(unwrap_model, self.model) if hasattr(chunk, "sight")]
+        constants = [tensor for sight in sights for tensor in sight.constants()]
         return Residents(
-            weights=[tensor for _, tensor in self.live_tensors()],
+            weights=[*(tensor for _, tensor in self.live_tensors()), *constants],
             optimizer=optimizer,
             gradients=[*gradients, *(buffer.grad_data for buffer in buffers)],
         )

@@ -25,6 +25,13 @@ from slime.utils.process_groups import join_world
 _SEEDS_OF_A_STAGE = 2**20
 
 
+def prepare() -> None:
+    """Make the process ready for imports of Megatron, those of plug-ins among them. Again it does nothing."""
+    cpu_runtime.install()
+    # Said six times on every rank without them, and no news there.
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+
+
 def init(args: Any) -> None:
     """Join torch.distributed, lay out Megatron's parallel groups and seed the tensor-parallel generators. Collective.
 
@@ -36,9 +43,7 @@ def init(args: Any) -> None:
     Raises:
         UserError: the world size is no multiple of the model-parallel size; the function raised.
     """
-    cpu_runtime.install()
-    # Said six times on every rank without them, and no news there.
-    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    prepare()
     # Megatron's sequence parallelism relies on kernels being launched in the order in which they are issued.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)

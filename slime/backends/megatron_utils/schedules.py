@@ -29,9 +29,11 @@ from slime.backends.megatron_utils.parameter_names import unwrap_model
 from slime.backends.megatron_utils.replaying_router import routing_replay_of
 from slime.backends.megatron_utils.routers import SampleBalance
 from slime.training.backend import Collect
+from slime.training.columns import IMAGES
 from slime.training.packed_stream import PackedStream
 from slime.training.rollout_data import Metrics, MicroBatch
 from slime.training.train_step import MicroBatches
+from slime.utils.errors import UserError
 
 # Of the batch that it is made for: what Megatron's schedule calls with the logits [1, T, V / tensor-parallel size].
 LogitsFunction = Callable[[MicroBatch], Callable[..., Any]]
@@ -107,7 +109,7 @@ def _run_schedule(
         number = model.index(chunk)
         told = balance.forward(number, batch.stream) if balance is not None else contextlib.nullcontext()
         with replay.forward(number, batch), told:
-            output = _forward(chunk, batch.stream)
+            output = _forward(chunk, batch)
         return output, make_logits_function(batch)
 
     return get_forward_backward_func()(
@@ -216,8 +218,15 @@ def _evaluating(model: list[DistributedDataParallel]) -> Iterator[None]:
             chunk.train()
 
 
-def _forward(chunk: torch.nn.Module, stream: PackedStream) -> torch.Tensor:
+def _forward(chunk: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
     """Logits [1, T, V / tensor-parallel size] of the stream; before the last stage hidden states [T, 1, hidden]."""
+    stream = batch.stream
+    if any(batch.get(IMAGES, ())) and not hasattr(unwrap_model(chunk), "sight"):
+        seeing = [index for index, one in zip(batch["sample_indices"], batch[IMAGES], strict=True) if one]
+        raise UserError(
+            f"samples {seeing} have images, and the model that --custom-model-provider-path builds takes none; start from "
+            "slime_plugins.models.qwen3_5_vl.get_qwen3_5_vl_model_provider, or train on texts"
+        )
     # In 16 bits Megatron's wrapper would copy all logits to float32; the loss does that chunk by chunk.
     options: dict[str, Any] = {"fp32_output": False} if chunk.config.bf16 or chunk.config.fp16 else {}
     if chunk.config.num_moe_experts:
@@ -226,7 +235,7 @@ def _forward(chunk: torch.nn.Module, stream: PackedStream) -> torch.Tensor:
         input_ids=stream.tokens[None],
         position_ids=stream.position_ids[None],
         attention_mask=None,
-        packed_seq_params=packed_seq_params(stream, by_position=rotates_by_position(unwrap_model(chunk))),
+        packed_seq_params=packed_seq_params(batch, by_position=rotates_by_position(unwrap_model(chunk))),
         **options,
     )
 

@@ -7,6 +7,7 @@ import pytest
 from slime.arguments import parse_args
 from slime.utils.errors import UserError
 from tests.support.models.args import command_line, parse
+from tests.support.models.seen_batch import PROVIDER
 from tests.support.tables.rules import assert_violation, violations
 
 
@@ -157,6 +158,13 @@ def test_where_no_flag_limits_a_sample_the_model_does(tmp_path, caplog):
 def test_images_are_generated_about(tmp_path):
     args = parse(tmp_path, "--multimodal-keys", '{"image": "images"}', "--debug-rollout-only")
     assert args.multimodal_keys == {"image": "images"}
+
+
+def test_images_are_trained_on_by_a_model_that_takes_them(tmp_path):
+    words = ["--multimodal-keys", '{"image": "images"}']
+    (line,) = violations(tmp_path, words)
+    assert f"--custom-model-provider-path {PROVIDER}," in line
+    assert parse(tmp_path, *words, "--custom-model-provider-path", PROVIDER).multimodal_keys == {"image": "images"}
 
 
 def test_a_set_of_evaluation_may_have_images_beside_training_on_texts(tmp_path):

@@ -30,12 +30,13 @@ def write_tiny_model(
     head_dim: int = 16,
     seed: int = 0,
     vision: dict[str, Any] | None = None,
+    whole: Mapping[str, Any] | None = None,
     **config_entries: Any,
 ):
     """Save a random float32 model of the family to `directory` (config.json, model.safetensors) and return it.
 
     `config_entries` are further ones of its config, or others; with `vision`, the config of a vision tower, those of its
-    language model.
+    language model, and `whole` those of the model around both.
     """
     import torch
     import transformers
@@ -58,7 +59,7 @@ def write_tiny_model(
     entries |= config_entries
     kind = transformers.AutoModelForCausalLM
     if vision is not None:
-        entries = {"text_config": entries, "vision_config": vision, "tie_word_embeddings": tied}
+        entries = {"text_config": entries, "vision_config": vision, "tie_word_embeddings": tied, **(whole or {})}
         kind = transformers.AutoModelForImageTextToText
     config = transformers.CONFIG_MAPPING[model_type](**entries)
     with torch.random.fork_rng(devices=[]):

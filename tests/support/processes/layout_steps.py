@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,10 @@ from tests.support.oracles.rounding import (
 
 if TYPE_CHECKING:
     from slime.training.rollout_data import RolloutData
+    from slime.utils.types import Sample
 
+# Of the vocabulary's size: a sample for each of `ADVANTAGES`.
+MakeSamples = Callable[[int], "list[Sample]"]
 STEPS = 3
 
 
@@ -44,9 +47,10 @@ class LayoutRun:
 
     Args:
         loads: whether the weights are those of `args.hf_checkpoint`; else they are random.
+        make: the samples.
     """
 
-    def __init__(self, args: SimpleNamespace, *, loads: bool = True) -> None:
+    def __init__(self, args: SimpleNamespace, *, loads: bool = True, make: MakeSamples = make_samples) -> None:
         from tests.support.processes.megatron_worker import load_backend
 
         self.args = args
@@ -58,7 +62,7 @@ class LayoutRun:
         )
         groups = self.backend.groups
         self.cp, self.is_last_stage = groups.cp, groups.is_last_stage
-        self.data = shard(args, groups.data_rank, self.cp)
+        self.data = shard(args, groups.data_rank, self.cp, make)
 
     def prepare(self) -> None:
         """Log-probs under the weights as they are, and advantages; both on the last stage only."""
@@ -95,12 +99,12 @@ class LayoutRun:
         return {name: tensor.numpy() for name, tensor in whole_weights(self.args, self.model).items()}
 
 
-def train_steps(cases: dict[str, SimpleNamespace]) -> dict[str, dict[str, Any]]:
+def train_steps(cases: dict[str, SimpleNamespace], make: MakeSamples = make_samples) -> dict[str, dict[str, Any]]:
     """What `train_case` gives, per case."""
-    return {name: train_case(args) for name, args in cases.items()}
+    return {name: train_case(args, make) for name, args in cases.items()}
 
 
-def train_case(args: SimpleNamespace) -> dict[str, Any]:
+def train_case(args: SimpleNamespace, make: MakeSamples = make_samples) -> dict[str, Any]:
     """Log-probs before training, metrics of the batch, metrics of every step, weights before and after.
 
     `log_probs` (by name and sample index, of this data rank's samples) and `batch` are there on the last pipeline stage only;
@@ -108,7 +112,7 @@ def train_case(args: SimpleNamespace) -> dict[str, Any]:
     """
     import torch.distributed as dist
 
-    run = LayoutRun(args)
+    run = LayoutRun(args, make=make)
     run.prepare()
     result: dict[str, Any] = {"loaded": run.weights()}
     if run.is_last_stage:
@@ -129,7 +133,7 @@ def train_case(args: SimpleNamespace) -> dict[str, Any]:
     return result
 
 
-def shard(args: SimpleNamespace, data_rank: int, cp: Any) -> RolloutData:
+def shard(args: SimpleNamespace, data_rank: int, cp: Any, make: MakeSamples = make_samples) -> RolloutData:
     """The tensors of one data-parallel rank, with reference log-probs."""
     import torch
 
@@ -137,7 +141,7 @@ def shard(args: SimpleNamespace, data_rank: int, cp: Any) -> RolloutData:
     from slime.training.rollout_data import RolloutData
     from slime.training.schedule import schedule_from_args, train_parallel_config
 
-    samples = make_samples(args.vocab_size)
+    samples = make(args.vocab_size)
     batch = build_train_batch(samples, ADVANTAGES, ADVANTAGES)
     schedule = schedule_from_args(
         args, train_parallel_config(args), batch["total_lengths"].tolist(), global_batch_size=args.global_batch_size,

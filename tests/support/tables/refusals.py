@@ -319,7 +319,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--lr-decay-iters 0", "--lr-decay-iters", OUT_OF_BOUNDS),
     ),
     "not built": (
-        ('--multimodal-keys {{"image":"images"}}', "--multimodal-keys --debug-rollout-only --eval-config", NOT_BUILT),
+        ('--multimodal-keys {{"image":"images"}}',
+         "--multimodal-keys --custom-model-provider-path --debug-rollout-only --eval-config", NOT_BUILT),
         ("--prefill-num-servers 1 --rollout-num-gpus 2 --rollout-top-p 0.9", "--rollout-top-p --rollout-top-k", NOT_BUILT),
         ("--sglang-incremental-streaming-output", "--sglang-incremental-streaming-output --dry-run", NOT_BUILT),
     ),

@@ -1,0 +1,247 @@
+"""Training on samples with images: log-probs and gradients are those of transformers, in every layout those of one rank."""
+
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+
+from slime.utils.errors import UserError
+from tests.support.models.seen_batch import (
+    IMAGE,
+    PROVIDER,
+    make_seen_samples,
+    processed,
+    seen_alone,
+    write_seeing_model,
+)
+from tests.support.models.tiny_families import LAYOUTS
+from tests.support.processes.distributed import run_distributed
+from tests.support.processes.family_checks import of_trained_parts
+from tests.support.processes.layout_steps import assert_equal_runs, layout_args, train_steps
+
+# A sample with two images is longer than a micro-batch of the batch without them.
+FLAGS = {"max_tokens_per_gpu": 32, "custom_model_provider_path": PROVIDER}
+# D11: of texts (0, 1) and samples with one image (2, 5: the same) or two (7), in either order.
+ORDERS = ((0, 2, 7), (0, 2), (2, 0), (7, 1, 5, 2), (0, 1))
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("seeing")
+    return directory, write_seeing_model(directory)
+
+
+def some_samples(order):
+    samples = {sample.index: sample for sample in make_seen_samples()}
+    return [samples[index] for index in order]
+
+
+def generated_a_placeholder():
+    """A sample with an image, whose answer has a placeholder token too."""
+    (sample,) = some_samples([2])
+    sample.tokens[-2] = IMAGE
+    sample.loss_mask = None
+    return [sample]
+
+
+class OneMicroBatch:
+    """A model of one rank, and the data of `samples` as a single micro-batch."""
+
+    def __init__(self, args):
+        from tests.support.processes.megatron_worker import load_backend
+
+        self.args, self.backend = args, load_backend(args)
+
+    def data(self, samples):
+        from slime.scheduling.dp_schedule import DPSchedule
+        from slime.training.rollout_batch import build_train_batch, split_for_data_parallel, to_tensors
+
+        rows = list(range(len(samples)))
+        batch = build_train_batch(samples, [0.0] * len(rows), [0.0] * len(rows))
+        return to_tensors(split_for_data_parallel(batch, DPSchedule([rows], [[rows]], [1], [len(rows)], 0))[0], "cpu")
+
+    def log_probs(self, data):
+        from slime.training.train_step import forward_log_probs
+
+        return forward_log_probs(self.args, self.backend, data, with_entropy=False, temperature=1.0)["log_probs"]
+
+    def gradients(self, data):
+        """Of the negative sum of all log-probs, by HF names."""
+        from slime.backends.megatron_utils.schedules import forward_backward
+        from slime.training.train_step import micro_batches
+        from tests.support.processes.megatron_worker import hf_gradients
+
+        def loss(batch, logits):
+            rows = batch.stream.response_rows
+            own = torch.log_softmax(logits[rows], -1).gather(1, batch.stream.next_tokens[rows][:, None])
+            return -own.sum(), {}
+
+        model = self.backend.model
+        batches = micro_batches(self.args, data, data["micro_batch_indices"])
+        forward_backward(self.args, model, self.backend.optimizer, batches, loss, 1.0)
+        kept = [parameter.clone() for parameter in model[0].parameters()]
+        found = hf_gradients(self.args, model)
+        with torch.no_grad():
+            for parameter, value in zip(model[0].parameters(), kept, strict=True):
+                parameter.copy_(value)
+        return found
+
+
+def in_one_micro_batch(args):
+    """Log-probs and gradients of every order of samples, and of an answer with a placeholder token."""
+    run = OneMicroBatch(args)
+    batches = {order: some_samples(order) for order in ORDERS} | {"generated": generated_a_placeholder()}
+    data = {name: run.data(samples) for name, samples in batches.items()}
+    return {name: (run.log_probs(of_batch), run.gradients(of_batch)) for name, of_batch in data.items()}
+
+
+def in_two_precisions(args):
+    """`in_one_micro_batch` in float32, and the log-probs of the first order in bfloat16."""
+    exact, rounded = args
+    found = in_one_micro_batch(exact)
+    run = OneMicroBatch(rounded)
+    return found, run.log_probs(run.data(some_samples(ORDERS[0])))
+
+
+@pytest.fixture(scope="module")
+def in_float32_and_16_bits(seeing):
+    args = [layout_args(seeing[0], **FLAGS, **flags) for flags in ({}, {"bf16": True})]
+    (found,) = run_distributed(in_two_precisions, 1, (args,), timeout=400)
+    return found
+
+
+@pytest.fixture(scope="module")
+def packed(in_float32_and_16_bits):
+    return in_float32_and_16_bits[0]
+
+
+def test_bfloat16_stays_near(in_float32_and_16_bits):
+    packed, rounded = in_float32_and_16_bits
+    differences = torch.cat(rounded) - torch.cat(packed[ORDERS[0]][0])
+    assert 0 < differences.abs().mean() < 0.03
+
+
+@pytest.mark.parametrize("name", [*ORDERS, "generated"])
+def test_d11_texts_and_images_in_one_micro_batch_are_what_each_is_alone(seeing, packed, name):
+    _, model = seeing
+    model.zero_grad()
+    samples = generated_a_placeholder() if name == "generated" else some_samples(name)
+    log_probs, gradients = packed[name]
+    for sample, found in zip(samples, log_probs, strict=True):
+        rows = torch.log_softmax(seen_alone(model, sample), -1)[:-1]
+        expected = rows.gather(1, torch.tensor(sample.tokens[1:])[:, None])[-sample.response_length :, 0]
+        (-expected.sum()).backward()
+        assert (found - expected).abs().max() <= 1e-5, sample.index
+    of_model = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert set(of_trained_parts(of_model)) == set(gradients)
+    for tensor, gradient in gradients.items():
+        scale = max(float(of_model[tensor].abs().max()), 1e-3)
+        assert (gradient - of_model[tensor]).abs().max() <= 5e-5 * scale, tensor
+
+
+TWO_RANKS = ("tp2", "pp2", "cp2", "cp2 gathered")
+
+
+@pytest.fixture(scope="module")
+def one_rank(seeing):
+    """`train_steps` on one rank, as it is and with layers that are recomputed."""
+    cases = {
+        name: layout_args(seeing[0], **{**FLAGS, **sizes})
+        for name, sizes in {"one": {}, "recomputed": LAYOUTS["recomputed"]}.items()
+    }
+    (found,) = run_distributed(train_steps, 1, (cases, make_seen_samples), timeout=400)
+    return found
+
+
+def test_layers_that_are_recomputed_see_the_same(one_rank):
+    assert_equal_runs([one_rank["recomputed"]], one_rank["one"])
+
+
+def test_every_layout_trains_on_images_as_one_rank_does(seeing, one_rank):
+    cases = {name: layout_args(seeing[0], **{**FLAGS, **LAYOUTS[name]}) for name in TWO_RANKS}
+    ranks = run_distributed(train_steps, 2, (cases, make_seen_samples), timeout=400)
+    for name in TWO_RANKS:
+        assert_equal_runs([rank[name] for rank in ranks], one_rank["one"])
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_trains_on_images(tmp_path):
+    write_seeing_model(tmp_path, "qwen3_5_moe")
+    (one,) = run_distributed(train_steps, 1, ({"one": layout_args(tmp_path, **FLAGS)}, make_seen_samples), timeout=400)
+    layouts = ("tp2", "ep2", "pp2")
+    cases = {name: layout_args(tmp_path, **{**FLAGS, **LAYOUTS[name]}) for name in layouts}
+    ranks = run_distributed(train_steps, 2, (cases, make_seen_samples), timeout=400)
+    for name in layouts:
+        assert_equal_runs([rank[name] for rank in ranks], one["one"])
+
+
+def told(args, samples):
+    """What is said of each case's sample, by name."""
+    found = {}
+    run = None
+    for name, sample in samples.items():
+        if name in args:
+            run = None
+        run = run or OneMicroBatch(args.get(name, args["any"]))
+        try:
+            run.log_probs(run.data([sample]))
+            found[name] = "nothing"
+        except UserError as error:
+            found[name] = str(error)
+        if name in args:
+            run = None
+    return found
+
+
+def test_what_does_not_go_together_is_told_with_the_sample(seeing, tmp_path):
+    directory, _ = seeing
+    (sample,) = some_samples([7])
+    cases = {
+        name: copy.deepcopy(sample) for name in ("fits", "lacks", "apart", "pixels", "grids", "video", "text", "blind")
+    }
+    cases["lacks"].tokens.remove(IMAGE)
+    place = cases["apart"].tokens.index(IMAGE)
+    cases["apart"].tokens[place : place + 3] = [IMAGE, 1, IMAGE]
+    del cases["pixels"].multimodal_train_inputs["image_grid_thw"]
+    cases["grids"].multimodal_train_inputs["image_grid_thw"] = processed([(1, 2, 4)], 0)["image_grid_thw"]
+    cases["video"].multimodal_train_inputs["pixel_values_videos"] = torch.zeros(4, 12)
+    shutil.copytree(directory, tmp_path / "blind")
+    of_tower = json.loads((directory / "config.json").read_text())
+    of_tower["vision_config"]["depth"] = 3
+    (tmp_path / "blind" / "config.json").write_text(json.dumps(of_tower))
+    args = {
+        "any": layout_args(directory, **FLAGS),
+        "text": layout_args(directory),
+        "blind": layout_args(tmp_path / "blind", **FLAGS),
+    }
+    (found,) = run_distributed(told, 1, (args, cases), timeout=400)
+    said = {
+        "fits": "nothing",
+        "lacks": f"sample 7: it has 4 placeholder tokens of images (id {IMAGE})",
+        "apart": "sample 7: between the 2 placeholder tokens of its image 0 stand others",
+        "pixels": "sample 7: its multimodal_train_inputs have no image_grid_thw",
+        "grids": "sample 7: its pixel_values are of 20 patches, and its image_grid_thw has 8",
+        "video": "sample 7: the sample has videos",
+        "text": "samples [7] have images, and the model that --custom-model-provider-path builds takes none",
+        "blind": "its config tells of a vision tower with",
+    }
+    assert {name: said[name] in message for name, message in found.items()} == dict.fromkeys(said, True), found
+
+
+@pytest.mark.parametrize("shapes", [[], [(1, 2, 3)], [(1, 1, 1), (1, 4, 2)], [(2, 3, 2), (1, 2, 5), (1, 1, 4)]])
+def test_positions_are_those_of_transformers(seeing, shapes):
+    import math
+
+    from slime_plugins.models.qwen3_5_vl import image_positions
+
+    _, model = seeing
+    kinds = [0, 0]
+    places = []
+    for shape in shapes:
+        places += range(len(kinds), len(kinds) + math.prod(shape))
+        kinds += [1] * math.prod(shape) + [0] * len(kinds)
+    grids = torch.tensor([(t, 2 * h, 2 * w) for t, h, w in shapes]) if shapes else None
+    expected, _ = model.model.get_rope_index(torch.zeros(1, len(kinds)).long(), torch.tensor([kinds]), grids)
+    assert image_positions(len(kinds), places, shapes).equal(expected[:, 0])
