@@ -8,6 +8,7 @@ import pytest
 from slime.backends.megatron_utils import initialize
 from slime.utils.device import Accelerator, CudaAccelerator
 from tests.support.models.args import default_args
+from tests.support.models.seen_batch import PROVIDER
 from tests.support.models.tiny_model import tiny_args, write_tiny_model
 from tests.support.processes.distributed import run_distributed
 
@@ -115,6 +116,23 @@ def _modes():
 
     workspace = os.environ["CUBLAS_WORKSPACE_CONFIG"]
     return before, torch.are_deterministic_algorithms_enabled(), workspace, config.ENABLE_EXPERIMENTAL
+
+
+def _with_a_plug_in_first(hf_dir):
+    from slime.training.backend import make_backend
+    from slime.utils.plugin_loader import load_function
+
+    args = tiny_args(hf_dir, custom_model_provider_path=PROVIDER)
+    backend = make_backend(args)
+    load_function(PROVIDER, flag="--custom-model-provider-path")
+    backend.place()
+    return type(backend.model[0].module).__name__
+
+
+def test_plug_ins_that_import_megatron_may_come_before_the_rank_is_placed(tmp_path):
+    write_tiny_model(tmp_path)
+    # In a process that has imported nothing of Megatron.
+    assert run_distributed(_with_a_plug_in_first, 1, (str(tmp_path),), start_method="spawn") == ["GPTModel"]
 
 
 def test_process_wide_modes():
