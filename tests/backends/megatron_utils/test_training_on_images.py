@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +63,10 @@ class OneMicroBatch:
         batch = build_train_batch(samples, [0.0] * len(rows), [0.0] * len(rows))
         return to_tensors(split_for_data_parallel(batch, DPSchedule([rows], [[rows]], [1], [len(rows)], 0))[0], "cpu")
 
+    def bytes_of_weights(self):
+        """Of what gives its memory back while others use the device."""
+        return sum(tensor.nbytes for tensor in self.backend.residents().weights)
+
     def log_probs(self, data):
         from slime.training.train_step import forward_log_probs
 
@@ -94,7 +99,9 @@ def in_one_micro_batch(args):
     run = OneMicroBatch(args)
     batches = {order: some_samples(order) for order in ORDERS} | {"generated": generated_a_placeholder()}
     data = {name: run.data(samples) for name, samples in batches.items()}
-    return {name: (run.log_probs(of_batch), run.gradients(of_batch)) for name, of_batch in data.items()}
+    before = run.bytes_of_weights()
+    found = {name: (run.log_probs(of_batch), run.gradients(of_batch)) for name, of_batch in data.items()}
+    return {**found, "bytes": run.bytes_of_weights() - before}
 
 
 def in_two_precisions(args):
@@ -115,6 +122,11 @@ def in_float32_and_16_bits(seeing):
 @pytest.fixture(scope="module")
 def packed(in_float32_and_16_bits):
     return in_float32_and_16_bits[0]
+
+
+def test_the_tower_gives_its_memory_back_with_the_weights(seeing, packed):
+    tower = seeing[1].model.visual
+    assert packed["bytes"] == sum(tensor.nbytes for tensor in (*tower.parameters(), *tower.buffers()))
 
 
 def test_bfloat16_stays_near(in_float32_and_16_bits):
@@ -184,8 +196,8 @@ def told(args, samples):
     for name, sample in samples.items():
         if name in args:
             run = None
-        run = run or OneMicroBatch(args.get(name, args["any"]))
         try:
+            run = run or OneMicroBatch(args.get(name, args["any"]))
             run.log_probs(run.data([sample]))
             found[name] = "nothing"
         except UserError as error:
@@ -199,7 +211,8 @@ def test_what_does_not_go_together_is_told_with_the_sample(seeing, tmp_path):
     directory, _ = seeing
     (sample,) = some_samples([7])
     cases = {
-        name: copy.deepcopy(sample) for name in ("fits", "lacks", "apart", "pixels", "grids", "video", "text", "blind")
+        name: copy.deepcopy(sample)
+        for name in ("fits", "lacks", "apart", "pixels", "grids", "video", "text", "blind", "predicts")
     }
     cases["lacks"].tokens.remove(IMAGE)
     place = cases["apart"].tokens.index(IMAGE)
@@ -215,6 +228,9 @@ def test_what_does_not_go_together_is_told_with_the_sample(seeing, tmp_path):
         "any": layout_args(directory, **FLAGS),
         "text": layout_args(directory),
         "blind": layout_args(tmp_path / "blind", **FLAGS),
+        "predicts": layout_args(
+            directory, **FLAGS, mtp_num_layers=1, enable_mtp_training=True, multimodal_keys={"image": "images"}
+        ),
     }
     (found,) = run_distributed(told, 1, (args, cases), timeout=400)
     said = {
@@ -226,8 +242,20 @@ def test_what_does_not_go_together_is_told_with_the_sample(seeing, tmp_path):
         "video": "sample 7: the sample has videos",
         "text": "samples [7] have images, and the model that --custom-model-provider-path builds takes none",
         "blind": "its config tells of a vision tower with",
+        # Before any come.
+        "predicts": "--enable-mtp-training: layers for multi-token prediction are trained on tokens alone",
     }
     assert {name: said[name] in message for name, message in found.items()} == dict.fromkeys(said, True), found
+
+
+def test_attention_that_finds_positions_by_itself_takes_no_images():
+    from slime_plugins.models.qwen3_5_vl import Sight
+
+    model = torch.nn.Module()
+    model.rotary_pos_emb, model.pre_process = torch.nn.Module(), False
+    Sight(SimpleNamespace(multimodal_keys=None), model)
+    with pytest.raises(UserError, match="Transformer Engine's attention .* give --transformer-impl local"):
+        Sight(SimpleNamespace(multimodal_keys={"image": "images"}), model)
 
 
 @pytest.mark.parametrize("shapes", [[], [(1, 2, 3)], [(1, 1, 1), (1, 4, 2)], [(2, 3, 2), (1, 2, 5), (1, 1, 4)]])
