@@ -35,7 +35,9 @@ from slime.rollout.failures import SampleFailed, failing_alone, mark_failed
 from slime.rollout.generate_state import GenerateState, deterministic_inference
 from slime.rollout.generation_call import current_call
 from slime.rollout.rm_hub.grading import async_rm, batched_async_rm
+from slime.training.rollout_batch import takes_images
 from slime.utils.engine_answers import TokenLogProbs
+from slime.utils.processing_utils import images_of
 from slime.utils.sample_fields import first_not_finite, held
 from slime.utils.types import Sample
 
@@ -205,6 +207,7 @@ async def _generated_and_graded(
     if attempt.status in FINISHED:
         if not evaluation:
             check_kept_sets(args, attempt)
+            await _look_again(args, attempt)
         mask_finished_earlier(args, attempt)
     else:
         entry = await _generate_entry(args, attempt, sampling_params, evaluation)
@@ -322,8 +325,17 @@ async def _already_finished(args: Any, entry: list[Any]) -> list[Any]:
     """An execution that fanned out in an earlier step and was finished then."""
     attempt = new_attempt(entry)
     for sample in leaves(attempt):
+        await _look_again(args, sample)
         mask_finished_earlier(args, sample)
     return attempt
+
+
+async def _look_again(args: Any, sample: Sample) -> None:
+    """Give an answer that was finished in an earlier step what a processor makes of its images: it is trained on them, and
+    checkpoints of the data have none of it."""
+    if sample.multimodal_train_inputs is None and images_of(sample) and takes_images(args):
+        images = await GenerateState(args).encode_images(sample)
+        sample.multimodal_train_inputs = dict(images.train_inputs)
 
 
 def _as_aborted(group: list[Any]) -> list[Any]:

@@ -115,10 +115,15 @@ def train_batch_from_columns(columns: dict[str, Any]) -> TrainBatch:
     return _complete(batch)
 
 
+def takes_images(args: argparse.Namespace) -> bool:
+    """Whether the model of the run may take images: the provider that builds it knows."""
+    return args.train_backend == "megatron" and args.custom_model_provider_path is not None
+
+
 def refuse_images(args: argparse.Namespace, batch: TrainBatch) -> None:
     """Raise UserError where the batch has images and the model takes none: answers to them would be learned as guesses."""
     seeing = [index for index, one in zip(batch["sample_indices"], batch.get(IMAGES, ()), strict=False) if one]
-    if seeing and (args.train_backend != "megatron" or args.custom_model_provider_path is None):
+    if seeing and not takes_images(args):
         raise UserError(
             f"{len(seeing)} of {len(batch[IMAGES])} samples have images (sample indices {[int(i) for i in seeing[:5]]}), and "
             "the model of this run is trained on text: the images would be left out; of Qwen3.5 give "

@@ -120,7 +120,7 @@ class Sight:
             return
         self._require_own_parts()
         stream = batch.stream
-        images = [_Images.of_sample(batch, sample, self.config) for sample in range(len(batch["tokens"]))]
+        images = _images_of(batch, self.config)
         self._rotary.positions = rows_of_positions(stream, [one and one.positions for one in images], batch)
         self._rotary.axes = self._axes(model)
         if model.pre_process:
@@ -251,19 +251,23 @@ class _Images:
             )
         self.positions = image_positions(len(tokens), self.places.tolist(), shapes)
 
-    @classmethod
-    def of_sample(cls, batch: MicroBatch, sample: int, config: Any) -> _Images | None:
-        """The images of a sample of `batch`; None: it is a text."""
-        inputs = batch[IMAGES][sample]
-        if not inputs:
-            return None
-        tokens, mask = batch["tokens"][sample].cpu(), batch["loss_masks"][sample].cpu()
-        is_trained = torch.zeros(len(tokens), dtype=torch.bool)
-        is_trained[len(tokens) - len(mask) :] = mask.bool()
+
+def _images_of(batch: MicroBatch, config: Any) -> list[_Images | None]:
+    """The images of each sample; None: it is a text. One wait for the device."""
+    seeing = [sample for sample, inputs in enumerate(batch[IMAGES]) if inputs]
+    tokens, masks = ([batch[name][sample] for sample in seeing] for name in ("tokens", "loss_masks"))
+    # Masks are ones and zeros, of whatever dtype.
+    on_host = torch.cat([*tokens, *(mask.to(tokens[0]) for mask in masks)]).cpu()
+    parts = on_host.split([len(row) for row in (*tokens, *masks)])
+    found: list[_Images | None] = [None] * len(batch[IMAGES])
+    for sample, of_sample, mask in zip(seeing, parts, parts[len(seeing) :], strict=False):
+        is_trained = torch.zeros(len(of_sample), dtype=torch.bool)
+        is_trained[len(of_sample) - len(mask) :] = mask.bool()
         try:
-            return cls(inputs, tokens, is_trained, config)
+            found[sample] = _Images(batch[IMAGES][sample], of_sample, is_trained, config)
         except UserError as error:
             raise UserError(f"sample {batch['sample_indices'][sample]}: {error}") from error
+    return found
 
 
 def image_positions(length: int, places: Sequence[int], shapes: Sequence[tuple[int, int, int]]) -> torch.Tensor:

@@ -10,11 +10,12 @@ import pytest
 from PIL import Image
 
 from slime.rollout import on_policy_distillation
+from slime.rollout.base_types import leaves
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.dialogue import ask
 from slime.rollout.evaluation import clear_dataset_cache, eval_rollout
 from slime.rollout.generate_state import GenerateState
-from slime.rollout.generation import generate, generate_and_rm, generate_streaming
+from slime.rollout.generation import generate, generate_and_rm, generate_and_rm_group, generate_streaming
 from slime.rollout.rollout_dump import load_rollout, save_rollout
 from slime.utils.dataset import Dataset
 from slime.utils.errors import UserError
@@ -22,6 +23,7 @@ from slime.utils.eval_config import build_eval_dataset_configs
 from slime.utils.types import Sample
 from tests.support.models.rollout_args import make_args, make_checkpoint
 from tests.support.models.rollout_steps import params, run, run_step
+from tests.support.models.seen_batch import PROVIDER
 from tests.support.models.vision import PLACEHOLDER, TOKENS_OF_IMAGE, make_seeing_checkpoint, save_image
 
 Status = Sample.Status
@@ -125,6 +127,24 @@ def test_d12_abort_save_and_resume_of_a_whole_step(server, checkpoint, data, tmp
     continued = [request for request in server.requests if request["input_ids"][-1] == 70]
     assert [len(request["image_data"]) for request in continued] == [2, 2]
     assert [request["sampling_params"]["max_new_tokens"] for request in continued] == [7, 7]
+
+
+@pytest.mark.parametrize("provider", [None, PROVIDER])
+@pytest.mark.parametrize("fans_out", [False, True])
+def test_an_answer_that_was_finished_before_a_resumption_is_trained_on_its_images(
+    server, checkpoint, data, provider, fans_out
+):
+    args = make_args(checkpoint, server.port, custom_model_provider_path=provider)
+    sample = run(generate(args, samples_of(data)[0], params(args)))
+    seen, sample.reward = sample.multimodal_train_inputs, 1.0
+    # As a checkpoint of the data has it.
+    sample.multimodal_train_inputs = None
+    text = Sample(prompt="p", tokens=[1, 2], response_length=1, status=Status.COMPLETED, reward=0.0)
+    entries = [[sample, text]] if fans_out else [sample, text]
+    found = leaves(run(generate_and_rm_group(args, entries, params(args))))
+    assert len(server.requests) == 1 and found[1].multimodal_train_inputs is None
+    again = found[0].multimodal_train_inputs
+    assert again is None if provider is None else again["pixel_values"].equal(seen["pixel_values"])
 
 
 def data_source(args, path):

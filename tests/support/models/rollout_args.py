@@ -59,6 +59,8 @@ def make_args(checkpoint: str, port: int = 1, **overrides: Any) -> SimpleNamespa
         "rollout_stop": None,
         "max_turns": None,
         "use_rollout_routing_replay": False,
+        "train_backend": "megatron",
+        "custom_model_provider_path": None,
         "rollout_stop_token_ids": None,
         "rollout_skip_special_tokens": False,
         "custom_generate_function_path": None,
