@@ -29,8 +29,9 @@ def samples_of(args: Any, groups: list[dict[str, Any]], counts: Counter[str]) ->
 
     An item with `tokens` (prompt and response) has the response of `loss_mask`, and `rollout_log_probs` of the same length if
     it has any. Of others the messages are tokenised (`--loss-mask-type`): what the assistant said is trained, from the first
-    such token to the end is the response. `extra_info` may have `tools` of the chat, `label`, `truncated`, `weight_versions`
-    (or `weight_version`), and `failed`, the reason why the trajectory is not to be trained on; it becomes the metadata.
+    such token to the end is the response. What is longer than `--rollout-max-context-len` is cut. `extra_info` may have `tools`
+    of the chat, `label`, `truncated`, `weight_versions` (or `weight_version`), and `failed`, the reason why the trajectory is
+    not to be trained on; it becomes the metadata.
 
     `counts` grows by `buffer/cut_samples` and `buffer/untrained_samples`.
 
@@ -39,8 +40,7 @@ def samples_of(args: Any, groups: list[dict[str, Any]], counts: Counter[str]) ->
     """
     items = [checked(item, group["instance_id"]) for group in groups for item in group["items"]]
     chats = [item for item in items if _OWN_TOKENS not in item]
-    if chats:
-        _require_no_log_probs(args, chats[0])
+    _require_log_probs(args, items)
     tokenised = iter(_tokenised(args, chats))
     cuts = {"sft_cut_samples": 0, "sft_untrained_samples": 0}
     made = []
@@ -49,6 +49,8 @@ def samples_of(args: Any, groups: list[dict[str, Any]], counts: Counter[str]) ->
         sample.metadata = {**item["extra_info"], "uid": item["uid"], "instance_id": item["instance_id"]}
         if _OWN_TOKENS in item:
             _take_tokens(sample, item)
+            if args.rollout_max_context_len is not None:
+                _cut_tokens(sample, args.rollout_max_context_len, cuts)
         else:
             fill_sample(sample, *next(tokenised), args.rollout_max_context_len, cuts)
         _take_extra_info(args, sample, item["extra_info"])
@@ -78,14 +80,19 @@ def _tokenised(args: Any, chats: list[Item]) -> list[tuple[list[int], list[int]]
     return mask_generator(args).get_loss_masks([(item["messages"], item["extra_info"].get("tools")) for item in chats])
 
 
-def _require_no_log_probs(args: Any, item: Item) -> None:
+def _require_log_probs(args: Any, items: list[Item]) -> None:
     needed_by = {"--use-tis": args.use_tis, "--use-rollout-logprobs": args.use_rollout_logprobs}
     names = ", ".join(flag for flag, given in needed_by.items() if given)
-    if names:
-        raise UserError(
-            f"--rollout-task-type {args.rollout_task_type}: item {item['uid']} has messages alone, and their text has no "
-            f"log-probs of the engine, which {names} needs; have the generator send tokens, loss_mask and rollout_log_probs"
-        )
+    item = next((item for item in items if _OWN_TOKENS not in item or item.get("rollout_log_probs") is None), None)
+    if not names or item is None:
+        return
+    lacks = "has messages alone, and their text has no log-probs of the engine"
+    if _OWN_TOKENS in item:
+        lacks = "has tokens and no rollout_log_probs"
+    raise UserError(
+        f"--rollout-task-type {args.rollout_task_type}: item {item['uid']} {lacks}, which {names} needs; have the generator "
+        "send tokens, loss_mask and rollout_log_probs"
+    )
 
 
 def _take_tokens(sample: Sample, item: Item) -> None:
@@ -101,6 +108,26 @@ def _take_tokens(sample: Sample, item: Item) -> None:
         sample.validate_lengths()
     except (TypeError, ValueError) as error:
         raise UserError(f"--rollout-buffer-url: item {item['uid']}: {error}") from error
+
+
+def _cut_tokens(sample: Sample, max_length: int, counts: dict[str, int]) -> None:
+    """As `fill_sample` cuts a chat: what is behind `max_length` tokens goes, and a response of which nothing is left becomes
+    one masked token."""
+    excess = len(sample.tokens) - max_length
+    if excess <= 0:
+        return
+    sample.tokens = sample.tokens[:max_length]
+    kept = sample.response_length - excess
+    if kept > 0:
+        sample.loss_mask = sample.loss_mask[:kept]
+    else:
+        sample.loss_mask = [0]
+        counts["sft_untrained_samples"] += 1
+    sample.response_length = len(sample.loss_mask)
+    if sample.rollout_log_probs is not None:
+        sample.rollout_log_probs = sample.rollout_log_probs[:kept] if kept > 0 else [0.0]
+    sample.status = Sample.Status.TRUNCATED
+    counts["sft_cut_samples"] += 1
 
 
 def _take_extra_info(args: Any, sample: Sample, extra_info: dict[str, Any]) -> None:
