@@ -19,6 +19,7 @@ import contextlib
 import itertools
 import logging
 import random
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,9 +34,9 @@ from slime.utils.processing_utils import load_tokenizer, render_chat
 
 logger = logging.getLogger("generator")
 
-# What the service says when enough groups wait.
+# What the service says when enough groups wait, and engines when enough requests do.
 _TRY_LATER = 429
-# So many trajectories in a row that come to nothing have one cause, and it does not go away.
+# So many trajectories in a row, of more than one prompt, that come to nothing have one cause, and it does not go away.
 _MOST_FAILURES = 32
 # As often an answer may be cut off by a push of weights before it is taken for a fault.
 _MOST_INTERRUPTIONS = 50
@@ -77,14 +78,16 @@ class BaseGenerator(abc.ABC):
 
     def __init__(self, data: dict[str, Any]) -> None:
         self.data = data
-        self._failures = 0
+        # Of the trajectories that failed since one came to its end.
+        self._failed_instances: list[str] = []
         self.tokenizer = load_tokenizer(data["tokenizer_path"], trust_remote_code=bool(data.get("trust_remote_code")))
 
     @abc.abstractmethod
     async def trajectory(self, row: dict[str, Any]) -> dict[str, Any]:
         """The fields of an item, without ids, for `row`, which has `prompt`, `label` and the other fields of its line.
 
-        Best made by `item`. What it raises is told, and the trajectory is sent without a reward: its group is dropped.
+        Best made by `item`. What it raises is told, and the trajectory is sent without a reward: its group is dropped. So is
+        one that takes longer than `--trajectory-timeout` of the service. Only engines that stay away end the generator.
         """
 
     def run(self) -> None:
@@ -105,21 +108,24 @@ class BaseGenerator(abc.ABC):
     async def chat(self, prompt: str | list[dict[str, Any]], **sampling_params: Any) -> Turn:
         """What the engine answers to a chat, or to one message of the user's; sampled as the run samples.
 
-        An answer that a push of weights interrupts is begun anew.
+        An answer that a push of weights interrupts is begun anew. With `--use-fault-tolerance`, engines that are away are
+        waited for, up to `--http-request-timeout`. The answer has no more tokens than the context leaves to it.
 
         Raises:
-            HttpError: the engine refuses, or is not there.
+            UserError: the chat fills the context, so that no token is left for an answer.
+            HttpError: the engine refuses, or stays away.
             RunError: the answer was interrupted again and again.
         """
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         text = render_chat(self.tokenizer, messages, template_kwargs=self.data.get("apply_chat_template_kwargs"))
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         params = {**self.data["sampling_params"], **sampling_params}
+        self._limit_to_context(params, len(ids))
         payload = {"input_ids": ids, "sampling_params": params, "return_logprob": True}
         headers = _bearer(self.data.get("remote_engine_api_key"))
         url = f"{self.data['remote_engine_url']}/generate"
         for _ in range(_MOST_INTERRUPTIONS):
-            answer = await post(url, payload, headers=headers)
+            answer = await self._answered(url, payload, headers)
             meta_info = answer["meta_info"]
             reason = (meta_info.get("finish_reason") or {}).get("type")
             if reason == "abort":
@@ -138,6 +144,34 @@ class BaseGenerator(abc.ABC):
         raise RunError(
             f"{url}: an answer was interrupted {_MOST_INTERRUPTIONS} times; does something abort the engines?"
         )
+
+    def _limit_to_context(self, params: dict[str, Any], length: int) -> None:
+        """Let `max_new_tokens` be what a chat of `length` tokens leaves of the context: engines refuse more."""
+        limit = self.data.get("context_length")
+        if limit is None:
+            return
+        if length >= limit:
+            raise UserError(
+                f"the chat has {length} tokens, and the context length is {limit} (--rollout-max-context-len, "
+                "--sglang-context-length, or the model's own): none is left for an answer"
+            )
+        wanted = params.get("max_new_tokens")
+        params["max_new_tokens"] = limit - length if wanted is None else min(wanted, limit - length)
+
+    async def _answered(self, url: str, payload: dict[str, Any], headers: dict[str, str] | None) -> Any:
+        """As `post`, again and again while no engine serves: one that died may take longer to come back than `post` tries."""
+        limit = float(self.data.get("engine_wait_s") or 0.0)
+        deadline = time.monotonic() + limit
+        while True:
+            try:
+                return await post(url, payload, headers=headers)
+            except HttpError as error:
+                if not _is_away(error) or time.monotonic() >= deadline:
+                    raise
+                logger.warning(
+                    "no engine serves; it is waited for, %g s in all (--http-request-timeout): %s", limit, error
+                )
+                await asyncio.sleep(_WAIT_S)
 
     def item(self, turn: Turn, reward: Any, **extra_info: Any) -> dict[str, Any]:
         """The fields of a trajectory of one turn, with the tokens and log-probs of the engine."""
@@ -190,30 +224,46 @@ class BaseGenerator(abc.ABC):
                     group.create_task(self._make_item(instance_id, row))
 
     async def _make_item(self, instance_id: str, row: dict[str, Any]) -> None:
+        limit = self.data.get("trajectory_timeout")
         try:
-            fields = await self.trajectory(row)
-            self._failures = 0
-        except HttpError:
-            # Of the engine: without one there is nothing to make.
-            raise
+            async with asyncio.timeout(limit) as timeout:
+                fields = await self.trajectory(row)
+            self._failed_instances.clear()
         except Exception as error:
-            logger.exception("the trajectory of instance %s failed", instance_id)
-            self._failures += 1
-            if self._failures >= _MOST_FAILURES:
-                raise RunError(
-                    f"{_MOST_FAILURES} trajectories in a row failed, the last with {type(error).__name__}: {error}"
-                ) from error
+            if self._is_without_engines(error):
+                raise
+            told = f"{type(error).__name__}: {error}"
+            if timeout.expired():
+                told = f"it was not done within {limit:g} s (--trajectory-timeout of the service)"
+            logger.exception("the trajectory of instance %s failed: %s", instance_id, told)
+            self._stop_when_all_fail(instance_id, told)
             messages = [{"role": "user", "content": str(row["prompt"])}]
-            fields = {"messages": messages, "reward": None, "extra_info": {"error": f"{type(error).__name__}: {error}"}}
+            fields = {"messages": messages, "reward": None, "extra_info": {"error": told}}
         await self.send({"uid": uuid.uuid4().hex, "instance_id": instance_id, **fields})
 
+    def _is_without_engines(self, error: Exception) -> bool:
+        """Whether `error` says that the run's engines stay away: without one there is nothing to make."""
+        engines = self.data.get("remote_engine_url")
+        if engines is None or not isinstance(error, HttpError):
+            return False
+        # Other services, of a reward for example, fail the trajectories that ask them.
+        return error.url.startswith(f"{engines}/") and _is_away(error)
+
+    def _stop_when_all_fail(self, instance_id: str, told: str) -> None:
+        self._failed_instances.append(instance_id)
+        # All of one group may fail of its prompt.
+        if len(self._failed_instances) >= _MOST_FAILURES and len(set(self._failed_instances)) > 1:
+            raise RunError(f"{len(self._failed_instances)} trajectories in a row failed, the last with {told}")
+
     async def send(self, item: dict[str, Any]) -> None:
-        """Send an item to the buffer; waits while enough groups wait there.
+        """Send an item of this run to the buffer; waits while enough groups wait there.
 
         Raises:
             HttpError: the buffer refuses it, or is gone.
         """
         url = f"{self.data['remote_buffer_url']}/buffer/write"
+        if self.data.get("run_id") is not None:
+            item = {**item, "run_id": self.data["run_id"]}
         while True:
             with contextlib.suppress(_Later):
                 return await _post_item(url, item)
@@ -231,6 +281,11 @@ async def _post_item(url: str, item: dict[str, Any]) -> None:
         if error.status == _TRY_LATER:
             raise _Later from error
         raise
+
+
+def _is_away(error: HttpError) -> bool:
+    """Whether nobody served the request, who may do so later."""
+    return error.status is None or error.status == _TRY_LATER or error.status >= 500
 
 
 def _bearer(key: str | None) -> dict[str, str] | None:

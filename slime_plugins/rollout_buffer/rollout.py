@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 import uuid
 from collections import Counter
 from typing import Any
@@ -24,7 +25,7 @@ from slime.rollout.filter_hub.base_types import (
     call_dynamic_filter,
     should_drop_dynamic_filter_output,
 )
-from slime.rollout.generate_state import rollout_sampling_params
+from slime.rollout.generate_state import GenerateState, rollout_sampling_params
 from slime.rollout.generation_call import current_call
 from slime.utils import env
 from slime.utils.async_utils import run
@@ -42,6 +43,10 @@ _URL_FLAG = "--rollout-buffer-url"
 _FILTER_FLAG = "--dynamic-sampling-filter-path"
 # The service itself waits so long for groups before it says that there are too few.
 _POLL_S = 5.0
+# Groups of one answer: it is a whole text in the memory of both sides, and is made while the service answers nobody else.
+_MOST_GROUPS = 16
+# How often a run that waits says what for.
+_TELL_S = 30.0
 # Where the data source keeps what was trained on, among the values of its user.
 METADATA_KEY = "rollout_buffer"
 # Statuses that say that the request itself is of no use.
@@ -109,7 +114,6 @@ class BufferClient(metaclass=SingletonMeta):
             kept, gatherer, metrics = await self._collect(rollout_id)
         finally:
             self._under_way.discard(rollout_id)
-        self._remember(rollout_id, [group.instance_id for group in kept])
         groups = [group.samples for group in kept]
         number = args.rollout_batch_size
         for position, group in enumerate(groups):
@@ -122,7 +126,7 @@ class BufferClient(metaclass=SingletonMeta):
         tally.stop_when_most_failed()
         self._is_last_taken |= rollout_id + 1 == args.num_rollout
         if self._is_last_taken and not self._under_way:
-            await self._post("/stop_rollout", {"run_id": self.run_id})
+            await self._stop()
         return RolloutFnTrainOutput(
             groups, {**gatherer.collect(), **metrics, "failed_samples": len(failed_samples(groups))}
         )
@@ -131,25 +135,33 @@ class BufferClient(metaclass=SingletonMeta):
         """Whole groups that the dynamic filter keeps, as many as a rollout has."""
         target, size = self.args.rollout_batch_size, self.args.n_samples_per_prompt
         kept: list[Group] = []
-        dropped: list[str] = []
-        gatherer, metrics = MetricGatherer(), {}
+        gatherer, told, counts = MetricGatherer(), _Means(), Counter[str]()
         with current_call().progress.start(f"rollout {rollout_id}", target * size) as progress:
             part = 0
             while len(kept) < target:
-                answer = await self._fetch(f"{rollout_id}.{part}", target - len(kept))
+                number = min(target - len(kept), _MOST_GROUPS)
+                answer = await self._fetch(f"{rollout_id}.{part}", number, len(kept))
                 part += 1
-                counts: Counter[str] = Counter()
                 groups = await asyncio.to_thread(samples_of, self.args, answer["groups"], counts)
                 for group in groups:
                     if self._filter is not None and await self._filter_drops(group.samples, target, gatherer):
-                        dropped.append(group.instance_id)
                         continue
                     kept.append(group)
                     progress.advance(size)
-                metrics = _metrics(answer, counts, metrics)
-        total = answer["status"]["groups"]["dropped"]
-        metrics["buffer/dropped_groups"], self._dropped = total - self._dropped, total
-        self._remember(rollout_id, dropped)
+                # At once: a service that is started again without its groups is told what need not be made again.
+                self._remember(rollout_id, [group.instance_id for group in groups])
+                told.add(answer["meta_info"], len(groups))
+        groups_of_service = answer["status"]["groups"]
+        total = groups_of_service["dropped"]
+        # A service that was started again without its groups counts from zero.
+        before = self._dropped if total >= self._dropped else 0
+        self._dropped = total
+        metrics = {
+            **told.means(),
+            **counts,
+            "buffer/waiting_groups": groups_of_service["waiting"],
+            "buffer/dropped_groups": total - before,
+        }
         return kept, gatherer, metrics
 
     async def _filter_drops(self, samples: list[Sample], target: int, gatherer: MetricGatherer) -> bool:
@@ -162,9 +174,10 @@ class BufferClient(metaclass=SingletonMeta):
             gatherer.on_dynamic_filter_drop(verdict.reason)
         return drop
 
-    async def _fetch(self, request_id: str, number: int) -> dict[str, Any]:
-        """The answer with `number` groups."""
+    async def _fetch(self, request_id: str, number: int, kept: int) -> dict[str, Any]:
+        """The answer with `number` groups, for a rollout that has `kept`."""
         limit, polls = self.args.fetch_trajectory_retry_times, 0
+        tell_at = time.monotonic() + _TELL_S
         body = {"run_id": self.run_id, "request_id": request_id, "num_groups": number, "wait_s": _POLL_S}
         while True:
             told = list(self._received)
@@ -175,7 +188,8 @@ class BufferClient(metaclass=SingletonMeta):
                 return answer
             status = answer["status"]
             rollout, groups = request_id.partition(".")[0], status["groups"]
-            there = f"{groups['waiting']} of {number} groups that rollout {rollout} needs are there"
+            needed = self.args.rollout_batch_size
+            there = f"{kept + groups['waiting']} of {needed} groups that rollout {rollout} needs are there"
             if status["refused"] is not None:
                 there = f"{there} ({status['refused']})"
             generator = f"the generator of --rollout-task-type {self.args.rollout_task_type}"
@@ -191,6 +205,12 @@ class BufferClient(metaclass=SingletonMeta):
                 logger.warning("%s %s: the service was started again; so is its generator", _URL_FLAG, self.url)
                 async with self._starting:
                     await self._start()
+            if time.monotonic() >= tell_at:
+                tell_at = time.monotonic() + _TELL_S
+                logger.warning(
+                    "%s %s: %s (%d are not full, %d were dropped); %s is waited for",
+                    _URL_FLAG, self.url, there, groups["open"], groups["dropped"], generator,
+                )  # fmt: skip
             polls += 1
             if 0 <= limit <= polls:
                 raise RunError(
@@ -201,6 +221,15 @@ class BufferClient(metaclass=SingletonMeta):
     async def _start(self) -> None:
         """Have the generator started, unless it works already."""
         await self._post("/start_rollout", start_request(self.args, self.run_id, self._trained_on()))
+
+    async def _stop(self) -> None:
+        """Have the generator ended. The last rollout is there, whatever becomes of the service."""
+        try:
+            await self._post("/stop_rollout", {"run_id": self.run_id})
+        except (RunError, UserError) as error:
+            logger.warning(
+                "the generator of --rollout-task-type %s was not ended: %s", self.args.rollout_task_type, error
+            )
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -267,20 +296,31 @@ def start_request(args: Any, run_id: str, skip_instance_ids: list[str]) -> dict[
         "trust_remote_code": bool(args.trust_remote_code),
         "apply_chat_template_kwargs": args.apply_chat_template_kwargs,
         "max_tokens": args.rollout_max_response_len,
+        "context_length": GenerateState(args).context_length(args),
+        # Without fault tolerance nobody brings engines back.
+        "engine_wait_s": args.http_request_timeout if args.use_fault_tolerance else 0.0,
         "sampling_params": rollout_sampling_params(args),
         "skip_instance_ids": skip_instance_ids,
     }
 
 
-def _metrics(answer: dict[str, Any], counts: Counter[str], before: dict[str, float]) -> dict[str, float]:
-    """What is logged of an answer, beside what was of those before it."""
-    numbers = {
-        f"buffer/{name}": float(value)
-        for name, value in answer["meta_info"].items()
-        if isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    }
-    summed = {name: before.get(name, 0) + count for name, count in counts.items()}
-    return {**before, **numbers, **summed, "buffer/waiting_groups": answer["status"]["groups"]["waiting"]}
+class _Means:
+    """Numbers that the generator tells of answers, as means over all groups of a rollout."""
+
+    def __init__(self) -> None:
+        self._sums: Counter[str] = Counter()
+        self._groups: Counter[str] = Counter()
+
+    def add(self, meta_info: dict[str, Any], groups: int) -> None:
+        """Take in what was told of an answer with so many groups."""
+        for name, value in meta_info.items():
+            if isinstance(value, int | float | np.number) and not isinstance(value, bool):
+                self._sums[f"buffer/{name}"] += float(value) * groups
+                self._groups[f"buffer/{name}"] += groups
+
+    def means(self) -> dict[str, float]:
+        """By their names in the metrics."""
+        return {name: total / self._groups[name] for name, total in self._sums.items()}
 
 
 def _reason(error: HttpError) -> str:

@@ -32,7 +32,7 @@ LAST = None
 
 def post(url, item):
     while True:
-        request = urllib.request.Request(url + "/buffer/write", json.dumps(item).encode())
+        request = urllib.request.Request(url + "/buffer/write", json.dumps(item).encode(), {"Content-Type": "application/json"})
         try:
             return urllib.request.urlopen(request, timeout=30).read()
         except urllib.error.HTTPError as error:
@@ -186,6 +186,100 @@ def test_what_the_dynamic_filter_drops_is_made_up_for(checkpoint, generator, tmp
     assert sorted(source.metadata[METADATA_KEY]["0"]) == ["0", "1", "2", "3"]
 
 
+def test_groups_that_the_filter_kept_are_not_made_again_in_the_middle_of_a_rollout(
+    checkpoint, generator, tmp_path, monkeypatch
+):
+    """The first service has three groups; of another, without them, the rollout takes only what it lacks."""
+    monkeypatch.setattr(rollout, "_POLL_S", 0.1)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "counts_generator.py").write_text(COUNTS)
+    generator.write_text(
+        COUNTS.replace("LAST = None", "LAST = 3").replace("number += 1\n", "number += 1\n    time.sleep(600)\n")
+    )
+    path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+    with ThreadPoolExecutor(1) as pool, serving([str(generator)], tmp_path) as (url, _):
+        args = arguments(checkpoint, url, dynamic_sampling_filter_path=path)
+        source = Source()
+        client = rollout.BufferClient(args, source)
+        with serving([str(other / "counts_generator.py")], other) as (other_url, _):
+            running = pool.submit(generate_rollout, args, 0, source)
+            wait_until(lambda: groups_of(url)["handed"] + groups_of(url)["received"] == 3)
+            client.url = args.rollout_buffer_url = other_url
+            output = running.result(60)
+    assert numbers(output) == [1, 3]
+    assert sorted(source.metadata[METADATA_KEY]["0"]) == ["0", "1", "2", "3"]
+    assert output.metrics["buffer/dropped_groups"] == 0
+
+
+def test_groups_that_are_dropped_are_counted_from_zero_by_a_service_that_is_started_again(
+    checkpoint, generator, tmp_path
+):
+    generator.write_text(COUNTS + "\ndef is_valid_group(group): return int(group[0]) not in (0, 1)\n")
+    source, dropped = Source(), []
+    with serving([str(generator)], tmp_path) as (url, _):
+        args = arguments(checkpoint, url)
+        dropped.append(generate_rollout(args, 0, source).metrics["buffer/dropped_groups"])
+        client = rollout.BufferClient(args, source)
+    generator.write_text(COUNTS + "\ndef is_valid_group(group): return int(group[0]) != 1\n")
+    source.metadata[METADATA_KEY]["0"].append("0")
+    with serving([str(generator)], tmp_path) as (url, _):
+        client.url = args.rollout_buffer_url = url
+        dropped.append(generate_rollout(args, 1, source).metrics["buffer/dropped_groups"])
+    assert dropped == [2, 1]
+
+
+def test_a_large_rollout_is_asked_for_in_parts(checkpoint, generator, tmp_path, monkeypatch):
+    asked = []
+    real = rollout.BufferClient._post
+
+    async def post(self, path, body):
+        if path == "/get_rollout_data":
+            asked.append((body["request_id"], body["num_groups"]))
+        return await real(self, path, body)
+
+    monkeypatch.setattr(rollout.BufferClient, "_post", post)
+    with serving([str(generator)], tmp_path) as (url, _):
+        output = generate_rollout(arguments(checkpoint, url, rollout_batch_size=20), 0, Source())
+    assert numbers(output) == list(range(20)) and set(asked) == {("0.0", 16), ("0.1", 4)}
+    # Of 16 groups each, and of 4.
+    assert output.metrics["buffer/groups"] == pytest.approx((16 * 16 + 4 * 4) / 20)
+
+
+def test_a_run_that_waits_says_what_for(checkpoint, generator, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(rollout, "_POLL_S", 0.05)
+    monkeypatch.setattr(rollout, "_TELL_S", 0.1)
+    generator.write_text(COUNTS + "\ndef is_valid_group(group): return False\n")
+    with serving([str(generator)], tmp_path) as (url, _):
+        args = arguments(checkpoint, url, fetch_trajectory_retry_times=20)
+        with pytest.raises(RunError, match="after 20 polls"):
+            generate_rollout(args, 0, Source())
+    (first, *others) = [record.getMessage() for record in caplog.records if "is waited for" in record.getMessage()]
+    assert (
+        "0 of 2 groups that rollout 0 needs are there (" in first
+        and "the generator of --rollout-task-type counts" in first
+    )
+    # Not at every poll.
+    assert 1 <= len(others) <= 12
+
+
+def test_the_last_rollout_is_kept_when_the_generator_cannot_be_ended(
+    checkpoint, generator, tmp_path, monkeypatch, caplog
+):
+    real = rollout.post_control
+
+    async def refused(url, body, headers=None):
+        return await real(url, {"run_id": "another"} if url.endswith("/stop_rollout") else body, headers=headers)
+
+    monkeypatch.setattr(rollout, "post_control", refused)
+    with serving([str(generator)], tmp_path) as (url, _):
+        output = generate_rollout(arguments(checkpoint, url, num_rollout=1), 0, Source())
+    assert numbers(output) == [0, 1]
+    assert (
+        "the generator of --rollout-task-type counts was not ended" in caplog.text and "not to another" in caplog.text
+    )
+
+
 def test_the_last_rollout_ends_the_generator(checkpoint, generator, tmp_path):
     with serving([str(generator)], tmp_path) as (url, _):
         args = arguments(checkpoint, url, num_rollout=2)
@@ -193,6 +287,10 @@ def test_the_last_rollout_ends_the_generator(checkpoint, generator, tmp_path):
         assert status(url)["generator"] == "running"
         generate_rollout(args, 1, Source())
         assert status(url)["generator"] == "ended"
+
+
+def groups_of(url):
+    return status(url)["groups"]
 
 
 def status(url):
@@ -297,6 +395,34 @@ def test_the_shipped_generator_asks_the_engine_and_sends_its_tokens(checkpoint, 
     assert output.metrics["buffer/right_answers"] == 0.25
     asked = engine.requests[0]
     assert asked["sampling_params"]["max_new_tokens"] == args.rollout_max_response_len and asked["return_logprob"]
+
+
+@pytest.mark.parametrize(("tolerant", "seconds"), [(True, 120.0), (False, 0.0)])
+def test_engines_are_waited_for_where_they_are_brought_back(checkpoint, tolerant, seconds):
+    args = arguments(checkpoint, "http://127.0.0.1:9", use_fault_tolerance=tolerant, http_request_timeout=120.0)
+    assert rollout.start_request(args, "run", [])["engine_wait_s"] == seconds
+
+
+def test_a_prompt_that_is_too_long_costs_its_group_alone(checkpoint, prompts, tmp_path):
+    """As with engines that refuse what does not fit into the context."""
+    rows = prompts.read_text().splitlines()
+    prompts.write_text("\n".join([json.dumps({"prompt": "why " * 300, "label": "0"}), *rows]) + "\n")
+
+    def refuse(payload):
+        wanted = len(payload["input_ids"]) + payload["sampling_params"]["max_new_tokens"]
+        return f"{wanted} tokens are longer than the context" if wanted > 64 else None
+
+    with FakeGenerateServer() as engine, serving([], tmp_path) as (url, _):
+        engine.refuse = refuse
+        args = arguments(
+            checkpoint, url, rollout_task_type="math", prompt_data=[str(prompts)], sglang_router_port=engine.port,
+            rollout_max_response_len=60, sglang_context_length=64, n_samples_per_prompt=40, sglang_server_concurrency=40,
+        )  # fmt: skip
+        output = generate_rollout(args, 0, Source())
+    assert [group[0].metadata["instance_id"] for group in output.samples] == ["0-1", "0-2"]
+    assert output.metrics["buffer/dropped_groups"] == 1
+    budgets = {len(asked["input_ids"]) + asked["sampling_params"]["max_new_tokens"] for asked in engine.requests}
+    assert max(budgets) <= 64
 
 
 def test_answers_that_a_push_interrupts_are_asked_for_again(checkpoint, prompts, tmp_path):

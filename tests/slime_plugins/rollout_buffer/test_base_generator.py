@@ -1,0 +1,161 @@
+"""What a generator of one's own inherits, against an engine and a service of a reward over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from slime.utils import http_utils
+from slime.utils.errors import RunError, UserError
+from slime.utils.http_utils import HttpError, HttpSettings, close_http_client, post
+from slime_plugins.rollout_buffer import base_generator
+from slime_plugins.rollout_buffer.base_generator import BaseGenerator
+from tests.support.models.rollout_args import make_checkpoint
+from tests.support.processes.fake_generate_server import FakeGenerateServer
+from tests.support.processes.http_server import forget_everything
+
+ROW = {"prompt": "why?", "label": None}
+
+
+class Own(BaseGenerator):
+    """Keeps what it would send."""
+
+    def __init__(self, data):
+        super().__init__(data)
+        self.sent = []
+
+    async def trajectory(self, row):
+        return self.item(await self.chat(row["prompt"]), reward=1.0)
+
+    async def send(self, item):
+        self.sent.append(item)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(autouse=True)
+def client(monkeypatch):
+    """Two attempts of a request, one after the other."""
+    forget_everything(monkeypatch)
+    monkeypatch.setattr(http_utils, "_settings", HttpSettings(max_retries=2))
+    monkeypatch.setattr(base_generator, "_WAIT_S", 0.01)
+
+
+@pytest.fixture
+def engine():
+    with FakeGenerateServer() as running:
+        yield running
+
+
+def generator(checkpoint, engine, cls=Own, **data):
+    params = {"max_new_tokens": 60}
+    return cls({"tokenizer_path": checkpoint, "remote_engine_url": engine.url, "sampling_params": params, **data})
+
+
+def awaited(coroutine):
+    async def main():
+        try:
+            async with asyncio.timeout(20):
+                return await coroutine
+        finally:
+            await close_http_client()
+
+    return asyncio.run(main())
+
+
+def test_an_answer_has_no_more_tokens_than_the_context_leaves(checkpoint, engine):
+    made = generator(checkpoint, engine, context_length=64)
+    turn = awaited(made.chat("why?"))
+    assert engine.requests[0]["sampling_params"]["max_new_tokens"] == 64 - len(turn.prompt_ids) < 60
+    awaited(made.chat("why?", max_new_tokens=3))
+    assert engine.requests[1]["sampling_params"]["max_new_tokens"] == 3
+    with pytest.raises(UserError, match="the context length is 64 .*none is left for an answer"):
+        awaited(made.chat("why? " * 100))
+    assert len(engine.requests) == 2
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_engines_that_come_back_are_waited_for(checkpoint, engine, status):
+    """Longer than the attempts of one request last."""
+    engine.refusal_status = status
+    engine.refuse = lambda payload: "none is there" if len(engine.requests) < 10 else None
+    assert awaited(generator(checkpoint, engine, engine_wait_s=60.0).chat("why?")).output_ids == [70, 71, 72]
+
+
+def test_engines_that_stay_away_end_the_generator(checkpoint, engine):
+    engine.refusal_status, engine.refuse = 503, lambda payload: "none is there"
+    made = generator(checkpoint, engine, engine_wait_s=0.05)
+    with pytest.raises(HttpError, match="none is there"):
+        awaited(made._make_item("0-0", ROW))
+    assert made.sent == []
+
+
+def test_a_request_that_the_engine_refuses_fails_its_trajectory_alone(checkpoint, engine):
+    engine.refuse = lambda payload: "longer than the context"
+    made = generator(checkpoint, engine)
+    awaited(made._make_item("0-0", ROW))
+    (sent,) = made.sent
+    assert sent["reward"] is None and "longer than the context" in sent["extra_info"]["error"]
+
+
+def test_a_reward_service_that_fails_fails_the_trajectory_alone(checkpoint, engine):
+    class Graded(Own):
+        async def trajectory(self, row):
+            return self.item(await self.chat(row["prompt"]), reward=await post(f"{self.data['reward_url']}/grade", {}))
+
+    with FakeGenerateServer() as reward:
+        # One has no such path, the other one is not there.
+        for url in (reward.url, "http://127.0.0.1:9"):
+            made = generator(checkpoint, engine, Graded, reward_url=url)
+            awaited(made._make_item("0-0", ROW))
+            assert made.sent[0]["reward"] is None and "HttpError" in made.sent[0]["extra_info"]["error"]
+
+
+def test_a_trajectory_that_never_ends_is_given_up(checkpoint, engine):
+    class Hangs(Own):
+        async def trajectory(self, row):
+            await asyncio.Event().wait()
+
+    made = generator(checkpoint, engine, Hangs, trajectory_timeout=0.05)
+    awaited(made._make_item("0-0", ROW))
+    (sent,) = made.sent
+    assert sent["extra_info"]["error"] == "it was not done within 0.05 s (--trajectory-timeout of the service)"
+
+
+def test_a_prompt_whose_trajectories_all_fail_does_not_end_the_generator(checkpoint, engine):
+    class Fails(Own):
+        async def trajectory(self, row):
+            raise KeyError("no such tool")
+
+    async def fail(made, instances):
+        for instance in instances:
+            await made._make_item(instance, ROW)
+
+    made = generator(checkpoint, engine, Fails)
+    awaited(fail(made, ["0-0"] * 40))
+    assert len(made.sent) == 40
+    with pytest.raises(RunError, match="41 trajectories in a row failed, the last with KeyError: 'no such tool'"):
+        awaited(fail(made, ["0-1"]))
+
+
+def test_items_say_of_which_run_they_are(checkpoint, engine, monkeypatch):
+    posted = []
+
+    async def post_item(url, item):
+        posted.append(item)
+
+    monkeypatch.setattr(base_generator, "_post_item", post_item)
+
+    class Sends(Own):
+        send = BaseGenerator.send
+
+    awaited(
+        generator(checkpoint, engine, Sends, remote_buffer_url="http://127.0.0.1:9", run_id="one")._make_item(
+            "0-0", ROW
+        )
+    )
+    assert posted[0]["run_id"] == "one"
