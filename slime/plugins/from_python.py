@@ -164,7 +164,11 @@ def try_generator(record: Recorder, args: argparse.Namespace, data_source: Any) 
     generate_rollout = load_function(f"{_BUFFER}.rollout.generate_rollout")
     generator = load_function(f"{_BUFFER}.generators.load_generator")(path)
     record.named(generator.module.run_rollout)
-    with tempfile.TemporaryDirectory(prefix="slime-plugins-") as directory, serving([path], directory) as (url, _):
+    trusts = bool(args.trust_remote_code)
+    with (
+        tempfile.TemporaryDirectory(prefix="slime-plugins-") as directory,
+        serving([path], directory, trust_remote_code=trusts) as (url, _),
+    ):
         buffered = with_run_values(args)
         vars(buffered).update(
             rollout_buffer_url=url,

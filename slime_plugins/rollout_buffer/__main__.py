@@ -42,9 +42,22 @@ def main() -> int:
     )
     parser.add_argument("--log-dir", help="directory for what generators print; unset: a temporary one")
     parser.add_argument("--max-bytes", type=int, default=2**26, help="longest body of a request")
+    parser.add_argument(
+        "--trajectory-timeout",
+        type=float,
+        default=14400.0,
+        help="seconds for a trajectory of BaseGenerator, then it counts as failed",
+    )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="let generators run code of the checkpoint, where the run has this flag, too",
+    )
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
+        if not 0 < given.trajectory_timeout < float("inf"):
+            parser.error(f"--trajectory-timeout {given.trajectory_timeout:g}: expected seconds above 0")
         api_key = env.buffer_service_key()
         if api_key is None and given.host not in _LOOPBACK:
             parser.error(f"--host {given.host}: everybody on the network could ask; set SLIME_BUFFER_API_KEY")
@@ -53,7 +66,14 @@ def main() -> int:
             directory = given.log_dir or stack.enter_context(
                 tempfile.TemporaryDirectory(prefix="slime-rollout-buffer-")
             )
-            app = make_app(RolloutBuffer(store, generators, directory), api_key=api_key, max_bytes=given.max_bytes)
+            buffer = RolloutBuffer(
+                store,
+                generators,
+                directory,
+                trust_remote_code=given.trust_remote_code,
+                trajectory_timeout=given.trajectory_timeout,
+            )
+            app = make_app(buffer, api_key=api_key, max_bytes=given.max_bytes)
             logging.info("tasks: %s; logs of generators below %s", ", ".join(sorted(generators)), directory)
             web.run_app(app, host=given.host, port=given.port, access_log=None, shutdown_timeout=2.0)
     except (UserError, RunError) as error:

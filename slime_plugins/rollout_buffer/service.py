@@ -3,13 +3,15 @@
 | Request | Body → answer |
 |---|---|
 | `POST /start_rollout` | what `run_rollout` is given, with `task_type`, `num_repeat_per_sample` → `{run_id, started, status}` |
-| `POST /buffer/write` | an item, or `{items: [...]}` → `{written, known}`; 429: enough groups wait, come again |
+| `POST /buffer/write` | an item, or `{items: [...]}`, `[run_id]` → `{written, known}`; 429: enough groups wait, come again |
 | `POST /get_rollout_data` | `{request_id, num_groups[, run_id, received, wait_s]}` → `{groups, meta_info, status}` |
 | `POST /stop_rollout` | `{[run_id]}` → `{status}`: the generator is ended, what there is stays |
 | `GET /status` | → `{run_id, task_type, generator, groups, failure, refused}` |
 
+Bodies are JSON, and say so: no page that a browser shows may send that to a service which it was not told of.
+
 Errors are `{"error": text}`: 400 what was sent is wrong, 401 no key, 408 too slow, 409 another run has the buffer, 413 too
-long, 422 a function of the generator failed, 500 the service itself did.
+long, 415 no JSON, 422 a function of the generator failed, 500 the service itself did.
 
 A request for groups is answered with all of them or with none, and when it is made again with the same groups. They are
 forgotten when a later request of the run names it in `received`.
@@ -45,6 +47,7 @@ LONGEST_WAIT_S = 30.0
 _WATCH_S = 0.2
 _END_S = 10.0
 _SECRET = "remote_engine_api_key"
+_JSON = "application/json"
 
 
 class Busy(Exception):
@@ -66,12 +69,24 @@ class RolloutBuffer:
         store: what there is; of an earlier service perhaps, with whose run this one goes on.
         generators: by task.
         directory: for what generators are given and what they print.
+        trust_remote_code: whether generators may run code of a checkpoint. Whoever may POST decides no such thing.
+        trajectory_timeout: seconds for a trajectory of `BaseGenerator`; None: as long as it takes.
     """
 
-    def __init__(self, store: Store, generators: dict[str, Generator], directory: str | Path) -> None:
+    def __init__(
+        self,
+        store: Store,
+        generators: dict[str, Generator],
+        directory: str | Path,
+        *,
+        trust_remote_code: bool = False,
+        trajectory_timeout: float | None = None,
+    ) -> None:
         self.store = store
         self._generators = generators
         self._directory = Path(directory)
+        self._trust_remote_code = trust_remote_code
+        self._trajectory_timeout = trajectory_timeout
         self._process: ChildProcess | None = None
         self._ended: str | None = None
         self._failure: str | None = None
@@ -99,6 +114,13 @@ class RolloutBuffer:
         data["max_waiting_groups"] = _positive(data, "max_waiting_groups", 1024)
         if not isinstance(data.setdefault("skip_instance_ids", []), list):
             raise UserError("skip_instance_ids: expected a list of instance ids")
+        if data.get("trust_remote_code") and not self._trust_remote_code:
+            raise UserError(
+                "trust_remote_code: the service runs no code of a checkpoint; start it with --trust-remote-code, too, or "
+                "the run without"
+            )
+        data["trust_remote_code"] = bool(data.get("trust_remote_code"))
+        data["trajectory_timeout"] = self._trajectory_timeout
         key = data.pop(_SECRET, None)
         async with self._starting:
             known = self.store.run
@@ -136,16 +158,17 @@ class RolloutBuffer:
         process.start()
         return process
 
-    async def write(self, items: list[Any]) -> dict[str, int]:
-        """Keep items; those that are there already change nothing.
+    async def write(self, items: list[Any], run_id: str | None = None) -> dict[str, int]:
+        """Keep items, of the run `run_id` where it is told; those that are there already change nothing.
 
         Raises:
+            WrongRun: they are of another run.
             ItemError: one is not as it should be; none is kept then.
             Busy: one would begin a group while enough wait; those before it are kept.
             UserError: there is no run.
             FunctionFailed: so did a function of the generator.
         """
-        run = self._run()
+        run = self._run(run_id)
         try:
             checked = [checked_item(item) for item in items]
         except ItemError as error:
@@ -153,18 +176,19 @@ class RolloutBuffer:
             raise
         settle = functools.partial(self._settle, self._generator_of(run))
         room = max(run["max_waiting_groups"], self._most_asked_for)
-        before, written = self.store.counts(), 0
-        for item in checked:
-            if self.store.counts()["waiting"] >= room and not self.store.is_known(item):
-                raise Busy(f"{room} groups wait to be taken; send it again in a while")
-            try:
+        before, written = self.store.waiting(), 0
+        try:
+            for item in checked:
+                if self.store.waiting() >= room and not self.store.is_known(item):
+                    raise Busy(f"{room} groups wait to be taken; send it again in a while")
                 written += self.store.add(item, settle)
-            except UserError as error:
-                self._failure = str(error)
+        except UserError as error:
+            self._failure = str(error)
+            raise FunctionFailed(str(error)) from error
+        finally:
+            # Also of what came before an item that was not taken.
+            if self._failure is not None or self.store.waiting() != before:
                 await self._tell()
-                raise FunctionFailed(str(error)) from error
-        if self.store.counts()["waiting"] != before["waiting"]:
-            await self._tell()
         return {"written": written, "known": len(checked) - written}
 
     def _settle(self, generator: Generator, instance_id: str, items: list[Item]) -> list[Item] | None:
@@ -216,8 +240,9 @@ class RolloutBuffer:
         Raises:
             WrongRun: it is not its run's turn.
         """
-        self._run(run_id)
         async with self._starting:
+            # Another run may have started meanwhile.
+            self._run(run_id)
             await self._end_process()
             self._ended = self._ended or "it was told to stop"
         await self._tell()
@@ -247,19 +272,30 @@ class RolloutBuffer:
         try:
             while True:
                 await asyncio.sleep(_WATCH_S)
-                process = self._process
-                if process is None or self._starting.locked() or process.poll() is None:
-                    continue
-                self._process = None
-                if process.poll() == 0:
-                    self._ended = "it has nothing more to make"
-                    logger.info("%s has ended", process.name)
-                else:
-                    self._failure = f"{process.name}: {process.describe_end()}"
-                    logger.error("%s", self._failure)
-                await self._tell()
+                try:
+                    await self._look_after_process()
+                except Exception as error:
+                    # Told to the run, which would wait for ever otherwise.
+                    told = f"the generator cannot be watched: {type(error).__name__}: {error}"
+                    if told != self._failure:
+                        logger.exception("%s", told)
+                        self._failure = told
+                        await self._tell()
         finally:
             await asyncio.shield(self._end_process())
+
+    async def _look_after_process(self) -> None:
+        process = self._process
+        if process is None or self._starting.locked() or process.poll() is None:
+            return
+        self._process = None
+        if process.poll() == 0:
+            self._ended = "it has nothing more to make"
+            logger.info("%s has ended", process.name)
+        else:
+            self._failure = f"{process.name}: {process.describe_end()}"
+            logger.error("%s", self._failure)
+        await self._tell()
 
     async def _end_process(self) -> None:
         process, self._process = self._process, None
@@ -298,10 +334,11 @@ def make_app(
         return await buffer.start(body, str(request.url.origin()))
 
     async def written(body: dict[str, Any], request: web.Request) -> dict[str, Any]:
+        run_id = body.pop("run_id", None)
         items = body["items"] if set(body) == {"items"} else [body]
         if not isinstance(items, list):
             raise ItemError(f"`items` is {type(items).__name__}; expected a list")
-        return await buffer.write(items)
+        return await buffer.write(items, run_id)
 
     async def taken(body: dict[str, Any], request: web.Request) -> dict[str, Any]:
         return await buffer.take(body)
@@ -315,6 +352,10 @@ def make_app(
 
     def posted(do: Callable[[dict[str, Any], web.Request], Awaitable[dict[str, Any]]]) -> Callable[[web.Request], Any]:
         async def handler(request: web.Request) -> web.Response:
+            if request.content_type != _JSON:
+                raise web.HTTPUnsupportedMediaType(
+                    text=f"the body is {request.content_type}; send JSON with the header Content-Type: {_JSON}"
+                )
             async with asyncio.timeout(timeout):
                 content = await request.read()
             try:
@@ -372,8 +413,12 @@ def make_app(
 
 
 @contextlib.contextmanager
-def serving(sources: Sequence[str], directory: str | Path) -> Iterator[tuple[str, dict[str, Generator]]]:
+def serving(
+    sources: Sequence[str], directory: str | Path, *, trust_remote_code: bool = False
+) -> Iterator[tuple[str, dict[str, Generator]]]:
     """A service in a thread of this process, on a free port of loopback: its URL, and its generators by task.
+
+    `trust_remote_code` is as that of `RolloutBuffer`.
 
     Raises:
         UserError: a source is no generator.
@@ -385,7 +430,8 @@ def serving(sources: Sequence[str], directory: str | Path) -> Iterator[tuple[str
 
     async def start() -> tuple[web.AppRunner, Store]:
         store = Store()
-        runner = web.AppRunner(make_app(RolloutBuffer(store, generators, directory)), shutdown_timeout=0.2)
+        buffer = RolloutBuffer(store, generators, directory, trust_remote_code=trust_remote_code)
+        runner = web.AppRunner(make_app(buffer), shutdown_timeout=0.2)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         return runner, store

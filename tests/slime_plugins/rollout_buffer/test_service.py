@@ -11,7 +11,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from slime.utils.child_process import ChildProcess
 from slime.utils.ports import reserve_port
+from slime_plugins.rollout_buffer.generators import find_generators
+from slime_plugins.rollout_buffer.service import RolloutBuffer, WrongRun
+from slime_plugins.rollout_buffer.store import Store
 from tests.support.processes.buffer_service import IDLE, buffer_service, group_of, item
 from tests.support.processes.waiting import until, wait_until
 
@@ -184,6 +188,151 @@ def test_a_new_run_takes_the_buffer_over(tmp_path):
         assert "the buffer belongs to run two now, and not to one" in error
 
 
+def test_items_of_another_run_are_refused(tmp_path):
+    """Instances of two runs have the same ids."""
+
+    async def test(client):
+        await client.start(run_id="one")
+        one, two = group_of("a")
+        await client.post("/buffer/write", {**one, "run_id": "one"})
+        await client.start(run_id="two")
+        await client.post("/buffer/write", {**two, "run_id": "two"})
+        late = [{**two, "uid": "late", "run_id": "one"}, {"items": group_of("a"), "run_id": "one"}]
+        errors = [(await client.post("/buffer/write", body, status=409))["error"] for body in late]
+        assert (await client.status())["groups"]["open"] == 1
+        await client.post("/buffer/write", {"items": [one], "run_id": "two"})
+        (group,) = (await client.take("1"))["groups"]
+        return errors, [sorted(entry) for entry in group["items"]]
+
+    errors, fields = served(test, tmp_path)
+    assert all("the buffer belongs to run two now, and not to one" in error for error in errors)
+    assert all("run_id" not in names for names in fields)
+
+
+def test_a_stop_that_comes_late_leaves_the_generator_of_the_next_run(tmp_path):
+    """It came while that one was being started."""
+    file = tmp_path / "idle_generator.py"
+    file.write_text(IDLE)
+    store = Store()
+    buffer = RolloutBuffer(store, find_generators([str(file)]), tmp_path / "logs")
+    wanted = {"task_type": "idle", "num_repeat_per_sample": 2}
+
+    async def test():
+        async with asyncio.timeout(60):
+            await buffer.start({**wanted, "run_id": "one"}, "http://127.0.0.1:9")
+            starting = asyncio.create_task(buffer.start({**wanted, "run_id": "two"}, "http://127.0.0.1:9"))
+            await until(buffer._starting.locked)
+            try:
+                with pytest.raises(WrongRun, match="belongs to run two now, and not to one"):
+                    await buffer.stop("one")
+                assert buffer.status()["generator"] == "running"
+            finally:
+                await starting
+                await buffer.stop("two")
+
+    try:
+        asyncio.run(test())
+    finally:
+        store.close()
+
+
+def test_what_was_received_long_ago_makes_no_write_slower(tmp_path):
+    """In steps of the database, which are the same on every machine."""
+    file = tmp_path / "idle_generator.py"
+    file.write_text(IDLE)
+    store = Store()
+    store.begin({"run_id": "run", "task_type": "idle", "num_repeat_per_sample": 2, "max_waiting_groups": 9})
+    buffer = RolloutBuffer(store, find_generators([str(file)]), tmp_path)
+    steps = 0
+
+    def count():
+        nonlocal steps
+        steps += 1
+
+    def steps_of(instance_id):
+        before = steps
+        asyncio.run(buffer.write(group_of(instance_id)))
+        store.hand_out("more than there are", 9)
+        return steps - before
+
+    store._database.set_progress_handler(count, 20)
+    first = steps_of("a")
+    rows = [(f"old {number}", f"request {number}") for number in range(5000)]
+    store._database.executemany("INSERT INTO groups (instance_id, state, request_id) VALUES (?, 'received', ?)", rows)
+    assert steps_of("b") <= first + 20
+    store.close()
+
+
+def test_groups_before_an_item_that_is_not_taken_are_told_of(tmp_path):
+    async def test(client):
+        await client.start(max_waiting_groups=1)
+        waiting = asyncio.create_task(client.take("1", 1, wait_s=30))
+        async with asyncio.timeout(10):
+            # It is there, and has found nothing.
+            await until(lambda: client.buffer._changed._waiters)
+            await client.post("/buffer/write", {"items": [*group_of("a"), item("c.0", "c")]}, status=429)
+            return await waiting
+
+    assert instances(served(test, tmp_path)) == ["a"]
+
+
+def test_an_end_that_cannot_be_told_fails_the_run(tmp_path, monkeypatch):
+    def broken(self):
+        raise OSError("the log is gone")
+
+    monkeypatch.setattr(ChildProcess, "describe_end", broken)
+
+    async def test(client):
+        await client.start("sends", instances=[], fails=True)
+        async with asyncio.timeout(20):
+            return await client.take("1", 1, wait_s=30)
+
+    status = served(test, tmp_path, SENDS)["status"]
+    assert status["failure"] == "the generator cannot be watched: OSError: the log is gone"
+
+
+@pytest.mark.parametrize("path", ["/start_rollout", "/buffer/write", "/get_rollout_data", "/stop_rollout"])
+def test_what_a_web_page_could_send_is_refused(tmp_path, path):
+    async def test(client):
+        await client.start()
+        body = json.dumps(
+            {**item("a", "a"), "task_type": "idle", "num_repeat_per_sample": 1, "request_id": "1", "num_groups": 1}
+        )
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+            answer = await client.post(path, None, status=415, data=body, headers={"Content-Type": kind})
+            assert "send JSON with the header Content-Type: application/json" in answer["error"]
+        return await client.status()
+
+    status = served(test, tmp_path)
+    assert status["run_id"] == "run" and status["generator"] == "running" and status["groups"]["open"] == 0
+
+
+def test_code_of_a_checkpoint_runs_only_where_the_service_says_so(tmp_path):
+    text = (
+        "import json\nTASK_TYPE = 'note'\ndef run_rollout(data):\n    open(data['note'], 'w').write(json.dumps(data))\n"
+    )
+    note = tmp_path / "note.json"
+
+    async def refused(client):
+        answer = await client.post(
+            "/start_rollout", {"task_type": "note", "num_repeat_per_sample": 1, "trust_remote_code": True}, status=400
+        )
+        assert "start it with --trust-remote-code" in answer["error"]
+
+    def given(trusts):
+        async def test(client):
+            await client.start("note", trust_remote_code=trusts, note=str(note), trajectory_timeout=1e9)
+            while (await client.status())["generator"] == "running":
+                await asyncio.sleep(0.02)
+
+        served(test, tmp_path, text, trust_remote_code=True, trajectory_timeout=7.0)
+        data = json.loads(note.read_text())
+        return data["trust_remote_code"], data["trajectory_timeout"]
+
+    served(refused, tmp_path, text)
+    assert given(True) == (True, 7.0) and given(False) == (False, 7.0)
+
+
 def test_a_generator_that_fails_is_told_with_its_last_lines(tmp_path):
     async def test(client):
         await client.start("sends", instances=["a"], fails=True)
@@ -277,7 +426,8 @@ def test_bodies_and_keys_are_limited(tmp_path):
         bearer = {"Authorization": "Bearer open sesame"}
         await client.post("/start_rollout", {"task_type": "idle", "num_repeat_per_sample": 1}, headers=bearer)
         await client.post("/buffer/write", long, status=413, headers=bearer)
-        await client.post("/buffer/write", None, status=400, headers=bearer, data=b"{")
+        as_json = {**bearer, "Content-Type": "application/json"}
+        await client.post("/buffer/write", None, status=400, headers=as_json, data=b"{")
         for headers in ({}, {"Authorization": "Bearer open"}):
             await client.post("/buffer/write", item("a", "a"), status=401, headers=headers)
         await client.post("/buffer/write", item("a", "a"), headers=bearer)
@@ -326,7 +476,8 @@ def _posted(port, path, body):
     import urllib.error
     import urllib.request
 
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode())
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), headers)
     try:
         return urllib.request.urlopen(request, timeout=10).status == 200
     except urllib.error.URLError:
@@ -343,6 +494,7 @@ def _lives(pid):
     ("words", "message"),
     [
         (["--host", "0.0.0.0"], "--host 0.0.0.0: everybody on the network could ask; set SLIME_BUFFER_API_KEY"),
+        (["--trajectory-timeout", "0"], "--trajectory-timeout 0: expected seconds above 0"),
         (["--generator", "no_such_module"], "--generator no_such_module: the import failed"),
     ],
 )

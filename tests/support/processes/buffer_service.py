@@ -37,8 +37,8 @@ def group_of(instance_id: str, size: int = 2, **changes: Any) -> list[dict[str, 
 class Client:
     """Asks one service."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
-        self.url, self._session = url, session
+    def __init__(self, url: str, session: aiohttp.ClientSession, buffer: RolloutBuffer) -> None:
+        self.url, self._session, self.buffer = url, session, buffer
 
     async def post(self, path: str, body: Any = None, status: int = 200, **options: Any) -> Any:
         """The answer, which has to have `status`."""
@@ -66,7 +66,12 @@ class Client:
 
 @asynccontextmanager
 async def buffer_service(
-    directory: Path, *texts: str, state: Path | None = None, **options: Any
+    directory: Path,
+    *texts: str,
+    state: Path | None = None,
+    trust_remote_code: bool = False,
+    trajectory_timeout: float | None = None,
+    **options: Any,
 ) -> AsyncIterator[Client]:
     """A service with generators of these `texts`, `IDLE` among them; its logs go to `directory`."""
     files = []
@@ -75,8 +80,14 @@ async def buffer_service(
         Path(files[-1]).write_text(text)
     store = Store(state)
     try:
-        app = make_app(RolloutBuffer(store, find_generators(files), directory / "logs"), **options)
-        async with serving_app(app) as url, aiohttp.ClientSession() as session:
-            yield Client(url, session)
+        buffer = RolloutBuffer(
+            store,
+            find_generators(files),
+            directory / "logs",
+            trust_remote_code=trust_remote_code,
+            trajectory_timeout=trajectory_timeout,
+        )
+        async with serving_app(make_app(buffer, **options)) as url, aiohttp.ClientSession() as session:
+            yield Client(url, session, buffer)
     finally:
         store.close()
