@@ -6,7 +6,7 @@ which is called in a process of its own with what the run has sent. It may have
 * `is_valid_group(group, min_valid_group_size, task_type)` → bool: whether a full group is handed on, else it is dropped and
   counted. Without it every item needs a reward and an answer of the assistant;
 * `transform_group(group, task_type)` → group: the group as it is handed on, with as many items;
-* `get_group_data_meta_info(groups)` → dict: numbers about the groups of an answer, which the run logs;
+* `get_group_data_meta_info(groups)` → dict: numbers about the groups of an answer, of which the run logs the means;
 
 where a group is `(instance_id, items)` and `groups` is `{instance_id: items}`. They are called in the process of the service,
 between two requests, with as many of these arguments as they take, and should be quick.
