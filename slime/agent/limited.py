@@ -2,8 +2,9 @@
 
     python -I -S -B limited.py '{"directory": "/tmp/x", "rlimits": {"CPU": 5}, "readable": ["/usr"]}' [COMMAND ARGUMENT...]
 
-and nothing outside of the directory may be changed. Without a command, standard input is a Python program, which may start no
-processes and open no connections. A command may do both; what holds it is the namespaces that it is started in.
+and no content outside of the directory may be changed. Without a command, standard input is a Python program, which may start
+no processes, open no connections, and change no modes of files. A command may do all that; what holds it besides is the
+namespaces that it is started in, and, with `"network": "none"`, that it gets no sockets whose names are files.
 """
 
 import ctypes
@@ -23,6 +24,7 @@ ARCHITECTURES = {
         "audit": 0xC000003E,
         "thread": 56,
         "absent": 435,
+        "socket": 41,
         # fork, vfork, execve, execveat, socket, ptrace, process_vm_readv, process_vm_writev, io_uring_setup, unshare, setns;
         # prctl, setpgid, setsid; chmod, fchmod, fchmodat, fchmodat2, chown, fchown, lchown, fchownat
         "denied": (
@@ -33,12 +35,15 @@ ARCHITECTURES = {
         "audit": 0xC00000B7,
         "thread": 220,
         "absent": 435,
+        "socket": 198,
         # execve, execveat, socket, ptrace, process_vm_readv, process_vm_writev, io_uring_setup, unshare, setns; prctl,
         # setpgid, setsid; fchmod, fchmodat, fchmodat2, fchown, fchownat
         "denied": (221, 281, 198, 117, 270, 271, 425, 97, 268, 167, 154, 157, 52, 53, 452, 55, 54),
     },
 }  # fmt: skip
 CLONE_THREAD = 0x00010000
+AF_UNIX, IO_URING_SETUP = 1, 425
+CAPABILITY_VERSION = 0x20080522
 X32_CALLS = 0x40000000
 EPERM, ENOSYS = 1, 38
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
@@ -57,16 +62,7 @@ NUMBER_AT, ARCHITECTURE_AT, FIRST_ARGUMENT_AT = 0, 4, 16
 def filter_program(architecture: str) -> bytes:
     """The filter for the kernel (struct sock_filter of linux/filter.h): neither processes nor programs nor connections."""
     numbers = ARCHITECTURES[architecture]
-    program = [
-        (LOAD, 0, 0, ARCHITECTURE_AT),
-        (EQUAL, 1, 0, numbers["audit"]),
-        (RETURN, 0, 0, KILL),
-        (LOAD, 0, 0, NUMBER_AT),
-        (AT_LEAST, 0, 1, X32_CALLS),
-        (RETURN, 0, 0, ERRNO | EPERM),
-        (EQUAL, 0, 1, numbers["absent"]),
-        (RETURN, 0, 0, ERRNO | ENOSYS),
-    ]
+    program = [*_numbers_of(architecture), (EQUAL, 0, 1, numbers["absent"]), (RETURN, 0, 0, ERRNO | ENOSYS)]
     for number in numbers["denied"]:
         program += [(EQUAL, 0, 1, number), (RETURN, 0, 0, ERRNO | EPERM)]
     program += [
@@ -77,6 +73,33 @@ def filter_program(architecture: str) -> bytes:
         (RETURN, 0, 0, ALLOW),
     ]
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+
+
+def filter_of_named_sockets(architecture: str) -> bytes:
+    """The filter for a command: no socket whose name could be a file, not by way of io_uring either; pairs have no names."""
+    program = [
+        *_numbers_of(architecture),
+        (EQUAL, 0, 1, IO_URING_SETUP),
+        (RETURN, 0, 0, ERRNO | ENOSYS),
+        (EQUAL, 0, 3, ARCHITECTURES[architecture]["socket"]),
+        (LOAD, 0, 0, FIRST_ARGUMENT_AT),
+        (EQUAL, 0, 1, AF_UNIX),
+        (RETURN, 0, 0, ERRNO | EPERM),
+        (RETURN, 0, 0, ALLOW),
+    ]
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+
+
+def _numbers_of(architecture: str) -> list[tuple[int, int, int, int]]:
+    """What begins a filter: calls of this architecture alone, and the number of the call at hand."""
+    return [
+        (LOAD, 0, 0, ARCHITECTURE_AT),
+        (EQUAL, 1, 0, ARCHITECTURES[architecture]["audit"]),
+        (RETURN, 0, 0, KILL),
+        (LOAD, 0, 0, NUMBER_AT),
+        (AT_LEAST, 0, 1, X32_CALLS),
+        (RETURN, 0, 0, ERRNO | EPERM),
+    ]
 
 
 def landlock_version() -> int:
@@ -107,9 +130,19 @@ def forbid_files_elsewhere(directory: str, readable: Sequence[str]) -> None:
     os.close(rules)
 
 
-def forbid_processes_and_connections() -> None:
+def give_up_capabilities() -> None:
+    """For this process, for good, once it may not gain any: with them it could undo what its namespaces hold read-only.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.capset(struct.pack("=Ii", CAPABILITY_VERSION, 0), bytes(24)):
+        raise OSError(ctypes.get_errno(), "the kernel lets nobody give up capabilities")
+
+
+def filter_calls(program: bytes) -> None:
     """For this process, for good. Raises OSError where the kernel refuses."""
-    program = filter_program(os.uname().machine)
     instructions = ctypes.create_string_buffer(program, len(program))
 
     class Program(ctypes.Structure):
@@ -141,9 +174,13 @@ def main() -> None:
         resource.setrlimit(what, (most, most))
     os.chdir(given["directory"])
     forbid_files_elsewhere(given["directory"], given["readable"])
+    architecture = os.uname().machine
     if command:
+        if given.get("network") == "none":
+            filter_calls(filter_of_named_sockets(architecture))
+        give_up_capabilities()
         os.execvp(command[0], command)
-    forbid_processes_and_connections()
+    filter_calls(filter_program(architecture))
     sys.excepthook = tell_error
     exec(compile(source, "<program>", "exec"), {"__name__": "__main__"})
 

@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
+import psutil
+
 from slime.agent.limited import ARCHITECTURES, LANDLOCK_VERSION, READABLE, landlock_version
 from slime.agent.long_commands import EXIT_TIME_BUDGET_EXCEEDED, exec_and_wait
 from slime.utils import env as variables
@@ -47,7 +49,7 @@ Result = tuple[int, str, str]
 # What `exec` answers for a command that was ended because its time was over, as timeout(1) does.
 EXIT_TIMED_OUT = 124
 LIMITED = Path(__file__).with_name("limited.py")
-NAMESPACES = ("--user", "--map-current-user", "--pid", "--fork", "--kill-child", "--mount-proc")
+NAMESPACES = ("--user", "--map-current-user", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
 # Of each of a command's two streams the rest is dropped; a file that is larger is not read.
 _OUTPUT_BYTES, _FILE_BYTES = 2**20, 64 * 2**20
 _TRANSFER_SECONDS = 300.0
@@ -55,14 +57,30 @@ _TRANSFER_SECONDS = 300.0
 _MARK, _WRITE_MARK = b"\0begun\0", r"printf '\000begun\000' >&2"
 # The first process of a namespace: with it all the others end, and it ends when our end of its pipe closes. Those that lose
 # their parents are its children then; the kernel forgets them because it ignores their ends. Who holds our end removes the
-# directory, unless that process was killed.
+# directory, unless that process was killed. For commands it makes all files of the machine but the directory's read-only,
+# which keeps their modes, owners and times, too; it goes back to where they are not, because there the directory is no mount.
 _KEEPER = """\
-import contextlib, os, shutil, signal, sys
+import contextlib, ctypes, os, shutil, signal, struct, sys
+CLONE_NEWNS, MS_BIND, AT_FDCWD, AT_RECURSIVE, MOUNT_SETATTR, MOUNT_ATTR_RDONLY = 0x20000, 4096, -100, 0x8000, 442, 1
+libc = ctypes.CDLL(None, use_errno=True)
+def done(result):
+    if result:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+def set_read_only(path, recursive, added, removed):
+    attributes = struct.pack("=4Q", added, removed, 0, 0)
+    done(libc.syscall(MOUNT_SETATTR, AT_FDCWD, path, recursive, attributes, ctypes.c_size_t(len(attributes))))
+directory = os.fsencode(sys.argv[1])
+first = os.open("/proc/self/ns/mnt", os.O_RDONLY)
+done(libc.unshare(CLONE_NEWNS))
+done(libc.mount(directory, directory, None, ctypes.c_ulong(MS_BIND), None))
+set_read_only(b"/", AT_RECURSIVE, MOUNT_ATTR_RDONLY, 0)
+set_read_only(directory, 0, 0, MOUNT_ATTR_RDONLY)
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 print("ready", flush=True)
 sys.stdin.read()
 with contextlib.suppress(ProcessLookupError):
     os.kill(-1, signal.SIGKILL)
+done(libc.setns(first, CLONE_NEWNS))
 shutil.rmtree(sys.argv[1], ignore_errors=True)
 """
 # Between the kill of a process and its end, and until namespaces are there.
@@ -213,7 +231,7 @@ class Limits:
 
 @functools.cache
 def require_namespaces() -> tuple[str, ...]:
-    """The words that put a command into namespaces of its own: of user, processes and mounts.
+    """The words that put a command into namespaces of its own: of user, processes, mounts and shared memory.
 
     Raises:
         UserError: this machine lets nobody have them, or cannot keep programs from its files; says what is missing.
@@ -247,11 +265,12 @@ class LocalSandbox(_OwnProcesses):
     """A directory of this machine, which alone its commands may change, and namespaces that end with all that runs in them.
 
     Commands see no process but their own, of the machine's files the programs and libraries, and an environment that is made
-    for them, with HOME and TMPDIR in `directory`, where they start. There is one user. No limit holds for all processes
-    together.
+    for them, with HOME and TMPDIR in `directory`, where they start. There is one user, without rights of the superuser. No
+    limit holds for all processes together. That files are there can be seen.
 
     Args:
-        network: "host" lets commands connect to whatever this machine reaches; "none" to nothing.
+        network: "host" lets commands connect to whatever this machine reaches, sockets in its files included; "none" to
+            nothing: they get no sockets with names in files either, but pairs of them.
         readable: further paths that commands may read and run.
         env: further variables of all commands.
     """
@@ -279,7 +298,7 @@ class LocalSandbox(_OwnProcesses):
                 (self.directory / name).mkdir()
             isolation = ["--net"] if self._network == "none" else []
             self._keeper = keeper = await asyncio.create_subprocess_exec(
-                *words, *isolation, sys.executable, "-I", "-S", "-c", _KEEPER, str(self.directory),
+                *words, "--keep-caps", *isolation, sys.executable, "-I", "-S", "-c", _KEEPER, str(self.directory),
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={"PATH": os.defpath},
                 start_new_session=True,
             )  # fmt: skip
@@ -290,8 +309,10 @@ class LocalSandbox(_OwnProcesses):
                     await asyncio.wait_for(keeper.communicate(), _END_SECONDS)
 
             stack.push_async_callback(end_all)
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, ValueError, psutil.Error):
                 if await asyncio.wait_for(keeper.stdout.readline(), _START_SECONDS) == b"ready\n":
+                    # `unshare` waits for it, outside of what it made for itself.
+                    (self._first,) = psutil.Process(keeper.pid).children()
                     self.sandbox_id = self.directory.name
                     self._stack = stack.pop_all()
                     return self
@@ -304,12 +325,17 @@ class LocalSandbox(_OwnProcesses):
         await self._stack.aclose()
 
     def _argv(self, cmd: str, user: str, env: Mapping[str, str], name: str) -> tuple[list[str], dict[str, str] | None]:
-        of_keeper = f"/proc/{self._keeper.pid}/ns"
-        own = ["--user=user", "--mount=mnt", "--pid=pid_for_children", *["--net=net"] * (self._network == "none")]
+        if self._keeper.returncode is not None:
+            # Its id may be somebody else's now.
+            raise SandboxError(f"sandbox {self.sandbox_id} ran no command: its first process has ended")
+        of_keeper = f"/proc/{self._first.pid}/ns"
+        own = ["--user=user", "--mount=mnt", "--ipc=ipc", "--pid=pid"]
+        own += ["--net=net"] * (self._network == "none")
         limits = self._limits
         given = {
             "directory": str(self.directory),
             "readable": self._readable,
+            "network": self._network,
             "rlimits": {
                 "CPU": limits.cpu_seconds, "AS": limits.memory_bytes, "FSIZE": limits.file_bytes, "NPROC": limits.processes,
                 "NOFILE": limits.open_files, "CORE": 0,
