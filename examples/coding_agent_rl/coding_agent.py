@@ -11,14 +11,15 @@ import shlex
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any
 
 from examples.coding_agent_rl.settings import Settings
 from slime.agent.adapters import BaseAdapter
 from slime.agent.aiohttp_threaded import run_app_in_thread
-from slime.agent.sandbox import Sandbox, SandboxError, exec_and_wait
+from slime.agent.sandbox import EXIT_TIMED_OUT, Sandbox, SandboxError, exec_and_wait
 from slime.rollout.failures import SampleFailed
-from slime.rollout.generate_state import GenerateState
+from slime.rollout.generate_state import GenerateState, samples_among_some
 from slime.utils.async_utils import slots
 from slime.utils.errors import UserError
 from slime.utils.misc import SingletonMeta
@@ -34,6 +35,13 @@ GIT = "git -c safe.directory='*' -c core.hooksPath=/dev/null -c user.name=slime 
 # Inside the repository's own directory, so that the diff holds none of it.
 PATCH = ".git/slime.patch"
 CALL_SECONDS = 300.0
+# Of a diff: more is no repair, and sandboxes read no larger files.
+PATCH_BYTES = 64 * 2**20
+# As git applies it, whatever an agent has set for diffs.
+DIFF = (
+    "diff --cached --binary --no-ext-diff --no-textconv --no-color --src-prefix=a/ --dst-prefix=b/ --unified=3 --no-relative "
+    "--submodule=short"
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,12 @@ class Endpoint(metaclass=SingletonMeta):
     """The adapter of this process: agents of all samples ask it, each in its session."""
 
     def __init__(self, args: Any, settings: Settings) -> None:
+        """Raises UserError where samples would have to hold what adapters do not record."""
+        if args.use_rollout_routing_replay or samples_among_some(args):
+            raise UserError(
+                "agents' turns are recorded without the experts and the kept tokens of engines; leave out "
+                "--use-rollout-routing-replay, --rollout-top-p and --rollout-top-k"
+            )
         router = f"http://{host_for_url(args.sglang_router_ip)}:{args.sglang_router_port}"
         self.adapter: BaseAdapter = load_function(args.agent_adapter, flag="agent_adapter")(
             tokenizer=load_tokenizer(args.hf_checkpoint, args.trust_remote_code),
@@ -91,9 +105,11 @@ async def generate(
 ) -> Sample | list[Sample]:
     """The samples of an agent's work, all with its reward; the last of them in an evaluation.
 
+    When the step is wound down before the diff is graded, it is the sample itself, ABORTED and without a reward.
+
     Raises:
-        SampleFailed: a sandbox failed, the time of the whole was over, or there is nothing to train. The framework marks the
-            sample FAILED then: it is counted, and trains nothing.
+        SampleFailed: a sandbox or an engine failed, the time of the whole was over, or there is nothing to train. The framework
+            marks the sample FAILED then: it is counted, and trains nothing.
     """
     settings, task = Settings.from_environment(), Task.of(sample)
     endpoint = await asyncio.to_thread(Endpoint, args, settings)
@@ -101,11 +117,14 @@ async def generate(
     try:
         async with asyncio.timeout(settings.rollout_guard_sec):
             status, patch = await work(args, settings, endpoint, task, sample, session, sampling_params)
-            stopped = GenerateState(args).aborted
-            reward = await grade(args, settings, task, sample, patch) if patch.strip() and not stopped else 0.0
-            samples = await endpoint.adapter.finish_session(
-                session, base_sample=sample, reward=reward, extra_metadata={"agent_status": status}
-            )
+            if GenerateState(args).aborted:
+                # Nobody knows what the agent would have done.
+                sample.status, sample.reward = Sample.Status.ABORTED, None
+                return sample
+            if failure := endpoint.adapter.failure_of(session):
+                raise SampleFailed(f"the agent's last turn failed: {failure}", retryable=False)
+            reward = await grade(args, settings, task, sample, patch) if patch.strip() else 0.0
+            samples = await finished(endpoint, session, sample, reward, status)
     except SandboxError as error:
         raise SampleFailed(str(error), retryable=False) from error
     except TimeoutError as error:
@@ -117,6 +136,16 @@ async def generate(
         reason = f"the agent ended with status {status}, and no turn of the model's is there to be trained"
         raise SampleFailed(reason, retryable=False)
     return samples[-1] if evaluation else samples
+
+
+async def finished(endpoint: Endpoint, session: str, sample: Sample, reward: float, status: int) -> list[Sample]:
+    """The samples of a session. Raises SampleFailed where engines told of its turns what does not fit together."""
+    try:
+        return await endpoint.adapter.finish_session(
+            session, base_sample=sample, reward=reward, extra_metadata={"agent_status": status}
+        )
+    except ValueError as error:
+        raise SampleFailed(str(error), retryable=False) from error
 
 
 async def work(
@@ -144,14 +173,32 @@ async def work(
             time_budget_sec=settings.agent_time_budget_sec,
             prompt=task.issue,
         )
-        place = f"cd -- {shlex.quote(task.workdir)}"
-        diff = f"{place} && {GIT} add --all && {GIT} diff --cached --binary {commit} > {PATCH}"
-        code, _, told = await sandbox.exec(diff, timeout=CALL_SECONDS)
-        if code != 0:
-            # The sandbox is there; the agent has wrecked its repository.
-            logger.warning("sample %s: there is no diff: %s", sample.index, told.strip()[-500:])
+        diff = (
+            f"{GIT} add --all && {GIT} {DIFF} {commit} > {PATCH} && "
+            f"{{ [ $(wc -c < {PATCH}) -le {PATCH_BYTES} ] || {{ echo 'the diff is too large' >&2; exit 1; }}; }}"
+        )
+        if told := await failed_there(sandbox, task, diff):
+            # The agent has wrecked its repository.
+            logger.warning("sample %s: there is no diff: %s", sample.index, told)
             return status, ""
         return status, await sandbox.read_file(f"{task.workdir}/{PATCH}")
+
+
+async def failed_there(sandbox: Sandbox, task: Task, cmd: str) -> str:
+    """What a short command in the repository said, "" where it ended well: the sandbox is there, and what is in it is wrong.
+
+    Raises:
+        SandboxError: the sandbox is gone, or too slow for the command.
+    """
+    code, out, told = await sandbox.exec(
+        f"cd -- {shlex.quote(task.workdir)} && {cmd}", timeout=CALL_SECONDS, idempotent=False
+    )
+    if code == EXIT_TIMED_OUT:
+        raise SandboxError(f"sandbox {sandbox.sandbox_id}: git did not end within {CALL_SECONDS:g} s")
+    if code == 0:
+        return ""
+    await sandbox.exec("true", check=True)
+    return (told or out).strip()[-500:] or f"status {code}"
 
 
 async def grade(args: Any, settings: Settings, task: Task, sample: Sample, patch: str) -> float:
@@ -159,8 +206,10 @@ async def grade(args: Any, settings: Settings, task: Task, sample: Sample, patch
     async with booted(args, settings, sample, "grade") as sandbox:
         await set_up(sandbox, task)
         await sandbox.write_file(f"{task.workdir}/{PATCH}", patch)
-        apply = f"cd -- {shlex.quote(task.workdir)} && {GIT} apply --whitespace=nowarn {PATCH}"
-        await sandbox.exec(apply, check=True, timeout=CALL_SECONDS, idempotent=False)
+        if told := await failed_there(sandbox, task, f"{GIT} apply --whitespace=nowarn {PATCH}"):
+            logger.warning("sample %s: the diff cannot be applied: %s", sample.index, told)
+            return 0.0
+        await make_way(sandbox, task)
         await write_files(sandbox, task.workdir, task.eval_files)
         status, _ = await exec_and_wait(
             sandbox, cmd=task.eval_cmd, time_budget_sec=settings.eval_timeout_sec, tag="grade", workdir=task.workdir,
@@ -195,6 +244,16 @@ async def set_up(sandbox: Sandbox, task: Task) -> str:
     )
     _, commit, _ = await sandbox.exec(script, check=True, timeout=CALL_SECONDS)
     return commit.strip()
+
+
+async def make_way(sandbox: Sandbox, task: Task) -> None:
+    """Remove what the diff has put where eval files are, and where their directories are, if it is no directory."""
+    for path in (PurePosixPath(f"./{name}") for name in task.eval_files):
+        above = [f"[ -d {name} ] || rm -f -- {name}" for name in map(shlex.quote, map(str, path.parents[-2::-1]))]
+        script = "\n".join(
+            [f"cd -- {shlex.quote(task.workdir)} || exit", *above, f"rm -rf -- {shlex.quote(str(path))}"]
+        )
+        await sandbox.exec(script, check=True, timeout=CALL_SECONDS)
 
 
 async def write_files(sandbox: Sandbox, workdir: str, files: dict[str, str]) -> None:

@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from examples.coding_agent_rl import toy_task
+from examples.coding_agent_rl import coding_agent, toy_task
 from examples.coding_agent_rl.coding_agent import Endpoint, Task, generate
 from examples.coding_agent_rl.settings import Settings
 from slime.agent.sandbox import LocalSandbox
@@ -20,6 +20,8 @@ from tests.support.processes.spoken import spoken
 
 PLUG_INS = """
 from pathlib import Path
+from slime.agent.adapters import OpenAIAdapter
+from slime.rollout.generation_call import current_call
 from slime.agent.harness import BaseHarness, run_agent
 from slime.agent.sandbox import LocalSandbox, SandboxError
 import examples.coding_agent_rl.sandboxes as sandboxes
@@ -47,6 +49,33 @@ class Breaking(LocalSandbox):
             await self._keeper.wait()
         return await super().exec(cmd, **options)
 
+class Vanishing(LocalSandbox):
+    '''It is gone while the diff is made; nothing but the status of that command tells.'''
+    async def exec(self, cmd, **options):
+        if "diff --cached" in cmd:
+            self._keeper.kill()
+            await self._keeper.wait()
+            return 137, "", ""
+        return await super().exec(cmd, **options)
+
+class Sluggish(LocalSandbox):
+    async def exec(self, cmd, **options):
+        return (124, "", "") if "diff --cached" in cmd else await super().exec(cmd, **options)
+
+class Unapplied(LocalSandbox):
+    async def write_file(self, path, content, **options):
+        await super().write_file(path, "no diff" if path.endswith(".patch") else content, **options)
+
+def vanishing(metadata, purpose): return Vanishing(network="host", readable=[sandboxes.HERE])
+def sluggish(metadata, purpose): return Sluggish(network="host", readable=[sandboxes.HERE])
+def unapplied(metadata, purpose): return Unapplied(network="host", readable=[sandboxes.HERE])
+
+class Failing(OpenAIAdapter):
+    def failure_of(self, sid): return "the engine answered 503"
+
+class Inconsistent(OpenAIAdapter):
+    async def finish_session(self, sid, **options): raise ValueError("a turn has 2 log-probs for 3 output ids")
+
 class Shell(BaseHarness):
     '''Runs a shell command; it asks no model.'''
     name, cmd = "shell", "true"
@@ -59,9 +88,21 @@ class Shell(BaseHarness):
 AGENT = f"python -I -S -B {Path(sandboxes.HERE, 'toy_agent.py')}"
 class Cheating(Shell):
     cmd = f"cat > issue; {AGENT} < issue; echo pass > test_f.py; git config core.hooksPath /tmp; touch own; git add own"
+SETTINGS = ("diff.noprefix true", "color.ui always", "diff.external true", "diff.context 0", "diff.relative true")
+class Setting(Shell):
+    cmd = f"cat > issue; {AGENT} < issue; rm issue; " + "; ".join(f"git config {words}" for words in SETTINGS)
+class Deceiving(Shell): cmd = f"cat > issue; {AGENT} < issue; rm test_f.py; mkdir test_f.py; touch test_f.py/x"
+class Large(Shell): cmd = f"cat > issue; {AGENT} < issue; yes 0123456789abcdef | head -c 3000000 > large"
 class Wrecking(Shell): cmd = f"cat > issue; {AGENT} < issue; rm -rf .git"
 class Slow(Shell): cmd = f"cat > issue; {AGENT} < issue; rm issue; sleep 1000"
 class Hanging(Shell): cmd = "sleep 1000"
+class Ending(Shell):
+    '''The step is wound down while the agent works.'''
+    cmd = f"cat > issue; {AGENT} < issue"
+    async def launch_and_wait(self, sb, ctx, prompt, time_budget_sec):
+        status = await super().launch_and_wait(sb, ctx, prompt, time_budget_sec)
+        current_call().aborted = True
+        return status
 """
 
 
@@ -149,6 +190,20 @@ def test_an_agent_that_wrecks_its_repository_has_repaired_nothing(checkpoint, pl
     assert sample.reward == 0.0 and sample.status is Sample.Status.COMPLETED
 
 
+@pytest.mark.parametrize(("harness", "reward"), [("Setting", 1.0), ("Deceiving", 1.0), ("Large", 0.0)])
+def test_what_an_agent_does_to_its_repository_is_no_failure_of_a_sandbox(
+    checkpoint, plug_ins, monkeypatch, harness, reward
+):
+    monkeypatch.setattr(coding_agent, "PATCH_BYTES", 2**20)
+    (sample,), _ = work_of(checkpoint, "<edit>x*47+38</edit>", "ok", agent_harness=f"{plug_ins[1]}:{harness}")
+    assert sample.reward == reward and sample.status is Sample.Status.COMPLETED
+
+
+def test_a_diff_that_cannot_be_applied_has_repaired_nothing(checkpoint, plug_ins):
+    (sample,), _ = work_of(checkpoint, "<edit>x*47+38</edit>", "ok", agent_sandbox=f"{plug_ins[1]}:unapplied")
+    assert sample.reward == 0.0 and sample.status is Sample.Status.COMPLETED
+
+
 def test_an_evaluation_has_one_sample(checkpoint):
     sample, _ = work_of(checkpoint, "<edit>x*47+38</edit>", "ok", arguments=(True,))
     assert isinstance(sample, Sample) and sample.reward == 1.0
@@ -194,6 +249,38 @@ def test_a_sandbox_that_breaks_fails_its_sample_and_gives_no_reward(checkpoint, 
     assert result.status is Sample.Status.FAILED and result.remove_sample
     assert "ran no command" in result.metadata["fail_reason"]
     assert SingletonMeta._instances[Endpoint].adapter._sessions == {}
+
+
+@pytest.mark.parametrize(("sandbox", "told"), [("vanishing", "ran no command"), ("sluggish", "git did not end")])
+def test_a_sandbox_that_breaks_while_the_diff_is_made_is_no_wrecked_repository(checkpoint, plug_ins, sandbox, told):
+    with pytest.raises(SampleFailed, match=told):
+        work_of(checkpoint, "<edit>x*47+38</edit>", "ok", agent_sandbox=f"{plug_ins[1]}:{sandbox}")
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_what_was_not_graded_because_the_step_ends_is_aborted_and_has_no_reward(checkpoint, plug_ins, evaluation):
+    harness = f"{plug_ins[1]}:Ending"
+    sample, _ = work_of(checkpoint, "<edit>x*47+38</edit>", "ok", arguments=(evaluation,), agent_harness=harness)
+    assert sample.status is Sample.Status.ABORTED and sample.reward is None and sample.response_length == 0
+    assert SingletonMeta._instances[Endpoint].adapter._sessions == {}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "told"),
+    [("Failing", "last turn failed: the engine answered 503"), ("Inconsistent", "2 log-probs for 3")],
+)
+def test_an_engine_that_fails_or_tells_nonsense_fails_the_sample(checkpoint, plug_ins, adapter, told):
+    with pytest.raises(SampleFailed, match=told):
+        work_of(checkpoint, "<edit>x*47+38</edit>", "ok", agent_adapter=f"{plug_ins[1]}:{adapter}")
+    assert SingletonMeta._instances[Endpoint].adapter._sessions == {}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"rollout_top_p": 0.9}, {"rollout_top_k": 5}, {"use_rollout_routing_replay": True}]
+)
+def test_what_adapters_do_not_record_is_refused_before_anything_runs(checkpoint, changes):
+    with pytest.raises(UserError, match="leave out --use-rollout-routing-replay, --rollout-top-p"):
+        work_of(checkpoint, **changes)
 
 
 def test_an_agent_that_asks_nothing_fails_its_sample(checkpoint, plug_ins):
