@@ -19,6 +19,7 @@ import logging
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -53,6 +54,8 @@ NAMESPACES = ("--user", "--map-current-user", "--ipc", "--pid", "--fork", "--kil
 # Of each of a command's two streams the rest is dropped; a file that is larger is not read.
 _OUTPUT_BYTES, _FILE_BYTES = 2**20, 64 * 2**20
 _TRANSFER_SECONDS = 300.0
+# The status of a command that was killed; and the least that a sandbox can be asked for.
+_KILLED, _NOTHING = 128 + signal.SIGKILL, "true"
 # What a shell of the sandbox writes before it runs a command.
 _MARK, _WRITE_MARK = b"\0begun\0", r"printf '\000begun\000' >&2"
 # The first process of a namespace: with it all the others end, and it ends when our end of its pipe closes. Those that lose
@@ -184,6 +187,9 @@ class _OwnProcesses:
         if not ended.err.startswith(_MARK):
             said = ended.err.decode(errors="replace").strip()[-2000:]
             raise SandboxError(f"sandbox {self.sandbox_id} ran no command: {said or f'nothing within {timeout:g} s'}")
+        # Who ends a sandbox kills what runs in it, and there is no other sign of that. One that is there takes another command.
+        if ended.code == _KILLED and cmd != _NOTHING and (await self._command(_NOTHING, user, _START_SECONDS)).code:
+            raise SandboxError(f"sandbox {self.sandbox_id} runs no command any more: `{_NOTHING}` failed in it")
         return Ended(ended.code, ended.out, ended.err[len(_MARK) :])
 
     async def exec(
@@ -304,7 +310,8 @@ class LocalSandbox(_OwnProcesses):
             )  # fmt: skip
 
             async def end_all() -> None:
-                kill_group(keeper.pid)
+                if keeper.returncode is None:
+                    kill_group(keeper.pid)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(keeper.communicate(), _END_SECONDS)
 
@@ -316,7 +323,8 @@ class LocalSandbox(_OwnProcesses):
                     self.sandbox_id = self.directory.name
                     self._stack = stack.pop_all()
                     return self
-            kill_group(keeper.pid)
+            if keeper.returncode is None:
+                kill_group(keeper.pid)
             said = (await keeper.communicate())[1].decode(errors="replace").strip()
         raise SandboxError(f"a sandbox did not start within {_START_SECONDS:g} s: {said or 'it said nothing'}")
 

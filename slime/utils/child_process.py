@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from slime.utils.errors import RunError
 
@@ -247,31 +247,19 @@ async def run_to_end(
         StillRunning: its time was over.
         OSError: there is no such program.
     """
-    starting = asyncio.create_task(
-        asyncio.create_subprocess_exec(
-            *argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=None if env is None else dict(env), start_new_session=True,
-        )
+    # Not by asyncio, which collects a process at its end: until it is collected, here, its id is nobody else's.
+    process = subprocess.Popen(
+        list(argv), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=None if env is None else dict(env), start_new_session=True,
     )  # fmt: skip
-    cancelled = None
-    try:
-        process = await asyncio.shield(starting)
-    except asyncio.CancelledError as error:
-        # A start that is broken off leaves its process behind.
-        process, cancelled = await starting, error
     out, err = bytearray(), bytearray()
     readers = [
         asyncio.create_task(_keep(process.stdout, out, most)),
         asyncio.create_task(_keep(process.stderr, err, most)),
     ]
+    writer = asyncio.create_task(_give(process.stdin, stdin))
     try:
-        if cancelled is not None:
-            raise cancelled
         async with asyncio.timeout(timeout):
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                process.stdin.write(stdin)
-                await process.stdin.drain()
-            process.stdin.close()
             await _leader_ended(process.pid)
             kill_group(process.pid)
             await asyncio.gather(*readers)
@@ -279,33 +267,60 @@ async def run_to_end(
         raise StillRunning(timeout, bytes(out), bytes(err)) from None
     finally:
         kill_group(process.pid)
-        for reader in readers:
-            reader.cancel()
-        # While somebody holds the other ends of its pipes, the process does not count as ended.
-        for stream in (1, 2):
-            process._transport.get_pipe_transport(stream).close()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), _EXIT_SECONDS)
+        for task in (*readers, writer):
+            task.cancel()
+        try:
+            await asyncio.wait([*readers, writer])
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(_leader_ended(process.pid), _EXIT_SECONDS)
+        finally:
+            process.poll()
     code = process.returncode
     return Ended(code if code >= 0 else 128 - code, bytes(out), bytes(err))
 
 
-async def _keep(stream: asyncio.StreamReader, into: bytearray, most: int) -> None:
+async def _keep(pipe: IO[bytes], into: bytearray, most: int) -> None:
+    stream, loop = asyncio.StreamReader(), asyncio.get_running_loop()
     dropped = 0
-    while chunk := await stream.read(65536):
-        room = most - len(into)
-        into += chunk[:room]
-        dropped += max(0, len(chunk) - room)
+    try:
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
+        with contextlib.closing(transport):
+            while chunk := await stream.read(65536):
+                room = most - len(into)
+                into += chunk[:room]
+                dropped += max(0, len(chunk) - room)
+    finally:
+        pipe.close()
     if dropped:
         into += f"\n[{dropped} bytes more were dropped]".encode()
 
 
-async def _leader_ended(pid: int) -> None:
-    """Wait for the end of a process, also while others hold its streams."""
+async def _give(pipe: IO[bytes], data: bytes) -> None:
+    """Write to a program that reads as it likes, or not at all."""
+    handle = pipe.fileno()
+    os.set_blocking(handle, False)
+    left, loop = memoryview(data), asyncio.get_running_loop()
+    room = asyncio.Event()
     try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
+        while left:
+            try:
+                left = left[os.write(handle, left) :]
+            except BlockingIOError:
+                room.clear()
+                loop.add_writer(handle, room.set)
+                await room.wait()
+                loop.remove_writer(handle)
+    except (BrokenPipeError, ConnectionResetError):
+        # It wants no more.
         return
+    finally:
+        loop.remove_writer(handle)
+        pipe.close()
+
+
+async def _leader_ended(pid: int) -> None:
+    """Wait for the end of a process of ours that was not collected yet, also while others hold its streams."""
+    handle = os.pidfd_open(pid)
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(handle, ended.set)
     try:
@@ -316,7 +331,7 @@ async def _leader_ended(pid: int) -> None:
 
 
 def kill_group(pid: int) -> None:
-    """End the process group that `pid` leads, or has led. Harmless when nothing is left of it."""
+    """End the process group that `pid` leads, which was not collected yet. Harmless when nothing is left of it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slime.utils import child_process
 from slime.utils.child_process import (
     ChildProcess,
     ForkedCall,
@@ -253,6 +254,23 @@ def test_a_program_is_waited_for_with_its_streams():
 def test_what_is_left_of_a_programs_group_ends_with_it():
     child = int(ran("sh", "-c", "sleep 1000 & echo $!").out)
     wait_until(lambda: not runs(child))
+
+
+def test_a_program_is_killed_by_its_id_only_while_that_is_its_own(monkeypatch):
+    kinds = []
+
+    def killed(pid):
+        # Raises ChildProcessError where the process was collected.
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        kinds.append("runs" if ended is None else "ended")
+        os.killpg(pid, signal.SIGKILL)
+
+    monkeypatch.setattr(child_process, "kill_group", killed)
+    for _ in range(20):
+        assert ran("true").code == 0
+    with pytest.raises(StillRunning):
+        ran("sleep", "1000", timeout=0.1)
+    assert kinds == ["ended"] * 40 + ["runs"]
 
 
 def test_a_program_over_time_is_ended_and_what_it_wrote_is_there():
