@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import re
 import shlex
+import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -26,36 +27,41 @@ POLL_INTERVAL_SEC = 5.0
 OUTPUT_BYTES = 2**19
 _CALL_SECONDS = 60.0
 
-# Parts of a command line are no longer than 128 KiB.
 _COMMAND_BYTES = 2**16
+# So long a start may take; one that was broken off begins no process.
+_START_SECONDS = 60.0
 
 # `base` is what the names of a run's files begin with: in a place that the sandbox's own environment tells, not the command's.
 _BASE = 'base="${{TMPDIR:-/tmp}}/.slime-{name}"\n'
+# Files that nobody else reads, for a command and its variables: perhaps keys, which no command line may show.
+_PREPARE = _BASE + """umask 077; : > "$base.{part}.cmd" && : > "$base.{part}.sh" && printf %s "$base.{part}"\n"""
 # It waits for the launcher to be in a group of its own: with the call some sandboxes end what is left of its group.
 _START = (
     _BASE
     + """\
 command -v setsid > /dev/null || {{ echo 'there is no setsid; install util-linux in the image' >&2; exit 127; }}
-mkdir "$base.lock" 2> /dev/null || {{ [ -d "$base.lock" ] || echo "$base.lock cannot be made" >&2; [ -d "$base.lock" ]; exit; }}
-mask=$(umask); umask 077
-printf %s {cmd} > "$base.cmd" && printf %s {launcher} > "$base.sh" || exit 1
-umask "$mask"
+mkdir "$base.lock" 2> /dev/null || {{
+    rm -f "$base.{part}".*; [ -d "$base.lock" ] || echo "$base.lock cannot be made" >&2; [ -d "$base.lock" ]; exit
+}}
+mv "$base.{part}.cmd" "$base.cmd" && mv "$base.{part}.sh" "$base.sh" && chmod 600 "$base.cmd" "$base.sh" || exit 1
 out={out}; setsid sh "$base.sh" "$base" "${{out:-$base.out}}" < /dev/null > /dev/null 2>&1 &
 until [ -f "$base.group" ]; do sleep 0.02 2> /dev/null || sleep 1; done
 """
 )
+# What the command has left in the group ends with the launcher, whose group it is until then.
 _LAUNCHER = """\
 base=$1; out=$2
 echo $$ > "$base.group.new" && mv "$base.group.new" "$base.group"
 ( {exports}{enter}exec sh "$base.cmd" ) > "$out" 2>&1
 echo $? > "$base.done.new" && mv "$base.done.new" "$base.done"
+kill -s KILL -- "-$$"
 """
 # The marker is looked at last: a command that has just ended has left it before its launcher was gone.
 _POLL = (
     _BASE
     + """\
-state=running
-[ ! -f "$base.group" ] || kill -0 "$(cat "$base.group")" 2> /dev/null || state=lost
+state=starting
+[ ! -f "$base.group" ] || if kill -0 "$(cat "$base.group")" 2> /dev/null; then state=running; else state=lost; fi
 [ ! -f "$base.done" ] || state="$(cat "$base.done")"
 echo "$state"
 """
@@ -73,7 +79,8 @@ async def exec_and_wait(
     """Run a shell command that may take hours; (exit status, the end of what it wrote on both its streams).
 
     The same command under the same tag is the same run until somebody has got its end; afterwards it may run again. Over
-    budget its process group is killed, and the status is `EXIT_TIME_BUDGET_EXCEEDED`.
+    budget its process group is killed, and the status is `EXIT_TIME_BUDGET_EXCEEDED`; what is left of the group ends with it in
+    any case. Neither the command nor its variables stand in a command line of this machine or in a message.
 
     Args:
         tag: letters, digits, dots, dashes and underscores: what this command is among those of the sandbox.
@@ -100,8 +107,7 @@ async def exec_and_wait(
     launcher = _LAUNCHER.format(exports=exports, enter=enter)
     words = {
         "name": f"{tag}-{hashlib.sha256(repr((cmd, launcher, out_file)).encode()).hexdigest()[:12]}",
-        "cmd": shlex.quote(cmd),
-        "launcher": shlex.quote(launcher),
+        "part": uuid.uuid4().hex,
         "out": shlex.quote(out_file or ""),
         "most": OUTPUT_BYTES,
     }
@@ -111,15 +117,25 @@ async def exec_and_wait(
 
     clock = asyncio.get_running_loop().time
     deadline = clock() + time_budget_sec
+    part = await call(_PREPARE)
+    await sb.write_file(f"{part}.cmd", cmd, user=user)
+    await sb.write_file(f"{part}.sh", launcher, user=user)
     await call(_START)
-    while (state := (await call(_POLL)).strip()) == "running":
+    started = clock()
+    while (state := (await call(_POLL)).strip()) in ("starting", "running"):
         left = deadline - clock()
         if left <= 0:
             break
+        if state == "starting" and clock() - started > _START_SECONDS:
+            state = "lost"
+            break
         await asyncio.sleep(min(poll_interval_sec, left))
-    without_marker = {"running": EXIT_TIME_BUDGET_EXCEEDED, "lost": EXIT_LOST}
-    if state in without_marker:
+    code = EXIT_TIME_BUDGET_EXCEEDED if state in ("starting", "running") else EXIT_LOST
+    if re.fullmatch("[0-9]{1,3}", state):
+        code = int(state)
+    else:
+        # Whatever else there is in the place of a status was not left by the launcher.
         await call(_KILL)
     output = await call(_READ) if want_output else ""
     await call(_FORGET)
-    return without_marker[state] if state in without_marker else int(state), output
+    return code, output

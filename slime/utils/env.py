@@ -250,14 +250,17 @@ def actor_environment() -> dict[str, str]:
     }
     key_files = ("SLIME_RM_API_KEY_FILE", "SLIME_BUFFER_API_KEY_FILE")
     handed_on = ("SLIME_ACCELERATOR", "SLIME_DEBUG", *key_files, *_INT4_TRAINING, *_OF_CODING_AGENTS)
-    of_agents = [
-        name for name in os.environ if name.startswith((_AGENT, _OLDER_AGENT)) and not _MAY_HOLD_KEYS.search(name)
-    ]
+    of_agents = [f"{prefix}{name}" for prefix in (_AGENT, _OLDER_AGENT) for name in _HANDED_ON_OF_AGENTS]
     return {**variables, **{name: os.environ[name] for name in (*handed_on, *of_agents) if name in os.environ}}
 
 
-# Variables for an agent, a key of its own perhaps. What an actor is started with stands in logs of Ray.
-_MAY_HOLD_KEYS = re.compile("_EXTRA_ENVS$|_KEY$(?<!_METADATA_KEY)|TOKEN$|SECRET|PASSWORD")
+# What is read of them and holds no key: what an actor is started with stands in logs of Ray. Words and variables for an agent,
+# `…_EXTRA_ARGS` and `…_EXTRA_ENVS`, may hold a key of its own.
+_HANDED_ON_OF_AGENTS = (
+    "AGENT_TIME_BUDGET_SEC", "BOOT_CONCURRENCY", "BOOT_RETRIES", "CC_TARBALL", "CODEX_TARBALL", "E2B_SANDBOX_SIZE",
+    "EVAL_TIMEOUT_SEC", "NODE_TARBALL", "ROLLOUT_GUARD_SEC", "SANDBOX_IMAGE_METADATA_KEY", "SANDBOX_LIFETIME_SEC",
+    "SANDBOX_RPC_RETRIES",
+)  # fmt: skip
 
 
 # Libraries that compute and communicate in ranks and engines read these: NCCL, Gloo, Transformer Engine, SGLang.

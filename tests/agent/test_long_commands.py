@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from slime.agent import long_commands
 from slime.agent.long_commands import EXIT_LOST
 from slime.agent.sandbox import EXIT_TIME_BUDGET_EXCEEDED, CommandFailed, LocalSandbox, SandboxError, exec_and_wait
 
@@ -77,6 +78,64 @@ def test_the_same_tag_may_run_again():
 def test_a_command_that_takes_its_launcher_along_is_told_at_once():
     (code, output), _ = waited("echo last words; kill -9 0")
     assert (code, output) == (EXIT_LOST, "last words\n")
+
+
+def test_what_a_command_leaves_in_its_group_ends_with_it():
+    async def ended(sb):
+        async with asyncio.timeout(30):
+            while (await sb.exec('kill -0 "$(cat left)"'))[0] == 0:
+                await asyncio.sleep(0.02)
+
+    (code, _), _ = waited("sleep 77 & echo $! > left", after=ended)
+    assert code == 0
+
+
+@pytest.mark.parametrize("marker", ["", "text", "-", "²", "1 2"])
+def test_what_stands_in_the_place_of_a_status_and_is_none_is_a_lost_command(marker):
+    cmd = f"cd ../tmp; for file in .slime-*.group; do echo '{marker}' > \"${{file%.group}}.done\"; done; sleep 1000"
+    (code, _), _ = waited(cmd, workdir="home")
+    assert code == EXIT_LOST
+
+
+def test_a_start_that_was_broken_off_is_a_lost_command(monkeypatch):
+    monkeypatch.setattr(long_commands, "_START_SECONDS", 0.2)
+
+    class Broken(LocalSandbox):
+        async def exec(self, cmd, **options):
+            # The lock is taken, and then nothing comes.
+            return await super().exec(cmd.replace("setsid sh", "exit; setsid sh"), **options)
+
+    async def main():
+        async with Broken() as sb:
+            return await exec_and_wait(sb, cmd="true", **OPTIONS)
+
+    assert asyncio.run(main()) == (EXIT_LOST, "")
+
+
+def test_neither_a_command_nor_its_variables_stand_in_command_lines_or_messages():
+    asked = []
+
+    class Watched(LocalSandbox):
+        async def exec(self, cmd, **options):
+            asked.append(cmd)
+            return await super().exec(cmd.replace("command -v setsid", "command -v no_setsid"), **options)
+
+    async def main():
+        async with Watched() as sb:
+            try:
+                await exec_and_wait(sb, cmd="echo hidden-word", env={"KEY": "s3cret"}, **OPTIONS)
+            finally:
+                asked.append((await sb.exec("stat -c %a tmp/.slime-work-*.sh"))[1])
+
+    with pytest.raises(CommandFailed, match="there is no setsid") as error:
+        asyncio.run(main())
+    told = f"{error.value} {asked}"
+    assert "s3cret" not in told and "hidden-word" not in told and asked[-1] == "600\n"
+
+
+def test_a_command_of_quotes_is_no_longer_than_it_is():
+    (code, output), _ = waited("echo done; : " + "''" * 18_000)
+    assert (code, output) == (0, "done\n")
 
 
 class Unsteady(LocalSandbox):

@@ -120,9 +120,13 @@ def test_settings_of_agents_that_cannot_be_read(monkeypatch, without_agents, var
 def test_settings_of_agents_are_handed_on_and_what_may_hold_keys_is_not(monkeypatch, without_agents):
     handed_on = {
         "SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY": "image", "SWE_AGENT_TIME_BUDGET_SEC": "9", "ADAPTER_PORT": "1",
-        "SLIME_AGENT_CC_EXTRA_ARGS": "--x", "SLIME_FORK_MERGE_MAX_RESPONSE_TOKENS": "0",
+        "SWE_BOOT_RETRIES": "3", "SLIME_AGENT_NODE_TARBALL": "node.tar", "SLIME_FORK_MERGE_MAX_RESPONSE_TOKENS": "0",
     }  # fmt: skip
-    kept = {"SLIME_AGENT_CC_EXTRA_ENVS": '{"API_KEY": "s3cret"}', "SWE_API_KEY": "s3cret", "SWE_GIT_TOKEN": "s3cret"}
+    kept = {
+        "SLIME_AGENT_CC_EXTRA_ENVS": '{"API_KEY": "s3cret"}', "SLIME_AGENT_CC_EXTRA_ARGS": "--api-key s3cret",
+        **dict.fromkeys(("SWE_API_KEY", "SWE_API_KEYS", "SWE_API_KEY_ID", "SWE_HF_TOKEN_1", "SWE_PASSWD"), "s3cret"),
+        "SLIME_AGENT_CREDENTIALS": "s3cret",
+    }  # fmt: skip
     for name, value in {**handed_on, **kept}.items():
         monkeypatch.setenv(name, value)
     given = env.actor_environment()
