@@ -231,9 +231,13 @@ class _Draft:
     def goes_on(self, node: _Node, threshold: int) -> bool:
         """Append a turn, and what its prompt has before it; False where its prompt is another one.
 
-        A prompt that says otherwise within the last response takes its place, as context, before a short output.
+        A prompt that says otherwise within the last response takes its place, as context, before a short output. A turn
+        without output adds no tokens: its prompt may be one that left no room for an answer.
         """
         prompt, turn = list(node.turn.prompt_ids), node.turn
+        if not turn.output_ids:
+            self.turns.append(node)
+            return True
         start = len(self.tokens) - len(self.stretches[-1][0])
         if prompt[: len(self.tokens)] == self.tokens:
             self._append(prompt[len(self.tokens) :], node)

@@ -162,9 +162,14 @@ def init_http_client(args: Any) -> None:
         _settings = settings
 
 
-def trust_engine_urls(urls: Iterable[str]) -> None:
-    """Send the bearer token to these servers as well: the engines that our router lists."""
-    _engine_origins.update(_origin(url) for url in urls)
+def trust_engine_urls(urls: Iterable[str], listed_by: str | None = None) -> None:
+    """Send the bearer token to these servers as well: the engines that our router lists.
+
+    Args:
+        listed_by: URL of who lists them, where that may be another's: nothing changes then.
+    """
+    if listed_by is None or _is_trusted(listed_by):
+        _engine_origins.update(_origin(url) for url in urls)
 
 
 def set_engine_supply(router_url: str, supply: EngineSupply | None) -> None:
@@ -537,16 +542,17 @@ def _session() -> aiohttp.ClientSession:
 
 
 def _with_token(url: str, headers: dict[str, str] | None) -> dict[str, str] | None:
-    if _settings.api_key is None:
-        return headers
-    origin = _origin(url)
-    if origin not in _settings.trusted_origins and origin not in _engine_origins:
+    if _settings.api_key is None or not _is_trusted(url):
         return headers
     return {"Authorization": f"Bearer {_settings.api_key}", **(headers or {})}
 
 
 def _asks_our_engines(url: str) -> bool:
-    return url.endswith("/generate") and _origin(url) in _settings.trusted_origins | _engine_origins
+    return url.endswith("/generate") and _is_trusted(url)
+
+
+def _is_trusted(url: str) -> bool:
+    return _origin(url) in _settings.trusted_origins | _engine_origins
 
 
 def _origin(url: str) -> str:

@@ -225,6 +225,23 @@ def test_a_last_turn_that_ended_by_length_truncates_its_sample():
     assert samples_of(manager)[0].status is Sample.Status.ABORTED
 
 
+@pytest.mark.parametrize("prompt", [[1, 2, 3, 10, 11, 4], [1, 2, 3, 10, 99], [5]])
+def test_a_turn_without_output_adds_nothing_but_how_the_sample_ended(prompt):
+    """Its prompt is longer than the context, where no room was left for an answer."""
+    first = (turn([1, 2, 3], [10, 11]), [USER], said("a"))
+    manager = recorded(first, (turn(prompt, [], "length"), [USER, said("a"), TOOL], said("")))
+    (sample,) = samples_of(manager)
+    assert sample.tokens == [1, 2, 3, 10, 11] and sample.loss_mask == [1, 1]
+    assert sample.truncated and sample.metadata["round_number"] == 2 and not manager.counts
+
+
+def test_a_turn_after_one_without_output_goes_on_where_the_text_does():
+    empty = (turn([1, 10, 4], [], "length"), [USER, said("a"), TOOL], said(""))
+    last = (turn([1, 10, 4, 5], [12]), [USER, said("a"), TOOL, said(""), OTHER], said("b"))
+    (sample,) = samples_of(recorded((turn([1], [10]), [USER], said("a")), empty, last))
+    assert sample.tokens == [1, 10, 4, 5, 12] and sample.loss_mask == [1, 0, 0, 1] and not sample.truncated
+
+
 def test_what_leaves_nothing_to_train_is_dropped_and_counted():
     manager = recorded(
         (turn([1, 2, 3, 4], [10]), [USER], said("a")),

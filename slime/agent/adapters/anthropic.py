@@ -169,7 +169,7 @@ def _events(reply: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for index, block in enumerate(reply["content"]):
         if block["type"] == "tool_use":
             empty = block | {"input": {}}
-            deltas = [{"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}]
+            deltas = [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
         else:
             empty = block | {block["type"]: ""}
             deltas = [{"type": f"{block['type']}_delta", block["type"]: block[block["type"]]}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,7 +120,7 @@ class Engine:
 
         Raises:
             Refusal: the client is gone (499), or the engine takes too long (504).
-            HttpError: the engine refuses, cannot be reached, or answers something else.
+            HttpError: the engine refuses, cannot be reached, or answers what no turn can be made of.
         """
         if sampling_params["max_new_tokens"] <= 0:
             return TurnRecord(prompt_ids, [], "length")
@@ -146,7 +147,7 @@ class Engine:
             async with asyncio.timeout(_ABORT_TIMEOUT_S):
                 try:
                     urls = [worker["url"] for worker in (await get(f"{self._base_url}/workers", 1))["workers"]]
-                    trust_engine_urls(urls)
+                    trust_engine_urls(urls, listed_by=self._base_url)
                 except (HttpError, KeyError, TypeError):
                     urls = [self._base_url]
                 bodies = [(f"{url}/abort_request", {"rid": request_id}) for url in urls for request_id in request_ids]
@@ -166,12 +167,28 @@ def matched_by(turn: TurnRecord) -> Any:
 
 
 def _record(prompt_ids: list[int], answer: Any) -> TurnRecord:
+    """The turn that an engine's answer is. Raises HttpError where it is none that can be trained."""
+    if not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
+        raise HttpError(f"the engine answered something without meta_info: {str(answer)[:200]}")
+    try:
+        turn = _turn(prompt_ids, answer["meta_info"])
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+        raise HttpError(f"the engine's answer cannot be read ({type(error).__name__}: {error})") from error
+    # An aborted turn is not recorded, whatever it lacks.
+    if turn.finish_reason != "abort":
+        unknown = sum(not math.isfinite(log_prob) for log_prob in turn.output_log_probs)
+        if unknown:
+            raise HttpError(f"the engine gave no finite log-prob for {unknown} of {len(turn.output_ids)} tokens")
+        if not turn.output_ids and (answer["meta_info"].get("completion_tokens") or answer.get("text")):
+            raise HttpError("the engine told a text, but no ids of it (output_token_logprobs)")
+    return turn
+
+
+def _turn(prompt_ids: list[int], meta_info: dict[str, Any]) -> TurnRecord:
+    """A turn from the engine's `meta_info`; raises whatever reading that raises."""
     # Arrow takes a moment to load.
     from slime.utils.engine_answers import TokenLogProbs
 
-    if not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
-        raise HttpError(f"the engine answered something without meta_info: {str(answer)[:200]}")
-    meta_info = answer["meta_info"]
     entries = TokenLogProbs.of(meta_info.pop("output_token_logprobs", None))
     if meta_info.get("output_token_sampling_logprobs") is not None:
         # Those beside kept sets, of which the trainer will find the same.

@@ -22,7 +22,7 @@ import jinja2
 from aiohttp import web
 
 from slime.agent.adapters.asking import CLIENT_CLOSED_REQUEST, Chat, Engine, Refusal, is_gone, matched_by
-from slime.agent.adapters.parsing import THINK, ModelOutput, parse_model_output, prepare_parsers
+from slime.agent.adapters.parsing import THINK, ModelOutput, named_schema, parse_model_output, prepare_parsers
 from slime.agent.trajectory import FORK_THRESHOLD_TOKENS, Message, TrajectoryManager, TurnRecord
 from slime.utils.http_utils import HttpError, noted_request_ids
 from slime.utils.processing_utils import render_chat, require_chat_template
@@ -36,7 +36,12 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(eq=False)
 class Session:
-    """What belongs to one run of an agent. `noted_ids`: of the requests of the rollout call that it works for."""
+    """What belongs to one run of an agent.
+
+    Attributes:
+        noted_ids: of the requests of the rollout call that it works for.
+        failure: why its last turn failed, where that was no fault of the agent's.
+    """
 
     sid: str
     sampling_defaults: dict[str, Any]
@@ -44,6 +49,7 @@ class Session:
     noted_ids: set[str]
     is_open: bool = True
     aborted: bool = False
+    failure: str | None = None
     running: dict[asyncio.Task[Any], asyncio.AbstractEventLoop] = field(default_factory=dict)
 
     def cancel(self) -> None:
@@ -171,9 +177,9 @@ class BaseAdapter:
             ValueError: there is no such session.
         """
         with self._changed:
-            if sid not in self._sessions:
-                raise ValueError(f"there is no session {sid!r}: it was not opened, or is finished or dropped")
-            session = self._sessions[sid]
+            session = self._sessions.get(sid)
+            if session is None:
+                raise ValueError(_no_session(sid))
             session.is_open = False
 
         def wait_idle() -> bool:
@@ -183,6 +189,19 @@ class BaseAdapter:
         if session.running and not await asyncio.to_thread(wait_idle):
             logger.warning("turns were under way %g s after the end of their session; they are lost", wait_timeout)
             session.cancel()
+
+    def failure_of(self, sid: str) -> str | None:
+        """Why the last turn of a session failed, where that was no fault of the agent's: what came of the agent then says
+        nothing about the model.
+
+        That is a turn that engines refused or answered unusably (502), did not answer in time (504), or that an error of
+        this process ended (500). A turn that succeeds clears it; what was refused as the agent's own fault (400, 429), a
+        client that went (499) and an abort (503) do not change it. None where there is no such failure, or no such session:
+        ask before `finish_session` or `drop_session`, when the agent has ended.
+        """
+        with self._changed:
+            session = self._sessions.get(sid)
+            return None if session is None else session.failure
 
     async def finish_session(
         self,
@@ -197,6 +216,7 @@ class BaseAdapter:
     ) -> list[Sample]:
         """End a session: the samples of its turns, with their texts. The arguments are those of `get_trajectory`.
 
+        No sample is longer than the session's `max_context_tokens`, whatever `max_sample_tokens` is.
         There is none where nothing is to be trained. Where engines were told to abort a turn, all are ABORTED, and there
         is one without an answer in place of none.
 
@@ -205,7 +225,10 @@ class BaseAdapter:
         """
         await self.shutdown_session(sid, wait_timeout)
         with self._changed:
-            session = self._sessions.pop(sid)
+            session = self._sessions.pop(sid, None)
+        if session is None:
+            raise ValueError(_no_session(sid))
+        limits = [limit for limit in (max_sample_tokens, session.max_context_tokens) if limit]
 
         def finished() -> list[Sample]:
             samples = self.trajectories.get_trajectory(
@@ -213,7 +236,7 @@ class BaseAdapter:
                 base_sample=base_sample,
                 reward=reward,
                 extra_metadata=extra_metadata,
-                max_sample_tokens=max_sample_tokens,
+                max_sample_tokens=min(limits, default=0),
                 args=args,
             )
             for sample in samples:
@@ -249,6 +272,13 @@ class BaseAdapter:
             session.running[task] = asyncio.get_running_loop()
         try:
             yield session
+            session.failure = None
+        except Exception as error:
+            if isinstance(error, HttpError) or getattr(error, "status", None) == 504:
+                session.failure = str(error)
+            elif not isinstance(error, Refusal | ConnectionResetError):
+                session.failure = f"{type(error).__name__}: {error}"
+            raise
         finally:
             with self._changed:
                 del session.running[task]
@@ -313,11 +343,12 @@ class BaseAdapter:
         """The preprocessed body. Raises Refusal where it is no JSON object."""
         try:
             body = await request.json()
-        except ValueError as error:
-            raise Refusal(400, f"the body is no JSON: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise Refusal(400, f"the body is no JSON that can be read: {error}") from error
         if not isinstance(body, dict):
             raise Refusal(400, "the body is no JSON object")
-        return self._preprocess_body(body)
+        with _refusing_what_cannot_be_read():
+            return self._preprocess_body(body)
 
     def _read(self, turn: TurnRecord, chat: Chat, prompt: str) -> ModelOutput:
         """An answer in its parts."""
@@ -331,15 +362,17 @@ class BaseAdapter:
 
     async def prompt_of(self, sid: str, body: dict[str, Any]) -> tuple[Chat, list[int], str]:
         """(what a body asks for, ids of its prompt, text of its prompt). Raises Refusal where it cannot be read or rendered."""
-        try:
+        with _refusing_what_cannot_be_read():
             chat = self._translate(body)
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise Refusal(400, f"the request cannot be read ({type(error).__name__}: {error})") from error
-        return chat, *await asyncio.to_thread(self._prompt, sid, chat)
+            routed = [routing_message(message) for message in chat.messages]
+            for tool in chat.tools:
+                if named_schema(tool) is None:
+                    raise ValueError("a tool has no name, or parameters that are no schema")
+        return chat, *await asyncio.to_thread(self._prompt, sid, chat, routed)
 
-    def _prompt(self, sid: str, chat: Chat) -> tuple[list[int], str]:
+    def _prompt(self, sid: str, chat: Chat, routed: list[Message]) -> tuple[list[int], str]:
         """(ids, text): up to the model's last turn the recorded ids, where the template writes their text."""
-        said = self.trajectories.recorded_turns(sid, [routing_message(message) for message in chat.messages])
+        said = self.trajectories.recorded_turns(sid, routed)
         if said:
             last, last_turn = said[-1]
             held = [*last_turn.prompt_ids, *last_turn.output_ids]
@@ -358,7 +391,9 @@ class BaseAdapter:
 
     def _rendered(self, messages: list[Message], chat: Chat) -> str:
         try:
-            return render_chat(self.tokenizer, messages, chat.tools, self._template_kwargs)
+            text = render_chat(self.tokenizer, messages, chat.tools, self._template_kwargs)
+            # Half a character, as clients leave that cut texts by units of UTF-16, cannot be tokenised.
+            return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         except (jinja2.TemplateError, LookupError, TypeError, ValueError) as error:
             raise Refusal(400, f"the chat template refused the messages ({type(error).__name__}: {error})") from error
 
@@ -374,6 +409,18 @@ class BaseAdapter:
         if turn.finish_reason == "stop" and ids and ids[-1] in marks:
             del ids[-1]
         return self._decode(ids)
+
+
+@contextlib.contextmanager
+def _refusing_what_cannot_be_read() -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise Refusal(400, f"the request cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _no_session(sid: str) -> str:
+    return f"there is no session {sid!r}: it was not opened, or is finished or dropped"
 
 
 def calls_of(output: ModelOutput) -> list[dict[str, Any]]:

@@ -53,7 +53,7 @@ class OpenAIAdapter(BaseAdapter):
                 {
                     "id": f"call_{use.id}",
                     "type": "function",
-                    "function": {"name": use.name, "arguments": json.dumps(use.arguments, ensure_ascii=False)},
+                    "function": {"name": use.name, "arguments": json.dumps(use.arguments)},
                 }
                 for use in output.tool_uses
             ]
@@ -97,7 +97,7 @@ def _as_object(arguments: Any) -> Any:
         return {} if arguments is None else arguments
     try:
         read = json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     return read if isinstance(read, dict) else arguments
 

@@ -28,6 +28,8 @@ THINK, END_OF_THINK = "<think>", "</think>"
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+# A model may well open more brackets than Python follows.
+_UNREADABLE = (ValueError, RecursionError)
 # What opens a call, by the attribute in which a parser of SGLang's has it.
 _OPENING = ("bot_token", "tool_call_start_token")
 
@@ -98,7 +100,7 @@ def parse_model_output(
 
     Args:
         tools_schema: the tools that it was offered, each `{"type": "function", "function": {"name": …, "parameters": …}}`.
-            Without any, nothing is taken for a call; calls of others are left out.
+            Without any, nothing is taken for a call; calls of others, and of tools of another shape, are left out.
         tool_parser_name, reasoning_parser_name: of SGLang's parsers; None for the format that most models write.
     """
     reasoning, answer = _read_by_sglang(_reasoning_by_sglang, text, reasoning_parser_name) or ("", text)
@@ -108,10 +110,11 @@ def parse_model_output(
         answer = rest if end else ""
     if not tools_schema:
         return ModelOutput(answer.strip(), reasoning.strip(), [], False)
-    own_calls = [_call(body, end, tools_schema) for body, end in _CALL.findall(answer)]
+    schemas = dict(schema for tool in tools_schema if (schema := named_schema(tool)) is not None)
+    own_calls = [_call(body, end, schemas) for body, end in _CALL.findall(answer)]
     found = _read_by_sglang(_calls_by_sglang, answer, tool_parser_name, tools_schema)
     rest, calls, opened = found or (_CALL.sub("", answer), own_calls, len(own_calls))
-    known = {tool.get("function", {}).get("name") for tool in tools_schema}
+    known = set(schemas)
     # SGLang leaves calls of unknown tools out, which are no less well formed.
     unknown = sum(call is not None and call[0] not in known for call in own_calls) if found else 0
     read = [call for call in calls if call is not None]
@@ -148,27 +151,36 @@ def _calls_by_sglang(
     return rest, [_with_arguments(item.name, item.parameters) for item in items], max(opened, len(items))
 
 
-def _call(body: str, end: str, tools: Sequence[dict[str, Any]]) -> tuple[str, dict[str, Any]] | None:
-    """(name, arguments) of what stands in `<tool_call>`; None where it cannot be read."""
+def named_schema(tool: Any) -> tuple[str, dict[str, Any]] | None:
+    """(name, properties of the parameters) of a tool; None where it is of another shape."""
+    try:
+        function = tool["function"]
+        name, properties = function["name"], (function.get("parameters") or {}).get("properties") or {}
+    except (AttributeError, LookupError, TypeError):
+        return None
+    return (name, properties) if isinstance(name, str) and isinstance(properties, dict) else None
+
+
+def _call(body: str, end: str, schemas: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Any]] | None:
+    """(name, arguments) of what stands in `<tool_call>`; None where it cannot be read. `schemas`: properties by tool."""
     if not end:
         return None
     function = _FUNCTION.search(body)
     if function is None:
         try:
             called = json.loads(body)
-        except ValueError:
+        except _UNREADABLE:
             return None
         return _with_arguments(called.get("name"), called.get("arguments", {})) if isinstance(called, dict) else None
     name = function[1].strip()
-    schemas = [tool["function"] for tool in tools if tool.get("function", {}).get("name") == name]
-    types = ((schemas[0].get("parameters") or {}).get("properties") or {}) if schemas else {}
+    types = schemas.get(name, {})
     return name, {key.strip(): _value(text, types.get(key.strip())) for key, text in _PARAMETER.findall(function[2])}
 
 
 def _with_arguments(name: Any, arguments: Any) -> tuple[str, dict[str, Any]] | None:
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+    except _UNREADABLE:
         return None
     return (name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
 
@@ -179,5 +191,5 @@ def _value(text: str, schema: Any) -> Any:
         return text
     try:
         return json.loads(text)
-    except ValueError:
+    except _UNREADABLE:
         return text

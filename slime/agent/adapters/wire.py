@@ -40,7 +40,8 @@ async def write_events(request: web.Request, events: Iterable[tuple[str | None, 
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     for name, data in events:
-        text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+        # ASCII, for half a character of a model's has no bytes of its own.
+        text = data if isinstance(data, str) else json.dumps(data)
         head = f"event: {name}\n" if name else ""
         await response.write(f"{head}data: {text}\n\n".encode())
     await response.write_eof()

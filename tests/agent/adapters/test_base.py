@@ -11,6 +11,7 @@ import requests
 
 from slime.agent.adapters import OpenAIAdapter
 from slime.agent.adapters.base import routing_message
+from slime.agent.trajectory import TurnRecord
 from slime.utils.errors import UserError
 from slime.utils.http_utils import noting_request_ids
 from slime.utils.types import Sample
@@ -246,7 +247,21 @@ def test_prompt_and_answer_fit_the_context_and_no_room_is_an_empty_answer():
         assert second["choices"][0]["message"]["content"] == "" and second["choices"][0]["finish_reason"] == "length"
         assert len(agent.engine.requests) == 1
         (sample,) = agent.finish()
-    assert sample.truncated and sum(sample.loss_mask) == 3
+    assert sample.truncated and sum(sample.loss_mask) == 3 and len(sample.tokens) <= length + 3
+    assert sample.metadata["round_number"] == 2
+
+
+def test_no_sample_is_longer_than_the_context():
+    """Neither where an engine writes more than it was asked for, nor by a larger limit of `finish_session`."""
+    length = len(build_tokenizer().encode(FIRST_PROMPT))
+    for limit, expected in ((0, length + 3), (length + 100, length + 3), (length + 1, length + 1)):
+        with talking(max_context_tokens=length + 3) as agent:
+            prompt = agent.adapter.tokenizer.encode(FIRST_PROMPT)
+            turn = TurnRecord(prompt, [7] * 9, "stop", [-0.5] * 9)
+            said = {"role": "assistant", "content": "a"}
+            agent.adapter.trajectories.record_turn("s", turn=turn, prompt_messages=[USER], response_message=said)
+            (sample,) = agent.finish(max_sample_tokens=limit)
+        assert len(sample.tokens) == expected and sample.truncated
 
 
 def test_a_stop_text_ends_the_answer_and_stays_with_its_tokens():

@@ -56,7 +56,12 @@ CALLED = [
     (f"so\n{CUT_CALL}", "so", [], True),
     ('so\n<tool_call>\n{"name": "add", "arguments": [1]}\n</tool_call>', "so", [], True),
 ]
-HOSTILE = ["", "<tool_call>", "<tool_call></tool_call>", "<tool_call>[1]</tool_call>", "<tool_call>7</tool_call>"]
+DEEP = "[" * 100_000
+HOSTILE = [
+    "", "<tool_call>", "<tool_call></tool_call>", "<tool_call>[1]</tool_call>", "<tool_call>7</tool_call>",
+    f"<tool_call>{DEEP}</tool_call>",
+    '<tool_call>{"name": "add", "arguments": "' + DEEP + '"}</tool_call>',
+]  # fmt: skip
 PARSERS = ["qwen25", "hermes", "llama3", "pythonic", "qwen3_coder"]
 # Without a GPU, SGLang can be imported behind its adapter only, in a process that does so first.
 IN_ENGINES_PLACE = """
@@ -99,6 +104,18 @@ def test_without_tools_nothing_is_a_call():
 @pytest.mark.parametrize("text", HOSTILE)
 def test_nothing_that_a_model_writes_raises(text):
     assert parse_model_output(text, TOOLS).tool_uses == []
+
+
+def test_a_parameter_that_is_nested_beyond_reading_is_a_text():
+    (use,) = parse_model_output(XML_CALL.replace("\n1\n", f"\n{DEEP}\n"), TOOLS).tool_uses
+    assert use.arguments["a"] == DEEP
+
+
+@pytest.mark.parametrize("function", [None, {}, {"name": None}, {"name": "add", "parameters": [1]}, 7])
+def test_nothing_raises_whatever_tools_are_offered(function):
+    tools = [{"type": "function", "function": function}, *TOOLS]
+    for text in (JSON_CALL, XML_CALL):
+        assert parse_model_output(text, tools).tool_uses[0].name == "add"
 
 
 @pytest.mark.slow
