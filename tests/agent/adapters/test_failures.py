@@ -248,7 +248,7 @@ def test_a_turn_whose_session_ends_while_its_reply_is_written_is_not_recorded():
 
         agent.adapter._respond = dropped_meanwhile
         assert agent.ask({"messages": [USER]}).status_code == 200
-        wait_until(lambda: agent.adapter.trajectories.counts == {"not_delivered": 1})
+        wait_until(lambda: agent.adapter.trajectories.counts == {"not_delivered": 1}, 20)
         assert not agent.adapter.trajectories.has_session("s")
 
 
@@ -264,7 +264,7 @@ def test_a_turn_whose_client_goes_while_its_reply_is_written_is_not_recorded():
         agent.adapter._respond = gone_meanwhile
         with contextlib.suppress(requests.ConnectionError):
             agent.ask({"messages": [USER]})
-        wait_until(lambda: agent.adapter.trajectories.counts == {"not_delivered": 1})
+        wait_until(lambda: agent.adapter.trajectories.counts == {"not_delivered": 1}, 20)
         assert agent.finish() == []
 
 
