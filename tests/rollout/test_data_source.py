@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 import random
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -550,7 +551,7 @@ class TestState:
     @pytest.mark.parametrize(
         ("state", "message"),
         [
-            ({"sample_offset": Path("x")}, "cannot be read .UnpicklingError.: .*--fresh-data-state"),
+            ({"sample_offset": Fraction(1, 2)}, "cannot be read .UnpicklingError.: .*--fresh-data-state"),
             ([1], "holds list; expected the dict"),
             (
                 {"sample_offset": 1, "epoch_id": 0, "sample_index": -1},

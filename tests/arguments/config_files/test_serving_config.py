@@ -297,22 +297,18 @@ def test_a_run_that_only_generates_may_serve_any_model_first(tmp_path):
     assert parse(tmp_path, *words.split()).served_models[0].model_path == str(other)
 
 
-@pytest.mark.parametrize(
-    ("group", "message"),
-    [
-        ("{num_gpus: 3, num_gpus_per_engine: 3}", "num_gpus_per_engine 3 is above --num-gpus-per-node 2 and no multiple of it"),
-        ("{num_gpus: 2, num_gpus_per_engine: 2}",
-         "num_gpus_per_engine 2: an engine would have the GPUs 1 to 2 of the run, which lie on two nodes (--num-gpus-per-node "
-         "2, training takes the first 1): engines over parts of nodes are not built yet; give num_gpus_per_engine 1"),
-    ],
-)  # fmt: skip
-def test_an_engine_of_a_group_fills_nodes_or_a_part_of_one(tmp_path, group, message):
-    path = written(tmp_path, group_lines("{worker_type: placeholder, num_gpus: 1}", group), "serving.yaml")
-    words = f"--rollout-num-gpus {1 + int(group[11])} --actor-num-gpus-per-node 1 --num-gpus-per-node 2"
-    if "lie on" in message:
-        path.write_text(group_lines(group))
-        words = "--rollout-num-gpus 2 --actor-num-gpus-per-node 1 --num-gpus-per-node 2"
-    assert any(f"{path}:" in line and message in line for line in refusals(tmp_path, f"{words} --sglang-config {path}"))
+def test_an_engine_of_a_group_has_equally_many_gpus_on_each_of_its_nodes(tmp_path):
+    placeholder = "{worker_type: placeholder, num_gpus: 1}"
+    path = written(tmp_path, group_lines(placeholder, "{num_gpus: 3, num_gpus_per_engine: 3}"), "serving.yaml")
+    words = f"--actor-num-gpus-per-node 1 --num-gpus-per-node 2 --sglang-config {path} --rollout-num-gpus"
+    message = (
+        "num_gpus_per_engine 3: an engine would have the GPUs 2 to 4 of the run, 2 and 1 on its nodes (--num-gpus-per-node 2, "
+        "training takes the first 1), and needs equally many on each; give num_gpus_per_engine 1, or another number of GPUs to "
+        "what comes before it"
+    )
+    assert any(f"{path}:" in line and message in line for line in refusals(tmp_path, f"{words} 4"))
+    path.write_text(group_lines("{num_gpus: 2, num_gpus_per_engine: 2}"))
+    assert parse(tmp_path, *f"{words} 2".split()).rollout_num_engines == 1
 
 
 def test_the_size_of_a_group_is_its_own(tmp_path):
