@@ -553,16 +553,10 @@ class TestState:
         [
             ({"sample_offset": Fraction(1, 2)}, "cannot be read .UnpicklingError.: .*--fresh-data-state"),
             ([1], "holds list; expected the dict"),
-            (
-                {"sample_offset": 1, "epoch_id": 0, "sample_index": -1},
-                "sample_group_index, sample_index of the data state",
-            ),
-            (
-                dict.fromkeys(["sample_offset", "epoch_id", "sample_group_index", "sample_index"], 9),
-                "had drawn 9 .* has 4",
-            ),
+            ({"sample_offset": 1, "epoch_id": 0, "sample_index": -1}, "sample_group_index, sample_index of the data state"),
+            (dict.fromkeys(["sample_offset", "epoch_id", "sample_group_index", "sample_index"], 9), "had drawn 9 .* has 4"),
         ],
-    )
+    )  # fmt: skip
     def test_a_pickled_state_that_is_of_no_use(self, make_args, state, message):
         save_pickled(make_args(), state)
         with pytest.raises(UserError, match=f"global_dataset_state_dict_0.pt.*{message}"):
