@@ -9,6 +9,7 @@ The application serves on one event loop; sessions may be opened and finished fr
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import dataclasses
@@ -59,7 +60,7 @@ class Session:
             loop.call_soon_threadsafe(task.cancel)
 
 
-class BaseAdapter:
+class BaseAdapter(abc.ABC):
     """What all protocols share; a subclass has the routes, and translates.
 
     Args:
@@ -121,33 +122,33 @@ class BaseAdapter:
 
     # -- what a protocol adds ------------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def _register_routes(self, app: web.Application) -> None:
         """Add the routes: that of turns is handled by `guarded(handle_turn)`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _session_id(self, request: web.Request, body: dict[str, Any]) -> str:
         """The session that a request names, "" for none."""
-        raise NotImplementedError
 
     def _preprocess_body(self, body: dict[str, Any]) -> dict[str, Any]:
         """The body as it is translated."""
         return body
 
+    @abc.abstractmethod
     def _translate(self, body: dict[str, Any]) -> Chat:
         """What a body asks for. Raises Refusal, or any KeyError, TypeError or ValueError where it cannot be read."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _build_reply(self, body: dict[str, Any], output: ModelOutput, turn: TurnRecord) -> dict[str, Any]:
         """The answer to a request that does not stream."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     async def _respond(self, request: web.Request, body: dict[str, Any], reply: dict[str, Any]) -> web.StreamResponse:
         """Write the reply to the end, or the events that a stream has in its place."""
-        raise NotImplementedError
 
     def _error(self, status: int, message: str) -> dict[str, Any]:
-        """The body of an answer that refuses."""
-        raise NotImplementedError
+        """The body of an answer that refuses, in the form of the protocol where that has one."""
+        return {"error": {"code": status, "message": message}}
 
     # -- sessions ------------------------------------------------------------------------------------------------------
 

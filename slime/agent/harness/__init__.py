@@ -91,8 +91,7 @@ class ClaudeCodeHarness(BaseHarness):
     async def install_cli(self, sb: Sandbox) -> None:
         """Node.js and the package, from `SLIME_AGENT_NODE_TARBALL` and `SLIME_AGENT_CC_TARBALL` where they are given."""
         await install_node22(sb)
-        tarball = variables.agent_program("CC").tarball
-        await install_npm_cli(sb, CLAUDE_CODE_PACKAGE, program="claude", tarball=tarball)
+        await install_npm_cli(sb, CLAUDE_CODE_PACKAGE, program="claude", tarball=variables.agent_program("CC").tarball)
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
         """That nobody has to be asked at a first start."""
@@ -149,8 +148,7 @@ class CodexHarness(BaseHarness):
     async def install_cli(self, sb: Sandbox) -> None:
         """Node.js and the package, from `SLIME_AGENT_NODE_TARBALL` and `SLIME_AGENT_CODEX_TARBALL` where they are given."""
         await install_node22(sb)
-        tarball = variables.agent_program("CODEX").tarball
-        await install_npm_cli(sb, CODEX_PACKAGE, program="codex", tarball=tarball)
+        await install_npm_cli(sb, CODEX_PACKAGE, program="codex", tarball=variables.agent_program("CODEX").tarball)
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
         """The adapter, as a provider of models."""

@@ -10,7 +10,8 @@ import pytest
 import requests
 
 from slime.agent.adapters import OpenAIAdapter
-from slime.agent.adapters.base import routing_message
+from slime.agent.adapters.base import BaseAdapter, routing_message
+from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.agent.trajectory import TurnRecord
 from slime.utils.errors import UserError
 from slime.utils.http_utils import noting_request_ids
@@ -448,3 +449,27 @@ def test_a_session_whose_first_turn_is_aborted_gives_an_aborted_sample():
             requests.post(f"{agent.engine.url}/abort_request", json={"abort_all": True}, timeout=30)
         (sample,) = agent.finish()
     assert sample.status is Sample.Status.ABORTED and (sample.index, sample.tokens) == (5, [])
+
+
+class OfAnotherProtocol(BaseAdapter):
+    """The least that one has."""
+
+    def _register_routes(self, app):
+        app.router.add_post("/ask", self.guarded(self.handle_turn))
+
+    def _session_id(self, request, body):
+        return body["who"]
+
+    _translate = _build_reply = _respond = None
+
+
+def test_an_endpoint_of_another_protocol_refuses_in_plain_words_and_lacks_nothing():
+    adapter = OfAnotherProtocol(build_tokenizer(), "http://127.0.0.1:1")
+    served = run_app_in_thread(adapter.app, thread_name="another-protocol")
+    try:
+        refused = requests.post(f"{served.url}/ask", json={"who": "nobody"}, timeout=60)
+    finally:
+        served.stop()
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == 503
+    with pytest.raises(TypeError, match="abstract method"):
+        BaseAdapter(build_tokenizer(), "http://127.0.0.1:1")
