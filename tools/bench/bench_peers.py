@@ -115,7 +115,7 @@ def steps_of_ours(task: Path, directory: Path, options: argparse.Namespace) -> d
         "--rollout-batch-size", str(PROMPTS), "--n-samples-per-prompt", str(SAMPLES), "--num-steps-per-rollout", "1",
         "--rollout-max-response-len", str(longest), "--custom-generate-function-path",
         f"{ROOT / 'tools/bench/long_answers.py'}:{function}", "--lr", "1e-5", "--clip-grad", "1.0",
-        "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096",
+        "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096", "--router-policy", "round_robin",
         "--train-env-vars", json.dumps({"OMP_NUM_THREADS": str(os.cpu_count())}),
     ]  # fmt: skip
     environment = {**os.environ, "TENSORBOARD_DIR": str(directory), "SLIME_ACCELERATOR": "cpu"}
