@@ -19,13 +19,13 @@ import functools
 import inspect
 import logging
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from slime.utils.misc import unique_hex
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -81,25 +81,33 @@ class trace_span:
     def include(self, target: Any) -> None:
         """Put the span into the traces of `target`, too: of what came of the block, which may be copies."""
         with _harmless(f"what span {self.name!r} includes"):
-            self._put(target)
+            self._targets.append(target)
+            for trace in _traces_of(target):
+                if not any(record.get("span_id") == self.span_id for record in trace["events"]):
+                    self._put(trace)
 
     def child(self, name: str, start: float, end: float, attrs: dict[str, Any] | None = None) -> None:
         """A span within this one that somebody else has measured, in seconds from the start of this one."""
         with _harmless("a span of somebody else's"):
             for trace, own in self._records():
                 record = _record("span", name, own["attempt"], self.span_id, attrs)
-                record["span_id"] = uuid.uuid4().hex[:16]
+                record["span_id"] = unique_hex(16)
                 record.update(start=self._start + start, end=self._start + end, status="ok")
                 _append(trace, record)
 
     def __enter__(self) -> trace_span:
-        with _harmless(f"span {self.name!r}"):
+        # Every sample has some spans: a context manager for each would take longer than what it guards.
+        try:
             self._begin()
+        except Exception as error:
+            _tell_once(f"span {self.name!r}", error)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        with _harmless(f"the end of span {self.name!r}"):
+        try:
             self._end(kind, error)
+        except Exception as own_error:
+            _tell_once(f"the end of span {self.name!r}", own_error)
 
     async def __aenter__(self) -> trace_span:
         return self.__enter__()
@@ -109,20 +117,21 @@ class trace_span:
 
     def _begin(self) -> None:
         target = _bound.get() if self._target is None else self._target
-        self.span_id, self._started, self._start = uuid.uuid4().hex[:16], time.perf_counter(), time.time()
+        self.span_id, self._started, self._start = unique_hex(16), time.perf_counter(), time.time()
         self._outer = _open.get()
-        self._put(target)
-        ids = None if target in ([], ()) else frozenset(trace["trace_id"] for trace in _traces_of(target))
+        self._targets.append(target)
+        traces = _traces_of(target)
+        for trace in traces:
+            self._put(trace)
+        of_any = isinstance(target, list | tuple) and not target
+        ids = None if of_any else frozenset([trace["trace_id"] for trace in traces])
         self._token = _open.set((*self._outer, (self.span_id, ids)))
 
-    def _put(self, target: Any) -> None:
-        """Have a record in each trace of `target`, where there is none."""
-        self._targets.append(target)
-        for trace in _traces_of(target):
-            if not any(record.get("span_id") == self.span_id for record in trace["events"]):
-                record = _record("span", self.name, trace["attempt"], _parent_in(trace, self._outer), self.attrs)
-                record.update(span_id=self.span_id, start=self._start, end=None, status=None)
-                _append(trace, record)
+    def _put(self, trace: dict[str, Any]) -> None:
+        """Have a record in `trace`."""
+        record = _record("span", self.name, trace["attempt"], _parent_in(trace, self._outer), self.attrs)
+        record["span_id"], record["start"], record["end"], record["status"] = self.span_id, self._start, None, None
+        _append(trace, record)
 
     def _records(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """(trace, the span's record in it), as they are by now: functions that got a copy of a sample give it back."""
@@ -273,7 +282,7 @@ def trace_engine_answer(span: trace_span, answer: dict[str, Any]) -> None:
     """Attributes of `meta_info` for a request's span; and spans of prefill and decode where two engines shared the request."""
     with _harmless("an engine's answer"):
         meta_info = answer.get("meta_info") or {}
-        span.update(build_sglang_meta_trace_attrs(meta_info))
+        span.attrs |= build_sglang_meta_trace_attrs(meta_info)
         parts = {name: value for name, value in meta_info.items() if name.startswith((_PREFILL, _DECODE, _TRANSFER))}
         parts = {name: value for name, value in parts.items() if isinstance(value, int | float)}
         if not parts:
@@ -311,7 +320,7 @@ def _trace_of(sample: Sample) -> dict[str, Any]:
     if trace is None:
         trace = sample.trace = {
             "version": TRACE_VERSION,
-            "trace_id": uuid.uuid4().hex,
+            "trace_id": unique_hex(),
             "sample_id": sample.index,
             "group_id": sample.group_index,
             "attempt": 0,
@@ -322,8 +331,11 @@ def _trace_of(sample: Sample) -> dict[str, Any]:
 
 def _parent_in(trace: dict[str, Any], spans: _Open | None = None) -> str | None:
     """The innermost of `spans`, by default those open here, that `trace` is in."""
-    spans = _open.get() if spans is None else spans
-    return next((span_id for span_id, ids in reversed(spans) if ids is None or trace["trace_id"] in ids), None)
+    trace_id = trace["trace_id"]
+    for span_id, ids in reversed(_open.get() if spans is None else spans):
+        if ids is None or trace_id in ids:
+            return span_id
+    return None
 
 
 def _record(kind: str, name: str, attempt: int, parent_id: str | None, attrs: dict[str, Any] | None) -> dict[str, Any]:
@@ -363,6 +375,10 @@ def _harmless(subject: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if subject not in _told:
-            _told.add(subject)
-            logger.warning("%s is not in the trace: %s: %s", subject, type(error).__name__, error)
+        _tell_once(subject, error)
+
+
+def _tell_once(subject: str, error: Exception) -> None:
+    if subject not in _told:
+        _told.add(subject)
+        logger.warning("%s is not in the trace: %s: %s", subject, type(error).__name__, error)

@@ -31,6 +31,7 @@ from slime.serving.fleet import EngineName, FleetSnapshot
 from slime.serving.owner import ServingOwner, longest_push_wait
 from slime.utils import env
 from slime.utils.http_utils import set_engine_supply
+from slime.utils.misc import collect_garbage_rarely
 from slime.utils.ports import host_for_url
 from slime.utils.run_values import with_run_values
 from slime.weights.transports.process_group import communicator_environment
@@ -89,6 +90,7 @@ class RolloutManager:
 
     def __init__(self, args: argparse.Namespace) -> None:
         configure_logger(args.log_level)
+        collect_garbage_rarely()
         self.args = args
         self._pipeline: Any = None
         self._serving: ServingOwner | None = None

@@ -8,12 +8,12 @@ Invariants: no prompt is lost; a returned group has as many entries as it was gi
 """
 
 import copy
-import uuid
 from typing import Any
 
 import numpy as np
 
 from slime.rollout.base_types import leaves
+from slime.utils.misc import unique_hex
 from slime.utils.sample_fields import read_only, token_array
 from slime.utils.types import PrefixCacheInfo, Sample, SpecInfo
 
@@ -32,7 +32,7 @@ def new_attempt(entry: Any) -> Any:
         return [new_attempt(inner) for inner in entry]
     attempt = own_copy(entry)
     attempt.__dict__.pop(PROMPT_BESIDE, None)
-    attempt.session_id = attempt.session_id or str(uuid.uuid4())
+    attempt.session_id = attempt.session_id or unique_hex()
     return attempt
 
 

@@ -7,7 +7,6 @@ and the model's own tokens and log-probs are never made again from text.
 
 import inspect
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate, run_side_by_side
 from slime.rollout.generation_call import current_call
 from slime.utils.errors import UserError
+from slime.utils.misc import unique_hex
 from slime.utils.processing_utils import render_chat
 from slime.utils.sample_fields import held
 from slime.utils.types import Sample
@@ -79,7 +79,7 @@ async def ask(args: Any, sample: Sample, messages: list[dict[str, Any]], samplin
     down, and TRUNCATED by a length limit, as any other answer.
     """
     answer = new_attempt(prompt_of(sample))
-    answer.prompt, answer.tokens, answer.session_id = messages, [], str(uuid.uuid4())
+    answer.prompt, answer.tokens, answer.session_id = messages, [], unique_hex()
     # The context has the images that stand in its messages, and no others.
     answer.multimodal_inputs = None
     return await generate(args, answer, sampling_params)

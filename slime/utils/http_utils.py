@@ -19,7 +19,6 @@ import contextvars
 import functools
 import json as standard_json
 import logging
-import secrets
 import socket
 import time
 import weakref
@@ -34,7 +33,7 @@ import orjson
 
 from slime.utils import env
 from slime.utils.errors import RunError
-from slime.utils.misc import get_current_node_ip
+from slime.utils.misc import get_current_node_ip, unique_hex
 from slime.utils.ports import host_for_url
 
 logger = logging.getLogger(__name__)
@@ -324,7 +323,7 @@ def _identified(payload: Any, ids: set[str] | None) -> Iterator[Callable[[], byt
     prompts = _num_prompts(payload)
 
     def body() -> bytes:
-        request_id = secrets.token_hex(16)
+        request_id = unique_hex()
         # SGLang numbers the prompts of a list, and knows none by the id alone. The router takes no list of ids.
         names = [request_id] if prompts is None else [f"{request_id}_{place}" for place in range(prompts)]
         own.extend(names)
@@ -388,7 +387,7 @@ async def _send(
 ) -> Any:
     """What `receive` makes of the answer; by default it is parsed. `body` makes that of an attempt, when its turn has come."""
     session = _client().session
-    request_id = secrets.token_hex(16)
+    request_id = unique_hex()
     headers = {"X-Request-Id": request_id, **(_with_token(url, headers) or {})}
     attempts = max(1, _settings.max_retries if max_retries is None else max_retries)
     attempt, survived = 1, 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -23,8 +24,17 @@ DEATH = "the first death of something that serves"
 
 
 @pytest.fixture(autouse=True)
-def logs_stay_with_the_test(monkeypatch):
+def the_process_stays_as_it_is(monkeypatch):
     monkeypatch.setattr("slime.ray.rollout_manager.configure_logger", lambda level: None)
+    thresholds = gc.get_threshold()
+    yield
+    gc.set_threshold(*thresholds)
+
+
+def test_samples_are_not_looked_through_for_garbage_at_every_few_objects(tmp_path):
+    gc.set_threshold(700, 10, 10)
+    RolloutManager(parse(tmp_path))
+    assert gc.get_threshold() == (50_000, 10, 10)
 
 
 def test_the_manager_falls_silent_before_its_engines_end(tmp_path, monkeypatch):

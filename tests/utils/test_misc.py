@@ -1,5 +1,8 @@
 import base64
+import random
 import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +17,27 @@ from slime.utils.misc import (
     get_free_port,
     group_by,
     should_run_periodic_action,
+    unique_hex,
 )
+
+
+def test_ids_are_nobody_elses():
+    ids = {unique_hex(16) for _ in range(1000)}
+    assert len(ids) == 1000
+    assert {len(name) for name in ids} == {16} and all(int(name, 16) >= 0 for name in ids)
+    random.seed(0)
+    first = unique_hex()
+    random.seed(0)
+    assert unique_hex() != first
+
+
+def test_a_forked_process_has_ids_of_its_own():
+    code = (
+        "import os; from slime.utils.misc import unique_hex\n"
+        "child = os.fork(); print(unique_hex(), flush=True); os._exit(0) if not child else os.waitpid(child, 0)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert len(set(told.split())) == 2
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.train_data import convert_samples_to_train_batch
 from slime.utils import async_utils
 from slime.utils.http_utils import close_http_client
-from slime.utils.misc import SingletonMeta
+from slime.utils.misc import SingletonMeta, collect_garbage_rarely
 from slime.utils.run_values import with_run_values
 from tools.bench.null_engine import null_engine
 
@@ -161,6 +161,7 @@ def main() -> None:
     parser.add_argument("--profile", type=int, default=0, help="lines of a profile of our step")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
+    collect_garbage_rarely()  # as the manager does
     with tempfile.TemporaryDirectory(prefix="bench-step-") as directory, null_engine(TOKENS) as url:
         task = Path(directory) / "task"
         subprocess.run([sys.executable, ROOT / "tools/make_toy_task.py", task], check=True)
