@@ -58,7 +58,8 @@ def survived(request, task, tmp_path_factory) -> tuple[TrainProcess, int, list[l
         "--rollout-health-check-interval", 1, "--rollout-health-check-timeout", REPLACED_SECONDS,
         "--rollout-max-response-len", 60, "--max-tokens-per-gpu", 512,
         "--custom-generate-function-path", f"{PLUG_INS}:marked_generate",
-        "--save-debug-rollout-data", directory / "{rollout_id}.pt", "--save", directory / "checkpoints", *flags,
+        "--save-debug-rollout-data", directory / "{rollout_id}.pt", "--save", directory / "checkpoints",
+        "--save-interval", len(ROLLOUTS), *flags,
     ]  # fmt: skip
     with TrainProcess(flags, directory, {"E2E_HOLD_ROLLOUT": str(HELD)}, "train_async.py") as process:
         process.wait_for_line(f"holding rollout {HELD}", 300)
