@@ -1,14 +1,31 @@
-"""What the server of `run_distributed` imports once, for all processes that it forks: torch, and Megatron as a rank sees it."""
+"""What the server of `run_distributed` imports once, for all processes that it forks: what a rank trains with, Megatron behind
+its lifts; and what the test files import that ranks are asked by."""
 
 import gc
+import importlib
 import warnings
 
 from slime.backends.megatron_utils import cpu_runtime
+from tests.support.processes.trainer_imports import import_trainer
 
+OF_TESTS = (
+    "pytest", "safetensors.torch", "tests.support.models.tiny_families", "tests.support.processes.layout_steps",
+    "tests.support.processes.megatron_worker",
+)  # fmt: skip
+
+# Imports make a million objects that stay: looking through them again and again is a tenth of their time.
+gc.disable()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    cpu_runtime.install()
-    from slime.backends.megatron_utils import actor, critic  # noqa: F401
+    try:
+        cpu_runtime.install()
+        import_trainer()
+        for name in OF_TESTS:
+            importlib.import_module(name)
+    except ImportError as error:
+        # The server passes over an ImportError without a word, and every rank would import all of it by itself.
+        raise RuntimeError(f"the processes of ranks cannot be prepared: {error}") from error
 
 # A collection would write to every page that the children share.
 gc.freeze()
+gc.enable()

@@ -1,11 +1,15 @@
 """The helper that runs test bodies in child processes tells the truth about them."""
 
 import os
+import sys
 import time
 
 import pytest
 
+from tests.support.models.grpo_batch import make_samples
+from tests.support.models.tiny_model import write_tiny_model
 from tests.support.processes.distributed import DistributedFailure, run_distributed
+from tests.support.processes.layout_steps import layout_args, train_steps
 
 
 def _sum_of_ranks(offset):
@@ -20,6 +24,23 @@ def _sum_of_ranks(offset):
 
 def test_results_come_back_by_rank():
     assert run_distributed(_sum_of_ranks, 2, (10,)) == [(0, 21.0, "1"), (1, 21.0, "1")]
+
+
+def _imports_of_training(args):
+    """The modules that a rank imports while it trains."""
+    before = set(sys.modules)
+    train_steps({"one": args}, make_samples)
+    return sorted(set(sys.modules) - before)
+
+
+def test_ranks_find_all_that_they_train_with_imported(tmp_path):
+    """Each would spend seconds on it, and the server that forks them tells nobody what it could not import."""
+    write_tiny_model(tmp_path)
+    (imported,) = run_distributed(_imports_of_training, 1, (layout_args(tmp_path),))
+    of_training = [
+        name for name in imported if name.partition(".")[0] in ("torch", "megatron", "slime", "transformers")
+    ]
+    assert len(of_training) < 10, of_training
 
 
 def _raise_on_rank_one():

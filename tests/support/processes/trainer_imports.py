@@ -1,0 +1,18 @@
+"""The imports of a training rank, for processes that are forked once these are done."""
+
+import importlib
+import pkgutil
+
+PACKAGES = ("slime.training", "slime.backends.megatron_utils", "slime.weights")
+
+
+def import_trainer() -> None:
+    """Import the trainer with its Megatron backend, and torch's compiler, which the first optimizer of a process asks for.
+
+    The modules are found and not named, so that none is left out when the trainer is laid out anew.
+    """
+    for name in PACKAGES:
+        package = importlib.import_module(name)
+        for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+            importlib.import_module(module.name)
+    importlib.import_module("torch._dynamo")
