@@ -175,7 +175,7 @@ class RolloutManager:
 
     @ray.method(concurrency_group="control")
     async def is_working(self) -> bool:
-        """Whether requests find an engine of each kind, or an engine has some that it will finish."""
+        """Whether requests find an engine of each kind, or an engine has some that it will finish, or one is being replaced."""
         return self._serving is not None and await asyncio.to_thread(self._is_working)
 
     @ray.method(concurrency_group="control")
@@ -230,7 +230,8 @@ class RolloutManager:
                 set_engine_supply(router.url, _EnginesOfModel(self._serving, model))
 
     def _is_working(self) -> bool:
-        return self._serving.is_serving() or have_requests(self._serving.engines())
+        # A push would wait for engines that are replaced, and then cut off what others have got to do meanwhile.
+        return self._serving.is_serving() or not self._serving.is_settled() or have_requests(self._serving.engines())
 
     def _shutdown(self, *, silent: bool = False) -> None:
         if self._serving is not None:
@@ -400,7 +401,7 @@ class RolloutClient:
         return self._control("begin_push_to_stale", "the engines that lack weights")
 
     def is_working(self) -> bool:
-        """Whether requests find an engine of each kind, or an engine has some that it will finish."""
+        """Whether requests find an engine of each kind, or an engine has some that it will finish, or one is being replaced."""
         return self._control("is_working", "the engines that serve")
 
     def bring_weights_by(self, bring: Callable[[], None]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from slime.arguments.config_files.serving_config import arguments_of_group
@@ -138,7 +139,9 @@ class Engines:
             `--engine-start-timeout`.
         """
         _, group, engine = self._topology.find(name.engine_id)
-        self._handles = {other: handle for other, handle in self._handles.items() if other.engine_id != name.engine_id}
+        # Others of these may be stopped, or started, by other threads meanwhile.
+        for last in [life for life in list(self._handles) if life.engine_id == name.engine_id]:
+            self._handles.pop(last, None)
         common = {
             # Ray joins them with those of the process that starts the actor, which has them from the driver.
             "runtime_env": {"env_vars": actor_environment()},
@@ -239,3 +242,13 @@ def have_requests(fleet: FleetSnapshot) -> bool:
     serving = [engine for engine in fleet.engines if engine.state in (EngineState.SERVING, EngineState.SUSPECT)]
     asked = [engine.handle.has_requests.remote() for engine in serving if engine.role != "prefill"]
     return any(answer is not False for answer in wait_for_each(asked, "requests of the engines", _ANSWER_SECONDS))
+
+
+def outcome_of(reference: ray.ObjectRef, who: str) -> tuple[Any, RunError | None]:
+    """The result of the finished `reference`, or what it failed with."""
+    try:
+        return ray.get(reference, timeout=_ANSWER_SECONDS), None
+    except RayTaskError as error:
+        return None, error.cause if isinstance(error.cause, RunError) else RunError(f"{who}: {error.cause}")
+    except RayError as error:
+        return None, RunError(f"the process of {who} died: {str(error).strip()}")

@@ -6,7 +6,7 @@ else asks for a snapshot, and uses it for one operation. Beside it: when engines
 
     STARTING ──ready──► STALE ──weights_whole──► SERVING ──doubt──► SUSPECT
                           ▲ ◄──weights_change───┘ │    ▲ ◄──answer───┘
-                          └────wake──── ASLEEP ◄──┘sleep
+                          └────wake──── ASLEEP ◄──┘sleep (also of one that is doubted)
     each of these ──die──► DEAD ──replace──► STARTING of the next generation
                              └──give_up──► GIVEN_UP
 """
@@ -44,7 +44,7 @@ _TRANSITIONS: dict[str, tuple[Collection[EngineState], EngineState]] = {
     "ready": ({EngineState.STARTING}, EngineState.STALE),
     "weights_change": ({EngineState.STALE, EngineState.SERVING, EngineState.SUSPECT}, EngineState.STALE),
     "weights_whole": ({EngineState.STALE}, EngineState.SERVING),
-    "sleep": ({EngineState.STALE, EngineState.SERVING}, EngineState.ASLEEP),
+    "sleep": ({EngineState.STALE, EngineState.SERVING, EngineState.SUSPECT}, EngineState.ASLEEP),
     "wake": ({EngineState.ASLEEP}, EngineState.STALE),
     "doubt": ({EngineState.SERVING, EngineState.SUSPECT}, EngineState.SUSPECT),
     "answer": ({EngineState.SERVING, EngineState.SUSPECT}, EngineState.SERVING),

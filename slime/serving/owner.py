@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
 
 from slime.observability.waiting import wait_for_all
 from slime.scheduling.device_turns import Holds
-from slime.serving.engines import Engines
+from slime.serving.engines import Engines, outcome_of
 from slime.serving.fleet import REPLACEMENTS, EngineName, EngineRecord, EngineState, Fleet, FleetSnapshot, HealthChecks
 from slime.serving.router import RouterHandle, start_router
 from slime.serving.topology import ServedModel, topology_of
@@ -196,6 +195,11 @@ class ServingOwner:
                 raise RunError("weight push: the engines sleep, and have no room for weights before they wake")
             return self._taking_weights(EngineState.STALE, EngineState.SERVING)
 
+    def is_settled(self) -> bool:
+        """Whether a push would wait for no engine: of those that get weights none is replaced, or doubted."""
+        with self._changed:
+            return not self._unsettled(self._gets_weights)
+
     def _wait_until_settled(self, purpose: str, concerns: Callable[[EngineName], bool]) -> None:
         # Each life has its time, so the limit begins anew with what happens to one.
         while not self.ended.done() and (waiting := self._unsettled(concerns)):
@@ -275,16 +279,17 @@ class ServingOwner:
                 except RunError as refusal:
                     error = refusal
             with self._changed:
-                admitted = error is None and self._is(name, EngineState.STALE)
-                if admitted:
+                if error is None and self._is(name, EngineState.STALE):
                     self._registered.add(name)
                     self._fleet.weights_whole(name, version)
+                # One that starts again while the others wake is let serve by two, and the second one undoes nothing.
+                serves = name in self._registered
                 self._changed.notify_all()
-            if url is not None and not admitted:
+            if url is not None and not serves:
                 # Whoever replaces it takes only those out of the router that were admitted.
                 with contextlib.suppress(RunError):
                     self._router_of(name).remove_workers([url], _ROUTER_FAREWELL_SECONDS)
-            if error is not None:
+            if error is not None and not serves:
                 self._died(name, error)
 
     # -- sleep ------------------------------------------------------------------------------------------------------
@@ -319,7 +324,8 @@ class ServingOwner:
             names = [name for name in self._named(EngineState.STALE, EngineState.SERVING) if self._sleeps(name)]
         for name in self._order(names, "sleep"):
             with self._changed:
-                if self._is(name, EngineState.STALE, EngineState.SERVING):
+                # One that did it is no longer doubted, whatever became of a request meanwhile.
+                if self._is(name, EngineState.STALE, EngineState.SERVING, EngineState.SUSPECT):
                     self._fleet.sleep(name)
 
     def _wake(self) -> None:
@@ -432,7 +438,7 @@ class ServingOwner:
                 self._ending.wait(_WATCH_POLL_SECONDS)
 
     def _ended(self, name: EngineName, reference: ray.ObjectRef) -> None:
-        _, error = _outcome(reference, str(name))
+        _, error = outcome_of(reference, str(name))
         if error is not None:
             self._died(name, error)
 
@@ -499,7 +505,7 @@ class ServingOwner:
         self._awaited[self._engines.start(successor)] = (self._replaced, successor)
 
     def _replaced(self, name: EngineName, reference: ray.ObjectRef) -> None:
-        url, error = _outcome(reference, str(name))
+        url, error = outcome_of(reference, str(name))
         if error is not None:
             self._died(name, error)
             return
@@ -533,7 +539,7 @@ class ServingOwner:
             self._awaited[self._engines.check(name, self._health.timeout)] = (take, name)
 
     def _checked(self, version: int | None, name: EngineName, reference: ray.ObjectRef) -> None:
-        answered, error = _outcome(reference, str(name))
+        answered, error = outcome_of(reference, str(name))
         with self._changed:
             weights = self._fleet.record(name.engine_id).weight_version
             if weights != version or not self._is(name, EngineState.SERVING, EngineState.SUSPECT):
@@ -588,13 +594,3 @@ class ServingOwner:
 
     def _with_key(self) -> argparse.Namespace:
         return with_run_values(self._args, router_api_key=self.api_key)
-
-
-def _outcome(reference: ray.ObjectRef, who: str) -> tuple[Any, RunError | None]:
-    """The result of the finished `reference`, or what it failed with."""
-    try:
-        return ray.get(reference, timeout=_ANSWER_SECONDS), None
-    except RayTaskError as error:
-        return None, error.cause if isinstance(error.cause, RunError) else RunError(f"{who}: {error.cause}")
-    except RayError as error:
-        return None, RunError(f"the process of {who} died: {str(error).strip()}")

@@ -91,8 +91,13 @@ def test_requests_that_engines_can_finish_are_work_where_others_find_no_engine(t
     engines = [engine(number, kind, answer) for number, (kind, answer) in enumerate(answers.items())]
     manager = RolloutManager(parse(tmp_path))
     assert not asyncio.run(manager.is_working())
-    manager._serving = SimpleNamespace(is_serving=lambda: False, engines=lambda: FleetSnapshot(1, tuple(engines)))
+    manager._serving = SimpleNamespace(
+        is_serving=lambda: False, is_settled=lambda: True, engines=lambda: FleetSnapshot(1, tuple(engines))
+    )
     assert asyncio.run(manager.is_working()) is working
+    # Until a push would begin at once, more may be begun.
+    manager._serving.is_settled = lambda: False
+    assert asyncio.run(manager.is_working())
     manager._serving.is_serving = lambda: True
     assert asyncio.run(manager.is_working())
 

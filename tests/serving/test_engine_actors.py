@@ -84,6 +84,22 @@ def test_an_engine_over_nodes_is_an_actor_on_each_and_all_of_them_end(actors, tm
     assert len(actors.killed) == 2
 
 
+def test_an_engine_is_started_while_another_is_stopped(actors, tmp_path):
+    """By two threads: each engine that died is cleared away by one of its own."""
+    engines = make_engines(tmp_path, nodes=NODES[1:])
+
+    class Other:
+        @property
+        def engine_id(self):
+            engines.stop([EngineName(2)])
+            return 1
+
+    other, dead = Other(), actors.remote(EngineActor).options().remote()
+    engines._handles = {other: dead, EngineName(2): dead, EngineName(0): dead}
+    engines.start(EngineName(0, 1))
+    assert actors.killed == [dead] and engines._handles.keys() == {other, EngineName(0, 1)}
+
+
 def test_an_engine_is_started_with_the_settings_of_its_group(actors, tmp_path):
     """Also in the place of one that died."""
     settings = ServerGroup("regular", 4, 2, {"mem_fraction_static": 0.5})

@@ -49,6 +49,23 @@ def test_asleep_nothing_is_generated_and_nothing_pushed_and_while_generating_nob
         pass
 
 
+def test_a_request_that_fails_while_engines_go_to_sleep_has_none_of_them_checked(make_owner, monkeypatch):
+    """Asleep they answer nobody, and would be taken for dead."""
+    owner = serving(make_owner(use_fault_tolerance=True))
+    order = owner._engines.order
+
+    def order_while_a_request_fails(names, method):
+        outcomes = order(names, method)
+        owner.doubt_all("default", "POST failed")
+        return outcomes
+
+    monkeypatch.setattr(owner._engines, "order", order_while_a_request_fails)
+    owner.hold(Holds.NOTHING)
+    assert states(owner) == [EngineState.ASLEEP] * 2
+    owner.hold(Holds.WEIGHTS)
+    assert owner.begin_push() == (1, [LEFT, RIGHT])
+
+
 def test_engines_are_asleep_before_the_first_push_too(make_owner):
     owner = ready(make_owner())
     owner.hold(Holds.NOTHING)

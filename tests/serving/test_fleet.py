@@ -37,6 +37,7 @@ FOLLOWS = {
     ("stale", "weights_whole"): "serving",
     ("stale", "sleep"): "asleep",
     ("serving", "sleep"): "asleep",
+    ("suspect", "sleep"): "asleep",
     ("asleep", "wake"): "stale",
     ("serving", "doubt"): "suspect",
     ("suspect", "doubt"): "suspect",

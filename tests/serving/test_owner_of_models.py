@@ -1,5 +1,7 @@
 """Two models behind routers of their own: the trainer's, and a frozen one beside it. Without processes, as `test_owner.py`."""
 
+import threading
+
 import pytest
 
 from slime.scheduling.device_turns import Holds
@@ -136,3 +138,52 @@ def test_a_frozen_engine_beside_the_trainer_never_sleeps_and_its_successor_waits
     for holds in (Holds.WEIGHTS, Holds.ALL):
         owner.hold(holds)
     assert owner.events == [("wake_weights", ACTOR), ("wake_caches", ACTOR)]
+
+
+@pytest.mark.parametrize("error", [None, RunError("workers not healthy after 60 s: http://1.1")])
+def test_a_frozen_engine_that_comes_back_while_the_others_wake_stays_in_its_router(make_pair, monkeypatch, error):
+    """The watch has it serve, and at the same time whoever wakes the others; `error`: of the one that comes second."""
+    owner = colocated(make_pair, ranks=2, use_fault_tolerance=True)
+    pushed(owner)
+    owner.hold(Holds.NOTHING)
+    owner.outcomes["end", JUDGE] = died()
+    wait_until(lambda: owner._cleared == [JUDGE])
+    owner.events.clear()
+    first, both = threading.Event(), threading.Event()
+
+    def add_workers(workers, timeout, key):
+        assert [worker.url for worker in workers] == ["http://1.1"]
+        if not first.is_set():
+            first.set()
+            assert both.wait(60)
+            return
+        both.set()
+        wait_until(lambda: states(owner)[1] is EngineState.SERVING)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(owner.routers["judge"], "add_workers", add_workers)
+    owner.hold(Holds.WEIGHTS)
+    assert first.wait(60) and pushed(owner, 2) == [ACTOR]
+    owner.hold(Holds.ALL)
+    assert both.is_set() and states(owner) == [EngineState.SERVING] * 2
+    assert [event for event in owner.events if event[0] == "remove 1"] == [] and owner.deaths("judge") == 1
+
+
+def test_a_push_between_two_others_waits_until_nobody_has_to_be_waited_for(make_owner):
+    """Two models that get weights: what the first one's engine does goes on while the second one's are replaced."""
+    group = ServerGroup("regular", 1, 1, {})
+    pair = ServerGroup("regular", 2, 1, {})
+    models = [ModelServing("actor", "/actor", True, (group,)), ModelServing("twin", "/actor", True, (pair,))]
+    owner = make_owner(engines=3, sglang_config="serving.yaml", served_models=models, use_fault_tolerance=True)
+    pushed(ready(owner))
+    assert owner.is_settled()
+    start = owner._engines.start
+    owner._engines.start = lambda name: ("start", name) if name == EngineName(2, 1) else start(name)
+    owner.outcomes.update({("end", EngineName(1)): died(), ("end", EngineName(2)): died()})
+    wait_until(owner.lacks_weights)
+    wait_until(lambda: states(owner)[2] is EngineState.STARTING)
+    assert owner.is_serving("actor") and not owner.is_serving() and not owner.is_settled()
+    owner.outcomes["start", EngineName(2, 1)] = "http://2.1"
+    wait_until(owner.is_settled)
+    assert states(owner)[1:] == [EngineState.STALE] * 2
