@@ -27,10 +27,9 @@ from slime.arguments.sizes import (
     data_parallel_size,
     divides_the_ranks,
     model_parallel_size,
-    plans_for_gpus,
+    runs_on_gpus,
 )
 from slime.arguments.violations import Violation, about, broken, divisors
-from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import UserError
 from slime.utils.eval_config import build_eval_dataset_configs
 from slime.utils.ports import host_for_url
@@ -48,7 +47,7 @@ def derive(args: argparse.Namespace) -> list[Violation]:
     violations: list[Violation] = []
     derive_placement(args)
     _parallel_sizes(args, violations)
-    settle_precision(args, on_gpus=gpus_on_this_machine() > 0 or (args.dry_run and plans_for_gpus(args)))
+    settle_precision(args, on_gpus=runs_on_gpus(args))
     derive_megatron_values(args)
     _batch_sizes(args, violations)
     _unset_values(args)

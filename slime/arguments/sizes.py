@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from slime.arguments.origins import Origin
 from slime.utils import env
+from slime.utils.device import gpus_on_this_machine
 
 
 @dataclass(frozen=True)
@@ -101,3 +102,8 @@ def plans_for_gpus(args: argparse.Namespace) -> bool:
     It would, unless `SLIME_ACCELERATOR=cpu` says that it uses none; `--dry-run-gpu-memory-gib` says that it does.
     """
     return args.dry_run_gpu_memory_gib is not None or env.forced_accelerator() != "cpu"
+
+
+def runs_on_gpus(args: argparse.Namespace) -> bool:
+    """Whether the run, or the one that `--dry-run` is about, would have GPUs, as far as this machine knows."""
+    return gpus_on_this_machine() > 0 or (args.dry_run and plans_for_gpus(args))

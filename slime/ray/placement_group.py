@@ -278,13 +278,19 @@ def sort_bundles(devices: list[tuple[str, int]]) -> list[int]:
 def group_sizes(args: argparse.Namespace, layout: GpuRanges) -> list[tuple[str, int]]:
     """Ranks and engines that lie on one node, in the order of the run's GPUs: (name, size).
 
-    The ranks of a tensor-parallel group exchange activations in every layer. Engines on GPUs of training ranks follow those.
+    The ranks of a tensor-parallel group exchange activations in every layer. Engines on GPUs of training ranks follow those;
+    of one that has the last of these and others behind them, all lie on the node of these ranks.
     """
     tensor = args.tensor_model_parallel_size
     sizes = [(f"the tensor-parallel group of rank {first}", tensor) for first in range(0, layout.actor_gpus, tensor)]
     first = layout.first_rollout_gpu
     for name, size in engine_sizes(args, layout):
-        sizes += [(name, size)] if first >= layout.actor_gpus else []
+        shared = layout.actor_gpus - first
+        if shared <= 0:
+            sizes.append((name, size))
+        elif shared < size:
+            groups = -(-shared // tensor)
+            sizes[-groups:] = [(f"{name} with the training ranks on its GPUs", groups * tensor + size - shared)]
         first += size
     return sizes
 

@@ -28,11 +28,15 @@ sglang:
 """
 
 
-@pytest.mark.parametrize("placement", ["apart", "mixed"], ids=["apart", "mixed, one apart"])
+PLACEMENTS = {"apart": (1, []), "mixed": (2, ["--colocate", "--no-offload-train"]), "half": (1, ["--colocate"])}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_engines_of_two_sizes_are_trained_with_and_the_large_one_is_replaced(task, tmp_path, placement):
-    """Mixed: the large engine has the devices of both ranks, and gets its weights by handles; the small one by a group."""
+    """Mixed: the large engine has the devices of both ranks, and gets its weights by handles; the small one by a group. Half:
+    the large one has the device of the only rank, with which it takes turns, and one beside; both get theirs by the group."""
     (tmp_path / "serving.yaml").write_text(SERVING)
-    ranks, sharing = (2, ["--colocate", "--no-offload-train"]) if placement == "mixed" else (1, [])
+    ranks, sharing = PLACEMENTS[placement]
     flags = [
         *task.rollout_flags, *task.train_flags, "--actor-num-gpus-per-node", ranks, "--num-gpus-per-node", 8, *sharing,
         "--rollout-num-gpus", 4, "--sglang-config", tmp_path / "serving.yaml", "--num-rollout", len(ROLLOUTS),
@@ -56,7 +60,7 @@ def test_engines_of_two_sizes_are_trained_with_and_the_large_one_is_replaced(tas
         process.wait_for_success(400)
         process.assert_no_process_left()
     output = process.output()
-    devices = {"apart": 5, "mixed": 4}[placement]
+    devices = {"apart": 5, "mixed": 4, "half": 4}[placement]
     assert f"starting Ray on this machine: {devices} logical GPUs" in output
     assert re.search(r"2 engines are ready behind the router", output)
     assert re.search(r"weight check: \d+ tensors equal on 2 engines", output)

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 LOCATE = """
@@ -13,7 +15,7 @@ from slime.ray.placement_group import create_placement_groups
 
 args = SimpleNamespace(
     has_trainer=True, has_engines=True, world_size=1, rollout_num_gpus=2, rollout_num_gpus_per_engine=2, log_level="INFO",
-    rollout_external=False, colocate=False, rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_context_len=64,
+    rollout_external=False, colocate={colocate}, rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_context_len=64,
     rollout_max_prompt_len=None, rollout_max_response_len=None, use_opd=False, use_rollout_routing_replay=False,
     use_critic=False, asynchronous=False, tensor_model_parallel_size=1, num_gpus_per_node=8, sglang_config=None,
     prefill_num_servers=None, hf_checkpoint="/model",
@@ -24,13 +26,15 @@ with ray_cluster(args) as args:
 """
 
 
-def test_every_device_has_its_own_number():
+@pytest.mark.parametrize(("colocate", "devices"), [(False, [0, 1, 2]), (True, [0, 0, 1])], ids=["apart", "half shared"])
+def test_every_device_has_its_own_number(colocate, devices):
+    """A rank, and an engine of two devices, of which one may be the rank's."""
     done = subprocess.run(
-        [sys.executable, "-c", LOCATE],
+        [sys.executable, "-c", LOCATE.format(colocate=colocate)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=120,
     )
-    assert "devices [0, 1, 2]" in done.stdout, done.stdout
+    assert f"devices {devices}" in done.stdout, done.stdout

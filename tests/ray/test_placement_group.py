@@ -105,6 +105,17 @@ def test_groups_of_a_run_are_those_of_tensor_parallelism_and_engines():
     # Two of them have theirs beside.
     args.rollout_num_gpus, args.num_gpus_per_node = 8, 8
     assert group_sizes(args, plan_cluster(args).layout) == [*ranks, ("engine 2", 2), ("engine 3", 2)]
+    # One has three of a rank's and three others; another one part on each side of the last rank.
+    args.rollout_num_gpus = args.rollout_num_gpus_per_engine = 7
+    both = [("engine 0 with the training ranks on its GPUs", 7)]
+    assert group_sizes(args, plan_cluster(args).layout) == both
+    args.rollout_num_gpus, args.rollout_num_gpus_per_engine = 6, 3
+    assert group_sizes(args, plan_cluster(args).layout) == [
+        ranks[0],
+        ("engine 1 with the training ranks on its GPUs", 4),
+    ]
+    args.rollout_num_gpus, args.rollout_num_gpus_per_engine, args.num_gpus_per_node = 8, 8, 4
+    assert group_sizes(args, plan_cluster(args).layout) == [*ranks, ("engine 0", 4)]
 
 
 def test_engines_of_a_file_have_sizes_of_their_own(tmp_path):
@@ -159,8 +170,13 @@ FOUR_NODES = [(f"127.0.0.{2 + gpu // 8}", gpu % 8) for gpu in range(32)]
         # Halves of two nodes, and four GPUs that nobody has.
         ({"rollout_num_gpus_per_engine": 8, "world_size": 12, "rollout_num_gpus": 20}, (0, 12), (12, 32)),
         ({"colocate": True, "world_size": 32, "rollout_num_gpus": 32}, (0, 32), (0, 32)),
-        # Some engines on the trainer's GPUs, and some beside.
+        # Some engines on the trainer's GPUs, and some beside; and one with GPUs of both kinds.
         ({"colocate": True, "rollout_num_gpus": 32}, (0, 16), (0, 32)),
+        (
+            {"colocate": True, "world_size": 20, "rollout_num_gpus": 32, "rollout_num_gpus_per_engine": 8},
+            (0, 20),
+            (0, 32),
+        ),
         ({"rollout_external": True, "world_size": 32}, (0, 32), (0, 0)),
     ],
 )

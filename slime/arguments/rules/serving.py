@@ -6,7 +6,6 @@ rules applies to it.
 
 import argparse
 import contextlib
-import math
 import os
 import re
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from slime.arguments.flag import flag_of
 from slime.arguments.groups import OF_ROLES
 from slime.arguments.hf_config import read_hf_config
 from slime.arguments.server_flags import NO_SHARE, REFUSED, is_share, tensor_parallel_size
-from slime.arguments.sizes import layout_of
+from slime.arguments.sizes import layout_of, runs_on_gpus
 from slime.arguments.violations import Kind, Rule, Violation, about, broken, divisors, refused, refused_each, where
 from slime.estimates.serving_memory import require_whole_groups
 from slime.scheduling.served_models import node_parts
@@ -207,28 +206,25 @@ def whole_engines(args: argparse.Namespace) -> Iterator[Violation]:
         yield broken(args, template, nearest=" or ".join(str(number) for number in nearest))
 
 
-def engines_on_both_sides(args: argparse.Namespace) -> Iterator[Violation]:
-    """With `--colocate`: an engine of each group with GPUs of training ranks and GPUs beside them, which no weights reach."""
+def engine_around_the_sender(args: argparse.Namespace) -> Iterator[Violation]:
+    """With `--colocate` on GPUs: an engine that has those of all training ranks and others, and gets weights from rank 0."""
     ranks = layout_of(args).actor_gpus
-    if not (args.colocate and ranks and WEIGHT_TRANSPORTS[args.update_weight_transport].colocated):
+    if not (
+        args.colocate and ranks and WEIGHT_TRANSPORTS[args.update_weight_transport].colocated and runs_on_gpus(args)
+    ):
         return
-    first = number = 0
-    for group in served_groups(args):
+    for group in served_groups(args)[:1]:
         total, each = group.num_gpus, group.num_gpus_per_engine
-        inside = ranks - first
-        if group.num_engines and 0 < inside < total and total % each == 0 and inside % each:
-            start = ranks - inside % each
+        if group.num_engines and group.update_weights and each > ranks:
             name = "num_gpus_per_engine" if group.where else "{--rollout-num-gpus-per-engine}"
             template = (
-                f"{name} {each} with {{--colocate}}: engine {{engine}} would have the GPUs {{start}} to {{last}}, of which "
-                "training ranks have those up to {rank} ({--actor-num-nodes=} x {--actor-num-gpus-per-node=}), and no weights "
-                f"reach both kinds; give {name} {{fitting}}"
+                f"{name} {each} with {{--colocate}}: engine 0 would have the GPUs of all training ranks ({{ranks}}) and "
+                "others, and be in one NCCL group with the rank that sends weights, which is on one of these: NCCL refuses two "
+                f"ranks on a GPU; give {name} {{fitting}}, or {{--update-weight-transport}} disk"
             )
-            fitting = " or ".join(map(str, divisors(math.gcd(total, inside))[-2:]))
-            engine, last = number + inside // each, start + each - 1
-            found = broken(args, template, engine=engine, start=start, last=last, rank=ranks - 1, fitting=fitting)
+            fitting = " or ".join(map(str, [size for size in divisors(total) if size <= ranks][-2:]))
+            found = broken(args, template, ranks=ranks, fitting=fitting)
             yield replace(found, flags=(FLAG,)).at(group.where) if group.where else found
-        first, number = first + total, number + group.num_engines
 
 
 def engines_over_nodes(args: argparse.Namespace) -> Iterator[Violation]:
@@ -315,7 +311,7 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
         "{--router-api-key}, or a router of yours by {--sglang-router-ip} and {--sglang-router-port}"),
     refused(lambda args: args.has_engines and args.hf_checkpoint is None,
         "{--hf-checkpoint} is needed: the engines load their config and tokenizer from it"),
-    whole_engines, engines_on_both_sides, engines_over_nodes, external_addresses,
+    whole_engines, engine_around_the_sender, engines_over_nodes, external_addresses,
     refused(lambda args: args.rollout_external and args.colocate,
         "{--colocate}: the engines of {--rollout-external-engine-addrs} have GPUs of their own; drop one of the two"),
     refused(lambda args: args.rollout_external and args.offload_rollout and not args.colocate,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime.arguments.sizes import GpuRanges, layout_of
+from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
 from slime.utils.weight_transports import WEIGHT_TRANSPORTS
 from slime.weights.transports.disk import DiskTransport
@@ -43,8 +44,12 @@ def transport_of(args: Any) -> type[Transport]:
 
 
 class ColocatedTransport(Transport):
-    """To the engines on the trainer's devices by handles, and to those beside them over a process group, at the same time; with
-    engines of one kind, one of the two."""
+    """To the engines on the trainer's devices by handles, and to those with devices beside them over a process group, at the
+    same time; with engines of one kind, one of the two.
+
+    Handles reach who is on a device of a training rank, so an engine with devices of both kinds is one of the group: there it
+    shares a device with a rank, but none with the one that sends where that is NCCL's.
+    """
 
     def __init__(self, args: Any, source: int, num_sources: int) -> None:
         self._layout = layout_of(args)
@@ -71,6 +76,7 @@ class ColocatedTransport(Transport):
 
     def connect(self, engines: Sequence[Receiver]) -> None:
         inside, beside = split_engines(engines, self._layout)
+        self._refuse_own_device(beside)
         self._gives_handles = bool(inside)
         self._handles.connect(inside)
         if beside:
@@ -108,6 +114,17 @@ class ColocatedTransport(Transport):
         for way in (self._handles, self._group):
             way.close()
 
+    def _refuse_own_device(self, engines: Sequence[Receiver]) -> None:
+        # The command line is not refused where only other machines have GPUs. There rank 0 alone sends.
+        first = self._layout.first_rollout_gpu
+        sharing = [engine.id for engine in engines if first + engine.gpu_offset == 0]
+        if sharing and get_accelerator().process_group_backend == "nccl":
+            raise UserError(
+                f"engine {sharing[0]} has the GPU of training rank 0, which sends weights, and others beside the ranks': NCCL "
+                "takes two ranks of a group on one GPU for an error; choose --rollout-num-gpus-per-engine (num_gpus_per_engine "
+                "in --sglang-config) no larger than the number of training ranks, or give --update-weight-transport disk"
+            )
+
     def _each(self, method: str, *arguments: Any) -> None:
         """Call a method of both ways: engines that break one of them leave the other as far as it has come."""
         failures = []
@@ -124,21 +141,10 @@ class ColocatedTransport(Transport):
 
 
 def split_engines(engines: Sequence[Receiver], layout: GpuRanges) -> tuple[list[Receiver], list[Receiver]]:
-    """Those on devices of training ranks, and those on devices beside them.
-
-    Raises:
-        UserError: an engine has devices of both kinds.
-    """
+    """Those on devices of training ranks alone, and those with devices beside them, be they all or some."""
     inside: list[Receiver] = []
     beside: list[Receiver] = []
     for engine in engines:
-        first = layout.first_rollout_gpu + engine.gpu_offset
-        last = first + engine.num_gpus - 1
-        if first < layout.actor_gpus <= last:
-            raise UserError(
-                f"engine {engine.id} has devices {first} to {last}, of which training ranks have those before "
-                f"{layout.actor_gpus}: no way of weights reaches both kinds; choose --rollout-num-gpus-per-engine so that it "
-                "divides the number of training ranks"
-            )
-        (inside if last < layout.actor_gpus else beside).append(engine)
+        behind = layout.first_rollout_gpu + engine.gpu_offset + engine.num_gpus
+        (inside if behind <= layout.actor_gpus else beside).append(engine)
     return inside, beside

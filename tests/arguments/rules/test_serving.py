@@ -51,12 +51,6 @@ def parse_with_heads(directory, heads: int, *words: str):
             "--debug-rollout-only --rollout-num-gpus 8 --rollout-num-gpus-per-engine 8 --dry-run",
             "8 tensor-parallel ranks cannot share the model's 4 attention heads .*; 4 would do",
         ),
-        (
-            "--colocate --actor-num-gpus-per-node 6 --num-gpus-per-node 8 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 4",
-            "--rollout-num-gpus-per-engine 4 with --colocate: engine 1 would have the GPUs 4 to 7, of which training ranks "
-            r"have those up to 5 \(--actor-num-nodes 1 x --actor-num-gpus-per-node 6\), .*; "
-            "give --rollout-num-gpus-per-engine 1 or 2",
-        ),
         ("--prefill-num-servers 1 --rollout-num-gpus 1", "(?m)of the 1 engines .* give 1, and --rollout-num-gpus 2$"),
         ("--prefill-num-servers 2 --rollout-num-gpus 2", "(?m)of the 2 engines .* give 1$"),
         ("--sglang-tp 2", "--sglang-tp-size 2 contradicts"),
@@ -143,10 +137,11 @@ def test_a_broken_rule_names_flags_values_and_a_way_out(tmp_path, words, message
     [
         "--rollout-num-gpus 2 --rollout-num-gpus-per-engine 2 --sglang-tp-size 2",
         "--sglang-dp-size 1 --sglang-pp 1",
-        # Inside, and beside; files reach engines wherever they are.
+        # Inside, beside, and with GPUs of both kinds.
         "--colocate --actor-num-gpus-per-node 2 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2",
-        "--colocate --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2 --update-weight-transport disk "
-        "--update-weight-disk-dir pushes",
+        "--colocate --actor-num-gpus-per-node 3 --num-gpus-per-node 8 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2 "
+        "--use-dynamic-batch-size --max-tokens-per-gpu 512",
+        "--colocate --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2",
         "--sglang-context-length 300 --rollout-max-context-len 300 --sglang-mem-fraction-static 0.8",
         "--sglang-router-ip router.local --sglang-router-port 80 --router-policy random --router-api-key k",
         "--router-policy power_of_two --rollout-num-gpus 2",
@@ -178,19 +173,47 @@ def test_a_policy_of_one_role_is_that_of_the_models_with_engines_of_it(tmp_path,
         assert "a router compares two engines then, and would have 1" in refusal(tmp_path, words)
 
 
-def test_an_engine_of_a_group_with_gpus_of_both_sides_is_told_by_its_line(tmp_path):
-    """The ranks have three GPUs; the second group begins with the last of these."""
+GPUS = "--colocate --dry-run --dry-run-gpu-memory-gib 80 --num-gpus-per-node 8 --use-dynamic-batch-size --max-tokens-per-gpu 64"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--actor-num-gpus-per-node 3 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 4",
+            r"--rollout-num-gpus-per-engine 4 with --colocate: engine 0 would have the GPUs of all training ranks \(3\) and .*"
+            "; give --rollout-num-gpus-per-engine 1 or 2, or --update-weight-transport disk",
+        ),
+        # It has those of all ranks, and no others; the second one has none of the rank that sends; files know no devices.
+        ("--actor-num-gpus-per-node 2 --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2", None),
+        ("--actor-num-gpus-per-node 3 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2", None),
+        (
+            "--actor-num-gpus-per-node 1 --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2 "
+            "--update-weight-transport disk --update-weight-disk-dir pushes",
+            None,
+        ),
+    ],
+)
+def test_on_gpus_an_engine_has_not_those_of_all_ranks_and_others(tmp_path, words, message):
+    """The first rank sends weights, and a group of NCCL has each GPU once."""
+    words = f"{GPUS} {words}"
+    if message is None:
+        parse(tmp_path, *words.split())
+    else:
+        assert re.search(message, refusal(tmp_path, words)), refusal(tmp_path, words)
+
+
+@pytest.mark.parametrize(("group", "told"), [("num_gpus: 4", True), ("worker_type: placeholder, num_gpus: 4", False)])
+def test_such_an_engine_of_a_file_is_told_by_its_line(tmp_path, group, told):
+    """It would have those of the only rank; or nobody has them."""
     serving = tmp_path / "serving.yaml"
-    group = "      - {num_gpus: 2, num_gpus_per_engine: 2}\n"
-    serving.write_text(f"sglang:\n  - name: actor\n    server_groups:\n{group}{group}")
-    words = (
-        f"--colocate --actor-num-gpus-per-node 3 --num-gpus-per-node 8 --rollout-num-gpus 4 --sglang-config {serving}"
-    )
-    message = (
-        "serving.yaml:5: num_gpus_per_engine 2 with --colocate: engine 1 would have the GPUs 2 to 3, of which training ranks "
-        "have those up to 2 "
-    )
-    assert message in refusal(tmp_path, words)
+    groups = f"      - {{{group}, num_gpus_per_engine: 4}}\n      - {{num_gpus: 2, num_gpus_per_engine: 2}}\n"
+    serving.write_text(f"sglang:\n  - name: actor\n    server_groups:\n{groups}")
+    words = f"{GPUS} --rollout-num-gpus 6 --sglang-config {serving}"
+    if told:
+        assert "serving.yaml:4: num_gpus_per_engine 4 with --colocate: engine 0" in refusal(tmp_path, words)
+    else:
+        parse(tmp_path, *words.split())
 
 
 def test_a_run_that_only_trains_ignores_the_flags_of_engines(tmp_path):

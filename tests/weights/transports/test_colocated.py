@@ -48,6 +48,9 @@ def test_who_shares_devices_shares_memory(transport, colocate, way):
         (GpuRanges(4, 4, 4, 0), [1, 1, 1, 1], [0, 1, 2, 3]),
         (GpuRanges(8, 4, 8, 0), [2, 2, 2, 2], [0, 1]),
         (GpuRanges(8, 4, 8, 0), [4, 1, 3], [0]),
+        # One has devices of both kinds.
+        (GpuRanges(6, 4, 6, 0), [3, 3], [0]),
+        (GpuRanges(8, 1, 8, 0), [2, 2, 2, 2], []),
         # Engines apart, from 4 on.
         (GpuRanges(8, 4, 4, 4), [1, 1, 1, 1], []),
     ],
@@ -59,10 +62,20 @@ def test_engines_inside_the_trainers_devices(layout, sizes, inside):
     assert [engine.id for engine in beside] == [engine.id for engine in engines if engine.id not in inside]
 
 
-def test_an_engine_half_inside_is_refused_with_a_way_out():
-    engines = [Receiver(0, None, 3, 0), Receiver(1, None, 3, 3)]
-    with pytest.raises(UserError, match=r"engine 1 has devices 3 to 5.*--rollout-num-gpus-per-engine"):
-        split_engines(engines, GpuRanges(6, 4, 6, 0))
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_nccl_gets_no_engine_on_the_device_of_the_sender_into_a_group(colocated, monkeypatch, backend, size):
+    """Ranks have devices 0 and 1. An engine of three has both of them, and one beside."""
+    monkeypatch.setattr(
+        "slime.weights.transports.get_accelerator", lambda: SimpleNamespace(process_group_backend=backend)
+    )
+    engines = [Receiver(0, None, size, 0), Receiver(1, None, 1, size)]
+    if (backend, size) == ("nccl", 3):
+        with pytest.raises(UserError, match="engine 0 has the GPU of training rank 0.*--update-weight-transport disk"):
+            colocated.connect(engines)
+        return
+    colocated.connect(engines)
+    assert ("group", "connect", engines[1:] if size == 2 else engines) in colocated.calls
 
 
 class Way:
@@ -165,10 +178,11 @@ def told(engines):
     return ray.get([engine.handle.all_told.remote() for engine in engines], timeout=60)
 
 
-@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("sizes", "ranks"), [((1, 2), 1), ((2, 1), 2), ((1, 2), 2)], ids=["1+2", "2+1", "1+2, half"])
 @pytest.mark.parametrize("wrong", [None, 0, 1], ids=["all right", "by handles", "by the group"])
-def test_engines_inside_and_beside_get_one_version_whole_or_are_left_out(devices, sizes, wrong):
-    """The first engine has the devices of the ranks. `wrong`: one that says after the push that it has other weights."""
+def test_engines_inside_and_beside_get_one_version_whole_or_are_left_out(devices, sizes, ranks, wrong):
+    """The first engine has devices of ranks, the second one others, or one of each kind. `wrong`: one that says after the push
+    that it has other weights."""
     import ray
 
     ray.get([device.start.remote(None) for device in devices], timeout=60)
@@ -177,7 +191,7 @@ def test_engines_inside_and_beside_get_one_version_whole_or_are_left_out(devices
         for id, of_engine in enumerate((devices[: sizes[0]], devices[sizes[0] :]))
     ]
     engines = [Receiver(id, handles[id], sizes[id], id * sizes[0]) for id in range(2)]
-    flags = {"world_size": sizes[0], "rollout_num_gpus": 3, "update_weight_buffer_size": 400, "update_weight_mode": "full",
+    flags = {"world_size": ranks, "rollout_num_gpus": 3, "update_weight_buffer_size": 400, "update_weight_mode": "full",
              "update_weights_in_flight": False, "http_control_timeout": 60.0, "engine_load_timeout": 60.0,
              "custom_update_weight_post_write_path": None, "distributed_timeout_minutes": 5}  # fmt: skip
     args = SimpleNamespace(**{**vars(ARGS), **flags})
