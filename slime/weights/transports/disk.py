@@ -106,10 +106,10 @@ class DiskTransport(Transport):
     def settle(self) -> None:
         if not self._is_last or self._args.update_weight_disk_keep_files:
             return
-        if self._args.release_train:
-            # Who needs these weights later finds no trainer that could write them again.
-            self._remove_others(chains={self._chain})
-        else:
+        # Also what engines were given a second time, and did not take.
+        self._remove_others(chains={self._chain})
+        # With `--release-train` who needs these weights later finds no trainer that could write them again.
+        if not self._args.release_train:
             shutil.rmtree(self._final)
 
     def chain(self) -> str | None:

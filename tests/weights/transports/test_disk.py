@@ -145,6 +145,18 @@ def test_nothing_is_published_before_the_last_source_has_finished(args, tmp_path
     assert contents(tmp_path / "pushes") == ["weight_v000001"]
 
 
+def test_what_no_engine_took_goes_with_the_next_weights(args, tmp_path):
+    """The engines that had missed weights 1 died of them; those of another run stay."""
+    send(args, 7, BUCKETS[:1])
+    transport = send(args, 1, BUCKETS[:1])[0]
+    transport.settle()
+    send(args, 1, BUCKETS[:1], [transport])
+    assert contents(tmp_path / "pushes") == ["weight_v000001", "weight_v000007"]
+    send(args, 2, BUCKETS[:1], [transport])
+    transport.settle()
+    assert contents(tmp_path / "pushes") == ["weight_v000007"]
+
+
 def test_files_are_kept_where_asked_for(args, tmp_path):
     args.update_weight_disk_keep_files = True
     for version in (1, 2):
