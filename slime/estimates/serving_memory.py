@@ -122,6 +122,11 @@ def served_bytes(shape: ModelShape, weight_bytes: WeightBytes) -> int:
     return round(layers + (counts.embedding + counts.output_head + counts.final_norm) * weight_bytes.rest)
 
 
+def served_expert_bytes(shape: ModelShape, weight_bytes: WeightBytes) -> int:
+    """Those of `served_bytes` that are of routed experts."""
+    return round(sum(layer.routed_experts for layer in count_parameters(shape).layers) * weight_bytes.routed_experts)
+
+
 def _weights(shape: ModelShape, setup: ServingSetup) -> int:
     """The first of the engine's pipeline stages, which has the embedding and, rounded up, its share of the layers."""
     counts = count_parameters(shape)

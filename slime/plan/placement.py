@@ -16,6 +16,7 @@ from slime.estimates.serving_memory import (
     ServingSetup,
     WeightBytes,
     served_bytes,
+    served_expert_bytes,
     served_weight_bytes,
     unknown_quantisation,
 )
@@ -24,6 +25,7 @@ from slime.plan.structure import GpuPlan, NodePlan, PlacementPlan, ServedModelPl
 from slime.scheduling.device_turns import Sides
 from slime.scheduling.served_models import ServerGroup
 from slime.utils.weight_transports import WEIGHT_TRANSPORTS
+from slime.weights.expert_exchange import experts_go_directly, hosted_experts
 
 
 @dataclass(frozen=True)
@@ -235,24 +237,47 @@ def _group_of_trained_model(args: argparse.Namespace) -> ServerGroup | None:
 _SHARED_HANDLES = "shared handles"
 
 
-def plan_sync(args: argparse.Namespace, shape: ModelShape, hf_config: dict[str, Any] | None) -> SyncPlan | None:
+def plan_sync(
+    args: argparse.Namespace, shape: ModelShape, hf_config: dict[str, Any] | None, layout: ParallelLayout | None
+) -> SyncPlan | None:
     """Every engine receives every weight once; the receiving link is the bottleneck. None: nothing is pushed."""
-    if not (args.has_trainer and (args.rollout_external_engine_addrs or starts_engines(args))):
+    if layout is None or not (args.rollout_external_engine_addrs or starts_engines(args)):
         return None
-    total = served_bytes(shape, weight_bytes(args, shape, hf_config))
+    sizes = weight_bytes(args, shape, hf_config)
+    total, of_experts = served_bytes(shape, sizes), served_expert_bytes(shape, sizes)
     gbps, bucket = args.dry_run_link_gbps, args.update_weight_buffer_size
-    transport = _transport(args)
-    shared = transport == _SHARED_HANDLES
-    moves = not shared or _sharded(args)
-    return SyncPlan(transport, total, -(-total // bucket), gbps, total * 8 / (gbps * 1e9) if moves else 0.0, shared)
+    transport, buckets = _transport(args), -(-total // bucket)
+    if transport != _SHARED_HANDLES:
+        return SyncPlan(transport, total, buckets, gbps, total * 8 / (gbps * 1e9), False)
+    cut, experts_cut = _cut(args, layout)
+    rest = total - of_experts
+    directly = experts_go_directly(args, shares_host_memory=not plans_for_gpus(args))
+    if directly:
+        hosted, lacked = (of_experts * count // args.num_experts for count in _experts_of_a_rank(args, layout))
+        # A bucket of experts has what an engine rank hosts of it, and what the rank on its device sends to others.
+        buckets = -(-rest // bucket) + -(-(hosted + lacked) // bucket)
+        gathered = rest * cut + lacked
+    else:
+        gathered = rest * cut + of_experts * experts_cut
+    return SyncPlan(transport, total, buckets, gbps, gathered * 8 / (gbps * 1e9), True, gathered, directly)
 
 
-def _sharded(args: argparse.Namespace) -> bool:
-    """Whether no rank holds all weights."""
+def _cut(args: argparse.Namespace, layout: ParallelLayout) -> tuple[bool, bool]:
+    """Whether no rank holds all weights beside experts, and whether none holds all experts."""
     if args.train_backend != "megatron":
-        return args.world_size > 1
-    sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size)
-    return max(sizes) > 1
+        return layout.world_size > 1, layout.world_size > 1
+    return layout.tensor * layout.pipeline > 1, layout.expert * layout.expert_tensor * layout.pipeline > 1
+
+
+def _experts_of_a_rank(args: argparse.Namespace, layout: ParallelLayout) -> tuple[int, int]:
+    """Where experts go directly: how many the engine rank on a device hosts, and how many of them the training rank there
+    lacks at most."""
+    each = args.num_experts // layout.expert
+    lacked = [
+        sum(expert // each != layout.place(device).expert for expert in hosted_experts(args, device))
+        for device in range(args.rollout_num_gpus)
+    ]
+    return len(hosted_experts(args, 0)), max(lacked)
 
 
 def _transport(args: argparse.Namespace) -> str:
@@ -265,8 +290,9 @@ def _transport(args: argparse.Namespace) -> str:
     for group in served_groups(args):
         behind = first + group.num_gpus
         if group.num_engines and group.update_weights:
-            shared, beside = shared or first < ranks, beside or behind > ranks
+            # One with GPUs of both kinds is among those beside.
+            shared, beside = shared or first + group.num_gpus_per_engine <= ranks, beside or behind > ranks
         first = behind
     if shared and beside:
-        return f"{_SHARED_HANDLES}, and by {way.told_as} to those beside the trainer's GPUs"
+        return f"{_SHARED_HANDLES}, and by {way.told_as} to those with GPUs beside the trainer's"
     return way.told_as if beside else _SHARED_HANDLES

@@ -181,8 +181,9 @@ class MemoryPlan:
 class SyncPlan:
     """One weight sync: bytes that every engine receives, and the time that takes at least at the given link speed.
 
-    With `shared_handles` nothing goes over a link to the engines: `seconds` is the time in which ranks gather what they hold
-    of the weights, if that goes over the link; 0 where every rank holds all.
+    With `shared_handles` nothing goes over a link to the engines: `seconds` is the time in which ranks get what they lack,
+    `gathered` bytes at most, if that goes over the link. They lack nothing where every rank holds all. With `direct_experts`
+    they need no other experts than those that the engine rank on their GPU hosts.
     """
 
     transport: str
@@ -191,6 +192,8 @@ class SyncPlan:
     link_gbps: float
     seconds: float
     shared_handles: bool
+    gathered: int = 0
+    direct_experts: bool = False
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,10 @@ def _sync(sync: SyncPlan | None, models: Sequence[ServedModelPlan]) -> Iterator[
         yield f"{line}: {time}"
         return
     yield f"{line}: on the same GPU, over no link"
-    if sync.seconds:
+    if sync.seconds and sync.direct_experts:
+        yield f"before that, ranks gather all but experts, and get those that their GPU hosts: {_size(sync.gathered)} at most,"
+        yield f"{time}; less where the link within a node is faster"
+    elif sync.seconds:
         yield f"before that, ranks gather what they hold: {time}; less where the link within a node is faster"
 
 

@@ -27,6 +27,7 @@ from slime.training.rollout_data import RolloutData, refresh_mask_sums
 from slime.training.step_statistics import needs_log_prob_pass
 from slime.training.train_rank import TrainRank
 from slime.training.train_step import forward_log_probs
+from slime.utils.device import get_accelerator
 from slime.utils.misc import Box
 from slime.utils.plugin_loader import calling_user_code, load_function
 from slime.utils.process_groups import get_gloo_group, patient_groups
@@ -217,7 +218,7 @@ class ActorRank(TrainRank):
 
     def _buckets(self, max_bytes: int) -> Callable[[], Iterable[Any]]:
         """Makes the buckets of a push; collective, once."""
-        if not experts_go_directly(self.args):
+        if not experts_go_directly(self.args, get_accelerator().shares_host_memory):
             tensors = self._tensors_of_checkpoint()
             return lambda: split_into_buckets(tensors(), max_bytes)
         others, own_experts = self.backend.tensors_and_own_experts()

@@ -26,6 +26,7 @@ from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
 from slime.weights.buckets import RankBucket
 from slime.weights.transports import ColocatedTransport, transport_of
+from slime.weights.transports.shared_handles import reads_own_device
 
 if TYPE_CHECKING:
     import torch
@@ -42,13 +43,16 @@ _OTHER_PLACES = {
 }
 
 
-def experts_go_directly(args: argparse.Namespace) -> bool:
+def experts_go_directly(args: argparse.Namespace, shares_host_memory: bool) -> bool:
     """Whether experts of this run need not be gathered: all engines are alike, on devices of training ranks that each share
-    memory of their own, and host whole experts in their places; and a training rank has whole ones, of all layers."""
+    memory of their own, and host whole experts in their places; and a training rank has whole ones, of all layers.
+
+    `shares_host_memory`: of the devices, as an accelerator says.
+    """
     if (
         not args.colocate
         or transport_of(args) is not ColocatedTransport
-        or not ColocatedTransport.takes_every_rank(args)
+        or not reads_own_device(args, shares_host_memory)
     ):
         return False
     size, layout = args.rollout_num_gpus_per_engine, layout_of(args)
@@ -63,6 +67,13 @@ def experts_go_directly(args: argparse.Namespace) -> bool:
         and args.num_experts % size == 0
         and all(values.get(name) in (None, plain) for name, plain in _OTHER_PLACES.items())
     )
+
+
+def hosted_experts(args: argparse.Namespace, device: int) -> range:
+    """The experts that the engine rank on a device of the run hosts, where experts go directly."""
+    size = args.rollout_num_gpus_per_engine
+    each, place = args.num_experts // size, device % size
+    return range(place * each, (place + 1) * each)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,12 +246,8 @@ class ExpertExchange:
 
 def _hosts(name: str, args: argparse.Namespace) -> list[int]:
     """The devices of engine ranks that want a tensor: those that host its expert, or all where it is of no single one."""
-    size, devices = args.rollout_num_gpus_per_engine, range(layout_of(args).rollout_gpus)
-    found = _EXPERT.search(name)
-    if found is None:
-        return list(devices)
-    place = int(found[1]) * size // args.num_experts
-    return [device for device in devices if device % size == place]
+    devices, found = range(layout_of(args).rollout_gpus), _EXPERT.search(name)
+    return [device for device in devices if found is None or int(found[1]) in hosted_experts(args, device)]
 
 
 def _empty(size: int) -> torch.Tensor:

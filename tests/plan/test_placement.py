@@ -114,6 +114,19 @@ def test_an_engine_on_more_nodes_than_it_needs_is_drawn_there_and_told_what_it_p
     assert not [warning for warning in whole.warnings if "nodes" in warning]
 
 
+def test_an_engine_with_gpus_of_ranks_and_others_is_drawn_over_both(tmp_path):
+    path = tmp_path / "serving.yaml"
+    groups = "{num_gpus: 2, num_gpus_per_engine: 2}, {num_gpus: 4, num_gpus_per_engine: 4}"
+    path.write_text(f"sglang:\n  - name: actor\n    server_groups: [{groups}]\n")
+    words = ["--colocate", "--rollout-num-gpus", "6", "--num-gpus-per-node", "8", "--sglang-config", str(path)]
+    plan = make_plan(planned(SMALL, *words))
+    assert plan.placement.num_gpus == 6
+    assert [(gpu.rank, gpu.engine, gpu.engine_rank) for gpu in gpus(plan)] == [
+        (0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1), (None, 1, 2), (None, 1, 3),
+    ]  # fmt: skip
+    assert "by shared handles, and by process group to those with GPUs beside the trainer's" in render(plan)
+
+
 def test_nodes_of_sixteen_gpus_wrap():
     words = ["--actor-num-gpus-per-node", "16", "--num-gpus-per-node", "16", "--rollout-num-gpus", "16"]
     plan = make_plan(planned(SMALL, *words))

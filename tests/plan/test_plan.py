@@ -141,6 +141,70 @@ def test_sync_cost_follows_link_and_bytes():
     assert make_plan(alone).sync.seconds == 0
 
 
+# Of the model on two nodes: 48 layers of 128 experts of 3 x 2048 x 768, of 16 bits; and the rest: embedding and head of
+# 151936 x 2048, 48 times attention of 2 x 2048 x 4096 + 2 x 2048 x 512, two norms of 128, a router and two norms, and a norm.
+EXPERT_BYTES = 2 * 48 * 128 * 3 * 2048 * 768
+REST_BYTES = 2 * (2 * 151936 * 2048 + 48 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 256 + 2048 * 128 + 4096) + 2048)
+TENSOR, STAGES, EXPERTS = (
+    "--tensor-model-parallel-size 4 --sequence-parallel", "--pipeline-model-parallel-size 2",
+    "--expert-model-parallel-size 8",
+)  # fmt: skip
+DIRECTLY = ["--sglang-ep-size", "8"]
+
+
+@pytest.mark.parametrize(
+    ("without", "words", "direct", "gathered"),
+    [
+        # Rank r holds the experts that its engine rank hosts: the (r mod 8)th eighth. The rest is cut by four.
+        ([STAGES], DIRECTLY, True, REST_BYTES),
+        ([STAGES, TENSOR], DIRECTLY, True, 0),
+        # Rank 1 holds the second quarter, and its engine rank hosts the second eighth: it lacks all 16 of these.
+        ([STAGES, EXPERTS], [*DIRECTLY, "--expert-model-parallel-size", "4"], True, REST_BYTES + EXPERT_BYTES // 8),
+        # Engines of four: rank 1 holds the second sixteenth, and its engine rank hosts the second quarter.
+        (
+            [STAGES, TENSOR, EXPERTS, "--rollout-num-gpus-per-engine 8"],
+            ["--rollout-num-gpus-per-engine", "4", "--sglang-ep-size", "4", "--expert-model-parallel-size", "16"],
+            True,
+            EXPERT_BYTES // 4,
+        ),
+        # Engine ranks share experts, or a stage has some of the layers: everything is gathered that no rank holds whole.
+        ([STAGES], [], False, REST_BYTES + EXPERT_BYTES),
+        ([STAGES, TENSOR], [], False, EXPERT_BYTES),
+        ([TENSOR], DIRECTLY, False, REST_BYTES + EXPERT_BYTES),
+        ([STAGES, EXPERTS], [], False, REST_BYTES),
+    ],
+)
+def test_ranks_gather_what_they_lack_and_experts_only_where_these_do_not_go_directly(without, words, direct, gathered):
+    command = TWO_NODES
+    for part in without:
+        assert part in command
+        command = command.replace(part, "")
+    plan = make_plan(planned(command, *words))
+    assert plan.sync.bytes == REST_BYTES + EXPERT_BYTES
+    assert (plan.sync.shared_handles, plan.sync.direct_experts, plan.sync.gathered) == (True, direct, gathered)
+    assert plan.sync.seconds == pytest.approx(gathered * 8 / 400e9)
+    told = [line for line in render(plan).splitlines() if "before that, ranks gather" in line]
+    assert len(told) == (gathered > 0) and all(("those that their GPU hosts" in line) == direct for line in told)
+
+
+def test_a_bucket_of_experts_has_what_its_ranks_host_and_send():
+    command = TWO_NODES.replace(STAGES, "")
+    bucket = 512 * 2**20
+    aligned = make_plan(planned(command, *DIRECTLY)).sync
+    assert aligned.buckets == -(-REST_BYTES // bucket) + -(-(EXPERT_BYTES // 8) // bucket) == 6 + 14
+    crossed = make_plan(planned(command.replace(EXPERTS, ""), *DIRECTLY, "--expert-model-parallel-size", "4")).sync
+    assert crossed.buckets == 6 + -(-(EXPERT_BYTES // 4) // bucket) == 6 + 27
+
+
+def test_a_plan_for_a_host_without_gpus_gathers_experts_on_one_node(monkeypatch):
+    """The memory of one rank serves all of its node; over two, each engine rank has that of the rank on its device."""
+    monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
+    command = TWO_NODES.replace(STAGES, "").replace("--dry-run-gpu-memory-gib 80", "")
+    one = command.replace("--actor-num-nodes 2", "").replace("8 --colocate", "16 --colocate")
+    assert make_plan(planned(command, *DIRECTLY)).sync.direct_experts
+    assert not make_plan(planned(one, *DIRECTLY)).sync.direct_experts
+
+
 SERVED = """
 sglang:
   - {{name: actor, server_groups: [{groups}]}}
@@ -155,8 +219,14 @@ sglang:
         ("{worker_type: placeholder, num_gpus: 4}, {num_gpus: 4}", 12, {"process group"}),
         # The frozen model beside the ranks gets nothing.
         ("{num_gpus: 4}", 8, {"shared handles"}),
+        # An engine with GPUs of both kinds, alone and beside one with GPUs of ranks only.
+        ("{worker_type: placeholder, num_gpus: 2}, {num_gpus: 4, num_gpus_per_engine: 4}", 10, {"process group"}),
+        (
+            "{num_gpus: 2}, {num_gpus: 4, num_gpus_per_engine: 4}, {worker_type: placeholder, num_gpus: 2}", 12,
+            {"shared handles", "process group"},
+        ),
     ],
-)
+)  # fmt: skip
 def test_ways_of_the_weights_in_a_run_with_engines_beside_the_ranks(tmp_path, groups, gpus, ways):
     path = tmp_path / "serving.yaml"
     path.write_text(SERVED.format(groups=groups))

@@ -124,7 +124,12 @@ def with_flags(**flags):
     ],
 )
 def test_experts_go_directly_where_each_device_wants_whole_ones(flags, direct):
-    assert experts_go_directly(with_flags(**flags)) is direct
+    assert experts_go_directly(with_flags(**flags), shares_host_memory=True) is direct
+
+
+def test_experts_go_directly_on_one_node_where_devices_have_memory_of_their_own():
+    args = with_flags(actor_num_nodes=1, num_gpus_per_node=4)
+    assert experts_go_directly(args, shares_host_memory=False)
 
 
 def tensors_of(expert):

@@ -50,6 +50,15 @@ _DIRECTORY = Path("/dev/shm")
 Handles = dict[int, str]
 
 
+def reads_own_device(args: Any, shares_host_memory: bool) -> bool:
+    """Whether an engine rank needs memory of the training rank on its device, and that of the source does not serve it too.
+
+    `shares_host_memory`: of the devices, as an accelerator says.
+    """
+    several_nodes = max(args.actor_num_nodes, -(-layout_of(args).actor_gpus // args.num_gpus_per_node)) > 1
+    return several_nodes or not shares_host_memory
+
+
 class SharedHandlesTransport(Transport):
     """Training rank r is on device r of the run, where engines that share devices with the trainer are too."""
 
@@ -80,8 +89,7 @@ class SharedHandlesTransport(Transport):
 
     @classmethod
     def takes_every_rank(cls, args: Any) -> bool:
-        several_nodes = max(args.actor_num_nodes, -(-layout_of(args).actor_gpus // args.num_gpus_per_node)) > 1
-        return several_nodes or not get_accelerator().shares_host_memory
+        return reads_own_device(args, get_accelerator().shares_host_memory)
 
     def connect(self, engines: Sequence[Receiver]) -> None:
         if list(engines) == self._engines:

@@ -64,7 +64,7 @@ def a_transport_can_be_asked_for_and_carries_a_push(directory: Path) -> None:
     import torch
 
     from slime.plan.placement import plan_sync
-    from slime.plan.setup import shape_of
+    from slime.plan.setup import parallel_layout, shape_of
     from slime.weights.push import WeightPush
     from slime.weights.transports import Receiver
     from tests.support.models.args import parse
@@ -73,7 +73,7 @@ def a_transport_can_be_asked_for_and_carries_a_push(directory: Path) -> None:
     from tests.support.processes.weight_peers import engine_of, start_peers
 
     args = parse(directory, "--update-weight-transport", "host-memory", "--update-weight-buffer-size", "16")
-    assert plan_sync(args, shape_of(args), None).transport == "memory of the host"
+    assert plan_sync(args, shape_of(args), None, parallel_layout(args)).transport == "memory of the host"
     tensors = {name: torch.full((4,), float(value)) for value, name in enumerate("abc")}
     start_ray()
     try:
