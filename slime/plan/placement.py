@@ -254,8 +254,9 @@ def plan_sync(
     directly = experts_go_directly(args, shares_host_memory=not plans_for_gpus(args))
     if directly:
         hosted, lacked = (of_experts * count // args.num_experts for count in _experts_of_a_rank(args, layout))
-        # A bucket of experts has what an engine rank hosts of it, and what the rank on its device sends to others.
-        buckets = -(-rest // bucket) + -(-(hosted + lacked) // bucket)
+        # A bucket of experts has what an engine rank hosts of it, and once what the rank on its device sends to others.
+        sent = min(lacked, of_experts // layout.expert)
+        buckets = -(-rest // bucket) + -(-(hosted + sent) // bucket)
         gathered = rest * cut + lacked
     else:
         gathered = rest * cut + of_experts * experts_cut

@@ -194,6 +194,11 @@ def test_a_bucket_of_experts_has_what_its_ranks_host_and_send():
     assert aligned.buckets == -(-REST_BYTES // bucket) + -(-(EXPERT_BYTES // 8) // bucket) == 6 + 14
     crossed = make_plan(planned(command.replace(EXPERTS, ""), *DIRECTLY, "--expert-model-parallel-size", "4")).sync
     assert crossed.buckets == 6 + -(-(EXPERT_BYTES // 4) // bucket) == 6 + 27
+    # Rank 0 hosts a quarter, and sends the sixteenth that it holds to three others, from one memory.
+    words = ["--sglang-ep-size", "4", "--rollout-num-gpus-per-engine", "4", "--expert-model-parallel-size", "16"]
+    for part in (EXPERTS, TENSOR, "--rollout-num-gpus-per-engine 8"):
+        command = command.replace(part, "")
+    assert make_plan(planned(command, *words)).sync.buckets == 6 + -(-(5 * EXPERT_BYTES // 16) // bucket) == 6 + 34
 
 
 def test_a_plan_for_a_host_without_gpus_gathers_experts_on_one_node(monkeypatch):
