@@ -122,6 +122,15 @@ class PackedStream:
             return torch.cat(padded).narrow(0, self.cp.rank * len(self.tokens), len(self.tokens))
         return torch.cat([slice_with_cp(values, 0, self.cp) for values in padded])
 
+    def rows_of_rank(self, whole: torch.Tensor) -> torch.Tensor:
+        """From values of all rows of the whole stream, in its order, those of this rank's rows, in theirs; [rows, …] both."""
+        rows = len(self.tokens)
+        if self.gather_order is None:
+            return whole.narrow(0, self.cp.rank * rows, rows)
+        places = torch.empty_like(self.gather_order)
+        places[self.gather_order] = torch.arange(len(places), device=places.device)
+        return whole.index_select(0, places.narrow(0, self.cp.rank * rows, rows))
+
     @cached_property
     def is_padding(self) -> torch.Tensor:
         """Of each of this rank's rows whether it belongs to no sample, bool [T]."""

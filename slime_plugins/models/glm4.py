@@ -12,7 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from slime.backends.megatron_utils.layer_spec import RMSNorm, get_decoder_spec
+from slime.backends.megatron_utils.layer_spec import get_decoder_spec, norm_class
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -64,8 +64,4 @@ class NormedOutputsLayer(TransformerLayer):
 
 
 def _norm(config: TransformerConfig) -> torch.nn.Module:
-    if config.transformer_impl == "transformer_engine":
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        return TENorm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
-    return RMSNorm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+    return norm_class(config)(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)

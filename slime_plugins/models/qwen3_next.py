@@ -20,7 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
@@ -29,10 +29,9 @@ from megatron.core.transformer.utils import (
 )
 
 from slime.backends.megatron_utils.attention import is_context_parallel
-from slime.backends.megatron_utils.layer_spec import RMSNorm, get_decoder_spec
+from slime.backends.megatron_utils.layer_spec import as_block, get_decoder_spec, with_attention
 from slime.estimates.shape import linear_attention_layers
 from slime.training.context_parallel import gather_rows
-from slime.training.packed_stream import PackedStream
 from slime.utils.errors import UserError
 from slime_plugins.models.qwen_gdn_backend import Rule, Sequences, causal_convolution, rule_of, sequences_of_stream
 
@@ -66,28 +65,15 @@ def get_qwen3_next_spec(
             f"--tensor-model-parallel-size {config.tensor_model_parallel_size} does not divide --linear-num-key-heads "
             f"{config.linear_num_key_heads}: a rank holds whole heads of linear attention"
         )
-    spec = get_decoder_spec(config, vp_stage)
+    spec = as_block(get_decoder_spec(config, vp_stage), config, vp_stage)
     is_linear = linear_attention_layers(args.linear_attention_freq, args.num_layers)
-    number = get_num_layers_to_build(config, vp_stage=vp_stage)
-    if not isinstance(spec, TransformerBlockSubmodules):
-        spec = TransformerBlockSubmodules(layer_specs=[spec] * number, layer_norm=_norm(config))
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    rule = rule_of(args)
+    delta_net = ModuleSpec(module=GatedDeltaNet, params={"rule": rule_of(args)})
     spec.layer_specs = [
-        _with_delta_net(layer, config, rule) if is_linear[first + index] else _with_gated_attention(layer)
+        with_attention(layer, config, delta_net) if is_linear[first + index] else _with_gated_attention(layer)
         for index, layer in enumerate(spec.layer_specs)
     ]
     return spec
-
-
-def _with_delta_net(layer: ModuleSpec, config: TransformerConfig, rule: Rule) -> ModuleSpec:
-    layer = copy.deepcopy(layer)
-    # That of softmax attention may be part of its projection.
-    layer.submodules.input_layernorm = _norm(config)
-    # Here it never is: it is stored by its own name, whichever layers stand around it.
-    layer.submodules.sharded_state_dict_keys_map.pop("input_layernorm.", None)
-    layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params={"rule": rule})
-    return layer
 
 
 def _with_gated_attention(layer: ModuleSpec) -> ModuleSpec:
@@ -98,14 +84,6 @@ def _with_gated_attention(layer: ModuleSpec) -> ModuleSpec:
 
 # What the backend looks up for layers of multi-token prediction: all of theirs have softmax attention.
 prediction_layer_spec = _with_gated_attention
-
-
-def _norm(config: TransformerConfig) -> type[torch.nn.Module]:
-    if config.transformer_impl == "transformer_engine":
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        return TENorm
-    return RMSNorm
 
 
 class GatedAttention(SelfAttention):
@@ -200,7 +178,7 @@ class GatedDeltaNet(MegatronModule):
             stream = packed_seq_params.stream
             gathered = gather_rows(torch.cat([mixed, rates], dim=-1), stream.cp, stream.gather_order)
             mixed, rates = gathered.split([widths[0], widths[2]], dim=-1)
-            output = _rows_of_rank(self._attend(mixed, rates, sequences_of_stream(stream)), stream)
+            output = stream.rows_of_rank(self._attend(mixed, rates, sequences_of_stream(stream)))
         else:
             output = self._attend(mixed, rates, _sequences(packed_seq_params, length, batch, projected.device))
         output = self._gated_norm(output, gate.unflatten(-1, (self.values, -1)).flatten(1, 2))
@@ -262,13 +240,3 @@ def _sequences(packed: PackedSeqParams | None, length: int, batch: int, device: 
         return sequences_of_stream(stream)
     # In a description of somebody else's only the device knows the lengths.
     return Sequences(tuple(packed.cu_seqlens_q.diff().tolist()), device)
-
-
-def _rows_of_rank(whole: torch.Tensor, stream: PackedStream) -> torch.Tensor:
-    """Of the rows of the whole stream those that this context-parallel rank has, in its order."""
-    rows = len(stream.tokens)
-    if stream.gather_order is None:
-        return whole.narrow(0, stream.cp.rank * rows, rows)
-    places = torch.empty_like(stream.gather_order)
-    places[stream.gather_order] = torch.arange(len(places), device=places.device)
-    return whole.index_select(0, places.narrow(0, stream.cp.rank * rows, rows))

@@ -38,9 +38,17 @@ from slime.training.rollout_data import MicroBatch
 from slime.utils.device import fused, get_accelerator
 from slime.utils.errors import UserError
 
+# Queries, keys and values of any number of sequences, the boundaries of the sequences' queries and keys, the largest numbers of
+# both in one sequence, and `scale=`, to the output of each query, whose sequence's last one sees all of its keys.
+Kernel = Callable[..., torch.Tensor]
+# Of every group of keys a key and a value, [groups, dim] each.
+FirstKey = tuple[torch.Tensor, torch.Tensor]
+
 
 class PackedAttention(MegatronModule):
     """softmax(Q K^T * scale + causal mask) V, in Megatron's core-attention interface.
+
+    A class that is derived from it may take another kernel for streams on CUDA (`kernel`).
 
     Raises:
         UserError: attention dropout is not 0; or, in forward, the stream is no causal self attention.
@@ -95,12 +103,17 @@ class PackedAttention(MegatronModule):
         output = self._attend_packed(*rows, packed_seq_params)
         return output if query.dim() == 3 else output.unsqueeze(1)
 
+    def kernel(self) -> Kernel:
+        """What computes streams of 16-bit types on CUDA."""
+        return _causal_varlen_attention()
+
     def _attend_packed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
     ) -> torch.Tensor:
         chosen = getattr(packed, "chosen", None)
         if is_context_parallel(packed) or chosen is not None:
-            return attend_over_context(query, key, value, packed.stream, self.softmax_scale, chosen)
+            given = query, key, value, packed.stream, self.softmax_scale, chosen
+            return attend_over_context(*given, kernel=self.kernel)
         if query.is_cuda:
             return self._attend_packed_cuda(query, key, value, packed)
         return self._attend_each_sequence(query, key, value, packed)
@@ -133,7 +146,7 @@ class PackedAttention(MegatronModule):
             # The variable-length kernel exists for 16-bit types only.
             return self._attend_each_sequence(query, key, value, packed)
         width = value.shape[-1]
-        output = _causal_varlen_attention()(
+        output = self.kernel()(
             query.contiguous(),
             key.contiguous(),
             _as_wide_as(key, value).contiguous(),
@@ -151,7 +164,7 @@ class PackedAttention(MegatronModule):
         )
 
 
-def _causal_varlen_attention() -> Callable[..., torch.Tensor]:
+def _causal_varlen_attention() -> Kernel:
     """torch's kernel for sequences of any lengths, causal, for fewer groups of keys than heads."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -164,9 +177,9 @@ def _grouped(varlen_attn: Callable[..., torch.Tensor]) -> dict[str, bool]:
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def _as_wide_as(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`value` with zeros up to the width of `key`: the variable-length kernel knows one width."""
-    return F.pad(value, (0, key.shape[-1] - value.shape[-1]))
+def _as_wide_as(wide: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` with zeros up to the width of `wide`: the variable-length kernel knows one width."""
+    return F.pad(tensor, (0, wide.shape[-1] - tensor.shape[-1]))
 
 
 # Queries of one call on CPU: their mask over all keys exists as a tensor.
@@ -224,12 +237,17 @@ def attend_over_context(
     stream: PackedStream,
     scale: float,
     chosen: torch.Tensor | None = None,
+    first: FirstKey | None = None,
+    kernel: Callable[[], Kernel] = _causal_varlen_attention,
 ) -> torch.Tensor:
     """Causal attention within each sequence of the whole stream, for the rows of this rank. Collective.
 
     Args:
         query: [T, heads, dim]; key, value: [T, groups, dim], rotated, of this rank's rows.
         chosen: see `StreamParams`.
+        first: a key and a value that stand before every sequence and are seen by all of its rows, without `chosen`. Where the
+            key has more channels than those of the stream, these have zeros there.
+        kernel: gives what computes 16-bit types on CUDA.
 
     Returns:
         [T, heads · dim of a value]
@@ -237,31 +255,52 @@ def attend_over_context(
     key_width = key.shape[-1]
     gathered = gather_rows(torch.cat([key, value], dim=-1), stream.cp, stream.gather_order)
     key, value = gathered[..., :key_width], gathered[..., key_width:]
+    if first is not None:
+        key = _as_wide_as(query, key)
     # The variable-length kernel exists for 16-bit types only.
     if query.is_cuda and query.dtype != torch.float32 and chosen is None:
-        return _attend_cuda(query, key, value, stream, scale)
-    return _attend_each_segment(query, key, value, stream, scale, chosen)
+        return _attend_cuda(query, key, value, stream, scale, first, kernel())
+    return _attend_each_segment(query, key, value, stream, scale, chosen, first)
 
 
 def _attend_cuda(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, stream: PackedStream, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    stream: PackedStream,
+    scale: float,
+    first: FirstKey | None,
+    kernel: Kernel,
 ) -> torch.Tensor:
     """One call of the kernel, for which every segment is a sequence with fewer queries than keys.
 
     Its causal mask then is aligned at the end: the last query sees all keys.
     """
     width = value.shape[-1]
-    output = _causal_varlen_attention()(
+    rows, boundaries, most_keys = stream.segment_keys, stream.key_boundaries, max(s.keys for s in stream.segments)
+    if first is not None:
+        rows, boundaries, most_keys = *_each_behind(len(key), rows, boundaries), most_keys + 1
+        key, value = (torch.cat([tensor, row[None]]) for tensor, row in zip((key, value), first, strict=True))
+    output = kernel(
         query.contiguous(),
-        key.index_select(0, stream.segment_keys),
-        _as_wide_as(key, value).index_select(0, stream.segment_keys),
+        key.index_select(0, rows),
+        _as_wide_as(key, value).index_select(0, rows),
         stream.query_boundaries,
-        stream.key_boundaries,
+        boundaries,
         max(s.queries for s in stream.segments),
-        max(s.keys for s in stream.segments),
+        most_keys,
         scale=scale,
     )
     return output[..., :width].flatten(1)
+
+
+def _each_behind(first: int, rows: torch.Tensor, boundaries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rows` with row `first` before those of every segment, and the segments' boundaries then."""
+    numbers = torch.arange(len(boundaries), dtype=boundaries.dtype, device=boundaries.device)
+    shifts = numbers[1:].repeat_interleave(boundaries.diff(), output_size=len(rows))
+    behind = rows.new_full((len(rows) + len(boundaries) - 1,), first)
+    places = torch.arange(len(rows), device=rows.device) + shifts
+    return behind.index_copy_(0, places, rows), boundaries + numbers
 
 
 def _attend_each_segment(
@@ -271,22 +310,27 @@ def _attend_each_segment(
     stream: PackedStream,
     scale: float,
     chosen: torch.Tensor | None,
+    first: FirstKey | None,
 ) -> torch.Tensor:
     # One split per tensor: the gradient of a slice is as long as what it was cut from.
     counts = [segment.queries for segment in stream.segments]
     query_pieces = query.transpose(0, 1).split(counts, dim=1)
     choices = [None] * len(counts) if chosen is None else chosen.split(counts)
-    key_pieces, value_pieces = (_by_sequence(tensor, stream) for tensor in (key, value))
+    before = first or (None, None)
+    key_pieces, value_pieces = (_by_sequence(*pair, stream) for pair in zip((key, value), before, strict=True))
     outputs = []
     for segment, piece, choice in zip(stream.segments, query_pieces, choices, strict=True):
         keys, values = key_pieces[segment.first_key], value_pieces[segment.first_key]
-        outputs += _attend_in_blocks(piece, keys, values, segment.keys, scale, choice)
+        seen = segment.keys + (first is not None)
+        outputs += _attend_in_blocks(piece, keys, values, seen, scale, choice)
     return torch.cat(outputs, dim=1).transpose(0, 1).flatten(1)
 
 
-def _by_sequence(tensor: torch.Tensor, stream: PackedStream) -> dict[int, torch.Tensor]:
-    """[groups, length, dim] of every sequence of the stream, under its first row."""
+def _by_sequence(tensor: torch.Tensor, first: torch.Tensor | None, stream: PackedStream) -> dict[int, torch.Tensor]:
+    """[groups, length, dim] of every sequence of the stream, under its first row; a row longer where all begin with `first`."""
     pieces = tensor.transpose(0, 1).split(stream.sequence_lengths, dim=1)
+    if first is not None:
+        pieces = [torch.cat([first[:, None], piece], dim=1) for piece in pieces]
     starts = [0, *itertools.accumulate(stream.sequence_lengths)]
     return dict(zip(starts, pieces, strict=False))
 

@@ -90,6 +90,45 @@ def get_prediction_layer_spec(config: TransformerConfig, vp_stage: int | None = 
     return spec
 
 
+def as_block(
+    spec: ModuleSpec | TransformerBlockSubmodules, config: TransformerConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """A spec of `get_decoder_spec` with one entry for each layer of the stage; equal layers may share it."""
+    if isinstance(spec, TransformerBlockSubmodules):
+        return spec
+    layers = [spec] * get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_class(config))
+
+
+def with_attention(layer: ModuleSpec, config: TransformerConfig, attention: ModuleSpec) -> ModuleSpec:
+    """A copy of the spec of a layer, with another kind of attention, which is given normed hidden states."""
+    layer = copy.deepcopy(layer)
+    # That of softmax attention may be part of its projection.
+    layer.submodules.input_layernorm = norm_class(config)
+    # Here it never is: it is stored by its own name, whichever layers stand around it.
+    layer.submodules.sharded_state_dict_keys_map.pop("input_layernorm.", None)
+    layer.submodules.self_attention = attention
+    return layer
+
+
+def with_core_attention(layer: ModuleSpec, core_attention: type[PackedAttention]) -> ModuleSpec:
+    """A copy of the spec of a layer, with another softmax attention between its projections, if it has softmax attention."""
+    layer = copy.deepcopy(layer)
+    submodules = layer.submodules.self_attention.submodules
+    if hasattr(submodules, "core_attention"):
+        submodules.core_attention = core_attention
+    return layer
+
+
+def norm_class(config: TransformerConfig) -> type[nn.Module]:
+    """The norm of layers of this implementation where it stands alone."""
+    if config.transformer_impl == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TENorm
+    return RMSNorm
+
+
 def _engine_layer_spec(config: TransformerConfig) -> ModuleSpec:
     """The spec of a layer of Transformer Engine without experts."""
     layer = get_gpt_layer_with_transformer_engine_spec(

@@ -24,6 +24,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from slime.arguments.config_files.role_config import CRITIC
 from slime.backends.megatron_utils.attention import PackedAttention
@@ -226,6 +228,8 @@ def get_model_provider_func(args: Any) -> ModelProvider:
             seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
             vp_stage=vp_stage,
         )
+        if args.spec is not None:
+            _check_names(args, f"--spec {' '.join(args.spec)}", "layers", model)
         return _complete(args, model, vp_stage)
 
     return provider
@@ -289,13 +293,18 @@ def _check_provided(args: Any, subject: str, model: GPTModel, place: dict[str, A
             f"{subject} returned a model with {', '.join(other)}; build it with what the function is given and "
             "--padded-vocab-size rows of vocabulary, and change nothing but what is inside of its layers"
         )
+    _check_names(args, subject, "a model", model)
+
+
+def _check_names(args: Any, subject: str, what: str, model: GPTModel) -> None:
+    """Refuse parameters that exports and pushes have no name for: `what` `subject` returned has them."""
     family = family_of_run(args)
     for name, _ in global_named_parameters(model):
         try:
             family.find(name)
         except KeyError as error:
             raise UserError(
-                f"{subject} returned a model with {name}, which has no tensor in checkpoints of {family.model_types[0]}, so "
+                f"{subject} returned {what} with {name}, which has no tensor in checkpoints of {family.model_types[0]}, so "
                 "engines could not be given it; keep to the parameters of the family, or name another by --model-name"
             ) from error
 
@@ -321,6 +330,26 @@ def _has_packed_attention(layer: torch.nn.Module) -> bool:
     attention = layer.self_attention
     rotates = getattr(attention, "rotates", True)
     return not rotates or isinstance(getattr(attention, "core_attention", None), PackedAttention)
+
+
+def get_family_spec(
+    args: Any, config: TransformerConfig, vp_stage: int | None = None
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """The decoder's spec as the family of `--hf-checkpoint` (or `--model-name`) has it, for a `--spec` that starts from it.
+
+    Raises:
+        UserError: layers for multi-token prediction are asked for, and only the family's own spec builds them.
+    """
+    family = family_of_run(args)
+    if family.layer_spec is None:
+        return get_decoder_spec(config, vp_stage)
+    if args.mtp_num_layers:
+        module, _, name = family.layer_spec.rpartition(".")
+        raise UserError(
+            f"--mtp-num-layers {args.mtp_num_layers}: prediction layers of {family.model_types[0]} are built with --spec "
+            f"{module} {name} alone; give that, or drop --mtp-num-layers"
+        )
+    return load_function(family.layer_spec)(args, config, vp_stage)
 
 
 def _decoder_spec(args: Any, config: TransformerConfig, vp_stage: int | None) -> Any:

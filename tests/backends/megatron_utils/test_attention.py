@@ -225,7 +225,8 @@ def attention_worker():
         output = context_attention.attend_over_context(*local, stream, 1 / math.sqrt(DIM))
         with mock.patch("torch.nn.attention.varlen.varlen_attn", variable_length_attention), torch.no_grad():
             whole = (gather_rows(tensor, cp, stream.gather_order) for tensor in local[1:])
-            by_kernel = context_attention._attend_cuda(local[0], *whole, stream, 1 / math.sqrt(DIM))
+            kernel = context_attention._causal_varlen_attention()
+            by_kernel = context_attention._attend_cuda(local[0], *whole, stream, 1 / math.sqrt(DIM), None, kernel)
         results[f"{name}, kernel"] = (by_kernel - output).abs().max().item()
         weights = [
             torch.full_like(line, row[0] + 0.1 * row[1]).sin() if row else 0 * line
