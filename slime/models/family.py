@@ -25,6 +25,11 @@ _LAYER_NUMBER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 _EXPERT_NUMBER = re.compile(
     r"(?<=\.local_experts\.)\d+(?=\.)|(?<=\.experts\.linear_fc[12]\.weight)\d+$|(?<=\.experts\.linear_fc[12]\.bias)\d+$"
 )
+# Modules of transformers for attention, in layers of either kind: names of parameters of one that runs as it is.
+ATTENTION_MODULES = ("self_attn", "linear_attn")
+_AS_IN_TRANSFORMERS = re.compile(
+    rf"^decoder\.layers\.{re.escape(LAYER)}\.self_attention\.((?:{'|'.join(ATTENTION_MODULES)})\..+)$"
+)
 _PREDICTION_LAYERS = "mtp."
 # Of the model's embedding and output layer.
 _COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
@@ -153,7 +158,18 @@ class Family:
 
     def _rule(self, name: str) -> Rule | None:
         generic = _EXPERT_NUMBER.sub(EXPERT, _LAYER_NUMBER.sub(LAYER, name, count=1))
-        return next((rule for rule in self.rules if generic in rule.megatron), None)
+        found = next((rule for rule in self.rules if generic in rule.megatron), None)
+        return self._passed_through(generic) if found is None else found
+
+    def _passed_through(self, generic: str) -> Rule | None:
+        """The rule for a parameter of attention that runs as transformers has it: whole on every rank, and called the same."""
+        name = _AS_IN_TRANSFORMERS.match(generic)
+        if name is None:
+            return None
+        (norm,) = self._rule(f"decoder.layers.{LAYER}.input_layernorm.weight").hf
+        hf_name = norm.removesuffix("input_layernorm.weight") + name[1]
+        keeps_float32 = any(rule.keeps_float32 for rule in self.rules if hf_name in rule.hf)
+        return Rule((generic,), (hf_name,), Replicated(), keeps_float32)
 
 
 def strip_wrappers(name: str) -> str:
@@ -242,13 +258,15 @@ LAYER_NORMS = (
     ),
 )
 
-# With the biases that some families have, and the norms of queries and keys that others have.
+# With the biases that some families have, the norms of queries and keys that others have, and sinks that a layer spec may give
+# heads.
 ATTENTION = (
     _query_key_value("weight"),
     _query_key_value("bias"),
     layer_rule("self_attention.linear_proj.weight", "self_attn.o_proj.weight", Sharded(dim=1)),
     layer_rule("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", Replicated()),
     layer_rule("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", Replicated()),
+    layer_rule("self_attention.core_attention.softmax_offset", "self_attn.sinks", Sharded(dim=0)),
 )
 
 GATED_MLP = (

@@ -262,7 +262,8 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("activation_func_clamp_value", "another MLP than gated SiLU (--swiglu)"),
     NotYet("use_te_activation_func", _ENGINE),
     NotYet("attention_dropout", "dropout in attention", works=(0.0,)),
-    NotYet("softmax_type", _ATTENTION, works=("vanilla",)),
+    NotYet("softmax_type", "that softmax by a flag (learnable sinks: --spec slime_plugins.models."
+        "learnable_softmax_attention get_learnable_softmax_spec)", works=("vanilla",)),
     *features(_ATTENTION, "window_size", "qk_l2_norm", "qk_clip"),
     NotYet("log_max_attention_logit", _LOGGING),
     *features(_ATTENTION, "no_rope_freq", "apply_query_key_layer_scaling"),

@@ -53,7 +53,7 @@ def run_families(
         found[layout] = {}
         for name, directory in models.items():
             try:
-                found[layout][name] = _run_family(tiny_args(directory, **sizes))
+                found[layout][name] = run_family(tiny_args(directory, **sizes))
             except Exception:
                 if layout is not None:
                     # Other ranks wait for this one.
@@ -62,7 +62,8 @@ def run_families(
     return found
 
 
-def _run_family(args: Any) -> SimpleNamespace:
+def run_family(args: Any) -> SimpleNamespace:
+    """What `run_families` finds, of one model."""
     from megatron.core.distributed import finalize_model_grads
 
     from slime.backends.megatron_utils.hf_conversion import (

@@ -74,8 +74,9 @@ def packed_forward(chunk: torch.nn.Module, sequences: Sequence[Sequence[int]]) -
     lengths = [len(sequence) for sequence in sequences]
     boundaries = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
     describe = PackedSeqParams
-    if get_model_config(chunk).dsa_indexer_topk is not None:
-        # Sparse attention needs what the trainer knows of a stream; all others do with Megatron's own description.
+    has_sinks = any(name.endswith("softmax_offset") for name, _ in chunk.named_parameters())
+    if get_model_config(chunk).dsa_indexer_topk is not None or has_sinks:
+        # Sparse attention and sinks need what the trainer knows of a stream; all others do with Megatron's own description.
         samples = [torch.tensor(sequence, device=device) for sequence in sequences]
         stream = pack_stream(samples, [0] * len(lengths), pad_multiple=1)
         describe = functools.partial(StreamParams, stream=stream)
