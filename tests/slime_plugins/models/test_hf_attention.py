@@ -1,0 +1,264 @@
+"""Attention of transformers inside Megatron's layers: models are those of transformers, and train as with our own."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from slime.utils.errors import UserError
+from tests.support.models.tiny_families import LAYOUTS, TINY_FAMILIES
+from tests.support.models.tiny_model import tiny_args, write_tiny_model
+from tests.support.processes.distributed import run_distributed
+from tests.support.processes.family_checks import assert_gives_checkpoint_back, assert_like_reference, reference
+from tests.support.processes.layout_steps import assert_equal_runs, layout_args, train_steps
+
+PAGE = Path(__file__).resolve().parents[3] / "docs/en/advanced/models.md"
+SPEC = ["slime_plugins.models.hf_attention", "get_hf_attention_spec"]
+# Of each kind of layer: with and without a spec of the family's own, linear attention, latent attention.
+FAMILIES = ("qwen3", "llama3", "glm4", "qwen3_next", "qwen3_5", "minimax_m2", "deepseek_v3")
+TENSOR_PARALLEL = ("tp2", "tp2 whole sequence")
+TRAINED = ("tp2", "tp2 whole sequence", "cp2", "cp2 gathered", "pp2")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """By name, the directory of each model and what its reference gives."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        name: (root / name, reference(TINY_FAMILIES[name].save(root / name), root / f"gradients of {name}"))
+        for name in FAMILIES
+    }
+
+
+def _runs(directories, layouts, spec):
+    """By name and layout, of those that the family has, what `run_family` finds."""
+    from tests.support.processes import megatron_worker as megatron
+    from tests.support.processes.family_checks import run_family
+
+    found = {}
+    for layout in layouts:
+        for name, directory in directories.items():
+            if layout in LAYOUTS and layout not in TINY_FAMILIES[name].layouts:
+                continue
+            args = tiny_args(directory, spec=spec, **LAYOUTS.get(layout, {}))
+            megatron.start(args)
+            found[name, layout] = run_family(args)
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_rank(models):
+    directories = {name: str(directory) for name, (directory, _) in models.items()}
+    return run_distributed(_runs, 1, (directories, ("one rank", "recomputed"), SPEC), timeout=300)[0]
+
+
+@pytest.mark.parametrize("layout", ["one rank", "recomputed"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_is_that_of_transformers(models, one_rank, name, layout):
+    directory, expected = models[name]
+    assert_like_reference(one_rank[name, layout], expected)
+    assert_gives_checkpoint_back([one_rank[name, layout]], directory)
+
+
+def test_tensor_parallel_ranks_have_the_whole_gradients(models):
+    directories = {name: str(directory) for name, (directory, _) in models.items()}
+    for rank in run_distributed(_runs, 2, (directories, TENSOR_PARALLEL, SPEC), timeout=300):
+        assert {(name, "tp2") for name in FAMILIES} < rank.keys()
+        for (name, _), found in rank.items():
+            directory, expected = models[name]
+            assert_like_reference(found, expected)
+            assert_gives_checkpoint_back([found], directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_next"])
+def test_layouts_train_as_our_own_attention_does_on_one_rank(models, name):
+    directory, _ = models[name]
+    (one,) = run_distributed(train_steps, 1, ({"one": layout_args(directory)},))
+    layouts = [layout for layout in TRAINED if layout in TINY_FAMILIES[name].layouts or "whole" not in layout]
+    cases = {layout: layout_args(directory, spec=SPEC, **LAYOUTS[layout]) for layout in layouts}
+    ranks = run_distributed(train_steps, 2, (cases,), timeout=400)
+    for layout in layouts:
+        assert_equal_runs([rank[layout] for rank in ranks], one["one"])
+
+
+def test_context_parallel_ranks_train_as_one_rank_does(models):
+    directory, _ = models["qwen3"]
+    (one,) = run_distributed(train_steps, 1, ({"one": layout_args(directory)},))
+    ranks = run_distributed(train_steps, 2, ({"cp2": layout_args(directory, spec=SPEC, **LAYOUTS["cp2"])},))
+    assert_equal_runs([rank["cp2"] for rank in ranks], one["one"])
+
+
+def _in_bfloat16(directory):
+    """What the module has in a model of bfloat16, and its mean gradient after ranks of a tensor-parallel group made others."""
+    from tests.support.processes import megatron_worker as megatron
+
+    args = tiny_args(directory, spec=SPEC, bf16=True, tensor_model_parallel_size=2)
+    megatron.start(args)
+    import torch.distributed as dist
+    from megatron.core.distributed import finalize_model_grads
+
+    from slime.backends.megatron_utils.model_provider import setup_model
+    from slime.backends.megatron_utils.parameter_names import unwrap_model
+
+    chunks = setup_model(args)
+    delta_net, softmax = (unwrap_model(chunks[0]).decoder.layers[layer].self_attention for layer in (0, 3))
+    dtypes = {name: parameter.dtype for name, parameter in delta_net.named_parameters()}
+    (rotary,) = softmax._rotary
+    weight = softmax.self_attn.o_proj.weight
+    weight.main_grad.fill_(1 + dist.get_rank())
+    finalize_model_grads(chunks)
+    return dtypes, rotary.inv_freq, float(weight.main_grad.mean())
+
+
+def test_frequencies_and_decays_are_not_rounded_and_ranks_agree(models):
+    directory, _ = models["qwen3_next"]
+    for dtypes, frequencies, gradient in run_distributed(_in_bfloat16, 2, (str(directory),)):
+        # A quarter of 16 channels is rotated.
+        torch.testing.assert_close(frequencies, 10000.0 ** -(torch.arange(0, 4, 2) / 4), rtol=1e-6, atol=0)
+        others = {name: dtype for name, dtype in dtypes.items() if name != "linear_attn.A_log"}
+        assert dtypes["linear_attn.A_log"] == torch.float32 and set(others.values()) == {torch.bfloat16}
+        # Work that both do is not counted twice.
+        assert gradient == 1.5
+
+
+def _random_start(directory, layouts):
+    from tests.support.processes import megatron_worker as megatron
+
+    weights = []
+    for sizes in layouts:
+        args = tiny_args(directory, spec=SPEC, padded_vocab_size=144, **sizes)
+        megatron.start(args)
+        from slime.backends.megatron_utils.model_provider import setup_model
+
+        weights.append(megatron.whole_weights(args, setup_model(args)))
+    return weights
+
+
+def test_random_weights_are_those_of_any_layout(models):
+    directory, _ = models["qwen3"]
+    layouts = [{}, {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}]
+    for one, *others in run_distributed(_random_start, 2, (str(directory), layouts)):
+        assert (one["model.layers.0.self_attn.q_norm.weight"] == 1).all()
+        assert all(torch.equal(one[name], other[name]) for other in others for name in one)
+
+
+def _checkpoint(directory, saved):
+    """Weights after saving with two tensor-parallel ranks, and after loading that into a model without."""
+    from tests.support.processes import megatron_worker as megatron
+
+    whole = {"padded_vocab_size": 144, "spec": SPEC}
+    args = tiny_args(directory, tensor_model_parallel_size=2, **whole)
+    chunks = megatron.load_model(args)
+    from megatron.core import dist_checkpointing
+
+    from slime.backends.megatron_utils.model_provider import setup_model
+    from slime.backends.megatron_utils.parameter_names import unwrap_model
+
+    before = megatron.whole_weights(args, chunks)
+    dist_checkpointing.save(unwrap_model(chunks[0]).sharded_state_dict(), saved)
+    args = tiny_args(directory, **whole)
+    megatron.start(args)
+    chunks = setup_model(args)
+    bare = unwrap_model(chunks[0])
+    bare.load_state_dict(dist_checkpointing.load(bare.sharded_state_dict(), saved), strict=False)
+    return before, megatron.whole_weights(args, chunks)
+
+
+def test_a_checkpoint_of_our_own_fits_any_layout(models, tmp_path):
+    directory, _ = models["qwen3_next"]
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    for before, after in run_distributed(_checkpoint, 2, (str(directory), str(saved))):
+        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_page_puts_it_into_one_layer(models, tmp_path):
+    directory, expected = models["qwen3"]
+    (of_page,) = re.findall(r"^```python\n# my_layers.py\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "my_layers.py").write_text(of_page)
+    spec = [f"{tmp_path}/my_layers.py:first_of_transformers"]
+    ((found,),) = (run.values() for run in run_distributed(_runs, 1, ({"qwen3": str(directory)}, ("one rank",), spec)))
+    assert_like_reference(found, expected)
+    assert_gives_checkpoint_back([found], directory)
+
+
+def with_bias_of_its_own(args, config, vp_stage=None):
+    from slime_plugins.models.hf_attention import HfAttention, get_hf_attention_spec
+
+    class Biased(HfAttention):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.scale = torch.nn.Parameter(torch.ones(1))
+
+    block = get_hf_attention_spec(args, config, vp_stage)
+    for layer in block.layer_specs:
+        layer.submodules.self_attention.module = Biased
+    return block
+
+
+def _refusals(cases):
+    from tests.support.processes import megatron_worker as megatron
+
+    found = []
+    for args in cases:
+        megatron.start(args)
+        from slime.backends.megatron_utils.model_provider import build_model
+
+        with pytest.raises(UserError) as caught:
+            build_model(args, True, True, None)
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_would_be_lost_is_refused(models, tmp_path):
+    plain, mixed = models["qwen3"][0], models["qwen3_next"][0]
+    TINY_FAMILIES["mimo"].save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    cases = [
+        tiny_args(plain, spec=[__name__, "with_bias_of_its_own"]),
+        tiny_args(mixed, spec=SPEC, mtp_num_layers=1),
+        tiny_args(tmp_path, spec=SPEC),
+    ]
+    ((unknown, predicting, without_class),) = run_distributed(_refusals, 1, (cases,))
+    assert unknown.startswith(f"--spec {__name__} with_bias_of_its_own returned layers with ")
+    assert "decoder.layers.0.self_attention.scale, which has no tensor in checkpoints of qwen3" in unknown
+    assert predicting.startswith("--mtp-num-layers 1: prediction layers of qwen3_next are built with --spec ")
+    assert "slime_plugins.models.qwen3_next get_qwen3_next_spec alone" in predicting
+    assert f"has no class for the model of --hf-checkpoint {tmp_path}" in without_class
+
+
+def test_a_family_passes_on_the_names_of_transformers():
+    from slime.models.families import FAMILIES as KNOWN
+
+    name = "decoder.layers.7.self_attention.{}"
+    for model_type, begin in (("qwen3_next", "model"), ("qwen3_5", "model.language_model")):
+        find = KNOWN[model_type].find
+        assert find(name.format("linear_attn.A_log"))[1] == (f"{begin}.layers.7.linear_attn.A_log",)
+        assert find(name.format("linear_attn.A_log"))[0].keeps_float32
+        rule, names = find("module.module." + name.format("self_attn.new.weight"))
+        assert names == (f"{begin}.layers.7.self_attn.new.weight",) and not rule.keeps_float32
+        for unknown in ("new.weight", "mlp.self_attn.new"):
+            with pytest.raises(KeyError):
+                find(name.format(unknown))
+
+
+def test_what_a_layer_hides_is_what_transformers_hides(tmp_path):
+    """Layers of another kind than plain causal attention get their own masks."""
+    from transformers import AutoConfig
+
+    from slime_plugins.models.hf_attention import _mask_function
+
+    write_tiny_model(tmp_path, model_type="qwen2", head_dim=8)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config._attn_implementation, config.sliding_window = "eager", 2
+    config.layer_types = ["full_attention", "sliding_attention", "linear_attention"]
+    hidden = torch.zeros(1, 4, 8)
+    seen = [
+        (_mask_function(config, layer)(config, hidden, None, past_key_values=None)[0, 0] == 0).sum(-1).tolist()
+        for layer in range(2)
+    ]
+    assert seen == [[1, 2, 3, 4], [1, 2, 2, 2]] and _mask_function(config, 2) is None
